@@ -1,0 +1,31 @@
+"""FP4 pretraining of language models: MXFP4 recipes as data, one numerics on every machine."""
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.linear import Linear, linear
+from megatron_fp4.quantizer import (
+    QuantizedTensor,
+    Quantizer,
+    get_quantizer,
+    list_quantizers,
+    quantize,
+)
+from megatron_fp4.recipe import GemmRecipe, Recipe
+from megatron_fp4.recipes import get_recipe, list_recipes, recipe_options
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "GemmRecipe",
+    "Linear",
+    "QuantizedTensor",
+    "Quantizer",
+    "Recipe",
+    "get_quantizer",
+    "get_recipe",
+    "linear",
+    "list_quantizers",
+    "list_recipes",
+    "quantize",
+    "recipe_options",
+]

@@ -1,0 +1,41 @@
+"""Backends: who prepares the operands and multiplies them.
+
+`choose` says which backend runs a GEMM and why the faster ones do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from megatron_fp4.backends.base import Backend, Operand, Preparation
+from megatron_fp4.backends.bf16 import Bf16
+from megatron_fp4.backends.reference import Reference
+from megatron_fp4.recipe import GemmRecipe
+
+__all__ = ["BACKENDS", "Backend", "Choice", "Operand", "Preparation", "choose"]
+
+# The fastest first.
+BACKENDS: tuple[Backend, ...] = (Bf16(), Reference())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """backend: the one that runs. passed_over: (name, reason) of each faster one."""
+
+    backend: Backend
+    passed_over: tuple[tuple[str, str], ...]
+
+
+@cache
+def choose(gemm: GemmRecipe, device: torch.device, dtype: torch.dtype) -> Choice:
+    """The fastest backend that can run `gemm` of a model that computes in `dtype` on `device`."""
+    passed_over = []
+    for backend in BACKENDS:
+        reason = backend.unavailable(gemm, device, dtype)
+        if reason is None:
+            return Choice(backend, tuple(passed_over))
+        passed_over.append((backend.name, reason))
+    raise AssertionError("the reference backend runs everything")

@@ -1,0 +1,51 @@
+"""Quantize, dequantize, and multiply in BF16: for GPUs without FP8 or FP4 tensor cores, and CPUs.
+
+Block-scaled E2M1 and FP8 elements are exact in BF16, and whole-axis scales are applied to the
+float32 product, so the only roundings beside the quantizer's are those of accumulation and of the
+output.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.backends.base import Operand
+from megatron_fp4.backends.reference import Reference, factors, scale_product
+from megatron_fp4.recipe import GemmRecipe
+
+
+class Bf16(Reference):
+    """The reference's operands, multiplied by the vendor library's BF16 GEMM."""
+
+    name = "bf16"
+
+    def unavailable(self, gemm: GemmRecipe, device: torch.device, dtype: torch.dtype) -> str | None:
+        if dtype != torch.bfloat16:
+            return f"the model computes in {str(dtype).removeprefix('torch.')}; use --bf16"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            return "BF16 tensor cores need compute capability 8.0"
+        return None
+
+    def multiply(
+        self, a: Operand, b: Operand, correction: float, out_dtype: torch.dtype
+    ) -> Tensor:
+        # High-precision operands wider than BF16 (an unquantized Hadamard output, a folded dY)
+        # would lose bits here.
+        if any(isinstance(x, Tensor) and x.dtype != torch.bfloat16 for x in (a, b)):
+            return super().multiply(a, b, correction, out_dtype)
+        (a_values, a_outer) = factors(a, torch.bfloat16)
+        (b_values, b_outer) = factors(b, torch.bfloat16)
+        if a_outer is None and b_outer is None and correction == 1.0:
+            return _product(a_values, b_values, out_dtype)
+        product = _product(a_values, b_values, torch.float32)
+        return scale_product(product, a_outer, b_outer, correction).to(out_dtype)
+
+
+def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """a b^T of BF16 matrices, accumulated in float32."""
+    if out_dtype == torch.bfloat16:
+        return a @ b.t()
+    if a.device.type == "cuda":
+        return torch.mm(a, b.t(), out_dtype=out_dtype)
+    return (a.float() @ b.float().t()).to(out_dtype)  # CPU GEMMs have no wider output

@@ -1,0 +1,177 @@
+"""Element grids and scale formats: encode, decode, pack, unpack.
+
+E2M1 (OCP Microscaling Formats v1.0, section 5.3.3): code bit 3 is the sign, bits 0-2 index the
+magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6. All arithmetic here is exact: divisions are by powers of
+two, and every rounding is stated. Float64 input is computed in float64, all else in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+E2M1_MAX = 6.0
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+E8M0_BIAS = 127
+E8M0_NAN = 0xFF
+
+
+def widen(x: Tensor) -> Tensor:
+    """`x` in the dtype that quantization computes in: float64 stays, the rest becomes float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+@cache
+def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+# --- E2M1 ---------------------------------------------------------------------------------------
+
+
+def encode_e2m1(v: Tensor, bits: Tensor | None = None) -> Tensor:
+    """E2M1 codes of `v`, one a byte.
+
+    v: float32 or float64, any shape, already divided by its scale; beyond 6 it saturates.
+    bits: None rounds to nearest, ties to the even code. Otherwise uniform integers in
+        [0, 65536) of v's shape: the magnitude goes up where its fraction of the interval
+        exceeds (bits + 1/2) / 65536 (stochastic rounding).
+    Returns uint8 of v's shape. The sign is kept on zero (-0.1 becomes code 8). NaN is undefined:
+    callers replace it first.
+    """
+    magnitude = v.abs().clamp_(max=E2M1_MAX)
+    # Binade 0 holds [0, 2) in steps of .5, binade 1 [2, 4) in steps of 1, binade 2 [4, 6] in
+    # steps of 2. In units of the step the code is that integer plus 2 for each binade.
+    above2, above4 = (magnitude >= 2).to(v.dtype), (magnitude >= 4).to(v.dtype)
+    steps = magnitude.mul_(2 - above2 - 0.5 * above4)
+    if bits is None:
+        integer = steps.round()  # half to even, and even integers are even codes
+    else:
+        integer = steps.floor()
+        integer += (steps - integer).mul_(65536) > bits.to(v.dtype).add_(0.5)
+    codes = integer.add_(above2.add_(above4), alpha=2).to(torch.uint8)
+    return codes.add_(torch.signbit(v), alpha=8)
+
+
+def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of unpacked E2M1 codes (uint8), in `dtype`; exact in every float type of 8+ bits."""
+    values = E2M1_MAGNITUDES + tuple(-m for m in E2M1_MAGNITUDES)
+    return _table(values, dtype, codes.device)[codes.int()]
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Two 4-bit codes a byte along the last axis, element 2i in the low nibble. Last axis even."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """The inverse of `pack`: uint8 codes, the last axis twice as long."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def decode_packed_e2m1(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """`decode_e2m1(unpack(packed))` in one table look-up."""
+    magnitudes = E2M1_MAGNITUDES + tuple(-m for m in E2M1_MAGNITUDES)
+    pairs = tuple(v for byte in range(256) for v in (magnitudes[byte & 15], magnitudes[byte >> 4]))
+    return _table(pairs, dtype, packed.device).view(256, 2)[packed.int()].flatten(-2)
+
+
+# --- E8M0 ---------------------------------------------------------------------------------------
+
+
+def block_exponent(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """(m, e) with amax = m * 2^e and 1 <= m < 2, from the bits (subnormals too).
+
+    amax: positive and finite where the result is used; zero gives (0, -1).
+    """
+    mantissa, exponent = torch.frexp(amax)
+    return mantissa * 2, exponent - 1
+
+
+def encode_e8m0(exponent: Tensor) -> Tensor:
+    """Bytes s + 127 of integer exponents, s clamped to [-127, 127]."""
+    return (exponent.clamp(-E8M0_BIAS, E8M0_BIAS) + E8M0_BIAS).to(torch.uint8)
+
+
+def decode_e8m0(byte: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """2^(byte - 127); 0xFF is NaN. Byte 0 is 2^-127, a float32 subnormal.
+
+    A table, because exp2 and ldexp of a vectorised math library need not be exact.
+    """
+    values = tuple(math.ldexp(1.0, b - E8M0_BIAS) for b in range(255)) + (math.nan,)
+    return _table(values, dtype, byte.device)[byte.int()]
+
+
+# --- small floats as scales ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScaleFloat:
+    """An unsigned 8-bit float used as a block scale.
+
+    mantissa_bits, bias: the code is (exponent field << mantissa_bits) | mantissa.
+    max: the largest finite value; beyond it a scale saturates. nan: the code of NaN.
+    """
+
+    name: str
+    mantissa_bits: int
+    bias: int
+    max: float
+    nan: int
+
+    def encode(self, x: Tensor, *, up: bool = False) -> Tensor:
+        """Codes (uint8) of x >= 0, rounded to nearest even, or up; saturated, NaN kept."""
+        bits, lowest = self.mantissa_bits, 1 - self.bias
+        finite = torch.nan_to_num(x, nan=0.0, posinf=self.max).clamp(max=self.max)
+        exponent = (torch.frexp(finite)[1] - 1).clamp(min=lowest)  # subnormals share the lowest
+        ulps = finite * decode_e8m0(bits - exponent + E8M0_BIAS, finite.dtype)
+        ulps = torch.ceil(ulps) if up else torch.round(ulps)
+        # A mantissa that rounds up to the next binade carries into the exponent field by itself.
+        code = ((exponent - lowest) << bits) + ulps.to(exponent.dtype)
+        return torch.where(x.isnan(), self.nan, code).to(torch.uint8)
+
+    def decode(self, code: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Values of codes (uint8)."""
+        return _table(self._values(), dtype, code.device)[code.int()]
+
+    def _values(self) -> tuple[float, ...]:
+        bits, ones = self.mantissa_bits, 1 << self.mantissa_bits
+        values = []
+        for code in range(256):
+            field, fraction = code >> bits, code & (ones - 1)
+            significand = fraction if field == 0 else fraction + ones
+            value = math.ldexp(significand, max(field, 1) - self.bias - bits)
+            values.append(value if value <= self.max else math.nan)
+        return tuple(values)
+
+
+E4M3 = ScaleFloat("e4m3", mantissa_bits=3, bias=7, max=448.0, nan=0x7F)
+# Five exponent bits and no sign; the top exponent is reserved, as in IEEE formats.
+UE5M3 = ScaleFloat("ue5m3", mantissa_bits=3, bias=15, max=61440.0, nan=0xFF)
+SCALE_FLOATS = {"e4m3": E4M3, "ue5m3": UE5M3}
+
+
+# --- FP8 elements -------------------------------------------------------------------------------
+
+FP8_ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def element_max(element: str) -> float:
+    """The largest magnitude of an element format: e2m1, e4m3 or e5m2."""
+    return E2M1_MAX if element == "e2m1" else torch.finfo(FP8_ELEMENTS[element]).max
+
+
+def encode_fp8(v: Tensor, element: str) -> Tensor:
+    """FP8 codes (uint8) of `v`, nearest even, saturated (torch's own cast would make NaN, Inf)."""
+    limit = element_max(element)
+    return v.clamp(-limit, limit).to(FP8_ELEMENTS[element]).view(torch.uint8)
+
+
+def decode_fp8(codes: Tensor, element: str, dtype: torch.dtype) -> Tensor:
+    """Values of FP8 codes."""
+    return codes.view(FP8_ELEMENTS[element]).to(dtype)

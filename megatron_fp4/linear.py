@@ -1,0 +1,354 @@
+"""The linear layer: one autograd function where the three GEMMs of a recipe meet."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron_fp4.backends import Operand, Preparation, choose
+from megatron_fp4.formats import widen
+from megatron_fp4.hadamard import inverse
+from megatron_fp4.philox import WHOLE, Key, Noise, Placement, random_signs, stream_id
+from megatron_fp4.quantizer import QuantizedTensor, ReduceMax
+from megatron_fp4.recipe import OPERANDS, Recipe
+from megatron_fp4.recipes import get_recipe
+
+T = TypeVar("T")
+
+# The contracted axis of each operand as the model holds it: X [tokens, in], W [out, in],
+# dY [tokens, out].
+CONTRACTED = {
+    ("fprop", "x"): 1,
+    ("fprop", "w"): 1,
+    ("dgrad", "dy"): 1,
+    ("dgrad", "w"): 0,
+    ("wgrad", "dy"): 0,
+    ("wgrad", "x"): 0,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What identifies one call of one linear, beside its tensors.
+
+    name: the module's global name; key: seed and step; microbatch: its index in the global batch,
+        which makes wgrad's Hadamard signs fresh.
+    placements: where the local x, w and dy lie in the unsharded tensors.
+    sharded: the axis along which tensor parallelism shards an operand; absent where it does not.
+    reduce_max: takes a maximum over the tensor-parallel group in place.
+    observe: called with (gemm, operand, tensor) on each incoming operand, to watch for NaN.
+    """
+
+    name: str = "linear"
+    key: Key = field(default_factory=lambda: Key(0))
+    microbatch: int = 0
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    sharded: Mapping[str, int] = field(default_factory=dict)
+    reduce_max: ReduceMax | None = None
+    observe: Callable[[str, str, Tensor], None] | None = None
+
+    def preparation(self, recipe: Recipe, gemm: str, operand: str, like: Tensor) -> Preparation:
+        """What `operand` of `gemm` goes through in this call."""
+        gemm_recipe = recipe.gemm(gemm)
+        quantizer = gemm_recipe.a if OPERANDS[gemm][0] == operand else gemm_recipe.b
+        axis = CONTRACTED[gemm, operand]
+        noise = None
+        if quantizer is not None and quantizer.stochastic:
+            stream = stream_id(f"{self.name}:{gemm}:{operand}")
+            noise = Noise(self.key, stream, self.placements.get(operand, WHOLE))
+        signs = None
+        hadamard = gemm_recipe.hadamard
+        if hadamard is not None and hadamard.signs == "random":
+            # W is quantized once a step, so the signs that it shares are fixed within one.
+            draw = self.microbatch if gemm == "wgrad" else 0
+            stream = stream_id(f"{self.name}:{gemm}")
+            signs = random_signs(hadamard.group, self.key, stream, draw, like.device)
+        shard = self.sharded.get(operand)
+        return Preparation(
+            quantizer=quantizer,
+            axis=axis,
+            group=hadamard.group if hadamard is not None else 0,
+            signs=signs,
+            noise=noise,
+            reduce_row=self.reduce_max if shard == axis else None,
+            reduce_tensor=self.reduce_max if shard is not None else None,
+        )
+
+    def watch(self, gemm: str, operand: str, tensor: Tensor) -> None:
+        if self.observe is not None:
+            self.observe(gemm, operand, tensor)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What backward needs, with X as [tokens, in]: both operands of fprop as the recipe's backward
+    takes them, the weight itself, and X's outlier residual (dense, in X's dtype)."""
+
+    x: Operand
+    w: Operand
+    weight: Tensor
+    residual: Tensor | None
+
+
+def fprop(x: Tensor, weight: Tensor, recipe: Recipe, call: Call) -> tuple[Tensor, Saved]:
+    """Y = X W^T for x [tokens, in], weight [out, in]; returns (y [tokens, out], what to save)."""
+    call.watch("fprop", "x", x)
+    call.watch("fprop", "w", weight)
+    gemm = recipe.fprop
+    backend = choose(gemm, x.device, x.dtype).backend
+    outliers = recipe.outliers
+    clamped, residual = outliers.split(x) if outliers is not None else (x, None)
+    x_operand = backend.prepare(clamped, call.preparation(recipe, "fprop", "x", x))
+    w_operand = backend.prepare(weight.to(x.dtype), call.preparation(recipe, "fprop", "w", x))
+    if outliers is not None and residual is not None and outliers.compensate:
+        y = backend.multiply(x_operand, w_operand, gemm.correction, _wide(x.dtype))
+        y = (y + residual @ weight.to(x.dtype).t()).to(x.dtype)
+        residual = residual if outliers.residual_in_wgrad else None
+    else:
+        y = backend.multiply(x_operand, w_operand, gemm.correction, x.dtype)
+        residual = None
+    forward = recipe.backward == "forward"
+    return y, Saved(
+        x_operand if forward and gemm.a is not None else x,
+        w_operand if forward and gemm.b is not None else weight,
+        weight,
+        residual,
+    )
+
+
+def dgrad(dy: Tensor, saved: Saved, recipe: Recipe, call: Call) -> tuple[Tensor, Operand]:
+    """dX = dY W for dy [tokens, out]; returns (dx [tokens, in], dY as it was multiplied)."""
+    return _backward_gemm("dgrad", dy, saved.w, recipe, call, dy.dtype)
+
+
+def wgrad(
+    dy: Tensor, saved: Saved, recipe: Recipe, call: Call, out_dtype: torch.dtype
+) -> Tensor:
+    """dW = dY^T X for dy [tokens, out]; returns [out, in] in `out_dtype`."""
+    if saved.residual is None and recipe.estimator is None:
+        return _backward_gemm("wgrad", dy, saved.x, recipe, call, out_dtype)[0]
+    dw = _backward_gemm("wgrad", dy, saved.x, recipe, call, _wide(dy.dtype))[0]
+    if saved.residual is not None:
+        dw += dy.t() @ saved.residual
+    if recipe.estimator is not None and isinstance(saved.w, QuantizedTensor):
+        dw *= recipe.estimator.factor(saved.w.grid_coordinates(saved.weight.to(dy.dtype)))
+    return dw.to(out_dtype)
+
+
+def _backward_gemm(
+    gemm: str, dy: Tensor, saved: Operand, recipe: Recipe, call: Call, out_dtype: torch.dtype
+) -> tuple[Tensor, Operand]:
+    """dY against the saved W (dgrad) or X (wgrad); returns (product, dY as it was multiplied)."""
+    backend = choose(recipe.gemm(gemm), dy.device, dy.dtype).backend
+    name = OPERANDS[gemm][1]
+    dy_preparation = call.preparation(recipe, gemm, "dy", dy)
+    preparation = call.preparation(recipe, gemm, name, dy)
+    if not isinstance(saved, QuantizedTensor):
+        other = saved.to(dy.dtype)
+    elif preparation.quantizer is None and not (preparation.group or recipe.fprop.hadamard):
+        # As the forward pass left it. Its elements are exact in BF16, and its vector-wise scale
+        # lies along the axis that this GEMM contracts, so the scale goes into dY.
+        other, scale = saved.factors(dy.dtype)
+        if scale is not None:
+            fold = scale.expand(other.shape[0], 1).flatten()
+            dy_preparation = replace(dy_preparation, fold=fold)
+    else:
+        other = saved.dequantize(_wide(dy.dtype))
+        if recipe.fprop.hadamard is not None:  # back from the basis in which it was quantized
+            forward = call.preparation(recipe, "fprop", name, dy)
+            other = inverse(other, forward.group, forward.signs)
+    dy_operand = backend.prepare(dy, dy_preparation)
+    operand = backend.prepare(other, preparation)
+    correction = recipe.gemm(gemm).correction
+    return backend.multiply(dy_operand, operand, correction, out_dtype), dy_operand
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _Linear(torch.autograd.Function):
+    """The three GEMMs of one linear; what they do is all in the recipe."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, call: Call
+    ) -> Tensor:
+        y, saved = fprop(x.reshape(-1, x.shape[-1]), weight, recipe, call)
+        if bias is not None:
+            y += bias.to(y.dtype)
+        ctx.recipe, ctx.call, ctx.x_shape = recipe, call, x.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        _save(ctx, saved)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        saved, recipe, call = _load(ctx), ctx.recipe, ctx.call
+        dy = dy.reshape(-1, dy.shape[-1])
+        call.watch("dgrad", "dy", dy)
+        dx = dw = db = None
+        dy_operand: Operand = dy
+        if ctx.needs_input_grad[0]:
+            dx, dy_operand = dgrad(dy, saved, recipe, call)
+            dx = dx.view(ctx.x_shape)
+        if ctx.needs_input_grad[1]:
+            dw = wgrad(dy, saved, recipe, call, saved.weight.dtype)
+        if ctx.needs_input_grad[2]:
+            # Where dX is not needed dY is not quantized for it, and the raw one serves.
+            quantized = recipe.bias_gradient == "quantized"
+            summed = dy_operand if quantized and isinstance(dy_operand, QuantizedTensor) else dy
+            db = _bias_gradient(summed).to(ctx.bias_dtype)
+        return dx, dw, db, None, None
+
+
+def _bias_gradient(dy: Operand) -> Tensor:
+    wide = dy.dequantize() if isinstance(dy, QuantizedTensor) else widen(dy)
+    return wide.sum(0)
+
+
+def _save(ctx: Any, saved: Saved) -> None:
+    """Saved's tensors through save_for_backward, so that hooks on saved tensors see every byte."""
+    tensors: list[Tensor | None] = [saved.weight, saved.residual]
+    ctx.quantized = []
+    for operand in (saved.x, saved.w):
+        if isinstance(operand, QuantizedTensor):
+            ctx.quantized.append(replace(operand, codes=None, scales=None, tensor_scale=None))
+            tensors += [operand.codes, operand.scales, operand.tensor_scale]
+        else:
+            ctx.quantized.append(None)
+            tensors += [operand, None, None]
+    ctx.save_for_backward(*tensors)
+
+
+def _load(ctx: Any) -> Saved:
+    weight, residual, *rest = ctx.saved_tensors
+    operands = []
+    for quantized, (codes, scales, tensor_scale) in zip(
+        ctx.quantized, (rest[:3], rest[3:]), strict=True
+    ):
+        if quantized is None:
+            operands.append(codes)
+        else:
+            operands.append(
+                replace(quantized, codes=codes, scales=scales, tensor_scale=tensor_scale)
+            )
+    return Saved(operands[0], operands[1], weight, residual)
+
+
+def quantized_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, call: Call
+) -> Tensor:
+    """Y = X W^T + bias under `recipe`, differentiable in all three.
+
+    x: [..., in]; weight: [out, in]; bias: [out] or None. Returns [..., out] in x's dtype. Under
+    torch.autocast x and weight are cast as nn.functional.linear casts them.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+    with torch.autocast(device, enabled=False):
+        return _Linear.apply(x, weight, bias, recipe, call)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe | str,
+    seed: int = 0,
+    step: int = 0,
+    name: str = "linear",
+) -> Tensor:
+    """Y = X W^T + bias with the three GEMMs in the recipe's precision.
+
+    x: [..., in]; weight: [out, in]; bias: [out] or None. Returns [..., out] in x's dtype.
+    recipe: a Recipe or anything `get_recipe` takes. seed, step, name: key the random bits; two
+        linears of a model need two names, and each step of training its own number.
+    Raises ConfigError where a block does not divide an axis that it tiles.
+    """
+    if isinstance(recipe, str):
+        recipe = get_recipe(recipe)
+    tokens = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    recipe.check_linear(tokens, weight.shape[1], weight.shape[0], name)
+    return quantized_linear(x, weight, bias, recipe, Call(name=name, key=Key(seed, step)))
+
+
+class Replay:
+    """Gives a recomputed forward pass what its original had.
+
+    Activation checkpointing runs a forward pass again inside backward, when counters have moved
+    on. Its first pass runs without gradients; values taken then are queued, and passes inside
+    backward take them in the same order (microbatches are recomputed first in, first out).
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[Any] = deque()
+
+    def take(self, fresh: Callable[[], T], training: bool) -> T:
+        """fresh(), or in a recomputation what it returned in the original pass."""
+        if torch._C._current_graph_task_id() != -1 and self._queue:
+            return self._queue.popleft()
+        value = fresh()
+        if training and not torch.is_grad_enabled():
+            self._queue.append(value)
+        return value
+
+    def clear(self) -> None:
+        self._queue.clear()
+
+
+class Linear(nn.Linear):
+    """nn.Linear whose three GEMMs run in the recipe's precision.
+
+    Each training forward pass is a step of its own: `steps` counts them and keys the noise. Set it
+    when training resumes. name: tells its noise from other layers'; give each layer its own.
+    Raises ConfigError where a block does not divide in_features or out_features.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        recipe: Recipe | str,
+        seed: int = 0,
+        name: str = "linear",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+        self.recipe.check_linear(None, in_features, out_features, name)
+        self.seed, self.name, self.steps = seed, name, 0
+        self._replay = Replay()
+
+    def forward(self, input: Tensor) -> Tensor:
+        step = self._replay.take(self._next_step, self.training)
+        return linear(
+            input,
+            self.weight,
+            self.bias,
+            recipe=self.recipe,
+            seed=self.seed,
+            step=step,
+            name=self.name,
+        )
+
+    def _next_step(self) -> int:
+        step = self.steps
+        self.steps += self.training
+        return step
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"

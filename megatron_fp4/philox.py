@@ -1,0 +1,148 @@
+"""Counter-based random bits: Philox-4x32 (Salmon et al., SC11), seven rounds.
+
+A bit is a function of the run's seed, the step, the stream (which GEMM operand of which module)
+and the element's index in the UNSHARDED tensor, and of nothing else. A rerun, a recomputed
+activation and another layout therefore draw the same noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROUNDS = 7
+GROUP = 8  # elements that share one draw: 4 words of 32 bits, 16 bits an element
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int], rounds: int = ROUNDS
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random words for each counter.
+
+    counter: four int64 tensors (broadcastable) that hold unsigned 32-bit words, lowest first.
+    key: two unsigned 32-bit words. Returns four int64 tensors of unsigned 32-bit words.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        # The 64-bit product wraps in int64; its bits, and so both halves, are still right.
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _MASK).bitwise_xor_(c1).bitwise_xor_(k0),
+            p1 & _MASK,
+            ((p0 >> 32) & _MASK).bitwise_xor_(c3).bitwise_xor_(k1),
+            p0 & _MASK,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def stream_id(name: str) -> int:
+    """FNV-1a, 32 bits, of `name` ("<global module name>:<gemm>:<operand>")."""
+    digest = 0x811C9DC5
+    for byte in name.encode():
+        digest = ((digest ^ byte) * 0x01000193) & _MASK
+    return digest
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the elements of a local matrix lie in the unsharded one.
+
+    rows: int64 [local rows], the global index of each row; None: 0, 1, 2, ...
+    groups: int64 [ceil(local columns / 8)], the global index within its row of each group of
+        eight columns; None: 0, 1, 2, ...
+    groups_per_row: how many groups a row of the unsharded matrix has; None: as many as here.
+    """
+
+    rows: Tensor | None = None
+    groups: Tensor | None = None
+    groups_per_row: int | None = None
+
+
+WHOLE = Placement()
+
+
+@dataclass(frozen=True)
+class Key:
+    """What the noise of one run and one step is keyed with: the 64-bit seed, and the step."""
+
+    seed: int
+    step: int = 0
+
+    def words(self) -> tuple[int, int]:
+        """The Philox key: the seed's low and high word."""
+        return self.seed & _MASK, (self.seed >> 32) & _MASK
+
+
+def random_bits16(
+    rows: int,
+    columns: int,
+    key: Key,
+    stream: int,
+    placement: Placement = WHOLE,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Uniform integers in [0, 65536) for a local matrix: int32 [rows, columns].
+
+    Element j of a group of eight takes word j // 2 of the group's draw, the low half if j is
+    even, the high half if it is odd.
+    """
+    count = -(-columns // GROUP)
+    row = placement.rows if placement.rows is not None else torch.arange(rows, device=device)
+    group = placement.groups if placement.groups is not None else torch.arange(count, device=device)
+    index = row[:, None] * (placement.groups_per_row or count) + group
+    words = philox4x32(
+        (
+            index & _MASK,
+            (index >> 32) & _MASK,
+            torch.full_like(index, key.step & _MASK),
+            torch.full_like(index, stream),
+        ),
+        key.words(),
+    )
+    # Little-endian: viewing a word as two 16-bit halves yields the low half first.
+    halves = torch.stack(words, dim=-1).to(torch.int32).view(torch.int16)
+    bits = halves.reshape(rows, count * GROUP)[:, :columns]
+    return bits.to(torch.int32) & 0xFFFF
+
+
+def random_signs(
+    count: int, key: Key, stream: int, draw: int = 0, device: torch.device | str = "cpu"
+) -> Tensor:
+    """`count` random signs (float32, +1 or -1) for a Hadamard transform.
+
+    Index i takes bit i % 32 of word (i % 128) // 32 of the draw i // 128, whose counter is
+    (i // 128, draw, step, stream). `draw` makes signs fresh, for each microbatch say.
+    """
+    low = torch.arange(-(-count // 128), device=device)
+    words = philox4x32(
+        (
+            low,
+            torch.full_like(low, draw & _MASK),
+            torch.full_like(low, key.step & _MASK),
+            torch.full_like(low, stream),
+        ),
+        key.words(),
+    )
+    bits = torch.stack(words, dim=-1)[..., None] >> torch.arange(32, device=device) & 1
+    return 1.0 - 2.0 * bits.flatten()[:count].float()
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The random bits of one operand: what a backend needs to draw them, wherever it draws."""
+
+    key: Key
+    stream: int
+    placement: Placement = WHOLE
+
+    def bits16(self, like: Tensor) -> Tensor:
+        """Bits for a local matrix in the layout in which the model holds it, [rows, columns]."""
+        return random_bits16(*like.shape, self.key, self.stream, self.placement, like.device)

@@ -1,0 +1,376 @@
+"""Quantizer: element grid, scale format, block, scale rule, rounding -> QuantizedTensor.
+
+Plain PyTorch, and the oracle: every backend gives these codes and scales bit for bit
+(docs/numerics.md is the contract).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_fp4 import formats
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.formats import widen
+from megatron_fp4.philox import WHOLE, Key, random_bits16
+
+WHOLE_AXIS = 0  # a block size that means the whole axis
+
+# Takes the maximum of a tensor of block maxima, in place, over the ranks that share an axis.
+ReduceMax = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How a matrix becomes 4-bit (or FP8) codes and block scales.
+
+    element: the grid of the codes: e2m1; e4m3 and e5m2 for operands that a method keeps in FP8.
+    scale: the block scale's format: e8m0, e4m3, ue5m3, fp32.
+    block: (across, along): the rows, and the elements of the blocked axis, that share a scale.
+        0 is the whole axis: (1, 0) is a scale for each row, (0, 0) one for the tensor.
+    rule: e8m0: floor (OCP, may clip) or ceil (truncation-free: TetraJet, arXiv 2502.20853,
+        section 3.2). e4m3, ue5m3: nearest, up, or four-over-six (a block's maximum goes to 6 or
+        to 4, whichever errs less; arXiv 2512.02010). fp32: absmax.
+    rounding: nearest (ties to even) or stochastic.
+    prescale: multiplies the scaled value before it is rounded, and is not undone here: the
+        GEMM's correction does (3/4 in "Training LLMs with MXFP4", arXiv 2502.20586).
+    tensor_max: e4m3, ue5m3: the largest block scale that the tensor scale aims at (NVFP4: 448);
+        0 leaves the tensor scale out.
+    inflate: multiplies e4m3 and ue5m3 block scales (17/16: scale rounding no longer clips).
+    """
+
+    element: Literal["e2m1", "e4m3", "e5m2"] = "e2m1"
+    scale: Literal["e8m0", "e4m3", "ue5m3", "fp32"] = "e8m0"
+    block: tuple[int, int] = (1, 32)
+    rule: Literal["floor", "ceil", "nearest", "up", "four-over-six", "absmax"] = "floor"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    prescale: float = 1.0
+    tensor_max: float = 0.0
+    inflate: float = 1.0
+
+    def __post_init__(self) -> None:
+        rules = {"e8m0": ("floor", "ceil"), "fp32": ("absmax",)}.get(
+            self.scale, ("nearest", "up", "four-over-six")
+        )
+        if self.rule not in rules:
+            raise ConfigError(f"scale {self.scale} takes rule {' or '.join(rules)}: {self.rule!r}")
+        if self.scale == "fp32" and not self.outer:
+            raise ConfigError("fp32 scales take blocks of a whole axis: the GEMM leaves them out")
+        if self.element != "e2m1" and (self.scale != "fp32" or self.stochastic):
+            raise ConfigError(f"{self.element} elements take fp32 scales and nearest rounding")
+        if self.rule == "four-over-six" and (self.block[0] != 1 or self.stochastic):
+            raise ConfigError("four-over-six takes blocks of one row and nearest rounding")
+
+    @property
+    def stochastic(self) -> bool:
+        return self.rounding == "stochastic"
+
+    @property
+    def outer(self) -> bool:
+        """Whether the block scale spans the whole blocked axis, so that it leaves the GEMM."""
+        return self.block[1] == WHOLE_AXIS
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """Codes and scales of one matrix, the blocked axis last.
+
+    codes: uint8; E2M1 packed two a byte [..., K / 2], FP8 one a byte [..., K].
+    scales: one for each block [rows / across, K / along]: uint8 (E8M0, E4M3, UE5M3 codes) or
+        float32 (what divides the tensor: the decoded value is code / scale).
+    tensor_scale: float32 scalar that multiplies every block scale, or None.
+    axis: the blocked axis of the tensor that was quantized; shape: that tensor's shape.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    tensor_scale: Tensor | None
+    quantizer: Quantizer
+    shape: torch.Size
+    axis: int
+
+    def elements(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The codes' values on the element grid, the blocked axis last."""
+        if self.quantizer.element == "e2m1":
+            return formats.decode_packed_e2m1(self.codes, dtype)
+        return formats.decode_fp8(self.codes, self.quantizer.element, dtype)
+
+    def block_scales(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What multiplies the elements of each block, without the tensor scale."""
+        if self.quantizer.scale == "e8m0":
+            return formats.decode_e8m0(self.scales, dtype)
+        if self.quantizer.scale == "fp32":
+            return self.scales.to(dtype).reciprocal()
+        return formats.SCALE_FLOATS[self.quantizer.scale].decode(self.scales, dtype)
+
+    def factors(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
+        """(values, outer): values [rows, K], exact in BF16, blocked axis last; outer: what is
+        left to multiply the GEMM's output rows with: [rows, 1], a scalar [1, 1], or None."""
+        rows = math.prod(self.codes.shape[:-1])
+        values = self.elements(dtype).reshape(rows, -1)
+        if self.quantizer.outer:
+            return values, self.block_scales(torch.promote_types(dtype, torch.float32))
+        values = _per_block(values, self.quantizer.block, self.block_scales(dtype), torch.mul)
+        return values, None if self.tensor_scale is None else self.tensor_scale.view(1, 1)
+
+    def grid_coordinates(self, x: Tensor) -> Tensor:
+        """`x`, of the shape and blocked axis of the quantized tensor, divided by its scales: where
+        its elements lie on the element grid. A matrix with the blocked axis last."""
+        matrix = widen(x).movedim(self.axis, -1)
+        matrix = matrix.reshape(-1, matrix.shape[-1])
+        if self.quantizer.scale == "fp32":
+            return matrix * self.scales.to(matrix.dtype).view(-1, 1)
+        scales = self.block_scales(matrix.dtype)
+        if self.tensor_scale is not None:
+            scales = scales * self.tensor_scale
+        return _per_block(matrix, self.quantizer.block, scales, torch.div)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The tensor that the codes stand for, in the original layout and `dtype`."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        values, outer = self.factors(wide)
+        if self.quantizer.scale == "fp32":
+            values = values / self.scales.to(wide).view(-1, 1)
+        elif outer is not None:
+            values = values * outer
+        moved = list(self.shape)
+        moved.append(moved.pop(self.axis))
+        return values.view(moved).movedim(-1, self.axis).to(dtype)
+
+
+def quantize_matrix(
+    x: Tensor,
+    quantizer: Quantizer,
+    *,
+    axis: int,
+    bits: Tensor | None = None,
+    reduce_row: ReduceMax | None = None,
+    reduce_tensor: ReduceMax | None = None,
+) -> QuantizedTensor:
+    """Quantize `x` in blocks along `axis`.
+
+    x: at least one axis; float32 and narrower are computed in float32, float64 in float64.
+    bits: random integers in [0, 65536) of x's shape; required for stochastic rounding.
+    reduce_row, reduce_tensor: maxima over the ranks that hold the rest of a whole-axis block, or
+        of the tensor; None where nothing is sharded.
+    Raises ConfigError where the block does not divide the axis.
+    """
+    axis %= x.dim()
+    moved = widen(x.detach()).movedim(axis, -1)
+    k = moved.shape[-1]
+    rows = moved.numel() // k if k else 0
+    matrix = moved.reshape(rows, k)
+    check_divides(quantizer, rows, k, axis)
+    scaled, scales, tensor_scale = _scale(matrix, quantizer, reduce_row, reduce_tensor)
+    if quantizer.prescale != 1.0:
+        scaled = scaled * quantizer.prescale
+    if quantizer.element == "e2m1":
+        if quantizer.stochastic:
+            if bits is None:
+                raise ConfigError("a stochastic quantizer needs random bits: give it a seed")
+            bits = bits.movedim(axis, -1).reshape(rows, k)
+        codes = formats.pack(formats.encode_e2m1(scaled, bits if quantizer.stochastic else None))
+    else:
+        codes = formats.encode_fp8(scaled, quantizer.element)
+    codes = codes.view(*moved.shape[:-1], codes.shape[-1])
+    if quantizer.block[0] == 1:
+        scales = scales.view(*moved.shape[:-1], scales.shape[-1])
+    return QuantizedTensor(codes, scales, tensor_scale, quantizer, x.shape, axis)
+
+
+def quantize(
+    x: Tensor, quantizer: Quantizer | str, *, axis: int = -1, seed: int | None = None
+) -> QuantizedTensor:
+    """Quantize a whole tensor along `axis`, by a Quantizer or the name of one.
+
+    seed: keys the random bits of a stochastic quantizer (step 0, stream 0); without it a
+        stochastic quantizer is an error.
+    Raises ConfigError for an unknown name, a missing seed, or an axis that blocks do not divide.
+    """
+    if isinstance(quantizer, str):
+        quantizer = get_quantizer(quantizer)
+    bits = None
+    if quantizer.stochastic:
+        if seed is None:
+            raise ConfigError("a stochastic quantizer needs random bits: pass seed=<integer>")
+        columns = x.shape[-1]
+        rows = x.numel() // columns if columns else 0
+        bits = random_bits16(rows, columns, Key(seed), 0, WHOLE, x.device).view(x.shape)
+    return quantize_matrix(x, quantizer, axis=axis, bits=bits)
+
+
+def check_divides(quantizer: Quantizer, rows: int, k: int, axis: int | str) -> None:
+    """Raise ConfigError unless blocks tile a [rows, k] matrix whose blocked axis is the last."""
+    across, along = quantizer.block
+    if along and k % along:
+        raise ConfigError(
+            f"axis {axis} has {k} elements, not a multiple of the block of {along}: nothing is "
+            "padded silently; pad it or choose another block"
+        )
+    if across and rows % across:
+        raise ConfigError(
+            f"{rows} rows are not a multiple of the {across} x {along} block across axis {axis}"
+        )
+    if quantizer.element == "e2m1" and k % 2:
+        raise ConfigError(f"axis {axis} has {k} elements; packing two a byte needs an even number")
+
+
+# --- scales -------------------------------------------------------------------------------------
+
+
+def _per_block(
+    matrix: Tensor,
+    block: tuple[int, int],
+    scales: Tensor,
+    op: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """op(element, its block's scale) over a [rows, K] matrix."""
+    rows, k = matrix.shape
+    across, along = block[0] or rows, block[1] or k
+    blocks = matrix.reshape(rows // across, across, k // along, along)
+    return op(blocks, scales.reshape(rows // across, 1, k // along, 1)).view(rows, k)
+
+
+def _block_max(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+    """Absolute maxima [rows / across, K / along]; NaN where a block holds one."""
+    rows, k = matrix.shape
+    across, along = block[0] or rows, block[1] or k
+    return matrix.abs().view(rows // across, across, k // along, along).amax((1, 3))
+
+
+def _scale(
+    matrix: Tensor,
+    quantizer: Quantizer,
+    reduce_row: ReduceMax | None,
+    reduce_tensor: ReduceMax | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(scaled values, stored scales, tensor scale). Blocks with a NaN or an Inf scale to zeros
+    under a NaN scale, so that the overflow shows at once."""
+    amax = _block_max(matrix, quantizer.block)
+    reduce = reduce_row if quantizer.block[0] else reduce_tensor
+    if quantizer.outer and reduce is not None:
+        reduce(amax)
+    if quantizer.scale == "e8m0":
+        return *_scale_e8m0(matrix, amax, quantizer), None
+    if quantizer.scale == "fp32":
+        return *_scale_fp32(matrix, amax, quantizer), None
+    return _scale_float(matrix, amax, quantizer, reduce_tensor)
+
+
+def _scale_e8m0(matrix: Tensor, amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    finite = amax.isfinite()
+    mantissa, exponent = formats.block_exponent(torch.where(finite, amax, 0))
+    exponent = exponent - 2
+    if quantizer.rule == "ceil":
+        exponent += mantissa > 1.5  # 1.5 * 2^2 is the grid's 6
+    byte = formats.encode_e8m0(torch.where(amax == 0, -formats.E8M0_BIAS, exponent))
+    inverse = formats.decode_e8m0(2 * formats.E8M0_BIAS - byte.int(), matrix.dtype)
+    byte = torch.where(finite, byte, formats.E8M0_NAN)
+    scaled = _per_block(matrix, quantizer.block, inverse, torch.mul)
+    return _zero_blocks(scaled, finite, quantizer.block), byte.to(torch.uint8)
+
+
+def _scale_fp32(matrix: Tensor, amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    finite = amax.isfinite()
+    limit = formats.element_max(quantizer.element)
+    # A maximum below limit / float32's largest would make the scale infinite.
+    gamma = (limit / amax).clamp(max=torch.finfo(torch.float32).max)
+    gamma = torch.where(amax == 0, 1.0, gamma)
+    scaled = _per_block(matrix, quantizer.block, gamma, torch.mul)
+    stored = torch.where(finite, gamma, math.nan).to(widen(amax).dtype)
+    return _zero_blocks(scaled, finite, quantizer.block), stored
+
+
+def _scale_float(
+    matrix: Tensor, amax: Tensor, quantizer: Quantizer, reduce_tensor: ReduceMax | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    finite = amax.isfinite()
+    limit = formats.E2M1_MAX
+    tensor_scale = None
+    per_unit = torch.tensor(1.0, dtype=amax.dtype, device=amax.device)
+    if quantizer.tensor_max:
+        # Non-finite blocks are marked by their own scale and do not spoil the others.
+        top = torch.where(finite, amax, 0).amax()
+        if reduce_tensor is not None:
+            reduce_tensor(top)
+        per_unit = torch.where(top > 0, top / (limit * quantizer.tensor_max), 1.0)
+        tensor_scale = per_unit
+    safe = torch.where(finite, amax, 0)
+
+    def quantize_to(target: float) -> tuple[Tensor, Tensor]:
+        """Scaled values and scale codes with block maxima going to `target`."""
+        scale_format = formats.SCALE_FLOATS[quantizer.scale]
+        wanted = safe / (target * per_unit) * quantizer.inflate
+        code = scale_format.encode(wanted, up=quantizer.rule == "up")
+        divisor = scale_format.decode(code, matrix.dtype) * per_unit
+        divisor = torch.where(divisor > 0, divisor, math.inf)  # a scale of zero: all zeros
+        return _per_block(matrix, quantizer.block, divisor, torch.div), code
+
+    scaled, code = quantize_to(limit)
+    if quantizer.rule == "four-over-six":
+        scaled, code = _smaller_error(matrix, quantizer, (scaled, code), quantize_to(4.0))
+    code = torch.where(finite, code, formats.SCALE_FLOATS[quantizer.scale].nan).to(torch.uint8)
+    return _zero_blocks(scaled, finite, quantizer.block), code, tensor_scale
+
+
+def _smaller_error(
+    matrix: Tensor, quantizer: Quantizer, six: tuple[Tensor, Tensor], four: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """For each block the candidate with the smaller squared error; six where they tie."""
+    scale_format = formats.SCALE_FLOATS[quantizer.scale]
+
+    def error(candidate: tuple[Tensor, Tensor]) -> Tensor:
+        scaled, code = candidate
+        rounded = formats.decode_e2m1(formats.encode_e2m1(scaled), matrix.dtype)
+        scales = scale_format.decode(code, matrix.dtype)  # the tensor scale is common to both
+        off = _per_block(rounded - scaled, quantizer.block, scales, torch.mul)
+        return off.square().view(*code.shape, -1).sum(-1)
+
+    use_four = error(four) < error(six)
+    scaled = torch.where(use_four[..., None], *(_blocked(c[0], six[1]) for c in (four, six)))
+    return scaled.view(matrix.shape), torch.where(use_four, four[1], six[1])
+
+
+def _blocked(matrix: Tensor, scales: Tensor) -> Tensor:
+    return matrix.view(*scales.shape, -1)
+
+
+def _zero_blocks(scaled: Tensor, keep: Tensor, block: tuple[int, int]) -> Tensor:
+    """`scaled` with +0 in the blocks that are not kept (0 * NaN would stay NaN)."""
+    return _per_block(scaled, block, keep, lambda values, kept: torch.where(kept, values, 0.0))
+
+
+# --- names --------------------------------------------------------------------------------------
+
+NVFP4 = Quantizer(scale="e4m3", block=(1, 16), rule="nearest", tensor_max=448.0)
+
+_NAMED = {
+    "mxfp4": Quantizer(rule="floor"),
+    "mxfp4-ceil": Quantizer(rule="ceil"),
+    "nvfp4": NVFP4,
+    "nvfp4-four-over-six": replace(NVFP4, rule="four-over-six", tensor_max=256.0),
+    # Scale rounding pushes some values past 6, which biases plain NVFP4 under stochastic
+    # rounding: scales 17/16 larger cover it, and need the room that 256 leaves below 448.
+    "nvfp4-17-16": replace(NVFP4, inflate=17 / 16, tensor_max=256.0),
+    "vector": Quantizer(scale="fp32", block=(1, WHOLE_AXIS), rule="absmax"),
+}
+
+
+def list_quantizers() -> list[str]:
+    """Every name that `quantize` takes; "-sr" is the stochastically rounding twin."""
+    twins = [f"{n}-sr" for n, q in _NAMED.items() if q.rule != "four-over-six"]
+    return sorted([*_NAMED, *twins])
+
+
+def get_quantizer(name: str) -> Quantizer:
+    """The named Quantizer. Raises ConfigError that lists the known names."""
+    if name not in list_quantizers():
+        raise ConfigError(f"unknown quantizer {name!r}; known: {', '.join(list_quantizers())}")
+    if name in _NAMED:
+        return _NAMED[name]
+    return replace(_NAMED[name.removesuffix("-sr")], rounding="stochastic")

@@ -1,0 +1,154 @@
+"""Recipe and GemmRecipe: what each operand of the three GEMMs of a linear goes through.
+
+X is [tokens, in], W [out, in], dY [tokens, out].
+  fprop  Y  = X W^T   contracts in
+  dgrad  dX = dY W    contracts out
+  wgrad  dW = dY^T X  contracts tokens
+A recipe is data: a method that recombines these words needs no new code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.estimators import DGE
+from megatron_fp4.hadamard import Hadamard
+from megatron_fp4.outliers import OutlierClamp
+from megatron_fp4.quantizer import Quantizer
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+# The two operands of each GEMM, by the letters that streams and messages use.
+OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+
+
+@dataclass(frozen=True)
+class GemmRecipe:
+    """One GEMM.
+
+    a, b: the quantizers of its operands in the order of OPERANDS; None leaves one in high
+        precision (in a backward GEMM: as the forward pass left it, where Recipe.backward says
+        "forward").
+    hadamard: the transform that both operands share along the contracted axis.
+    correction: multiplies the product in float32 (16/9 undoes two prescales of 3/4).
+    """
+
+    a: Quantizer | None = None
+    b: Quantizer | None = None
+    hadamard: Hadamard | None = None
+    correction: float = 1.0
+
+    @property
+    def quantized(self) -> bool:
+        return self.a is not None or self.b is not None
+
+    @property
+    def multiple(self) -> int:
+        """What the contracted axis of a shard must be a multiple of."""
+        blocks = [q.block[1] for q in (self.a, self.b) if q is not None and q.block[1]]
+        return math.lcm(*blocks, self.hadamard.group if self.hadamard else 1)
+
+
+HIGH_PRECISION = GemmRecipe()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A published method, or a user's own.
+
+    backward: "forward": dgrad and wgrad take the operands W and X that the forward pass really
+        multiplied, quantized (TetraJet's double quantization); "raw": the unquantized ones.
+    estimator: the gradient through W's quantizer; None is straight-through.
+    outliers: what is done to X before it is quantized in fprop; None is nothing.
+    bias_gradient: sums the raw dY, or dY as dgrad's quantizer left it.
+    bf16_after: a share of training, in [0, 1], after which `bf16_gemms` return to high precision.
+    """
+
+    name: str
+    description: str = ""
+    paper: str = ""
+    fprop: GemmRecipe = HIGH_PRECISION
+    dgrad: GemmRecipe = HIGH_PRECISION
+    wgrad: GemmRecipe = HIGH_PRECISION
+    backward: Literal["forward", "raw"] = "raw"
+    estimator: DGE | None = None
+    outliers: OutlierClamp | None = None
+    bias_gradient: Literal["raw", "quantized"] = "raw"
+    bf16_after: float | None = None
+    bf16_gemms: tuple[str, ...] = field(default=GEMMS)
+
+    def __post_init__(self) -> None:
+        if self.backward not in ("forward", "raw"):
+            raise ConfigError(f"{self.name}: backward is 'forward' or 'raw', not {self.backward!r}")
+        if self.estimator and (self.fprop.b is None or self.fprop.b.element != "e2m1"):
+            raise ConfigError(f"{self.name}: DGE needs an E2M1 quantizer of W in fprop")
+        if self.bias_gradient == "quantized" and (
+            self.dgrad.a is None or self.dgrad.hadamard or self.dgrad.a.prescale != 1.0
+        ):
+            raise ConfigError(
+                f"{self.name}: a quantized bias gradient needs a quantized dY in dgrad without "
+                "Hadamard or prescale; use bias_gradient: raw"
+            )
+        if self.bf16_after is not None and not 0.0 <= self.bf16_after <= 1.0:
+            raise ConfigError(f"{self.name}: bf16_after is a share of training in [0, 1]")
+        unknown = [g for g in self.bf16_gemms if g not in GEMMS]
+        if unknown:
+            raise ConfigError(f"{self.name}: no GEMM is called {unknown[0]!r}; known: fprop, "
+                              "dgrad, wgrad")
+        for gemm in GEMMS:
+            self._check_correction(gemm)
+
+    def _check_correction(self, gemm: str) -> None:
+        recipe = self.gemm(gemm)
+        prescale = math.prod(q.prescale for q in (recipe.a, recipe.b) if q is not None)
+        if not math.isclose(prescale * recipe.correction, 1.0, rel_tol=1e-9):
+            raise ConfigError(
+                f"{self.name}: {gemm}'s correction is {recipe.correction:g} but its operands' "
+                f"prescales need {1 / prescale:g}"
+            )
+
+    def gemm(self, name: str) -> GemmRecipe:
+        """The GemmRecipe called fprop, dgrad or wgrad."""
+        return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}[name]
+
+    def at(self, progress: float) -> Recipe:
+        """The recipe in force after a share `progress` of training."""
+        if self.bf16_after is None or progress < self.bf16_after:
+            return self
+        return self._late
+
+    @cached_property
+    def _late(self) -> Recipe:
+        late = replace(
+            self,
+            bf16_after=None,
+            **{gemm: HIGH_PRECISION for gemm in self.bf16_gemms},  # type: ignore[arg-type]
+            # What hangs on a quantizer goes with it.
+            estimator=None if "fprop" in self.bf16_gemms else self.estimator,
+            outliers=None if "fprop" in self.bf16_gemms else self.outliers,
+            bias_gradient="raw" if "dgrad" in self.bf16_gemms else self.bias_gradient,
+        )
+        return late
+
+    def check_linear(self, tokens: int | None, inputs: int, outputs: int, where: str) -> None:
+        """Raise ConfigError unless blocks and Hadamard groups tile a local [tokens, inputs] x
+        [outputs, inputs] linear. tokens: None where they are not known yet."""
+        sizes = {"fprop": ("input", inputs), "dgrad": ("output", outputs), "wgrad": ("token", tokens)}
+        for gemm, (axis, size) in sizes.items():
+            multiple = self.gemm(gemm).multiple
+            if size is not None and size % multiple:
+                raise ConfigError(
+                    f"{where}: {size} {axis}s on a rank are not a multiple of {multiple}, which "
+                    f"{gemm} of recipe {self.name} contracts in blocks; choose a "
+                    + _REMEDY[gemm]
+                )
+
+
+_REMEDY = {
+    "fprop": "hidden size or tensor-parallel size that divides",
+    "dgrad": "hidden size or tensor-parallel size that divides",
+    "wgrad": "sequence length times micro-batch size that divides",
+}

@@ -1,0 +1,10 @@
+"""The recipes: one file a published method.
+
+A recipe is a function of keyword options with defaults that returns a Recipe; `register` gives
+it its name. `get_recipe` also takes a YAML file and `package.module:object`.
+"""
+
+from megatron_fp4.recipes import dge_occ, mxfp4, mxfp4_rht_sr, tetrajet  # noqa: F401  (register)
+from megatron_fp4.recipes.registry import get_recipe, list_recipes, recipe_options
+
+__all__ = ["get_recipe", "list_recipes", "recipe_options"]

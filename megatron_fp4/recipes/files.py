@@ -1,0 +1,105 @@
+"""Recipes from YAML files.
+
+    base: tetrajet              # optional: a named recipe to start from ...
+    options: {rule: floor}      # ... and its options
+    name: my-recipe             # any other field of Recipe replaces the base's
+    wgrad:
+      a: mxfp4-ceil-sr          # a quantizer by name, or its fields as a mapping
+      b: {rule: ceil, rounding: stochastic, block: [1, 32]}
+      hadamard: {group: 32}
+    bf16_after: 0.9
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.estimators import DGE
+from megatron_fp4.hadamard import Hadamard
+from megatron_fp4.outliers import OutlierClamp
+from megatron_fp4.quantizer import Quantizer, get_quantizer
+from megatron_fp4.recipe import GEMMS, GemmRecipe, Recipe
+from megatron_fp4.recipes.registry import get_recipe
+
+
+def load_recipe_file(path: Path, options: Mapping[str, Any]) -> Recipe:
+    """The Recipe that a YAML file describes. `options` override the file's own.
+
+    Raises ConfigError, naming the file, for a missing or malformed file, an unknown key or value.
+    """
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"recipe file {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"recipe file {path} is not YAML: {' '.join(str(error).split())}") from error
+    try:
+        return _recipe(_mapping(content, "the file"), path, options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"recipe file {path}: {error}") from error
+
+
+def _recipe(content: dict[str, Any], path: Path, options: Mapping[str, Any]) -> Recipe:
+    chosen = {**_mapping(content.pop("options", {}), "options"), **options}
+    base = content.pop("base", None)
+    if base is None and chosen:
+        raise ConfigError("options belong to a base recipe; name one with base:")
+    start = Recipe(name=path.stem) if base is None else get_recipe(base, **chosen)
+    content.setdefault("name", path.stem)
+    _known(content, Recipe, "the file", extra=("base", "options"))
+    for gemm in GEMMS:
+        if gemm in content:
+            content[gemm] = _gemm(content[gemm], gemm)
+    if content.get("estimator") is not None:
+        content["estimator"] = _build(DGE, content["estimator"], "estimator")
+    if content.get("outliers") is not None:
+        content["outliers"] = _build(OutlierClamp, content["outliers"], "outliers")
+    if "bf16_gemms" in content:
+        content["bf16_gemms"] = tuple(content["bf16_gemms"])
+    return replace(start, **content)
+
+
+def _gemm(content: Any, where: str) -> GemmRecipe:
+    content = _mapping(content, where)
+    _known(content, GemmRecipe, where)
+    for operand in ("a", "b"):
+        if content.get(operand) is not None:
+            content[operand] = _quantizer(content[operand], f"{where}.{operand}")
+    if content.get("hadamard") is not None:
+        content["hadamard"] = _build(Hadamard, content["hadamard"], f"{where}.hadamard")
+    return GemmRecipe(**content)
+
+
+def _quantizer(content: Any, where: str) -> Quantizer:
+    if isinstance(content, str):
+        return get_quantizer(content)
+    content = _mapping(content, where)
+    if "block" in content:
+        content["block"] = tuple(content["block"])
+    return _build(Quantizer, content, where)
+
+
+def _build(cls: Any, content: Any, where: str) -> Any:
+    content = _mapping(content, where)
+    _known(content, cls, where)
+    return cls(**content)
+
+
+def _mapping(content: Any, where: str) -> dict[str, Any]:
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{where} must be a mapping of keys to values, not {content!r}")
+    return dict(content)
+
+
+def _known(content: Mapping[str, Any], cls: Any, where: str, extra: tuple[str, ...] = ()) -> None:
+    known = [f.name for f in fields(cls)]
+    unknown = [key for key in content if key not in known]
+    if unknown:
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known: "
+                          + ", ".join([*known, *extra]))
