@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.formats import E2M1_MAGNITUDES, widen
 
 
@@ -22,6 +23,10 @@ class DGE:
 
     k: float = 5.0
     clip: float = 3.0
+
+    def __post_init__(self) -> None:
+        if not (self.k >= 1 and self.clip > 0):
+            raise ConfigError(f"DGE takes k of 1 or more and a clip above 0: {self.k}, {self.clip}")
 
     def factor(self, scaled: Tensor) -> Tensor:
         """f' of weights in grid coordinates, within [-6, 6] up to rounding. Any shape; computed

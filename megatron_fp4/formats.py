@@ -129,6 +129,7 @@ class ScaleFloat:
         bits, lowest = self.mantissa_bits, 1 - self.bias
         finite = torch.nan_to_num(x, nan=0.0, posinf=self.max).clamp(max=self.max)
         exponent = (torch.frexp(finite)[1] - 1).clamp(min=lowest)  # subnormals share the lowest
+        exponent = torch.where(finite > 0, exponent, lowest)  # frexp says 0 of a zero
         ulps = finite * decode_e8m0(bits - exponent + E8M0_BIAS, finite.dtype)
         ulps = torch.ceil(ulps) if up else torch.round(ulps)
         # A mantissa that rounds up to the next binade carries into the exponent field by itself.
@@ -167,7 +168,10 @@ def element_max(element: str) -> float:
 
 
 def encode_fp8(v: Tensor, element: str) -> Tensor:
-    """FP8 codes (uint8) of `v`, nearest even, saturated (torch's own cast would make NaN, Inf)."""
+    """FP8 codes (uint8) of `v`, nearest even, saturated (torch's own cast would make NaN, Inf).
+
+    Torch casts float64 by way of float32: two roundings, the one place with more than one.
+    """
     limit = element_max(element)
     return v.clamp(-limit, limit).to(FP8_ELEMENTS[element]).view(torch.uint8)
 

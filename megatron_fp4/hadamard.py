@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_fp4.errors import ConfigError, check_choices
 from megatron_fp4.formats import widen
 
 
@@ -27,8 +28,9 @@ class Hadamard:
     signs: Literal["random", "none"] = "random"
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if self.group < 2 or self.group & (self.group - 1):
-            raise ValueError(f"hadamard group {self.group} is not a power of two, 2 or more")
+            raise ConfigError(f"hadamard group {self.group} is not a power of two, 2 or more")
 
 
 @cache
@@ -44,8 +46,11 @@ def transform(x: Tensor, group: int, signs: Tensor | None = None) -> Tensor:
     """x @ S along the last axis, in groups of `group`.
 
     x: [..., K] with K a multiple of `group`. signs: [group], applied BEFORE H; None: no signs.
-    Computed and returned in float32 (float64 for float64 input).
+    Computed and returned in float32 (float64 for float64 input). Raises ConfigError where the
+    groups do not tile the axis.
     """
+    if x.shape[-1] % group:
+        raise ConfigError(f"an axis of {x.shape[-1]} is not a multiple of hadamard group {group}")
     wide = widen(x)
     grouped = wide.reshape(-1, group)
     if signs is not None:

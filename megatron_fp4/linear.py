@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -217,30 +218,28 @@ def _bias_gradient(dy: Operand) -> Tensor:
 def _save(ctx: Any, saved: Saved) -> None:
     """Saved's tensors through save_for_backward, so that hooks on saved tensors see every byte."""
     tensors: list[Tensor | None] = [saved.weight, saved.residual]
-    ctx.quantized = []
+    ctx.rebuild = []
     for operand in (saved.x, saved.w):
         if isinstance(operand, QuantizedTensor):
-            ctx.quantized.append(replace(operand, codes=None, scales=None, tensor_scale=None))
+            ctx.rebuild.append(
+                partial(
+                    QuantizedTensor,
+                    quantizer=operand.quantizer,
+                    shape=operand.shape,
+                    axis=operand.axis,
+                )
+            )
             tensors += [operand.codes, operand.scales, operand.tensor_scale]
         else:
-            ctx.quantized.append(None)
+            ctx.rebuild.append(lambda tensor, *_: tensor)
             tensors += [operand, None, None]
     ctx.save_for_backward(*tensors)
 
 
 def _load(ctx: Any) -> Saved:
     weight, residual, *rest = ctx.saved_tensors
-    operands = []
-    for quantized, (codes, scales, tensor_scale) in zip(
-        ctx.quantized, (rest[:3], rest[3:]), strict=True
-    ):
-        if quantized is None:
-            operands.append(codes)
-        else:
-            operands.append(
-                replace(quantized, codes=codes, scales=scales, tensor_scale=tensor_scale)
-            )
-    return Saved(operands[0], operands[1], weight, residual)
+    x, w = (build(*three) for build, three in zip(ctx.rebuild, (rest[:3], rest[3:]), strict=True))
+    return Saved(x, w, weight, residual)
 
 
 def quantized_linear(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
+from megatron_fp4.errors import ConfigError, check_choices
 from megatron_fp4.formats import widen
 
 
@@ -29,8 +29,9 @@ class OutlierClamp:
     residual_in_wgrad: bool = True
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if not 0.5 < self.alpha <= 1.0:
-            raise ValueError(f"alpha {self.alpha} must lie in (0.5, 1]")
+            raise ConfigError(f"alpha {self.alpha} must lie in (0.5, 1]")
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(clamped, residual), both [tokens, features] in x's dtype; they add up to x exactly

@@ -28,7 +28,7 @@ def philox4x32(
     counter: four int64 tensors (broadcastable) that hold unsigned 32-bit words, lowest first.
     key: two unsigned 32-bit words. Returns four int64 tensors of unsigned 32-bit words.
     """
-    c0, c1, c2, c3 = counter
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = key
     for _ in range(rounds):
         # The 64-bit product wraps in int64; its bits, and so both halves, are still right.
@@ -145,4 +145,5 @@ class Noise:
 
     def bits16(self, like: Tensor) -> Tensor:
         """Bits for a local matrix in the layout in which the model holds it, [rows, columns]."""
-        return random_bits16(*like.shape, self.key, self.stream, self.placement, like.device)
+        rows, columns = like.shape
+        return random_bits16(rows, columns, self.key, self.stream, self.placement, like.device)

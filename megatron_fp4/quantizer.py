@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import formats
-from megatron_fp4.errors import ConfigError
+from megatron_fp4.errors import ConfigError, check_choices
 from megatron_fp4.formats import widen
 from megatron_fp4.philox import WHOLE, Key, random_bits16
 
@@ -32,7 +32,8 @@ class Quantizer:
     element: the grid of the codes: e2m1; e4m3 and e5m2 for operands that a method keeps in FP8.
     scale: the block scale's format: e8m0, e4m3, ue5m3, fp32.
     block: (across, along): the rows, and the elements of the blocked axis, that share a scale.
-        0 is the whole axis: (1, 0) is a scale for each row, (0, 0) one for the tensor.
+        0 is the whole axis: (1, 0) is a scale for each row, (0, 0) one for the tensor, and no
+        other block has a 0.
     rule: e8m0: floor (OCP, may clip) or ceil (truncation-free: TetraJet, arXiv 2502.20853,
         section 3.2). e4m3, ue5m3: nearest, up, or four-over-six (a block's maximum goes to 6 or
         to 4, whichever errs less; arXiv 2512.02010). fp32: absmax.
@@ -54,9 +55,19 @@ class Quantizer:
     inflate: float = 1.0
 
     def __post_init__(self) -> None:
+        check_choices(self)
+        sizes = [b for b in self.block if isinstance(b, int) and b >= 0]
+        if len(self.block) != 2 or sizes != list(self.block) or (not self.outer and 0 in sizes):
+            raise ConfigError(f"block is [across, along], [1, 0] or [0, 0], not {self.block}")
+        if self.outer and self.block[0] > 1:
+            raise ConfigError(f"a block along a whole axis is [1, 0] or [0, 0], not {self.block}")
+        if not (self.prescale > 0 and self.inflate > 0 and self.tensor_max >= 0):
+            raise ConfigError("prescale and inflate must be above 0, tensor_max 0 or more")
         rules = {"e8m0": ("floor", "ceil"), "fp32": ("absmax",)}.get(
             self.scale, ("nearest", "up", "four-over-six")
         )
+        if self.scale in ("e8m0", "fp32") and (self.tensor_max or self.inflate != 1.0):
+            raise ConfigError(f"scale {self.scale} takes neither tensor_max nor inflate")
         if self.rule not in rules:
             raise ConfigError(f"scale {self.scale} takes rule {' or '.join(rules)}: {self.rule!r}")
         if self.scale == "fp32" and not self.outer:
@@ -114,15 +125,19 @@ class QuantizedTensor:
         rows = math.prod(self.codes.shape[:-1])
         values = self.elements(dtype).reshape(rows, -1)
         if self.quantizer.outer:
-            return values, self.block_scales(torch.promote_types(dtype, torch.float32))
+            outer = self.block_scales(torch.promote_types(dtype, torch.float32)).view(-1, 1)
+            return values, outer if self.tensor_scale is None else outer * self.tensor_scale
         values = _per_block(values, self.quantizer.block, self.block_scales(dtype), torch.mul)
         return values, None if self.tensor_scale is None else self.tensor_scale.view(1, 1)
 
     def grid_coordinates(self, x: Tensor) -> Tensor:
-        """`x`, of the shape and blocked axis of the quantized tensor, divided by its scales: where
-        its elements lie on the element grid. A matrix with the blocked axis last."""
+        """`x`, of the shape and blocked axis of the quantized tensor, divided by its scales (and
+        prescaled): where its elements lie on the element grid. A matrix with the blocked axis
+        last; NaN or Inf in blocks whose scale is zero or NaN."""
         matrix = widen(x).movedim(self.axis, -1)
         matrix = matrix.reshape(-1, matrix.shape[-1])
+        if self.quantizer.prescale != 1.0:
+            matrix = matrix * self.quantizer.prescale
         if self.quantizer.scale == "fp32":
             return matrix * self.scales.to(matrix.dtype).view(-1, 1)
         scales = self.block_scales(matrix.dtype)
@@ -160,10 +175,11 @@ def quantize_matrix(
         of the tensor; None where nothing is sharded.
     Raises ConfigError where the block does not divide the axis.
     """
+    if not -x.dim() <= axis < x.dim():
+        raise ConfigError(f"a tensor of {x.dim()} axes has no axis {axis}")
     axis %= x.dim()
     moved = widen(x.detach()).movedim(axis, -1)
-    k = moved.shape[-1]
-    rows = moved.numel() // k if k else 0
+    rows, k = math.prod(moved.shape[:-1]), moved.shape[-1]
     matrix = moved.reshape(rows, k)
     check_divides(quantizer, rows, k, axis)
     scaled, scales, tensor_scale = _scale(matrix, quantizer, reduce_row, reduce_tensor)
@@ -198,8 +214,7 @@ def quantize(
     if quantizer.stochastic:
         if seed is None:
             raise ConfigError("a stochastic quantizer needs random bits: pass seed=<integer>")
-        columns = x.shape[-1]
-        rows = x.numel() // columns if columns else 0
+        rows, columns = math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1
         bits = random_bits16(rows, columns, Key(seed), 0, WHOLE, x.device).view(x.shape)
     return quantize_matrix(x, quantizer, axis=axis, bits=bits)
 
@@ -223,6 +238,14 @@ def check_divides(quantizer: Quantizer, rows: int, k: int, axis: int | str) -> N
 # --- scales -------------------------------------------------------------------------------------
 
 
+def _blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+    """A [rows, K] matrix as [block rows, across, block columns, along]."""
+    rows, k = matrix.shape
+    across, along = block[0] or rows, block[1] or k
+    blocked = (rows // across if block[0] else 1, across, k // along if block[1] else 1, along)
+    return matrix.reshape(blocked)
+
+
 def _per_block(
     matrix: Tensor,
     block: tuple[int, int],
@@ -230,17 +253,18 @@ def _per_block(
     op: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """op(element, its block's scale) over a [rows, K] matrix."""
-    rows, k = matrix.shape
-    across, along = block[0] or rows, block[1] or k
-    blocks = matrix.reshape(rows // across, across, k // along, along)
-    return op(blocks, scales.reshape(rows // across, 1, k // along, 1)).view(rows, k)
+    blocks = _blocks(matrix, block)
+    return op(blocks, scales.reshape(blocks.shape[0], 1, blocks.shape[2], 1)).view(matrix.shape)
 
 
 def _block_max(matrix: Tensor, block: tuple[int, int]) -> Tensor:
-    """Absolute maxima [rows / across, K / along]; NaN where a block holds one."""
-    rows, k = matrix.shape
-    across, along = block[0] or rows, block[1] or k
-    return matrix.abs().view(rows // across, across, k // along, along).amax((1, 3))
+    """Absolute maxima [rows / across, K / along]; Inf where a block holds an Inf or a NaN, since
+    a NaN need not survive the maximum over ranks; 0 of an empty block."""
+    blocks = _blocks(matrix.abs(), block)
+    if blocks.numel() == 0:
+        return blocks.new_zeros(blocks.shape[0], blocks.shape[2])
+    amax = blocks.amax((1, 3))
+    return torch.where(amax.isnan(), math.inf, amax)
 
 
 def _scale(
@@ -295,10 +319,11 @@ def _scale_float(
     per_unit = torch.tensor(1.0, dtype=amax.dtype, device=amax.device)
     if quantizer.tensor_max:
         # Non-finite blocks are marked by their own scale and do not spoil the others.
-        top = torch.where(finite, amax, 0).amax()
+        top = torch.where(finite, amax, 0).amax() if amax.numel() else amax.new_zeros(())
         if reduce_tensor is not None:
             reduce_tensor(top)
-        per_unit = torch.where(top > 0, top / (limit * quantizer.tensor_max), 1.0)
+        per_unit = top / (limit * quantizer.tensor_max)
+        per_unit = torch.where(per_unit > 0, per_unit, 1.0)  # all zeros, or the quotient underflows
         tensor_scale = per_unit
     safe = torch.where(finite, amax, 0)
 
@@ -313,31 +338,35 @@ def _scale_float(
 
     scaled, code = quantize_to(limit)
     if quantizer.rule == "four-over-six":
-        scaled, code = _smaller_error(matrix, quantizer, (scaled, code), quantize_to(4.0))
+        scaled, code = _smaller_error(
+            matrix, quantizer, per_unit, (scaled, code), quantize_to(4.0)
+        )
     code = torch.where(finite, code, formats.SCALE_FLOATS[quantizer.scale].nan).to(torch.uint8)
     return _zero_blocks(scaled, finite, quantizer.block), code, tensor_scale
 
 
 def _smaller_error(
-    matrix: Tensor, quantizer: Quantizer, six: tuple[Tensor, Tensor], four: tuple[Tensor, Tensor]
+    matrix: Tensor,
+    quantizer: Quantizer,
+    per_unit: Tensor,
+    six: tuple[Tensor, Tensor],
+    four: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """For each block the candidate with the smaller squared error; six where they tie."""
+    """For each block the candidate with the smaller squared error; six where they tie. In float64,
+    so that the order of the sum decides no block."""
     scale_format = formats.SCALE_FLOATS[quantizer.scale]
 
     def error(candidate: tuple[Tensor, Tensor]) -> Tensor:
         scaled, code = candidate
-        rounded = formats.decode_e2m1(formats.encode_e2m1(scaled), matrix.dtype)
-        scales = scale_format.decode(code, matrix.dtype)  # the tensor scale is common to both
-        off = _per_block(rounded - scaled, quantizer.block, scales, torch.mul)
+        rounded = formats.decode_e2m1(formats.encode_e2m1(scaled), torch.float64)
+        scales = scale_format.decode(code, torch.float64) * per_unit.double()
+        off = _per_block(rounded, quantizer.block, scales, torch.mul) - matrix
         return off.square().view(*code.shape, -1).sum(-1)
 
     use_four = error(four) < error(six)
-    scaled = torch.where(use_four[..., None], *(_blocked(c[0], six[1]) for c in (four, six)))
+    blocked = (*use_four.shape, -1)
+    scaled = torch.where(use_four[..., None], four[0].view(blocked), six[0].view(blocked))
     return scaled.view(matrix.shape), torch.where(use_four, four[1], six[1])
-
-
-def _blocked(matrix: Tensor, scales: Tensor) -> Tensor:
-    return matrix.view(*scales.shape, -1)
 
 
 def _zero_blocks(scaled: Tensor, keep: Tensor, block: tuple[int, int]) -> Tensor:

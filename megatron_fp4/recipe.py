@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from megatron_fp4.errors import ConfigError
+from megatron_fp4.errors import ConfigError, check_choices
 from megatron_fp4.estimators import DGE
 from megatron_fp4.hadamard import Hadamard
 from megatron_fp4.outliers import OutlierClamp
@@ -48,8 +48,11 @@ class GemmRecipe:
     @property
     def multiple(self) -> int:
         """What the contracted axis of a shard must be a multiple of."""
-        blocks = [q.block[1] for q in (self.a, self.b) if q is not None and q.block[1]]
-        return math.lcm(*blocks, self.hadamard.group if self.hadamard else 1)
+        tiles = [1 if self.hadamard is None else self.hadamard.group]
+        for q in (self.a, self.b):
+            if q is not None:
+                tiles += [q.block[1] or 1, 2 if q.element == "e2m1" else 1]  # two codes a byte
+        return math.lcm(*tiles)
 
 
 HIGH_PRECISION = GemmRecipe()
@@ -81,10 +84,17 @@ class Recipe:
     bf16_gemms: tuple[str, ...] = field(default=GEMMS)
 
     def __post_init__(self) -> None:
-        if self.backward not in ("forward", "raw"):
-            raise ConfigError(f"{self.name}: backward is 'forward' or 'raw', not {self.backward!r}")
+        try:
+            check_choices(self)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from error
         if self.estimator and (self.fprop.b is None or self.fprop.b.element != "e2m1"):
             raise ConfigError(f"{self.name}: DGE needs an E2M1 quantizer of W in fprop")
+        if self.estimator and (self.backward != "forward" or self.fprop.hadamard):
+            raise ConfigError(
+                f"{self.name}: DGE takes the scaled weight that the forward pass quantized; use "
+                "backward: forward and no Hadamard in fprop"
+            )
         if self.bias_gradient == "quantized" and (
             self.dgrad.a is None or self.dgrad.hadamard or self.dgrad.a.prescale != 1.0
         ):
@@ -107,7 +117,7 @@ class Recipe:
         if not math.isclose(prescale * recipe.correction, 1.0, rel_tol=1e-9):
             raise ConfigError(
                 f"{self.name}: {gemm}'s correction is {recipe.correction:g} but its operands' "
-                f"prescales need {1 / prescale:g}"
+                f"prescales need {1 / prescale!r}"
             )
 
     def gemm(self, name: str) -> GemmRecipe:
@@ -136,8 +146,9 @@ class Recipe:
     def check_linear(self, tokens: int | None, inputs: int, outputs: int, where: str) -> None:
         """Raise ConfigError unless blocks and Hadamard groups tile a local [tokens, inputs] x
         [outputs, inputs] linear. tokens: None where they are not known yet."""
-        sizes = {"fprop": ("input", inputs), "dgrad": ("output", outputs), "wgrad": ("token", tokens)}
-        for gemm, (axis, size) in sizes.items():
+        contracted = (("fprop", "input", inputs), ("dgrad", "output", outputs),
+                      ("wgrad", "token", tokens))
+        for gemm, axis, size in contracted:
             multiple = self.gemm(gemm).multiple
             if size is not None and size % multiple:
                 raise ConfigError(

@@ -32,7 +32,7 @@ class Choice:
 @cache
 def choose(gemm: GemmRecipe, device: torch.device, dtype: torch.dtype) -> Choice:
     """The fastest backend that can run `gemm` of a model that computes in `dtype` on `device`."""
-    passed_over = []
+    passed_over: list[tuple[str, str]] = []
     for backend in BACKENDS:
         reason = backend.unavailable(gemm, device, dtype)
         if reason is None:

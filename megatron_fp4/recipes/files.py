@@ -38,7 +38,8 @@ def load_recipe_file(path: Path, options: Mapping[str, Any]) -> Recipe:
     except OSError as error:
         raise ConfigError(f"recipe file {path}: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"recipe file {path} is not YAML: {' '.join(str(error).split())}") from error
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"recipe file {path} is not YAML: {problem}") from error
     try:
         return _recipe(_mapping(content, "the file"), path, options)
     except (TypeError, ValueError) as error:

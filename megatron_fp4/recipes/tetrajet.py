@@ -23,7 +23,8 @@ def tetrajet(
     """The three axes of the paper's ablation, and the source of the bias gradient (Q3(dY) in the
     authors' code). Stochastic rounding without double quantization is the worst of the eight."""
     forward = Quantizer(rule=rule)
-    backward = GemmRecipe(*[Quantizer(rule=rule, rounding=backward_rounding)] * 2)
+    operand = Quantizer(rule=rule, rounding=backward_rounding)
+    backward = GemmRecipe(operand, operand)
     return Recipe(
         name="tetrajet",
         description="truncation-free scales, stochastic backward, double quantization",

@@ -1,0 +1,29 @@
+# Every target starts from a bare checkout: .venv is made on first use and made anew when the
+# requirements change. Options of the demo: make demo TEXT=path TOKENS=500000 RECIPE=mxfp4
+PYTHON := .venv/bin/python
+INSTALLED := .venv/.installed
+
+.PHONY: help setup demo test test-gpu lint
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+
+setup: $(INSTALLED)  ## make .venv and install the pinned requirements
+
+$(INSTALLED): pyproject.toml setup.py constraints.txt tools/setup_venv.sh tools/find_python.sh
+	@tools/setup_venv.sh $(INSTALLED)
+
+demo: $(INSTALLED)  ## pretrain in FP4 and in BF16 on real text, and compare (TEXT=, TOKENS=, RECIPE=)
+	@$(PYTHON) -m tools.demo $(if $(TEXT),--text $(TEXT)) $(if $(TOKENS),--tokens $(TOKENS)) \
+		$(if $(RECIPE),--recipe $(RECIPE))
+
+test: $(INSTALLED)  ## run the tests that need no GPU
+	@$(PYTHON) -m pytest -m "not gpu"
+
+test-gpu: $(INSTALLED)  ## run the tests that need a GPU
+	@$(PYTHON) -m pytest -m gpu
+
+lint: $(INSTALLED)  ## run ruff and mypy
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy

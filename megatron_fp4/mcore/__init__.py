@@ -1,0 +1,1 @@
+"""All of the package that knows Megatron."""

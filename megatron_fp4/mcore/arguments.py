@@ -1,0 +1,160 @@
+"""Megatron's command line, with defaults that run on the machine at hand.
+
+Megatron's own defaults ask for Transformer Engine, apex and NCCL. What the machine has not got is
+turned off here before parsing, so that a launch names the model and nothing else; what a user
+asks for in so many words and cannot have is an error of one line.
+"""
+
+import argparse
+import importlib.util
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from megatron.core.datasets.object_storage_utils import is_object_storage_path
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.transformer.enums import AttnBackend
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore import options
+
+
+def parse() -> argparse.Namespace:
+    """Parses sys.argv and makes the result Megatron's global arguments, tokenizer and all.
+
+    Raises ConfigError in place of Megatron's failed assertions, with their text.
+    """
+    try:
+        return parse_and_validate_args(extra_args_provider=add_arguments)
+    except ConfigError:
+        raise
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(str(error) or f"Megatron demands: {_failed_line(error)}") from error
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Megatron's `extra_args_provider`: sets the machine's defaults and checks what is parsed."""
+    parser.set_defaults(**_machine_defaults())
+    options.add_options(parser)
+    parser.error = _refuse  # type: ignore[method-assign]  # not 1,800 lines of usage from each rank
+    # Megatron validates, and opens the tokenizer, before anyone sees what was parsed.
+    parser.parse_args = _checked(parser.parse_args)  # type: ignore[method-assign, assignment]
+    return parser
+
+
+def validate(args: argparse.Namespace) -> None:
+    """Raises ConfigError for what was asked for and cannot be had, before Megatron's own checks."""
+    if not torch.cuda.is_available() and args.distributed_backend != "gloo":
+        raise ConfigError(
+            f"--distributed-backend {args.distributed_backend} needs a GPU and this machine shows "
+            "none; leave it out (gloo is the default here) or use --distributed-backend gloo"
+        )
+    if args.transformer_impl != "local" and not HAVE_TE:
+        raise ConfigError(
+            f"--transformer-impl {args.transformer_impl} needs Transformer Engine and a GPU; "
+            "install transformer-engine[pytorch], or leave it out (local is the default here)"
+        )
+    if args.attention_backend == AttnBackend.local:
+        raise ConfigError(
+            "--attention-backend local is not supported; leave it out: without Transformer Engine "
+            "attention runs in torch's scaled_dot_product_attention"
+        )
+    for option in ("sft", "fim_data", "dataloader_inter_document_masking"):
+        if getattr(args, option):
+            raise ConfigError(f"--{option.replace('_', '-')} is not supported: pretraining only")
+    _check_tokenizer(args)
+    _check_datasets(args)
+
+
+def _machine_defaults() -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        # Without a mask, causal attention runs in its fastest kernel. Megatron's dataset makes a
+        # [sequence, sequence] mask for each sample unless told not to.
+        "create_attention_mask_in_dataloader": False,
+    }
+    if not HAVE_TE:
+        defaults |= {"transformer_impl": "local", "apply_rope_fusion": False}
+    if not _installed("apex"):
+        defaults |= {"no_persist_layer_norm": True, "masked_softmax_fusion": False}
+    if not _installed("fused_weight_gradient_mlp_cuda"):
+        defaults["gradient_accumulation_fusion"] = False
+    if not _installed("one_logger"):  # NVIDIA's own; on by default, and a warning where missing
+        defaults["enable_one_logger"] = False
+    if not torch.cuda.is_available():
+        defaults |= {
+            "distributed_backend": "gloo",
+            "use_cpu_initialization": True,
+            "bias_gelu_fusion": False,
+            "bias_swiglu_fusion": False,
+            "bias_dropout_fusion": False,
+            "num_workers": 0,  # a forked loader would have to start torch once more
+        }
+    return defaults
+
+
+def _failed_line(error: Exception) -> str:
+    return traceback.extract_tb(error.__traceback__)[-1].line or "(no source)"
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(message)
+
+
+def _checked(parse: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
+    def parse_args(*args: Any, **kwargs: Any) -> argparse.Namespace:
+        parsed = parse(*args, **kwargs)
+        if parsed.reset_attention_mask:  # it exists in the mask alone
+            parsed.create_attention_mask_in_dataloader = True
+        options.settle(parsed)
+        if not (parsed.use_checkpoint_args or parsed.yaml_cfg):  # those bring arguments later
+            validate(parsed)
+        return parsed
+
+    return parse_args
+
+
+def _check_tokenizer(args: argparse.Namespace) -> None:
+    if args.tokenizer_type is None:
+        raise ConfigError(
+            "no tokenizer: give --tokenizer-type SentencePieceTokenizer --tokenizer-model PATH, "
+            "or --tokenizer-type NullTokenizer --vocab-size N for data that is already numbers"
+        )
+    if args.tokenizer_type == "NullTokenizer" and not args.vocab_size:
+        raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
+    if "SentencePiece" in args.tokenizer_type or args.tokenizer_type == "Llama2Tokenizer":
+        if args.tokenizer_model is None:
+            raise ConfigError(f"{args.tokenizer_type} needs --tokenizer-model PATH")
+        if not Path(args.tokenizer_model).is_file():
+            raise ConfigError(
+                f"no tokenizer at {args.tokenizer_model}: give --tokenizer-model the .model file "
+                "that the data was prepared with (tools/prepare_data.py writes one)"
+            )
+
+
+def _check_datasets(args: argparse.Namespace) -> None:
+    for path in (args.data_args_path, args.per_split_data_args_path):
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"no file {path}: it should list the datasets")
+    blend, per_split = get_blend_and_blend_per_split(args)
+    blends = [one for one in [blend, *(per_split or [])] if one is not None]
+    if not blends and not args.mock_data:
+        raise ConfigError(
+            "no data: give --data-path PREFIX (tools/prepare_data.py writes one), or --mock-data"
+        )
+    for prefix in [prefix for prefixes, _ in blends for prefix in prefixes]:
+        if is_object_storage_path(prefix):
+            continue
+        for suffix in (".idx", ".bin"):
+            if not Path(prefix + suffix).is_file():
+                raise ConfigError(
+                    f"no dataset at {prefix}: {prefix}{suffix} does not exist; give the prefix of "
+                    "a .bin and .idx pair, as tools/prepare_data.py writes them"
+                )

@@ -1,0 +1,175 @@
+"""Gives the linears of a built model their global names and the recipe, and says what will run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_fp4.backends import choose
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
+from megatron_fp4.mcore.run import Run
+from megatron_fp4.philox import stream_id
+from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
+
+Fp4Layer = Fp4ColumnParallelLinear | Fp4RowParallelLinear
+
+
+@dataclass(frozen=True)
+class Row:
+    """One linear of the start table. `refusal` is why it cannot follow the recipe, if it cannot."""
+
+    name: str
+    local_shape: str
+    precision: str
+    backends: tuple[str, ...]
+    passed_over: tuple[str, ...]
+    refusal: str | None = None
+
+
+def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
+    """A pre-wrap hook of Megatron's model builder: every rank calls it with its chunks.
+
+    Raises ConfigError, on every rank alike, where a linear cannot follow the recipe, where none
+    would, or where two noise streams collide.
+    """
+    found = [linear for chunk in model for linear in _linears(chunk)]
+    rows = _gather([_attach_one(run, *linear) for linear in found])
+    for row in rows:
+        if row.refusal is not None:
+            raise ConfigError(row.refusal)
+    quantized = [row for row in rows if row.backends]
+    if not quantized:
+        raise ConfigError(
+            f"recipe {run.recipe.name} would quantize no layer: all of them are kept in BF16; "
+            "lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16"
+        )
+    check_streams(row.name for row in quantized)
+    if torch.distributed.get_rank() == 0:
+        print(table(run.recipe, rows), flush=True)
+    return model
+
+
+def check_streams(names: Iterable[str]) -> None:
+    """Raise ConfigError if two operands or transforms of these modules share a stream."""
+    seen: dict[int, str] = {}
+    for name in names:
+        for gemm in GEMMS:
+            for suffix in ("", *(f":{operand}" for operand in OPERANDS[gemm])):
+                label = f"{name}:{gemm}{suffix}"
+                other = seen.setdefault(stream_id(label), label)
+                if other != label:
+                    raise ConfigError(
+                        f"the noise streams of {other} and {label} collide; rename a module"
+                    )
+
+
+def table(recipe: Recipe, rows: list[Row]) -> str:
+    """What runs, a line for each kind of linear: layers, local shape, recipe, backends."""
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for row in rows:
+        kind, layer = _kind(row.name)
+        key = (kind, row.local_shape, row.precision, *(row.backends or ("bf16",) * len(GEMMS)))
+        kinds.setdefault(key, []).append(layer)
+    head = ("linear", "layers", "out x in on a rank", "recipe", *GEMMS)
+    cells = [(k[0], _ranges(layers), *k[1:]) for k, layers in sorted(kinds.items())]
+    widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
+    lines = [
+        f"megatron-fp4: recipe {recipe.name} ({recipe.description}; {recipe.paper})",
+        *(
+            "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            for line in [head, *cells]
+        ),
+        "  embedding, head, norms, attention scores: high precision",
+    ]
+    lines += sorted({f"  not used: {reason}" for row in rows for reason in row.passed_over})
+    if recipe.bf16_after is not None:
+        lines.append(
+            f"  {', '.join(recipe.bf16_gemms)} return to high precision after "
+            f"{recipe.bf16_after:.0%} of training"
+        )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _linears(chunk: MegatronModule) -> Iterator[tuple[str, Fp4Layer, int | None]]:
+    """(global name, linear, number of its transformer layer from 1) of this package's linears.
+
+    Megatron numbers a stage's layers from 0; names that noise hangs on count over the model.
+    """
+    layers = {
+        prefix: module.layer_number
+        for prefix, module in chunk.named_modules()
+        if isinstance(module, TransformerLayer)
+    }
+    for name, module in chunk.named_modules():
+        if not isinstance(module, Fp4ColumnParallelLinear | Fp4RowParallelLinear):
+            continue
+        prefix = next((p for p in layers if name.startswith(f"{p}.")), None)
+        if prefix is None:
+            yield name, module, None
+            continue
+        number = layers[prefix]
+        global_prefix = re.sub(r"layers\.\d+$", f"layers.{number - 1}", prefix)
+        yield global_prefix + name.removeprefix(prefix), module, number
+
+
+def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> Row:
+    shape = " x ".join(map(str, layer.weight.shape))
+    if _kept_in_bf16(run, number):
+        return Row(name, shape, "high precision", (), ())
+    try:
+        layer.attach(name, run)
+    except ConfigError as error:
+        return Row(name, shape, run.recipe.name, (), (), refusal=str(error))
+    dtype = layer.config.params_dtype
+    choices = [choose(run.recipe.gemm(gemm), layer.weight.device, dtype) for gemm in GEMMS]
+    return Row(
+        name,
+        shape,
+        run.recipe.name,
+        tuple(
+            choice.backend.name + ("" if run.recipe.gemm(gemm).quantized else " (unquantized)")
+            for gemm, choice in zip(GEMMS, choices, strict=True)
+        ),
+        tuple(f"{who}: {why}" for choice in choices for who, why in choice.passed_over),
+    )
+
+
+def _kept_in_bf16(run: Run, number: int | None) -> bool:
+    """Upstream's --first-last-layers-bf16, which it honours in Transformer Engine's context only."""
+    args = run.args
+    if number is None or not args.first_last_layers_bf16:
+        return False
+    last = args.num_layers - args.num_layers_at_end_in_bf16
+    return number <= args.num_layers_at_start_in_bf16 or number > last
+
+
+def _gather(rows: list[Row]) -> list[Row]:
+    """Every rank's rows, each once, in the order of their names."""
+    everyone: list[list[Row]] = [[] for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(everyone, rows)
+    return sorted({row for part in everyone for row in part}, key=lambda row: _kind(row.name))
+
+
+def _kind(name: str) -> tuple[str, int]:
+    """(name with the layer's number left open, that number or -1)."""
+    match = re.search(r"layers\.(\d+)", name)
+    if match is None:
+        return name, -1
+    return f"{name[: match.start()]}layers.*{name[match.end() :]}", int(match[1])
+
+
+def _ranges(numbers: list[int]) -> str:
+    """0-3,7 of [0, 1, 2, 3, 7]."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)

@@ -1,0 +1,134 @@
+"""The FP4 flags: read them, and refuse what cannot work, before anything is built."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.recipe import GEMMS, Recipe
+from megatron_fp4.recipes import get_recipe, list_recipes
+
+UPSTREAM_RECIPES = ("nvfp4", "custom")
+
+# Megatron's flags that this version cannot honour together with a recipe: (is it set?, what to
+# say). Each is refused, so that nothing runs in another precision than the user asked for.
+_REFUSALS = (
+    (lambda a: a.context_parallel_size > 1, "--context-parallel-size: use tensor, sequence or "
+     "pipeline parallelism"),
+    (lambda a: a.use_megatron_fsdp, "--use-megatron-fsdp: use --use-distributed-optimizer"),
+    (lambda a: a.use_torch_fsdp2, "--use-torch-fsdp2: use --use-distributed-optimizer"),
+    (lambda a: a.num_experts, "--num-experts: train a dense model"),
+    (lambda a: a.hybrid_layer_pattern, "--hybrid-layer-pattern: train a GPT model"),
+    (lambda a: a.multi_latent_attention, "--multi-latent-attention: use grouped-query attention"),
+    (lambda a: a.cuda_graph_impl != "none" or a.enable_cuda_graph or a.external_cuda_graph,
+     "CUDA graphs: leave out --cuda-graph-impl"),
+    (lambda a: a.delay_wgrad_compute, "--delay-wgrad-compute: leave it out"),
+    (lambda a: (a.tensor_parallel_num_weight_shards or 1) > 1,
+     "--tensor-parallel-num-weight-shards: use --tensor-model-parallel-size"),
+    (lambda a: a.cpu_offloading_num_layers, "--cpu-offloading-num-layers: use "
+     "--recompute-granularity"),
+    (lambda a: a.tp_comm_overlap, "--tp-comm-overlap: leave it out"),
+    (lambda a: a.fp8, "--fp8-format: choose FP8 or a recipe"),
+    (lambda a: a.te_precision_config_file, "--te-precision-config-file: use a recipe file"),
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The plugin's flags, and its recipes among the values of Megatron's --fp4-recipe."""
+    action = next(a for a in parser._actions if "--fp4-recipe" in a.option_strings)
+    # Megatron's own choices are two; a recipe is also a file or an importable object, and
+    # `recipe_of` tells the known ones when it meets another. Without a value it is off.
+    action.choices, action.default, action.nargs, action.type = None, None, "?", str
+    action.help = f"FP4 recipe: {', '.join(list_recipes())}, a .yaml file, or package.module:object"
+    group = parser.add_argument_group(title="megatron-fp4")
+    group.add_argument(
+        "--fp4-recipe-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the recipe; may be given several times",
+    )
+    group.add_argument(
+        "--fp4-seed",
+        type=int,
+        default=None,
+        help="64-bit seed of stochastic rounding and random signs (default: --seed)",
+    )
+    group.add_argument(
+        "--fp4-bf16-after",
+        type=float,
+        default=None,
+        metavar="SHARE",
+        help="share of training, 0 to 1, after which GEMMs return to BF16",
+    )
+    group.add_argument(
+        "--fp4-bf16-gemms",
+        nargs="+",
+        choices=GEMMS,
+        default=None,
+        help="which GEMMs --fp4-bf16-after returns to BF16 (default: all)",
+    )
+    group.add_argument(
+        "--fp4-eval-forward",
+        choices=("fp4", "bf16"),
+        default="fp4",
+        help="precision of the linears in evaluation",
+    )
+    return parser
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Gives parsed arguments their final FP4 values. Raises ConfigError for contradictions."""
+    if args.fp4 is not None:
+        # Upstream's FP4, through Transformer Engine: not this package's affair.
+        args.fp4_recipe = args.fp4_recipe or "nvfp4"
+        if args.fp4_recipe not in UPSTREAM_RECIPES:
+            raise ConfigError(
+                f"--fp4-recipe {args.fp4_recipe} does its own quantization: leave out --fp4-format"
+            )
+    elif args.fp4_recipe in UPSTREAM_RECIPES:
+        raise ConfigError(
+            f"--fp4-recipe {args.fp4_recipe} is Transformer Engine's and does nothing without "
+            f"--fp4-format e2m1; add it, or choose one of {', '.join(list_recipes())}"
+        )
+    if args.fp4_seed is None:
+        args.fp4_seed = args.seed
+    if recipe_of(args) is None:
+        _refuse_orphans(args)
+        return
+    for is_set, advice in _REFUSALS:
+        if is_set(args):
+            raise ConfigError(f"recipe {args.fp4_recipe} does not support {advice}")
+
+
+def recipe_of(args: argparse.Namespace) -> Recipe | None:
+    """The recipe that the arguments ask for, None if none. Raises ConfigError if it is wrong."""
+    if args.fp4_recipe is None or args.fp4 is not None:
+        return None
+    recipe = get_recipe(args.fp4_recipe, **_options(args.fp4_recipe_option))
+    if args.fp4_bf16_after is not None:
+        recipe = replace(recipe, bf16_after=args.fp4_bf16_after)
+    if args.fp4_bf16_gemms is not None:
+        if recipe.bf16_after is None:
+            raise ConfigError("--fp4-bf16-gemms needs --fp4-bf16-after")
+        recipe = replace(recipe, bf16_gemms=tuple(args.fp4_bf16_gemms))
+    return recipe
+
+
+def _options(pairs: list[str]) -> dict[str, str]:
+    options = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--fp4-recipe-option takes KEY=VALUE, not {pair!r}")
+        options[key.replace("-", "_")] = value
+    return options
+
+
+def _refuse_orphans(args: argparse.Namespace) -> None:
+    """A flag that only a recipe gives a meaning to is no use without one."""
+    for name in ("fp4_recipe_option", "fp4_bf16_after", "fp4_bf16_gemms"):
+        if getattr(args, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} needs a recipe: add --fp4-recipe, or leave it out")

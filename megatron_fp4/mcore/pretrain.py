@@ -1,0 +1,61 @@
+"""The entry point of a training process.
+
+    torchrun --nproc-per-node N pretrain_gpt.py <Megatron's flags>
+
+The same command trains on a CPU over gloo and on GPUs over NCCL. A mistake in what was asked for
+ends every rank with status 1 and is told once, in one line.
+"""
+
+import logging
+import os
+import sys
+import warnings
+
+import torch
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore import cpu
+
+
+def main() -> None:
+    """Trains as sys.argv and the launcher's environment say."""
+    # T/arguments.py:validate_args demands it with tensor parallelism on Hopper and before; CUDA
+    # reads it when it starts. A value of the user's own stays.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _quiet()
+    try:
+        cpu.install()
+        from megatron_fp4.mcore import gpt  # imports megatron, which must find the host a device
+
+        gpt.train()
+    except ConfigError as error:
+        if _speaks():
+            print(f"megatron-fp4: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _quiet() -> None:
+    """Leaves out what Megatron and torch say about optional packages on every rank, at import.
+
+    What runs in their place is in the arguments that rank 0 prints.
+    """
+    for start in (
+        "Transformer Engine and Apex are not installed",
+        "Apex is not installed",
+        "Only transformer-engine>=1.7.0 supports MoE experts, but your version is 0.0.0",
+        "absl.logging is not installed",
+        "'pin_memory' argument is set as true but no accelerator is found",  # on a CPU
+    ):
+        warnings.filterwarnings("ignore", message=start)
+    if not torch.cuda.is_available():  # "No CUDA runtime is found, using CUDA_HOME=..."
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def _speaks() -> bool:
+    """True in one rank of those that failed: whether all did or one alone, the error is told."""
+    if torch.distributed.is_initialized():
+        store = torch.distributed.distributed_c10d._get_default_store()
+        return store.add("megatron_fp4_error", 1) == 1
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0  # every node reads its own files

@@ -1,0 +1,121 @@
+"""Where a training run stands: its recipe, seed, step and microbatch, and the tokens at hand."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_fp4.monitor import NonFiniteMonitor, Sighting
+from megatron_fp4.philox import Key
+from megatron_fp4.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a forward pass takes from the clock, and its recomputation takes again.
+
+    step: the training iteration. microbatch: its index among the global batch's, counted over
+    microbatches and data-parallel ranks, so that no two share noise.
+    """
+
+    step: int
+    microbatch: int
+
+
+class Run:
+    """One process's view of an FP4 training run.
+
+    recipe: what every quantized layer follows. args: Megatron's, read for the step and the seed.
+    """
+
+    def __init__(self, recipe: Recipe, args: argparse.Namespace) -> None:
+        self.recipe = recipe
+        self.args = args
+        self.monitor = NonFiniteMonitor()
+        self._counts: dict[int | None, int] = defaultdict(int)
+        self._step = -1
+        self._microbatch = 0
+        self._rows: dict[tuple[Any, ...], Tensor] = {}
+
+    # --- time -------------------------------------------------------------------------------
+
+    def counting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward_step` that tells the run of each microbatch as it starts.
+
+        Megatron calls it for every microbatch of every model chunk of this rank, in order, under
+        every schedule.
+        """
+
+        def counted(data_iterator: Any, model: Any) -> Any:
+            self._start_microbatch(get_attr_wrapped_model(model, "vp_stage"))
+            return forward_step(data_iterator, model)
+
+        return counted
+
+    def _start_microbatch(self, vp_stage: int | None) -> None:
+        step = getattr(self.args, "curr_iteration", self.args.iteration)
+        if step != self._step:
+            self._tell(self.monitor.start_step(step))
+            self._step = step
+            self._counts.clear()
+        # Modulo, since upstream may run a step twice to tell a broken machine from a NaN.
+        local = self._counts[vp_stage] % get_num_microbatches()
+        self._counts[vp_stage] += 1
+        self._microbatch = local * mpu.get_data_parallel_world_size() + mpu.get_data_parallel_rank()
+
+    def now(self) -> Moment:
+        return Moment(max(self._step, 0), self._microbatch)
+
+    def recipe_at(self, moment: Moment) -> Recipe:
+        """The recipe in force at a moment: its schedule may have ended."""
+        return self.recipe.at(moment.step / max(self.args.train_iters or 1, 1))
+
+    def key(self, moment: Moment) -> Key:
+        return Key(self.args.fp4_seed, moment.step)
+
+    @property
+    def evaluates_in_fp4(self) -> bool:
+        """Whether evaluation runs the forward pass that training runs (--fp4-eval-forward)."""
+        return self.args.fp4_eval_forward == "fp4"
+
+    # --- tokens -----------------------------------------------------------------------------
+
+    def token_rows(self, moment: Moment, sequence: int, batch: int, device: torch.device) -> Tensor:
+        """Global indices of a microbatch's tokens in Megatron's [sequence, batch] order:
+        int64 [sequence * batch], sample * sequence + position."""
+        shape = (sequence, batch, device)
+        if shape not in self._rows:
+            position = torch.arange(sequence, device=device)[:, None]
+            sample = torch.arange(batch, device=device)[None, :]
+            self._rows[shape] = (sample * sequence + position).flatten()
+        return self._rows[shape] + moment.microbatch * batch * sequence
+
+    # --- health -----------------------------------------------------------------------------
+
+    def report(self) -> None:
+        """Say where a NaN or Inf first stood, if one did since the step began."""
+        self._tell(self.monitor.look())
+
+    def _tell(self, seen: Sighting | None) -> None:
+        if seen is None:
+            return
+        # Once for each pipeline stage: its other ranks saw the same or its consequences.
+        stage = mpu.get_pipeline_model_parallel_rank()
+        store = torch.distributed.distributed_c10d._get_default_store()
+        if store.add(f"megatron_fp4_nonfinite:{seen.step}:{stage}", 1) == 1:
+            print(
+                f"megatron-fp4: {seen} (pipeline stage {stage}, rank "
+                f"{torch.distributed.get_rank()})",
+                file=sys.stderr,
+                flush=True,
+            )

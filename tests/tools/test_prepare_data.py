@@ -1,0 +1,189 @@
+"""Real text in, Megatron's indexed datasets out."""
+
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from tools.prepare_data import (
+    OUTPUTS,
+    DataError,
+    Document,
+    Options,
+    choose,
+    documents_at,
+    library_documents,
+    main,
+    prepare,
+    split,
+)
+
+SMALL = Options(vocab_size=320)
+SENTENCES = [
+    f"Tensor {i} of {i * i} blocks:\n\tit is – as ever – quantized.\r\n\n" for i in range(40)
+]
+
+
+def write_tree(root: Path) -> Path:
+    for i, sentence in enumerate(SENTENCES):
+        file = root / f"part{i % 3}" / f"text{i}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(sentence * 3, encoding="utf-8", newline="")
+    (root / "picture.bin").write_bytes(b"\xff\xfe\x00\x80")
+    (root / "blank.txt").write_text(" \n")
+    (root / ".hidden.txt").write_text("hidden")
+    return root
+
+
+def prepared(paths: list[Path], output: Path, options: Options = SMALL) -> list[str]:
+    said: list[str] = []
+    prepare(paths, output, options, said.append)
+    return said
+
+
+def decoded(output: Path, part: str) -> list[str]:
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(output / "tokenizer.model"))
+    dataset = IndexedDataset(str(output / f"{part}_text_document"))
+    texts = []
+    for ids in dataset:
+        assert ids[-1] == tokenizer.eos_id()
+        texts.append(tokenizer.decode(ids[:-1].tolist()))
+    assert len(dataset.document_indices) == len(texts) + 1
+    return texts
+
+
+def test_every_file_comes_back_whole_on_one_side(tmp_path: Path) -> None:
+    write_tree(tmp_path / "text")
+    output = tmp_path / "data"
+    prepared([tmp_path / "text"], output)
+    train, held_out = decoded(output, "train"), decoded(output, "valid")
+    assert sorted(train + held_out) == sorted(sentence * 3 for sentence in SENTENCES)
+    assert len(held_out) == 2
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert manifest["documents"] == 40
+    assert manifest["held_out"]["documents"] == 2
+    assert manifest["bytes"] == manifest["train"]["bytes"] + manifest["held_out"]["bytes"]
+    dataset = IndexedDataset(str(output / "train_text_document"))
+    assert manifest["train"]["tokens"] == sum(dataset.sequence_lengths)
+
+
+def test_the_same_text_gives_the_same_bytes(tmp_path: Path) -> None:
+    for copy in ("first", "second"):
+        prepared([write_tree(tmp_path / copy / "text")], tmp_path / copy / "data")
+    for name in OUTPUTS[1:]:
+        first, second = (tmp_path / copy / "data" / name for copy in ("first", "second"))
+        assert first.read_bytes() == second.read_bytes(), name
+
+
+def test_prepared_data_is_kept_until_text_or_options_change(tmp_path: Path) -> None:
+    text, output = write_tree(tmp_path / "text"), tmp_path / "data"
+    prepared([text], output)
+    indices = output / "cache" / "shuffled.npy"  # as Megatron would leave it there
+    indices.parent.mkdir()
+    indices.touch()
+    before = (output / "tokenizer.model").stat().st_mtime_ns
+    assert "is up to date" in prepared([text], output)[0]
+    assert (output / "tokenizer.model").stat().st_mtime_ns == before and indices.exists()
+
+    (text / "part0" / "text0.txt").write_text("something else")
+    assert "is ready" in prepared([text], output)[-1]
+    assert not indices.exists(), "Megatron would take them for the new text's"
+    (output / "train_text_document.idx").unlink()
+    assert "is ready" in prepared([text], output)[-1]
+    assert "is ready" in prepared([text], output, Options(vocab_size=330))[-1]
+
+
+def test_jsonl_is_split_by_document_and_copies_stay_together(tmp_path: Path) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps({"body": text}) + "\n" for text in SENTENCES * 2) + "\n")
+    prepared([file], tmp_path / "data", Options(vocab_size=320, json_key="body"))
+    train, held_out = decoded(tmp_path / "data", "train"), decoded(tmp_path / "data", "valid")
+    assert sorted(train + held_out) == sorted(SENTENCES * 2)
+    assert len(held_out) == 4 and not set(train) & set(held_out)
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text('{"text": "a\\ud800b"}\n')
+    assert [document.text for document in documents_at(file, "text")] == ["a?b"]
+
+
+def test_a_lone_text_file_gives_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("".join(SENTENCES), newline="")
+    prepared([file], tmp_path / "data")
+    texts = decoded(tmp_path / "data", "train") + decoded(tmp_path / "data", "valid")
+    assert "".join(texts) == "".join(SENTENCES) and len(texts) == 2
+
+
+def test_the_budget_takes_a_part_and_at_least_one_is_held_out() -> None:
+    documents = [Document(f"{i}", "x" * 100) for i in range(50)]
+    kept = choose(documents, max_bytes=950)
+    assert len(kept) == 10
+    assert kept == choose(reversed(documents), max_bytes=950)
+    assert [len(side) for side in split(kept, 0.001)] == [9, 1]
+    assert [len(side) for side in split(kept, 0.999)] == [1, 9]
+
+
+def test_the_default_text_is_the_standard_library_without_its_tests() -> None:
+    keys = [document.key for document in library_documents()]
+    assert "argparse.py" in keys and "json/decoder.py" in keys and len(keys) > 300
+    assert not any("/test" in f"/{key}" or "site-packages" in key for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (None, [], "text.jsonl: no such file or directory"),
+        ("\n", [], "the text is empty"),
+        ('{"text": "a"}\n{"txt": "b"}\n', [], 'text.jsonl:2: no text under the key "text"'),
+        ('{"text": 1}\n', [], 'text.jsonl:1: no text under the key "text"'),
+        ('["text"]\n', [], 'text.jsonl:1: no text under the key "text"'),
+        ('\n{"text": \n', [], "text.jsonl:2: not a JSON object"),
+        (b'{"text": "\xff"}\n', [], "text.jsonl is not UTF-8 text"),
+        ('{"text": "a"}\n', [], "the text is a single line"),
+        (
+            '{"text": "a b"}\n{"text": "c d"}\n',
+            [],
+            "--vocab-size 2048 is too large for this text: 2",
+        ),
+        ('{"text": "a"}\n{"text": "b"}\n', ["--vocab-size", "99"], "--vocab-size 99 is too small"),
+        ('{"text": "a"}\n', ["--held-out-share", "1"], "--held-out-share 1.0 is not between"),
+        ('{"text": "a"}\n', ["--max-bytes", "0"], "--max-bytes 0 is not positive"),
+    ],
+)
+def test_bad_input_is_one_line(
+    content: str | bytes | None,
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "text.jsonl"
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main([str(file), "--output", str(tmp_path / "data"), *options]) == 1
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+    assert not (tmp_path / "data" / "manifest.json").exists()
+
+
+def test_an_interruption_is_not_taken_for_prepared_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, output = write_tree(tmp_path / "text"), tmp_path / "data"
+    prepared([text], output)
+    (text / "part0" / "text0.txt").write_text("something else")
+    monkeypatch.setattr("tools.prepare_data.write_dataset", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepared([text], output)
+    monkeypatch.undo()
+    assert "is ready" in prepared([text], output)[-1]
+
+
+def test_no_output_directory_without_data(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        prepared([tmp_path / "missing"], tmp_path / "data")
+    assert not (tmp_path / "data").exists()

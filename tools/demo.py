@@ -1,0 +1,152 @@
+"""The demo: a small LLaMA pretrained in FP4 and in BF16 on real text, and the two compared.
+
+    make demo [TEXT=path] [TOKENS=n] [RECIPE=name]
+
+Both runs see the same text in the same order and start from the same weights. The curves, the
+logs and the figures land in runs/demo.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from tools import prepare_data, runs
+
+OUTPUT = Path("runs/demo")
+TOKENS = 800_000  # under five minutes for everything on two cores
+PROCESSES = 2
+
+
+class Progress:
+    """One line that says how far a run is: rewritten on a terminal, at each tenth elsewhere."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._began = time.monotonic()
+        self._tenth = 0
+
+    def __call__(self, log: runs.Log) -> None:
+        """Shows the log's state; call it whenever the log has something new."""
+        if not log.train:
+            return
+        left = (log.steps - log.step) * log.milliseconds / 1000
+        held_out = f", held out {log.held_out[-1][1]:.3f}" if log.held_out else ""
+        line = (
+            f"  {self._name:9} {log.step / log.steps:4.0%}  step {log.step}/{log.steps}  "
+            f"loss {log.train[-1][1]:.3f}{held_out}  {log.milliseconds:.0f} ms a step, "
+            f"about {_clock(left)} left"
+        )
+        if sys.stdout.isatty():
+            print(f"\r\033[K{line}", end="", flush=True)
+        elif (tenth := 10 * log.step // log.steps) > self._tenth:
+            self._tenth = tenth
+            print(line, flush=True)
+
+    def close(self, log: runs.Log) -> None:
+        """Replaces the line by the run's result."""
+        start = "\r\033[K" if sys.stdout.isatty() else ""
+        seconds = time.monotonic() - self._began
+        print(
+            f"{start}  {self._name:9} done in {_clock(seconds)}, {log.milliseconds:.0f} ms a step, "
+            f"held-out loss {log.held_out[-1][1]:.4f}\n",
+            flush=True,
+        )
+
+
+def train(name: str, flags: list[str]) -> runs.Log:
+    """Pretrains with these flags of Megatron's and returns the log. Raises runs.RunFailed."""
+    progress = Progress(name)
+    log = runs.run(runs.launch(PROCESSES, flags), OUTPUT / f"{name}.log", progress)
+    progress.close(log)
+    return log
+
+
+def train_both(recipe: str, tokens: int, data: Path) -> dict[str, runs.Log]:
+    """The logs of a run in FP4 and of the same run in BF16. Raises runs.RunFailed."""
+    model = runs.Model()
+    steps = max(tokens // (runs.Training.batch * model.sequence), 20)
+    flags = model.flags() + runs.Training(steps).flags() + runs.data_flags(data)
+    fp4 = ["--fp4-recipe", recipe]
+    print(f"Pretraining in FP4 ({recipe}):\n\n{runs.shown(runs.launch(PROCESSES, fp4 + flags))}\n")
+    logs = {recipe: train(recipe, fp4 + flags)}
+    print(f"Pretraining in BF16: the same command without {' '.join(fp4)}\n")
+    return logs | {"bf16": train("bf16", flags)}
+
+
+def plot(logs: dict[str, runs.Log], ratio: float, path: Path) -> None:
+    """Draws each run's training loss as a line and its held-out losses as points."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    for (name, log), color in zip(logs.items(), ("#dd5533", "#4c72b0"), strict=True):
+        axes.plot(
+            *zip(*log.train, strict=True), color=color, linewidth=1.6, label=f"{name}, training"
+        )
+        label = f"{name}, held out: {log.held_out[-1][1]:.3f} at the end"
+        axes.plot(
+            *zip(*log.held_out, strict=True), "o", color=color, markeredgecolor="white", label=label
+        )
+    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.set_title(f"The same small LLaMA twice: FP4's perplexity is {ratio:.3f} times BF16's")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _clock(seconds: float) -> str:
+    return f"{seconds // 60:.0f}:{seconds % 60:02.0f}"
+
+
+def demo(text: list[Path], tokens: int, recipe: str) -> None:
+    """Prepares the text, trains twice, reports. Raises DataError or RunFailed."""
+    began = time.monotonic()
+    manifest = prepare_data.prepare(text, OUTPUT / "data", prepare_data.Options())
+    print()
+    logs = train_both(recipe, tokens, OUTPUT / "data")
+    losses = {name: log.held_out[-1][1] for name, log in logs.items()}
+    ratio = math.exp(losses[recipe] - losses["bf16"])
+    plot(logs, ratio, OUTPUT / "curves.png")
+    seconds = time.monotonic() - began
+    result = {
+        "recipe": recipe,
+        "held_out_loss": losses,
+        "perplexity_ratio": ratio,
+        "seconds": seconds,
+        "data": manifest,
+        "logs": {name: asdict(log) for name, log in logs.items()},
+    }
+    (OUTPUT / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    width = max(map(len, losses))
+    for name, loss in losses.items():
+        print(f"{name:{width}}  held-out loss {loss:.4f}, perplexity {math.exp(loss):.2f}")
+    print(f"FP4's perplexity is {ratio:.4f} times BF16's.")
+    print(f"It took {_clock(seconds)}. Curves: {OUTPUT}/curves.png, figures: {OUTPUT}/result.json")
+
+
+def main() -> int:
+    """Runs the demo as the command line asks; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--text", nargs="+", type=Path, default=[], help="your own text or JSONL")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="to train on (%(default)s)")
+    parser.add_argument("--recipe", default="tetrajet", help="the FP4 recipe (%(default)s)")
+    given = parser.parse_args()
+    try:
+        demo(given.text, given.tokens, given.recipe)
+    except (prepare_data.DataError, runs.RunFailed) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
