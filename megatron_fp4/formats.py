@@ -53,7 +53,7 @@ def encode_e2m1(v: Tensor, bits: Tensor | None = None) -> Tensor:
         integer = steps.round()  # half to even, and even integers are even codes
     else:
         integer = steps.floor()
-        integer += (steps - integer).mul_(65536) > bits.to(v.dtype).add_(0.5)
+        integer += (steps - integer).mul_(65536) > bits + 0.5
     codes = integer.add_(above2.add_(above4), alpha=2).to(torch.uint8)
     return codes.add_(torch.signbit(v), alpha=8)
 

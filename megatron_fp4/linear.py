@@ -59,10 +59,10 @@ class Call:
         gemm_recipe = recipe.gemm(gemm)
         quantizer = gemm_recipe.a if OPERANDS[gemm][0] == operand else gemm_recipe.b
         axis = CONTRACTED[gemm, operand]
+        label = f"{self.name}:{gemm}:{operand}"
         noise = None
         if quantizer is not None and quantizer.stochastic:
-            stream = stream_id(f"{self.name}:{gemm}:{operand}")
-            noise = Noise(self.key, stream, self.placements.get(operand, WHOLE))
+            noise = Noise(self.key, stream_id(label), self.placements.get(operand, WHOLE))
         signs = None
         hadamard = gemm_recipe.hadamard
         if hadamard is not None and hadamard.signs == "random":
@@ -72,6 +72,7 @@ class Call:
             signs = random_signs(hadamard.group, self.key, stream, draw, like.device)
         shard = self.sharded.get(operand)
         return Preparation(
+            label=label,
             quantizer=quantizer,
             axis=axis,
             group=hadamard.group if hadamard is not None else 0,
@@ -174,6 +175,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+# Hundreds of small operations run here, and none for a mode of torch functions to change: asking
+# one each time (the CPU runtime installs one) would cost more than most of them.
+_plain_tensors = torch._C.DisableTorchFunction
+
+
 class _Linear(torch.autograd.Function):
     """The three GEMMs of one linear; what they do is all in the recipe."""
 
@@ -181,9 +187,10 @@ class _Linear(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, call: Call
     ) -> Tensor:
-        y, saved = fprop(x.reshape(-1, x.shape[-1]), weight, recipe, call)
-        if bias is not None:
-            y += bias.to(y.dtype)
+        with _plain_tensors():
+            y, saved = fprop(x.reshape(-1, x.shape[-1]), weight, recipe, call)
+            if bias is not None:
+                y += bias.to(y.dtype)
         ctx.recipe, ctx.call, ctx.x_shape = recipe, call, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         _save(ctx, saved)
@@ -197,11 +204,12 @@ class _Linear(torch.autograd.Function):
         call.watch("dgrad", "dy", dy)
         dx = dw = db = None
         dy_operand: Operand = dy
-        if ctx.needs_input_grad[0]:
-            dx, dy_operand = dgrad(dy, saved, recipe, call)
-            dx = dx.view(ctx.x_shape)
-        if ctx.needs_input_grad[1]:
-            dw = wgrad(dy, saved, recipe, call, saved.weight.dtype)
+        with _plain_tensors():
+            if ctx.needs_input_grad[0]:
+                dx, dy_operand = dgrad(dy, saved, recipe, call)
+                dx = dx.view(ctx.x_shape)
+            if ctx.needs_input_grad[1]:
+                dw = wgrad(dy, saved, recipe, call, saved.weight.dtype)
         if ctx.needs_input_grad[2]:
             # Where dX is not needed dY is not quantized for it, and the raw one serves.
             quantized = recipe.bias_gradient == "quantized"

@@ -19,8 +19,8 @@ class Sighting:
 
     def __str__(self) -> str:
         return (
-            f"step {self.step}: the first NaN or Inf stood in operand {self.operand} of {self.gemm} "
-            f"in {self.module}"
+            f"step {self.step}: the first NaN or Inf stood in operand {self.operand} of "
+            f"{self.gemm} in {self.module}"
         )
 
 

@@ -86,38 +86,43 @@ class Recipe:
     def __post_init__(self) -> None:
         try:
             check_choices(self)
+            self._check_fields()
+            for gemm in GEMMS:
+                self._check_correction(gemm)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
-        if self.estimator and (self.fprop.b is None or self.fprop.b.element != "e2m1"):
-            raise ConfigError(f"{self.name}: DGE needs an E2M1 quantizer of W in fprop")
+
+    def _check_fields(self) -> None:
+        w = self.fprop.b
+        if self.estimator and (w is None or w.element != "e2m1"):
+            raise ConfigError("DGE needs an E2M1 quantizer of W in fprop")
         if self.estimator and (self.backward != "forward" or self.fprop.hadamard):
             raise ConfigError(
-                f"{self.name}: DGE takes the scaled weight that the forward pass quantized; use "
-                "backward: forward and no Hadamard in fprop"
+                "DGE takes the scaled weight that the forward pass quantized; use "
+                "backward: forward, and no Hadamard in fprop"
             )
+        if self.backward == "forward" and _prescale(self.fprop) != 1.0:
+            raise ConfigError("backward: forward would meet fprop's prescaled operands again")
+        dy = self.dgrad.a
         if self.bias_gradient == "quantized" and (
-            self.dgrad.a is None or self.dgrad.hadamard or self.dgrad.a.prescale != 1.0
+            dy is None or self.dgrad.hadamard or dy.prescale != 1.0
         ):
             raise ConfigError(
-                f"{self.name}: a quantized bias gradient needs a quantized dY in dgrad without "
-                "Hadamard or prescale; use bias_gradient: raw"
+                "a quantized bias gradient needs a quantized dY in dgrad without Hadamard or "
+                "prescale; use bias_gradient: raw"
             )
-        if self.bf16_after is not None and not 0.0 <= self.bf16_after <= 1.0:
-            raise ConfigError(f"{self.name}: bf16_after is a share of training in [0, 1]")
+        share = self.bf16_after
+        if share is not None and not (isinstance(share, (int, float)) and 0.0 <= share <= 1.0):
+            raise ConfigError(f"bf16_after is a share of training in [0, 1], not {share!r}")
         unknown = [g for g in self.bf16_gemms if g not in GEMMS]
         if unknown:
-            raise ConfigError(f"{self.name}: no GEMM is called {unknown[0]!r}; known: fprop, "
-                              "dgrad, wgrad")
-        for gemm in GEMMS:
-            self._check_correction(gemm)
+            raise ConfigError(f"no GEMM is called {unknown[0]!r}; known: {', '.join(GEMMS)}")
 
     def _check_correction(self, gemm: str) -> None:
-        recipe = self.gemm(gemm)
-        prescale = math.prod(q.prescale for q in (recipe.a, recipe.b) if q is not None)
-        if not math.isclose(prescale * recipe.correction, 1.0, rel_tol=1e-9):
+        correction, needed = self.gemm(gemm).correction, 1 / _prescale(self.gemm(gemm))
+        if not math.isclose(correction, needed, rel_tol=1e-9):
             raise ConfigError(
-                f"{self.name}: {gemm}'s correction is {recipe.correction:g} but its operands' "
-                f"prescales need {1 / prescale!r}"
+                f"{gemm}'s correction is {correction!r} but its operands' prescales need {needed!r}"
             )
 
     def gemm(self, name: str) -> GemmRecipe:
@@ -132,7 +137,7 @@ class Recipe:
 
     @cached_property
     def _late(self) -> Recipe:
-        late = replace(
+        return replace(
             self,
             bf16_after=None,
             **{gemm: HIGH_PRECISION for gemm in self.bf16_gemms},  # type: ignore[arg-type]
@@ -141,25 +146,38 @@ class Recipe:
             outliers=None if "fprop" in self.bf16_gemms else self.outliers,
             bias_gradient="raw" if "dgrad" in self.bf16_gemms else self.bias_gradient,
         )
-        return late
 
     def check_linear(self, tokens: int | None, inputs: int, outputs: int, where: str) -> None:
         """Raise ConfigError unless blocks and Hadamard groups tile a local [tokens, inputs] x
         [outputs, inputs] linear. tokens: None where they are not known yet."""
-        contracted = (("fprop", "input", inputs), ("dgrad", "output", outputs),
-                      ("wgrad", "token", tokens))
-        for gemm, axis, size in contracted:
-            multiple = self.gemm(gemm).multiple
-            if size is not None and size % multiple:
-                raise ConfigError(
-                    f"{where}: {size} {axis}s on a rank are not a multiple of {multiple}, which "
-                    f"{gemm} of recipe {self.name} contracts in blocks; choose a "
-                    + _REMEDY[gemm]
-                )
+        sizes = {"token": tokens, "input": inputs, "output": outputs}
+        for gemm, (contracted, *rows) in _AXES.items():
+            recipe = self.gemm(gemm)
+            tiles = [(contracted, recipe.multiple)]
+            for axis, quantizer in zip(rows, (recipe.a, recipe.b), strict=True):
+                tiles.append((axis, 1 if quantizer is None else quantizer.block[0] or 1))
+            for axis, multiple in tiles:
+                size = sizes[axis]
+                if size is not None and size % multiple:
+                    raise ConfigError(
+                        f"{where}: {size} {axis}s on a rank are not a multiple of {multiple}, "
+                        f"which {gemm} of recipe {self.name} takes in blocks; choose a "
+                        f"{_REMEDY[axis]} that divides"
+                    )
 
 
+def _prescale(gemm: GemmRecipe) -> float:
+    return math.prod(q.prescale for q in (gemm.a, gemm.b) if q is not None)
+
+
+# The contracted axis of each GEMM, and the other axis of its operands a and b.
+_AXES = {
+    "fprop": ("input", "token", "output"),
+    "dgrad": ("output", "token", "input"),
+    "wgrad": ("token", "output", "input"),
+}
 _REMEDY = {
-    "fprop": "hidden size or tensor-parallel size that divides",
-    "dgrad": "hidden size or tensor-parallel size that divides",
-    "wgrad": "sequence length times micro-batch size that divides",
+    "input": "hidden size or tensor-parallel size",
+    "output": "hidden size or tensor-parallel size",
+    "token": "sequence length times micro-batch size",
 }

@@ -17,7 +17,7 @@ from pathlib import Path
 from tools import prepare_data, runs
 
 OUTPUT = Path("runs/demo")
-TOKENS = 800_000  # under five minutes for everything on two cores
+TOKENS = 300_000  # under five minutes for everything on two cores
 PROCESSES = 2
 
 
@@ -102,7 +102,7 @@ def plot(logs: dict[str, runs.Log], ratio: float, path: Path) -> None:
 
 
 def _clock(seconds: float) -> str:
-    return f"{seconds // 60:.0f}:{seconds % 60:02.0f}"
+    return f"{round(seconds) // 60}:{round(seconds) % 60:02}"
 
 
 def demo(text: list[Path], tokens: int, recipe: str) -> None:

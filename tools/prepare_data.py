@@ -221,8 +221,10 @@ def prepare(
             say(f"Data: {output} is up to date ({_summary(manifest)})")
             return manifest
     manifest_path.unlink(missing_ok=True)  # written last: an interruption leaves none behind
-    # Megatron keeps its shuffled indices beside the data, by the data's name and not its content.
-    shutil.rmtree(output / "cache", ignore_errors=True)
+    for part in ("train", "valid"):
+        # Megatron keeps its shuffled indices in a directory of the dataset's own name, under a hash
+        # that knows nothing of the content: with new text they would point past the end of it.
+        shutil.rmtree(output / f"{part}_text_document", ignore_errors=True)
 
     say(f"Data: {_count(documents)} of {_origin(paths)}")
     train, held_out = split(documents, options.held_out_share)

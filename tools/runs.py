@@ -20,6 +20,7 @@ _ITERATION = re.compile(
     r"(?:.* lm loss: (\S+) \|)?"  # Megatron leaves a loss that is not a number out of the line
 )
 _HELD_OUT = re.compile(r"validation loss at iteration (\d+).* \| lm loss value: (\S+) \|")
+_RANK = re.compile(r"\[rank\d+\]:")
 _LAUNCHER = re.compile(r"^[EW]\d{4} .* torch/distributed/")
 
 
@@ -200,7 +201,11 @@ def run(command: list[str], path: Path, watch: Callable[[Log], None] = lambda lo
 
 
 def _tail(path: Path, lines: int = 15) -> str:
-    """The last lines of a log before torchrun's own report, which hides the reason."""
+    """The last lines of a log before torchrun's own report, which hides the reason. Of ranks that
+    raised, the first one's: the others mostly complain that it is gone."""
     text = path.read_text().splitlines()
     end = next((i for i, line in enumerate(text) if i and _LAUNCHER.match(line)), len(text))
-    return "\n".join(text[max(end - lines, 0) : end])
+    text = text[:end]
+    if raised := next(filter(None, map(_RANK.match, text)), None):
+        text = [line for line in text if line.startswith(raised[0])]
+    return "\n".join(text[-lines:])

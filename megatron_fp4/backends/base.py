@@ -20,6 +20,7 @@ Operand = QuantizedTensor | Tensor
 class Preparation:
     """What one operand goes through, in this order: fold, Hadamard, quantizer.
 
+    label: "<module>:<gemm>:<operand>", which also names the operand's noise stream.
     axis: the contracted axis of the matrix as the model holds it.
     fold: float32 [K], multiplies along the contracted axis: the other operand's vector-wise scale.
     group, signs: the Hadamard transform; group 0 is none.
@@ -27,6 +28,7 @@ class Preparation:
     reduce_row, reduce_tensor: see `quantize_matrix`.
     """
 
+    label: str
     quantizer: Quantizer | None
     axis: int
     fold: Tensor | None = None
@@ -50,8 +52,6 @@ class Backend(Protocol):
         """The operand of a GEMM from a matrix [rows, columns] as the model holds it."""
         ...
 
-    def multiply(
-        self, a: Operand, b: Operand, correction: float, out_dtype: torch.dtype
-    ) -> Tensor:
+    def multiply(self, a: Operand, b: Operand, correction: float, out_dtype: torch.dtype) -> Tensor:
         """a b^T, accumulated in float32, times `correction`, rounded once to `out_dtype`."""
         ...

@@ -27,9 +27,7 @@ class Bf16(Reference):
             return "BF16 tensor cores need compute capability 8.0"
         return None
 
-    def multiply(
-        self, a: Operand, b: Operand, correction: float, out_dtype: torch.dtype
-    ) -> Tensor:
+    def multiply(self, a: Operand, b: Operand, correction: float, out_dtype: torch.dtype) -> Tensor:
         # High-precision operands wider than BF16 (an unquantized Hadamard output, a folded dY)
         # would lose bits here.
         if any(isinstance(x, Tensor) and x.dtype != torch.bfloat16 for x in (a, b)):

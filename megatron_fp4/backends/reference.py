@@ -41,9 +41,7 @@ class Reference:
             reduce_tensor=preparation.reduce_tensor,
         )
 
-    def multiply(
-        self, a: Operand, b: Operand, correction: float, out_dtype: torch.dtype
-    ) -> Tensor:
+    def multiply(self, a: Operand, b: Operand, correction: float, out_dtype: torch.dtype) -> Tensor:
         if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype == out_dtype:
             return a @ b.t()
         wide = torch.float64 if out_dtype == torch.float64 else torch.float32

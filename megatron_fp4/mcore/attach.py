@@ -74,7 +74,7 @@ def table(recipe: Recipe, rows: list[Row]) -> str:
     kinds: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
         kind, layer = _kind(row.name)
-        key = (kind, row.local_shape, row.precision, *(row.backends or ("bf16",) * len(GEMMS)))
+        key = (kind, row.local_shape, row.precision, *(row.backends or ("high precision",) * len(GEMMS)))
         kinds.setdefault(key, []).append(layer)
     head = ("linear", "layers", "out x in on a rank", "recipe", *GEMMS)
     cells = [(k[0], _ranges(layers), *k[1:]) for k, layers in sorted(kinds.items())]
@@ -133,15 +133,27 @@ def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> Row
         shape,
         run.recipe.name,
         tuple(
-            choice.backend.name + ("" if run.recipe.gemm(gemm).quantized else " (unquantized)")
+            _describe(run.recipe, gemm, choice.backend.name)
             for gemm, choice in zip(GEMMS, choices, strict=True)
         ),
         tuple(f"{who}: {why}" for choice in choices for who, why in choice.passed_over),
     )
 
 
+def _describe(recipe: Recipe, gemm: str, backend: str) -> str:
+    """Both operands' element formats and who multiplies them, as in "e2m1 x e2m1 on bf16"."""
+    wanted = recipe.gemm(gemm)
+    if not wanted.quantized:
+        return "high precision"
+    elements = [q.element if q is not None else "high" for q in (wanted.a, wanted.b)]
+    if gemm != "fprop" and wanted.b is None and recipe.backward == "forward":
+        forward = recipe.fprop.b if gemm == "dgrad" else recipe.fprop.a
+        elements[1] = forward.element if forward is not None else "high"
+    return f"{' x '.join(elements)} on {backend}"
+
+
 def _kept_in_bf16(run: Run, number: int | None) -> bool:
-    """Upstream's --first-last-layers-bf16, which it honours in Transformer Engine's context only."""
+    """Upstream's --first-last-layers-bf16, which acts in Transformer Engine's context alone."""
     args = run.args
     if number is None or not args.first_last_layers_bf16:
         return False

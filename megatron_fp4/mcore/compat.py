@@ -13,13 +13,14 @@ import torch
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.transformer.module import MegatronModule
-from megatron.training import arguments
+from megatron.training import arguments, get_args
 from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_fp4.mcore import options
-from megatron_fp4.mcore.spec import mtp_block_spec
+from megatron_fp4.mcore.spec import layer_spec, mtp_block_spec
 
 
 def install() -> None:
@@ -30,55 +31,83 @@ def install() -> None:
         dataset_utils.compile_helpers = lambda: None
     # T/models/gpt.py:GPTModelBuilder.build_model builds multi-token prediction of stock layers,
     # whatever transformer_layer_spec says.
-    gpt.mtp_block_spec = mtp_block_spec
+    if not hasattr(gpt.mtp_block_spec, "__wrapped__"):
+        gpt.mtp_block_spec = _like_the_layers(gpt.mtp_block_spec)
+    # T/training.py:train saves to a path of None when a loss is NaN and --save was not given.
+    if not hasattr(RerunStateMachine.should_checkpoint_and_exit, "__wrapped__"):
+        RerunStateMachine.should_checkpoint_and_exit = _saving_where_told(
+            RerunStateMachine.should_checkpoint_and_exit
+        )
     # T/ft_integration.py:setup parses the command line once more, with Megatron's own flags alone,
     # and would refuse a recipe.
     if not hasattr(arguments.parse_args, "__wrapped__"):
         arguments.parse_args = _knowing_recipes(arguments.parse_args)
     if not distrib_optimizer.HAVE_APEX_OR_TE:
-        DistributedOptimizer.state_dict = _wrap(DistributedOptimizer.state_dict, before=_init_state)
-        DistributedOptimizer.load_state_dict = _wrap(
-            DistributedOptimizer.load_state_dict, after=_unshare_steps
-        )
+        _mend_distributed_adam()
 
 
-def _wrap(
-    method: Callable[..., Any],
-    before: Callable[[Any], None] | None = None,
-    after: Callable[[Any], None] | None = None,
-) -> Callable[..., Any]:
-    """`method` with a call before or after it; itself where that has been done already."""
-    if hasattr(method, "__wrapped__"):
-        return method
+def _like_the_layers(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(upstream)
+    def build(model: GPTModelConfig, layers: Any, vp_stage: int | None = None) -> Any:
+        ours = model.transformer_layer_spec is layer_spec
+        return (mtp_block_spec if ours else upstream)(model, layers, vp_stage=vp_stage)
 
+    return build
+
+
+def _saving_where_told(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(self: Any, *args: Any) -> Any:
-        if before:
-            before(self)
-        result = method(self, *args)
-        if after:
-            after(self)
-        return result
+    def should_checkpoint_and_exit(self: RerunStateMachine) -> tuple[bool, bool, int]:
+        save, leave, status = method(self)
+        return save and get_args().save is not None, leave, status
 
-    return call
+    return should_checkpoint_and_exit
+
+
+def _mend_distributed_adam() -> None:
+    """Lets C/optimizer/distrib_optimizer.py save and load the step count of torch's Adam.
+
+    state_dict asserts that there is one, and before the first step there is none, as when a
+    checkpoint is loaded. load_state_dict gives all parameters one and the same tensor for it, to
+    which Adam adds 1 in place for each of them. _set_main_param_and_optimizer_states wants the
+    count among a parameter's own tensors, where a fully reshardable checkpoint has none (KeyError)
+    and a dp_reshardable one has the 0 from before loading.
+    """
+    save, load = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+    if hasattr(save, "__wrapped__"):
+        return
+
+    @functools.wraps(save)
+    def state_dict(self: DistributedOptimizer) -> dict[str, Any]:
+        _init_state(self)
+        return save(self)
+
+    @functools.wraps(load)
+    def load_state_dict(self: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
+        load(self, state_dict)
+        step = float(state_dict["optimizer"]["param_groups"][0]["step"])
+        for state in self.optimizer.state.values():
+            state["step"] = torch.tensor(step)
+
+    @functools.wraps(set_states)
+    def set_states_but_step(
+        self: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Any]
+    ) -> None:
+        set_states(self, parameter, tensors | {"step": None})  # what is no tensor is passed over
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_step
+    DistributedOptimizer.state_dict = state_dict
+    DistributedOptimizer.load_state_dict = load_state_dict
 
 
 def _init_state(optimizer: DistributedOptimizer) -> None:
-    """C/optimizer/distrib_optimizer.py:state_dict asserts a step count that torch's Adam has not
-    before its first step, as when a checkpoint is loaded."""
     adam = optimizer.optimizer
     for parameter in [p for group in adam.param_groups for p in group["params"]]:
         if not adam.state[parameter]:
             adam.state[parameter] = {"step": torch.tensor(0.0)} | {
                 key: torch.zeros_like(parameter) for key in optimizer.optimizer_state_keys
             }
-
-
-def _unshare_steps(optimizer: DistributedOptimizer) -> None:
-    """C/optimizer/distrib_optimizer.py:load_state_dict gives every parameter the same tensor as its
-    step count; torch's Adam adds 1 to it in place, for each of them."""
-    for state in optimizer.optimizer.state.values():
-        state["step"] = state["step"].clone()
 
 
 def _knowing_recipes(parse: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:

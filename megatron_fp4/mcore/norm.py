@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.formats import widen
 
 
 class Norm(nn.Module):
@@ -43,10 +44,10 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype == self.weight.dtype and not self.zero_centered:
             return self._norm(x, self.weight, self.bias)  # the kernel computes in FP32 itself
-        gain = self.weight.float()
+        gain = widen(self.weight)
         gain = gain + 1 if self.zero_centered else gain
-        bias = None if self.bias is None else self.bias.float()
-        return self._norm(x.float(), gain, bias).to(self.weight.dtype)
+        bias = None if self.bias is None else widen(self.bias)
+        return self._norm(widen(x), gain, bias).to(self.weight.dtype)
 
     def _norm(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
         if bias is None:

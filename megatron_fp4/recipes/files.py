@@ -1,13 +1,14 @@
 """Recipes from YAML files.
 
-    base: tetrajet              # optional: a named recipe to start from ...
-    options: {rule: floor}      # ... and its options
-    name: my-recipe             # any other field of Recipe replaces the base's
-    wgrad:
-      a: mxfp4-ceil-sr          # a quantizer by name, or its fields as a mapping
-      b: {rule: ceil, rounding: stochastic, block: [1, 32]}
-      hadamard: {group: 32}
-    bf16_after: 0.9
+base: tetrajet              # optional: a named recipe to start from ...
+options: {rule: floor}      # ... and its options
+name: my-recipe             # any other field of Recipe replaces the base's
+wgrad:
+  a: mxfp4-ceil-sr          # a quantizer by name, or its fields as a mapping
+  b: {rule: ceil, rounding: stochastic, block: [1, 32]}
+  hadamard: {group: 32}
+dgrad: {}                   # a GEMM without quantizers is in high precision
+bf16_after: 0.9             # numbers may be fractions: 16/9
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
@@ -25,7 +26,7 @@ from megatron_fp4.hadamard import Hadamard
 from megatron_fp4.outliers import OutlierClamp
 from megatron_fp4.quantizer import Quantizer, get_quantizer
 from megatron_fp4.recipe import GEMMS, GemmRecipe, Recipe
-from megatron_fp4.recipes.registry import get_recipe
+from megatron_fp4.recipes.registry import get_recipe, typed
 
 
 def load_recipe_file(path: Path, options: Mapping[str, Any]) -> Recipe:
@@ -34,10 +35,10 @@ def load_recipe_file(path: Path, options: Mapping[str, Any]) -> Recipe:
     Raises ConfigError, naming the file, for a missing or malformed file, an unknown key or value.
     """
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"recipe file {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
         raise ConfigError(f"recipe file {path} is not YAML: {problem}") from error
     try:
@@ -62,8 +63,8 @@ def _recipe(content: dict[str, Any], path: Path, options: Mapping[str, Any]) -> 
     if content.get("outliers") is not None:
         content["outliers"] = _build(OutlierClamp, content["outliers"], "outliers")
     if "bf16_gemms" in content:
-        content["bf16_gemms"] = tuple(content["bf16_gemms"])
-    return replace(start, **content)
+        content["bf16_gemms"] = _tuple(content["bf16_gemms"], "bf16_gemms")
+    return replace(start, **_typed_fields(content, Recipe, "the file"))
 
 
 def _gemm(content: Any, where: str) -> GemmRecipe:
@@ -74,7 +75,7 @@ def _gemm(content: Any, where: str) -> GemmRecipe:
             content[operand] = _quantizer(content[operand], f"{where}.{operand}")
     if content.get("hadamard") is not None:
         content["hadamard"] = _build(Hadamard, content["hadamard"], f"{where}.hadamard")
-    return GemmRecipe(**content)
+    return GemmRecipe(**_typed_fields(content, GemmRecipe, where))
 
 
 def _quantizer(content: Any, where: str) -> Quantizer:
@@ -82,14 +83,28 @@ def _quantizer(content: Any, where: str) -> Quantizer:
         return get_quantizer(content)
     content = _mapping(content, where)
     if "block" in content:
-        content["block"] = tuple(content["block"])
+        content["block"] = _tuple(content["block"], f"{where}.block")
     return _build(Quantizer, content, where)
 
 
 def _build(cls: Any, content: Any, where: str) -> Any:
     content = _mapping(content, where)
     _known(content, cls, where)
-    return cls(**content)
+    try:
+        return cls(**_typed_fields(content, cls, where))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _typed_fields(content: Mapping[str, Any], cls: Any, where: str) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {key: typed(value, hints[key], f"{where}: {key}") for key, value in content.items()}
+
+
+def _tuple(content: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(content, list):
+        raise ConfigError(f"{where} must be a list, not {content!r}")
+    return tuple(content)
 
 
 def _mapping(content: Any, where: str) -> dict[str, Any]:
@@ -102,5 +117,6 @@ def _known(content: Mapping[str, Any], cls: Any, where: str, extra: tuple[str, .
     known = [f.name for f in fields(cls)]
     unknown = [key for key in content if key not in known]
     if unknown:
-        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known: "
-                          + ", ".join([*known, *extra]))
+        raise ConfigError(
+            f"{where}: unknown key {unknown[0]!r}; known: " + ", ".join([*known, *extra])
+        )

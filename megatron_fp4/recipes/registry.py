@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -32,7 +33,9 @@ def list_recipes() -> list[str]:
 
 
 def recipe_options(name: str) -> dict[str, Any]:
-    """The options of a built-in recipe with their defaults."""
+    """The options of a built-in recipe with their defaults. Raises ConfigError for another name."""
+    if name not in _FACTORIES:
+        raise ConfigError(f"unknown recipe {name!r}; known: {', '.join(list_recipes())}")
     return {p.name: p.default for p in inspect.signature(_FACTORIES[name]).parameters.values()}
 
 
@@ -42,6 +45,8 @@ def get_recipe(name: str, **options: Any) -> Recipe:
     options: the recipe's own, by keyword; strings are read as the option's type.
     Raises ConfigError for an unknown name (listing the known ones), option or value.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"a recipe goes by a name, not by {name!r}")
     if name in _FACTORIES:
         return call_with_options(_FACTORIES[name], name, options)
     if name.endswith((".yaml", ".yml")):
@@ -75,21 +80,25 @@ def call_with_options(
     factory: Callable[..., Recipe], name: str, options: Mapping[str, Any]
 ) -> Recipe:
     """factory(**options), with each option checked against the factory's signature."""
-    hints = get_type_hints(factory)
-    hints.pop("return", None)
-    unknown = [key for key in options if key not in hints]
+    known, hints = inspect.signature(factory).parameters, get_type_hints(factory)
+    unknown = [key for key in options if key not in known]
     if unknown:
-        known = ", ".join(hints) or "none"
-        raise ConfigError(f"recipe {name!r} has no option {unknown[0]!r}; its options: {known}")
-    typed = {key: _typed(value, hints[key], name, key) for key, value in options.items()}
+        listed = ", ".join(known) or "none"
+        raise ConfigError(f"recipe {name!r} has no option {unknown[0]!r}; its options: {listed}")
     try:
-        return factory(**typed)
+        return factory(**{key: typed(value, hints.get(key), key) for key, value in options.items()})
     except ValueError as error:
         raise ConfigError(f"recipe {name!r}: {error}") from error
 
 
-def _typed(value: Any, hint: Any, recipe: str, key: str) -> Any:
-    """`value` as the option's type: bool, int, float or one of a Literal's strings."""
+def typed(value: Any, hint: Any, key: str) -> Any:
+    """`value` as the type that `key` is declared to have: bool, int, float, str or one of a
+    Literal's strings; any other type is the callee's to check. Fractions ("16/9") are floats.
+    Raises ConfigError where it is none."""
+    if type(None) in get_args(hint):
+        if value is None:
+            return None
+        hint = next(h for h in get_args(hint) if h is not type(None))
     if get_origin(hint) is Literal:
         if value in get_args(hint):
             return value
@@ -99,9 +108,24 @@ def _typed(value: Any, hint: Any, recipe: str, key: str) -> Any:
         if str(value).lower() in words:
             return words[str(value).lower()]
         wanted = "true or false"
+    elif hint in (int, float):
+        number = _number(value)
+        if number is not None and (hint is float or float(number).is_integer()):
+            return hint(number)
+        wanted = "an integer" if hint is int else "a number"
+    elif hint is str:
+        if isinstance(value, str):
+            return value
+        wanted = "a string"
     else:
+        return value
+    raise ConfigError(f"{key} is {wanted}, not {value!r}")
+
+
+def _number(value: Any) -> float | Fraction | None:
+    if isinstance(value, str):
         try:
-            return hint(value)
-        except (TypeError, ValueError):
-            wanted = {"int": "an integer", "float": "a number"}.get(hint.__name__, hint.__name__)
-    raise ConfigError(f"recipe {recipe!r}: option {key} is {wanted}, not {value!r}")
+            return Fraction(value)
+        except (ValueError, ZeroDivisionError):
+            return None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None

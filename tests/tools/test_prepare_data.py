@@ -2,10 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import sentencepiece
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
 
 from tools.prepare_data import (
     OUTPUTS,
@@ -80,19 +84,47 @@ def test_the_same_text_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_prepared_data_is_kept_until_text_or_options_change(tmp_path: Path) -> None:
     text, output = write_tree(tmp_path / "text"), tmp_path / "data"
     prepared([text], output)
-    indices = output / "cache" / "shuffled.npy"  # as Megatron would leave it there
-    indices.parent.mkdir()
-    indices.touch()
     before = (output / "tokenizer.model").stat().st_mtime_ns
     assert "is up to date" in prepared([text], output)[0]
-    assert (output / "tokenizer.model").stat().st_mtime_ns == before and indices.exists()
+    assert (output / "tokenizer.model").stat().st_mtime_ns == before
 
     (text / "part0" / "text0.txt").write_text("something else")
     assert "is ready" in prepared([text], output)[-1]
-    assert not indices.exists(), "Megatron would take them for the new text's"
     (output / "train_text_document.idx").unlink()
     assert "is ready" in prepared([text], output)[-1]
     assert "is ready" in prepared([text], output, Options(vocab_size=330))[-1]
+
+
+def samples(output: Path) -> list[list[int]]:
+    """All samples of Megatron's own training dataset, which keeps its indices beside the data."""
+    prefix = str(output / "train_text_document")
+    tokenizer = SimpleNamespace(eod=2, pad=-1, vocab_size=320, unique_identifiers={})
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=32,
+        blend=([prefix], None),
+        split="1,0,0",
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    low_level = IndexedDataset(prefix)
+    documents = np.arange(40 - 2, dtype=np.int32)  # the same names and counts before and after
+    dataset = GPTDataset(low_level, prefix, documents, 20, Split.train, config)
+    return [dataset[i]["tokens"].tolist() for i in range(len(dataset))]
+
+
+def test_new_text_is_not_read_by_the_old_texts_indices(tmp_path: Path) -> None:
+    text, output = write_tree(tmp_path / "text"), tmp_path / "data"
+    prepared([text], output)
+    samples(output)
+    for file in text.rglob("text*.txt"):
+        file.write_text(file.read_text()[: 60 + len(file.name)])
+    prepared([text], output)
+    kept = samples(output)
+    prepared([text], tmp_path / "elsewhere")
+    assert kept == samples(tmp_path / "elsewhere")
 
 
 def test_jsonl_is_split_by_document_and_copies_stay_together(tmp_path: Path) -> None:

@@ -73,8 +73,9 @@ def test_run_returns_what_the_log_said(tmp_path: Path) -> None:
             "the reason",
             0,
         ),
+        ("print('[rank1]: the reason\\n[rank0]: gone: rank 1'); exit(1)", "[rank1]: the reason", 1),
     ],
-    ids=["status", "no evaluation"],
+    ids=["status", "no evaluation", "two ranks"],
 )
 def test_a_failed_launch_shows_the_reason(
     code: str, expected: str, status: int, tmp_path: Path

@@ -1,0 +1,75 @@
+"""Runs a training script under torchrun on this machine's CPU, and reads what it logged."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# Two LLaMA layers of 64 on four sequences of 64 tokens a step; flags given later win.
+TINY = """
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4
+    --group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu
+    --position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear
+    --attention-dropout 0 --hidden-dropout 0 --seq-length 64 --max-position-embeddings 64
+    --micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr-decay-iters 10
+    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
+    --log-interval 1 --eval-interval 1000 --eval-iters 1
+""".split()
+MOCK_DATA = "--tokenizer-type NullTokenizer --vocab-size 512 --mock-data".split()
+
+
+@dataclass(frozen=True)
+class Result:
+    status: int  # torchrun's exit status
+    losses: list[float]  # what each logged iteration says; after a resume, a running average
+    evaluations: list[float]  # losses on held-out data, in the order of the log
+    output: str  # standard output and standard error
+
+    @property
+    def has_traceback(self) -> bool:
+        """Whether a Python traceback leads through the script; torchrun prints one of its own."""
+        return '.py", line' in self.output.split("multiprocessing/api.py")[0]
+
+
+def torchrun(
+    processes: int, *flags: str, script: Path = ROOT / "pretrain_gpt.py", timeout_s: float = 120
+) -> Result:
+    """Trains with TINY and `flags` in `processes` processes of one thread each.
+
+    The data is mock data where no flag names any.
+    """
+    data = [] if any(flag.endswith("data-path") for flag in flags) else MOCK_DATA
+    done = spawn(processes, script, *TINY, *data, *flags, timeout_s=timeout_s)
+    return Result(
+        done.returncode,
+        [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)],
+        [float(loss) for loss in re.findall(r"lm loss value: (\S+)", done.stdout)],
+        done.stdout,
+    )
+
+
+def spawn(
+    processes: int, script: Path, *arguments: str, timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Runs any script under torchrun, a thread a process; stdout holds both its streams."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, "--nproc-per-node", str(processes), str(script), *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def train(processes: int, *flags: str) -> Result:
+    """`torchrun`, for a run that must end well."""
+    result = torchrun(processes, *flags)
+    assert result.status == 0, result.output[-4000:]
+    return result

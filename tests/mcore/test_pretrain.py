@@ -1,0 +1,104 @@
+"""Megatron's own training loop on the CPU, in every layout, against one process."""
+
+import functools
+from pathlib import Path
+
+import numpy
+import pytest
+import sentencepiece
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from tests.mcore.launch import Result, torchrun, train
+
+TP2_SP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+PP2 = ("--pipeline-model-parallel-size", "2")
+SHARDED_ADAM = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+DROPOUT = ("--bf16", "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@functools.cache
+def alone(*flags: str) -> Result:
+    return train(1, *flags)
+
+
+def test_tensor_and_sequence_parallel_losses_equal_those_of_one_process() -> None:
+    assert train(2, *TP2_SP).losses == pytest.approx(alone().losses, rel=1e-5)
+
+
+def test_sharded_optimizer_equals_one_process_and_resumes_in_other_layouts(tmp_path: Path) -> None:
+    save = ("--save", str(tmp_path), "--save-interval", "2", "--dist-ckpt-optim-fully-reshardable")
+    whole, sharded = alone("--bf16"), train(2, "--bf16", *SHARDED_ADAM, *save)
+    assert sharded.losses == pytest.approx(whole.losses, rel=1e-5)
+
+    # From the second of four steps on, with the optimizer's moments and its step count.
+    load = ("--load", str(tmp_path), "--bf16")
+    resumed = train(2, *PP2, "--use-distributed-optimizer", *load, "--ckpt-step", "2")
+    assert resumed.evaluations == pytest.approx(whole.evaluations, rel=1e-5)
+
+    evaluated = train(2, *TP2_SP, *load, "--skip-train")
+    assert evaluated.evaluations == pytest.approx(whole.evaluations, rel=1e-4)
+    assert not evaluated.losses
+
+
+def test_interleaved_pipeline_learns() -> None:
+    """Stages draw their own weights, so the losses are not those of one process."""
+    flags = ("--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1", "--bf16")
+    losses = train(2, *PP2, *flags).losses
+    assert len(losses) == 4 and losses[-1] < losses[0]
+
+
+def test_recomputation_repeats_the_dropout() -> None:
+    forgetful = train(2, *TP2_SP, *DROPOUT, *RECOMPUTE.split())
+    assert forgetful.losses == train(2, *TP2_SP, *DROPOUT).losses
+
+
+def test_experts_on_two_ranks_learn() -> None:
+    experts = "--expert-model-parallel-size 2 --num-experts 4 --moe-token-dispatcher-type allgather"
+    pattern = ("--moe-layer-freq", "[0,1]", "--qk-layernorm", "--bf16")
+    losses = train(2, *experts.split(), *pattern).losses
+    assert losses[-1] < losses[0]
+
+
+def test_real_data_with_a_sentencepiece_tokenizer_and_weights(tmp_path: Path) -> None:
+    text = [f"line {n}: the quick brown fox counts {n * n} lazy dogs" for n in range(500)]
+    model = tmp_path / "tokenizer"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text), model_prefix=str(model), vocab_size=128, minloglevel=2
+    )
+    tokens = sentencepiece.SentencePieceProcessor(model_file=f"{model}.model").encode(text)
+    prefixes = [str(tmp_path / name) for name in ("one", "two")]
+    for prefix in prefixes:
+        builder = IndexedDatasetBuilder(prefix + ".bin", dtype=numpy.uint16)
+        for document in tokens:
+            builder.add_document(numpy.array(document, dtype=numpy.uint16), [len(document)])
+        builder.finalize(prefix + ".idx")
+    flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", f"{model}.model"]
+    flags += ["--train-data-path", "0.7", prefixes[0], "0.3", prefixes[1]]
+    flags += ["--valid-data-path", prefixes[0], "--test-data-path", prefixes[1]]
+    flags += ["--data-cache-path", str(tmp_path / "cache"), "--bf16"]
+    result = train(2, *TP2_SP, *flags)
+    assert len(result.evaluations) == 2 and result.losses[-1] < result.losses[0]
+
+
+def test_a_loss_that_is_not_a_number_is_rerun_once_and_ends_the_run() -> None:
+    result = torchrun(1, "--init-method-std", "inf")
+    assert result.status != 0
+    assert result.output.count("Need to rerun step") == 1
+    assert not result.has_traceback
+
+
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        (("--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", "no.model"), "prepare_data"),
+        (("--num-attention-heads", "5"), "assert args.hidden_size % args.num_attention_heads == 0"),
+    ],
+    ids=["tokenizer", "shape"],
+)
+def test_a_mistake_is_told_once_in_one_line(flags: tuple[str, ...], remedy: str) -> None:
+    result = torchrun(2, *flags)
+    told = [line for line in result.output.splitlines() if line.startswith("megatron-fp4: error:")]
+    assert result.status != 0
+    assert len(told) == 1 and remedy in told[0]
+    assert not result.has_traceback

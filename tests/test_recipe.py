@@ -1,0 +1,186 @@
+"""Recipe and GemmRecipe as data: consistency, schedule, what a linear's sizes must divide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, Recipe, get_quantizer, get_recipe
+from megatron_fp4.estimators import DGE
+from megatron_fp4.hadamard import Hadamard
+from megatron_fp4.recipe import GEMMS, HIGH_PRECISION
+
+MX = Quantizer()
+PRESCALED = Quantizer(prescale=3 / 4, rounding="stochastic")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "correction"),
+    [
+        (PRESCALED, PRESCALED, 16 / 9),
+        (PRESCALED, MX, 4 / 3),
+        (None, PRESCALED, 4 / 3),
+        (MX, MX, 1.0),
+        (None, None, 1.0),
+    ],
+    ids=["both", "a", "b", "neither", "high-precision"],
+)
+def test_correction_undoes_the_prescales(a: Any, b: Any, correction: float) -> None:
+    Recipe("r", dgrad=GemmRecipe(a, b, correction=correction))
+    for wrong in {1.0, 4 / 3, 16 / 9, 9 / 16} - {correction}:
+        with pytest.raises(ConfigError, match=r"r: dgrad's correction") as error:
+            Recipe("r", dgrad=GemmRecipe(a, b, correction=wrong))
+        assert repr(correction)[:12] in str(error.value)  # what it should be, in full
+
+
+def test_the_named_correction_is_accepted() -> None:
+    """The number that the message asks for is precise enough to be typed in."""
+    with pytest.raises(ConfigError) as error:
+        Recipe("r", wgrad=GemmRecipe(PRESCALED, PRESCALED))
+    asked = float(str(error.value).split()[-1])
+    Recipe("r", wgrad=GemmRecipe(PRESCALED, PRESCALED, correction=asked))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"backward": "both"}, ["backward", "forward or raw"]),
+        ({"bias_gradient": "quantised"}, ["bias_gradient", "raw or quantized"]),
+        ({"estimator": DGE(), "backward": "forward"}, ["DGE", "E2M1"]),
+        ({"estimator": DGE(), "fprop": GemmRecipe(MX, MX)}, ["DGE", "backward: forward"]),
+        (
+            {
+                "estimator": DGE(),
+                "backward": "forward",
+                "fprop": GemmRecipe(MX, MX, Hadamard(32)),
+            },
+            ["DGE", "Hadamard"],
+        ),
+        ({"backward": "forward", "fprop": GemmRecipe(PRESCALED, MX, None, 4 / 3)}, ["prescaled"]),
+        ({"bias_gradient": "quantized"}, ["bias"]),
+        (
+            {"bias_gradient": "quantized", "dgrad": GemmRecipe(MX, MX, Hadamard(32))},
+            ["bias", "Hadamard"],
+        ),
+        (
+            {
+                "bias_gradient": "quantized",
+                "dgrad": GemmRecipe(PRESCALED, PRESCALED, correction=16 / 9),
+            },
+            ["bias", "prescale"],
+        ),
+        ({"bf16_after": 1.5}, ["bf16_after", "1.5"]),
+        ({"bf16_after": -0.1}, ["bf16_after"]),
+        ({"bf16_gemms": ("forward",)}, ["forward", "fprop, dgrad, wgrad"]),
+    ],
+    ids=lambda value: "" if isinstance(value, list) else "+".join(value),
+)
+def test_contradictions_are_refused(fields: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        Recipe("mine", **fields)
+    assert str(error.value).startswith("mine: ") and "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+# --- schedule -------------------------------------------------------------------------------------
+
+
+def test_without_a_schedule_nothing_changes() -> None:
+    recipe = get_recipe("tetrajet")
+    assert recipe.at(0.0) is recipe and recipe.at(1.0) is recipe
+
+
+@pytest.mark.parametrize(
+    ("progress", "late"), [(0.0, False), (0.7999, False), (0.8, True), (1.0, True)]
+)
+def test_schedule(progress: float, late: bool) -> None:
+    recipe = replace(get_recipe("tetrajet"), bf16_after=0.8)
+    at = recipe.at(progress)
+    assert all(at.gemm(g).quantized != late for g in GEMMS)
+    assert (at is recipe) != late
+    assert at.bias_gradient == ("raw" if late else "quantized")
+    assert recipe.at(1.0).at(1.0) is recipe.at(1.0)  # the late one has no schedule of its own
+
+
+@pytest.mark.parametrize("gemms", [("wgrad",), ("dgrad", "wgrad"), ("fprop",)], ids="+".join)
+@pytest.mark.parametrize("name", ["tetrajet", "dge-occ", "mxfp4-rht-sr"])
+def test_some_gemms_return(name: str, gemms: tuple[str, ...]) -> None:
+    recipe = replace(get_recipe(name), bf16_after=0.5, bf16_gemms=gemms)
+    late = recipe.at(0.5)
+    for gemm in GEMMS:
+        assert late.gemm(gemm) == (HIGH_PRECISION if gemm in gemms else recipe.gemm(gemm))
+    assert (late.estimator, late.outliers) == (
+        (None, None) if "fprop" in gemms else (recipe.estimator, recipe.outliers)
+    )
+
+
+def test_schedule_from_the_first_step() -> None:
+    assert not replace(get_recipe("mxfp4"), bf16_after=0.0).at(0.0).fprop.quantized
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gemm", "multiple"),
+    [
+        (GemmRecipe(), 1),
+        (GemmRecipe(MX, None), 32),
+        (GemmRecipe(None, get_quantizer("nvfp4")), 16),
+        (GemmRecipe(MX, MX, Hadamard(64)), 64),
+        (GemmRecipe(MX, MX, Hadamard(16)), 32),
+        (GemmRecipe(get_quantizer("nvfp4"), Quantizer(block=(1, 48)), Hadamard(32)), 96),
+        (GemmRecipe(get_quantizer("vector"), None), 2),
+        (GemmRecipe(Quantizer(element="e5m2", scale="fp32", block=(1, 0), rule="absmax")), 1),
+    ],
+    ids=["none", "mx", "nv", "hadamard-64", "hadamard-16", "lcm", "vector-e2m1", "vector-fp8"],
+)
+def test_multiple(gemm: GemmRecipe, multiple: int) -> None:
+    assert gemm.multiple == multiple
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((64, 64, 64), None),
+        ((None, 64, 64), None),
+        ((64, 48, 64), ["48 inputs", "32", "fprop", "hidden size"]),
+        ((64, 64, 33), ["33 outputs", "dgrad"]),
+        ((31, 64, 64), ["31 tokens", "wgrad", "micro-batch"]),
+    ],
+    ids=["fits", "tokens-unknown", "inputs", "outputs", "tokens"],
+)
+def test_check_linear(sizes: tuple[Any, int, int], words: list[str] | None) -> None:
+    recipe = get_recipe("tetrajet")
+    if words is None:
+        recipe.check_linear(*sizes, "decoder.fc1")
+        return
+    with pytest.raises(ConfigError) as error:
+        recipe.check_linear(*sizes, "decoder.fc1")
+    assert str(error.value).startswith("decoder.fc1: ")
+    for word in [*words, "tetrajet"]:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("gemm", "operand", "size"),
+    [
+        ("fprop", "a", "token"),
+        ("fprop", "b", "output"),
+        ("dgrad", "a", "token"),
+        ("dgrad", "b", "input"),
+        ("wgrad", "a", "output"),
+        ("wgrad", "b", "input"),
+    ],
+)
+def test_check_linear_minds_the_height_of_2d_blocks(gemm: str, operand: str, size: str) -> None:
+    """Blocks of 32 rows by 16: only the axis that is not contracted is short of 32."""
+    square = GemmRecipe(**{operand: Quantizer(block=(32, 16))})
+    sizes = {"token": 64, "input": 64, "output": 64}
+    Recipe("r", **{gemm: square}).check_linear(*sizes.values(), "fc")  # type: ignore[arg-type]
+    sizes[size] = 48
+    with pytest.raises(ConfigError, match=f"48 {size}s.* 32"):
+        Recipe("r", **{gemm: square}).check_linear(*sizes.values(), "fc")  # type: ignore[arg-type]

@@ -1,0 +1,299 @@
+"""The recipes and their registry: faithful data, options, YAML files, imported objects, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fp4 import (
+    ConfigError,
+    GemmRecipe,
+    Quantizer,
+    Recipe,
+    get_recipe,
+    list_recipes,
+    recipe_options,
+)
+from megatron_fp4.estimators import DGE
+from megatron_fp4.hadamard import Hadamard
+from megatron_fp4.outliers import OutlierClamp
+from megatron_fp4.recipe import HIGH_PRECISION
+
+# --- the methods ----------------------------------------------------------------------------------
+
+
+def test_tetrajet_has_six_quantizers() -> None:
+    recipe = get_recipe("tetrajet")
+    nearest = Quantizer("e2m1", "e8m0", (1, 32), "ceil", "nearest")
+    stochastic = Quantizer("e2m1", "e8m0", (1, 32), "ceil", "stochastic")
+    assert recipe.fprop == GemmRecipe(nearest, nearest)
+    assert recipe.dgrad == recipe.wgrad == GemmRecipe(stochastic, stochastic)
+    assert recipe.backward == "forward" and recipe.bias_gradient == "quantized"
+    assert recipe.estimator is None and recipe.outliers is None
+
+
+def test_training_llms_with_mxfp4() -> None:
+    recipe = get_recipe("mxfp4-rht-sr")
+    operand = Quantizer("e2m1", "e8m0", (1, 32), "floor", "stochastic", prescale=0.75)
+    assert recipe.fprop == HIGH_PRECISION
+    assert recipe.dgrad == recipe.wgrad == GemmRecipe(operand, operand, Hadamard(64), 16 / 9)
+    assert recipe.backward == "raw" and recipe.bias_gradient == "raw"
+
+
+def test_naive_mxfp4() -> None:
+    recipe, q = get_recipe("mxfp4"), Quantizer("e2m1", "e8m0", (1, 32), "floor", "nearest")
+    assert recipe.fprop == recipe.dgrad == recipe.wgrad == GemmRecipe(q, q)
+    assert recipe.backward == "raw"
+
+
+def test_dge_occ() -> None:
+    recipe = get_recipe("dge-occ")
+    x, w = recipe.fprop.a, recipe.fprop.b
+    assert x == w == Quantizer("e2m1", "fp32", (1, 0), "absmax")
+    for gemm in (recipe.dgrad, recipe.wgrad):
+        assert gemm.a is not None and gemm.a.element == "e5m2" and gemm.b is None
+    assert recipe.backward == "forward"
+    assert recipe.estimator == DGE(5.0, 3.0)
+    assert recipe.outliers == OutlierClamp(0.99, "token", True, True)
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_says_what_it_is(name: str) -> None:
+    recipe = get_recipe(name)
+    assert recipe.name == name and recipe.description and recipe.paper
+    assert get_recipe(name) == recipe == get_recipe(name, **recipe_options(name))
+    assert isinstance(hash(recipe), int)
+
+
+def test_the_promised_recipes_are_there() -> None:
+    assert {"mxfp4", "tetrajet", "mxfp4-rht-sr", "dge-occ"} <= set(list_recipes())
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "check"),
+    [
+        ("tetrajet", {"rule": "floor"}, lambda r: r.fprop.a.rule == "floor" == r.wgrad.b.rule),
+        ("tetrajet", {"backward_rounding": "nearest"}, lambda r: not r.dgrad.a.stochastic),
+        ("tetrajet", {"double_quantization": "false"}, lambda r: r.backward == "raw"),
+        ("tetrajet", {"double_quantization": False}, lambda r: r.backward == "raw"),
+        ("tetrajet", {"bias_gradient": "raw"}, lambda r: r.bias_gradient == "raw"),
+        ("mxfp4", {"rule": "ceil"}, lambda r: r.dgrad.b.rule == "ceil"),
+        ("mxfp4-rht-sr", {"hadamard": "128"}, lambda r: r.wgrad.hadamard.group == 128),
+        ("mxfp4-rht-sr", {"hadamard": 0}, lambda r: r.wgrad.hadamard is None),
+        ("mxfp4-rht-sr", {"signs": "none"}, lambda r: r.wgrad.hadamard.signs == "none"),
+        ("mxfp4-rht-sr", {"forward": "fp8"}, lambda r: r.fprop.a.element == "e4m3"),
+        (
+            "mxfp4-rht-sr",
+            {"stochastic": "no"},
+            lambda r: (r.wgrad.correction, r.wgrad.a) == (1.0, Quantizer()),
+        ),
+        ("dge-occ", {"k": "3", "clip": 2}, lambda r: r.estimator == DGE(3.0, 2.0)),
+        ("dge-occ", {"k": "5/2"}, lambda r: r.estimator.k == 2.5),
+        ("dge-occ", {"dge": "0"}, lambda r: r.estimator is None),
+        ("dge-occ", {"occ": False}, lambda r: r.outliers is None),
+        ("dge-occ", {"alpha": ".999"}, lambda r: r.outliers.alpha == 0.999),
+        ("dge-occ", {"scope": "channel"}, lambda r: r.outliers.scope == "channel"),
+        ("dge-occ", {"residual_in_wgrad": "No"}, lambda r: not r.outliers.residual_in_wgrad),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_options(name: str, options: dict[str, Any], check: Any) -> None:
+    recipe = get_recipe(name, **options)
+    assert check(recipe) and recipe != get_recipe(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("tetrajet", {"rul": "floor"}, ["rul", "rule", "double_quantization"]),
+        ("tetrajet", {"rule": "round"}, ["rule", "ceil or floor", "round"]),
+        ("tetrajet", {"double_quantization": "maybe"}, ["true or false", "maybe"]),
+        ("mxfp4-rht-sr", {"hadamard": "64.5"}, ["hadamard", "an integer", "64.5"]),
+        ("mxfp4-rht-sr", {"hadamard": 64.5}, ["an integer"]),
+        ("mxfp4-rht-sr", {"hadamard": True}, ["an integer"]),
+        ("mxfp4-rht-sr", {"hadamard": 48}, ["48", "power of two"]),
+        ("dge-occ", {"alpha": "high"}, ["alpha", "a number"]),
+        ("dge-occ", {"alpha": "1/0"}, ["alpha", "a number"]),
+        ("dge-occ", {"alpha": 0.4}, ["alpha", "0.4"]),
+        ("dge-occ", {"k": 0}, ["k of 1 or more"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_options(name: str, options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        get_recipe(name, **options)
+    assert "\n" not in str(error.value)
+    for word in [name, *words]:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("lookup", [get_recipe, recipe_options])
+def test_an_unknown_name_lists_the_known(lookup: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        lookup("tetrajett")
+    assert all(name in str(error.value) for name in list_recipes())
+
+
+# --- package.module:object ------------------------------------------------------------------------
+
+OBJECT = Recipe("an-object", fprop=GemmRecipe(Quantizer(), Quantizer()))
+NUMBER = 7
+
+
+def factory(*, rule: str = "ceil", group: int = 32, extra=None) -> Recipe:  # type: ignore[no-untyped-def]
+    operand = Quantizer(rule=rule)  # type: ignore[arg-type]
+    return Recipe("a-function", wgrad=GemmRecipe(operand, operand, Hadamard(group)))
+
+
+def test_an_imported_object_or_function() -> None:
+    assert get_recipe(f"{__name__}:OBJECT") == OBJECT
+    assert get_recipe(f"{__name__}:factory") == factory()
+    changed = get_recipe(f"{__name__}:factory", group="64", rule="floor", extra=[1])
+    assert changed == factory(group=64, rule="floor")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        (f"{__name__}:MISSING", {}, ["cannot be imported", "MISSING"]),
+        ("no_such_package.at_all:r", {}, ["cannot be imported", "no_such_package"]),
+        (f"{__name__}:NUMBER", {}, ["int", "Recipe"]),
+        (f"{__name__}:OBJECT", {"rule": "floor"}, ["takes no options"]),
+        (f"{__name__}:factory", {"size": 3}, ["size", "rule, group, extra"]),
+        (f"{__name__}:factory", {"group": "x"}, ["group", "an integer"]),
+        (f"{__name__}:factory", {"rule": "round"}, ["rule"]),
+    ],
+    ids=["attribute", "module", "type", "options", "unknown", "typed", "value"],
+)
+def test_imports_that_fail(name: str, options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        get_recipe(name, **options)
+    for word in words:
+        assert word in str(error.value)
+
+
+# --- YAML -----------------------------------------------------------------------------------------
+
+
+def load(tmp_path: Path, text: str, **options: Any) -> Recipe:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return get_recipe(str(path), **options)
+
+
+def test_yaml_from_a_base(tmp_path: Path) -> None:
+    recipe = load(
+        tmp_path,
+        """
+        base: tetrajet
+        options: {rule: floor, double_quantization: false}
+        wgrad:
+          a: mxfp4-ceil-sr
+          b: {rule: ceil, rounding: stochastic, block: [1, 32]}
+          hadamard: {group: 32, signs: none}
+        bf16_after: 0.9
+        bf16_gemms: [wgrad, dgrad]
+        """,
+    )
+    base = get_recipe("tetrajet", rule="floor", double_quantization=False)
+    operand = Quantizer(rule="ceil", rounding="stochastic")
+    assert recipe.name == "mine" and recipe.fprop == base.fprop and recipe.dgrad == base.dgrad
+    assert recipe.wgrad == GemmRecipe(operand, operand, Hadamard(32, "none"))
+    assert (recipe.bf16_after, recipe.bf16_gemms) == (0.9, ("wgrad", "dgrad"))
+    assert recipe.backward == "raw"
+
+
+def test_yaml_without_a_base_spells_out_dge_occ(tmp_path: Path) -> None:
+    recipe = load(
+        tmp_path,
+        """
+        name: dge-occ
+        description: vector-wise E2M1 forward, outlier clamp and compensation, DGE, E5M2 dY
+        paper: arXiv 2501.17116, section 3
+        fprop: {a: vector, b: vector}
+        dgrad: {a: {element: e5m2, scale: fp32, block: [1, 0], rule: absmax}}
+        wgrad: {a: {element: e5m2, scale: fp32, block: [1, 0], rule: absmax}, b: null}
+        backward: forward
+        estimator: {k: 5, clip: 3}
+        outliers: {alpha: 99/100, scope: token}
+        """,
+    )
+    assert recipe == get_recipe("dge-occ")
+
+
+def test_yaml_fractions(tmp_path: Path) -> None:
+    operand = "{rounding: stochastic, prescale: 3/4}"
+    gemm = f"{{a: {operand}, b: {operand}, hadamard: {{group: 64}}, correction: 16/9}}"
+    recipe = load(tmp_path, f"dgrad: {gemm}\nwgrad: {gemm}\n")
+    paper = get_recipe("mxfp4-rht-sr")
+    assert (recipe.dgrad, recipe.wgrad) == (paper.dgrad, paper.wgrad)
+
+
+def test_options_override_the_files_own(tmp_path: Path) -> None:
+    text = "base: mxfp4\noptions: {rule: ceil}\n"
+    assert load(tmp_path, text).fprop == get_recipe("mxfp4", rule="ceil").fprop
+    assert load(tmp_path, text, rule="floor").fprop == get_recipe("mxfp4").fprop
+
+
+def test_a_gemm_can_be_returned_to_high_precision(tmp_path: Path) -> None:
+    assert load(tmp_path, "base: mxfp4\nwgrad: {}\n").wgrad == HIGH_PRECISION
+
+
+def test_a_file_can_build_on_a_file(tmp_path: Path) -> None:
+    (tmp_path / "first.yaml").write_text("base: mxfp4\nwgrad: {}\n")
+    recipe = load(tmp_path, f"base: {tmp_path / 'first.yaml'}\ndgrad: {{}}\n")
+    assert not recipe.dgrad.quantized and not recipe.wgrad.quantized and recipe.fprop.quantized
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["mapping"]),
+        ("- a\n- b\n", ["mapping"]),
+        ("a: [1\n", ["not YAML"]),
+        ("base: tetrajett\n", ["tetrajett", "tetrajet,"]),
+        ("base: 5\n", ["5"]),
+        ("bas: tetrajet\n", ["'bas'", "base", "bf16_after"]),
+        ("options: {rule: floor}\n", ["base"]),
+        ("base: tetrajet\noptions: {rool: floor}\n", ["rool", "rule"]),
+        ("wgrad: {c: mxfp4}\n", ["wgrad", "'c'", "hadamard"]),
+        ("wgrad: mxfp4\n", ["wgrad", "mapping"]),
+        ("wgrad: {a: mxfp5}\n", ["mxfp5", "mxfp4-ceil"]),
+        ("wgrad: {a: {round: stochastic}}\n", ["wgrad.a", "'round'", "rounding"]),
+        ("wgrad: {a: {rounding: stochastc}}\n", ["wgrad.a", "rounding", "stochastic"]),
+        ("wgrad: {a: {block: 32}}\n", ["wgrad.a.block", "list"]),
+        ("wgrad: {a: {block: [1, x]}}\n", ["wgrad.a", "block"]),
+        ("wgrad: {a: {prescale: high}}\n", ["wgrad.a", "prescale", "a number"]),
+        ("wgrad: {hadamard: {group: 48}}\n", ["wgrad.hadamard", "48"]),
+        ("wgrad: {hadamard: {group: 64, signs: sometimes}}\n", ["signs", "random or none"]),
+        ("wgrad: {a: {prescale: 0.75}}\n", ["wgrad", "correction", "1.333"]),
+        ("estimator: {k: 5, klip: 3}\n", ["estimator", "klip", "clip"]),
+        ("outliers: {alpha: 2}\n", ["outliers", "alpha"]),
+        ("outliers: {scope: row}\n", ["outliers", "scope", "token"]),
+        ("bf16_after: soon\n", ["bf16_after"]),
+        ("bf16_gemms: wgrad\n", ["bf16_gemms", "list"]),
+        ("bf16_gemms: [wgrat]\n", ["wgrat"]),
+        ("backward: both\n", ["backward", "forward or raw"]),
+        ("name: 5\n", ["name", "a string"]),
+    ],
+    ids=lambda value: value.strip()[:40] if isinstance(value, str) else "",
+)
+def test_wrong_files(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text)
+    assert "mine.yaml" in str(error.value) and "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_missing_or_binary_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent.yaml"):
+        get_recipe(str(tmp_path / "absent.yaml"))
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ConfigError, match="not YAML"):
+        get_recipe(str(tmp_path / "binary.yaml"))
