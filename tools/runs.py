@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,7 +89,7 @@ class Training:
                 lr=self.learning_rate,
                 min_lr=self.learning_rate / 10,
                 lr_decay_style="cosine",
-                lr_warmup_iters=max(self.steps // 20, 1),
+                lr_warmup_iters=max(self.steps // 10, 1),
                 weight_decay=0.1,
                 adam_beta2=0.95,
                 clip_grad=1.0,
@@ -170,7 +170,12 @@ class Log:
         return match is not None
 
 
-def run(command: list[str], path: Path, watch: Callable[[Log], None] = lambda log: None) -> Log:
+def run(
+    command: list[str],
+    path: Path,
+    watch: Callable[[Log], None] = lambda log: None,
+    environment: Mapping[str, str] = ENVIRONMENT,
+) -> Log:
     """Runs a launch, writes its output to path and calls watch whenever the log says something
     new; returns what the log said. Raises RunFailed if the launch does not end well."""
     log = Log()
@@ -178,7 +183,7 @@ def run(command: list[str], path: Path, watch: Callable[[Log], None] = lambda lo
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | dict(environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

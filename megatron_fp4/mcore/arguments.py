@@ -7,6 +7,7 @@ asks for in so many words and cannot have is an error of one line.
 
 import argparse
 import importlib.util
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -29,11 +30,14 @@ def parse() -> argparse.Namespace:
     Raises ConfigError in place of Megatron's failed assertions, with their text.
     """
     try:
-        return parse_and_validate_args(extra_args_provider=add_arguments)
+        args = parse_and_validate_args(extra_args_provider=add_arguments)
     except ConfigError:
         raise
     except (AssertionError, ValueError) as error:
         raise ConfigError(str(error) or f"Megatron demands: {_failed_line(error)}") from error
+    if "MASTER_ADDR" not in os.environ:  # torch.distributed meets the other processes there
+        raise ConfigError("no launcher: start this script by torchrun --nproc-per-node N")
+    return args
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -74,7 +74,8 @@ def table(recipe: Recipe, rows: list[Row]) -> str:
     kinds: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
         kind, layer = _kind(row.name)
-        key = (kind, row.local_shape, row.precision, *(row.backends or ("high precision",) * len(GEMMS)))
+        gemms = row.backends or ("high precision",) * len(GEMMS)
+        key = (kind, row.local_shape, row.precision, *gemms)
         kinds.setdefault(key, []).append(layer)
     head = ("linear", "layers", "out x in on a rank", "recipe", *GEMMS)
     cells = [(k[0], _ranges(layers), *k[1:]) for k, layers in sorted(kinds.items())]

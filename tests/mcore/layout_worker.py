@@ -11,6 +11,7 @@ places in the unsharded tensor.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -63,6 +64,8 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
     args = parser.parse_args()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(backend)
     mpu.initialize_model_parallel(args.tp, args.pp)
