@@ -1,6 +1,6 @@
 """Held-out loss of every recipe beside BF16's, through Megatron's own loop, on real text.
 
-    python -m benchmarks.held_out_loss [--steps 400] [--seeds 3] [--model small]
+    python -m benchmarks.held_out_loss [--steps 300] [--seeds 3] [--model small]
 
 The text is the demo's (the Python standard library's sources, held out by file). Each run is
 evaluated twice at its end: with the forward pass that it trained with, and with BF16's. Runs go
@@ -29,7 +29,7 @@ MODELS = {
     "tiny": (runs.Model(), runs.Training(steps=0)),
     "small": (
         runs.Model(layers=8, hidden=512, ffn=1536, heads=8, query_groups=4, sequence=512),
-        runs.Training(steps=0, batch=32, learning_rate=1e-3, evaluations=1, held_out_batches=40),
+        runs.Training(steps=0, batch=16, learning_rate=1e-3, evaluations=1, held_out_batches=15),
     ),
 }
 WORK = Path("runs/held_out_loss")
@@ -112,7 +112,7 @@ def table(results: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--recipes", nargs="+", default=["bf16", *list_recipes()])

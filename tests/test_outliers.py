@@ -92,7 +92,7 @@ def test_alpha_of_one_clamps_nothing() -> None:
 
 
 def test_signal_to_noise_follows_the_paper() -> None:
-    """Clamping and compensating leave less error than clamping alone, and that less than neither."""
+    """Clamping and compensating leave less error than clamping alone, and than neither."""
     x = activations(256, 1024)
 
     def ratio(approximation: Tensor) -> float:
