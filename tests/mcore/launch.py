@@ -53,7 +53,7 @@ def torchrun(
 
 
 def spawn(
-    processes: int, script: Path, *arguments: str, timeout_s: float = 120
+    processes: int, script: Path, *arguments: str, timeout_s: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Runs any script under torchrun, a thread a process; stdout holds both its streams."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
