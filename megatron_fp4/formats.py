@@ -17,6 +17,9 @@ from torch import Tensor
 E2M1_MAX = 6.0
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
+_VALUES = E2M1_MAGNITUDES + tuple(-m for m in E2M1_MAGNITUDES)
+_PAIRS = tuple(v for byte in range(256) for v in (_VALUES[byte & 15], _VALUES[byte >> 4]))
+
 E8M0_BIAS = 127
 E8M0_NAN = 0xFF
 
@@ -29,6 +32,10 @@ def widen(x: Tensor) -> Tensor:
 @cache
 def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device)
+
+
+# Of a float: the integer type of its bits, the width of its mantissa, its exponent's bias.
+_LAYOUT = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
 
 
 # --- E2M1 ---------------------------------------------------------------------------------------
@@ -44,24 +51,28 @@ def encode_e2m1(v: Tensor, bits: Tensor | None = None) -> Tensor:
     Returns uint8 of v's shape. The sign is kept on zero (-0.1 becomes code 8). NaN is undefined:
     callers replace it first.
     """
+    # Arithmetic on the bits, without comparisons and selections: several times faster on a CPU.
+    integers, mantissa_bits, bias = _LAYOUT[v.dtype]
     magnitude = v.abs().clamp_(max=E2M1_MAX)
     # Binade 0 holds [0, 2) in steps of .5, binade 1 [2, 4) in steps of 1, binade 2 [4, 6] in
     # steps of 2. In units of the step the code is that integer plus 2 for each binade.
-    above2, above4 = (magnitude >= 2).to(v.dtype), (magnitude >= 4).to(v.dtype)
-    steps = magnitude.mul_(2 - above2 - 0.5 * above4)
+    binade = (magnitude.view(integers) >> mantissa_bits).sub_(bias).clamp_(min=0)
+    per_step = (bias + 1 - binade).bitwise_left_shift_(mantissa_bits).view(v.dtype)  # 2, 1, 1/2
+    steps = magnitude.mul_(per_step)
     if bits is None:
         integer = steps.round()  # half to even, and even integers are even codes
     else:
         integer = steps.floor()
-        integer += (steps - integer).mul_(65536) > bits + 0.5
-    codes = integer.add_(above2.add_(above4), alpha=2).to(torch.uint8)
-    return codes.add_(torch.signbit(v), alpha=8)
+        # Both differences are exact wherever they are near zero, so their sign is right.
+        excess = steps.sub_(integer).mul_(65536).sub_(bits).sub_(0.5)
+        integer += excess.ceil_().clamp_(0, 1)
+    sign = (v.view(integers) >> (8 * v.element_size() - 4)) & 8
+    return integer.to(integers).add_(binade, alpha=2).bitwise_or_(sign).to(torch.uint8)
 
 
 def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values of unpacked E2M1 codes (uint8), in `dtype`; exact in every float type of 8+ bits."""
-    values = E2M1_MAGNITUDES + tuple(-m for m in E2M1_MAGNITUDES)
-    return _table(values, dtype, codes.device)[codes.int()]
+    return _table(_VALUES, dtype, codes.device)[codes.int()]
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -75,10 +86,11 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def decode_packed_e2m1(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """`decode_e2m1(unpack(packed))` in one table look-up."""
-    magnitudes = E2M1_MAGNITUDES + tuple(-m for m in E2M1_MAGNITUDES)
-    pairs = tuple(v for byte in range(256) for v in (magnitudes[byte & 15], magnitudes[byte >> 4]))
-    return _table(pairs, dtype, packed.device).view(256, 2)[packed.int()].flatten(-2)
+    """`decode_e2m1(unpack(packed))`, a pair of elements a look-up."""
+    wide = {2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]
+    pairs = _table(_PAIRS, dtype, packed.device).view(wide)
+    values = pairs.index_select(0, packed.flatten().int()).view(dtype)
+    return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 # --- E8M0 ---------------------------------------------------------------------------------------

@@ -136,10 +136,10 @@ def wgrad(
     if saved.residual is None and recipe.estimator is None:
         return _backward_gemm("wgrad", dy, saved.x, recipe, call, out_dtype)[0]
     dw = _backward_gemm("wgrad", dy, saved.x, recipe, call, _wide(dy.dtype))[0]
-    if saved.residual is not None:
-        dw += dy.t() @ saved.residual
     if recipe.estimator is not None and isinstance(saved.w, QuantizedTensor):
         dw *= recipe.estimator.factor(saved.w.grid_coordinates(saved.weight.to(dy.dtype)))
+    if saved.residual is not None:  # its product took W itself: no quantizer to see through
+        dw += dy.t() @ saved.residual
     return dw.to(out_dtype)
 
 
@@ -204,7 +204,8 @@ class _Linear(torch.autograd.Function):
         call.watch("dgrad", "dy", dy)
         dx = dw = db = None
         dy_operand: Operand = dy
-        with _plain_tensors():
+        # Autocast may be on around backward; what this computes in is settled.
+        with _plain_tensors(), torch.autocast(dy.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 dx, dy_operand = dgrad(dy, saved, recipe, call)
                 dx = dx.view(ctx.x_shape)
@@ -285,7 +286,9 @@ def linear(
     """
     if isinstance(recipe, str):
         recipe = get_recipe(recipe)
-    tokens = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    tokens = None  # wgrad alone contracts them
+    if torch.is_grad_enabled() and weight.requires_grad:
+        tokens = x.numel() // x.shape[-1] if x.shape[-1] else 0
     recipe.check_linear(tokens, weight.shape[1], weight.shape[0], name)
     return quantized_linear(x, weight, bias, recipe, Call(name=name, key=Key(seed, step)))
 

@@ -36,6 +36,8 @@ class OutlierClamp:
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(clamped, residual), both [tokens, features] in x's dtype; they add up to x exactly
         wherever the difference fits x's dtype."""
+        if x.numel() == 0:
+            return x, x
         wide = widen(x)
         low, high = self._quantile(wide, 1 - self.alpha), self._quantile(wide, self.alpha)
         clamped = wide.clamp(low, high).to(x.dtype)

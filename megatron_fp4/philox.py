@@ -28,19 +28,17 @@ def philox4x32(
     counter: four int64 tensors (broadcastable) that hold unsigned 32-bit words, lowest first.
     key: two unsigned 32-bit words. Returns four int64 tensors of unsigned 32-bit words.
     """
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        # The 64-bit product wraps in int64; its bits, and so both halves, are still right.
+        # The 64-bit product wraps in int64; its bits, and so both halves, are still right. c1 and
+        # c3 keep a product's high half above their own 32 bits, until a mask drops it.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & _MASK).bitwise_xor_(c1).bitwise_xor_(k0),
-            p1 & _MASK,
-            ((p0 >> 32) & _MASK).bitwise_xor_(c3).bitwise_xor_(k1),
-            p0 & _MASK,
-        )
+        c0 = ((p1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_MASK)
+        c2 = ((p0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_MASK)
+        c1, c3 = p1, p0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+    return torch.broadcast_tensors(c0, c1 & _MASK, c2, c3 & _MASK)  # type: ignore[return-value]
 
 
 def stream_id(name: str) -> int:
@@ -102,8 +100,8 @@ def random_bits16(
         (
             index & _MASK,
             (index >> 32) & _MASK,
-            torch.full_like(index, key.step & _MASK),
-            torch.full_like(index, stream),
+            torch.full((), key.step & _MASK, device=device),
+            torch.full((), stream, device=device),
         ),
         key.words(),
     )

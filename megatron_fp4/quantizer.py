@@ -175,21 +175,26 @@ def quantize_matrix(
     if not -x.dim() <= axis < x.dim():
         raise ConfigError(f"a tensor of {x.dim()} axes has no axis {axis}")
     axis %= x.dim()
-    moved = widen(x.detach()).movedim(axis, -1)
+    moved = x.detach().movedim(axis, -1)
     rows, k = math.prod(moved.shape[:-1]), moved.shape[-1]
-    matrix = moved.reshape(rows, k)
     check_divides(quantizer, rows, k, axis)
-    scaled, scales, tensor_scale = scale_blocks(matrix, quantizer, reduce_row, reduce_tensor)
+    matrix = widen(moved.reshape(rows, k).contiguous())  # a transpose costs least while narrow
+    scaled, scales, tensor_scale, finite = scale_blocks(
+        matrix, quantizer, reduce_row, reduce_tensor
+    )
     if quantizer.prescale != 1.0:
         scaled = scaled * quantizer.prescale
     if quantizer.element == "e2m1":
         if quantizer.stochastic:
             if bits is None:
                 raise ConfigError("a stochastic quantizer needs random bits: give it a seed")
-            bits = bits.movedim(axis, -1).reshape(rows, k)
-        codes = formats.pack(formats.encode_e2m1(scaled, bits if quantizer.stochastic else None))
+            bits = bits.movedim(axis, -1).reshape(rows, k).contiguous()
+        codes = formats.encode_e2m1(scaled, bits if quantizer.stochastic else None)
     else:
         codes = formats.encode_fp8(scaled, quantizer.element)
+    codes = per_block(codes, quantizer.block, finite.to(torch.uint8), torch.mul)
+    if quantizer.element == "e2m1":
+        codes = formats.pack(codes)
     codes = codes.view(*moved.shape[:-1], codes.shape[-1])
     if quantizer.block[0] == 1:
         scales = scales.view(*moved.shape[:-1], scales.shape[-1])

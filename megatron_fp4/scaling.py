@@ -53,22 +53,27 @@ def scale_blocks(
     quantizer: Quantizer,
     reduce_row: ReduceMax | None,
     reduce_tensor: ReduceMax | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(scaled values, stored scales, tensor scale). Blocks with a NaN or an Inf scale to zeros
-    under a NaN scale, so that the overflow shows at once."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """(scaled values, stored scales, tensor scale, which blocks are finite). A block with a NaN or
+    an Inf has a NaN scale, so that the overflow shows at once; its values are undefined."""
     amax = _block_max(matrix, quantizer.block)
     reduce = reduce_row if quantizer.block[0] else reduce_tensor
     if quantizer.outer and reduce is not None:
         reduce(amax)
-    if quantizer.scale == "e8m0":
-        return *_scale_e8m0(matrix, amax, quantizer), None
-    if quantizer.scale == "fp32":
-        return *_scale_fp32(matrix, amax, quantizer), None
-    return _scale_float(matrix, amax, quantizer, reduce_tensor)
-
-
-def _scale_e8m0(matrix: Tensor, amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     finite = amax.isfinite()
+    tensor_scale = None
+    if quantizer.scale == "e8m0":
+        scaled, scales = _scale_e8m0(matrix, amax, finite, quantizer)
+    elif quantizer.scale == "fp32":
+        scaled, scales = _scale_fp32(matrix, amax, finite, quantizer)
+    else:
+        scaled, scales, tensor_scale = _scale_float(matrix, amax, finite, quantizer, reduce_tensor)
+    return scaled, scales, tensor_scale, finite
+
+
+def _scale_e8m0(
+    matrix: Tensor, amax: Tensor, finite: Tensor, quantizer: Quantizer
+) -> tuple[Tensor, Tensor]:
     mantissa, exponent = formats.block_exponent(torch.where(finite, amax, 0))
     exponent = exponent - 2
     if quantizer.rule == "ceil":
@@ -76,12 +81,12 @@ def _scale_e8m0(matrix: Tensor, amax: Tensor, quantizer: Quantizer) -> tuple[Ten
     byte = formats.encode_e8m0(torch.where(amax == 0, -formats.E8M0_BIAS, exponent))
     inverse = formats.decode_e8m0(2 * formats.E8M0_BIAS - byte.int(), matrix.dtype)
     byte = torch.where(finite, byte, formats.E8M0_NAN)
-    scaled = per_block(matrix, quantizer.block, inverse, torch.mul)
-    return _zero_blocks(scaled, finite, quantizer.block), byte.to(torch.uint8)
+    return per_block(matrix, quantizer.block, inverse, torch.mul), byte.to(torch.uint8)
 
 
-def _scale_fp32(matrix: Tensor, amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    finite = amax.isfinite()
+def _scale_fp32(
+    matrix: Tensor, amax: Tensor, finite: Tensor, quantizer: Quantizer
+) -> tuple[Tensor, Tensor]:
     limit = formats.element_max(quantizer.element)
     # Tensor by tensor: with a number on either side torch may multiply by a rounded reciprocal.
     # A maximum below limit / float32's largest would make the scale infinite.
@@ -89,13 +94,16 @@ def _scale_fp32(matrix: Tensor, amax: Tensor, quantizer: Quantizer) -> tuple[Ten
     gamma = torch.where(amax == 0, 1.0, gamma)
     scaled = per_block(matrix, quantizer.block, gamma, torch.mul)
     stored = torch.where(finite, gamma, math.nan).to(widen(amax).dtype)
-    return _zero_blocks(scaled, finite, quantizer.block), stored
+    return scaled, stored
 
 
 def _scale_float(
-    matrix: Tensor, amax: Tensor, quantizer: Quantizer, reduce_tensor: ReduceMax | None
+    matrix: Tensor,
+    amax: Tensor,
+    finite: Tensor,
+    quantizer: Quantizer,
+    reduce_tensor: ReduceMax | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    finite = amax.isfinite()
     limit = formats.E2M1_MAX
     tensor_scale = None
     per_unit = torch.tensor(1.0, dtype=amax.dtype, device=amax.device)
@@ -122,7 +130,7 @@ def _scale_float(
     if quantizer.rule == "four-over-six":
         scaled, code = _smaller_error(matrix, quantizer, per_unit, (scaled, code), quantize_to(4.0))
     code = torch.where(finite, code, formats.SCALE_FLOATS[quantizer.scale].nan).to(torch.uint8)
-    return _zero_blocks(scaled, finite, quantizer.block), code, tensor_scale
+    return scaled, code, tensor_scale
 
 
 def _smaller_error(
@@ -146,8 +154,3 @@ def _smaller_error(
     use_four = error(four) < error(six)
     chosen = per_block(use_four.new_ones(matrix.shape), quantizer.block, use_four, torch.mul)
     return torch.where(chosen, four[0], six[0]), torch.where(use_four, four[1], six[1])
-
-
-def _zero_blocks(scaled: Tensor, keep: Tensor, block: tuple[int, int]) -> Tensor:
-    """`scaled` with +0 in the blocks that are not kept (0 * NaN would stay NaN)."""
-    return per_block(scaled, block, keep, lambda values, kept: torch.where(kept, values, 0.0))

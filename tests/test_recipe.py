@@ -178,9 +178,9 @@ def test_check_linear(sizes: tuple[Any, int, int], words: list[str] | None) -> N
 )
 def test_check_linear_minds_the_height_of_2d_blocks(gemm: str, operand: str, size: str) -> None:
     """Blocks of 32 rows by 16: only the axis that is not contracted is short of 32."""
-    square = GemmRecipe(**{operand: Quantizer(block=(32, 16))})
-    sizes = {"token": 64, "input": 64, "output": 64}
-    Recipe("r", **{gemm: square}).check_linear(*sizes.values(), "fc")  # type: ignore[arg-type]
-    sizes[size] = 48
+    tall = replace(HIGH_PRECISION, **{operand: Quantizer(block=(32, 16))})  # type: ignore[arg-type]
+    recipe = replace(Recipe("r"), **{gemm: tall})  # type: ignore[arg-type]
+    recipe.check_linear(64, 64, 64, "fc")
+    tokens, inputs, outputs = (48 if axis == size else 64 for axis in ("token", "input", "output"))
     with pytest.raises(ConfigError, match=f"48 {size}s.* 32"):
-        Recipe("r", **{gemm: square}).check_linear(*sizes.values(), "fc")  # type: ignore[arg-type]
+        recipe.check_linear(tokens, inputs, outputs, "fc")

@@ -14,23 +14,39 @@ UPSTREAM_RECIPES = ("nvfp4", "custom")
 # Megatron's flags that this version cannot honour together with a recipe: (is it set?, what to
 # say). Each is refused, so that nothing runs in another precision than the user asked for.
 _REFUSALS = (
-    (lambda a: a.context_parallel_size > 1, "--context-parallel-size: use tensor, sequence or "
-     "pipeline parallelism"),
+    (
+        lambda a: a.context_parallel_size > 1,
+        "--context-parallel-size: use tensor, sequence or pipeline parallelism",
+    ),
     (lambda a: a.use_megatron_fsdp, "--use-megatron-fsdp: use --use-distributed-optimizer"),
     (lambda a: a.use_torch_fsdp2, "--use-torch-fsdp2: use --use-distributed-optimizer"),
     (lambda a: a.num_experts, "--num-experts: train a dense model"),
     (lambda a: a.hybrid_layer_pattern, "--hybrid-layer-pattern: train a GPT model"),
     (lambda a: a.multi_latent_attention, "--multi-latent-attention: use grouped-query attention"),
-    (lambda a: a.cuda_graph_impl != "none" or a.enable_cuda_graph or a.external_cuda_graph,
-     "CUDA graphs: leave out --cuda-graph-impl"),
+    (lambda a: a.cuda_graph_impl != "none", "--cuda-graph-impl: leave it out"),
+    (lambda a: _any(a, "enable_cuda_graph"), "--enable-cuda-graph: leave it out"),
+    (lambda a: _any(a, "external_cuda_graph"), "--external-cuda-graph: leave it out"),
     (lambda a: a.delay_wgrad_compute, "--delay-wgrad-compute: leave it out"),
-    (lambda a: (a.tensor_parallel_num_weight_shards or 1) > 1,
-     "--tensor-parallel-num-weight-shards: use --tensor-model-parallel-size"),
-    (lambda a: a.cpu_offloading_num_layers, "--cpu-offloading-num-layers: use "
-     "--recompute-granularity"),
+    (
+        lambda a: (a.tensor_parallel_num_weight_shards or 1) > a.tensor_model_parallel_size,
+        "--tensor-parallel-num-weight-shards: use --tensor-model-parallel-size",
+    ),
+    (
+        lambda a: a.cpu_offloading_num_layers,
+        "--cpu-offloading-num-layers: use --recompute-granularity",
+    ),
     (lambda a: a.tp_comm_overlap, "--tp-comm-overlap: leave it out"),
     (lambda a: a.fp8, "--fp8-format: choose FP8 or a recipe"),
     (lambda a: a.te_precision_config_file, "--te-precision-config-file: use a recipe file"),
+    (lambda a: a.fp4_quantizer_factory, "--fp4-quantizer-factory: use a recipe file"),
+    (lambda a: a.spec, "--spec: leave it out, the layers are this package's"),
+    (
+        lambda a: a.heterogeneous_layers_config_path,
+        "--heterogeneous-layers-config-path: leave it out",
+    ),
+    (lambda a: a.init_model_with_meta_device, "--init-model-with-meta-device: leave it out"),
+    (lambda a: a.freeze_all_layers, "--freeze-all-layers: leave out the recipe"),
+    (lambda a: a.yaml_cfg, "--yaml-cfg: give the flags on the command line"),
 )
 
 
@@ -92,18 +108,15 @@ def settle(args: argparse.Namespace) -> None:
             f"--fp4-recipe {args.fp4_recipe} is Transformer Engine's and does nothing without "
             f"--fp4-format e2m1; add it, or choose one of {', '.join(list_recipes())}"
         )
-    if args.fp4_seed is None:
-        args.fp4_seed = args.seed
     if recipe_of(args) is None:
         _refuse_orphans(args)
-        return
-    for is_set, advice in _REFUSALS:
-        if is_set(args):
-            raise ConfigError(f"recipe {args.fp4_recipe} does not support {advice}")
+    if args.fp4_seed is None:
+        args.fp4_seed = args.seed
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe | None:
-    """The recipe that the arguments ask for, None if none. Raises ConfigError if it is wrong."""
+    """The recipe that the arguments ask for, None if none. Raises ConfigError if it is wrong, or
+    if another flag (a checkpoint may bring some) cannot be honoured with it."""
     if args.fp4_recipe is None or args.fp4 is not None:
         return None
     recipe = get_recipe(args.fp4_recipe, **_options(args.fp4_recipe_option))
@@ -113,6 +126,9 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
         if recipe.bf16_after is None:
             raise ConfigError("--fp4-bf16-gemms needs --fp4-bf16-after")
         recipe = replace(recipe, bf16_gemms=tuple(args.fp4_bf16_gemms))
+    for is_set, advice in _REFUSALS:
+        if is_set(args):
+            raise ConfigError(f"recipe {args.fp4_recipe} does not support {advice}")
     return recipe
 
 
@@ -128,7 +144,19 @@ def _options(pairs: list[str]) -> dict[str, str]:
 
 def _refuse_orphans(args: argparse.Namespace) -> None:
     """A flag that only a recipe gives a meaning to is no use without one."""
-    for name in ("fp4_recipe_option", "fp4_bf16_after", "fp4_bf16_gemms"):
-        if getattr(args, name):
+    defaults = {
+        "fp4_recipe_option": [],
+        "fp4_seed": None,
+        "fp4_bf16_after": None,
+        "fp4_bf16_gemms": None,
+        "fp4_eval_forward": "fp4",
+    }
+    for name, default in defaults.items():
+        if getattr(args, name) != default:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} needs a recipe: add --fp4-recipe, or leave it out")
+
+
+def _any(args: argparse.Namespace, *names: str) -> bool:
+    """Whether one of these is set; Megatron deletes deprecated ones once it has read them."""
+    return any(getattr(args, name, None) for name in names)

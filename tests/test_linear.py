@@ -1,0 +1,399 @@
+"""The linear layer: each recipe's three GEMMs against a float64 composition, and autograd's ways of
+calling it. The composition is written out recipe by recipe from the methods; of the package it
+uses the quantizers, the random bits and nothing of linear, recipes or backends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fp4 import GemmRecipe, Quantizer, get_recipe, linear, list_recipes
+from megatron_fp4.hadamard import Hadamard
+from megatron_fp4.linear import Call, quantized_linear
+from megatron_fp4.philox import Key, random_bits16, random_signs, stream_id
+from megatron_fp4.quantizer import QuantizedTensor, quantize_matrix
+from tests.oracles import normal, relative_error
+
+SEED, STEP = 0xABCDEF0123456789, 17
+TOKENS, IN, OUT = 128, 192, 64
+BOUND = {torch.bfloat16: 2e-3, torch.float32: 2e-4, torch.float64: 1e-12}
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    x: Tensor
+    w: Tensor
+    dy: Tensor
+    bias: Tensor
+
+    @property
+    def raw(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x.double(), self.w.double(), self.dy.double()
+
+
+def problem(dtype: torch.dtype = torch.float32) -> Problem:
+    """Skewed activations with outlier channels, rows of many sizes."""
+    x = normal((TOKENS, IN), 1) * normal((TOKENS, 1), 5).exp() + 0.2
+    x[:, 11] *= 25
+    w = normal((OUT, IN), 2) * 0.05 * normal((OUT, 1), 6).exp()
+    return Problem(
+        x.to(dtype), w.to(dtype), normal((TOKENS, OUT), 3).to(dtype), normal((OUT,), 4).to(dtype)
+    )
+
+
+# --- the methods, written out ---------------------------------------------------------------------
+
+
+def q(x: Tensor, axis: int, stream: str = "", **fields: Any) -> QuantizedTensor:
+    """Quantize; stochastically with the bits of `stream` where there is one."""
+    if not stream:
+        return quantize_matrix(x, Quantizer(**fields), axis=axis)
+    rows, columns = x.shape
+    bits = random_bits16(rows, columns, Key(SEED, STEP), stream_id(stream))
+    quantizer = Quantizer(rounding="stochastic", **fields)
+    return quantize_matrix(x, quantizer, axis=axis, bits=bits)
+
+
+def value(x: QuantizedTensor) -> Tensor:
+    return x.dequantize(torch.float64)
+
+
+def mxfp4(p: Problem) -> Results:
+    x, w = value(q(p.x, 1)), value(q(p.w, 1))
+    return {
+        "y": x @ w.t(),
+        "dx": value(q(p.dy, 1)) @ value(q(p.w, 0)),
+        "dw": value(q(p.dy, 0)).t() @ value(q(p.x, 0)),
+        "db": p.dy.double().sum(0),
+    }
+
+
+def tetrajet(p: Problem, mistake: str = "") -> Results:
+    q1, q2 = value(q(p.x, 1, rule="ceil")), value(q(p.w, 1, rule="ceil"))
+    x, w = (p.x, p.w) if mistake == "raw-requantization" else (q1, q2)
+    q5_stream = "linear:dgrad:dy" if mistake == "q5-draws-as-q3" else "linear:wgrad:dy"
+    q5_axis = 1 if mistake == "q5-along-outputs" else 0
+    q3 = value(q(p.dy, 1, "linear:dgrad:dy", rule="ceil"))
+    q4 = value(q(w, 0, "linear:dgrad:w", rule="ceil"))
+    q5 = value(q(p.dy, q5_axis, q5_stream, rule="ceil"))
+    q6 = value(q(x, 0, "linear:wgrad:x", rule="ceil"))
+    return {"y": q1 @ q2.t(), "dx": q3 @ q4, "dw": q5.t() @ q6, "db": q3.sum(0)}
+
+
+def mxfp4_rht_sr(p: Problem, mistake: str = "", wgrad_signs: Tensor | None = None) -> Results:
+    g = 64
+    h = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(g)] for i in range(g)])
+
+    def product(gemm: str, a: tuple[str, Tensor], b: tuple[str, Tensor]) -> Tensor:
+        """a^T b for a [K, M], b [K, N], both contracted along their first axis."""
+        signs = random_signs(g, Key(SEED, STEP), stream_id(f"linear:{gemm}"))
+        if gemm == "wgrad" and wgrad_signs is not None:
+            signs = wgrad_signs
+        s = (torch.diag(signs) @ h).double() / math.sqrt(g)
+        if mistake == "signs-after-h":
+            s = (h @ torch.diag(signs)).double() / math.sqrt(g)
+        values = []
+        for letter, operand in (a, b):
+            turned = (operand.t().double().reshape(-1, g) @ s).view(operand.t().shape)
+            if gemm == "dgrad" and letter == "dy" or gemm == "wgrad":  # as the model holds it
+                layout, axis = (turned, 1) if gemm == "dgrad" else (turned.t(), 0)
+            else:
+                layout, axis = turned.t(), 0
+            bits = f"linear:{gemm}:{letter}"
+            quantized = q(layout.float().bfloat16(), axis, bits, prescale=3 / 4)
+            values.append(value(quantized) if axis else value(quantized).t())
+        return 16 / 9 * values[0] @ values[1].t()
+
+    x, w, dy = p.raw
+    return {
+        "y": x @ w.t(),
+        "dx": product("dgrad", ("dy", p.dy.t()), ("w", p.w)),
+        "dw": product("wgrad", ("dy", p.dy), ("x", p.x)),
+        "db": dy.sum(0),
+    }
+
+
+def dge_factor(scaled: np.ndarray) -> np.ndarray:
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    i = np.clip(np.searchsorted(grid, np.abs(scaled), side="right") - 1, 0, 6)
+    u = np.abs(2 * (np.abs(scaled) - grid[i]) / (grid[i + 1] - grid[i]) - 1)
+    with np.errstate(divide="ignore"):
+        return np.minimum(u ** (1 / 5 - 1) / 5, 3.0)
+
+
+def dge_occ(p: Problem, mistake: str = "") -> Results:
+    vector: dict[str, Any] = {"scale": "fp32", "block": (1, 0), "rule": "absmax"}
+    low, high = np.quantile(p.x.double().numpy(), [0.01, 0.99], axis=1, keepdims=True)
+    clamped = torch.from_numpy(np.clip(p.x.double().numpy(), low, high)).to(p.x.dtype)
+    residual = (p.x - clamped).double()
+    qx, qw = (
+        q(p.x if mistake == "scale-before-clamp" else clamped, 1, **vector),
+        q(p.w, 1, **vector),
+    )
+    _, w, dy = p.raw
+    y = value(qx) @ value(qw).t()
+    if mistake != "no-compensation":
+        y = y + residual @ w.t()
+    e5m2 = {**vector, "element": "e5m2"}
+    wide = p.dy.double() if p.dy.dtype == torch.float64 else p.dy.float()
+    folded = value(q(wide / qw.scales.t(), 1, **e5m2))
+    dx = folded @ qw.elements(torch.float64)
+    folded = value(q(wide / qx.scales, 0, **e5m2))
+    dw = folded.t() @ qx.elements(torch.float64)
+    scale = torch.ones(()) if mistake == "dge-of-unscaled-w" else qw.scales
+    factor = torch.from_numpy(dge_factor((w * scale).numpy()))
+    if mistake == "no-dge":
+        factor = torch.ones(())
+    # The residual meets the unquantized W: no estimator stands between it and W's gradient.
+    dw = dw * factor + dy.t() @ residual
+    if mistake == "dge-on-dx":
+        dx = dx * factor.mean()
+    if mistake == "residual-left-out-of-wgrad":
+        dw = dw - dy.t() @ residual
+    return {"y": y, "dx": dx, "dw": dw, "db": dy.sum(0)}
+
+
+METHODS: dict[str, Callable[..., Results]] = {
+    "mxfp4": mxfp4,
+    "tetrajet": tetrajet,
+    "mxfp4-rht-sr": mxfp4_rht_sr,
+    "dge-occ": dge_occ,
+}
+
+
+def run(p: Problem, recipe: Any, shape: tuple[int, ...] = (TOKENS,), **options: Any) -> Results:
+    """The linear's output and gradients, x of [*shape, IN]."""
+    x, w, bias = (t.clone().requires_grad_() for t in (p.x.view(*shape, IN), p.w, p.bias))
+    options = {"seed": SEED, "step": STEP, **options}
+    y = linear(x, w, bias, recipe=recipe, **options)
+    y.backward(p.dy.view(*shape, OUT))
+    assert y.shape == (*shape, OUT) and y.dtype == p.x.dtype
+    found = {"y": y, "dx": x.grad, "dw": w.grad, "db": bias.grad}
+    for name, like in (("dx", x), ("dw", w), ("db", bias)):
+        gradient = found[name]
+        assert gradient is not None
+        assert gradient.shape == like.shape and gradient.dtype == like.dtype
+    # The bias is a second rounding of a BF16 output: test_bias.
+    found["y"] = linear(p.x, p.w, recipe=recipe, **options)
+    found["dx"] = x.grad.view(-1, IN)  # type: ignore[union-attr]
+    return found  # type: ignore[return-value]
+
+
+def errors(found: Results, expected: Results) -> dict[str, float]:
+    return {name: relative_error(found[name], expected[name]) for name in expected}
+
+
+@pytest.mark.parametrize("shape", [(TOKENS,), (32, 4), (2, 16, 4)], ids=["2d", "3d", "4d"])
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_against_the_composition(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    p = problem(dtype)
+    bound = BOUND[dtype]
+    if name == "dge-occ" and dtype == torch.bfloat16:
+        bound *= 2  # the compensation's own product is rounded to BF16 before it is added
+    for gemm, error in errors(run(p, name, shape), METHODS[name](p)).items():
+        assert error < bound, (gemm, error)
+
+
+MISTAKES = [
+    ("tetrajet", "raw-requantization", "dx"),
+    ("tetrajet", "raw-requantization", "dw"),
+    ("tetrajet", "q5-draws-as-q3", "dw"),
+    ("tetrajet", "q5-along-outputs", "dw"),
+    ("mxfp4-rht-sr", "signs-after-h", "dx"),
+    ("dge-occ", "scale-before-clamp", "y"),
+    ("dge-occ", "no-compensation", "y"),
+    ("dge-occ", "dge-of-unscaled-w", "dw"),
+    ("dge-occ", "no-dge", "dw"),
+    ("dge-occ", "dge-on-dx", "dx"),
+    ("dge-occ", "residual-left-out-of-wgrad", "dw"),
+]
+
+
+@pytest.mark.parametrize(("name", "mistake", "gemm"), MISTAKES, ids=lambda v: v)
+def test_known_mistakes_lie_outside_the_bound(name: str, mistake: str, gemm: str) -> None:
+    """Negative controls: the composition with one mistake in it."""
+    p = problem()
+    wrong = METHODS[name](p, mistake)
+    assert errors(run(p, name), wrong)[gemm] > 10 * BOUND[torch.float32]
+
+
+def test_fp4_does_not_leak_into_a_high_precision_forward() -> None:
+    p = problem()
+    plain = p.x @ p.w.t()
+    assert torch.equal(run(p, "mxfp4-rht-sr")["y"], plain)
+
+
+def test_fp8_forward() -> None:
+    p = problem()
+    fp8: dict[str, Any] = {"element": "e4m3", "scale": "fp32", "block": (0, 0), "rule": "absmax"}
+    expected = value(q(p.x, 1, **fp8)) @ value(q(p.w, 1, **fp8)).t()
+    found = run(p, get_recipe("mxfp4-rht-sr", forward="fp8"))
+    assert relative_error(found["y"], expected) < BOUND[torch.float32]
+    assert relative_error(found["dx"], mxfp4_rht_sr(p)["dx"]) < BOUND[torch.float32]
+
+
+def test_the_residual_stays_out_of_wgrad_where_asked() -> None:
+    p = problem()
+    expected = dge_occ(p, "residual-left-out-of-wgrad")
+    recipe = get_recipe("dge-occ", residual_in_wgrad=False)
+    assert errors(run(p, recipe), expected)["dw"] < BOUND[torch.float32]
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+ALL = list_recipes()
+
+
+def equal(a: Results, b: Results) -> dict[str, bool]:
+    return {name: torch.equal(a[name], b[name]) for name in a}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_a_rerun_is_bit_exact(name: str, dtype: torch.dtype) -> None:
+    p = problem(dtype)
+    assert all(equal(run(p, name), run(p, name)).values())
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"step": 18}, {"name": "fc2"}], ids=str)
+def test_noise_is_of_seed_step_and_name(other: dict[str, Any]) -> None:
+    p = problem()
+    same = equal(run(p, "tetrajet"), run(p, "tetrajet", **other))
+    assert same["y"] and not (same["dx"] or same["dw"] or same["db"])
+
+
+def test_microbatches_share_all_but_the_signs_of_wgrad() -> None:
+    """W is prepared once a step, so dgrad's signs are the step's; wgrad's are fresh."""
+    p, recipe = problem(), get_recipe("mxfp4-rht-sr")
+    found = []
+    for microbatch in (0, 1):
+        x, w = p.x.clone().requires_grad_(), p.w.clone().requires_grad_()
+        call = Call(name="linear", key=Key(SEED, STEP), microbatch=microbatch)
+        quantized_linear(x, w, None, recipe, call).backward(p.dy)
+        found.append({"dx": x.grad, "dw": w.grad})
+    expected = run(p, recipe)
+    assert torch.equal(found[0]["dx"], expected["dx"])  # type: ignore[arg-type]
+    assert torch.equal(found[1]["dx"], expected["dx"])  # type: ignore[arg-type]
+    assert torch.equal(found[0]["dw"], expected["dw"])  # type: ignore[arg-type]
+    signs = random_signs(64, Key(SEED, STEP), stream_id("linear:wgrad"), draw=1)
+    expected_dw = mxfp4_rht_sr(p, wgrad_signs=signs)["dw"]
+    assert relative_error(found[1]["dw"], expected_dw) < BOUND[torch.float32]  # type: ignore
+
+
+@pytest.mark.parametrize("signs", ["random", "none"])
+def test_a_forward_transform_is_turned_back(signs: Any) -> None:
+    """A Hadamard in fprop with double quantization: dgrad and wgrad take W and X in their own
+    basis, as the forward pass saw them."""
+    p, g, nearest = problem(), 32, Quantizer(rule="ceil")
+    recipe = replace(get_recipe("tetrajet"), fprop=GemmRecipe(nearest, nearest, Hadamard(g, signs)))
+    h = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(g)] for i in range(g)]).double()
+    if signs == "random":
+        h = torch.diag(random_signs(g, Key(SEED, STEP), stream_id("linear:fprop"))).double() @ h
+    s = torch.block_diag(*[h / math.sqrt(g)] * (IN // g))
+    q1 = value(q((p.x.double() @ s).float().bfloat16(), 1, rule="ceil"))
+    q2 = value(q((p.w.double() @ s).float().bfloat16(), 1, rule="ceil"))
+    x, w = (q1 @ s.t()).float(), (q2 @ s.t()).float()
+    found = run(p, recipe)
+    assert relative_error(found["y"], q1 @ q2.t()) < BOUND[torch.float32]
+    q3, q4 = (
+        q(t, a, f"linear:dgrad:{n}", rule="ceil") for t, a, n in ((p.dy, 1, "dy"), (w, 0, "w"))
+    )
+    q5, q6 = (q(t, 0, f"linear:wgrad:{n}", rule="ceil") for t, n in ((p.dy, "dy"), (x, "x")))
+    assert relative_error(found["dx"], value(q3) @ value(q4)) < BOUND[torch.float32]
+    assert relative_error(found["dw"], value(q5).t() @ value(q6)) < BOUND[torch.float32]
+
+
+# --- autograd's ways ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("needed", ["x", "w", "bias", "none"])
+def test_only_what_needs_a_gradient_gets_one(name: str, needed: str) -> None:
+    p = problem()
+    leaves = {"x": p.x.clone(), "w": p.w.clone(), "bias": p.bias.clone()}
+    if needed != "none":
+        leaves[needed].requires_grad_()
+    y = linear(leaves["x"], leaves["w"], leaves["bias"], recipe=name, seed=SEED, step=STEP)
+    assert y.requires_grad == (needed != "none")
+    if needed == "none":
+        return
+    y.backward(p.dy)
+    letter = {"x": "dx", "w": "dw", "bias": "db"}[needed]
+    gradient = leaves[needed].grad
+    assert gradient is not None
+    if needed == "bias" and get_recipe(name).bias_gradient == "quantized":
+        assert relative_error(gradient, p.dy.double().sum(0)) < 1e-6  # raw: no dX, no Q3
+    else:
+        assert torch.equal(gradient, run(p, name)[letter])
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_bias(name: str, dtype: torch.dtype) -> None:
+    p = problem(dtype)
+    plain = linear(p.x, p.w, recipe=name)
+    y = linear(p.x, p.w, 64 * p.bias, recipe=name)
+    assert relative_error(y, plain.double() + 64 * p.bias.double()) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_tokens(name: str) -> None:
+    x = torch.zeros(0, IN, requires_grad=True)
+    w = problem().w.requires_grad_()
+    linear(x, w, recipe=name).sum().backward()
+    assert x.grad is not None and x.grad.shape == (0, IN)
+    assert w.grad is not None and not w.grad.any()
+
+
+def test_noncontiguous_input_and_gradient() -> None:
+    p = problem()
+    x = p.x.t().contiguous().t().requires_grad_()
+    w = p.w.clone().requires_grad_()
+    linear(x, w, p.bias, recipe="tetrajet", seed=SEED, step=STEP).backward(
+        p.dy.t().contiguous().t()
+    )
+    expected = run(p, "tetrajet")
+    assert torch.equal(x.grad, expected["dx"])  # type: ignore[arg-type]
+    assert torch.equal(w.grad, expected["dw"])  # type: ignore[arg-type]
+
+
+def test_a_gradient_of_one_number_for_all() -> None:
+    p = problem()
+    w = p.w.clone().requires_grad_()
+    linear(p.x, w, recipe="tetrajet").sum().backward()
+    ones = p.w.clone().requires_grad_()
+    linear(p.x, ones, recipe="tetrajet").backward(torch.ones(TOKENS, OUT))
+    assert torch.equal(w.grad, ones.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward-outside", "backward-inside"])
+@pytest.mark.parametrize("name", ALL)
+def test_autocast(name: str, inside: bool) -> None:
+    """As nn.functional.linear: operands are cast, gradients come back in their leaves' dtypes; and
+    the products of backward are the same inside the region as outside."""
+    p = problem()
+    x, w, bias = (t.clone().requires_grad_() for t in (p.x, p.w, p.bias))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x, w, bias, recipe=name, seed=SEED, step=STEP)
+        if inside:
+            y.backward(p.dy.bfloat16())
+    if not inside:
+        y.backward(p.dy.bfloat16())
+    narrow = problem(torch.bfloat16)
+    expected = run(Problem(narrow.x, narrow.w, narrow.dy, p.bias), name)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, linear(narrow.x, narrow.w, p.bias, recipe=name, seed=SEED, step=STEP))
+    assert x.grad is not None and w.grad is not None and bias.grad is not None
+    assert x.grad.dtype == w.grad.dtype == bias.grad.dtype == torch.float32
+    assert torch.equal(x.grad, expected["dx"].float())
+    assert torch.equal(w.grad, expected["dw"].float())
+    assert torch.equal(bias.grad, expected["db"])
