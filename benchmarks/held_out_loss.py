@@ -2,9 +2,10 @@
 
     python -m benchmarks.held_out_loss [--steps 300] [--seeds 3] [--model small]
 
-The text is the demo's (the Python standard library's sources, held out by file). Each run is
-evaluated twice at its end: with the forward pass that it trained with, and with BF16's. Runs go
-side by side, one on each GPU; without a GPU one after the other on the CPU.
+The text is the demo's (the Python standard library's sources, held out by file). A sweep with one
+seed picks the learning rate that serves BF16 best; all runs use it. Each is evaluated twice at its
+end: with the forward pass that it trained with, and with BF16's. Runs go side by side, one on each
+GPU; without a GPU one after the other on the CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import queue
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,58 +37,80 @@ MODELS = {
 WORK = Path("runs/held_out_loss")
 
 
+@dataclass(frozen=True)
+class Job:
+    """One run: a recipe, perhaps with options ("dge-occ,occ=false"), or "bf16"."""
+
+    recipe: str
+    seed: int
+    learning_rate: float
+
+    def flags(self) -> list[str]:
+        """Megatron's and this package's flags that tell this run from the others."""
+        if self.recipe == "bf16":
+            return []
+        name, *options = self.recipe.split(",")
+        chosen = [word for option in options for word in ("--fp4-recipe-option", option)]
+        return ["--fp4-recipe", name, *chosen]
+
+
 def study(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole result: settings, stamp, and for each recipe its losses, seed by seed."""
+    """The whole result: settings, stamp, the sweep, and each recipe's losses, seed by seed."""
     manifest = prepare_data.prepare([], WORK / "data", prepare_data.Options())
     devices: queue.Queue[str] = queue.Queue()
     for index in range(torch.cuda.device_count()) or [""]:
         devices.put(str(index))
-    jobs = [(recipe, seed) for seed in range(args.seeds) for recipe in args.recipes]
     with ThreadPoolExecutor(devices.qsize()) as pool:
-        losses = list(pool.map(lambda job: one(*job, args, devices), jobs))
+        run = partial(one, args=args, devices=devices)
+        # The rate that serves BF16 best, so that no recipe wins by a better rate than BF16 had.
+        sweep = [Job("bf16", 0, rate) for rate in args.learning_rates]
+        swept = [found["trained forward"] for found in pool.map(run, sweep)]
+        rate = min(zip(swept, args.learning_rates, strict=True))[1]
+        jobs = [Job(recipe, s, rate) for s in range(args.seeds) for recipe in args.recipes]
+        losses = list(pool.map(run, jobs))
     results: dict[str, Any] = {recipe: {} for recipe in args.recipes}
-    for (recipe, seed), loss in zip(jobs, losses, strict=True):
+    for job, loss in zip(jobs, losses, strict=True):
         for kind, value in loss.items():
-            results[recipe].setdefault(kind, []).append(value)
+            results[job.recipe].setdefault(kind, []).append(value)
     model, training = MODELS[args.model]
+    settings = {"steps": args.steps, "seeds": args.seeds, "learning_rate": rate}
     return {
         "what": "held-out loss (nats a token) after training on real text",
         "stamp": stamp(args.commit),
         "model": asdict(model),
-        "training": asdict(training) | {"steps": args.steps, "seeds": args.seeds},
+        "training": asdict(training) | settings,
+        "bf16_by_learning_rate": dict(zip(map(str, args.learning_rates), swept, strict=True)),
         "data": manifest,
         "results": results,
         "table": table(results),
     }
 
 
-def one(recipe: str, seed: int, args: argparse.Namespace, devices: Any) -> dict[str, float]:
+def one(job: Job, args: argparse.Namespace, devices: Any) -> dict[str, float]:
     """Trains one run and evaluates it; the loss with its own forward pass and with BF16's."""
     model, training = MODELS[args.model]
-    where = WORK / f"{recipe}-{seed}"
-    fields = asdict(training) | {"steps": args.steps, "seed": 1234 + seed}
+    where = WORK / f"{job.recipe}-{job.learning_rate:g}-{job.seed}"
+    settings = {"steps": args.steps, "seed": 1234 + job.seed, "learning_rate": job.learning_rate}
     flags = [
         *model.flags(),
-        *runs.Training(**fields).flags(),
+        *runs.Training(**asdict(training) | settings).flags(),
         *runs.data_flags(WORK / "data"),
-        *([] if recipe == "bf16" else ["--fp4-recipe", recipe]),
+        *job.flags(),
     ]
     save = ["--save", str(where), "--save-interval", str(args.steps), "--no-save-optim"]
     load = ["--load", str(where), "--skip-train", "--fp4-eval-forward", "bf16"]
     load += ["--no-load-optim", "--no-load-rng"]
     device = devices.get()
-    environment = {"CUDA_VISIBLE_DEVICES": device, "OMP_NUM_THREADS": "1"}
+    run = partial(runs.run, environment={"CUDA_VISIBLE_DEVICES": device, "OMP_NUM_THREADS": "1"})
     try:
-        command = runs.launch(1, flags + save)
-        trained = runs.run(command, where / "train.log", environment=environment)
+        trained = run(runs.launch(1, flags + save), where / "train.log")
         losses = {"trained forward": trained.held_out[-1][1], "ms a step": trained.milliseconds}
-        if recipe != "bf16":
-            command = runs.launch(1, flags + load)
-            again = runs.run(command, where / "evaluate.log", environment=environment)
+        if job.recipe != "bf16":
+            again = run(runs.launch(1, flags + load), where / "evaluate.log")
             losses["BF16 forward"] = again.held_out[-1][1]
     finally:
         devices.put(device)
-    print(f"{recipe:14} seed {seed}: {losses}", file=sys.stderr, flush=True)
+    print(f"{job}: {losses}", file=sys.stderr, flush=True)
     return losses
 
 
@@ -116,10 +140,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--recipes", nargs="+", default=["bf16", *list_recipes()])
+    rates = [5e-4, 1e-3, 2e-3, 4e-3]
+    parser.add_argument("--learning-rates", nargs="+", type=float, default=rates)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/held_out_loss.json"))
     parser.add_argument("--commit", help="where the tree has no git of its own")
-    result = study(parser.parse_args())
     args = parser.parse_args()
+    result = study(args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join(result["table"]))

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 
+_FOLD = 1024  # operands whose extremes are kept one by one: each takes a block of device memory
+
+
 @dataclass(frozen=True)
 class Sighting:
     """The first non-finite operand of a step."""
@@ -24,35 +27,76 @@ class Sighting:
         )
 
 
+@dataclass(frozen=True)
+class _Verdict:
+    """On its way to the host: which of a step's operands was non-finite first, -1 for none."""
+
+    step: int
+    labels: list[tuple[str, str, str]]
+    first: Tensor
+    copied: torch.cuda.Event | None
+
+
 class NonFiniteMonitor:
     """Watches operands in the order in which they are used.
 
-    One reduction an operand on the device; the host looks at a step's results when the next step
-    starts, or when asked.
+    One reduction an operand on the device. The host never waits for the device in training: what
+    a step showed is copied while the next one runs, and read when that has ended, or when asked.
     """
 
     def __init__(self) -> None:
         self._step = 0
         self._labels: list[tuple[str, str, str]] = []
-        self._sums: list[Tensor] = []
+        self._extremes: list[Tensor] = []  # minimum and maximum of each operand, not folded yet
+        self._finite: list[Tensor] = []
+        self._verdict: _Verdict | None = None
 
     def observe(self, module: str, gemm: str, operand: str, tensor: Tensor) -> None:
-        """Note one operand. Its sum is finite unless an element is not (or the sum overflows
-        float32, which no healthy operand does)."""
+        """Note one operand. Its extremes are finite unless an element is not."""
+        if tensor.numel() == 0:
+            return
         self._labels.append((module, gemm, operand))
-        self._sums.append(tensor.detach().sum(dtype=torch.float32))
+        self._extremes += torch.aminmax(tensor.detach())
+        if len(self._extremes) == 2 * _FOLD:
+            self._fold()
 
     def start_step(self, step: int) -> Sighting | None:
-        """Begin `step`; returns what the step before showed."""
-        seen = self.look()
+        """Begin `step`; returns what the last step but one showed, which has come by now."""
+        seen = self._read()
+        self._close()
         self._step = step
         return seen
 
     def look(self) -> Sighting | None:
-        """The first non-finite operand since the step began, and forget all of them."""
-        labels, sums = self._labels, self._sums
-        self._labels, self._sums = [], []
-        if not sums:
+        """The first non-finite operand that no one was told of yet, and forget all of them."""
+        seen = self._read()
+        self._close()
+        return seen or self._read()
+
+    def _fold(self) -> None:
+        if self._extremes:
+            pairs = torch.stack(self._extremes).view(-1, 2)
+            self._finite.append(pairs.isfinite().all(dim=1))
+            self._extremes = []
+
+    def _close(self) -> None:
+        """Send for what the step showed."""
+        self._fold()
+        if self._finite:
+            bad = ~torch.cat(self._finite)
+            first = torch.where(bad.any(), bad.int().argmax(), -1)
+            copied = torch.cuda.Event() if first.is_cuda else None
+            on_host = first.to("cpu", non_blocking=True)
+            if copied is not None:
+                copied.record()
+            self._verdict = _Verdict(self._step, self._labels, on_host, copied)
+        self._labels, self._finite = [], []
+
+    def _read(self) -> Sighting | None:
+        verdict, self._verdict = self._verdict, None
+        if verdict is None:
             return None
-        bad = (~torch.stack(sums).isfinite()).nonzero()
-        return Sighting(self._step, *labels[int(bad[0])]) if len(bad) else None
+        if verdict.copied is not None:
+            verdict.copied.synchronize()
+        first = int(verdict.first)
+        return Sighting(verdict.step, *verdict.labels[first]) if first >= 0 else None

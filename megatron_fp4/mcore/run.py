@@ -46,6 +46,7 @@ class Run:
         self._step = -1
         self._microbatch = 0
         self._rows: dict[tuple[Any, ...], Tensor] = {}
+        self._last_sighting = -2  # the step of it; -2 is not the one before any
 
     # --- time -------------------------------------------------------------------------------
 
@@ -109,13 +110,23 @@ class Run:
     def _tell(self, seen: Sighting | None) -> None:
         if seen is None:
             return
+        # A run that is not stopped stays NaN: only the first of a row of bad steps is news.
+        is_news, self._last_sighting = seen.step != self._last_sighting + 1, seen.step
         # Once for each pipeline stage: its other ranks saw the same or its consequences.
         stage = mpu.get_pipeline_model_parallel_rank()
-        store = torch.distributed.distributed_c10d._get_default_store()
-        if store.add(f"megatron_fp4_nonfinite:{seen.step}:{stage}", 1) == 1:
+        if is_news and _first(f"megatron_fp4_nonfinite:{seen.step}:{stage}"):
             print(
                 f"megatron-fp4: {seen} (pipeline stage {stage}, rank "
                 f"{torch.distributed.get_rank()})",
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _first(key: str) -> bool:
+    """True in the first process that asks. Where the store has gone with its process, in all."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    try:
+        return store.add(key, 1) == 1
+    except torch.distributed.DistError:
+        return True

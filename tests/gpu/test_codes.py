@@ -52,9 +52,7 @@ def test_random_bits_equal_the_cpus() -> None:
 
 def test_codes_after_a_hadamard_transform_differ_in_at_most_1e_4() -> None:
     x = torch.randn(4096, 1024).bfloat16()
-    codes = [
-        quantize(transform(t, 64).bfloat16(), "mxfp4").codes.cpu() for t in (x, x.cuda())
-    ]
+    codes = [quantize(transform(t, 64).bfloat16(), "mxfp4").codes.cpu() for t in (x, x.cuda())]
     nibbles = torch.stack([(codes[0] ^ codes[1]) & 15, (codes[0] ^ codes[1]) >> 4])
     assert (nibbles != 0).float().mean() <= 1e-4
 

@@ -30,6 +30,10 @@ CASES = [
     for case in ("mxfp4", "tetrajet", "mxfp4-rht-sr", "dge", "dge-occ")
     if case != "dge-occ" or not layout.startswith("tp")
 ]
+# A Hadamard transform's output is rounded to BF16, so a difference of 1e-7 in a product moves a
+# value by 2^-9 now and then, and at most 1e-4 of the codes by one. A code moves its element by at
+# most half of itself: the product moves by less than 1/2 sqrt(1e-4).
+TRANSFORMED, TRANSFORMED_BOUND = {"mxfp4-rht-sr"}, 5e-3
 Results = dict[tuple[str, torch.dtype], dict[str, Any]]
 
 
@@ -64,6 +68,12 @@ def test_first_step_agrees(
     results: Callable[[str], Results], layout: str, case: str, dtype: torch.dtype, bound: float
 ) -> None:
     one, many = (results(name)[case, dtype] for name in ("tp1", layout))
+    if case in TRANSFORMED and dtype == torch.float32 and layout.startswith("tp"):
+        bound = TRANSFORMED_BOUND
+        operands = one["operands"], many["operands"]
+        assert differing_codes(*operands) <= 1e-4 * sum(
+            codes.numel() for *_, codes, _ in operands[1]
+        )
     assert abs(many["loss"] / one["loss"] - 1) < bound
     assert one["gradients"].keys() == many["gradients"].keys()
     for name, gradient in one["gradients"].items():

@@ -1,0 +1,64 @@
+"""python -m megatron_fp4 info: versions, devices, recipes, and what each backend can do here."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from megatron_fp4 import __version__, get_recipe, list_recipes
+from megatron_fp4.backends import BACKENDS
+from megatron_fp4.recipe import GEMMS
+
+PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "sentencepiece")
+
+
+def info() -> str:
+    """What `python -m megatron_fp4 info` prints."""
+    lines = [f"megatron-fp4 {__version__}, Python {platform.python_version()}"]
+    lines += [f"  {name:18} {_version(name)}" for name in PACKAGES]
+    lines.append("devices")
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    lines += [f"  {device}: {_name(device)}" for device in devices]
+    lines += [] if devices else ["  no GPU: everything runs on the CPU"]
+    lines.append("backends, the fastest first (for a model in BF16)")
+    device = devices[0] if devices else torch.device("cpu")
+    for backend in BACKENDS:
+        reasons = {
+            backend.unavailable(get_recipe(recipe).gemm(gemm), device, torch.bfloat16)
+            for recipe in list_recipes()
+            for gemm in GEMMS
+        }
+        missing = "; ".join(sorted(reason for reason in reasons if reason is not None))
+        runs = "every GEMM of every recipe" if not missing else f"some GEMMs; else {missing}"
+        lines.append(f"  {backend.name:18} {runs if None in reasons else missing}")
+    lines.append("recipes")
+    for name in list_recipes():
+        recipe = get_recipe(name)
+        lines.append(f"  {name:18} {recipe.description} ({recipe.paper})")
+    return "\n".join(lines)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _name(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m megatron_fp4")
+    parser.add_argument("command", choices=["info"], help="print versions, devices and backends")
+    parser.parse_args()
+    print(info())
+
+
+if __name__ == "__main__":
+    main()
