@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_fp4.backends import Operand, Preparation, choose
-from megatron_fp4.formats import widen
 from megatron_fp4.hadamard import inverse
 from megatron_fp4.philox import WHOLE, Key, Noise, Placement, random_signs, stream_id
 from megatron_fp4.quantizer import QuantizedTensor, ReduceMax
@@ -90,16 +89,20 @@ class Call:
 @dataclass(frozen=True)
 class Saved:
     """What backward needs, with X as [tokens, in]: both operands of fprop as the recipe's backward
-    takes them, the weight itself, and X's outlier residual (dense, in X's dtype)."""
+    takes them, the weight itself where DGE reads it, and X's outlier residual (dense, in X's
+    dtype)."""
 
     x: Operand
     w: Operand
-    weight: Tensor
+    weight: Tensor | None
     residual: Tensor | None
 
 
-def fprop(x: Tensor, weight: Tensor, recipe: Recipe, call: Call) -> tuple[Tensor, Saved]:
-    """Y = X W^T for x [tokens, in], weight [out, in]; returns (y [tokens, out], what to save)."""
+def fprop(
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, call: Call
+) -> tuple[Tensor, Saved]:
+    """Y = X W^T + bias for x [tokens, in], weight [out, in], bias [out] or None; returns
+    (y [tokens, out], what to save). All terms are summed before the output is rounded."""
     call.watch("fprop", "x", x)
     call.watch("fprop", "w", weight)
     gemm = recipe.fprop
@@ -108,18 +111,23 @@ def fprop(x: Tensor, weight: Tensor, recipe: Recipe, call: Call) -> tuple[Tensor
     clamped, residual = outliers.split(x) if outliers is not None else (x, None)
     x_operand = backend.prepare(clamped, call.preparation(recipe, "fprop", "x", x))
     w_operand = backend.prepare(weight.to(x.dtype), call.preparation(recipe, "fprop", "w", x))
-    if outliers is not None and residual is not None and outliers.compensate:
-        y = backend.multiply(x_operand, w_operand, gemm.correction, _wide(x.dtype))
-        y = (y + residual @ weight.to(x.dtype).t()).to(x.dtype)
-        residual = residual if outliers.residual_in_wgrad else None
-    else:
-        y = backend.multiply(x_operand, w_operand, gemm.correction, x.dtype)
+    if outliers is not None and not outliers.compensate:
+        residual = None
+    alone = residual is None and bias is None
+    y = backend.multiply(
+        x_operand, w_operand, gemm.correction, x.dtype if alone else _wide(x.dtype)
+    )
+    if residual is not None:
+        y += residual @ weight.to(x.dtype).t()
+    if bias is not None:
+        y += bias
+    if outliers is not None and not outliers.residual_in_wgrad:
         residual = None
     forward = recipe.backward == "forward"
-    return y, Saved(
+    return y.to(x.dtype), Saved(
         x_operand if forward and gemm.a is not None else x,
         w_operand if forward and gemm.b is not None else weight,
-        weight,
+        weight if recipe.estimator is not None else None,
         residual,
     )
 
@@ -129,14 +137,14 @@ def dgrad(dy: Tensor, saved: Saved, recipe: Recipe, call: Call) -> tuple[Tensor,
     return _backward_gemm("dgrad", dy, saved.w, recipe, call, dy.dtype)
 
 
-def wgrad(
-    dy: Tensor, saved: Saved, recipe: Recipe, call: Call, out_dtype: torch.dtype
-) -> Tensor:
+def wgrad(dy: Tensor, saved: Saved, recipe: Recipe, call: Call, out_dtype: torch.dtype) -> Tensor:
     """dW = dY^T X for dy [tokens, out]; returns [out, in] in `out_dtype`."""
     if saved.residual is None and recipe.estimator is None:
         return _backward_gemm("wgrad", dy, saved.x, recipe, call, out_dtype)[0]
     dw = _backward_gemm("wgrad", dy, saved.x, recipe, call, _wide(dy.dtype))[0]
-    if recipe.estimator is not None and isinstance(saved.w, QuantizedTensor):
+    if recipe.estimator is not None:
+        # Recipe's own checks see to it that W was quantized and is here.
+        assert isinstance(saved.w, QuantizedTensor) and saved.weight is not None
         dw *= recipe.estimator.factor(saved.w.grid_coordinates(saved.weight.to(dy.dtype)))
     if saved.residual is not None:  # its product took W itself: no quantizer to see through
         dw += dy.t() @ saved.residual
@@ -156,7 +164,8 @@ def _backward_gemm(
     elif preparation.quantizer is None and not (preparation.group or recipe.fprop.hadamard):
         # As the forward pass left it. Its elements are exact in BF16, and its vector-wise scale
         # lies along the axis that this GEMM contracts, so the scale goes into dY.
-        other, scale = saved.factors(dy.dtype)
+        exact = dy.dtype if dy.dtype == torch.bfloat16 else _wide(dy.dtype)  # float16 overflows
+        other, scale = saved.factors(exact)
         if scale is not None:
             fold = scale.expand(other.shape[0], 1).flatten()
             dy_preparation = replace(dy_preparation, fold=fold)
@@ -188,10 +197,9 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, call: Call
     ) -> Tensor:
         with _plain_tensors():
-            y, saved = fprop(x.reshape(-1, x.shape[-1]), weight, recipe, call)
-            if bias is not None:
-                y += bias.to(y.dtype)
+            y, saved = fprop(x.reshape(-1, x.shape[-1]), weight, bias, recipe, call)
         ctx.recipe, ctx.call, ctx.x_shape = recipe, call, x.shape
+        ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         _save(ctx, saved)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -210,17 +218,17 @@ class _Linear(torch.autograd.Function):
                 dx, dy_operand = dgrad(dy, saved, recipe, call)
                 dx = dx.view(ctx.x_shape)
             if ctx.needs_input_grad[1]:
-                dw = wgrad(dy, saved, recipe, call, saved.weight.dtype)
+                dw = wgrad(dy, saved, recipe, call, ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
             # Where dX is not needed dY is not quantized for it, and the raw one serves.
             quantized = recipe.bias_gradient == "quantized"
             summed = dy_operand if quantized and isinstance(dy_operand, QuantizedTensor) else dy
-            db = _bias_gradient(summed).to(ctx.bias_dtype)
+            db = _bias_gradient(summed, _wide(dy.dtype)).to(ctx.bias_dtype)
         return dx, dw, db, None, None
 
 
-def _bias_gradient(dy: Operand) -> Tensor:
-    wide = dy.dequantize() if isinstance(dy, QuantizedTensor) else widen(dy)
+def _bias_gradient(dy: Operand, dtype: torch.dtype) -> Tensor:
+    wide = dy.dequantize(dtype) if isinstance(dy, QuantizedTensor) else dy.to(dtype)
     return wide.sum(0)
 
 
@@ -298,23 +306,23 @@ class Replay:
 
     Activation checkpointing runs a forward pass again inside backward, when counters have moved
     on. Its first pass runs without gradients; values taken then are queued, and passes inside
-    backward take them in the same order (microbatches are recomputed first in, first out).
+    backward take them in the same order (microbatches are recomputed first in, first out). Torch's
+    non-reentrant checkpoints run the first pass with gradients: there a recomputation gets the
+    value of the latest pass, which is its own where a layer runs once a step.
     """
 
     def __init__(self) -> None:
         self._queue: deque[Any] = deque()
+        self._latest: Any = None
 
     def take(self, fresh: Callable[[], T], training: bool) -> T:
         """fresh(), or in a recomputation what it returned in the original pass."""
-        if torch._C._current_graph_task_id() != -1 and self._queue:
-            return self._queue.popleft()
-        value = fresh()
+        if torch._C._current_graph_task_id() != -1:  # inside backward
+            return self._queue.popleft() if self._queue else self._latest
+        value = self._latest = fresh()
         if training and not torch.is_grad_enabled():
             self._queue.append(value)
         return value
-
-    def clear(self) -> None:
-        self._queue.clear()
 
 
 class Linear(nn.Linear):

@@ -63,7 +63,7 @@ def test_forward_product_is_within_bounds_of_float64(name: str, dtype: torch.dty
     recipe = get_recipe(name, **({"occ": False} if name == "dge-occ" else {}))
     x = torch.randn(512, 1024, device="cuda").to(dtype)
     w = torch.randn(768, 1024, device="cuda").to(dtype)
-    y, _ = fprop(x, w, recipe, Call())
+    y, _ = fprop(x, w, None, recipe, Call())
     assert recipe.fprop.a is not None and recipe.fprop.b is not None
     operands = [
         quantize(t, q).dequantize(torch.float64)
