@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 _FOLD = 1024  # operands whose extremes are kept one by one: each takes a block of device memory
 
 
@@ -22,7 +21,7 @@ class Sighting:
 
     def __str__(self) -> str:
         return (
-            f"step {self.step}: the first NaN or Inf stood in operand {self.operand} of "
+            f"iteration {self.step}: the first NaN or Inf stood in operand {self.operand} of "
             f"{self.gemm} in {self.module}"
         )
 

@@ -98,14 +98,15 @@ def table(recipe: Recipe, rows: list[Row]) -> str:
 
 
 def _linears(chunk: MegatronModule) -> Iterator[tuple[str, Fp4Layer, int | None]]:
-    """(global name, linear, number of its transformer layer from 1) of this package's linears.
+    """(global name, linear, number of its decoder layer from 1) of this package's linears.
 
-    Megatron numbers a stage's layers from 0; names that noise hangs on count over the model.
+    Megatron numbers a stage's layers from 0; names that noise hangs on count over the model. The
+    layers of multi-token prediction are numbered by themselves and are none of the decoder's.
     """
     layers = {
         prefix: module.layer_number
         for prefix, module in chunk.named_modules()
-        if isinstance(module, TransformerLayer)
+        if isinstance(module, TransformerLayer) and prefix.startswith("decoder.")
     }
     for name, module in chunk.named_modules():
         if not isinstance(module, Fp4ColumnParallelLinear | Fp4RowParallelLinear):

@@ -188,6 +188,8 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
     args, mask = get_args(), loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
     tokens = mask.sum().detach().to(torch.int)
+    # A copy: the schedule divides the loss in place, and a rerun is compared with what was seen.
+    seen = loss.detach().clone()
     checks: list[tuple[str, Callable[[Tensor], Any], bool]] = []
     rerun = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
@@ -198,9 +200,9 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
         checks.append(("Spiky loss", is_spike, False))
     for message, is_bad, fatal in checks:
         rerun.validate_result(
-            result=loss, rejection_func=is_bad, message=message, tolerance=0.0, fatal=fatal
+            result=seen, rejection_func=is_bad, message=message, tolerance=0.0, fatal=fatal
         )
-    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+    return loss, tokens, {"lm loss": torch.stack([seen, tokens.float()])}
 
 
 def _has_mtp(vp_stage: int | None) -> bool:

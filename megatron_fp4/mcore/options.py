@@ -120,6 +120,10 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
     if args.fp4_recipe is None or args.fp4 is not None:
         return None
     recipe = get_recipe(args.fp4_recipe, **_options(args.fp4_recipe_option))
+    if not any(recipe.gemm(gemm).quantized for gemm in GEMMS):
+        raise ConfigError(
+            f"recipe {args.fp4_recipe} quantizes nothing: give fprop, dgrad or wgrad a quantizer"
+        )
     if args.fp4_bf16_after is not None:
         recipe = replace(recipe, bf16_after=args.fp4_bf16_after)
     if args.fp4_bf16_gemms is not None:
@@ -144,7 +148,7 @@ def _options(pairs: list[str]) -> dict[str, str]:
 
 def _refuse_orphans(args: argparse.Namespace) -> None:
     """A flag that only a recipe gives a meaning to is no use without one."""
-    defaults = {
+    defaults: dict[str, object] = {
         "fp4_recipe_option": [],
         "fp4_seed": None,
         "fp4_bf16_after": None,

@@ -66,7 +66,7 @@ class Run:
     def _start_microbatch(self, vp_stage: int | None) -> None:
         step = getattr(self.args, "curr_iteration", self.args.iteration)
         if step != self._step:
-            self._tell(self.monitor.start_step(step))
+            self._tell(self.monitor.start_step(step + 1))  # as Megatron's log counts
             self._step = step
             self._counts.clear()
         # Modulo, since upstream may run a step twice to tell a broken machine from a NaN.
@@ -115,12 +115,8 @@ class Run:
         # Once for each pipeline stage: its other ranks saw the same or its consequences.
         stage = mpu.get_pipeline_model_parallel_rank()
         if is_news and _first(f"megatron_fp4_nonfinite:{seen.step}:{stage}"):
-            print(
-                f"megatron-fp4: {seen} (pipeline stage {stage}, rank "
-                f"{torch.distributed.get_rank()})",
-                file=sys.stderr,
-                flush=True,
-            )
+            where = f"pipeline stage {stage}, rank {torch.distributed.get_rank()}"
+            sys.stderr.write(f"megatron-fp4: {seen} ({where})\n")  # at once: stages speak together
 
 
 def _first(key: str) -> bool:

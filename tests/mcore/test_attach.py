@@ -1,0 +1,190 @@
+"""What `attach` gives the linears of a built model, what it prints, and what it refuses."""
+
+import argparse
+from typing import Any
+
+import pytest
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+
+from megatron_fp4 import get_recipe
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore import attach as attaching
+from megatron_fp4.mcore.attach import Row, attach, check_streams, table
+from megatron_fp4.mcore.run import Run
+from megatron_fp4.mcore.spec import layer_spec
+from megatron_fp4.recipe import Recipe
+from tests.mcore.launch import torchrun, train
+
+PP2 = ("--pipeline-model-parallel-size", "2")
+TP2 = ("--tensor-model-parallel-size", "2")
+
+
+def model(num_layers: int = 4, **options: Any) -> MegatronModule:
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}
+    config = TransformerConfig(
+        num_layers=num_layers,
+        **sizes | options,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        fp4_recipe="tetrajet",
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        transformer_impl="local",
+    )
+    gpt = GPTModelConfig(
+        transformer=config,
+        transformer_layer_spec=layer_spec,
+        vocab_size=96,
+        seq_length=32,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    return GPTModelBuilder(gpt).build_model(ProcessGroupCollection.use_mpu_process_groups())
+
+
+def run(recipe: Recipe, start: int = 0, end: int = 0, num_layers: int = 4) -> Run:
+    """`start` and `end`: how many layers are kept in BF16."""
+    args = argparse.Namespace(
+        micro_batch_size=2,
+        seq_length=32,
+        first_last_layers_bf16=bool(start or end),
+        num_layers=num_layers,
+        num_layers_at_start_in_bf16=start,
+        num_layers_at_end_in_bf16=end,
+        fp4_eval_forward="fp4",
+    )
+    return Run(recipe, args)
+
+
+def printed(text: str) -> list[list[str]]:
+    """The cells of a table's lines: head and linears."""
+    lines = [line for line in text.splitlines() if line.startswith("  ") and "   " in line.strip()]
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+
+
+def test_the_table_tells_layers_shapes_formats_backends_and_why_not_the_faster(
+    one_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attach(run(get_recipe("mxfp4-rht-sr", hadamard=32), start=1, end=2), [model()])
+    text = capsys.readouterr().out
+    head, *linears = printed(text)
+    assert head == ["linear", "layers", "out x in on a rank", "recipe", "fprop", "dgrad", "wgrad"]
+    on = "e2m1 x e2m1 on reference"
+    assert linears[:2] == [
+        ["decoder.layers.*.mlp.linear_fc1", "0,2-3", "256 x 64", *["high precision"] * 4],
+        ["decoder.layers.*.mlp.linear_fc1", "1", "256 x 64", "mxfp4-rht-sr", "high precision"]
+        + [on, on],
+    ]
+    assert [line[0].rpartition(".")[2] for line in linears[2:]] == [
+        *["linear_fc2"] * 2,
+        *["linear_proj"] * 2,
+        *["linear_qkv"] * 2,
+    ]
+    assert text.count("not used:") == 1
+    assert "not used: bf16: the model computes in float32; use --bf16" in text
+    assert "arXiv 2502.20586" in text.splitlines()[0]
+
+
+def test_only_the_layers_in_between_follow_the_recipe(one_rank: None) -> None:
+    chunk = model()
+    attach(run(get_recipe("tetrajet"), start=1, end=2), [chunk])
+    states = {
+        name: linear.fp4.name
+        for name, linear, _ in attaching._linears(chunk)
+        if linear.fp4 is not None
+    }
+    assert len(states) == 4 and all(name.startswith("decoder.layers.1.") for name in states)
+    assert all(name == given for name, given in states.items())
+
+
+def test_first_and_last_counts_mean_nothing_without_their_switch(one_rank: None) -> None:
+    chunk, told = model(), run(get_recipe("tetrajet"), start=1, end=2)
+    told.args.first_last_layers_bf16 = False
+    attach(told, [chunk])
+    assert all(linear.fp4 is not None for _, linear, _ in attaching._linears(chunk))
+
+
+def test_a_format_that_backward_takes_over_from_forward_is_named() -> None:
+    assert attaching._describe(get_recipe("dge-occ"), "dgrad", "bf16") == "e5m2 x e2m1 on bf16"
+    assert attaching._describe(get_recipe("dge-occ"), "wgrad", "bf16") == "e5m2 x e2m1 on bf16"
+    eight = get_recipe("mxfp4-rht-sr", forward="fp8")
+    assert attaching._describe(eight, "fprop", "bf16") == "e4m3 x e4m3 on bf16"
+
+
+def test_the_table_tells_the_schedule() -> None:
+    row = Row("decoder.layers.0.mlp.linear_fc1", "8 x 8", "late", ("a", "b", "c"), ())
+    late = Recipe("late", bf16_after=0.9, bf16_gemms=("dgrad",))
+    assert "dgrad return to high precision after 90% of training" in table(late, [row])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1], "0-1"), ([7, 0, 2, 1, 9, 8], "0-2,7-9")]
+)
+def test_ranges_of_layers(numbers: list[int], text: str) -> None:
+    assert attaching._ranges(numbers) == text
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+
+def test_a_recipe_that_no_layer_would_follow_is_an_error(one_rank: None) -> None:
+    with pytest.raises(ConfigError, match="would quantize no layer.*lower --num-layers-at-start"):
+        attach(run(get_recipe("tetrajet"), start=2, end=2), [model()])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "says"),
+    [
+        ("tetrajet", {"ffn_hidden_size": 144}, "linear_fc1: 144 outputs .* multiple of 32"),
+        ("mxfp4-rht-sr", {"hidden_size": 96}, "96 outputs .* multiple of 64"),
+        ("dge-occ", {"ffn_hidden_size": 132}, "132 features .* multiple of 8"),
+    ],
+)
+def test_a_size_that_does_not_divide_names_the_layer_and_a_remedy(
+    one_rank: None, recipe: str, sizes: dict[str, int], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"decoder\.layers\.0\..*{says}.*; choose a "):
+        attach(run(get_recipe(recipe)), [model(**sizes)])
+
+
+def test_colliding_noise_streams_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"decoder.layers.{i}.{n}" for i in range(200) for n in ("mlp.fc1", "attention.qkv")]
+    check_streams(names)
+    monkeypatch.setattr(attaching, "stream_id", lambda label: len(label))
+    with pytest.raises(ConfigError, match=r"streams of (\S+) and (?!\1)\S+ collide"):
+        check_streams(names)
+
+
+def test_a_shard_that_does_not_divide_is_told_once_before_training() -> None:
+    """160 rows tile; 80 on each of two ranks do not."""
+    result = torchrun(2, *TP2, "--bf16", "--fp4-recipe", "tetrajet")
+    told = [line for line in result.output.splitlines() if "megatron-fp4" in line]
+    assert result.status != 0 and not result.losses and not result.has_traceback
+    assert len(told) == 1 and "linear_fc1: 80 outputs on a rank are not a multiple of 32" in told[0]
+    assert "tensor-parallel size that divides" in told[0]
+
+
+# --- names -------------------------------------------------------------------------------------
+
+
+def test_names_count_over_the_model_under_interleaved_pipelines() -> None:
+    """Every stage's layer is its layer 0; the table, which goes by global names, has all four.
+    Multi-token prediction's layer is neither the first nor the last of the decoder."""
+    interleaved = ("--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
+    bf16 = ("--first-last-layers-bf16", "--mtp-num-layers", "1", "--ffn-hidden-size", "128")
+    output = train(2, *PP2, *interleaved, *bf16, "--fp4-recipe", "tetrajet").output
+    start = output.index("megatron-fp4: recipe")
+    linears = printed(output[start : output.index("embedding, head", start)])[1:]
+    decoder = {(*line[:2], line[3]) for line in linears if line[0].startswith("decoder")}
+    assert decoder == {
+        (f"decoder.layers.*.{name}", layers, precision)
+        for name in ("mlp.linear_fc1", "mlp.linear_fc2")
+        + ("self_attention.linear_proj", "self_attention.linear_qkv")
+        for layers, precision in (("0,3", "high precision"), ("1-2", "tetrajet"))
+    }
+    mtp = {line[3] for line in linears if line[0].startswith("mtp")}
+    assert mtp == {"tetrajet"}

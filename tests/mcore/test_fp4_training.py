@@ -1,0 +1,168 @@
+"""FP4 through Megatron's own loop: on one layout a rerun, a recomputation and a resumed run are the
+same run, bit for bit."""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint
+
+from tests.mcore.launch import Result, torchrun, train
+
+SIZES = ("--ffn-hidden-size", "128", "--bf16")
+TETRAJET = (*SIZES, "--fp4-recipe", "tetrajet")
+TP2_SP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+PP2 = ("--pipeline-model-parallel-size", "2")
+FOUR_MICROBATCHES = ("--global-batch-size", "8")
+RECOMPUTE = tuple(
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+)
+# TetraJet, and noise in the forward pass too: recomputed with another microbatch's, the activations
+# and so the losses would be others.
+SR_EVERYWHERE = """
+base: tetrajet
+fprop: {a: mxfp4-ceil-sr, b: mxfp4-ceil-sr}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fp4")
+    (folder / "sr.yaml").write_text(SR_EVERYWHERE)
+    return folder
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a torch_dist checkpoint: the model's and the optimizer's."""
+    metadata = checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if isinstance(entry, checkpoint.metadata.TensorStorageMetadata)
+    }
+    checkpoint.load(tensors, checkpoint_id=path, no_dist=True)
+    return tensors
+
+
+# --- the same run, bit for bit -----------------------------------------------------------------
+
+
+@functools.cache
+def stochastic(folder: Path, *flags: str) -> Result:
+    """Four steps of four microbatches, with noise in all three GEMMs."""
+    recipe = ("--fp4-recipe", str(folder / "sr.yaml"))
+    return train(2, *SIZES, *recipe, *FOUR_MICROBATCHES, *flags)
+
+
+@pytest.mark.parametrize("layout", [TP2_SP, PP2], ids=["tp2-sp", "pp2"])
+def test_recomputation_repeats_the_run(folder: Path, layout: tuple[str, ...]) -> None:
+    kept, recomputed = stochastic(folder, *layout), stochastic(folder, *layout, *RECOMPUTE)
+    assert len(kept.losses) == 4 and kept.losses[-1] < kept.losses[0]
+    assert recomputed.losses == kept.losses
+    assert recomputed.evaluations == kept.evaluations
+
+
+def test_a_step_that_is_run_again_repeats_itself(folder: Path) -> None:
+    """Upstream distrusts every loss (errors injected into its check of spikes), runs each step
+    again, and prints the loss of both runs; the second's gradients count."""
+    spikes = "--no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --error-injection-rate 1"
+    twice = stochastic(folder, *TP2_SP, *spikes.split())
+    compared = re.findall(r"First rerun: .* \((\S+) != (\S+)\)", twice.output)
+    assert len(compared) >= 4 and all(first == second for first, second in compared)
+    assert twice.losses == stochastic(folder, *TP2_SP).losses
+
+
+def test_another_seed_of_the_noise_is_another_run(folder: Path) -> None:
+    """The noise is there, and shows in the losses."""
+    other = stochastic(folder, *PP2, "--fp4-seed", "7")
+    assert other.losses != stochastic(folder, *PP2).losses
+
+
+# --- checkpoints -------------------------------------------------------------------------------
+
+
+@functools.cache
+def saved(folder: Path) -> Result:
+    """Saves after the second and the fourth step, evaluates in BF16 after each."""
+    where = ("--save", str(folder / "whole"), "--save-interval", "2", "--eval-interval", "1")
+    return train(2, *TETRAJET, *TP2_SP, *where, "--fp4-eval-forward", "bf16")
+
+
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(folder: Path) -> None:
+    saved(folder)
+    flags = ("--load", str(folder / "whole"), "--ckpt-step", "2", "--save", str(folder / "resumed"))
+    flags += ("--save-interval", "2")
+    train(2, *TETRAJET, *TP2_SP, *flags)
+    whole, again = (weights(folder / run / "iter_0000004") for run in ("whole", "resumed"))
+    assert whole.keys() == again.keys() and any("exp_avg" in name for name in whole)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    halfway = weights(folder / "whole" / "iter_0000002")
+    assert any(not torch.equal(whole[name], halfway[name]) for name in whole)
+
+
+def test_bf16_runs_load_what_fp4_runs_saved_and_the_reverse(folder: Path) -> None:
+    """Weights and optimizer are stock; evaluated in BF16 they are BF16's model exactly."""
+    evaluated = train(2, *SIZES, *TP2_SP, "--load", str(folder / "whole"), "--skip-train")
+    assert evaluated.evaluations[-1] == saved(folder).evaluations[-1]
+
+    after_bf16 = in_bf16(folder)
+    resumed = train(1, *TETRAJET, "--load", str(folder / "bf16"), "--ckpt-step", "2")
+    assert "successfully loaded checkpoint" in resumed.output
+    assert resumed.evaluations != after_bf16.evaluations
+    assert resumed.evaluations == pytest.approx(after_bf16.evaluations, rel=0.01)
+
+
+# --- other precisions --------------------------------------------------------------------------
+
+
+@functools.cache
+def in_bf16(folder: Path) -> Result:
+    return train(1, *SIZES, "--save", str(folder / "bf16"), "--save-interval", "2")
+
+
+def test_a_schedule_of_nothing_is_bf16_bit_for_bit(folder: Path) -> None:
+    scheduled = train(1, *TETRAJET, "--fp4-bf16-after", "0")
+    assert (scheduled.losses, scheduled.evaluations) == (
+        in_bf16(folder).losses,
+        in_bf16(folder).evaluations,
+    )
+
+
+def test_a_schedule_leaves_the_steps_before_it_alone(folder: Path) -> None:
+    whole, half = train(1, *TETRAJET), train(1, *TETRAJET, "--fp4-bf16-after", "0.5")
+    # The third step is the first in BF16; the second step's update made its loss.
+    assert half.losses[:2] == whole.losses[:2] and half.losses[2] != whole.losses[2]
+    assert whole.losses[0] != in_bf16(folder).losses[0]
+
+
+def test_evaluation_in_bf16_leaves_the_training_alone(folder: Path) -> None:
+    """`saved` evaluates in BF16 after every step, this run in FP4 and at the end."""
+    trained = train(2, *TETRAJET, *TP2_SP)
+    assert trained.losses == saved(folder).losses
+    assert trained.evaluations[-1] != saved(folder).evaluations[-1]
+
+
+# --- non-finite numbers ------------------------------------------------------------------------
+
+
+def test_an_overflow_is_named_once_and_ends_the_run_as_upstream_does() -> None:
+    """Activations of 1e40 overflow in the last norm's square, and its gradient is the first NaN."""
+    result = torchrun(2, *TETRAJET, *TP2_SP, "--init-method-std", "1e20")
+    told = [line for line in result.output.splitlines() if "NaN or Inf" in line]
+    assert len(told) == 1 and "pipeline stage 0" in told[0]
+    where = "operand dy of dgrad in decoder.layers.1.mlp.linear_fc2"
+    assert f"iteration 1: the first NaN or Inf stood in {where}" in told[0]
+    assert result.output.count("Need to rerun step") == 1
+    assert re.search(r"exitcode *: 16 ", result.output) and not result.has_traceback
+
+
+def test_an_unchecked_run_goes_on_and_its_first_nan_is_named_once() -> None:
+    unchecked = ("--init-method-std", "inf", "--no-check-for-nan-in-loss-and-grad")
+    result = train(1, *TETRAJET, *unchecked)
+    told = [line for line in result.output.splitlines() if "NaN or Inf" in line]
+    assert len(told) == 1
+    assert "operand x of fprop in decoder.layers.0.self_attention.linear_qkv" in told[0]
+    assert "iteration        4/       4" in result.output

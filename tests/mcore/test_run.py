@@ -1,0 +1,209 @@
+"""Steps, microbatches and tokens: which random bits a forward pass, its rerun and its recomputation
+are given."""
+
+import argparse
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import num_microbatches_calculator as calculator
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fp4.linear import Replay
+from megatron_fp4.mcore.layers import Fp4State
+from megatron_fp4.mcore.run import Moment, Run
+from megatron_fp4.philox import Key, Placement
+from megatron_fp4.quantizer import get_quantizer
+from megatron_fp4.recipe import GemmRecipe, Recipe
+
+SEQUENCE, BATCH, MICROBATCHES = 32, 2, 3
+STOCHASTIC = get_quantizer("mxfp4-ceil-sr")
+# Noise in the forward pass as well: a recomputation with the wrong noise is another function.
+EVERYWHERE = Recipe(
+    "sr", **dict.fromkeys(("fprop", "dgrad", "wgrad"), GemmRecipe(*[STOCHASTIC] * 2))
+)
+
+
+@pytest.fixture(autouse=True)
+def microbatches() -> Iterator[None]:
+    calculator.init_num_microbatches_calculator(0, None, MICROBATCHES * BATCH, BATCH, 1)
+    yield
+    calculator.destroy_num_microbatches_calculator()
+
+
+def run_of(recipe: Recipe = EVERYWHERE, **args: Any) -> Run:
+    given = {"iteration": 0, "train_iters": 10, "fp4_seed": 2**40 + 7, "fp4_eval_forward": "fp4"}
+    return Run(recipe, argparse.Namespace(**given | args))
+
+
+def moments(
+    run: Run, chunks: tuple[int | None, ...] = (None,), count: int = MICROBATCHES
+) -> list[Moment]:
+    """The moments of one pass over the microbatches, chunk after chunk."""
+    seen: list[Moment] = []
+    step = run.counting(lambda data, model: seen.append(run.now()))
+    for _ in range(count):
+        for chunk in chunks:
+            step(iter(()), types.SimpleNamespace(vp_stage=chunk))
+    return seen
+
+
+# --- counting ----------------------------------------------------------------------------------
+
+
+def test_ranks_and_microbatches_never_share_a_row(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, rows = 4, []
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: ranks)
+    for rank in range(ranks):
+        monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda rank=rank: rank)
+        run = run_of()
+        for moment in moments(run):
+            rows.append(run.token_rows(moment, SEQUENCE, BATCH, torch.device("cpu")))
+    # All tokens of the global batch, each once.
+    everything = torch.arange(ranks * MICROBATCHES * BATCH * SEQUENCE)
+    assert torch.equal(torch.cat(rows).sort().values, everything)
+    # The dataset deals rank 1 the second micro batch, in Megatron's [sequence, batch] order.
+    second = rows[MICROBATCHES].view(SEQUENCE, BATCH)
+    assert second[:3].tolist() == [[64, 96], [65, 97], [66, 98]]
+
+
+def test_a_step_that_upstream_runs_twice_draws_the_same_bits(one_rank: None) -> None:
+    run = run_of()
+    first = moments(run)
+    assert first == [Moment(0, microbatch) for microbatch in range(MICROBATCHES)]
+    assert moments(run) == first
+    run.args.curr_iteration = 1
+    assert moments(run) == [Moment(1, microbatch) for microbatch in range(MICROBATCHES)]
+
+
+def test_each_model_chunk_counts_its_own_microbatches(one_rank: None) -> None:
+    """Interleaved schedules take the chunks in turns."""
+    counted = [moment.microbatch for moment in moments(run_of(), chunks=(0, 1))]
+    assert counted == [0, 0, 1, 1, 2, 2]
+
+
+def test_evaluations_do_not_shift_the_next_step(one_rank: None) -> None:
+    plain, evaluated = run_of(curr_iteration=4), run_of(curr_iteration=4)
+    moments(plain)
+    moments(evaluated)
+    moments(evaluated, count=2)  # as many as --eval-iters says
+    for run in (plain, evaluated):
+        run.args.curr_iteration = 5
+    assert moments(evaluated) == moments(plain)
+
+
+def test_a_resumed_run_goes_on_where_it_was_saved(one_rank: None) -> None:
+    assert moments(run_of(iteration=7))[0] == Moment(7, 0)
+
+
+def test_the_key_is_seed_and_step() -> None:
+    run = run_of()
+    assert run.key(Moment(3, 1)) == run.key(Moment(3, 2)) == Key(2**40 + 7, 3)
+
+
+def test_the_schedule_ends_at_its_share_of_the_iterations() -> None:
+    run = run_of(replace(EVERYWHERE, bf16_after=0.3), train_iters=10)
+    quantized = [run.recipe_at(Moment(step, 0)).fprop.quantized for step in range(10)]
+    assert quantized == [True] * 3 + [False] * 7
+
+
+# --- recomputation -----------------------------------------------------------------------------
+
+
+class Layer:
+    """The product that the FP4 layers of a model call, with its activations checkpointed or not."""
+
+    def __init__(self, run: Run, checkpointed: bool) -> None:
+        whole = {operand: Placement() for operand in ("x", "w", "dy")}
+        self.state = Fp4State("layer", run, shards={}, placements=whole, reduce_max=None)
+        self.run, self.checkpointed = run, checkpointed
+        generator = torch.Generator().manual_seed(1)
+        self.weight = torch.randn(32, 32, generator=generator).requires_grad_()
+
+    def forward(self, microbatch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 + microbatch)
+        x = torch.randn(SEQUENCE, BATCH, 32, generator=generator).requires_grad_()
+        if self.checkpointed:
+            return checkpoint(self.product, x, use_reentrant=True)
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Squared, so that the gradient depends on the output that was recomputed."""
+        return self.state.product(x, self.weight, None, training=True).square()
+
+
+def one_forward_one_backward(layer: Layer) -> Tensor:
+    """The gradient after 1F1B as the first of two stages runs it: a forward pass in advance."""
+    waiting: list[Tensor] = []
+    forward: Callable[..., Any] = layer.run.counting(
+        lambda data, model: waiting.append(layer.forward(next(data)))
+    )
+    data, model = iter(range(MICROBATCHES)), types.SimpleNamespace(vp_stage=None)
+    forward(data, model)
+    for _ in range(MICROBATCHES - 1):
+        forward(data, model)
+        waiting.pop(0).sum().backward()
+    waiting.pop(0).sum().backward()
+    assert layer.weight.grad is not None
+    return layer.weight.grad
+
+
+def test_a_recomputation_gets_its_own_microbatch_s_noise(one_rank: None) -> None:
+    kept = one_forward_one_backward(Layer(run_of(), checkpointed=False))
+    assert torch.equal(one_forward_one_backward(Layer(run_of(), checkpointed=True)), kept)
+
+
+def test_without_the_queue_it_would_get_another_s(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = one_forward_one_backward(Layer(run_of(), checkpointed=False))
+    monkeypatch.setattr(Replay, "take", lambda self, fresh, training: fresh())
+    assert not torch.equal(one_forward_one_backward(Layer(run_of(), checkpointed=True)), kept)
+
+
+def test_the_queue_is_empty_after_each_step_and_evaluations_leave_it_so(one_rank: None) -> None:
+    layer = Layer(run_of(), checkpointed=True)
+    one_forward_one_backward(layer)
+    with torch.no_grad():
+        layer.state.product(torch.ones(SEQUENCE, BATCH, 32), layer.weight, None, training=False)
+    assert not layer.state.replay._queue
+
+
+# --- health ------------------------------------------------------------------------------------
+
+
+def break_in(run: Run, step: int, value: float) -> None:
+    run.args.curr_iteration = step
+    run.counting(lambda data, model: None)(iter(()), types.SimpleNamespace(vp_stage=None))
+    run.monitor.observe(f"layer {step}", "fprop", "x", torch.tensor([1.0, value]))
+
+
+def test_a_nan_is_told_once_and_a_run_that_stays_nan_does_not_repeat_it(
+    one_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, nan = run_of(), float("nan")
+    for step, value in enumerate([1.0, nan, nan, nan, 1.0, float("-inf"), 1.0]):
+        break_in(run, step, value)
+    run.report()
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert "iteration 2: the first NaN or Inf stood in operand x of fprop in layer 1" in told[0]
+    assert "iteration 6:" in told[1] and "pipeline stage 0, rank 0" in told[1]
+
+
+def test_a_run_that_ends_in_its_bad_step_tells_at_once(
+    one_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of()
+    break_in(run, 20, float("inf"))
+    break_in(run, 20, float("inf"))  # upstream's rerun
+    run.report()
+    run.report()
+    assert capsys.readouterr().err.count("iteration 21:") == 1

@@ -1,0 +1,91 @@
+"""The monitor: the first of what is not finite, no false alarm, and no waiting for the device."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_fp4 import monitor
+from megatron_fp4.monitor import NonFiniteMonitor, Sighting
+
+BAD = [float("nan"), float("inf"), float("-inf")]
+
+
+def with_element(value: float, at: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    tensor = torch.linspace(-3, 3, 64 * 96, dtype=torch.float32).view(64, 96).to(dtype)
+    tensor.view(-1)[at] = value
+    return tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", BAD)
+def test_one_bad_element_is_seen_wherever_it_stands(value: float, dtype: torch.dtype) -> None:
+    for at in (0, 95, 3000, 64 * 96 - 1):
+        watching = NonFiniteMonitor()
+        watching.observe("layer", "dgrad", "dy", with_element(value, at, dtype).t())
+        assert watching.look() == Sighting(0, "layer", "dgrad", "dy")
+
+
+def test_huge_finite_operands_are_no_false_alarm() -> None:
+    """Their sum overflows, their extremes do not."""
+    huge = torch.full((64, 64), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    assert huge.sum(dtype=torch.float32).isinf()
+    watching = NonFiniteMonitor()
+    for operand in (huge, -huge, huge.float(), torch.empty(0, 64)):
+        watching.observe("layer", "fprop", "x", operand)
+    assert watching.look() is None
+
+
+@pytest.mark.parametrize("fold", [1, 2, 7, 1024])
+def test_the_first_in_the_order_of_use_is_named(fold: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "_FOLD", fold)
+    watching = NonFiniteMonitor()
+    for i in range(20):
+        # The operands of a model have more than one dtype.
+        tensor = with_element(BAD[i % 3] if i in (11, 12, 19) else 0.0, i, torch.float32)
+        watching.observe(f"layer {i}", "fprop", "w", tensor if i % 2 else tensor.bfloat16())
+    assert watching.look() == Sighting(0, "layer 11", "fprop", "w")
+    assert watching.look() is None
+
+
+def test_a_step_is_told_when_its_results_have_come() -> None:
+    watching = NonFiniteMonitor()
+    told = []
+    for step in range(4):
+        told.append(watching.start_step(step))
+        watching.observe("layer", "fprop", "x", with_element(BAD[0] if step == 1 else 0.0, 5))
+    assert told == [None, None, None, Sighting(1, "layer", "fprop", "x")]
+    assert watching.look() is None
+
+
+def test_looking_names_the_earlier_of_two_steps() -> None:
+    watching = NonFiniteMonitor()
+    for step in (5, 6):
+        watching.start_step(step)
+        watching.observe("layer", "fprop", "x", with_element(BAD[1], 5))
+    assert watching.look() == Sighting(5, "layer", "fprop", "x")
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations that bring a value to the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        self.count += name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_reads_a_step_s_result_one_whole_step_later() -> None:
+    watching = NonFiniteMonitor()
+    with Waits() as counted:
+        watching.start_step(0)
+        for _ in range(3000):
+            watching.observe("layer", "fprop", "x", torch.ones(8))
+        watching.start_step(1)
+        assert counted.count == 0
+        watching.start_step(2)
+        assert counted.count == 1
