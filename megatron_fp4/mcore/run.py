@@ -64,7 +64,8 @@ class Run:
         return counted
 
     def _start_microbatch(self, vp_stage: int | None) -> None:
-        step = getattr(self.args, "curr_iteration", self.args.iteration)
+        # With --skip-train no step is current, and the checkpoint's last one is evaluated.
+        step = getattr(self.args, "curr_iteration", self.args.iteration - 1)
         if step != self._step:
             self._tell(self.monitor.start_step(step + 1))  # as Megatron's log counts
             self._step = step

@@ -23,10 +23,9 @@ from megatron_fp4.recipe import GemmRecipe, Recipe
 
 SEQUENCE, BATCH, MICROBATCHES = 32, 2, 3
 STOCHASTIC = get_quantizer("mxfp4-ceil-sr")
+NOISY = GemmRecipe(STOCHASTIC, STOCHASTIC)
 # Noise in the forward pass as well: a recomputation with the wrong noise is another function.
-EVERYWHERE = Recipe(
-    "sr", **dict.fromkeys(("fprop", "dgrad", "wgrad"), GemmRecipe(*[STOCHASTIC] * 2))
-)
+EVERYWHERE = Recipe("noisy", fprop=NOISY, dgrad=NOISY, wgrad=NOISY)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +36,7 @@ def microbatches() -> Iterator[None]:
 
 
 def run_of(recipe: Recipe = EVERYWHERE, **args: Any) -> Run:
-    given = {"iteration": 0, "train_iters": 10, "fp4_seed": 2**40 + 7, "fp4_eval_forward": "fp4"}
+    given = {"iteration": 1, "train_iters": 10, "fp4_seed": 2**40 + 7, "fp4_eval_forward": "fp4"}
     return Run(recipe, argparse.Namespace(**given | args))
 
 
@@ -99,8 +98,12 @@ def test_evaluations_do_not_shift_the_next_step(one_rank: None) -> None:
     assert moments(evaluated) == moments(plain)
 
 
-def test_a_resumed_run_goes_on_where_it_was_saved(one_rank: None) -> None:
-    assert moments(run_of(iteration=7))[0] == Moment(7, 0)
+def test_an_evaluation_alone_is_the_one_that_ended_the_training(one_rank: None) -> None:
+    trained = run_of(curr_iteration=6)
+    moments(trained)
+    loaded = run_of(iteration=7)  # as after --load with --skip-train
+    assert moments(loaded, count=2) == moments(trained, count=2)
+    assert moments(run_of(iteration=0))[0] == Moment(0, 0)
 
 
 def test_the_key_is_seed_and_step() -> None:
