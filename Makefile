@@ -20,8 +20,9 @@ demo: $(INSTALLED)  ## pretrain in FP4 and in BF16 on real text, and compare (TE
 test: $(INSTALLED)  ## run the tests that need no GPU
 	@$(PYTHON) -m pytest -m "not gpu"
 
-test-gpu: $(INSTALLED)  ## run the tests that need a GPU
-	@$(PYTHON) -m pytest -m gpu
+test-gpu: $(INSTALLED)  ## run the tests that need a GPU, and the layouts on two
+	@$(PYTHON) -m pytest -m gpu tests
+	@$(PYTHON) -m pytest tests/mcore/test_layouts.py
 
 lint: $(INSTALLED)  ## run ruff and mypy
 	@$(PYTHON) -m ruff check .

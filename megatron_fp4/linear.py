@@ -121,11 +121,12 @@ def fprop(
         y += residual @ weight.to(x.dtype).t()
     if bias is not None:
         y += bias
-    if outliers is not None and not outliers.residual_in_wgrad:
-        residual = None
     forward = recipe.backward == "forward"
+    clamped_for_wgrad = forward and gemm.a is not None  # raw X has its outliers still
+    if outliers is not None and not (outliers.residual_in_wgrad and clamped_for_wgrad):
+        residual = None
     return y.to(x.dtype), Saved(
-        x_operand if forward and gemm.a is not None else x,
+        x_operand if clamped_for_wgrad else x,
         w_operand if forward and gemm.b is not None else weight,
         weight if recipe.estimator is not None else None,
         residual,

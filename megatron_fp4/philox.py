@@ -8,6 +8,7 @@ activation and another layout therefore draw the same noise.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ def philox4x32(
     return torch.broadcast_tensors(c0, c1 & _MASK, c2, c3 & _MASK)  # type: ignore[return-value]
 
 
+@cache  # asked for every operand of every call, and a model has a fixed set of names
 def stream_id(name: str) -> int:
     """FNV-1a, 32 bits, of `name` ("<global module name>:<gemm>:<operand>")."""
     digest = 0x811C9DC5

@@ -19,6 +19,7 @@ from megatron_fp4.hadamard import Hadamard
 from megatron_fp4.linear import Call, quantized_linear
 from megatron_fp4.philox import Key, random_bits16, random_signs, stream_id
 from megatron_fp4.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.recipe import HIGH_PRECISION
 from tests.oracles import normal, relative_error
 
 SEED, STEP = 0xABCDEF0123456789, 17
@@ -246,6 +247,15 @@ def test_the_residual_stays_out_of_wgrad_where_asked() -> None:
     expected = dge_occ(p, "residual-left-out-of-wgrad")
     recipe = get_recipe("dge-occ", residual_in_wgrad=False)
     assert errors(run(p, recipe), expected)["dw"] < BOUND[torch.float32]
+
+
+def test_raw_wgrad_has_each_outlier_once() -> None:
+    """Where backward takes the raw X, the residual is in it already."""
+    p = problem()
+    plain = replace(
+        get_recipe("dge-occ", dge=False), backward="raw", dgrad=HIGH_PRECISION, wgrad=HIGH_PRECISION
+    )
+    assert errors(run(p, plain), {"dw": p.dy.t() @ p.x})["dw"] < BOUND[torch.float32]
 
 
 # --- keys -----------------------------------------------------------------------------------------

@@ -57,22 +57,23 @@ def stochastic(folder: Path, *flags: str) -> Result:
     return train(2, *SIZES, *recipe, *FOUR_MICROBATCHES, *flags)
 
 
-@pytest.mark.parametrize("layout", [TP2_SP, PP2], ids=["tp2-sp", "pp2"])
-def test_recomputation_repeats_the_run(folder: Path, layout: tuple[str, ...]) -> None:
-    kept, recomputed = stochastic(folder, *layout), stochastic(folder, *layout, *RECOMPUTE)
+def test_recomputation_repeats_the_run(folder: Path) -> None:
+    """Under 1F1B the first stage is a microbatch ahead when it recomputes."""
+    kept, recomputed = stochastic(folder, *PP2), stochastic(folder, *PP2, *RECOMPUTE)
     assert len(kept.losses) == 4 and kept.losses[-1] < kept.losses[0]
     assert recomputed.losses == kept.losses
     assert recomputed.evaluations == kept.evaluations
 
 
-def test_a_step_that_is_run_again_repeats_itself(folder: Path) -> None:
+def test_a_recomputed_step_that_is_run_again_repeats_the_run(folder: Path) -> None:
     """Upstream distrusts every loss (errors injected into its check of spikes), runs each step
     again, and prints the loss of both runs; the second's gradients count."""
     spikes = "--no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --error-injection-rate 1"
-    twice = stochastic(folder, *TP2_SP, *spikes.split())
+    twice = stochastic(folder, *TP2_SP, *RECOMPUTE, *spikes.split())
     compared = re.findall(r"First rerun: .* \((\S+) != (\S+)\)", twice.output)
     assert len(compared) >= 4 and all(first == second for first, second in compared)
-    assert twice.losses == stochastic(folder, *TP2_SP).losses
+    once = stochastic(folder, *TP2_SP)
+    assert (twice.losses, twice.evaluations) == (once.losses, once.evaluations)
 
 
 def test_another_seed_of_the_noise_is_another_run(folder: Path) -> None:
