@@ -1,0 +1,181 @@
+"""Noise keys and autograd of the linear: what a call depends on, and what it must leave alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fp4 import GemmRecipe, Quantizer, get_recipe, linear, list_recipes
+from megatron_fp4.hadamard import Hadamard
+from megatron_fp4.linear import Call, quantized_linear
+from megatron_fp4.philox import Key, random_signs, stream_id
+from tests.oracles import relative_error
+from tests.test_linear import (
+    BOUND,
+    IN,
+    OUT,
+    SEED,
+    STEP,
+    TOKENS,
+    Problem,
+    Results,
+    mxfp4_rht_sr,
+    problem,
+    q,
+    run,
+    value,
+)
+
+# --- keys -----------------------------------------------------------------------------------------
+
+ALL = list_recipes()
+
+
+def equal(a: Results, b: Results) -> dict[str, bool]:
+    return {name: torch.equal(a[name], b[name]) for name in a}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_a_rerun_is_bit_exact(name: str, dtype: torch.dtype) -> None:
+    p = problem(dtype)
+    assert all(equal(run(p, name), run(p, name)).values())
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"step": 18}, {"name": "fc2"}], ids=str)
+def test_noise_is_of_seed_step_and_name(other: dict[str, Any]) -> None:
+    p = problem()
+    same = equal(run(p, "tetrajet"), run(p, "tetrajet", **other))
+    assert same["y"] and not (same["dx"] or same["dw"] or same["db"])
+
+
+def test_microbatches_share_all_but_the_signs_of_wgrad() -> None:
+    """W is prepared once a step, so dgrad's signs are the step's; wgrad's are fresh."""
+    p, recipe = problem(), get_recipe("mxfp4-rht-sr")
+    found = []
+    for microbatch in (0, 1):
+        x, w = p.x.clone().requires_grad_(), p.w.clone().requires_grad_()
+        call = Call(name="linear", key=Key(SEED, STEP), microbatch=microbatch)
+        quantized_linear(x, w, None, recipe, call).backward(p.dy)
+        found.append({"dx": x.grad, "dw": w.grad})
+    expected = run(p, recipe)
+    assert torch.equal(found[0]["dx"], expected["dx"])  # type: ignore[arg-type]
+    assert torch.equal(found[1]["dx"], expected["dx"])  # type: ignore[arg-type]
+    assert torch.equal(found[0]["dw"], expected["dw"])  # type: ignore[arg-type]
+    signs = random_signs(64, Key(SEED, STEP), stream_id("linear:wgrad"), draw=1)
+    expected_dw = mxfp4_rht_sr(p, wgrad_signs=signs)["dw"]
+    assert relative_error(found[1]["dw"], expected_dw) < BOUND[torch.float32]  # type: ignore
+
+
+@pytest.mark.parametrize("signs", ["random", "none"])
+def test_a_forward_transform_is_turned_back(signs: Any) -> None:
+    """A Hadamard in fprop with double quantization: dgrad and wgrad take W and X in their own
+    basis, as the forward pass saw them."""
+    p, g, nearest = problem(), 32, Quantizer(rule="ceil")
+    recipe = replace(get_recipe("tetrajet"), fprop=GemmRecipe(nearest, nearest, Hadamard(g, signs)))
+    h = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(g)] for i in range(g)]).double()
+    if signs == "random":
+        h = torch.diag(random_signs(g, Key(SEED, STEP), stream_id("linear:fprop"))).double() @ h
+    s = torch.block_diag(*[h / math.sqrt(g)] * (IN // g))
+    q1 = value(q((p.x.double() @ s).float().bfloat16(), 1, rule="ceil"))
+    q2 = value(q((p.w.double() @ s).float().bfloat16(), 1, rule="ceil"))
+    x, w = (q1 @ s.t()).float(), (q2 @ s.t()).float()
+    found = run(p, recipe)
+    assert relative_error(found["y"], q1 @ q2.t()) < BOUND[torch.float32]
+    q3, q4 = (
+        q(t, a, f"linear:dgrad:{n}", rule="ceil") for t, a, n in ((p.dy, 1, "dy"), (w, 0, "w"))
+    )
+    q5, q6 = (q(t, 0, f"linear:wgrad:{n}", rule="ceil") for t, n in ((p.dy, "dy"), (x, "x")))
+    assert relative_error(found["dx"], value(q3) @ value(q4)) < BOUND[torch.float32]
+    assert relative_error(found["dw"], value(q5).t() @ value(q6)) < BOUND[torch.float32]
+
+
+# --- autograd's ways ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("needed", ["x", "w", "bias", "none"])
+def test_only_what_needs_a_gradient_gets_one(name: str, needed: str) -> None:
+    p = problem()
+    leaves = {"x": p.x.clone(), "w": p.w.clone(), "bias": p.bias.clone()}
+    if needed != "none":
+        leaves[needed].requires_grad_()
+    y = linear(leaves["x"], leaves["w"], leaves["bias"], recipe=name, seed=SEED, step=STEP)
+    assert y.requires_grad == (needed != "none")
+    if needed == "none":
+        return
+    y.backward(p.dy)
+    letter = {"x": "dx", "w": "dw", "bias": "db"}[needed]
+    gradient = leaves[needed].grad
+    assert gradient is not None
+    if needed == "bias" and get_recipe(name).bias_gradient == "quantized":
+        assert relative_error(gradient, p.dy.double().sum(0)) < 1e-6  # raw: no dX, no Q3
+    else:
+        assert torch.equal(gradient, run(p, name)[letter])
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_bias(name: str, dtype: torch.dtype) -> None:
+    p = problem(dtype)
+    plain = linear(p.x, p.w, recipe=name)
+    y = linear(p.x, p.w, 64 * p.bias, recipe=name)
+    assert relative_error(y, plain.double() + 64 * p.bias.double()) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_tokens(name: str) -> None:
+    x = torch.zeros(0, IN, requires_grad=True)
+    w = problem().w.requires_grad_()
+    linear(x, w, recipe=name).sum().backward()
+    assert x.grad is not None and x.grad.shape == (0, IN)
+    assert w.grad is not None and not w.grad.any()
+
+
+def test_noncontiguous_input_and_gradient() -> None:
+    p = problem()
+    x = p.x.t().contiguous().t().requires_grad_()
+    w = p.w.clone().requires_grad_()
+    linear(x, w, p.bias, recipe="tetrajet", seed=SEED, step=STEP).backward(
+        p.dy.t().contiguous().t()
+    )
+    expected = run(p, "tetrajet")
+    assert torch.equal(x.grad, expected["dx"])  # type: ignore[arg-type]
+    assert torch.equal(w.grad, expected["dw"])  # type: ignore[arg-type]
+
+
+def test_a_gradient_of_one_number_for_all() -> None:
+    p = problem()
+    w = p.w.clone().requires_grad_()
+    linear(p.x, w, recipe="tetrajet").sum().backward()
+    ones = p.w.clone().requires_grad_()
+    linear(p.x, ones, recipe="tetrajet").backward(torch.ones(TOKENS, OUT))
+    assert torch.equal(w.grad, ones.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward-outside", "backward-inside"])
+@pytest.mark.parametrize("name", ALL)
+def test_autocast(name: str, inside: bool) -> None:
+    """As nn.functional.linear: operands are cast, gradients come back in their leaves' dtypes; and
+    the products of backward are the same inside the region as outside."""
+    p = problem()
+    x, w, bias = (t.clone().requires_grad_() for t in (p.x, p.w, p.bias))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x, w, bias, recipe=name, seed=SEED, step=STEP)
+        if inside:
+            y.backward(p.dy.bfloat16())
+    if not inside:
+        y.backward(p.dy.bfloat16())
+    narrow = problem(torch.bfloat16)
+    expected = run(Problem(narrow.x, narrow.w, narrow.dy, p.bias), name)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, linear(narrow.x, narrow.w, p.bias, recipe=name, seed=SEED, step=STEP))
+    assert x.grad is not None and w.grad is not None and bias.grad is not None
+    assert x.grad.dtype == w.grad.dtype == bias.grad.dtype == torch.float32
+    assert torch.equal(x.grad, expected["dx"].float())
+    assert torch.equal(w.grad, expected["dw"].float())
+    assert torch.equal(bias.grad, expected["db"])
