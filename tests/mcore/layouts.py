@@ -56,7 +56,8 @@ def differing_codes(
 
     Where a gradient is zero in exact arithmetic (the first token's query, whose softmax has one
     entry), a block holds rounding noise alone and so do its codes: decoded values below 64 epsilons
-    of the model's dtype times the operand's largest do not count. strict: every shard belongs to an operand of `one`.
+    of the model's dtype times the operand's largest do not count. strict: every shard belongs to
+    an operand of `one`.
     """
     whole = {record[0]: record[1:] for record in one}
     differing, covered = 0, set()
