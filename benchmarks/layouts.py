@@ -29,13 +29,14 @@ def main() -> None:
                 if (layout, case) not in CASES:
                     continue
                 pair = one[case, dtype], many[case, dtype]
+                operands = [step["operands"] for step in pair]
                 rows.append(
                     {
                         "layout": layout,
                         "case": case,
                         "dtype": str(dtype).removeprefix("torch."),
-                        "codes": sum(record[3].numel() for record in pair[1]["operands"]),
-                        "differing codes": differing_codes(*(p["operands"] for p in pair), dtype),
+                        "codes": sum(record[3].numel() for record in operands[1]),
+                        "differing codes": differing_codes(operands[0], operands[1], dtype),
                         "loss": loss_error(*pair),
                         "largest gradient error": max(gradient_errors(*pair).values()),
                     }

@@ -70,7 +70,7 @@ class Training:
 
     steps: int
     batch: int = 8
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     evaluations: int = 4
     held_out_batches: int = 16
     seed: int = 1234
