@@ -23,8 +23,8 @@ from tests.mcore.layouts import (
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="layouts take two GPUs")
 
 # A Hadamard transform's output is rounded to BF16, so a difference of 1e-7 in a product moves a
-# value by 2^-9 now and then, and at most 1e-4 of the codes by one. A code moves its element by at
-# most half of itself: the product moves by less than 1/2 sqrt(1e-4).
+# value by 2^-9 now and then, and at most 1e-4 of the codes by one step, about a third of the
+# operand's RMS: the product moves by about 1/3 sqrt(1e-4).
 TRANSFORMED, TRANSFORMED_BOUND = {"mxfp4-rht-sr"}, 5e-3
 
 
