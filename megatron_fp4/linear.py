@@ -42,7 +42,8 @@ class Call:
     placements: where the local x, w and dy lie in the unsharded tensors.
     sharded: the axis along which tensor parallelism shards an operand; absent where it does not.
     reduce_max: takes a maximum over the tensor-parallel group in place.
-    observe: called with (gemm, operand, tensor) on each incoming operand, to watch for NaN.
+    observe: called with (gemm, operand, tensor) on each incoming operand and each product (y, dx,
+        dw), to watch for NaN.
     """
 
     name: str = "linear"
@@ -121,6 +122,7 @@ def fprop(
         y += residual @ weight.to(x.dtype).t()
     if bias is not None:
         y += bias
+    call.watch("fprop", "y", y)
     forward = recipe.backward == "forward"
     clamped_for_wgrad = forward and gemm.a is not None  # raw X has its outliers still
     if outliers is not None and not (outliers.residual_in_wgrad and clamped_for_wgrad):
@@ -217,9 +219,11 @@ class _Linear(torch.autograd.Function):
         with _plain_tensors(), torch.autocast(dy.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 dx, dy_operand = dgrad(dy, saved, recipe, call)
+                call.watch("dgrad", "dx", dx)
                 dx = dx.view(ctx.x_shape)
             if ctx.needs_input_grad[1]:
                 dw = wgrad(dy, saved, recipe, call, ctx.weight_dtype)
+                call.watch("wgrad", "dw", dw)
         if ctx.needs_input_grad[2]:
             # Where dX is not needed dY is not quantized for it, and the raw one serves.
             quantized = recipe.bias_gradient == "quantized"

@@ -20,8 +20,9 @@ class Sighting:
     operand: str
 
     def __str__(self) -> str:
+        kind = "product" if self.operand in ("y", "dx", "dw") else "operand"
         return (
-            f"iteration {self.step}: the first NaN or Inf stood in operand {self.operand} of "
+            f"iteration {self.step}: the first NaN or Inf stood in {kind} {self.operand} of "
             f"{self.gemm} in {self.module}"
         )
 

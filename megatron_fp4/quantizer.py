@@ -58,8 +58,11 @@ class Quantizer:
             raise ConfigError(f"block is [across, along], [1, 0] or [0, 0], not {self.block}")
         if self.outer and self.block[0] > 1:
             raise ConfigError(f"a block along a whole axis is [1, 0] or [0, 0], not {self.block}")
-        if not (self.prescale > 0 and self.inflate > 0 and self.tensor_max >= 0):
-            raise ConfigError("prescale and inflate must be above 0, tensor_max 0 or more")
+        factors = (self.prescale, self.inflate, self.tensor_max)
+        if not (all(map(math.isfinite, factors)) and min(factors[:2]) > 0 and self.tensor_max >= 0):
+            raise ConfigError(
+                "prescale and inflate must be finite and above 0, tensor_max 0 or more"
+            )
         rules = {"e8m0": ("floor", "ceil"), "fp32": ("absmax",)}.get(
             self.scale, ("nearest", "up", "four-over-six")
         )

@@ -117,6 +117,10 @@ class Recipe:
         unknown = [g for g in self.bf16_gemms if g not in GEMMS]
         if unknown:
             raise ConfigError(f"no GEMM is called {unknown[0]!r}; known: {', '.join(GEMMS)}")
+        if not self.bf16_gemms or (share is None and self.bf16_gemms != GEMMS):
+            raise ConfigError(
+                "bf16_gemms names the GEMMs that bf16_after returns to BF16: give both"
+            )
 
     def _check_correction(self, gemm: str) -> None:
         correction, needed = self.gemm(gemm).correction, 1 / _prescale(self.gemm(gemm))
@@ -140,6 +144,7 @@ class Recipe:
         return replace(
             self,
             bf16_after=None,
+            bf16_gemms=GEMMS,
             **{gemm: HIGH_PRECISION for gemm in self.bf16_gemms},  # type: ignore[arg-type]
             # What hangs on a quantizer goes with it.
             estimator=None if "fprop" in self.bf16_gemms else self.estimator,

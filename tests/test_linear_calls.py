@@ -94,6 +94,23 @@ def test_a_forward_transform_is_turned_back(signs: Any) -> None:
     assert relative_error(found["dw"], value(q5).t() @ value(q6)) < BOUND[torch.float32]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_after_its_schedule_a_recipe_is_the_plain_linear_bit_for_bit(dtype: torch.dtype) -> None:
+    late = replace(get_recipe("tetrajet"), bf16_after=0.0).at(0.0)
+    p = problem()
+    results = []
+    for product in (
+        lambda x, w: quantized_linear(x, w, None, late, Call()),
+        torch.nn.functional.linear,
+    ):
+        x, w = (t.to(dtype).requires_grad_() for t in (p.x, p.w))
+        y = product(x, w)
+        y.backward(p.dy.to(dtype))
+        results.append((y, x.grad, w.grad))
+    for ours, plain in zip(*results, strict=True):
+        assert ours is not None and plain is not None and torch.equal(ours, plain)
+
+
 # --- autograd's ways ------------------------------------------------------------------------------
 
 
@@ -179,3 +196,24 @@ def test_autocast(name: str, inside: bool) -> None:
     assert torch.equal(x.grad, expected["dx"].float())
     assert torch.equal(w.grad, expected["dw"].float())
     assert torch.equal(bias.grad, expected["db"])
+
+
+# --- what a call shows the monitor -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_overflow_of_finite_operands_is_seen_in_the_product(name: str) -> None:
+    """float16 ends at 65,504: 128 tokens of 100 times 100 do not fit."""
+    seen: list[tuple[str, str, bool]] = []
+
+    def observe(gemm: str, operand: str, tensor: Tensor) -> None:
+        seen.append((gemm, operand, bool(tensor.isfinite().all())))
+
+    x = torch.full((TOKENS, IN), 100.0, dtype=torch.float16, requires_grad=True)
+    w = torch.zeros(OUT, IN, dtype=torch.float16, requires_grad=True)
+    y = quantized_linear(x, w, None, get_recipe(name), Call(observe=observe))
+    y.backward(torch.full_like(y, 100.0))
+    assert [f"{gemm} {operand}" for gemm, operand, _ in seen] == [
+        "fprop x", "fprop w", "fprop y", "dgrad dy", "dgrad dx", "wgrad dw",
+    ]  # fmt: skip
+    assert [operand for _, operand, finite in seen if not finite] == ["dw"]

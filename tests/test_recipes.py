@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,8 @@ def test_yaml_without_a_base_spells_out_dge_occ(tmp_path: Path) -> None:
         tmp_path,
         """
         name: dge-occ
-        description: vector-wise E2M1 forward, outlier clamp and compensation, DGE, E5M2 dY
+        description: vector-wise E2M1 forward, outlier clamp (quantiles of the local shard) and
+          compensation, DGE, E5M2 dY
         paper: arXiv 2501.17116, section 3
         fprop: {a: vector, b: vector}
         dgrad: {a: {element: e5m2, scale: fp32, block: [1, 0], rule: absmax}}
@@ -250,14 +252,37 @@ def test_a_file_can_build_on_a_file(tmp_path: Path) -> None:
     assert not recipe.dgrad.quantized and not recipe.wgrad.quantized and recipe.fprop.quantized
 
 
+def test_files_that_build_on_each_other_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "first.yaml").write_text(f"base: {tmp_path / 'mine.yaml'}\n")
+    with pytest.raises(ConfigError, match="itself"):
+        load(tmp_path, f"base: {tmp_path / 'first.yaml'}\n")
+
+
+@pytest.mark.parametrize(
+    "body", ["raise RuntimeError('no')", "def recipe(", "recipe = lambda: 1 / 0"]
+)
+def test_a_users_module_that_fails_is_named(
+    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_recipe.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_recipe", raising=False)
+    with pytest.raises(ConfigError, match="broken_recipe.*(RuntimeError|SyntaxError|ZeroDivision)"):
+        get_recipe("broken_recipe:recipe")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("", ["mapping"]),
         ("- a\n- b\n", ["mapping"]),
-        ("a: [1\n", ["not YAML"]),
+        ("a: [1\n", ["not valid YAML"]),
         ("base: tetrajett\n", ["tetrajett", "tetrajet,"]),
         ("base: 5\n", ["5"]),
+        ("wgrad: {a: mxfp4}\nwgrad: {}\n", ["'wgrad'", "twice"]),
+        ("base: mxfp4\nbf16_gemms: [dgrad]\n", ["bf16_after"]),
+        ("base: mxfp4\nbf16_after: 0.5\nbf16_gemms: []\n", ["bf16_gemms"]),
+        ("wgrad: {a: {prescale: .inf}, correction: 0}\n", ["prescale"]),
         ("bas: tetrajet\n", ["'bas'", "base", "bf16_after"]),
         ("options: {rule: floor}\n", ["base"]),
         ("base: tetrajet\noptions: {rool: floor}\n", ["rool", "rule"]),
@@ -295,5 +320,5 @@ def test_a_missing_or_binary_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="absent.yaml"):
         get_recipe(str(tmp_path / "absent.yaml"))
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ConfigError, match="not YAML"):
+    with pytest.raises(ConfigError, match="not valid YAML"):
         get_recipe(str(tmp_path / "binary.yaml"))

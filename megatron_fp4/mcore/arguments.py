@@ -9,7 +9,8 @@ import argparse
 import importlib.util
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,15 +30,23 @@ def parse() -> argparse.Namespace:
 
     Raises ConfigError in place of Megatron's failed assertions, with their text.
     """
-    try:
+    with megatrons_demands():
         args = parse_and_validate_args(extra_args_provider=add_arguments)
-    except ConfigError:
-        raise
-    except (AssertionError, ValueError) as error:
-        raise ConfigError(str(error) or f"Megatron demands: {_failed_line(error)}") from error
     if "MASTER_ADDR" not in os.environ:  # torch.distributed meets the other processes there
         raise ConfigError("no launcher: start this script by torchrun --nproc-per-node N")
     return args
+
+
+@contextmanager
+def megatrons_demands() -> Iterator[None]:
+    """Turns what Megatron's checks of a configuration raise into ConfigErrors with their text."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(text or f"Megatron demands: {_failed_line(error)}") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -67,6 +76,16 @@ def validate(args: argparse.Namespace) -> None:
             "--attention-backend local is not supported; leave it out: without Transformer Engine "
             "attention runs in torch's scaled_dot_product_attention"
         )
+    if args.rampup_batch_size is not None:  # T/global_vars.py builds its calculator without it
+        raise ConfigError(
+            "Megatron-core 0.19 drops --rampup-batch-size: use --step-batch-size-schedule"
+        )
+    if "layernorm" in (args.recompute_modules or []) and not HAVE_TE:
+        raise ConfigError(
+            "--recompute-modules layernorm needs Transformer Engine: recompute other modules"
+        )
+    if not (args.train_iters or args.train_samples or args.skip_train):
+        raise ConfigError("how long to train? give --train-iters or --train-samples")
     for option in ("sft", "fim_data", "dataloader_inter_document_masking"):
         if getattr(args, option):
             raise ConfigError(f"--{option.replace('_', '-')} is not supported: pretraining only")
@@ -79,6 +98,7 @@ def _machine_defaults() -> dict[str, Any]:
         # Without a mask, causal attention runs in its fastest kernel. Megatron's dataset makes a
         # [sequence, sequence] mask for each sample unless told not to.
         "create_attention_mask_in_dataloader": False,
+        "eval_interval": 1000,  # Megatron-core 0.19 has no default and divides by it
     }
     if not HAVE_TE:
         defaults |= {"transformer_impl": "local", "apply_rope_fusion": False}

@@ -80,8 +80,9 @@ def table(recipe: Recipe, rows: list[Row]) -> str:
     head = ("linear", "layers", "out x in on a rank", "recipe", *GEMMS)
     cells = [(k[0], _ranges(layers), *k[1:]) for k, layers in sorted(kinds.items())]
     widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
+    about = "; ".join(filter(None, (recipe.description, recipe.paper)))
     lines = [
-        f"megatron-fp4: recipe {recipe.name} ({recipe.description}; {recipe.paper})",
+        f"megatron-fp4: recipe {recipe.name}{f' ({about})' if about else ''}",
         *(
             "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
             for line in [head, *cells]

@@ -12,6 +12,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import (
     StragglerDetector,
     get_attr_wrapped_model,
@@ -40,24 +41,21 @@ def train() -> None:
     """Runs `megatron.training.pretrain`, or its evaluation alone with --skip-train."""
     compat.install()
     args = arguments.parse()
-    model = gpt_config_from_args(args)
-    recipe = options.recipe_of(args)
-    if recipe is not None or args.transformer_impl == "local":
-        model.transformer_layer_spec = layer_spec  # else upstream's own, with its own FP8 and FP4
-    compat.mend_model_config(model, args)
     step: Callable[..., Any] = forward_step
     run = None
-    if recipe is not None:
-        run = Run(recipe, args)
-        model.pre_wrap_hooks.append(partial(attach, run))
-        step = run.counting(forward_step)
+    with arguments.megatrons_demands():
+        model = gpt_config_from_args(args)
+        recipe = options.recipe_of(args)
+        if recipe is not None or args.transformer_impl == "local":
+            model.transformer_layer_spec = layer_spec  # else upstream's, with its own FP8 and FP4
+        compat.mend_model_config(model, args)
+        if recipe is not None:
+            run = Run(recipe, args)
+            model.pre_wrap_hooks.append(partial(attach, run))
+            step = run.counting(forward_step)
+        config = pretrain_cfg_container_from_args(args, model)
     try:
-        pretrain(
-            pretrain_cfg_container_from_args(args, model),
-            datasets,
-            ModelType.encoder_or_decoder,
-            step,
-        )
+        pretrain(config, datasets, ModelType.encoder_or_decoder, step)
     finally:
         if run is not None:
             run.report()
@@ -207,8 +205,11 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
 
 def _has_mtp(vp_stage: int | None) -> bool:
     args = get_args()
+    layout = args.pipeline_model_parallel_layout
+    if isinstance(layout, str):
+        layout = PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
     return mtp_on_this_rank(
-        layout=args.pipeline_model_parallel_layout,
+        layout=layout,
         mtp_num_layers=args.mtp_num_layers,
         ignore_virtual=vp_stage is None,
         vp_stage=vp_stage,

@@ -110,8 +110,17 @@ def settle(args: argparse.Namespace) -> None:
         )
     if recipe_of(args) is None:
         _refuse_orphans(args)
+    elif not args.first_last_layers_bf16 and (
+        args.num_layers_at_start_in_bf16 != 1 or args.num_layers_at_end_in_bf16 != 1
+    ):
+        raise ConfigError(
+            "--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 need "
+            "--first-last-layers-bf16: add it"
+        )
     if args.fp4_seed is None:
         args.fp4_seed = args.seed
+    if not 0 <= args.fp4_seed < 2**64:
+        raise ConfigError(f"--fp4-seed is an integer from 0 to 2**64 - 1, not {args.fp4_seed}")
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe | None:
@@ -120,16 +129,17 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
     if args.fp4_recipe is None or args.fp4 is not None:
         return None
     recipe = get_recipe(args.fp4_recipe, **_options(args.fp4_recipe_option))
-    if not any(recipe.gemm(gemm).quantized for gemm in GEMMS):
-        raise ConfigError(
-            f"recipe {args.fp4_recipe} quantizes nothing: give fprop, dgrad or wgrad a quantizer"
-        )
     if args.fp4_bf16_after is not None:
         recipe = replace(recipe, bf16_after=args.fp4_bf16_after)
     if args.fp4_bf16_gemms is not None:
         if recipe.bf16_after is None:
             raise ConfigError("--fp4-bf16-gemms needs --fp4-bf16-after")
         recipe = replace(recipe, bf16_gemms=tuple(args.fp4_bf16_gemms))
+    if not any(recipe.at(0.0).gemm(gemm).quantized for gemm in GEMMS):
+        raise ConfigError(
+            f"recipe {args.fp4_recipe} quantizes nothing: give fprop, dgrad or wgrad a quantizer "
+            "and a share of training in FP4, or leave the recipe out"
+        )
     for is_set, advice in _REFUSALS:
         if is_set(args):
             raise ConfigError(f"recipe {args.fp4_recipe} does not support {advice}")

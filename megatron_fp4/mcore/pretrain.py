@@ -15,6 +15,7 @@ import torch
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import cpu
+from megatron_fp4.mcore.once import once
 
 
 def main() -> None:
@@ -56,6 +57,5 @@ def _quiet() -> None:
 def _speaks() -> bool:
     """True in one rank of those that failed: whether all did or one alone, the error is told."""
     if torch.distributed.is_initialized():
-        store = torch.distributed.distributed_c10d._get_default_store()
-        return store.add("megatron_fp4_error", 1) == 1
+        return once("error")
     return int(os.environ.get("LOCAL_RANK", "0")) == 0  # every node reads its own files

@@ -15,6 +15,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megatron_fp4.mcore.once import once
 from megatron_fp4.monitor import NonFiniteMonitor, Sighting
 from megatron_fp4.philox import Key
 from megatron_fp4.recipe import Recipe
@@ -115,15 +116,6 @@ class Run:
         is_news, self._last_sighting = seen.step != self._last_sighting + 1, seen.step
         # Once for each pipeline stage: its other ranks saw the same or its consequences.
         stage = mpu.get_pipeline_model_parallel_rank()
-        if is_news and _first(f"megatron_fp4_nonfinite:{seen.step}:{stage}"):
+        if is_news and once(f"nonfinite:{seen.step}:{stage}"):
             where = f"pipeline stage {stage}, rank {torch.distributed.get_rank()}"
             sys.stderr.write(f"megatron-fp4: {seen} ({where})\n")  # at once: stages speak together
-
-
-def _first(key: str) -> bool:
-    """True in the first process that asks. Where the store has gone with its process, in all."""
-    store = torch.distributed.distributed_c10d._get_default_store()
-    try:
-        return store.add(key, 1) == 1
-    except torch.distributed.DistError:
-        return True

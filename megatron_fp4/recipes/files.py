@@ -26,33 +26,56 @@ from megatron_fp4.hadamard import Hadamard
 from megatron_fp4.outliers import OutlierClamp
 from megatron_fp4.quantizer import Quantizer, get_quantizer
 from megatron_fp4.recipe import GEMMS, GemmRecipe, Recipe
-from megatron_fp4.recipes.registry import get_recipe, typed
+from megatron_fp4.recipes.registry import SUFFIXES, get_recipe, typed
 
 
-def load_recipe_file(path: Path, options: Mapping[str, Any]) -> Recipe:
-    """The Recipe that a YAML file describes. `options` override the file's own.
+class _NoRepeats(yaml.SafeLoader):
+    """YAML in which a key stands once: of two, the safe loader would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for i, key in enumerate(keys):
+            if key in keys[:i]:
+                raise yaml.YAMLError(f"the key {key!r} stands twice; keep one")
+        return super().construct_mapping(node, deep)
+
+
+def load_recipe_file(
+    path: Path, options: Mapping[str, Any], above: tuple[Path, ...] = ()
+) -> Recipe:
+    """The Recipe that a YAML file describes. `options` override the file's own. above: the files
+    that this one is the base of.
 
     Raises ConfigError, naming the file, for a missing or malformed file, an unknown key or value.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _NoRepeats)
     except OSError as error:
         raise ConfigError(f"recipe file {path}: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
-        raise ConfigError(f"recipe file {path} is not YAML: {problem}") from error
+        raise ConfigError(f"recipe file {path} is not valid YAML: {problem}") from error
     try:
-        return _recipe(_mapping(content, "the file"), path, options)
+        return _recipe(_mapping(content, "the file"), path, options, above)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"recipe file {path}: {error}") from error
 
 
-def _recipe(content: dict[str, Any], path: Path, options: Mapping[str, Any]) -> Recipe:
+def _recipe(
+    content: dict[str, Any], path: Path, options: Mapping[str, Any], above: tuple[Path, ...]
+) -> Recipe:
     chosen = {**_mapping(content.pop("options", {}), "options"), **options}
     base = content.pop("base", None)
     if base is None and chosen:
         raise ConfigError("options belong to a base recipe; name one with base:")
-    start = Recipe(name=path.stem) if base is None else get_recipe(base, **chosen)
+    if base is None:
+        start = Recipe(name=path.stem)
+    elif str(base).endswith(SUFFIXES):
+        if Path(base).resolve() in (chain := (*above, path.resolve())):
+            raise ConfigError(f"base: {base} is built on this file itself")
+        start = load_recipe_file(Path(base), chosen, chain)
+    else:
+        start = get_recipe(base, **chosen)
     content.setdefault("name", path.stem)
     _known(content, Recipe, "the file", extra=("base", "options"))
     for gemm in GEMMS:

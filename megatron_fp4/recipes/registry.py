@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import Recipe
 
+SUFFIXES = (".yaml", ".yml")  # of recipe files
 _FACTORIES: dict[str, Callable[..., Recipe]] = {}
 
 
@@ -49,7 +51,7 @@ def get_recipe(name: str, **options: Any) -> Recipe:
         raise ConfigError(f"a recipe goes by a name, not by {name!r}")
     if name in _FACTORIES:
         return call_with_options(_FACTORIES[name], name, options)
-    if name.endswith((".yaml", ".yml")):
+    if name.endswith(SUFFIXES):
         from megatron_fp4.recipes.files import load_recipe_file
 
         return load_recipe_file(Path(name), options)
@@ -65,8 +67,9 @@ def _imported(name: str, options: Mapping[str, Any]) -> Recipe:
     module_name, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"recipe {name!r} cannot be imported: {error}") from error
+    except Exception as error:  # a user's module may raise anything
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"recipe {name!r} cannot be imported: {problem}") from error
     if callable(found):
         found = call_with_options(found, name, options)
     elif options:
@@ -89,6 +92,9 @@ def call_with_options(
         return factory(**{key: typed(value, hints.get(key), key) for key, value in options.items()})
     except ValueError as error:
         raise ConfigError(f"recipe {name!r}: {error}") from error
+    except Exception as error:  # a user's function may raise anything
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"recipe {name!r} failed: {problem}") from error
 
 
 def typed(value: Any, hint: Any, key: str) -> Any:
@@ -125,7 +131,12 @@ def typed(value: Any, hint: Any, key: str) -> Any:
 def _number(value: Any) -> float | Fraction | None:
     if isinstance(value, str):
         try:
-            return Fraction(value)
+            value = Fraction(value)
         except (ValueError, ZeroDivisionError):
             return None
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # beyond every float
+        return None

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine wit
 
 def parse(*flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    return arguments.add_arguments(add_megatron_arguments(parser)).parse_args(list(flags))
+    parser = arguments.add_arguments(add_megatron_arguments(parser))
+    return parser.parse_args(["--train-iters", "1", *flags])
 
 
 def test_no_flag_has_to_say_that_there_is_no_gpu() -> None:
@@ -42,6 +43,9 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
         ("--data-path 0.5 no/data 0.5 no/other", "no/data.idx does not exist"),
         ("--per-split-data-args-path no.json", "should list the datasets"),
         ("--sft", "pretraining only"),
+        ("--rampup-batch-size 2 2 8", "use --step-batch-size-schedule"),
+        ("--recompute-modules layernorm", "recompute other modules"),
+        ("--train-iters 0", "give --train-iters or --train-samples"),
         ("--not-a-flag", "unrecognized arguments: --not-a-flag"),
         ("--num-layers two", "invalid int value"),
     ],

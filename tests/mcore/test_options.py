@@ -156,9 +156,13 @@ def test_a_schedule_returns_all_gemms_or_the_named_ones() -> None:
         ("--fp4-bf16-after 1.5", "a share of training in [0, 1]"),
         ("--fp4-bf16-after -0.1", "a share of training in [0, 1]"),
         ("--fp4-bf16-after nan", "a share of training in [0, 1]"),
+        ("--fp4-bf16-after 0", "quantizes nothing"),
+        ("--num-layers-at-start-in-bf16 2", "--first-last-layers-bf16"),
+        ("--fp4-seed 18446744073709551616", "--fp4-seed"),
+        ("--fp4-seed -1", "--fp4-seed"),
     ],
 )
-def test_a_schedule_that_contradicts_itself(flags: str, says: str) -> None:
+def test_what_contradicts_itself_or_does_nothing(flags: str, says: str) -> None:
     assert says in refusal("--fp4-recipe", "tetrajet", *flags.split())
 
 

@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from tests.mcore.launch import Result, torchrun, train
+from tests.mcore.launch import MOCK_DATA, ROOT, Result, spawn, torchrun, train
 
 TP2_SP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 PP2 = ("--pipeline-model-parallel-size", "2")
@@ -51,6 +51,29 @@ def test_interleaved_pipeline_learns() -> None:
 def test_recomputation_repeats_the_dropout() -> None:
     forgetful = train(2, *TP2_SP, *DROPOUT, *RECOMPUTE.split())
     assert forgetful.losses == train(2, *TP2_SP, *DROPOUT).losses
+
+
+def test_a_layout_written_out_learns() -> None:
+    """One decoder layer a stage, with the embedding before and the loss after them."""
+    losses = train(2, *PP2, "--pipeline-model-parallel-layout", "Et|tL", "--bf16").losses
+    assert len(losses) == 4 and losses[-1] < losses[0]
+
+
+def test_the_readmes_launch_trains(tmp_path: Path) -> None:
+    """As it stands there, but for its sizes, its processes and its data."""
+    text = (ROOT / "README.md").read_text()
+    command = text[text.rindex("    torchrun --nproc-per-node 8 pretrain_gpt.py") :]
+    words = command[: command.index("\n\n")].replace("\\\n", " ").split()[4:]
+    words = words[: words.index("--tokenizer-type")]
+    smaller = (
+        "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 "
+        "--num-query-groups 2 --seq-length 64 --max-position-embeddings 64 --train-iters 2 "
+        f"--micro-batch-size 1 --global-batch-size 2 --eval-iters 1 --save {tmp_path} "
+        "--pipeline-model-parallel-size 1 --log-interval 1"
+    )
+    run = spawn(2, ROOT / "pretrain_gpt.py", *words, *smaller.split(), *MOCK_DATA)
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "recipe tetrajet" in run.stdout and "validation loss at iteration 2" in run.stdout
 
 
 def test_experts_on_two_ranks_learn() -> None:
