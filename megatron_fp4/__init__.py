@@ -1,7 +1,8 @@
 """FP4 pretraining of language models: MXFP4 recipes as data, one numerics on every machine."""
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.linear import Linear, linear
+from megatron_fp4.linear import linear
+from megatron_fp4.module import Linear
 from megatron_fp4.quantizer import (
     QuantizedTensor,
     Quantizer,

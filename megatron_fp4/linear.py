@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_fp4.backends import Operand, Preparation, choose
@@ -18,8 +17,6 @@ from megatron_fp4.philox import WHOLE, Key, Noise, Placement, random_signs, stre
 from megatron_fp4.quantizer import QuantizedTensor, ReduceMax
 from megatron_fp4.recipe import OPERANDS, Recipe
 from megatron_fp4.recipes import get_recipe
-
-T = TypeVar("T")
 
 # The contracted axis of each operand as the model holds it: X [tokens, in], W [out, in],
 # dY [tokens, out].
@@ -304,74 +301,3 @@ def linear(
         tokens = x.numel() // x.shape[-1] if x.shape[-1] else 0
     recipe.check_linear(tokens, weight.shape[1], weight.shape[0], name)
     return quantized_linear(x, weight, bias, recipe, Call(name=name, key=Key(seed, step)))
-
-
-class Replay:
-    """Gives a recomputed forward pass what its original had.
-
-    Activation checkpointing runs a forward pass again inside backward, when counters have moved
-    on. Its first pass runs without gradients; values taken then are queued, and passes inside
-    backward take them in the same order (microbatches are recomputed first in, first out). Torch's
-    non-reentrant checkpoints run the first pass with gradients: there a recomputation gets the
-    value of the latest pass, which is its own where a layer runs once a step.
-    """
-
-    def __init__(self) -> None:
-        self._queue: deque[Any] = deque()
-        self._latest: Any = None
-
-    def take(self, fresh: Callable[[], T], training: bool) -> T:
-        """fresh(), or in a recomputation what it returned in the original pass."""
-        if torch._C._current_graph_task_id() != -1:  # inside backward
-            return self._queue.popleft() if self._queue else self._latest
-        value = self._latest = fresh()
-        if training and not torch.is_grad_enabled():
-            self._queue.append(value)
-        return value
-
-
-class Linear(nn.Linear):
-    """nn.Linear whose three GEMMs run in the recipe's precision.
-
-    Each training forward pass is a step of its own: `steps` counts them and keys the noise. Set it
-    when training resumes. name: tells its noise from other layers'; give each layer its own.
-    Raises ConfigError where a block does not divide in_features or out_features.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        recipe: Recipe | str,
-        seed: int = 0,
-        name: str = "linear",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
-        self.recipe.check_linear(None, in_features, out_features, name)
-        self.seed, self.name, self.steps = seed, name, 0
-        self._replay = Replay()
-
-    def forward(self, input: Tensor) -> Tensor:
-        step = self._replay.take(self._next_step, self.training)
-        return linear(
-            input,
-            self.weight,
-            self.bias,
-            recipe=self.recipe,
-            seed=self.seed,
-            step=step,
-            name=self.name,
-        )
-
-    def _next_step(self) -> int:
-        step = self.steps
-        self.steps += self.training
-        return step
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, recipe={self.recipe.name}"

@@ -198,7 +198,7 @@ def test_autocast(name: str, inside: bool) -> None:
     assert torch.equal(bias.grad, expected["db"])
 
 
-# --- what a call shows the monitor -----------------------------------------------------------------
+# --- what a call shows the monitor ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -206,7 +206,7 @@ def test_an_overflow_of_finite_operands_is_seen_in_the_product(name: str) -> Non
     """float16 ends at 65,504: 128 tokens of 100 times 100 do not fit."""
     seen: list[tuple[str, str, bool]] = []
 
-    def observe(gemm: str, operand: str, tensor: Tensor) -> None:
+    def observe(gemm: str, operand: str, tensor: torch.Tensor) -> None:
         seen.append((gemm, operand, bool(tensor.isfinite().all())))
 
     x = torch.full((TOKENS, IN), 100.0, dtype=torch.float16, requires_grad=True)

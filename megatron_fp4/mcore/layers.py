@@ -22,10 +22,11 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.linear import Call, Replay, quantized_linear
+from megatron_fp4.linear import Call, quantized_linear
 from megatron_fp4.mcore.run import Run
 from megatron_fp4.philox import GROUP, Placement
 from megatron_fp4.quantizer import ReduceMax
+from megatron_fp4.replay import Replay
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 
 from megatron_fp4.errors import ConfigError
@@ -11,43 +12,40 @@ from megatron_fp4.recipes import get_recipe, list_recipes
 
 UPSTREAM_RECIPES = ("nvfp4", "custom")
 
-# Megatron's flags that this version cannot honour together with a recipe: (is it set?, what to
-# say). Each is refused, so that nothing runs in another precision than the user asked for.
-_REFUSALS = (
-    (
-        lambda a: a.context_parallel_size > 1,
-        "--context-parallel-size: use tensor, sequence or pipeline parallelism",
+# Megatron's flags that this version cannot honour together with a recipe, and what to do instead.
+# Each is refused, so that nothing runs in another precision than the user asked for.
+_REFUSED = {
+    "--context-parallel-size": "use tensor, sequence or pipeline parallelism",
+    "--use-megatron-fsdp": "use --use-distributed-optimizer",
+    "--use-torch-fsdp2": "use --use-distributed-optimizer",
+    "--num-experts": "train a dense model",
+    "--hybrid-layer-pattern": "train a GPT model",
+    "--multi-latent-attention": "use grouped-query attention",
+    "--cuda-graph-impl": "leave it out",
+    "--enable-cuda-graph": "leave it out",
+    "--external-cuda-graph": "leave it out",
+    "--delay-wgrad-compute": "leave it out",
+    "--tensor-parallel-num-weight-shards": "use --tensor-model-parallel-size",
+    "--cpu-offloading-num-layers": "use --recompute-granularity",
+    "--tp-comm-overlap": "leave it out",
+    "--fp8-format": "choose FP8 or a recipe",
+    "--te-precision-config-file": "use a recipe file",
+    "--fp4-quantizer-factory": "use a recipe file",
+    "--spec": "leave it out, the layers are this package's",
+    "--heterogeneous-layers-config-path": "leave it out",
+    "--init-model-with-meta-device": "leave it out",
+    "--freeze-all-layers": "leave out the recipe",
+    "--yaml-cfg": "give the flags on the command line",
+}
+# Values of them that ask for nothing, where that is not a value that is false.
+_HARMLESS: dict[str, Callable[[argparse.Namespace], bool]] = {
+    "--context-parallel-size": lambda args: args.context_parallel_size == 1,
+    "--cuda-graph-impl": lambda args: args.cuda_graph_impl == "none",
+    # Megatron fills it in with the tensor-parallel size.
+    "--tensor-parallel-num-weight-shards": lambda args: (
+        (args.tensor_parallel_num_weight_shards or 1) <= args.tensor_model_parallel_size
     ),
-    (lambda a: a.use_megatron_fsdp, "--use-megatron-fsdp: use --use-distributed-optimizer"),
-    (lambda a: a.use_torch_fsdp2, "--use-torch-fsdp2: use --use-distributed-optimizer"),
-    (lambda a: a.num_experts, "--num-experts: train a dense model"),
-    (lambda a: a.hybrid_layer_pattern, "--hybrid-layer-pattern: train a GPT model"),
-    (lambda a: a.multi_latent_attention, "--multi-latent-attention: use grouped-query attention"),
-    (lambda a: a.cuda_graph_impl != "none", "--cuda-graph-impl: leave it out"),
-    (lambda a: _any(a, "enable_cuda_graph"), "--enable-cuda-graph: leave it out"),
-    (lambda a: _any(a, "external_cuda_graph"), "--external-cuda-graph: leave it out"),
-    (lambda a: a.delay_wgrad_compute, "--delay-wgrad-compute: leave it out"),
-    (
-        lambda a: (a.tensor_parallel_num_weight_shards or 1) > a.tensor_model_parallel_size,
-        "--tensor-parallel-num-weight-shards: use --tensor-model-parallel-size",
-    ),
-    (
-        lambda a: a.cpu_offloading_num_layers,
-        "--cpu-offloading-num-layers: use --recompute-granularity",
-    ),
-    (lambda a: a.tp_comm_overlap, "--tp-comm-overlap: leave it out"),
-    (lambda a: a.fp8, "--fp8-format: choose FP8 or a recipe"),
-    (lambda a: a.te_precision_config_file, "--te-precision-config-file: use a recipe file"),
-    (lambda a: a.fp4_quantizer_factory, "--fp4-quantizer-factory: use a recipe file"),
-    (lambda a: a.spec, "--spec: leave it out, the layers are this package's"),
-    (
-        lambda a: a.heterogeneous_layers_config_path,
-        "--heterogeneous-layers-config-path: leave it out",
-    ),
-    (lambda a: a.init_model_with_meta_device, "--init-model-with-meta-device: leave it out"),
-    (lambda a: a.freeze_all_layers, "--freeze-all-layers: leave out the recipe"),
-    (lambda a: a.yaml_cfg, "--yaml-cfg: give the flags on the command line"),
-)
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -140,9 +138,9 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
             f"recipe {args.fp4_recipe} quantizes nothing: give fprop, dgrad or wgrad a quantizer "
             "and a share of training in FP4, or leave the recipe out"
         )
-    for is_set, advice in _REFUSALS:
-        if is_set(args):
-            raise ConfigError(f"recipe {args.fp4_recipe} does not support {advice}")
+    for flag, remedy in _REFUSED.items():
+        if _is_set(args, flag):
+            raise ConfigError(f"recipe {args.fp4_recipe} does not support {flag}: {remedy}")
     return recipe
 
 
@@ -171,6 +169,8 @@ def _refuse_orphans(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} needs a recipe: add --fp4-recipe, or leave it out")
 
 
-def _any(args: argparse.Namespace, *names: str) -> bool:
-    """Whether one of these is set; Megatron deletes deprecated ones once it has read them."""
-    return any(getattr(args, name, None) for name in names)
+def _is_set(args: argparse.Namespace, flag: str) -> bool:
+    if flag in _HARMLESS:
+        return not _HARMLESS[flag](args)
+    name = "fp8" if flag == "--fp8-format" else flag[2:].replace("-", "_")
+    return bool(getattr(args, name, None))  # Megatron deletes deprecated ones once it has read them

@@ -232,7 +232,7 @@ def test_what_a_recipe_cannot_honour_is_refused_with_a_remedy(flags: str) -> Non
 
 def test_every_refusal_is_tried() -> None:
     tried = {flags.split()[0] for flags in REFUSED}
-    assert {advice.partition(":")[0] for _, advice in options._REFUSALS} == tried
+    assert set(options._REFUSED) == tried
 
 
 def test_as_many_weight_shards_as_tensor_parallel_ranks_are_plain_tensor_parallelism() -> None:

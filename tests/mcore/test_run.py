@@ -14,12 +14,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fp4.linear import Replay
 from megatron_fp4.mcore.layers import Fp4State
 from megatron_fp4.mcore.run import Moment, Run
 from megatron_fp4.philox import Key, Placement
 from megatron_fp4.quantizer import get_quantizer
 from megatron_fp4.recipe import GemmRecipe, Recipe
+from megatron_fp4.replay import Replay
 
 SEQUENCE, BATCH, MICROBATCHES = 32, 2, 3
 STOCHASTIC = get_quantizer("mxfp4-ceil-sr")

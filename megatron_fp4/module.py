@@ -1,0 +1,58 @@
+"""nn.Linear in a recipe's precision, for any PyTorch model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_fp4.linear import linear
+from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipes import get_recipe
+from megatron_fp4.replay import Replay
+
+
+class Linear(nn.Linear):
+    """nn.Linear whose three GEMMs run in the recipe's precision.
+
+    Each training forward pass is a step of its own: `steps` counts them and keys the noise. Set it
+    when training resumes. name: tells its noise from other layers'; give each layer its own.
+    Raises ConfigError where a block does not divide in_features or out_features.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        recipe: Recipe | str,
+        seed: int = 0,
+        name: str = "linear",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+        self.recipe.check_linear(None, in_features, out_features, name)
+        self.seed, self.name, self.steps = seed, name, 0
+        self._replay = Replay()
+
+    def forward(self, input: Tensor) -> Tensor:
+        step = self._replay.take(self._next_step, self.training)
+        return linear(
+            input,
+            self.weight,
+            self.bias,
+            recipe=self.recipe,
+            seed=self.seed,
+            step=step,
+            name=self.name,
+        )
+
+    def _next_step(self) -> int:
+        step = self.steps
+        self.steps += self.training
+        return step
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"

@@ -1,0 +1,35 @@
+"""What a recomputed forward pass takes again from its original."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Replay:
+    """Gives a recomputed forward pass what its original had.
+
+    Activation checkpointing runs a forward pass again inside backward, when counters have moved
+    on. Its first pass runs without gradients; values taken then are queued, and passes inside
+    backward take them in the same order (microbatches are recomputed first in, first out). Torch's
+    non-reentrant checkpoints run the first pass with gradients: there a recomputation gets the
+    value of the latest pass, which is its own where a layer runs once a step.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[Any] = deque()
+        self._latest: Any = None
+
+    def take(self, fresh: Callable[[], T], training: bool) -> T:
+        """fresh(), or in a recomputation what it returned in the original pass."""
+        if torch._C._current_graph_task_id() != -1:  # inside backward
+            return self._queue.popleft() if self._queue else self._latest
+        value = self._latest = fresh()
+        if training and not torch.is_grad_enabled():
+            self._queue.append(value)
+        return value
