@@ -151,6 +151,10 @@ def _check_tokenizer(args: argparse.Namespace) -> None:
             "no tokenizer: give --tokenizer-type SentencePieceTokenizer --tokenizer-model PATH, "
             "or --tokenizer-type NullTokenizer --vocab-size N for data that is already numbers"
         )
+    if args.tokenizer_type == "HuggingFaceTokenizer" and not _installed("transformers"):
+        raise ConfigError(
+            "--tokenizer-type HuggingFaceTokenizer needs transformers: pip install transformers"
+        )
     if args.tokenizer_type == "NullTokenizer" and not args.vocab_size:
         raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
     if "SentencePiece" in args.tokenizer_type or args.tokenizer_type == "Llama2Tokenizer":

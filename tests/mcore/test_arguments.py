@@ -42,6 +42,7 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
         ("--tokenizer-type Llama2Tokenizer --tokenizer-model no.model", "prepare_data"),
         ("--data-path 0.5 no/data 0.5 no/other", "no/data.idx does not exist"),
         ("--per-split-data-args-path no.json", "should list the datasets"),
+        ("--tokenizer-type HuggingFaceTokenizer --mock-data", "pip install transformers"),
         ("--sft", "pretraining only"),
         ("--rampup-batch-size 2 2 8", "use --step-batch-size-schedule"),
         ("--recompute-modules layernorm", "recompute other modules"),
