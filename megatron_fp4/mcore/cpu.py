@@ -11,6 +11,7 @@ C stands for megatron/core, T for megatron/training.
 import collections
 import contextlib
 import logging
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +28,10 @@ def install() -> None:
     global _mode
     if torch.cuda.is_available() or _mode is not None:
         return
+    # Their kernels are CUDA's, and Megatron takes them wherever they import: a container made for
+    # GPUs must fall back on a node without one as if it had neither.
+    for package in ("transformer_engine", "apex"):
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
     _mode = _HostIsTheDevice()
     _mode.__enter__()  # for good: the loop has no end at which a process goes on without it
     for name, stand_in in _CUDA_STAND_INS.items():

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy
 import pytest
 import sentencepiece
+import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from tests.mcore.launch import MOCK_DATA, ROOT, Result, spawn, torchrun, train
@@ -57,6 +58,17 @@ def test_a_layout_written_out_learns() -> None:
     """One decoder layer a stage, with the embedding before and the loss after them."""
     losses = train(2, *PP2, "--pipeline-model-parallel-layout", "Et|tL", "--bf16").losses
     assert len(losses) == 4 and losses[-1] < losses[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+def test_packages_for_gpus_are_left_alone_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that brings Transformer Engine and apex, on a node without a GPU."""
+    for package in ("transformer_engine", "apex"):
+        (tmp_path / f"{package}.py").write_text("raise RuntimeError('this needs a GPU')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert len(train(1, "--fp4-recipe", "tetrajet", "--ffn-hidden-size", "128").losses) == 4
 
 
 def test_the_readmes_launch_trains(tmp_path: Path) -> None:
