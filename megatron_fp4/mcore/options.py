@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.formats import NUMERICS_VERSION
 from megatron_fp4.recipe import GEMMS, Recipe
 from megatron_fp4.recipes import get_recipe, list_recipes
 
@@ -115,6 +116,9 @@ def settle(args: argparse.Namespace) -> None:
             "--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 need "
             "--first-last-layers-bf16: add it"
         )
+    # Megatron writes its arguments into every checkpoint, and so the recipe, its options, the seed
+    # and this.
+    args.fp4_numerics_version = NUMERICS_VERSION
     if args.fp4_seed is None:
         args.fp4_seed = args.seed
     if not 0 <= args.fp4_seed < 2**64:

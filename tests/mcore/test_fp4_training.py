@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing import load_common_state_dict
 from torch import Tensor
 from torch.distributed import checkpoint
 
+from megatron_fp4 import formats
 from tests.mcore.launch import Result, torchrun, train
 
 SIZES = ("--ffn-hidden-size", "128", "--bf16")
@@ -101,6 +103,14 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(folder: Path) -> No
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     halfway = weights(folder / "whole" / "iter_0000002")
     assert any(not torch.equal(whole[name], halfway[name]) for name in whole)
+
+
+def test_a_checkpoint_says_what_made_it(folder: Path) -> None:
+    saved(folder)
+    common = load_common_state_dict(str(folder / "whole" / "iter_0000004"))
+    found = {key: value for key, value in vars(common["args"]).items() if key.startswith("fp4_")}
+    assert found["fp4_recipe"] == "tetrajet" and found["fp4_seed"] == common["args"].seed
+    assert found["fp4_numerics_version"] == formats.NUMERICS_VERSION
 
 
 def test_bf16_runs_load_what_fp4_runs_saved_and_the_reverse(folder: Path) -> None:
