@@ -13,7 +13,15 @@ from torch.autograd.function import once_differentiable
 
 from megatron_fp4.backends import Operand, Preparation, choose
 from megatron_fp4.hadamard import inverse
-from megatron_fp4.philox import WHOLE, Key, Noise, Placement, random_signs, stream_id
+from megatron_fp4.philox import (
+    WHOLE,
+    Key,
+    Noise,
+    Placement,
+    random_signs,
+    stream_id,
+    stream_label,
+)
 from megatron_fp4.quantizer import QuantizedTensor, ReduceMax
 from megatron_fp4.recipe import OPERANDS, Recipe
 from megatron_fp4.recipes import get_recipe
@@ -56,7 +64,7 @@ class Call:
         gemm_recipe = recipe.gemm(gemm)
         quantizer = gemm_recipe.a if OPERANDS[gemm][0] == operand else gemm_recipe.b
         axis = CONTRACTED[gemm, operand]
-        label = f"{self.name}:{gemm}:{operand}"
+        label = stream_label(self.name, gemm, operand)
         noise = None
         if quantizer is not None and quantizer.stochastic:
             noise = Noise(self.key, stream_id(label), self.placements.get(operand, WHOLE))
@@ -65,7 +73,7 @@ class Call:
         if hadamard is not None and hadamard.signs == "random":
             # W is quantized once a step, so the signs that it shares are fixed within one.
             draw = self.microbatch if gemm == "wgrad" else 0
-            stream = stream_id(f"{self.name}:{gemm}")
+            stream = stream_id(stream_label(self.name, gemm))
             signs = random_signs(hadamard.group, self.key, stream, draw, like.device)
         shard = self.sharded.get(operand)
         return Preparation(

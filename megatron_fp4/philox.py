@@ -42,9 +42,15 @@ def philox4x32(
     return torch.broadcast_tensors(c0, c1 & _MASK, c2, c3 & _MASK)  # type: ignore[return-value]
 
 
+def stream_label(module: str, gemm: str, operand: str = "") -> str:
+    """What a stream is named: an operand's "<module>:<gemm>:<operand>", or without an operand the
+    Hadamard signs' of the GEMM."""
+    return f"{module}:{gemm}:{operand}" if operand else f"{module}:{gemm}"
+
+
 @cache  # asked for every operand of every call, and a model has a fixed set of names
 def stream_id(name: str) -> int:
-    """FNV-1a, 32 bits, of `name` ("<global module name>:<gemm>:<operand>")."""
+    """FNV-1a, 32 bits, of a `stream_label`."""
     digest = 0x811C9DC5
     for byte in name.encode():
         digest = ((digest ^ byte) * 0x01000193) & _MASK

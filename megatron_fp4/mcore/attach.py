@@ -14,7 +14,7 @@ from megatron_fp4.backends import choose
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
 from megatron_fp4.mcore.run import Run
-from megatron_fp4.philox import stream_id
+from megatron_fp4.philox import stream_id, stream_label
 from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
 
 Fp4Layer = Fp4ColumnParallelLinear | Fp4RowParallelLinear
@@ -60,8 +60,8 @@ def check_streams(names: Iterable[str]) -> None:
     seen: dict[int, str] = {}
     for name in names:
         for gemm in GEMMS:
-            for suffix in ("", *(f":{operand}" for operand in OPERANDS[gemm])):
-                label = f"{name}:{gemm}{suffix}"
+            for operand in ("", *OPERANDS[gemm]):
+                label = stream_label(name, gemm, operand)
                 other = seen.setdefault(stream_id(label), label)
                 if other != label:
                     raise ConfigError(

@@ -44,6 +44,10 @@ class Fp4State:
     reduce_max: ReduceMax | None
     replay: Replay = field(default_factory=Replay)
 
+    def in_force(self, training: bool) -> bool:
+        """Whether this forward pass follows the recipe; an evaluation may be asked for in BF16."""
+        return training or self.run.evaluates_in_fp4
+
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
         """x W^T + bias of a whole microbatch: x [sequence, batch, in] -> [sequence, batch, out]."""
         moment = self.replay.take(self.run.now, training)
@@ -93,7 +97,7 @@ class Fp4ColumnParallelLinear(ColumnParallelLinear):
         )
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.fp4 is None or not (self.training or self.fp4.run.evaluates_in_fp4):
+        if self.fp4 is None or not self.fp4.in_force(self.training):
             return super()._forward_impl(input, weight, *args, **kwargs)
         if kwargs["sequence_parallel"]:
             input = gather_from_sequence_parallel_region(
@@ -125,7 +129,7 @@ class Fp4RowParallelLinear(RowParallelLinear):
         )
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.fp4 is None or not (self.training or self.fp4.run.evaluates_in_fp4):
+        if self.fp4 is None or not self.fp4.in_force(self.training):
             return super()._forward_impl(input, weight, *args, **kwargs)
         return self.fp4.product(input, weight, kwargs["bias"], self.training)
 
