@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--recipes", nargs="+", default=["bf16", *list_recipes()])
-    rates = [5e-4, 1e-3, 2e-3, 4e-3]
+    rates = [2.5e-4, 5e-4, 1e-3, 2e-3]
     parser.add_argument("--learning-rates", nargs="+", type=float, default=rates)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/held_out_loss.json"))
     parser.add_argument("--commit", help="where the tree has no git of its own")

@@ -1,0 +1,46 @@
+"""On a GPU with Transformer Engine: its norm and attention around this package's linears."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from megatron_fp4 import list_recipes
+from tests.mcore.launch import Result, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None, reason="no Transformer Engine"
+    ),
+]
+FLAGS = ("--bf16", "--hidden-size", "128", "--ffn-hidden-size", "256", "--train-iters", "8")
+
+
+def run(processes: int, implementation: str, recipe: str | None, *flags: str) -> Result:
+    chosen = () if recipe is None else ("--fp4-recipe", recipe)
+    return train(processes, *FLAGS, "--transformer-impl", implementation, *chosen, *flags)
+
+
+def test_bf16_learns() -> None:
+    """Upstream's own layers, to which this package adds nothing."""
+    losses = run(1, "transformer_engine", None).losses
+    assert len(losses) == 8 and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_one_gpu_learns_as_with_the_local_layers(recipe: str) -> None:
+    """The same initial weights; what parts the runs is the order of sums in norm and attention."""
+    local, engine = run(1, "local", recipe), run(1, "transformer_engine", recipe)
+    assert "decoder.layers.*.mlp.linear_fc1" in engine.output  # the table: what is quantized
+    assert engine.losses == pytest.approx(local.losses, rel=2e-3)
+    assert engine.losses[-1] < engine.losses[0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_two_gpus_learn(recipe: str) -> None:
+    layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    losses = run(2, "transformer_engine", recipe, *layout).losses
+    assert len(losses) == 8 and losses[-1] < losses[0]
