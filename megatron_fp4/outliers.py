@@ -5,10 +5,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from megatron_fp4.errors import ConfigError, check_choices
 from megatron_fp4.formats import widen
+
+Scope = Literal["token", "channel", "tensor"]
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What the clamp took off: a few elements of each line of the scope, the rest zero.
+
+    values: [lines, k] in X's dtype; places: [lines, k], where in its line each lies (int16 where
+    that holds them). A line is a token, a channel, or the tensor. shape: X's.
+    """
+
+    values: Tensor
+    places: Tensor
+    scope: Scope
+    shape: torch.Size
+
+    def dense(self) -> Tensor:
+        """[tokens, features]."""
+        tokens, features = self.shape
+        lines = {"token": (tokens, features), "channel": (features, tokens)}
+        whole = self.values.new_zeros(lines.get(self.scope, (1, tokens * features)))
+        whole.scatter_(1, self.places.long(), self.values)
+        return whole.t() if self.scope == "channel" else whole.view(self.shape)
+
+
+def _lines(x: Tensor, scope: Scope) -> Tensor:
+    """[tokens, features] with what a quantile is taken over last."""
+    return {"token": x, "channel": x.t(), "tensor": x.reshape(1, -1)}[scope]
 
 
 @dataclass(frozen=True)
@@ -24,7 +54,7 @@ class OutlierClamp:
     """
 
     alpha: float = 0.99
-    scope: Literal["token", "channel", "tensor"] = "token"
+    scope: Scope = "token"
     compensate: bool = True
     residual_in_wgrad: bool = True
 
@@ -33,23 +63,35 @@ class OutlierClamp:
         if not 0.5 < self.alpha <= 1.0:
             raise ConfigError(f"alpha {self.alpha} must lie in (0.5, 1]")
 
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(clamped, residual), both [tokens, features] in x's dtype; they add up to x exactly
-        wherever the difference fits x's dtype."""
-        if x.numel() == 0:
-            return x, x
-        wide = widen(x)
-        low, high = self._quantile(wide, 1 - self.alpha), self._quantile(wide, self.alpha)
-        clamped = wide.clamp(low, high).to(x.dtype)
-        return clamped, x - clamped
+    def split(self, x: Tensor) -> tuple[Tensor, Residual]:
+        """X [tokens, features] as (what is clamped, in X's dtype; the residual). They add up to x
+        exactly wherever the difference fits x's dtype."""
+        lines = _lines(widen(x), self.scope)
+        length = lines.shape[1]
+        if lines.numel() == 0:
+            none = x.new_zeros(lines.shape[0], 0)
+            return x, Residual(none, none.to(torch.int16), self.scope, x.shape)
+        # By sorting: torch.quantile refuses more than 16 million elements.
+        values, order = lines.sort(dim=1)
+        low, high = _quantile(values, 1 - self.alpha), _quantile(values, self.alpha)
+        clamped = lines.clamp(low, high).to(x.dtype)
+        # Beyond a quantile are those ranked beyond it; one more, should its rank be rounded.
+        count = min(int((1 - self.alpha) * (length - 1)) + 2, length)
+        ends = torch.cat((order[:, :count], order[:, length - count :]), 1)
+        index = torch.int16 if length <= torch.iinfo(torch.int16).max else torch.int32
+        residual = Residual(
+            _lines(x, self.scope).gather(1, ends) - clamped.gather(1, ends),
+            ends.to(index),
+            self.scope,
+            x.shape,
+        )
+        whole = clamped.t() if self.scope == "channel" else clamped.view(x.shape)
+        return whole, residual
 
-    def _quantile(self, x: Tensor, q: float) -> Tensor:
-        """The q-quantile with linear interpolation, broadcastable against x. By sorting, since
-        torch.quantile refuses more than 16 million elements."""
-        along = {"token": x, "channel": x.t(), "tensor": x.reshape(1, -1)}[self.scope]
-        ordered = along.sort(dim=-1).values
-        position = q * (along.shape[-1] - 1)
-        below = int(position)
-        above = min(below + 1, along.shape[-1] - 1)
-        value = ordered[:, below].lerp(ordered[:, above], position - below)
-        return value[:, None] if self.scope == "token" else value[None, :]
+
+def _quantile(ordered: Tensor, q: float) -> Tensor:
+    """The q-quantile [lines, 1] of sorted lines, with linear interpolation."""
+    position = q * (ordered.shape[1] - 1)
+    below = int(position)
+    above = min(below + 1, ordered.shape[1] - 1)
+    return ordered[:, below : below + 1].lerp(ordered[:, above : above + 1], position - below)

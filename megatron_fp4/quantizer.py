@@ -17,7 +17,7 @@ from megatron_fp4 import formats
 from megatron_fp4.errors import ConfigError, check_choices
 from megatron_fp4.formats import widen
 from megatron_fp4.philox import WHOLE, Key, random_bits16
-from megatron_fp4.scaling import ReduceMax, per_block, scale_blocks
+from megatron_fp4.scaling import per_block, scale_blocks, widest_max
 
 WHOLE_AXIS = 0  # a block size that means the whole axis
 
@@ -85,6 +85,13 @@ class Quantizer:
     def outer(self) -> bool:
         """Whether the block scale spans the whole blocked axis, so that it leaves the GEMM."""
         return self.block[1] == WHOLE_AXIS
+
+    def scale_spans(self, sharded: int | None, axis: int) -> bool:
+        """Whether ranks share a scale of a matrix blocked along `axis` and sharded along `sharded`
+        (None: not sharded)."""
+        if self.tensor_max or self.block == (WHOLE_AXIS, WHOLE_AXIS):
+            return sharded is not None
+        return self.outer and sharded == axis
 
 
 @dataclass(frozen=True)
@@ -164,15 +171,14 @@ def quantize_matrix(
     *,
     axis: int,
     bits: Tensor | None = None,
-    reduce_row: ReduceMax | None = None,
-    reduce_tensor: ReduceMax | None = None,
+    widest: Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantize `x` in blocks along `axis`.
 
     x: at least one axis; float32 and narrower are computed in float32, float64 in float64.
     bits: random integers in [0, 65536) of x's shape; required for stochastic rounding.
-    reduce_row, reduce_tensor: maxima over the ranks that hold the rest of a whole-axis block, or
-        of the tensor; None where nothing is sharded.
+    widest: the largest `absolute_max` of the ranks that share a scale (`Quantizer.scale_spans`);
+        None where no rank holds another part of it.
     Raises ConfigError where the block does not divide the axis.
     """
     if not -x.dim() <= axis < x.dim():
@@ -181,10 +187,8 @@ def quantize_matrix(
     moved = x.detach().movedim(axis, -1)
     rows, k = math.prod(moved.shape[:-1]), moved.shape[-1]
     check_divides(quantizer, rows, k, axis)
-    matrix = widen(moved.reshape(rows, k).contiguous())  # a transpose costs least while narrow
-    scaled, scales, tensor_scale, finite = scale_blocks(
-        matrix, quantizer, reduce_row, reduce_tensor
-    )
+    matrix = _matrix(x, axis)
+    scaled, scales, tensor_scale, finite = scale_blocks(matrix, quantizer, widest)
     if quantizer.prescale != 1.0:
         scaled = scaled * quantizer.prescale
     if quantizer.element == "e2m1":
@@ -202,6 +206,19 @@ def quantize_matrix(
     if quantizer.block[0] == 1:
         scales = scales.view(*moved.shape[:-1], scales.shape[-1])
     return QuantizedTensor(codes, scales, tensor_scale, quantizer, x.shape, axis)
+
+
+def absolute_max(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
+    """What ranks that hold parts of `x` take the maximum of before `quantize_matrix`: [rows, 1] for
+    a scale of each row, one number for a scale of the tensor."""
+    return widest_max(_matrix(x, axis), quantizer)
+
+
+def _matrix(x: Tensor, axis: int) -> Tensor:
+    """[rows, K] with the blocked axis last, float32 or wider."""
+    moved = x.detach().movedim(axis, -1)
+    rows, k = math.prod(moved.shape[:-1]), moved.shape[-1]
+    return widen(moved.reshape(rows, k).contiguous())  # a transpose costs least while narrow
 
 
 def quantize(

@@ -133,6 +133,18 @@ class Recipe:
         """The GemmRecipe called fprop, dgrad or wgrad."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}[name]
 
+    def quantizer(self, gemm: str, operand: str) -> Quantizer | None:
+        """The quantizer of an operand of a GEMM."""
+        recipe = self.gemm(gemm)
+        return recipe.a if OPERANDS[gemm][0] == operand else recipe.b
+
+    def token_tile(self, gemm: str, operand: str) -> int:
+        """How many tokens a part of an operand must be a multiple of to be prepared by itself."""
+        if gemm == "wgrad":  # contracts them
+            return self.gemm(gemm).multiple
+        quantizer = self.quantizer(gemm, operand)
+        return 1 if quantizer is None else quantizer.block[0] or 1
+
     def at(self, progress: float) -> Recipe:
         """The recipe in force after a share `progress` of training."""
         if self.bf16_after is None or progress < self.bf16_after:

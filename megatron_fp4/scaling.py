@@ -15,9 +15,6 @@ from megatron_fp4.formats import widen
 if TYPE_CHECKING:
     from megatron_fp4.quantizer import Quantizer
 
-# Takes the maximum of a tensor of block maxima, in place, over the ranks that share an axis.
-ReduceMax = Callable[[Tensor], None]
-
 
 def _blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
     """A [rows, K] matrix as [block rows, across, block columns, along]."""
@@ -39,8 +36,8 @@ def per_block(
 
 
 def _block_max(matrix: Tensor, block: tuple[int, int]) -> Tensor:
-    """Absolute maxima [rows / across, K / along]; Inf where a block holds an Inf or a NaN, since
-    a NaN need not survive the maximum over ranks; 0 of an empty block."""
+    """Absolute maxima [rows / across, K / along]; Inf where a block holds an Inf or a NaN; 0 of an
+    empty block."""
     blocks = _blocks(matrix.abs(), block)
     if blocks.numel() == 0:
         return blocks.new_zeros(blocks.shape[0], blocks.shape[2])
@@ -48,18 +45,32 @@ def _block_max(matrix: Tensor, block: tuple[int, int]) -> Tensor:
     return torch.where(amax.isnan(), math.inf, amax)
 
 
+def widest_max(matrix: Tensor, quantizer: Quantizer) -> Tensor:
+    """The absolute maxima that the widest scale is made of: of the tensor (a scalar) where there is
+    a tensor scale, else of the blocks. Ranks that share such a scale share the largest of theirs;
+    Inf where a block holds an Inf or a NaN, since a NaN need not survive a maximum over ranks."""
+    amax = _block_max(matrix, quantizer.block)
+    return _tensor_max(amax) if quantizer.tensor_max else amax
+
+
+def _tensor_max(amax: Tensor) -> Tensor:
+    """Over finite blocks: the others are marked by their own scale and do not spoil these."""
+    finite = torch.where(amax.isfinite(), amax, 0)
+    return finite.amax() if amax.numel() else amax.new_zeros(())
+
+
 def scale_blocks(
-    matrix: Tensor,
-    quantizer: Quantizer,
-    reduce_row: ReduceMax | None,
-    reduce_tensor: ReduceMax | None,
+    matrix: Tensor, quantizer: Quantizer, widest: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """(scaled values, stored scales, tensor scale, which blocks are finite). A block with a NaN or
-    an Inf has a NaN scale, so that the overflow shows at once; its values are undefined."""
-    amax = _block_max(matrix, quantizer.block)
-    reduce = reduce_row if quantizer.block[0] else reduce_tensor
-    if quantizer.outer and reduce is not None:
-        reduce(amax)
+    an Inf has a NaN scale, so that the overflow shows at once; its values are undefined.
+
+    widest: `widest_max` over all ranks that share the scale; None where this is all of it.
+    """
+    if widest is None or quantizer.tensor_max:
+        amax = _block_max(matrix, quantizer.block)
+    else:
+        amax = widest
     finite = amax.isfinite()
     tensor_scale = None
     if quantizer.scale == "e8m0":
@@ -67,7 +78,7 @@ def scale_blocks(
     elif quantizer.scale == "fp32":
         scaled, scales = _scale_fp32(matrix, amax, finite, quantizer)
     else:
-        scaled, scales, tensor_scale = _scale_float(matrix, amax, finite, quantizer, reduce_tensor)
+        scaled, scales, tensor_scale = _scale_float(matrix, amax, finite, quantizer, widest)
     return scaled, scales, tensor_scale, finite
 
 
@@ -102,16 +113,13 @@ def _scale_float(
     amax: Tensor,
     finite: Tensor,
     quantizer: Quantizer,
-    reduce_tensor: ReduceMax | None,
+    widest: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     limit = formats.E2M1_MAX
     tensor_scale = None
     per_unit = torch.tensor(1.0, dtype=amax.dtype, device=amax.device)
     if quantizer.tensor_max:
-        # Non-finite blocks are marked by their own scale and do not spoil the others.
-        top = torch.where(finite, amax, 0).amax() if amax.numel() else amax.new_zeros(())
-        if reduce_tensor is not None:
-            reduce_tensor(top)
+        top = _tensor_max(amax) if widest is None else widest
         per_unit = top / torch.full_like(top, limit * quantizer.tensor_max)
         per_unit = torch.where(per_unit > 0, per_unit, 1.0)  # all zeros, or the quotient underflows
         tensor_scale = per_unit

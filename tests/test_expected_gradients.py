@@ -14,7 +14,6 @@ gradient exceeds once in a million runs, by Bonferroni's bound: no independence 
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,11 +23,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, linear, quantize
+from megatron_fp4 import GemmRecipe, Quantizer, Recipe, call, get_recipe, linear, quantize
 from megatron_fp4.philox import random_signs, stream_id
 from tests.oracles import normal
-
-MODULE = importlib.import_module("megatron_fp4.linear")  # whose name the function shadows
 
 SIZE, REPLICAS = 64, 32
 STEPS = 320  # * REPLICAS = 10240 draws
@@ -153,7 +150,7 @@ def test_tetrajet_mistakes_fail(options: dict, gradient: str) -> None:
 def test_one_noise_for_q5_and_q6_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both operands of wgrad draw one stream: their rounding errors multiply to a bias of dW."""
     monkeypatch.setattr(
-        MODULE, "stream_id", lambda name: stream_id(name.replace("wgrad:x", "wgrad:dy"))
+        call, "stream_id", lambda name: stream_id(name.replace("wgrad:x", "wgrad:dy"))
     )
     expected = forward_quantized(TETRAJET)
     assert not judge(sample_dw, TETRAJET, expected["dw"], STEPS).unbiased
@@ -196,7 +193,7 @@ def test_other_signs_for_the_two_operands_fail(
 ) -> None:
     calls = iter(range(1 << 30))
     monkeypatch.setattr(
-        MODULE,
+        call,
         "random_signs",
         lambda count, key, stream, draw, device: random_signs(count, key, stream, next(calls)),
     )

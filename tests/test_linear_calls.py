@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron_fp4 import GemmRecipe, Quantizer, get_recipe, linear, list_recipes
+from megatron_fp4.call import Call
 from megatron_fp4.hadamard import Hadamard
-from megatron_fp4.linear import Call, quantized_linear
+from megatron_fp4.linear import quantized_linear
 from megatron_fp4.philox import Key, random_signs, stream_id
 from tests.oracles import relative_error
 from tests.test_linear import (

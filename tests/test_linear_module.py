@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fp4 import ConfigError, Linear, linear, list_recipes
+from megatron_fp4 import ConfigError, Linear, Recipe, get_recipe, linear, list_recipes
+from megatron_fp4.call import Call
+from megatron_fp4.linear import quantized_linear
+from megatron_fp4.philox import Key
 from tests.oracles import normal
 
 TOKENS, SIZE = 128, 64
@@ -133,36 +136,65 @@ def test_a_recomputation_with_other_noise_is_told_apart() -> None:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def saved_bytes(recipe: str, dtype: torch.dtype) -> tuple[int, int]:
-    """(bytes saved for backward beside the parameters, those of x alone in full)."""
-    module = layer(recipe).to(dtype)
-    x = x_and_dy()[0].to(dtype)
+def saved_bytes(recipe: Recipe, call: Call, frozen: bool = False) -> float:
+    """Bytes an element of X saved for backward beside the weight and what is made of it."""
+    x, w = (t.bfloat16() for t in (x_and_dy()[0], normal((SIZE, SIZE), 7)))
     kept: dict[int, int] = {}
-    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() != w.untyped_storage().data_ptr():
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(x)
-    return sum(kept.values()), x.numel() * x.element_size()
+        quantized_linear(x.requires_grad_(), w.requires_grad_(not frozen), None, recipe, call)
+    return sum(kept.values()) / x.numel()
 
 
-def test_tetrajet_saves_codes_and_scales_alone() -> None:
-    """Q1(X) and Q2(W): 4 bits an element, and 8 for each block of 32."""
-    found, full = saved_bytes("tetrajet", torch.bfloat16)
-    elements = TOKENS * SIZE + SIZE * SIZE
-    assert found == elements // 2 + elements // 32
-    assert found < full
+def kept() -> Call:
+    """W's operands belong to a step, and are none of what a call saves."""
+    return Call(weights={})
 
 
-def test_raw_operands_are_saved_in_full() -> None:
-    """Negative control: a recipe that needs the raw X keeps all of it."""
-    found, full = saved_bytes("mxfp4", torch.bfloat16)
-    assert found == full
+@pytest.mark.parametrize("name", ["tetrajet", "mxfp4", "mxfp4-rht-sr"])
+def test_x_is_saved_as_codes_and_scales_alone(name: str) -> None:
+    """4 bits an element, and 8 for each block of 32: .266 of BF16's bytes."""
+    assert saved_bytes(get_recipe(name), kept()) == 1 / 2 + 1 / 32
+
+
+def test_outliers_are_saved_as_values_and_places() -> None:
+    """Codes, a scale a token, and 2 (int(.01 x 63) + 2) outliers of 2 + 2 bytes a token."""
+    assert saved_bytes(get_recipe("dge-occ"), kept()) == 1 / 2 + 4 / SIZE + 2 * 2 * 4 / SIZE
+
+
+def test_x_is_saved_in_full_where_asked() -> None:
+    """Negative control, and the option: a recipe whose backward quantizes X itself."""
+    assert saved_bytes(get_recipe("mxfp4"), Call(weights={}, packs_x=False)) == 2
+    assert saved_bytes(get_recipe("mxfp4"), Call(packs_x=False)) == 2  # W itself is kept
+
+
+def test_a_call_of_its_own_saves_what_it_made_of_w() -> None:
+    found = saved_bytes(get_recipe("tetrajet"), Call())
+    assert found == (1 / 2 + 1 / 32) * (TOKENS + SIZE) / TOKENS
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_under_a_frozen_weight_nothing_of_x_is_saved(name: str) -> None:
+    assert saved_bytes(get_recipe(name), kept(), frozen=True) == 0
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_packing_x_early_changes_no_bit(name: str) -> None:
+    (x, dy), w = x_and_dy(), normal((SIZE, SIZE), 7)
+    found = []
+    for packs in (True, False):
+        a, b = (t.clone().requires_grad_() for t in (x, w))
+        call = Call(key=Key(5, 3), packs_x=packs)
+        quantized_linear(a, b, None, get_recipe(name), call).backward(dy)
+        assert a.grad is not None and b.grad is not None
+        found.append((a.grad, b.grad))
+    assert all(torch.equal(early, late) for early, late in zip(*found, strict=True))
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from megatron_fp4 import (
     list_quantizers,
     quantize,
 )
-from megatron_fp4.quantizer import quantize_matrix
+from megatron_fp4.quantizer import absolute_max, quantize_matrix
 from tests.oracles import e8m0_byte, mx_block, normal
 
 Rule = Literal["floor", "ceil"]
@@ -227,32 +227,38 @@ def test_row_scales_take_the_maximum_over_ranks(spoil: float | None) -> None:
     whole = quantize(x, "vector")
     halves = x.split(32, dim=1)
 
-    def reduce(amax: Tensor) -> None:  # fmax, as a collective that drops NaN does
-        others = [h.abs().amax(1, keepdim=True).nan_to_num(math.inf) for h in halves]
-        amax.copy_(torch.fmax(amax, torch.fmax(*others)))
-
+    vector = get_quantizer("vector")
+    # fmax, as a collective that drops NaN does.
+    widest = torch.fmax(*(absolute_max(half, vector, 1) for half in halves))
     for half, codes in zip(halves, whole.codes.split(16, dim=1), strict=True):
-        q = quantize_matrix(half, get_quantizer("vector"), axis=1, reduce_row=reduce)
+        q = quantize_matrix(half, vector, axis=1, widest=widest)
         assert torch.equal(q.codes, codes)
         assert torch.equal(q.scales.nan_to_num(-1), whole.scales.nan_to_num(-1))
 
 
 def test_a_nan_reaches_the_collective_as_an_inf() -> None:
     """NaN need not survive a maximum over ranks, and a lost NaN would leave garbage codes."""
-    seen = []
-    x = torch.full((1, 2), math.nan)
-    quantize_matrix(x, get_quantizer("vector"), axis=1, reduce_row=lambda m: seen.append(m.clone()))
-    assert seen[0].item() == math.inf
+    assert absolute_max(torch.full((1, 2), math.nan), get_quantizer("vector"), 1).item() == math.inf
 
 
-def test_tensor_scale_takes_the_maximum_over_ranks() -> None:
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-four-over-six", "nvfp4-17-16"])
+def test_tensor_scale_takes_the_maximum_over_ranks(name: str) -> None:
     x = normal((4, 64), 21)
-    whole = quantize(x, "nvfp4")
-    top = x.abs().max()
+    x[:, 32:] *= 3
+    x[2, 5] = math.inf  # marked by its own block's scale
+    whole, quantizer, halves = quantize(x, name), get_quantizer(name), x.split(32, dim=1)
+    widest = torch.maximum(*(absolute_max(half, quantizer, 1) for half in halves))
+    for half, codes in zip(halves, whole.codes.split(16, dim=1), strict=True):
+        assert torch.equal(quantize_matrix(half, quantizer, axis=1, widest=widest).codes, codes)
+    assert not torch.equal(quantize(halves[0], name).codes, whole.codes[:, :16])  # its own scale
 
-    def reduce(amax: Tensor) -> None:
-        amax.copy_(top)
 
-    for half, codes in zip(x.split(32, dim=1), whole.codes.split(16, dim=1), strict=True):
-        q = quantize_matrix(half, get_quantizer("nvfp4"), axis=1, reduce_tensor=reduce)
-        assert torch.equal(q.codes, codes)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_which_scales_ranks_share(axis: int) -> None:
+    tensor = Quantizer(element="e4m3", scale="fp32", block=(0, 0), rule="absmax")
+    for quantizer in (tensor, get_quantizer("nvfp4")):
+        assert quantizer.scale_spans(0, axis) and quantizer.scale_spans(1, axis)
+    vector = get_quantizer("vector")
+    assert vector.scale_spans(axis, axis) and not vector.scale_spans(1 - axis, axis)
+    assert not any(get_quantizer("mxfp4").scale_spans(sharded, axis) for sharded in (None, 0, 1))
+    assert not any(q.scale_spans(None, axis) for q in (tensor, vector, get_quantizer("nvfp4")))

@@ -9,11 +9,21 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.philox import Noise
-from megatron_fp4.quantizer import QuantizedTensor, Quantizer, ReduceMax
+from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.recipe import GemmRecipe
 
+
+@dataclass(frozen=True)
+class Decoded:
+    """A quantized operand as a backend multiplies it: values [rows, K], and what is left to
+    multiply the product's rows with ([rows, 1], [1, 1] or None)."""
+
+    values: Tensor
+    outer: Tensor | None
+
+
 # A prepared operand: [rows, K] with the contracted axis last, quantized or in high precision.
-Operand = QuantizedTensor | Tensor
+Operand = QuantizedTensor | Decoded | Tensor
 
 
 @dataclass(frozen=True)
@@ -25,7 +35,8 @@ class Preparation:
     fold: float32 [K], multiplies along the contracted axis: the other operand's vector-wise scale.
     group, signs: the Hadamard transform; group 0 is none.
     noise: for a stochastic quantizer.
-    reduce_row, reduce_tensor: see `quantize_matrix`.
+    widest: see `quantize_matrix`; what `absolute_max` gives, the largest of all ranks' that share
+        a scale.
     """
 
     label: str
@@ -35,8 +46,7 @@ class Preparation:
     group: int = 0
     signs: Tensor | None = None
     noise: Noise | None = None
-    reduce_row: ReduceMax | None = None
-    reduce_tensor: ReduceMax | None = None
+    widest: Tensor | None = None
 
 
 class Backend(Protocol):
@@ -48,10 +58,27 @@ class Backend(Protocol):
         """Why this GEMM cannot run here, in a few words; None where it can."""
         ...
 
+    def absolute_max(self, x: Tensor, preparation: Preparation) -> Tensor:
+        """The maxima that ranks share before they prepare the parts of an operand."""
+        ...
+
     def prepare(self, x: Tensor, preparation: Preparation) -> Operand:
         """The operand of a GEMM from a matrix [rows, columns] as the model holds it."""
         ...
 
-    def multiply(self, a: Operand, b: Operand, correction: float, out_dtype: torch.dtype) -> Tensor:
-        """a b^T, accumulated in float32, times `correction`, rounded once to `out_dtype`."""
+    def decode(self, operand: Operand, dtype: torch.dtype) -> Operand:
+        """The form that `multiply` makes of an operand of a model that computes in `dtype`, to be
+        kept where it is multiplied often."""
+        ...
+
+    def multiply(
+        self,
+        a: Operand,
+        b: Operand,
+        correction: float,
+        out_dtype: torch.dtype,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        """a b^T, accumulated in float32, times `correction`: rounded once to `out_dtype`, or added
+        to `into`, which is returned."""
         ...

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_fp4.backends.base import Operand
-from megatron_fp4.backends.reference import Reference, factors, scale_product
+from megatron_fp4.backends.base import Decoded, Operand
+from megatron_fp4.backends.reference import Reference, add, factors, scale_product
+from megatron_fp4.quantizer import QuantizedTensor
 from megatron_fp4.recipe import GemmRecipe
 
 
@@ -27,23 +28,41 @@ class Bf16(Reference):
             return "BF16 tensor cores need compute capability 8.0"
         return None
 
-    def multiply(self, a: Operand, b: Operand, correction: float, out_dtype: torch.dtype) -> Tensor:
+    def decode(self, operand: Operand, dtype: torch.dtype) -> Operand:
+        if isinstance(operand, QuantizedTensor):
+            return Decoded(*factors(operand, torch.bfloat16))
+        return operand
+
+    def multiply(
+        self,
+        a: Operand,
+        b: Operand,
+        correction: float,
+        out_dtype: torch.dtype,
+        into: Tensor | None = None,
+    ) -> Tensor:
         # High-precision operands wider than BF16 (an unquantized Hadamard output, a folded dY)
         # would lose bits here.
         if any(isinstance(x, Tensor) and x.dtype != torch.bfloat16 for x in (a, b)):
-            return super().multiply(a, b, correction, out_dtype)
+            return super().multiply(a, b, correction, out_dtype, into)
         (a_values, a_outer) = factors(a, torch.bfloat16)
         (b_values, b_outer) = factors(b, torch.bfloat16)
-        if a_outer is None and b_outer is None and correction == 1.0:
+        plain = a_outer is None and b_outer is None
+        if plain and into is not None and a_values.is_cuda and into.dtype == torch.float32:
+            return torch.addmm(
+                into, a_values, b_values.t(), alpha=correction, out_dtype=into.dtype, out=into
+            )
+        if plain and into is None and correction == 1.0:
             return _product(a_values, b_values, out_dtype)
         product = _product(a_values, b_values, torch.float32)
-        return scale_product(product, a_outer, b_outer, correction).to(out_dtype)
+        product = scale_product(product, a_outer, b_outer, correction)
+        return add(product, into) if into is not None else product.to(out_dtype)
 
 
 def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """a b^T of BF16 matrices, accumulated in float32."""
     if out_dtype == torch.bfloat16:
         return a @ b.t()
-    if a.device.type == "cuda":
+    if a.is_cuda:
         return torch.mm(a, b.t(), out_dtype=out_dtype)
     return (a.float() @ b.float().t()).to(out_dtype)  # CPU GEMMs have no wider output

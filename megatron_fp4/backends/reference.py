@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_fp4.backends.base import Operand, Preparation
+from megatron_fp4.backends.base import Decoded, Operand, Preparation
 from megatron_fp4.formats import widen
 from megatron_fp4.hadamard import transform
-from megatron_fp4.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.quantizer import QuantizedTensor, absolute_max, quantize_matrix
 from megatron_fp4.recipe import GemmRecipe
 
 
@@ -20,16 +20,13 @@ class Reference:
     def unavailable(self, gemm: GemmRecipe, device: torch.device, dtype: torch.dtype) -> str | None:
         return None
 
+    def absolute_max(self, x: Tensor, preparation: Preparation) -> Tensor:
+        assert preparation.quantizer is not None  # high precision has no scale to share
+        return absolute_max(_turned(x, preparation), preparation.quantizer, preparation.axis)
+
     def prepare(self, x: Tensor, preparation: Preparation) -> Operand:
         quantizer, axis = preparation.quantizer, preparation.axis
-        if preparation.fold is not None:
-            x = widen(x) * (preparation.fold if axis == 1 else preparation.fold[:, None])
-        if preparation.group:
-            x = transform(x.movedim(axis, -1), preparation.group, preparation.signs)
-            if quantizer is not None:
-                # The contract rounds here, so that tensor cores may produce the same codes.
-                x = x.bfloat16()
-            x = x.movedim(-1, axis)
+        x = _turned(x, preparation)
         if quantizer is None:
             return x.movedim(axis, -1)
         return quantize_matrix(
@@ -37,22 +34,58 @@ class Reference:
             quantizer,
             axis=axis,
             bits=preparation.noise.bits16(x) if preparation.noise is not None else None,
-            reduce_row=preparation.reduce_row,
-            reduce_tensor=preparation.reduce_tensor,
+            widest=preparation.widest,
         )
 
-    def multiply(self, a: Operand, b: Operand, correction: float, out_dtype: torch.dtype) -> Tensor:
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype == out_dtype:
-            return a @ b.t()
+    def decode(self, operand: Operand, dtype: torch.dtype) -> Operand:
+        wide = torch.promote_types(dtype, torch.float32)
+        return Decoded(*factors(operand, wide)) if _quantized(operand) else operand
+
+    def multiply(
+        self,
+        a: Operand,
+        b: Operand,
+        correction: float,
+        out_dtype: torch.dtype,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        if into is None and isinstance(a, Tensor) and isinstance(b, Tensor):
+            if a.dtype == b.dtype == out_dtype:
+                return a @ b.t()
         wide = torch.float64 if out_dtype == torch.float64 else torch.float32
         (a_values, a_outer), (b_values, b_outer) = factors(a, wide), factors(b, wide)
-        return scale_product(a_values @ b_values.t(), a_outer, b_outer, correction).to(out_dtype)
+        product = scale_product(a_values @ b_values.t(), a_outer, b_outer, correction)
+        return add(product, into) if into is not None else product.to(out_dtype)
+
+
+def _turned(x: Tensor, preparation: Preparation) -> Tensor:
+    """The matrix that the quantizer sees, in the layout in which the model holds it."""
+    axis = preparation.axis
+    if preparation.fold is not None:
+        x = widen(x) * (preparation.fold if axis == 1 else preparation.fold[:, None])
+    if preparation.group:
+        x = transform(x.movedim(axis, -1), preparation.group, preparation.signs)
+        if preparation.quantizer is not None:
+            # The contract rounds here, so that tensor cores may produce the same codes.
+            x = x.bfloat16()
+        x = x.movedim(-1, axis)
+    return x
+
+
+def _quantized(operand: Operand) -> bool:
+    return isinstance(operand, QuantizedTensor)
+
+
+def add(product: Tensor, into: Tensor | None) -> Tensor:
+    return product if into is None else into.add_(product)
 
 
 def factors(operand: Operand, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """(values [rows, K] in `dtype`, what still multiplies the product's rows or None)."""
     if isinstance(operand, QuantizedTensor):
         return operand.factors(dtype)
+    if isinstance(operand, Decoded):
+        return operand.values.to(dtype), operand.outer
     return operand.to(dtype), None
 
 

@@ -104,8 +104,6 @@ def _machine_defaults() -> dict[str, Any]:
         defaults |= {"transformer_impl": "local", "apply_rope_fusion": False}
     if not _installed("apex"):
         defaults |= {"no_persist_layer_norm": True, "masked_softmax_fusion": False}
-    if not _installed("fused_weight_gradient_mlp_cuda"):
-        defaults["gradient_accumulation_fusion"] = False
     if not _installed("one_logger"):  # NVIDIA's own; on by default, and a warning where missing
         defaults["enable_one_logger"] = False
     if not torch.cuda.is_available():
@@ -137,6 +135,10 @@ def _checked(parse: Callable[..., argparse.Namespace]) -> Callable[..., argparse
         parsed = parse(*args, **kwargs)
         if parsed.reset_attention_mask:  # it exists in the mask alone
             parsed.create_attention_mask_in_dataloader = True
+        # The package's linears add dW to main_grad themselves; upstream's need apex for it.
+        parsed.fp4_wgrad_fusion = parsed.gradient_accumulation_fusion
+        if not _installed("fused_weight_gradient_mlp_cuda"):
+            parsed.gradient_accumulation_fusion = False
         options.settle(parsed)
         if not (parsed.use_checkpoint_args or parsed.yaml_cfg):  # those bring arguments later
             validate(parsed)

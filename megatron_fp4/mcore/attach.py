@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -40,6 +43,10 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
     """
     found = [linear for chunk in model for linear in _linears(chunk)]
     rows = _gather([_attach_one(run, *linear) for linear in found])
+    for glob, _ in run.modules:
+        if not any(fnmatchcase(row.name, glob) for row in rows):
+            some = ", ".join(sorted({_kind(row.name)[0] for row in rows}))
+            raise ConfigError(f"--fp4-module-recipe {glob}: no linear has such a name; try {some}")
     for row in rows:
         if row.refusal is not None:
             raise ConfigError(row.refusal)
@@ -113,30 +120,40 @@ def _linears(chunk: MegatronModule) -> Iterator[tuple[str, Fp4Layer, int | None]
         if not isinstance(module, Fp4ColumnParallelLinear | Fp4RowParallelLinear):
             continue
         prefix = next((p for p in layers if name.startswith(f"{p}.")), None)
-        if prefix is None:
-            yield name, module, None
-            continue
-        number = layers[prefix]
-        global_prefix = re.sub(r"layers\.\d+$", f"layers.{number - 1}", prefix)
-        yield global_prefix + name.removeprefix(prefix), module, number
+        number = None
+        if prefix is not None:
+            number = layers[prefix]
+            global_prefix = re.sub(r"layers\.\d+$", f"layers.{number - 1}", prefix)
+            name = global_prefix + name.removeprefix(prefix)
+        yield _with_global_expert(name, chunk.config), module, number
+
+
+def _with_global_expert(name: str, config: TransformerConfig) -> str:
+    """Counts an expert over the expert-parallel ranks; each rank numbers its own from 0."""
+    ranks = mpu.get_expert_model_parallel_world_size()
+    if ranks == 1 or ".local_experts." not in name:
+        return name
+    first = mpu.get_expert_model_parallel_rank() * (config.num_moe_experts // ranks)
+    return re.sub(r"(?<=local_experts\.)\d+", lambda found: str(first + int(found[0])), name)
 
 
 def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> Row:
     shape = " x ".join(map(str, layer.weight.shape))
-    if _kept_in_bf16(run, number):
+    recipe = _recipe_of(run, name, number)
+    if recipe is None:
         return Row(name, shape, "high precision", (), ())
     try:
-        layer.attach(name, run)
+        layer.attach(name, run, recipe)
     except ConfigError as error:
-        return Row(name, shape, run.recipe.name, (), (), refusal=str(error))
+        return Row(name, shape, recipe.name, (), (), refusal=str(error))
     dtype = layer.config.params_dtype
-    choices = [choose(run.recipe.gemm(gemm), layer.weight.device, dtype) for gemm in GEMMS]
+    choices = [choose(recipe.gemm(gemm), layer.weight.device, dtype) for gemm in GEMMS]
     return Row(
         name,
         shape,
-        run.recipe.name,
+        recipe.name,
         tuple(
-            _describe(run.recipe, gemm, choice.backend.name)
+            _describe(recipe, gemm, choice.backend.name)
             for gemm, choice in zip(GEMMS, choices, strict=True)
         ),
         tuple(f"{who}: {why}" for choice in choices for who, why in choice.passed_over),
@@ -153,6 +170,14 @@ def _describe(recipe: Recipe, gemm: str, backend: str) -> str:
         forward = recipe.fprop.b if gemm == "dgrad" else recipe.fprop.a
         elements[1] = forward.element if forward is not None else "high"
     return f"{' x '.join(elements)} on {backend}"
+
+
+def _recipe_of(run: Run, name: str, number: int | None) -> Recipe | None:
+    """What a linear follows, None for BF16; its own glob counts more than its layer's place."""
+    for glob, recipe in reversed(run.modules):
+        if fnmatchcase(name, glob):
+            return recipe
+    return None if _kept_in_bf16(run, number) else run.recipe
 
 
 def _kept_in_bf16(run: Run, number: int | None) -> bool:

@@ -50,7 +50,7 @@ def train() -> None:
             model.transformer_layer_spec = layer_spec  # else upstream's, with its own FP8 and FP4
         compat.mend_model_config(model, args)
         if recipe is not None:
-            run = Run(recipe, args)
+            run = Run(recipe, args, options.module_recipes(args))
             model.pre_wrap_hooks.append(partial(attach, run))
             step = run.counting(forward_step)
         config = pretrain_cfg_container_from_args(args, model)

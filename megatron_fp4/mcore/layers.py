@@ -1,131 +1,188 @@
 """Column- and row-parallel linears whose three GEMMs follow a recipe.
 
-They replace the product inside Megatron's own layers and nothing else: parameters, initialisation,
-checkpoints and the reduction of a row-parallel output are upstream's
+They replace the product inside Megatron's own layers, and what travels around it under sequence
+parallelism: parameters, initialisation and checkpoints are upstream's
 (megatron/core/tensor_parallel/layers.py, `_forward_impl`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
+from megatron_fp4.call import Call
+from megatron_fp4.communication import TensorParallel
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.linear import Call, quantized_linear
-from megatron_fp4.mcore.run import Run
+from megatron_fp4.linear import quantized_linear
+from megatron_fp4.mcore.run import Moment, Run
 from megatron_fp4.philox import GROUP, Placement
-from megatron_fp4.quantizer import ReduceMax
+from megatron_fp4.recipe import Recipe
 from megatron_fp4.replay import Replay
+from megatron_fp4.weights import WeightCache
 
 
 @dataclass
 class Fp4State:
     """What a linear needs beyond Megatron's own; `attach` fills it in once the model is built.
 
-    name: the global module name. shards: for each operand that tensor parallelism shards, the
-    axis. placements: where the local operands lie, token rows left out.
+    name: the global module name. parallel: None where one rank holds all of the linear.
+    placements: where the local operands lie, token rows left out. is_expert: its tokens are those
+    that a router sends, [tokens, in], and any number of them.
     """
 
     name: str
     run: Run
-    shards: Mapping[str, int]
+    recipe: Recipe
+    parallel: TensorParallel | None
     placements: Mapping[str, Placement]
-    reduce_max: ReduceMax | None
+    is_expert: bool = False
     replay: Replay = field(default_factory=Replay)
+    cache: WeightCache = field(default_factory=WeightCache)
+    _pass: int = -1
+    _repeat: int = 0
 
     def in_force(self, training: bool) -> bool:
         """Whether this forward pass follows the recipe; an evaluation may be asked for in BF16."""
         return training or self.run.evaluates_in_fp4
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
-        """x W^T + bias of a whole microbatch: x [sequence, batch, in] -> [sequence, batch, out]."""
-        moment = self.replay.take(self.run.now, training)
-        rows = self.run.token_rows(moment, x.shape[0], x.shape[1], x.device)
+        """x W^T + bias of a microbatch: x [sequence, batch, in] -> [sequence, batch, out], with
+        this rank's part of the sequence where sequence parallelism leaves it one; an expert's x
+        is [tokens, in]."""
+        moment, repeat = self.replay.take(self._now, training)
+        recipe = self.run.in_force(self.recipe, moment)
+        if not self.is_expert:
+            return self._product(x, weight, bias, recipe, moment, repeat)
+        # Rows of zeros fill the last block: they add nothing to any product.
+        missing = -len(x) % recipe.token_tile("wgrad", "x")
+        padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+        return self._product(padded, weight, bias, recipe, moment, repeat)[: len(x)]
+
+    def _product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        moment: Moment,
+        repeat: int,
+    ) -> Tensor:
+        microbatch, rows = self._tokens(x, moment)
         placements = dict(self.placements)
         for operand in ("x", "dy"):
-            columns = self.placements[operand]
-            placements[operand] = Placement(rows, columns.groups, columns.groups_per_row)
+            placements[operand] = replace(self.placements[operand], rows=rows)
+        run = self.run
+        kept = None
+        if run.keeps_weights:
+            # Optimizers write parameters past their version counters: the epoch tells of those.
+            kept = self.cache.at((run.epoch, weight._version, moment.step, id(recipe)))
         call = Call(
             name=self.name,
-            key=self.run.key(moment),
-            microbatch=moment.microbatch,
+            key=run.key(moment),
+            microbatch=microbatch,
+            repeat=repeat,
             placements=placements,
-            sharded=self.shards,
-            reduce_max=self.reduce_max,
-            observe=partial(self.run.monitor.observe, self.name),
+            parallel=self.parallel,
+            weights=kept,
+            decodes=run.keeps_weights == "decoded",
+            packs_x=run.packs_x,
+            fuses=run.fuses_wgrad,
+            observe=partial(run.monitor.observe, self.name),
         )
-        return quantized_linear(x, weight, bias, self.run.recipe_at(moment), call)
+        return quantized_linear(x, weight, bias, recipe, call)
+
+    def _now(self) -> tuple[Moment, int]:
+        """The moment, and how often this linear was called in it before."""
+        self._repeat = self._repeat + 1 if self._pass == self.run.passes else 0
+        self._pass = self.run.passes
+        return self.run.now(), self._repeat
+
+    def _tokens(self, x: Tensor, moment: Moment) -> tuple[int, Tensor]:
+        """(the microbatch, the rows of its tokens in the global batch)."""
+        if self.is_expert:
+            return self.run.expert_rows(moment, len(x), x.device)
+        scattered = self.parallel is not None and self.parallel.tokens == "x"
+        sequence = x.shape[0] * (self.parallel.size if self.parallel and scattered else 1)
+        return moment.microbatch, self.run.token_rows(moment, sequence, x.shape[1], x.device)
 
 
 class Fp4ColumnParallelLinear(ColumnParallelLinear):
-    """Y = X W^T with W's rows sharded. Under sequence parallelism X is gathered first."""
+    """Y = X W^T with W's rows sharded, and X's tokens under sequence parallelism."""
 
     fp4: Fp4State | None = None  # None: this layer stays in high precision
 
-    def attach(self, name: str, run: Run) -> None:
-        """Follow `run`'s recipe from now on. Raises ConfigError where it cannot."""
+    def attach(self, name: str, run: Run, recipe: Recipe) -> None:
+        """Follow `recipe` from now on. Raises ConfigError where it cannot."""
         rank, ranks = self.tp_group.rank(), self.tp_group.size()
         # SwiGLU's fc1 holds a part of the gate and a part of the up projection: two ranges.
         ranges = getattr(self.weight, "partition_stride", 1)
         length = self.output_size_per_partition // ranges
-        _check(run, name, self.input_size, length)
         starts = [(part * ranks + rank) * length for part in range(ranges)]
         rows = torch.cat([torch.arange(start, start + length) for start in starts])
         rows = rows.to(self.weight.device)
-        groups = rows[::GROUP] // GROUP
+        parallel = None
+        if ranks > 1:
+            alone = self.explicit_expert_comm  # the token dispatcher does the rest
+            parallel = TensorParallel(
+                self.tp_group,
+                sharded={"w": 0, "dy": 1},
+                tokens="x" if self.sequence_parallel and not alone else None,
+                sums_dx=self.allreduce_dgrad and not alone,
+            )
+        _check(run, recipe, name, self.input_size, length, parallel, self.is_expert)
         self.fp4 = Fp4State(
             name,
             run,
-            shards={"w": 0, "dy": 1},
+            recipe,
+            parallel,
             placements={
                 "x": Placement(),
                 "w": Placement(rows=rows),
-                "dy": Placement(groups=groups, groups_per_row=self.output_size // GROUP),
+                "dy": Placement(
+                    groups=rows[::GROUP] // GROUP, groups_per_row=self.output_size // GROUP
+                ),
             },
-            reduce_max=_reduce_max(self.tp_group),
+            is_expert=self.is_expert,
         )
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.fp4 is None or not self.fp4.in_force(self.training):
             return super()._forward_impl(input, weight, *args, **kwargs)
-        if kwargs["sequence_parallel"]:
-            input = gather_from_sequence_parallel_region(
-                input, tensor_parallel_output_grad=True, group=kwargs["tp_group"]
-            )
-        elif kwargs["allreduce_dgrad"]:
-            input = copy_to_tensor_model_parallel_region(input, group=kwargs["tp_group"])
         return self.fp4.product(input, weight, kwargs["bias"], self.training)
 
 
 class Fp4RowParallelLinear(RowParallelLinear):
-    """Y = X W^T with W's columns sharded; upstream sums the partial outputs over the ranks."""
+    """Y = X W^T with W's columns sharded. Upstream sums the partial outputs over the ranks; under
+    sequence parallelism the product does, so that dY comes back as each rank's tokens."""
 
     fp4: Fp4State | None = None
 
-    def attach(self, name: str, run: Run) -> None:
-        """Follow `run`'s recipe from now on. Raises ConfigError where it cannot."""
+    def attach(self, name: str, run: Run, recipe: Recipe) -> None:
+        """Follow `recipe` from now on. Raises ConfigError where it cannot."""
         length = self.input_size_per_partition
-        _check(run, name, length, self.output_size)
         start = self.tp_group.rank() * length // GROUP
         groups = torch.arange(start, start + length // GROUP, device=self.weight.device)
         columns = Placement(groups=groups, groups_per_row=self.input_size // GROUP)
+        parallel = None
+        if self.tp_group.size() > 1:
+            scatters = self.sequence_parallel and not self.explicit_expert_comm
+            parallel = TensorParallel(
+                self.tp_group, sharded={"x": 1, "w": 1}, tokens="dy" if scatters else None
+            )
+        _check(run, recipe, name, length, self.output_size, parallel, self.is_expert)
         self.fp4 = Fp4State(
             name,
             run,
-            shards={"x": 1, "w": 1},
+            recipe,
+            parallel,
             placements={"x": columns, "w": columns, "dy": Placement()},
-            reduce_max=_reduce_max(self.tp_group),
+            is_expert=self.is_expert,
         )
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -133,23 +190,41 @@ class Fp4RowParallelLinear(RowParallelLinear):
             return super()._forward_impl(input, weight, *args, **kwargs)
         return self.fp4.product(input, weight, kwargs["bias"], self.training)
 
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As upstream's: (output, the bias where it is not added)."""
+        state = self.fp4
+        if state is None or not state.in_force(self.training):
+            return super().forward(input_)
+        if state.parallel is None or state.parallel.tokens is None:
+            return super().forward(input_)
+        output = state.product(input_, self.weight, None, self.training)
+        if self.skip_bias_add:
+            return output, self.bias
+        return output if self.bias is None else output + self.bias, None
 
-def _check(run: Run, name: str, inputs: int, outputs: int) -> None:
+
+def _check(
+    run: Run,
+    recipe: Recipe,
+    name: str,
+    inputs: int,
+    outputs: int,
+    parallel: TensorParallel | None,
+    is_expert: bool,
+) -> None:
     """Blocks, Hadamard groups and groups of eight must tile the local matrices."""
-    run.recipe.check_linear(run.args.micro_batch_size * run.args.seq_length, inputs, outputs, name)
+    tokens = run.args.micro_batch_size * run.args.seq_length
+    recipe.check_linear(None if is_expert else tokens, inputs, outputs, name)
     for size in (inputs, outputs):
         if size % GROUP:
             raise ConfigError(
                 f"{name}: {size} features on a rank are not a multiple of {GROUP}, which share a "
                 "random draw; choose a hidden size or tensor-parallel size that divides"
             )
-
-
-def _reduce_max(group: torch.distributed.ProcessGroup) -> ReduceMax | None:
-    if group.size() == 1:
-        return None
-    return partial(_all_reduce_max, group)
-
-
-def _all_reduce_max(group: torch.distributed.ProcessGroup, amax: Tensor) -> None:
-    torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
+    tile = recipe.token_tile("fprop", "x")
+    if parallel is not None and parallel.tokens == "x" and tokens // parallel.size % tile:
+        raise ConfigError(
+            f"{name}: {tokens // parallel.size} tokens on a rank under sequence parallelism are "
+            f"not a multiple of {tile}, which fprop of recipe {recipe.name} takes in blocks; "
+            "choose a sequence length times micro-batch size that divides"
+        )

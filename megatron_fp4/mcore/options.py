@@ -19,7 +19,10 @@ _REFUSED = {
     "--context-parallel-size": "use tensor, sequence or pipeline parallelism",
     "--use-megatron-fsdp": "use --use-distributed-optimizer",
     "--use-torch-fsdp2": "use --use-distributed-optimizer",
-    "--num-experts": "train a dense model",
+    "--moe-grouped-gemm": "leave it out, the experts run one after the other",
+    "--moe-shared-expert-overlap": "leave it out",
+    "--moe-router-padding-for-quantization": "leave it out, zeros fill an expert's last block",
+    "--moe-router-padding-for-fp8": "leave it out, zeros fill an expert's last block",
     "--hybrid-layer-pattern": "train a GPT model",
     "--multi-latent-attention": "use grouped-query attention",
     "--cuda-graph-impl": "leave it out",
@@ -85,6 +88,27 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="which GEMMs --fp4-bf16-after returns to BF16 (default: all)",
     )
     group.add_argument(
+        "--fp4-module-recipe",
+        action="append",
+        default=[],
+        metavar="GLOB=RECIPE[,KEY=VALUE...]",
+        help="another recipe, or bf16, for the linears whose global name matches, as in "
+        "'decoder.layers.0.*=bf16'; may be given several times, and the last match counts",
+    )
+    group.add_argument(
+        "--fp4-weight-cache",
+        choices=("packed", "decoded", "off"),
+        default="packed",
+        help="keep the quantized weights over a step's microbatches: as 4-bit codes, as the GEMM "
+        "takes them (more memory, less work), or not",
+    )
+    group.add_argument(
+        "--fp4-saved-x",
+        choices=("packed", "bf16"),
+        default="packed",
+        help="what is kept of X where backward quantizes X itself: its 4-bit codes, or X",
+    )
+    group.add_argument(
         "--fp4-eval-forward",
         choices=("fp4", "bf16"),
         default="fp4",
@@ -148,12 +172,27 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
     return recipe
 
 
+def module_recipes(args: argparse.Namespace) -> list[tuple[str, Recipe | None]]:
+    """(glob on global module names, its recipe or None for BF16) of --fp4-module-recipe."""
+    found: list[tuple[str, Recipe | None]] = []
+    for given in args.fp4_module_recipe:
+        glob, equals, recipe = given.partition("=")
+        name, *pairs = recipe.split(",")
+        if not (glob and equals and name):
+            raise ConfigError(f"--fp4-module-recipe takes GLOB=RECIPE or GLOB=bf16, not {given!r}")
+        if name == "bf16" and pairs:
+            raise ConfigError(f"--fp4-module-recipe {given}: bf16 takes no options")
+        chosen = None if name == "bf16" else get_recipe(name, **_options(pairs))
+        found.append((glob, chosen))
+    return found
+
+
 def _options(pairs: list[str]) -> dict[str, str]:
     options = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ConfigError(f"--fp4-recipe-option takes KEY=VALUE, not {pair!r}")
+            raise ConfigError(f"an option of a recipe is KEY=VALUE, not {pair!r}")
         options[key.replace("-", "_")] = value
     return options
 
@@ -166,6 +205,9 @@ def _refuse_orphans(args: argparse.Namespace) -> None:
         "fp4_bf16_after": None,
         "fp4_bf16_gemms": None,
         "fp4_eval_forward": "fp4",
+        "fp4_module_recipe": [],
+        "fp4_weight_cache": "packed",
+        "fp4_saved_x": "packed",
     }
     for name, default in defaults.items():
         if getattr(args, name) != default:

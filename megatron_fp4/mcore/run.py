@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from megatron_fp4.mcore.once import once
 from megatron_fp4.monitor import NonFiniteMonitor, Sighting
 from megatron_fp4.philox import Key
 from megatron_fp4.recipe import Recipe
+
+MOST_PADDING = 1024  # more tokens than any block or Hadamard group holds
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,23 @@ class Moment:
 class Run:
     """One process's view of an FP4 training run.
 
-    recipe: what every quantized layer follows. args: Megatron's, read for the step and the seed.
+    recipe: what linears follow. modules: (glob on global module names, another recipe or None for
+    BF16); the last that matches counts. args: Megatron's, read for the step and the seed.
     """
 
-    def __init__(self, recipe: Recipe, args: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        args: argparse.Namespace,
+        modules: Sequence[tuple[str, Recipe | None]] = (),
+    ) -> None:
         self.recipe = recipe
+        self.modules = modules
         self.args = args
         self.monitor = NonFiniteMonitor()
+        self.passes = 0  # forward passes of microbatches through chunks so far
+        self.epoch = 0  # changes whenever the optimizer may have changed the weights
+        self._training = True
         self._counts: dict[int | None, int] = defaultdict(int)
         self._step = -1
         self._microbatch = 0
@@ -59,14 +71,19 @@ class Run:
         """
 
         def counted(data_iterator: Any, model: Any) -> Any:
-            self._start_microbatch(get_attr_wrapped_model(model, "vp_stage"))
+            chunk = get_attr_wrapped_model(model, "vp_stage", return_model_obj=True)
+            self._start_microbatch(chunk.vp_stage, getattr(chunk, "training", True))
             return forward_step(data_iterator, model)
 
         return counted
 
-    def _start_microbatch(self, vp_stage: int | None) -> None:
+    def _start_microbatch(self, vp_stage: int | None, training: bool) -> None:
         # With --skip-train no step is current, and the checkpoint's last one is evaluated.
         step = getattr(self.args, "curr_iteration", self.args.iteration - 1)
+        self.passes += 1
+        if step != self._step or training != self._training:
+            self.epoch += 1
+            self._training = training
         if step != self._step:
             self._tell(self.monitor.start_step(step + 1))  # as Megatron's log counts
             self._step = step
@@ -79,9 +96,9 @@ class Run:
     def now(self) -> Moment:
         return Moment(max(self._step, 0), self._microbatch)
 
-    def recipe_at(self, moment: Moment) -> Recipe:
-        """The recipe in force at a moment: its schedule may have ended."""
-        return self.recipe.at(moment.step / max(self.args.train_iters or 1, 1))
+    def in_force(self, recipe: Recipe, moment: Moment) -> Recipe:
+        """What is left of a recipe at a moment: its schedule may have ended."""
+        return recipe.at(moment.step / max(self.args.train_iters or 1, 1))
 
     def key(self, moment: Moment) -> Key:
         return Key(self.args.fp4_seed, moment.step)
@@ -90,6 +107,25 @@ class Run:
     def evaluates_in_fp4(self) -> bool:
         """Whether evaluation runs the forward pass that training runs (--fp4-eval-forward)."""
         return self.args.fp4_eval_forward == "fp4"
+
+    # --- what is kept, and where --------------------------------------------------------------
+
+    @property
+    def keeps_weights(self) -> str | None:
+        """In which form W's operands are kept over a step's microbatches, "packed" or "decoded"
+        (--fp4-weight-cache); None: they are made anew."""
+        kept = self.args.fp4_weight_cache
+        return None if kept == "off" else kept
+
+    @property
+    def packs_x(self) -> bool:
+        """Whether X is kept for backward as codes, where wgrad quantizes it (--fp4-saved-x)."""
+        return self.args.fp4_saved_x == "packed"
+
+    @property
+    def fuses_wgrad(self) -> bool:
+        """Whether dW is added to the FP32 main_grad without being rounded first."""
+        return self.args.fp4_wgrad_fusion
 
     # --- tokens -----------------------------------------------------------------------------
 
@@ -102,6 +138,18 @@ class Run:
             sample = torch.arange(batch, device=device)[None, :]
             self._rows[shape] = (sample * sequence + position).flatten()
         return self._rows[shape] + moment.microbatch * batch * sequence
+
+    def expert_rows(self, moment: Moment, tokens: int, device: torch.device) -> tuple[int, Tensor]:
+        """(microbatch, rows) of the tokens that a router sent to an expert, in the order in which
+        they came: int64 [tokens]. No two microbatches or copies of the expert share any."""
+        copies = mpu.get_expert_data_parallel_world_size()
+        local = moment.microbatch // mpu.get_data_parallel_world_size()
+        microbatch = local * copies + mpu.get_expert_data_parallel_rank()
+        # A token goes to an expert once; it comes from a rank that dispatches to it.
+        senders = mpu.get_expert_model_parallel_world_size()
+        senders *= mpu.get_expert_tensor_parallel_world_size()
+        most = self.args.micro_batch_size * self.args.seq_length * senders + MOST_PADDING
+        return microbatch, microbatch * most + torch.arange(tokens, device=device)
 
     # --- health -----------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -202,14 +201,41 @@ def test_noise_follows_the_layout_the_model_holds() -> None:
 
 
 def test_row_and_tensor_maxima_reach_the_quantizer() -> None:
-    x, calls = normal((4, 32), 13), []
-
-    def seen(kind: str) -> Any:
-        return lambda amax: calls.append((kind, tuple(amax.shape)))
-
-    for quantizer in (get_quantizer("vector"), FP8_TENSOR, get_quantizer("nvfp4"), Quantizer()):
-        Reference().prepare(
-            x, preparation(quantizer, 1, reduce_row=seen("row"), reduce_tensor=seen("tensor"))
+    """What ranks agree on is of what the quantizer sees, and it scales by that."""
+    x, fold = normal((4, 32), 13), torch.full((32,), 2.0)
+    for quantizer, shape in (
+        (get_quantizer("vector"), (4, 1)),
+        (FP8_TENSOR, (1, 1)),
+        (get_quantizer("nvfp4"), ()),
+    ):
+        plain = preparation(quantizer, 1, fold=fold)
+        widest = Reference().absolute_max(x, plain)
+        assert widest.shape == shape and widest.max() == 2 * x.abs().max()
+        found, same, wider = (
+            Reference().prepare(x, preparation(quantizer, 1, fold=fold, widest=given))
+            for given in (None, widest, 7 * widest)
         )
-    assert calls == [("row", (4, 1)), ("tensor", (1, 1)), ("tensor", ())]
-    assert math.prod(calls[0][1]) == 4
+        assert all(isinstance(q, QuantizedTensor) for q in (found, same, wider))
+        assert torch.equal(found.codes, same.codes) and torch.equal(found.scales, same.scales)  # type: ignore
+        assert not torch.equal(found.codes, wider.codes)  # type: ignore
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("backend", [Reference(), Bf16()], ids=lambda b: b.name)
+def test_decoded_operands_and_accumulation(backend: Backend, pair: str) -> None:
+    """A kept decoded form gives the same product; `into` takes it without a rounding between."""
+    first, second = PAIRS[pair]
+    (a, a_value), (b, b_value) = (
+        operand(M, first, 1, torch.bfloat16),
+        operand(N, second, 2, torch.bfloat16),
+    )
+    product = backend.multiply(a, b, 1.0, torch.float32)
+    decoded_a, decoded_b = (backend.decode(one, torch.bfloat16) for one in (a, b))
+    assert torch.equal(backend.multiply(decoded_a, decoded_b, 1.0, torch.float32), product)
+    into, correction = normal((M, N), 14), 1.0 if pair == "high-precision" else 16 / 9
+    expected = into.double() + correction * a_value @ b_value.t()
+    found = backend.multiply(a, b, correction, torch.bfloat16, into)
+    assert found is into
+    assert relative_error(found, expected) < BOUND[torch.float32]
+    rounded = normal((M, N), 14) + backend.multiply(a, b, correction, torch.bfloat16)
+    assert relative_error(rounded, expected) > BOUND[torch.float32]  # negative control

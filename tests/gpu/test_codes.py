@@ -8,8 +8,9 @@ from torch import Tensor
 
 import megatron_fp4
 from megatron_fp4 import get_quantizer, get_recipe, list_quantizers, list_recipes, quantize
+from megatron_fp4.call import Call
+from megatron_fp4.gemms import fprop
 from megatron_fp4.hadamard import transform
-from megatron_fp4.linear import Call, fprop
 from megatron_fp4.philox import Key, random_bits16
 
 pytestmark = [

@@ -37,7 +37,7 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig  # noqa
 
 from megatron_fp4 import recipes  # noqa: E402
 from megatron_fp4.backends import reference  # noqa: E402
-from megatron_fp4.linear import Call  # noqa: E402
+from megatron_fp4.call import Call  # noqa: E402
 from megatron_fp4.mcore import attach as attaching  # noqa: E402
 from megatron_fp4.mcore.run import Run  # noqa: E402
 from megatron_fp4.mcore.spec import layer_spec  # noqa: E402
@@ -134,6 +134,9 @@ def first_step(case: str, dtype: torch.dtype, args: argparse.Namespace) -> dict[
             fp4_seed=2**40 + 7,
             fp4_eval_forward="fp4",
             first_last_layers_bf16=False,
+            fp4_weight_cache="packed",
+            fp4_saved_x="packed",
+            fp4_wgrad_fusion=True,
         ),
     )
     names = global_names(chunk)
@@ -159,9 +162,9 @@ def broken() -> Iterator[None]:
         attaching.Fp4ColumnParallelLinear.attach,
     )
 
-    def one_range(layer: Any, name: str, run: Run) -> None:
+    def one_range(layer: Any, name: str, run: Run, recipe: Any) -> None:
         ranges, layer.weight.partition_stride = stride(layer.weight), 1
-        set_stride(layer, name, run)
+        set_stride(layer, name, run, recipe)
         layer.weight.partition_stride = ranges
 
     def local_names(chunk: Any) -> Iterator[Any]:
@@ -303,9 +306,9 @@ class Recorder:
         self._prepare = reference.Reference.prepare
         calls = {}
 
-        def preparation(call: Any, recipe: Any, gemm: str, operand: str, like: Tensor) -> Any:
-            made = self._preparation(call, recipe, gemm, operand, like)
-            calls[made.label] = (call, call.placements[operand])
+        def preparation(call: Any, recipe: Any, source: Any) -> Any:
+            made = self._preparation(call, recipe, source)
+            calls[made.label] = (call, call._placement(source))
             return made
 
         def prepare(backend: Any, x: Tensor, made: Any) -> Any:

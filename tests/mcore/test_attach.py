@@ -1,6 +1,7 @@
 """What `attach` gives the linears of a built model, what it prints, and what it refuses."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -46,7 +47,13 @@ def model(num_layers: int = 4, **options: Any) -> MegatronModule:
     return GPTModelBuilder(gpt).build_model(ProcessGroupCollection.use_mpu_process_groups())
 
 
-def run(recipe: Recipe, start: int = 0, end: int = 0, num_layers: int = 4) -> Run:
+def run(
+    recipe: Recipe,
+    start: int = 0,
+    end: int = 0,
+    num_layers: int = 4,
+    modules: Sequence[tuple[str, Recipe | None]] = (),
+) -> Run:
     """`start` and `end`: how many layers are kept in BF16."""
     args = argparse.Namespace(
         micro_batch_size=2,
@@ -56,8 +63,9 @@ def run(recipe: Recipe, start: int = 0, end: int = 0, num_layers: int = 4) -> Ru
         num_layers_at_start_in_bf16=start,
         num_layers_at_end_in_bf16=end,
         fp4_eval_forward="fp4",
+        fp4_weight_cache="packed",
     )
-    return Run(recipe, args)
+    return Run(recipe, args, modules)
 
 
 def printed(text: str) -> list[list[str]]:

@@ -31,12 +31,16 @@ TRANSFORMED, TRANSFORMED_BOUND = {"mxfp4-rht-sr"}, 5e-3
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
     """The results of a layout, run when first asked for."""
-    folder, done = tmp_path_factory.mktemp("layouts"), {}
+    folder = tmp_path_factory.mktemp("layouts")
+    done: dict[str, Results | None] = {}
 
     def get(layout: str) -> Results:
         if layout not in done:
+            done[layout] = None  # a world that fails does so once
             done[layout] = run_layout(layout, folder / f"{layout}.pt")
-        return done[layout]
+        found = done[layout]
+        assert found is not None, f"{layout} failed before"
+        return found
 
     return get
 

@@ -200,7 +200,10 @@ REFUSED = [
     "--context-parallel-size 2",
     "--use-megatron-fsdp",
     "--use-torch-fsdp2",
-    "--num-experts 4",
+    "--moe-grouped-gemm",
+    "--moe-shared-expert-overlap",
+    "--moe-router-padding-for-quantization",
+    "--moe-router-padding-for-fp8",
     "--hybrid-layer-pattern M*",
     "--multi-latent-attention",
     "--cuda-graph-impl local",
@@ -243,6 +246,6 @@ def test_as_many_weight_shards_as_tensor_parallel_ranks_are_plain_tensor_paralle
 
 def test_what_a_checkpoint_s_arguments_bring_is_refused_too() -> None:
     args = parse("--fp4-recipe", "tetrajet", "--use-checkpoint-args")
-    args.num_experts = 4
-    with pytest.raises(ConfigError, match="--num-experts: train a dense model"):
+    args.multi_latent_attention = True
+    with pytest.raises(ConfigError, match="--multi-latent-attention: use grouped-query attention"):
         options.recipe_of(args)

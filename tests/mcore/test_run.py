@@ -37,6 +37,7 @@ def microbatches() -> Iterator[None]:
 
 def run_of(recipe: Recipe = EVERYWHERE, **args: Any) -> Run:
     given = {"iteration": 1, "train_iters": 10, "fp4_seed": 2**40 + 7, "fp4_eval_forward": "fp4"}
+    given |= {"fp4_weight_cache": "packed", "fp4_saved_x": "packed", "fp4_wgrad_fusion": True}
     return Run(recipe, argparse.Namespace(**given | args))
 
 
@@ -112,8 +113,8 @@ def test_the_key_is_seed_and_step() -> None:
 
 
 def test_the_schedule_ends_at_its_share_of_the_iterations() -> None:
-    run = run_of(replace(EVERYWHERE, bf16_after=0.3), train_iters=10)
-    quantized = [run.recipe_at(Moment(step, 0)).fprop.quantized for step in range(10)]
+    run, recipe = run_of(train_iters=10), replace(EVERYWHERE, bf16_after=0.3)
+    quantized = [run.in_force(recipe, Moment(step, 0)).fprop.quantized for step in range(10)]
     assert quantized == [True] * 3 + [False] * 7
 
 
@@ -125,7 +126,7 @@ class Layer:
 
     def __init__(self, run: Run, checkpointed: bool) -> None:
         whole = {operand: Placement() for operand in ("x", "w", "dy")}
-        self.state = Fp4State("layer", run, shards={}, placements=whole, reduce_max=None)
+        self.state = Fp4State("layer", run, run.recipe, parallel=None, placements=whole)
         self.run, self.checkpointed = run, checkpointed
         generator = torch.Generator().manual_seed(1)
         self.weight = torch.randn(32, 32, generator=generator).requires_grad_()

@@ -1,0 +1,147 @@
+"""Call: what tells one call of one linear from all others, and so how its operands are prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from megatron_fp4.backends import Backend, Operand, Preparation, choose
+from megatron_fp4.communication import TensorParallel
+from megatron_fp4.philox import (
+    WHOLE,
+    Key,
+    Noise,
+    Placement,
+    random_signs,
+    stream_id,
+    stream_label,
+)
+from megatron_fp4.recipe import Recipe
+from megatron_fp4.weights import Kept
+
+# The contracted axis of each operand as the model holds it: X [tokens, in], W [out, in],
+# dY [tokens, out].
+CONTRACTED = {
+    ("fprop", "x"): 1,
+    ("fprop", "w"): 1,
+    ("dgrad", "dy"): 1,
+    ("dgrad", "w"): 0,
+    ("wgrad", "dy"): 0,
+    ("wgrad", "x"): 0,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A matrix that one operand of a GEMM is to be made of. fold: see Preparation. is_part: it
+    holds this rank's tokens alone, under sequence parallelism."""
+
+    gemm: str
+    operand: str
+    matrix: Tensor
+    fold: Tensor | None = None
+    is_part: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """What identifies one call of one linear, beside its tensors.
+
+    name: the module's global name; key: seed and step; microbatch: its index in the global batch,
+        which makes wgrad's Hadamard signs fresh; repeat: how often the linear was called in the
+        microbatch before, which makes noise of X and dY fresh.
+    placements: where x, w and dy lie in the unsharded tensors, with all tokens of the microbatch.
+    parallel: how the linear is sharded; None where it is not.
+    weights: keeps what is made of W for calls with the same W and step: by "<gemm>" the operand and
+        what is to be folded into dY, by "<gemm> decoded" (with `decodes`) the operand as the
+        backend multiplies it. None: nothing is kept.
+    packs_x: keep X for backward as wgrad's 4-bit copy where backward would take X itself.
+    fuses: add dW to weight.main_grad, where the weight has one.
+    observe: called with (gemm, operand, tensor) on each incoming operand and each product (y, dx,
+        dw), to watch for NaN.
+    """
+
+    name: str = "linear"
+    key: Key = field(default_factory=lambda: Key(0))
+    microbatch: int = 0
+    repeat: int = 0
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    parallel: TensorParallel | None = None
+    weights: Kept | None = None
+    decodes: bool = False
+    packs_x: bool = True
+    fuses: bool = False
+    observe: Callable[[str, str, Tensor], None] | None = None
+
+    def has_part(self, operand: str) -> bool:
+        """Whether sequence parallelism gives this rank a part of the operand's tokens."""
+        return self.parallel is not None and self.parallel.tokens == operand
+
+    def backend(self, recipe: Recipe, gemm: str, like: Tensor) -> Backend:
+        """Who runs `gemm` of a model that computes in the dtype of `like`."""
+        return choose(recipe.gemm(gemm), like.device, like.dtype).backend
+
+    def prepare(self, recipe: Recipe, like: Tensor, *sources: Source) -> list[Operand]:
+        """The operands of a model that computes in the dtype of `like`. What ranks must agree on
+        before they scale (the maximum of a row or tensor that they share) takes one collective."""
+        backends = [self.backend(recipe, source.gemm, like) for source in sources]
+        preparations = [self.preparation(recipe, source) for source in sources]
+        shared = [
+            i
+            for i, (source, preparation) in enumerate(zip(sources, preparations, strict=True))
+            if self._scale_spans(source, preparation)
+        ]
+        if shared and self.parallel is not None:
+            maxima = [backends[i].absolute_max(sources[i].matrix, preparations[i]) for i in shared]
+            for i, widest in zip(shared, self.parallel.maximum(maxima), strict=True):
+                preparations[i] = replace(preparations[i], widest=widest)
+        return [
+            backend.prepare(source.matrix, preparation)
+            for backend, source, preparation in zip(backends, sources, preparations, strict=True)
+        ]
+
+    def preparation(self, recipe: Recipe, source: Source) -> Preparation:
+        """What `source` goes through to become an operand."""
+        gemm, operand = source.gemm, source.operand
+        quantizer = recipe.quantizer(gemm, operand)
+        # W is prepared once a step, whoever calls first.
+        repeats = self.repeat and operand != "w"
+        name = f"{self.name}#{self.repeat}" if repeats else self.name
+        label = stream_label(name, gemm, operand)
+        noise = None
+        if quantizer is not None and quantizer.stochastic:
+            noise = Noise(self.key, stream_id(label), self._placement(source))
+        signs = None
+        hadamard = recipe.gemm(gemm).hadamard
+        if hadamard is not None and hadamard.signs == "random":
+            # W is quantized once a step, so the signs that it shares are fixed within one.
+            draw = self.microbatch if gemm == "wgrad" else 0
+            stream = stream_id(stream_label(self.name, gemm))
+            signs = random_signs(hadamard.group, self.key, stream, draw, source.matrix.device)
+        return Preparation(
+            label=label,
+            quantizer=quantizer,
+            axis=CONTRACTED[gemm, operand],
+            fold=source.fold,
+            group=hadamard.group if hadamard is not None else 0,
+            signs=signs,
+            noise=noise,
+        )
+
+    def _placement(self, source: Source) -> Placement:
+        whole = self.placements.get(source.operand, WHOLE)
+        if not source.is_part or whole.rows is None or self.parallel is None:
+            return whole
+        return replace(whole, rows=self.parallel.part(whole.rows))
+
+    def _scale_spans(self, source: Source, preparation: Preparation) -> bool:
+        if self.parallel is None or preparation.quantizer is None:
+            return False
+        sharded = 0 if source.is_part else self.parallel.sharded.get(source.operand)
+        return preparation.quantizer.scale_spans(sharded, preparation.axis)
+
+    def watch(self, gemm: str, operand: str, tensor: Tensor) -> None:
+        if self.observe is not None:
+            self.observe(gemm, operand, tensor)

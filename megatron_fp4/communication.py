@@ -1,0 +1,140 @@
+"""Collectives of one linear under tensor parallelism: codes and scales travel, not BF16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from megatron_fp4.backends.base import Decoded, Operand
+from megatron_fp4.outliers import Residual
+from megatron_fp4.quantizer import WHOLE_AXIS, QuantizedTensor
+
+
+class Pending[A]:
+    """A value under way: computation goes on until it is waited for."""
+
+    def __init__(self, arrive: Callable[[], A]) -> None:
+        self._arrive: Callable[[], A] | None = arrive
+        self._value: A
+
+    @classmethod
+    def of[B](cls, value: B) -> Pending[B]:
+        """One that is here already."""
+        return Pending(lambda: value)
+
+    def wait(self) -> A:
+        """The value, once it is here."""
+        if self._arrive is not None:
+            self._value, self._arrive = self._arrive(), None
+        return self._value
+
+    def then[B](self, function: Callable[[A], B]) -> Pending[B]:
+        """What `function` makes of it, once it is waited for."""
+        return Pending(lambda: function(self.wait()))
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How one linear, and its part of the model, is sharded over a group of ranks.
+
+    sharded: for each operand whose features are sharded, their axis in the operand.
+    tokens: the operand that sequence parallelism leaves with a part of the tokens: "x" of a
+        column-parallel linear, whose dX is scattered likewise; "dy" of a row-parallel one, whose Y
+        is; None without.
+    sums_dx: dX is a partial sum, and every rank takes the whole of it.
+    """
+
+    group: dist.ProcessGroup
+    sharded: Mapping[str, int] = field(default_factory=dict)
+    tokens: str | None = None
+    sums_dx: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    def part(self, rows: Tensor) -> Tensor:
+        """This rank's part of what lies along the tokens."""
+        return rows.chunk(self.size)[dist.get_rank(self.group)]
+
+    def maximum(self, maxima: list[Tensor]) -> list[Tensor]:
+        """The largest over the ranks of each tensor, by one collective."""
+        flat = torch.cat([m.flatten() for m in maxima])
+        dist.all_reduce(flat, dist.ReduceOp.MAX, group=self.group)
+        sizes = [m.numel() for m in maxima]
+        return [f.view(m.shape) for f, m in zip(flat.split(sizes), maxima, strict=True)]
+
+    def gather(self, operand: Operand, axis: int = 1) -> Pending[Operand]:
+        """All tokens of an operand of which each rank has a part. `axis`: the contracted one of a
+        plain matrix [tokens, features] or, where that is 0, of its prepared form."""
+        assert not isinstance(operand, Decoded)  # it weighs more than its codes
+        if isinstance(operand, QuantizedTensor):
+            return self._gather_quantized(operand)
+        return self._gather(operand, -1 if axis == 0 else 0)
+
+    def gather_residual(self, residual: Residual) -> Pending[Residual]:
+        """All tokens of a residual; a line of a channel or the tensor goes on over the ranks."""
+        tokens, features = residual.shape
+        shape = torch.Size((tokens * self.size, features))
+        if residual.scope == "token":
+            values = self._gather(residual.values, 0)
+            narrow = residual.places.dtype
+            raw = self._gather(residual.places.view(torch.uint8), 0)  # NCCL has no int16
+            return values.then(
+                lambda v: Residual(v, raw.wait().view(narrow), residual.scope, shape)
+            )
+        length = tokens if residual.scope == "channel" else tokens * features
+        start = length * dist.get_rank(self.group)
+        values = self._gather(residual.values, -1)
+        places = self._gather(residual.places.long() + start, -1)
+        return values.then(lambda v: Residual(v, places.wait(), residual.scope, shape))
+
+    def _gather_quantized(self, part: QuantizedTensor) -> Pending[Operand]:
+        tokens = -1 if part.axis == 0 else 0  # tokens come first, or last where they are blocked
+        codes = self._gather(part.codes, tokens)
+        # A scale that spans all tokens is on every rank.
+        spans = part.quantizer.block[1 if tokens else 0] == WHOLE_AXIS
+        scales = Pending.of(part.scales) if spans else self._gather(part.scales, tokens)
+        shape = list(part.shape)
+        shape[0] *= self.size
+        whole = torch.Size(shape)
+        return codes.then(lambda c: replace(part, codes=c, scales=scales.wait(), shape=whole))
+
+    def _gather(self, part: Tensor, axis: int) -> Pending[Tensor]:
+        part = part.contiguous()
+        whole = part.new_empty(self.size, *part.shape)
+        work = dist.all_gather_into_tensor(
+            whole.flatten(0, 1), part, group=self.group, async_op=True
+        )
+
+        def arrive() -> Tensor:
+            work.wait()
+            if axis == 0:
+                return whole.flatten(0, 1)
+            return whole.movedim(0, -2).flatten(-2)
+
+        return Pending(arrive)
+
+    def scatter_sum(self, partial: Tensor) -> Pending[Tensor]:
+        """This rank's tokens of the sum over the ranks of [tokens, features]."""
+        part = partial.new_empty(partial.shape[0] // self.size, *partial.shape[1:])
+        work = dist.reduce_scatter_tensor(
+            part, partial.contiguous(), group=self.group, async_op=True
+        )
+        return _after(work, part)
+
+    def sum(self, partial: Tensor) -> Pending[Tensor]:
+        """The sum over the ranks, in place."""
+        return _after(dist.all_reduce(partial, group=self.group, async_op=True), partial)
+
+
+def _after(work: dist.Work, value: Tensor) -> Pending[Tensor]:
+    def arrive() -> Tensor:
+        work.wait()
+        return value
+
+    return Pending(arrive)
