@@ -304,7 +304,7 @@ _Folded = tuple[Operand, Tensor | None]
 
 def _multiplied(operand: Operand, gemm: str, recipe: Recipe, call: Call, like: Tensor) -> Operand:
     """W's operand as the backend multiplies it, kept if the call keeps that."""
-    if call.weights is None or not call.decodes:
+    if call.weights is None or not (call.decodes and isinstance(operand, QuantizedTensor)):
         return operand
     decoded = f"{gemm} decoded"
     if decoded not in call.weights:

@@ -86,6 +86,12 @@ class Quantizer:
         """Whether the block scale spans the whole blocked axis, so that it leaves the GEMM."""
         return self.block[1] == WHOLE_AXIS
 
+    def nbytes(self, rows: int, k: int) -> int:
+        """The bytes of codes and scales of a [rows, k] matrix whose blocked axis is the last."""
+        codes = rows * k // 2 if self.element == "e2m1" else rows * k
+        across, along = self.block[0] or rows, self.block[1] or k
+        return codes + (rows // across) * (k // along) * (4 if self.scale == "fp32" else 1)
+
     def scale_spans(self, sharded: int | None, axis: int) -> bool:
         """Whether ranks share a scale of a matrix blocked along `axis` and sharded along `sharded`
         (None: not sharded)."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import torch
 from torch import Tensor
 
 from megatron_fp4.backends import Operand
+from megatron_fp4.recipe import Recipe
 
 # By "<gemm>" the operand and what is to be folded into dY; by "<gemm> decoded" the operand as the
 # backend multiplies it.
@@ -26,3 +28,18 @@ class WeightCache:
         if stamp != self._stamp:
             self._stamp, self._kept = stamp, {}
         return self._kept
+
+
+def kept_bytes(weight: Tensor, recipe: Recipe, dtype: torch.dtype, decoded: bool) -> int:
+    """What a cache takes for one weight [out, in] of a model that computes in `dtype`."""
+    outputs, inputs = weight.shape
+    width = 2 if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32).itemsize
+    total = 0
+    for quantizer, shape in (
+        (recipe.fprop.b, (outputs, inputs)),
+        (recipe.dgrad.b, (inputs, outputs)),
+    ):
+        if quantizer is not None:
+            total += quantizer.nbytes(*shape)
+            total += weight.numel() * width if decoded else 0
+    return total

@@ -218,3 +218,41 @@ def test_an_overflow_of_finite_operands_is_seen_in_the_product(name: str) -> Non
         "fprop x", "fprop w", "fprop y", "dgrad dy", "dgrad dx", "wgrad dw",
     ]  # fmt: skip
     assert [operand for _, operand, finite in seen if not finite] == ["dw"]
+
+
+# --- main_grad ------------------------------------------------------------------------------------
+
+
+def added(p: Problem, name: str, *microbatches: int, zeros: bool = False) -> torch.Tensor:
+    """main_grad of a BF16 weight after some microbatches."""
+    w = p.w.clone().requires_grad_()
+    w.main_grad = torch.zeros(OUT, IN)  # type: ignore[attr-defined]
+    w.grad_added_to_main_grad, w.zero_out_wgrad = False, zeros  # type: ignore[attr-defined]
+    for microbatch in microbatches:
+        call = Call(key=Key(SEED, STEP), microbatch=microbatch, fuses=True)
+        quantized_linear(p.x, w, None, get_recipe(name), call).backward(p.dy)
+        # Autograd wants a gradient in its place: nobody's, or zeros.
+        assert w.grad is not None and w.grad.shape == w.shape and w.grad.dtype == w.dtype
+        assert not (zeros and w.grad.any())
+        w.grad = None
+    assert w.grad_added_to_main_grad  # type: ignore[attr-defined]
+    return w.main_grad  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_dw_is_added_to_main_grad_unrounded(name: str) -> None:
+    """As Megatron's DistributedDataParallel asks for. What is added rounds to autograd's dW."""
+    p = problem(torch.bfloat16)
+    found = added(p, name, 0)
+    rounded = run(p, name)["dw"]
+    assert torch.equal(found.bfloat16(), rounded)
+    assert not torch.equal(found, rounded.float())  # negative control: rounded first
+    assert torch.equal(added(p, name, 0, 1, zeros=True), found + added(p, name, 1))
+
+
+def test_without_a_main_grad_the_gradient_is_autograd_s() -> None:
+    p = problem()
+    w = p.w.clone().requires_grad_()
+    call = Call(key=Key(SEED, STEP), fuses=True)
+    quantized_linear(p.x, w, None, get_recipe("tetrajet"), call).backward(p.dy)
+    assert w.grad is not None and torch.equal(w.grad, run(p, "tetrajet")["dw"])

@@ -19,8 +19,10 @@ from megatron_fp4.mcore.layers import Fp4ColumnParallelLinear, Fp4RowParallelLin
 from megatron_fp4.mcore.run import Run
 from megatron_fp4.philox import stream_id, stream_label
 from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
+from megatron_fp4.weights import kept_bytes
 
 Fp4Layer = Fp4ColumnParallelLinear | Fp4RowParallelLinear
+LAYERS, EXPERTS = "layers.", "local_experts."  # what a number follows in a module's name
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,23 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
         )
     check_streams(row.name for row in quantized)
     if torch.distributed.get_rank() == 0:
-        print(table(run.recipe, rows), flush=True)
+        print(table(run.recipe, rows), _kept(run, [linear for _, linear, _ in found]), flush=True)
     return model
+
+
+def _kept(run: Run, linears: list[Fp4Layer]) -> str:
+    """What the weights' operands take on this rank."""
+    form = run.keeps_weights
+    if form is None:
+        return "\n  weights are quantized for each microbatch anew"
+    total = sum(
+        kept_bytes(layer.weight, layer.fp4.recipe, layer.config.params_dtype, form == "decoded")
+        for layer in linears
+        if layer.fp4 is not None
+    )
+    return (
+        f"\n  weights are quantized once a step and kept {form}: {total / 2**20:.1f} MiB on rank 0"
+    )
 
 
 def check_streams(names: Iterable[str]) -> None:
@@ -78,14 +95,18 @@ def check_streams(names: Iterable[str]) -> None:
 
 def table(recipe: Recipe, rows: list[Row]) -> str:
     """What runs, a line for each kind of linear: layers, local shape, recipe, backends."""
-    kinds: dict[tuple[str, ...], list[int]] = {}
+    kinds: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     for row in rows:
-        kind, layer = _kind(row.name)
+        kind, *numbers = _kind(row.name)
         gemms = row.backends or ("high precision",) * len(GEMMS)
         key = (kind, row.local_shape, row.precision, *gemms)
-        kinds.setdefault(key, []).append(layer)
+        kinds.setdefault(key, []).append((numbers[0], numbers[1]))
     head = ("linear", "layers", "out x in on a rank", "recipe", *GEMMS)
-    cells = [(k[0], _ranges(layers), *k[1:]) for k, layers in sorted(kinds.items())]
+    cells = []
+    for (kind, *rest), found in sorted(kinds.items()):
+        layers, experts = (_ranges({numbers[i] for numbers in found}) for i in (0, 1))
+        name = kind.replace(EXPERTS + "*", f"{EXPERTS}{experts}")
+        cells.append((name, layers, *rest))
     widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
     about = "; ".join(filter(None, (recipe.description, recipe.paper)))
     lines = [
@@ -196,16 +217,19 @@ def _gather(rows: list[Row]) -> list[Row]:
     return sorted({row for part in everyone for row in part}, key=lambda row: _kind(row.name))
 
 
-def _kind(name: str) -> tuple[str, int]:
-    """(name with the layer's number left open, that number or -1)."""
-    match = re.search(r"layers\.(\d+)", name)
-    if match is None:
-        return name, -1
-    return f"{name[: match.start()]}layers.*{name[match.end() :]}", int(match[1])
+def _kind(name: str) -> tuple[str, int, int]:
+    """(name with the numbers of layer and expert left open, those numbers; -1 where none is)."""
+    numbers = []
+    for start in (LAYERS, EXPERTS):
+        match = re.search(rf"{re.escape(start)}(\d+)", name)
+        numbers.append(-1 if match is None else int(match[1]))
+        if match is not None:
+            name = f"{name[: match.start()]}{start}*{name[match.end() :]}"
+    return name, numbers[0], numbers[1]
 
 
-def _ranges(numbers: list[int]) -> str:
-    """0-3,7 of [0, 1, 2, 3, 7]."""
+def _ranges(numbers: Iterable[int]) -> str:
+    """0-3,7 of {0, 1, 2, 3, 7}."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:

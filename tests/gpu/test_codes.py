@@ -11,6 +11,7 @@ from megatron_fp4 import get_quantizer, get_recipe, list_quantizers, list_recipe
 from megatron_fp4.call import Call
 from megatron_fp4.gemms import fprop
 from megatron_fp4.hadamard import transform
+from megatron_fp4.linear import quantized_linear
 from megatron_fp4.philox import Key, random_bits16
 
 pytestmark = [
@@ -91,3 +92,24 @@ def test_a_layer_trains_as_on_the_cpu(name: str) -> None:
         results.append((x.grad.cpu(), layer.weight.grad.cpu()))
     for here, there in zip(*results, strict=True):
         assert (here - there).norm() / here.norm() < 2e-2
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_dw_is_added_to_a_float32_main_grad_unrounded(name: str) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    x, w, dy = (
+        torch.randn(size, device="cuda", generator=generator).bfloat16()
+        for size in ((256, 512), (384, 512), (256, 384))
+    )
+    gradients = []
+    for fuses in (True, False):
+        weight = w.clone().requires_grad_()
+        if fuses:
+            weight.main_grad = torch.zeros(384, 512, device="cuda")  # type: ignore[attr-defined]
+        for _ in range(2):
+            call = Call(fuses=fuses)
+            quantized_linear(x, weight, None, get_recipe(name), call).backward(dy)
+        assert weight.grad is not None
+        gradients.append(weight.main_grad if fuses else weight.grad)  # type: ignore[attr-defined]
+    main, rounded = (g.double() for g in gradients)
+    assert 1e-4 < (main - rounded).norm() / main.norm() < 4e-3  # one rounding, and then another

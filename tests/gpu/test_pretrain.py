@@ -20,7 +20,28 @@ def test_one_gpu_learns(recipe: str | None) -> None:
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+EXPERTS = """
+    --expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2
+    --moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 64
+""".split()
+
+
+@two_gpus
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_experts_on_two_gpus_learn(recipe: str) -> None:
+    losses = train(2, *FLAGS, *EXPERTS, "--fp4-recipe", recipe).losses
+    assert len(losses) == 8 and losses[-1] < losses[0]
+
+
+@two_gpus
+def test_overlapped_communication_on_two_gpus_learns() -> None:
+    overlap = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+    losses = train(2, *FLAGS, *overlap, "--fp4-recipe", "tetrajet").losses
+    assert len(losses) == 8 and losses[-1] < losses[0]
+
+
+@two_gpus
 @pytest.mark.parametrize("recipe", [None, *list_recipes()], ids=str)
 def test_two_gpus_learn_what_one_does(recipe: str | None) -> None:
     """Tensor and sequence parallelism with the distributed optimizer's sharding over one rank."""

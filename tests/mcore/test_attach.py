@@ -196,3 +196,66 @@ def test_names_count_over_the_model_under_interleaved_pipelines() -> None:
     }
     mtp = {line[3] for line in linears if line[0].startswith("mtp")}
     assert mtp == {"tetrajet"}
+
+
+# --- a recipe by module ------------------------------------------------------------------------
+
+
+def recipes_of(chunk: MegatronModule) -> dict[str, str | None]:
+    """Global names of the linears, and the names of the recipes that they follow."""
+    return {
+        name: None if linear.fp4 is None else linear.fp4.recipe.name
+        for name, linear, _ in attaching._linears(chunk)
+    }
+
+
+def test_globs_choose_recipes_by_global_names_and_the_last_match_counts(
+    one_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chunk = model()
+    modules = [
+        ("*.linear_fc2", get_recipe("mxfp4")),
+        ("decoder.layers.[02].mlp.*", None),
+        ("decoder.layers.3.self_attention.linear_qkv", get_recipe("dge-occ")),
+    ]
+    attach(run(get_recipe("tetrajet"), end=1, modules=modules), [chunk])
+    found = recipes_of(chunk)
+    for layer in range(4):
+        prefix = f"decoder.layers.{layer}"
+        assert found[f"{prefix}.mlp.linear_fc1"] == (None if layer in (0, 2, 3) else "tetrajet")
+        assert found[f"{prefix}.mlp.linear_fc2"] == (None if layer in (0, 2) else "mxfp4")
+        # The last layer is kept in BF16, and what a glob names counts more.
+        qkv = "dge-occ" if layer == 3 else "tetrajet"
+        assert found[f"{prefix}.self_attention.linear_qkv"] == qkv
+    lines = {(line[0], line[1]): line[3] for line in printed(capsys.readouterr().out)[1:]}
+    assert lines["decoder.layers.*.mlp.linear_fc2", "1,3"] == "mxfp4"
+    assert lines["decoder.layers.*.mlp.linear_fc2", "0,2"] == "high precision"
+    assert lines["decoder.layers.*.self_attention.linear_qkv", "3"] == "dge-occ"
+
+
+def test_a_glob_that_names_nothing_is_an_error_that_lists_names(one_rank: None) -> None:
+    modules = [("layers.0.*", None)]
+    with pytest.raises(ConfigError, match=r"layers.0.\*: no linear .* decoder.layers.\*.mlp"):
+        attach(run(get_recipe("tetrajet"), modules=modules), [model()])
+
+
+def test_globs_see_the_whole_pipeline_s_numbers() -> None:
+    """The second stage's first layer is layer 1 of the model, and 0 of its own stage."""
+    flags = ("--bf16", "--fp4-recipe", "tetrajet", "--fp4-module-recipe", "decoder.layers.1.*=bf16")
+    result = train(2, *PP2, *flags)
+    quantized = [line.split() for line in result.output.splitlines() if " e2m1 " in line]
+    assert quantized and all(line[1] == "0" for line in quantized)
+
+
+def test_the_memory_that_kept_weights_take_is_told(
+    one_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = run(get_recipe("tetrajet"))
+    attach(told, [model()])
+    weights = 4 * (256 * 64 + 64 * 128 + 192 * 64 + 64 * 64)
+    packed = 2 * weights * 4.25 / 8
+    assert f"kept packed: {packed / 2**20:.1f} MiB" in capsys.readouterr().out
+    told.args.fp4_weight_cache = "decoded"
+    attach(told, [model()])
+    decoded = packed + 2 * 4 * weights  # float32
+    assert f"kept decoded: {decoded / 2**20:.1f} MiB" in capsys.readouterr().out

@@ -1,0 +1,245 @@
+"""What a linear does over a step: W's operands, repeated calls, experts' tokens, and other recipes
+for some modules; and that none of it changes a bit where it should not."""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import num_microbatches_calculator as calculator
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_fp4 import get_recipe
+from megatron_fp4.backends.reference import Reference
+from megatron_fp4.mcore.layers import Fp4State
+from megatron_fp4.mcore.run import Moment, Run
+from megatron_fp4.philox import Placement
+from tests.mcore.launch import train
+from tests.mcore.test_run import BATCH, MICROBATCHES, SEQUENCE, run_of
+
+SIZE = 32
+Y = dict[int, list[Tensor]]  # outputs of each step's microbatches
+
+
+@pytest.fixture(autouse=True)
+def microbatches() -> Any:
+    calculator.init_num_microbatches_calculator(0, None, MICROBATCHES * BATCH, BATCH, 1)
+    yield
+    calculator.destroy_num_microbatches_calculator()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each operand was prepared."""
+    counts: Counter[str] = Counter()
+    prepare = Reference.prepare
+
+    def counting(self: Reference, x: Tensor, preparation: Any) -> Any:
+        counts[preparation.label] += 1
+        return prepare(self, x, preparation)
+
+    monkeypatch.setattr(Reference, "prepare", counting)
+    return counts
+
+
+def state(run: Run, **fields: Any) -> Fp4State:
+    whole = {operand: Placement() for operand in ("x", "w", "dy")}
+    return Fp4State("layer", run, run.recipe, parallel=None, placements=whole, **fields)
+
+
+def weight() -> Tensor:
+    return torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def activation(seed: int = 2, tokens: tuple[int, ...] = (SEQUENCE, BATCH)) -> Tensor:
+    return torch.randn(*tokens, SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def step(run: Run, layer: Fp4State, w: Tensor, training: bool = True) -> Tensor:
+    """One forward and backward pass of each microbatch; the outputs."""
+    outputs = []
+
+    def forward(data: Any, model: Any) -> None:
+        x = activation().requires_grad_()
+        outputs.append(layer.product(x, w, None, training))
+        if training:
+            outputs[-1].square().sum().backward()
+
+    for _ in range(MICROBATCHES):
+        model = types.SimpleNamespace(vp_stage=None, training=training)
+        run.counting(forward)(iter(()), model)
+    return torch.stack(outputs).detach()
+
+
+# --- W's operands ------------------------------------------------------------------------------
+
+
+def test_w_is_prepared_once_a_step(one_rank: None, made: Counter[str]) -> None:
+    run = run_of(curr_iteration=0)
+    layer, w = state(run), weight()
+    for iteration in (0, 1):
+        run.args.curr_iteration = iteration
+        step(run, layer, w)
+    assert made["layer:fprop:w"] == made["layer:dgrad:w"] == 2
+    assert made["layer:fprop:x"] == 2 * MICROBATCHES
+    run = run_of(curr_iteration=0, fp4_weight_cache="off")
+    step(run, state(run), w)
+    assert made["layer:fprop:w"] == 2 + MICROBATCHES
+
+
+def changed(how: str, run: Run, w: Tensor) -> None:
+    """The weight is other than it was when its operands were made."""
+    if how == "optimizer step":  # writes past the version counter, as Megatron's do
+        w.data.mul_(3)
+        run.args.curr_iteration += 1
+    elif how == "evaluation after an update":  # of the step that the update ended
+        w.data.mul_(3)
+    elif how == "checkpoint load":
+        with torch.no_grad():
+            w.copy_(3 * w)
+
+
+CHANGES = ["optimizer step", "evaluation after an update", "checkpoint load"]
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_no_stale_weight_is_multiplied(one_rank: None, how: str) -> None:
+    run = run_of(get_recipe("mxfp4"), curr_iteration=0)
+    layer, w = state(run), weight()
+    before = step(run, layer, w)
+    changed(how, run, w)
+    after = step(run, layer, w, training=how != "evaluation after an update")
+    # Not a power of two, so codes change; the forward pass of mxfp4 has no noise.
+    fresh = run_of(get_recipe("mxfp4"), curr_iteration=0)
+    assert torch.equal(after, step(fresh, state(fresh), w)) and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_cache_that_is_never_stale_would_be_caught(
+    one_rank: None, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: operands kept whatever happens to W."""
+    run = run_of(get_recipe("mxfp4"), curr_iteration=0)
+    layer, w = state(run), weight()
+    kept: dict[str, Any] = {}
+    monkeypatch.setattr(layer.cache, "at", lambda stamp: kept)
+    before = step(run, layer, w)
+    changed(how, run, w)
+    after = step(run, layer, w, training=how != "evaluation after an update")
+    assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("recipe", ["tetrajet", "dge-occ"])
+def test_how_the_weights_are_kept_changes_no_bit(recipe: str) -> None:
+    """Through the real loop; gradients reach the losses of the later steps."""
+    flags = ("--bf16", "--fp4-recipe", recipe, "--fp4-weight-cache")
+    losses = [train(1, *flags, form).losses for form in ("packed", "decoded", "off")]
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 4
+
+
+# --- repeated calls ----------------------------------------------------------------------------
+
+
+def outputs_of_two_calls(run: Run, layer: Fp4State, w: Tensor) -> list[Tensor]:
+    found: list[Tensor] = []
+    run.counting(
+        lambda data, model: found.extend(
+            layer.product(activation(), w, None, True).detach() for _ in range(2)
+        )
+    )(iter(()), types.SimpleNamespace(vp_stage=None))
+    return found
+
+
+def test_a_layer_called_twice_in_a_microbatch_draws_twice(one_rank: None) -> None:
+    """As a repeated layer of multi-token prediction is; a step that is run again draws the same."""
+    run = run_of(curr_iteration=0)
+    layer, w = state(run), weight()
+    first, second = outputs_of_two_calls(run, layer, w)
+    assert not torch.equal(first, second)
+    for _ in range(MICROBATCHES - 1):
+        outputs_of_two_calls(run, layer, w)
+    again = outputs_of_two_calls(run, layer, w)
+    assert torch.equal(again[0], first) and torch.equal(again[1], second)
+
+
+# --- experts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 31, 32, 33])
+@pytest.mark.parametrize("recipe", ["tetrajet", "mxfp4", "dge-occ"])
+def test_an_expert_takes_any_number_of_tokens(one_rank: None, recipe: str, tokens: int) -> None:
+    """Rows of zeros fill its last block: the results are those of the tokens and the zeros."""
+    run = run_of(get_recipe(recipe), curr_iteration=0, micro_batch_size=BATCH, seq_length=SEQUENCE)
+    results = []
+    x = activation(tokens=(tokens,))
+    tile = run.recipe.token_tile("wgrad", "x")
+    filled = torch.cat((x, torch.zeros(-tokens % tile, SIZE)))
+    for given in (x, filled):
+        layer, w = state(run, is_expert=True), weight()
+        leaf = given.clone().requires_grad_()
+        y = layer.product(leaf, w, None, True)
+        dy = torch.zeros(len(given), SIZE)
+        dy[:tokens] = activation(3, (tokens,))
+        y.backward(dy)
+        assert leaf.grad is not None and w.grad is not None and len(y) == len(given)
+        results.append((y[:tokens], leaf.grad[:tokens], w.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_copies_and_microbatches_of_an_expert_share_no_row(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight data-parallel ranks, four of which share the experts: two copies of each."""
+    sizes = {"data_parallel": 8, "expert_model_parallel": 4, "expert_data_parallel": 2}
+    for name, size in sizes.items():
+        monkeypatch.setattr(parallel_state, f"get_{name}_world_size", lambda size=size: size)
+    run = run_of(micro_batch_size=BATCH, seq_length=SEQUENCE)
+    most = BATCH * SEQUENCE * 4  # every token of the ranks that send to an expert
+    rows = []
+    for copy in range(2):
+        monkeypatch.setattr(parallel_state, "get_expert_data_parallel_rank", lambda c=copy: c)
+        for local in range(MICROBATCHES):
+            moment = Moment(0, local * 8 + copy * 4 + 3)
+            rows.append(run.expert_rows(moment, most, torch.device("cpu"))[1])
+    assert torch.cat(rows).unique().numel() == len(rows) * most
+
+
+EXPERTS = """
+    --expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --bf16
+    --moe-token-dispatcher-type allgather --moe-shared-expert-intermediate-size 64
+    --fp4-recipe tetrajet
+""".split()
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def test_experts_on_two_ranks_learn_and_recompute_their_own_noise() -> None:
+    plain = train(2, *EXPERTS)
+    assert plain.losses[-1] < plain.losses[0]
+    assert "mlp.experts.local_experts.0-3.linear_fc1" in plain.output  # of both ranks
+    assert "mlp.shared_experts.linear_fc2" in plain.output
+    assert train(2, *EXPERTS, *RECOMPUTE.split()).losses == plain.losses
+
+
+# --- main_grad ---------------------------------------------------------------------------------
+
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+
+
+def test_adding_to_main_grad_under_overlap_is_adding_without(tmp_path: Any) -> None:
+    """Two data-parallel ranks, two microbatches each, small buckets, clipping: the losses are those
+    of the plain optimizer; and rounding dW first gives others."""
+    flags = ("--bf16", "--fp4-recipe", "tetrajet", "--global-batch-size", "8", "--clip-grad", ".1")
+    plain = train(2, *flags).losses
+    assert train(2, *flags, *OVERLAP, "--ddp-bucket-size", "20000").losses == plain
+    rounded = train(2, *flags, "--no-gradient-accumulation-fusion").losses
+    assert rounded != plain and rounded == pytest.approx(plain, rel=1e-2)
+
+
+def test_a_repeated_mtp_layer_learns() -> None:
+    flags = ("--mtp-num-layers", "2", "--mtp-use-repeated-layer", "--bf16", "--fp4-recipe")
+    losses = train(1, *flags, "tetrajet").losses
+    assert losses[-1] < losses[0]
