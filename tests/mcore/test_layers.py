@@ -239,6 +239,15 @@ def test_adding_to_main_grad_under_overlap_is_adding_without(tmp_path: Any) -> N
     assert rounded != plain and rounded == pytest.approx(plain, rel=1e-2)
 
 
+def test_a_growing_batch_learns() -> None:
+    """From one microbatch a step to two, after two steps of two samples of 64 tokens."""
+    flags = ("--step-batch-size-schedule", "0:2 256:4", "--bf16", "--fp4-recipe", "tetrajet")
+    result = train(1, *flags, "--train-iters", "6")
+    sizes = [line.split("global batch size:")[1].split()[0] for line in result.output.splitlines()
+             if "global batch size:" in line]  # fmt: skip
+    assert sizes == ["2"] * 2 + ["4"] * 4 and result.losses[-1] < result.losses[0]
+
+
 def test_a_repeated_mtp_layer_learns() -> None:
     flags = ("--mtp-num-layers", "2", "--mtp-use-repeated-layer", "--bf16", "--fp4-recipe")
     losses = train(1, *flags, "tetrajet").losses
