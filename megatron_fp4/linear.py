@@ -141,14 +141,24 @@ def quantized_linear(
     """Y = X W^T + bias under `recipe`, differentiable in all three.
 
     x: [..., in]; weight: [out, in]; bias: [out] or None. Returns [..., out] in x's dtype. Under
-    torch.autocast x and weight are cast as nn.functional.linear casts them.
+    torch.autocast x and weight are cast as nn.functional.linear casts them. torch.compile leaves it
+    out of its graphs.
     """
+    product = _out_of_graphs if torch.compiler.is_compiling() else _product
+    return product(x, weight, bias, recipe, call)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, call: Call) -> Tensor:
     device = x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
     with torch.autocast(device, enabled=False):
         return _Linear.apply(x, weight, bias, recipe, call, torch.is_grad_enabled())
+
+
+# Noise, kept weights and replays are Python's to keep. Its import of the compiler waits for a call.
+_out_of_graphs = torch._disable_dynamo(_product)
 
 
 def linear(
@@ -168,7 +178,7 @@ def linear(
         linears of a model need two names, and each step of training its own number.
     Raises ConfigError where a block does not divide an axis that it tiles.
     """
-    if isinstance(recipe, str):
+    if not isinstance(recipe, Recipe):
         recipe = get_recipe(recipe)
     tokens = None  # wgrad alone contracts them
     if torch.is_grad_enabled() and weight.requires_grad:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp4.linear import linear
+from megatron_fp4.philox import Key
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import get_recipe
 from megatron_fp4.replay import Replay
@@ -16,7 +17,8 @@ class Linear(nn.Linear):
 
     Each training forward pass is a step of its own: `steps` counts them and keys the noise. Set it
     when training resumes. name: tells its noise from other layers'; give each layer its own.
-    Raises ConfigError where a block does not divide in_features or out_features.
+    Raises ConfigError where a block does not divide in_features or out_features, and for a seed
+    that does not fit.
     """
 
     def __init__(
@@ -32,12 +34,16 @@ class Linear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+        self.recipe = recipe if isinstance(recipe, Recipe) else get_recipe(recipe)
         self.recipe.check_linear(None, in_features, out_features, name)
-        self.seed, self.name, self.steps = seed, name, 0
+        self.seed, self.name, self.steps = Key(seed).seed, name, 0
         self._replay = Replay()
 
     def forward(self, input: Tensor) -> Tensor:
+        product = _out_of_graphs if torch.compiler.is_compiling() else Linear._product
+        return product(self, input)
+
+    def _product(self, input: Tensor) -> Tensor:
         step = self._replay.take(self._next_step, self.training)
         return linear(
             input,
@@ -56,3 +62,7 @@ class Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+# Steps and replays are Python's to count, not for torch.compile to trace.
+_out_of_graphs = torch._disable_dynamo(Linear._product)

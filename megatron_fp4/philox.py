@@ -13,6 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatron_fp4.errors import ConfigError
+
 ROUNDS = 7
 GROUP = 8  # elements that share one draw: 4 words of 32 bits, 16 bits an element
 
@@ -77,10 +79,15 @@ WHOLE = Placement()
 
 @dataclass(frozen=True)
 class Key:
-    """What the noise of one run and one step is keyed with: the 64-bit seed, and the step."""
+    """What the noise of one run and one step is keyed with: the 64-bit seed, and the step. Raises
+    ConfigError for a seed that does not fit."""
 
     seed: int
     step: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"a seed is an integer from 0 to 2**64 - 1, not {self.seed}")
 
     def words(self) -> tuple[int, int]:
         """The Philox key: the seed's low and high word."""

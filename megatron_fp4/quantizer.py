@@ -234,10 +234,13 @@ def quantize(
 
     seed: keys the random bits of a stochastic quantizer (step 0, stream 0); without it a
         stochastic quantizer is an error.
-    Raises ConfigError for an unknown name, a missing seed, or an axis that blocks do not divide.
+    Raises ConfigError for an unknown name, a missing seed, a tensor that is not floating-point, or
+    an axis that blocks do not divide.
     """
     if isinstance(quantizer, str):
         quantizer = get_quantizer(quantizer)
+    if not x.is_floating_point():
+        raise ConfigError(f"quantize takes a floating-point tensor, not {x.dtype}; convert it")
     bits = None
     if quantizer.stochastic:
         if seed is None:

@@ -122,6 +122,36 @@ def test_recomputation_repeats_exactly(recipe: str, overlap: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("recipe", ALL)
+def test_a_look_without_gradients_is_no_recomputation_s_first_pass(recipe: str) -> None:
+    """A probe in training mode is never run again; what is recomputed later gets its own noise."""
+    plain, recomputed = Block(recipe), Block(recipe)
+    for block in (plain, recomputed):
+        with torch.no_grad():
+            block(x_and_dy()[0])
+    expected = train(plain, plain, False)
+    found = train(recomputed, lambda x: checkpoint(recomputed, x, use_reentrant=True), False)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not recomputed.first._replay._queue
+
+
+def test_torch_compile_leaves_the_linears_out_of_its_graphs() -> None:
+    """Two of them, of other shapes; the result is the one without."""
+    for recipe in ALL:
+        net = nn.Sequential(
+            Linear(64, 128, recipe=recipe, name="a"), nn.GELU(), Linear(128, 64, recipe=recipe)
+        )
+        x, dy = x_and_dy()
+        results = []
+        for module in (net, torch.compile(net, backend="eager")):
+            for layer in (net[0], net[2]):
+                assert isinstance(layer, Linear)
+                layer.steps = 0
+            module(x).backward(dy)
+            results.append(gradients(net))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_a_recomputation_with_other_noise_is_told_apart() -> None:
     """Negative control: the same check where the recomputed pass counts as a step of its own."""
     plain, recomputed = Block("tetrajet"), Block("tetrajet")
@@ -206,11 +236,14 @@ def test_packing_x_early_changes_no_bit(name: str) -> None:
         (lambda: Linear(48, 64, recipe="tetrajet", name="fc"), ["fc", "48", "32"]),
         (lambda: Linear(64, 48, recipe="mxfp4-rht-sr"), ["48", "64"]),
         (lambda: Linear(64, 64, recipe="fp4"), ["fp4", "tetrajet"]),
+        (lambda: Linear(64, 64, recipe=None), [  # type: ignore[arg-type]
+            "a recipe goes by a name", "None"]),
+        (lambda: Linear(64, 64, recipe="tetrajet", seed=2**64), ["seed", "2**64 - 1"]),
         (lambda: layer()(torch.zeros(33, SIZE)), ["33 tokens", "wgrad"]),
         (lambda: linear(torch.zeros(2, 3, SIZE), torch.zeros(SIZE, SIZE, requires_grad=True),
                         recipe="mxfp4"), ["6 tokens"]),
     ],
-    ids=["inputs", "outputs", "recipe", "tokens", "tokens-of-linear"],
+    ids=["inputs", "outputs", "recipe", "no-recipe", "seed", "tokens", "tokens-of-linear"],
 )  # fmt: skip
 def test_errors(build: Callable[[], Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:

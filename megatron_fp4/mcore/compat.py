@@ -19,7 +19,7 @@ from megatron.training import arguments, get_args
 from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelConfig
 
-from megatron_fp4.mcore import options
+from megatron_fp4.mcore import checkpoint, options
 from megatron_fp4.mcore.spec import layer_spec, mtp_block_spec
 
 
@@ -44,6 +44,7 @@ def install() -> None:
         arguments.parse_args = _knowing_recipes(arguments.parse_args)
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         _mend_distributed_adam()
+    checkpoint.install()
 
 
 def _like_the_layers(upstream: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+import megatron_fp4
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.formats import NUMERICS_VERSION
 from megatron_fp4.recipe import GEMMS, Recipe
@@ -114,6 +116,11 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default="fp4",
         help="precision of the linears in evaluation",
     )
+    group.add_argument(
+        "--fp4-load-anyway",
+        action="store_true",
+        help="go on from a checkpoint that was trained with another recipe, seed or schedule",
+    )
     return parser
 
 
@@ -131,7 +138,8 @@ def settle(args: argparse.Namespace) -> None:
             f"--fp4-recipe {args.fp4_recipe} is Transformer Engine's and does nothing without "
             f"--fp4-format e2m1; add it, or choose one of {', '.join(list_recipes())}"
         )
-    if recipe_of(args) is None:
+    recipe = recipe_of(args)
+    if recipe is None:
         _refuse_orphans(args)
     elif not args.first_last_layers_bf16 and (
         args.num_layers_at_start_in_bf16 != 1 or args.num_layers_at_end_in_bf16 != 1
@@ -141,8 +149,10 @@ def settle(args: argparse.Namespace) -> None:
             "--first-last-layers-bf16: add it"
         )
     # Megatron writes its arguments into every checkpoint, and so the recipe, its options, the seed
-    # and this.
+    # and these; checkpoint.py compares them on loading.
+    args.fp4_plugin_version = megatron_fp4.__version__
     args.fp4_numerics_version = NUMERICS_VERSION
+    args.fp4_recipe_content = recipe and json.dumps(asdict(recipe), default=repr)
     if args.fp4_seed is None:
         args.fp4_seed = args.seed
     if not 0 <= args.fp4_seed < 2**64:
@@ -208,6 +218,7 @@ def _refuse_orphans(args: argparse.Namespace) -> None:
         "fp4_module_recipe": [],
         "fp4_weight_cache": "packed",
         "fp4_saved_x": "packed",
+        "fp4_load_anyway": False,
     }
     for name, default in defaults.items():
         if getattr(args, name) != default:

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import warnings
+from datetime import timedelta
 
 import torch
 
@@ -55,7 +56,18 @@ def _quiet() -> None:
 
 
 def _speaks() -> bool:
-    """True in one rank of those that failed: whether all did or one alone, the error is told."""
+    """True in one rank of those that failed, whichever comes first: torchrun ends the others as
+    soon as one has left, be it the one that was to speak."""
     if torch.distributed.is_initialized():
         return once("error")
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0  # every node reads its own files
+    try:  # at torchrun's own store, which outlives its ranks
+        store = torch.distributed.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=timedelta(seconds=5),
+        )
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return store.add(f"megatron_fp4:error:{attempt}", 1) == 1
+    except (KeyError, torch.distributed.DistError):  # no launcher, or one that keeps no store
+        return int(os.environ.get("LOCAL_RANK", "0")) == 0

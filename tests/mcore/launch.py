@@ -17,7 +17,7 @@ TINY = """
     --attention-dropout 0 --hidden-dropout 0 --seq-length 64 --max-position-embeddings 64
     --micro-batch-size 2 --train-iters 4 --lr-decay-iters 10
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
-    --log-interval 1 --eval-interval 1000 --eval-iters 1
+    --log-interval 1 --eval-interval 1000 --eval-iters 1 --global-batch-size 4
 """.split()
 MOCK_DATA = "--tokenizer-type NullTokenizer --vocab-size 512 --mock-data".split()
 
@@ -43,9 +43,9 @@ def torchrun(
     The data is mock data where no flag names any.
     """
     data = [] if any(flag.endswith("data-path") for flag in flags) else MOCK_DATA
-    # Megatron takes one of the two.
-    batch = [] if "--step-batch-size-schedule" in flags else ["--global-batch-size", "4"]
-    done = spawn(processes, script, *TINY, *batch, *data, *flags, timeout_s=timeout_s)
+    # Megatron takes this schedule or --global-batch-size, which comes last.
+    tiny = TINY[:-2] if "--step-batch-size-schedule" in flags else TINY
+    done = spawn(processes, script, *tiny, *data, *flags, timeout_s=timeout_s)
     return Result(
         done.returncode,
         [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)],
