@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 INSTALLED := .venv/.installed
 
-.PHONY: help setup demo test test-gpu lint
+.PHONY: help setup demo test test-gpu layouts lint
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -23,6 +23,10 @@ test: $(INSTALLED)  ## run the tests that need no GPU
 test-gpu: $(INSTALLED)  ## run the tests that need a GPU, and the layouts on two
 	@$(PYTHON) -m pytest -m gpu tests
 	@$(PYTHON) -m pytest tests/mcore/test_layouts.py
+
+layouts: $(INSTALLED)  ## compare every layout with one process (LAYOUTS="tp2 pp2", PROCESSES=2)
+	@$(PYTHON) -m benchmarks.layouts $(if $(LAYOUTS),--layouts $(LAYOUTS)) \
+		$(if $(PROCESSES),--processes $(PROCESSES))
 
 lint: $(INSTALLED)  ## run ruff and mypy
 	@$(PYTHON) -m ruff check .

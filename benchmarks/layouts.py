@@ -1,49 +1,110 @@
-"""How far the layouts part on the first step: TP2, TP2 with sequence parallelism, PP2 and DP2
-against one process, for each recipe, in float64 and float32.
+"""The layout matrix: whether docs/numerics.md's statements hold, for every layout and recipe, for
+the first step against one process, recomputed activations and a resumed run.
 
-    python -m benchmarks.layouts --out benchmarks/results/layouts.json
+    python -m benchmarks.layouts [--layouts tp2 pp2] [--processes 2]
+
+Prints a line for each, writes all figures, and ends with status 1 if one fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from benchmarks.stamp import stamp
-from tests.mcore.layouts import CASES, differing_codes, gradient_errors, loss_error, run_layout
+from tests.mcore.layouts import LAYOUTS, MODES, ONE, Row, chosen, holds, run_layout, run_one
+
+RESULT = Path("benchmarks/results/layouts.json")
+
+
+def study(names: list[str], folder: Path) -> Iterator[list[Row]]:
+    """The rows of one layout after the other, with what they `hold`, told as they are found."""
+    run_one(names, folder)
+    for name in names:
+        try:
+            found = run_layout(name, folder)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            found = [{"layout": name, "model": "", "recipe": "", "mode": "none", "figures": {}}]
+        rows = [row | {"holds": row["mode"] != "none" and holds(row)} for row in found]
+        for row in rows:
+            print(line(row), flush=True)
+        yield rows
+
+
+def line(row: Row) -> str:
+    names = f"{row['layout']:<16} {row['model']:<12} {row['recipe']:<25} {row['mode']:<9}"
+    figures = ", ".join(f"{name} {value:.3g}" for name, value in row["figures"].items() if value)
+    return f"{names} {'holds' if row['holds'] else 'FAILS'}  {figures}"
+
+
+def table(rows: list[Row]) -> list[str]:
+    """The result as a Markdown table, a line for each layout, model and recipe."""
+    lines = [
+        "| layout | model | recipe | codes | others | loss | gradients | float32: others | loss "
+        "| gradients | recompute | resumed |",
+        "|---" * 12 + "|",
+    ]
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row["mode"] in MODES:
+            who = row["layout"], row["model"], row["recipe"]
+            found.setdefault(who, {})[row["mode"]] = row
+    for names, modes in found.items():
+        fresh = modes["fresh"]["figures"] if "fresh" in modes else {}
+        codes = modes["resumed"]["figures"]["codes"]
+        told = [_figure(fresh.get(prefix + name)) for prefix in ("", "float32 ") for name in _TOLD]
+        exact = ["same" if modes[mode]["holds"] else "DIFFERS" for mode in MODES[1:]]
+        lines.append(f"| {' | '.join([*names, f'{codes:,}', *told, *exact])} |")
+    return lines
+
+
+_TOLD = ("differing codes", "loss", "gradients")
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return str(value) if isinstance(value, int) or not value else f"{value:.0e}"
+
+
+def write(rows: list[Row], args: argparse.Namespace) -> None:
+    """The result so far: a long run that is stopped leaves what it has."""
+    result: dict[str, Any] = {
+        "what": "layouts against one process, recomputed, and resumed",
+        "stamp": stamp(args.commit),
+        "rows": rows,
+        "table": table(rows),
+    }
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    processes = torch.cuda.device_count() or 4
+    parser.add_argument("--layouts", nargs="+", choices=[name for name in LAYOUTS if name != ONE])
+    parser.add_argument("--processes", type=int, default=processes, help="of a layout, at most")
+    parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()
-    rows = []
+    names = chosen(args.layouts or (), args.processes)
+    if not names:
+        sys.exit(f"no layout runs on {args.processes} processes; two is the fewest")
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        one = run_layout("tp1", Path(folder, "tp1.pt"))
-        for layout in dict.fromkeys(layout for layout, _ in CASES):
-            many = run_layout(layout, Path(folder, f"{layout}.pt"))
-            for case, dtype in one:
-                if (layout, case) not in CASES:
-                    continue
-                pair = one[case, dtype], many[case, dtype]
-                operands = [step["operands"] for step in pair]
-                rows.append(
-                    {
-                        "layout": layout,
-                        "case": case,
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "codes": sum(record[3].numel() for record in operands[1]),
-                        "differing codes": differing_codes(operands[0], operands[1], dtype),
-                        "loss": loss_error(*pair),
-                        "largest gradient error": max(gradient_errors(*pair).values()),
-                    }
-                )
-                print(rows[-1], flush=True)
-    result = {"what": "first step against one process", "stamp": stamp(args.commit), "rows": rows}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+        for found in study(names, Path(folder)):
+            rows += found
+            write(rows, args)
+    failed = [row for row in rows if not row["holds"]]
+    print(f"{len(rows) - len(failed)} of {len(rows)} hold")
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -18,23 +18,27 @@ class Replay:
 
     Activation checkpointing runs a forward pass again inside backward, when counters have moved
     on. Its first pass runs without gradients; values taken then are queued, and passes inside
-    backward take them in the same order (microbatches are recomputed first in, first out). Other
-    passes without gradients are never run again. Torch's non-reentrant checkpoints run the first
-    pass with gradients: there a recomputation gets the value of the latest pass, which is its own
-    where a layer runs once a step.
+    backward take them in the same order (microbatches are recomputed first in, first out), but for
+    the calls of one microbatch: backward comes to the last of them first. Other passes without
+    gradients are never run again. Torch's non-reentrant checkpoints run the first pass with
+    gradients: there a recomputation gets the value of the latest pass, which is its own where a
+    layer runs once a step.
     """
 
     def __init__(self) -> None:
         self._queue: deque[Any] = deque()
         self._latest: Any = None
 
-    def take(self, fresh: Callable[[], T], training: bool) -> T:
-        """fresh(), or in a recomputation what it returned in the original pass."""
+    def take(
+        self, fresh: Callable[[], T], training: bool, repeat: Callable[[T], int] = lambda value: 0
+    ) -> T:
+        """fresh(), or in a recomputation what it returned in the original pass. repeat: how many
+        calls of the same microbatch were before the one that a value is of."""
         if torch._C._current_graph_task_id() != -1:  # inside backward
             return self._queue.popleft() if self._queue else self._latest
         value = self._latest = fresh()
         if training and not torch.is_grad_enabled() and _in_checkpoint():
-            self._queue.append(value)
+            self._queue.insert(len(self._queue) - repeat(value), value)
         return value
 
 

@@ -247,7 +247,7 @@ def _in_one_line(upstream: Callable[..., Any]) -> Callable[..., Any]:
             return upstream(*args, load_arg=load_arg, **kwargs)
         except ConfigError:
             raise
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
             folder = getattr(get_args(), load_arg) or get_args().pretrained_checkpoint
             raise ConfigError(
                 f"the checkpoint in {folder} cannot be loaded: {_cause(error)}; launch with the "

@@ -55,7 +55,7 @@ class Fp4State:
         """x W^T + bias of a microbatch: x [sequence, batch, in] -> [sequence, batch, out], with
         this rank's part of the sequence where sequence parallelism leaves it one; an expert's x
         is [tokens, in]."""
-        moment, repeat = self.replay.take(self._now, training)
+        moment, repeat = self.replay.take(self._now, training, lambda now: now[1])
         recipe = self.run.in_force(self.recipe, moment)
         if not self.is_expert:
             return self._product(x, weight, bias, recipe, moment, repeat)

@@ -1,0 +1,207 @@
+"""What each linear of a LLaMA layer sends and keeps under TP2, beside BF16.
+
+    python -m benchmarks.bytes --out benchmarks/results/bytes.json
+
+Two processes, over NCCL where there are two GPUs and else over gloo, run one layer's four linears
+through a step: upstream's own in BF16, then each recipe. Bytes sent are seen by a dispatch mode,
+bytes kept by hooks on saved tensors (bytes_worker.py). Then one process times what the choices of
+--fp4-saved-x and --fp4-weight-cache cost (bytes_time.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bytes_time import VARIANTS, times
+from benchmarks.stamp import stamp
+from megatron_fp4.recipes import list_recipes
+
+ROOT = Path(__file__).parents[1]
+Record = dict[str, Any]
+LINEARS = {
+    "qkv": "self_attention.linear_qkv",
+    "proj": "self_attention.linear_proj",
+    "fc1": "mlp.linear_fc1",
+    "fc2": "mlp.linear_fc2",
+}
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the layer, and of what runs through it in a step."""
+
+    hidden: int = 512
+    ffn: int = 1536
+    heads: int = 8
+    query_groups: int = 4
+    sequence: int = 256
+    micro_batch: int = 2
+    microbatches: int = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """What runs: a recipe or "bf16", how it keeps X and W, and in which layout."""
+
+    recipe: str
+    saved_x: str = "packed"
+    weight_cache: str = "packed"
+    sequence_parallel: bool = True
+
+
+ALL = list_recipes()
+CASES = [
+    *(Case(recipe) for recipe in ["bf16", *ALL]),
+    *(Case(recipe, sequence_parallel=False) for recipe in ["bf16", *ALL]),
+    *(Case(recipe, saved_x="bf16") for recipe in ALL),
+    *(Case(recipe, weight_cache=kept) for recipe in ALL for kept in ("decoded", "off")),
+]
+
+
+def count(shape: Shape, module: str = "benchmarks.bytes_worker") -> list[Record]:
+    """The records of a world of two processes. Raises RuntimeError if it does not end well."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "records.json")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(RANKS), "-m", module, str(out)]
+        done = subprocess.run(
+            [*command, "--shape", json.dumps(asdict(shape))],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr[-4000:])
+        return json.loads(out.read_text())
+
+
+def find(records: list[Record], case: Case, linear: str) -> Record:
+    """The record of one linear in one case."""
+    wanted = asdict(case) | {"linear": linear}
+    return next(r for r in records if r.items() >= wanted.items())
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def travels_table(records: list[Record], sequence_parallel: bool) -> list[str]:
+    """A microbatch's bytes by linear and recipe, with ratios to BF16."""
+    kinds = ["all-gather"] if sequence_parallel else []
+    heads = [f"{kind} {way}" for kind in kinds for way in ("forward", "backward")]
+    heads += ["sums and maxima forward", "backward", "saved for backward", "held beside it"]
+    lines = _head(["linear", "recipe", *heads])
+    for linear in LINEARS:
+        base = None
+        for recipe in ["bf16", *ALL]:
+            case = Case(recipe, sequence_parallel=sequence_parallel)
+            record = find(records, case, linear)
+            sizes = [record[way].get("all-gather", 0) for way in ("forward", "backward")]
+            sizes = sizes if sequence_parallel else []
+            for way in ("forward", "backward"):
+                sizes.append(sum(v for kind, v in record[way].items() if kind != "all-gather"))
+            sizes += [record["saved"], record["beside"]]
+            base = base or sizes
+            cells = [_ratio(size, of) for size, of in zip(sizes, base, strict=True)]
+            lines.append(_line([linear, recipe, *cells]))
+    return lines
+
+
+def weights_table(records: list[Record]) -> list[str]:
+    """What is made and kept of the layer's weights, by the cache's form."""
+    head = ["recipe", "W's operands", "quantized in a step, cached", "off"]
+    head += ["kept, packed", "kept, decoded", "off: saved more for each microbatch"]
+    lines = _head(head)
+    for recipe in ALL:
+        packed, decoded, off = (
+            [find(records, Case(recipe, weight_cache=kept), linear) for linear in LINEARS]
+            for kept in ("packed", "decoded", "off")
+        )
+        whole = _sum(packed, "W")
+        cells = [str(packed[0][key]) for key in ("W operands", "W quantized")]
+        cells.append(str(off[0]["W quantized"]))
+        cells += [_ratio(_sum(kept, "kept of W"), whole) for kept in (packed, decoded)]
+        cells.append(_ratio(_sum(off, "saved") - _sum(packed, "saved"), whole))
+        lines.append(_line([recipe, *cells]))
+    return lines
+
+
+def saved_x_table(records: list[Record]) -> list[str]:
+    """What the layer's four linears save of X for a microbatch, by --fp4-saved-x."""
+    lines = _head(["recipe", "packed", "bf16"])
+    base = _sum([find(records, Case("bf16"), linear) for linear in LINEARS], "saved")
+    for recipe in ALL:
+        cases = Case(recipe), Case(recipe, saved_x="bf16")
+        sizes = [_sum([find(records, c, linear) for linear in LINEARS], "saved") for c in cases]
+        lines.append(_line([recipe, *(_ratio(size, base) for size in sizes)]))
+    return lines
+
+
+def times_table(taken: dict[str, dict[str, float]]) -> list[str]:
+    """ms a microbatch, with ratios to the defaults."""
+    lines = _head(["recipe", *VARIANTS])
+    for recipe, found in taken.items():
+        base = found["both packed"]
+        lines.append(_line([recipe, *(f"{t:.1f} ({t / base:.2f})" for t in found.values())]))
+    return lines
+
+
+def _head(cells: list[str]) -> list[str]:
+    return [_line(cells), "|---" * len(cells) + "|"]
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _ratio(size: int, base: int) -> str:
+    """A number of bytes, with its ratio to BF16's where that is another."""
+    return f"{size:,}" if base in (0, size) else f"{size:,} ({size / base:.3f})"
+
+
+def _sum(records: list[Record], key: str) -> int:
+    return sum(record[key] for record in records)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15, help="of the timing")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/bytes.json"))
+    parser.add_argument("--commit", help="where the tree has no git of its own")
+    args = parser.parse_args()
+    shape = Shape()
+    records = count(shape)
+    tokens = shape.sequence * shape.micro_batch
+    taken = times(tokens, shape.hidden, shape.ffn, shape.microbatches, args.rounds)
+    result: Record = {
+        "what": "bytes that a rank sends and keeps in each linear for a microbatch; "
+        f"ms a microbatch of a linear of {tokens} tokens, {shape.hidden} -> {shape.ffn}",
+        "stamp": stamp(args.commit),
+        "shape": asdict(shape),
+        "records": records,
+        "times": taken,
+        "table": {
+            "with sequence parallelism": travels_table(records, True),
+            "without": travels_table(records, False),
+            "saved X": saved_x_table(records),
+            "weights": weights_table(records),
+            "times": times_table(taken),
+        },
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for name, lines in result["table"].items():
+        print(f"\n{name}\n" + "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

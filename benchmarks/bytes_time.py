@@ -1,0 +1,67 @@
+"""How long a linear takes, forward and backward, as its operands of X and W are kept."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from megatron_fp4.call import Call
+from megatron_fp4.linear import quantized_linear
+from megatron_fp4.philox import Key
+from megatron_fp4.recipes import get_recipe, list_recipes
+
+# What is called --fp4-saved-x and --fp4-weight-cache; the defaults first.
+VARIANTS = {
+    "both packed": ("packed", "packed"),
+    "saved-x bf16": ("bf16", "packed"),
+    "weight-cache decoded": ("packed", "decoded"),
+    "weight-cache off": ("packed", "off"),
+}
+
+
+def times(
+    tokens: int, inputs: int, outputs: int, microbatches: int, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Medians in ms a microbatch, by recipe and variant. Variants take turns, so that they meet
+    the same machine."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1)
+    x = torch.randn(tokens, inputs, device=device).bfloat16().requires_grad_()
+    weight = torch.randn(outputs, inputs, device=device).bfloat16().requires_grad_()
+    dy = torch.randn(tokens, outputs, device=device).bfloat16()
+    found: dict[str, dict[str, float]] = {}
+    for recipe in list_recipes():
+        taken: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+        for _ in range(rounds + 1):
+            for variant in VARIANTS:
+                taken[variant].append(one_step(recipe, variant, x, weight, dy, microbatches))
+        # The first round warms up.
+        found[recipe] = {v: round(statistics.median(t[1:]), 3) for v, t in taken.items()}
+    return found
+
+
+def one_step(recipe: str, variant: str, x: Any, weight: Any, dy: Any, microbatches: int) -> float:
+    """ms a microbatch of a step whose weights are new."""
+    saved_x, cache = VARIANTS[variant]
+    call = Call(
+        key=Key(1),
+        weights=None if cache == "off" else {},
+        decodes=cache == "decoded",
+        packs_x=saved_x == "packed",
+    )
+    start = now()
+    for _ in range(microbatches):
+        quantized_linear(x, weight, None, get_recipe(recipe), call).backward(dy)
+        x.grad = weight.grad = None
+    return (now() - start) * 1e3 / microbatches
+
+
+def now() -> float:
+    """Seconds: on a GPU by the clock, on a CPU those of this process, which may share it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()

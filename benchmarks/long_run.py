@@ -1,0 +1,139 @@
+"""A long FP4 run under TP2 with sequence parallelism x PP2 x DP2 against one process.
+
+    python -m benchmarks.long_run [--steps 1000] [--recipe tetrajet]
+
+Three seeds train in one process; the first one's starting weights train again in eight processes,
+on eight GPUs where there are as many and else on the CPU, with the same batches cut into the same
+microbatches. FP4 is discontinuous, so the two layouts part within tens of steps. They train alike
+if their held-out losses at the end differ by no more than those of two seeds do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.stamp import stamp
+from tools import prepare_data, runs
+
+LAYOUT = "TP2+SP x PP2 x DP2"
+PROCESSES = 8
+PARALLEL = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
+MICRO_BATCH = 2
+# About one pass through the text in a thousand steps.
+TEXT = prepare_data.Options(vocab_size=1024, max_bytes=2_000_000)
+MODEL = runs.Model(layers=4, hidden=64, ffn=192, heads=4, query_groups=2, sequence=64)
+TRAINING = runs.Training(steps=0, batch=8)
+
+
+def study(args: argparse.Namespace) -> dict[str, Any]:
+    """The whole result: settings, stamp, losses of every run, and whether the layouts agree."""
+    data = args.work / "data"
+    manifest = prepare_data.prepare([], data, TEXT)
+    # Each evaluation reads the held-out text once: seeds differ by what they learned from.
+    batches = manifest["held_out"]["tokens"] // (TRAINING.batch * MODEL.sequence)
+    training = replace(TRAINING, steps=args.steps, held_out_batches=batches)
+    seeds = [TRAINING.seed + i for i in range(args.seeds)]
+    train = partial(one, args=args, training=training)
+    with ThreadPoolExecutor(args.at_once) as pool:
+        list(pool.map(partial(start, args=args, training=training), seeds))
+        jobs = [(PROCESSES, seeds[0]), *((1, seed) for seed in seeds)]
+        parallel, *alone = pool.map(lambda job: train(*job), jobs)
+    return {
+        "what": f"{args.recipe}, {args.steps} steps: {LAYOUT} against one process",
+        "stamp": stamp(args.commit),
+        "model": asdict(MODEL),
+        "training": asdict(training) | {"micro_batch": MICRO_BATCH, "seeds": seeds},
+        "data": manifest,
+        "one process": dict(zip(map(str, seeds), map(asdict, alone), strict=True)),
+        LAYOUT: asdict(parallel),
+        **verdict(parallel, alone),
+    }
+
+
+def start(seed: int, args: argparse.Namespace, training: runs.Training) -> None:
+    """Saves a seed's untrained weights: a pipeline stage draws its own otherwise. Megatron saves
+    none before the first step, and two at such a rate leave BF16 as it is."""
+    still = replace(
+        training, steps=2, seed=seed, learning_rate=1e-12, evaluations=1, held_out_batches=1
+    )
+    save = ["--save", str(args.work / f"start-{seed}"), "--save-interval", "2", "--no-save-optim"]
+    launch(1, still, save, args, f"start-{seed}")
+
+
+def one(processes: int, seed: int, args: argparse.Namespace, training: runs.Training) -> runs.Log:
+    """Trains a seed from its saved weights."""
+    load = ["--load", str(args.work / f"start-{seed}"), "--finetune"]
+    load += ["--no-load-optim", "--no-load-rng"]
+    layout = PARALLEL if processes > 1 else []
+    log = launch(
+        processes, replace(training, seed=seed), load + layout, args, f"{processes}-{seed}"
+    )
+    print(f"{processes} processes, seed {seed}: {log.held_out}", file=sys.stderr, flush=True)
+    return log
+
+
+def launch(
+    processes: int, training: runs.Training, more: list[str], args: argparse.Namespace, name: str
+) -> runs.Log:
+    """One run of pretrain_gpt.py to its end; its log is in args.work."""
+    flags = [*MODEL.flags(), *training.flags(), *runs.data_flags(args.work / "data")]
+    flags += ["--micro-batch-size", str(MICRO_BATCH), "--fp4-recipe", args.recipe]
+    fits = torch.cuda.device_count() >= PROCESSES
+    environment = {"OMP_NUM_THREADS": "1"} if fits else runs.ENVIRONMENT
+    # Flags given later win: `runs.launch` takes all processes for tensor parallelism.
+    command = runs.launch(processes, flags + more)
+    return runs.run(command, args.work / f"{name}.log", environment=environment)
+
+
+def verdict(parallel: runs.Log, alone: list[runs.Log]) -> dict[str, Any]:
+    """At each evaluation: how far the layouts are apart (with the same seed), and at most two
+    seeds."""
+    points = []
+    for i, (step, loss) in enumerate(parallel.held_out):
+        losses = [log.held_out[i][1] for log in alone]
+        points.append(
+            {
+                "step": step,
+                "layouts differ by": abs(loss - losses[0]),
+                "seeds differ by at most": max(
+                    abs(a - b) for a, b in itertools.combinations(losses, 2)
+                ),
+            }
+        )
+    last = points[-1]
+    return {
+        "held out": points,
+        "within the spread": last["layouts differ by"] <= last["seeds differ by at most"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--recipe", default="tetrajet")
+    parser.add_argument("--at-once", type=int, default=1, help="runs side by side")
+    parser.add_argument("--work", type=Path, default=Path("runs/long_run"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/long_run.json"))
+    parser.add_argument("--commit", help="where the tree has no git of its own")
+    args = parser.parse_args()
+    args.work = Path(os.path.abspath(args.work))  # launches run in the repository's root
+    result = study(args)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: result[key] for key in ("held out", "within the spread")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

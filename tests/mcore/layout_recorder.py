@@ -1,0 +1,227 @@
+"""Records the quantized operands of a training step, and compares two steps' records.
+
+Every function that compares is called on all ranks and gives all of them the same answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from torch import Tensor
+from torch import distributed as dist
+
+from megatron_fp4.backends import reference
+from megatron_fp4.call import Call
+from megatron_fp4.formats import unpack
+
+EXPERT = ".local_experts."
+
+
+@dataclass(frozen=True)
+class Record:
+    """One operand as a rank holds it. rows, columns: where it lies in the unsharded tensor; codes,
+    values: [rows, columns]; draws: whether noise rounded it. microbatch: None for W, which is the
+    same in every microbatch of a step."""
+
+    label: str
+    microbatch: int | None
+    rows: Tensor
+    columns: Tensor
+    codes: Tensor
+    values: Tensor
+    draws: bool
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        return self.label, self.microbatch
+
+
+class Recorder:
+    """Keeps each quantized operand that is prepared while it is entered."""
+
+    def __enter__(self) -> Recorder:
+        self.records: list[Record] = []
+        self._preparation = Call.preparation
+        self._prepare = reference.Reference.prepare
+        calls = {}
+
+        def preparation(call: Any, recipe: Any, source: Any) -> Any:
+            made = self._preparation(call, recipe, source)
+            calls[made.label] = (call.microbatch, call._placement(source))
+            return made
+
+        def prepare(backend: Any, x: Tensor, made: Any) -> Any:
+            operand = self._prepare(backend, x, made)
+            if made.quantizer is not None:
+                self.records.append(_record(made, *calls[made.label], operand, x.shape))
+            return operand
+
+        Call.preparation = preparation  # type: ignore
+        reference.Reference.prepare = prepare  # type: ignore
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        Call.preparation = self._preparation  # type: ignore
+        reference.Reference.prepare = self._prepare  # type: ignore
+
+
+def _record(made: Any, microbatch: int, placement: Any, operand: Any, shape: Any) -> Record:
+    # The schedule divides a loss by the microbatches of a rank, which data parallelism makes fewer.
+    scale = get_num_microbatches() if made.label.endswith(":dy") else 1
+    codes = unpack(operand.codes) if made.quantizer.element == "e2m1" else operand.codes
+    rows = torch.arange(shape[0]) if placement.rows is None else placement.rows.cpu()
+    groups = torch.arange(shape[1] // 8) if placement.groups is None else placement.groups.cpu()
+    return Record(
+        label=made.label,
+        microbatch=None if made.label.endswith(":w") else microbatch,
+        rows=rows,
+        columns=(groups[:, None] * 8 + torch.arange(8)).flatten(),
+        codes=codes.cpu().view(torch.uint8).movedim(-1, made.axis),
+        values=operand.dequantize(torch.float64).cpu().float() * scale,
+        draws=made.noise is not None,
+    )
+
+
+# --- against one process -------------------------------------------------------------------------
+
+
+def differing_codes(
+    one: Iterable[Record],
+    many: Iterable[Record],
+    dtype: torch.dtype,
+    compared: Callable[[str], bool],
+    strict: bool = True,
+) -> int:
+    """How many elements of `many`'s shards differ from `one`'s whole operands, in their code or by
+    their scale, among the labels that are `compared`.
+
+    Where a gradient is zero in exact arithmetic (the first token's query, whose softmax has one
+    entry), a block holds rounding noise alone and so do its codes: decoded values below 64 epsilons
+    of the model's dtype times the operand's largest do not count. strict: every shard belongs to
+    an operand of `one`, and each of those is found.
+    """
+    whole = {record.key: record for record in one if compared(record.label)}
+    differing, covered = 0, set()
+    for part in many:
+        if part.key in whole:
+            covered.add(part.key)
+            differing += _differing(whole[part.key], part, dtype)
+        else:
+            assert not strict or not compared(part.label), f"{part.key} is none of one process's"
+    everywhere = gathered(covered)
+    assert not strict or set().union(*everywhere) == whole.keys(), "operands are missing"
+    return total(differing)
+
+
+def _differing(whole: Record, part: Record, dtype: torch.dtype) -> int:
+    rows = _positions(whole.rows, part.rows)
+    codes, values = whole.codes[rows][:, part.columns], whole.values[rows][:, part.columns]
+    negligible = 64 * torch.finfo(dtype).eps * whole.values.abs().max()
+    counts = torch.maximum(values.abs(), part.values.abs()) > negligible
+    # Scales of a whole row or tensor are not rounded to a power of two.
+    scaled = (values - part.values).abs() > 1e-4 * values.abs()
+    return int((((codes != part.codes) | scaled) & counts).sum())
+
+
+def _positions(haystack: Tensor, needles: Tensor) -> Tensor:
+    order = haystack.argsort()
+    found = order[torch.searchsorted(haystack[order], needles).clamp(max=len(order) - 1)]
+    assert torch.equal(haystack[found], needles), "rows that the whole operand does not have"
+    return found
+
+
+def differing_tokens(
+    one: Iterable[Record], many: Iterable[Record], compared: Callable[[str], bool]
+) -> int:
+    """How many rows of experts' operands, as codes, one process and the layout do not share.
+
+    Which call holds a token, and where, hangs on the layout: rows are matched by what they hold.
+    Each shard of the features is compared by itself; rows of zeros fill blocks.
+    """
+    rank = mpu.get_expert_tensor_parallel_rank()
+    mine: dict[Any, Counter[bytes]] = defaultdict(Counter)
+    for part in many:
+        if compared(part.label):
+            mine[part.label, tuple(part.columns.tolist()), rank] += _tokens(part)
+    everyone: dict[Any, Counter[bytes]] = defaultdict(Counter)
+    for counters in gathered(dict(mine)):
+        for key, counter in counters.items():
+            everyone[key] += counter
+    whole = [record for record in one if compared(record.label)]
+    assert {label for label, *_ in everyone} == {record.label for record in whole}
+    differing = 0
+    for (label, columns, _), found in everyone.items():
+        wanted: Counter[bytes] = Counter()
+        for record in whole:
+            if record.label == label:
+                wanted += _tokens(record, list(columns))
+        differing += ((found - wanted) + (wanted - found)).total()
+    return differing
+
+
+def _tokens(record: Record, columns: Any = slice(None)) -> Counter[bytes]:
+    there = record.values.abs().sum(1) > 0
+    return Counter(row.tobytes() for row in record.codes[there][:, columns].numpy())
+
+
+def shared_noise_rows(records: Iterable[Record]) -> int:
+    """How many rows of random bits of X and dY two calls, microbatches or ranks draw, other than
+    the tensor-parallel ranks that hold parts of one operand."""
+    calls: Counter[str] = Counter()
+    mine: list[tuple[str, tuple[int, int], list[int]]] = []
+    for record in records:
+        if record.draws and record.microbatch is not None:
+            expert = EXPERT in record.label
+            copy = mpu.get_expert_data_parallel_rank() if expert else mpu.get_data_parallel_rank()
+            mine.append((record.label, (copy, calls[record.label]), record.rows.tolist()))
+            calls[record.label] += 1
+    drawn: dict[str, dict[tuple[int, int], set[int]]] = defaultdict(lambda: defaultdict(set))
+    for part in gathered(mine):
+        for label, call, rows in part:
+            # Two operands of a GEMM may not share a stream; a repeated call has one of its own.
+            drawn[label][call].update(rows)
+    return sum(
+        sum(map(len, of_label.values())) - len(set().union(*of_label.values()))
+        for of_label in drawn.values()
+    )
+
+
+# --- bit for bit ---------------------------------------------------------------------------------
+
+
+def changed_codes(kept: Iterable[Record], again: Iterable[Record]) -> int:
+    """How many codes differ between two steps on one layout; a recomputed operand is recorded
+    twice, and both must be the original's."""
+    wanted = {record.key: record for record in kept}
+    found = {record.key for record in again}
+    differing = sum(record.codes.numel() for key, record in wanted.items() if key not in found)
+    for record in again:
+        same = wanted.get(record.key)
+        if same is None or same.codes.shape != record.codes.shape:
+            differing += record.codes.numel()
+        else:
+            differing += int(((same.codes != record.codes) | (same.values != record.values)).sum())
+    return total(differing)
+
+
+# --- all ranks -----------------------------------------------------------------------------------
+
+
+def gathered(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def total(count: float) -> Any:
+    return sum(gathered(count))
+
+
+def largest(value: float) -> float:
+    return max(gathered(value))
