@@ -252,6 +252,18 @@ def test_a_file_can_build_on_a_file(tmp_path: Path) -> None:
     assert not recipe.dgrad.quantized and not recipe.wgrad.quantized and recipe.fprop.quantized
 
 
+def test_a_file_s_base_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "first.yaml").write_text("base: mxfp4\nwgrad: {}\n")
+    monkeypatch.chdir(tmp_path)
+    assert not load(folder, "base: first.yaml\n").wgrad.quantized
+    (tmp_path / "first.yaml").write_text("base: mxfp4\n")  # beside the caller: another file
+    assert not load(folder, "base: first.yaml\n").wgrad.quantized
+    with pytest.raises(ConfigError, match="itself"):
+        load(folder, "base: ./mine.yaml\n")
+
+
 def test_files_that_build_on_each_other_are_refused(tmp_path: Path) -> None:
     (tmp_path / "first.yaml").write_text(f"base: {tmp_path / 'mine.yaml'}\n")
     with pytest.raises(ConfigError, match="itself"):
@@ -259,7 +271,15 @@ def test_files_that_build_on_each_other_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", ["raise RuntimeError('no')", "def recipe(", "recipe = lambda: 1 / 0"]
+    "body",
+    [
+        "raise RuntimeError('no')",
+        "def recipe(",
+        "recipe = lambda: 1 / 0",
+        "import sys; sys.exit('no')",
+        "import sys; recipe = sys.exit",
+        "def recipe(*, rule: 'Unknown' = 1): ...",
+    ],
 )
 def test_a_users_module_that_fails_is_named(
     body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -267,7 +287,10 @@ def test_a_users_module_that_fails_is_named(
     (tmp_path / "broken_recipe.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "broken_recipe", raising=False)
-    with pytest.raises(ConfigError, match="broken_recipe.*(RuntimeError|SyntaxError|ZeroDivision)"):
+    with pytest.raises(
+        ConfigError,
+        match="broken_recipe.*(RuntimeError|SyntaxError|ZeroDivision|SystemExit|NameError)",
+    ):
         get_recipe("broken_recipe:recipe")
 
 
@@ -314,6 +337,12 @@ def test_wrong_files(tmp_path: Path, text: str, words: list[str]) -> None:
     assert "mine.yaml" in str(error.value) and "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_wrong_field_s_place_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, "fprop: {a: {rule: round}}\n")
+    assert str(error.value).count("fprop.a") == 1
 
 
 def test_a_missing_or_binary_file(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tools import prepare_data, runs
 
@@ -55,6 +56,15 @@ class Progress:
             f"held-out loss {log.held_out[-1][1]:.4f}\n",
             flush=True,
         )
+
+
+def prepare(text: list[Path], output: Path) -> dict[str, Any]:
+    """Prepares the text, with the vocabulary that it has enough words for. Raises DataError."""
+    try:
+        return prepare_data.prepare(text, output, prepare_data.Options())
+    except prepare_data.VocabularyTooLarge as error:
+        print(f"The text is short: the vocabulary has {error.most} tokens", flush=True)
+        return prepare_data.prepare(text, output, prepare_data.Options(vocab_size=error.most))
 
 
 def train(name: str, flags: list[str]) -> runs.Log:
@@ -107,8 +117,10 @@ def _clock(seconds: float) -> str:
 
 def demo(text: list[Path], tokens: int, recipe: str) -> None:
     """Prepares the text, trains twice, reports. Raises DataError or RunFailed."""
+    if tokens <= 0:
+        raise prepare_data.DataError(f"--tokens {tokens} is not positive")
     began = time.monotonic()
-    manifest = prepare_data.prepare(text, OUTPUT / "data", prepare_data.Options())
+    manifest = prepare(text, OUTPUT / "data")
     print()
     logs = train_both(recipe, tokens, OUTPUT / "data")
     losses = {name: log.held_out[-1][1] for name, log in logs.items()}
@@ -134,7 +146,7 @@ def demo(text: list[Path], tokens: int, recipe: str) -> None:
 def main() -> int:
     """Runs the demo as the command line asks; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--text", nargs="+", type=Path, default=[], help="your own text or JSONL")
+    parser.add_argument("--text", nargs="+", type=Path, default=[], help="your own text")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="to train on (%(default)s)")
     parser.add_argument("--recipe", default="tetrajet", help="the FP4 recipe (%(default)s)")
     given = parser.parse_args()

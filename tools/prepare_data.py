@@ -3,11 +3,11 @@
 
     python tools/prepare_data.py [PATH ...] --output data
 
-A PATH is a directory, a text file, or a JSONL file; without one, the text is the source code of
-Python's own standard library, which lies on every machine. The output holds tokenizer.model,
-train_text_document.{bin,idx}, valid_text_document.{bin,idx} and manifest.json. What is held out
-are whole files, or whole lines of a JSONL file; a lone text file gives its end. All the text is
-kept in memory.
+A PATH is a directory, a text file, or JSON lines (.jsonl or .json); without one, the text is the
+source code of Python's own standard library, which lies on every machine. The output holds
+tokenizer.model, train_text_document.{bin,idx}, valid_text_document.{bin,idx} and manifest.json.
+What is held out are whole files, or whole JSON lines; a lone text file gives its end. All the text
+is kept in memory.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import shutil
 import sys
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,8 +43,16 @@ class DataError(ValueError):
     """The text or an option cannot be used; the message is one line for the user."""
 
 
+class VocabularyTooLarge(DataError):
+    """The text is too short for the vocabulary asked for; `most` fits."""
+
+    def __init__(self, asked: int, most: int) -> None:
+        super().__init__(f"--vocab-size {asked} is too large for this text: {most} at most")
+        self.most = most
+
+
 class Document(NamedTuple):
-    """A text that stays whole, and the key whose hash decides which side of the split it is on."""
+    """A text that stays whole, and the key whose hash decides its place in the order."""
 
     key: str
     text: str
@@ -76,7 +85,8 @@ def library_documents() -> Iterator[Document]:
 
 def documents_at(path: Path, json_key: str) -> Iterator[Document]:
     """The documents of a file, or of every decodable file under a directory; hidden ones are
-    left out. Raises DataError if there is no such path or a file given by name is not UTF-8."""
+    left out, and a .json of another kind than JSON lines is text as any other. Raises DataError if
+    there is no such path, or a file given by name is not UTF-8 or such a .json."""
     if path.is_dir():
         for file in sorted(path.rglob("*")):
             name = file.relative_to(path)
@@ -84,6 +94,11 @@ def documents_at(path: Path, json_key: str) -> Iterator[Document]:
                 yield from _decodable(file, name.as_posix(), json_key)
     elif path.is_file():
         try:
+            if path.suffix.lower() == ".json" and not _holds_json_lines(path):
+                raise DataError(
+                    f"{path} is not JSON lines: give each text an object on a line of its own, as "
+                    f'{{"{json_key}": "..."}}'
+                )
             yield from _file_documents(path, path.name, json_key)
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 text; convert it first") from error
@@ -99,17 +114,28 @@ def _decodable(path: Path, key: str, json_key: str) -> list[Document]:
 
 
 def _file_documents(path: Path, key: str, json_key: str) -> Iterator[Document]:
-    if path.suffix != ".jsonl":
+    if not _holds_json_lines(path):
         # newline="" keeps the text as it is, the same on every system.
         with path.open(encoding="utf-8", newline="") as file:
             yield Document(key, file.read())
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:  # some editors write a mark at the start
         for number, line in enumerate(file, start=1):
             if line.strip():
                 text = _json_text(line, json_key, f"{path}:{number}")
-                # Keyed by content, so that copies of a text never lie on both sides of the split.
+                # Keyed by content: which texts are held out is not a matter of their order.
                 yield Document(hashlib.sha256(text.encode()).hexdigest(), text)
+
+
+def _holds_json_lines(path: Path) -> bool:
+    if path.suffix.lower() != ".json":
+        return path.suffix.lower() == ".jsonl"
+    with path.open(encoding="utf-8-sig") as file:  # Megatron's own tool takes .json for JSON lines
+        first = next((line for line in file if line.strip()), "")
+    try:
+        return isinstance(json.loads(first), dict)
+    except json.JSONDecodeError:
+        return False
 
 
 def _json_text(line: str, json_key: str, place: str) -> str:
@@ -137,7 +163,8 @@ def choose(documents: Iterable[Document], max_bytes: int | None) -> list[Documen
 
 def split(documents: list[Document], share: float) -> tuple[list[str], list[str]]:
     """The texts to train on and those held out, at least one each. The first documents, in the
-    order choose() gave them, are held out; of a single document its last lines."""
+    order choose() gave them, are held out, each with all its copies: no text lies on both sides. Of
+    a single document it is the last lines. Raises DataError if there is nothing to hold out."""
     if len(documents) == 1:
         lines = documents[0].text.splitlines(keepends=True)
         cut = min(round(len(lines) * (1 - share)), len(lines) - 1)
@@ -146,12 +173,23 @@ def split(documents: list[Document], share: float) -> tuple[list[str], list[str]
         return ["".join(lines[:cut])], ["".join(lines[cut:])]
     count = min(max(round(len(documents) * share), 1), len(documents) - 1)
     texts = [document.text for document in documents]
-    return texts[count:], texts[:count]
+    copies = Counter(texts)  # in the order of their first
+    if len(copies) == 1:
+        raise DataError("all documents are the same text: nothing can be held out")
+    held_out: set[str] = set()
+    for text in list(copies)[:-1]:
+        if count <= 0:
+            break
+        held_out.add(text)
+        count -= copies[text]
+    train = [text for text in texts if text not in held_out]
+    return train, [text for text in texts if text in held_out]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
-    """A SentencePiece BPE model that encodes any text without loss: unknown characters fall back
-    to bytes and white space is kept. Raises DataError if vocab_size does not fit the text."""
+    """A SentencePiece BPE model: unknown characters fall back to bytes and white space is kept, so
+    that text is encoded without loss, but for U+2581, SentencePiece's own sign for a space, which
+    comes back as one. Raises DataError if vocab_size does not fit the text."""
     import sentencepiece
 
     sample = _up_to(TOKENIZER_TEXT_BYTES, texts, _size)
@@ -173,17 +211,19 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise DataError(_vocabulary_mistake(vocab_size, str(error))) from error
+        raise _vocabulary_mistake(vocab_size, str(error)) from error
     return model.getvalue()
 
 
-def _vocabulary_mistake(vocab_size: int, reason: str) -> str:
+def _vocabulary_mistake(vocab_size: int, reason: str) -> DataError:
     """SentencePiece's complaint in this tool's words: it gives the bound that was broken."""
     if most := re.search(r"too high .*<= (\d+)", reason):
-        return f"--vocab-size {vocab_size} is too large for this text: {most[1]} at most"
+        return VocabularyTooLarge(vocab_size, int(most[1]))
     if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", reason):
-        return f"--vocab-size {vocab_size} is too small for this text: {least[1]} at least"
-    return f"--vocab-size {vocab_size} cannot be trained: {reason}"
+        return DataError(
+            f"--vocab-size {vocab_size} is too small for this text: {least[1]} at least"
+        )
+    return DataError(f"--vocab-size {vocab_size} cannot be trained: {reason}")
 
 
 def write_dataset(prefix: Path, texts: list[str], tokenizer: Any) -> int:
@@ -291,7 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Prepares the data the command line asks for; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("text", nargs="*", type=Path, help="directories, text files, JSONL files")
+    add("text", nargs="*", type=Path, help="directories, text files, JSON lines (.jsonl, .json)")
     add("--output", type=Path, default=Path("data"), help="where to write (data)")
     add("--vocab-size", type=int, default=Options.vocab_size, help="tokens in all (%(default)s)")
     add(
@@ -301,9 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="share of the documents kept for evaluation (%(default)s)",
     )
     add("--max-bytes", type=int, help="take about this much of the text (all of it)")
-    add(
-        "--json-key", default=Options.json_key, help="where a JSONL line has its text (%(default)s)"
-    )
+    add("--json-key", default=Options.json_key, help="where a JSON line has its text (%(default)s)")
     given = parser.parse_args(arguments)
     try:
         options = Options(given.vocab_size, given.held_out_share, given.max_bytes, given.json_key)

@@ -6,15 +6,20 @@ asks for in so many words and cannot have is an error of one line.
 """
 
 import argparse
+import errno
 import importlib.util
 import os
+import struct
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy
+import sentencepiece
 import torch
+from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
 from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.enums import AttnBackend
@@ -23,6 +28,18 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import options
+
+# What Megatron asserts to be there, and has no default for; some go by an older name too.
+_REQUIRED = {
+    "num_layers": "encoder_num_layers",
+    "hidden_size": None,
+    "num_attention_heads": None,
+    "seq_length": "encoder_seq_length",
+    "max_position_embeddings": None,
+    "micro_batch_size": None,
+}
+_INDEX = struct.Struct("<9sQBQQ")  # of an .idx: magic, version, tokens' type, sequences, documents
+_TOKENS_SEEN = 2**16  # of each dataset, before training: another tokenizer's show soon
 
 
 def parse() -> argparse.Namespace:
@@ -34,7 +51,20 @@ def parse() -> argparse.Namespace:
         args = parse_and_validate_args(extra_args_provider=add_arguments)
     if "MASTER_ADDR" not in os.environ:  # torch.distributed meets the other processes there
         raise ConfigError("no launcher: start this script by torchrun --nproc-per-node N")
+    for prefix in _prefixes(args):
+        if kind := _token_type(prefix):
+            tokens = numpy.fromfile(f"{prefix}.bin", kind, _TOKENS_SEEN)
+            check_vocabulary(int(tokens.max()), args)
     return args
+
+
+def check_vocabulary(token: int, args: argparse.Namespace) -> None:
+    """Raises ConfigError for a token that the embedding has no row for."""
+    if token >= args.padded_vocab_size:
+        raise ConfigError(
+            f"token {token} of the data is beyond the vocabulary of {args.padded_vocab_size}: "
+            "give the tokenizer that the data was made with (--tokenizer-model, or --vocab-size)"
+        )
 
 
 @contextmanager
@@ -86,11 +116,19 @@ def validate(args: argparse.Namespace) -> None:
         )
     if not (args.train_iters or args.train_samples or args.skip_train):
         raise ConfigError("how long to train? give --train-iters or --train-samples")
+    if args.lr is None and not args.skip_train:
+        raise ConfigError("no learning rate: give --lr")
+    for name, older in _REQUIRED.items():
+        if getattr(args, name) is None and getattr(args, older or name) is None:
+            raise ConfigError(f"give {_flag(name)} N: it has no default")
+    if args.fp16 and args.bf16:
+        raise ConfigError("--fp16 and --bf16 contradict each other: choose one")
     for option in ("sft", "fim_data", "dataloader_inter_document_masking"):
         if getattr(args, option):
-            raise ConfigError(f"--{option.replace('_', '-')} is not supported: pretraining only")
+            raise ConfigError(f"{_flag(option)} is not supported: pretraining only")
     _check_tokenizer(args)
     _check_datasets(args)
+    _check_save(args)
 
 
 def _machine_defaults() -> dict[str, Any]:
@@ -120,6 +158,10 @@ def _machine_defaults() -> dict[str, Any]:
 
 def _failed_line(error: Exception) -> str:
     return traceback.extract_tb(error.__traceback__)[-1].line or "(no source)"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _installed(package: str) -> bool:
@@ -167,24 +209,77 @@ def _check_tokenizer(args: argparse.Namespace) -> None:
                 f"no tokenizer at {args.tokenizer_model}: give --tokenizer-model the .model file "
                 "that the data was prepared with (tools/prepare_data.py writes one)"
             )
+        try:
+            sentencepiece.SentencePieceProcessor(model_file=args.tokenizer_model)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"{args.tokenizer_model} is no SentencePiece model, or is cut short: give "
+                "--tokenizer-model the .model file that the data was prepared with"
+            ) from error
 
 
 def _check_datasets(args: argparse.Namespace) -> None:
     for path in (args.data_args_path, args.per_split_data_args_path):
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"no file {path}: it should list the datasets")
-    blend, per_split = get_blend_and_blend_per_split(args)
-    blends = [one for one in [blend, *(per_split or [])] if one is not None]
-    if not blends and not args.mock_data:
+    if not (_prefixes(args) or args.mock_data):
         raise ConfigError(
             "no data: give --data-path PREFIX (tools/prepare_data.py writes one), or --mock-data"
         )
-    for prefix in [prefix for prefixes, _ in blends for prefix in prefixes]:
-        if is_object_storage_path(prefix):
-            continue
-        for suffix in (".idx", ".bin"):
-            if not Path(prefix + suffix).is_file():
-                raise ConfigError(
-                    f"no dataset at {prefix}: {prefix}{suffix} does not exist; give the prefix of "
-                    "a .bin and .idx pair, as tools/prepare_data.py writes them"
-                )
+    for prefix in _prefixes(args):
+        _token_type(prefix)
+
+
+def _prefixes(args: argparse.Namespace) -> list[str]:
+    blend, per_split = get_blend_and_blend_per_split(args)
+    blends = [one for one in [blend, *(per_split or [])] if one is not None]
+    return [prefix for prefixes, _ in blends for prefix in prefixes]
+
+
+def _token_type(prefix: str) -> type[numpy.number] | None:
+    """The type of a dataset's tokens, None if it lies on no disk. Raises ConfigError for files that
+    are missing, cut short or not of Megatron's making; it would fail with an AttributeError."""
+    if is_object_storage_path(prefix):
+        return None
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    for file in (index, data):
+        if not file.is_file():
+            raise ConfigError(
+                f"no dataset at {prefix}: {file} does not exist; give the prefix of a .bin and "
+                ".idx pair, as tools/prepare_data.py writes them"
+            )
+    with index.open("rb") as stream:
+        head = stream.read(_INDEX.size).ljust(_INDEX.size, b"\0")
+    magic, version, code, sequences, documents = _INDEX.unpack(head)
+    if magic != _INDEX_HEADER or version != 1 or code not in DType:
+        problem = f"{index} is not an index of Megatron's"
+    elif index.stat().st_size < _INDEX.size + 12 * sequences + 8 * documents:
+        problem = f"{index} is cut short"
+    elif sequences == 0:
+        problem = f"{index} lists no text"
+    else:
+        kind = DType.dtype_from_code(code)
+        # int32 lengths, then int64 places in the .bin: the last ones say where that ends.
+        length = numpy.fromfile(index, numpy.int32, 1, offset=_INDEX.size + 4 * sequences - 4)
+        start = numpy.fromfile(index, numpy.int64, 1, offset=_INDEX.size + 12 * sequences - 8)
+        if 0 < int(start[0]) + int(length[0]) * DType.size(kind) <= data.stat().st_size:
+            return kind
+        problem = f"{data} is cut short"
+    raise ConfigError(f"no dataset at {prefix}: {problem}; prepare it again")
+
+
+def _check_save(args: argparse.Namespace) -> None:
+    if args.save is None:
+        return
+    if args.save_interval is None:
+        raise ConfigError("--save needs --save-interval N: the steps from checkpoint to checkpoint")
+    if is_object_storage_path(args.save):
+        return
+    try:
+        os.makedirs(args.save, exist_ok=True)
+        if not os.access(args.save, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(
+            f"--save {args.save} cannot be written ({error.strerror}): give another folder"
+        ) from error

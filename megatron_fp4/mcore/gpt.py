@@ -146,8 +146,12 @@ def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None) -> Batch:
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     batch: Batch = {}
     if tp_rank == 0:
+        read = next(data_iterator)  # on the host
+        # A vocabulary that is split over ranks would take an unknown token for another rank's, and
+        # embed it as zeros.
+        arguments.check_vocabulary(max(int(read[k].max()) for k in ("tokens", "labels")), args)
         batch = {"attention_mask": None} | {
-            key: value.cuda(non_blocking=True) for key, value in next(data_iterator).items()
+            key: value.cuda(non_blocking=True) for key, value in read.items()
         }
     evaluates = not torch.is_grad_enabled()
     batch = get_batch_on_this_tp_rank(

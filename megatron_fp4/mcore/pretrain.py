@@ -8,6 +8,7 @@ ends every rank with status 1 and is told once, in one line.
 
 import logging
 import os
+import re
 import sys
 import warnings
 from datetime import timedelta
@@ -32,7 +33,9 @@ def main() -> None:
         gpt.train()
     except ConfigError as error:
         if _speaks():
-            print(f"megatron-fp4: error: {error}", file=sys.stderr, flush=True)
+            # C/transformer/spec_utils.py:build_module adds this at each level that it builds.
+            text = re.sub(r"( when instantiating \w+)+$", "", str(error))
+            print(f"megatron-fp4: error: {text}", file=sys.stderr, flush=True)
         sys.exit(1)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

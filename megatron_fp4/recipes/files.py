@@ -1,6 +1,6 @@
 """Recipes from YAML files.
 
-base: tetrajet              # optional: a named recipe to start from ...
+base: tetrajet              # optional: a recipe, or a file beside this one, to start from ...
 options: {rule: floor}      # ... and its options
 name: my-recipe             # any other field of Recipe replaces the base's
 wgrad:
@@ -71,9 +71,10 @@ def _recipe(
     if base is None:
         start = Recipe(name=path.stem)
     elif str(base).endswith(SUFFIXES):
-        if Path(base).resolve() in (chain := (*above, path.resolve())):
+        start_path = path.parent / base
+        if start_path.resolve() in (chain := (*above, path.resolve())):
             raise ConfigError(f"base: {base} is built on this file itself")
-        start = load_recipe_file(Path(base), chosen, chain)
+        start = load_recipe_file(start_path, chosen, chain)
     else:
         start = get_recipe(base, **chosen)
     content.setdefault("name", path.stem)
@@ -113,8 +114,9 @@ def _quantizer(content: Any, where: str) -> Quantizer:
 def _build(cls: Any, content: Any, where: str) -> Any:
     content = _mapping(content, where)
     _known(content, cls, where)
+    values = _typed_fields(content, cls, where)
     try:
-        return cls(**_typed_fields(content, cls, where))
+        return cls(**values)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 

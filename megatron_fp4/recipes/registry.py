@@ -67,7 +67,7 @@ def _imported(name: str, options: Mapping[str, Any]) -> Recipe:
     module_name, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"recipe {name!r} cannot be imported: {problem}") from error
     if callable(found):
@@ -83,16 +83,16 @@ def call_with_options(
     factory: Callable[..., Recipe], name: str, options: Mapping[str, Any]
 ) -> Recipe:
     """factory(**options), with each option checked against the factory's signature."""
-    known, hints = inspect.signature(factory).parameters, get_type_hints(factory)
-    unknown = [key for key in options if key not in known]
-    if unknown:
-        listed = ", ".join(known) or "none"
-        raise ConfigError(f"recipe {name!r} has no option {unknown[0]!r}; its options: {listed}")
     try:
+        known, hints = inspect.signature(factory).parameters, get_type_hints(factory)
+        unknown = [key for key in options if key not in known]
+        if unknown:
+            listed = ", ".join(known) or "none"
+            raise ConfigError(f"no option {unknown[0]!r}; its options: {listed}")
         return factory(**{key: typed(value, hints.get(key), key) for key, value in options.items()})
-    except ValueError as error:
+    except ConfigError as error:
         raise ConfigError(f"recipe {name!r}: {error}") from error
-    except Exception as error:  # a user's function may raise anything
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"recipe {name!r} failed: {problem}") from error
 

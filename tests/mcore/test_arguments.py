@@ -1,22 +1,29 @@
 """What the command line means on a machine without a GPU."""
 
 import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy
 import pytest
 import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import arguments
-from tests.mcore.launch import MOCK_DATA
+from megatron_fp4.mcore import arguments, gpt, pretrain
+from tests.mcore.launch import MOCK_DATA, TINY
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
 
 
-def parse(*flags: str) -> argparse.Namespace:
+def parse(*flags: str, model: list[str] = TINY) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser = arguments.add_arguments(add_megatron_arguments(parser))
-    return parser.parse_args(["--train-iters", "1", *flags])
+    return parser.parse_args([*model, *flags])
 
 
 def test_no_flag_has_to_say_that_there_is_no_gpu() -> None:
@@ -46,6 +53,9 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
         ("--sft", "pretraining only"),
         ("--rampup-batch-size 2 2 8", "use --step-batch-size-schedule"),
         ("--recompute-modules layernorm", "recompute other modules"),
+        ("--fp16 --bf16", "choose one"),
+        ("--save checkpoints", "--save needs --save-interval N"),
+        ("--save /proc/nope --save-interval 1", "/proc/nope cannot be written"),
         ("--train-iters 0", "give --train-iters or --train-samples"),
         ("--not-a-flag", "unrecognized arguments: --not-a-flag"),
         ("--num-layers two", "invalid int value"),
@@ -61,3 +71,133 @@ def test_data_and_a_tokenizer_have_to_be_named() -> None:
         parse("--mock-data")
     with pytest.raises(ConfigError, match="no data: give --data-path PREFIX"):
         parse("--tokenizer-type", "NullTokenizer", "--vocab-size", "512")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    "--lr --micro-batch-size --num-layers --hidden-size --num-attention-heads --seq-length "
+    "--max-position-embeddings".split(),
+)
+def test_what_megatron_has_no_default_for_is_asked_for(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"give {flag}"):
+        parse(*MOCK_DATA, model=tiny_without(flag))
+
+
+def test_evaluation_alone_needs_no_learning_rate() -> None:
+    assert parse(*MOCK_DATA, "--skip-train", model=tiny_without("--lr")).lr is None
+
+
+def tiny_without(flag: str) -> list[str]:
+    at = TINY.index(flag)
+    return TINY[:at] + TINY[at + 2 :]
+
+
+def test_a_folder_to_save_in_is_made_and_a_file_is_none(tmp_path: Path) -> None:
+    save = ("--save-interval", "1", "--save")
+    parse(*MOCK_DATA, *save, str(tmp_path / "new" / "folder"))
+    assert (tmp_path / "new" / "folder").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file cannot be written"):
+        parse(*MOCK_DATA, *save, str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\n\x0e\n\x05<unk>"])
+def test_a_tokenizer_that_is_none(content: bytes, tmp_path: Path) -> None:
+    model = tmp_path / "tokenizer.model"
+    model.write_bytes(content)
+    flags = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model))
+    with pytest.raises(ConfigError, match="no SentencePiece model, or is cut short"):
+        parse("--mock-data", *flags)
+
+
+def dataset(folder: Path, *documents: list[int]) -> str:
+    prefix = str(folder / "text")
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for document in documents:
+        builder.add_document(numpy.array(document, dtype=numpy.uint16), [len(document)])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage", "problem"),
+    [
+        (".idx", lambda content: b"", "not an index"),
+        (".idx", lambda content: content[:20], "text.idx is cut short"),
+        (".idx", lambda content: b"x" * len(content), "not an index"),
+        (".idx", lambda content: content[:17] + b"\xff" + content[18:], "not an index"),
+        (".idx", lambda content: content[:-1], "text.idx is cut short"),
+        (".bin", lambda content: b"", "text.bin is cut short"),
+        (".bin", lambda content: content[:-1], "text.bin is cut short"),
+    ],
+)
+def test_a_damaged_dataset(
+    suffix: str, damage: Callable[[bytes], bytes], problem: str, tmp_path: Path
+) -> None:
+    prefix = dataset(tmp_path, [1, 2, 3], [4, 5])
+    tokenizer = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "8")
+    parse(*tokenizer, "--data-path", prefix)
+    file = Path(prefix + suffix)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ConfigError, match=problem):
+        parse(*tokenizer, "--data-path", prefix)
+
+
+def test_a_dataset_without_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="lists no text"):
+        parse(
+            "--tokenizer-type",
+            "NullTokenizer",
+            "--vocab-size",
+            "8",
+            "--data-path",
+            dataset(tmp_path),
+        )
+
+
+def test_data_of_another_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "8"]
+    args = parse(*flags, "--data-path", dataset(tmp_path, [1, 7], [2]))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setattr(arguments, "parse_and_validate_args", lambda **_: args)
+    args.padded_vocab_size = 8
+    assert arguments.parse() is args
+    args.padded_vocab_size = 7
+    with pytest.raises(ConfigError, match="token 7 of the data is beyond the vocabulary of 7"):
+        arguments.parse()
+
+
+@pytest.mark.parametrize("key", ["tokens", "labels"])
+def test_a_token_beyond_the_vocabulary_is_told_where_it_is_read(
+    key: str, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        batch = {"tokens": torch.zeros(1, 4).long(), "labels": torch.zeros(1, 4).long()}
+        batch[key][0, 2] = 8
+        yield batch
+
+    args: Any = SimpleNamespace(padded_vocab_size=8, pipeline_model_parallel_layout=None)
+    monkeypatch.setattr(gpt, "get_args", lambda: args)
+    monkeypatch.setattr(gpt, "_has_mtp", lambda stage: False)
+    with pytest.raises(ConfigError, match="token 8 of the data is beyond the vocabulary of 8"):
+        gpt.get_batch(batches(), None)
+
+
+def test_a_mistake_in_a_layer_is_told_without_the_modules_around_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Layer:
+        def __init__(self, **inner: Any) -> None:
+            if not inner:
+                raise ConfigError("32 heads are too many: give fewer")
+            build_module(ModuleSpec(Layer))
+
+    def train() -> None:
+        build_module(ModuleSpec(Layer), inner=True)
+
+    with pytest.raises(ConfigError, match="fewer when instantiating Layer when instantiating"):
+        train()
+    monkeypatch.setattr(gpt, "train", train)
+    with pytest.raises(SystemExit):
+        pretrain.main()
+    assert capsys.readouterr().err == ("megatron-fp4: error: 32 heads are too many: give fewer\n")

@@ -136,6 +136,39 @@ def test_jsonl_is_split_by_document_and_copies_stay_together(tmp_path: Path) -> 
     assert len(held_out) == 4 and not set(train) & set(held_out)
 
 
+def test_copies_stay_together_where_the_share_would_part_them() -> None:
+    documents = choose([Document(f"{i}", f"text {i % 20}") for i in range(1000)], None)
+    texts = [document.text for document in documents]
+    assert set(texts[:70]) & set(texts[70:])  # a cut at the share itself parts them
+    train, held_out = split(documents, 0.07)
+    assert not set(train) & set(held_out) and sorted(train + held_out) == sorted(texts)
+    assert len(held_out) == 100  # two texts: one is less than the share
+    assert len(split(documents, 0.999)[0]) == 50  # and something is left to train on
+
+
+def test_without_copies_the_first_documents_are_held_out() -> None:
+    documents = choose([Document(f"{i}", f"text {i}") for i in range(100)], None)
+    texts = [document.text for document in documents]
+    assert split(documents, 0.07) == (texts[7:], texts[:7])
+
+
+@pytest.mark.parametrize("name", ["text.jsonl", "text.json", "text.JSONL", "text.Json"])
+def test_json_lines_go_by_their_extension(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_bytes(b'\xef\xbb\xbf\n{"text": "a"}\r\n{"text": "b"}')  # a mark at the start
+    for path in (file, tmp_path):
+        assert sorted(document.text for document in documents_at(path, "text")) == ["a", "b"]
+
+
+def test_another_kind_of_json_is_text_in_a_directory_and_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    for content in ('{\n  "text": "a"\n}\n', '[{"text": "a"}]\n', ""):
+        file.write_text(content)
+        assert list(documents_at(tmp_path, "text")) == [Document("settings.json", content)]
+        with pytest.raises(DataError, match='settings.json is not JSON lines.*{"text": "..."}'):
+            list(documents_at(file, "text"))
+
+
 def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
     file = tmp_path / "text.jsonl"
     file.write_text('{"text": "a\\ud800b"}\n')
@@ -151,7 +184,7 @@ def test_a_lone_text_file_gives_its_end(tmp_path: Path) -> None:
 
 
 def test_the_budget_takes_a_part_and_at_least_one_is_held_out() -> None:
-    documents = [Document(f"{i}", "x" * 100) for i in range(50)]
+    documents = [Document(f"{i}", f"{i:100}") for i in range(50)]
     kept = choose(documents, max_bytes=950)
     assert len(kept) == 10
     assert kept == choose(reversed(documents), max_bytes=950)
@@ -176,6 +209,7 @@ def test_the_default_text_is_the_standard_library_without_its_tests() -> None:
         ('\n{"text": \n', [], "text.jsonl:2: not a JSON object"),
         (b'{"text": "\xff"}\n', [], "text.jsonl is not UTF-8 text"),
         ('{"text": "a"}\n', [], "the text is a single line"),
+        ('{"text": "a"}\n' * 2, [], "all documents are the same text"),
         (
             '{"text": "a b"}\n{"text": "c d"}\n',
             [],
