@@ -202,7 +202,8 @@ class Backward:
         if kept is not None and "dgrad" in kept:
             return kept["dgrad"]
         made = self._prepare("dgrad", self.saved.w)
-        if kept is not None and isinstance(made[0], QuantizedTensor):
+        # What is only decoded from fprop's codes weighs as much as W: kept where that was asked.
+        if kept is not None and (self.call.decodes or isinstance(made[0], QuantizedTensor)):
             kept["dgrad"] = made
         return made
 

@@ -33,13 +33,11 @@ class WeightCache:
 def kept_bytes(weight: Tensor, recipe: Recipe, dtype: torch.dtype, decoded: bool) -> int:
     """What a cache takes for one weight [out, in] of a model that computes in `dtype`."""
     outputs, inputs = weight.shape
-    width = 2 if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32).itemsize
-    total = 0
-    for quantizer, shape in (
-        (recipe.fprop.b, (outputs, inputs)),
-        (recipe.dgrad.b, (inputs, outputs)),
-    ):
-        if quantizer is not None:
-            total += quantizer.nbytes(*shape)
-            total += weight.numel() * width if decoded else 0
+    quantizers = ((recipe.fprop.b, (outputs, inputs)), (recipe.dgrad.b, (inputs, outputs)))
+    total = sum(q.nbytes(*shape) for q, shape in quantizers if q is not None)
+    if decoded:
+        from_forward = recipe.backward == "forward" and recipe.fprop.b is not None
+        forms = (recipe.fprop.b is not None) + (recipe.dgrad.b is not None or from_forward)
+        width = 2 if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32).itemsize
+        total += forms * weight.numel() * width
     return total

@@ -58,7 +58,7 @@ class Run:
         self._counts: dict[int | None, int] = defaultdict(int)
         self._step = -1
         self._microbatch = 0
-        self._rows: dict[tuple[Any, ...], Tensor] = {}
+        self._rows: dict[tuple[Any, ...], tuple[int, Tensor]] = {}  # of the latest microbatch
         self._last_sighting = -2  # the step of it; -2 is not the one before any
 
     # --- time -------------------------------------------------------------------------------
@@ -131,13 +131,16 @@ class Run:
 
     def token_rows(self, moment: Moment, sequence: int, batch: int, device: torch.device) -> Tensor:
         """Global indices of a microbatch's tokens in Megatron's [sequence, batch] order:
-        int64 [sequence * batch], sample * sequence + position."""
+        int64 [sequence * batch], sample * sequence + position. All linears of the microbatch hold
+        the same tensor until its backward pass."""
         shape = (sequence, batch, device)
-        if shape not in self._rows:
+        latest, rows = self._rows.get(shape, (-1, torch.empty(0)))
+        if latest != moment.microbatch:
             position = torch.arange(sequence, device=device)[:, None]
-            sample = torch.arange(batch, device=device)[None, :]
-            self._rows[shape] = (sample * sequence + position).flatten()
-        return self._rows[shape] + moment.microbatch * batch * sequence
+            sample = moment.microbatch * batch + torch.arange(batch, device=device)[None, :]
+            rows = (sample * sequence + position).flatten()
+            self._rows[shape] = moment.microbatch, rows
+        return rows
 
     def expert_rows(self, moment: Moment, tokens: int, device: torch.device) -> tuple[int, Tensor]:
         """(microbatch, rows) of the tokens that a router sent to an expert, in the order in which
