@@ -23,22 +23,22 @@ class Replay:
     gradients are never run again. Torch's non-reentrant checkpoints run the first pass with
     gradients: there a recomputation gets the value of the latest pass, which is its own where a
     layer runs once a step.
+
+    repeat: how many calls of the same microbatch were before the one that a value is of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, repeat: Callable[[Any], int] = lambda value: 0) -> None:
+        self._repeat = repeat
         self._queue: deque[Any] = deque()
         self._latest: Any = None
 
-    def take(
-        self, fresh: Callable[[], T], training: bool, repeat: Callable[[T], int] = lambda value: 0
-    ) -> T:
-        """fresh(), or in a recomputation what it returned in the original pass. repeat: how many
-        calls of the same microbatch were before the one that a value is of."""
+    def take(self, fresh: Callable[[], T], training: bool) -> T:
+        """fresh(), or in a recomputation what it returned in the original pass."""
         if torch._C._current_graph_task_id() != -1:  # inside backward
             return self._queue.popleft() if self._queue else self._latest
         value = self._latest = fresh()
         if training and not torch.is_grad_enabled() and _in_checkpoint():
-            self._queue.insert(len(self._queue) - repeat(value), value)
+            self._queue.insert(len(self._queue) - self._repeat(value), value)
         return value
 
 

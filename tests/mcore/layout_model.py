@@ -125,8 +125,15 @@ def _transformer(
         "sequence_parallel": layout.sp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
+        # As Megatron's arguments have it: batched, the two directions between two stages mix.
+        "overlap_p2p_comm": layout.vpp is not None,
+        "batch_p2p_comm": layout.vpp is None,
     }
     own = LLAMA | MODELS[model][0] | (RECOMPUTE[recompute] if recompute else {})
+    if recompute == "selective" and own["add_bias_linear"]:
+        # Upstream's checkpoint of an MLP returns fc2's bias itself, which so becomes a result of
+        # the checkpoint, and backward recomputes without end.
+        own["recompute_modules"] = ["core_attn"]
     return TransformerConfig(
         **own | sharding,
         hidden_dropout=0.0,

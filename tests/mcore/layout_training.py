@@ -122,7 +122,8 @@ class Training:
         self.optimizer.load_state_dict(optimizer)
 
     def _forward_backward(self) -> float:
-        dp_rank, dp = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        # Not mpu's, which a known mistake changes.
+        dp_rank, dp = mpu.get_data_parallel_group().rank(), mpu.get_data_parallel_world_size()
         device = torch.cuda.current_device()
         microbatches = GLOBAL_BATCH // MICRO_BATCH // dp
 
