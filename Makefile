@@ -18,7 +18,7 @@ demo: $(INSTALLED)  ## pretrain in FP4 and in BF16 on real text, and compare (TE
 		$(if $(RECIPE),--recipe $(RECIPE))
 
 test: $(INSTALLED)  ## run the tests that need no GPU
-	@$(PYTHON) -m pytest -m "not gpu"
+	@$(PYTHON) -m pytest -n 2 --dist loadfile -m "not gpu"
 
 test-gpu: $(INSTALLED)  ## run the tests that need a GPU, and the layouts on two
 	@$(PYTHON) -m pytest -m gpu tests

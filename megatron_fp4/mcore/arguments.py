@@ -114,6 +114,13 @@ def validate(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--recompute-modules layernorm needs Transformer Engine: recompute other modules"
         )
+    mlp = args.recompute_granularity == "selective" and "mlp" in (args.recompute_modules or [])
+    if mlp and args.add_bias_linear:
+        # The bias that it returns through its checkpoint leads back into it.
+        raise ConfigError(
+            "Megatron-core 0.19 recomputes an MLP with biases without end: recompute other modules "
+            "than mlp, or add --disable-bias-linear"
+        )
     if not (args.train_iters or args.train_samples or args.skip_train):
         raise ConfigError("how long to train? give --train-iters or --train-samples")
     if args.lr is None and not args.skip_train:

@@ -201,3 +201,12 @@ def test_a_mistake_in_a_layer_is_told_without_the_modules_around_it(
     with pytest.raises(SystemExit):
         pretrain.main()
     assert capsys.readouterr().err == ("megatron-fp4: error: 32 heads are too many: give fewer\n")
+
+
+def test_an_mlp_with_biases_is_not_recomputed() -> None:
+    """Megatron 0.19 would, without end."""
+    flags = ("--recompute-granularity", "selective", "--recompute-modules", "mlp")
+    args = parse(*MOCK_DATA, *flags)
+    args.add_bias_linear = True
+    with pytest.raises(ConfigError, match="add --disable-bias-linear"):
+        arguments.validate(args)
