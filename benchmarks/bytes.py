@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,8 +20,8 @@ from typing import Any
 from benchmarks.bytes_time import VARIANTS, times
 from benchmarks.stamp import stamp
 from megatron_fp4.recipes import list_recipes
+from tests.mcore.launch import spawn
 
-ROOT = Path(__file__).parents[1]
 Record = dict[str, Any]
 LINEARS = {
     "qkv": "self_attention.linear_qkv",
@@ -71,17 +68,10 @@ def count(shape: Shape, module: str = "benchmarks.bytes_worker") -> list[Record]
     """The records of a world of two processes. Raises RuntimeError if it does not end well."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "records.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(RANKS), "-m", module, str(out)]
-        done = subprocess.run(
-            [*command, "--shape", json.dumps(asdict(shape))],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
+        worker = (Path("-m"), module, str(out), "--shape", json.dumps(asdict(shape)))
+        done = spawn(RANKS, *worker, timeout_s=900)
         if done.returncode:
-            raise RuntimeError(done.stderr[-4000:])
+            raise RuntimeError(done.stdout[-4000:])
         return json.loads(out.read_text())
 
 

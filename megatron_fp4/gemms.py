@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_fp4.backends import Operand
+from megatron_fp4.backends import Operand, finish
 from megatron_fp4.call import CONTRACTED, Call, Source
 from megatron_fp4.communication import Pending
 from megatron_fp4.hadamard import inverse
@@ -66,8 +66,8 @@ def fprop(
     if call.parallel is not None and call.has_part("x"):
         travels = call.parallel.gather(x_operand)
     compensation = None
-    if residual is not None and recipe.outliers is not None and recipe.outliers.compensate:
-        compensation = _all_tokens(residual, call).dense() @ weight.to(x.dtype).t()
+    if residual is not None and outliers is not None and outliers.compensate:
+        compensation = _all_tokens(residual, call).wait().dense() @ weight.to(x.dtype).t()
     alone = compensation is None and bias is None
     backend = call.backend(recipe, "fprop", x)
     y = backend.multiply(
@@ -110,10 +110,10 @@ def _forward_operands(
     return x_operand, w_operand
 
 
-def _all_tokens(residual: Residual, call: Call) -> Residual:
+def _all_tokens(residual: Residual, call: Call) -> Pending[Residual]:
     if call.parallel is None or not call.has_part("x"):
-        return residual
-    return call.parallel.gather_residual(residual).wait()
+        return Pending.of(residual)
+    return call.parallel.gather_residual(residual)
 
 
 def pack_x(saved: Saved, recipe: Recipe, call: Call) -> Saved:
@@ -147,7 +147,8 @@ class Backward:
         """(dx [tokens, in] or None, dw [out, in] or None, dY as dgrad multiplied it or as it
         came)."""
         x = self._wgrad_x() if self.needs.dw else None
-        residual = self._residual()
+        kept = self.saved.residual
+        residual = _all_tokens(kept, self.call) if kept is not None and self.needs.dw else None
         # A vector-wise scale of X lies along the axis that wgrad contracts: into dY with it.
         x_fold = x.wait()[1] if x is not None and self._left_by_forward("wgrad") else None
         dy_dgrad, dy_wgrad = self._dy_operands(x_fold)
@@ -256,14 +257,6 @@ class Backward:
             self._stands_alone("dy", len(self.dy), gemm) for gemm, needed in gemms if needed
         )
 
-    def _residual(self) -> Pending[Residual] | None:
-        residual, parallel = self.saved.residual, self.call.parallel
-        if residual is None or not self.needs.dw:
-            return None
-        if parallel is not None and self.call.has_part("x"):
-            return parallel.gather_residual(residual)
-        return Pending.of(residual)
-
     # --- products ---
 
     def _dgrad(self, dy: Operand) -> Tensor:
@@ -294,7 +287,7 @@ class Backward:
                 dw *= estimator.factor(scaled)
             if residual is not None:  # its product took W itself: no quantizer to see through
                 dw += self.dy.t() @ residual.wait().dense()
-            dw = dw.to(needs.dw_dtype) if needs.dw_into is None else needs.dw_into.add_(dw)
+            dw = finish(dw, needs.dw_dtype, needs.dw_into)
         self.call.watch("wgrad", "dw", dw)
         return dw
 

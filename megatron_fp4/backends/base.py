@@ -49,6 +49,11 @@ class Preparation:
     widest: Tensor | None = None
 
 
+def finish(product: Tensor, out_dtype: torch.dtype, into: Tensor | None) -> Tensor:
+    """A wide product as `multiply` returns it: rounded once, or added to `into`."""
+    return product.to(out_dtype) if into is None else into.add_(product)
+
+
 class Backend(Protocol):
     """One way to run a GEMM. Codes and scales are the reference's bit for bit."""
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_fp4.backends.base import Decoded, Operand
-from megatron_fp4.backends.reference import Reference, add, factors, scale_product
+from megatron_fp4.backends.base import Decoded, Operand, finish
+from megatron_fp4.backends.reference import Reference, factors, scale_product
 from megatron_fp4.quantizer import QuantizedTensor
 from megatron_fp4.recipe import GemmRecipe
 
@@ -56,7 +56,7 @@ class Bf16(Reference):
             return _product(a_values, b_values, out_dtype)
         product = _product(a_values, b_values, torch.float32)
         product = scale_product(product, a_outer, b_outer, correction)
-        return add(product, into) if into is not None else product.to(out_dtype)
+        return finish(product, out_dtype, into)
 
 
 def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_fp4.backends.base import Decoded, Operand, Preparation
+from megatron_fp4.backends.base import Decoded, Operand, Preparation, finish
 from megatron_fp4.formats import widen
 from megatron_fp4.hadamard import transform
 from megatron_fp4.quantizer import QuantizedTensor, absolute_max, quantize_matrix
@@ -39,7 +39,7 @@ class Reference:
 
     def decode(self, operand: Operand, dtype: torch.dtype) -> Operand:
         wide = torch.promote_types(dtype, torch.float32)
-        return Decoded(*factors(operand, wide)) if _quantized(operand) else operand
+        return Decoded(*factors(operand, wide)) if isinstance(operand, QuantizedTensor) else operand
 
     def multiply(
         self,
@@ -55,7 +55,7 @@ class Reference:
         wide = torch.float64 if out_dtype == torch.float64 else torch.float32
         (a_values, a_outer), (b_values, b_outer) = factors(a, wide), factors(b, wide)
         product = scale_product(a_values @ b_values.t(), a_outer, b_outer, correction)
-        return add(product, into) if into is not None else product.to(out_dtype)
+        return finish(product, out_dtype, into)
 
 
 def _turned(x: Tensor, preparation: Preparation) -> Tensor:
@@ -70,14 +70,6 @@ def _turned(x: Tensor, preparation: Preparation) -> Tensor:
             x = x.bfloat16()
         x = x.movedim(-1, axis)
     return x
-
-
-def _quantized(operand: Operand) -> bool:
-    return isinstance(operand, QuantizedTensor)
-
-
-def add(product: Tensor, into: Tensor | None) -> Tensor:
-    return product if into is None else into.add_(product)
 
 
 def factors(operand: Operand, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -229,11 +229,12 @@ def _check_datasets(args: argparse.Namespace) -> None:
     for path in (args.data_args_path, args.per_split_data_args_path):
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"no file {path}: it should list the datasets")
-    if not (_prefixes(args) or args.mock_data):
+    prefixes = _prefixes(args)
+    if not (prefixes or args.mock_data):
         raise ConfigError(
             "no data: give --data-path PREFIX (tools/prepare_data.py writes one), or --mock-data"
         )
-    for prefix in _prefixes(args):
+    for prefix in prefixes:
         _token_type(prefix)
 
 

@@ -113,10 +113,20 @@ class Fp4State:
         return moment.microbatch, self.run.token_rows(moment, sequence, x.shape[1], x.device)
 
 
-class Fp4ColumnParallelLinear(ColumnParallelLinear):
-    """Y = X W^T with W's rows sharded, and X's tokens under sequence parallelism."""
+class _FollowsRecipe:
+    """What both linears put in the place of upstream's product."""
 
+    training: bool
     fp4: Fp4State | None = None  # None: this layer stays in high precision
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.fp4 is None or not self.fp4.in_force(self.training):
+            return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
+        return self.fp4.product(input, weight, kwargs["bias"], self.training)
+
+
+class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
+    """Y = X W^T with W's rows sharded, and X's tokens under sequence parallelism."""
 
     def attach(self, name: str, run: Run, recipe: Recipe) -> None:
         """Follow `recipe` from now on. Raises ConfigError where it cannot."""
@@ -152,17 +162,10 @@ class Fp4ColumnParallelLinear(ColumnParallelLinear):
             is_expert=self.is_expert,
         )
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.fp4 is None or not self.fp4.in_force(self.training):
-            return super()._forward_impl(input, weight, *args, **kwargs)
-        return self.fp4.product(input, weight, kwargs["bias"], self.training)
 
-
-class Fp4RowParallelLinear(RowParallelLinear):
+class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
     """Y = X W^T with W's columns sharded. Upstream sums the partial outputs over the ranks; under
     sequence parallelism the product does, so that dY comes back as each rank's tokens."""
-
-    fp4: Fp4State | None = None
 
     def attach(self, name: str, run: Run, recipe: Recipe) -> None:
         """Follow `recipe` from now on. Raises ConfigError where it cannot."""
@@ -185,11 +188,6 @@ class Fp4RowParallelLinear(RowParallelLinear):
             placements={"x": columns, "w": columns, "dy": Placement()},
             is_expert=self.is_expert,
         )
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.fp4 is None or not self.fp4.in_force(self.training):
-            return super()._forward_impl(input, weight, *args, **kwargs)
-        return self.fp4.product(input, weight, kwargs["bias"], self.training)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """As upstream's: (output, the bias where it is not added)."""

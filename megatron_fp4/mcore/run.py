@@ -134,13 +134,11 @@ class Run:
         int64 [sequence * batch], sample * sequence + position. All linears of the microbatch hold
         the same tensor until its backward pass."""
         shape = (sequence, batch, device)
-        latest, rows = self._rows.get(shape, (-1, torch.empty(0)))
-        if latest != moment.microbatch:
+        if shape not in self._rows or self._rows[shape][0] != moment.microbatch:
             position = torch.arange(sequence, device=device)[:, None]
             sample = moment.microbatch * batch + torch.arange(batch, device=device)[None, :]
-            rows = (sample * sequence + position).flatten()
-            self._rows[shape] = moment.microbatch, rows
-        return rows
+            self._rows[shape] = moment.microbatch, (sample * sequence + position).flatten()
+        return self._rows[shape][1]
 
     def expert_rows(self, moment: Moment, tokens: int, device: torch.device) -> tuple[int, Tensor]:
         """(microbatch, rows) of the tokens that a router sent to an expert, in the order in which

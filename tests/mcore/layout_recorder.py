@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,75 +16,95 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_fp4.backends import reference
 from megatron_fp4.call import Call
 from megatron_fp4.formats import unpack
+from megatron_fp4.quantizer import QuantizedTensor
 
 EXPERT = ".local_experts."
 
 
 @dataclass(frozen=True)
-class Record:
-    """One operand as a rank holds it. rows, columns: where it lies in the unsharded tensor; codes,
-    values: [rows, columns]; draws: whether noise rounded it. microbatch: None for W, which is the
-    same in every microbatch of a step."""
+class Place:
+    """Which operand, and where a rank's part lies in the unsharded one. microbatch: None for W,
+    which is the same in every microbatch of a step. scale: dY is 1/scale of the whole batch's: the
+    schedule divides a loss by the microbatches of a rank, which data parallelism makes fewer."""
 
     label: str
     microbatch: int | None
     rows: Tensor
     columns: Tensor
-    codes: Tensor
-    values: Tensor
-    draws: bool
+    scale: int
 
     @property
     def key(self) -> tuple[str, int | None]:
         return self.label, self.microbatch
 
 
+@dataclass(frozen=True)
+class Record(Place):
+    """One operand as a rank holds it. codes, values, matrix: [rows, columns], the last what it was
+    made of; draws: whether noise rounded it."""
+
+    codes: Tensor
+    values: Tensor
+    matrix: Tensor
+    draws: bool
+
+
+Teacher = Callable[[Place, Tensor], Tensor]
+
+
 class Recorder:
-    """Keeps each quantized operand that is prepared while it is entered."""
+    """Keeps each quantized operand that is prepared while it is entered. teacher: gives the matrix
+    that one is to be made of, in place of its own."""
+
+    def __init__(self, teacher: Teacher = lambda place, matrix: matrix) -> None:
+        self.records: list[Record] = []
+        self.teacher = teacher
 
     def __enter__(self) -> Recorder:
-        self.records: list[Record] = []
-        self._preparation = Call.preparation
-        self._prepare = reference.Reference.prepare
-        calls = {}
+        self._prepare = Call.prepare
 
-        def preparation(call: Any, recipe: Any, source: Any) -> Any:
-            made = self._preparation(call, recipe, source)
-            calls[made.label] = (call.microbatch, call._placement(source))
-            return made
+        def prepare(call: Any, recipe: Any, like: Tensor, *sources: Any) -> Any:
+            places = [_place(call, recipe, source) for source in sources]
+            taught = [
+                replace(source, matrix=self.teacher(place, source.matrix))
+                for source, place in zip(sources, places, strict=True)
+            ]
+            operands = self._prepare(call, recipe, like, *taught)
+            for source, place, operand in zip(taught, places, operands, strict=True):
+                if isinstance(operand, QuantizedTensor):
+                    self.records.append(_record(place, source.matrix, operand))
+            return operands
 
-        def prepare(backend: Any, x: Tensor, made: Any) -> Any:
-            operand = self._prepare(backend, x, made)
-            if made.quantizer is not None:
-                self.records.append(_record(made, *calls[made.label], operand, x.shape))
-            return operand
-
-        Call.preparation = preparation  # type: ignore
-        reference.Reference.prepare = prepare  # type: ignore
+        Call.prepare = prepare  # type: ignore
         return self
 
     def __exit__(self, *_: Any) -> None:
-        Call.preparation = self._preparation  # type: ignore
-        reference.Reference.prepare = self._prepare  # type: ignore
+        Call.prepare = self._prepare  # type: ignore
 
 
-def _record(made: Any, microbatch: int, placement: Any, operand: Any, shape: Any) -> Record:
-    # The schedule divides a loss by the microbatches of a rank, which data parallelism makes fewer.
-    scale = get_num_microbatches() if made.label.endswith(":dy") else 1
-    codes = unpack(operand.codes) if made.quantizer.element == "e2m1" else operand.codes
-    rows = torch.arange(shape[0]) if placement.rows is None else placement.rows.cpu()
-    groups = torch.arange(shape[1] // 8) if placement.groups is None else placement.groups.cpu()
-    return Record(
-        label=made.label,
-        microbatch=None if made.label.endswith(":w") else microbatch,
-        rows=rows,
+def _place(call: Any, recipe: Any, source: Any) -> Place:
+    placement, (rows, columns) = call._placement(source), source.matrix.shape
+    groups = torch.arange(columns // 8) if placement.groups is None else placement.groups.cpu()
+    return Place(
+        label=call.preparation(recipe, source).label,
+        microbatch=None if source.operand == "w" else call.microbatch,
+        rows=torch.arange(rows) if placement.rows is None else placement.rows.cpu(),
         columns=(groups[:, None] * 8 + torch.arange(8)).flatten(),
-        codes=codes.cpu().view(torch.uint8).movedim(-1, made.axis),
-        values=operand.dequantize(torch.float64).cpu().float() * scale,
-        draws=made.noise is not None,
+        scale=get_num_microbatches() if source.operand == "dy" else 1,
+    )
+
+
+def _record(place: Place, matrix: Tensor, operand: QuantizedTensor) -> Record:
+    e2m1 = operand.quantizer.element == "e2m1"
+    codes = unpack(operand.codes) if e2m1 else operand.codes
+    return Record(
+        **vars(place),
+        codes=codes.cpu().view(torch.uint8).movedim(-1, operand.axis),
+        values=operand.dequantize(torch.float64).cpu().float() * place.scale,
+        matrix=matrix.cpu() * place.scale,
+        draws=operand.quantizer.stochastic,
     )
 
 
@@ -120,7 +140,7 @@ def differing_codes(
 
 
 def _differing(whole: Record, part: Record, dtype: torch.dtype) -> int:
-    rows = _positions(whole.rows, part.rows)
+    rows = positions(whole.rows, part.rows)
     codes, values = whole.codes[rows][:, part.columns], whole.values[rows][:, part.columns]
     negligible = 64 * torch.finfo(dtype).eps * whole.values.abs().max()
     counts = torch.maximum(values.abs(), part.values.abs()) > negligible
@@ -129,7 +149,7 @@ def _differing(whole: Record, part: Record, dtype: torch.dtype) -> int:
     return int((((codes != part.codes) | scaled) & counts).sum())
 
 
-def _positions(haystack: Tensor, needles: Tensor) -> Tensor:
+def positions(haystack: Tensor, needles: Tensor) -> Tensor:
     order = haystack.argsort()
     found = order[torch.searchsorted(haystack[order], needles).clamp(max=len(order) - 1)]
     assert torch.equal(haystack[found], needles), "rows that the whole operand does not have"

@@ -18,7 +18,7 @@ from megatron_fp4.mcore.run import Run
 from megatron_fp4.quantizer import get_quantizer
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from tests.mcore.layout_model import SEQUENCE, VOCABULARY, build, named_parameters
-from tests.mcore.layout_recorder import Record, Recorder
+from tests.mcore.layout_recorder import Record, Recorder, Teacher
 from tests.mcore.layouts import Layout
 
 MICRO_BATCH, GLOBAL_BATCH = 2, 8
@@ -84,11 +84,11 @@ class Training:
         parameters = [p for chunk in self.chunks for p in chunk.parameters()]
         self.optimizer = torch.optim.Adam(parameters, lr=1e-3)
 
-    def step(self) -> Step:
+    def step(self, *teacher: Teacher) -> Step:
         """Forward and backward of the global batch; the optimizer waits for `update`."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        with Recorder() as recorder:
+        with Recorder(*teacher) as recorder:
             loss = self._forward_backward()
         named = {
             name: parameter

@@ -34,6 +34,7 @@ from megatron_fp4.recipe import Recipe  # noqa: E402
 from tests.mcore import layout_mistakes as mistakes  # noqa: E402
 from tests.mcore import layout_recorder as recorder  # noqa: E402
 from tests.mcore.layout_model import RECOMPUTE, shard  # noqa: E402
+from tests.mcore.layout_teacher import teacher  # noqa: E402
 from tests.mcore.layout_training import (  # noqa: E402
     GLOBAL_BATCH,
     MICRO_BATCH,
@@ -149,15 +150,20 @@ class Trainer:
         }
 
     def fresh(self, in_float32: Step) -> Figures:
-        one = self._read()
-        many = {torch.float64: self.train(torch.float64).step(), torch.float32: in_float32}
-        compared = Compared(self.recipe, self.model)
+        one, compared = self._read(), Compared(self.recipe, self.model)
+        in_float64 = self.train(torch.float64).step()
+        knows = teacher(one[torch.float32].records, compared.in_place, compared.as_tokens)
+        steps = (
+            (torch.float64, in_float64, ""),
+            (torch.float32, in_float32, "float32 "),
+            (torch.float32, self.train().step(knows), "same inputs "),
+        )
         figures: Figures = {
-            "codes": recorder.total(many[torch.float64].codes),
-            "shared noise rows": recorder.shared_noise_rows(many[torch.float64].records),
+            "codes": recorder.total(in_float64.codes),
+            "shared noise rows": recorder.shared_noise_rows(in_float64.records),
         }
-        for dtype, prefix in ((torch.float64, ""), (torch.float32, "float32 ")):
-            found = against_one(one[dtype], many[dtype], dtype, compared)
+        for dtype, step, prefix in steps:
+            found = against_one(one[dtype], step, dtype, compared)
             figures |= {prefix + name: value for name, value in found.items()}
         return figures
 
