@@ -13,6 +13,8 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,24 @@ from tests.mcore.layouts import LAYOUTS, MODES, ONE, Row, chosen, holds, run_lay
 RESULT = Path("benchmarks/results/layouts.json")
 
 
-def study(names: list[str], folder: Path) -> Iterator[list[Row]]:
+def study(names: list[str], folder: Path, at_once: int) -> Iterator[list[Row]]:
     """The rows of one layout after the other, with what they `hold`, told as they are found."""
     run_one(names, folder)
-    for name in names:
-        try:
-            found = run_layout(name, folder)
-        except RuntimeError as error:
-            print(error, file=sys.stderr)
-            found = [{"layout": name, "model": "", "recipe": "", "mode": "none", "figures": {}}]
-        rows = [row | {"holds": row["mode"] != "none" and holds(row)} for row in found]
-        for row in rows:
-            print(line(row), flush=True)
-        yield rows
+    with ThreadPoolExecutor(at_once) as pool:
+        for found in pool.map(partial(rows_of, folder=folder), names):
+            rows = [row | {"holds": row["mode"] != "none" and holds(row)} for row in found]
+            for row in rows:
+                print(line(row), flush=True)
+            yield rows
+
+
+def rows_of(name: str, folder: Path) -> list[Row]:
+    """What is found of a layout: one row without figures where its world failed."""
+    try:
+        return run_layout(name, folder)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return [{"layout": name, "model": "", "recipe": "", "mode": "none", "figures": {}}]
 
 
 def line(row: Row) -> str:
@@ -47,11 +54,8 @@ def line(row: Row) -> str:
 
 def table(rows: list[Row]) -> list[str]:
     """The result as a Markdown table, a line for each layout, model and recipe."""
-    lines = [
-        "| layout | model | recipe | codes | others | loss | gradients | float32: others | loss "
-        "| gradients | recompute | resumed |",
-        "|---" * 12 + "|",
-    ]
+    heads = ["layout", "model", "recipe", "codes", *_TOLD, *MODES[1:]]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     found: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         if row["mode"] in MODES:
@@ -60,13 +64,23 @@ def table(rows: list[Row]) -> list[str]:
     for names, modes in found.items():
         fresh = modes["fresh"]["figures"] if "fresh" in modes else {}
         codes = modes["resumed"]["figures"]["codes"]
-        told = [_figure(fresh.get(prefix + name)) for prefix in ("", "float32 ") for name in _TOLD]
+        told = [_figure(fresh.get(figure)) for figure in _TOLD.values()]
         exact = ["same" if modes[mode]["holds"] else "DIFFERS" for mode in MODES[1:]]
         lines.append(f"| {' | '.join([*names, f'{codes:,}', *told, *exact])} |")
     return lines
 
 
-_TOLD = ("differing codes", "loss", "gradients")
+# What a column tells, a prefix beginning those of one comparison, and its figure.
+_TOLD = {
+    "float64: others": "differing codes",
+    "loss": "loss",
+    "gradients": "gradients",
+    "same inputs: others": "same inputs differing codes",
+    "its loss": "same inputs loss",
+    "its gradients": "same inputs gradients",
+    "float32: others": "float32 differing codes",
+    "float32 loss": "float32 loss",
+}
 
 
 def _figure(value: float | None) -> str:
@@ -91,6 +105,7 @@ def main() -> None:
     processes = torch.cuda.device_count() or 4
     parser.add_argument("--layouts", nargs="+", choices=[name for name in LAYOUTS if name != ONE])
     parser.add_argument("--processes", type=int, default=processes, help="of a layout, at most")
+    parser.add_argument("--at-once", type=int, default=1, help="layouts side by side")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()
@@ -99,7 +114,7 @@ def main() -> None:
         sys.exit(f"no layout runs on {args.processes} processes; two is the fewest")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for found in study(names, Path(folder)):
+        for found in study(names, Path(folder), args.at_once):
             rows += found
             write(rows, args)
     failed = [row for row in rows if not row["holds"]]

@@ -118,6 +118,20 @@ def verdict(parallel: runs.Log, alone: list[runs.Log]) -> dict[str, Any]:
     }
 
 
+def table(result: dict[str, Any]) -> list[str]:
+    """The held-out losses as a Markdown table, a line for each evaluation."""
+    alone = result["one process"]
+    heads = ["step", *(f"one process, seed {seed}" for seed in alone)]
+    heads += [f"{LAYOUT}, seed {next(iter(alone))}", "layouts differ by", "seeds by at most"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for i, point in enumerate(result["held out"]):
+        losses = [log["held_out"][i][1] for log in (*alone.values(), result[LAYOUT])]
+        apart = (point["layouts differ by"], point["seeds differ by at most"])
+        cells = [str(point["step"]), *(f"{loss:.4f}" for loss in (*losses, *apart))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=1000)
@@ -130,6 +144,7 @@ def main() -> None:
     args = parser.parse_args()
     args.work = Path(os.path.abspath(args.work))  # launches run in the repository's root
     result = study(args)
+    result["table"] = table(result)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: result[key] for key in ("held out", "within the spread")}, indent=1))

@@ -5,13 +5,21 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.long_run import table
 from tests.mcore.layouts import holds
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", ["layouts", "layouts-8"])
+@pytest.mark.parametrize("name", ["layouts", "layouts-8", "layouts-gpu"])
 def test_the_page_is_the_committed_result(name: str) -> None:
     result = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
     assert "\n".join(result["table"]) in (ROOT / "docs/layouts.md").read_text()
     assert result["rows"] and all(row["holds"] and holds(row) for row in result["rows"])
+
+
+def test_the_long_run_is_within_the_spread_of_its_seeds() -> None:
+    result = json.loads((ROOT / "benchmarks/results/long_run.json").read_text())
+    assert result["training"]["steps"] == 1000 and result["within the spread"]
+    assert table(result) == result["table"]
+    assert "\n".join(result["table"]) in (ROOT / "docs/layouts.md").read_text()

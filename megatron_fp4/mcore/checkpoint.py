@@ -26,7 +26,6 @@ from megatron_fp4.errors import ConfigError
 _FLAGS = {
     "fp4_numerics_version": "numerics version",
     "fp4_seed": "--fp4-seed",
-    "fp4_module_recipe": "--fp4-module-recipe",
     "first_last_layers_bf16": "--first-last-layers-bf16",
     "num_layers_at_start_in_bf16": "--num-layers-at-start-in-bf16",
     "num_layers_at_end_in_bf16": "--num-layers-at-end-in-bf16",
@@ -87,32 +86,54 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
 
 
 def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[str]:
-    def was_and_is(what: str, old: Any, new: Any) -> list[str]:
-        # A flag that one of them has not got yet is as if left out.
-        return [f"{what} was {_said(old)} and is {_said(new)}"] if (old or 0) != (new or 0) else []
-
     found = []
     for name, flag in _FLAGS.items():
-        found += was_and_is(flag, getattr(saved, name, None), getattr(launch, name, None))
-    old, new = (_fields(json.loads(args.fp4_recipe_content)) for args in (saved, launch))
-    for name, flag in _SCHEDULE.items():
-        found += was_and_is(flag, old.pop(name, None), new.pop(name, None))
+        found += _was_and_is(flag, getattr(saved, name, None), getattr(launch, name, None))
     # A file may change under its path, and a built-in recipe stand in a file: the content counts.
-    fields = []
-    for name in sorted(old.keys() | new.keys()):
-        fields += was_and_is(name, old.get(name), new.get(name))
-    if fields:
-        shown = ", ".join(fields[:_SHOWN] + ["..."] * (len(fields) > _SHOWN))
-        found.append(f"--fp4-recipe was {_spelled(saved)} and is {_spelled(launch)} ({shown})")
+    old, new = (_fields(args.fp4_recipe_content) for args in (saved, launch))
+    for name, flag in _SCHEDULE.items():
+        found += _was_and_is(flag, old.pop(name, None), new.pop(name, None))
+    if fields := _changed(old, new):
+        found.append(f"--fp4-recipe was {_spelled(saved)} and is {_spelled(launch)} ({fields})")
+    then, now = (_modules(args) for args in (saved, launch))
+    if then != now:
+        was, is_ = (_said(args.fp4_module_recipe) for args in (saved, launch))
+        # Where the texts are equal, what changed is in a file of theirs.
+        fields = "; ".join(_changed(a, b) for (_, a), (_, b) in zip(then, now, strict=False))
+        shown = f" ({fields})" if fields else ""
+        found.append(f"--fp4-module-recipe was {was} and is {is_}{shown}")
     return found
 
 
-def _fields(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _was_and_is(what: str, old: Any, new: Any) -> list[str]:
+    # A flag that one of them has not got yet is as if left out.
+    return [f"{what} was {_said(old)} and is {_said(new)}"] if (old or 0) != (new or 0) else []
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The first fields of a recipe that are others, as one text."""
+    fields = []
+    for name in sorted(old.keys() | new.keys()):
+        fields += _was_and_is(name, old.get(name), new.get(name))
+    return ", ".join(fields[:_SHOWN] + ["..."] * (len(fields) > _SHOWN))
+
+
+def _modules(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    """Each --fp4-module-recipe: its glob and its recipe's fields; none of BF16."""
+    given = getattr(args, "fp4_module_contents", [])
+    return [(glob, _fields(content) if content else {}) for glob, content in given]
+
+
+def _fields(content: str) -> dict[str, Any]:
     """A recipe's content as one level of fields: fprop.a.rule and its like."""
+    return _flat(json.loads(content))
+
+
+def _flat(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in recipe.items():
         if isinstance(value, dict):
-            flat |= _fields(value, f"{prefix}{name}.")
+            flat |= _flat(value, f"{prefix}{name}.")
         elif prefix or name not in _WORDS:
             flat[prefix + name] = value
     return flat

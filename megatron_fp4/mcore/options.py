@@ -152,7 +152,10 @@ def settle(args: argparse.Namespace) -> None:
     # and these; checkpoint.py compares them on loading.
     args.fp4_plugin_version = megatron_fp4.__version__
     args.fp4_numerics_version = NUMERICS_VERSION
-    args.fp4_recipe_content = recipe and json.dumps(asdict(recipe), default=repr)
+    args.fp4_recipe_content = recipe and _content(recipe)
+    args.fp4_module_contents = [
+        (glob, own and _content(own)) for glob, own in module_recipes(args) if recipe is not None
+    ]
     if args.fp4_seed is None:
         args.fp4_seed = args.seed
     if not 0 <= args.fp4_seed < 2**64:
@@ -195,6 +198,10 @@ def module_recipes(args: argparse.Namespace) -> list[tuple[str, Recipe | None]]:
         chosen = None if name == "bf16" else get_recipe(name, **_options(pairs))
         found.append((glob, chosen))
     return found
+
+
+def _content(recipe: Recipe) -> str:
+    return json.dumps(asdict(recipe), default=repr)
 
 
 def _options(pairs: list[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@ must be the same: in float32 a code moves only if its input did."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import torch
@@ -23,14 +24,17 @@ def teacher(
     are found by what they hold. Other operands keep their own.
     """
     whole = {record.key: record for record in one}
+    labelled: dict[str, list[Record]] = defaultdict(list)
+    for record in whole.values():
+        labelled[record.label].append(record)
 
     def taught(place: Place, matrix: Tensor) -> Tensor:
         if in_place(place.label) and place.key in whole:
             record = whole[place.key]
             found = record.matrix[positions(record.rows, place.rows)][:, place.columns]
-        elif as_tokens(place.label):
-            rows = [r.matrix[:, place.columns] for r in whole.values() if r.label == place.label]
-            found = _nearest(torch.cat(rows), matrix.cpu() * place.scale)
+        elif as_tokens(place.label) and place.label in labelled:
+            rows = torch.cat([r.matrix[:, place.columns] for r in labelled[place.label]])
+            found = _nearest(rows, matrix.cpu() * place.scale)
         else:
             return matrix
         found = (found / place.scale).to(matrix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,8 +102,15 @@ def run_layout(name: str, folder: Path, *options: str) -> list[Row]:
     worker = (Path("-m"), "tests.mcore.layout_worker")
     run = spawn(LAYOUTS[name].processes, *worker, str(folder), name, *options, timeout_s=900)
     if run.returncode != 0:
-        raise RuntimeError(f"{name}: {run.stdout[run.stdout.find('Traceback') :][:6000]}")
+        raise RuntimeError(f"{name}: {_first_traceback(run.stdout)}")
     return json.loads((folder / f"{name}.json").read_text())
+
+
+def _first_traceback(output: str) -> str:
+    """Of the rank that told one first: the ranks' lines mix. All output where there is none."""
+    rank = re.search(r"^(\[rank\d+\]:) Traceback", output, re.MULTILINE)
+    lines = [line for line in output.splitlines() if rank is None or line.startswith(rank[1])]
+    return "\n".join(lines)[-6000:]
 
 
 def run_one(names: Iterable[str], folder: Path, *options: str) -> None:

@@ -5,6 +5,7 @@ imported once, and each training is a process of its own, forked from there.
 
 `dies=step` or `dies=save` before the flags of the last: rank 1 is killed within the third step, or
 with half of its file of the fourth written; torchrun sees it, since that one is not forked.
+`without=adam`: without what compat.py mends of the distributed optimizer.
 """
 
 import atexit
@@ -59,7 +60,11 @@ def training(flags: str) -> int:
     words = shlex.split(flags)
     if words[0].startswith("dies=") and os.environ["RANK"] == "1":
         {"step": die_in_step, "save": die_in_save}[words[0][5:]]()
-    sys.argv[1:] = [word for word in words if not word.startswith("dies=")]
+    if words[0] == "without=adam":
+        from megatron_fp4.mcore import compat
+
+        compat._mend_distributed_adam = lambda: None
+    sys.argv[1:] = words[1:] if "=" in words[0] else words
     try:
         pretrain.main()
     except SystemExit as ended:
