@@ -89,15 +89,15 @@ def _figure(value: float | None) -> str:
     return str(value) if isinstance(value, int) or not value else f"{value:.0e}"
 
 
-def write(rows: list[Row], args: argparse.Namespace) -> None:
+def write(rows: list[Row], out: Path, stamped: dict[str, Any]) -> None:
     """The result so far: a long run that is stopped leaves what it has."""
     result: dict[str, Any] = {
         "what": "layouts against one process, recomputed, and resumed",
-        "stamp": stamp(args.commit),
+        "stamp": stamped,
         "rows": rows,
         "table": table(rows),
     }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:
@@ -113,10 +113,11 @@ def main() -> None:
     if not names:
         sys.exit(f"no layout runs on {args.processes} processes; two is the fewest")
     rows: list[Row] = []
+    stamped = stamp(args.commit)  # before its own result changes the tree
     with tempfile.TemporaryDirectory() as folder:
         for found in study(names, Path(folder), args.at_once):
             rows += found
-            write(rows, args)
+            write(rows, args.out, stamped)
     failed = [row for row in rows if not row["holds"]]
     print(f"{len(rows) - len(failed)} of {len(rows)} hold")
     sys.exit(bool(failed))
