@@ -106,6 +106,21 @@ def travels_table(records: list[Record], sequence_parallel: bool) -> list[str]:
     return lines
 
 
+def step_table(records: list[Record], microbatches: int) -> list[str]:
+    """What a rank sends for the layer in a whole step, with sequence parallelism and without."""
+    lines = _head(["recipe", "sequence parallel", "without"])
+    sums = {}
+    for recipe in ["bf16", *ALL]:
+        for parts in (True, False):
+            case = Case(recipe, sequence_parallel=parts)
+            found = [find(records, case, linear) for linear in LINEARS]
+            each = sum(sum(r["forward"].values()) + sum(r["backward"].values()) for r in found)
+            sums[recipe, parts] = microbatches * each + _sum(found, "sent once a step")
+        cells = [_ratio(sums[recipe, parts], sums["bf16", parts]) for parts in (True, False)]
+        lines.append(_line([recipe, *cells]))
+    return lines
+
+
 def weights_table(records: list[Record]) -> list[str]:
     """What is made and kept of the layer's weights, by the cache's form."""
     head = ["recipe", "W's operands", "quantized in a step, cached", "off"]
@@ -182,6 +197,7 @@ def main() -> None:
         "table": {
             "with sequence parallelism": travels_table(records, True),
             "without": travels_table(records, False),
+            "a step": step_table(records, shape.microbatches),
             "saved X": saved_x_table(records),
             "weights": weights_table(records),
             "times": times_table(taken),

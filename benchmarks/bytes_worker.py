@@ -285,6 +285,7 @@ def arguments(case: Case, shape: Shape) -> argparse.Namespace:
     """What a Run reads of Megatron's arguments."""
     return argparse.Namespace(
         micro_batch_size=shape.micro_batch,
+        eval_micro_batch_size=None,
         seq_length=shape.sequence,
         iteration=1,
         train_iters=10,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.formats import E2M1_MAGNITUDES, widen
+from megatron_fp4.formats import E2M1_MAGNITUDES, table, widen
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class DGE:
         """f' of weights in grid coordinates, within [-6, 6] up to rounding. Any shape; computed
         and returned in float32 (float64 for float64 input)."""
         x = widen(scaled).abs()  # f' is even
-        grid = torch.tensor(E2M1_MAGNITUDES, dtype=x.dtype, device=x.device)
+        grid = table(E2M1_MAGNITUDES, x.dtype, x.device)
         low = (torch.bucketize(x, grid, right=True) - 1).clamp(max=len(E2M1_MAGNITUDES) - 2)
         u = 2 * (x - grid[low]) / (grid[low + 1] - grid[low]) - 1
         return u.abs().pow(1 / self.k - 1).div(self.k).clamp(max=self.clip)

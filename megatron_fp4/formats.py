@@ -32,7 +32,8 @@ def widen(x: Tensor) -> Tensor:
 
 
 @cache
-def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device, copied there once: each copy from the host would wait for the GPU."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
@@ -74,7 +75,7 @@ def encode_e2m1(v: Tensor, bits: Tensor | None = None) -> Tensor:
 
 def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values of unpacked E2M1 codes (uint8), in `dtype`; exact in every float type of 8+ bits."""
-    return _table(_VALUES, dtype, codes.device)[codes.int()]
+    return table(_VALUES, dtype, codes.device)[codes.int()]
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def unpack(packed: Tensor) -> Tensor:
 def decode_packed_e2m1(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """`decode_e2m1(unpack(packed))`, a pair of elements a look-up."""
     wide = {2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]
-    pairs = _table(_PAIRS, dtype, packed.device).view(wide)
+    pairs = table(_PAIRS, dtype, packed.device).view(wide)
     values = pairs.index_select(0, packed.flatten().int()).view(dtype)
     return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
@@ -118,7 +119,7 @@ def decode_e8m0(byte: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     A table, because exp2 and ldexp of a vectorised math library need not be exact.
     """
     values = tuple(math.ldexp(1.0, b - E8M0_BIAS) for b in range(255)) + (math.nan,)
-    return _table(values, dtype, byte.device)[byte.int()]
+    return table(values, dtype, byte.device)[byte.int()]
 
 
 # --- small floats as scales ---------------------------------------------------------------------
@@ -152,7 +153,7 @@ class ScaleFloat:
 
     def decode(self, code: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values of codes (uint8)."""
-        return _table(self._values(), dtype, code.device)[code.int()]
+        return table(self._values(), dtype, code.device)[code.int()]
 
     def _values(self) -> tuple[float, ...]:
         bits, ones = self.mantissa_bits, 1 << self.mantissa_bits

@@ -149,18 +149,24 @@ class Backward:
         x = self._wgrad_x() if self.needs.dw else None
         kept = self.saved.residual
         residual = _all_tokens(kept, self.call) if kept is not None and self.needs.dw else None
+        wanted = [g for g, need in (("dgrad", self.needs.dx), ("wgrad", self.needs.dw)) if need]
         # A vector-wise scale of X lies along the axis that wgrad contracts: into dY with it.
-        x_fold = x.wait()[1] if x is not None and self._left_by_forward("wgrad") else None
-        dy_dgrad, dy_wgrad = self._dy_operands(x_fold)
+        # Where X travels dgrad does not wait for it.
+        folds_x = x is not None and self._left_by_forward("wgrad")
+        late = ["wgrad"] if folds_x and self.call.has_part("x") else []
+        x_fold = x.wait()[1] if x is not None and folds_x and not late else None
+        dy = self._dy_operands([gemm for gemm in wanted if gemm not in late], x_fold)
         dx = dw = None
-        if dy_dgrad is not None:
-            dx = self._summed(self._dgrad(dy_dgrad.wait()))
-        if dy_wgrad is not None and x is not None:
-            dw = self._wgrad(dy_wgrad.wait(), x.wait()[0], residual)
+        if "dgrad" in dy:
+            dx = self._summed(self._dgrad(dy["dgrad"].wait()))
+        if x is not None:
+            if late:
+                dy |= self._dy_operands(late, x.wait()[1])
+            dw = self._wgrad(dy["wgrad"].wait(), x.wait()[0], residual)
         return (
             None if dx is None else dx.wait(),
             dw,
-            self.dy if dy_dgrad is None else dy_dgrad.wait(),
+            dy["dgrad"].wait() if "dgrad" in dy else self.dy,
         )
 
     # --- operands ---
@@ -227,28 +233,22 @@ class Backward:
         tile = self.recipe.token_tile(gemm, operand)
         return quantizer is not None and quantizer.element == "e2m1" and tokens % tile == 0
 
-    def _dy_operands(
-        self, x_fold: Tensor | None
-    ) -> tuple[Pending[Operand] | None, Pending[Operand] | None]:
-        """dY's operands of dgrad and wgrad with all tokens; None where a gradient is not needed."""
+    def _dy_operands(self, gemms: list[str], x_fold: Tensor | None) -> dict[str, Pending[Operand]]:
+        """dY's operands of these backward GEMMs, with all tokens."""
         parallel, is_part = self.call.parallel, self.call.has_part("dy")
         if is_part and parallel is not None and not self._dy_travels_as_codes():
             whole = parallel.gather(self.dy).wait()
             assert isinstance(whole, Tensor)
             self.dy, is_part = whole, False
-        sources = []
-        if self.needs.dx:
-            sources.append(Source("dgrad", "dy", self.dy, self._w[1], is_part))
-        if self.needs.dw:
-            if x_fold is not None and is_part and parallel is not None:
-                x_fold = parallel.part(x_fold)
-            sources.append(Source("wgrad", "dy", self.dy, x_fold, is_part))
+        if x_fold is not None and is_part and parallel is not None:
+            x_fold = parallel.part(x_fold)
+        folds = {"dgrad": self._w[1] if "dgrad" in gemms else None, "wgrad": x_fold}
+        sources = [Source(gemm, "dy", self.dy, folds[gemm], is_part) for gemm in gemms]
         made = self.call.prepare(self.recipe, self.dy, *sources)
-        found: dict[str, Pending[Operand]] = {}
-        for source, operand in zip(sources, made, strict=True):
-            here = Pending.of(operand)
-            found[source.gemm] = parallel.gather(operand) if is_part and parallel else here
-        return found.get("dgrad"), found.get("wgrad")
+        return {
+            gemm: parallel.gather(operand) if is_part and parallel else Pending.of(operand)
+            for gemm, operand in zip(gemms, made, strict=True)
+        }
 
     def _dy_travels_as_codes(self) -> bool:
         """Not where one copy stays wide: dY itself weighs no more then, and both are made of it."""

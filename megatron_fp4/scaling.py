@@ -117,7 +117,7 @@ def _scale_float(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     limit = formats.E2M1_MAX
     tensor_scale = None
-    per_unit = torch.tensor(1.0, dtype=amax.dtype, device=amax.device)
+    per_unit = amax.new_ones(())
     if quantizer.tensor_max:
         top = _tensor_max(amax) if widest is None else widest
         per_unit = top / torch.full_like(top, limit * quantizer.tensor_max)

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.mcore.launch import spawn
 
 
-def test_two_ranks() -> None:
-    run = spawn(2, Path(__file__).with_name("communication_worker.py"))
+@pytest.mark.parametrize("worker", ["communication_worker.py", "overlap_worker.py"])
+def test_two_ranks(worker: str) -> None:
+    run = spawn(2, Path(__file__).with_name(worker))
     assert run.returncode == 0, run.stdout[-3000:]

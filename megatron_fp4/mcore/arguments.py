@@ -110,6 +110,11 @@ def validate(args: argparse.Namespace) -> None:
         raise ConfigError(
             "Megatron-core 0.19 drops --rampup-batch-size: use --step-batch-size-schedule"
         )
+    if args.use_precision_aware_optimizer and not HAVE_TE:
+        raise ConfigError("--use-precision-aware-optimizer needs Transformer Engine: leave it out")
+    alltoall = args.num_experts and args.moe_token_dispatcher_type == "alltoall"
+    if alltoall and args.expert_model_parallel_size > 1 and args.distributed_backend == "gloo":
+        raise ConfigError("gloo has no all-to-all: use --moe-token-dispatcher-type allgather")
     if "layernorm" in (args.recompute_modules or []) and not HAVE_TE:
         raise ConfigError(
             "--recompute-modules layernorm needs Transformer Engine: recompute other modules"

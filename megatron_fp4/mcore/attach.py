@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -60,7 +60,9 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
         )
     check_streams(row.name for row in quantized)
     if torch.distributed.get_rank() == 0:
-        print(table(run.recipe, rows), _kept(run, [linear for _, linear, _ in found]), flush=True)
+        others = [recipe for _, recipe in run.modules if recipe is not None]
+        linears = [linear for _, linear, _ in found]
+        print(table([run.recipe, *others], rows), _kept(run, linears), flush=True)
     return model
 
 
@@ -93,8 +95,10 @@ def check_streams(names: Iterable[str]) -> None:
                     )
 
 
-def table(recipe: Recipe, rows: list[Row]) -> str:
-    """What runs, a line for each kind of linear: layers, local shape, recipe, backends."""
+def table(recipes: Sequence[Recipe], rows: list[Row]) -> str:
+    """What runs, a line for each kind of linear: layers, local shape, recipe, backends. recipes:
+    the launch's, then those that some modules have."""
+    recipe = recipes[0]
     kinds: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     for row in rows:
         kind, *numbers = _kind(row.name)
@@ -118,12 +122,15 @@ def table(recipe: Recipe, rows: list[Row]) -> str:
         "  embedding, head, norms, attention scores: high precision",
     ]
     lines += sorted({f"  not used: {reason}" for row in rows for reason in row.passed_over})
-    if recipe.bf16_after is not None:
-        lines.append(
-            f"  {', '.join(recipe.bf16_gemms)} return to high precision after "
-            f"{recipe.bf16_after:.0%} of training"
-        )
+    lines += sorted({line for recipe in recipes for line in _schedule(recipe)})
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _schedule(recipe: Recipe) -> list[str]:
+    if recipe.bf16_after is None:
+        return []
+    gemms, share = ", ".join(recipe.bf16_gemms), f"{recipe.bf16_after:.4g}"
+    return [f"  {recipe.name}: {gemms} return to high precision after {share} of training"]
 
 
 def _linears(chunk: MegatronModule) -> Iterator[tuple[str, Fp4Layer, int | None]]:

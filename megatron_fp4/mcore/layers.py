@@ -59,11 +59,11 @@ class Fp4State:
         moment, repeat = self.replay.take(self._now, training)
         recipe = self.run.in_force(self.recipe, moment)
         if not self.is_expert:
-            return self._product(x, weight, bias, recipe, moment, repeat)
+            return self._product(x, weight, bias, recipe, moment, repeat, training)
         # Rows of zeros fill the last block: they add nothing to any product.
         missing = -len(x) % recipe.token_tile("wgrad", "x")
         padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
-        return self._product(padded, weight, bias, recipe, moment, repeat)[: len(x)]
+        return self._product(padded, weight, bias, recipe, moment, repeat, training)[: len(x)]
 
     def _product(
         self,
@@ -73,6 +73,7 @@ class Fp4State:
         recipe: Recipe,
         moment: Moment,
         repeat: int,
+        training: bool,
     ) -> Tensor:
         microbatch, rows = self._tokens(x, moment)
         placements = dict(self.placements)
@@ -80,8 +81,9 @@ class Fp4State:
             placements[operand] = replace(self.placements[operand], rows=rows)
         run = self.run
         kept = None
-        if run.keeps_weights:
+        if run.keeps_weights and training:
             # Optimizers write parameters past their version counters: the epoch tells of those.
+            # Nothing tells of averaged weights that one evaluation after the other is given.
             kept = self.cache.at((run.epoch, weight._version, moment.step, id(recipe)))
         call = Call(
             name=self.name,
@@ -214,6 +216,7 @@ def _check(
     """Blocks, Hadamard groups and groups of eight must tile the local matrices."""
     tokens = run.args.micro_batch_size * run.args.seq_length
     recipe.check_linear(None if is_expert else tokens, inputs, outputs, name)
+    evaluated = (run.args.eval_micro_batch_size or run.args.micro_batch_size) * run.args.seq_length
     for size in (inputs, outputs):
         if size % GROUP:
             raise ConfigError(
@@ -221,9 +224,11 @@ def _check(
                 "random draw; choose a hidden size or tensor-parallel size that divides"
             )
     tile = recipe.token_tile("fprop", "x")
-    if parallel is not None and parallel.tokens == "x" and tokens // parallel.size % tile:
-        raise ConfigError(
-            f"{name}: {tokens // parallel.size} tokens on a rank under sequence parallelism are "
-            f"not a multiple of {tile}, which fprop of recipe {recipe.name} takes in blocks; "
-            "choose a sequence length times micro-batch size that divides"
-        )
+    parts = parallel.size if parallel is not None and parallel.tokens == "x" else 1
+    for here in (tokens // parts, evaluated // parts):
+        if not is_expert and here % tile:
+            raise ConfigError(
+                f"{name}: {here} tokens on a rank are not a multiple of {tile}, which fprop of "
+                f"recipe {recipe.name} takes in blocks; choose a sequence length times micro-batch "
+                "size (--micro-batch-size, --eval-micro-batch-size) that divides"
+            )

@@ -22,18 +22,23 @@ _REFUSED = {
     "--use-megatron-fsdp": "use --use-distributed-optimizer",
     "--use-torch-fsdp2": "use --use-distributed-optimizer",
     "--moe-grouped-gemm": "leave it out, the experts run one after the other",
-    "--moe-shared-expert-overlap": "leave it out",
+    "--moe-shared-expert-overlap": "leave it out, shared experts run before the others",
     "--moe-router-padding-for-quantization": "leave it out, zeros fill an expert's last block",
     "--moe-router-padding-for-fp8": "leave it out, zeros fill an expert's last block",
     "--hybrid-layer-pattern": "train a GPT model",
     "--multi-latent-attention": "use grouped-query attention",
-    "--cuda-graph-impl": "leave it out",
-    "--enable-cuda-graph": "leave it out",
-    "--external-cuda-graph": "leave it out",
-    "--delay-wgrad-compute": "leave it out",
+    "--cuda-graph-impl": "leave it out, the layers run without graphs",
+    "--cuda-graph-modules": "leave it out, the layers run without graphs",
+    "--cuda-graph-scope": "leave it out, the layers run without graphs",
+    "--optimizer-cuda-graph": "leave it out, the optimizer runs without one",
+    "--enable-cuda-graph": "leave it out, the layers run without graphs",
+    "--external-cuda-graph": "leave it out, the layers run without graphs",
+    "--delay-wgrad-compute": "leave it out, dW is computed while the sum of dX travels",
     "--tensor-parallel-num-weight-shards": "use --tensor-model-parallel-size",
+    "--expert-tensor-parallel-num-weight-shards": "use --expert-tensor-parallel-size",
+    "--overlap-moe-expert-parallel-comm": "leave it out, tokens travel between the layers",
     "--cpu-offloading-num-layers": "use --recompute-granularity",
-    "--tp-comm-overlap": "leave it out",
+    "--tp-comm-overlap": "leave it out, codes travel while GEMMs run",
     "--fp8-format": "choose FP8 or a recipe",
     "--te-precision-config-file": "use a recipe file",
     "--fp4-quantizer-factory": "use a recipe file",
@@ -51,7 +56,14 @@ _HARMLESS: dict[str, Callable[[argparse.Namespace], bool]] = {
     "--tensor-parallel-num-weight-shards": lambda args: (
         (args.tensor_parallel_num_weight_shards or 1) <= args.tensor_model_parallel_size
     ),
+    "--expert-tensor-parallel-num-weight-shards": lambda args: (
+        (args.expert_tensor_parallel_num_weight_shards or 1)
+        <= (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+    ),
 }
+
+
+_DESTINATIONS = {"--fp8-format": "fp8", "--cuda-graph-scope": "cuda_graph_scope_deprecated"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -167,13 +179,9 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
     if another flag (a checkpoint may bring some) cannot be honoured with it."""
     if args.fp4_recipe is None or args.fp4 is not None:
         return None
-    recipe = get_recipe(args.fp4_recipe, **_options(args.fp4_recipe_option))
-    if args.fp4_bf16_after is not None:
-        recipe = replace(recipe, bf16_after=args.fp4_bf16_after)
-    if args.fp4_bf16_gemms is not None:
-        if recipe.bf16_after is None:
-            raise ConfigError("--fp4-bf16-gemms needs --fp4-bf16-after")
-        recipe = replace(recipe, bf16_gemms=tuple(args.fp4_bf16_gemms))
+    recipe = _scheduled(get_recipe(args.fp4_recipe, **_options(args.fp4_recipe_option)), args)
+    if args.fp4_bf16_gemms is not None and recipe.bf16_after is None:
+        raise ConfigError("--fp4-bf16-gemms needs --fp4-bf16-after")
     if not any(recipe.at(0.0).gemm(gemm).quantized for gemm in GEMMS):
         raise ConfigError(
             f"recipe {args.fp4_recipe} quantizes nothing: give fprop, dgrad or wgrad a quantizer "
@@ -196,8 +204,17 @@ def module_recipes(args: argparse.Namespace) -> list[tuple[str, Recipe | None]]:
         if name == "bf16" and pairs:
             raise ConfigError(f"--fp4-module-recipe {given}: bf16 takes no options")
         chosen = None if name == "bf16" else get_recipe(name, **_options(pairs))
-        found.append((glob, chosen))
+        found.append((glob, chosen and _scheduled(chosen, args)))
     return found
+
+
+def _scheduled(recipe: Recipe, args: argparse.Namespace) -> Recipe:
+    """`recipe` with the schedule that the flags give to every one."""
+    if args.fp4_bf16_after is not None:
+        recipe = replace(recipe, bf16_after=args.fp4_bf16_after)
+    if args.fp4_bf16_gemms is not None and recipe.bf16_after is not None:
+        recipe = replace(recipe, bf16_gemms=tuple(args.fp4_bf16_gemms))
+    return recipe
 
 
 def _content(recipe: Recipe) -> str:
@@ -236,5 +253,5 @@ def _refuse_orphans(args: argparse.Namespace) -> None:
 def _is_set(args: argparse.Namespace, flag: str) -> bool:
     if flag in _HARMLESS:
         return not _HARMLESS[flag](args)
-    name = "fp8" if flag == "--fp8-format" else flag[2:].replace("-", "_")
+    name = _DESTINATIONS.get(flag, flag[2:].replace("-", "_"))
     return bool(getattr(args, name, None))  # Megatron deletes deprecated ones once it has read them

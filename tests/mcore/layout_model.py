@@ -57,6 +57,7 @@ MOE = {
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({}, {}),
     "wide": ({"num_query_groups": 8, "kv_channels": 32, "ffn_hidden_size": 256}, {}),  # eight ranks
+    "frozen": ({}, {}),  # the first layer's linears, as `build` has it
     "qkv-bias": ({"add_qkv_bias": True}, {}),
     "tied": ({}, {"share_embeddings_and_output_weights": True}),
     "gpt2": (
@@ -107,6 +108,8 @@ def build(
     for i, chunk in enumerate(chunks):
         for name, parameter in named_parameters(chunk):
             _fill(name, parameter)
+            if model == "frozen" and name.startswith("decoder.layers.0.") and "linear" in name:
+                parameter.requires_grad = False
         chunk.model_type = ModelType.encoder_or_decoder
         chunk.compute_language_model_loss = _cross_entropy
         chunks[i] = chunk.to(torch.cuda.current_device(), dtype)

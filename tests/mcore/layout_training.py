@@ -67,6 +67,7 @@ class Training:
         self.dtype = dtype
         self.args = argparse.Namespace(
             micro_batch_size=MICRO_BATCH,
+            eval_micro_batch_size=None,
             seq_length=SEQUENCE,
             iteration=FIRST_STEP,
             curr_iteration=FIRST_STEP,
@@ -81,7 +82,7 @@ class Training:
         self.run = Run(recipe, self.args)
         self.chunks = build(model, layout, dtype, self.run, recompute)
         self.chunks[0].config.finalize_model_grads_func = finalize_model_grads
-        parameters = [p for chunk in self.chunks for p in chunk.parameters()]
+        parameters = [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]
         self.optimizer = torch.optim.Adam(parameters, lr=1e-3)
 
     def step(self, *teacher: Teacher) -> Step:
@@ -94,6 +95,7 @@ class Training:
             name: parameter
             for chunk in self.chunks
             for name, parameter in named_parameters(chunk.module)
+            if parameter.requires_grad
         }
         gradients = {name: p.main_grad.detach().cpu().clone() for name, p in named.items()}
         return Step(loss, gradients, recorder.records, named)

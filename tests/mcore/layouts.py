@@ -38,7 +38,7 @@ class Layout:
 
 
 MOE = ("moe",)
-WITH_SP = ("llama", "gpt2", "qkv-bias", "mtp", "mtp-repeated")
+WITH_SP = ("llama", "frozen", "gpt2", "qkv-bias", "mtp", "mtp-repeated")
 WITH_PP = ("llama", "gpt2", "tied", "mtp-repeated")
 ONE = "one"  # the process that all others are compared with
 MODES = ("fresh", "recompute", "resumed")

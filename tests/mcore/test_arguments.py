@@ -53,6 +53,11 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
         ("--sft", "pretraining only"),
         ("--rampup-batch-size 2 2 8", "use --step-batch-size-schedule"),
         ("--recompute-modules layernorm", "recompute other modules"),
+        ("--use-precision-aware-optimizer", "needs Transformer Engine"),
+        (
+            "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+            "use --moe-token-dispatcher-type allgather",
+        ),
         ("--fp16 --bf16", "choose one"),
         ("--save checkpoints", "--save needs --save-interval N"),
         ("--save /proc/nope --save-interval 1", "/proc/nope cannot be written"),

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from megatron_fp4.mcore import attach as attaching
 from megatron_fp4.mcore.attach import Row, attach, check_streams, table
 from megatron_fp4.mcore.run import Run
 from megatron_fp4.mcore.spec import layer_spec
-from megatron_fp4.recipe import Recipe
+from megatron_fp4.quantizer import Quantizer
+from megatron_fp4.recipe import GemmRecipe, Recipe
 from tests.mcore.launch import torchrun, train
 
 PP2 = ("--pipeline-model-parallel-size", "2")
@@ -57,6 +59,7 @@ def run(
     """`start` and `end`: how many layers are kept in BF16."""
     args = argparse.Namespace(
         micro_batch_size=2,
+        eval_micro_batch_size=None,
         seq_length=32,
         first_last_layers_bf16=bool(start or end),
         num_layers=num_layers,
@@ -126,7 +129,7 @@ def test_a_format_that_backward_takes_over_from_forward_is_named() -> None:
 def test_the_table_tells_the_schedule() -> None:
     row = Row("decoder.layers.0.mlp.linear_fc1", "8 x 8", "late", ("a", "b", "c"), ())
     late = Recipe("late", bf16_after=0.9, bf16_gemms=("dgrad",))
-    assert "dgrad return to high precision after 90% of training" in table(late, [row])
+    assert "dgrad return to high precision after 0.9 of training" in table([late], [row])
 
 
 @pytest.mark.parametrize(
@@ -174,6 +177,16 @@ def test_a_shard_that_does_not_divide_is_told_once_before_training() -> None:
     assert result.status != 0 and not result.losses and not result.has_traceback
     assert len(told) == 1 and "linear_fc1: 80 outputs on a rank are not a multiple of 32" in told[0]
     assert "tensor-parallel size that divides" in told[0]
+
+
+def test_an_evaluation_s_tokens_must_fill_blocks_too(one_rank: None) -> None:
+    tiles = Quantizer(block=(64, 32))
+    own = replace(get_recipe("mxfp4"), fprop=GemmRecipe(tiles, tiles))
+    attach(run(own), [model()])
+    evaluating = run(own)
+    evaluating.args.eval_micro_batch_size = 1
+    with pytest.raises(ConfigError, match="32 tokens on a rank are not a multiple of 64"):
+        attach(evaluating, [model()])
 
 
 # --- names -------------------------------------------------------------------------------------

@@ -149,6 +149,13 @@ def test_a_schedule_returns_all_gemms_or_the_named_ones() -> None:
     assert (part.bf16_after, part.bf16_gemms) == (0.0, ("dgrad", "wgrad"))
 
 
+def test_a_schedule_is_that_of_the_modules_recipes_too() -> None:
+    modules = ("--fp4-module-recipe", "a=mxfp4", "--fp4-module-recipe", "b=bf16")
+    args = parse("--fp4-recipe", "tetrajet", "--fp4-bf16-after", "0.9", *modules)
+    (_, own), (_, none) = options.module_recipes(args)
+    assert own is not None and own.bf16_after == 0.9 and none is None
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -208,10 +215,15 @@ REFUSED = [
     "--multi-latent-attention",
     "--cuda-graph-impl local",
     "--cuda-graph-impl transformer_engine",
+    "--cuda-graph-modules attn",
+    "--cuda-graph-scope attn",
+    "--optimizer-cuda-graph",
     "--enable-cuda-graph",
     "--external-cuda-graph",
     "--delay-wgrad-compute",
     "--tensor-parallel-num-weight-shards 2",
+    "--expert-tensor-parallel-num-weight-shards 2",
+    "--overlap-moe-expert-parallel-comm",
     "--cpu-offloading-num-layers 1",
     "--tp-comm-overlap",
     "--fp8-format hybrid",

@@ -1,0 +1,42 @@
+"""On a GPU: a linear's forward and backward pass never waits for it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fp4 import get_recipe, linear, list_recipes
+from megatron_fp4.quantizer import get_quantizer
+from megatron_fp4.recipe import GemmRecipe, Recipe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+NVFP4 = GemmRecipe(get_quantizer("nvfp4"), get_quantizer("nvfp4"))
+RECIPES = [get_recipe(name) for name in list_recipes()]
+RECIPES.append(replace(get_recipe("mxfp4"), name="nvfp4", fprop=NVFP4, dgrad=NVFP4, wgrad=NVFP4))
+
+
+@pytest.fixture
+def waiting_is_an_error() -> Iterator[None]:
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode(mode)
+
+
+def step(recipe: Recipe, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, step: int) -> None:
+    linear(x, w, bias, recipe=recipe, step=step).backward(torch.ones_like(x))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_linear_never_waits_for_the_gpu(recipe: Recipe, request: pytest.FixtureRequest) -> None:
+    x, w = (torch.randn(256, 256, device="cuda").bfloat16().requires_grad_() for _ in range(2))
+    bias = torch.zeros(256, device="cuda").bfloat16().requires_grad_()
+    step(recipe, x, w, bias, 0)  # tables go to the device once
+    request.getfixturevalue("waiting_is_an_error")
+    step(recipe, x, w, bias, 1)
+    with pytest.raises(RuntimeError, match="synchroniz"):  # the control: a copy from the host
+        torch.tensor([1.0], device="cuda")

@@ -1,0 +1,95 @@
+"""Two ranks: in which order a linear's backward pass starts its collectives and its GEMMs, and
+waits.
+
+torchrun --nproc-per-node 2 overlap_worker.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from megatron_fp4 import list_recipes
+from megatron_fp4.call import Call
+from megatron_fp4.communication import TensorParallel
+from megatron_fp4.gemms import Backward
+from megatron_fp4.linear import quantized_linear
+from megatron_fp4.recipes import get_recipe
+
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+Log = list[str]
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    assert dist.group.WORLD is not None
+    column = TensorParallel(dist.group.WORLD, sharded={"w": 0, "dy": 1}, tokens="x")
+    log: Log = []
+    for name in (GATHER, SCATTER):
+        setattr(dist, name, _logged(getattr(dist, name), name, log))
+    for name in ("_dgrad", "_wgrad"):
+        setattr(Backward, name, _noted(getattr(Backward, name), name, log))
+    for recipe in list_recipes():
+        assert overlaps(backward(recipe, column, log)), (recipe, log)
+    # The known mistake: X is waited for at once.
+    start = Backward._wgrad_x
+    Backward._wgrad_x = lambda self: _arrived(start(self))  # type: ignore[method-assign]
+    for recipe in list_recipes():
+        assert not overlaps(backward(recipe, column, log)), (recipe, log)
+    dist.destroy_process_group()
+
+
+def overlaps(log: Log) -> bool:
+    """Whether X travels while dX is computed, and the sum of dX while dW is."""
+    dgrad, wgrad = log.index("_dgrad"), log.index("_wgrad")
+    gathers = [i for i, event in enumerate(log) if event == GATHER]
+    arrivals = [i for i, event in enumerate(log) if event == f"wait {GATHER}"]
+    sums = log.index(SCATTER) < wgrad < log.index(f"wait {SCATTER}")
+    return bool(gathers) and max(gathers) < dgrad < min(arrivals) < wgrad and sums
+
+
+def backward(recipe: str, parallel: TensorParallel, log: Log) -> Log:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 64, generator=generator).requires_grad_()
+    weight = torch.randn(64, 64, generator=generator).requires_grad_()
+    y = quantized_linear(x, weight, None, get_recipe(recipe), Call(parallel=parallel))
+    log.clear()
+    y.sum().backward()
+    return log
+
+
+def _logged(collective: Callable[..., Any], name: str, log: Log) -> Callable[..., Any]:
+    def start(*args: Any, **kwargs: Any) -> Any:
+        log.append(name)
+        return _Work(collective(*args, **kwargs), name, log)
+
+    return start
+
+
+class _Work:
+    def __init__(self, work: Any, name: str, log: Log) -> None:
+        self.work, self.name, self.log = work, name, log
+
+    def wait(self) -> None:
+        self.log.append(f"wait {self.name}")
+        self.work.wait()
+
+
+def _noted(method: Callable[..., Any], name: str, log: Log) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        log.append(name)
+        return method(*args)
+
+    return call
+
+
+def _arrived(pending: Any) -> Any:
+    pending.wait()
+    return pending
+
+
+if __name__ == "__main__":
+    main()
