@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from torch import Tensor
 
@@ -97,10 +98,14 @@ class Call:
             maxima = [backends[i].absolute_max(sources[i].matrix, preparations[i]) for i in shared]
             for i, widest in zip(shared, self.parallel.maximum(maxima), strict=True):
                 preparations[i] = replace(preparations[i], widest=widest)
-        return [
-            backend.prepare(source.matrix, preparation)
-            for backend, source, preparation in zip(backends, sources, preparations, strict=True)
-        ]
+        operands: list[Operand] = []
+        # Copies of one matrix are made together: a backend may read it once.
+        alike = groupby(range(len(sources)), lambda i: (id(sources[i].matrix), backends[i]))
+        for (_, backend), group in alike:
+            places = list(group)
+            wanted = [preparations[i] for i in places]
+            operands += backend.prepare(sources[places[0]].matrix, *wanted)
+        return operands
 
     def preparation(self, recipe: Recipe, source: Source) -> Preparation:
         """What `source` goes through to become an operand."""

@@ -67,8 +67,8 @@ class Backend(Protocol):
         """The maxima that ranks share before they prepare the parts of an operand."""
         ...
 
-    def prepare(self, x: Tensor, preparation: Preparation) -> Operand:
-        """The operand of a GEMM from a matrix [rows, columns] as the model holds it."""
+    def prepare(self, x: Tensor, *preparations: Preparation) -> list[Operand]:
+        """Operands of GEMMs from one matrix [rows, columns] as the model holds it."""
         ...
 
     def decode(self, operand: Operand, dtype: torch.dtype) -> Operand:

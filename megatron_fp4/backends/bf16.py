@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_fp4.backends.base import Decoded, Operand, finish
+from megatron_fp4.backends import fused
+from megatron_fp4.backends.base import Decoded, Operand, Preparation, finish
 from megatron_fp4.backends.reference import Reference, factors, scale_product
 from megatron_fp4.quantizer import QuantizedTensor
 from megatron_fp4.recipe import GemmRecipe
@@ -27,6 +28,9 @@ class Bf16(Reference):
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
             return "BF16 tensor cores need compute capability 8.0"
         return None
+
+    def prepare(self, x: Tensor, *preparations: Preparation) -> list[Operand]:
+        return fused.prepare(x, *preparations) or super().prepare(x, *preparations)
 
     def decode(self, operand: Operand, dtype: torch.dtype) -> Operand:
         if isinstance(operand, QuantizedTensor):

@@ -24,7 +24,10 @@ class Reference:
         assert preparation.quantizer is not None  # high precision has no scale to share
         return absolute_max(_turned(x, preparation), preparation.quantizer, preparation.axis)
 
-    def prepare(self, x: Tensor, preparation: Preparation) -> Operand:
+    def prepare(self, x: Tensor, *preparations: Preparation) -> list[Operand]:
+        return [self._prepare(x, preparation) for preparation in preparations]
+
+    def _prepare(self, x: Tensor, preparation: Preparation) -> Operand:
         quantizer, axis = preparation.quantizer, preparation.axis
         x = _turned(x, preparation)
         if quantizer is None:

@@ -142,7 +142,7 @@ def test_prepared_codes_are_the_quantizers(backend: Backend, axis: int, name: st
     quantizer = None if name is None else get_quantizer(name)
     stochastic = quantizer is not None and quantizer.stochastic
     noise = Noise(Key(3, 4), 5) if stochastic else None
-    found = backend.prepare(x, preparation(quantizer, axis, noise=noise))
+    [found] = backend.prepare(x, preparation(quantizer, axis, noise=noise))
     if quantizer is None:
         assert torch.equal(found, x.movedim(axis, -1))  # type: ignore[arg-type]
         return
@@ -157,7 +157,8 @@ def test_order_is_fold_hadamard_quantizer(axis: int) -> None:
     x = normal((64, 128), 8)
     k = x.shape[axis]
     fold, signs = normal((k,), 9).exp(), random_signs(64, Key(1), 2)
-    found = Reference().prepare(x, preparation(Quantizer(), axis, fold=fold, group=64, signs=signs))
+    made = preparation(Quantizer(), axis, fold=fold, group=64, signs=signs)
+    [found] = Reference().prepare(x, made)
     moved = x.movedim(axis, -1) * fold
     expected = quantize(transform(moved, 64, signs).bfloat16(), "mxfp4")
     assert isinstance(found, QuantizedTensor)
@@ -168,10 +169,10 @@ def test_order_is_fold_hadamard_quantizer(axis: int) -> None:
 
 def test_a_transform_is_rounded_to_bf16_before_a_quantizer_alone() -> None:
     x = normal((32, 64), 10)
-    plain = Reference().prepare(x, preparation(None, 1, group=64))
+    [plain] = Reference().prepare(x, preparation(None, 1, group=64))
     assert isinstance(plain, Tensor) and plain.dtype == torch.float32
     assert torch.equal(plain, transform(x, 64))
-    rounded = Reference().prepare(x, preparation(Quantizer(), 1, group=64))
+    [rounded] = Reference().prepare(x, preparation(Quantizer(), 1, group=64))
     assert isinstance(rounded, QuantizedTensor)
     assert torch.equal(rounded.codes, quantize(transform(x, 64).bfloat16(), "mxfp4").codes)
 
@@ -180,11 +181,11 @@ def test_hadamard_in_high_precision_leaves_the_product() -> None:
     x, w = normal((M, K), 11), normal((K, N), 12)
     prepare = Reference().prepare
     signs = random_signs(64, Key(1), 2)
-    a = prepare(x, preparation(None, 1, group=64, signs=signs))
-    b = prepare(w, preparation(None, 0, group=64, signs=signs))
+    [a] = prepare(x, preparation(None, 1, group=64, signs=signs))
+    [b] = prepare(w, preparation(None, 0, group=64, signs=signs))
     product = Reference().multiply(a, b, 1.0, torch.float32)
     assert relative_error(product, x.double() @ w.double()) < 1e-6
-    wrong = prepare(w.t(), preparation(None, 0, group=32, signs=signs[:32]))  # the other axis
+    [wrong] = prepare(w.t(), preparation(None, 0, group=32, signs=signs[:32]))  # the other axis
     assert relative_error(a.double() @ wrong.double(), x.double() @ w.double()) > 0.5  # type: ignore
 
 
@@ -193,8 +194,8 @@ def test_noise_follows_the_layout_the_model_holds() -> None:
     x = torch.full((32, 32), 0.6)
     x[0, :], x[:, 0] = 4.0, 4.0  # every block's scale is 1 either way
     quantizer, noise = get_quantizer("mxfp4-sr"), Noise(Key(8), 9)
-    rows = Reference().prepare(x, preparation(quantizer, 1, noise=noise))
-    columns = Reference().prepare(x, preparation(quantizer, 0, noise=noise))
+    [rows] = Reference().prepare(x, preparation(quantizer, 1, noise=noise))
+    [columns] = Reference().prepare(x, preparation(quantizer, 0, noise=noise))
     assert isinstance(rows, QuantizedTensor) and isinstance(columns, QuantizedTensor)
     assert torch.equal(rows.dequantize(), columns.dequantize())
     assert 0.1 < float((rows.dequantize() == 1.0).double().mean()) < 0.3  # .6: a fifth go up
@@ -212,7 +213,7 @@ def test_row_and_tensor_maxima_reach_the_quantizer() -> None:
         widest = Reference().absolute_max(x, plain)
         assert widest.shape == shape and widest.max() == 2 * x.abs().max()
         found, same, wider = (
-            Reference().prepare(x, preparation(quantizer, 1, fold=fold, widest=given))
+            Reference().prepare(x, preparation(quantizer, 1, fold=fold, widest=given))[0]
             for given in (None, widest, 7 * widest)
         )
         assert all(isinstance(q, QuantizedTensor) for q in (found, same, wider))

@@ -38,9 +38,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts: Counter[str] = Counter()
     prepare = Reference.prepare
 
-    def counting(self: Reference, x: Tensor, preparation: Any) -> Any:
-        counts[preparation.label] += 1
-        return prepare(self, x, preparation)
+    def counting(self: Reference, x: Tensor, *preparations: Any) -> Any:
+        counts.update(preparation.label for preparation in preparations)
+        return prepare(self, x, *preparations)
 
     monkeypatch.setattr(Reference, "prepare", counting)
     return counts

@@ -1,0 +1,1 @@
+"""Triton kernels, which backends alone use."""

@@ -1,0 +1,44 @@
+"""On a GPU: the quantize kernels' codes and scales are the reference's."""
+
+import pytest
+import torch
+
+from megatron_fp4.backends import Preparation, fused
+from megatron_fp4.backends.bf16 import Bf16
+from megatron_fp4.backends.reference import Reference
+from megatron_fp4.philox import Key, Noise
+from megatron_fp4.quantizer import QuantizedTensor, get_quantizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+
+def test_codes_and_scales_are_the_reference_s() -> None:
+    from tests.kernels.cases import differences
+
+    assert differences("cuda") == []
+
+
+@pytest.mark.parametrize("group", [0, 64, 128])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp4-ceil-sr"])
+def test_a_large_gradient_both_ways_through_the_backend(name: str, group: int) -> None:
+    x = torch.randn(1024, 4096, device="cuda").bfloat16()
+    wanted = [
+        Preparation(
+            "",
+            get_quantizer(name),
+            axis,
+            group=group,
+            noise=Noise(Key(3), axis) if name.endswith("sr") else None,
+        )  # fmt: skip
+        for axis in (1, 0)
+    ]
+    assert fused.prepare(x, *wanted) is not None
+    for found, other in zip(
+        Bf16().prepare(x, *wanted), Reference().prepare(x, *wanted), strict=True
+    ):
+        assert isinstance(found, QuantizedTensor) and isinstance(other, QuantizedTensor)
+        differing = (found.codes != other.codes).sum() + (found.scales != other.scales).sum()
+        assert differing <= (1e-4 * x.numel() if group else 0)

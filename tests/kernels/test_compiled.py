@@ -1,0 +1,45 @@
+"""The kernels compile for Hopper and Blackwell, on a machine without either."""
+
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megatron_fp4.kernels.mxfp4 import quantize_kernel
+
+BOTH = {"ALONG": True, "ACROSS": True}
+PLAIN = {"HADAMARD": 0, "SIGNED": False, "FACTOR": 1.0}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "nearest": BOTH | PLAIN | {"STOCHASTIC": False},
+    "stochastic": BOTH | PLAIN | {"STOCHASTIC": True},
+    "along": BOTH | PLAIN | {"STOCHASTIC": False, "ACROSS": False},
+    "across": BOTH | PLAIN | {"STOCHASTIC": True, "ALONG": False},
+    "hadamard": BOTH | {"STOCHASTIC": True, "HADAMARD": 64, "SIGNED": True, "FACTOR": 0.125},
+}
+REST = {"CEIL": True, "PRESCALE": 0.75, "INTERPRETED": False, "HAS_ROWS": True}
+REST |= {"HAS_GROUPS": True, "TILE_ROWS": 64, "TILE_COLUMNS": 64}
+
+
+def assembly(capability: int, constants: dict[str, Any], dtype: str = "*bf16") -> str:
+    types = {"x_ptr": dtype, "rows_ptr": "*i64", "groups_ptr": "*i64"}
+    types |= {name: "*u8" for name in quantize_kernel.arg_names if name.endswith(("codes_ptr",))}
+    types |= {name: "*u8" for name in quantize_kernel.arg_names if name.endswith("scales_ptr")}
+    types |= {name: "*fp32" for name in quantize_kernel.arg_names if name.endswith("signs_ptr")}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in quantize_kernel.arg_names
+    }
+    source = ASTSource(quantize_kernel, signature, constants)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_kernel_compiles(variant: str, capability: int) -> None:
+    ptx = assembly(capability, VARIANTS[variant] | REST)
+    multiplies = any(name in ptx for name in ("wgmma.mma", "mma.sync", "tcgen05.mma"))
+    assert multiplies == bool(VARIANTS[variant]["HADAMARD"])  # transforms on tensor cores
+    # Subnormal numbers are not flushed where the codes are made.
+    assert "mul.ftz" not in ptx and "max.ftz" not in ptx

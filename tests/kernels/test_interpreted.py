@@ -1,0 +1,47 @@
+"""The quantize kernels in Triton's interpreter, on a CPU, against the reference."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# The cases that each is tried on, and the edit.
+MISTAKES = {
+    "ties go up": ("floor nearest", "(a + anchor)", "(a + anchor * 1.0000001)"),
+    "1.5 is clipped": ("ceil nearest", "> 0x400000)", ">= 0x400000)"),
+    "a whole's noise": ("floor stochastic", "[:, None].to(tl.int64) * per_row", "[:, None] * 12"),
+    "words in another order": ("floor stochastic", "tl.join(w0, w2)", "tl.join(w0, w1)"),
+    "NaN is hidden": ("floor nearest", "finite = widest < 0x7F800000", "finite = widest >= 0"),
+}
+
+
+def differences(*path: Path, cases: str = "") -> list[str]:
+    """What tests/kernels/cases.py prints with the packages that lie in `path` first."""
+    search = os.pathsep.join(map(str, (*path, ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.cases", cases],
+        cwd=path[0] if path else ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.split("\n")[:-1]
+
+
+def test_codes_and_scales_are_the_reference_s() -> None:
+    assert differences() == [""]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_kernel_is_noticed(mistake: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "megatron_fp4", tmp_path / "megatron_fp4")
+    path = tmp_path / "megatron_fp4/kernels/mxfp4.py"
+    cases, right, wrong = MISTAKES[mistake]
+    assert right in path.read_text()
+    path.write_text(path.read_text().replace(right, wrong))
+    assert differences(tmp_path, cases=f"{cases} 1.0 torch.bfloat16") != [""]
