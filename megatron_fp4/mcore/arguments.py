@@ -194,6 +194,7 @@ def _checked(parse: Callable[..., argparse.Namespace]) -> Callable[..., argparse
         if not _installed("fused_weight_gradient_mlp_cuda"):
             parsed.gradient_accumulation_fusion = False
         options.settle(parsed)
+        _check_background_save(parsed)
         if not (parsed.use_checkpoint_args or parsed.yaml_cfg):  # those bring arguments later
             validate(parsed)
         return parsed
@@ -284,6 +285,8 @@ def _token_type(prefix: str) -> type[numpy.number] | None:
 def _check_save(args: argparse.Namespace) -> None:
     if args.save is None:
         return
+    if args.non_persistent_save_interval and args.non_persistent_ckpt_type is None:
+        raise ConfigError("--non-persistent-save-interval needs --non-persistent-ckpt-type global")
     if args.save_interval is None:
         raise ConfigError("--save needs --save-interval N: the steps from checkpoint to checkpoint")
     if is_object_storage_path(args.save):
@@ -296,3 +299,24 @@ def _check_save(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--save {args.save} cannot be written ({error.strerror}): give another folder"
         ) from error
+
+
+def _check_background_save(args: argparse.Namespace) -> None:
+    """Refuses --async-save where its worker would die and the ranks wait for it, or Megatron stop
+    with a traceback once it has saved."""
+    if not args.async_save:
+        return
+    if args.ckpt_format == "torch":
+        raise ConfigError("--async-save does not save in --ckpt-format torch: leave out one")
+    if not args.use_persistent_ckpt_worker:
+        return  # Megatron says that it leaves out the flag, and saves in the foreground
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "--async-save needs a GPU, which its worker asks for, and this machine shows none: "
+            "leave it out"
+        )
+    if args.async_strategy == "nvrx" and not _installed("nvidia_resiliency_ext"):
+        raise ConfigError(
+            "--async-save needs nvidia-resiliency-ext: pip install nvidia-resiliency-ext, or add "
+            "--async-strategy mcore"
+        )

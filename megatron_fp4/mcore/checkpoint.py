@@ -8,7 +8,6 @@ T stands for megatron/training.
 
 import argparse
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,12 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import maybe_load_config
-from megatron.training import checkpointing, get_args, print_rank_0, training
+from megatron.training import checkpointing, get_args, training
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fp4.errors import ConfigError
-
-# What must be as it was, besides the content of the recipe, for the numbers to be the same.
-_FLAGS = {
-    "fp4_numerics_version": "numerics version",
-    "fp4_seed": "--fp4-seed",
-    "first_last_layers_bf16": "--first-last-layers-bf16",
-    "num_layers_at_start_in_bf16": "--num-layers-at-start-in-bf16",
-    "num_layers_at_end_in_bf16": "--num-layers-at-end-in-bf16",
-}
-# Fields of a recipe with flags of their own, and those that change no number.
-_SCHEDULE = {"bf16_after": "--fp4-bf16-after", "bf16_gemms": "--fp4-bf16-gemms"}
-_WORDS = ("name", "description", "paper")
-_SHOWN = 3  # differing fields of a recipe that the line names
+from megatron_fp4.mcore.comparison import compare
 
 # The files of a torch_dist checkpoint, first those without which it is none.
 _FILES = ("metadata.json", ".metadata", "common.pt", "integrity.json", "*.distcp")
@@ -46,6 +33,9 @@ def install() -> None:
     training.load_checkpoint = _in_one_line(training.load_checkpoint)
     checkpointing._load_base_checkpoint = _if_whole(checkpointing._load_base_checkpoint)
     checkpointing.check_checkpoint_args = _comparing(checkpointing.check_checkpoint_args)
+    checkpointing.load_args_from_checkpoint = _in_one_line_at_parsing(
+        checkpointing.load_args_from_checkpoint
+    )
     dist_checkpointing.save = _from_nothing(dist_checkpointing.save)
 
 
@@ -62,97 +52,6 @@ def _comparing(upstream: Callable[..., None]) -> Callable[..., None]:
     return check_checkpoint_args
 
 
-def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
-    """Raises ConfigError where `launch` would go on from a checkpoint with other FP4 numerics than
-    `saved`, the arguments in it, unless --fp4-load-anyway. Going from or to high precision is
-    what a launch says itself: it is told, as another version of the plugin is."""
-    then, now = (getattr(args, "fp4_recipe_content", None) for args in (saved, launch))
-    if not (then and now):
-        if then or now:
-            words = [_spelled(saved) if then else "no recipe", _spelled(launch) if now else "none"]
-            _tell("the checkpoint was trained with {}, this launch has {}".format(*words))
-        return
-    version = getattr(saved, "fp4_plugin_version", None)
-    if version != launch.fp4_plugin_version:
-        _tell(f"version {version} saved the checkpoint, this is {launch.fp4_plugin_version}")
-    differing = "; ".join(_differences(saved, launch))
-    if differing and not launch.fp4_load_anyway:
-        raise ConfigError(
-            f"the checkpoint was trained with other numerics: {differing}; give what was, or "
-            "--fp4-load-anyway to go on with what is"
-        )
-    if differing:
-        _tell(f"goes on from other numerics: {differing}")
-
-
-def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[str]:
-    found = []
-    for name, flag in _FLAGS.items():
-        found += _was_and_is(flag, getattr(saved, name, None), getattr(launch, name, None))
-    # A file may change under its path, and a built-in recipe stand in a file: the content counts.
-    old, new = (_fields(args.fp4_recipe_content) for args in (saved, launch))
-    for name, flag in _SCHEDULE.items():
-        found += _was_and_is(flag, old.pop(name, None), new.pop(name, None))
-    if fields := _changed(old, new):
-        found.append(f"--fp4-recipe was {_spelled(saved)} and is {_spelled(launch)} ({fields})")
-    then, now = (_modules(args) for args in (saved, launch))
-    if then != now:
-        was, is_ = (_said(args.fp4_module_recipe) for args in (saved, launch))
-        # Where the texts are equal, what changed is in a file of theirs.
-        fields = "; ".join(_changed(a, b) for (_, a), (_, b) in zip(then, now, strict=False))
-        shown = f" ({fields})" if fields else ""
-        found.append(f"--fp4-module-recipe was {was} and is {is_}{shown}")
-    return found
-
-
-def _was_and_is(what: str, old: Any, new: Any) -> list[str]:
-    # A flag that one of them has not got yet is as if left out.
-    return [f"{what} was {_said(old)} and is {_said(new)}"] if (old or 0) != (new or 0) else []
-
-
-def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """The first fields of a recipe that are others, as one text."""
-    fields = []
-    for name in sorted(old.keys() | new.keys()):
-        fields += _was_and_is(name, old.get(name), new.get(name))
-    return ", ".join(fields[:_SHOWN] + ["..."] * (len(fields) > _SHOWN))
-
-
-def _modules(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
-    """Each --fp4-module-recipe: its glob and its recipe's fields; none of BF16."""
-    given = getattr(args, "fp4_module_contents", [])
-    return [(glob, _fields(content) if content else {}) for glob, content in given]
-
-
-def _fields(content: str) -> dict[str, Any]:
-    """A recipe's content as one level of fields: fprop.a.rule and its like."""
-    return _flat(json.loads(content))
-
-
-def _flat(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in recipe.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        elif prefix or name not in _WORDS:
-            flat[prefix + name] = value
-    return flat
-
-
-def _spelled(args: argparse.Namespace) -> str:
-    return " ".join([args.fp4_recipe, *args.fp4_recipe_option])
-
-
-def _said(value: Any) -> str:
-    if value is None or value is False or value == []:
-        return "none"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _tell(line: str) -> None:
-    print_rank_0(f"megatron-fp4: {line}")
-
-
 # --- a whole checkpoint --------------------------------------------------------------------------
 
 
@@ -164,7 +63,7 @@ def _if_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
         load_dir: str | None, args: argparse.Namespace, rank0: bool = False, **kwargs: Any
     ) -> Any:
         if rank0 and load_dir is not None and _is_judged(args):
-            problem = [problem_in(Path(load_dir), args.ckpt_step)]
+            problem = [problem_in(Path(load_dir), args.ckpt_step, _non_persistent(load_dir, args))]
             if torch.distributed.is_initialized():  # all stop or none, whatever each can see
                 torch.distributed.broadcast_object_list(problem, src=0)
             if problem[0] is not None:
@@ -175,39 +74,96 @@ def _if_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_judged(args: argparse.Namespace) -> bool:
-    plain = args.non_persistent_ckpt_type is None and not args.enable_msc
+    plain = args.non_persistent_ckpt_type in (None, "global") and not args.enable_msc
     return plain and args.ckpt_format == "torch_dist"
 
 
-def problem_in(folder: Path, step: int | None = None) -> str | None:
+def _non_persistent(load_dir: str, args: argparse.Namespace) -> Path | None:
+    """Where T/checkpointing.py:_load_base_checkpoint looks for non-persistent checkpoints."""
+    if args.non_persistent_ckpt_type is None:
+        return None
+    inside = Path(load_dir, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
+    return Path(args.non_persistent_global_ckpt_dir or inside)
+
+
+def problem_in(folder: Path, step: int | None = None, beside: Path | None = None) -> str | None:
     """Why a run cannot go on from `folder`, and what to do; None if it can, or finds nothing there.
 
     step: the iteration asked for, or None for the one that the tracker file names.
+    beside: the folder of non-persistent checkpoints, whose newest is loaded if it is not older.
     """
-    tracker = Path(checkpointing.get_checkpoint_tracker_filename(folder))
-    named = tracker.read_text(errors="replace").strip() if tracker.is_file() else None
-    if named is None and step is None and _last_whole(folder) is None:
-        return None
-    if named is None and step is None:
-        problem = f"{folder} holds a checkpoint and no {tracker.name}"
-    elif named is not None and named != "release" and not named.isdecimal():
-        problem = f"{tracker} names no iteration but {named[:20]!r}"
+    if beside is not None and _goes_first(beside, folder, step):
+        problem = _problem_of_named(beside, None)
     else:
-        release = named == "release"
-        iteration = 0 if release else step or int(named or 0)
-        name = checkpointing.get_checkpoint_name(folder, iteration, release, return_base_dir=True)
-        flaw = flaw_of(Path(name))
-        if flaw is None:
-            return None
-        problem = f"{name} is not a whole checkpoint: {flaw}"
-    last = _last_whole(folder)
-    if last is None:
+        problem = _problem_of_named(folder, step)
+    return problem and f"{problem}; {_remedy(folder, step, beside)}"
+
+
+def _problem_of_named(folder: Path, step: int | None) -> str | None:
+    tracker, named = _tracker(folder), _named(folder)
+    if named is None and step is None:
         return (
-            f"{problem}; none there is whole: remove {folder}, or leave out --load, to start anew"
+            None
+            if _last_whole(folder) is None
+            else f"{folder} holds a checkpoint and no {tracker.name}"
         )
-    if step is not None and (named is None or named.isdecimal()):
-        return f"{problem}; the last whole one is --ckpt-step {last}"
-    return f"{problem}; write {last} into {tracker} to go on from the last whole one"
+    if named is not None and _iteration(named) is None:
+        return f"{tracker} names no iteration but {named[:20]!r}"
+    release = named == "release"
+    iteration = 0 if release else step or int(named or 0)
+    name = checkpointing.get_checkpoint_name(folder, iteration, release, return_base_dir=True)
+    flaw = flaw_of(Path(name))
+    return flaw and f"{name} is not a whole checkpoint: {flaw}"
+
+
+def _goes_first(beside: Path, folder: Path, step: int | None) -> bool:
+    """Whether T/checkpointing.py:_load_base_checkpoint would load from `beside`, or would have if
+    its tracker were there and said something."""
+    persistent, newest = _iteration(_named(folder)), _iteration(_named(beside))
+    if persistent is None:
+        return False  # a tracker that says nothing, which is read in any case
+    persistent = step or persistent
+    if newest == -1:
+        return (_last_whole(beside) or -1) > persistent
+    return newest is None or newest >= persistent
+
+
+def _remedy(folder: Path, step: int | None, beside: Path | None) -> str:
+    """What to do for the last whole checkpoint of both folders to be loaded."""
+    last = _last_whole(folder)
+    other = None if beside is None else _last_whole(beside)
+    found = [iteration for iteration in (last, other) if iteration is not None]
+    if not found:
+        return f"none there is whole: remove {folder}, or leave out --load, to start anew"
+    best, steps = max(found), []
+    persistent = _iteration(_named(folder))
+    if step is not None and persistent is not None:
+        steps += [f"give --ckpt-step {best}"] * (step != best)
+    elif persistent is None or persistent > best or (best == last and persistent != best):
+        steps.append(f"write {best} into {_tracker(folder)}")
+    newest = -1 if beside is None else _iteration(_named(beside))
+    if beside is not None and best == other:
+        steps += [f"write {best} into {_tracker(beside)}"] * (newest != best)
+    elif beside is not None and (newest is None or newest >= best):
+        steps.append(f"remove {_tracker(beside)}")
+    return f"{' and '.join(steps)} to go on from the last whole one"
+
+
+def _tracker(folder: Path) -> Path:
+    return Path(checkpointing.get_checkpoint_tracker_filename(folder))
+
+
+def _named(folder: Path) -> str | None:
+    """What the tracker file of a folder says; None if there is none."""
+    tracker = _tracker(folder)
+    return tracker.read_text(errors="replace").strip() if tracker.is_file() else None
+
+
+def _iteration(named: str | None) -> int | None:
+    """The iteration that a tracker file names; -1 if there is no file, None if it names none."""
+    if named is None or named == "release":
+        return -1 if named is None else 0
+    return int(named) if named.isdecimal() else None
 
 
 def _last_whole(folder: Path) -> int | None:
@@ -261,21 +217,56 @@ def _from_nothing(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_one_line(upstream: Callable[..., Any]) -> Callable[..., Any]:
     # T/training.py:setup_model_and_optimizer calls it: what cannot be read, or does not fit the
-    # model, would be a traceback from every rank.
+    # model, would be a traceback from every rank, or an exit with status 0.
     @functools.wraps(upstream)
     def load_checkpoint(*args: Any, load_arg: str = "load", **kwargs: Any) -> Any:
         try:
             return upstream(*args, load_arg=load_arg, **kwargs)
         except ConfigError:
             raise
+        except SystemExit as ended:
+            raise ConfigError(_given_up(_folder(get_args(), load_arg), ended)) from ended
         except (Exception, CheckpointException) as error:  # torch's is no Exception
-            folder = getattr(get_args(), load_arg) or get_args().pretrained_checkpoint
+            cause, remedy = _cause(error), "or load another"
+            if "optimizer.distributed.dp_group_idx" in cause:  # of shards as they were in memory
+                remedy = (
+                    "or save with --dist-ckpt-optim-fully-reshardable to change the layout "
+                    "(--expert-model-parallel-size too), or load with --no-load-optim"
+                )
             raise ConfigError(
-                f"the checkpoint in {folder} cannot be loaded: {_cause(error)}; launch with the "
-                "model, layout and optimizer that saved it, or load another"
+                f"the checkpoint in {_folder(get_args(), load_arg)} cannot be loaded: {cause}; "
+                f"launch with the model, layout and optimizer that saved it, {remedy}"
             ) from error
 
     return load_checkpoint
+
+
+def _in_one_line_at_parsing(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    # T/arguments.py:parse_and_validate_args calls it for --use-checkpoint-args.
+    @functools.wraps(upstream)
+    def load_args_from_checkpoint(
+        args: argparse.Namespace, load_arg: str = "load", **kwargs: Any
+    ) -> Any:
+        try:
+            return upstream(args, load_arg=load_arg, **kwargs)
+        except SystemExit as ended:
+            raise ConfigError(_given_up(_folder(args, load_arg), ended)) from ended
+
+    return load_args_from_checkpoint
+
+
+def _given_up(folder: str, ended: SystemExit) -> str:
+    """What there is to say where T/checkpointing.py calls sys.exit()."""
+    if ended.__context__ is None:  # not within an except clause, but after words of its own
+        return f"no checkpoint in {folder} can be loaded, as Megatron says above; load another"
+    return (
+        f"the checkpoint in {folder} cannot be loaded: {_cause(ended.__context__)}; load another, "
+        "or leave out --load to start anew"
+    )
+
+
+def _folder(args: argparse.Namespace, load_arg: str) -> str:
+    return str(getattr(args, load_arg) or args.pretrained_checkpoint)
 
 
 def _cause(error: BaseException) -> str:

@@ -13,6 +13,7 @@ import torch
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.transformer.module import MegatronModule
 from megatron.training import arguments, get_args
@@ -44,6 +45,8 @@ def install() -> None:
         arguments.parse_args = _knowing_recipes(arguments.parse_args)
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         _mend_distributed_adam()
+    if not hasattr(ChainedOptimizer.load_state_dict, "__wrapped__"):
+        ChainedOptimizer.load_state_dict = _of_other_experts(ChainedOptimizer.load_state_dict)
     checkpoint.install()
 
 
@@ -109,6 +112,62 @@ def _init_state(optimizer: DistributedOptimizer) -> None:
             adam.state[parameter] = {"step": torch.tensor(0.0)} | {
                 key: torch.zeros_like(parameter) for key in optimizer.optimizer_state_keys
             }
+
+
+def _of_other_experts(upstream: Callable[..., None]) -> Callable[..., None]:
+    # C/optimizer/__init__.py gives the parameters of experts an optimizer of their own where
+    # expert parallelism is on. Tensors are found by their names; what else an optimizer has lies
+    # under its number, or under none where it is alone, and is moved to where it is looked for.
+    @functools.wraps(upstream)
+    def load_state_dict(self: ChainedOptimizer, state: Any) -> None:
+        count = len(self.chained_optimizers)
+        if isinstance(state, dict):  # a list is of the format torch, which keeps its layout
+            saved = [state] if _has_settings(state) else _numbered(state)
+            if len(saved) != count:
+                own = [state] if count == 1 else _numbered(state)
+                for optimizer, one in zip(self.chained_optimizers, own, strict=True):
+                    _settle(one, saved, optimizer.optimizer.state_dict()["param_groups"])
+                state = state if count == 1 else dict(enumerate(own))
+        upstream(self, state)
+
+    return load_state_dict
+
+
+def _has_settings(state: dict[str, Any]) -> bool:
+    return any("lr" in group for group in state.get("optimizer", {}).get("param_groups", []))
+
+
+def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
+    return [state[number] for number in sorted(key for key in state if isinstance(key, int))]
+
+
+def _settle(
+    state: dict[str, Any], saved: list[dict[str, Any]], groups: list[dict[str, Any]]
+) -> None:
+    """Gives an optimizer's loaded tensors the rest of its state, and the saved settings of its
+    parameter groups, whichever optimizer had them."""
+    _fill(state, saved[0])
+    keys = [key for key in param_group_identifier_keys if key != "is_expert_parallel"]
+    settings = {
+        tuple(group.get(key) for key in keys): group
+        for one in saved
+        for group in one["optimizer"]["param_groups"]
+    }
+    state["optimizer"] = state["optimizer"] | {
+        "param_groups": [
+            settings[tuple(group.get(key) for key in keys)]
+            | {key: group[key] for key in ("params", "is_expert_parallel")}
+            for group in groups
+        ]
+    }
+
+
+def _fill(state: dict[str, Any], other: dict[str, Any]) -> None:
+    for name, value in other.items():
+        if isinstance(value, dict) and isinstance(state.get(name), dict):
+            _fill(state[name], value)
+        elif isinstance(name, str):
+            state.setdefault(name, value)
 
 
 def _knowing_recipes(parse: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:

@@ -46,11 +46,13 @@ _REFUSED = {
     "--heterogeneous-layers-config-path": "leave it out",
     "--init-model-with-meta-device": "leave it out",
     "--freeze-all-layers": "leave out the recipe",
+    "--non-persistent-ckpt-type": "use global, the only type that is judged before it is loaded",
     "--yaml-cfg": "give the flags on the command line",
 }
 # Values of them that ask for nothing, where that is not a value that is false.
 _HARMLESS: dict[str, Callable[[argparse.Namespace], bool]] = {
     "--context-parallel-size": lambda args: args.context_parallel_size == 1,
+    "--non-persistent-ckpt-type": lambda args: args.non_persistent_ckpt_type in (None, "global"),
     "--cuda-graph-impl": lambda args: args.cuda_graph_impl == "none",
     # Megatron fills it in with the tensor-parallel size.
     "--tensor-parallel-num-weight-shards": lambda args: (
@@ -131,7 +133,7 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--fp4-load-anyway",
         action="store_true",
-        help="go on from a checkpoint that was trained with another recipe, seed or schedule",
+        help="go on from a checkpoint of another recipe, seed, schedule or version",
     )
     return parser
 

@@ -61,6 +61,16 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
         ("--fp16 --bf16", "choose one"),
         ("--save checkpoints", "--save needs --save-interval N"),
         ("--save /proc/nope --save-interval 1", "/proc/nope cannot be written"),
+        ("--async-save --ckpt-format torch", "leave out one"),
+        ("--async-save --use-persistent-ckpt-worker", "needs a GPU.*leave it out"),
+        (
+            "--async-save --use-persistent-ckpt-worker --use-checkpoint-args",
+            "needs a GPU.*leave it out",
+        ),
+        (
+            "--save checkpoints --non-persistent-save-interval 2",
+            "needs --non-persistent-ckpt-type global",
+        ),
         ("--train-iters 0", "give --train-iters or --train-samples"),
         ("--not-a-flag", "unrecognized arguments: --not-a-flag"),
         ("--num-layers two", "invalid int value"),
@@ -215,3 +225,16 @@ def test_an_mlp_with_biases_is_not_recomputed() -> None:
     args.add_bias_linear = True
     with pytest.raises(ConfigError, match="add --disable-bias-linear"):
         arguments.validate(args)
+
+
+def test_saving_in_the_background_needs_its_package_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = parse(*MOCK_DATA, "--async-save")  # upstream saves in the foreground, and says so
+    args.use_persistent_ckpt_worker = True
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(arguments, "_installed", lambda package: False)
+    with pytest.raises(ConfigError, match="add --async-strategy mcore"):
+        arguments._check_background_save(args)
+    args.async_strategy = "mcore"
+    arguments._check_background_save(args)

@@ -233,6 +233,8 @@ REFUSED = [
     "--heterogeneous-layers-config-path some.json",
     "--init-model-with-meta-device",
     "--freeze-all-layers",
+    "--non-persistent-ckpt-type local",
+    "--non-persistent-ckpt-type in_memory",
     "--yaml-cfg some.yaml",
 ]
 
