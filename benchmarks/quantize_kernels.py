@@ -111,10 +111,10 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     """The result as a Markdown table."""
     lines = ["| matrix | kernel | µs | TB/s | of a copy | aim |", "|---" * 6 + "|"]
     for row in rows:
-        size = " × ".join(map(str, row["shape"]))
-        cells: list[str] = [size, row["kernel"], f"{row['us']:.1f}", f"{row['TB/s']:.2f}"]
+        size = " × ".join(str(n) for n in row["shape"])
+        cells = [size, row["kernel"], f"{row['us']:.1f}", f"{row['TB/s']:.2f}"]
         cells += [f"{row['share']:.0%}", f"{row['aim']:.0%}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
@@ -127,7 +127,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("the kernels are timed on a GPU, and this machine shows none")
     rows = study()
-    result = {
+    result: dict[str, Any] = {
         "what": "quantize kernels against a copy",
         "stamp": stamp(args.commit),
         "rows": rows,

@@ -191,7 +191,11 @@ def _direction(
     )  # fmt: skip
 
 
-@triton.jit
+# Else every step, stream and seed that is 1 or a multiple of 16 would be another kernel.
+_NUMBERS = ["along_stream", "across_stream", "per_row", "step", "seed_low", "seed_high"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def quantize_kernel(
     x_ptr,
     along_codes_ptr,
