@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from megatron_fp4.backends.base import Operand, Preparation
@@ -30,10 +31,11 @@ def prepare(x: Tensor, *preparations: Preparation) -> list[Operand] | None:
         if p.quantizer is None or not plain or not takes(x, p.quantizer, p.axis, p.group):
             return None
         copies.append((p.quantizer, Copy(p.axis, p.noise, p.signs), p.group))
-    if len(preparations) == 2 and _together(*preparations):
-        (quantizer, one, group), (_, other, _) = copies
-        return [*quantize(x, quantizer, [one, other], group)]
-    return [quantize(x, quantizer, [copy], group)[0] for quantizer, copy, group in copies]
+    with torch.cuda.device_of(x):  # Triton launches on the current one
+        if len(preparations) == 2 and _together(*preparations):
+            (quantizer, one, group), (_, other, _) = copies
+            return [*quantize(x, quantizer, [one, other], group)]
+        return [quantize(x, quantizer, [copy], group)[0] for quantizer, copy, group in copies]
 
 
 def _together(one: Preparation, other: Preparation) -> bool:

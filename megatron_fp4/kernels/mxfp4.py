@@ -48,21 +48,49 @@ def _bits16(rows, groups, per_row, step, stream, seed_low, seed_high):
 
 
 @triton.jit
-def _encode(v, bits, STOCHASTIC: tl.constexpr, EXACT: tl.constexpr):
-    """E2M1 codes (int32) of scaled values. EXACT: v may have more than 16 significant bits."""
-    word = v.to(tl.int32, bitcast=True)
-    sign = (word >> 28) & 8
+def _times_up(a, b, INTERPRETED: tl.constexpr):
+    """a * b for a >= 0, rounded up."""
+    if INTERPRETED:
+        product = a * b
+        short = (product * (1.0 / b) < a).to(tl.int32)
+        return (product.to(tl.int32, bitcast=True) + short).to(tl.float32, bitcast=True)
+    return tl.inline_asm_elementwise(
+        "mul.rp.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _encode(v, bits, STOCHASTIC: tl.constexpr, FLOOR: tl.constexpr, INTERPRETED: tl.constexpr):
+    """E2M1 codes (int32) of scaled values with few significant bits, as BF16 has.
+
+    Divided by 2^126 the grid's 1 is float32's smallest normal number, so that 1/2 is subnormal in
+    both: the bits of a magnitude are then its code, and 22 bits of the way to the next one.
+    """
+    sign = (v.to(tl.int32, bitcast=True) >> 28) & 8
+    a = tl.abs(v)
+    if FLOOR:  # ceil scales leave nothing above 6
+        a = tl.minimum(a, 6.0)
+    down = tl.full([], 1.1754943508222875e-38, tl.float32)  # 2^-126
+    if STOCHASTIC:
+        # Up if the way, of 2^22, is above (bits + 1/2) 2^6.
+        way = _times_up(a, down, INTERPRETED).to(tl.int32, bitcast=True)
+        return sign | ((way + (0x3FFFFF - 32) - (bits << 6)) >> 22)
+    way = (a * down).to(tl.int32, bitcast=True)
+    return sign | ((way + 0x1FFFFF + ((way >> 22) & 1)) >> 22)
+
+
+@triton.jit
+def _encode_wide(v, bits, STOCHASTIC: tl.constexpr):
+    """E2M1 codes (int32) of scaled values, with any float32's significant bits."""
+    sign = (v.to(tl.int32, bitcast=True) >> 28) & 8
     a = tl.minimum(tl.abs(v), 6.0)
     # The grid's step is half of the power of two below, and 1/2 below 1.
     field = tl.maximum(a.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
     if STOCHASTIC:
         # In steps, as a fixed-point number with 16 bits after the point.
         y = a * ((144 << 23) - (field - (127 << 23))).to(tl.float32, bitcast=True)
-        if EXACT:
-            whole = tl.floor(y)
-            fixed = whole.to(tl.int32) + (y - whole > 0.5).to(tl.int32)
-        else:
-            fixed = tl.ceil(y - 0.5).to(tl.int32)
+        whole = tl.floor(y)
+        fixed = whole.to(tl.int32) + (y - whole > 0.5).to(tl.int32)
         # Up if the fraction is above (bits + 1/2) / 65536.
         steps = (fixed + 65535 - bits) >> 16
     else:
@@ -73,7 +101,53 @@ def _encode(v, bits, STOCHASTIC: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _blocks(
+def _scales(widest, CEIL: tl.constexpr):
+    """(E8M0 bytes, which blocks are finite) of the bits of the blocks' largest magnitudes; as
+    integers NaN is above Inf."""
+    byte = (widest >> 23) - 2
+    if CEIL:
+        byte += ((widest & 0x7FFFFF) > 0x400000).to(tl.int32)  # above 1.5, 6 is too small
+    return tl.maximum(byte, 0), widest < 0x7F800000
+
+
+@triton.jit
+def _codes(
+    scaled,
+    finite,
+    bits,
+    CEIL: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRESCALE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """E2M1 codes; 0 in blocks that are not finite."""
+    # A prescale, and an input wider than BF16, have more bits than the fast way tells apart.
+    if WIDE or PRESCALE != 1.0:
+        code = _encode_wide(scaled * PRESCALE, bits, STOCHASTIC)
+    else:
+        code = _encode(scaled, bits, STOCHASTIC, not CEIL, INTERPRETED)
+    return tl.where(finite, code, 0)
+
+
+@triton.jit
+def _packed(code):
+    """int32 words of eight codes each, which lie in three last axes of 2."""
+    even, odd = tl.split(code)
+    low, high = tl.split(even | (odd << 4))
+    first, last = tl.split(low | (high << 8))
+    return first | (last << 16)
+
+
+@triton.jit
+def _stored(values, ptr, rows, columns, n_rows, n_columns):
+    """Stores values[i, j] at [rows[i], columns[j]] of a row-major matrix."""
+    there = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
+    tl.store(ptr + rows[:, None].to(tl.int64) * n_columns + columns[None, :], values, mask=there)
+
+
+@triton.jit
+def _along(
     v,
     bits,
     codes_ptr,
@@ -84,37 +158,68 @@ def _blocks(
     n_columns,
     CEIL: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    EXACT: tl.constexpr,
+    WIDE: tl.constexpr,
     PRESCALE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """Quantizes a tile in blocks along its last axis, and stores codes and scales."""
+    """The copy with blocks along the rows of a tile: [rows, columns]."""
     R: tl.constexpr = v.shape[0]
-    K: tl.constexpr = v.shape[1]
+    C: tl.constexpr = v.shape[1]
     word = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    widest = tl.max(tl.reshape(word, (R, K // 32, 32)), 2)  # as integers: NaN is above Inf
-    finite = widest < 0x7F800000
-    byte = (widest >> 23) - 2
-    if CEIL:
-        byte += ((widest & 0x7FFFFF) > 0x400000).to(tl.int32)  # above 1.5, 6 is too small
-    byte = tl.maximum(byte, 0)
+    byte, finite = _scales(tl.max(tl.reshape(word, (R, C // 32, 32)), 2), CEIL)
     inverse = ((254 - byte) << 23).to(tl.float32, bitcast=True)
-    scaled = tl.reshape(v, (R, K // 32, 32)) * inverse[:, :, None]
-    if PRESCALE != 1.0:
-        scaled *= PRESCALE
+    scaled = tl.reshape(v, (R, C // 32, 32)) * inverse[:, :, None]
     if STOCHASTIC:
-        bits = tl.reshape(bits, (R, K // 32, 32))
-    code = _encode(scaled, bits, STOCHASTIC, EXACT)
-    code = tl.where(finite[:, :, None], code, 0)
-    low, high = tl.split(tl.reshape(code, (R, K // 2, 2)))
+        bits = tl.reshape(bits, (R, C // 32, 32))
+    code = _codes(
+        scaled, finite[:, :, None], bits, CEIL, STOCHASTIC, WIDE, PRESCALE, INTERPRETED
+    )  # fmt: skip
+    packed = _packed(tl.reshape(code, (R, C // 8, 2, 2, 2)))
     rows = row0 + tl.arange(0, R)
-    packed = column0 // 2 + tl.arange(0, K // 2)
-    there = (rows < n_rows)[:, None] & (packed < n_columns // 2)[None, :]
-    places = rows[:, None].to(tl.int64) * (n_columns // 2) + packed[None, :]
-    tl.store(codes_ptr + places, (low | (high << 4)).to(tl.uint8), mask=there)
-    blocks = column0 // 32 + tl.arange(0, K // 32)
-    there = (rows < n_rows)[:, None] & (blocks < n_columns // 32)[None, :]
-    places = rows[:, None].to(tl.int64) * (n_columns // 32) + blocks[None, :]
-    tl.store(scales_ptr + places, tl.where(finite, byte, 255).to(tl.uint8), mask=there)
+    words = column0 // 8 + tl.arange(0, C // 8)
+    _stored(packed, codes_ptr, rows, words, n_rows, n_columns // 8)
+    blocks = column0 // 32 + tl.arange(0, C // 32)
+    byte = tl.where(finite, byte, 255).to(tl.uint8)
+    _stored(byte, scales_ptr, rows, blocks, n_rows, n_columns // 32)
+
+
+@triton.jit
+def _across(
+    v,
+    bits,
+    codes_ptr,
+    scales_ptr,
+    row0,
+    column0,
+    n_rows,
+    n_columns,
+    CEIL: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRESCALE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """The copy with blocks along the columns of a tile: [columns, rows]. Elements stay where they
+    are until eight of them are a word."""
+    R: tl.constexpr = v.shape[0]
+    C: tl.constexpr = v.shape[1]
+    word = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    byte, finite = _scales(tl.max(tl.reshape(word, (R // 32, 32, C)), 1), CEIL)
+    inverse = ((254 - byte) << 23).to(tl.float32, bitcast=True)
+    scaled = tl.reshape(v, (R // 32, 32, C)) * inverse[:, None, :]
+    if STOCHASTIC:
+        bits = tl.reshape(bits, (R // 32, 32, C))
+    code = _codes(
+        scaled, finite[:, None, :], bits, CEIL, STOCHASTIC, WIDE, PRESCALE, INTERPRETED
+    )  # fmt: skip
+    eights = tl.reshape(code, (R // 8, 2, 2, 2, C))
+    packed = tl.trans(_packed(tl.permute(eights, (0, 4, 1, 2, 3))))
+    columns = column0 + tl.arange(0, C)
+    words = row0 // 8 + tl.arange(0, R // 8)
+    _stored(packed, codes_ptr, columns, words, n_columns, n_rows // 8)
+    blocks = row0 // 32 + tl.arange(0, R // 32)
+    byte = tl.trans(tl.where(finite, byte, 255).to(tl.uint8))
+    _stored(byte, scales_ptr, columns, blocks, n_columns, n_rows // 32)
 
 
 @triton.jit
@@ -126,69 +231,69 @@ def _widened(x):
 
 
 @triton.jit
-def _transformed(
-    x,
+def _hadamard(GROUP: tl.constexpr):
+    """The symmetric matrix H of a group, float32."""
+    i = tl.arange(0, GROUP)
+    parity = i[:, None] & i[None, :]
+    parity ^= parity >> 4
+    parity ^= parity >> 2
+    parity ^= parity >> 1
+    return (1 - 2 * (parity & 1)).to(tl.float32)
+
+
+@triton.jit
+def _rounded(product, FACTOR: tl.constexpr, INTERPRETED: tl.constexpr):
+    """float32 of product * FACTOR rounded to BF16; Triton's interpreter would cut it off."""
+    product *= FACTOR
+    if INTERPRETED:
+        word = product.to(tl.int32, bitcast=True)
+        even = (word + 0x7FFF + ((word >> 16) & 1)) & -0x10000
+        return tl.where(tl.abs(product) < float("inf"), even.to(tl.float32, bitcast=True), product)
+    return product.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _product(a, b, INTERPRETED: tl.constexpr):
+    """a b in float32 of matrices that are exact in BF16; Triton's interpreter would multiply BF16
+    as the integers of its bits."""
+    if INTERPRETED:
+        return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+
+
+@triton.jit
+def _turned_along(
+    v,
     signs_ptr,
     GROUP: tl.constexpr,
     SIGNED: tl.constexpr,
     FACTOR: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """float32 of x diag(signs) H / sqrt(g) along the last axis of a BF16 tile, rounded to BF16.
-    INTERPRETED: Triton's interpreter multiplies BF16 matrices as the integers of their bits, and
-    cuts numbers off where it should round them to BF16."""
-    R: tl.constexpr = x.shape[0]
-    K: tl.constexpr = x.shape[1]
-    i = tl.arange(0, GROUP)
-    parity = i[:, None] & i[None, :]
-    parity ^= parity >> 4
-    parity ^= parity >> 2
-    parity ^= parity >> 1
-    h = (1 - 2 * (parity & 1)).to(tl.float32)
+    """v diag(signs) H / sqrt(g) along the rows of a tile, rounded to BF16."""
+    R: tl.constexpr = v.shape[0]
+    C: tl.constexpr = v.shape[1]
+    h = _hadamard(GROUP)
     if SIGNED:  # the signs come first: they are those of H's rows
-        h *= tl.load(signs_ptr + i)[:, None]
-    grouped = tl.reshape(x, (R * K // GROUP, GROUP))
-    if INTERPRETED:
-        product = tl.dot(_widened(grouped), h, input_precision="ieee") * FACTOR
-        word = product.to(tl.int32, bitcast=True)
-        even = word + 0x7FFF + ((word >> 16) & 1)
-        rounded = (even & -0x10000).to(tl.float32, bitcast=True)
-        rounded = tl.where(tl.abs(product) < float("inf"), rounded, product)
-    else:
-        product = tl.dot(grouped, h.to(tl.bfloat16)) * FACTOR
-        rounded = product.to(tl.bfloat16).to(tl.float32)
-    return tl.reshape(rounded, (R, K))
+        h *= tl.load(signs_ptr + tl.arange(0, GROUP))[:, None]
+    product = _product(tl.reshape(v, (R * C // GROUP, GROUP)), h, INTERPRETED)
+    return tl.reshape(_rounded(product, FACTOR, INTERPRETED), (R, C))
 
 
 @triton.jit
-def _direction(
-    x,
-    bits,
-    codes_ptr,
-    scales_ptr,
+def _turned_across(
+    v,
     signs_ptr,
-    row0,
-    column0,
-    n_rows,
-    n_columns,
-    CEIL: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    PRESCALE: tl.constexpr,
-    HADAMARD: tl.constexpr,
+    GROUP: tl.constexpr,
     SIGNED: tl.constexpr,
     FACTOR: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One copy of a tile whose last axis is the blocked one."""
-    EXACT: tl.constexpr = x.dtype == tl.float32
-    if HADAMARD:
-        v = _transformed(x, signs_ptr, HADAMARD, SIGNED, FACTOR, INTERPRETED)
-    else:
-        v = _widened(x)
-    _blocks(
-        v, bits, codes_ptr, scales_ptr, row0, column0, n_rows, n_columns,
-        CEIL, STOCHASTIC, EXACT, PRESCALE,
-    )  # fmt: skip
+    """The same along the columns of a tile that has a group of rows: H diag(signs) v / sqrt(g)."""
+    h = _hadamard(GROUP)
+    if SIGNED:
+        h *= tl.load(signs_ptr + tl.arange(0, GROUP))[None, :]
+    return _rounded(_product(h, v, INTERPRETED), FACTOR, INTERPRETED)
 
 
 # Else every step, stream and seed that is 1 or a multiple of 16 would be another kernel.
@@ -237,6 +342,8 @@ def quantize_kernel(
     there = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
     places = rows[:, None].to(tl.int64) * n_columns + columns[None, :]
     x = tl.load(x_ptr + places, mask=there, other=0.0)
+    WIDE: tl.constexpr = x.dtype != tl.bfloat16
+    v = _widened(x)
     bits = 0
     if STOCHASTIC:
         groups = column0 // 8 + tl.arange(0, TILE_COLUMNS // 8)
@@ -249,17 +356,20 @@ def quantize_kernel(
     if ALONG:
         if STOCHASTIC:
             bits = _bits16(at_rows, at_groups, per_row, step, along_stream, seed_low, seed_high)
-        _direction(
-            x, bits, along_codes_ptr, along_scales_ptr, along_signs_ptr,
-            row0, column0, n_rows, n_columns,
-            CEIL, STOCHASTIC, PRESCALE, HADAMARD, SIGNED, FACTOR, INTERPRETED,
+        turned = v
+        if HADAMARD:
+            turned = _turned_along(v, along_signs_ptr, HADAMARD, SIGNED, FACTOR, INTERPRETED)
+        _along(
+            turned, bits, along_codes_ptr, along_scales_ptr, row0, column0, n_rows, n_columns,
+            CEIL, STOCHASTIC, WIDE, PRESCALE, INTERPRETED,
         )  # fmt: skip
     if ACROSS:
         if STOCHASTIC:
             bits = _bits16(at_rows, at_groups, per_row, step, across_stream, seed_low, seed_high)
-            bits = tl.trans(bits)
-        _direction(
-            tl.trans(x), bits, across_codes_ptr, across_scales_ptr, across_signs_ptr,
-            column0, row0, n_columns, n_rows,
-            CEIL, STOCHASTIC, PRESCALE, HADAMARD, SIGNED, FACTOR, INTERPRETED,
+        turned = v
+        if HADAMARD:
+            turned = _turned_across(v, across_signs_ptr, HADAMARD, SIGNED, FACTOR, INTERPRETED)
+        _across(
+            turned, bits, across_codes_ptr, across_scales_ptr, row0, column0, n_rows, n_columns,
+            CEIL, STOCHASTIC, WIDE, PRESCALE, INTERPRETED,
         )  # fmt: skip

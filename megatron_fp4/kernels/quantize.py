@@ -14,7 +14,7 @@ from megatron_fp4.kernels.mxfp4 import BLOCK, quantize_kernel
 from megatron_fp4.philox import GROUP, Noise
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
-HADAMARD_GROUPS = (16, 32, 64, 128)  # those that a tensor core's product takes
+HADAMARD_GROUPS = (32, 64, 128)  # those that blocks divide, and a tensor core's product takes
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MASK = 0xFFFFFFFF
 
@@ -57,11 +57,11 @@ def quantize(
     noise = next(iter(noises.values()), None)
     place = None if noise is None else noise.placement
     low, high = (0, 0) if noise is None else noise.key.words()
-    tile_rows, tile_columns, warps = _tile(len(made), group)
+    tile_rows, tile_columns, warps = _tile(group, 0 in made or quantizer.stochastic)
     operands: list[Tensor | int] = []
     for axis in (1, 0):
         copy = made.get(axis)
-        operands += [x, x] if copy is None else [copy.codes, copy.scales]
+        operands += [x, x] if copy is None else [copy.codes.view(torch.int32), copy.scales]
         operands += [signs.get(axis, x), _signed(noises[axis].stream) if axis in noises else 0]
     grid = (triton.cdiv(rows, tile_rows), triton.cdiv(columns, tile_columns))
     has_rows = place is not None and place.rows is not None
@@ -102,9 +102,12 @@ def _empty(x: Tensor, quantizer: Quantizer, axis: int) -> QuantizedTensor:
     return QuantizedTensor(codes, scales, None, quantizer, x.shape, axis)
 
 
-def _tile(copies: int, group: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program; a tile holds whole transforms in either direction."""
-    return (64, 64, 4) if group <= 64 else (128, 128, 8)
+def _tile(group: int, heavy: bool) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a program, by what was fastest on an H200. A tile has as many rows
+    as a transform."""
+    if group:
+        return group, max(64, group), 4
+    return (64, 64, 2) if heavy else (32, 64, 1)
 
 
 def _signed(word: int) -> int:

@@ -24,7 +24,7 @@ REST |= {"HAS_GROUPS": True, "TILE_ROWS": 64, "TILE_COLUMNS": 64}
 
 def assembly(capability: int, constants: dict[str, Any], dtype: str = "*bf16") -> str:
     types = {"x_ptr": dtype, "rows_ptr": "*i64", "groups_ptr": "*i64"}
-    types |= {name: "*u8" for name in quantize_kernel.arg_names if name.endswith(("codes_ptr",))}
+    types |= {name: "*i32" for name in quantize_kernel.arg_names if name.endswith("codes_ptr")}
     types |= {name: "*u8" for name in quantize_kernel.arg_names if name.endswith("scales_ptr")}
     types |= {name: "*fp32" for name in quantize_kernel.arg_names if name.endswith("signs_ptr")}
     signature = {

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # The cases that each is tried on, and the edit.
 MISTAKES = {
-    "ties go up": ("floor nearest", "(a + anchor)", "(a + anchor * 1.0000001)"),
+    "ties go up": ("floor nearest", "0x1FFFFF + ((way >> 22) & 1)", "0x200000"),
     "1.5 is clipped": ("ceil nearest", "> 0x400000)", ">= 0x400000)"),
     "a whole's noise": ("floor stochastic", "[:, None].to(tl.int64) * per_row", "[:, None] * 12"),
     "words in another order": ("floor stochastic", "tl.join(w0, w2)", "tl.join(w0, w1)"),
