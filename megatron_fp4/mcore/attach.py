@@ -59,26 +59,32 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
             "lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16"
         )
     check_streams(row.name for row in quantized)
+    most = max(_of_all_ranks(_kept_bytes(run, [linear for _, linear, _ in found])))
     if torch.distributed.get_rank() == 0:
         others = [recipe for _, recipe in run.modules if recipe is not None]
-        linears = [linear for _, linear, _ in found]
-        print(table([run.recipe, *others], rows), _kept(run, linears), flush=True)
+        print(table([run.recipe, *others], rows), _kept(run, most), flush=True)
     return model
 
 
-def _kept(run: Run, linears: list[Fp4Layer]) -> str:
+def _kept_bytes(run: Run, linears: list[Fp4Layer]) -> int:
     """What the weights' operands take on this rank."""
-    form = run.keeps_weights
-    if form is None:
-        return "\n  weights are quantized for each microbatch anew"
-    total = sum(
-        kept_bytes(layer.weight, layer.fp4.recipe, layer.config.params_dtype, form == "decoded")
+    return sum(
+        kept_bytes(
+            layer.weight,
+            layer.fp4.recipe,
+            layer.config.params_dtype,
+            run.keeps_weights == "decoded",
+        )
         for layer in linears
         if layer.fp4 is not None
     )
-    return (
-        f"\n  weights are quantized once a step and kept {form}: {total / 2**20:.1f} MiB on rank 0"
-    )
+
+
+def _kept(run: Run, most: int) -> str:
+    if run.keeps_weights is None:
+        return "\n  weights are quantized for each microbatch anew"
+    size = f"{most / 2**20:,.1f} MiB" if most >= 2**20 else f"{most / 2**10:,.1f} KiB"
+    return f"\n  weights are quantized once a step and kept {run.keeps_weights}: {size} on a rank"
 
 
 def check_streams(names: Iterable[str]) -> None:
@@ -219,9 +225,14 @@ def _kept_in_bf16(run: Run, number: int | None) -> bool:
 
 def _gather(rows: list[Row]) -> list[Row]:
     """Every rank's rows, each once, in the order of their names."""
-    everyone: list[list[Row]] = [[] for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(everyone, rows)
-    return sorted({row for part in everyone for row in part}, key=lambda row: _kind(row.name))
+    everyone = {row for part in _of_all_ranks(rows) for row in part}
+    return sorted(everyone, key=lambda row: _kind(row.name))
+
+
+def _of_all_ranks[A](mine: A) -> list[A]:
+    found: list[A] = [mine for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(found, mine)
+    return found
 
 
 def _kind(name: str) -> tuple[str, int, int]:
