@@ -188,8 +188,11 @@ class Backward:
             exact = dtype if dtype == torch.bfloat16 else _wide(dtype)  # float16 overflows
             values, scale = kept.factors(exact)
             return values, None if scale is None else scale.expand(len(values), 1).flatten()
-        value = kept.dequantize(_wide(dtype))
-        if self.recipe.fprop.hadamard is not None:  # from the basis in which it was quantized
+        turned = self.recipe.fprop.hadamard is not None
+        # Two significant bits and a power of two are exact in BF16 too.
+        narrow = kept.quantizer.scale == "e8m0" and dtype == torch.bfloat16 and not turned
+        value = kept.dequantize(dtype if narrow else _wide(dtype))
+        if turned:  # from the basis in which it was quantized
             source = Source("fprop", OPERANDS[gemm][1], value)
             forward = self.call.preparation(self.recipe, source)
             value = inverse(value, forward.group, forward.signs)

@@ -293,3 +293,14 @@ def test_names() -> None:
     assert {"mxfp4", "mxfp4-ceil", "mxfp4-sr", "mxfp4-ceil-sr", "nvfp4"} <= set(list_quantizers())
     assert get_quantizer("mxfp4") == Quantizer()
     assert get_quantizer("mxfp4-ceil-sr") == Quantizer(rule="ceil", rounding="stochastic")
+
+
+def test_mxfp4_is_exact_in_bf16() -> None:
+    """Every code under every scale, the subnormal and the overflowing ones too."""
+    bytes_ = torch.arange(255, dtype=torch.uint8)[:, None]
+    codes = formats.pack(torch.arange(32, dtype=torch.uint8) % 16).expand(255, 16)
+    every = QuantizedTensor(codes, bytes_, None, Quantizer(), torch.Size((255, 32)), 1)
+    wide, narrow = every.dequantize(torch.float64), every.dequantize(torch.bfloat16)
+    within = wide.abs() <= torch.finfo(torch.bfloat16).max
+    assert torch.equal(narrow.double()[within], wide[within])
+    assert narrow[~within].isinf().all() and every.dequantize()[~within].isinf().all()
