@@ -15,7 +15,7 @@ MISTAKES = {
     "1.5 is clipped": ("ceil nearest", "> 0x400000)", ">= 0x400000)"),
     "a whole's noise": ("floor stochastic", "[:, None].to(tl.int64) * per_row", "[:, None] * 12"),
     "words in another order": ("floor stochastic", "tl.join(w0, w2)", "tl.join(w0, w1)"),
-    "NaN is hidden": ("floor nearest", "finite = widest < 0x7F800000", "finite = widest >= 0"),
+    "NaN is hidden": ("floor nearest", ", widest < 0x7F800000", ", widest >= 0"),
 }
 
 
