@@ -17,6 +17,8 @@ QUICK = {
     "pp2-vpp2": (("llama",), ("stochastic",)),
     "dp2": (("llama",), ("stochastic",)),
     "ep2": (("moe",), ("mxfp4", "stochastic")),
+    "tp2-sp-dp2": (("llama",), ("stochastic",)),
+    "tp2-pp2": (("llama",), ("stochastic",)),
 }
 RUNNABLE = chosen(QUICK, torch.cuda.device_count() or 4)
 Get = Callable[[str], list[Row]]
