@@ -111,23 +111,30 @@ def _scales(widest, CEIL: tl.constexpr):
 
 
 @triton.jit
-def _codes(
-    scaled,
-    finite,
+def _quantized(
+    v,
     bits,
+    AXIS: tl.constexpr,
     CEIL: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     WIDE: tl.constexpr,
     PRESCALE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """E2M1 codes; 0 in blocks that are not finite."""
+    """(E2M1 codes, E8M0 bytes, which blocks are finite) of v, whose AXIS of 32 is that of the
+    blocks; those that are not have codes 0."""
+    widest = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
+    byte, finite = _scales(widest, CEIL)
+    inverse = ((254 - byte) << 23).to(tl.float32, bitcast=True)
+    scaled = v * tl.expand_dims(inverse, AXIS)
+    if STOCHASTIC:
+        bits = tl.reshape(bits, v.shape)
     # A prescale, and an input wider than BF16, have more bits than the fast way tells apart.
     if WIDE or PRESCALE != 1.0:
         code = _encode_wide(scaled * PRESCALE, bits, STOCHASTIC)
     else:
         code = _encode(scaled, bits, STOCHASTIC, not CEIL, INTERPRETED)
-    return tl.where(finite, code, 0)
+    return tl.where(tl.expand_dims(finite, AXIS), code, 0), byte, finite
 
 
 @triton.jit
@@ -165,14 +172,9 @@ def _along(
     """The copy with blocks along the rows of a tile: [rows, columns]."""
     R: tl.constexpr = v.shape[0]
     C: tl.constexpr = v.shape[1]
-    word = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    byte, finite = _scales(tl.max(tl.reshape(word, (R, C // 32, 32)), 2), CEIL)
-    inverse = ((254 - byte) << 23).to(tl.float32, bitcast=True)
-    scaled = tl.reshape(v, (R, C // 32, 32)) * inverse[:, :, None]
-    if STOCHASTIC:
-        bits = tl.reshape(bits, (R, C // 32, 32))
-    code = _codes(
-        scaled, finite[:, :, None], bits, CEIL, STOCHASTIC, WIDE, PRESCALE, INTERPRETED
+    blocked = tl.reshape(v, (R, C // 32, 32))
+    code, byte, finite = _quantized(
+        blocked, bits, 2, CEIL, STOCHASTIC, WIDE, PRESCALE, INTERPRETED
     )  # fmt: skip
     packed = _packed(tl.reshape(code, (R, C // 8, 2, 2, 2)))
     rows = row0 + tl.arange(0, R)
@@ -203,14 +205,9 @@ def _across(
     are until eight of them are a word."""
     R: tl.constexpr = v.shape[0]
     C: tl.constexpr = v.shape[1]
-    word = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    byte, finite = _scales(tl.max(tl.reshape(word, (R // 32, 32, C)), 1), CEIL)
-    inverse = ((254 - byte) << 23).to(tl.float32, bitcast=True)
-    scaled = tl.reshape(v, (R // 32, 32, C)) * inverse[:, None, :]
-    if STOCHASTIC:
-        bits = tl.reshape(bits, (R // 32, 32, C))
-    code = _codes(
-        scaled, finite[:, None, :], bits, CEIL, STOCHASTIC, WIDE, PRESCALE, INTERPRETED
+    blocked = tl.reshape(v, (R // 32, 32, C))
+    code, byte, finite = _quantized(
+        blocked, bits, 1, CEIL, STOCHASTIC, WIDE, PRESCALE, INTERPRETED
     )  # fmt: skip
     eights = tl.reshape(code, (R // 8, 2, 2, 2, C))
     packed = tl.trans(_packed(tl.permute(eights, (0, 4, 1, 2, 3))))

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from megatron_fp4.kernels.mxfp4 import BLOCK, quantize_kernel
-from megatron_fp4.philox import GROUP, Noise
+from megatron_fp4.philox import GROUP, Key, Noise
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
 HADAMARD_GROUPS = (32, 64, 128)  # those that blocks divide, and a tensor core's product takes
@@ -54,9 +54,8 @@ def quantize(
     made = {copy.axis: _empty(x, quantizer, copy.axis) for copy in copies}
     noises = {copy.axis: copy.noise for copy in copies if copy.noise is not None}
     signs = {copy.axis: copy.signs for copy in copies if copy.signs is not None}
-    noise = next(iter(noises.values()), None)
-    place = None if noise is None else noise.placement
-    low, high = (0, 0) if noise is None else noise.key.words()
+    noise = next(iter(noises.values()), Noise(Key(0), 0))  # any will do where none is drawn
+    place, words = noise.placement, noise.key.words()
     tile_rows, tile_columns, warps = _tile(group, 0 in made or quantizer.stochastic)
     operands: list[Tensor | int] = []
     for axis in (1, 0):
@@ -64,19 +63,16 @@ def quantize(
         operands += [x, x] if copy is None else [copy.codes.view(torch.int32), copy.scales]
         operands += [signs.get(axis, x), _signed(noises[axis].stream) if axis in noises else 0]
     grid = (triton.cdiv(rows, tile_rows), triton.cdiv(columns, tile_columns))
-    has_rows = place is not None and place.rows is not None
-    has_groups = place is not None and place.groups is not None
     quantize_kernel[grid](
         x,
         *operands,
-        place.rows if place is not None and has_rows else x,
-        place.groups if place is not None and has_groups else x,
+        x if place.rows is None else place.rows,
+        x if place.groups is None else place.groups,
         rows,
         columns,
-        (place and place.groups_per_row) or columns // GROUP,
-        _signed(noise.key.step & _MASK) if noise is not None else 0,
-        _signed(low),
-        _signed(high),
+        place.groups_per_row or columns // GROUP,
+        _signed(noise.key.step & _MASK),
+        *map(_signed, words),
         ALONG=1 in made,
         ACROSS=0 in made,
         CEIL=quantizer.rule == "ceil",
@@ -86,8 +82,8 @@ def quantize(
         SIGNED=bool(signs),
         FACTOR=1 / math.sqrt(group) if group else 1.0,
         INTERPRETED=triton.knobs.runtime.interpret,
-        HAS_ROWS=has_rows,
-        HAS_GROUPS=has_groups,
+        HAS_ROWS=place.rows is not None,
+        HAS_GROUPS=place.groups is not None,
         TILE_ROWS=tile_rows,
         TILE_COLUMNS=tile_columns,
         num_warps=warps,
