@@ -26,9 +26,15 @@ E8M0_BIAS = 127
 E8M0_NAN = 0xFF
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a model of `dtype` quantizes and accumulates in: float64 stays, the rest
+    becomes float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def widen(x: Tensor) -> Tensor:
-    """`x` in the dtype that quantization computes in: float64 stays, the rest becomes float32."""
-    return x if x.dtype == torch.float64 else x.float()
+    """`x` in the dtype that quantization computes in."""
+    return x.to(wide(x.dtype))
 
 
 @cache

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_fp4.backends import Operand, finish
 from megatron_fp4.call import CONTRACTED, Call, Source
 from megatron_fp4.communication import Pending
+from megatron_fp4.formats import wide
 from megatron_fp4.hadamard import inverse
 from megatron_fp4.outliers import Residual
 from megatron_fp4.quantizer import QuantizedTensor
@@ -74,7 +75,7 @@ def fprop(
         travels.wait(),
         _multiplied(w_operand, "fprop", recipe, call, x),
         gemm.correction,
-        x.dtype if alone else _wide(x.dtype),
+        x.dtype if alone else wide(x.dtype),
     )
     for term in (compensation, bias):
         if term is not None:
@@ -185,13 +186,13 @@ class Backward:
             assert isinstance(kept, Tensor)
             return kept.to(dtype), None
         if self._left_by_forward(gemm):
-            exact = dtype if dtype == torch.bfloat16 else _wide(dtype)  # float16 overflows
+            exact = dtype if dtype == torch.bfloat16 else wide(dtype)  # float16 overflows
             values, scale = kept.factors(exact)
             return values, None if scale is None else scale.expand(len(values), 1).flatten()
         turned = self.recipe.fprop.hadamard is not None
         # Two significant bits and a power of two are exact in BF16 too.
         narrow = kept.quantizer.scale == "e8m0" and dtype == torch.bfloat16 and not turned
-        value = kept.dequantize(dtype if narrow else _wide(dtype))
+        value = kept.dequantize(dtype if narrow else wide(dtype))
         if turned:  # from the basis in which it was quantized
             source = Source("fprop", OPERANDS[gemm][1], value)
             forward = self.call.preparation(self.recipe, source)
@@ -282,7 +283,7 @@ class Backward:
         if residual is None and estimator is None:
             dw = multiply(dy, x, correction, needs.dw_dtype, needs.dw_into)
         else:
-            dw = multiply(dy, x, correction, _wide(self.dy.dtype))
+            dw = multiply(dy, x, correction, wide(self.dy.dtype))
             if estimator is not None:
                 # Recipe's own checks see to it that W was quantized and is here.
                 assert isinstance(saved.w, QuantizedTensor) and saved.weight is not None
@@ -311,7 +312,3 @@ def _multiplied(operand: Operand, gemm: str, recipe: Recipe, call: Call, like: T
 
 def _tokens(x: Operand) -> int:
     return x.shape[0] if isinstance(x, QuantizedTensor | Tensor) else len(x.values)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_fp4.backends import Operand
 from megatron_fp4.call import Call
+from megatron_fp4.formats import wide
 from megatron_fp4.gemms import Backward, Needs, Saved, fprop, pack_x
 from megatron_fp4.outliers import Residual
 from megatron_fp4.philox import Key
@@ -81,11 +82,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _bias_gradient(dy: Operand, dtype: torch.dtype) -> Tensor:
-    wide = torch.promote_types(dtype, torch.float32)
     if isinstance(dy, QuantizedTensor):
-        return dy.dequantize(wide).sum(0)
+        return dy.dequantize(wide(dtype)).sum(0)
     assert isinstance(dy, Tensor)
-    return dy.to(wide).sum(0)
+    return dy.to(wide(dtype)).sum(0)
 
 
 def _added_to_main_grad(weight: Tensor) -> Tensor:

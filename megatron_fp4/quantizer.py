@@ -138,7 +138,7 @@ class QuantizedTensor:
         values = self.elements(dtype)
         values = values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
         if self.quantizer.outer:
-            outer = self.block_scales(torch.promote_types(dtype, torch.float32)).view(-1, 1)
+            outer = self.block_scales(formats.wide(dtype)).view(-1, 1)
             return values, outer if self.tensor_scale is None else outer * self.tensor_scale
         values = per_block(values, self.quantizer.block, self.block_scales(dtype), torch.mul)
         return values, None if self.tensor_scale is None else self.tensor_scale.view(1, 1)
@@ -160,7 +160,7 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The tensor that the codes stand for, in the original layout and `dtype`."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = formats.wide(dtype)
         values, outer = self.factors(wide)
         if self.quantizer.scale == "fp32":
             values = values / self.scales.to(wide).view(-1, 1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.backends import Operand
+from megatron_fp4.formats import wide
 from megatron_fp4.recipe import Recipe
 
 # By "<gemm>" the operand and what is to be folded into dY; by "<gemm> decoded" the operand as the
@@ -38,6 +39,6 @@ def kept_bytes(weight: Tensor, recipe: Recipe, dtype: torch.dtype, decoded: bool
     if decoded:
         from_forward = recipe.backward == "forward" and recipe.fprop.b is not None
         forms = (recipe.fprop.b is not None) + (recipe.dgrad.b is not None or from_forward)
-        width = 2 if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32).itemsize
+        width = 2 if dtype == torch.bfloat16 else wide(dtype).itemsize
         total += forms * weight.numel() * width
     return total

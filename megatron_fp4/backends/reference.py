@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.backends.base import Decoded, Operand, Preparation, finish
-from megatron_fp4.formats import widen
+from megatron_fp4.formats import wide, widen
 from megatron_fp4.hadamard import transform
 from megatron_fp4.quantizer import QuantizedTensor, absolute_max, quantize_matrix
 from megatron_fp4.recipe import GemmRecipe
@@ -41,8 +41,9 @@ class Reference:
         )
 
     def decode(self, operand: Operand, dtype: torch.dtype) -> Operand:
-        wide = torch.promote_types(dtype, torch.float32)
-        return Decoded(*factors(operand, wide)) if isinstance(operand, QuantizedTensor) else operand
+        if isinstance(operand, QuantizedTensor):
+            return Decoded(*factors(operand, wide(dtype)))
+        return operand
 
     def multiply(
         self,
@@ -55,8 +56,7 @@ class Reference:
         if into is None and isinstance(a, Tensor) and isinstance(b, Tensor):
             if a.dtype == b.dtype == out_dtype:
                 return a @ b.t()
-        wide = torch.float64 if out_dtype == torch.float64 else torch.float32
-        (a_values, a_outer), (b_values, b_outer) = factors(a, wide), factors(b, wide)
+        (a_values, a_outer), (b_values, b_outer) = (factors(x, wide(out_dtype)) for x in (a, b))
         product = scale_product(a_values @ b_values.t(), a_outer, b_outer, correction)
         return finish(product, out_dtype, into)
 
