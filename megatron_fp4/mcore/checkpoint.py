@@ -63,14 +63,23 @@ def _if_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
         load_dir: str | None, args: argparse.Namespace, rank0: bool = False, **kwargs: Any
     ) -> Any:
         if rank0 and load_dir is not None and _is_judged(args):
-            problem = [problem_in(Path(load_dir), args.ckpt_step, _non_persistent(load_dir, args))]
-            if torch.distributed.is_initialized():  # all stop or none, whatever each can see
-                torch.distributed.broadcast_object_list(problem, src=0)
-            if problem[0] is not None:
-                raise ConfigError(problem[0])
+            problem = _judged_once(Path(load_dir), args)
+            if problem is not None:
+                raise ConfigError(problem)
         return upstream(load_dir, args, rank0=rank0, **kwargs)
 
     return _load_base_checkpoint
+
+
+def _judged_once(load_dir: Path, args: argparse.Namespace) -> str | None:
+    """What rank 0 finds: all stop or none, and one reads the metadata."""
+    is_world = torch.distributed.is_initialized()
+    found: list[str | None] = [None]
+    if not is_world or torch.distributed.get_rank() == 0:
+        found = [problem_in(load_dir, args.ckpt_step, _non_persistent(load_dir, args))]
+    if is_world:
+        torch.distributed.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def _is_judged(args: argparse.Namespace) -> bool:
@@ -78,11 +87,11 @@ def _is_judged(args: argparse.Namespace) -> bool:
     return plain and args.ckpt_format == "torch_dist"
 
 
-def _non_persistent(load_dir: str, args: argparse.Namespace) -> Path | None:
+def _non_persistent(load_dir: Path, args: argparse.Namespace) -> Path | None:
     """Where T/checkpointing.py:_load_base_checkpoint looks for non-persistent checkpoints."""
     if args.non_persistent_ckpt_type is None:
         return None
-    inside = Path(load_dir, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
+    inside = load_dir / checkpointing._NON_PERSISTENT_CKPT_SUBDIR
     return Path(args.non_persistent_global_ckpt_dir or inside)
 
 

@@ -63,8 +63,7 @@ _HARMLESS: dict[str, Callable[[argparse.Namespace], bool]] = {
         <= (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
     ),
 }
-
-
+# Where argparse puts what is named otherwise.
 _DESTINATIONS = {"--fp8-format": "fp8", "--cuda-graph-scope": "cuda_graph_scope_deprecated"}
 
 
@@ -163,13 +162,12 @@ def settle(args: argparse.Namespace) -> None:
             "--first-last-layers-bf16: add it"
         )
     # Megatron writes its arguments into every checkpoint, and so the recipe, its options, the seed
-    # and these; checkpoint.py compares them on loading.
+    # and these; comparison.py compares them on loading.
     args.fp4_plugin_version = megatron_fp4.__version__
     args.fp4_numerics_version = NUMERICS_VERSION
     args.fp4_recipe_content = recipe and _content(recipe)
-    args.fp4_module_contents = [
-        (glob, own and _content(own)) for glob, own in module_recipes(args) if recipe is not None
-    ]
+    modules = [] if recipe is None else module_recipes(args)
+    args.fp4_module_contents = [(glob, own and _content(own)) for glob, own in modules]
     if args.fp4_seed is None:
         args.fp4_seed = args.seed
     if not 0 <= args.fp4_seed < 2**64:
