@@ -34,15 +34,12 @@ from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.num_microbatches_calculator import (  # noqa: E402
     init_num_microbatches_calculator,
 )
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
-from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig  # noqa: E402
 
 from megatron_fp4 import recipes  # noqa: E402
 from megatron_fp4.call import Call  # noqa: E402
 from megatron_fp4.mcore import attach as attaching  # noqa: E402
 from megatron_fp4.mcore.run import Run  # noqa: E402
-from megatron_fp4.mcore.spec import layer_spec  # noqa: E402
+from tests.mcore import small_gpt  # noqa: E402
 
 
 def main() -> None:
@@ -250,34 +247,19 @@ def count_weights() -> Iterator[list[str]]:
 
 def build(case: Case, shape: Shape) -> Any:
     """A model of one layer."""
-    config = TransformerConfig(
+    config = small_gpt.config(
         num_layers=1,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
         num_attention_heads=shape.heads,
         num_query_groups=shape.query_groups,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
         bf16=True,
         params_dtype=torch.bfloat16,
         fp4_recipe=None if case.recipe == "bf16" else case.recipe,
         tensor_model_parallel_size=RANKS,
         sequence_parallel=case.sequence_parallel,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        transformer_impl="local",
     )
-    model = GPTModelConfig(
-        transformer=config,
-        transformer_layer_spec=layer_spec,
-        vocab_size=64,
-        seq_length=shape.sequence,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
-    chunk = GPTModelBuilder(model).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    chunk = small_gpt.build(config, 64, shape.sequence)
     return chunk.to(torch.cuda.current_device(), torch.bfloat16)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_fp4 import list_recipes
-from tests.mcore.launch import train
+from tests.mcore.launch import OVERLAP, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,8 +36,7 @@ def test_experts_on_two_gpus_learn(recipe: str) -> None:
 
 @two_gpus
 def test_overlapped_communication_on_two_gpus_learns() -> None:
-    overlap = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
-    losses = train(2, *FLAGS, *overlap, "--fp4-recipe", "tetrajet").losses
+    losses = train(2, *FLAGS, *OVERLAP, "--fp4-recipe", "tetrajet").losses
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 

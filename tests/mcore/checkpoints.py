@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_fp4 import list_recipes
-from tests.mcore.launch import MOCK_DATA, ROOT, TINY, Result, spawn
+from tests.mcore.launch import MOCK_DATA, OVERLAP, ROOT, TINY, Result, spawn
 from tests.mcore.test_fp4_training import weights
 
 RELAY = ROOT / "tests" / "mcore" / "relay.py"
@@ -22,7 +22,6 @@ ENDS = "--train-iters 2 --override-opt_param-scheduler"  # its schedule is anoth
 TRACKER = "latest_checkpointed_iteration.txt"
 MOE = "--num-experts 4 --moe-token-dispatcher-type allgather --moe-ffn-hidden-size 128"
 EP2 = "--expert-model-parallel-size 2"
-OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 GLOBAL = "--non-persistent-ckpt-type global --non-persistent-save-interval 2"
 TORCH = "--ckpt-format torch"
 OTHERS = [name for name in list_recipes() if name != "tetrajet"]
@@ -74,7 +73,7 @@ def truncate(path: Path) -> None:
 
 LAYOUTS = {
     "pp2": f"{TETRAJET} {PP2}",
-    "dp2-overlapped": f"--fp4-recipe mxfp4-rht-sr {OVERLAPPED}",
+    "dp2-overlapped": f"--fp4-recipe mxfp4-rht-sr {shlex.join(OVERLAP)}",
     "ep2": f"{TETRAJET} {MOE} {EP2}",
     "ep2-sharded": f"{TETRAJET} {MOE} {EP2} {SHARDED}",
 }

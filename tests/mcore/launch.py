@@ -19,6 +19,7 @@ TINY = """
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
     --log-interval 1 --eval-interval 1000 --eval-iters 1 --global-batch-size 4
 """.split()
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 MOCK_DATA = "--tokenizer-type NullTokenizer --vocab-size 512 --mock-data".split()
 
 

@@ -12,16 +12,14 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig, TransformerLayer
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from torch import Tensor
 
 from megatron_fp4.mcore.attach import attach
 from megatron_fp4.mcore.run import Run
-from megatron_fp4.mcore.spec import layer_spec
 from megatron_fp4.philox import stream_id
+from tests.mcore import small_gpt
 from tests.mcore.layouts import Layout
 
 VOCABULARY, SEQUENCE = 96, 32
@@ -33,10 +31,6 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_query_groups": 4,
     "kv_channels": 16,
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "add_bias_linear": False,
 }
 GPT2 = {
     "num_query_groups": 8,
@@ -90,21 +84,12 @@ def build(
 ) -> list[DistributedDataParallel]:
     """This rank's chunks, filled, following the run's recipe, in Megatron's own wrapper."""
     MTPLossLoggingHelper.tracker.clear()  # it holds as many depths as the last model had
-    config = GPTModelConfig(
-        **{
-            "transformer": _transformer(model, layout, dtype, recompute),
-            "transformer_layer_spec": layer_spec,
-            "vocab_size": VOCABULARY,
-            "seq_length": SEQUENCE,
-            "position_embedding_type": "rope",
-            "parallel_output": False,
-            "share_embeddings_and_output_weights": False,
-        }
-        | MODELS[model][1]
-    )
-    groups = ProcessGroupCollection.use_mpu_process_groups()
+    transformer = _transformer(model, layout, dtype, recompute)
+    own = {"parallel_output": False} | MODELS[model][1]
     stages = [None] if layout.vpp is None else list(range(layout.vpp))
-    chunks = [GPTModelBuilder(config).build_model(groups, vp_stage=stage) for stage in stages]
+    chunks: list[Any] = [
+        small_gpt.build(transformer, VOCABULARY, SEQUENCE, stage, **own) for stage in stages
+    ]
     for i, chunk in enumerate(chunks):
         for name, parameter in named_parameters(chunk):
             _fill(name, parameter)
@@ -115,7 +100,7 @@ def build(
         chunks[i] = chunk.to(torch.cuda.current_device(), dtype)
     attach(run, chunks)
     wrapper = DistributedDataParallelConfig()
-    return [DistributedDataParallel(config.transformer, wrapper, chunk) for chunk in chunks]
+    return [DistributedDataParallel(transformer, wrapper, chunk) for chunk in chunks]
 
 
 def _transformer(
@@ -133,20 +118,16 @@ def _transformer(
         "batch_p2p_comm": layout.vpp is None,
     }
     own = LLAMA | MODELS[model][0] | (RECOMPUTE[recompute] if recompute else {})
-    if recompute == "selective" and own["add_bias_linear"]:
+    if recompute == "selective" and own.get("add_bias_linear"):
         # Upstream's checkpoint of an MLP returns fc2's bias itself, which so becomes a result of
         # the checkpoint, and backward recomputes without end.
         own["recompute_modules"] = ["core_attn"]
-    return TransformerConfig(
+    return small_gpt.config(
         **own | sharding,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        fp4_recipe="a recipe",  # the run's; any will do to have this package's linears
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        transformer_impl="local",
     )
 
 

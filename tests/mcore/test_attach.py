@@ -6,19 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
 from megatron_fp4 import get_recipe
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import attach as attaching
 from megatron_fp4.mcore.attach import Row, attach, check_streams, table
 from megatron_fp4.mcore.run import Run
-from megatron_fp4.mcore.spec import layer_spec
 from megatron_fp4.quantizer import Quantizer
 from megatron_fp4.recipe import GemmRecipe, Recipe
+from tests.mcore import small_gpt
 from tests.mcore.launch import torchrun, train
 
 PP2 = ("--pipeline-model-parallel-size", "2")
@@ -27,26 +24,7 @@ TP2 = ("--tensor-model-parallel-size", "2")
 
 def model(num_layers: int = 4, **options: Any) -> MegatronModule:
     sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}
-    config = TransformerConfig(
-        num_layers=num_layers,
-        **sizes | options,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        fp4_recipe="tetrajet",
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        transformer_impl="local",
-    )
-    gpt = GPTModelConfig(
-        transformer=config,
-        transformer_layer_spec=layer_spec,
-        vocab_size=96,
-        seq_length=32,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
-    return GPTModelBuilder(gpt).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    return small_gpt.build(small_gpt.config(num_layers=num_layers, **sizes | options), 96, 32)
 
 
 def run(

@@ -18,7 +18,7 @@ from megatron_fp4.backends.reference import Reference
 from megatron_fp4.mcore.layers import Fp4State
 from megatron_fp4.mcore.run import Moment, Run
 from megatron_fp4.philox import Placement
-from tests.mcore.launch import train
+from tests.mcore.launch import OVERLAP, train
 from tests.mcore.test_run import BATCH, MICROBATCHES, SEQUENCE, run_of
 
 SIZE = 32
@@ -239,8 +239,6 @@ def test_experts_on_two_ranks_learn_and_recompute_their_own_noise() -> None:
 
 
 # --- main_grad ---------------------------------------------------------------------------------
-
-OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 
 
 def test_adding_to_main_grad_under_overlap_is_adding_without(tmp_path: Any) -> None:

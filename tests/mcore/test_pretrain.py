@@ -9,11 +9,10 @@ import sentencepiece
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from tests.mcore.launch import MOCK_DATA, ROOT, Result, spawn, torchrun, train
+from tests.mcore.launch import MOCK_DATA, OVERLAP, ROOT, Result, spawn, torchrun, train
 
 TP2_SP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 PP2 = ("--pipeline-model-parallel-size", "2")
-SHARDED_ADAM = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 DROPOUT = ("--bf16", "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -29,7 +28,7 @@ def test_tensor_and_sequence_parallel_losses_equal_those_of_one_process() -> Non
 
 def test_sharded_optimizer_equals_one_process_and_resumes_in_other_layouts(tmp_path: Path) -> None:
     save = ("--save", str(tmp_path), "--save-interval", "2", "--dist-ckpt-optim-fully-reshardable")
-    whole, sharded = alone("--bf16"), train(2, "--bf16", *SHARDED_ADAM, *save)
+    whole, sharded = alone("--bf16"), train(2, "--bf16", *OVERLAP, *save)
     assert sharded.losses == pytest.approx(whole.losses, rel=1e-5)
 
     # From the second of four steps on, with the optimizer's moments and its step count.

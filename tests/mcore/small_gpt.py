@@ -1,0 +1,51 @@
+"""A LLaMA-like model of this package's linears, built by Megatron's own builder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+
+from megatron_fp4.mcore.spec import layer_spec
+
+LLAMA: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+}
+
+
+def config(**options: Any) -> TransformerConfig:
+    """LLaMA's, but for what the options say."""
+    common = {
+        "fp4_recipe": "a recipe",  # the run's; any will do to have this package's linears
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "transformer_impl": "local",
+    }
+    return TransformerConfig(**LLAMA | common | options)
+
+
+def build(
+    transformer: TransformerConfig,
+    vocabulary: int,
+    sequence: int,
+    vp_stage: int | None = None,
+    **options: Any,
+) -> MegatronModule:
+    """One chunk of a model, without weights of its own. options: of Megatron's GPTModelConfig."""
+    common = {
+        "transformer_layer_spec": layer_spec,
+        "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": False,
+    }
+    model = GPTModelConfig(
+        transformer=transformer, vocab_size=vocabulary, seq_length=sequence, **common | options
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return GPTModelBuilder(model).build_model(groups, vp_stage=vp_stage)
