@@ -6,8 +6,7 @@ are gathered, forward and backward. What is kept for backward is never gathered.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -53,16 +52,21 @@ class Needs:
 
 
 def fprop(
-    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, call: Call
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    call: Call,
+    needs_dw: bool = True,
 ) -> tuple[Tensor, Saved]:
     """Y = X W^T + bias for x [tokens, in], weight [out, in], bias [out] or None; returns
-    (y [tokens, out], what may be saved, wgrad's X not packed yet). All terms are summed before the
-    output is rounded."""
+    (y [tokens, out], what may be saved). All terms are summed before the output is rounded."""
     call.watch("fprop", "x", x)
     call.watch("fprop", "w", weight)
     gemm, outliers = recipe.fprop, recipe.outliers
     clamped, residual = (x, None) if outliers is None else outliers.split(x)
-    x_operand, w_operand = _forward_operands(clamped, weight, recipe, call)
+    raw = x if needs_dw and _packs_x(x, recipe, call) else None
+    x_operand, w_operand, packed = _forward_operands(clamped, weight, raw, recipe, call)
     travels: Pending[Operand] = Pending.of(x_operand)
     if call.parallel is not None and call.has_part("x"):
         travels = call.parallel.gather(x_operand)
@@ -84,31 +88,36 @@ def fprop(
     y = y.to(x.dtype)
     if call.parallel is not None and call.has_part("dy"):
         y = call.parallel.scatter_sum(y).wait()
-    forward = recipe.backward == "forward"
-    clamped_for_wgrad = forward and gemm.a is not None  # raw X has its outliers still
-    reaches_dw = outliers is not None and outliers.compensate and outliers.residual_in_wgrad
+    clamps_dw = _keeps_forward_x(recipe)  # raw X has its outliers still
+    compensates_dw = outliers is not None and outliers.compensate and outliers.residual_in_wgrad
+    kept_x = x_operand if clamps_dw else x if packed is None else packed
     return y, Saved(
-        x_operand if clamped_for_wgrad else x,
-        w_operand if forward and gemm.b is not None else weight,
+        kept_x if needs_dw else None,
+        w_operand if recipe.backward == "forward" and gemm.b is not None else weight,
         weight if recipe.estimator is not None else None,
-        residual if reaches_dw and clamped_for_wgrad else None,
+        residual if needs_dw and clamps_dw and compensates_dw else None,
     )
 
 
 def _forward_operands(
-    x: Tensor, weight: Tensor, recipe: Recipe, call: Call
-) -> tuple[Operand, Operand]:
-    """X's and W's, with W's from an earlier call where it is kept."""
-    kept = call.weights
-    sources = [Source("fprop", "x", x, is_part=call.has_part("x"))]
-    if kept is not None and "fprop" in kept:
-        return call.prepare(recipe, x, *sources)[0], kept["fprop"][0]
-    x_operand, w_operand = call.prepare(
-        recipe, x, *sources, Source("fprop", "w", weight.to(x.dtype))
-    )
+    x: Tensor, weight: Tensor, raw: Tensor | None, recipe: Recipe, call: Call
+) -> tuple[Operand, Operand, Operand | None]:
+    """X's and W's, with W's from an earlier call where it is kept, and wgrad's of a raw X. They
+    are made together: what ranks must agree on takes one collective."""
+    kept, is_part = call.weights, call.has_part("x")
+    sources = [Source("fprop", "x", x, is_part=is_part)]
+    if raw is not None:
+        sources.append(Source("wgrad", "x", raw, is_part=is_part))
+    has_w = kept is not None and "fprop" in kept
+    if not has_w:
+        sources.append(Source("fprop", "w", weight.to(x.dtype)))
+    made = call.prepare(recipe, x, *sources)
+    packed = None if raw is None else made[1]
+    if kept is not None and has_w:
+        return made[0], kept["fprop"][0], packed
     if kept is not None and recipe.fprop.b is not None:
-        kept["fprop"] = w_operand, None
-    return x_operand, w_operand
+        kept["fprop"] = made[-1], None
+    return made[0], made[-1], packed
 
 
 def _all_tokens(residual: Residual, call: Call) -> Pending[Residual]:
@@ -117,15 +126,15 @@ def _all_tokens(residual: Residual, call: Call) -> Pending[Residual]:
     return call.parallel.gather_residual(residual)
 
 
-def pack_x(saved: Saved, recipe: Recipe, call: Call) -> Saved:
-    """`saved` with wgrad's copy of X in place of X, where wgrad quantizes X itself: the codes that
-    backward would make, in a quarter of the bytes."""
-    x = saved.x
-    tiles = isinstance(x, Tensor) and x.shape[0] % recipe.token_tile("wgrad", "x") == 0
-    if not (isinstance(x, Tensor) and tiles and recipe.wgrad.b is not None):
-        return saved
-    [packed] = call.prepare(recipe, x, Source("wgrad", "x", x, is_part=call.has_part("x")))
-    return replace(saved, x=packed)
+def _keeps_forward_x(recipe: Recipe) -> bool:
+    return recipe.backward == "forward" and recipe.fprop.a is not None
+
+
+def _packs_x(x: Tensor, recipe: Recipe, call: Call) -> bool:
+    """Whether wgrad's copy of X is kept in the place of X, where wgrad quantizes X itself: the
+    codes that backward would make, in a quarter of the bytes."""
+    makes = recipe.wgrad.b is not None and not _keeps_forward_x(recipe)
+    return call.packs_x and makes and x.shape[0] % recipe.token_tile("wgrad", "x") == 0
 
 
 # --- backward -------------------------------------------------------------------------------------
@@ -147,23 +156,20 @@ class Backward:
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Operand]:
         """(dx [tokens, in] or None, dw [out, in] or None, dY as dgrad multiplied it or as it
         came)."""
-        x = self._wgrad_x() if self.needs.dw else None
+        others = self._under_way()
         kept = self.saved.residual
         residual = _all_tokens(kept, self.call) if kept is not None and self.needs.dw else None
         wanted = [g for g, need in (("dgrad", self.needs.dx), ("wgrad", self.needs.dw)) if need]
-        # A vector-wise scale of X lies along the axis that wgrad contracts: into dY with it.
-        # Where X travels dgrad does not wait for it.
-        folds_x = x is not None and self._left_by_forward("wgrad")
-        late = ["wgrad"] if folds_x and self.call.has_part("x") else []
-        x_fold = x.wait()[1] if x is not None and folds_x and not late else None
-        dy = self._dy_operands([gemm for gemm in wanted if gemm not in late], x_fold)
+        # What is to be folded into dY comes with X: where that travels dgrad does not wait for it.
+        late = ["wgrad"] if "wgrad" in others and self._left_by_forward("wgrad") else []
+        dy = self._operands([g for g in wanted if g not in late], others)
         dx = dw = None
-        if "dgrad" in dy:
-            dx = self._summed(self._dgrad(dy["dgrad"].wait()))
-        if x is not None:
+        if self.needs.dx:
+            dx = self._summed(self._dgrad(dy["dgrad"].wait(), others["dgrad"].wait()[0]))
+        if self.needs.dw:
             if late:
-                dy |= self._dy_operands(late, x.wait()[1])
-            dw = self._wgrad(dy["wgrad"].wait(), x.wait()[0], residual)
+                dy |= self._operands(late, others)
+            dw = self._wgrad(dy["wgrad"].wait(), others["wgrad"].wait()[0], residual)
         return (
             None if dx is None else dx.wait(),
             dw,
@@ -175,9 +181,9 @@ class Backward:
     def _left_by_forward(self, gemm: str) -> bool:
         """Whether `gemm` multiplies W or X as the forward pass left it. Its elements are exact in
         BF16; its scale, if it spans the axis, is another's affair."""
-        own, kept = self.recipe.gemm(gemm), self.saved.w if gemm == "dgrad" else self.saved.x
+        own = self.recipe.gemm(gemm)
         plain = own.b is None and own.hadamard is None and self.recipe.fprop.hadamard is None
-        return plain and isinstance(kept, QuantizedTensor)
+        return plain and isinstance(self._kept(gemm), QuantizedTensor)
 
     def _matrix(self, gemm: str, kept: Operand) -> tuple[Tensor, Tensor | None]:
         """(W or X in the model's layout, what is to be folded into dY)."""
@@ -199,60 +205,82 @@ class Backward:
             value = inverse(value, forward.group, forward.signs)
         return value, None
 
-    def _prepare(self, gemm: str, kept: Operand, is_part: bool = False) -> _Folded:
-        """W's or X's operand of a backward GEMM, with what is to be folded into dY."""
-        matrix, fold = self._matrix(gemm, kept)
-        source = Source(gemm, OPERANDS[gemm][1], matrix, is_part=is_part)
-        [operand] = self.call.prepare(self.recipe, self.dy, source)
+    def _under_way(self) -> dict[str, Pending[_Folded]]:
+        """W's and X's operands, by their GEMM, for which nothing is made of what this rank holds:
+        W's of an earlier call of the step; X's that forward packed; X that has to be gathered
+        first, since its blocks straddle the ranks' tokens or it stays in high precision."""
+        found: dict[str, Pending[_Folded]] = {}
+        weights, x, parallel = self.call.weights, self.saved.x, self.call.parallel
+        if self.needs.dx and weights is not None and "dgrad" in weights:
+            found["dgrad"] = Pending.of(weights["dgrad"])
+        if not self.needs.dw or x is None:
+            return found
+        ready = isinstance(x, QuantizedTensor) and x.axis == CONTRACTED["wgrad", "x"]
+        if parallel is None or not self.call.has_part("x"):
+            return found | ({"wgrad": Pending.of((x, None))} if ready else {})
+        if ready or not self._stands_alone("x", _tokens(x)):
+            whole = parallel.gather(x)
+            found["wgrad"] = whole.then(lambda x: (x, None) if ready else self._prepared_x(x))
+        return found
+
+    def _prepared_x(self, whole: Operand) -> _Folded:
+        matrix, fold = self._matrix("wgrad", whole)
+        [operand] = self.call.prepare(self.recipe, self.dy, Source("wgrad", "x", matrix))
         return operand, fold
 
-    @cached_property
-    def _w(self) -> _Folded:
-        """W's operand of dgrad, from an earlier call of the step where it is kept."""
-        kept = self.call.weights
-        if kept is not None and "dgrad" in kept:
-            return kept["dgrad"]
-        made = self._prepare("dgrad", self.saved.w)
-        # What is only decoded from fprop's codes weighs as much as W: kept where that was asked.
-        if kept is not None and (self.call.decodes or isinstance(made[0], QuantizedTensor)):
-            kept["dgrad"] = made
-        return made
+    def _operands(
+        self, gemms: list[str], others: dict[str, Pending[_Folded]]
+    ) -> dict[str, Pending[Operand]]:
+        """dY's operands of these GEMMs, with all tokens. The other operand of each goes to `others`
+        where it is not there. All are made together: what ranks must agree on takes one
+        collective."""
+        parallel, is_part = self.call.parallel, self.call.has_part("dy")
+        if is_part and parallel is not None and not self._dy_travels_as_codes():
+            whole = parallel.gather(self.dy).wait()
+            assert isinstance(whole, Tensor)
+            self.dy, is_part = whole, False
+        sources, folds = [], {}
+        missing = [gemm for gemm in gemms if gemm not in others]
+        for gemm in missing:
+            operand = OPERANDS[gemm][1]
+            matrix, folds[gemm] = self._matrix(gemm, self._kept(gemm))
+            sources.append(Source(gemm, operand, matrix, is_part=self.call.has_part(operand)))
+        for gemm in gemms:
+            fold = folds.get(gemm)
+            if gemm in others and self._left_by_forward(gemm):
+                fold = others[gemm].wait()[1]
+            if gemm == "wgrad" and fold is not None and is_part and parallel is not None:
+                fold = parallel.part(fold)
+            sources.append(Source(gemm, "dy", self.dy, fold, is_part))
+        made = self.call.prepare(self.recipe, self.dy, *sources)
+        for gemm, other in zip(missing, made, strict=False):
+            others[gemm] = self._whole(gemm, other, folds[gemm])
+        return {
+            gemm: parallel.gather(operand) if is_part and parallel else Pending.of(operand)
+            for gemm, operand in zip(gemms, made[len(missing) :], strict=True)
+        }
 
-    def _wgrad_x(self) -> Pending[_Folded]:
-        """X's operand with all tokens: made of this rank's and gathered, or the reverse where its
-        blocks straddle the ranks' tokens or it stays in high precision."""
-        kept, parallel = self.saved.x, self.call.parallel
+    def _whole(self, gemm: str, operand: Operand, fold: Tensor | None) -> Pending[_Folded]:
+        """An operand made of what this rank holds; X's is gathered, W's kept."""
+        call = self.call
+        if gemm == "wgrad" and call.parallel is not None and call.has_part("x"):
+            return call.parallel.gather(operand).then(lambda x: (x, fold))
+        # What is only decoded from fprop's codes weighs as much as W: kept where that was asked.
+        if gemm == "dgrad" and call.weights is not None:
+            if call.decodes or isinstance(operand, QuantizedTensor):
+                call.weights[gemm] = operand, fold
+        return Pending.of((operand, fold))
+
+    def _kept(self, gemm: str) -> Operand:
+        kept = self.saved.w if gemm == "dgrad" else self.saved.x
         assert kept is not None
-        ready = isinstance(kept, QuantizedTensor) and kept.axis == CONTRACTED["wgrad", "x"]
-        if parallel is None or not self.call.has_part("x"):
-            return Pending.of((kept, None) if ready else self._prepare("wgrad", kept))
-        if not ready and self._stands_alone("x", _tokens(kept)):
-            kept, ready = self._prepare("wgrad", kept, is_part=True)[0], True
-        whole = parallel.gather(kept)
-        return whole.then(lambda x: (x, None) if ready else self._prepare("wgrad", x))
+        return kept
 
     def _stands_alone(self, operand: str, tokens: int, gemm: str = "wgrad") -> bool:
         """Whether a part of the tokens can be quantized by itself, to travel as 4-bit codes."""
         quantizer = self.recipe.quantizer(gemm, operand)
         tile = self.recipe.token_tile(gemm, operand)
         return quantizer is not None and quantizer.element == "e2m1" and tokens % tile == 0
-
-    def _dy_operands(self, gemms: list[str], x_fold: Tensor | None) -> dict[str, Pending[Operand]]:
-        """dY's operands of these backward GEMMs, with all tokens."""
-        parallel, is_part = self.call.parallel, self.call.has_part("dy")
-        if is_part and parallel is not None and not self._dy_travels_as_codes():
-            whole = parallel.gather(self.dy).wait()
-            assert isinstance(whole, Tensor)
-            self.dy, is_part = whole, False
-        if x_fold is not None and is_part and parallel is not None:
-            x_fold = parallel.part(x_fold)
-        folds = {"dgrad": self._w[1] if "dgrad" in gemms else None, "wgrad": x_fold}
-        sources = [Source(gemm, "dy", self.dy, folds[gemm], is_part) for gemm in gemms]
-        made = self.call.prepare(self.recipe, self.dy, *sources)
-        return {
-            gemm: parallel.gather(operand) if is_part and parallel else Pending.of(operand)
-            for gemm, operand in zip(gemms, made, strict=True)
-        }
 
     def _dy_travels_as_codes(self) -> bool:
         """Not where one copy stays wide: dY itself weighs no more then, and both are made of it."""
@@ -263,9 +291,9 @@ class Backward:
 
     # --- products ---
 
-    def _dgrad(self, dy: Operand) -> Tensor:
+    def _dgrad(self, dy: Operand, w: Operand) -> Tensor:
         backend = self.call.backend(self.recipe, "dgrad", self.dy)
-        w = _multiplied(self._w[0], "dgrad", self.recipe, self.call, self.dy)
+        w = _multiplied(w, "dgrad", self.recipe, self.call, self.dy)
         dx = backend.multiply(dy, w, self.recipe.dgrad.correction, self.dy.dtype)
         self.call.watch("dgrad", "dx", dx)
         return dx

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
 from typing import Any
@@ -15,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from megatron_fp4.backends import Operand
 from megatron_fp4.call import Call
 from megatron_fp4.formats import wide
-from megatron_fp4.gemms import Backward, Needs, Saved, fprop, pack_x
+from megatron_fp4.gemms import Backward, Needs, Saved, fprop
 from megatron_fp4.outliers import Residual
 from megatron_fp4.philox import Key
 from megatron_fp4.quantizer import QuantizedTensor
@@ -41,12 +40,10 @@ class _Linear(torch.autograd.Function):
         differentiates: bool,
     ) -> Tensor:
         with _plain_tensors():
-            y, saved = fprop(x.reshape(-1, x.shape[-1]), weight, bias, recipe, call)
+            needs_dw = differentiates and ctx.needs_input_grad[1]
+            matrix = x.reshape(-1, x.shape[-1])
+            y, saved = fprop(matrix, weight, bias, recipe, call, needs_dw)
             if differentiates:
-                if not ctx.needs_input_grad[1]:
-                    saved = replace(saved, x=None, residual=None)
-                elif call.packs_x:
-                    saved = pack_x(saved, recipe, call)
                 _save(ctx, saved, call)
         ctx.recipe, ctx.call, ctx.x_shape = recipe, call, x.shape
         ctx.weight_dtype = weight.dtype
