@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,12 +19,12 @@ from typing import Any
 import torch
 
 from benchmarks.stamp import stamp
+from benchmarks.timing import medians
 from megatron_fp4.kernels.quantize import Copy, quantize
 from megatron_fp4.philox import Key, Noise, Placement, random_signs
 from megatron_fp4.quantizer import get_quantizer
 
 SHAPES = ((8192, 8192), (8192, 14336))
-CALLS, ROUNDS = 10, 15  # calls in a graph, and how often each graph is timed
 # What is made: the quantizer, the axes of the copies, the transform's group.
 KERNELS: dict[str, tuple[str, tuple[int, ...], int]] = {
     "nearest, along rows": ("mxfp4-ceil", (1,), 0),
@@ -51,7 +50,7 @@ def study() -> list[dict[str, Any]]:
         calls: dict[str, Callable[[], Any]] = {"copy": partial(copy.copy_, x)}
         for name, (quantizer, axes, group) in KERNELS.items():
             calls[name] = kernel(x, quantizer, axes, group)
-        taken = times(calls)
+        taken = medians(calls)
         speed = 4 * x.numel() / taken["copy"]
         for name, (_, axes, _) in KERNELS.items():
             moved = x.numel() * (2 + len(axes) * 4.25 / 8)
@@ -83,28 +82,6 @@ def kernel(x: torch.Tensor, name: str, axes: tuple[int, ...], group: int) -> Cal
         for axis in axes
     ]
     return lambda: quantize(x, quantizer, copies, group)
-
-
-def times(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median seconds of each call. Graphs of several calls take turns, so that starting them costs
-    nothing and all meet the same machine."""
-    graphs = {}
-    for name, call in calls.items():
-        call()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(CALLS):
-                call()
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            taken[name].append(start.elapsed_time(end) / 1e3 / CALLS)
-    return {name: statistics.median(found) for name, found in taken.items()}
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from torch import Tensor
 
-from megatron_fp4.backends import Backend, Operand, Preparation, choose
+from megatron_fp4.backends import Backend, Decoded, Operand, Preparation, choose
 from megatron_fp4.communication import TensorParallel
 from megatron_fp4.philox import (
     WHOLE,
@@ -19,6 +19,7 @@ from megatron_fp4.philox import (
     stream_id,
     stream_label,
 )
+from megatron_fp4.quantizer import QuantizedTensor
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.weights import Kept
 
@@ -62,6 +63,8 @@ class Call:
     fuses: add dW to weight.main_grad, where the weight has one.
     observe: called with (gemm, operand, tensor) on each incoming operand and each product (y, dx,
         dw), to watch for NaN.
+    count: called with (gemm, operand, counts) where the form in which a backend multiplies an
+        operand had to round elements.
     """
 
     name: str = "linear"
@@ -75,6 +78,7 @@ class Call:
     packs_x: bool = True
     fuses: bool = False
     observe: Callable[[str, str, Tensor], None] | None = None
+    count: Callable[[str, str, Tensor], None] | None = None
 
     def has_part(self, operand: str) -> bool:
         """Whether sequence parallelism gives this rank a part of the operand's tokens."""
@@ -106,6 +110,23 @@ class Call:
             wanted = [preparations[i] for i in places]
             operands += backend.prepare(sources[places[0]].matrix, *wanted)
         return operands
+
+    def decode(
+        self, recipe: Recipe, gemm: str, name: str, operand: Operand, like: Tensor
+    ) -> Operand:
+        """The form in which the backend multiplies x, w or dy; W's is kept if that is asked for."""
+        keeps = name == "w" and self.decodes and isinstance(operand, QuantizedTensor)
+        kept = self.weights if keeps else None
+        decoded = f"{gemm} decoded"
+        if kept is not None and decoded in kept:
+            return kept[decoded][0]
+        backend = self.backend(recipe, gemm, like)
+        form = backend.decode(operand, like.dtype, gradient=name == "dy")
+        if kept is not None:
+            kept[decoded] = form, None
+        if self.count is not None and isinstance(form, Decoded) and form.rounded is not None:
+            self.count(gemm, name, form.rounded)
+        return form
 
     def preparation(self, recipe: Recipe, source: Source) -> Preparation:
         """What `source` goes through to become an operand."""

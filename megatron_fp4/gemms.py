@@ -76,8 +76,8 @@ def fprop(
     alone = compensation is None and bias is None
     backend = call.backend(recipe, "fprop", x)
     y = backend.multiply(
-        travels.wait(),
-        _multiplied(w_operand, "fprop", recipe, call, x),
+        call.decode(recipe, "fprop", "x", travels.wait(), x),
+        call.decode(recipe, "fprop", "w", w_operand, x),
         gemm.correction,
         x.dtype if alone else wide(x.dtype),
     )
@@ -293,7 +293,8 @@ class Backward:
 
     def _dgrad(self, dy: Operand, w: Operand) -> Tensor:
         backend = self.call.backend(self.recipe, "dgrad", self.dy)
-        w = _multiplied(w, "dgrad", self.recipe, self.call, self.dy)
+        dy = self.call.decode(self.recipe, "dgrad", "dy", dy, self.dy)
+        w = self.call.decode(self.recipe, "dgrad", "w", w, self.dy)
         dx = backend.multiply(dy, w, self.recipe.dgrad.correction, self.dy.dtype)
         self.call.watch("dgrad", "dx", dx)
         return dx
@@ -308,6 +309,8 @@ class Backward:
         needs, saved, estimator = self.needs, self.saved, self.recipe.estimator
         multiply = self.call.backend(self.recipe, "wgrad", self.dy).multiply
         correction = self.recipe.wgrad.correction
+        dy = self.call.decode(self.recipe, "wgrad", "dy", dy, self.dy)
+        x = self.call.decode(self.recipe, "wgrad", "x", x, self.dy)
         if residual is None and estimator is None:
             dw = multiply(dy, x, correction, needs.dw_dtype, needs.dw_into)
         else:
@@ -326,16 +329,6 @@ class Backward:
 
 # An operand, and what is to be folded into the other one of its GEMM.
 _Folded = tuple[Operand, Tensor | None]
-
-
-def _multiplied(operand: Operand, gemm: str, recipe: Recipe, call: Call, like: Tensor) -> Operand:
-    """W's operand as the backend multiplies it, kept if the call keeps that."""
-    if call.weights is None or not (call.decodes and isinstance(operand, QuantizedTensor)):
-        return operand
-    decoded = f"{gemm} decoded"
-    if decoded not in call.weights:
-        call.weights[decoded] = call.backend(recipe, gemm, like).decode(operand, like.dtype), None
-    return call.weights[decoded][0]
 
 
 def _tokens(x: Operand) -> int:

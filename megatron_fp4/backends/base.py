@@ -16,10 +16,12 @@ from megatron_fp4.recipe import GemmRecipe
 @dataclass(frozen=True)
 class Decoded:
     """A quantized operand as a backend multiplies it: values [rows, K], and what is left to
-    multiply the product's rows with ([rows, 1], [1, 1] or None)."""
+    multiply the product's rows with ([rows, 1], [1, 1] or None). rounded: integers whose sum is the
+    number of elements that are not the quantized operand's, where there can be any."""
 
     values: Tensor
     outer: Tensor | None
+    rounded: Tensor | None = None
 
 
 # A prepared operand: [rows, K] with the contracted axis last, quantized or in high precision.
@@ -71,9 +73,9 @@ class Backend(Protocol):
         """Operands of GEMMs from one matrix [rows, columns] as the model holds it."""
         ...
 
-    def decode(self, operand: Operand, dtype: torch.dtype) -> Operand:
-        """The form that `multiply` makes of an operand of a model that computes in `dtype`, to be
-        kept where it is multiplied often."""
+    def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
+        """The form in which `multiply` takes an operand of a model that computes in `dtype`.
+        gradient: it is one, and not X or W."""
         ...
 
     def multiply(

@@ -32,7 +32,7 @@ class Bf16(Reference):
     def prepare(self, x: Tensor, *preparations: Preparation) -> list[Operand]:
         return fused.prepare(x, *preparations) or super().prepare(x, *preparations)
 
-    def decode(self, operand: Operand, dtype: torch.dtype) -> Operand:
+    def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
         if isinstance(operand, QuantizedTensor):
             return Decoded(*factors(operand, torch.bfloat16))
         return operand

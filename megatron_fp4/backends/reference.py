@@ -40,7 +40,7 @@ class Reference:
             widest=preparation.widest,
         )
 
-    def decode(self, operand: Operand, dtype: torch.dtype) -> Operand:
+    def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
         if isinstance(operand, QuantizedTensor):
             return Decoded(*factors(operand, wide(dtype)))
         return operand

@@ -7,6 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from megatron_fp4.kernels.carrier import FORMATS, carry_kernel
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
 
 BOTH = {"ALONG": True, "ACROSS": True}
@@ -43,3 +44,20 @@ def test_a_kernel_compiles(variant: str, capability: int) -> None:
     assert multiplies == bool(VARIANTS[variant]["HADAMARD"])  # transforms on tensor cores
     # Subnormal numbers are not flushed where the codes are made.
     assert "mul.ftz" not in ptx and "max.ftz" not in ptx
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("element", FORMATS, ids=str)
+def test_a_carrier_compiles(element: Any, capability: int) -> None:
+    mantissa, bias, nan, bottom, top = FORMATS[element]
+    constants = {"MANTISSA": mantissa, "BIAS": bias, "NAN": nan, "BOTTOM": bottom, "TOP": top}
+    constants |= {"INTERPRETED": False, "ALL_BLOCKS": 512, "ROWS": 4, "BLOCKS": 64}
+    types = {"codes_ptr": "*i32", "scales_ptr": "*u8", "out_ptr": "*i32", "fold_ptr": "*fp32"}
+    types |= {"rounded_ptr": "*i32"}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in carry_kernel.arg_names
+    }
+    source = ASTSource(carry_kernel, signature, constants)
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+    assert "prmt.b32" in ptx and "mul.ftz" not in ptx

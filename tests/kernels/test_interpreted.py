@@ -19,11 +19,19 @@ MISTAKES = {
 }
 
 
-def differences(*path: Path, cases: str = "") -> list[str]:
-    """What tests/kernels/cases.py prints with the packages that lie in `path` first."""
+CARRIER_MISTAKES = {
+    "halves go down": (" + ((bits >> cut) & 1)) >> cut", ") >> cut"),
+    "a NaN is the largest": ("tl.where(scales == 255, 0, scales)", "scales"),
+    "zeros are counted": ("(words | (words >> 1) | (words >> 2))", "(words | ~words)"),
+    "the other half first": ("tl.join(first, second)", "tl.join(second, first)"),
+}
+
+
+def differences(*path: Path, cases: str = "", module: str = "cases") -> list[str]:
+    """What tests/kernels/<module>.py prints with the packages that lie in `path` first."""
     search = os.pathsep.join(map(str, (*path, ROOT)))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.cases", cases],
+        [sys.executable, "-m", f"tests.kernels.{module}", cases],
         cwd=path[0] if path else ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": search},
         capture_output=True,
@@ -45,3 +53,17 @@ def test_a_mistake_in_the_kernel_is_noticed(mistake: str, tmp_path: Path) -> Non
     assert right in path.read_text()
     path.write_text(path.read_text().replace(right, wrong))
     assert differences(tmp_path, cases=f"{cases} 1.0 torch.bfloat16") != [""]
+
+
+def test_carriers_are_ml_dtypes() -> None:
+    assert differences(module="carriers") == [""]
+
+
+@pytest.mark.parametrize("mistake", CARRIER_MISTAKES)
+def test_a_mistake_in_the_carrier_is_noticed(mistake: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "megatron_fp4", tmp_path / "megatron_fp4")
+    path = tmp_path / "megatron_fp4/kernels/carrier.py"
+    right, wrong = CARRIER_MISTAKES[mistake]
+    assert right in path.read_text()
+    path.write_text(path.read_text().replace(right, wrong))
+    assert differences(tmp_path, module="carriers") != [""]

@@ -1,0 +1,105 @@
+"""FP8 tensor cores (compute capability 9.0): MXFP4 operands carried in FP8, exactly.
+
+E2M1 times a power of two is exact in FP8 while the exponent lies in the element's window: -8 to 6
+in E4M3, -15 to 13 in E5M2. Block scales become part of the elements, relative to a power of two for
+each row, which multiplies the product. X and W are carried in E4M3, gradients in E5M2; elements
+below the window are rounded, and counted. Sums are accurate, in float32 (docs/numerics.md).
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.backends.base import Decoded, Operand, finish
+from megatron_fp4.backends.bf16 import Bf16
+from megatron_fp4.backends.fused import triton_is_here
+from megatron_fp4.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.recipe import GemmRecipe
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+ALIGNMENT = 16  # of all three axes of an FP8 product
+BLOCK = 32
+
+
+class Hopper(Bf16):
+    """Quantizes as the other backends do; the GEMM is cuBLAS's for FP8."""
+
+    name = "hopper"
+
+    def unavailable(self, gemm: GemmRecipe, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+            return "FP8 products with a scale a row need a GPU of compute capability 9.0"
+        if dtype != torch.bfloat16:
+            return f"the model computes in {str(dtype).removeprefix('torch.')}; use --bf16"
+        if not triton_is_here():
+            return "Triton is not installed: pip install triton"
+        if gemm.a is None or gemm.b is None:
+            return "an operand is in high precision"
+        if gemm.a.element == gemm.b.element == "e5m2":
+            return "two E5M2 operands have no product on FP8 tensor cores"
+        for quantizer in (gemm.a, gemm.b):
+            if not _carried(quantizer):
+                return f"{quantizer.scale} scales of {quantizer.element} are not powers of two"
+        return None
+
+    def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
+        if not isinstance(operand, QuantizedTensor) or not _tiles(*operand.codes.shape):
+            return super().decode(operand, dtype)
+        from megatron_fp4.kernels.carrier import carry  # imports Triton
+
+        if not operand.quantizer.outer:
+            element = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
+            return Decoded(*carry(operand.codes, operand.scales, element))
+        values, outer = operand.factors(torch.bfloat16)
+        element = FP8[operand.quantizer.element == "e5m2"]
+        return Decoded(values.to(element), outer)
+
+    def multiply(
+        self,
+        a: Operand,
+        b: Operand,
+        correction: float,
+        out_dtype: torch.dtype,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        if not (_is_fp8(a) and _is_fp8(b)):
+            return super().multiply(a, b, correction, out_dtype, into)
+        from megatron_fp4.kernels.cublaslt import product
+
+        out, adds = into, _can_be_added_to(into)
+        if out is None or not adds:
+            wide = into is not None or out_dtype != torch.bfloat16
+            dtype = torch.float32 if wide else torch.bfloat16
+            out = a.values.new_empty(len(a.values), len(b.values), dtype=dtype)
+        product(a.values, b.values, _rows(a), _rows(b), out, alpha=correction, accumulates=adds)
+        return out if adds else finish(out, out_dtype, into)
+
+
+def _carried(quantizer: Quantizer) -> bool:
+    """Whether elements with their block scales are exact in FP8 over a window of exponents."""
+    blocks = quantizer.element == "e2m1" and quantizer.scale == "e8m0"
+    return quantizer.scale == "fp32" or (blocks and quantizer.block == (1, BLOCK))
+
+
+def _tiles(rows: int, k: int) -> bool:
+    return rows > 0 and k > 0 and rows % ALIGNMENT == k % ALIGNMENT == 0
+
+
+def _is_fp8(operand: Operand) -> TypeGuard[Decoded]:
+    return isinstance(operand, Decoded) and operand.values.dtype in FP8
+
+
+def _can_be_added_to(out: Tensor | None) -> bool:
+    """By cuBLAS itself."""
+    if out is None or out.dtype != torch.float32:
+        return False
+    return out.is_contiguous() and out.data_ptr() % ALIGNMENT == 0
+
+
+def _rows(operand: Decoded) -> Tensor:
+    """A scale for each row."""
+    assert operand.outer is not None
+    return operand.outer.expand(len(operand.values), 1).contiguous()

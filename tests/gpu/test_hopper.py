@@ -1,0 +1,129 @@
+"""On a Hopper GPU: FP8 carriers and products, against ml_dtypes and float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fp4 import get_quantizer, get_recipe, linear
+from megatron_fp4.backends import Decoded
+from megatron_fp4.backends.hopper import Hopper
+from megatron_fp4.backends.reference import Reference
+from megatron_fp4.call import Call
+from megatron_fp4.linear import quantized_linear
+from megatron_fp4.quantizer import QuantizedTensor, quantize_matrix
+from tests.oracles import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="no Hopper GPU",
+    ),
+]
+SHAPES = [(256, 512, 1024), (16, 48, 32), (1024, 4096, 14336), (208, 4112, 96)]
+
+
+def quantized(rows: int, columns: int, spread: float, seed: int) -> QuantizedTensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator, device="cuda")
+    scale = torch.randn(rows, columns // 32, generator=generator, device="cuda")
+    x *= torch.exp(spread * scale).repeat_interleave(32, 1)
+    return quantize_matrix(x.bfloat16(), get_quantizer("mxfp4-ceil"), axis=1)
+
+
+def float64(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+    return a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
+
+
+def test_carriers_are_ml_dtypes() -> None:
+    from tests.kernels.carriers import differences
+
+    assert list(differences("cuda")) == []
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_products(shape: tuple[int, int, int], gradient: bool) -> None:
+    m, n, k = shape
+    a, b = quantized(m, k, 0.7, 1), quantized(n, k, 0.7, 2)
+    backend, expected = Hopper(), float64(a, b)
+    forms = backend.decode(a, torch.bfloat16, gradient), backend.decode(b, torch.bfloat16)
+    for form in forms:
+        assert isinstance(form, Decoded) and form.rounded is not None and not form.rounded.any()
+        assert form.values.dtype in (torch.float8_e5m2, torch.float8_e4m3fn)
+    assert relative_error(backend.multiply(*forms, 1.0, torch.bfloat16), expected) < 2e-3
+    assert relative_error(backend.multiply(*forms, 16 / 9, torch.float32), expected * 16 / 9) < 2e-4
+    into = torch.full((m, n), 3.0, device="cuda")
+    found = backend.multiply(*forms, 1.0, torch.bfloat16, into)
+    assert found is into
+    assert relative_error(found - 3.0, expected) < 3e-4  # the sum with 3 is rounded too
+    narrow = torch.zeros(m, n, device="cuda", dtype=torch.bfloat16)
+    assert backend.multiply(*forms, 1.0, torch.bfloat16, narrow) is narrow
+    assert relative_error(narrow, expected) < 2e-3
+
+
+def test_a_gradient_s_window_is_wider() -> None:
+    """Scales spread by e^4: E5M2 holds what E4M3 must round, and what is rounded is counted."""
+    a, b = quantized(256, 4096, 4.0, 1), quantized(256, 4096, 0.0, 2)
+    backend, expected = Hopper(), float64(a, b)
+    errors, counts = [], []
+    for gradient in (True, False):
+        form = backend.decode(a, torch.bfloat16, gradient)
+        assert isinstance(form, Decoded) and form.rounded is not None
+        product = backend.multiply(form, backend.decode(b, torch.bfloat16), 1.0, torch.float32)
+        errors.append(relative_error(product, expected))
+        counts.append(int(form.rounded.sum()))
+    assert errors[0] < 2e-4 and counts[0] * 10 < counts[1]
+
+
+@pytest.mark.parametrize("rows", [24, 0])
+def test_what_fp8_does_not_tile_is_multiplied_in_bf16(rows: int) -> None:
+    x = torch.randn(rows, 64, device="cuda").bfloat16()
+    a, b = quantize_matrix(x, get_quantizer("mxfp4"), axis=1), quantized(48, 64, 0.0, 2)
+    backend = Hopper()
+    forms = backend.decode(a, torch.bfloat16), backend.decode(b, torch.bfloat16)
+    found = backend.multiply(*forms, 1.0, torch.float32)
+    assert found.shape == (rows, 48) and (not rows or relative_error(found, float64(a, b)) < 2e-4)
+
+
+def test_main_grad_at_an_odd_address() -> None:
+    a, b = quantized(64, 64, 0.0, 1), quantized(48, 64, 0.0, 2)
+    backend = Hopper()
+    into = torch.zeros(64 * 48 + 1, device="cuda")[1:].view(64, 48)
+    forms = backend.decode(a, torch.bfloat16, True), backend.decode(b, torch.bfloat16)
+    assert backend.multiply(*forms, 1.0, torch.bfloat16, into) is into
+    assert relative_error(into, float64(a, b)) < 2e-4
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "tetrajet", "mxfp4-rht-sr", "dge-occ"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_is_the_reference_s(name: str, bias: bool) -> None:
+    """The same codes, and products within rounding: forward, dX, dW and main_grad."""
+    recipe, device = get_recipe(name), torch.device("cuda")
+    x = torch.randn(512, 256, device=device).bfloat16().requires_grad_()
+    w = (torch.randn(384, 256, device=device) / 16).bfloat16().requires_grad_()
+    b = torch.randn(384, device=device).bfloat16() if bias else None
+    dy = torch.randn(512, 384, device=device).bfloat16()
+    y = linear(x, w, b, recipe=recipe)
+    y.backward(dy)
+    x_cpu, w_cpu = (t.detach().cpu().requires_grad_() for t in (x, w))
+    expected = linear(x_cpu, w_cpu, None if b is None else b.cpu(), recipe=recipe)
+    expected.backward(dy.cpu())
+    assert x.grad is not None and w.grad is not None
+    for found, wanted in ((y, expected), (x.grad, x_cpu.grad), (w.grad, w_cpu.grad)):
+        assert wanted is not None
+        assert relative_error(found.detach().cpu(), wanted.detach().double()) < 4e-3
+    w.main_grad = torch.ones(384, 256, device=device)  # type: ignore[attr-defined]
+    y = quantized_linear(x, w, b, recipe, Call(fuses=True))
+    y.backward(dy)
+    assert w_cpu.grad is not None
+    added = w.main_grad.cpu().double() - 1  # type: ignore[attr-defined]
+    assert relative_error(added, w_cpu.grad.double()) < 4e-3  # that is rounded to BF16
+
+
+def test_a_reference_product_of_carriers() -> None:
+    """A carrier is an operand of every backend."""
+    a, b = quantized(64, 64, 0.0, 1), quantized(48, 64, 0.0, 2)
+    forms = Hopper().decode(a, torch.bfloat16), Hopper().decode(b, torch.bfloat16)
+    found = Reference().multiply(*forms, 1.0, torch.float32)
+    assert relative_error(found, float64(a, b)) < 1e-6

@@ -1,0 +1,63 @@
+"""What the carrier kernel is compared with ml_dtypes on, on a GPU and in Triton's interpreter.
+
+TRITON_INTERPRET=1 python -m tests.kernels.carriers    # prints what differs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_fp4 import get_quantizer
+from megatron_fp4.kernels.carrier import carry
+from megatron_fp4.quantizer import quantize_matrix
+
+# What docs/numerics.md says: the window of exponents in which E2M1 is exact, and ml_dtypes' own.
+ELEMENTS = {
+    torch.float8_e4m3fn: (-8, 6, ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: (-15, 13, ml_dtypes.float8_e5m2),
+}
+# Rows, columns, and how far the scales of blocks are spread.
+MATRICES = ((16, 96, 1.5), (48, 2080, 6.0), (32, 32, 3.0), (16, 4160, 0.0))
+
+
+def matrix(rows: int, columns: int, spread: float) -> Tensor:
+    """Blocks of all sizes, zeros, NaN, rows of subnormal and of the largest numbers."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, columns, generator=generator)
+    scales = torch.exp(spread * torch.randn(rows, columns // 32, generator=generator))
+    x *= scales.repeat_interleave(32, 1)
+    x[0, :32], x[1, 5], x[2] = -0.0, torch.nan, 0
+    x[3] *= 1e-38 / scales.max()
+    x[4] *= 1e37 / x[4].abs().max()
+    return x
+
+
+def differences(device: str) -> Iterator[str]:
+    """A line for each matrix and element whose bytes, folds or counts are not the oracle's."""
+    for rows, columns, spread in MATRICES:
+        q = quantize_matrix(matrix(rows, columns, spread), get_quantizer("mxfp4"), axis=1)
+        value, scale = q.dequantize(torch.float64), q.scales.int()
+        for element, (bottom, top, dtype) in ELEMENTS.items():
+            carried, fold, rounded = carry(q.codes.to(device), q.scales.to(device), element)
+            largest = torch.where(scale == 255, 0, scale).amax(1, keepdim=True)
+            exponent = (largest - top).clamp(min=1) - 127
+            wanted = torch.ldexp(value, -exponent).numpy().astype(dtype)
+            there = ~np.isnan(wanted.astype(np.float64))
+            found = carried.cpu().view(torch.uint8).numpy()
+            wrong = int((found[there] != wanted.view(np.uint8)[there]).sum())
+            wrong += int((carried.cpu().float().isnan().numpy() == there).sum())
+            folds = int((fold.cpu().double() != torch.exp2(exponent.double())).sum())
+            below = (scale - 127 - exponent < bottom).repeat_interleave(32, 1)
+            count = int((below & (value != 0) & ~value.isnan()).sum())
+            if wrong or folds or int(rounded.sum()) != count:
+                told = f"{int(rounded.sum())} rounded of {count}"
+                yield f"{rows} x {columns} {element}: {wrong} bytes, {folds} folds, {told}"
+
+
+if __name__ == "__main__":
+    print("\n".join(differences("cpu")))
