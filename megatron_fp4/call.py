@@ -37,12 +37,13 @@ CONTRACTED = {
 
 @dataclass(frozen=True)
 class Source:
-    """A matrix that one operand of a GEMM is to be made of. fold: see Preparation. is_part: it
-    holds this rank's tokens alone, under sequence parallelism."""
+    """A matrix that one operand of a GEMM is to be made of; one that is quantized already decodes
+    to BF16. fold: see Preparation. is_part: it holds this rank's tokens alone, under sequence
+    parallelism."""
 
     gemm: str
     operand: str
-    matrix: Tensor
+    matrix: Tensor | QuantizedTensor
     fold: Tensor | None = None
     is_part: bool = False
 

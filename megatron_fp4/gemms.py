@@ -185,7 +185,7 @@ class Backward:
         plain = own.b is None and own.hadamard is None and self.recipe.fprop.hadamard is None
         return plain and isinstance(self._kept(gemm), QuantizedTensor)
 
-    def _matrix(self, gemm: str, kept: Operand) -> tuple[Tensor, Tensor | None]:
+    def _matrix(self, gemm: str, kept: Operand) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
         """(W or X in the model's layout, what is to be folded into dY)."""
         dtype = self.dy.dtype
         if not isinstance(kept, QuantizedTensor):
@@ -196,8 +196,11 @@ class Backward:
             values, scale = kept.factors(exact)
             return values, None if scale is None else scale.expand(len(values), 1).flatten()
         turned = self.recipe.fprop.hadamard is not None
+        own = self.recipe.quantizer(gemm, OPERANDS[gemm][1])
         # Two significant bits and a power of two are exact in BF16 too.
         narrow = kept.quantizer.scale == "e8m0" and dtype == torch.bfloat16 and not turned
+        if narrow and own is not None:
+            return kept, None
         value = kept.dequantize(dtype if narrow else wide(dtype))
         if turned:  # from the basis in which it was quantized
             source = Source("fprop", OPERANDS[gemm][1], value)

@@ -118,6 +118,10 @@ class QuantizedTensor:
     shape: torch.Size
     axis: int
 
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
     def elements(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The codes' values on the element grid, the blocked axis last."""
         if self.quantizer.element == "e2m1":

@@ -65,12 +65,13 @@ class Backend(Protocol):
         """Why this GEMM cannot run here, in a few words; None where it can."""
         ...
 
-    def absolute_max(self, x: Tensor, preparation: Preparation) -> Tensor:
+    def absolute_max(self, x: Tensor | QuantizedTensor, preparation: Preparation) -> Tensor:
         """The maxima that ranks share before they prepare the parts of an operand."""
         ...
 
-    def prepare(self, x: Tensor, *preparations: Preparation) -> list[Operand]:
-        """Operands of GEMMs from one matrix [rows, columns] as the model holds it."""
+    def prepare(self, x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand]:
+        """Operands of GEMMs from one matrix [rows, columns] as the model holds it; if that is
+        quantized, from what it decodes to, which must be exact in BF16."""
         ...
 
     def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:

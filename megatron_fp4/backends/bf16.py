@@ -29,7 +29,7 @@ class Bf16(Reference):
             return "BF16 tensor cores need compute capability 8.0"
         return None
 
-    def prepare(self, x: Tensor, *preparations: Preparation) -> list[Operand]:
+    def prepare(self, x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand]:
         return fused.prepare(x, *preparations) or super().prepare(x, *preparations)
 
     def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_fp4.backends.base import Operand, Preparation
 from megatron_fp4.philox import Noise
+from megatron_fp4.quantizer import QuantizedTensor
 
 
 @cache
@@ -18,10 +19,10 @@ def triton_is_here() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def prepare(x: Tensor, *preparations: Preparation) -> list[Operand] | None:
+def prepare(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand] | None:
     """Operands of one matrix [rows, columns], read once for two copies that differ in their axis
     alone; None where the kernels do not make one of them."""
-    if not (x.is_cuda and triton_is_here()):
+    if x.device.type != "cuda" or not triton_is_here():
         return None
     from megatron_fp4.kernels.quantize import Copy, quantize, takes  # imports Triton
 
@@ -31,7 +32,7 @@ def prepare(x: Tensor, *preparations: Preparation) -> list[Operand] | None:
         if p.quantizer is None or not plain or not takes(x, p.quantizer, p.axis, p.group):
             return None
         copies.append((p.quantizer, Copy(p.axis, p.noise, p.signs), p.group))
-    with torch.cuda.device_of(x):  # Triton launches on the current one
+    with torch.cuda.device(x.device):  # Triton launches on the current one
         if len(preparations) == 2 and _together(*preparations):
             (quantizer, one, group), (_, other, _) = copies
             return [*quantize(x, quantizer, [one, other], group)]

@@ -20,14 +20,14 @@ class Reference:
     def unavailable(self, gemm: GemmRecipe, device: torch.device, dtype: torch.dtype) -> str | None:
         return None
 
-    def absolute_max(self, x: Tensor, preparation: Preparation) -> Tensor:
+    def absolute_max(self, x: Tensor | QuantizedTensor, preparation: Preparation) -> Tensor:
         assert preparation.quantizer is not None  # high precision has no scale to share
         return absolute_max(_turned(x, preparation), preparation.quantizer, preparation.axis)
 
-    def prepare(self, x: Tensor, *preparations: Preparation) -> list[Operand]:
+    def prepare(self, x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand]:
         return [self._prepare(x, preparation) for preparation in preparations]
 
-    def _prepare(self, x: Tensor, preparation: Preparation) -> Operand:
+    def _prepare(self, x: Tensor | QuantizedTensor, preparation: Preparation) -> Operand:
         quantizer, axis = preparation.quantizer, preparation.axis
         x = _turned(x, preparation)
         if quantizer is None:
@@ -61,9 +61,11 @@ class Reference:
         return finish(product, out_dtype, into)
 
 
-def _turned(x: Tensor, preparation: Preparation) -> Tensor:
+def _turned(x: Tensor | QuantizedTensor, preparation: Preparation) -> Tensor:
     """The matrix that the quantizer sees, in the layout in which the model holds it."""
     axis = preparation.axis
+    if isinstance(x, QuantizedTensor):
+        x = x.dequantize(torch.bfloat16)
     if preparation.fold is not None:
         x = widen(x) * (preparation.fold if axis == 1 else preparation.fold[:, None])
     if preparation.group:

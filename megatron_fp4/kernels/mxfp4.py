@@ -1,7 +1,11 @@
 """MXFP4 quantization in Triton: E2M1 codes two a byte and E8M0 scales, bit for bit the reference's.
 
 The bits are those of docs/numerics.md; `quantizer.py` is the oracle. A tile of the matrix is read
-once and its blocks of 32 are cut along the rows or along the columns.
+once, and cut into blocks of 32 along its rows, along its columns, or both.
+
+Tiles are [R / 8, 8, C]. Triton gives the threads of a warp to the last axis and then to the first,
+and lets each go over the one between, so that a thread holds the eight rows, and the eight columns,
+that become one word of codes, and the 32 rows of a block lie in one warp.
 """
 
 from __future__ import annotations
@@ -9,186 +13,90 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_fp4.kernels import decode, encode
+from megatron_fp4.kernels.philox import rest16
+
 BLOCK = 32  # elements that share a scale
-GROUP = 8  # elements that share a random draw
+GROUP = 8  # elements that share a random draw, and a word
 
 
 @triton.jit
-def _philox(index, step, stream, seed_low, seed_high):
-    """Four words of Philox-4x32-7 for each 64-bit index (megatron_fp4/philox.py)."""
-    c0 = index.to(tl.uint32)
-    c1 = (index >> 32).to(tl.uint32)
-    c2 = tl.zeros_like(c0) + step.to(tl.uint32)
-    c3 = tl.zeros_like(c0) + stream.to(tl.uint32)
-    k0 = seed_low.to(tl.uint32)
-    k1 = seed_high.to(tl.uint32)
-    for _ in tl.static_range(7):
-        low0 = c0 * 0xD2511F53
-        high0 = tl.umulhi(c0, tl.full(c0.shape, 0xD2511F53, tl.uint32))
-        low1 = c2 * 0xCD9E8D57
-        high1 = tl.umulhi(c2, tl.full(c0.shape, 0xCD9E8D57, tl.uint32))
-        c0 = high1 ^ c1 ^ k0
-        c2 = high0 ^ c3 ^ k1
-        c1 = low1
-        c3 = low0
-        k0 += 0x9E3779B9
-        k1 += 0xBB67AE85
-    return c0, c1, c2, c3
+def _loaded(ptr, rows, columns, n_rows, n_columns, EVEN: tl.constexpr):
+    """What stands at [rows, columns] of a row-major matrix; zeros beyond it."""
+    places = ptr + rows.to(tl.int64) * n_columns + columns
+    if EVEN:  # tiles fill the matrix
+        return tl.load(places)
+    return tl.load(places, mask=(rows < n_rows) & (columns < n_columns), other=0)
 
 
 @triton.jit
-def _bits16(rows, groups, per_row, step, stream, seed_low, seed_high):
-    """Random integers in [0, 65536) of a tile, [rows, 8 * groups]: element j of a group takes word
-    j // 2 of its draw, the low half if j is even, the high half if it is odd."""
-    index = rows[:, None].to(tl.int64) * per_row + groups[None, :]
-    w0, w1, w2, w3 = _philox(index, step, stream, seed_low, seed_high)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [rows, groups, 2, 2]: w0 w1, w2 w3
-    halves = tl.join(words & 0xFFFF, words >> 16)
-    return tl.reshape(halves, (rows.shape[0], groups.shape[0] * 8)).to(tl.int32)
-
-
-@triton.jit
-def _times_up(a, b, INTERPRETED: tl.constexpr):
-    """a * b for a >= 0, rounded up."""
+def _largest(pairs, AXIS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The bits of the largest magnitudes along an axis, for each half of the words."""
+    magnitudes = pairs & 0x7FFF7FFF
     if INTERPRETED:
-        product = a * b
-        short = (product * (1.0 / b) < a).to(tl.int32)
-        return (product.to(tl.int32, bitcast=True) + short).to(tl.float32, bitcast=True)
-    return tl.inline_asm_elementwise(
-        "mul.rp.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-    )
+        return tl.max(magnitudes & 0xFFFF, AXIS) | (tl.max(magnitudes >> 16, AXIS) << 16)
+    return tl.reduce(magnitudes, AXIS, encode.larger)
 
 
 @triton.jit
-def _encode(v, bits, STOCHASTIC: tl.constexpr, FLOOR: tl.constexpr, INTERPRETED: tl.constexpr):
-    """E2M1 codes (int32) of scaled values with few significant bits, as BF16 has.
-
-    Divided by 2^126 the grid's 1 is float32's smallest normal number, so that 1/2 is subnormal in
-    both: the bits of a magnitude are then its code, and 22 bits of the way to the next one.
-    """
-    sign = (v.to(tl.int32, bitcast=True) >> 28) & 8
-    a = tl.abs(v)
-    if FLOOR:  # ceil scales leave nothing above 6
-        a = tl.minimum(a, 6.0)
-    down = tl.full([], 1.1754943508222875e-38, tl.float32)  # 2^-126
-    if STOCHASTIC:
-        # Up if the way, of 2^22, is above (bits + 1/2) 2^6.
-        way = _times_up(a, down, INTERPRETED).to(tl.int32, bitcast=True)
-        return sign | ((way + (0x3FFFFF - 32) - (bits << 6)) >> 22)
-    way = (a * down).to(tl.int32, bitcast=True)
-    return sign | ((way + 0x1FFFFF + ((way >> 22) & 1)) >> 22)
-
-
-@triton.jit
-def _encode_wide(v, bits, STOCHASTIC: tl.constexpr):
-    """E2M1 codes (int32) of scaled values, with any float32's significant bits."""
-    sign = (v.to(tl.int32, bitcast=True) >> 28) & 8
-    a = tl.minimum(tl.abs(v), 6.0)
-    # The grid's step is half of the power of two below, and 1/2 below 1.
-    field = tl.maximum(a.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
-    if STOCHASTIC:
-        # In steps, as a fixed-point number with 16 bits after the point.
-        y = a * ((144 << 23) - (field - (127 << 23))).to(tl.float32, bitcast=True)
-        whole = tl.floor(y)
-        fixed = whole.to(tl.int32) + (y - whole > 0.5).to(tl.int32)
-        # Up if the fraction is above (bits + 1/2) / 65536.
-        steps = (fixed + 65535 - bits) >> 16
+def _stored(values, ptr, rows, columns, n_rows, n_columns, EVEN: tl.constexpr):
+    """Stores values [..., i, j] at [rows[..., i], columns[j]] of a row-major matrix."""
+    rows = tl.expand_dims(rows, len(rows.shape))
+    places = ptr + rows.to(tl.int64) * n_columns + columns
+    if EVEN:
+        tl.store(places, values)
     else:
-        # Added to a number whose last bit is one step, it is rounded to nearest even.
-        anchor = (field + (22 << 23)).to(tl.float32, bitcast=True)
-        steps = (a + anchor).to(tl.int32, bitcast=True) & 7
-    return sign | (steps + (field >> 22) - 254)
-
-
-@triton.jit
-def _scales(widest, CEIL: tl.constexpr):
-    """(E8M0 bytes, which blocks are finite) of the bits of the blocks' largest magnitudes; as
-    integers NaN is above Inf."""
-    byte = (widest >> 23) - 2
-    if CEIL:
-        byte += ((widest & 0x7FFFFF) > 0x400000).to(tl.int32)  # above 1.5, 6 is too small
-    return tl.maximum(byte, 0), widest < 0x7F800000
-
-
-@triton.jit
-def _quantized(
-    v,
-    bits,
-    AXIS: tl.constexpr,
-    CEIL: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRESCALE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """(E2M1 codes, E8M0 bytes, which blocks are finite) of v, whose AXIS of 32 is that of the
-    blocks; those that are not have codes 0."""
-    widest = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
-    byte, finite = _scales(widest, CEIL)
-    inverse = ((254 - byte) << 23).to(tl.float32, bitcast=True)
-    scaled = v * tl.expand_dims(inverse, AXIS)
-    if STOCHASTIC:
-        bits = tl.reshape(bits, v.shape)
-    # A prescale, and an input wider than BF16, have more bits than the fast way tells apart.
-    if WIDE or PRESCALE != 1.0:
-        code = _encode_wide(scaled * PRESCALE, bits, STOCHASTIC)
-    else:
-        code = _encode(scaled, bits, STOCHASTIC, not CEIL, INTERPRETED)
-    return tl.where(tl.expand_dims(finite, AXIS), code, 0), byte, finite
-
-
-@triton.jit
-def _packed(code):
-    """int32 words of eight codes each, which lie in three last axes of 2."""
-    even, odd = tl.split(code)
-    low, high = tl.split(even | (odd << 4))
-    first, last = tl.split(low | (high << 8))
-    return first | (last << 16)
-
-
-@triton.jit
-def _stored(values, ptr, rows, columns, n_rows, n_columns):
-    """Stores values[i, j] at [rows[i], columns[j]] of a row-major matrix."""
-    there = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
-    tl.store(ptr + rows[:, None].to(tl.int64) * n_columns + columns[None, :], values, mask=there)
+        tl.store(places, values, mask=(rows < n_rows) & (columns < n_columns))
 
 
 @triton.jit
 def _along(
-    v,
-    bits,
+    pairs,
+    rest,
     codes_ptr,
     scales_ptr,
-    row0,
+    rows,
     column0,
     n_rows,
     n_columns,
     CEIL: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    WIDE: tl.constexpr,
     PRESCALE: tl.constexpr,
+    EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The copy with blocks along the rows of a tile: [rows, columns]."""
-    R: tl.constexpr = v.shape[0]
-    C: tl.constexpr = v.shape[1]
-    blocked = tl.reshape(v, (R, C // 32, 32))
-    code, byte, finite = _quantized(
-        blocked, bits, 2, CEIL, STOCHASTIC, WIDE, PRESCALE, INTERPRETED
-    )  # fmt: skip
-    packed = _packed(tl.reshape(code, (R, C // 8, 2, 2, 2)))
-    rows = row0 + tl.arange(0, R)
-    words = column0 // 8 + tl.arange(0, C // 8)
-    _stored(packed, codes_ptr, rows, words, n_rows, n_columns // 8)
-    blocks = column0 // 32 + tl.arange(0, C // 32)
+    """The copy with blocks along the rows of a tile: codes [rows, columns / 2]."""
+    L: tl.constexpr = pairs.shape[0]
+    C: tl.constexpr = pairs.shape[2] * 2
+    blocked = tl.reshape(pairs, (L, 8, C // 32, 16))
+    widest = _largest(blocked, 3, INTERPRETED)
+    byte, finite = encode.scales(tl.maximum(widest & 0xFFFF, widest >> 16), CEIL)
+    inverse = encode.half_inverse(byte) * 0x10001
+    inverse = tl.broadcast_to(inverse[:, :, :, None], (L, 8, C // 32, 16))
+    half = encode.halved(blocked, inverse, not CEIL and PRESCALE == 1.0, INTERPRETED)
+    eights = tl.reshape(half, (L, 8, C // 8, 2, 2, 2))
+    if STOCHASTIC:
+        rest = tl.reshape(rest, (L, 8, C // 8, 2, 2, 2))
+        codes = encode.stochastic(eights, rest, PRESCALE, INTERPRETED)
+        words = encode.words_of_highest(codes, INTERPRETED)
+    else:
+        words = encode.words(encode.nearest(eights))
+    even, odd = encode.gathered(tl.reshape(pairs, (L, 8, C // 8, 2, 2)), INTERPRETED)
+    live = tl.broadcast_to(tl.where(finite, -1, 0)[:, :, :, None], (L, 8, C // 32, 16))
+    live, _ = tl.split(tl.reshape(live, (L, 8, C // 8, 2, 2)))
+    live, _ = tl.split(live)
+    words = (words | encode.signs(even, odd)) & live
+    at = column0 // 8 + tl.arange(0, C // 8)[None, None, :]
+    _stored(words, codes_ptr, rows, at, n_rows, n_columns // 8, EVEN)
+    at = column0 // 32 + tl.arange(0, C // 32)[None, None, :]
     byte = tl.where(finite, byte, 255).to(tl.uint8)
-    _stored(byte, scales_ptr, rows, blocks, n_rows, n_columns // 32)
+    _stored(byte, scales_ptr, rows, at, n_rows, n_columns // 32, EVEN)
 
 
 @triton.jit
 def _across(
-    v,
-    bits,
+    pairs,
+    rest,
     codes_ptr,
     scales_ptr,
     row0,
@@ -197,100 +105,92 @@ def _across(
     n_columns,
     CEIL: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    WIDE: tl.constexpr,
     PRESCALE: tl.constexpr,
+    EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The copy with blocks along the columns of a tile: [columns, rows]. Elements stay where they
-    are until eight of them are a word."""
-    R: tl.constexpr = v.shape[0]
-    C: tl.constexpr = v.shape[1]
-    blocked = tl.reshape(v, (R // 32, 32, C))
-    code, byte, finite = _quantized(
-        blocked, bits, 1, CEIL, STOCHASTIC, WIDE, PRESCALE, INTERPRETED
-    )  # fmt: skip
-    eights = tl.reshape(code, (R // 8, 2, 2, 2, C))
-    packed = tl.trans(_packed(tl.permute(eights, (0, 4, 1, 2, 3))))
+    """The copy with blocks along the columns of a tile: codes [columns, rows / 2]."""
+    L: tl.constexpr = pairs.shape[0]
+    C: tl.constexpr = pairs.shape[2] * 2
+    widest = tl.reshape(_largest(pairs, 1, INTERPRETED), (L // 4, 4, C // 2))
+    widest = _largest(widest, 1, INTERPRETED)
+    low_byte, low_finite = encode.scales(widest & 0xFFFF, CEIL)
+    high_byte, high_finite = encode.scales(widest >> 16, CEIL)
+    inverse = encode.half_inverse(low_byte) | (encode.half_inverse(high_byte) << 16)
+    inverse = tl.broadcast_to(inverse[:, None, None, :], (L // 4, 4, 8, C // 2))
+    blocked = tl.reshape(pairs, (L // 4, 4, 8, C // 2))
+    half = encode.halved(blocked, inverse, not CEIL and PRESCALE == 1.0, INTERPRETED)
+    eights = tl.permute(tl.reshape(half, (L, 2, 2, 2, C)), (0, 4, 1, 2, 3))
+    if STOCHASTIC:
+        rest = tl.permute(tl.reshape(rest, (L, 2, 2, 2, C)), (0, 4, 1, 2, 3))
+        codes = encode.stochastic(eights, rest, PRESCALE, INTERPRETED)
+        words = encode.words_of_highest(codes, INTERPRETED)
+    else:
+        words = encode.words(encode.nearest(eights))
+    even, odd = tl.split(tl.permute(tl.reshape(pairs, (L, 2, 2, 2, C // 2)), (0, 4, 1, 2, 3)))
+    low_even, high_even = encode.gathered(even, INTERPRETED)
+    low_odd, high_odd = encode.gathered(odd, INTERPRETED)
+    signs = tl.join(encode.signs(low_even, low_odd), encode.signs(high_even, high_odd))
+    live = tl.join(tl.where(low_finite, -1, 0), tl.where(high_finite, -1, 0))
+    live = tl.broadcast_to(tl.reshape(live, (L // 4, 1, C)), (L // 4, 4, C))
+    words = (words | tl.reshape(signs, (L, C))) & tl.reshape(live, (L, C))
     columns = column0 + tl.arange(0, C)
-    words = row0 // 8 + tl.arange(0, R // 8)
-    _stored(packed, codes_ptr, columns, words, n_columns, n_rows // 8)
-    blocks = row0 // 32 + tl.arange(0, R // 32)
-    byte = tl.trans(tl.where(finite, byte, 255).to(tl.uint8))
-    _stored(byte, scales_ptr, columns, blocks, n_columns, n_rows // 32)
+    at = row0 // 8 + tl.arange(0, L)[None, :]
+    _stored(tl.trans(words), codes_ptr, columns, at, n_columns, n_rows // 8, EVEN)
+    at = row0 // 32 + tl.arange(0, L // 4)[None, :]
+    low_byte = tl.where(low_finite, low_byte, 255)
+    byte = tl.join(low_byte, tl.where(high_finite, high_byte, 255)).to(tl.uint8)
+    byte = tl.trans(tl.reshape(byte, (L // 4, C)))
+    _stored(byte, scales_ptr, columns, at, n_columns, n_rows // 32, EVEN)
 
 
 @triton.jit
-def _widened(x):
-    """float32 of a tile; BF16 by its bits, which holds for subnormal numbers everywhere."""
-    if x.dtype == tl.bfloat16:
+def _rounded(low, high, INTERPRETED: tl.constexpr):
+    """Words of two float32 rounded to BF16; Triton's interpreter would cut them off."""
+    if INTERPRETED:
+        both = tl.join(low, high).to(tl.int32, bitcast=True)
+        even = (both + 0x7FFF + ((both >> 16) & 1)) >> 16
+        nan = (both & 0x7FFFFFFF) > 0x7F800000
+        low, high = tl.split(tl.where(nan, 0x7FC0, even))
+        return (low & 0xFFFF) | (high << 16)
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _factor(x, INTERPRETED: tl.constexpr):
+    """A factor of a product, BF16. Triton's interpreter would multiply that as the integers of its
+    bits: float32 there."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
+    return x if INTERPRETED else x.to(tl.bfloat16)
 
 
 @triton.jit
-def _hadamard(GROUP: tl.constexpr):
-    """The symmetric matrix H of a group, float32."""
+def _turned(
+    tile,
+    h_ptr,
+    signs_ptr,
+    GROUP: tl.constexpr,
+    SIGNED: tl.constexpr,
+    FACTOR: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """tile diag(signs) H * FACTOR along the rows of a tile, in BF16: words of two neighbours
+    [R / 8, 8, C / 2]."""
+    R: tl.constexpr = tile.shape[0]
+    C: tl.constexpr = tile.shape[1]
     i = tl.arange(0, GROUP)
-    parity = i[:, None] & i[None, :]
-    parity ^= parity >> 4
-    parity ^= parity >> 2
-    parity ^= parity >> 1
-    return (1 - 2 * (parity & 1)).to(tl.float32)
-
-
-@triton.jit
-def _rounded(product, FACTOR: tl.constexpr, INTERPRETED: tl.constexpr):
-    """float32 of product * FACTOR rounded to BF16; Triton's interpreter would cut it off."""
-    product *= FACTOR
-    if INTERPRETED:
-        word = product.to(tl.int32, bitcast=True)
-        even = (word + 0x7FFF + ((word >> 16) & 1)) & -0x10000
-        return tl.where(tl.abs(product) < float("inf"), even.to(tl.float32, bitcast=True), product)
-    return product.to(tl.bfloat16).to(tl.float32)
-
-
-@triton.jit
-def _product(a, b, INTERPRETED: tl.constexpr):
-    """a b in float32 of matrices that are exact in BF16; Triton's interpreter would multiply BF16
-    as the integers of its bits."""
-    if INTERPRETED:
-        return tl.dot(a, b, input_precision="ieee")
-    return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
-
-
-@triton.jit
-def _turned_along(
-    v,
-    signs_ptr,
-    GROUP: tl.constexpr,
-    SIGNED: tl.constexpr,
-    FACTOR: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """v diag(signs) H / sqrt(g) along the rows of a tile, rounded to BF16."""
-    R: tl.constexpr = v.shape[0]
-    C: tl.constexpr = v.shape[1]
-    h = _hadamard(GROUP)
+    h = _factor(tl.load(h_ptr + i[:, None] * GROUP + i[None, :]), INTERPRETED)
     if SIGNED:  # the signs come first: they are those of H's rows
-        h *= tl.load(signs_ptr + tl.arange(0, GROUP))[:, None]
-    product = _product(tl.reshape(v, (R * C // GROUP, GROUP)), h, INTERPRETED)
-    return tl.reshape(_rounded(product, FACTOR, INTERPRETED), (R, C))
-
-
-@triton.jit
-def _turned_across(
-    v,
-    signs_ptr,
-    GROUP: tl.constexpr,
-    SIGNED: tl.constexpr,
-    FACTOR: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """The same along the columns of a tile that has a group of rows: H diag(signs) v / sqrt(g)."""
-    h = _hadamard(GROUP)
-    if SIGNED:
-        h *= tl.load(signs_ptr + tl.arange(0, GROUP))[None, :]
-    return _rounded(_product(h, v, INTERPRETED), FACTOR, INTERPRETED)
+        h *= tl.load(signs_ptr + i)[:, None].to(h.dtype)
+    groups = _factor(tl.reshape(tile, (R * C // GROUP, GROUP)), INTERPRETED)
+    product = tl.dot(groups, h, input_precision="ieee")
+    if FACTOR != 1.0:
+        product *= FACTOR
+    low, high = tl.split(tl.reshape(product, (R // 8, 8, C // 2, 2)))
+    return _rounded(low, high, INTERPRETED)
 
 
 # Else every step, stream and seed that is 1 or a multiple of 16 would be another kernel.
@@ -300,6 +200,8 @@ _NUMBERS = ["along_stream", "across_stream", "per_row", "step", "seed_low", "see
 @triton.jit(do_not_specialize=_NUMBERS)
 def quantize_kernel(
     x_ptr,
+    x_scales_ptr,
+    h_ptr,
     along_codes_ptr,
     along_scales_ptr,
     along_signs_ptr,
@@ -316,6 +218,7 @@ def quantize_kernel(
     step,
     seed_low,
     seed_high,
+    PACKED: tl.constexpr,
     ALONG: tl.constexpr,
     ACROSS: tl.constexpr,
     CEIL: tl.constexpr,
@@ -327,21 +230,36 @@ def quantize_kernel(
     INTERPRETED: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """x [n_rows, n_columns], row-major, is read once. ALONG: blocks along its rows, codes [n_rows,
+    """x [n_rows, n_columns], row-major BF16 (in words of two, but for a transform), is read once.
+    PACKED: it is MXFP4, in blocks along its rows. ALONG: blocks along its rows, codes [n_rows,
     n_columns / 2]; ACROSS: blocks along its columns, codes [n_columns, n_rows / 2]."""
     row0 = tl.program_id(0) * TILE_ROWS
     column0 = tl.program_id(1) * TILE_COLUMNS
-    rows = row0 + tl.arange(0, TILE_ROWS)
-    columns = column0 + tl.arange(0, TILE_COLUMNS)
-    there = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
-    places = rows[:, None].to(tl.int64) * n_columns + columns[None, :]
-    x = tl.load(x_ptr + places, mask=there, other=0.0)
-    WIDE: tl.constexpr = x.dtype != tl.bfloat16
-    v = _widened(x)
-    bits = 0
+    rows = row0 + 8 * tl.arange(0, TILE_ROWS // 8)[:, None] + tl.arange(0, 8)[None, :]
+    if HADAMARD:
+        tile = _loaded(
+            x_ptr,
+            row0 + tl.arange(0, TILE_ROWS)[:, None],
+            column0 + tl.arange(0, TILE_COLUMNS)[None, :],
+            n_rows,
+            n_columns,
+            EVEN,
+        )
+    elif PACKED:
+        words = column0 // 8 + tl.arange(0, TILE_COLUMNS // 8)[None, None, :]
+        words = _loaded(x_ptr, rows[:, :, None], words, n_rows, n_columns // 8, EVEN)
+        blocks = column0 // 32 + tl.arange(0, TILE_COLUMNS // 32)[None, None, :]
+        byte = _loaded(x_scales_ptr, rows[:, :, None], blocks, n_rows, n_columns // 32, EVEN)
+        pairs = decode.pairs(words, byte.to(tl.int32), INTERPRETED)
+    else:
+        words = column0 // 2 + tl.arange(0, TILE_COLUMNS // 2)[None, None, :]
+        pairs = _loaded(x_ptr, rows[:, :, None], words, n_rows, n_columns // 2, EVEN)
+    rest = 0
+    index = 0
     if STOCHASTIC:
         groups = column0 // 8 + tl.arange(0, TILE_COLUMNS // 8)
         at_rows = rows.to(tl.int64)
@@ -350,23 +268,33 @@ def quantize_kernel(
             at_rows = tl.load(rows_ptr + rows, mask=rows < n_rows, other=0)
         if HAS_GROUPS:
             at_groups = tl.load(groups_ptr + groups, mask=groups < n_columns // 8, other=0)
+        index = at_rows[:, :, None] * per_row + at_groups[None, None, :]
     if ALONG:
         if STOCHASTIC:
-            bits = _bits16(at_rows, at_groups, per_row, step, along_stream, seed_low, seed_high)
-        turned = v
+            rest = rest16(index, step, along_stream, seed_low, seed_high, INTERPRETED)
         if HADAMARD:
-            turned = _turned_along(v, along_signs_ptr, HADAMARD, SIGNED, FACTOR, INTERPRETED)
+            pairs = _turned(tile, h_ptr, along_signs_ptr, HADAMARD, SIGNED, FACTOR, INTERPRETED)
         _along(
-            turned, bits, along_codes_ptr, along_scales_ptr, row0, column0, n_rows, n_columns,
-            CEIL, STOCHASTIC, WIDE, PRESCALE, INTERPRETED,
+            pairs, rest, along_codes_ptr, along_scales_ptr, rows, column0, n_rows, n_columns,
+            CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
         )  # fmt: skip
     if ACROSS:
         if STOCHASTIC:
-            bits = _bits16(at_rows, at_groups, per_row, step, across_stream, seed_low, seed_high)
-        turned = v
-        if HADAMARD:
-            turned = _turned_across(v, across_signs_ptr, HADAMARD, SIGNED, FACTOR, INTERPRETED)
-        _across(
-            turned, bits, across_codes_ptr, across_scales_ptr, row0, column0, n_rows, n_columns,
-            CEIL, STOCHASTIC, WIDE, PRESCALE, INTERPRETED,
-        )  # fmt: skip
+            rest = rest16(index, step, across_stream, seed_low, seed_high, INTERPRETED)
+        if HADAMARD:  # turned on its side
+            pairs = _turned(
+                tl.trans(tile), h_ptr, across_signs_ptr, HADAMARD, SIGNED, FACTOR, INTERPRETED
+            )
+            if STOCHASTIC:
+                sideways = tl.trans(tl.reshape(rest, (TILE_ROWS, TILE_COLUMNS)))
+                rest = tl.reshape(sideways, (TILE_COLUMNS // 8, 8, TILE_ROWS))
+            columns = 8 * tl.arange(0, TILE_COLUMNS // 8)[:, None] + tl.arange(0, 8)[None, :]
+            _along(
+                pairs, rest, across_codes_ptr, across_scales_ptr, column0 + columns, row0,
+                n_columns, n_rows, CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
+            )  # fmt: skip
+        else:
+            _across(
+                pairs, rest, across_codes_ptr, across_scales_ptr, row0, column0, n_rows, n_columns,
+                CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
+            )  # fmt: skip

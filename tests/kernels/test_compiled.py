@@ -11,20 +11,22 @@ from megatron_fp4.kernels.carrier import FORMATS, carry_kernel
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
 
 BOTH = {"ALONG": True, "ACROSS": True}
-PLAIN = {"HADAMARD": 0, "SIGNED": False, "FACTOR": 1.0}
+PLAIN = {"HADAMARD": 0, "SIGNED": False, "FACTOR": 1.0, "PACKED": False}
 VARIANTS: dict[str, dict[str, Any]] = {
     "nearest": BOTH | PLAIN | {"STOCHASTIC": False},
     "stochastic": BOTH | PLAIN | {"STOCHASTIC": True},
     "along": BOTH | PLAIN | {"STOCHASTIC": False, "ACROSS": False},
     "across": BOTH | PLAIN | {"STOCHASTIC": True, "ALONG": False},
-    "hadamard": BOTH | {"STOCHASTIC": True, "HADAMARD": 64, "SIGNED": True, "FACTOR": 0.125},
+    "packed": BOTH | PLAIN | {"STOCHASTIC": True, "ALONG": False, "PACKED": True},
+    "hadamard": BOTH | PLAIN | {"STOCHASTIC": True, "HADAMARD": 64, "SIGNED": True},
 }
 REST = {"CEIL": True, "PRESCALE": 0.75, "INTERPRETED": False, "HAS_ROWS": True}
-REST |= {"HAS_GROUPS": True, "TILE_ROWS": 64, "TILE_COLUMNS": 64}
+REST |= {"HAS_GROUPS": True, "EVEN": False, "TILE_ROWS": 64, "TILE_COLUMNS": 64}
 
 
-def assembly(capability: int, constants: dict[str, Any], dtype: str = "*bf16") -> str:
-    types = {"x_ptr": dtype, "rows_ptr": "*i64", "groups_ptr": "*i64"}
+def assembly(capability: int, constants: dict[str, Any]) -> str:
+    x = "*bf16" if constants["HADAMARD"] else "*i32"
+    types = {"x_ptr": x, "h_ptr": "*bf16", "rows_ptr": "*i64", "groups_ptr": "*i64"}
     types |= {name: "*i32" for name in quantize_kernel.arg_names if name.endswith("codes_ptr")}
     types |= {name: "*u8" for name in quantize_kernel.arg_names if name.endswith("scales_ptr")}
     types |= {name: "*fp32" for name in quantize_kernel.arg_names if name.endswith("signs_ptr")}
@@ -43,7 +45,9 @@ def test_a_kernel_compiles(variant: str, capability: int) -> None:
     multiplies = any(name in ptx for name in ("wgmma.mma", "mma.sync", "tcgen05.mma"))
     assert multiplies == bool(VARIANTS[variant]["HADAMARD"])  # transforms on tensor cores
     # Subnormal numbers are not flushed where the codes are made.
-    assert "mul.ftz" not in ptx and "max.ftz" not in ptx
+    assert ".ftz" not in ptx
+    if not VARIANTS[variant]["HADAMARD"]:
+        assert "prmt.b32" in ptx and "max.NaN.bf16x2" in ptx
 
 
 @pytest.mark.parametrize("capability", [90, 100])

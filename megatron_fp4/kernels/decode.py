@@ -1,0 +1,73 @@
+"""BF16 of E2M1 codes and E8M0 scales, in Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_fp4.kernels.encode import permuted
+
+
+@triton.jit
+def _plain(words):
+    """BF16 bits of the codes of words [...]: [..., 8], in plain arithmetic."""
+    SHAPE: tl.constexpr = words.shape
+    shifts = 4 * tl.arange(0, 8)
+    codes = tl.reshape(words, (words.numel, 1)) >> tl.reshape(shifts, (1, 8))
+    magnitude = codes & 7
+    bits = tl.where(magnitude < 2, magnitude * 0x3F00, 0x3F00 + (magnitude << 6))
+    return tl.reshape(bits | ((codes & 8) << 12), SHAPE + (8,))
+
+
+@triton.jit
+def _four(words):
+    """Two words of two BF16 of the four codes in the lower half of words."""
+    magnitudes = words & 0x7777
+    shape: tl.constexpr = words.shape
+    # A byte of a table of eight for each of the four.
+    high = permuted_by(tl.full(shape, 0x3F3F3F00, tl.int32), 0x40404040, magnitudes)
+    low = permuted_by(tl.full(shape, -0x3F800000, tl.int32), -0x3F7FC000, magnitudes)
+    signs = (words >> 3) & 0x1111
+    high |= permuted_by(tl.full(shape, 0x8000, tl.int32), 0, signs)
+    return permuted(low, high, 0x5140), permuted(low, high, 0x7362)
+
+
+@triton.jit
+def permuted_by(a, B: tl.constexpr, selector):
+    """A word of four bytes of a (0-3) and B (4-7), which the selector's digits name, last first."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [a, tl.full(a.shape, B, tl.int32), selector],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def pairs(words, byte, INTERPRETED: tl.constexpr):
+    """Words of two BF16 [L, 8, 4 n] of words of eight codes [L, 8, n] in blocks of 32 with these
+    scales [L, 8, n / 4]. A scale of NaN makes NaN of its block, whose codes are 0."""
+    L: tl.constexpr = words.shape[0]
+    N: tl.constexpr = words.shape[2]
+    scale = tl.maximum(byte << 7, 0x40)  # 2^(byte - 127), subnormal for 0; 255 is infinite
+    scale = tl.broadcast_to(scale[:, :, :, None], (L, 8, N // 4, 16))
+    scale = tl.reshape(scale, (L, 8, N * 4))
+    if INTERPRETED:
+        low, high = tl.split(tl.reshape(_plain(words), (L, 8, N * 4, 2)))
+        factor = (scale << 16).to(tl.float32, bitcast=True)
+        low = ((low << 16).to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True)
+        high = ((high << 16).to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True)
+        return ((low >> 16) & 0xFFFF) | (high & -0x10000)
+    p0, p1 = _four(words)
+    p2, p3 = _four(words >> 16)
+    values = tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), (L, 8, N * 4))
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [values, scale * 0x10001, tl.full(values.shape, -0x7FFF8000, tl.int32)],  # - 0
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )

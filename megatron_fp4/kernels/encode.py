@@ -1,0 +1,172 @@
+"""E2M1 codes of BF16 values, eight to a word, and E8M0 scales of blocks, in Triton.
+
+BF16 comes in words of two neighbours. Hopper's units for integers are half as wide as those for
+floating-point numbers: what can be done in the latter is. Where that takes assembly, Triton's
+interpreter does the same in plain arithmetic.
+
+E2M1's codes are a piecewise linear function of the magnitude: v lies min(2 v, v + 2, v / 2 + 4)
+codes above 0, and rounding v to the grid is rounding that to an integer. As bits, a float32 below
+2^-126 is an integer of units of 2^-149: one multiplication scales, adds and rounds.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def permuted(a, b, SELECTOR: tl.constexpr):
+    """A word of four bytes of a (0-3) and b (4-7), which the selector's digits name, last first."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [a, b, tl.full(a.shape, SELECTOR, tl.int32)],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def larger(a, b):
+    """The larger BF16 magnitude of each half; NaN above all."""
+    return tl.inline_asm_elementwise(
+        "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def scales(widest, CEIL: tl.constexpr):
+    """(E8M0 bytes, which blocks are finite) of BF16 bits of the blocks' largest magnitudes."""
+    # Above 1.5 2^e, 6 is too small, and the exponent goes up.
+    byte = ((widest + 0x3F if CEIL else widest) >> 7) - 2
+    return tl.maximum(byte, 0), widest < 0x7F80
+
+
+@triton.jit
+def half_inverse(byte):
+    """2^(-s - 1) in BF16 for s = byte - 127, at most 126, where it is subnormal."""
+    return tl.maximum((253 - byte) << 7, 0x40)
+
+
+@triton.jit
+def unpacked(pairs):
+    """float32 [..., 2 n] of words [..., n] of two BF16."""
+    SHAPE: tl.constexpr = pairs.shape
+    both = tl.join(pairs << 16, pairs & -0x10000).to(tl.float32, bitcast=True)
+    return tl.reshape(both, SHAPE[:-1] + (SHAPE[-1] * 2,))
+
+
+@triton.jit
+def halved(pairs, inverse, CLIPS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Half of the scaled magnitudes, float32 [..., 2 n]. inverse: of `half_inverse`, for each half
+    of the words. What becomes too small for BF16 is too small to become another code than 0."""
+    magnitudes = pairs & 0x7FFF7FFF
+    if INTERPRETED:
+        product = unpacked(magnitudes) * unpacked(inverse)
+        return tl.minimum(product, 3.0) if CLIPS else product
+    scaled = tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [magnitudes, inverse, tl.full(pairs.shape, -0x7FFF8000, tl.int32)],  # - 0
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    if CLIPS:
+        scaled = tl.inline_asm_elementwise(
+            "min.bf16x2 $0, $1, $2;",
+            "=r,r,r",
+            [scaled, tl.full(pairs.shape, 0x40404040, tl.int32)],  # 3, half of 6
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return unpacked(scaled)
+
+
+@triton.jit
+def nearest(half):
+    """Codes of half magnitudes as bits of float32, rounded to nearest even by the multiplication
+    and in it: adding 2 or 4 changes no parity."""
+    unit = tl.full([], 2.0**-149, tl.float32)
+    first = (half * (4 * unit)).to(tl.int32, bitcast=True)
+    second = (half * (2 * unit) + 2 * unit).to(tl.int32, bitcast=True)
+    third = (half * unit + 4 * unit).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.minimum(first, second), third)
+
+
+@triton.jit
+def stochastic(half, rest, PRESCALE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Codes of half magnitudes, in the highest byte of words, by rest = 256 (65535 - r) + 124 of
+    random integers r in [0, 65536).
+
+    Divided by 2^126 the grid's 1 is float32's smallest normal number, and 1/2 subnormal in both:
+    the bits of a magnitude are its place among the codes, in units of 2^-22. Rounded up, no way
+    above a threshold is lost: up if it is above (r + 1/2) 2^6.
+    """
+    factor = tl.full(half.shape, PRESCALE * 2.0**-125, tl.float32)
+    if INTERPRETED:
+        product = half * factor
+        short = (product.to(tl.float64) < half.to(tl.float64) * (PRESCALE * 2.0**-125)).to(tl.int32)
+        way = product.to(tl.int32, bitcast=True) + short
+    else:
+        way = tl.inline_asm_elementwise(
+            "mul.rp.f32 $0, $1, $2;", "=r,f,f", [half, factor], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return way * 4 + rest
+
+
+@triton.jit
+def words(codes):
+    """Words [...] of eight codes [..., 2, 2, 2] without their signs. Small integers are added as
+    the float32 of their bits."""
+    even, odd = tl.split(codes.to(tl.float32, bitcast=True))
+    first, second = tl.split(odd * 16.0 + even)
+    low, high = tl.split((second * 256.0 + first).to(tl.int32, bitcast=True))
+    return low | (high << 16)
+
+
+@triton.jit
+def _highest(codes, INTERPRETED: tl.constexpr):
+    """The highest bytes of words [..., 2, 2] in one."""
+    first, second = tl.split(codes)
+    if INTERPRETED:
+        low, high = tl.split(((first >> 24) & 0xFF) | ((second >> 16) & 0xFF00))
+        return low | (high << 16)
+    low, high = tl.split(permuted(first, second, 0x73))
+    return permuted(low, high, 0x5410)
+
+
+@triton.jit
+def words_of_highest(codes, INTERPRETED: tl.constexpr):
+    """The same of codes in the highest bytes."""
+    even, odd = tl.split(codes)
+    return _highest(even, INTERPRETED) + _highest(odd, INTERPRETED) * 16
+
+
+@triton.jit
+def _gathered(p0, p1, p2, p3, INTERPRETED: tl.constexpr):
+    """(bytes with the signs of the low halves of four words, of the high halves), in bit 7."""
+    if INTERPRETED:
+        low = (p0 >> 8) & 0x80 | p1 & 0x8000 | (p2 << 8) & 0x800000 | (p3 << 16) & -0x80000000
+        high = (p0 >> 24) & 0x80 | (p1 >> 16) & 0x8000 | (p2 >> 8) & 0x800000 | p3 & -0x80000000
+        return low, high
+    first, second = permuted(p0, p1, 0x7351), permuted(p2, p3, 0x7351)
+    return permuted(first, second, 0x5410), permuted(first, second, 0x7632)
+
+
+@triton.jit
+def gathered(pairs, INTERPRETED: tl.constexpr):
+    """The same of words [..., 2, 2]."""
+    even, odd = tl.split(pairs)
+    p0, p2 = tl.split(even)
+    p1, p3 = tl.split(odd)
+    return _gathered(p0, p1, p2, p3, INTERPRETED)
+
+
+@triton.jit
+def signs(even, odd):
+    """The sign bits of a word's codes, of bytes with those of its even and of its odd elements."""
+    return (odd & -0x7F7F7F80) | ((even >> 4) & 0x08080808)
