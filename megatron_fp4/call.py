@@ -62,10 +62,8 @@ class Call:
         backend multiplies it. None: nothing is kept.
     packs_x: keep X for backward as wgrad's 4-bit copy where backward would take X itself.
     fuses: add dW to weight.main_grad, where the weight has one.
-    observe: called with (gemm, operand, tensor) on each incoming operand and each product (y, dx,
-        dw), to watch for NaN.
-    count: called with (gemm, operand, counts) where the form in which a backend multiplies an
-        operand had to round elements.
+    observe: called with (gemm, operand, tally) on each quantized operand as it is multiplied, to
+        watch for NaN; see Decoded.
     """
 
     name: str = "linear"
@@ -79,7 +77,6 @@ class Call:
     packs_x: bool = True
     fuses: bool = False
     observe: Callable[[str, str, Tensor], None] | None = None
-    count: Callable[[str, str, Tensor], None] | None = None
 
     def has_part(self, operand: str) -> bool:
         """Whether sequence parallelism gives this rank a part of the operand's tokens."""
@@ -125,8 +122,9 @@ class Call:
         form = backend.decode(operand, like.dtype, gradient=name == "dy")
         if kept is not None:
             kept[decoded] = form, None
-        if self.count is not None and isinstance(form, Decoded) and form.rounded is not None:
-            self.count(gemm, name, form.rounded)
+        if self.observe is not None and isinstance(operand, QuantizedTensor):
+            counted = form.tally if isinstance(form, Decoded) else None
+            self.observe(gemm, name, operand.tally() if counted is None else counted)
         return form
 
     def preparation(self, recipe: Recipe, source: Source) -> Preparation:
@@ -168,7 +166,3 @@ class Call:
             return False
         sharded = 0 if source.is_part else self.parallel.sharded.get(source.operand)
         return preparation.quantizer.scale_spans(sharded, preparation.axis)
-
-    def watch(self, gemm: str, operand: str, tensor: Tensor) -> None:
-        if self.observe is not None:
-            self.observe(gemm, operand, tensor)

@@ -61,8 +61,6 @@ def fprop(
 ) -> tuple[Tensor, Saved]:
     """Y = X W^T + bias for x [tokens, in], weight [out, in], bias [out] or None; returns
     (y [tokens, out], what may be saved). All terms are summed before the output is rounded."""
-    call.watch("fprop", "x", x)
-    call.watch("fprop", "w", weight)
     gemm, outliers = recipe.fprop, recipe.outliers
     clamped, residual = (x, None) if outliers is None else outliers.split(x)
     raw = x if needs_dw and _packs_x(x, recipe, call) else None
@@ -84,7 +82,6 @@ def fprop(
     for term in (compensation, bias):
         if term is not None:
             y += term
-    call.watch("fprop", "y", y)
     y = y.to(x.dtype)
     if call.parallel is not None and call.has_part("dy"):
         y = call.parallel.scatter_sum(y).wait()
@@ -299,7 +296,6 @@ class Backward:
         dy = self.call.decode(self.recipe, "dgrad", "dy", dy, self.dy)
         w = self.call.decode(self.recipe, "dgrad", "w", w, self.dy)
         dx = backend.multiply(dy, w, self.recipe.dgrad.correction, self.dy.dtype)
-        self.call.watch("dgrad", "dx", dx)
         return dx
 
     def _summed(self, dx: Tensor) -> Pending[Tensor]:
@@ -326,7 +322,6 @@ class Backward:
             if residual is not None:  # its product took W itself: no quantizer to see through
                 dw += self.dy.t() @ residual.wait().dense()
             dw = finish(dw, needs.dw_dtype, needs.dw_into)
-        self.call.watch("wgrad", "dw", dw)
         return dw
 
 

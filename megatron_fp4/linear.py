@@ -60,7 +60,6 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         recipe, call, weight = ctx.recipe, ctx.call, getattr(ctx, "accumulates_in", None)
         dy = dy.reshape(-1, dy.shape[-1])
-        call.watch("dgrad", "dy", dy)
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         into = None if weight is None else weight.main_grad
         needs = Needs(needs_dx, needs_dw, ctx.weight_dtype, into)

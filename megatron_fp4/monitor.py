@@ -1,4 +1,5 @@
-"""Where numbers first went non-finite, without waiting for the device."""
+"""Health of quantized operands, without waiting for the device: where NaN first stood, and what the
+form in which operands are multiplied had to round."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_FOLD = 1024  # operands whose extremes are kept one by one: each takes a block of device memory
+_FOLD = 1024  # operands whose tallies are kept one by one: each may take a block of device memory
+
+Label = tuple[str, str, str]  # module, GEMM, operand
 
 
 @dataclass(frozen=True)
@@ -20,44 +23,61 @@ class Sighting:
     operand: str
 
     def __str__(self) -> str:
-        kind = "product" if self.operand in ("y", "dx", "dw") else "operand"
         return (
-            f"iteration {self.step}: the first NaN or Inf stood in {kind} {self.operand} of "
+            f"iteration {self.step}: the first NaN or Inf stood in operand {self.operand} of "
             f"{self.gemm} in {self.module}"
         )
 
 
 @dataclass(frozen=True)
-class _Verdict:
-    """On its way to the host: which of a step's operands was non-finite first, -1 for none."""
+class Rounding:
+    """What a step rounded: elements in all, and in the operand that lost most."""
 
     step: int
-    labels: list[tuple[str, str, str]]
-    first: Tensor
+    elements: int
+    worst: Label
+    most: int
+
+    def __str__(self) -> str:
+        module, gemm, operand = self.worst
+        return (
+            f"iteration {self.step}: {self.elements} elements lay below the window of their FP8 "
+            f"carriers and were rounded, most of them ({self.most}) in operand {operand} of {gemm} "
+            f"in {module}"
+        )
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """On its way to the host: what each operand of a step rounded, and whether it was NaN."""
+
+    step: int
+    labels: list[Label]
+    tallies: Tensor
     copied: torch.cuda.Event | None
 
 
 class NonFiniteMonitor:
-    """Watches operands in the order in which they are used.
+    """Watches operands in the order in which they are multiplied.
 
-    One reduction an operand on the device. The host never waits for the device in training: what
-    a step showed is copied while the next one runs, and read when that has ended, or when asked.
+    The host never waits for the device in training: what a step showed is copied while the next one
+    runs, and read when that has ended, or when asked.
     """
 
     def __init__(self) -> None:
         self._step = 0
-        self._labels: list[tuple[str, str, str]] = []
-        self._extremes: list[Tensor] = []  # minimum and maximum of each operand, not folded yet
-        self._finite: list[Tensor] = []
+        self._labels: list[Label] = []
+        self._tallies: list[Tensor] = []  # int32 [2] of each operand, not folded yet
+        self._folded: list[Tensor] = []
         self._verdict: _Verdict | None = None
+        self.rounding: Rounding | None = None  # of the last step that was read, if there was any
 
-    def observe(self, module: str, gemm: str, operand: str, tensor: Tensor) -> None:
-        """Note one operand. Its extremes are finite unless an element is not."""
-        if tensor.numel() == 0:
-            return
+    def observe(self, module: str, gemm: str, operand: str, tally: Tensor) -> None:
+        """Note one operand: int32 [2], how many elements were rounded and how many blocks are NaN.
+        It is looked at when the step is over."""
         self._labels.append((module, gemm, operand))
-        self._extremes += torch.aminmax(tensor.detach())
-        if len(self._extremes) == 2 * _FOLD:
+        self._tallies.append(tally)
+        if len(self._tallies) == _FOLD:
             self._fold()
 
     def start_step(self, step: int) -> Sighting | None:
@@ -74,29 +94,39 @@ class NonFiniteMonitor:
         return seen or self._read()
 
     def _fold(self) -> None:
-        if self._extremes:
-            pairs = torch.stack(self._extremes).view(-1, 2)
-            self._finite.append(pairs.isfinite().all(dim=1))
-            self._extremes = []
+        if self._tallies:
+            self._folded.append(torch.stack(self._tallies))
+            self._tallies = []
 
     def _close(self) -> None:
         """Send for what the step showed."""
         self._fold()
-        if self._finite:
-            bad = ~torch.cat(self._finite)
-            first = torch.where(bad.any(), bad.int().argmax(), -1)
-            copied = torch.cuda.Event() if first.is_cuda else None
-            on_host = first.to("cpu", non_blocking=True)
-            if copied is not None:
+        if self._folded:
+            tallies = torch.cat(self._folded)
+            copied = None
+            if tallies.is_cuda:
+                on_host = torch.empty_like(tallies, device="cpu", pin_memory=True)
+                tallies = on_host.copy_(tallies, non_blocking=True)
+                copied = torch.cuda.Event()
                 copied.record()
-            self._verdict = _Verdict(self._step, self._labels, on_host, copied)
-        self._labels, self._finite = [], []
+            self._verdict = _Verdict(self._step, self._labels, tallies, copied)
+        self._labels, self._folded = [], []
 
     def _read(self) -> Sighting | None:
-        verdict, self._verdict = self._verdict, None
+        verdict, self._verdict, self.rounding = self._verdict, None, None
         if verdict is None:
             return None
         if verdict.copied is not None:
             verdict.copied.synchronize()
-        first = int(verdict.first)
-        return Sighting(verdict.step, *verdict.labels[first]) if first >= 0 else None
+        if not verdict.tallies.any():
+            return None
+        tallies = verdict.tallies.tolist()
+        lost = [rounded for rounded, _ in tallies]
+        if any(lost):
+            most = max(lost)
+            worst = verdict.labels[lost.index(most)]
+            self.rounding = Rounding(verdict.step, sum(lost), worst, most)
+        for label, (_, nan) in zip(verdict.labels, tallies, strict=True):
+            if nan:
+                return Sighting(verdict.step, *label)
+        return None

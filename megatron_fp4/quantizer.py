@@ -147,6 +147,14 @@ class QuantizedTensor:
         values = per_block(values, self.quantizer.block, self.block_scales(dtype), torch.mul)
         return values, None if self.tensor_scale is None else self.tensor_scale.view(1, 1)
 
+    def tally(self) -> Tensor:
+        """int32 [2]: how many elements were rounded (none here), and whether a block is NaN."""
+        if self.quantizer.scale == "fp32":
+            nan = self.scales.isnan().any()
+        else:
+            nan = (self.scales == (0x7F if self.quantizer.scale == "e4m3" else 0xFF)).any()
+        return torch.stack((torch.zeros_like(nan), nan)).int()
+
     def grid_coordinates(self, x: Tensor) -> Tensor:
         """`x`, of the shape and blocked axis of the quantized tensor, divided by its scales (and
         prescaled): where its elements lie on the element grid. A matrix with the blocked axis

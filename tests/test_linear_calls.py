@@ -14,6 +14,7 @@ from megatron_fp4.call import Call
 from megatron_fp4.hadamard import Hadamard
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.philox import Key, random_signs, stream_id
+from megatron_fp4.recipe import OPERANDS
 from tests.oracles import relative_error
 from tests.test_linear import (
     BOUND,
@@ -202,22 +203,32 @@ def test_autocast(name: str, inside: bool) -> None:
 # --- what a call shows the monitor ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("bad", ["x", "w", "dy", "none"])
 @pytest.mark.parametrize("name", ALL)
-def test_an_overflow_of_finite_operands_is_seen_in_the_product(name: str) -> None:
-    """float16 ends at 65,504: 128 tokens of 100 times 100 do not fit."""
-    seen: list[tuple[str, str, bool]] = []
+def test_a_nan_is_seen_in_the_operand_that_holds_it(name: str, bad: str) -> None:
+    seen: list[tuple[str, str, int]] = []
 
-    def observe(gemm: str, operand: str, tensor: torch.Tensor) -> None:
-        seen.append((gemm, operand, bool(tensor.isfinite().all())))
+    def observe(gemm: str, operand: str, tally: torch.Tensor) -> None:
+        rounded, nans = tally.tolist()
+        seen.append((gemm, operand, nans))
+        assert rounded == 0
 
-    x = torch.full((TOKENS, IN), 100.0, dtype=torch.float16, requires_grad=True)
-    w = torch.zeros(OUT, IN, dtype=torch.float16, requires_grad=True)
+    tensors = {"x": torch.randn(TOKENS, IN), "w": torch.randn(OUT, IN)}
+    tensors["dy"] = torch.randn(TOKENS, OUT)
+    if bad != "none":
+        tensors[bad][5, 7] = torch.inf
+    x, w = (tensors[name].requires_grad_() for name in "xw")
     y = quantized_linear(x, w, None, get_recipe(name), Call(observe=observe))
-    y.backward(torch.full_like(y, 100.0))
-    assert [f"{gemm} {operand}" for gemm, operand, _ in seen] == [
-        "fprop x", "fprop w", "fprop y", "dgrad dy", "dgrad dx", "wgrad dw",
-    ]  # fmt: skip
-    assert [operand for _, operand, finite in seen if not finite] == ["dw"]
+    y.backward(tensors["dy"])
+    # Those that the recipe quantizes, in the order in which they are multiplied.
+    recipe = get_recipe(name)
+    assert [(gemm, operand) for gemm, operand, _ in seen] == [
+        (gemm, operand)
+        for gemm, operands in OPERANDS.items()
+        for operand in operands
+        if recipe.quantizer(gemm, operand) is not None
+    ]
+    assert ([operand for _, operand, nans in seen if nans] or ["none"])[0] == bad
 
 
 # --- main_grad ------------------------------------------------------------------------------------

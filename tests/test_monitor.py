@@ -7,34 +7,34 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fp4 import monitor
-from megatron_fp4.monitor import NonFiniteMonitor, Sighting
+from megatron_fp4 import list_quantizers, monitor, quantize
+from megatron_fp4.monitor import NonFiniteMonitor, Rounding, Sighting
 
 BAD = [float("nan"), float("inf"), float("-inf")]
 
 
-def with_element(value: float, at: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    tensor = torch.linspace(-3, 3, 64 * 96, dtype=torch.float32).view(64, 96).to(dtype)
-    tensor.view(-1)[at] = value
-    return tensor
+def tally(value: float = 0.0, at: int = 5, scale: str = "mxfp4", rounded: int = 0) -> Tensor:
+    """Of a matrix with such an element."""
+    x = torch.linspace(-3, 3, 64 * 96).view(64, 96)
+    x.view(-1)[at] = value
+    return quantize(x, scale).tally() + torch.tensor([rounded, 0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", list_quantizers())
 @pytest.mark.parametrize("value", BAD)
-def test_one_bad_element_is_seen_wherever_it_stands(value: float, dtype: torch.dtype) -> None:
+def test_one_bad_element_is_seen_wherever_it_stands(value: float, scale: str) -> None:
     for at in (0, 95, 3000, 64 * 96 - 1):
         watching = NonFiniteMonitor()
-        watching.observe("layer", "dgrad", "dy", with_element(value, at, dtype).t())
+        watching.observe("layer", "dgrad", "dy", tally(value, at, scale.removesuffix("-sr")))
         assert watching.look() == Sighting(0, "layer", "dgrad", "dy")
 
 
-def test_huge_finite_operands_are_no_false_alarm() -> None:
-    """Their sum overflows, their extremes do not."""
-    huge = torch.full((64, 64), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
-    assert huge.sum(dtype=torch.float32).isinf()
+@pytest.mark.parametrize("scale", ["mxfp4", "nvfp4", "vector"])
+def test_huge_finite_operands_are_no_false_alarm(scale: str) -> None:
+    huge = torch.full((64, 64), torch.finfo(torch.bfloat16).max)
     watching = NonFiniteMonitor()
-    for operand in (huge, -huge, huge.float(), torch.empty(0, 64)):
-        watching.observe("layer", "fprop", "x", operand)
+    for operand in (huge, -huge, 0 * huge):
+        watching.observe("layer", "fprop", "x", quantize(operand, scale).tally())
     assert watching.look() is None
 
 
@@ -43,10 +43,11 @@ def test_the_first_in_the_order_of_use_is_named(fold: int, monkeypatch: pytest.M
     monkeypatch.setattr(monitor, "_FOLD", fold)
     watching = NonFiniteMonitor()
     for i in range(20):
-        # The operands of a model have more than one dtype.
-        tensor = with_element(BAD[i % 3] if i in (11, 12, 19) else 0.0, i, torch.float32)
-        watching.observe(f"layer {i}", "fprop", "w", tensor if i % 2 else tensor.bfloat16())
+        bad = BAD[i % 3] if i in (11, 12, 19) else 0.0
+        watching.observe(f"layer {i}", "fprop", "w", tally(bad, rounded=i % 18))
     assert watching.look() == Sighting(0, "layer 11", "fprop", "w")
+    lost = sum(i % 18 for i in range(20))
+    assert watching.rounding == Rounding(0, lost, ("layer 17", "fprop", "w"), 17)
     assert watching.look() is None
 
 
@@ -55,7 +56,7 @@ def test_a_step_is_told_when_its_results_have_come() -> None:
     told = []
     for step in range(4):
         told.append(watching.start_step(step))
-        watching.observe("layer", "fprop", "x", with_element(BAD[0] if step == 1 else 0.0, 5))
+        watching.observe("layer", "fprop", "x", tally(BAD[0] if step == 1 else 0.0))
     assert told == [None, None, None, Sighting(1, "layer", "fprop", "x")]
     assert watching.look() is None
 
@@ -64,7 +65,7 @@ def test_looking_names_the_earlier_of_two_steps() -> None:
     watching = NonFiniteMonitor()
     for step in (5, 6):
         watching.start_step(step)
-        watching.observe("layer", "fprop", "x", with_element(BAD[1], 5))
+        watching.observe("layer", "fprop", "x", tally(BAD[1]))
     assert watching.look() == Sighting(5, "layer", "fprop", "x")
 
 
@@ -84,7 +85,7 @@ def test_the_host_reads_a_step_s_result_one_whole_step_later() -> None:
     with Waits() as counted:
         watching.start_step(0)
         for _ in range(3000):
-            watching.observe("layer", "fprop", "x", torch.ones(8))
+            watching.observe("layer", "fprop", "x", torch.zeros(2, dtype=torch.int32))
         watching.start_step(1)
         assert counted.count == 0
         watching.start_step(2)

@@ -16,12 +16,12 @@ from megatron_fp4.recipe import GemmRecipe
 @dataclass(frozen=True)
 class Decoded:
     """A quantized operand as a backend multiplies it: values [rows, K], and what is left to
-    multiply the product's rows with ([rows, 1], [1, 1] or None). rounded: integers whose sum is the
-    number of elements that are not the quantized operand's, where there can be any."""
+    multiply the product's rows with ([rows, 1], [1, 1] or None). tally: int32
+    [2], how many elements were rounded and how many blocks are NaN, where that was counted."""
 
     values: Tensor
     outer: Tensor | None
-    rounded: Tensor | None = None
+    tally: Tensor | None = None
 
 
 # A prepared operand: [rows, K] with the contracted axis last, quantized or in high precision.

@@ -7,6 +7,8 @@ element's window; elements below it are rounded, and counted (docs/numerics.md, 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -87,7 +89,7 @@ def carry_kernel(
     scales_ptr,
     out_ptr,
     fold_ptr,
-    rounded_ptr,
+    tally_ptr,
     n_rows,
     n_blocks,
     MANTISSA: tl.constexpr,
@@ -101,7 +103,8 @@ def carry_kernel(
     BLOCKS: tl.constexpr,
 ):
     """codes [n_rows, 4 * n_blocks] words of eight, scales [n_rows, n_blocks] -> out [n_rows,
-    8 * n_blocks] words of four, fold [n_rows], and how many elements each program rounded."""
+    8 * n_blocks] words of four, fold [n_rows]. How many elements were rounded, and how many blocks
+    are NaN, is added to the tally."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at_rows = rows[:, None].to(tl.int64)
     every = tl.arange(0, ALL_BLOCKS)
@@ -137,12 +140,14 @@ def carry_kernel(
     eight = ((nonzero * 0x11111111) >> 28) & 15  # the sum of the digits
     rounded = tl.where((k < BOTTOM)[:, :, None], eight, 0)
     total = tl.sum(tl.reshape(rounded, (ROWS * BLOCKS * 4,)), 0)
-    tl.store(rounded_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), total)
+    nans = tl.sum(tl.reshape((byte == 255).to(tl.int32), (ROWS * BLOCKS,)), 0)
+    tl.atomic_add(tally_ptr, total, mask=total > 0)  # next to never
+    tl.atomic_add(tally_ptr + 1, nans, mask=nans > 0)
 
 
 def carry(codes: Tensor, scales: Tensor, element: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(elements [rows, K] in FP8, what multiplies each row [rows, 1] float32, int32 counts whose
-    sum is the number of elements that were rounded).
+    """(elements [rows, K] in FP8, what multiplies each row [rows, 1] float32, int32 [2]: how many
+    elements were rounded, and how many blocks are NaN).
 
     codes: uint8 [rows, K / 2], two E2M1 codes a byte; scales: uint8 [rows, K / 32], E8M0.
     """
@@ -151,7 +156,7 @@ def carry(codes: Tensor, scales: Tensor, element: torch.dtype) -> tuple[Tensor, 
     fold = codes.new_empty(rows, 1, dtype=torch.float32)
     tile = min(BLOCKS, triton.next_power_of_2(blocks))
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(blocks, tile))
-    rounded = codes.new_empty(grid, dtype=torch.int32)
+    tally = _tallies(codes.device).next()
     mantissa, bias, nan, bottom, top = FORMATS[element]
     with torch.cuda.device_of(codes):  # Triton launches on the current one
         carry_kernel[grid](
@@ -159,7 +164,7 @@ def carry(codes: Tensor, scales: Tensor, element: torch.dtype) -> tuple[Tensor, 
             scales,
             out.view(torch.int32),
             fold,
-            rounded,
+            tally,
             rows,
             blocks,
             MANTISSA=mantissa,
@@ -173,4 +178,21 @@ def carry(codes: Tensor, scales: Tensor, element: torch.dtype) -> tuple[Tensor, 
             BLOCKS=tile,
             num_warps=WARPS,
         )
-    return out.view(element), fold, rounded
+    return out.view(element), fold, tally
+
+
+class _Tallies:
+    """Zeros to count in, made many at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._left: list[Tensor] = []
+
+    def next(self) -> Tensor:
+        if not self._left:
+            zeros = torch.zeros(1024, 2, dtype=torch.int32, device=self._device)
+            self._left = list(zeros.unbind())
+        return self._left.pop()
+
+
+_tallies = cache(_Tallies)

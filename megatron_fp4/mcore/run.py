@@ -16,7 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_fp4.mcore.once import once
-from megatron_fp4.monitor import NonFiniteMonitor, Sighting
+from megatron_fp4.monitor import NonFiniteMonitor, Rounding, Sighting
 from megatron_fp4.philox import Key
 from megatron_fp4.recipe import Recipe
 
@@ -86,6 +86,7 @@ class Run:
             self._training = training
         if step != self._step:
             self._tell(self.monitor.start_step(step + 1))  # as Megatron's log counts
+            self._tell_of(self.monitor.rounding)
             self._step = step
             self._counts.clear()
         # Modulo, since upstream may run a step twice to tell a broken machine from a NaN.
@@ -157,6 +158,14 @@ class Run:
     def report(self) -> None:
         """Say where a NaN or Inf first stood, if one did since the step began."""
         self._tell(self.monitor.look())
+
+    def _tell_of(self, rounding: Rounding | None) -> None:
+        """As often as Megatron logs, and for each pipeline stage."""
+        if rounding is None or rounding.step % self.args.log_interval:
+            return
+        stage = mpu.get_pipeline_model_parallel_rank()
+        if once(f"rounded:{rounding.step}:{stage}"):
+            sys.stderr.write(f"megatron-fp4: {rounding} (pipeline stage {stage})\n")
 
     def _tell(self, seen: Sighting | None) -> None:
         if seen is None:

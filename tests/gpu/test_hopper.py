@@ -1,5 +1,8 @@
 """On a Hopper GPU: FP8 carriers and products, against ml_dtypes and float64."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +13,7 @@ from megatron_fp4.backends.hopper import Hopper
 from megatron_fp4.backends.reference import Reference
 from megatron_fp4.call import Call
 from megatron_fp4.linear import quantized_linear
+from megatron_fp4.monitor import NonFiniteMonitor, Sighting
 from megatron_fp4.quantizer import QuantizedTensor, quantize_matrix
 from tests.oracles import relative_error
 
@@ -49,7 +53,7 @@ def test_products(shape: tuple[int, int, int], gradient: bool) -> None:
     backend, expected = Hopper(), float64(a, b)
     forms = backend.decode(a, torch.bfloat16, gradient), backend.decode(b, torch.bfloat16)
     for form in forms:
-        assert isinstance(form, Decoded) and form.rounded is not None and not form.rounded.any()
+        assert isinstance(form, Decoded) and form.tally is not None and not form.tally.any()
         assert form.values.dtype in (torch.float8_e5m2, torch.float8_e4m3fn)
     assert relative_error(backend.multiply(*forms, 1.0, torch.bfloat16), expected) < 2e-3
     assert relative_error(backend.multiply(*forms, 16 / 9, torch.float32), expected * 16 / 9) < 2e-4
@@ -69,10 +73,10 @@ def test_a_gradient_s_window_is_wider() -> None:
     errors, counts = [], []
     for gradient in (True, False):
         form = backend.decode(a, torch.bfloat16, gradient)
-        assert isinstance(form, Decoded) and form.rounded is not None
+        assert isinstance(form, Decoded) and form.tally is not None
         product = backend.multiply(form, backend.decode(b, torch.bfloat16), 1.0, torch.float32)
         errors.append(relative_error(product, expected))
-        counts.append(int(form.rounded.sum()))
+        counts.append(int(form.tally[0]))
     assert errors[0] < 2e-4 and counts[0] * 10 < counts[1]
 
 
@@ -127,3 +131,21 @@ def test_a_reference_product_of_carriers() -> None:
     forms = Hopper().decode(a, torch.bfloat16), Hopper().decode(b, torch.bfloat16)
     found = Reference().multiply(*forms, 1.0, torch.float32)
     assert relative_error(found, float64(a, b)) < 1e-6
+
+
+def test_rounded_and_nan_operands_are_told_of() -> None:
+    watching = NonFiniteMonitor()
+    seen: list[Any] = []
+    for step, (spread, value) in enumerate([(0.0, 1.0), (5.0, 1.0), (0.0, torch.nan), (0.0, 1.0)]):
+        seen.append((watching.start_step(step), watching.rounding))
+        x = torch.randn(256, 512, device="cuda")
+        x *= torch.exp(spread * torch.randn(256, 16, device="cuda")).repeat_interleave(32, 1)
+        x[3, 5] *= value
+        w = torch.randn(64, 512, device="cuda").bfloat16()
+        observe = partial(watching.observe, "fc1")
+        quantized_linear(x.bfloat16(), w, None, get_recipe("mxfp4"), Call(observe=observe))
+    seen += [(watching.look(), watching.rounding)]
+    assert [s for s, _ in seen] == [None, None, None, None, Sighting(2, "fc1", "fprop", "x")]
+    assert [r is not None and r.worst for _, r in seen[:4]] == [
+        False, False, False, ("fc1", "fprop", "x"),
+    ]  # fmt: skip

@@ -43,7 +43,7 @@ def differences(device: str) -> Iterator[str]:
         q = quantize_matrix(matrix(rows, columns, spread), get_quantizer("mxfp4"), axis=1)
         value, scale = q.dequantize(torch.float64), q.scales.int()
         for element, (bottom, top, dtype) in ELEMENTS.items():
-            carried, fold, rounded = carry(q.codes.to(device), q.scales.to(device), element)
+            carried, fold, tally = carry(q.codes.to(device), q.scales.to(device), element)
             largest = torch.where(scale == 255, 0, scale).amax(1, keepdim=True)
             exponent = (largest - top).clamp(min=1) - 127
             wanted = torch.ldexp(value, -exponent).numpy().astype(dtype)
@@ -54,8 +54,9 @@ def differences(device: str) -> Iterator[str]:
             folds = int((fold.cpu().double() != torch.exp2(exponent.double())).sum())
             below = (scale - 127 - exponent < bottom).repeat_interleave(32, 1)
             count = int((below & (value != 0) & ~value.isnan()).sum())
-            if wrong or folds or int(rounded.sum()) != count:
-                told = f"{int(rounded.sum())} rounded of {count}"
+            nans = int((scale == 255).sum())
+            if wrong or folds or tally.tolist() != [count, nans]:
+                told = f"{tally.tolist()} of [{count}, {nans}] rounded and NaN"
                 yield f"{rows} x {columns} {element}: {wrong} bytes, {folds} folds, {told}"
 
 

@@ -57,7 +57,7 @@ def test_a_carrier_compiles(element: Any, capability: int) -> None:
     constants = {"MANTISSA": mantissa, "BIAS": bias, "NAN": nan, "BOTTOM": bottom, "TOP": top}
     constants |= {"INTERPRETED": False, "ALL_BLOCKS": 512, "ROWS": 4, "BLOCKS": 64}
     types = {"codes_ptr": "*i32", "scales_ptr": "*u8", "out_ptr": "*i32", "fold_ptr": "*fp32"}
-    types |= {"rounded_ptr": "*i32"}
+    types |= {"tally_ptr": "*i32"}
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in carry_kernel.arg_names

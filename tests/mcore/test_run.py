@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fp4 import quantize
 from megatron_fp4.mcore.layers import Fp4State
 from megatron_fp4.mcore.run import Moment, Run
 from megatron_fp4.philox import Key, Placement
@@ -186,7 +187,8 @@ def test_the_queue_is_empty_after_each_step_and_evaluations_leave_it_so(one_rank
 def break_in(run: Run, step: int, value: float) -> None:
     run.args.curr_iteration = step
     run.counting(lambda data, model: None)(iter(()), types.SimpleNamespace(vp_stage=None))
-    run.monitor.observe(f"layer {step}", "fprop", "x", torch.tensor([1.0, value]))
+    x = quantize(torch.tensor([1.0, value] * 16), "mxfp4")
+    run.monitor.observe(f"layer {step}", "fprop", "x", x.tally())
 
 
 def test_a_nan_is_told_once_and_a_run_that_stays_nan_does_not_repeat_it(
@@ -200,6 +202,22 @@ def test_a_nan_is_told_once_and_a_run_that_stays_nan_does_not_repeat_it(
     assert len(told) == 2
     assert "iteration 2: the first NaN or Inf stood in operand x of fprop in layer 1" in told[0]
     assert "iteration 6:" in told[1] and "pipeline stage 0, rank 0" in told[1]
+
+
+def test_what_carriers_round_is_told_as_often_as_megatron_logs(
+    one_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of()
+    run.args.log_interval = 2
+    for step in range(5):
+        run.args.curr_iteration = step
+        run.counting(lambda data, model: None)(iter(()), types.SimpleNamespace(vp_stage=None))
+        for layer, lost in (("fc1", 2), ("fc2", 40 * (step < 3))):
+            run.monitor.observe(layer, "wgrad", "x", torch.tensor([lost, 0]).int())
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1  # of iterations 1, 2 and 3; those after are still on their way
+    assert "iteration 2: 42 elements" in told[0]
+    assert "most of them (40) in operand x of wgrad in fc2 (pipeline stage 0)" in told[0]
 
 
 def test_a_run_that_ends_in_its_bad_step_tells_at_once(
