@@ -1,0 +1,95 @@
+"""A training step through Megatron's loop, in BF16 and in each recipe, on one GPU.
+
+    python -m benchmarks.training_step
+
+LLaMA-8B-shaped layers (hidden 4,096, SwiGLU of 14,336, 32 heads over 8 groups), sequences of 4,096,
+SDPA attention, mock data, as pretrain_gpt.py trains them. "upstream bf16" is Megatron without the
+plugin, which has no fused sum into main_grad without Apex; "bf16" is the plugin's linear after the
+end of a recipe's schedule, which has: the ratios are to the faster of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.stamp import stamp
+from megatron_fp4 import list_recipes
+
+ROOT = Path(__file__).parents[1]
+WORKER = Path(__file__).with_name("training_step_worker.py")
+MODEL = """
+    --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
+    --num-query-groups 8 --normalization RMSNorm --swiglu --position-embedding-type rope
+    --untie-embeddings-and-output-weights --disable-bias-linear --attention-dropout 0
+    --hidden-dropout 0 --seq-length 4096 --max-position-embeddings 4096 --bf16
+    --tokenizer-type NullTokenizer --vocab-size 32000 --mock-data
+    --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-decay-iters 1000
+    --log-interval 1 --eval-interval 1000 --eval-iters 0
+""".split()
+PLAIN = {"upstream bf16": [], "bf16": ["--fp4-recipe", "mxfp4", "--fp4-bf16-after", "1e-9"]}
+STEPS, WARM = 9, 4  # steps, and those not counted; the one after them is profiled, and not either
+
+
+def measure(name: str, flags: list[str], processes: int = 1) -> dict[str, Any]:
+    """Milliseconds a step, peak memory, and where the GPU's time of one step went."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), str(WORKER), *MODEL, *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PROFILED_STEP": str(WARM)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    found = re.search(r"^benchmark: (.*)$", done.stdout, re.MULTILINE)
+    if done.returncode or found is None:
+        said = (done.stdout + done.stderr)[-3000:]
+        sys.exit(f"{name} ended with status {done.returncode}:\n{said}")
+    told = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", done.stdout)
+    taken = [float(ms) for ms in told[WARM + 1 :]]
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
+    return {"name": name, "ms": statistics.median(taken), "losses": losses, **json.loads(found[1])}
+
+
+def study(names: list[str], layers: int, micro: int, batch: int) -> list[dict[str, Any]]:
+    flags = ["--num-layers", str(layers), "--train-iters", str(STEPS)]
+    flags += ["--micro-batch-size", str(micro), "--global-batch-size", str(batch)]
+    rows = []
+    for name in names:
+        recipe = PLAIN.get(name, ["--fp4-recipe", name])
+        row = measure(name, flags + recipe)
+        row["tokens/s"] = batch * 4096 / row["ms"] * 1e3
+        rows.append(row)
+        print(json.dumps({k: v for k, v in row.items() if k != "losses"}), flush=True)
+    bf16 = max((r["tokens/s"] for r in rows if "bf16" in r["name"]), default=None)
+    for row in rows:
+        row["ratio"] = row["tokens/s"] / bf16 if bf16 else None
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    default = Path("benchmarks/results/training_step.json")
+    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--recipes", nargs="+", default=["upstream bf16", "bf16", *list_recipes()])
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--commit", help="where the tree has no git of its own")
+    args = parser.parse_args()
+    stamped = stamp(args.commit)
+    result = {
+        "stamp": stamped,
+        "layers": args.layers,
+        "micro-batch": args.micro_batch,
+        "batch": args.batch,
+        "rows": study(args.recipes, args.layers, args.micro_batch, args.batch),
+    }
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
