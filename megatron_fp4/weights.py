@@ -7,8 +7,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from megatron_fp4.backends import Operand
-from megatron_fp4.formats import wide
+from megatron_fp4.backends import Operand, choose
 from megatron_fp4.recipe import Recipe
 
 # By "<gemm>" the operand and what is to be folded into dY; by "<gemm> decoded" the operand as the
@@ -38,7 +37,9 @@ def kept_bytes(weight: Tensor, recipe: Recipe, dtype: torch.dtype, decoded: bool
     total = sum(q.nbytes(*shape) for q, shape in quantizers if q is not None)
     if decoded:
         from_forward = recipe.backward == "forward" and recipe.fprop.b is not None
-        forms = (recipe.fprop.b is not None) + (recipe.dgrad.b is not None or from_forward)
-        width = 2 if dtype == torch.bfloat16 else wide(dtype).itemsize
-        total += forms * weight.numel() * width
+        held = ["fprop"] * (recipe.fprop.b is not None)
+        held += ["dgrad"] * (recipe.dgrad.b is not None or from_forward)
+        for gemm in held:
+            backend = choose(recipe.gemm(gemm), weight.device, dtype).backend
+            total += weight.numel() * backend.decoded_bytes(dtype)
     return total

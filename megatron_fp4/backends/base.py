@@ -79,6 +79,10 @@ class Backend(Protocol):
         gradient: it is one, and not X or W."""
         ...
 
+    def decoded_bytes(self, dtype: torch.dtype) -> int:
+        """What an element takes in that form."""
+        ...
+
     def multiply(
         self,
         a: Operand,

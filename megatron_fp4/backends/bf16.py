@@ -37,6 +37,9 @@ class Bf16(Reference):
             return Decoded(*factors(operand, torch.bfloat16))
         return operand
 
+    def decoded_bytes(self, dtype: torch.dtype) -> int:
+        return 2
+
     def multiply(
         self,
         a: Operand,

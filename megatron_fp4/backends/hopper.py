@@ -8,6 +8,7 @@ below the window are rounded, and counted. Sums are accurate, in float32 (docs/n
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TypeGuard
 
 import torch
@@ -36,6 +37,8 @@ class Hopper(Bf16):
             return f"the model computes in {str(dtype).removeprefix('torch.')}; use --bf16"
         if not triton_is_here():
             return "Triton is not installed: pip install triton"
+        if not _rows_can_be_scaled():
+            return "torch comes with a cuBLAS before 12.9: install a build for CUDA 12.9 or newer"
         if gemm.a is None or gemm.b is None:
             return "an operand is in high precision"
         if gemm.a.element == gemm.b.element == "e5m2":
@@ -57,6 +60,9 @@ class Hopper(Bf16):
         element = FP8[operand.quantizer.element == "e5m2"]
         return Decoded(values.to(element), outer)
 
+    def decoded_bytes(self, dtype: torch.dtype) -> int:
+        return 1
+
     def multiply(
         self,
         a: Operand,
@@ -76,6 +82,13 @@ class Hopper(Bf16):
             out = a.values.new_empty(len(a.values), len(b.values), dtype=dtype)
         product(a.values, b.values, _rows(a), _rows(b), out, alpha=correction, accumulates=adds)
         return out if adds else finish(out, out_dtype, into)
+
+
+@cache
+def _rows_can_be_scaled() -> bool:
+    from megatron_fp4.kernels.cublaslt import version
+
+    return version() >= (12, 9)
 
 
 def _carried(quantizer: Quantizer) -> bool:

@@ -45,6 +45,9 @@ class Reference:
             return Decoded(*factors(operand, wide(dtype)))
         return operand
 
+    def decoded_bytes(self, dtype: torch.dtype) -> int:
+        return wide(dtype).itemsize
+
     def multiply(
         self,
         a: Operand,

@@ -64,6 +64,12 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
 
 
+def version() -> tuple[int, int]:
+    """Major and minor."""
+    major, rest = divmod(_library().cublasLtGetVersion(), 10_000)
+    return major, rest // 100
+
+
 def _call(name: str, *arguments: object) -> None:
     status = getattr(_library(), name)(*arguments)
     if status:

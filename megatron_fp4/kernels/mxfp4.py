@@ -251,6 +251,8 @@ def quantize_kernel(
         )
     elif PACKED:
         words = column0 // 8 + tl.arange(0, TILE_COLUMNS // 8)[None, None, :]
+        # A word a thread, as if their places were odd: more would be more than its eight columns.
+        words = tl.multiple_of(words, [1, 1, 1])
         words = _loaded(x_ptr, rows[:, :, None], words, n_rows, n_columns // 8, EVEN)
         blocks = column0 // 32 + tl.arange(0, TILE_COLUMNS // 32)[None, None, :]
         byte = _loaded(x_scales_ptr, rows[:, :, None], blocks, n_rows, n_columns // 32, EVEN)

@@ -125,9 +125,7 @@ def _tile(group: int, packed: bool, across: bool, stochastic: bool) -> tuple[int
     tile it."""
     if group:
         return max(64, group), max(64, group), 4
-    if packed:
-        return 64, 128, 2
-    if across:
+    if packed or across:
         return 128, 64, 4
     return (32, 64, 1) if stochastic else (64, 128, 2)
 
