@@ -2,8 +2,10 @@
 
     python -m benchmarks.linear
 
-Every recipe's time is that of the whole step of the linear: all operands quantized, W's too, and dW
-added to a float32 main_grad, as BF16's is.
+A recipe's time is that of the whole step of the linear: all operands quantized, W's too, and dW
+added to a float32 main_grad, as BF16's is. Beside it stands a floor: the three FP8 products on
+operands that are there already, and the bytes that quantization must move at the speed of a copy,
+all measured in the same run.
 """
 
 from __future__ import annotations
@@ -12,65 +14,162 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.stamp import stamp
 from benchmarks.timing import medians
 from megatron_fp4 import get_recipe, list_recipes
+from megatron_fp4.backends.hopper import Hopper
 from megatron_fp4.call import Call
 from megatron_fp4.linear import quantized_linear
+from megatron_fp4.quantizer import get_quantizer, quantize_matrix
+from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
 
 TOKENS = 8192
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192))  # in, out
+OPTIONS = {"mxfp4-rht-sr:fp8": {"forward": "fp8"}}
+PACKED, CARRIED = 17 / 32, 1  # bytes of an element
+# What tetrajet aims at by shape: the arithmetic at 65% of a copy's speed (docs/notes/hopper.md).
+AIMS = {(4096, 4096): 1.56, (4096, 14336): 1.66, (14336, 4096): 1.64, (8192, 8192): 1.75}
 
 
-def bf16_step(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
-    torch.mm(x, w.t())
-    torch.mm(dy, w)
-    torch.addmm(main_grad, dy.t(), x, out_dtype=torch.float32, out=main_grad)
+@dataclass
+class Problem:
+    x: Tensor
+    w: Tensor
+    dy: Tensor
+    main_grad: Tensor
 
 
-def study(shapes: Any, recipes: list[str]) -> list[dict[str, Any]]:
+def problem(inputs: int, outputs: int) -> Problem:
+    x = torch.randn(TOKENS, inputs, device="cuda").bfloat16().requires_grad_()
+    w = (torch.randn(outputs, inputs, device="cuda") / inputs**0.5).bfloat16().requires_grad_()
+    main_grad = torch.zeros(outputs, inputs, device="cuda")
+    w.main_grad = main_grad  # type: ignore[attr-defined]
+    return Problem(x, w, torch.randn(TOKENS, outputs, device="cuda").bfloat16(), main_grad)
+
+
+def bf16(p: Problem) -> Callable[[], None]:
+    x, w = p.x.detach(), p.w.detach()
+
+    def step() -> None:
+        torch.mm(x, w.t())
+        torch.mm(p.dy, w)
+        torch.addmm(p.main_grad, p.dy.t(), x, out_dtype=torch.float32, out=p.main_grad)
+
+    return step
+
+
+def quantized(p: Problem, recipe: Recipe) -> Callable[[], None]:
+    def step() -> None:
+        y = quantized_linear(p.x, p.w, None, recipe, Call(fuses=True))
+        torch.autograd.backward(y, p.dy, inputs=[p.x, p.w])
+        p.x.grad = p.w.grad = None
+
+    return step
+
+
+def products(p: Problem) -> Callable[[], None]:
+    """The three GEMMs on FP8 carriers."""
+    backend, quantizer = Hopper(), get_quantizer("mxfp4-ceil")
+
+    def form(x: Tensor, axis: int, gradient: bool) -> Any:
+        operand = quantize_matrix(x.detach(), quantizer, axis=axis)
+        return backend.decode(operand, torch.bfloat16, gradient)
+
+    forms = {
+        "fprop": (form(p.x, 1, False), form(p.w, 1, False)),
+        "dgrad": (form(p.dy, 1, True), form(p.w, 0, False)),
+        "wgrad": (form(p.dy, 0, True), form(p.x, 0, False)),
+    }
+
+    def step() -> None:
+        for gemm, (a, b) in forms.items():
+            into = p.main_grad if gemm == "wgrad" else None
+            backend.multiply(a, b, 1.0, torch.bfloat16, into)
+
+    return step
+
+
+def moved(recipe: Recipe, inputs: int, outputs: int) -> float:
+    """The bytes that making MXFP4 carriers of a linear's operands must move: each source is read
+    once for the copies that one kernel makes, codes are written and read, and carriers written."""
+    sizes = {"x": TOKENS * inputs, "w": outputs * inputs, "dy": TOKENS * outputs}
+    total, read = 0.0, set()
+    for gemm in GEMMS:
+        for operand in OPERANDS[gemm]:
+            quantizer = recipe.quantizer(gemm, operand)
+            if quantizer is None or not quantizer.mxfp4:
+                continue
+            again = recipe.backward == "forward" and gemm != "fprop" and operand != "dy"
+            # A pass of a linear reads a matrix once for copies that differ in their axis alone.
+            source = operand, operand == "w" and gemm, again, quantizer, recipe.gemm(gemm).hadamard
+            if again or source not in read:
+                total += sizes[operand] * (PACKED if again else 2)
+            read.add(source)
+            total += sizes[operand] * (PACKED + PACKED + CARRIED)
+    return total
+
+
+def study(names: list[str]) -> list[dict[str, Any]]:
+    """A row for each shape and recipe."""
     rows = []
-    for inputs, outputs in shapes:
-        x = torch.randn(TOKENS, inputs, device="cuda").bfloat16().requires_grad_()
-        w = (torch.randn(outputs, inputs, device="cuda") / inputs**0.5).bfloat16()
-        w.requires_grad_()
-        w.main_grad = torch.zeros(outputs, inputs, device="cuda")  # type: ignore[attr-defined]
-        dy = torch.randn(TOKENS, outputs, device="cuda").bfloat16()
-        plain = (x.detach(), w.detach(), dy, w.main_grad)  # type: ignore[attr-defined]
-        calls: dict[str, Callable[[], Any]] = {"bf16": lambda p=plain: bf16_step(*p)}  # type: ignore
-        for name in recipes:
-            recipe = get_recipe(name)
-
-            def step(recipe: Any = recipe) -> None:
-                y = quantized_linear(x, w, None, recipe, Call(fuses=True))  # noqa: B023
-                torch.autograd.backward(y, dy, inputs=[x, w])  # noqa: B023
-                x.grad = w.grad = None  # noqa: B023
-
-            calls[name] = step
+    for inputs, outputs in SHAPES:
+        p = problem(inputs, outputs)
+        recipes = {name: get_recipe(name.split(":")[0], **OPTIONS.get(name, {})) for name in names}
+        calls = {"bf16": bf16(p), "products": products(p)}
+        calls |= {name: quantized(p, recipe) for name, recipe in recipes.items()}
+        there, source = torch.empty_like(p.dy), p.dy
+        calls["copy"] = lambda there=there, source=source: there.copy_(source)  # type: ignore
         taken = medians(calls, each=3)
-        for name, ms in taken.items():
-            rows.append({"in": inputs, "out": outputs, "recipe": name, "ms": 1e3 * ms})
-            rows[-1]["ratio"] = taken["bf16"] / ms
-            print(rows[-1], flush=True)
+        speed = 4 * p.dy.numel() / taken["copy"]
+        for name in ("bf16", *names):
+            row: dict[str, Any] = {"in": inputs, "out": outputs, "recipe": name}
+            row |= {"ms": taken[name] * 1e3, "ratio": taken["bf16"] / taken[name]}
+            recipe = recipes.get(name)
+            if recipe is not None and all(recipe.gemm(g).a and recipe.gemm(g).b for g in GEMMS):
+                floor = taken["products"] + moved(recipe, inputs, outputs) / speed
+                row |= {"products ms": taken["products"] * 1e3, "floor ms": floor * 1e3}
+                row |= {"ratio of the floor": taken["bf16"] / floor}
+            if name == "tetrajet":
+                row["aim"] = AIMS[inputs, outputs]
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     return rows
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/linear.json"))
-    parser.add_argument("--recipes", nargs="+", default=list_recipes())
-    parser.add_argument("--commit")
-    args = parser.parse_args(argv)
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The result as a Markdown table."""
+    head = "| in × out | recipe | ms | times BF16 | products alone | floor | its ratio | aim |"
+    lines = [head, "|---" * 8 + "|"]
+    for row in rows:
+        cells = [f"{row['in']} × {row['out']}", row["recipe"], f"{row['ms']:.2f}"]
+        cells.append(f"{row['ratio']:.2f}")
+        cells += [f"{row[key]:.2f}" if key in row else "" for key in ("products ms", "floor ms")]
+        cells += [f"{row[key]:.2f}" if key in row else "" for key in ("ratio of the floor", "aim")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    default = Path("benchmarks/results/linear.json")
+    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--recipes", nargs="+", default=[*list_recipes(), *OPTIONS])
+    parser.add_argument("--commit", help="where the tree has no git of its own")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("the linear is timed on a GPU, and this machine shows none")
     stamped = stamp(args.commit)
-    result = {"stamp": stamped, "rows": study(SHAPES, args.recipes)}
+    result = {"stamp": stamped, "tokens": TOKENS, "rows": study(args.recipes)}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    print("\n".join(table(result["rows"])))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -98,14 +98,18 @@ def _scale_e8m0(
 def _scale_fp32(
     matrix: Tensor, amax: Tensor, finite: Tensor, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor]:
+    factor, stored = gamma(amax, finite, quantizer)
+    return per_block(matrix, quantizer.block, factor, torch.mul), stored
+
+
+def gamma(amax: Tensor, finite: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """(what multiplies the values, what is stored) of float32 scales of these maxima."""
     limit = formats.element_max(quantizer.element)
     # Tensor by tensor: with a number on either side torch may multiply by a rounded reciprocal.
     # A maximum below limit / float32's largest would make the scale infinite.
-    gamma = (torch.full_like(amax, limit) / amax).clamp(max=torch.finfo(torch.float32).max)
-    gamma = torch.where(amax == 0, 1.0, gamma)
-    scaled = per_block(matrix, quantizer.block, gamma, torch.mul)
-    stored = torch.where(finite, gamma, math.nan).to(widen(amax).dtype)
-    return scaled, stored
+    factor = (torch.full_like(amax, limit) / amax).clamp(max=torch.finfo(torch.float32).max)
+    factor = torch.where(amax == 0, 1.0, factor)
+    return factor, torch.where(finite, factor, math.nan).to(widen(amax).dtype)
 
 
 def _scale_float(

@@ -12,6 +12,7 @@ import torch
 
 from megatron_fp4.backends.base import Backend, Decoded, Operand, Preparation, finish
 from megatron_fp4.backends.bf16 import Bf16
+from megatron_fp4.backends.blackwell import Blackwell
 from megatron_fp4.backends.hopper import Hopper
 from megatron_fp4.backends.reference import Reference
 from megatron_fp4.recipe import GemmRecipe
@@ -19,7 +20,7 @@ from megatron_fp4.recipe import GemmRecipe
 __all__ = ["BACKENDS", "Backend", "Choice", "Decoded", "Operand", "Preparation", "choose", "finish"]
 
 # The fastest first.
-BACKENDS: tuple[Backend, ...] = (Hopper(), Bf16(), Reference())
+BACKENDS: tuple[Backend, ...] = (Blackwell(), Hopper(), Bf16(), Reference())
 
 
 @dataclass(frozen=True)

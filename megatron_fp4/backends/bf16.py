@@ -30,7 +30,11 @@ class Bf16(Reference):
         return None
 
     def prepare(self, x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand]:
-        return fused.prepare(x, *preparations) or super().prepare(x, *preparations)
+        made = fused.prepare(x, *preparations)
+        return [
+            self._prepare(x, preparation) if operand is None else operand
+            for operand, preparation in zip(made, preparations, strict=True)
+        ]
 
     def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
         if isinstance(operand, QuantizedTensor):

@@ -19,24 +19,40 @@ def triton_is_here() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def prepare(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand] | None:
+def prepare(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand | None]:
     """Operands of one matrix [rows, columns], read once for two copies that differ in their axis
-    alone; None where the kernels do not make one of them."""
+    alone; None for those that the kernels do not make."""
     if x.device.type != "cuda" or not triton_is_here():
-        return None
-    from megatron_fp4.kernels.quantize import Copy, quantize, takes  # imports Triton
-
-    copies = []
-    for p in preparations:
-        plain = p.fold is None and p.widest is None
-        if p.quantizer is None or not plain or not takes(x, p.quantizer, p.axis, p.group):
-            return None
-        copies.append((p.quantizer, Copy(p.axis, p.noise, p.signs), p.group))
+        return [None] * len(preparations)
     with torch.cuda.device(x.device):  # Triton launches on the current one
         if len(preparations) == 2 and _together(*preparations):
-            (quantizer, one, group), (_, other, _) = copies
-            return [*quantize(x, quantizer, [one, other], group)]
-        return [quantize(x, quantizer, [copy], group)[0] for quantizer, copy, group in copies]
+            made = _mxfp4(x, *preparations)
+            if made is not None:
+                return [*made]
+        return [_alone(x, preparation) for preparation in preparations]
+
+
+def _alone(x: Tensor | QuantizedTensor, p: Preparation) -> Operand | None:
+    from megatron_fp4.kernels import fp8  # imports Triton
+
+    if isinstance(x, Tensor) and p.quantizer is not None and p.fold is None and not p.group:
+        if fp8.takes(x, p.quantizer, p.axis):
+            return fp8.quantize(x, p.quantizer, p.widest)
+    made = _mxfp4(x, p)
+    return None if made is None else made[0]
+
+
+def _mxfp4(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[QuantizedTensor] | None:
+    """Copies that share all but their axis."""
+    from megatron_fp4.kernels.quantize import Copy, quantize, takes  # imports Triton
+
+    quantizer, group = preparations[0].quantizer, preparations[0].group
+    for p in preparations:
+        plain = p.fold is None and p.widest is None
+        if quantizer is None or not plain or not takes(x, quantizer, p.axis, group):
+            return None
+    assert quantizer is not None
+    return quantize(x, quantizer, [Copy(p.axis, p.noise, p.signs) for p in preparations], group)
 
 
 def _together(one: Preparation, other: Preparation) -> bool:

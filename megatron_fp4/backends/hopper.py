@@ -17,12 +17,12 @@ from torch import Tensor
 from megatron_fp4.backends.base import Decoded, Operand, finish
 from megatron_fp4.backends.bf16 import Bf16
 from megatron_fp4.backends.fused import triton_is_here
+from megatron_fp4.formats import FP8_ELEMENTS
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.recipe import GemmRecipe
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 ALIGNMENT = 16  # of all three axes of an FP8 product
-BLOCK = 32
 
 
 class Hopper(Bf16):
@@ -56,9 +56,12 @@ class Hopper(Bf16):
         if not operand.quantizer.outer:
             element = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
             return Decoded(*carry(operand.codes, operand.scales, element))
-        values, outer = operand.factors(torch.bfloat16)
-        element = FP8[operand.quantizer.element == "e5m2"]
-        return Decoded(values.to(element), outer)
+        outer = operand.block_scales().view(-1, 1)
+        if operand.quantizer.element == "e2m1":
+            values = operand.elements(torch.bfloat16).to(torch.float8_e4m3fn)
+        else:
+            values = operand.codes.view(FP8_ELEMENTS[operand.quantizer.element])
+        return Decoded(values, outer)
 
     def decoded_bytes(self, dtype: torch.dtype) -> int:
         return 1
@@ -93,8 +96,7 @@ def _rows_can_be_scaled() -> bool:
 
 def _carried(quantizer: Quantizer) -> bool:
     """Whether elements with their block scales are exact in FP8 over a window of exponents."""
-    blocks = quantizer.element == "e2m1" and quantizer.scale == "e8m0"
-    return quantizer.scale == "fp32" or (blocks and quantizer.block == (1, BLOCK))
+    return quantizer.scale == "fp32" or quantizer.mxfp4
 
 
 def _tiles(rows: int, k: int) -> bool:

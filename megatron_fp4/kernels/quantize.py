@@ -34,12 +34,12 @@ def takes(x: Tensor | QuantizedTensor, quantizer: Quantizer, axis: int, group: i
     """Whether the kernel makes such a copy of x: MXFP4 in blocks of 32 that tile it, of BF16 or of
     MXFP4 in blocks along its rows."""
     if isinstance(x, QuantizedTensor):
-        readable = _is_mxfp4(x.quantizer) and x.axis == 1 and not group
+        readable = x.quantizer.mxfp4 and x.axis == 1 and not group
     else:
         readable = x.dtype == torch.bfloat16
     return (
         readable
-        and _is_mxfp4(quantizer)
+        and quantizer.mxfp4
         and len(x.shape) == 2
         and (quantizer.stochastic or quantizer.prescale == 1.0)
         and (not group or group in HADAMARD_GROUPS)
@@ -47,11 +47,6 @@ def takes(x: Tensor | QuantizedTensor, quantizer: Quantizer, axis: int, group: i
         and x.shape[1] % GROUP == 0
         and x.shape.numel() > 0
     )
-
-
-def _is_mxfp4(quantizer: Quantizer) -> bool:
-    kind = (quantizer.element, quantizer.scale, quantizer.block)
-    return kind == ("e2m1", "e8m0", (1, BLOCK))
 
 
 def quantize(

@@ -1,5 +1,6 @@
 """On a Hopper GPU: FP8 carriers and products, against ml_dtypes and float64."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4 import get_quantizer, get_recipe, linear
+from megatron_fp4 import get_quantizer, get_recipe, linear, list_recipes
 from megatron_fp4.backends import Decoded
 from megatron_fp4.backends.hopper import Hopper
 from megatron_fp4.backends.reference import Reference
@@ -15,6 +16,7 @@ from megatron_fp4.call import Call
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.monitor import NonFiniteMonitor, Sighting
 from megatron_fp4.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.recipe import Recipe
 from tests.oracles import relative_error
 
 pytestmark = [
@@ -99,11 +101,15 @@ def test_main_grad_at_an_odd_address() -> None:
     assert relative_error(into, float64(a, b)) < 2e-4
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "tetrajet", "mxfp4-rht-sr", "dge-occ"])
+RECIPES = [get_recipe(name) for name in list_recipes()]
+RECIPES.append(replace(get_recipe("mxfp4-rht-sr", forward="fp8"), name="fp8-forward"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_linear_is_the_reference_s(name: str, bias: bool) -> None:
+def test_a_linear_is_the_reference_s(recipe: Recipe, bias: bool) -> None:
     """The same codes, and products within rounding: forward, dX, dW and main_grad."""
-    recipe, device = get_recipe(name), torch.device("cuda")
+    device = torch.device("cuda")
     x = torch.randn(512, 256, device=device).bfloat16().requires_grad_()
     w = (torch.randn(384, 256, device=device) / 16).bfloat16().requires_grad_()
     b = torch.randn(384, device=device).bfloat16() if bias else None

@@ -28,6 +28,13 @@ CARRIER_MISTAKES = {
 }
 
 
+FP8_MISTAKES = {
+    "halves go down": (" + ((bits >> CUT) & 1)\n", "\n"),
+    "subnormal numbers are cut off": ("magnitude + anchor", "magnitude * 0.99 + anchor"),
+    "a NaN is a number": ("scale == scale", "scale != 0"),
+}
+
+
 def differences(*path: Path, cases: str = "", module: str = "cases") -> list[str]:
     """What tests/kernels/<module>.py prints with the packages that lie in `path` first."""
     search = os.pathsep.join(map(str, (*path, ROOT)))
@@ -60,11 +67,21 @@ def test_carriers_are_ml_dtypes() -> None:
     assert differences(module="carriers") == [""]
 
 
-@pytest.mark.parametrize("mistake", CARRIER_MISTAKES)
-def test_a_mistake_in_the_carrier_is_noticed(mistake: str, tmp_path: Path) -> None:
+def test_fp8_codes_are_the_reference_s() -> None:
+    assert differences(module="fp8") == [""]
+
+
+OTHERS = [("carrier", "carriers", name) for name in CARRIER_MISTAKES]
+OTHERS += [("fp8", "fp8", name) for name in FP8_MISTAKES]
+
+
+@pytest.mark.parametrize(("file", "module", "mistake"), OTHERS)
+def test_a_mistake_in_another_kernel_is_noticed(
+    file: str, module: str, mistake: str, tmp_path: Path
+) -> None:
     shutil.copytree(ROOT / "megatron_fp4", tmp_path / "megatron_fp4")
-    path = tmp_path / "megatron_fp4/kernels/carrier.py"
-    right, wrong = CARRIER_MISTAKES[mistake]
+    path = tmp_path / f"megatron_fp4/kernels/{file}.py"
+    right, wrong = (CARRIER_MISTAKES if file == "carrier" else FP8_MISTAKES)[mistake]
     assert right in path.read_text()
     path.write_text(path.read_text().replace(right, wrong))
-    assert differences(tmp_path, module="carriers") != [""]
+    assert differences(tmp_path, module=module) != [""]

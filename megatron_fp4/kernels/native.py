@@ -1,0 +1,115 @@
+"""Products of MXFP4 operands on FP4 tensor cores, by Triton's dot_scaled.
+
+    D = alpha a b^T (+ D), a [M, K] and b [N, K] in E2M1 with a scale in E8M0 for each 32 along K
+
+For compute capability 10.x it compiles to tcgen05.mma of kind mxf4 with block scales, for 12.x to
+mma.sync of kind mxf4nvf4; elsewhere Triton decodes to BF16 first, which is exact and slow.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_M, TILE_N, TILE_K = 128, 128, 128
+BAND = 8  # rows of tiles that go over the columns together, so that b's tiles stay in the cache
+WARPS, STAGES = 4, 3
+
+
+@triton.jit
+def _tile_of(n_rows, n_columns, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BAND: tl.constexpr):
+    """(row, column) of this program's tile."""
+    across = tl.cdiv(n_columns, TILE_N)
+    in_band = BAND * across
+    first = (tl.program_id(0) // in_band) * BAND
+    high = tl.minimum(tl.cdiv(n_rows, TILE_M) - first, BAND)
+    place = tl.program_id(0) % in_band
+    return first + place % high, place // high
+
+
+@triton.jit
+def _operand(codes_ptr, scales_ptr, rows, n_rows, start, k, TILE_K: tl.constexpr):
+    """Codes [rows, TILE_K / 2] and scales [rows, TILE_K / 32] from the element `start` on; codes
+    of 0 beyond the matrix."""
+    at = start // 2 + tl.arange(0, TILE_K // 2)
+    there = (rows < n_rows)[:, None]
+    rows = rows.to(tl.int64)[:, None]
+    codes = tl.load(
+        codes_ptr + rows * (k // 2) + at[None, :], mask=there & (at < k // 2)[None, :], other=0
+    )
+    at = start // 32 + tl.arange(0, TILE_K // 32)
+    scales = tl.load(
+        scales_ptr + rows * (k // 32) + at[None, :], mask=there & (at < k // 32)[None, :], other=0
+    )
+    return codes, scales
+
+
+@triton.jit
+def product_kernel(
+    a_ptr,
+    a_scales_ptr,
+    b_ptr,
+    b_scales_ptr,
+    out_ptr,
+    m,
+    n,
+    k,
+    alpha,
+    ADDS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    """A tile of D. ADDS: to what is there."""
+    row, column = _tile_of(m, n, TILE_M, TILE_N, BAND)
+    rows = row * TILE_M + tl.arange(0, TILE_M)
+    columns = column * TILE_N + tl.arange(0, TILE_N)
+    total = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for start in range(0, k, TILE_K):
+        a, a_scales = _operand(a_ptr, a_scales_ptr, rows, m, start, k, TILE_K)
+        b, b_scales = _operand(b_ptr, b_scales_ptr, columns, n, start, k, TILE_K)
+        total = tl.dot_scaled(a, a_scales, "e2m1", tl.trans(b), b_scales, "e2m1", total)
+    total *= alpha
+    places = out_ptr + rows.to(tl.int64)[:, None] * n + columns[None, :]
+    there = (rows < m)[:, None] & (columns < n)[None, :]
+    if ADDS:
+        total += tl.load(places, mask=there, other=0.0)
+    tl.store(places, total.to(out_ptr.dtype.element_ty), mask=there)
+
+
+def product(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    out: Tensor,
+    *,
+    alpha: float = 1.0,
+    accumulates: bool = False,
+) -> Tensor:
+    """a, b: (codes uint8 [rows, K / 2], scales uint8 [rows, K / 32]); out [M, N]: BF16 or float32,
+    row-major, written or added to. Returns out."""
+    (codes, scales), (others, other_scales) = a, b
+    m, n, k = len(codes), len(others), 32 * scales.shape[1]
+    grid = (triton.cdiv(m, TILE_M) * triton.cdiv(n, TILE_N),)
+    with torch.cuda.device_of(codes):  # Triton launches on the current one
+        product_kernel[grid](
+            codes,
+            scales,
+            others,
+            other_scales,
+            out,
+            m,
+            n,
+            k,
+            alpha,
+            ADDS=accumulates,
+            TILE_M=TILE_M,
+            TILE_N=TILE_N,
+            TILE_K=TILE_K,
+            BAND=BAND,
+            num_warps=WARPS,
+            num_stages=STAGES,
+        )
+    return out
