@@ -166,9 +166,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("the linear is timed on a GPU, and this machine shows none")
     stamped = stamp(args.commit)
-    result = {"stamp": stamped, "tokens": TOKENS, "rows": study(args.recipes)}
+    rows = study(args.recipes)
+    result = {"stamp": stamped, "tokens": TOKENS, "rows": rows}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print("\n".join(table(result["rows"])))
+    print("\n".join(table(rows)))
 
 
 if __name__ == "__main__":

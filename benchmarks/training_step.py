@@ -35,7 +35,7 @@ MODEL = """
     --log-interval 1 --eval-interval 1000 --eval-iters 0
 """.split()
 PLAIN = {"upstream bf16": [], "bf16": ["--fp4-recipe", "mxfp4", "--fp4-bf16-after", "1e-9"]}
-STEPS, WARM = 9, 4  # steps, and those not counted; the one after them is profiled, and not either
+STEPS, WARM = 7, 3  # steps, and those not counted; the one after them is profiled, and not either
 
 
 def measure(name: str, flags: list[str], processes: int = 1) -> dict[str, Any]:
@@ -75,9 +75,9 @@ def main() -> None:
     default = Path("benchmarks/results/training_step.json")
     parser.add_argument("--out", type=Path, default=default)
     parser.add_argument("--recipes", nargs="+", default=["upstream bf16", "bf16", *list_recipes()])
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--micro-batch", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()
     stamped = stamp(args.commit)
