@@ -34,7 +34,8 @@ MODEL = """
     --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-decay-iters 1000
     --log-interval 1 --eval-interval 1000 --eval-iters 0
 """.split()
-PLAIN = {"upstream bf16": [], "bf16": ["--fp4-recipe", "mxfp4", "--fp4-bf16-after", "1e-9"]}
+PLAIN = {"bf16": ["--fp4-recipe", "mxfp4", "--fp4-bf16-after", "1e-9"]}
+DECODED = "tetrajet --fp4-weight-cache decoded"
 STEPS, WARM = 7, 3  # steps, and those not counted; the one after them is profiled, and not either
 
 
@@ -54,13 +55,19 @@ def measure(name: str, flags: list[str], processes: int = 1) -> dict[str, Any]:
     return {"name": name, "ms": statistics.median(taken), "losses": losses, **json.loads(found[1])}
 
 
-def study(names: list[str], layers: int, micro: int, batch: int) -> list[dict[str, Any]]:
+def study(
+    names: list[str], layers: int, micro: int, batch: int, tensor: int
+) -> list[dict[str, Any]]:
     flags = ["--num-layers", str(layers), "--train-iters", str(STEPS)]
     flags += ["--micro-batch-size", str(micro), "--global-batch-size", str(batch)]
+    if tensor > 1:
+        flags += ["--tensor-model-parallel-size", str(tensor), "--sequence-parallel"]
     rows = []
     for name in names:
-        recipe = PLAIN.get(name, ["--fp4-recipe", name])
-        row = measure(name, flags + recipe)
+        recipe = PLAIN.get(name) or ["--fp4-recipe", *name.split()]
+        if name == "upstream bf16":
+            recipe = []
+        row = measure(name, flags + recipe, tensor)
         row["tokens/s"] = batch * 4096 / row["ms"] * 1e3
         rows.append(row)
         print(json.dumps({k: v for k, v in row.items() if k != "losses"}), flush=True)
@@ -74,7 +81,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     default = Path("benchmarks/results/training_step.json")
     parser.add_argument("--out", type=Path, default=default)
-    parser.add_argument("--recipes", nargs="+", default=["upstream bf16", "bf16", *list_recipes()])
+    everything = ["upstream bf16", "bf16", *list_recipes(), DECODED]
+    parser.add_argument("--recipes", nargs="+", default=everything)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="with sequence parallelism")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--batch", type=int, default=16)
@@ -86,7 +95,10 @@ def main() -> None:
         "layers": args.layers,
         "micro-batch": args.micro_batch,
         "batch": args.batch,
-        "rows": study(args.recipes, args.layers, args.micro_batch, args.batch),
+        "tensor-parallel": args.tensor_parallel,
+        "rows": study(
+            args.recipes, args.layers, args.micro_batch, args.batch, args.tensor_parallel
+        ),
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
