@@ -77,6 +77,21 @@ def study(
     return rows
 
 
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The result as a Markdown table."""
+    kinds = ("gemm", "quantize", "carry", "attention", "optimizer")
+    head = ["recipe", "ms a step", "tokens/s", "times BF16", "peak GiB"]
+    lines = [f"| {' | '.join([*head, *kinds, 'other'])} |", "|---" * (len(head) + 6) + "|"]
+    for row in rows:
+        cells = [row["name"], f"{row['ms']:.0f}", f"{row['tokens/s']:.0f}", f"{row['ratio']:.2f}"]
+        cells.append(f"{row['peak_gib']:.1f}")
+        spent = row["gpu_ms"]
+        cells += [f"{spent.get(kind, 0):.0f}" for kind in kinds]
+        cells.append(f"{sum(spent.values()) - sum(spent.get(kind, 0) for kind in kinds):.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     default = Path("benchmarks/results/training_step.json")

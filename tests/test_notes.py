@@ -1,12 +1,24 @@
-"""Tables in docs/notes are the committed results."""
+"""Tables in docs/ are the committed results."""
 
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import linear, quantize_kernels, training_step
 
 ROOT = Path(__file__).parents[1]
+PAGES: dict[str, tuple[str, Any]] = {
+    "quantize_kernels": ("docs/notes/quantize-kernels.md", quantize_kernels),
+    "linear": ("docs/hopper.md", linear),
+    "training_step": ("docs/hopper.md", training_step),
+}
 
 
-def test_the_kernels_figures_are_the_committed_result() -> None:
-    result = json.loads((ROOT / "benchmarks/results/quantize_kernels.json").read_text())
-    note = (ROOT / "docs/notes/quantize-kernels.md").read_text()
-    assert "\n".join(result["table"]) in note
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_s_figures_are_the_committed_result(name: str) -> None:
+    page, benchmark = PAGES[name]
+    result = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    assert result["stamp"]["device"] == ["NVIDIA H200"] and len(result["stamp"]["commit"]) == 40
+    assert "\n".join(benchmark.table(result["rows"])) in (ROOT / page).read_text()
