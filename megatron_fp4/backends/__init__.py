@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 
+from megatron_fp4.backends import fused
 from megatron_fp4.backends.base import Backend, Decoded, Operand, Preparation, finish
 from megatron_fp4.backends.bf16 import Bf16
 from megatron_fp4.backends.blackwell import Blackwell
@@ -17,7 +18,17 @@ from megatron_fp4.backends.hopper import Hopper
 from megatron_fp4.backends.reference import Reference
 from megatron_fp4.recipe import GemmRecipe
 
-__all__ = ["BACKENDS", "Backend", "Choice", "Decoded", "Operand", "Preparation", "choose", "finish"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Choice",
+    "Decoded",
+    "Operand",
+    "Preparation",
+    "choose",
+    "finish",
+    "kernels_problem",
+]
 
 # The fastest first.
 BACKENDS: tuple[Backend, ...] = (Blackwell(), Hopper(), Bf16(), Reference())
@@ -29,6 +40,11 @@ class Choice:
 
     backend: Backend
     passed_over: tuple[tuple[str, str], ...]
+
+
+def kernels_problem(device: torch.device) -> str | None:
+    """Why operands are made without the kernels on a GPU, where they are."""
+    return fused.problem() if device.type == "cuda" else None
 
 
 @cache

@@ -11,9 +11,9 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from megatron_fp4.backends import fused
 from megatron_fp4.backends.base import Operand, finish
 from megatron_fp4.backends.bf16 import Bf16
-from megatron_fp4.backends.fused import triton_is_here
 from megatron_fp4.quantizer import QuantizedTensor
 from megatron_fp4.recipe import GemmRecipe
 
@@ -28,8 +28,8 @@ class Blackwell(Bf16):
             return "FP4 tensor cores need a GPU of compute capability 10.x or 12.x"
         if dtype != torch.bfloat16:
             return f"the model computes in {str(dtype).removeprefix('torch.')}; use --bf16"
-        if not triton_is_here():
-            return "Triton is not installed: pip install triton"
+        if (problem := fused.problem()) is not None:
+            return problem
         if gemm.a is None or gemm.b is None:
             return "an operand is in high precision"
         if not (gemm.a.mxfp4 and gemm.b.mxfp4):

@@ -12,17 +12,27 @@ from megatron_fp4.backends.base import Operand, Preparation
 from megatron_fp4.philox import Noise
 from megatron_fp4.quantizer import QuantizedTensor
 
+OLDEST = (3, 4)  # of Triton
+
 
 @cache
-def triton_is_here() -> bool:
-    """Without it operands are made in plain PyTorch."""
-    return importlib.util.find_spec("triton") is not None
+def problem() -> str | None:
+    """Why the kernels cannot run on a GPU, if they cannot: operands are then made in plain PyTorch,
+    and multiplied in BF16."""
+    remedy = f"pip install 'triton>={OLDEST[0]}.{OLDEST[1]}'"
+    if importlib.util.find_spec("triton") is None:
+        return f"Triton is not installed: {remedy}"
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
+        return f"Triton {triton.__version__} is too old: {remedy}"
+    return None
 
 
 def prepare(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand | None]:
     """Operands of one matrix [rows, columns], read once for two copies that differ in their axis
     alone; None for those that the kernels do not make."""
-    if x.device.type != "cuda" or not triton_is_here():
+    if x.device.type != "cuda" or problem() is not None:
         return [None] * len(preparations)
     with torch.cuda.device(x.device):  # Triton launches on the current one
         if len(preparations) == 2 and _together(*preparations):

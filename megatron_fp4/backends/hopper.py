@@ -14,9 +14,9 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from megatron_fp4.backends import fused
 from megatron_fp4.backends.base import Decoded, Operand, finish
 from megatron_fp4.backends.bf16 import Bf16
-from megatron_fp4.backends.fused import triton_is_here
 from megatron_fp4.formats import FP8_ELEMENTS
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.recipe import GemmRecipe
@@ -35,8 +35,8 @@ class Hopper(Bf16):
             return "FP8 products with a scale a row need a GPU of compute capability 9.0"
         if dtype != torch.bfloat16:
             return f"the model computes in {str(dtype).removeprefix('torch.')}; use --bf16"
-        if not triton_is_here():
-            return "Triton is not installed: pip install triton"
+        if (problem := fused.problem()) is not None:
+            return problem
         if not _rows_can_be_scaled():
             return "torch comes with a cuBLAS before 12.9: install a build for CUDA 12.9 or newer"
         if gemm.a is None or gemm.b is None:

@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_fp4.backends import choose
+from megatron_fp4.backends import choose, kernels_problem
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
 from megatron_fp4.mcore.run import Run
@@ -182,6 +182,9 @@ def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> Row
         return Row(name, shape, recipe.name, (), (), refusal=str(error))
     dtype = layer.config.params_dtype
     choices = [choose(recipe.gemm(gemm), layer.weight.device, dtype) for gemm in GEMMS]
+    passed_over = [f"{who}: {why}" for choice in choices for who, why in choice.passed_over]
+    if (problem := kernels_problem(layer.weight.device)) is not None:
+        passed_over.append(f"kernels: {problem}")
     return Row(
         name,
         shape,
@@ -190,7 +193,7 @@ def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> Row
             _describe(recipe, gemm, choice.backend.name)
             for gemm, choice in zip(GEMMS, choices, strict=True)
         ),
-        tuple(f"{who}: {why}" for choice in choices for who, why in choice.passed_over),
+        tuple(passed_over),
     )
 
 

@@ -12,12 +12,19 @@ import re
 import sys
 import warnings
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import cpu
 from megatron_fp4.mcore.once import once
+
+LESS_MEMORY = (
+    "Lower --micro-batch-size, raise --tensor-model-parallel-size or "
+    "--pipeline-model-parallel-size, shard the optimizer (--use-distributed-optimizer), or "
+    "recompute activations (--recompute-activations)"
+)
 
 
 def main() -> None:
@@ -32,13 +39,23 @@ def main() -> None:
 
         gpt.train()
     except ConfigError as error:
-        if _speaks():
-            # C/transformer/spec_utils.py:build_module adds this at each level that it builds.
-            text = re.sub(r"( when instantiating \w+)+$", "", str(error))
-            print(f"megatron-fp4: error: {text}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        # C/transformer/spec_utils.py:build_module adds this at each level that it builds.
+        _end(re.sub(r"( when instantiating \w+)+$", "", str(error)))
+    except torch.OutOfMemoryError as error:
+        _end(f"{_first_sentence(error)} {LESS_MEMORY}")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def _end(text: str) -> NoReturn:
+    if _speaks():
+        print(f"megatron-fp4: error: {text}", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+def _first_sentence(error: Exception) -> str:
+    """What was asked for; the allocator's advice that follows is of other remedies."""
+    return re.split(r"(?<=\w\.) ", " ".join(str(error).split()))[0]
 
 
 def _quiet() -> None:

@@ -136,3 +136,22 @@ def test_a_mistake_is_told_once_in_one_line(flags: tuple[str, ...], remedy: str)
     assert result.status != 0
     assert len(told) == 1 and remedy in told[0]
     assert not result.has_traceback
+
+
+def test_an_out_of_memory_error_is_one_line_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_fp4.mcore import gpt, pretrain
+
+    def train() -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 "
+            "GiB of which 1.02 GiB is free. If reserved but unallocated memory is large try ..."
+        )
+
+    monkeypatch.setattr(gpt, "train", train)
+    with pytest.raises(SystemExit) as end:
+        pretrain.main()
+    [line] = capsys.readouterr().err.splitlines()
+    assert end.value.code == 1 and line.startswith("megatron-fp4: error: CUDA out of memory. ")
+    assert "--micro-batch-size" in line and "reserved" not in line
