@@ -193,6 +193,57 @@ def _turned(
     return _rounded(low, high, INTERPRETED)
 
 
+@triton.jit
+def _read(
+    x_ptr,
+    x_scales_ptr,
+    rows,
+    column0,
+    n_rows,
+    n_columns,
+    PACKED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Words of two BF16 of a tile, of BF16 or of MXFP4 in blocks along its rows."""
+    at_rows = rows[:, :, None]
+    if PACKED:
+        at = column0 // 8 + tl.arange(0, COLUMNS // 8)[None, None, :]
+        # A word a thread, as if their places were odd: more would be more than its eight columns.
+        at = tl.multiple_of(at, [1, 1, 1])
+        words = _loaded(x_ptr, at_rows, at, n_rows, n_columns // 8, EVEN)
+        at = column0 // 32 + tl.arange(0, COLUMNS // 32)[None, None, :]
+        byte = _loaded(x_scales_ptr, at_rows, at, n_rows, n_columns // 32, EVEN)
+        return decode.pairs(words, byte.to(tl.int32), INTERPRETED)
+    at = column0 // 2 + tl.arange(0, COLUMNS // 2)[None, None, :]
+    return _loaded(x_ptr, at_rows, at, n_rows, n_columns // 2, EVEN)
+
+
+@triton.jit
+def _groups_of_eight(
+    rows_ptr,
+    groups_ptr,
+    rows,
+    column0,
+    n_rows,
+    n_columns,
+    per_row,
+    COLUMNS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
+):
+    """Indices in the unsharded tensor of the groups that share a draw, [R / 8, 8, C / 8]."""
+    groups = column0 // 8 + tl.arange(0, COLUMNS // 8)
+    at_rows = rows.to(tl.int64)
+    at_groups = groups.to(tl.int64)
+    if HAS_ROWS:
+        at_rows = tl.load(rows_ptr + rows, mask=rows < n_rows, other=0)
+    if HAS_GROUPS:
+        at_groups = tl.load(groups_ptr + groups, mask=groups < n_columns // 8, other=0)
+    return at_rows[:, :, None] * per_row + at_groups[None, None, :]
+
+
 # Else every step, stream and seed that is 1 or a multiple of 16 would be another kernel.
 _NUMBERS = ["along_stream", "across_stream", "per_row", "step", "seed_low", "seed_high"]
 
@@ -249,28 +300,18 @@ def quantize_kernel(
             n_columns,
             EVEN,
         )
-    elif PACKED:
-        words = column0 // 8 + tl.arange(0, TILE_COLUMNS // 8)[None, None, :]
-        # A word a thread, as if their places were odd: more would be more than its eight columns.
-        words = tl.multiple_of(words, [1, 1, 1])
-        words = _loaded(x_ptr, rows[:, :, None], words, n_rows, n_columns // 8, EVEN)
-        blocks = column0 // 32 + tl.arange(0, TILE_COLUMNS // 32)[None, None, :]
-        byte = _loaded(x_scales_ptr, rows[:, :, None], blocks, n_rows, n_columns // 32, EVEN)
-        pairs = decode.pairs(words, byte.to(tl.int32), INTERPRETED)
     else:
-        words = column0 // 2 + tl.arange(0, TILE_COLUMNS // 2)[None, None, :]
-        pairs = _loaded(x_ptr, rows[:, :, None], words, n_rows, n_columns // 2, EVEN)
+        pairs = _read(
+            x_ptr, x_scales_ptr, rows, column0, n_rows, n_columns, PACKED, TILE_COLUMNS, EVEN,
+            INTERPRETED,
+        )  # fmt: skip
     rest = 0
     index = 0
     if STOCHASTIC:
-        groups = column0 // 8 + tl.arange(0, TILE_COLUMNS // 8)
-        at_rows = rows.to(tl.int64)
-        at_groups = groups.to(tl.int64)
-        if HAS_ROWS:
-            at_rows = tl.load(rows_ptr + rows, mask=rows < n_rows, other=0)
-        if HAS_GROUPS:
-            at_groups = tl.load(groups_ptr + groups, mask=groups < n_columns // 8, other=0)
-        index = at_rows[:, :, None] * per_row + at_groups[None, None, :]
+        index = _groups_of_eight(
+            rows_ptr, groups_ptr, rows, column0, n_rows, n_columns, per_row, TILE_COLUMNS,
+            HAS_ROWS, HAS_GROUPS,
+        )  # fmt: skip
     if ALONG:
         if STOCHASTIC:
             rest = rest16(index, step, along_stream, seed_low, seed_high, INTERPRETED)
