@@ -63,7 +63,7 @@ class Call:
     packs_x: keep X for backward as wgrad's 4-bit copy where backward would take X itself.
     fuses: add dW to weight.main_grad, where the weight has one.
     observe: called with (gemm, operand, tally) on each quantized operand as it is multiplied, to
-        watch for NaN; see Decoded.
+        watch for NaN and for what was rounded; see Decoded.
     """
 
     name: str = "linear"
@@ -122,10 +122,14 @@ class Call:
         form = backend.decode(operand, like.dtype, gradient=name == "dy")
         if kept is not None:
             kept[decoded] = form, None
+        self.watch(gemm, name, operand, form)
+        return form
+
+    def watch(self, gemm: str, name: str, operand: Operand, form: Operand | None = None) -> None:
+        """Show the tally of a quantized operand, and of the form in which it is multiplied."""
         if self.observe is not None and isinstance(operand, QuantizedTensor):
             counted = form.tally if isinstance(form, Decoded) else None
             self.observe(gemm, name, operand.tally() if counted is None else counted)
-        return form
 
     def preparation(self, recipe: Recipe, source: Source) -> Preparation:
         """What `source` goes through to become an operand."""

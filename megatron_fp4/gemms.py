@@ -110,6 +110,8 @@ def _forward_operands(
         sources.append(Source("fprop", "w", weight.to(x.dtype)))
     made = call.prepare(recipe, x, *sources)
     packed = None if raw is None else made[1]
+    if packed is not None and recipe.fprop.a is None:  # nothing else shows X in forward
+        call.watch("wgrad", "x", packed)
     if kept is not None and has_w:
         return made[0], kept["fprop"][0], packed
     if kept is not None and recipe.fprop.b is not None:

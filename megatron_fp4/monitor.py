@@ -90,8 +90,11 @@ class NonFiniteMonitor:
     def look(self) -> Sighting | None:
         """The first non-finite operand that no one was told of yet, and forget all of them."""
         seen = self._read()
+        rounding = self.rounding
         self._close()
-        return seen or self._read()
+        last = self._read()
+        self.rounding = self.rounding or rounding
+        return seen or last
 
     def _fold(self) -> None:
         if self._tallies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megatron_fp4 import GemmRecipe, Quantizer, get_recipe, linear, list_recipes
 from megatron_fp4.call import Call
 from megatron_fp4.hadamard import Hadamard
 from megatron_fp4.linear import quantized_linear
+from megatron_fp4.monitor import NonFiniteMonitor, Sighting
 from megatron_fp4.philox import Key, random_signs, stream_id
 from megatron_fp4.recipe import OPERANDS
 from tests.oracles import relative_error
@@ -222,13 +224,26 @@ def test_a_nan_is_seen_in_the_operand_that_holds_it(name: str, bad: str) -> None
     y.backward(tensors["dy"])
     # Those that the recipe quantizes, in the order in which they are multiplied.
     recipe = get_recipe(name)
-    assert [(gemm, operand) for gemm, operand, _ in seen] == [
+    first = [("wgrad", "x")] if recipe.fprop.a is None else []  # packed in forward
+    assert [(gemm, operand) for gemm, operand, _ in seen] == first + [
         (gemm, operand)
         for gemm, operands in OPERANDS.items()
         for operand in operands
         if recipe.quantizer(gemm, operand) is not None
     ]
     assert ([operand for _, operand, nans in seen if nans] or ["none"])[0] == bad
+
+
+def test_where_the_forward_pass_is_bf16_a_nan_is_still_seen_where_it_first_stood() -> None:
+    """wgrad's copy of X is shown as it is made: backward starts with the last layer."""
+    watching, recipe = NonFiniteMonitor(), get_recipe("mxfp4-rht-sr")
+    x = torch.randn(TOKENS, IN)
+    x[3, 5] = torch.nan
+    for layer in ("fc1", "fc2"):
+        w = torch.randn(IN, IN).requires_grad_()
+        x = quantized_linear(x, w, None, recipe, Call(observe=partial(watching.observe, layer)))
+    x.sum().backward()
+    assert watching.look() == Sighting(0, "fc1", "wgrad", "x")
 
 
 # --- main_grad ------------------------------------------------------------------------------------

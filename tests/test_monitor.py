@@ -67,6 +67,17 @@ def test_looking_names_the_earlier_of_two_steps() -> None:
         watching.start_step(step)
         watching.observe("layer", "fprop", "x", tally(BAD[1]))
     assert watching.look() == Sighting(5, "layer", "fprop", "x")
+    assert watching.look() is None  # it was told, and its consequences need not be
+
+
+def test_looking_tells_of_what_the_last_two_steps_rounded() -> None:
+    for lost in ((5, 0), (0, 7), (5, 7)):
+        watching = NonFiniteMonitor()
+        for step, elements in enumerate(lost):
+            watching.start_step(step)
+            watching.observe("layer", "wgrad", "x", tally(rounded=elements))
+        assert watching.look() is None and watching.rounding is not None
+        assert watching.rounding.elements == (lost[1] or lost[0])
 
 
 class Waits(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Operands made by the Triton kernels, where these make them: on a GPU, in MXFP4."""
+"""Operands made by the Triton kernels, where these make them: on a GPU, in MXFP4 and FP8."""
 
 from __future__ import annotations
 

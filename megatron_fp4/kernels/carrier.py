@@ -156,7 +156,8 @@ def carry(codes: Tensor, scales: Tensor, element: torch.dtype) -> tuple[Tensor, 
     fold = codes.new_empty(rows, 1, dtype=torch.float32)
     tile = min(BLOCKS, triton.next_power_of_2(blocks))
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(blocks, tile))
-    tally = _tallies(codes.device).next()
+    stream = torch.cuda.current_stream(codes.device).cuda_stream if codes.is_cuda else 0
+    tally = _tallies(codes.device, stream).next()
     mantissa, bias, nan, bottom, top = FORMATS[element]
     with torch.cuda.device_of(codes):  # Triton launches on the current one
         carry_kernel[grid](
@@ -182,9 +183,9 @@ def carry(codes: Tensor, scales: Tensor, element: torch.dtype) -> tuple[Tensor, 
 
 
 class _Tallies:
-    """Zeros to count in, made many at a time."""
+    """Zeros to count in, made many at a time, on the stream that counts."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: int) -> None:
         self._device = device
         self._left: list[Tensor] = []
 

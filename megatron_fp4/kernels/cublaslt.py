@@ -22,6 +22,7 @@ from ctypes import (
     c_void_p,
 )
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ class _Plan:
                 c_size_t(ctypes.sizeof(value)),
             )  # fmt: skip
         # The heuristic asks whether there are scales at all.
-        self.scaled(1 << 20, 1 << 20)
+        self._scaled(1 << 20, 1 << 20)
         _call(
             "cublasLtMatmulAlgoGetHeuristic", self.handle, self.operation, self.a, self.b,
             self.out, self.out, preference, 1, byref(found), byref(count),
@@ -127,6 +128,7 @@ class _Plan:
             raise CublasError(f"cuBLASLt has no algorithm for {shape} {types}")
         self.algorithm = found.algorithm
         self.beta = c_float(1.0 if accumulates else 0.0)
+        self._lock = Lock()
 
     def _set(self, attribute: int, value: ctypes._SimpleCData) -> None:  # type: ignore[type-arg]
         _call(
@@ -134,10 +136,26 @@ class _Plan:
             c_size_t(ctypes.sizeof(value)),
         )  # fmt: skip
 
-    def scaled(self, a: int, b: int) -> None:
+    def _scaled(self, a: int, b: int) -> None:
         """Scales lie at these addresses: cuBLAS's A is our b."""
         self._set(_A_SCALE, c_uint64(b))
         self._set(_B_SCALE, c_uint64(a))
+
+    def run(
+        self, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, alpha: float
+    ) -> None:
+        """On the current stream."""
+        workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=a.device)
+        factor, to = c_float(alpha), c_void_p(out.data_ptr())
+        with self._lock:  # the scales' addresses are the descriptor's
+            self._scaled(a_scale.data_ptr(), b_scale.data_ptr())
+            _call(
+                "cublasLtMatmul", self.handle, self.operation,
+                byref(factor), c_void_p(b.data_ptr()), self.a, c_void_p(a.data_ptr()), self.b,
+                byref(self.beta), to, self.out, to, self.out,
+                byref(self.algorithm), c_void_p(workspace.data_ptr()), c_size_t(WORKSPACE),
+                c_void_p(torch.cuda.current_stream().cuda_stream),
+            )  # fmt: skip
 
 
 def _layout(dtype: int, rows: int, columns: int) -> c_void_p:
@@ -167,19 +185,11 @@ def product(
 
     Raises CublasError where the library has no algorithm for it.
     """
-    (m, k), n = a.shape, len(b)
     at = a.data_ptr() | b.data_ptr() | out.data_ptr()
-    alignment = min(at & -at, 256)
-    types = (a.dtype, b.dtype, out.dtype)
-    plan = _plan((m, n, k), types, accumulates, alignment, a.device.index)
-    plan.scaled(a_scale.data_ptr(), b_scale.data_ptr())
-    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=a.device)
-    factor = c_float(alpha)
-    _call(
-        "cublasLtMatmul", plan.handle, plan.operation,
-        byref(factor), c_void_p(b.data_ptr()), plan.a, c_void_p(a.data_ptr()), plan.b,
-        byref(plan.beta), c_void_p(out.data_ptr()), plan.out, c_void_p(out.data_ptr()), plan.out,
-        byref(plan.algorithm), c_void_p(workspace.data_ptr()), c_size_t(WORKSPACE),
-        c_void_p(torch.cuda.current_stream(a.device).cuda_stream),
-    )  # fmt: skip
+    types, alignment = (a.dtype, b.dtype, out.dtype), min(at & -at, 256)
+    # A handle is made for the current device, and a product runs on it.
+    with torch.cuda.device(a.device):
+        (m, k), n = a.shape, len(b)
+        plan = _plan((m, n, k), types, accumulates, alignment, torch.cuda.current_device())
+        plan.run(a, b, a_scale, b_scale, out, alpha)
     return out

@@ -25,24 +25,11 @@ def _four(words):
     magnitudes = words & 0x7777
     shape: tl.constexpr = words.shape
     # A byte of a table of eight for each of the four.
-    high = permuted_by(tl.full(shape, 0x3F3F3F00, tl.int32), 0x40404040, magnitudes)
-    low = permuted_by(tl.full(shape, -0x3F800000, tl.int32), -0x3F7FC000, magnitudes)
+    high = permuted(tl.full(shape, 0x3F3F3F00, tl.int32), 0x40404040, magnitudes)
+    low = permuted(tl.full(shape, -0x3F800000, tl.int32), -0x3F7FC000, magnitudes)
     signs = (words >> 3) & 0x1111
-    high |= permuted_by(tl.full(shape, 0x8000, tl.int32), 0, signs)
+    high |= permuted(tl.full(shape, 0x8000, tl.int32), 0, signs)
     return permuted(low, high, 0x5140), permuted(low, high, 0x7362)
-
-
-@triton.jit
-def permuted_by(a, B: tl.constexpr, selector):
-    """A word of four bytes of a (0-3) and B (4-7), which the selector's digits name, last first."""
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        [a, tl.full(a.shape, B, tl.int32), selector],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
 
 
 @triton.jit

@@ -16,12 +16,13 @@ import triton.language as tl
 
 
 @triton.jit
-def permuted(a, b, SELECTOR: tl.constexpr):
-    """A word of four bytes of a (0-3) and b (4-7), which the selector's digits name, last first."""
+def permuted(a, b, selector):
+    """A word of four bytes of a (0-3) and b (4-7), which the selector's digits name, last first.
+    b and the selector may be numbers."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;",
         "=r,r,r,r",
-        [a, b, tl.full(a.shape, SELECTOR, tl.int32)],
+        [a, b, selector],
         dtype=tl.int32,
         is_pure=True,
         pack=1,

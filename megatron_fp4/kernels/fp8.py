@@ -49,7 +49,7 @@ def cast_kernel(
 
 def takes(x: Tensor, quantizer: Quantizer, axis: int) -> bool:
     """Whether the kernel makes this copy of x: BF16 in FP8, scaled along its rows or as a whole."""
-    fp8 = quantizer.element in EXPONENTS and quantizer.scale == "fp32"
+    fp8 = quantizer.element in EXPONENTS and quantizer.scale == "fp32" and quantizer.prescale == 1.0
     return fp8 and axis == 1 and x.dim() == 2 and x.dtype == torch.bfloat16 and x.numel() > 0
 
 

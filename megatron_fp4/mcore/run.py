@@ -158,6 +158,7 @@ class Run:
     def report(self) -> None:
         """Say where a NaN or Inf first stood, if one did since the step began."""
         self._tell(self.monitor.look())
+        self._tell_of(self.monitor.rounding)
 
     def _tell_of(self, rounding: Rounding | None) -> None:
         """As often as Megatron logs, and for each pipeline stage."""

@@ -155,3 +155,17 @@ def test_rounded_and_nan_operands_are_told_of() -> None:
     assert [r is not None and r.worst for _, r in seen[:4]] == [
         False, False, False, ("fc1", "fprop", "x"),
     ]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_a_gpu_that_is_not_the_current_one() -> None:
+    x, w = (torch.randn(256, 256, device="cuda:1").bfloat16() for _ in range(2))
+    assert torch.cuda.current_device() == 0
+    found = linear(x, w, recipe="mxfp4")
+    assert torch.equal(found.cpu(), linear(x.to("cuda:0"), w.to("cuda:0"), recipe="mxfp4").cpu())
+
+
+def test_words_of_two_from_an_odd_place() -> None:
+    flat = torch.randn(128 * 128 + 1, device="cuda").bfloat16()
+    x, w = flat[1:].view(128, 128), torch.randn(64, 128, device="cuda").bfloat16()
+    assert torch.equal(linear(x, w, recipe="mxfp4"), linear(x.clone(), w, recipe="mxfp4"))

@@ -22,7 +22,7 @@ ELEMENTS = {
     torch.float8_e5m2: (-15, 13, ml_dtypes.float8_e5m2),
 }
 # Rows, columns, and how far the scales of blocks are spread.
-MATRICES = ((16, 96, 1.5), (48, 2080, 6.0), (32, 32, 3.0), (16, 4160, 0.0))
+MATRICES = ((16, 96, 1.5), (48, 2080, 6.0), (32, 32, 3.0), (16, 4160, 0.0), (16, 9632, 2.0))
 
 
 def matrix(rows: int, columns: int, spread: float) -> Tensor:
