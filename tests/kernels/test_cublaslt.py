@@ -1,0 +1,96 @@
+"""The numbers by which cuBLASLt is called, against NVIDIA's headers, and the calls themselves
+without a GPU."""
+
+import contextlib
+import ctypes
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import nvidia
+import pytest
+import torch
+
+from megatron_fp4.kernels import cublaslt
+
+INCLUDES = [file.parent for path in nvidia.__path__ for file in Path(path).rglob("cublasLt.h")]
+
+
+def header(name: str) -> str:
+    if not INCLUDES:
+        pytest.skip("no cuBLAS headers beside this torch")
+    return (INCLUDES[0] / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [
+        ("cublasLt.h", "CUBLASLT_MATMUL_DESC_TRANSA", cublaslt._TRANSA),
+        ("cublasLt.h", "CUBLASLT_MATMUL_DESC_A_SCALE_POINTER", cublaslt._A_SCALE),
+        ("cublasLt.h", "CUBLASLT_MATMUL_DESC_B_SCALE_POINTER", cublaslt._B_SCALE),
+        ("cublasLt.h", "CUBLASLT_MATMUL_DESC_FAST_ACCUM", cublaslt._FAST_ACCUM),
+        ("cublasLt.h", "CUBLASLT_MATMUL_DESC_A_SCALE_MODE", cublaslt._A_MODE),
+        ("cublasLt.h", "CUBLASLT_MATMUL_DESC_B_SCALE_MODE", cublaslt._B_MODE),
+        ("cublasLt.h", "CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F", cublaslt._OUTER_VECTOR),
+        ("cublasLt.h", "CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES", cublaslt._WORKSPACE_BYTES),
+        ("cublasLt.h", "CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES", cublaslt._ALIGNMENTS[0]),
+        ("cublasLt.h", "CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES", cublaslt._ALIGNMENTS[3]),
+        ("cublas_api.h", "CUBLAS_COMPUTE_32F", cublaslt._COMPUTE_32F),
+        ("cublas_api.h", "CUBLAS_OP_T", cublaslt._TRANSPOSED),
+        ("library_types.h", "CUDA_R_32F", cublaslt._TYPES[torch.float32]),
+        ("library_types.h", "CUDA_R_16BF", cublaslt._TYPES[torch.bfloat16]),
+        ("library_types.h", "CUDA_R_8F_E4M3", cublaslt._TYPES[torch.float8_e4m3fn]),
+        ("library_types.h", "CUDA_R_8F_E5M2", cublaslt._TYPES[torch.float8_e5m2]),
+    ],
+)
+def test_numbers_are_nvidia_s(file: str, name: str, value: int) -> None:
+    found = re.search(rf"\b{name}\s*=\s*(\d+)", header(file))
+    assert found is not None and int(found[1]) == value
+
+
+def test_the_heuristic_s_result_has_its_size() -> None:
+    text = header("cublasLt.h")
+    end = text.index("} cublasLtMatmulHeuristicResult_t")
+    fields = re.sub(r"/\*.*?\*/", "", text[text.rindex("typedef struct", 0, end) : end], flags=re.S)
+    assert re.findall(r"^\s+(\w+) \w+(?:\[(\d+)\])?;", fields, re.M) == [
+        ("cublasLtMatmulAlgo_t", ""), ("size_t", ""), ("cublasStatus_t", ""), ("float", ""),
+        ("int", "4"),
+    ]  # fmt: skip
+    assert re.search(r"uint64_t data\[8\];\s*} cublasLtMatmulAlgo_t;", text)
+    assert ctypes.sizeof(cublaslt._Heuristic) == 64 + 8 + 4 + 4 + 16
+
+
+def test_a_plan_is_made_once_and_the_scales_are_each_call_s(monkeypatch: Any) -> None:
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def call(name: str, *arguments: Any) -> None:
+        calls.append((name, arguments))
+        if name == "cublasLtMatmulAlgoGetHeuristic":
+            arguments[-1]._obj.value = 1  # one algorithm
+
+    monkeypatch.setattr(cublaslt, "_call", call)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    stream = types.SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    cublaslt._plan.cache_clear()
+    a, b = torch.zeros(32, 64).to(torch.float8_e5m2), torch.zeros(48, 64).to(torch.float8_e4m3fn)
+    out, rows, columns = torch.zeros(32, 48), torch.ones(32, 1), torch.ones(48, 1)
+    for alpha in (1.0, 2.0):
+        assert cublaslt.product(a, b, rows, columns, out, alpha=alpha, accumulates=True) is out
+    names = [name for name, _ in calls]
+    assert names.count("cublasLtMatmulAlgoGetHeuristic") == 1
+    products = [arguments for name, arguments in calls if name == "cublasLtMatmul"]
+    assert [arguments[2]._obj.value for arguments in products] == [1.0, 2.0]
+    for arguments in products:  # cuBLAS's A is b, its B is a, and C is D, with beta 1
+        addresses = [arguments[i].value for i in (3, 5, 8, 10)]
+        assert addresses == [t.data_ptr() for t in (b, a, out, out)]
+        assert arguments[7]._obj.value == 1.0 and len(arguments) == 16
+    layouts = [args[1:] for name, args in calls if name == "cublasLtMatrixLayoutCreate"]
+    # Columns first: type, rows, columns, leading dimension.
+    assert [[getattr(x, "value", x) for x in layout] for layout in layouts] == [
+        [28, 64, 48, 64], [29, 64, 32, 64], [0, 48, 32, 48],
+    ]  # fmt: skip
+    cublaslt._plan.cache_clear()
+    cublaslt._handle.cache_clear()
