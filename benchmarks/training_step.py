@@ -34,7 +34,10 @@ MODEL = """
     --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-decay-iters 1000
     --log-interval 1 --eval-interval 1000 --eval-iters 0
 """.split()
-PLAIN = {"bf16": ["--fp4-recipe", "mxfp4", "--fp4-bf16-after", "1e-9"]}
+PLAIN: dict[str, list[str]] = {
+    "upstream bf16": [],
+    "bf16": ["--fp4-recipe", "mxfp4", "--fp4-bf16-after", "1e-9"],
+}
 DECODED = "tetrajet --fp4-weight-cache decoded"
 STEPS, WARM = 7, 3  # steps, and those not counted; the one after them is profiled, and not either
 
@@ -64,10 +67,7 @@ def study(
         flags += ["--tensor-model-parallel-size", str(tensor), "--sequence-parallel"]
     rows = []
     for name in names:
-        recipe = PLAIN.get(name) or ["--fp4-recipe", *name.split()]
-        if name == "upstream bf16":
-            recipe = []
-        row = measure(name, flags + recipe, tensor)
+        row = measure(name, flags + PLAIN.get(name, ["--fp4-recipe", *name.split()]), tensor)
         row["tokens/s"] = batch * 4096 / row["ms"] * 1e3
         rows.append(row)
         print(json.dumps({k: v for k, v in row.items() if k != "losses"}), flush=True)
