@@ -17,6 +17,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +61,15 @@ def measure(name: str, flags: list[str], processes: int = 1) -> dict[str, Any]:
 
 def study(
     names: list[str], layers: int, micro: int, batch: int, tensor: int
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
+    """A row for each name."""
     flags = ["--num-layers", str(layers), "--train-iters", str(STEPS)]
     flags += ["--micro-batch-size", str(micro), "--global-batch-size", str(batch)]
     if tensor > 1:
         flags += ["--tensor-model-parallel-size", str(tensor), "--sequence-parallel"]
-    rows = []
     for name in names:
         row = measure(name, flags + PLAIN.get(name, ["--fp4-recipe", *name.split()]), tensor)
-        row["tokens/s"] = batch * 4096 / row["ms"] * 1e3
-        rows.append(row)
-        print(json.dumps({k: v for k, v in row.items() if k != "losses"}), flush=True)
-    bf16 = max((r["tokens/s"] for r in rows if "bf16" in r["name"]), default=None)
-    for row in rows:
-        row["ratio"] = row["tokens/s"] / bf16 if bf16 else None
-    return rows
+        yield row | {"tokens/s": batch * 4096 / row["ms"] * 1e3}
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -104,18 +99,22 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()
-    stamped = stamp(args.commit)
+    rows: list[dict[str, Any]] = []
     result = {
-        "stamp": stamped,
+        "stamp": stamp(args.commit),
         "layers": args.layers,
         "micro-batch": args.micro_batch,
         "batch": args.batch,
         "tensor-parallel": args.tensor_parallel,
-        "rows": study(
-            args.recipes, args.layers, args.micro_batch, args.batch, args.tensor_parallel
-        ),
+        "rows": rows,
     }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for row in study(args.recipes, args.layers, args.micro_batch, args.batch, args.tensor_parallel):
+        rows.append(row)
+        bf16 = max((r["tokens/s"] for r in rows if r["name"] in PLAIN), default=row["tokens/s"])
+        for each in rows:
+            each["ratio"] = each["tokens/s"] / bf16
+        args.out.write_text(json.dumps(result, indent=1) + "\n")  # so far
+        print("\n".join(table(rows)), flush=True)
 
 
 if __name__ == "__main__":
