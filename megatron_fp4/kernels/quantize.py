@@ -131,8 +131,8 @@ def _tile(group: int, packed: bool, across: bool, stochastic: bool) -> tuple[int
 
 @cache
 def _transform(group: int, device: torch.device) -> tuple[Tensor, float]:
-    """(H in BF16, what is left to multiply the product with): 1 / sqrt(g) is exact where g is an
-    even power of two."""
+    """(H in BF16, what is left to multiply the product with): 1 / sqrt(g) is exact where g is a
+    power of four."""
     h, root = hadamard_matrix(group, torch.bfloat16, device), math.isqrt(group)
     return (h / root, 1.0) if root * root == group else (h, 1 / math.sqrt(group))
 
