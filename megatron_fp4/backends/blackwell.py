@@ -26,10 +26,8 @@ class Blackwell(Bf16):
     def unavailable(self, gemm: GemmRecipe, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in (10, 12):
             return "FP4 tensor cores need a GPU of compute capability 10.x or 12.x"
-        if dtype != torch.bfloat16:
-            return f"the model computes in {str(dtype).removeprefix('torch.')}; use --bf16"
-        if (problem := fused.problem()) is not None:
-            return problem
+        if (reason := super().unavailable(gemm, device, dtype) or fused.problem()) is not None:
+            return reason
         if gemm.a is None or gemm.b is None:
             return "an operand is in high precision"
         if not (gemm.a.mxfp4 and gemm.b.mxfp4):

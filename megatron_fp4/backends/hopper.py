@@ -33,10 +33,8 @@ class Hopper(Bf16):
     def unavailable(self, gemm: GemmRecipe, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
             return "FP8 products with a scale a row need a GPU of compute capability 9.0"
-        if dtype != torch.bfloat16:
-            return f"the model computes in {str(dtype).removeprefix('torch.')}; use --bf16"
-        if (problem := fused.problem()) is not None:
-            return problem
+        if (reason := super().unavailable(gemm, device, dtype) or fused.problem()) is not None:
+            return reason
         if not _rows_can_be_scaled():
             return "torch comes with a cuBLAS before 12.9: install a build for CUDA 12.9 or newer"
         if gemm.a is None or gemm.b is None:
