@@ -21,7 +21,7 @@ import torch
 from benchmarks.stamp import stamp
 from benchmarks.timing import medians
 from megatron_fp4.kernels.quantize import Copy, quantize
-from megatron_fp4.philox import Key, Noise, Placement, random_signs
+from megatron_fp4.philox import Key, Noise, Placement, Signs
 from megatron_fp4.quantizer import get_quantizer
 
 SHAPES = ((8192, 8192), (8192, 14336))
@@ -77,7 +77,7 @@ def kernel(x: torch.Tensor, name: str, axes: tuple[int, ...], group: int) -> Cal
         Copy(
             axis,
             Noise(Key(7, 3), 5 + axis, place) if quantizer.stochastic else None,
-            random_signs(group, Key(7), 9 + axis, device="cuda") if group else None,
+            Signs(Key(7), 9 + axis) if group else None,
         )
         for axis in axes
     ]

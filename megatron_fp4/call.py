@@ -15,7 +15,7 @@ from megatron_fp4.philox import (
     Key,
     Noise,
     Placement,
-    random_signs,
+    Signs,
     stream_id,
     stream_label,
 )
@@ -147,8 +147,7 @@ class Call:
         if hadamard is not None and hadamard.signs == "random":
             # W is quantized once a step, so the signs that it shares are fixed within one.
             draw = self.microbatch if gemm == "wgrad" else 0
-            stream = stream_id(stream_label(self.name, gemm))
-            signs = random_signs(hadamard.group, self.key, stream, draw, source.matrix.device)
+            signs = Signs(self.key, stream_id(stream_label(self.name, gemm)), draw)
         return Preparation(
             label=label,
             quantizer=quantizer,

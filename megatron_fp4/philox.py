@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,17 +32,25 @@ def philox4x32(
     counter: four int64 tensors (broadcastable) that hold unsigned 32-bit words, lowest first.
     key: two unsigned 32-bit words. Returns four int64 tensors of unsigned 32-bit words.
     """
+    return torch.broadcast_tensors(*_rounds(counter, key, rounds))  # type: ignore[return-value]
+
+
+def _rounds(counter: tuple[Any, ...], key: tuple[int, int], rounds: int) -> tuple[Any, ...]:
+    """Of a counter of int64 tensors, or of integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
         # The 64-bit product wraps in int64; its bits, and so both halves, are still right. c1 and
         # c3 keep a product's high half above their own 32 bits, until a mask drops it.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((p1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_MASK)
-        c2 = ((p0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_MASK)
+        c0, c2 = (p1 >> 32) ^ c1, (p0 >> 32) ^ c3
+        c0 ^= k0  # in place, where it is a tensor
+        c0 &= _MASK
+        c2 ^= k1
+        c2 &= _MASK
         c1, c3 = p1, p0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return torch.broadcast_tensors(c0, c1 & _MASK, c2, c3 & _MASK)  # type: ignore[return-value]
+    return c0, c1 & _MASK, c2, c3 & _MASK
 
 
 def stream_label(module: str, gemm: str, operand: str = "") -> str:
@@ -146,6 +155,24 @@ def random_signs(
     )
     bits = torch.stack(words, dim=-1)[..., None] >> torch.arange(32, device=device) & 1
     return 1.0 - 2.0 * bits.flatten()[:count].float()
+
+
+@dataclass(frozen=True)
+class Signs:
+    """The random signs of one GEMM's Hadamard transform; see `random_signs`."""
+
+    key: Key
+    stream: int
+    draw: int = 0
+
+    def vector(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        """float32 [count], +1 or -1."""
+        return random_signs(count, self.key, self.stream, self.draw, device)
+
+    def words(self) -> tuple[int, ...]:
+        """Those of the first 128 as bits of four words, 1 for -1."""
+        counter = (0, self.draw & _MASK, self.key.step & _MASK, self.stream)
+        return _rounds(counter, self.key.words(), ROUNDS)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe, call, get_recipe, linear, quantize
-from megatron_fp4.philox import random_signs, stream_id
+from megatron_fp4.philox import Signs, stream_id
 from tests.oracles import normal
 
 SIZE, REPLICAS = 64, 32
@@ -192,11 +192,7 @@ def test_other_signs_for_the_two_operands_fail(
     gradient: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = iter(range(1 << 30))
-    monkeypatch.setattr(
-        call,
-        "random_signs",
-        lambda count, key, stream, draw, device: random_signs(count, key, stream, next(calls)),
-    )
+    monkeypatch.setattr(call, "Signs", lambda key, stream, draw: Signs(key, stream, next(calls)))
     assert not judge(SAMPLE[gradient], RHT, RAW[gradient], FEW).unbiased
 
 

@@ -14,6 +14,7 @@ from megatron_fp4.philox import (
     Key,
     Noise,
     Placement,
+    Signs,
     philox4x32,
     random_bits16,
     random_signs,
@@ -154,6 +155,14 @@ def test_signs_are_single_bits_of_the_draw() -> None:
     for i in range(300):
         word = philox_scalar((i // 128, 6, 5, 77), (9, 0), 7)[i % 128 // 32]
         assert signs[i] == (-1.0 if word >> i % 32 & 1 else 1.0)
+
+
+@pytest.mark.parametrize("draw", [0, 3, 2**40 + 5])
+def test_signs_as_words_are_the_vector_s(draw: int) -> None:
+    signs = Signs(Key(2**63 + 9, 2**32 + 5), 0xFFFFFFF0, draw)
+    bits = [word >> i & 1 for word in signs.words() for i in range(32)]
+    assert signs.vector(128).tolist() == [1.0 - 2.0 * bit for bit in bits]
+    assert signs.words() != Signs(signs.key, signs.stream, draw + 1).words()
 
 
 def test_signs_are_fresh_for_each_draw_and_step() -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_fp4.philox import Noise
+from megatron_fp4.philox import Noise, Signs
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.recipe import GemmRecipe
 
@@ -46,7 +46,7 @@ class Preparation:
     axis: int
     fold: Tensor | None = None
     group: int = 0
-    signs: Tensor | None = None
+    signs: Signs | None = None
     noise: Noise | None = None
     widest: Tensor | None = None
 

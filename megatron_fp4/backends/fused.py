@@ -67,7 +67,7 @@ def _mxfp4(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Quan
 
 def _together(one: Preparation, other: Preparation) -> bool:
     def common(p: Preparation) -> tuple[object, ...]:
-        return p.quantizer, p.group, p.signs is None, _draw(p.noise)
+        return p.quantizer, p.group, _draw(p.noise)
 
     return one.axis != other.axis and common(one) == common(other)
 

@@ -72,7 +72,9 @@ def _turned(x: Tensor | QuantizedTensor, preparation: Preparation) -> Tensor:
     if preparation.fold is not None:
         x = widen(x) * (preparation.fold if axis == 1 else preparation.fold[:, None])
     if preparation.group:
-        x = transform(x.movedim(axis, -1), preparation.group, preparation.signs)
+        group, signs = preparation.group, preparation.signs
+        vector = None if signs is None else signs.vector(group, x.device)
+        x = transform(x.movedim(axis, -1), group, vector)
         if preparation.quantizer is not None:
             # The contract rounds here, so that tensor cores may produce the same codes.
             x = x.bfloat16()

@@ -100,7 +100,7 @@ def nearest(half):
 
 @triton.jit
 def stochastic(half, rest, PRESCALE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Codes of half magnitudes, in the highest byte of words, by rest = 256 (65535 - r) + 124 of
+    """15 - codes of half magnitudes, in the highest byte of words, by rest = 256 r + 0xF000083 of
     random integers r in [0, 65536).
 
     Divided by 2^126 the grid's 1 is float32's smallest normal number, and 1/2 subnormal in both:
@@ -116,7 +116,7 @@ def stochastic(half, rest, PRESCALE: tl.constexpr, INTERPRETED: tl.constexpr):
         way = tl.inline_asm_elementwise(
             "mul.rp.f32 $0, $1, $2;", "=r,f,f", [half, factor], dtype=tl.int32, is_pure=True, pack=1
         )
-    return way * 4 + rest
+    return rest - way * 4
 
 
 @triton.jit
@@ -142,9 +142,9 @@ def _highest(codes, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def words_of_highest(codes, INTERPRETED: tl.constexpr):
-    """The same of codes in the highest bytes."""
+    """The same of 15 - codes in the highest bytes."""
     even, odd = tl.split(codes)
-    return _highest(even, INTERPRETED) + _highest(odd, INTERPRETED) * 16
+    return ~(_highest(even, INTERPRETED) + _highest(odd, INTERPRETED) * 16)
 
 
 @triton.jit

@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 
 from megatron_fp4.kernels import decode, encode
-from megatron_fp4.kernels.philox import rest16
+from megatron_fp4.kernels.philox import drawn_for_tile
 
 BLOCK = 32  # elements that share a scale
 GROUP = 8  # elements that share a random draw, and a word
 
 
 @triton.jit
-def _loaded(ptr, rows, columns, n_rows, n_columns, EVEN: tl.constexpr):
+def loaded(ptr, rows, columns, n_rows, n_columns, EVEN: tl.constexpr):
     """What stands at [rows, columns] of a row-major matrix; zeros beyond it."""
     places = ptr + rows.to(tl.int64) * n_columns + columns
     if EVEN:  # tiles fill the matrix
@@ -50,7 +50,7 @@ def _stored(values, ptr, rows, columns, n_rows, n_columns, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _along(
+def along(
     pairs,
     rest,
     codes_ptr,
@@ -94,7 +94,7 @@ def _along(
 
 
 @triton.jit
-def _across(
+def across(
     pairs,
     rest,
     codes_ptr,
@@ -145,55 +145,6 @@ def _across(
 
 
 @triton.jit
-def _rounded(low, high, INTERPRETED: tl.constexpr):
-    """Words of two float32 rounded to BF16; Triton's interpreter would cut them off."""
-    if INTERPRETED:
-        both = tl.join(low, high).to(tl.int32, bitcast=True)
-        even = (both + 0x7FFF + ((both >> 16) & 1)) >> 16
-        nan = (both & 0x7FFFFFFF) > 0x7F800000
-        low, high = tl.split(tl.where(nan, 0x7FC0, even))
-        return (low & 0xFFFF) | (high << 16)
-    return tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _factor(x, INTERPRETED: tl.constexpr):
-    """A factor of a product, BF16. Triton's interpreter would multiply that as the integers of its
-    bits: float32 there."""
-    if INTERPRETED and x.dtype == tl.bfloat16:
-        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return x if INTERPRETED else x.to(tl.bfloat16)
-
-
-@triton.jit
-def _turned(
-    tile,
-    h_ptr,
-    signs_ptr,
-    GROUP: tl.constexpr,
-    SIGNED: tl.constexpr,
-    FACTOR: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """tile diag(signs) H * FACTOR along the rows of a tile, in BF16: words of two neighbours
-    [R / 8, 8, C / 2]."""
-    R: tl.constexpr = tile.shape[0]
-    C: tl.constexpr = tile.shape[1]
-    i = tl.arange(0, GROUP)
-    h = _factor(tl.load(h_ptr + i[:, None] * GROUP + i[None, :]), INTERPRETED)
-    if SIGNED:  # the signs come first: they are those of H's rows
-        h *= tl.load(signs_ptr + i)[:, None].to(h.dtype)
-    groups = _factor(tl.reshape(tile, (R * C // GROUP, GROUP)), INTERPRETED)
-    product = tl.dot(groups, h, input_precision="ieee")
-    if FACTOR != 1.0:
-        product *= FACTOR
-    low, high = tl.split(tl.reshape(product, (R // 8, 8, C // 2, 2)))
-    return _rounded(low, high, INTERPRETED)
-
-
-@triton.jit
 def _read(
     x_ptr,
     x_scales_ptr,
@@ -212,54 +163,27 @@ def _read(
         at = column0 // 8 + tl.arange(0, COLUMNS // 8)[None, None, :]
         # A word a thread, as if their places were odd: more would be more than its eight columns.
         at = tl.multiple_of(at, [1, 1, 1])
-        words = _loaded(x_ptr, at_rows, at, n_rows, n_columns // 8, EVEN)
+        words = loaded(x_ptr, at_rows, at, n_rows, n_columns // 8, EVEN)
         at = column0 // 32 + tl.arange(0, COLUMNS // 32)[None, None, :]
-        byte = _loaded(x_scales_ptr, at_rows, at, n_rows, n_columns // 32, EVEN)
+        byte = loaded(x_scales_ptr, at_rows, at, n_rows, n_columns // 32, EVEN)
         return decode.pairs(words, byte.to(tl.int32), INTERPRETED)
     at = column0 // 2 + tl.arange(0, COLUMNS // 2)[None, None, :]
-    return _loaded(x_ptr, at_rows, at, n_rows, n_columns // 2, EVEN)
-
-
-@triton.jit
-def _groups_of_eight(
-    rows_ptr,
-    groups_ptr,
-    rows,
-    column0,
-    n_rows,
-    n_columns,
-    per_row,
-    COLUMNS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_GROUPS: tl.constexpr,
-):
-    """Indices in the unsharded tensor of the groups that share a draw, [R / 8, 8, C / 8]."""
-    groups = column0 // 8 + tl.arange(0, COLUMNS // 8)
-    at_rows = rows.to(tl.int64)
-    at_groups = groups.to(tl.int64)
-    if HAS_ROWS:
-        at_rows = tl.load(rows_ptr + rows, mask=rows < n_rows, other=0)
-    if HAS_GROUPS:
-        at_groups = tl.load(groups_ptr + groups, mask=groups < n_columns // 8, other=0)
-    return at_rows[:, :, None] * per_row + at_groups[None, None, :]
+    return loaded(x_ptr, at_rows, at, n_rows, n_columns // 2, EVEN)
 
 
 # Else every step, stream and seed that is 1 or a multiple of 16 would be another kernel.
-_NUMBERS = ["along_stream", "across_stream", "per_row", "step", "seed_low", "seed_high"]
+NUMBERS = ["along_stream", "across_stream", "per_row", "step", "seed_low", "seed_high"]
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=NUMBERS)
 def quantize_kernel(
     x_ptr,
     x_scales_ptr,
-    h_ptr,
     along_codes_ptr,
     along_scales_ptr,
-    along_signs_ptr,
     along_stream,
     across_codes_ptr,
     across_scales_ptr,
-    across_signs_ptr,
     across_stream,
     rows_ptr,
     groups_ptr,
@@ -275,69 +199,42 @@ def quantize_kernel(
     CEIL: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     PRESCALE: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    SIGNED: tl.constexpr,
-    FACTOR: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
     EVEN: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """x [n_rows, n_columns], row-major BF16 (in words of two, but for a transform), is read once.
-    PACKED: it is MXFP4, in blocks along its rows. ALONG: blocks along its rows, codes [n_rows,
-    n_columns / 2]; ACROSS: blocks along its columns, codes [n_columns, n_rows / 2]."""
+    """x [n_rows, n_columns], row-major BF16 in words of two, is read once. PACKED: it is MXFP4, in
+    blocks along its rows. ALONG: blocks along its rows, codes [n_rows, n_columns / 2]; ACROSS:
+    blocks along its columns, codes [n_columns, n_rows / 2]."""
     row0 = tl.program_id(0) * TILE_ROWS
     column0 = tl.program_id(1) * TILE_COLUMNS
     rows = row0 + 8 * tl.arange(0, TILE_ROWS // 8)[:, None] + tl.arange(0, 8)[None, :]
-    if HADAMARD:
-        tile = _loaded(
-            x_ptr,
-            row0 + tl.arange(0, TILE_ROWS)[:, None],
-            column0 + tl.arange(0, TILE_COLUMNS)[None, :],
-            n_rows,
-            n_columns,
-            EVEN,
-        )
-    else:
-        pairs = _read(
-            x_ptr, x_scales_ptr, rows, column0, n_rows, n_columns, PACKED, TILE_COLUMNS, EVEN,
-            INTERPRETED,
-        )  # fmt: skip
+    pairs = _read(
+        x_ptr, x_scales_ptr, rows, column0, n_rows, n_columns, PACKED, TILE_COLUMNS, EVEN,
+        INTERPRETED,
+    )  # fmt: skip
     rest = 0
-    index = 0
-    if STOCHASTIC:
-        index = _groups_of_eight(
-            rows_ptr, groups_ptr, rows, column0, n_rows, n_columns, per_row, TILE_COLUMNS,
-            HAS_ROWS, HAS_GROUPS,
-        )  # fmt: skip
+    place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
+    noise = step, seed_low, seed_high
     if ALONG:
         if STOCHASTIC:
-            rest = rest16(index, step, along_stream, seed_low, seed_high, INTERPRETED)
-        if HADAMARD:
-            pairs = _turned(tile, h_ptr, along_signs_ptr, HADAMARD, SIGNED, FACTOR, INTERPRETED)
-        _along(
+            rest = drawn_for_tile(
+                place, row0, column0, noise, along_stream, TILE_ROWS, TILE_COLUMNS, HAS_GROUPS,
+                INTERPRETED,
+            )  # fmt: skip
+        along(
             pairs, rest, along_codes_ptr, along_scales_ptr, rows, column0, n_rows, n_columns,
             CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
         )  # fmt: skip
     if ACROSS:
         if STOCHASTIC:
-            rest = rest16(index, step, across_stream, seed_low, seed_high, INTERPRETED)
-        if HADAMARD:  # turned on its side
-            pairs = _turned(
-                tl.trans(tile), h_ptr, across_signs_ptr, HADAMARD, SIGNED, FACTOR, INTERPRETED
-            )
-            if STOCHASTIC:
-                sideways = tl.trans(tl.reshape(rest, (TILE_ROWS, TILE_COLUMNS)))
-                rest = tl.reshape(sideways, (TILE_COLUMNS // 8, 8, TILE_ROWS))
-            columns = 8 * tl.arange(0, TILE_COLUMNS // 8)[:, None] + tl.arange(0, 8)[None, :]
-            _along(
-                pairs, rest, across_codes_ptr, across_scales_ptr, column0 + columns, row0,
-                n_columns, n_rows, CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
+            rest = drawn_for_tile(
+                place, row0, column0, noise, across_stream, TILE_ROWS, TILE_COLUMNS, HAS_GROUPS,
+                INTERPRETED,
             )  # fmt: skip
-        else:
-            _across(
-                pairs, rest, across_codes_ptr, across_scales_ptr, row0, column0, n_rows, n_columns,
-                CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
-            )  # fmt: skip
+        across(
+            pairs, rest, across_codes_ptr, across_scales_ptr, row0, column0, n_rows, n_columns,
+            CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
+        )  # fmt: skip

@@ -32,16 +32,73 @@ def philox(index, step, stream, seed_low, seed_high):
 
 @triton.jit
 def rest16(index, step, stream, seed_low, seed_high, INTERPRETED: tl.constexpr):
-    """256 (65535 - r) + 124 of random integers r in [0, 65536), eight for each group's index, along
-    the last axis. Element j takes word j // 2 of the draw, the low half if j is even, else the high
+    """256 r + 0xF000083 of random integers r in [0, 65536), eight for each group's index, along the
+    last axis. Element j takes word j // 2 of the draw, the low half if j is even, else the high
     half. See `encode.stochastic`."""
     w0, w1, w2, w3 = philox(index, step, stream, seed_low, seed_high)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)) ^ 0xFFFFFFFF  # [..., 2, 2]: w0 w1, w2 w3
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [..., 2, 2]: w0 w1, w2 w3
     words = words.to(tl.int32, bitcast=True)
     if INTERPRETED:
-        low, high = ((words & 0xFFFF) << 8) + 124, ((words >> 8) & 0xFFFF00) + 124
+        low, high = ((words & 0xFFFF) << 8) + 0xF000083, ((words >> 8) & 0xFFFF00) + 0xF000083
     else:
-        added = tl.full(words.shape, 124, tl.int32)
+        added = tl.full(words.shape, 0xF83, tl.int32)  # the other two bytes
         low, high = permuted(words, added, 0x5104), permuted(words, added, 0x5324)
     SHAPE: tl.constexpr = index.shape
     return tl.reshape(tl.join(low, high), SHAPE[:-1] + (SHAPE[-1] * 8,))
+
+
+@triton.jit
+def _hidden(x, INTERPRETED: tl.constexpr):
+    """x, in whose order the compiler sees none: what it loads there lies in its threads as the axes
+    come, and not as the addresses do."""
+    if INTERPRETED:
+        return x
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def drawn(
+    place,
+    rows,
+    groups,
+    noise,
+    stream,
+    HAS_GROUPS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """`rest16` of the groups of eight columns that share a draw, rows [1, ...] by groups [G, 1 or
+    ...]. place: (where the rows, and the groups, lie in the unsharded matrix, how many of them are
+    here, groups in one of its rows); noise: (step, seed).
+
+    The threads of a warp go over the first axis, then over the second.
+    """
+    rows_ptr, groups_ptr, n_rows, n_groups, per_row = place
+    step, seed_low, seed_high = noise
+    rows = _hidden(tl.broadcast_to(rows, groups.shape[:1] + rows.shape[1:]), INTERPRETED)
+    at_rows = tl.load(rows_ptr + rows, mask=rows < n_rows, other=0)
+    if HAS_GROUPS:
+        groups = tl.load(groups_ptr + groups, mask=groups < n_groups, other=0)
+    index = at_rows * per_row + groups
+    return rest16(index, step, stream, seed_low, seed_high, INTERPRETED)
+
+
+@triton.jit
+def drawn_for_tile(
+    place,
+    row0,
+    column0,
+    noise,
+    stream,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """The same for a tile [ROWS / 8, 8, COLUMNS] whose threads hold eight rows of eight columns."""
+    rows = row0 + 8 * tl.arange(0, ROWS // 8)[None, :, None] + tl.arange(0, 8)[None, None, :]
+    groups = column0 // 8 + tl.arange(0, COLUMNS // 8)[:, None, None]
+    rest = drawn(place, rows, groups, noise, stream, HAS_GROUPS, INTERPRETED)
+    rest = tl.permute(tl.reshape(rest, (COLUMNS // 8, ROWS // 8, 8, 8)), (1, 2, 0, 3))
+    return tl.reshape(rest, (ROWS // 8, 8, COLUMNS))

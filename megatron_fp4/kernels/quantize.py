@@ -6,28 +6,29 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from megatron_fp4.hadamard import hadamard_matrix
+from megatron_fp4.kernels.hadamard import transform_kernel
 from megatron_fp4.kernels.mxfp4 import BLOCK, quantize_kernel
-from megatron_fp4.philox import GROUP, Key, Noise
+from megatron_fp4.philox import GROUP, Key, Noise, Signs
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
-HADAMARD_GROUPS = (32, 64, 128)  # those that blocks divide, and a tensor core's product takes
+HADAMARD_GROUPS = (32, 64, 128)
 _MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
 class Copy:
     """One copy of a matrix [rows, columns], blocked along `axis`. noise: for a stochastic
-    quantizer. signs: of the Hadamard transform, float32 [group], or None."""
+    quantizer. signs: of the Hadamard transform, if it has any."""
 
     axis: int
     noise: Noise | None = None
-    signs: Tensor | None = None
+    signs: Signs | None = None
 
 
 def takes(x: Tensor | QuantizedTensor, quantizer: Quantizer, axis: int, group: int) -> bool:
@@ -64,52 +65,85 @@ def quantize(
         x = x.contiguous()
         x = x.clone() if x.storage_offset() % 2 else x  # words of two begin at even places
         source = x_scales = x if group else x.view(torch.int32)
-    shape = torch.Size((rows, columns))
-    made = {copy.axis: _empty(source, shape, quantizer, copy.axis) for copy in copies}
-    noises = {copy.axis: copy.noise for copy in copies if copy.noise is not None}
-    signs = {copy.axis: copy.signs for copy in copies if copy.signs is not None}
-    noise = next(iter(noises.values()), Noise(Key(0), 0))  # any will do where none is drawn
-    place, words = noise.placement, noise.key.words()
-    tile_rows, tile_columns, warps = _tile(group, packed, 0 in made, quantizer.stochastic)
-    h, factor = _transform(group, source.device) if group else (source, 1.0)
+    made = {copy.axis: _empty(source, x.shape, quantizer, copy.axis) for copy in copies}
+    noise = next((copy.noise for copy in copies if copy.noise is not None), Noise(Key(0), 0))
+    place = noise.placement
     operands: list[Tensor | int] = []
     for axis in (1, 0):
-        copy = made.get(axis)
-        operands += (
-            [source, source] if copy is None else [copy.codes.view(torch.int32), copy.scales]
-        )
-        operands += [signs.get(axis, source), _signed(noises[axis].stream) if axis in noises else 0]
-    grid = (triton.cdiv(rows, tile_rows), triton.cdiv(columns, tile_columns))
-    quantize_kernel[grid](
-        source,
-        x_scales,
-        h,
-        *operands,
-        source if place.rows is None else place.rows,
+        copy = next((copy for copy in copies if copy.axis == axis), None)
+        operands += _operands(source, made.get(axis), copy, group)
+    operands += [
+        _counted(rows, source.device) if place.rows is None else place.rows,
         source if place.groups is None else place.groups,
         rows,
         columns,
         place.groups_per_row or columns // GROUP,
         _signed(noise.key.step & _MASK),
-        *map(_signed, words),
-        PACKED=packed,
+        *map(_signed, noise.key.words()),
+    ]
+    form = dict(
         ALONG=1 in made,
         ACROSS=0 in made,
         CEIL=quantizer.rule == "ceil",
         STOCHASTIC=quantizer.stochastic,
         PRESCALE=quantizer.prescale,
-        HADAMARD=group,
-        SIGNED=bool(signs),
-        FACTOR=factor,
         INTERPRETED=triton.knobs.runtime.interpret,
-        HAS_ROWS=place.rows is not None,
         HAS_GROUPS=place.groups is not None,
+    )
+    if group:
+        _transformed(source, operands, (rows, columns), group, form)
+        return [made[copy.axis] for copy in copies]
+    tile_rows, tile_columns, warps = _tile(packed, 0 in made, quantizer.stochastic)
+    quantize_kernel[triton.cdiv(rows, tile_rows), triton.cdiv(columns, tile_columns)](
+        source,
+        x_scales,
+        *operands,
+        **form,
+        PACKED=packed,
         EVEN=rows % tile_rows == columns % tile_columns == 0,
         TILE_ROWS=tile_rows,
         TILE_COLUMNS=tile_columns,
         num_warps=warps,
     )
     return [made[copy.axis] for copy in copies]
+
+
+def _transformed(
+    x: Tensor,
+    operands: list[Tensor | int],
+    shape: tuple[int, int],
+    group: int,
+    form: dict[str, Any],
+) -> None:
+    rows, columns = shape
+    window = max(64, group)
+    tile = window if form["ALONG"] else 32
+    transform_kernel[triton.cdiv(rows, window), triton.cdiv(columns, tile)](
+        x,
+        *operands,
+        **form,
+        GROUP=group,
+        FACTOR=1.0 if group == 64 else 1 / math.sqrt(group),
+        EVEN=rows % window == columns % tile == 0,
+        WINDOW=window,
+        TILE_COLUMNS=tile,
+        num_warps=1,
+    )
+
+
+def _operands(
+    source: Tensor, made: QuantizedTensor | None, copy: Copy | None, group: int
+) -> list[Tensor | int]:
+    """What a kernel is told of one copy, if it makes that: where it goes, and its random bits."""
+    there: list[Tensor | int] = [source, source, 0]
+    if made is not None and copy is not None:
+        stream = 0 if copy.noise is None else _signed(copy.noise.stream)
+        there = [made.codes.view(torch.int32), made.scales, stream]
+    if not group:
+        return there
+    if copy is None or copy.signs is None:
+        return [*there, 0, 0, 0, 0]
+    return [*there, *map(_signed, copy.signs.words())]
 
 
 def _empty(like: Tensor, shape: torch.Size, quantizer: Quantizer, axis: int) -> QuantizedTensor:
@@ -119,22 +153,17 @@ def _empty(like: Tensor, shape: torch.Size, quantizer: Quantizer, axis: int) -> 
     return QuantizedTensor(codes, scales, None, quantizer, shape, axis)
 
 
-def _tile(group: int, packed: bool, across: bool, stochastic: bool) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program, by what was fastest on an H200. A transform's groups
-    tile it."""
-    if group:
-        return max(64, group), max(64, group), 4
+def _tile(packed: bool, across: bool, stochastic: bool) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a program, by what was fastest on an H200."""
     if packed or across:
         return 128, 64, 4
     return (32, 64, 1) if stochastic else (64, 128, 2)
 
 
 @cache
-def _transform(group: int, device: torch.device) -> tuple[Tensor, float]:
-    """(H in BF16, what is left to multiply the product with): 1 / sqrt(g) is exact where g is a
-    power of four."""
-    h, root = hadamard_matrix(group, torch.bfloat16, device), math.isqrt(group)
-    return (h / root, 1.0) if root * root == group else (h, 1 / math.sqrt(group))
+def _counted(rows: int, device: torch.device) -> Tensor:
+    """The places of the rows of a whole matrix."""
+    return torch.arange(rows, device=device)
 
 
 def _signed(word: int) -> int:

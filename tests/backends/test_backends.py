@@ -13,7 +13,7 @@ from megatron_fp4.backends import BACKENDS, Backend, Preparation, choose
 from megatron_fp4.backends.bf16 import Bf16
 from megatron_fp4.backends.reference import Reference
 from megatron_fp4.hadamard import transform
-from megatron_fp4.philox import Key, Noise, random_bits16, random_signs
+from megatron_fp4.philox import Key, Noise, Signs, random_bits16
 from megatron_fp4.quantizer import QuantizedTensor, quantize_matrix
 from tests.oracles import normal, relative_error
 
@@ -156,8 +156,8 @@ def test_prepared_codes_are_the_quantizers(backend: Backend, axis: int, name: st
 def test_order_is_fold_hadamard_quantizer(axis: int) -> None:
     x = normal((64, 128), 8)
     k = x.shape[axis]
-    fold, signs = normal((k,), 9).exp(), random_signs(64, Key(1), 2)
-    made = preparation(Quantizer(), axis, fold=fold, group=64, signs=signs)
+    fold, signs = normal((k,), 9).exp(), Signs(Key(1), 2).vector(64)
+    made = preparation(Quantizer(), axis, fold=fold, group=64, signs=Signs(Key(1), 2))
     [found] = Reference().prepare(x, made)
     moved = x.movedim(axis, -1) * fold
     expected = quantize(transform(moved, 64, signs).bfloat16(), "mxfp4")
@@ -180,12 +180,12 @@ def test_a_transform_is_rounded_to_bf16_before_a_quantizer_alone() -> None:
 def test_hadamard_in_high_precision_leaves_the_product() -> None:
     x, w = normal((M, K), 11), normal((K, N), 12)
     prepare = Reference().prepare
-    signs = random_signs(64, Key(1), 2)
+    signs = Signs(Key(1), 2)
     [a] = prepare(x, preparation(None, 1, group=64, signs=signs))
     [b] = prepare(w, preparation(None, 0, group=64, signs=signs))
     product = Reference().multiply(a, b, 1.0, torch.float32)
     assert relative_error(product, x.double() @ w.double()) < 1e-6
-    [wrong] = prepare(w.t(), preparation(None, 0, group=32, signs=signs[:32]))  # the other axis
+    [wrong] = prepare(w.t(), preparation(None, 0, group=32, signs=signs))  # the other axis
     assert relative_error(a.double() @ wrong.double(), x.double() @ w.double()) > 0.5  # type: ignore
 
 

@@ -19,16 +19,10 @@ from torch import Tensor
 from megatron_fp4.backends.base import Preparation
 from megatron_fp4.backends.reference import Reference
 from megatron_fp4.kernels.quantize import Copy, quantize, takes
-from megatron_fp4.philox import Key, Noise, Placement
+from megatron_fp4.philox import Key, Noise, Placement, Signs
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer, quantize_matrix
 
-ROWS, COLUMNS = 160, 96  # blocks tile both; tiles do not
 KEY = Key(2**63 + 11, 2**32 + 5)
-SHARD = Placement(
-    rows=torch.arange(ROWS) * 3 + 2**31 - 200,  # the groups' index passes 2^32
-    groups=torch.arange(COLUMNS // 8) + 40,
-    groups_per_row=64,
-)
 
 
 @dataclass(frozen=True)
@@ -38,18 +32,38 @@ class Case:
     group: int = 0
     signed: bool = False
     packed: bool = False
-    placement: Placement = Placement()
+    is_shard: bool = False
 
     def __str__(self) -> str:
         q = self.quantizer
         words = [q.rule, q.rounding, str(q.prescale), f"axes {self.axes}"]
         words += [f"group {self.group}"] if self.group else []
-        return " ".join(
-            words
-            + ["shard"] * (self.placement is SHARD)
-            + ["signs"] * self.signed
-            + ["packed"] * self.packed
+        words += ["shard"] * self.is_shard + ["signs"] * self.signed + ["packed"] * self.packed
+        return " ".join(words)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Blocks and groups tile it; tiles do not, where one direction leaves the other free."""
+        if self.group <= 32:
+            return 160, 96
+        sides = [self.group * 2 if axis in self.axes else 72 for axis in (0, 1)]
+        return sides[0], sides[1]
+
+    def placement(self, device: str) -> Placement:
+        if not self.is_shard:
+            return Placement()
+        rows, columns = self.shape
+        return Placement(
+            rows=torch.arange(rows, device=device) * 3 + 2**31 - 200,  # groups' index passes 2^32
+            groups=torch.arange(columns // 8, device=device) + 40,
+            groups_per_row=80,
         )
+
+    def copy(self, axis: int, device: str) -> Copy:
+        """The wanted one along an axis."""
+        stream = 0xFFFFFFF0 + axis
+        noise = Noise(KEY, stream, self.placement(device)) if self.quantizer.stochastic else None
+        return Copy(axis, noise, Signs(KEY, stream, 3) if self.signed else None)
 
 
 def cases() -> Iterator[Case]:
@@ -57,27 +71,28 @@ def cases() -> Iterator[Case]:
     for rule, (rounding, prescale) in itertools.product(("floor", "ceil"), kinds):
         quantizer = Quantizer(rule=rule, rounding=rounding, prescale=prescale)  # type: ignore
         for axes in ((0,), (1,), (1, 0)):
-            for placement in (SHARD, Placement()):
-                if placement is SHARD or rounding == "stochastic" or len(axes) == 2:
-                    yield Case(quantizer, axes, placement=placement)
+            for is_shard in (True, False):
+                if is_shard or rounding == "stochastic" or len(axes) == 2:
+                    yield Case(quantizer, axes, is_shard=is_shard)
     for rounding in ("nearest", "stochastic"):
         for axes in ((0,), (1, 0)):
             yield Case(Quantizer(rule="ceil", rounding=rounding), axes, packed=True)  # type: ignore
-    for group, signed in itertools.product((32,), (False, True)):
+    noisy = Quantizer(rounding="stochastic", prescale=0.75)
+    for group, signed in itertools.product((32, 64, 128), (False, True)):
         yield Case(Quantizer(), (1, 0), group, signed)
-        noisy = Quantizer(rounding="stochastic", prescale=0.75)
-        yield Case(noisy, (0,), group, signed)
+        for axes in ((0,), (1,), (1, 0)):
+            yield Case(noisy, axes, group, signed, is_shard=signed)
 
 
-def matrix(group: int) -> Tensor:
+def matrix(shape: tuple[int, int], group: int) -> Tensor:
     """Normal and wide, with ties, zeros of both signs, subnormal numbers, NaN, Inf and the largest
     numbers. A transform's sums of the largest would depend on their order."""
     generator = torch.Generator().manual_seed(5)
-    x = torch.randn(ROWS, COLUMNS, generator=generator)
-    x *= torch.exp(2 * torch.randn(ROWS, COLUMNS, generator=generator))
+    x = torch.randn(shape, generator=generator)
+    x *= torch.exp(2 * torch.randn(shape, generator=generator))
     x[0, :32], x[1], x[2] = 0, -0.0, 0.0
     x[3] *= 1e-39
-    x[4:8] = torch.randint(-24, 25, (4, COLUMNS), generator=generator) / 4
+    x[4:8] = torch.randint(-24, 25, (4, shape[1]), generator=generator) / 4
     x[20, 5], x[33, 70], x[34, 71] = torch.nan, torch.inf, -torch.inf
     if not group:
         x[40, :8] = torch.finfo(torch.bfloat16).max
@@ -87,22 +102,22 @@ def matrix(group: int) -> Tensor:
 
 def difference(case: Case, device: str) -> str | None:
     """How the kernel's codes and scales differ from the reference's on a CPU; None if not."""
-    x: Tensor | QuantizedTensor = matrix(case.group)
-    on_device: Tensor | QuantizedTensor = matrix(case.group).to(device)
+    dense = matrix(case.shape, case.group)
+    x: Tensor | QuantizedTensor = dense
+    on_device: Tensor | QuantizedTensor = dense.to(device)
     if case.packed:
-        x = quantize_matrix(matrix(0), Quantizer(rule="ceil"), axis=1)
+        x = quantize_matrix(dense, Quantizer(rule="ceil"), axis=1)
         on_device = replace(x, codes=x.codes.to(device), scales=x.scales.to(device))
-    signs = 1.0 - 2.0 * (torch.arange(case.group) % 3 == 1).float() if case.signed else None
-    copies = [_copy(case, axis, signs, "cpu") for axis in case.axes]
-    there = [_copy(case, axis, signs, device) for axis in case.axes]
     assert all(takes(x, case.quantizer, axis, case.group) for axis in case.axes)
-    found = quantize(on_device, case.quantizer, there, case.group)
+    wanted = [case.copy(axis, device) for axis in case.axes]
+    found = quantize(on_device, case.quantizer, wanted, case.group)
     codes = scales = 0
-    for copy, kernels in zip(copies, found, strict=True):
-        wanted = Preparation(
-            "", case.quantizer, copy.axis, group=case.group, signs=copy.signs, noise=copy.noise
+    for axis, kernels in zip(case.axes, found, strict=True):
+        copy = case.copy(axis, "cpu")
+        preparation = Preparation(
+            "", case.quantizer, axis, group=case.group, signs=copy.signs, noise=copy.noise
         )
-        [made] = Reference().prepare(x, wanted)
+        [made] = Reference().prepare(x, preparation)
         assert isinstance(made, QuantizedTensor)
         assert (kernels.shape, kernels.axis) == (made.shape, made.axis)
         codes += _differing(kernels.codes.cpu(), made.codes)
@@ -110,14 +125,6 @@ def difference(case: Case, device: str) -> str | None:
     # Codes after a transform may differ in 1e-4 of the elements: the order of its sums.
     allowed = len(case.axes) * x.shape.numel() * 1e-4 if case.group else 0
     return None if codes + scales <= allowed else f"{case}: {codes} codes, {scales} scales"
-
-
-def _copy(case: Case, axis: int, signs: Tensor | None, device: str) -> Copy:
-    place = case.placement
-    if place.rows is not None and place.groups is not None:
-        place = replace(place, rows=place.rows.to(device), groups=place.groups.to(device))
-    noise = Noise(KEY, 0xFFFFFFF0 + axis, place) if case.quantizer.stochastic else None
-    return Copy(axis, noise, None if signs is None else signs.to(device))
 
 
 def _differing(a: Tensor, b: Tensor) -> int:

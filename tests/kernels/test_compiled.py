@@ -1,5 +1,6 @@
 """The kernels compile for Ampere, Hopper and Blackwell, on a machine without a GPU."""
 
+import re
 from typing import Any
 
 import pytest
@@ -8,46 +9,60 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_fp4.kernels.carrier import FORMATS, carry_kernel
+from megatron_fp4.kernels.hadamard import transform_kernel
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
 
 BOTH = {"ALONG": True, "ACROSS": True}
-PLAIN = {"HADAMARD": 0, "SIGNED": False, "FACTOR": 1.0, "PACKED": False}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "nearest": BOTH | PLAIN | {"STOCHASTIC": False},
-    "stochastic": BOTH | PLAIN | {"STOCHASTIC": True},
-    "along": BOTH | PLAIN | {"STOCHASTIC": False, "ACROSS": False},
-    "across": BOTH | PLAIN | {"STOCHASTIC": True, "ALONG": False},
-    "packed": BOTH | PLAIN | {"STOCHASTIC": True, "ALONG": False, "PACKED": True},
-    "hadamard": BOTH | PLAIN | {"STOCHASTIC": True, "HADAMARD": 64, "SIGNED": True},
+    "nearest": BOTH | {"STOCHASTIC": False},
+    "stochastic": BOTH | {"STOCHASTIC": True},
+    "along": BOTH | {"STOCHASTIC": False, "ACROSS": False},
+    "across": BOTH | {"STOCHASTIC": True, "ALONG": False},
+    "packed": BOTH | {"STOCHASTIC": True, "ALONG": False, "PACKED": True},
 }
-REST = {"CEIL": True, "PRESCALE": 0.75, "INTERPRETED": False, "HAS_ROWS": True}
-REST |= {"HAS_GROUPS": True, "EVEN": False, "TILE_ROWS": 64, "TILE_COLUMNS": 64}
+SHARED = {"CEIL": True, "PRESCALE": 0.75, "INTERPRETED": False, "HAS_GROUPS": True}
+PLAIN = SHARED | {"PACKED": False, "EVEN": False, "TILE_ROWS": 64, "TILE_COLUMNS": 64}
 
 
-def assembly(capability: int, constants: dict[str, Any]) -> str:
-    x = "*bf16" if constants["HADAMARD"] else "*i32"
-    types = {"x_ptr": x, "h_ptr": "*bf16", "rows_ptr": "*i64", "groups_ptr": "*i64"}
-    types |= {name: "*i32" for name in quantize_kernel.arg_names if name.endswith("codes_ptr")}
-    types |= {name: "*u8" for name in quantize_kernel.arg_names if name.endswith("scales_ptr")}
-    types |= {name: "*fp32" for name in quantize_kernel.arg_names if name.endswith("signs_ptr")}
+def assembly(kernel: Any, x: str, capability: int, constants: dict[str, Any], warps: int) -> Any:
+    types = {"x_ptr": x, "rows_ptr": "*i64", "groups_ptr": "*i64"}
+    types |= {name: "*i32" for name in kernel.arg_names if name.endswith("codes_ptr")}
+    types |= {name: "*u8" for name in kernel.arg_names if name.endswith("scales_ptr")}
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in quantize_kernel.arg_names
+        for name in kernel.arg_names
     }
-    source = ASTSource(quantize_kernel, signature, constants)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if "ptr" in name
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    options = {"num_warps": warps}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_kernel_compiles(variant: str, capability: int) -> None:
-    ptx = assembly(capability, VARIANTS[variant] | REST)
-    multiplies = any(name in ptx for name in ("wgmma.mma", "mma.sync", "tcgen05.mma"))
-    assert multiplies == bool(VARIANTS[variant]["HADAMARD"])  # transforms on tensor cores
+    ptx = assembly(quantize_kernel, "*i32", capability, PLAIN | VARIANTS[variant], 4)["ptx"]
     # Subnormal numbers are not flushed where the codes are made.
     assert ".ftz" not in ptx
-    if not VARIANTS[variant]["HADAMARD"]:
-        assert "prmt.b32" in ptx and "max.NaN.bf16x2" in ptx
+    assert "prmt.b32" in ptx and "max.NaN.bf16x2" in ptx
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_transform_compiles(axis: int, group: int, capability: int) -> None:
+    constants = SHARED | {"STOCHASTIC": True, "ALONG": axis == 1, "ACROSS": axis == 0}
+    constants |= {"GROUP": group, "FACTOR": 1.0 if group == 64 else group**-0.5, "EVEN": True}
+    constants |= {"WINDOW": max(64, group), "TILE_COLUMNS": max(64, group) if axis else 32}
+    asm = assembly(transform_kernel, "*bf16", capability, constants, 1)
+    assert "mma.sync.aligned.m16n8k16" in asm["ptx"] and ".ftz" not in asm["ptx"]
+    # Nothing changes hands on the way to the tensor cores, nor back, nor the random bits: what goes
+    # through shared memory are the matrices, and codes and scales on their way out.
+    assert asm["ttgir"].count("ttg.local_alloc") <= 1
+    widest = re.findall(r"convert_layout .*: tensor<([0-9x]+)xbf16", asm["ttgir"])
+    assert widest
 
 
 @pytest.mark.parametrize("capability", [90, 100])

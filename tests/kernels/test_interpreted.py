@@ -13,7 +13,10 @@ ROOT = Path(__file__).parents[2]
 MISTAKES = {
     "ties go up": ("encode", "floor nearest", "+ 2 * unit", "+ 3 * unit"),
     "1.5 is clipped": ("encode", "ceil nearest", "widest + 0x3F if", "widest + 0x40 if"),
-    "a whole's noise": ("mxfp4", "floor stochastic", "[:, :, None] * per_row", "[:, :, None] * 12"),
+    "a whole's noise": ("philox", "floor stochastic", "at_rows * per_row", "at_rows * 12"),
+    "sums for differences": ("hadamard", "group 64", "first - second", "first + second"),
+    "signs of another half": ("hadamard", "group 64 shard", "!= 0, w1, w0", "!= 0, w0, w1"),
+    "the next group's rows": ("hadamard", "(0,) group 32", "== 32 else 4  #", "== 64 else 4  #"),
     "words in another order": ("philox", "floor stochastic", "tl.join(w0, w2)", "tl.join(w0, w1)"),
     "half a draw twice": ("philox", "floor stochastic", "(words >> 8) &", "(words << 8) &"),
     "NaN is hidden": ("encode", "floor nearest", ", widest < 0x7F80", ", widest >= 0"),

@@ -1,0 +1,279 @@
+"""MXFP4 quantization after a Hadamard transform, in Triton.
+
+H of 64 is the product of six transforms of two, one for each bit of an element's index. Tensor
+cores make four of them, as a product with a matrix of 16; the others are sums and differences of
+what one thread holds. Which bits are which is chosen so that threads hold the product as the
+quantizer wants it, eight rows of eight columns, and X as memory gives it: nothing changes hands.
+
+Signs come before H: they are those of the matrices' entries. A group of 32 is half of a window of
+64, one of 128 a window of its own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_fp4.kernels.mxfp4 import NUMBERS, across, along, loaded
+from megatron_fp4.kernels.philox import drawn, drawn_for_tile
+
+
+@triton.jit
+def _rounded(low, high, INTERPRETED: tl.constexpr):
+    """Words of two float32 rounded to BF16; Triton's interpreter would cut them off."""
+    if INTERPRETED:
+        both = tl.join(low, high).to(tl.int32, bitcast=True)
+        even = (both + 0x7FFF + ((both >> 16) & 1)) >> 16
+        nan = (both & 0x7FFFFFFF) > 0x7F800000
+        low, high = tl.split(tl.where(nan, 0x7FC0, even))
+        return (low & 0xFFFF) | (high << 16)
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _factor(x, INTERPRETED: tl.constexpr):
+    """A factor of a product, BF16. Triton's interpreter would multiply that as the integers of its
+    bits: float32 there."""
+    if INTERPRETED:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _entries(i, j, place, signs, GROUP: tl.constexpr):
+    """(-1)^popcount(i and j) with the sign at `place` of a group, one of 128 bits; over 8, the root
+    of 64, where that is the group. BF16."""
+    w0, w1, w2, w3 = signs
+    first = tl.where((place & 32) != 0, w1, w0)
+    second = tl.where((place & 32) != 0, w3, w2)
+    sign = tl.where((place & 64) != 0, second, first) >> (place & 31)
+    odd = 0x6996 >> (i & j)  # bit n: whether popcount(n) is
+    one = 0x3E00 if GROUP == 64 else 0x3F80
+    return (one | (((odd ^ sign) & 1) << 15)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _summed(x, BITS: tl.constexpr, BUT: tl.constexpr):
+    """x [2, ..., 2, rest], transformed over its first axes but one, which become the last."""
+    for bit in tl.static_range(BITS):
+        first, second = tl.split(tl.trans(tl.reshape(x, (2, x.numel // 2))))
+        if bit == BUT:
+            x = tl.join(first, second)
+        else:
+            x = tl.join(first + second, first - second)
+    return x
+
+
+@triton.jit
+def _scaled(product, FACTOR: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Words of two neighbours of a product [..., 2]."""
+    if FACTOR != 1.0:
+        product *= FACTOR
+    low, high = tl.split(product)
+    return _rounded(low, high, INTERPRETED)
+
+
+# Bits of a column's index within its window, along the rows: 4 and 3 the thread, 1 and 0 with them
+# in the product, 2, 5 and 6 in sums. The product's index is (1, 4, 3, 0).
+
+
+@triton.jit
+def _matrices_along(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
+    """[2 * blocks, 16, 16], by bit 2 and the block of 32."""
+    BLOCKS: tl.constexpr = 4 if GROUP == 128 else 2
+    b = tl.arange(0, 2 * BLOCKS)[:, None, None]
+    k = tl.arange(0, 16)[None, :, None]
+    place = b % BLOCKS * 32 + (k >> 1) % 4 * 8 + b // BLOCKS * 4 + (k >> 3) * 2 + k % 2
+    entries = _entries(k, tl.arange(0, 16)[None, None, :], place % GROUP, signs, GROUP)
+    return _factor(entries, INTERPRETED)
+
+
+@triton.jit
+def _turned_along(
+    x_ptr,
+    h,
+    row0,
+    column0,
+    n_rows,
+    n_columns,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FACTOR: tl.constexpr,
+    EVEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """A tile transformed along its rows: words of two BF16 [ROWS / 8, 8, window / 2]."""
+    BLOCKS: tl.constexpr = 4 if GROUP == 128 else 2
+    rows = row0 + tl.arange(0, ROWS)[:, None, None]
+    block = 32 * tl.arange(0, BLOCKS)[None, :, None]
+    columns = column0 + block + tl.arange(0, 32)[None, None, :]
+    x = loaded(x_ptr, rows, columns, n_rows, n_columns, EVEN)
+    x = tl.permute(tl.reshape(x, (ROWS, BLOCKS, 4, 2, 2, 2)), (3, 1, 0, 4, 2, 5))
+    x = _factor(tl.reshape(x, (2 * BLOCKS, ROWS, 16)), INTERPRETED)
+    product = tl.dot(x, h, input_precision="ieee")
+    product = _summed(product, 3 if BLOCKS == 4 else 2, 1 if GROUP == 32 else -1)
+    product = tl.permute(tl.reshape(product, (ROWS, 2, 4, 2, 2, BLOCKS)), (0, 5, 2, 4, 1, 3))
+    return _scaled(tl.reshape(product, (ROWS // 8, 8, BLOCKS * 16, 2)), FACTOR, INTERPRETED)
+
+
+@triton.jit
+def _drawn_along(
+    place,
+    row0,
+    column0,
+    noise,
+    stream,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """`rest16` of such a tile, four threads to a row."""
+    i = tl.arange(0, ROWS // 8 * BLOCKS)[None, None, :]
+    rows = row0 + tl.arange(0, 8)[None, :, None] + i // BLOCKS * 8
+    groups = column0 // 8 + i % BLOCKS * 4 + tl.arange(0, 4)[:, None, None]
+    rest = drawn(place, rows, groups, noise, stream, HAS_GROUPS, INTERPRETED)
+    rest = tl.permute(tl.reshape(rest, (4, 8, ROWS // 8, BLOCKS, 8)), (2, 1, 3, 0, 4))
+    return tl.reshape(rest, (ROWS // 8, 8, BLOCKS * 32))
+
+
+# Bits of a row's index within its window, along the columns: 5, 4, 3 and 0 in the product, 2, 1 and
+# 6 in sums; of a group of 32 4, 3, 2 and 0, and 1. Columns are a matrix's second factor, which
+# threads hold by the columns' bits 4, 3 and 2, and the product by 4 and 3.
+
+
+@triton.jit
+def _row_across(b, k, GROUP: tl.constexpr):
+    """Which row is k in the matrix b of a window."""
+    SUMS: tl.constexpr = 2 if GROUP == 32 else 4  # that the lower bits make
+    return b // SUMS * (16 * SUMS) + k % 8 * (2 * SUMS) + b % SUMS * 2 + (k >> 3)
+
+
+@triton.jit
+def _matrices_across(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
+    """[window / 16, 16, 16]."""
+    b = tl.arange(0, 8 if GROUP == 128 else 4)[:, None, None]
+    k = tl.arange(0, 16)[None, None, :]
+    place = _row_across(b, k, GROUP) % GROUP
+    entries = _entries(tl.arange(0, 16)[None, :, None], k, place, signs, GROUP)
+    return _factor(entries, INTERPRETED)
+
+
+@triton.jit
+def _turned_across(
+    x_ptr,
+    h,
+    row0,
+    column0,
+    n_rows,
+    n_columns,
+    GROUP: tl.constexpr,
+    FACTOR: tl.constexpr,
+    EVEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """A tile of 32 columns transformed along them: words of two neighbours in a row, BF16
+    [window / 8, 8, 16]."""
+    BATCH: tl.constexpr = 8 if GROUP == 128 else 4
+    SUMS: tl.constexpr = 2 if GROUP == 32 else 4
+    # As memory is read the threads of a warp take four rows of eight times four columns.
+    i = tl.arange(0, 16)[:, None, None]
+    k = (i >> 3) * 8 + i % 4 * 2 + (i >> 2) % 2
+    rows = row0 + _row_across(tl.arange(0, BATCH)[None, :, None], k, GROUP)
+    columns = tl.multiple_of(column0 + tl.arange(0, 32)[None, None, :], [1, 1, 4])
+    x = loaded(x_ptr, rows, columns, n_rows, n_columns, EVEN)
+    x = tl.permute(tl.reshape(x, (2, 2, 4, BATCH, 8, 4)), (3, 0, 2, 1, 5, 4))
+    x = _factor(tl.reshape(x, (BATCH, 16, 32)), INTERPRETED)
+    product = tl.dot(h, x, input_precision="ieee")
+    product = _summed(product, 3 if BATCH == 8 else 2, 0 if GROUP == 32 else -1)
+    product = tl.reshape(product, (2, 8, 4, 8, BATCH // SUMS, SUMS))
+    product = tl.permute(product, (4, 1, 5, 0, 3, 2))
+    return _scaled(tl.reshape(product, (BATCH * 2, 8, 16, 2)), FACTOR, INTERPRETED)
+
+
+_SIGNS = [f"{way}_signs{i}" for way in ("along", "across") for i in range(4)]
+
+
+@triton.jit(do_not_specialize=[*NUMBERS, *_SIGNS])
+def transform_kernel(
+    x_ptr,
+    along_codes_ptr,
+    along_scales_ptr,
+    along_stream,
+    along_signs0,
+    along_signs1,
+    along_signs2,
+    along_signs3,
+    across_codes_ptr,
+    across_scales_ptr,
+    across_stream,
+    across_signs0,
+    across_signs1,
+    across_signs2,
+    across_signs3,
+    rows_ptr,
+    groups_ptr,
+    n_rows,
+    n_columns,
+    per_row,
+    step,
+    seed_low,
+    seed_high,
+    GROUP: tl.constexpr,
+    FACTOR: tl.constexpr,
+    ALONG: tl.constexpr,
+    ACROSS: tl.constexpr,
+    CEIL: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    PRESCALE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """As `quantize_kernel`, of BF16 that is transformed first: a window of rows by TILE_COLUMNS,
+    which are a window too where ALONG. Of one warp: what its threads hold no other's may."""
+    row0 = tl.program_id(0) * WINDOW
+    column0 = tl.program_id(1) * TILE_COLUMNS
+    place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
+    noise = step, seed_low, seed_high
+    if ALONG:
+        signs = along_signs0, along_signs1, along_signs2, along_signs3
+        h = _matrices_along(signs, GROUP, INTERPRETED)
+        for i in range(WINDOW // 16):
+            first = row0 + 16 * i
+            rows = first + 8 * tl.arange(0, 2)[:, None] + tl.arange(0, 8)[None, :]
+            rest = 0
+            if STOCHASTIC:
+                rest = _drawn_along(
+                    place, first, column0, noise, along_stream, 16, WINDOW // 32, HAS_GROUPS,
+                    INTERPRETED,
+                )  # fmt: skip
+            pairs = _turned_along(
+                x_ptr, h, first, column0, n_rows, n_columns, 16, GROUP, FACTOR, EVEN, INTERPRETED
+            )
+            along(
+                pairs, rest, along_codes_ptr, along_scales_ptr, rows, column0, n_rows, n_columns,
+                CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
+            )  # fmt: skip
+    if ACROSS:
+        signs = across_signs0, across_signs1, across_signs2, across_signs3
+        h = _matrices_across(signs, GROUP, INTERPRETED)
+        for i in range(TILE_COLUMNS // 32):
+            first = column0 + 32 * i
+            rest = 0
+            if STOCHASTIC:
+                rest = drawn_for_tile(
+                    place, row0, first, noise, across_stream, WINDOW, 32, HAS_GROUPS, INTERPRETED
+                )
+            pairs = _turned_across(
+                x_ptr, h, row0, first, n_rows, n_columns, GROUP, FACTOR, EVEN, INTERPRETED
+            )
+            across(
+                pairs, rest, across_codes_ptr, across_scales_ptr, row0, first, n_rows, n_columns,
+                CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
+            )  # fmt: skip
