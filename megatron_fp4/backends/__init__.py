@@ -16,6 +16,7 @@ from megatron_fp4.backends.bf16 import Bf16
 from megatron_fp4.backends.blackwell import Blackwell
 from megatron_fp4.backends.hopper import Hopper
 from megatron_fp4.backends.reference import Reference
+from megatron_fp4.backends.sm100 import Sm100
 from megatron_fp4.recipe import GemmRecipe
 
 __all__ = [
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 # The fastest first.
-BACKENDS: tuple[Backend, ...] = (Blackwell(), Hopper(), Bf16(), Reference())
+BACKENDS: tuple[Backend, ...] = (Sm100(), Blackwell(), Hopper(), Bf16(), Reference())
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Blackwell(Bf16):
         return None
 
     def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
-        return operand if _is_native(operand) else super().decode(operand, dtype, gradient)
+        return operand if is_native(operand) else super().decode(operand, dtype, gradient)
 
     def decoded_bytes(self, dtype: torch.dtype) -> int:
         return 0  # codes and scales, which are kept anyway
@@ -48,7 +48,7 @@ class Blackwell(Bf16):
         out_dtype: torch.dtype,
         into: Tensor | None = None,
     ) -> Tensor:
-        if not (_is_native(a) and _is_native(b)) or not a.codes.numel() * b.codes.numel():
+        if not (is_native(a) and is_native(b)) or not a.codes.numel() * b.codes.numel():
             return super().multiply(a, b, correction, out_dtype, into)
         from megatron_fp4.kernels.native import product  # imports Triton
 
@@ -60,5 +60,5 @@ class Blackwell(Bf16):
         return finish(product(*operands, out, alpha=correction), out_dtype, into)
 
 
-def _is_native(operand: Operand) -> TypeGuard[QuantizedTensor]:
+def is_native(operand: Operand) -> TypeGuard[QuantizedTensor]:
     return isinstance(operand, QuantizedTensor) and operand.quantizer.mxfp4
