@@ -103,7 +103,7 @@ def _save(ctx: Any, saved: Saved, call: Call) -> None:
     W's operand is none of a call's own where it is kept for others."""
     ctx.kept_w = None if call.weights is None else saved.w
     parts = [saved.x, saved.weight, saved.residual, saved.w if call.weights is None else None]
-    apart = [_take_apart(part) for part in parts]
+    apart = [take_apart(part) for part in parts]
     ctx.save_for_backward(*(tensor for tensors, _ in apart for tensor in tensors))
     ctx.builds = [(len(tensors), build) for tensors, build in apart]
 
@@ -114,7 +114,7 @@ def _load(ctx: Any) -> Saved:
     return Saved(x, w if ctx.kept_w is None else ctx.kept_w, weight, residual)
 
 
-def _take_apart(
+def take_apart(
     part: Operand | Residual | None,
 ) -> tuple[list[Tensor | None], Callable[..., Any]]:
     """(tensors, what puts them together again and holds none of them)."""
