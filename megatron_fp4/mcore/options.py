@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import megatron_fp4
+from megatron_fp4 import te
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.formats import NUMERICS_VERSION
 from megatron_fp4.recipe import GEMMS, Recipe
@@ -48,6 +49,15 @@ _REFUSED = {
     "--freeze-all-layers": "leave out the recipe",
     "--non-persistent-ckpt-type": "use global, the only type that is judged before it is loaded",
     "--yaml-cfg": "give the flags on the command line",
+}
+# The same for this package's recipes in Transformer Engine's linears.
+_NOT_IN_TE = {
+    "--add-bias-linear": "--disable-bias-linear, or --fp4-recipe without --fp4-format",
+    "--add-qkv-bias": "use --fp4-recipe without --fp4-format",
+    "--tp-comm-overlap": "leave it out",
+    "--moe-grouped-gemm": "leave it out, the experts run one after the other",
+    "--delay-wgrad-compute": "leave it out",
+    "--fp4-param-gather": "leave it out, weights are gathered in BF16",
 }
 # Values of them that ask for nothing, where that is not a value that is false.
 _HARMLESS: dict[str, Callable[[argparse.Namespace], bool]] = {
@@ -146,6 +156,7 @@ def settle(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--fp4-recipe {args.fp4_recipe} does its own quantization: leave out --fp4-format"
             )
+        _check_upstreams(args)
     elif args.fp4_recipe in UPSTREAM_RECIPES:
         raise ConfigError(
             f"--fp4-recipe {args.fp4_recipe} is Transformer Engine's and does nothing without "
@@ -172,6 +183,26 @@ def settle(args: argparse.Namespace) -> None:
         args.fp4_seed = args.seed
     if not 0 <= args.fp4_seed < 2**64:
         raise ConfigError(f"--fp4-seed is an integer from 0 to 2**64 - 1, not {args.fp4_seed}")
+
+
+def _check_upstreams(args: argparse.Namespace) -> None:
+    """Raises ConfigError where upstream's FP4 would do nothing, or this package's quantizers would
+    not do all in Transformer Engine's linears."""
+    if args.transformer_impl != "transformer_engine":
+        raise ConfigError(
+            "--fp4-format acts in Transformer Engine's linears: add --transformer-impl "
+            f"transformer_engine, or choose --fp4-recipe {', '.join(list_recipes())} without it"
+        )
+    module, _, name = (args.fp4_quantizer_factory or "").rpartition(".")
+    if args.fp4_recipe != "custom" or module != te.__name__:
+        return
+    try:
+        getattr(te, name)
+    except AttributeError as error:
+        raise ConfigError(f"--fp4-quantizer-factory: {error}") from error
+    for flag, remedy in _NOT_IN_TE.items():
+        if _is_set(args, flag):
+            raise ConfigError(f"{module} does not support {flag}: {remedy}")
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe | None:

@@ -44,7 +44,8 @@ class Fp4SpecProvider(BackendSpecProvider):
     """The building blocks of a layer: this package's linears, and around them the best there is.
 
     With `--transformer-impl transformer_engine` norm and attention are Transformer Engine's, else
-    this package's. The norm is never fused into a linear.
+    this package's; its linears too where upstream's --fp4-format or --fp8-format asks for them. The
+    norm is never fused into a linear.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -60,10 +61,19 @@ class Fp4SpecProvider(BackendSpecProvider):
         """Whether a recipe of this package was asked for, and not upstream's --fp4-format."""
         return self.config.fp4 is None and self.config.fp4_recipe is not None
 
+    @property
+    def upstreams(self) -> BackendSpecProvider | None:
+        """Who has linears that take upstream's FP4 and FP8, where those were asked for."""
+        return None if self.config.fp4 is None and self.config.fp8 is None else self.te
+
     def column_parallel_linear(self) -> type:
+        if self.upstreams is not None:
+            return self.upstreams.column_parallel_linear()
         return Fp4ColumnParallelLinear if self.quantizes else ColumnParallelLinear
 
     def row_parallel_linear(self) -> type:
+        if self.upstreams is not None:
+            return self.upstreams.row_parallel_linear()
         return Fp4RowParallelLinear if self.quantizes else RowParallelLinear
 
     def fuse_layernorm_and_linear(self) -> bool:

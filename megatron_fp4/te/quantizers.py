@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.backends import Operand, choose
+from megatron_fp4.backends import Backend, Operand, choose
 from megatron_fp4.call import Call, Source
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.formats import wide
@@ -198,9 +198,12 @@ class RecipeTensor(QuantizedTensorStorage):
 
 
 def _next_key() -> Key:
+    return Key((torch.initial_seed() + _GOLDEN * _rank()) % 2**64, next(_calls))
+
+
+def _rank() -> int:
     ranks = torch.distributed
-    rank = ranks.get_rank() if ranks.is_available() and ranks.is_initialized() else 0
-    return Key((torch.initial_seed() + _GOLDEN * rank) % 2**64, next(_calls))
+    return ranks.get_rank() if ranks.is_available() and ranks.is_initialized() else 0
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -248,7 +251,7 @@ def product(
     """X W^T, dY W or dY^T X. out: written, or added to; else a tensor of `out_dtype`, of a's shape
     but for the last axis, and of two axes in wgrad."""
     recipe, dtype = a._quantizer.recipe, a.dtype
-    backend = choose(recipe.gemm(gemm), a.device, dtype).backend
+    backend = _backend(recipe, gemm, a.device, dtype)
 
     def operand(of: RecipeTensor, found: Operand | None) -> Operand:
         name = of._quantizer.operand
@@ -265,3 +268,13 @@ def product(
         return out.copy_(backend.multiply(first, second, correction, out.dtype))
     made = backend.multiply(first, second, correction, out_dtype or dtype)
     return made if gemm == "wgrad" else made.view(*a.shape[:-1], made.shape[-1])
+
+
+@cache
+def _backend(recipe: Recipe, gemm: str, device: torch.device, dtype: torch.dtype) -> Backend:
+    """Who multiplies; rank 0 says so once, since upstream's layers have no start table."""
+    choice = choose(recipe.gemm(gemm), device, dtype)
+    if _rank() == 0:
+        reasons = "".join(f"; not {name}: {why}" for name, why in choice.passed_over)
+        print(f"megatron-fp4: recipe {recipe.name}: {gemm} on {choice.backend.name}{reasons}")
+    return choice.backend

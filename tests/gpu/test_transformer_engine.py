@@ -1,4 +1,5 @@
-"""On a GPU with Transformer Engine: its norm and attention around this package's linears."""
+"""On a GPU with Transformer Engine: its norm and attention around this package's linears, and its
+linears with this package's quantizers."""
 
 import importlib.util
 
@@ -44,3 +45,36 @@ def test_two_gpus_learn(recipe: str) -> None:
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     losses = run(2, "transformer_engine", recipe, *layout).losses
     assert len(losses) == 8 and losses[-1] < losses[0]
+
+
+# --- its own linears ------------------------------------------------------------------------------
+
+UPSTREAM = ("--fp4-format", "e2m1", "--fp4-recipe", "custom", "--fp4-quantizer-factory")
+
+
+def upstream(processes: int, recipe: str, *flags: str) -> Result:
+    factory = f"megatron_fp4.te.{recipe}"
+    return run(processes, "transformer_engine", None, *UPSTREAM, factory, *flags)
+
+
+def test_its_linears_train_as_this_package_s() -> None:
+    """Nearest rounding alone: the same operands and products. dW is rounded on its way to
+    main_grad, and the optimizer's steps part from there."""
+    own = run(1, "transformer_engine", "mxfp4").losses
+    found = upstream(1, "mxfp4").losses
+    plain = run(1, "transformer_engine", None).losses
+    assert found[0] == pytest.approx(own[0], rel=2e-6)
+    assert found == pytest.approx(own, rel=2e-3)
+    assert plain[0] != pytest.approx(own[0], rel=2e-6)  # the control: BF16
+
+
+def test_its_linears_learn_with_noise() -> None:
+    losses = upstream(1, "tetrajet").losses
+    assert len(losses) == 8 and losses[-1] < losses[0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_its_linears_on_two_gpus() -> None:
+    layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    losses = upstream(2, "mxfp4", *layout).losses
+    assert losses == pytest.approx(upstream(1, "mxfp4").losses, rel=2e-3)

@@ -77,6 +77,36 @@ def test_with_fp4_format_they_stay_upstream_s(flags: tuple[str, ...], name: str)
     assert options.recipe_of(args) is None
 
 
+def test_fp4_format_does_nothing_in_local_layers_and_says_so() -> None:
+    message = refusal("--fp4-format", "e2m1", "--transformer-impl", "local")
+    assert "add --transformer-impl transformer_engine" in message
+
+
+UPSTREAMS = ("--fp4-format", "e2m1", "--fp4-recipe", "custom", "--fp4-quantizer-factory")
+
+
+def test_this_package_s_quantizers_in_upstream_s_linears() -> None:
+    args = parse(*UPSTREAMS, "megatron_fp4.te.tetrajet", "--disable-bias-linear")
+    assert args.fp4_recipe == "custom" and options.recipe_of(args) is None
+    parse(*UPSTREAMS, "another.package.factory")  # nothing that this package judges
+
+
+@pytest.mark.parametrize(
+    ("factory", "flags", "word"),
+    [
+        ("tetrajet", (), "--add-bias-linear"),
+        ("tetrajet", ("--disable-bias-linear", "--add-qkv-bias"), "--add-qkv-bias"),
+        ("tetrajet", ("--disable-bias-linear", "--tp-comm-overlap"), "--tp-comm-overlap"),
+        ("mxfp4_rht_sr", ("--disable-bias-linear",), "signs that they share"),
+        ("tetrajett", ("--disable-bias-linear",), "the recipes: dge_occ, mxfp4,"),
+    ],
+)
+def test_what_upstream_s_linears_have_no_room_for(
+    factory: str, flags: tuple[str, ...], word: str
+) -> None:
+    assert word in refusal(*UPSTREAMS, f"megatron_fp4.te.{factory}", *flags)
+
+
 def test_fp4_format_and_a_recipe_of_this_package_contradict_each_other() -> None:
     assert "leave out --fp4-format" in refusal("--fp4-format", "e2m1", "--fp4-recipe", "tetrajet")
 

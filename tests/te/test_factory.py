@@ -14,6 +14,7 @@ from torch import Tensor
 
 import megatron_fp4.te
 from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, Recipe, get_recipe, linear
+from megatron_fp4.recipe import GEMMS
 from megatron_fp4.te import Factory, operand_of
 from tests.oracles import normal
 from tests.te import engine
@@ -252,6 +253,17 @@ def test_what_the_gemm_cannot_do_is_refused(asked: dict[str, Any], word: str) ->
     made = Pass(NEAREST, *tensors())
     with pytest.raises(ConfigError, match=word):
         made.multiply(made.weight, made.quantizers[0](made.x), **asked)
+
+
+def test_who_multiplies_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    made = Pass(RECIPES["mxfp4"], *tensors())
+    made.run()
+    made.run()
+    lines = capsys.readouterr().out.splitlines()
+    starts = [f"megatron-fp4: recipe mxfp4: {gemm} on bf16; not " for gemm in GEMMS]
+    assert len(lines) == 3
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True))
+    assert all("not hopper: " in line for line in lines)
 
 
 def test_a_gemm_that_was_not_replaced_is_an_error() -> None:

@@ -143,6 +143,30 @@ def test_a_recomputed_forward_pass(device: str) -> None:
     assert torch.equal(made.weight.grad, right[2])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="the norm is a CUDA kernel")
+def test_the_linear_with_a_norm_before_it() -> None:
+    """It quantizes what the norm puts out."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import CustomRecipe
+
+    common = {"normalization": "RMSNorm", "params_dtype": torch.bfloat16, "device": "cuda"}
+    layer = te.LayerNormLinear(IN, OUT, bias=False, **common)
+    norm = te.RMSNorm(IN, dtype=torch.bfloat16, device="cuda")
+    x, _, dy = tensors("cuda")
+    one, other = (x.clone().requires_grad_() for _ in range(2))
+    with te.autocast(enabled=True, recipe=CustomRecipe(Factory(NEAREST))):
+        y = layer(one)
+    y.backward(dy)
+    weight = layer.weight.detach().clone().requires_grad_()
+    right = quantized_linear(norm(other), weight, None, NEAREST, Call())
+    right.backward(dy)
+    assert torch.equal(y, right) and torch.equal(layer.weight.grad, weight.grad)
+    assert one.grad is not None and other.grad is not None
+    assert relative_error(one.grad, other.grad.double()) < 1e-2
+    assert not torch.equal(y, norm(x) @ weight.t())  # the control: it was quantized
+
+
 def test_stochastic_gradients_estimate_those_of_the_forward_operands(device: str) -> None:
     """The mean of n draws nears that of nearest rounding's clip-free double quantization."""
     made, n = Model(get_recipe("tetrajet"), device), 64
