@@ -15,6 +15,7 @@ from megatron_fp4.backends.base import Backend, Decoded, Operand, Preparation, f
 from megatron_fp4.backends.bf16 import Bf16
 from megatron_fp4.backends.blackwell import Blackwell
 from megatron_fp4.backends.hopper import Hopper
+from megatron_fp4.backends.nvfp4 import Nvfp4
 from megatron_fp4.backends.reference import Reference
 from megatron_fp4.backends.sm100 import Sm100
 from megatron_fp4.recipe import GemmRecipe
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 # The fastest first.
-BACKENDS: tuple[Backend, ...] = (Sm100(), Blackwell(), Hopper(), Bf16(), Reference())
+BACKENDS: tuple[Backend, ...] = (Sm100(), Blackwell(), Nvfp4(), Hopper(), Bf16(), Reference())
 
 
 @dataclass(frozen=True)

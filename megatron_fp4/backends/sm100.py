@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megatron_fp4.backends.base import Operand
 from megatron_fp4.backends.blackwell import Blackwell, is_native
-from megatron_fp4.quantizer import QuantizedTensor, get_quantizer, quantize_matrix
+from megatron_fp4.backends.trial import trial
+from megatron_fp4.quantizer import QuantizedTensor, get_quantizer
 from megatron_fp4.recipe import GemmRecipe
 
 ALIGNMENT = 16  # of b's rows, and of codes in memory
-BOUND = 2e-3  # of a BF16 output (docs/numerics.md)
 # M, N, K: whole tiles of scales; neither rows nor blocks fill one; the smallest.
 TRIED = ((256, 512, 1024), (200, 176, 416), (1, 16, 32))
 
@@ -65,33 +65,7 @@ def problem(device: torch.device) -> str | None:
     """Why torch's products are not used on `device`, in one line; None where they are right."""
     from megatron_fp4.kernels.scaled_mm import product
 
-    for shape in TRIED:
-        a, b = _operands(device, *shape)
-        try:
-            found = product((a.codes, a.scales), (b.codes, b.scales)).double()
-        except Exception as error:  # whatever an untried GEMM may raise
-            said = str(error).strip().partition("\n")[0]
-            return f"torch's scaled_mm raised {type(error).__name__}: {said}"
-        expected = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
-        if not torch.equal(found.isnan(), expected.isnan()):
-            return f"torch's scaled_mm loses or misplaces a NaN, for M, N, K = {shape}"
-        off = float((found - expected).nan_to_num().norm() / expected.nan_to_num().norm())
-        if not off < BOUND:
-            return f"torch's scaled_mm errs by {off:.1e}, for M, N, K = {shape}"
-    return None
+    def torchs(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+        return product((a.codes, a.scales), (b.codes, b.scales))
 
-
-def _operands(device: torch.device, m: int, n: int, k: int) -> list[QuantizedTensor]:
-    """Operands with a scale of its own for every block; in all but the smallest one block is zeros,
-    and one NaN."""
-    generator = torch.Generator().manual_seed(m)  # not torch's own, which training draws from
-    operands = []
-    for rows in (m, n):
-        x = torch.randn(rows, k // 32, 32, generator=generator)
-        x *= 2.0 ** torch.randint(-6, 7, (rows, k // 32, 1), generator=generator)
-        if rows > 16:
-            x[3, 0] = 0.0
-            x[7, -1] = torch.nan
-        x = x.view(rows, k).to(device)
-        operands.append(quantize_matrix(x, get_quantizer("mxfp4-ceil"), axis=1))
-    return operands
+    return trial("torch's scaled_mm", torchs, get_quantizer("mxfp4-ceil"), TRIED, device)

@@ -43,4 +43,4 @@ def test_a_triton_that_is_missing_or_too_old_is_named_with_the_remedy(
     assert choice.backend.name == "bf16"
     # The backends of this GPU name it too; those of another say so.
     reasons = [why for _, why in choice.passed_over]
-    assert (problem in reasons) == (capability != (8, 0)) and len(reasons) == 3
+    assert (problem in reasons) == (capability != (8, 0)) and len(reasons) == 4

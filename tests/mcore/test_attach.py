@@ -73,9 +73,10 @@ def test_the_table_tells_layers_shapes_formats_backends_and_why_not_the_faster(
         *["linear_proj"] * 2,
         *["linear_qkv"] * 2,
     ]
-    assert text.count("not used:") == 4
+    assert text.count("not used:") == 5
     assert "not used: sm100: torch's MXFP4 products need a GPU of compute" in text
     assert "not used: blackwell: FP4 tensor cores need a GPU of compute capability 10.x" in text
+    assert "not used: nvfp4: NVFP4 products need a GPU of compute capability 10.x" in text
     assert "not used: hopper: FP8 products with a scale a row need a GPU of compute" in text
     assert "not used: bf16: the model computes in float32; use --bf16" in text
     assert "arXiv 2502.20586" in text.splitlines()[0]

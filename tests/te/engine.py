@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import megatron_fp4.te
 
 ROOT = "transformer_engine"
-MODULES = ("megatron_fp4.te.quantizers", "transformer_engine")
+MODULES = ("megatron_fp4.te.quantizers", "megatron_fp4.kernels.te_nvfp4", "transformer_engine")
 
 
 class Quantizer:
@@ -82,11 +83,20 @@ def _forget() -> None:
         del sys.modules[name]
 
 
+def general_gemm(A: Any, B: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("a test's own")
+
+
 def _modules() -> dict[str, types.ModuleType]:
     contents: dict[str, dict[str, Any]] = {
+        "pytorch.constants": {"DType": types.SimpleNamespace(kFloat4E2M1="E2M1")},
+        "pytorch.cpp_extensions": {"general_gemm": general_gemm},
         "pytorch.cpp_extensions.gemm": {"custom_gemm": custom_gemm},
         "pytorch.module.base": {"_ub_communicators": None},
         "pytorch.quantized_tensor": {"Quantizer": Quantizer, "QuantizedTensorStorage": Storage},
+        "pytorch.tensor.storage.nvfp4_tensor_storage": {
+            "NVFP4TensorStorage": types.SimpleNamespace
+        },
         "pytorch.tensor.identity_tensor": {"IdentityQuantizer": Identity},
     }
     made: dict[str, types.ModuleType] = {}
@@ -97,6 +107,7 @@ def _modules() -> dict[str, types.ModuleType]:
             if name not in made:
                 made[name] = types.ModuleType(name)
                 made[name].__path__ = []
+                made[name].__spec__ = ModuleSpec(name, None)
                 if end > 1:
                     setattr(made[".".join(parts[: end - 1])], parts[end - 1], made[name])
         vars(made[".".join(parts)]).update(names)

@@ -190,3 +190,28 @@ def test_stochastic_gradients_estimate_those_of_the_forward_operands(device: str
 def test_a_bias_is_refused_in_one_line(device: str) -> None:
     with pytest.raises(ConfigError, match="--disable-bias-linear"):
         Model(NEAREST, device, bias=True).run()
+
+
+# --- NVFP4 operands for its GEMM ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [64, 208])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-four-over-six"])
+@pytest.mark.parametrize("place", [CPU, CUDA])
+def test_nvfp4_operands_are_what_it_would_hold(place: str, name: str, rows: int) -> None:
+    """Where it can decode, its own kernel gives the values that this package's codes stand for."""
+    from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
+
+    from megatron_fp4.kernels.te_nvfp4 import _operand
+
+    x = 3 * normal((rows, 416), 1).to(place)
+    q = megatron_fp4.quantize(x, name)
+    stored = _operand(q)
+    assert isinstance(stored, NVFP4TensorStorage)
+    assert tuple(stored.size()) == (rows, 416)
+    if place == "cpu":
+        return
+    values = stored.dequantize(dtype=torch.float32)
+    right = q.dequantize(torch.float64)
+    assert relative_error(values, right) < 1e-6
+    assert relative_error(_operand(q, 2.0).dequantize(dtype=torch.float32), right) > 0.9  # control
