@@ -129,7 +129,7 @@ def on_a_cpu() -> Iterator[None]:
     device = types.SimpleNamespace(major=9, minor=0, multi_processor_count=1, total_memory=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "current_device", lambda: "cpu")
         patch.setattr(torch.cuda, "get_device_properties", lambda *_: device)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

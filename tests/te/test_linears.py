@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,6 +189,21 @@ def test_stochastic_gradients_estimate_those_of_the_forward_operands(device: str
     nearest = Model(NEAREST, device)
     nearest.run()
     assert relative_error(nearest.weight.grad, right) > 2 * spread / n**0.5  # the control
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="one GPU")
+def test_sharded_under_sequence_parallelism() -> None:
+    worker = Path(__file__).with_name("parallel_worker.py")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(worker)]
+    paths = os.pathsep.join([str(worker.parents[2]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and "both modes agree" in done.stdout, done.stderr[-4000:]
 
 
 def test_a_bias_is_refused_in_one_line(device: str) -> None:
