@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.bytes import CASES, LINEARS, RANKS, Case, Shape
+from benchmarks.traffic import Traffic
 from megatron_fp4.mcore import cpu
 
 cpu.install()
@@ -133,38 +133,6 @@ def input_shape(linear: Any, shape: Shape) -> tuple[int, int, int]:
 
 
 # --- how ------------------------------------------------------------------------------------------
-
-# c10d's operators: what they are called here, and where among their arguments this rank's own part
-# is (an all-gather's), or the whole (of a sum).
-COLLECTIVES = {
-    "_allgather_base_": ("all-gather", 1),
-    "_reduce_scatter_base_": ("reduce-scatter", 1),
-    "allreduce_": ("all-reduce", 0),
-}
-
-
-class Traffic(TorchDispatchMode):
-    """Counts the bytes that this rank sends by each kind of collective, in rings: of N ranks each
-    sends N - 1 parts to gather or to scatter a sum, and twice that to sum for all.
-
-    Modes go with a backward pass to autograd's own threads.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: dict[str, int] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if "c10d" in func.namespace:
-            kind, place = COLLECTIVES[func._schema.name.partition("::")[2]]  # no other goes unseen
-            tensors = args[place] if isinstance(args[place], list) else [args[place]]
-            size = sum(t.numel() * t.element_size() for t in tensors)
-            share = {"all-gather": RANKS - 1, "reduce-scatter": (RANKS - 1) / RANKS}
-            sent = int(size * share.get(kind, 2 * (RANKS - 1) / RANKS))
-            self.sent[kind] = self.sent.get(kind, 0) + sent
-        return func(*args, **(kwargs or {}))
 
 
 def collect(into: list[Tensor], tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,12 @@ from benchmarks.stamp import stamp
 from megatron_fp4 import list_recipes
 
 ROOT = Path(__file__).parents[1]
-WORKER = Path(__file__).with_name("training_step_worker.py")
-MODEL = """
+SEQUENCE = 4096
+MODEL = f"""
     --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
     --num-query-groups 8 --normalization RMSNorm --swiglu --position-embedding-type rope
     --untie-embeddings-and-output-weights --disable-bias-linear --attention-dropout 0
-    --hidden-dropout 0 --seq-length 4096 --max-position-embeddings 4096 --bf16
+    --hidden-dropout 0 --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --bf16
     --tokenizer-type NullTokenizer --vocab-size 32000 --mock-data
     --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-decay-iters 1000
     --log-interval 1 --eval-interval 1000 --eval-iters 0
@@ -40,36 +41,49 @@ PLAIN: dict[str, list[str]] = {
     "bf16": ["--fp4-recipe", "mxfp4", "--fp4-bf16-after", "1e-9"],
 }
 DECODED = "tetrajet --fp4-weight-cache decoded"
-STEPS, WARM = 7, 3  # steps, and those not counted; the one after them is profiled, and not either
+# Steps, and those at the start that are not counted; the one after them is profiled, and in the
+# last, where it slows nothing that is timed, bytes are counted.
+STEPS, WARM = 8, 3
 
 
-def measure(name: str, flags: list[str], processes: int = 1) -> dict[str, Any]:
-    """Milliseconds a step, peak memory, and where the GPU's time of one step went."""
+def measure(
+    name: str, flags: list[str], processes: int = 1, gpus: str | None = None
+) -> dict[str, Any]:
+    """Milliseconds a step, and of each rank what the worker found. gpus: those to run on, in
+    CUDA_VISIBLE_DEVICES' words. Raises RuntimeError with what a failed run said."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), str(WORKER), *MODEL, *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PROFILED_STEP": str(WARM)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    found = re.search(r"^benchmark: (.*)$", done.stdout, re.MULTILINE)
-    if done.returncode or found is None:
-        said = (done.stdout + done.stderr)[-3000:]
-        sys.exit(f"{name} ended with status {done.returncode}:\n{said}")
+    command += ["--nproc-per-node", str(processes), "-m", "benchmarks.training_step_worker"]
+    command += [*MODEL, "--train-iters", str(STEPS), *flags]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "FOUND": folder}
+        environment |= {"PROFILED_STEP": str(WARM), "COUNTED_STEP": str(STEPS - 1)}
+        if gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpus
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            said = (done.stdout + done.stderr).splitlines()
+            own = [line for line in said if line.startswith(("[rank", "megatron-fp4: error"))]
+            raise RuntimeError("\n".join([f"{name} failed:", *(own or said)[-30:]]))
+        found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(processes)]
     told = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", done.stdout)
-    taken = [float(ms) for ms in told[WARM + 1 :]]
+    taken = [float(ms) for ms in told[WARM + 1 : -1]]
     losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
-    return {"name": name, "ms": statistics.median(taken), "losses": losses, **json.loads(found[1])}
+    return {"name": name, "ms": statistics.median(taken), "losses": losses, "ranks": found}
 
 
-def study(
-    names: list[str], layers: int, micro: int, batch: int, tensor: int
-) -> Iterator[dict[str, Any]]:
+def asked(name: str) -> list[str]:
+    """The flags of a row's name."""
+    return PLAIN.get(name, ["--fp4-recipe", *name.split()])
+
+
+def study(names: list[str], layers: int, micro: int, batch: int) -> Iterator[dict[str, Any]]:
     """A row for each name."""
-    flags = ["--num-layers", str(layers), "--train-iters", str(STEPS)]
-    flags += ["--micro-batch-size", str(micro), "--global-batch-size", str(batch)]
-    if tensor > 1:
-        flags += ["--tensor-model-parallel-size", str(tensor), "--sequence-parallel"]
+    flags = ["--num-layers", str(layers), "--micro-batch-size", str(micro)]
+    flags += ["--global-batch-size", str(batch)]
     for name in names:
-        row = measure(name, flags + PLAIN.get(name, ["--fp4-recipe", *name.split()]), tensor)
-        yield row | {"tokens/s": batch * 4096 / row["ms"] * 1e3}
+        row = measure(name, flags + asked(name))
+        (alone,) = row.pop("ranks")
+        yield row | alone | {"tokens/s": batch * SEQUENCE / row["ms"] * 1e3}
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -93,7 +107,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=default)
     everything = ["upstream bf16", "bf16", *list_recipes(), DECODED]
     parser.add_argument("--recipes", nargs="+", default=everything)
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="with sequence parallelism")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--batch", type=int, default=16)
@@ -105,16 +118,18 @@ def main() -> None:
         "layers": args.layers,
         "micro-batch": args.micro_batch,
         "batch": args.batch,
-        "tensor-parallel": args.tensor_parallel,
         "rows": rows,
     }
-    for row in study(args.recipes, args.layers, args.micro_batch, args.batch, args.tensor_parallel):
-        rows.append(row)
-        bf16 = max((r["tokens/s"] for r in rows if r["name"] in PLAIN), default=row["tokens/s"])
-        for each in rows:
-            each["ratio"] = each["tokens/s"] / bf16
-        args.out.write_text(json.dumps(result, indent=1) + "\n")  # so far
-        print("\n".join(table(rows)), flush=True)
+    try:
+        for row in study(args.recipes, args.layers, args.micro_batch, args.batch):
+            rows.append(row)
+            bf16 = max((r["tokens/s"] for r in rows if r["name"] in PLAIN), default=row["tokens/s"])
+            for each in rows:
+                each["ratio"] = each["tokens/s"] / bf16
+            args.out.write_text(json.dumps(result, indent=1) + "\n")  # so far
+            print("\n".join(table(rows)), flush=True)
+    except RuntimeError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""One rank of benchmarks/training_step.py: pretrain_gpt.py, with one step profiled.
+"""One rank of benchmarks/training_step.py: pretrain_gpt.py, with one step profiled and the bytes
+of another counted.
 
-torchrun training_step_worker.py <Megatron's flags>
+    torchrun -m benchmarks.training_step_worker <Megatron's flags>
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.traffic import Traffic
 from megatron_fp4.mcore import cpu, pretrain
 
 # Whose name holds one of these, in this order.
@@ -24,6 +28,8 @@ KINDS = {
     "communication": ("nccl",),
     "copies": ("memcpy", "memset"),
 }
+# The host's own are no GPU's milliseconds: a world without one has none to tell.
+ACTIVITY = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
 found: dict[str, Any] = {}
 
 
@@ -35,39 +41,51 @@ def kind(kernel: str) -> str:
     return "other"
 
 
-def profiled(train_step: Any) -> Any:
-    """Megatron's train_step, which profiles one step."""
-    steps = iter(range(1 << 30))
+def watched(train_step: Any) -> Any:
+    """Megatron's train_step, which looks into two of its steps."""
+    steps = itertools.count()
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        if next(steps) != int(os.environ["PROFILED_STEP"]):
-            return train_step(*args, **kwargs)
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            done = train_step(*args, **kwargs)
+        number = next(steps)
+        if number == int(os.environ["PROFILED_STEP"]):
             torch.cuda.synchronize()
-        totals: dict[str, float] = {}
-        largest = []
-        for event in profiler.key_averages():
-            ms = event.self_device_time_total / 1e3
-            totals[kind(event.key)] = totals.get(kind(event.key), 0.0) + ms
-            largest.append((round(ms, 2), event.count, event.key[:70]))
-        found["gpu_ms"] = {name: round(ms, 2) for name, ms in totals.items() if ms}
-        found["largest"] = sorted(largest, reverse=True)[:25]
-        return done
+            with profile(activities=[ACTIVITY]) as profiler:
+                done = train_step(*args, **kwargs)
+                torch.cuda.synchronize()
+            tell(profiler)
+            return done
+        if number == int(os.environ["COUNTED_STEP"]):
+            with Traffic() as traffic:
+                done = train_step(*args, **kwargs)
+            found["sent"] = traffic.sent
+            return done
+        return train_step(*args, **kwargs)
 
     return step
+
+
+def tell(profiler: profile) -> None:
+    """Keeps where the GPU's time went."""
+    totals: dict[str, float] = {}
+    largest = []
+    for event in profiler.key_averages():
+        if event.is_user_annotation:  # a name for a span of kernels, which have their own
+            continue
+        ms = event.self_device_time_total / 1e3
+        totals[kind(event.key)] = totals.get(kind(event.key), 0.0) + ms
+        largest.append((round(ms, 2), event.count, event.key[:70]))
+    found["gpu_ms"] = {name: round(ms, 2) for name, ms in totals.items() if ms}
+    found["largest"] = sorted(largest, reverse=True)[:25]
 
 
 def main() -> None:
     cpu.install()
     from megatron.training import training
 
-    training.train_step = profiled(training.train_step)
+    training.train_step = watched(training.train_step)
     pretrain.main()
     found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    if int(os.environ["RANK"]) == 0:
-        print(f"benchmark: {json.dumps(found)}", flush=True)
+    Path(os.environ["FOUND"], os.environ["RANK"]).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

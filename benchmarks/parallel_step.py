@@ -1,0 +1,203 @@
+"""A training step over several GPUs, in BF16 and with recipes, by layout.
+
+    python -m benchmarks.parallel_step [--layouts one tp2-sp dp2] [--side-by-side]
+
+The model, the micro-batch and the sequences that a data-parallel rank takes in a step are the same
+in every row. So tensor and pipeline parallelism spread one GPU's step over N GPUs (strong scaling),
+and data parallelism does N such steps (weak scaling). *Scaling* is the tokens/s of one GPU of the
+layout over those of the layout "one" with the same recipe: 1 is perfect either way. The BF16 row is
+training_step.py's "bf16"; its ratio is taken within a layout.
+
+Bytes are what the rank that sends most of each kind sends in one step, whatever asks for it:
+linears, the data-parallel sums and the optimizer (traffic.py). Milliseconds on the GPU are means
+over the ranks; those of communication include waiting for other ranks, and much of them runs beside
+computation. Memory is the fullest rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.stamp import stamp
+from benchmarks.training_step import SEQUENCE, asked, measure
+
+Row = dict[str, Any]
+Case = tuple[str, str]  # a layout's name and a recipe's
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sp: bool = False
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def flags(self) -> list[str]:
+        """Megatron's, as a user who wants speed would set them."""
+        flags = ["--tensor-model-parallel-size", str(self.tp)]
+        flags += ["--pipeline-model-parallel-size", str(self.pp)]
+        # Megatron pads the vocabulary to multiples of this times TP: to the same one in all.
+        flags += ["--make-vocab-size-divisible-by", str(1024 // self.tp)]
+        if self.sp:
+            flags.append("--sequence-parallel")
+        if self.dp > 1:
+            flags += ["--use-distributed-optimizer", "--overlap-grad-reduce"]
+            flags.append("--overlap-param-gather")
+        return flags
+
+
+ONE = "one"  # the GPU that all others are compared with
+LAYOUTS = {
+    ONE: Layout(),
+    "tp2-sp": Layout(tp=2, sp=True),
+    "pp2": Layout(pp=2),
+    "dp2": Layout(dp=2),
+    "tp4-sp": Layout(tp=4, sp=True),
+    "tp8": Layout(tp=8),
+    "tp8-sp": Layout(tp=8, sp=True),
+    "dp8": Layout(dp=8),
+}
+KINDS = ("gemm", "quantize", "carry", "communication")
+SENT = ("all-gather", "reduce-scatter", "all-reduce", "send")
+
+
+def row_of(case: Case, model: list[str], batch: int, gpus: str | None = None) -> Row:
+    """What a layout does with a recipe. model: flags; batch: a data-parallel rank's sequences."""
+    layout, (name, recipe) = LAYOUTS[case[0]], case
+    flags = [*model, "--global-batch-size", str(batch * layout.dp), *layout.flags()]
+    found = measure(f"{name}, {recipe}", flags + asked(recipe), layout.gpus, gpus)
+    speed = batch * layout.dp * SEQUENCE / found["ms"] * 1e3
+    row = {"layout": name, "gpus": layout.gpus, "tokens/s": speed}
+    row |= {"tokens/s a GPU": speed / layout.gpus, **summed_up(found.pop("ranks"))}
+    return found | row | {"name": recipe}
+
+
+def summed_up(ranks: list[dict[str, Any]]) -> Row:
+    """What the ranks found, in one row."""
+
+    def each(key: str, how: Any) -> dict[str, Any]:
+        kinds = {kind for rank in ranks for kind in rank[key]}
+        return {kind: how([rank[key].get(kind, 0) for rank in ranks]) for kind in sorted(kinds)}
+
+    spent = {kind: round(ms, 2) for kind, ms in each("gpu_ms", statistics.mean).items()}
+    peak = max(rank["peak_gib"] for rank in ranks)
+    largest = ranks[0]["largest"]  # kernels of rank 0
+    return {"gpu_ms": spent, "sent": each("sent", max), "peak_gib": peak, "largest": largest}
+
+
+def grouped(cases: list[Case], gpus: int) -> list[list[Case]]:
+    """The cases in groups that find room on so many GPUs at one time."""
+    groups: list[list[Case]] = []
+    for case in cases:
+        for group in groups:
+            if sum(LAYOUTS[name].gpus for name, _ in [*group, case]) <= gpus:
+                group.append(case)
+                break
+        else:
+            groups.append([case])
+    return groups
+
+
+def study(groups: list[list[Case]], model: list[str], batch: int) -> Iterator[Row]:
+    """A row for each case; those of a group run at one time, each on GPUs of its own. A case that
+    fails is told of, and has no row."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    every = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    for group in groups:
+        free = iter(every)
+        with ThreadPoolExecutor(len(group)) as pool:
+            jobs = []
+            for case in group:
+                own = ",".join(islice(free, LAYOUTS[case[0]].gpus))
+                jobs.append(pool.submit(row_of, case, model, batch, own))
+        for job in jobs:
+            try:
+                yield job.result()
+            except RuntimeError as error:
+                print(error, file=sys.stderr, flush=True)
+
+
+def compare(rows: list[Row]) -> None:
+    """Sorts rows, and gives each its ratio to its layout's BF16 and to one GPU, where these are."""
+    rows.sort(key=lambda row: list(LAYOUTS).index(row["layout"]))  # recipes keep their order
+    found = {(row["layout"], row["name"]): row["tokens/s a GPU"] for row in rows}
+    for row in rows:
+        bases = {"ratio": (row["layout"], "bf16"), "scaling": (ONE, row["name"])}
+        for key, base in bases.items():
+            if base in found:
+                row[key] = row["tokens/s a GPU"] / found[base]
+
+
+def table(rows: list[Row]) -> list[str]:
+    """The result as a Markdown table; bytes in MB."""
+    head = ["layout", "recipe", "ms a step", "tokens/s", "a GPU", "times BF16", "scaling"]
+    head += ["peak GiB", *KINDS, *(f"{kind} MB" for kind in SENT)]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        cells = [row["layout"], row["name"], f"{row['ms']:.0f}"]
+        cells += [f"{row[key]:.0f}" for key in ("tokens/s", "tokens/s a GPU")]
+        cells += [f"{row[key]:.2f}" if key in row else "" for key in ("ratio", "scaling")]
+        cells.append(f"{row['peak_gib']:.1f}")
+        cells += [f"{row['gpu_ms'].get(kind, 0):.0f}" for kind in KINDS]
+        cells += [f"{row['sent'].get(kind, 0) / 1e6:,.0f}" for kind in SENT]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    default = Path("benchmarks/results/parallel_step.json")
+    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--recipes", nargs="+", default=["bf16", "tetrajet", "mxfp4"])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=16, help="of a data-parallel rank")
+    parser.add_argument(
+        "--side-by-side", action="store_true", help="layouts that find room run at one time"
+    )
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
+    parser.add_argument("--commit", help="where the tree has no git of its own")
+    args = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    rows: list[Row] = []
+    result: dict[str, Any] = {"stamp": stamp(args.commit), "layers": args.layers}
+    result |= {"micro-batch": args.micro_batch, "batch": args.batch, "rows": rows}
+    if args.resume and args.out.exists():
+        earlier = json.loads(args.out.read_text())
+        rows += earlier.pop("rows")
+        if earlier != {key: value for key, value in result.items() if key != "rows"}:
+            sys.exit(f"{args.out} was measured elsewhere or with other settings: choose another")
+    fit = [name for name in args.layouts if LAYOUTS[name].gpus <= gpus]
+    for name in args.layouts:
+        if name not in fit:
+            print(f"{name} is left out: it needs {LAYOUTS[name].gpus} GPUs, and here are {gpus}")
+    found = [(row["layout"], row["name"]) for row in rows]
+    cases = [case for case in product(fit, args.recipes) if case not in found]
+    groups = grouped(cases, gpus) if args.side_by_side else [[case] for case in cases]
+    model = ["--num-layers", str(args.layers), "--micro-batch-size", str(args.micro_batch)]
+    for row in study(groups, model, args.batch):
+        rows.append(row)
+        compare(rows)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")  # so far
+        print("\n".join(table(rows)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What benchmarks.parallel_step counts of a step is what the layout must send."""
+
+import pytest
+
+from benchmarks.parallel_step import LAYOUTS, Row, compare, grouped, row_of, table
+
+LAYERS, HIDDEN, SEQUENCE, MICRO_BATCH, BATCH = 1, 64, 64, 2, 4
+MODEL = f"""
+    --num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size 192 --num-attention-heads 4
+    --num-query-groups 2 --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
+    --vocab-size 512 --micro-batch-size {MICRO_BATCH}
+""".split()
+CODES = (4 + 8 / 32) / 16  # MXFP4's bits, over BF16's
+
+
+def gathered(share: float) -> int:
+    """What a rank sends under TP2 with sequence parallelism, where linears gather this share of
+    BF16's bits: its half of the tokens, as often as they are gathered."""
+    # qkv and fc1 gather X both ways. proj and fc2 gather dY: once, or as two sets of codes.
+    layer = 4 + (2 if share == 1 else 4)
+    head_and_embedding = 3  # X of the head in both directions, and the embedding's dY
+    part = SEQUENCE // 2 * MICRO_BATCH * HIDDEN * 2
+    return int(BATCH // MICRO_BATCH * part * (LAYERS * layer * share + head_and_embedding))
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Row]:
+    return {recipe: row_of(("tp2-sp", recipe), MODEL, BATCH) for recipe in ("bf16", "mxfp4")}
+
+
+@pytest.mark.parametrize(("recipe", "share"), [("bf16", 1.0), ("mxfp4", CODES)])
+def test_gathers_are_counted(rows: dict[str, Row], recipe: str, share: float) -> None:
+    assert rows[recipe]["sent"]["all-gather"] == gathered(share)
+
+
+def test_the_count_tells_codes_from_bf16(rows: dict[str, Row]) -> None:
+    assert rows["mxfp4"]["sent"]["all-gather"] != gathered(1.0)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp4"])
+def test_sums_are_counted(rows: dict[str, Row], recipe: str) -> None:
+    part = SEQUENCE // 2 * MICRO_BATCH * HIDDEN * 2
+    sums = LAYERS * 4 + 2  # Y of proj and fc2, dX of qkv and fc1; the embedding's Y, the head's dX
+    assert rows[recipe]["sent"]["reduce-scatter"] == BATCH // MICRO_BATCH * part * sums
+
+
+def test_rows_are_compared_with_bf16_and_with_one_gpu() -> None:
+    speeds = {("tp2-sp", "mxfp4"): 6.0, ("tp2-sp", "bf16"): 4.0, ("one", "mxfp4"): 8.0}
+    rows = [{"layout": k[0], "name": k[1], "tokens/s a GPU": v} for k, v in speeds.items()]
+    compare(rows)
+    assert [row["layout"] for row in rows] == ["one", "tp2-sp", "tp2-sp"]
+    assert [row.get("ratio") for row in rows] == [None, 1.5, 1.0]
+    assert [row.get("scaling") for row in rows] == [1.0, 0.75, None]
+
+
+def test_layouts_that_run_at_one_time_have_gpus_of_their_own() -> None:
+    cases = [(name, "bf16") for name in LAYOUTS]
+    groups = grouped(cases, 8)
+    assert sorted(case for group in groups for case in group) == sorted(cases)
+    assert max(sum(LAYOUTS[name].gpus for name, _ in group) for group in groups) == 8
+    assert len(groups) == 5  # seven GPUs' worth, four, and three layouts of eight
+
+
+def test_a_table_has_a_line_for_each_row(rows: dict[str, Row]) -> None:
+    lines = table(list(rows.values()))
+    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
