@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 
 def medians(
-    calls: Mapping[str, Callable[[], Any]], each: int = 10, rounds: int = 15
+    calls: Mapping[str, Callable[[], Any]], each: int = 10, rounds: int = 15, graphs: bool = True
 ) -> dict[str, float]:
     """Median seconds of each call. Graphs of several calls take turns, so that starting them costs
-    nothing and all meet the same machine."""
-    graphs = {}
+    nothing and all meet the same machine. Without graphs, for calls that wait for the GPU, the host
+    starts each kernel."""
+    repeats: dict[str, Callable[[], Any]] = {}
     for name, call in calls.items():
         for _ in range(2):
             call()
         torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(each):
-                call()
+        repeats[name] = partial(_repeat, call, each)
+        if graphs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                repeats[name]()
+            repeats[name] = graph.replay
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, graph in graphs.items():
+        for name, repeat in repeats.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            graph.replay()
+            repeat()
             end.record()
             torch.cuda.synchronize()
             taken[name].append(start.elapsed_time(end) / 1e3 / each)
     return {name: statistics.median(found) for name, found in taken.items()}
+
+
+def _repeat(call: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        call()

@@ -1,0 +1,107 @@
+"""Peers beside this package on one GPU: a linear, forward and backward, and quantizers alone.
+
+    pip install --no-deps --target DIR torchao fouroversix qwantize
+    PYTHONPATH=DIR python -m benchmarks.peers
+
+The linear has 8,192 tokens in BF16, as in linear.py: X and dY are there, and every operand that is
+quantized is quantized in every step, W too. Each is timed in turn with BF16 in a process of its
+own, in CUDA graphs; "eager" marks one that waits for the GPU, so that no graph holds it and the
+host starts its kernels. What a linear does is said beside it: no two do the same. Quantizers take
+one BF16 matrix along its rows; GB/s counts 16 bits read and the format's bits written an element,
+whatever the peer moves. "Equal" is the share of elements whose code and scale are this package's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.linear import SHAPES, TOKENS
+from benchmarks.peers_worker import LINEARS, QUANTIZERS, SIDE
+from benchmarks.stamp import stamp
+
+Row = dict[str, Any]
+ROOT = Path(__file__).parents[1]
+ABSENT = {  # why no row of theirs has figures
+    "microxcaling": "not on the package index",
+    "nvidia-modelopt": "its MXFP4 is a CUDA extension that is compiled where it runs",
+}
+
+
+def row_of(name: str, *options: str) -> Row:
+    """What is known of a peer: its figures, or why there are none."""
+    peer = LINEARS.get(name) or QUANTIZERS[name]
+    row: Row = {"name": name, "package": peer.package, "operation": peer.operation}
+    try:
+        row["version"] = version(peer.package) if peer.package else ""
+    except PackageNotFoundError:
+        return row | {"absent": "not installed"}
+    for more, how in (((), "graphs"), (("--eager",), "eager")):
+        command = [sys.executable, "-m", "benchmarks.peers_worker", name, *options, *more]
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        except subprocess.TimeoutExpired:
+            return row | {"raises": "nothing, for five minutes"}
+        lines = (done.stdout + done.stderr).splitlines()
+        for line in lines:
+            if line.startswith("result: "):
+                return row | {"timed": how, "found": json.loads(line.removeprefix("result: "))}
+        told = [line for line in lines if line.startswith("error: ")] or lines or ["nothing"]
+    return row | {"raises": told[-1].removeprefix("error: ")}
+
+
+def table(rows: list[Row]) -> list[str]:
+    """The result as two Markdown tables: linears, then quantizers."""
+    shapes = [f"{inputs} × {outputs}" for inputs, outputs in SHAPES]
+    lines = [f"| linear | version | operation | {' | '.join(shapes)} |"]
+    lines.append("|---" * (3 + len(shapes)) + "|")
+    for row in rows:
+        if row["name"] not in QUANTIZERS:
+            cells = [f"{one['ms']:.2f} ms, {one['ratio']:.2f}×" for one in row.get("found", [])]
+            lines.append(_line(row, cells, len(shapes)))
+    lines += ["", "| quantizer | version | operation | µs | GB/s | equal |", "|---" * 6 + "|"]
+    for row in rows:
+        if row["name"] in QUANTIZERS:
+            cells = []
+            for one in row.get("found", []):
+                share = "" if one["equal"] is None else f"{one['equal']:.4f}"
+                cells = [f"{one['us']:.1f}", f"{one['GB/s']:.0f}", share]
+            lines.append(_line(row, cells, 3))
+    return lines
+
+
+def _line(row: Row, figures: list[str], places: int) -> str:
+    notes = [f"{key}: {row[key]}".replace("|", "/") for key in ("raises", "absent") if key in row]
+    what = "; ".join([row["operation"]] * bool(row["operation"]) + notes)
+    what += "; eager" if row.get("timed") == "eager" else ""
+    figures = figures + [""] * (places - len(figures))
+    return "| " + " | ".join([row["name"], row.get("version", ""), what, *figures]) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/peers.json"))
+    everything = [*LINEARS, *QUANTIZERS]
+    parser.add_argument("--only", nargs="+", choices=everything, default=everything)
+    parser.add_argument("--commit", help="where the tree has no git of its own")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("peers are timed on a GPU, and this machine shows none")
+    rows = [{"name": name, "operation": "", "absent": reason} for name, reason in ABSENT.items()]
+    result = {"stamp": stamp(args.commit), "tokens": TOKENS, "side": SIDE, "rows": rows}
+    for name in args.only:
+        rows.insert(-len(ABSENT), row_of(name))
+        print(json.dumps(rows[-1 - len(ABSENT)]), flush=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")  # so far
+    print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    main()
