@@ -1,7 +1,11 @@
-"""Peers beside this package on one GPU: a linear, forward and backward, and quantizers alone.
+r"""Peers beside this package on one GPU: a linear, forward and backward, and quantizers alone.
 
-    pip install --no-deps --target DIR torchao fouroversix qwantize
+    SKIP_CUDA_BUILD=1 FORCE_BUILD=1 pip install --no-deps --no-build-isolation --target DIR \
+        torchao==0.18.0 fouroversix==1.0.5 qwantize==0.1.1
     PYTHONPATH=DIR python -m benchmarks.peers
+
+fouroversix imports transformers; its kernels for Blackwell are not built here. nvidia-modelopt asks
+for much more, and is measured where it is installed.
 
 The linear has 8,192 tokens in BF16, as in linear.py: X and dY are there, and every operand that is
 quantized is quantized in every step, W too. Each is timed in turn with BF16 in a process of its
@@ -29,10 +33,7 @@ from benchmarks.stamp import stamp
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
-ABSENT = {  # why no row of theirs has figures
-    "microxcaling": "not on the package index",
-    "nvidia-modelopt": "its MXFP4 is a CUDA extension that is compiled where it runs",
-}
+ABSENT = {"microxcaling": "not on the package index"}  # why none of its rows can be
 
 
 def row_of(name: str, *options: str) -> Row:

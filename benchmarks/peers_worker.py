@@ -7,6 +7,7 @@ the GPU, is nobody else's.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -121,6 +122,17 @@ def four_over_six_values(tensor: Any) -> Tensor:
     return dequantize(tensor)
 
 
+# --- modelopt -------------------------------------------------------------------------------------
+
+
+def modelopt(layer: nn.Linear, name: str) -> nn.Module:
+    import modelopt.torch.quantization as quantization
+
+    x = torch.randn(64, layer.in_features, device=layer.weight.device, dtype=layer.weight.dtype)
+    config = copy.deepcopy(getattr(quantization, name))
+    return quantization.quantize(nn.Sequential(layer), config, lambda model: model(x))
+
+
 # --- qwantize -------------------------------------------------------------------------------------
 
 
@@ -155,6 +167,12 @@ LINEARS = {
     "torchao QAT, NVFP4": Linear("torchao", "X and W; FP4 tensor cores", torchao_nvfp4),
     "torchao training, NVFP4": Linear(
         "torchao", f"{ALL_SIX}; FP4 tensor cores", torchao_nvfp4_training
+    ),
+    "modelopt QAT, MXFP4": Linear(
+        "nvidia-modelopt", EMULATED, partial(modelopt, name="MXFP4_DEFAULT_CFG")
+    ),
+    "modelopt QAT, NVFP4": Linear(
+        "nvidia-modelopt", EMULATED, partial(modelopt, name="NVFP4_DEFAULT_CFG")
     ),
 }
 CODES, VALUES = "codes and scales", "scales, and values in float32"
