@@ -56,6 +56,8 @@ def measure(
     command += [*MODEL, "--train-iters", str(STEPS), *flags]
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "FOUND": folder}
+        # As pretrain.py sets it, which comes after the worker's first question to CUDA.
+        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         environment |= {"PROFILED_STEP": str(WARM), "COUNTED_STEP": str(STEPS - 1)}
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpus
