@@ -191,7 +191,7 @@ def test_a_torch_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ((12, 0), scaled_mm, "blackwell"),
         ((9, 0), scaled_mm, "hopper"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_who_is_chosen(
     capability: tuple[int, int], gemm: Gemm, name: str, monkeypatch: pytest.MonkeyPatch
