@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from megatron_fp4.kernels.mxfp4 import NUMBERS, across, along, loaded
-from megatron_fp4.kernels.philox import drawn, drawn_for_tile
+from megatron_fp4.kernels.philox import placed, placed_in_tile, rest16, rest_of_tile
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def _turned_along(
 
 
 @triton.jit
-def _drawn_along(
+def _rest_along(
     place,
     row0,
     column0,
@@ -135,7 +135,9 @@ def _drawn_along(
     i = tl.arange(0, ROWS // 8 * BLOCKS)[None, None, :]
     rows = row0 + tl.arange(0, 8)[None, :, None] + i // BLOCKS * 8
     groups = column0 // 8 + i % BLOCKS * 4 + tl.arange(0, 4)[:, None, None]
-    rest = drawn(place, rows, groups, noise, stream, HAS_GROUPS, INTERPRETED)
+    index = placed(place, rows, groups, HAS_GROUPS, INTERPRETED)
+    step, seed_low, seed_high = noise
+    rest = rest16(index, step, stream, seed_low, seed_high, INTERPRETED)
     rest = tl.permute(tl.reshape(rest, (4, 8, ROWS // 8, BLOCKS, 8)), (2, 1, 3, 0, 4))
     return tl.reshape(rest, (ROWS // 8, 8, BLOCKS * 32))
 
@@ -247,15 +249,15 @@ def transform_kernel(
         for i in range(WINDOW // 16):
             first = row0 + 16 * i
             rows = first + 8 * tl.arange(0, 2)[:, None] + tl.arange(0, 8)[None, :]
-            rest = 0
-            if STOCHASTIC:
-                rest = _drawn_along(
-                    place, first, column0, noise, along_stream, 16, WINDOW // 32, HAS_GROUPS,
-                    INTERPRETED,
-                )  # fmt: skip
             pairs = _turned_along(
                 x_ptr, h, first, column0, n_rows, n_columns, 16, GROUP, FACTOR, EVEN, INTERPRETED
             )
+            rest = 0
+            if STOCHASTIC:
+                rest = _rest_along(
+                    place, first, column0, noise, along_stream, 16, WINDOW // 32, HAS_GROUPS,
+                    INTERPRETED,
+                )  # fmt: skip
             along(
                 pairs, rest, along_codes_ptr, along_scales_ptr, rows, column0, n_rows, n_columns,
                 CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
@@ -265,14 +267,13 @@ def transform_kernel(
         h = _matrices_across(signs, GROUP, INTERPRETED)
         for i in range(TILE_COLUMNS // 32):
             first = column0 + 32 * i
-            rest = 0
-            if STOCHASTIC:
-                rest = drawn_for_tile(
-                    place, row0, first, noise, across_stream, WINDOW, 32, HAS_GROUPS, INTERPRETED
-                )
             pairs = _turned_across(
                 x_ptr, h, row0, first, n_rows, n_columns, GROUP, FACTOR, EVEN, INTERPRETED
             )
+            rest = 0
+            if STOCHASTIC:
+                index = placed_in_tile(place, row0, first, WINDOW, 32, HAS_GROUPS, INTERPRETED)
+                rest = rest_of_tile(index, noise, across_stream, INTERPRETED)
             across(
                 pairs, rest, across_codes_ptr, across_scales_ptr, row0, first, n_rows, n_columns,
                 CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,

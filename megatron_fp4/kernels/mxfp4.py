@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from megatron_fp4.kernels import decode, encode
-from megatron_fp4.kernels.philox import drawn_for_tile
+from megatron_fp4.kernels.philox import placed_in_tile, rest_of_tile
 
 BLOCK = 32  # elements that share a scale
 GROUP = 8  # elements that share a random draw, and a word
@@ -215,25 +215,24 @@ def quantize_kernel(
         x_ptr, x_scales_ptr, rows, column0, n_rows, n_columns, PACKED, TILE_COLUMNS, EVEN,
         INTERPRETED,
     )  # fmt: skip
+    index = 0
     rest = 0
-    place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
     noise = step, seed_low, seed_high
+    if STOCHASTIC:
+        place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
+        index = placed_in_tile(
+            place, row0, column0, TILE_ROWS, TILE_COLUMNS, HAS_GROUPS, INTERPRETED
+        )
     if ALONG:
         if STOCHASTIC:
-            rest = drawn_for_tile(
-                place, row0, column0, noise, along_stream, TILE_ROWS, TILE_COLUMNS, HAS_GROUPS,
-                INTERPRETED,
-            )  # fmt: skip
+            rest = rest_of_tile(index, noise, along_stream, INTERPRETED)
         along(
             pairs, rest, along_codes_ptr, along_scales_ptr, rows, column0, n_rows, n_columns,
             CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
         )  # fmt: skip
     if ACROSS:
         if STOCHASTIC:
-            rest = drawn_for_tile(
-                place, row0, column0, noise, across_stream, TILE_ROWS, TILE_COLUMNS, HAS_GROUPS,
-                INTERPRETED,
-            )  # fmt: skip
+            rest = rest_of_tile(index, noise, across_stream, INTERPRETED)
         across(
             pairs, rest, across_codes_ptr, across_scales_ptr, row0, column0, n_rows, n_columns,
             CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,

@@ -59,46 +59,49 @@ def _hidden(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def drawn(
+def placed(
     place,
     rows,
     groups,
-    noise,
-    stream,
     HAS_GROUPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """`rest16` of the groups of eight columns that share a draw, rows [1, ...] by groups [G, 1 or
-    ...]. place: (where the rows, and the groups, lie in the unsharded matrix, how many of them are
-    here, groups in one of its rows); noise: (step, seed).
+    """Indices in the unsharded matrix of the groups of eight columns that share a draw, rows
+    [1, ...] by groups [G, 1 or ...]. place: (where the rows, and the groups, lie there, how many of
+    them are here, groups in one of its rows).
 
     The threads of a warp go over the first axis, then over the second.
     """
     rows_ptr, groups_ptr, n_rows, n_groups, per_row = place
-    step, seed_low, seed_high = noise
     rows = _hidden(tl.broadcast_to(rows, groups.shape[:1] + rows.shape[1:]), INTERPRETED)
     at_rows = tl.load(rows_ptr + rows, mask=rows < n_rows, other=0)
     if HAS_GROUPS:
         groups = tl.load(groups_ptr + groups, mask=groups < n_groups, other=0)
-    index = at_rows * per_row + groups
-    return rest16(index, step, stream, seed_low, seed_high, INTERPRETED)
+    return at_rows * per_row + groups
 
 
 @triton.jit
-def drawn_for_tile(
+def placed_in_tile(
     place,
     row0,
     column0,
-    noise,
-    stream,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The same for a tile [ROWS / 8, 8, COLUMNS] whose threads hold eight rows of eight columns."""
+    """The same for a tile whose threads hold eight rows of eight columns:
+    [COLUMNS / 8, ROWS / 8, 8]."""
     rows = row0 + 8 * tl.arange(0, ROWS // 8)[None, :, None] + tl.arange(0, 8)[None, None, :]
     groups = column0 // 8 + tl.arange(0, COLUMNS // 8)[:, None, None]
-    rest = drawn(place, rows, groups, noise, stream, HAS_GROUPS, INTERPRETED)
-    rest = tl.permute(tl.reshape(rest, (COLUMNS // 8, ROWS // 8, 8, 8)), (1, 2, 0, 3))
-    return tl.reshape(rest, (ROWS // 8, 8, COLUMNS))
+    return placed(place, rows, groups, HAS_GROUPS, INTERPRETED)
+
+
+@triton.jit
+def rest_of_tile(index, noise, stream, INTERPRETED: tl.constexpr):
+    """`rest16` of its elements, [ROWS / 8, 8, COLUMNS]. noise: (step, the seed's words)."""
+    step, seed_low, seed_high = noise
+    rest = rest16(index, step, stream, seed_low, seed_high, INTERPRETED)
+    COLUMNS: tl.constexpr = index.shape[0] * 8
+    rest = tl.permute(tl.reshape(rest, index.shape + (8,)), (1, 2, 0, 3))
+    return tl.reshape(rest, (index.shape[1], 8, COLUMNS))

@@ -128,6 +128,7 @@ def _transformed(
         WINDOW=window,
         TILE_COLUMNS=tile,
         num_warps=1,
+        num_stages=1,  # loads that wait in shared memory only cost their way through it
     )
 
 
