@@ -310,19 +310,18 @@ class Backward:
 
     def _wgrad(self, dy: Operand, x: Operand, residual: Pending[Residual] | None) -> Tensor:
         needs, saved, estimator = self.needs, self.saved, self.recipe.estimator
-        multiply = self.call.backend(self.recipe, "wgrad", self.dy).multiply
+        backend = self.call.backend(self.recipe, "wgrad", self.dy)
         correction = self.recipe.wgrad.correction
         dy = self.call.decode(self.recipe, "wgrad", "dy", dy, self.dy)
         x = self.call.decode(self.recipe, "wgrad", "x", x, self.dy)
         if residual is None and estimator is None:
-            dw = multiply(dy, x, correction, needs.dw_dtype, needs.dw_into)
+            dw = backend.multiply(dy, x, correction, needs.dw_dtype, needs.dw_into)
         else:
-            dw = multiply(dy, x, correction, wide(self.dy.dtype))
+            dw = backend.multiply(dy, x, correction, wide(self.dy.dtype))
             if estimator is not None:
                 # Recipe's own checks see to it that W was quantized and is here.
                 assert isinstance(saved.w, QuantizedTensor) and saved.weight is not None
-                scaled = saved.w.grid_coordinates(saved.weight.to(self.dy.dtype))
-                dw *= estimator.factor(scaled)
+                dw = backend.estimate(dw, estimator, saved.w, saved.weight.to(self.dy.dtype))
             if residual is not None:  # its product took W itself: no quantizer to see through
                 dw += self.dy.t() @ residual.wait().dense()
             dw = finish(dw, needs.dw_dtype, needs.dw_into)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_fp4.estimators import DGE
 from megatron_fp4.philox import Noise, Signs
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.recipe import GemmRecipe
@@ -93,4 +94,8 @@ class Backend(Protocol):
     ) -> Tensor:
         """a b^T, accumulated in float32, times `correction`: rounded once to `out_dtype`, or added
         to `into`, which is returned."""
+        ...
+
+    def estimate(self, dw: Tensor, estimator: DGE, w: QuantizedTensor, weight: Tensor) -> Tensor:
+        """dw, in place, times the estimator's factor of the weight that `w` was made of."""
         ...

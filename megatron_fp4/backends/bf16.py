@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_fp4.backends import fused
 from megatron_fp4.backends.base import Decoded, Operand, Preparation, finish
 from megatron_fp4.backends.reference import Reference, factors, scale_product
+from megatron_fp4.estimators import DGE
 from megatron_fp4.quantizer import QuantizedTensor
 from megatron_fp4.recipe import GemmRecipe
 
@@ -68,6 +69,11 @@ class Bf16(Reference):
         product = _product(a_values, b_values, torch.float32)
         product = scale_product(product, a_outer, b_outer, correction)
         return finish(product, out_dtype, into)
+
+    def estimate(self, dw: Tensor, estimator: DGE, w: QuantizedTensor, weight: Tensor) -> Tensor:
+        if fused.estimates(dw, estimator, w, weight):
+            return dw
+        return super().estimate(dw, estimator, w, weight)
 
 
 def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.backends.base import Operand, Preparation
+from megatron_fp4.estimators import DGE
 from megatron_fp4.philox import Noise
 from megatron_fp4.quantizer import QuantizedTensor
 
@@ -32,7 +33,7 @@ def problem() -> str | None:
 def prepare(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand | None]:
     """Operands of one matrix [rows, columns], read once for two copies that differ in their axis
     alone; None for those that the kernels do not make."""
-    if x.device.type != "cuda" or problem() is not None:
+    if not _kernels_run_on(x):
         return [None] * len(preparations)
     with torch.cuda.device(x.device):  # Triton launches on the current one
         if len(preparations) == 2 and _together(*preparations):
@@ -42,12 +43,28 @@ def prepare(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Ope
         return [_alone(x, preparation) for preparation in preparations]
 
 
-def _alone(x: Tensor | QuantizedTensor, p: Preparation) -> Operand | None:
-    from megatron_fp4.kernels import fp8  # imports Triton
+def estimates(dw: Tensor, estimator: DGE, w: QuantizedTensor, weight: Tensor) -> bool:
+    """Whether a kernel has multiplied dw by the estimator's factor."""
+    if not _kernels_run_on(dw):
+        return False
+    from megatron_fp4.kernels import estimator as kernels  # imports Triton
 
-    if isinstance(x, Tensor) and p.quantizer is not None and p.fold is None and not p.group:
-        if fp8.takes(x, p.quantizer, p.axis):
-            return fp8.quantize(x, p.quantizer, p.widest)
+    taken = kernels.takes(dw, w, weight)
+    if taken:
+        kernels.scale(dw, estimator, w, weight)
+    return taken
+
+
+def _kernels_run_on(x: Tensor | QuantizedTensor) -> bool:
+    return x.device.type == "cuda" and problem() is None
+
+
+def _alone(x: Tensor | QuantizedTensor, p: Preparation) -> Operand | None:
+    from megatron_fp4.kernels import rows  # imports Triton
+
+    if isinstance(x, Tensor) and p.quantizer is not None and not p.group:
+        if rows.takes(x, p.quantizer, p.axis):
+            return rows.quantize(x, p.quantizer, p.axis, p.fold, p.widest)
     made = _mxfp4(x, p)
     return None if made is None else made[0]
 

@@ -49,14 +49,14 @@ class Hopper(Bf16):
     def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
         if not isinstance(operand, QuantizedTensor) or not _tiles(*operand.codes.shape):
             return super().decode(operand, dtype)
-        from megatron_fp4.kernels.carrier import carry  # imports Triton
+        from megatron_fp4.kernels.carrier import carry, elements  # imports Triton
 
         if not operand.quantizer.outer:
             element = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
             return Decoded(*carry(operand.codes, operand.scales, element))
         outer = operand.block_scales().view(-1, 1)
         if operand.quantizer.element == "e2m1":
-            values = operand.elements(torch.bfloat16).to(torch.float8_e4m3fn)
+            values = elements(operand.codes.contiguous())
         else:
             values = operand.codes.view(FP8_ELEMENTS[operand.quantizer.element])
         return Decoded(values, outer)

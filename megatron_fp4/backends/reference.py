@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.backends.base import Decoded, Operand, Preparation, finish
+from megatron_fp4.estimators import DGE
 from megatron_fp4.formats import wide, widen
 from megatron_fp4.hadamard import transform
 from megatron_fp4.quantizer import QuantizedTensor, absolute_max, quantize_matrix
@@ -62,6 +63,9 @@ class Reference:
         (a_values, a_outer), (b_values, b_outer) = (factors(x, wide(out_dtype)) for x in (a, b))
         product = scale_product(a_values @ b_values.t(), a_outer, b_outer, correction)
         return finish(product, out_dtype, into)
+
+    def estimate(self, dw: Tensor, estimator: DGE, w: QuantizedTensor, weight: Tensor) -> Tensor:
+        return dw.mul_(estimator.factor(w.grid_coordinates(weight)))
 
 
 def _turned(x: Tensor | QuantizedTensor, preparation: Preparation) -> Tensor:

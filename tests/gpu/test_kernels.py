@@ -21,13 +21,19 @@ def test_codes_and_scales_are_the_reference_s() -> None:
     assert differences("cuda") == []
 
 
-def test_fp8_codes_are_the_reference_s() -> None:
-    from tests.kernels.fp8 import differences
+def test_codes_with_float32_scales_are_the_reference_s() -> None:
+    from tests.kernels.rows import differences
 
     assert list(differences("cuda")) == []
 
 
-@pytest.mark.parametrize("group", [0, 64, 128])
+def test_the_estimator_s_factor_is_the_reference_s() -> None:
+    from tests.kernels.estimator import differences
+
+    assert list(differences("cuda")) == []
+
+
+@pytest.mark.parametrize("group", [0, 32, 64, 128])
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp4-ceil-sr"])
 def test_a_large_gradient_both_ways_through_the_backend(name: str, group: int) -> None:
     x = torch.randn(1024, 4096, device="cuda").bfloat16()

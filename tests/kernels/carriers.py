@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 python -m tests.kernels.carriers    # prints what differs
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import get_quantizer
-from megatron_fp4.kernels.carrier import carry
+from megatron_fp4.kernels.carrier import carry, elements
 from megatron_fp4.quantizer import quantize_matrix
 
 # What docs/numerics.md says: the window of exponents in which E2M1 is exact, and ml_dtypes' own.
@@ -39,6 +40,12 @@ def matrix(rows: int, columns: int, spread: float) -> Tensor:
 
 def differences(device: str) -> Iterator[str]:
     """A line for each matrix and element whose bytes, folds or counts are not the oracle's."""
+    codes = torch.arange(256).repeat(5, 9).to(torch.uint8)  # every byte of two codes
+    zeros = quantize_matrix(torch.zeros(32, 32), get_quantizer("mxfp4"), axis=1)
+    values = replace(zeros, codes=codes).elements(torch.float64)
+    all_bytes = values.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    if (elements(codes.to(device)).cpu().view(torch.uint8).numpy() != all_bytes).any():
+        yield "elements without scales"
     for rows, columns, spread in MATRICES:
         q = quantize_matrix(matrix(rows, columns, spread), get_quantizer("mxfp4"), axis=1)
         value, scale = q.dequantize(torch.float64), q.scales.int()

@@ -9,8 +9,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_fp4.kernels.carrier import FORMATS, carry_kernel
+from megatron_fp4.kernels.estimator import factor_kernel
 from megatron_fp4.kernels.hadamard import transform_kernel
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
+from megatron_fp4.kernels.rows import EXPONENTS, cast_kernel, largest_kernel
 
 BOTH = {"ALONG": True, "ACROSS": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -65,6 +67,41 @@ def test_a_transform_compiles(axis: int, group: int, capability: int) -> None:
     assert widest
 
 
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("element", EXPONENTS)
+def test_casts_with_float32_scales_compile(element: str, axis: int, capability: int) -> None:
+    mantissa, bias = EXPONENTS[element]
+    constants = {"AXIS": axis, "PER_ROW": True, "HAS_FOLD": True, "LIMIT": 6.0}
+    constants |= {"E2M1": element == "e2m1", "MANTISSA": mantissa, "BIAS": bias}
+    constants |= {"TILE_ROWS": 64, "TILE_COLUMNS": 64}
+    types = {"x_ptr": "*i16", "fold_ptr": "*fp32", "largest_ptr": "*i32", "codes_ptr": "*u8"}
+    types |= {"gamma_ptr": "*fp32"}
+    for kernel in (largest_kernel, cast_kernel):
+        ptx = compiled(kernel, types, capability, constants)
+        assert ".ftz" not in ptx
+        # The reference divides as IEEE 754 does; an approximate quotient would move codes.
+        assert kernel is largest_kernel or "div.rn.f32" in ptx and "div.full" not in ptx
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_estimator_compiles(capability: int) -> None:
+    types = {"dw_ptr": "*fp32", "weight_ptr": "*i16", "gamma_ptr": "*fp32", "power": "fp32"}
+    types |= {"share": "fp32", "clip": "fp32"}
+    assert "ex2.approx" in compiled(factor_kernel, types, capability, {"TILE": 2048})
+
+
+def compiled(kernel: Any, types: dict[str, str], capability: int, constants: dict[str, Any]) -> str:
+    """PTX of a kernel with arguments of these types, int32 where none is said."""
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in kernel.arg_names
+    }
+    source = ASTSource(kernel, signature, constants)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+
+
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("element", FORMATS, ids=str)
 def test_a_carrier_compiles(element: Any, capability: int) -> None:
@@ -73,10 +110,5 @@ def test_a_carrier_compiles(element: Any, capability: int) -> None:
     constants |= {"INTERPRETED": False, "ALL_BLOCKS": 512, "ROWS": 4, "BLOCKS": 64}
     types = {"codes_ptr": "*i32", "scales_ptr": "*u8", "out_ptr": "*i32", "fold_ptr": "*fp32"}
     types |= {"tally_ptr": "*i32"}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in carry_kernel.arg_names
-    }
-    source = ASTSource(carry_kernel, signature, constants)
-    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+    ptx = compiled(carry_kernel, types, capability, constants)
     assert "prmt.b32" in ptx and "mul.ftz" not in ptx

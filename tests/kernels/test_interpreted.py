@@ -29,12 +29,17 @@ CARRIER_MISTAKES = {
     "zeros are counted": ("(words | (words >> 1) | (words >> 2))", "(words | ~words)"),
     "the other half first": ("tl.join(first, second)", "tl.join(second, first)"),
 }
-
-
-FP8_MISTAKES = {
+ROW_MISTAKES = {
     "halves go down": (" + ((bits >> CUT) & 1)\n", "\n"),
     "subnormal numbers are cut off": ("magnitude + anchor", "magnitude * 0.99 + anchor"),
-    "a NaN is a number": ("scale == scale", "scale != 0"),
+    "a NaN is a number": ("largest < INFINITE", "largest >= 0"),
+    "nothing is folded": ("    if HAS_FOLD:", "    if HAS_FOLD and AXIS == 1:"),
+    "the other half first": ("low | (high << 4)", "high | (low << 4)"),
+}
+ESTIMATOR_MISTAKES = {
+    "of 3 the step of 4": ("x < 4.0, 1.0", "x < 3.0, 1.0"),
+    "the place in half a step": ("2.0 * (x - low)", "1.0 * (x - low)"),
+    "no NaN": ('float("nan")', "0.0"),
 }
 
 
@@ -70,12 +75,17 @@ def test_carriers_are_ml_dtypes() -> None:
     assert differences(module="carriers") == [""]
 
 
-def test_fp8_codes_are_the_reference_s() -> None:
-    assert differences(module="fp8") == [""]
+def test_codes_with_float32_scales_are_the_reference_s() -> None:
+    assert differences(module="rows") == [""]
+
+
+def test_the_estimator_s_factor_is_the_reference_s() -> None:
+    assert differences(module="estimator") == [""]
 
 
 OTHERS = [("carrier", "carriers", name) for name in CARRIER_MISTAKES]
-OTHERS += [("fp8", "fp8", name) for name in FP8_MISTAKES]
+OTHERS += [("rows", "rows", name) for name in ROW_MISTAKES]
+OTHERS += [("estimator", "estimator", name) for name in ESTIMATOR_MISTAKES]
 
 
 @pytest.mark.parametrize(("file", "module", "mistake"), OTHERS)
@@ -84,7 +94,8 @@ def test_a_mistake_in_another_kernel_is_noticed(
 ) -> None:
     shutil.copytree(ROOT / "megatron_fp4", tmp_path / "megatron_fp4")
     path = tmp_path / f"megatron_fp4/kernels/{file}.py"
-    right, wrong = (CARRIER_MISTAKES if file == "carrier" else FP8_MISTAKES)[mistake]
+    mistakes = {"carrier": CARRIER_MISTAKES, "rows": ROW_MISTAKES, "estimator": ESTIMATOR_MISTAKES}
+    right, wrong = mistakes[file][mistake]
     assert right in path.read_text()
     path.write_text(path.read_text().replace(right, wrong))
     assert differences(tmp_path, module=module) != [""]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_fp4 import Quantizer
-from megatron_fp4.kernels import fp8, quantize
+from megatron_fp4.kernels import quantize, rows
 
 X = torch.zeros(64, 64, dtype=torch.bfloat16)
 
@@ -22,7 +22,7 @@ def test_a_prescale_of_fp8(prescale: float) -> None:
     quantizer = Quantizer(
         element="e4m3", scale="fp32", block=(1, 0), rule="absmax", prescale=prescale
     )
-    assert fp8.takes(X, quantizer, 1) == (prescale == 1.0)
+    assert rows.takes(X, quantizer, 1) == (prescale == 1.0)
 
 
 def test_other_formats_dtypes_and_shapes() -> None:

@@ -1,0 +1,67 @@
+"""DGE's factor on the gradient of a weight, in Triton; see `estimators.DGE`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_fp4.estimators import DGE
+from megatron_fp4.quantizer import QuantizedTensor
+
+TILE, WARPS = 2048, 4
+
+
+@triton.jit
+def factor_kernel(
+    dw_ptr,
+    weight_ptr,
+    gamma_ptr,
+    n_columns,
+    power,
+    share,
+    clip,
+    TILE: tl.constexpr,
+):
+    """dw *= min(share |u|^power, clip), where u in [-1, 1] is the scaled weight's place between
+    its neighbours on E2M1's grid."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    there = at < n_columns
+    bits = tl.load(weight_ptr + row * n_columns + at, mask=there, other=0).to(tl.int32)  # of BF16
+    x = tl.abs((bits << 16).to(tl.float32, bitcast=True) * tl.load(gamma_ptr + row))
+    step = tl.where(x < 2.0, 0.5, tl.where(x < 4.0, 1.0, 2.0))
+    low = tl.minimum(tl.floor(x / step) * step, 4.0)
+    u = tl.maximum(tl.abs(2.0 * (x - low) / step - 1.0), 1e-38)  # 0 has no logarithm
+    factor = tl.minimum(tl.exp2(tl.log2(u) * power) * share, clip)
+    factor = tl.where(x == x, factor, float("nan"))
+    places = dw_ptr + row * n_columns + at
+    tl.store(places, tl.load(places, mask=there) * factor, mask=there)
+
+
+def takes(dw: Tensor, w: QuantizedTensor, weight: Tensor) -> bool:
+    """Whether the kernel multiplies dw: float32, of a BF16 weight with a float32 scale a row."""
+    quantizer = w.quantizer
+    rows = quantizer.scale == "fp32" and quantizer.block == (1, 0) and w.axis == 1
+    dtypes = (dw.dtype, weight.dtype) == (torch.float32, torch.bfloat16)
+    whole = dw.is_contiguous() and weight.is_contiguous() and dw.numel() > 0
+    return rows and dtypes and whole and quantizer.prescale == 1.0
+
+
+def scale(dw: Tensor, estimator: DGE, w: QuantizedTensor, weight: Tensor) -> Tensor:
+    """dw [out, in], multiplied in place by the factor of `weight`, which `w` was made of."""
+    rows, columns = dw.shape
+    with torch.cuda.device_of(dw):  # Triton launches on the current one
+        factor_kernel[rows, triton.cdiv(columns, TILE)](
+            dw,
+            weight.view(torch.int16),
+            w.scales,
+            columns,
+            1 / estimator.k - 1,
+            1 / estimator.k,
+            estimator.clip,
+            TILE=TILE,
+            num_warps=WARPS,
+        )
+    return dw

@@ -1,0 +1,207 @@
+"""Elements with a float32 scale for each row of an operand, or for all of it, in Triton: FP8, and
+E2M1 two a byte.
+
+One kernel finds what is largest, and another scales, rounds and, along the columns, turns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_fp4.formats import element_max
+from megatron_fp4.kernels.encode import nearest
+from megatron_fp4.quantizer import QuantizedTensor, Quantizer
+
+EXPONENTS = {"e4m3": (3, 7), "e5m2": (2, 15), "e2m1": (1, 1)}  # mantissa bits and bias
+TILE_ROWS, TILE_COLUMNS, WARPS = 64, 64, 4
+INFINITE = tl.constexpr(0x7F800000)
+LARGEST = tl.constexpr(float.fromhex("0x1.fffffep127"))
+
+
+@triton.jit
+def _folded(
+    x_ptr,
+    fold_ptr,
+    rows,
+    columns,
+    n_rows,
+    n_columns,
+    AXIS: tl.constexpr,
+    HAS_FOLD: tl.constexpr,
+):
+    """A tile of x, float32 [rows, columns], times what is folded into it along AXIS."""
+    there = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
+    at = rows[:, None].to(tl.int64) * n_columns + columns[None, :]
+    bits = tl.load(x_ptr + at, mask=there, other=0).to(tl.int32)  # those of BF16
+    v = (bits << 16).to(tl.float32, bitcast=True)
+    if HAS_FOLD:
+        if AXIS == 1:
+            v *= tl.load(fold_ptr + columns, mask=columns < n_columns, other=0)[None, :]
+        else:
+            v *= tl.load(fold_ptr + rows, mask=rows < n_rows, other=0)[:, None]
+    return v
+
+
+@triton.jit
+def largest_kernel(
+    x_ptr,
+    fold_ptr,
+    largest_ptr,
+    n_rows,
+    n_columns,
+    AXIS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    HAS_FOLD: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """The bits of the largest magnitudes along AXIS, or of all; those of NaN are above Inf's."""
+    rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    v = _folded(x_ptr, fold_ptr, rows, columns, n_rows, n_columns, AXIS, HAS_FOLD)
+    largest = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
+    if PER_ROW:
+        lines = rows if AXIS == 1 else columns
+        tl.atomic_max(largest_ptr + lines, largest, mask=lines < (n_rows if AXIS else n_columns))
+    else:
+        tl.atomic_max(largest_ptr, tl.max(largest, 0))
+
+
+@triton.jit
+def _gamma(largest, LIMIT: tl.constexpr):
+    """(what multiplies, which lines are finite) of the bits of the largest magnitudes; see
+    `scaling.gamma`."""
+    amax = largest.to(tl.float32, bitcast=True)
+    ratio = tl.div_rn(tl.full(amax.shape, LIMIT, tl.float32), amax)
+    ratio = tl.minimum(ratio, LARGEST)
+    return tl.where(largest == 0, 1.0, ratio), largest < INFINITE
+
+
+@triton.jit
+def _fp8(v, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Codes of what is in range, to nearest even."""
+    magnitude = tl.abs(v)
+    CUT: tl.constexpr = 23 - MANTISSA
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = bits + ((1 << (CUT - 1)) - 1) + ((bits >> CUT) & 1)
+    normal = (normal >> CUT) - ((127 - BIAS) << MANTISSA)
+    # Subnormal numbers have steps of one length: added to a number with that as its last place.
+    anchor = 2.0 ** (24 - BIAS - MANTISSA)
+    steps = (magnitude + anchor).to(tl.int32, bitcast=True) & ((2 << MANTISSA) - 1)
+    return tl.where(magnitude < 2.0 ** (1 - BIAS), steps, normal)
+
+
+@triton.jit
+def cast_kernel(
+    x_ptr,
+    fold_ptr,
+    largest_ptr,
+    codes_ptr,
+    gamma_ptr,
+    n_rows,
+    n_columns,
+    LIMIT: tl.constexpr,
+    AXIS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    HAS_FOLD: tl.constexpr,
+    E2M1: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """Codes of x * fold * gamma, AXIS last, and gamma. A line that is not finite has codes 0 and a
+    gamma of NaN."""
+    rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    v = _folded(x_ptr, fold_ptr, rows, columns, n_rows, n_columns, AXIS, HAS_FOLD)
+    if AXIS == 0:
+        v = tl.trans(v)
+        lines, along, n_lines, n_along = columns, rows, n_columns, n_rows
+    else:
+        lines, along, n_lines, n_along = rows, columns, n_rows, n_columns
+    at = lines if PER_ROW else lines * 0
+    factor, finite = _gamma(tl.load(largest_ptr + at, mask=lines < n_lines, other=0), LIMIT)
+    if tl.program_id(AXIS) == 0:
+        first = (lines < n_lines) & (PER_ROW | (lines == 0))
+        tl.store(gamma_ptr + at, tl.where(finite, factor, float("nan")), mask=first)
+    negative = v.to(tl.int32, bitcast=True) < 0
+    v *= factor[:, None]
+    SIGN: tl.constexpr = 8 if E2M1 else 0x80
+    code = nearest(tl.abs(v) * 0.5) if E2M1 else _fp8(v, MANTISSA, BIAS)
+    code = tl.where(finite[:, None], code | tl.where(negative, SIGN, 0), 0)
+    if E2M1:
+        SHAPE: tl.constexpr = code.shape
+        low, high = tl.split(tl.reshape(code, (SHAPE[0], SHAPE[1] // 2, 2)))
+        code, n_along = low | (high << 4), n_along // 2
+        ALONG: tl.constexpr = (TILE_COLUMNS if AXIS else TILE_ROWS) // 2
+        along = tl.program_id(AXIS) * ALONG + tl.arange(0, ALONG)
+    there = (lines < n_lines)[:, None] & (along < n_along)[None, :]
+    places = lines[:, None].to(tl.int64) * n_along + along[None, :]
+    tl.store(codes_ptr + places, code.to(tl.uint8), mask=there)
+
+
+def takes(x: Tensor, quantizer: Quantizer, axis: int) -> bool:
+    """Whether the kernels make this copy of x: BF16 with a scale for each row of the copy or for
+    the tensor."""
+    return (
+        quantizer.scale == "fp32"
+        and not quantizer.stochastic
+        and quantizer.prescale == 1.0
+        and x.dim() == 2
+        and x.dtype == torch.bfloat16
+        and x.numel() > 0
+        and (quantizer.element != "e2m1" or x.shape[axis] % 2 == 0)
+    )
+
+
+def quantize(
+    x: Tensor,
+    quantizer: Quantizer,
+    axis: int,
+    fold: Tensor | None = None,
+    widest: Tensor | None = None,
+) -> QuantizedTensor:
+    """x [rows, columns] along `axis`. fold: float32, multiplies along that axis. widest: what ranks
+    agreed on; see `quantize_matrix`."""
+    x = x.contiguous()
+    rows, columns = x.shape
+    lines, along = x.shape[1 - axis], x.shape[axis]
+    per_row = quantizer.block[0] == 1
+    packed = quantizer.element == "e2m1"
+    codes = x.new_empty(lines, along // 2 if packed else along, dtype=torch.uint8)
+    stored = x.new_empty(lines if per_row else 1, 1, dtype=torch.float32)
+    mantissa, bias = EXPONENTS[quantizer.element]
+    grid = triton.cdiv(rows, TILE_ROWS), triton.cdiv(columns, TILE_COLUMNS)
+    operands = x.view(torch.int16), x if fold is None else fold.contiguous()
+    form = dict(
+        AXIS=axis,
+        PER_ROW=per_row,
+        HAS_FOLD=fold is not None,
+        TILE_ROWS=TILE_ROWS,
+        TILE_COLUMNS=TILE_COLUMNS,
+        num_warps=WARPS,
+    )
+    with torch.cuda.device_of(x):  # Triton launches on the current one
+        if widest is None:
+            largest = torch.zeros_like(stored, dtype=torch.int32)
+            largest_kernel[grid](*operands, largest, rows, columns, **form)
+        else:
+            largest = widest.float().contiguous().view(torch.int32)
+        cast_kernel[grid](
+            *operands,
+            largest,
+            codes,
+            stored,
+            rows,
+            columns,
+            LIMIT=element_max(quantizer.element),
+            E2M1=packed,
+            MANTISSA=mantissa,
+            BIAS=bias,
+            **form,
+        )
+    return QuantizedTensor(codes, stored, None, quantizer, x.shape, axis)
