@@ -84,7 +84,7 @@ class Call:
 
     def backend(self, recipe: Recipe, gemm: str, like: Tensor) -> Backend:
         """Who runs `gemm` of a model that computes in the dtype of `like`."""
-        return choose(recipe.gemm(gemm), like.device, like.dtype).backend
+        return choose(recipe.multiplied(gemm), like.device, like.dtype).backend
 
     def prepare(self, recipe: Recipe, like: Tensor, *sources: Source) -> list[Operand]:
         """The operands of a model that computes in the dtype of `like`. What ranks must agree on
@@ -122,7 +122,8 @@ class Call:
         form = backend.decode(operand, like.dtype, gradient=name == "dy")
         if kept is not None:
             kept[decoded] = form, None
-        self.watch(gemm, name, operand, form)
+        if recipe.quantizer(gemm, name) is not None:  # else fprop's, seen there
+            self.watch(gemm, name, operand, form)
         return form
 
     def watch(self, gemm: str, name: str, operand: Operand, form: Operand | None = None) -> None:

@@ -192,6 +192,9 @@ class Backward:
             return kept.to(dtype), None
         if self._left_by_forward(gemm):
             exact = dtype if dtype == torch.bfloat16 else wide(dtype)  # float16 overflows
+            if self.recipe.multiplied(gemm).b is not None and not any(n % 2 for n in kept.shape):
+                fold = kept.block_scales(wide(dtype)).flatten()
+                return kept.unscaled(), fold.expand(kept.shape[0])
             values, scale = kept.factors(exact)
             return values, None if scale is None else scale.expand(len(values), 1).flatten()
         turned = self.recipe.fprop.hadamard is not None

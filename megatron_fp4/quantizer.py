@@ -152,6 +152,21 @@ class QuantizedTensor:
         values = per_block(values, self.quantizer.block, self.block_scales(dtype), torch.mul)
         return values, None if self.tensor_scale is None else self.tensor_scale.view(1, 1)
 
+    def unscaled(self) -> QuantizedTensor:
+        """A matrix whose scales span its blocked axis, with a scale of 1."""
+        quantizer = replace(self.quantizer, block=(WHOLE_AXIS, WHOLE_AXIS))
+        return replace(self, scales=self.scales.new_ones(1, 1), quantizer=quantizer)
+
+    def along(self, axis: int) -> QuantizedTensor:
+        """The same elements of a matrix with one scale, `axis` last. Both axes are even."""
+        if axis == self.axis:
+            return self
+        if self.quantizer.element == "e2m1":
+            codes = formats.pack(formats.unpack(self.codes).t().contiguous())
+        else:
+            codes = self.codes.t().contiguous()
+        return replace(self, codes=codes, axis=axis)
+
     def tally(self) -> Tensor:
         """int32 [2]: how many elements were rounded (none here), and whether a block is NaN."""
         if self.quantizer.scale == "fp32":

@@ -33,13 +33,14 @@ class WeightCache:
 def kept_bytes(weight: Tensor, recipe: Recipe, dtype: torch.dtype, decoded: bool) -> int:
     """What a cache takes for one weight [out, in] of a model that computes in `dtype`."""
     outputs, inputs = weight.shape
-    quantizers = ((recipe.fprop.b, (outputs, inputs)), (recipe.dgrad.b, (inputs, outputs)))
+    dgrad = recipe.multiplied("dgrad")
+    quantizers = ((recipe.fprop.b, (outputs, inputs)), (dgrad.b, (inputs, outputs)))
     total = sum(q.nbytes(*shape) for q, shape in quantizers if q is not None)
     if decoded:
         from_forward = recipe.backward == "forward" and recipe.fprop.b is not None
         held = ["fprop"] * (recipe.fprop.b is not None)
-        held += ["dgrad"] * (recipe.dgrad.b is not None or from_forward)
+        held += ["dgrad"] * (dgrad.b is not None or from_forward)
         for gemm in held:
-            backend = choose(recipe.gemm(gemm), weight.device, dtype).backend
+            backend = choose(recipe.multiplied(gemm), weight.device, dtype).backend
             total += weight.numel() * backend.decoded_bytes(dtype)
     return total

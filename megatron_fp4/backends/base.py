@@ -72,7 +72,8 @@ class Backend(Protocol):
 
     def prepare(self, x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand]:
         """Operands of GEMMs from one matrix [rows, columns] as the model holds it; if that is
-        quantized, from what it decodes to, which must be exact in BF16."""
+        quantized, from what it decodes to, which must be exact in BF16. Without a quantizer a
+        quantized one has one scale, and stays quantized."""
         ...
 
     def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:

@@ -65,6 +65,8 @@ def _alone(x: Tensor | QuantizedTensor, p: Preparation) -> Operand | None:
     if isinstance(x, Tensor) and p.quantizer is not None and not p.group:
         if rows.takes(x, p.quantizer, p.axis):
             return rows.quantize(x, p.quantizer, p.axis, p.fold, p.widest)
+    if isinstance(x, QuantizedTensor) and p.quantizer is None and rows.turns(x, p.axis):
+        return rows.turned(x)
     made = _mxfp4(x, p)
     return None if made is None else made[0]
 

@@ -30,6 +30,8 @@ class Reference:
 
     def _prepare(self, x: Tensor | QuantizedTensor, preparation: Preparation) -> Operand:
         quantizer, axis = preparation.quantizer, preparation.axis
+        if quantizer is None and isinstance(x, QuantizedTensor):
+            return x.along(axis)
         x = _turned(x, preparation)
         if quantizer is None:
             return x.movedim(axis, -1)
@@ -99,6 +101,8 @@ def scale_product(
     product: Tensor, a_outer: Tensor | None, b_outer: Tensor | None, correction: float
 ) -> Tensor:
     """The float32 product [M, N] times the operands' outer scales and the output correction."""
+    if b_outer is not None and a_outer is not None and b_outer.numel() == 1:
+        a_outer, b_outer = a_outer * b_outer, None
     if a_outer is not None:
         product = product * a_outer
     if b_outer is not None:

@@ -6,6 +6,8 @@ One kernel finds what is largest, and another scales, rounds and, along the colu
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -205,3 +207,44 @@ def quantize(
             **form,
         )
     return QuantizedTensor(codes, stored, None, quantizer, x.shape, axis)
+
+
+@triton.jit
+def turn_kernel(
+    codes_ptr, out_ptr, n_rows, n_bytes, TILE_ROWS: tl.constexpr, TILE_BYTES: tl.constexpr
+):
+    """codes [n_rows, n_bytes], two a byte -> [2 n_bytes, n_rows / 2]."""
+    rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    at = tl.program_id(1) * TILE_BYTES + tl.arange(0, TILE_BYTES)
+    there = (rows < n_rows)[:, None] & (at < n_bytes)[None, :]
+    byte = tl.load(codes_ptr + rows[:, None].to(tl.int64) * n_bytes + at, mask=there, other=0)
+    byte = byte.to(tl.int32)
+    nibbles = tl.reshape(tl.join(byte & 15, byte >> 4), (TILE_ROWS, 2 * TILE_BYTES))
+    low, high = tl.split(tl.reshape(tl.trans(nibbles), (2 * TILE_BYTES, TILE_ROWS // 2, 2)))
+    lines = tl.program_id(1) * (2 * TILE_BYTES) + tl.arange(0, 2 * TILE_BYTES)
+    to = tl.program_id(0) * (TILE_ROWS // 2) + tl.arange(0, TILE_ROWS // 2)
+    there = (lines < 2 * n_bytes)[:, None] & (to < n_rows // 2)[None, :]
+    places = lines[:, None].to(tl.int64) * (n_rows // 2) + to[None, :]
+    tl.store(out_ptr + places, (low | (high << 4)).to(tl.uint8), mask=there)
+
+
+def turns(x: QuantizedTensor, axis: int) -> bool:
+    """Whether the kernel gives x, which has one scale, its other axis last."""
+    return x.quantizer.element == "e2m1" and axis != x.axis and x.codes.numel() > 0
+
+
+def turned(x: QuantizedTensor) -> QuantizedTensor:
+    """x.along(the other axis)."""
+    rows, half = x.codes.shape
+    codes = x.codes.new_empty(2 * half, rows // 2)
+    with torch.cuda.device_of(codes):  # Triton launches on the current one
+        turn_kernel[triton.cdiv(rows, TILE_ROWS), triton.cdiv(half, TILE_COLUMNS)](
+            x.codes.contiguous(),
+            codes,
+            rows,
+            half,
+            TILE_ROWS=TILE_ROWS,
+            TILE_BYTES=TILE_COLUMNS,
+            num_warps=WARPS,
+        )
+    return replace(x, codes=codes, axis=1 - x.axis)

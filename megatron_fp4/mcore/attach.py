@@ -181,7 +181,8 @@ def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> Row
     except ConfigError as error:
         return Row(name, shape, recipe.name, (), (), refusal=str(error))
     dtype = layer.config.params_dtype
-    choices = [choose(recipe.gemm(gemm), layer.weight.device, dtype) for gemm in GEMMS]
+    device = layer.weight.device
+    choices = [choose(recipe.multiplied(gemm), device, dtype) for gemm in GEMMS]
     passed_over = [f"{who}: {why}" for choice in choices for who, why in choice.passed_over]
     if (problem := kernels_problem(layer.weight.device)) is not None:
         passed_over.append(f"kernels: {problem}")

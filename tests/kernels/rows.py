@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megatron_fp4 import Quantizer
+from megatron_fp4 import Quantizer, get_quantizer
 from megatron_fp4.backends.base import Preparation
 from megatron_fp4.backends.reference import Reference
-from megatron_fp4.kernels.rows import quantize, takes
-from megatron_fp4.quantizer import QuantizedTensor
+from megatron_fp4.kernels.rows import quantize, takes, turned, turns
+from megatron_fp4.quantizer import QuantizedTensor, quantize_matrix
 
 BLOCKS = ((0, 0), (1, 0))  # the tensor, a row
 ROWS, COLUMNS = 40, 330
@@ -47,6 +48,14 @@ def differences(device: str) -> Iterator[str]:
             found = quantize(x.bfloat16().to(device), quantizer, axis, *there)
             if _differ(found, made):
                 yield f"{element} {block} {axis} {bad} {folded is None} {widest is None}"
+
+    packed = quantize_matrix(x[:, :320], get_quantizer("vector"), axis=1).unscaled()
+    on_device = replace(packed, codes=packed.codes.to(device), scales=packed.scales.to(device))
+    assert turns(packed, 0) and not turns(packed, 1)
+    found, made = turned(on_device), packed.along(0)
+    values = found.dequantize().cpu()
+    if _differ(found, made) or not torch.equal(values, packed.dequantize()):
+        yield "turned"
 
 
 def _differ(found: QuantizedTensor, made: QuantizedTensor) -> bool:
