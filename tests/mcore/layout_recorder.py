@@ -69,11 +69,14 @@ class Recorder:
             places = [_place(call, recipe, source) for source in sources]
             taught = [
                 replace(source, matrix=self.teacher(place, source.matrix))
+                if isinstance(source.matrix, Tensor)
+                else source  # fprop's codes, compared there
                 for source, place in zip(sources, places, strict=True)
             ]
             operands = self._prepare(call, recipe, like, *taught)
             for source, place, operand in zip(taught, places, operands, strict=True):
-                if isinstance(operand, QuantizedTensor):
+                quantized = recipe.quantizer(source.gemm, source.operand) is not None
+                if quantized and isinstance(operand, QuantizedTensor):
                     self.records.append(_record(place, source.matrix, operand))
             return operands
 
