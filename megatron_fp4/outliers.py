@@ -63,6 +63,11 @@ class OutlierClamp:
         if not 0.5 < self.alpha <= 1.0:
             raise ConfigError(f"alpha {self.alpha} must lie in (0.5, 1]")
 
+    def kept(self, length: int) -> int:
+        """How many elements of either end of a line of that length the residual has room for."""
+        # Beyond a quantile are those ranked beyond it; one more, should its rank be rounded.
+        return min(int((1 - self.alpha) * (length - 1)) + 2, length)
+
     def split(self, x: Tensor) -> tuple[Tensor, Residual]:
         """X [tokens, features] as (what is clamped, in X's dtype; the residual). They add up to x
         exactly wherever the difference fits x's dtype."""
@@ -74,14 +79,14 @@ class OutlierClamp:
         # By sorting: torch.quantile refuses more than 16 million elements.
         values, order = lines.sort(dim=1)
         low, high = _quantile(values, 1 - self.alpha), _quantile(values, self.alpha)
-        clamped = lines.clamp(low, high).to(x.dtype)
-        # Beyond a quantile are those ranked beyond it; one more, should its rank be rounded.
-        count = min(int((1 - self.alpha) * (length - 1)) + 2, length)
+        raw, clamped = _lines(x, self.scope), lines.clamp(low, high).to(x.dtype)
+        clamped = torch.where(clamped == raw, raw, clamped)  # a zero keeps its sign
+        count = self.kept(length)
         ends = torch.cat((order[:, :count], order[:, length - count :]), 1)
-        index = torch.int16 if length <= torch.iinfo(torch.int16).max else torch.int32
+        taken = raw.gather(1, ends) - clamped.gather(1, ends)
         residual = Residual(
-            _lines(x, self.scope).gather(1, ends) - clamped.gather(1, ends),
-            ends.to(index),
+            taken.masked_fill(low.isnan() | high.isnan(), 0),  # which ends NaN has is the sort's
+            ends.to(index_dtype(length)),
             self.scope,
             x.shape,
         )
@@ -89,9 +94,21 @@ class OutlierClamp:
         return whole, residual
 
 
-def _quantile(ordered: Tensor, q: float) -> Tensor:
-    """The q-quantile [lines, 1] of sorted lines, with linear interpolation."""
-    position = q * (ordered.shape[1] - 1)
+def index_dtype(length: int) -> torch.dtype:
+    """Of places in a line of that length."""
+    return torch.int16 if length <= torch.iinfo(torch.int16).max else torch.int32
+
+
+def ranks(q: float, length: int) -> tuple[int, int, float]:
+    """The order statistics between which the q-quantile of `length` elements lies, and the weight
+    of the second."""
+    position = q * (length - 1)
     below = int(position)
-    above = min(below + 1, ordered.shape[1] - 1)
-    return ordered[:, below : below + 1].lerp(ordered[:, above : above + 1], position - below)
+    return below, min(below + 1, length - 1), position - below
+
+
+def _quantile(ordered: Tensor, q: float) -> Tensor:
+    """The q-quantile [lines, 1] of sorted lines, with linear interpolation in float64."""
+    below, above, weight = ranks(q, ordered.shape[1])
+    first, second = (ordered[:, i : i + 1].double() for i in (below, above))
+    return (first + (second - first) * weight).to(ordered.dtype)

@@ -117,6 +117,48 @@ def test_small_shapes(scope: Scope, rows: int, columns: int) -> None:
     assert torch.equal(residual.dense(), x - clamped)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_bounds_are_interpolated_in_float64_without_fusing(dtype: torch.dtype) -> None:
+    """Against numpy's scalars, one operation at a time; in float32 the bounds are others."""
+    x = activations(dtype=dtype)
+    clamped, _ = OutlierClamp(0.9).split(x)
+    position = (1 - 0.9) * (x.shape[1] - 1)
+    others = 0
+    for line, found in zip(x.sort().values.numpy(), clamped.amin(1).numpy(), strict=True):
+        a, b = line[int(position)], line[int(position) + 1]
+        wide = np.float64(b) - np.float64(a)
+        wide = np.float64(a) + wide * np.float64(position - int(position))
+        assert found == wide.astype(line.dtype)
+        others += found != a + (b - a) * np.float32(position - int(position))
+    assert others  # negative control
+
+
+def test_zeros_keep_their_signs() -> None:
+    """Also where the bound is a zero of the other sign, or is rounded to one."""
+    tiny = 2.0**-133  # BF16's smallest number
+    for x in ([-0.0, 0.0, -0.0, -1.0, 1.0], [-0.0, tiny, tiny], [0.0, -tiny, -tiny]):
+        line = torch.tensor([x]).bfloat16()
+        clamped, residual = OutlierClamp(0.9).split(line)
+        zeros = line == 0
+        assert torch.equal(clamped.signbit()[zeros], line.signbit()[zeros])
+        assert not residual.dense()[zeros].view(torch.int16).any()
+
+
+@pytest.mark.parametrize("scope", ["token", "channel", "tensor"])
+def test_a_bound_that_is_nan_spoils_its_line(scope: Scope) -> None:
+    x = activations()
+    x[1:9, :5] = torch.nan
+    x[20, 3] = torch.inf  # above every quantile: clamped
+    clamped, residual = OutlierClamp(0.97, scope).split(x)
+    if scope == "tensor":  # 40 of 6240 elements are beyond the quantile
+        assert torch.equal(clamped.isnan(), x.isnan())
+        assert torch.equal(residual.dense().isnan(), x.isnan())
+        return
+    spoiled = x.isnan().any(AXIS[scope], keepdim=True).expand(x.shape)
+    assert torch.equal(clamped.isnan(), spoiled) and clamped[~spoiled].isfinite().all()
+    assert not residual.dense()[spoiled].any()
+
+
 @pytest.mark.parametrize(
     "build",
     [
