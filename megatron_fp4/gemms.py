@@ -62,7 +62,8 @@ def fprop(
     """Y = X W^T + bias for x [tokens, in], weight [out, in], bias [out] or None; returns
     (y [tokens, out], what may be saved). All terms are summed before the output is rounded."""
     gemm, outliers = recipe.fprop, recipe.outliers
-    clamped, residual = (x, None) if outliers is None else outliers.split(x)
+    backend = call.backend(recipe, "fprop", x)
+    clamped, residual = (x, None) if outliers is None else backend.split(x, outliers)
     raw = x if needs_dw and _packs_x(x, recipe, call) else None
     x_operand, w_operand, packed = _forward_operands(clamped, weight, raw, recipe, call)
     travels: Pending[Operand] = Pending.of(x_operand)
@@ -72,7 +73,6 @@ def fprop(
     if residual is not None and outliers is not None and outliers.compensate:
         compensation = _all_tokens(residual, call).wait().dense() @ weight.to(x.dtype).t()
     alone = compensation is None and bias is None
-    backend = call.backend(recipe, "fprop", x)
     y = backend.multiply(
         call.decode(recipe, "fprop", "x", travels.wait(), x),
         call.decode(recipe, "fprop", "w", w_operand, x),

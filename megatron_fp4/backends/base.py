@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.estimators import DGE
+from megatron_fp4.outliers import OutlierClamp, Residual
 from megatron_fp4.philox import Noise, Signs
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.recipe import GemmRecipe
@@ -68,6 +69,10 @@ class Backend(Protocol):
 
     def absolute_max(self, x: Tensor | QuantizedTensor, preparation: Preparation) -> Tensor:
         """The maxima that ranks share before they prepare the parts of an operand."""
+        ...
+
+    def split(self, x: Tensor, outliers: OutlierClamp) -> tuple[Tensor, Residual]:
+        """`outliers.split(x)` for X [tokens, features]; the residual's slots in any order."""
         ...
 
     def prepare(self, x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand]:

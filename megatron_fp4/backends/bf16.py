@@ -14,6 +14,7 @@ from megatron_fp4.backends import fused
 from megatron_fp4.backends.base import Decoded, Operand, Preparation, finish
 from megatron_fp4.backends.reference import Reference, factors, scale_product
 from megatron_fp4.estimators import DGE
+from megatron_fp4.outliers import OutlierClamp, Residual
 from megatron_fp4.quantizer import QuantizedTensor
 from megatron_fp4.recipe import GemmRecipe
 
@@ -29,6 +30,10 @@ class Bf16(Reference):
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
             return "BF16 tensor cores need compute capability 8.0"
         return None
+
+    def split(self, x: Tensor, outliers: OutlierClamp) -> tuple[Tensor, Residual]:
+        made = fused.split(x, outliers)
+        return super().split(x, outliers) if made is None else made
 
     def prepare(self, x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand]:
         made = fused.prepare(x, *preparations)

@@ -1,4 +1,5 @@
-"""Operands made by the Triton kernels, where these make them: on a GPU, in MXFP4 and FP8."""
+"""What the Triton kernels make, where they do: on a GPU, operands in MXFP4 and FP8, and clamped
+tokens with what the clamp took off."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megatron_fp4.backends.base import Operand, Preparation
 from megatron_fp4.estimators import DGE
+from megatron_fp4.outliers import OutlierClamp, Residual
 from megatron_fp4.philox import Noise
 from megatron_fp4.quantizer import QuantizedTensor
 
@@ -28,6 +30,15 @@ def problem() -> str | None:
     if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
         return f"Triton {triton.__version__} is too old: {remedy}"
     return None
+
+
+def split(x: Tensor, clamp: OutlierClamp) -> tuple[Tensor, Residual] | None:
+    """`clamp.split(x)` without a sort; None where the kernel does not take x."""
+    if x.device.type != "cuda" or problem() is not None:
+        return None
+    from megatron_fp4.kernels import outliers  # imports Triton
+
+    return outliers.split(x, clamp) if outliers.takes(x, clamp) else None
 
 
 def prepare(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand | None]:

@@ -9,6 +9,7 @@ from megatron_fp4.backends.base import Decoded, Operand, Preparation, finish
 from megatron_fp4.estimators import DGE
 from megatron_fp4.formats import wide, widen
 from megatron_fp4.hadamard import transform
+from megatron_fp4.outliers import OutlierClamp, Residual
 from megatron_fp4.quantizer import QuantizedTensor, absolute_max, quantize_matrix
 from megatron_fp4.recipe import GemmRecipe
 
@@ -24,6 +25,9 @@ class Reference:
     def absolute_max(self, x: Tensor | QuantizedTensor, preparation: Preparation) -> Tensor:
         assert preparation.quantizer is not None  # high precision has no scale to share
         return absolute_max(_turned(x, preparation), preparation.quantizer, preparation.axis)
+
+    def split(self, x: Tensor, outliers: OutlierClamp) -> tuple[Tensor, Residual]:
+        return outliers.split(x)
 
     def prepare(self, x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand]:
         return [self._prepare(x, preparation) for preparation in preparations]

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4 import GemmRecipe, Quantizer, get_quantizer, quantize
+from megatron_fp4 import GemmRecipe, Quantizer, get_quantizer, linear, quantize
 from megatron_fp4.backends import BACKENDS, Backend, Preparation, choose
 from megatron_fp4.backends.bf16 import Bf16
 from megatron_fp4.backends.reference import Reference
 from megatron_fp4.hadamard import transform
+from megatron_fp4.outliers import OutlierClamp, Residual
 from megatron_fp4.philox import Key, Noise, Signs, random_bits16
 from megatron_fp4.quantizer import QuantizedTensor, quantize_matrix
 from tests.oracles import normal, relative_error
@@ -50,6 +51,20 @@ def test_the_reason_names_the_remedy() -> None:
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 def test_names_are_unique(backend: Backend) -> None:
     assert [b.name for b in BACKENDS].count(backend.name) == 1
+
+
+def test_outliers_are_split_by_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[torch.Size, OutlierClamp]] = []
+
+    def split(self: Bf16, x: Tensor, outliers: OutlierClamp) -> tuple[Tensor, Residual]:
+        seen.append((x.shape, outliers))
+        return Reference.split(self, x, outliers)
+
+    x, w = (normal((rows, 64), rows).bfloat16() for rows in (32, 96))
+    wanted = linear(x, w, recipe="dge-occ")
+    monkeypatch.setattr(Bf16, "split", split)
+    assert torch.equal(linear(x, w, recipe="dge-occ"), wanted)
+    assert seen == [(x.shape, OutlierClamp())]
 
 
 # --- products -------------------------------------------------------------------------------------

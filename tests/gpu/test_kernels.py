@@ -6,6 +6,7 @@ import torch
 from megatron_fp4.backends import Preparation, fused
 from megatron_fp4.backends.bf16 import Bf16
 from megatron_fp4.backends.reference import Reference
+from megatron_fp4.outliers import OutlierClamp
 from megatron_fp4.philox import Key, Noise
 from megatron_fp4.quantizer import QuantizedTensor, get_quantizer
 
@@ -31,6 +32,24 @@ def test_the_estimator_s_factor_is_the_reference_s() -> None:
     from tests.kernels.estimator import differences
 
     assert list(differences("cuda")) == []
+
+
+def test_outliers_are_the_reference_s_on_a_cpu() -> None:
+    from tests.kernels.outliers import NARROW, differences
+
+    assert list(differences("cuda", (*NARROW, 4096, 14336, 32767))) == []
+
+
+@pytest.mark.parametrize("features", [4096, 14336])
+def test_many_tokens_are_split_through_the_backend(features: int) -> None:
+    generator = torch.Generator().manual_seed(features)
+    x = torch.randn(512, features, generator=generator).exp().bfloat16() - 0.7
+    wanted, wanted_residual = OutlierClamp().split(x)
+    assert fused.split(x.cuda(), OutlierClamp()) is not None
+    for backend in (Bf16(), Reference()):  # the reference's sort on a GPU too
+        found, residual = backend.split(x.cuda(), OutlierClamp())
+        assert torch.equal(found.cpu(), wanted)
+        assert torch.equal(residual.dense().cpu(), wanted_residual.dense())
 
 
 @pytest.mark.parametrize("group", [0, 32, 64, 128])

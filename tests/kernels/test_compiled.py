@@ -12,6 +12,7 @@ from megatron_fp4.kernels.carrier import FORMATS, carry_kernel
 from megatron_fp4.kernels.estimator import factor_kernel
 from megatron_fp4.kernels.hadamard import transform_kernel
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
+from megatron_fp4.kernels.outliers import OPTIONS, split_kernel, warps
 from megatron_fp4.kernels.rows import EXPONENTS, cast_kernel, largest_kernel
 
 BOTH = {"ALONG": True, "ACROSS": True}
@@ -112,3 +113,28 @@ def test_a_carrier_compiles(element: Any, capability: int) -> None:
     types |= {"tally_ptr": "*i32"}
     ptx = compiled(carry_kernel, types, capability, constants)
     assert "prmt.b32" in ptx and "mul.ftz" not in ptx
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("features", [64, 4096, 16384])
+def test_an_outlier_clamp_compiles(features: int, capability: int) -> None:
+    constants = {"FEATURES": features, "SLOTS": 256}
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else {"ptr": "*i16", "weight": "i64"}.get(name.split("_")[-1], "i32")
+        for name in split_kernel.arg_names
+    }
+    even = [i for i, name in enumerate(split_kernel.arg_names) if name[-3:] == "ptr"]
+    even.append(split_kernel.arg_names.index("n_features"))
+    source = ASTSource(
+        split_kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in even}
+    )
+    target = GPUTarget("cuda", capability, 32)
+    options = {"num_warps": warps(features)}
+    ptx = triton.compile(source, target=target, options=options | OPTIONS).asm["ptx"]
+    assert "mul.rn.f64" in ptx and "fma.rn.f64" not in ptx and ".ftz" not in ptx
+    if features > 64:  # eight numbers at once
+        assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and re.search(r"st\.global\S*\.v4", ptx)
+    # Negative control: what Triton makes of it by itself.
+    assert "fma.rn.f64" in triton.compile(source, target=target, options=options).asm["ptx"]

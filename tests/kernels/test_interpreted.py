@@ -42,6 +42,35 @@ ESTIMATOR_MISTAKES = {
     "no NaN": ('float("nan")', "0.0"),
 }
 
+OUTLIER_MISTAKES = {
+    "a rank too low": ("33 features, 0.9", "<= low_below", "< low_below"),
+    "a rank too high": ("33 features, 0.9", "<= high_below", "<= high_below + 1"),
+    "no neighbour": ("33 features, 0.9", "count > rank", "count >= rank"),
+    "negative numbers the other way": ("33 features, 0.9", "0xFFFF - bits", "bits - 0x8000"),
+    "a negative NaN is the lowest": ("33 features, 0.9", "> 0x7F80, 0xFFFF, key", "> 0, key, key"),
+    "padding is zeros": (
+        "33 features, 0.9",
+        "there, _key(bits), 0x10000",
+        "there, _key(bits), 0x8000",
+    ),
+    "halves go down": ("130 features, 0.9", " + ((bits >> 16) & 1))", ")"),
+    "a bound in float32": ("fine", "0x8000)).to(tl.float64)", "0x8000))"),
+    "a weight in float32": ("fine", "bitcast=True)).to(", "bitcast=True).to(tl.float32)).to("),
+    "a zero takes its bound's sign": (
+        "33 features, 0.9",
+        "== x, bits, clamped",
+        "== x, clamped, clamped",
+    ),
+    "a NaN bound clamps nothing": ("33 features, 0.9", "invalid, 0x7FC0", "invalid, clamped"),
+    "Inf minus Inf is nothing": (
+        "33 features, 0.9",
+        "(difference != 0.0)",
+        "(x != _number(clamped))",
+    ),
+    "slots from 1": ("33 features, 0.9", "(tl.int32), 0) - 1", "(tl.int32), 0)"),
+    "slots that are left write over one": ("2 features, 0.9", "first.to(tl.int16)", "0"),
+}
+
 
 def differences(*path: Path, cases: str = "", module: str = "cases") -> list[str]:
     """What tests/kernels/<module>.py prints with the packages that lie in `path` first."""
@@ -83,19 +112,27 @@ def test_the_estimator_s_factor_is_the_reference_s() -> None:
     assert differences(module="estimator") == [""]
 
 
-OTHERS = [("carrier", "carriers", name) for name in CARRIER_MISTAKES]
-OTHERS += [("rows", "rows", name) for name in ROW_MISTAKES]
-OTHERS += [("estimator", "estimator", name) for name in ESTIMATOR_MISTAKES]
+def test_outliers_are_the_reference_s() -> None:
+    assert differences(module="outliers") == [""]
 
 
-@pytest.mark.parametrize(("file", "module", "mistake"), OTHERS)
+# The file, the module, the cases and the edit.
+OTHERS = [("carrier", "carriers", name, "", *edit) for name, edit in CARRIER_MISTAKES.items()]
+OTHERS += [("rows", "rows", name, "", *edit) for name, edit in ROW_MISTAKES.items()]
+OTHERS += [("estimator", "estimator", n, "", *edit) for n, edit in ESTIMATOR_MISTAKES.items()]
+OTHERS += [("outliers", "outliers", name, *edit) for name, edit in OUTLIER_MISTAKES.items()]
+
+
+@pytest.mark.parametrize(
+    ("file", "module", "cases", "right", "wrong"),
+    [(file, module, *rest) for file, module, _, *rest in OTHERS],
+    ids=[f"{module}-{name}" for _, module, name, *_ in OTHERS],
+)
 def test_a_mistake_in_another_kernel_is_noticed(
-    file: str, module: str, mistake: str, tmp_path: Path
+    file: str, module: str, cases: str, right: str, wrong: str, tmp_path: Path
 ) -> None:
     shutil.copytree(ROOT / "megatron_fp4", tmp_path / "megatron_fp4")
     path = tmp_path / f"megatron_fp4/kernels/{file}.py"
-    mistakes = {"carrier": CARRIER_MISTAKES, "rows": ROW_MISTAKES, "estimator": ESTIMATOR_MISTAKES}
-    right, wrong = mistakes[file][mistake]
     assert right in path.read_text()
     path.write_text(path.read_text().replace(right, wrong))
-    assert differences(tmp_path, module=module) != [""]
+    assert differences(tmp_path, cases=cases, module=module) != [""]

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_fp4 import Quantizer
-from megatron_fp4.kernels import quantize, rows
+from megatron_fp4.kernels import outliers, quantize, rows
+from megatron_fp4.outliers import OutlierClamp
 
 X = torch.zeros(64, 64, dtype=torch.bfloat16)
 
@@ -36,3 +37,20 @@ def test_other_formats_dtypes_and_shapes() -> None:
         (X[:0], Quantizer(), 0),
     ):
         assert not quantize.takes(x, quantizer, 1, group)
+
+
+def test_outliers_of_other_scopes_dtypes_and_shapes() -> None:
+    wide = torch.empty(1, 2**15, dtype=torch.bfloat16)
+    assert outliers.takes(X, OutlierClamp()) and outliers.takes(wide[:, 1:], OutlierClamp())
+    for x, clamp in (
+        (X, OutlierClamp(scope="channel")),
+        (X, OutlierClamp(scope="tensor")),
+        (X.float(), OutlierClamp()),
+        (X.double(), OutlierClamp()),
+        (X.half(), OutlierClamp()),
+        (X[None], OutlierClamp()),
+        (X[:0], OutlierClamp()),
+        (X[:, :0], OutlierClamp()),
+        (wide, OutlierClamp()),
+    ):
+        assert not outliers.takes(x, clamp)

@@ -1,0 +1,173 @@
+"""Tokens clamped to two of their quantiles, and what that took off, in Triton: `OutlierClamp.split`
+without a sort (docs/numerics.md, Outlier clamp).
+
+BF16 has 2^16 numbers. As integers in their order, an order statistic is found bit by bit: the next
+bit is set where no more elements than its rank lie below. One program has a row in its registers,
+counts for both ends at once, and writes the few elements that were clamped by their running count.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_fp4.outliers import OutlierClamp, Residual, index_dtype, ranks
+
+WIDEST = torch.iinfo(torch.int16).max  # features: two counts share a word
+PER_WARP = 1024  # elements, 32 a thread
+# The contract's product is rounded before it is added to.
+OPTIONS = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def _number(bits):
+    """float32 of BF16's bits."""
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rounded(x):
+    """Bits of float32 as BF16, to nearest even; Triton's interpreter would cut them off."""
+    bits = x.to(tl.int32, bitcast=True)
+    even = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    return tl.where(x == x, even, 0x7FC0)
+
+
+@triton.jit
+def _key(bits):
+    """Integers of 16 bits in the order of the numbers, any NaN last. -0 comes before 0: as
+    neighbours of a quantile the two are worth the same."""
+    key = tl.where(bits < 0x8000, bits + 0x8000, 0xFFFF - bits)
+    return tl.where((bits & 0x7FFF) > 0x7F80, 0xFFFF, key)
+
+
+@triton.jit
+def _counted(low, high):
+    """How many elements are so, of two conditions, in the halves of one word."""
+    return tl.sum(low.to(tl.int32) + (high.to(tl.int32) << 16), 0)
+
+
+@triton.jit
+def _next(keys, key, count, rank):
+    """The key of that rank, which is that of `key` or the next; count: of keys up to `key`."""
+    larger = tl.min(tl.where(keys > key, keys, 0x10000), 0)
+    return tl.where(count > rank, key, larger)
+
+
+@triton.jit
+def _between(first, second, weight):
+    """The bound between two keys, float32. weight: the bits of a float64, which Triton would
+    round to float32."""
+    a = _number(tl.where(first < 0x8000, 0xFFFF - first, first - 0x8000)).to(tl.float64)
+    b = _number(tl.where(second < 0x8000, 0xFFFF - second, second - 0x8000)).to(tl.float64)
+    return (a + (b - a) * weight.to(tl.int64).to(tl.float64, bitcast=True)).to(tl.float32)
+
+
+_PLAIN = ["low_below", "low_above", "low_weight", "high_below", "high_above", "high_weight"]
+
+
+@triton.jit(do_not_specialize=[*_PLAIN, "n_slots"])
+def split_kernel(
+    x_ptr,
+    clamped_ptr,
+    values_ptr,
+    places_ptr,
+    low_below,
+    low_above,
+    low_weight,
+    high_below,
+    high_above,
+    high_weight,
+    n_slots,
+    n_features,
+    FEATURES: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """x, clamped [rows, n_features]; values, places [rows, n_slots]: BF16's bits, and int16."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * n_features
+    clamped_ptr += row * n_features
+    values_ptr += row * n_slots
+    places_ptr += row * n_slots
+    at = tl.arange(0, FEATURES)
+    there = at < n_features
+    bits = tl.load(x_ptr + at, mask=there, other=0).to(tl.int32) & 0xFFFF
+    keys = tl.where(there, _key(bits), 0x10000)
+    low = tl.full([], 0, tl.int32)
+    high = tl.full([], 0, tl.int32)
+    for i in range(16):
+        bit = 0x8000 >> i
+        count = _counted(keys < (low | bit), keys < (high | bit))
+        low = tl.where((count & 0xFFFF) <= low_below, low | bit, low)
+        high = tl.where((count >> 16) <= high_below, high | bit, high)
+    count = _counted(keys <= low, keys <= high)
+    low = _between(low, _next(keys, low, count & 0xFFFF, low_above), low_weight)
+    high = _between(high, _next(keys, high, count >> 16, high_above), high_weight)
+    invalid = (low != low) | (high != high)
+    x = _number(bits)
+    clamped = tl.where(x < low, low, x)
+    clamped = _rounded(tl.where(clamped > high, high, clamped))
+    clamped = tl.where(_number(clamped) == x, bits, clamped)  # a zero keeps its sign
+    clamped = tl.where(invalid, 0x7FC0, clamped)
+    tl.store(clamped_ptr + at, clamped.to(tl.int16), mask=there)
+    difference = tl.where(invalid, 0.0, x - _number(clamped))
+    taken = _rounded(difference).to(tl.int16)
+    is_outlier = there & (difference != 0.0)
+    slot = tl.cumsum(is_outlier.to(tl.int32), 0) - 1
+    live = is_outlier & (slot < n_slots)
+    tl.store(values_ptr + slot, taken, mask=live)
+    tl.store(places_ptr + slot, at.to(tl.int16), mask=live)
+    # Slots that are left repeat the first element, clamped or not: all elements may be.
+    first = tl.sum(tl.where(at == 0, taken.to(tl.int32), 0), 0)
+    slots = tl.arange(0, SLOTS)
+    left = (slots >= tl.sum(is_outlier.to(tl.int32), 0)) & (slots < n_slots)
+    tl.store(values_ptr + slots, first.to(tl.int16), mask=left)
+    tl.store(places_ptr + slots, 0, mask=left)
+
+
+def takes(x: Tensor, clamp: OutlierClamp) -> bool:
+    """Whether the kernel splits x: BF16 tokens, each with quantiles of its own."""
+    matrix = x.dim() == 2 and x.dtype == torch.bfloat16 and x.numel() > 0
+    return matrix and clamp.scope == "token" and x.shape[1] <= WIDEST
+
+
+def split(x: Tensor, clamp: OutlierClamp) -> tuple[Tensor, Residual]:
+    """`clamp.split(x)` for x [tokens, features]. The residual's places ascend."""
+    x = x.contiguous()
+    tokens, features = x.shape
+    slots = 2 * clamp.kept(features)
+    clamped, values = torch.empty_like(x), x.new_empty(tokens, slots)
+    places = x.new_empty(tokens, slots, dtype=index_dtype(features))
+    low, high = ranks(1 - clamp.alpha, features), ranks(clamp.alpha, features)
+    block = triton.next_power_of_2(features)
+    with torch.cuda.device_of(x):  # Triton launches on the current one
+        split_kernel[(tokens,)](
+            x.view(torch.int16),
+            clamped.view(torch.int16),
+            values.view(torch.int16),
+            places,
+            *low[:2],
+            _float64_bits(low[2]),
+            *high[:2],
+            _float64_bits(high[2]),
+            slots,
+            features,
+            FEATURES=block,
+            SLOTS=triton.next_power_of_2(slots),
+            num_warps=warps(block),
+            **OPTIONS,
+        )
+    return clamped, Residual(values, places, "token", x.shape)
+
+
+def warps(block: int) -> int:
+    """Of a program with a row of that many elements."""
+    return min(max(block // PER_WARP, 1), 16)
+
+
+def _float64_bits(x: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", x))[0])
