@@ -69,19 +69,19 @@ def fprop(
     travels: Pending[Operand] = Pending.of(x_operand)
     if call.parallel is not None and call.has_part("x"):
         travels = call.parallel.gather(x_operand)
-    compensation = None
-    if residual is not None and outliers is not None and outliers.compensate:
-        compensation = _all_tokens(residual, call).wait().dense() @ weight.to(x.dtype).t()
-    alone = compensation is None and bias is None
+    compensates = residual is not None and outliers is not None and outliers.compensate
+    alone = not compensates and bias is None
     y = backend.multiply(
         call.decode(recipe, "fprop", "x", travels.wait(), x),
         call.decode(recipe, "fprop", "w", w_operand, x),
         gemm.correction,
         x.dtype if alone else wide(x.dtype),
     )
-    for term in (compensation, bias):
-        if term is not None:
-            y += term
+    if residual is not None and compensates:
+        dense = _all_tokens(residual, call).wait().dense()
+        y = backend.multiply(dense, weight.to(x.dtype), 1.0, y.dtype, y)
+    if bias is not None:
+        y += bias
     y = y.to(x.dtype)
     if call.parallel is not None and call.has_part("dy"):
         y = call.parallel.scatter_sum(y).wait()
@@ -326,7 +326,8 @@ class Backward:
                 assert isinstance(saved.w, QuantizedTensor) and saved.weight is not None
                 dw = backend.estimate(dw, estimator, saved.w, saved.weight.to(self.dy.dtype))
             if residual is not None:  # its product took W itself: no quantizer to see through
-                dw += self.dy.t() @ residual.wait().dense()
+                dense = residual.wait().dense()
+                dw = backend.multiply(self.dy.t(), dense.t(), 1.0, dw.dtype, dw)
             dw = finish(dw, needs.dw_dtype, needs.dw_into)
         return dw
 

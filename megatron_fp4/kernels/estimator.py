@@ -31,9 +31,10 @@ def factor_kernel(
     there = at < n_columns
     bits = tl.load(weight_ptr + row * n_columns + at, mask=there, other=0).to(tl.int32)  # of BF16
     x = tl.abs((bits << 16).to(tl.float32, bitcast=True) * tl.load(gamma_ptr + row))
-    step = tl.where(x < 2.0, 0.5, tl.where(x < 4.0, 1.0, 2.0))
-    low = tl.minimum(tl.floor(x / step) * step, 4.0)
-    u = tl.maximum(tl.abs(2.0 * (x - low) / step - 1.0), 1e-38)  # 0 has no logarithm
+    per_unit = tl.where(x < 2.0, 2.0, tl.where(x < 4.0, 1.0, 0.5))  # grid points
+    steps = x * per_unit
+    low = tl.minimum(tl.floor(steps), 4.0 * per_unit)  # 6 ends the last step
+    u = tl.maximum(tl.abs(2.0 * (steps - low) - 1.0), 1e-37)  # 0 has no logarithm
     factor = tl.minimum(tl.exp2(tl.log2(u) * power) * share, clip)
     factor = tl.where(x == x, factor, float("nan"))
     places = dw_ptr + row * n_columns + at

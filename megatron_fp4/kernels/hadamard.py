@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fp4.kernels.mxfp4 import NUMBERS, across, along, loaded
+from megatron_fp4.kernels.mxfp4 import across, along, loaded
 from megatron_fp4.kernels.philox import placed, placed_in_tile, rest16, rest_of_tile
 
 
@@ -196,26 +196,19 @@ def _turned_across(
     return _scaled(tl.reshape(product, (BATCH * 2, 8, 16, 2)), FACTOR, INTERPRETED)
 
 
-_SIGNS = [f"{way}_signs{i}" for way in ("along", "across") for i in range(4)]
+_SIGNS = [f"signs{i}" for i in range(4)]
 
 
-@triton.jit(do_not_specialize=[*NUMBERS, *_SIGNS])
+@triton.jit(do_not_specialize=["stream", "per_row", "step", "seed_low", "seed_high", *_SIGNS])
 def transform_kernel(
     x_ptr,
-    along_codes_ptr,
-    along_scales_ptr,
-    along_stream,
-    along_signs0,
-    along_signs1,
-    along_signs2,
-    along_signs3,
-    across_codes_ptr,
-    across_scales_ptr,
-    across_stream,
-    across_signs0,
-    across_signs1,
-    across_signs2,
-    across_signs3,
+    codes_ptr,
+    scales_ptr,
+    stream,
+    signs0,
+    signs1,
+    signs2,
+    signs3,
     rows_ptr,
     groups_ptr,
     n_rows,
@@ -226,27 +219,27 @@ def transform_kernel(
     seed_high,
     GROUP: tl.constexpr,
     FACTOR: tl.constexpr,
-    ALONG: tl.constexpr,
-    ACROSS: tl.constexpr,
+    AXIS: tl.constexpr,
     CEIL: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     PRESCALE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
     EVEN: tl.constexpr,
-    WINDOW: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """As `quantize_kernel`, of BF16 that is transformed first: a window of rows by TILE_COLUMNS,
-    which are a window too where ALONG. Of one warp: what its threads hold no other's may."""
-    row0 = tl.program_id(0) * WINDOW
+    """The copy of BF16 x [n_rows, n_columns], row-major, along AXIS, which is transformed first.
+    Tiles are a window of columns by 16s of rows, or 32 columns by windows of rows. Of one warp:
+    what its threads hold no other's may."""
+    row0 = tl.program_id(0) * TILE_ROWS
     column0 = tl.program_id(1) * TILE_COLUMNS
     place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
     noise = step, seed_low, seed_high
-    if ALONG:
-        signs = along_signs0, along_signs1, along_signs2, along_signs3
+    signs = signs0, signs1, signs2, signs3
+    if AXIS == 1:
         h = _matrices_along(signs, GROUP, INTERPRETED)
-        for i in range(WINDOW // 16):
+        for i in range(TILE_ROWS // 16):
             first = row0 + 16 * i
             rows = first + 8 * tl.arange(0, 2)[:, None] + tl.arange(0, 8)[None, :]
             pairs = _turned_along(
@@ -255,26 +248,26 @@ def transform_kernel(
             rest = 0
             if STOCHASTIC:
                 rest = _rest_along(
-                    place, first, column0, noise, along_stream, 16, WINDOW // 32, HAS_GROUPS,
+                    place, first, column0, noise, stream, 16, TILE_COLUMNS // 32, HAS_GROUPS,
                     INTERPRETED,
                 )  # fmt: skip
             along(
-                pairs, rest, along_codes_ptr, along_scales_ptr, rows, column0, n_rows, n_columns,
+                pairs, rest, codes_ptr, scales_ptr, rows, column0, n_rows, n_columns,
                 CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
             )  # fmt: skip
-    if ACROSS:
-        signs = across_signs0, across_signs1, across_signs2, across_signs3
+    else:
+        WINDOW: tl.constexpr = 128 if GROUP == 128 else 64
         h = _matrices_across(signs, GROUP, INTERPRETED)
-        for i in range(TILE_COLUMNS // 32):
-            first = column0 + 32 * i
+        for i in range(TILE_ROWS // WINDOW):
+            first = row0 + WINDOW * i
             pairs = _turned_across(
-                x_ptr, h, row0, first, n_rows, n_columns, GROUP, FACTOR, EVEN, INTERPRETED
+                x_ptr, h, first, column0, n_rows, n_columns, GROUP, FACTOR, EVEN, INTERPRETED
             )
             rest = 0
             if STOCHASTIC:
-                index = placed_in_tile(place, row0, first, WINDOW, 32, HAS_GROUPS, INTERPRETED)
-                rest = rest_of_tile(index, noise, across_stream, INTERPRETED)
+                index = placed_in_tile(place, first, column0, WINDOW, 32, HAS_GROUPS, INTERPRETED)
+                rest = rest_of_tile(index, noise, stream, INTERPRETED)
             across(
-                pairs, rest, across_codes_ptr, across_scales_ptr, row0, first, n_rows, n_columns,
+                pairs, rest, codes_ptr, scales_ptr, first, column0, n_rows, n_columns,
                 CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
             )  # fmt: skip

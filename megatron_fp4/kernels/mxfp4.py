@@ -172,10 +172,10 @@ def _read(
 
 
 # Else every step, stream and seed that is 1 or a multiple of 16 would be another kernel.
-NUMBERS = ["along_stream", "across_stream", "per_row", "step", "seed_low", "seed_high"]
+_NUMBERS = ["along_stream", "across_stream", "per_row", "step", "seed_low", "seed_high"]
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=_NUMBERS)
 def quantize_kernel(
     x_ptr,
     x_scales_ptr,

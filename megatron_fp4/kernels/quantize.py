@@ -68,11 +68,7 @@ def quantize(
     made = {copy.axis: _empty(source, x.shape, quantizer, copy.axis) for copy in copies}
     noise = next((copy.noise for copy in copies if copy.noise is not None), Noise(Key(0), 0))
     place = noise.placement
-    operands: list[Tensor | int] = []
-    for axis in (1, 0):
-        copy = next((copy for copy in copies if copy.axis == axis), None)
-        operands += _operands(source, made.get(axis), copy, group)
-    operands += [
+    there: list[Tensor | int] = [
         _counted(rows, source.device) if place.rows is None else place.rows,
         source if place.groups is None else place.groups,
         rows,
@@ -82,8 +78,6 @@ def quantize(
         *map(_signed, noise.key.words()),
     ]
     form = dict(
-        ALONG=1 in made,
-        ACROSS=0 in made,
         CEIL=quantizer.rule == "ceil",
         STOCHASTIC=quantizer.stochastic,
         PRESCALE=quantizer.prescale,
@@ -91,15 +85,23 @@ def quantize(
         HAS_GROUPS=place.groups is not None,
     )
     if group:
-        _transformed(source, operands, (rows, columns), group, form)
+        for copy in copies:
+            _transformed(source, made[copy.axis], copy, there, group, form)
         return [made[copy.axis] for copy in copies]
-    tile_rows, tile_columns, warps = _tile(packed, 0 in made, quantizer.stochastic)
+    operands: list[Tensor | int] = []
+    for axis in (1, 0):
+        found = [_operands(made[copy.axis], copy) for copy in copies if copy.axis == axis]
+        operands += found[0] if found else [source, source, 0]
+    tile_rows, tile_columns, warps = _tile(packed, 1 in made, 0 in made, quantizer.stochastic)
     quantize_kernel[triton.cdiv(rows, tile_rows), triton.cdiv(columns, tile_columns)](
         source,
         x_scales,
         *operands,
+        *there,
         **form,
         PACKED=packed,
+        ALONG=1 in made,
+        ACROSS=0 in made,
         EVEN=rows % tile_rows == columns % tile_columns == 0,
         TILE_ROWS=tile_rows,
         TILE_COLUMNS=tile_columns,
@@ -110,41 +112,38 @@ def quantize(
 
 def _transformed(
     x: Tensor,
-    operands: list[Tensor | int],
-    shape: tuple[int, int],
+    made: QuantizedTensor,
+    copy: Copy,
+    there: list[Tensor | int],
     group: int,
     form: dict[str, Any],
 ) -> None:
-    rows, columns = shape
-    window = max(64, group)
-    tile = window if form["ALONG"] else 32
-    transform_kernel[triton.cdiv(rows, window), triton.cdiv(columns, tile)](
+    """One copy. Two from one read would hold registers for both at once, and take longer."""
+    rows, columns = x.shape
+    tile_rows, tile_columns = (64, max(64, group)) if copy.axis == 1 else (128, 32)
+    signs = (0, 0, 0, 0) if copy.signs is None else map(_signed, copy.signs.words())
+    transform_kernel[triton.cdiv(rows, tile_rows), triton.cdiv(columns, tile_columns)](
         x,
-        *operands,
+        *_operands(made, copy),
+        *signs,
+        *there,
         **form,
         GROUP=group,
         FACTOR=1.0 if group == 64 else 1 / math.sqrt(group),
-        EVEN=rows % window == columns % tile == 0,
-        WINDOW=window,
-        TILE_COLUMNS=tile,
+        AXIS=copy.axis,
+        EVEN=rows % tile_rows == columns % tile_columns == 0,
+        TILE_ROWS=tile_rows,
+        TILE_COLUMNS=tile_columns,
         num_warps=1,
         num_stages=1,  # loads that wait in shared memory only cost their way through it
+        maxnreg=None if copy.axis == 1 else 128 if group < 128 else 255,
     )
 
 
-def _operands(
-    source: Tensor, made: QuantizedTensor | None, copy: Copy | None, group: int
-) -> list[Tensor | int]:
-    """What a kernel is told of one copy, if it makes that: where it goes, and its random bits."""
-    there: list[Tensor | int] = [source, source, 0]
-    if made is not None and copy is not None:
-        stream = 0 if copy.noise is None else _signed(copy.noise.stream)
-        there = [made.codes.view(torch.int32), made.scales, stream]
-    if not group:
-        return there
-    if copy is None or copy.signs is None:
-        return [*there, 0, 0, 0, 0]
-    return [*there, *map(_signed, copy.signs.words())]
+def _operands(made: QuantizedTensor, copy: Copy) -> list[Tensor | int]:
+    """Where a kernel puts a copy, and the stream of its noise."""
+    stream = 0 if copy.noise is None else _signed(copy.noise.stream)
+    return [made.codes.view(torch.int32), made.scales, stream]
 
 
 def _empty(like: Tensor, shape: torch.Size, quantizer: Quantizer, axis: int) -> QuantizedTensor:
@@ -154,9 +153,13 @@ def _empty(like: Tensor, shape: torch.Size, quantizer: Quantizer, axis: int) -> 
     return QuantizedTensor(codes, scales, None, quantizer, shape, axis)
 
 
-def _tile(packed: bool, across: bool, stochastic: bool) -> tuple[int, int, int]:
+def _tile(packed: bool, along: bool, across: bool, stochastic: bool) -> tuple[int, int, int]:
     """(rows, columns, warps) of a program, by what was fastest on an H200."""
-    if packed or across:
+    if across and not packed:
+        if along:
+            return (128, 64, 4) if stochastic else (64, 64, 2)
+        return (128, 32, 2) if stochastic else (128, 64, 4)
+    if packed:
         return 128, 64, 4
     return (32, 64, 1) if stochastic else (64, 128, 2)
 

@@ -56,9 +56,9 @@ def test_a_kernel_compiles(variant: str, capability: int) -> None:
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_transform_compiles(axis: int, group: int, capability: int) -> None:
-    constants = SHARED | {"STOCHASTIC": True, "ALONG": axis == 1, "ACROSS": axis == 0}
-    constants |= {"GROUP": group, "FACTOR": 1.0 if group == 64 else group**-0.5, "EVEN": True}
-    constants |= {"WINDOW": max(64, group), "TILE_COLUMNS": max(64, group) if axis else 32}
+    constants = SHARED | {"STOCHASTIC": True, "AXIS": axis, "GROUP": group, "EVEN": True}
+    constants |= {"FACTOR": 1.0 if group == 64 else group**-0.5}
+    constants |= {"TILE_ROWS": 128, "TILE_COLUMNS": max(64, group) if axis else 32}
     asm = assembly(transform_kernel, "*bf16", capability, constants, 1)
     assert "mma.sync.aligned.m16n8k16" in asm["ptx"] and ".ftz" not in asm["ptx"]
     # Nothing changes hands on the way to the tensor cores, nor back, nor the random bits: what goes

@@ -38,7 +38,7 @@ ROW_MISTAKES = {
 }
 ESTIMATOR_MISTAKES = {
     "of 3 the step of 4": ("x < 4.0, 1.0", "x < 3.0, 1.0"),
-    "the place in half a step": ("2.0 * (x - low)", "1.0 * (x - low)"),
+    "the place in half a step": ("2.0 * (steps - low)", "1.0 * (steps - low)"),
     "no NaN": ('float("nan")', "0.0"),
 }
 
