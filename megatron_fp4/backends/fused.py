@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from megatron_fp4.backends.base import Operand, Preparation
@@ -46,7 +45,9 @@ def prepare(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Ope
     alone; None for those that the kernels do not make."""
     if not _kernels_run_on(x):
         return [None] * len(preparations)
-    with torch.cuda.device(x.device):  # Triton launches on the current one
+    from megatron_fp4.kernels.launch import on  # imports Triton
+
+    with on(x.codes if isinstance(x, QuantizedTensor) else x):
         if len(preparations) == 2 and _together(*preparations):
             made = _mxfp4(x, *preparations)
             if made is not None:

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_fp4.kernels.launch import launch, on, stream_of, tiles
+
 # Mantissa bits, bias, the code of NaN, and the window of k in which every code times 2^k is exact.
 FORMATS = {
     torch.float8_e4m3fn: (3, 7, 0x7F, -8, 6),
@@ -154,29 +156,26 @@ def carry(codes: Tensor, scales: Tensor, element: torch.dtype) -> tuple[Tensor, 
     rows, blocks = scales.shape
     out = codes.new_empty(rows, 32 * blocks)
     fold = codes.new_empty(rows, 1, dtype=torch.float32)
-    tile = min(BLOCKS, triton.next_power_of_2(blocks))
-    grid = (triton.cdiv(rows, ROWS), triton.cdiv(blocks, tile))
-    stream = torch.cuda.current_stream(codes.device).cuda_stream if codes.is_cuda else 0
-    tally = _tallies(codes.device, stream).next()
+    every = 1 << (blocks - 1).bit_length()
+    tile = min(BLOCKS, every)
+    tally = _tallies(codes.device, stream_of(codes)).next()
     mantissa, bias, nan, bottom, top = FORMATS[element]
-    with torch.cuda.device_of(codes):  # Triton launches on the current one
-        carry_kernel[grid](
-            codes.view(torch.int32),
-            scales,
-            out.view(torch.int32),
-            fold,
-            tally,
-            rows,
-            blocks,
-            MANTISSA=mantissa,
-            BIAS=bias,
-            NAN=nan,
-            BOTTOM=bottom,
-            TOP=top,
-            INTERPRETED=triton.knobs.runtime.interpret,
-            ALL_BLOCKS=triton.next_power_of_2(blocks),
-            ROWS=ROWS,
-            BLOCKS=tile,
+    with on(codes):
+        launch(
+            carry_kernel,
+            (tiles(rows, ROWS), tiles(blocks, tile)),
+            [codes.view(torch.int32), scales, out.view(torch.int32), fold, tally, rows, blocks],
+            dict(
+                MANTISSA=mantissa,
+                BIAS=bias,
+                NAN=nan,
+                BOTTOM=bottom,
+                TOP=top,
+                INTERPRETED=triton.knobs.runtime.interpret,
+                ALL_BLOCKS=every,
+                ROWS=ROWS,
+                BLOCKS=tile,
+            ),
             num_warps=WARPS,
         )
     return out.view(element), fold, tally
@@ -199,13 +198,12 @@ def elements(codes: Tensor) -> Tensor:
     rows, half = codes.shape
     out = codes.new_empty(rows, 2 * half)
     words, tile = codes.numel() // 4, 1024
-    with torch.cuda.device_of(codes):  # Triton launches on the current one
-        elements_kernel[(triton.cdiv(words, tile),)](
-            codes.view(torch.int32),
-            out.view(torch.int32),
-            words,
-            INTERPRETED=triton.knobs.runtime.interpret,
-            TILE=tile,
+    with on(codes):
+        launch(
+            elements_kernel,
+            (tiles(words, tile),),
+            [codes.view(torch.int32), out.view(torch.int32), words],
+            dict(INTERPRETED=triton.knobs.runtime.interpret, TILE=tile),
         )
     return out.view(torch.float8_e4m3fn)
 

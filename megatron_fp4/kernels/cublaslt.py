@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fp4.kernels.launch import on, stream_of
+
 # Of cublasLt.h and library_types.h; the values have not changed since CUDA 12.
 _TYPES = {
     torch.float32: 0,
@@ -154,7 +156,7 @@ class _Plan:
                 byref(factor), c_void_p(b.data_ptr()), self.a, c_void_p(a.data_ptr()), self.b,
                 byref(self.beta), to, self.out, to, self.out,
                 byref(self.algorithm), c_void_p(workspace.data_ptr()), c_size_t(WORKSPACE),
-                c_void_p(torch.cuda.current_stream().cuda_stream),
+                c_void_p(stream_of(a)),
             )  # fmt: skip
 
 
@@ -188,8 +190,8 @@ def product(
     at = a.data_ptr() | b.data_ptr() | out.data_ptr()
     types, alignment = (a.dtype, b.dtype, out.dtype), min(at & -at, 256)
     # A handle is made for the current device, and a product runs on it.
-    with torch.cuda.device(a.device):
+    with on(a):
         (m, k), n = a.shape, len(b)
-        plan = _plan((m, n, k), types, accumulates, alignment, torch.cuda.current_device())
+        plan = _plan((m, n, k), types, accumulates, alignment, a.device.index)
         plan.run(a, b, a_scale, b_scale, out, alpha)
     return out

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fp4.estimators import DGE
+from megatron_fp4.kernels.launch import on, tiles
 from megatron_fp4.quantizer import QuantizedTensor
 
 TILE, WARPS = 2048, 4
@@ -53,8 +54,8 @@ def takes(dw: Tensor, w: QuantizedTensor, weight: Tensor) -> bool:
 def scale(dw: Tensor, estimator: DGE, w: QuantizedTensor, weight: Tensor) -> Tensor:
     """dw [out, in], multiplied in place by the factor of `weight`, which `w` was made of."""
     rows, columns = dw.shape
-    with torch.cuda.device_of(dw):  # Triton launches on the current one
-        factor_kernel[rows, triton.cdiv(columns, TILE)](
+    with on(dw):
+        factor_kernel[rows, tiles(columns, TILE)](
             dw,
             weight.view(torch.int16),
             w.scales,

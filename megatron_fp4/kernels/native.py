@@ -8,10 +8,11 @@ mma.sync of kind mxf4nvf4; elsewhere Triton decodes to BF16 first, which is exac
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_fp4.kernels.launch import on, tiles
 
 TILE_M, TILE_N, TILE_K = 128, 128, 128
 BAND = 8  # rows of tiles that go over the columns together, so that b's tiles stay in the cache
@@ -92,8 +93,8 @@ def product(
     row-major, written or added to. Returns out."""
     (codes, scales), (others, other_scales) = a, b
     m, n, k = len(codes), len(others), 32 * scales.shape[1]
-    grid = (triton.cdiv(m, TILE_M) * triton.cdiv(n, TILE_N),)
-    with torch.cuda.device_of(codes):  # Triton launches on the current one
+    grid = (tiles(m, TILE_M) * tiles(n, TILE_N),)
+    with on(codes):
         product_kernel[grid](
             codes,
             scales,

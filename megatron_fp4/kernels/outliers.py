@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_fp4.kernels.launch import on
 from megatron_fp4.outliers import OutlierClamp, Residual, index_dtype, ranks
 
 WIDEST = torch.iinfo(torch.int16).max  # features: two counts share a word
@@ -144,7 +145,7 @@ def split(x: Tensor, clamp: OutlierClamp) -> tuple[Tensor, Residual]:
     places = x.new_empty(tokens, slots, dtype=index_dtype(features))
     low, high = ranks(1 - clamp.alpha, features), ranks(clamp.alpha, features)
     block = triton.next_power_of_2(features)
-    with torch.cuda.device_of(x):  # Triton launches on the current one
+    with on(x):
         split_kernel[(tokens,)](
             x.view(torch.int16),
             clamped.view(torch.int16),

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from megatron_fp4.kernels.hadamard import transform_kernel
+from megatron_fp4.kernels.launch import launch, tiles
 from megatron_fp4.kernels.mxfp4 import BLOCK, quantize_kernel
 from megatron_fp4.philox import GROUP, Key, Noise, Signs
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
@@ -93,20 +94,10 @@ def quantize(
         found = [_operands(made[copy.axis], copy) for copy in copies if copy.axis == axis]
         operands += found[0] if found else [source, source, 0]
     tile_rows, tile_columns, warps = _tile(packed, 1 in made, 0 in made, quantizer.stochastic)
-    quantize_kernel[triton.cdiv(rows, tile_rows), triton.cdiv(columns, tile_columns)](
-        source,
-        x_scales,
-        *operands,
-        *there,
-        **form,
-        PACKED=packed,
-        ALONG=1 in made,
-        ACROSS=0 in made,
-        EVEN=rows % tile_rows == columns % tile_columns == 0,
-        TILE_ROWS=tile_rows,
-        TILE_COLUMNS=tile_columns,
-        num_warps=warps,
-    )
+    form |= dict(PACKED=packed, ALONG=1 in made, ACROSS=0 in made)
+    form |= _tiled(rows, columns, tile_rows, tile_columns)
+    grid = tiles(rows, tile_rows), tiles(columns, tile_columns)
+    launch(quantize_kernel, grid, [source, x_scales, *operands, *there], form, num_warps=warps)
     return [made[copy.axis] for copy in copies]
 
 
@@ -122,22 +113,22 @@ def _transformed(
     rows, columns = x.shape
     tile_rows, tile_columns = (64, max(64, group)) if copy.axis == 1 else (128, 32)
     signs = (0, 0, 0, 0) if copy.signs is None else map(_signed, copy.signs.words())
-    transform_kernel[triton.cdiv(rows, tile_rows), triton.cdiv(columns, tile_columns)](
-        x,
-        *_operands(made, copy),
-        *signs,
-        *there,
-        **form,
-        GROUP=group,
-        FACTOR=1.0 if group == 64 else 1 / math.sqrt(group),
-        AXIS=copy.axis,
-        EVEN=rows % tile_rows == columns % tile_columns == 0,
-        TILE_ROWS=tile_rows,
-        TILE_COLUMNS=tile_columns,
+    launch(
+        transform_kernel,
+        (tiles(rows, tile_rows), tiles(columns, tile_columns)),
+        [x, *_operands(made, copy), *signs, *there],
+        form
+        | dict(GROUP=group, FACTOR=1.0 if group == 64 else 1 / math.sqrt(group), AXIS=copy.axis)
+        | _tiled(rows, columns, tile_rows, tile_columns),
         num_warps=1,
         num_stages=1,  # loads that wait in shared memory only cost their way through it
         maxnreg=None if copy.axis == 1 else 128 if group < 128 else 255,
     )
+
+
+def _tiled(rows: int, columns: int, tile_rows: int, tile_columns: int) -> dict[str, Any]:
+    even = rows % tile_rows == columns % tile_columns == 0
+    return dict(EVEN=even, TILE_ROWS=tile_rows, TILE_COLUMNS=tile_columns)
 
 
 def _operands(made: QuantizedTensor, copy: Copy) -> list[Tensor | int]:

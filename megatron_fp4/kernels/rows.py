@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_fp4.formats import element_max
 from megatron_fp4.kernels.encode import nearest
+from megatron_fp4.kernels.launch import launch, on, tiles
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
 EXPONENTS = {"e4m3": (3, 7), "e5m2": (2, 15), "e2m1": (1, 1)}  # mantissa bits and bias
@@ -177,35 +178,20 @@ def quantize(
     codes = x.new_empty(lines, along // 2 if packed else along, dtype=torch.uint8)
     stored = x.new_empty(lines if per_row else 1, 1, dtype=torch.float32)
     mantissa, bias = EXPONENTS[quantizer.element]
-    grid = triton.cdiv(rows, TILE_ROWS), triton.cdiv(columns, TILE_COLUMNS)
-    operands = x.view(torch.int16), x if fold is None else fold.contiguous()
-    form = dict(
-        AXIS=axis,
-        PER_ROW=per_row,
-        HAS_FOLD=fold is not None,
-        TILE_ROWS=TILE_ROWS,
-        TILE_COLUMNS=TILE_COLUMNS,
-        num_warps=WARPS,
-    )
-    with torch.cuda.device_of(x):  # Triton launches on the current one
+    grid = tiles(rows, TILE_ROWS), tiles(columns, TILE_COLUMNS)
+    operands: list[Tensor | int] = [x.view(torch.int16), x if fold is None else fold.contiguous()]
+    form = dict(AXIS=axis, PER_ROW=per_row, HAS_FOLD=fold is not None)
+    tile = dict(TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS)
+    kind = dict(LIMIT=element_max(quantizer.element), E2M1=packed, MANTISSA=mantissa, BIAS=bias)
+    with on(x):
         if widest is None:
             largest = torch.zeros_like(stored, dtype=torch.int32)
-            largest_kernel[grid](*operands, largest, rows, columns, **form)
+            found = [*operands, largest, rows, columns]
+            launch(largest_kernel, grid, found, form | tile, num_warps=WARPS)
         else:
             largest = widest.float().contiguous().view(torch.int32)
-        cast_kernel[grid](
-            *operands,
-            largest,
-            codes,
-            stored,
-            rows,
-            columns,
-            LIMIT=element_max(quantizer.element),
-            E2M1=packed,
-            MANTISSA=mantissa,
-            BIAS=bias,
-            **form,
-        )
+        made = [*operands, largest, codes, stored, rows, columns]
+        launch(cast_kernel, grid, made, form | kind | tile, num_warps=WARPS)
     return QuantizedTensor(codes, stored, None, quantizer, x.shape, axis)
 
 
@@ -237,14 +223,12 @@ def turned(x: QuantizedTensor) -> QuantizedTensor:
     """x.along(the other axis)."""
     rows, half = x.codes.shape
     codes = x.codes.new_empty(2 * half, rows // 2)
-    with torch.cuda.device_of(codes):  # Triton launches on the current one
-        turn_kernel[triton.cdiv(rows, TILE_ROWS), triton.cdiv(half, TILE_COLUMNS)](
-            x.codes.contiguous(),
-            codes,
-            rows,
-            half,
-            TILE_ROWS=TILE_ROWS,
-            TILE_BYTES=TILE_COLUMNS,
+    with on(codes):
+        launch(
+            turn_kernel,
+            (tiles(rows, TILE_ROWS), tiles(half, TILE_COLUMNS)),
+            [x.codes.contiguous(), codes, rows, half],
+            dict(TILE_ROWS=TILE_ROWS, TILE_BYTES=TILE_COLUMNS),
             num_warps=WARPS,
         )
     return replace(x, codes=codes, axis=1 - x.axis)
