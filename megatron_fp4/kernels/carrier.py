@@ -217,8 +217,9 @@ class _Tallies:
 
     def next(self) -> Tensor:
         if not self._left:
-            zeros = torch.zeros(1024, 2, dtype=torch.int32, device=self._device)
-            self._left = list(zeros.unbind())
+            # Sixteen bytes apart, as a kernel is compiled to find them.
+            zeros = torch.zeros(1024, 4, dtype=torch.int32, device=self._device)
+            self._left = list(zeros[:, :2].unbind())
         return self._left.pop()
 
 
