@@ -153,7 +153,8 @@ class QuantizedTensor:
         return values, None if self.tensor_scale is None else self.tensor_scale.view(1, 1)
 
     def unscaled(self) -> QuantizedTensor:
-        """A matrix whose scales span its blocked axis, with a scale of 1."""
+        """A matrix with float32 scales, with one of 1."""
+        assert self.quantizer.scale == "fp32"
         quantizer = replace(self.quantizer, block=(WHOLE_AXIS, WHOLE_AXIS))
         return replace(self, scales=self.scales.new_ones(1, 1), quantizer=quantizer)
 

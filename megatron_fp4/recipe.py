@@ -135,12 +135,13 @@ class Recipe:
 
     def multiplied(self, gemm: str) -> GemmRecipe:
         """The same, with the quantizer of fprop where its operand comes as that left it and its
-        scale, which spans the axis, is folded into dY: what is multiplied are its elements."""
+        float32 scale, which spans the axis, is folded into dY: what is multiplied are its elements.
+        """
         own, left = self.gemm(gemm), self.quantizer("fprop", OPERANDS[gemm][1])
         plain = own.b is None and own.hadamard is None and self.fprop.hadamard is None
         if gemm == "fprop" or self.backward != "forward" or not plain:
             return own
-        return replace(own, b=left) if left is not None and left.outer else own
+        return replace(own, b=left) if left is not None and left.scale == "fp32" else own
 
     def quantizer(self, gemm: str, operand: str) -> Quantizer | None:
         """The quantizer of an operand of a GEMM."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4 import Quantizer, get_recipe, linear
+from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, linear
 from megatron_fp4.philox import Key, random_bits16, random_signs, stream_id
 from megatron_fp4.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.recipe import HIGH_PRECISION
@@ -254,3 +254,33 @@ def test_raw_wgrad_has_each_outlier_once() -> None:
         get_recipe("dge-occ", dge=False), backward="raw", dgrad=HIGH_PRECISION, wgrad=HIGH_PRECISION
     )
     assert errors(run(p, plain), {"dw": p.dy.t() @ p.x})["dw"] < BOUND[torch.float32]
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        {"scale": "fp32", "block": (1, 0), "rule": "absmax"},
+        {"scale": "fp32", "block": (0, 0), "rule": "absmax"},
+        {"scale": "e8m0", "block": (1, 0), "rule": "ceil"},
+        {"scale": "e8m0", "block": (0, 0), "rule": "ceil"},
+        {"scale": "e4m3", "block": (1, 0), "rule": "nearest"},
+        {"scale": "e4m3", "block": (1, 0), "rule": "nearest", "tensor_max": 448.0},
+    ],
+    ids=lambda fields: " ".join(map(str, fields.values())),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_backward_takes_what_forward_multiplied_whatever_its_scale(
+    scale: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """dY in high precision: the products with decoded operands, but for dY's own casting."""
+    quantizer, gradient = Quantizer(**scale), get_recipe("dge-occ").dgrad.a
+    forward, backward = GemmRecipe(quantizer, quantizer), GemmRecipe(gradient)
+    recipe = Recipe("t", fprop=forward, dgrad=backward, wgrad=backward, backward="forward")
+    p = problem(dtype)
+    found = run(p, recipe)
+    x, w = (
+        quantize_matrix(t.detach(), quantizer, axis=1).dequantize(torch.float64) for t in (p.x, p.w)
+    )
+    dy = p.dy.double()
+    for name, expected in (("dx", dy @ w), ("dw", dy.t() @ x)):
+        assert relative_error(found[name], expected) < 0.15, name  # E5M2 has two bits

@@ -24,9 +24,9 @@ def trial(
     """Why `product`, which is called `name`, cannot be used: it raises, errs by more than its
     dtype's bound, or loses a NaN. One line; None where it can. shapes: M, N, K of those tried."""
     for shape in shapes:
-        a, b = _operands(quantizer, device, *shape)
-        expected = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
         try:
+            a, b = _operands(quantizer, device, *shape)
+            expected = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
             made = product(a, b)
             found = made.double()
         except Exception as error:  # whatever an untried GEMM may raise
@@ -45,11 +45,11 @@ def _operands(
 ) -> list[QuantizedTensor]:
     """Operands with a scale of its own for every block; in all but the smallest one block is zeros,
     and one NaN."""
-    generator = torch.Generator().manual_seed(m)  # not torch's own, which training draws from
+    generator = torch.Generator("cpu").manual_seed(m)  # not torch's own, which training draws from
     operands = []
     for rows in (m, n):
-        x = torch.randn(rows, k // 32, 32, generator=generator)
-        x *= 2.0 ** torch.randint(-6, 7, (rows, k // 32, 1), generator=generator)
+        x = torch.randn(rows, k // 32, 32, generator=generator, device="cpu")
+        x *= 2.0 ** torch.randint(-6, 7, (rows, k // 32, 1), generator=generator, device="cpu")
         if rows > 16:
             x[3, 0] = 0.0
             x[7, -1] = torch.nan

@@ -1,8 +1,8 @@
 """Starting Triton kernels with little work on the host.
 
 Triton looks at all arguments of every call to find the kernel that was compiled for their like,
-which takes longer than many a kernel runs. Here one that was found is found again by the sizes and
-constants that it was compiled for.
+which takes longer than many a kernel runs. Here one that was found is found again by the kinds of
+sizes and the constants that it was compiled for.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def launch(
     key = (
         id(kernel),
         torch.cuda.current_device(),
-        *[arguments[i] for i in sizes],
+        *[_kind(arguments[i]) for i in sizes],
         *constants.values(),
         *options.values(),
     )
@@ -64,6 +64,11 @@ def launch(
         _found[key] = kernel[grid](*arguments, **constants, **options)
         return
     compiled[(*grid, 1, 1)[:3]](*arguments, *[constants[name] for name in names])
+
+
+def _kind(size: Any) -> Any:
+    """What of a size Triton compiles anew for."""
+    return size if size == 1 else (size % 16 == 0, size < 2**31)
 
 
 @cache

@@ -13,9 +13,9 @@ import triton
 from torch import Tensor
 
 from megatron_fp4.kernels.hadamard import transform_kernel
-from megatron_fp4.kernels.launch import launch, tiles
+from megatron_fp4.kernels.launch import launch, stream_of, tiles
 from megatron_fp4.kernels.mxfp4 import BLOCK, quantize_kernel
-from megatron_fp4.philox import GROUP, Key, Noise, Signs
+from megatron_fp4.philox import GROUP, Key, Noise, Placement, Signs
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
 HADAMARD_GROUPS = (32, 64, 128)
@@ -70,7 +70,7 @@ def quantize(
     noise = next((copy.noise for copy in copies if copy.noise is not None), Noise(Key(0), 0))
     place = noise.placement
     there: list[Tensor | int] = [
-        _counted(rows, source.device) if place.rows is None else place.rows,
+        _rows(source, rows, quantizer, place),
         source if place.groups is None else place.groups,
         rows,
         columns,
@@ -155,9 +155,18 @@ def _tile(packed: bool, along: bool, across: bool, stochastic: bool) -> tuple[in
     return (32, 64, 1) if stochastic else (64, 128, 2)
 
 
+def _rows(source: Tensor, rows: int, quantizer: Quantizer, place: Placement) -> Tensor:
+    """Where the rows lie in the unsharded matrix; anything where no noise is drawn."""
+    if not quantizer.stochastic:
+        return source
+    if place.rows is not None:
+        return place.rows
+    return _counted(1 << (rows - 1).bit_length(), source.device, stream_of(source))
+
+
 @cache
-def _counted(rows: int, device: torch.device) -> Tensor:
-    """The places of the rows of a whole matrix."""
+def _counted(rows: int, device: torch.device, stream: int) -> Tensor:
+    """0, 1, 2, ... in as many rows as a power of two: there are few of these to keep."""
     return torch.arange(rows, device=device)
 
 

@@ -82,10 +82,13 @@ def test_one_is_compiled_for_all_calls_that_it_fits(like: Any) -> None:
     number, *given = kernel.started[-1]
     assert number == 1 and given[: -len(names)] == arguments(kernel, 64, -1, tensor)
     assert given[-len(names) :] == [1] * len(names)
-    assert start(size=72) == 2 and start(constant=0) == 3  # other code, if Triton were asked
-    assert start() == 3 and kernel.started[-1][0] == 1
-    assert start(tensor=tensor[1:]) == 4  # not aligned: Triton is asked each time
-    assert start(tensor=tensor[1:]) == 5
+    assert start(size=96) == 1 and kernel.started[-1][:-1] != (number, *given)[:-1]  # its sizes
+    # What Triton compiles anew for: other divisors, a size of 1, constants.
+    assert start(size=72) == 2 and start(size=40) == 2 and start(size=1) == 3
+    assert start(constant=0) == 4
+    assert start() == 4 and kernel.started[-1][0] == 1
+    assert start(tensor=tensor[1:]) == 5  # not aligned: Triton is asked each time
+    assert start(tensor=tensor[1:]) == 6
 
 
 def test_tallies_are_aligned() -> None:
