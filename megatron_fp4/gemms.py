@@ -207,9 +207,7 @@ class Backward:
         if turned:  # from the basis in which it was quantized
             source = Source("fprop", OPERANDS[gemm][1], value)
             forward = self.call.preparation(self.recipe, source)
-            signs = forward.signs
-            vector = None if signs is None else signs.vector(forward.group, value.device)
-            value = inverse(value, forward.group, vector)
+            value = inverse(value, forward.group, forward.sign_vector(value.device))
         return value, None
 
     def _under_way(self) -> dict[str, Pending[_Folded]]:

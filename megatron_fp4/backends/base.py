@@ -52,6 +52,10 @@ class Preparation:
     noise: Noise | None = None
     widest: Tensor | None = None
 
+    def sign_vector(self, device: torch.device) -> Tensor | None:
+        """float32 [group]; None where the transform has no signs."""
+        return None if self.signs is None else self.signs.vector(self.group, device)
+
 
 def finish(product: Tensor, out_dtype: torch.dtype, into: Tensor | None) -> Tensor:
     """A wide product as `multiply` returns it: rounded once, or added to `into`."""

@@ -82,9 +82,8 @@ def _turned(x: Tensor | QuantizedTensor, preparation: Preparation) -> Tensor:
     if preparation.fold is not None:
         x = widen(x) * (preparation.fold if axis == 1 else preparation.fold[:, None])
     if preparation.group:
-        group, signs = preparation.group, preparation.signs
-        vector = None if signs is None else signs.vector(group, x.device)
-        x = transform(x.movedim(axis, -1), group, vector)
+        signs = preparation.sign_vector(x.device)
+        x = transform(x.movedim(axis, -1), preparation.group, signs)
         if preparation.quantizer is not None:
             # The contract rounds here, so that tensor cores may produce the same codes.
             x = x.bfloat16()

@@ -56,7 +56,8 @@ def takes(x: Tensor | QuantizedTensor, quantizer: Quantizer, axis: int, group: i
 def quantize(
     x: Tensor | QuantizedTensor, quantizer: Quantizer, copies: Sequence[Copy], group: int = 0
 ) -> list[QuantizedTensor]:
-    """The copies (one, or one for each axis) of x [rows, columns], which is read once. All share
+    """The copies (one, or one for each axis) of x [rows, columns], which is read once, but for
+    each copy that is transformed. All share
     the quantizer, the transform's group and, where they draw, seed, step and placement."""
     rows, columns = x.shape
     packed = isinstance(x, QuantizedTensor)
