@@ -98,7 +98,8 @@ def products(p: Problem) -> Callable[[], None]:
 
 def moved(recipe: Recipe, inputs: int, outputs: int) -> float:
     """The bytes that making MXFP4 carriers of a linear's operands must move: each source is read
-    once for the copies that one kernel makes, codes are written and read, and carriers written."""
+    once for the copies that one kernel makes, codes and carriers are written, and codes read again
+    where they are kept for backward or follow a transform."""
     sizes = {"x": TOKENS * inputs, "w": outputs * inputs, "dy": TOKENS * outputs}
     total, read = 0.0, set()
     for gemm in GEMMS:
@@ -112,7 +113,10 @@ def moved(recipe: Recipe, inputs: int, outputs: int) -> float:
             if again or source not in read:
                 total += sizes[operand] * (PACKED if again else 2)
             read.add(source)
-            total += sizes[operand] * (PACKED + PACKED + CARRIED)
+            total += sizes[operand] * (PACKED + CARRIED)
+            kept = (gemm, operand) == ("wgrad", "x") and not again
+            if kept or recipe.gemm(gemm).hadamard is not None:
+                total += sizes[operand] * PACKED
     return total
 
 

@@ -151,9 +151,9 @@ def compiled(make: Callable[[nn.Linear], nn.Module]) -> Callable[[nn.Linear], nn
 
 
 def ours(x: Tensor) -> Any:
-    from benchmarks.quantize_kernels import kernel
+    from benchmarks.quantize_Made, kernels import kernel
 
-    return kernel(x, "mxfp4", (1,), 0)()
+    return kernel(x, Made("mxfp4", (1,)))()
 
 
 EMULATED = "X and W: quantize, dequantize, BF16 GEMM; nearest; backward in BF16, dY as it is"

@@ -2,8 +2,10 @@
 
     python -m benchmarks.quantize_kernels
 
-A kernel reads 2 bytes an element and writes 4.25 bits for each copy that it makes. Its share is
-those bytes in its time, over the bytes that a copy of the same BF16 matrix moves in its own.
+A kernel reads 2 bytes an element, or 4.25 bits of codes and scales, and writes 4.25 bits for each
+copy that it makes, and a byte where it writes FP8 carriers too, whose rows are then looked at once
+more. Its share is those bytes in its time, over the bytes that a copy of the same BF16 matrix moves
+in its own.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,22 +23,47 @@ import torch
 
 from benchmarks.stamp import stamp
 from benchmarks.timing import medians
+from megatron_fp4.kernels.carrier import Carried, mended
 from megatron_fp4.kernels.quantize import Copy, quantize
 from megatron_fp4.philox import Key, Noise, Placement, Signs
 from megatron_fp4.quantizer import get_quantizer
 
 SHAPES = ((8192, 8192), (8192, 14336))
-# What is made: the quantizer, the axes of the copies, the transform's group.
-KERNELS: dict[str, tuple[str, tuple[int, ...], int]] = {
-    "nearest, along rows": ("mxfp4-ceil", (1,), 0),
-    "nearest, across": ("mxfp4-ceil", (0,), 0),
-    "nearest, both": ("mxfp4-ceil", (1, 0), 0),
-    "stochastic, along rows": ("mxfp4-ceil-sr", (1,), 0),
-    "stochastic, across": ("mxfp4-ceil-sr", (0,), 0),
-    "stochastic, both": ("mxfp4-ceil-sr", (1, 0), 0),
-    "Hadamard 64 + stochastic, along rows": ("mxfp4-sr", (1,), 64),
-    "Hadamard 64 + stochastic, across": ("mxfp4-sr", (0,), 64),
-    "Hadamard 64 + stochastic, both": ("mxfp4-sr", (1, 0), 64),
+
+
+@dataclass(frozen=True)
+class Made:
+    """quantizer: its name; axes: of the copies; group: the transform's; carrier: FP8 elements that
+    are written too; packed: from codes."""
+
+    quantizer: str
+    axes: tuple[int, ...]
+    group: int = 0
+    carrier: torch.dtype | None = None
+    packed: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """Of an element."""
+        written = PACKED + (self.carrier is not None)
+        return (PACKED if self.packed else 2) + len(self.axes) * written
+
+
+PACKED = 4.25 / 8
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KERNELS = {
+    "nearest, along rows": Made("mxfp4-ceil", (1,)),
+    "nearest, across": Made("mxfp4-ceil", (0,)),
+    "nearest, both": Made("mxfp4-ceil", (1, 0)),
+    "stochastic, along rows": Made("mxfp4-ceil-sr", (1,)),
+    "stochastic, across": Made("mxfp4-ceil-sr", (0,)),
+    "stochastic, both": Made("mxfp4-ceil-sr", (1, 0)),
+    "Hadamard 64 + stochastic, along rows": Made("mxfp4-sr", (1,), 64),
+    "Hadamard 64 + stochastic, across": Made("mxfp4-sr", (0,), 64),
+    "Hadamard 64 + stochastic, both": Made("mxfp4-sr", (1, 0), 64),
+    "nearest, along rows, with E4M3": Made("mxfp4-ceil", (1,), carrier=E4M3),
+    "nearest, across, from codes, with E4M3": Made("mxfp4-ceil", (0,), carrier=E4M3, packed=True),
+    "stochastic, both, with E5M2": Made("mxfp4-ceil-sr", (1, 0), carrier=E5M2),
 }
 AIMS = {"nearest": 0.85, "stochastic": 0.70, "Hadamard": 0.60}  # of one direction
 BOTH = 0.65
@@ -48,13 +76,13 @@ def study() -> list[dict[str, Any]]:
         x = torch.randn(*shape, device="cuda").bfloat16()
         copy = torch.empty_like(x)
         calls: dict[str, Callable[[], Any]] = {"copy": partial(copy.copy_, x)}
-        for name, (quantizer, axes, group) in KERNELS.items():
-            calls[name] = kernel(x, quantizer, axes, group)
+        for name, made in KERNELS.items():
+            calls[name] = kernel(x, made)
         taken = medians(calls)
         speed = 4 * x.numel() / taken["copy"]
-        for name, (_, axes, _) in KERNELS.items():
-            moved = x.numel() * (2 + len(axes) * 4.25 / 8)
-            aim = BOTH if len(axes) == 2 else AIMS[name.split(",")[0].split()[0]]
+        for name, made in KERNELS.items():
+            moved = x.numel() * made.bytes
+            aim = BOTH if len(made.axes) == 2 else AIMS[name.split(",")[0].split()[0]]
             rows.append(
                 {
                     "shape": list(shape),
@@ -69,19 +97,27 @@ def study() -> list[dict[str, Any]]:
     return rows
 
 
-def kernel(x: torch.Tensor, name: str, axes: tuple[int, ...], group: int) -> Callable[[], Any]:
+def kernel(x: torch.Tensor, made: Made) -> Callable[[], Any]:
     """A call as training makes it: noise by the rows that a data-parallel rank holds."""
-    quantizer = get_quantizer(name)
+    quantizer, group = get_quantizer(made.quantizer), made.group
     place = Placement(rows=torch.arange(len(x), device="cuda") + 3 * len(x))
     copies = [
         Copy(
             axis,
             Noise(Key(7, 3), 5 + axis, place) if quantizer.stochastic else None,
             Signs(Key(7), 9 + axis) if group else None,
+            made.carrier,
         )
-        for axis in axes
+        for axis in made.axes
     ]
-    return lambda: quantize(x, quantizer, copies, group)
+    source = quantize(x, quantizer, [Copy(1)])[0] if made.packed else x
+
+    def make() -> None:
+        for copy in quantize(source, quantizer, copies, group):
+            if isinstance(copy, Carried):
+                mended(copy)
+
+    return make
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

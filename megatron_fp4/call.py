@@ -39,13 +39,14 @@ CONTRACTED = {
 class Source:
     """A matrix that one operand of a GEMM is to be made of; one that is quantized already decodes
     to BF16. fold: see Preparation. is_part: it holds this rank's tokens alone, under sequence
-    parallelism."""
+    parallelism. at_once: it is multiplied as soon as it is made."""
 
     gemm: str
     operand: str
     matrix: Tensor | QuantizedTensor
     fold: Tensor | None = None
     is_part: bool = False
+    at_once: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,10 @@ class Call:
         """The operands of a model that computes in the dtype of `like`. What ranks must agree on
         before they scale (the maximum of a row or tensor that they share) takes one collective."""
         backends = [self.backend(recipe, source.gemm, like) for source in sources]
-        preparations = [self.preparation(recipe, source) for source in sources]
+        preparations = [
+            self.preparation(recipe, source, backend)
+            for source, backend in zip(sources, backends, strict=True)
+        ]
         shared = [
             i
             for i, (source, preparation) in enumerate(zip(sources, preparations, strict=True))
@@ -132,8 +136,11 @@ class Call:
             counted = form.tally if isinstance(form, Decoded) else None
             self.observe(gemm, name, operand.tally() if counted is None else counted)
 
-    def preparation(self, recipe: Recipe, source: Source) -> Preparation:
-        """What `source` goes through to become an operand."""
+    def preparation(
+        self, recipe: Recipe, source: Source, backend: Backend | None = None
+    ) -> Preparation:
+        """What `source` goes through to become an operand, which `backend` may write as it
+        multiplies it."""
         gemm, operand = source.gemm, source.operand
         quantizer = recipe.quantizer(gemm, operand)
         # W is prepared once a step, whoever calls first.
@@ -149,6 +156,7 @@ class Call:
             # W is quantized once a step, so the signs that it shares are fixed within one.
             draw = self.microbatch if gemm == "wgrad" else 0
             signs = Signs(self.key, stream_id(stream_label(self.name, gemm)), draw)
+        stays = source.at_once and not source.is_part  # else only codes travel, or are kept
         return Preparation(
             label=label,
             quantizer=quantizer,
@@ -157,6 +165,7 @@ class Call:
             group=hadamard.group if hadamard is not None else 0,
             signs=signs,
             noise=noise,
+            carrier=backend.carrier(operand == "dy") if backend and stays else None,
         )
 
     def _placement(self, source: Source) -> Placement:

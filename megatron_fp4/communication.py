@@ -94,6 +94,7 @@ class TensorParallel:
         return values.then(lambda v: Residual(v, places.wait(), residual.scope, shape))
 
     def _gather_quantized(self, part: QuantizedTensor) -> Pending[Operand]:
+        part = part.plain()
         tokens = -1 if part.axis == 0 else 0  # tokens come first, or last where they are blocked
         codes = self._gather(part.codes, tokens)
         # A scale that spans all tokens is on every rank.

@@ -89,8 +89,8 @@ def fprop(
     compensates_dw = outliers is not None and outliers.compensate and outliers.residual_in_wgrad
     kept_x = x_operand if clamps_dw else x if packed is None else packed
     return y, Saved(
-        kept_x if needs_dw else None,
-        w_operand if recipe.backward == "forward" and gemm.b is not None else weight,
+        _plain(kept_x) if needs_dw else None,
+        _plain(w_operand) if recipe.backward == "forward" and gemm.b is not None else weight,
         weight if recipe.estimator is not None else None,
         residual if needs_dw and clamps_dw and compensates_dw else None,
     )
@@ -104,7 +104,7 @@ def _forward_operands(
     kept, is_part = call.weights, call.has_part("x")
     sources = [Source("fprop", "x", x, is_part=is_part)]
     if raw is not None:
-        sources.append(Source("wgrad", "x", raw, is_part=is_part))
+        sources.append(Source("wgrad", "x", raw, is_part=is_part, at_once=False))
     has_w = kept is not None and "fprop" in kept
     if not has_w:
         sources.append(Source("fprop", "w", weight.to(x.dtype)))
@@ -115,8 +115,13 @@ def _forward_operands(
     if kept is not None and has_w:
         return made[0], kept["fprop"][0], packed
     if kept is not None and recipe.fprop.b is not None:
-        kept["fprop"] = made[-1], None
+        kept["fprop"] = _plain(made[-1]), None
     return made[0], made[-1], packed
+
+
+def _plain(operand: Operand) -> Operand:
+    """What may be kept: not what a backend has made of it to be multiplied."""
+    return operand.plain() if isinstance(operand, QuantizedTensor) else operand
 
 
 def _all_tokens(residual: Residual, call: Call) -> Pending[Residual]:
@@ -273,7 +278,7 @@ class Backward:
         # What is only decoded from fprop's codes weighs as much as W: kept where that was asked.
         if gemm == "dgrad" and call.weights is not None:
             if call.decodes or isinstance(operand, QuantizedTensor):
-                call.weights[gemm] = operand, fold
+                call.weights[gemm] = _plain(operand), fold
         return Pending.of((operand, fold))
 
     def _kept(self, gemm: str) -> Operand:

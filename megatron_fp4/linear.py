@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from itertools import islice
 from typing import Any
@@ -64,7 +65,7 @@ class _Linear(torch.autograd.Function):
         into = None if weight is None else weight.main_grad
         needs = Needs(needs_dx, needs_dw, ctx.weight_dtype, into)
         # Autocast may be on around backward; what this computes in is settled.
-        with _plain_tensors(), torch.autocast(dy.device.type, enabled=False):
+        with _plain_tensors(), _without_autocast(dy.device.type):
             dx, dw, dy_operand = Backward(dy, _load(ctx), recipe, call, needs).gradients()
             db = None
             if needs_db:
@@ -75,6 +76,11 @@ class _Linear(torch.autograd.Function):
         if dw is not None and weight is not None:
             dw = _added_to_main_grad(weight)
         return None if dx is None else dx.view(ctx.x_shape), dw, db, None, None, None
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    on = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 def _bias_gradient(dy: Operand, dtype: torch.dtype) -> Tensor:
@@ -149,7 +155,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, cal
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
-    with torch.autocast(device, enabled=False):
+    with _without_autocast(device):
         return _Linear.apply(x, weight, bias, recipe, call, torch.is_grad_enabled())
 
 

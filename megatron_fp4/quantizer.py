@@ -77,6 +77,9 @@ class Quantizer:
         if self.rule == "four-over-six" and (self.block[0] != 1 or self.stochastic):
             raise ConfigError("four-over-six takes blocks of one row and nearest rounding")
 
+    def __hash__(self) -> int:
+        return hash((self.element, self.scale, self.rule, self.rounding))  # a key in every call
+
     @property
     def stochastic(self) -> bool:
         return self.rounding == "stochastic"
@@ -126,6 +129,10 @@ class QuantizedTensor:
     @property
     def device(self) -> torch.device:
         return self.codes.device
+
+    def plain(self) -> QuantizedTensor:
+        """Itself, without what else a backend has made with it."""
+        return self
 
     def elements(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The codes' values on the element grid, the blocked axis last."""

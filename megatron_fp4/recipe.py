@@ -41,6 +41,9 @@ class GemmRecipe:
     hadamard: Hadamard | None = None
     correction: float = 1.0
 
+    def __hash__(self) -> int:
+        return hash((self.a, self.b, self.correction))  # a key in every call
+
     @property
     def quantized(self) -> bool:
         return self.a is not None or self.b is not None
@@ -131,17 +134,24 @@ class Recipe:
 
     def gemm(self, name: str) -> GemmRecipe:
         """The GemmRecipe called fprop, dgrad or wgrad."""
-        return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}[name]
+        return self.fprop if name == "fprop" else self.dgrad if name == "dgrad" else self.wgrad
 
     def multiplied(self, gemm: str) -> GemmRecipe:
         """The same, with the quantizer of fprop where its operand comes as that left it and its
         float32 scale, which spans the axis, is folded into dY: what is multiplied are its elements.
         """
-        own, left = self.gemm(gemm), self.quantizer("fprop", OPERANDS[gemm][1])
-        plain = own.b is None and own.hadamard is None and self.fprop.hadamard is None
-        if gemm == "fprop" or self.backward != "forward" or not plain:
-            return own
-        return replace(own, b=left) if left is not None and left.scale == "fp32" else own
+        return self._multiplied[gemm]
+
+    @cached_property
+    def _multiplied(self) -> dict[str, GemmRecipe]:
+        found = {gemm: self.gemm(gemm) for gemm in GEMMS}
+        if self.backward == "forward" and self.fprop.hadamard is None:
+            for gemm in ("dgrad", "wgrad"):
+                own, left = found[gemm], self.quantizer("fprop", OPERANDS[gemm][1])
+                plain = own.b is None and own.hadamard is None
+                if plain and left is not None and left.scale == "fp32":
+                    found[gemm] = replace(own, b=left)
+        return found
 
     def quantizer(self, gemm: str, operand: str) -> Quantizer | None:
         """The quantizer of an operand of a GEMM."""

@@ -41,6 +41,7 @@ class Preparation:
     noise: for a stochastic quantizer.
     widest: see `quantize_matrix`; what `absolute_max` gives, the largest of all ranks' that share
         a scale.
+    carrier: the backend's own, for an operand that it multiplies as it makes it: it may write both.
     """
 
     label: str
@@ -51,6 +52,7 @@ class Preparation:
     signs: Signs | None = None
     noise: Noise | None = None
     widest: Tensor | None = None
+    carrier: torch.dtype | None = None
 
     def sign_vector(self, device: torch.device) -> Tensor | None:
         """float32 [group]; None where the transform has no signs."""
@@ -77,6 +79,10 @@ class Backend(Protocol):
 
     def split(self, x: Tensor, outliers: OutlierClamp) -> tuple[Tensor, Residual]:
         """`outliers.split(x)` for X [tokens, features]; the residual's slots in any order."""
+        ...
+
+    def carrier(self, gradient: bool) -> torch.dtype | None:
+        """The FP8 elements that carry MXFP4 operands, if any do. gradient: of one, not X or W."""
         ...
 
     def prepare(self, x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand]:

@@ -93,7 +93,9 @@ def _mxfp4(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Quan
         if quantizer is None or not plain or not takes(x, quantizer, p.axis, group):
             return None
     assert quantizer is not None
-    return quantize(x, quantizer, [Copy(p.axis, p.noise, p.signs) for p in preparations], group)
+    return quantize(
+        x, quantizer, [Copy(p.axis, p.noise, p.signs, p.carrier) for p in preparations], group
+    )
 
 
 def _together(one: Preparation, other: Preparation) -> bool:

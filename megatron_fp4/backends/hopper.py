@@ -46,14 +46,18 @@ class Hopper(Bf16):
                 return f"{quantizer.scale} scales of {quantizer.element} are not powers of two"
         return None
 
+    def carrier(self, gradient: bool) -> torch.dtype:
+        return torch.float8_e5m2 if gradient else torch.float8_e4m3fn
+
     def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
         if not isinstance(operand, QuantizedTensor) or not _tiles(*operand.codes.shape):
             return super().decode(operand, dtype)
-        from megatron_fp4.kernels.carrier import carry, elements  # imports Triton
+        from megatron_fp4.kernels.carrier import Carried, carry, elements, mended  # imports Triton
 
+        if isinstance(operand, Carried):
+            return Decoded(*mended(operand))
         if not operand.quantizer.outer:
-            element = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
-            return Decoded(*carry(operand.codes, operand.scales, element))
+            return Decoded(*carry(operand.codes, operand.scales, self.carrier(gradient)))
         outer = operand.block_scales().view(-1, 1)
         if operand.quantizer.element == "e2m1":
             values = elements(operand.codes.contiguous())
@@ -115,4 +119,5 @@ def _can_be_added_to(out: Tensor | None) -> bool:
 def _rows(operand: Decoded) -> Tensor:
     """A scale for each row."""
     assert operand.outer is not None
-    return operand.outer.expand(len(operand.values), 1).contiguous()
+    outer, rows = operand.outer, operand.values.shape[0]
+    return outer if outer.shape[0] == rows else outer.expand(rows, 1).contiguous()

@@ -29,6 +29,9 @@ class Reference:
     def split(self, x: Tensor, outliers: OutlierClamp) -> tuple[Tensor, Residual]:
         return outliers.split(x)
 
+    def carrier(self, gradient: bool) -> torch.dtype | None:
+        return None
+
     def prepare(self, x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Operand]:
         return [self._prepare(x, preparation) for preparation in preparations]
 

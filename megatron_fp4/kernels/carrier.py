@@ -3,10 +3,15 @@
 An element c 2^s of a row is carried as c 2^(s - f), with f such that the row's largest scale comes
 to the top of FP8's range; 2^f multiplies the product's rows. That is exact while s - f lies in the
 element's window; elements below it are rounded, and counted (docs/numerics.md, Carriers).
+
+f is known when all of a row has been read. An operand that is multiplied as it is made is carried
+by the kernel that makes it, under one f for all rows that a sample suggests: where all of a row is
+exact under it the product is the same, and the other rows are mended here.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -14,121 +19,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.kernels.launch import launch, on, stream_of, tiles
+from megatron_fp4.kernels.fp8 import FORMATS, NORMAL, looked_up, table
+from megatron_fp4.kernels.launch import Launch, on, planned, stream_of, tiles
+from megatron_fp4.quantizer import QuantizedTensor
 
-# Mantissa bits, bias, the code of NaN, and the window of k in which every code times 2^k is exact.
-FORMATS = {
-    torch.float8_e4m3fn: (3, 7, 0x7F, -8, 6),
-    torch.float8_e5m2: (2, 15, 0x7F, -15, 13),
-}
 ROWS, BLOCKS, WARPS = 1, 256, 2  # of a program, by what was fastest on an H200
+MENDED_ROWS = 8
 
 
 @triton.jit
-def _table(power, SECOND: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """FP8 bytes, in one word, of the first or the last four magnitudes of E2M1 times `power`.
-
-    Divided by 2^(127 - bias) a float32 has FP8's exponents, subnormal numbers included, so that
-    rounding to nearest even is an integer addition.
-    """
-    word = tl.zeros(power.shape, tl.int32)
-    for i in tl.static_range(4):
-        if SECOND:
-            magnitude = 2.0 + i if i < 3 else 6.0
-        else:
-            magnitude = 0.5 * i
-        bits = (power * (magnitude * 2.0 ** (BIAS - 127))).to(tl.int32, bitcast=True)
-        cut = 23 - MANTISSA
-        byte = (bits + ((1 << (cut - 1)) - 1) + ((bits >> cut) & 1)) >> cut
-        word |= byte << (8 * i)
-    return word
-
-
-@triton.jit
-def _looked_up(words, low, high, INTERPRETED: tl.constexpr):
-    """The bytes of a word's eight codes, as two words: low and high hold those of magnitudes."""
-    if INTERPRETED:
-        first = tl.zeros(words.shape, tl.int32)
-        second = tl.zeros(words.shape, tl.int32)
-        for i in tl.static_range(8):
-            code = words >> (4 * i)
-            byte = tl.where((code & 4) != 0, high, low) >> (8 * (code & 3))
-            byte = (byte & 0x7F) | ((code & 8) << 4)
-            if i < 4:
-                first |= byte << (8 * i)
-            else:
-                second |= byte << (8 * i - 32)
-        return first, second
-    # prmt takes a byte of a table of eight for each of four nibbles; so also for the signs.
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 magnitudes, signs, chosen;
-        and.b32 magnitudes, $2, 0x77777777;
-        prmt.b32 $0, $3, $4, magnitudes;
-        shr.u32 magnitudes, magnitudes, 16;
-        prmt.b32 $1, $3, $4, magnitudes;
-        shr.u32 signs, $2, 3;
-        and.b32 signs, signs, 0x11111111;
-        prmt.b32 chosen, 0x8000, 0, signs;
-        or.b32 $0, $0, chosen;
-        shr.u32 signs, signs, 16;
-        prmt.b32 chosen, 0x8000, 0, signs;
-        or.b32 $1, $1, chosen;
-        }
-        """,
-        "=&r,=&r,r,r,r",
-        [words, low, high],
-        dtype=(tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def carry_kernel(
+def _carry(
     codes_ptr,
     scales_ptr,
     out_ptr,
-    fold_ptr,
     tally_ptr,
+    rows,
+    fold,
     n_rows,
     n_blocks,
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
     NAN: tl.constexpr,
     BOTTOM: tl.constexpr,
-    TOP: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    ALL_BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """codes [n_rows, 4 * n_blocks] words of eight, scales [n_rows, n_blocks] -> out [n_rows,
-    8 * n_blocks] words of four, fold [n_rows]. How many elements were rounded, and how many blocks
-    are NaN, is added to the tally."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """A program's blocks of its rows, and what is counted of them."""
+    ROWS: tl.constexpr = rows.shape[0]
     at_rows = rows[:, None].to(tl.int64)
-    every = tl.arange(0, ALL_BLOCKS)
-    there = (rows < n_rows)[:, None] & (every < n_blocks)[None, :]
-    scales = tl.load(scales_ptr + at_rows * n_blocks + every[None, :], mask=there, other=0)
-    scales = scales.to(tl.int32)
-    # 2^(fold - 127) is a normal number, which every unit multiplies alike.
-    fold = tl.maximum(tl.max(tl.where(scales == 255, 0, scales), 1) - TOP, 1)
-    tl.store(fold_ptr + rows, (fold << 23).to(tl.float32, bitcast=True), mask=rows < n_rows)
     blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     here = (rows < n_rows)[:, None] & (blocks < n_blocks)[None, :]
     byte = tl.load(scales_ptr + at_rows * n_blocks + blocks[None, :], mask=here, other=0)
     byte = byte.to(tl.int32)
     k = byte - fold[:, None]
     power = ((tl.maximum(k, -64) + 127) << 23).to(tl.float32, bitcast=True)
-    low = tl.where(byte == 255, NAN * 0x01010101, _table(power, False, MANTISSA, BIAS))
-    high = tl.where(byte == 255, NAN * 0x01010101, _table(power, True, MANTISSA, BIAS))
+    low = tl.where(byte == 255, NAN * 0x01010101, table(power, False, MANTISSA, BIAS))
+    high = tl.where(byte == 255, NAN * 0x01010101, table(power, True, MANTISSA, BIAS))
     at = tl.program_id(1) * (BLOCKS * 4) + tl.arange(0, BLOCKS * 4)
     here = (rows < n_rows)[:, None] & (at < n_blocks * 4)[None, :]
     words = tl.load(codes_ptr + at_rows * (n_blocks * 4) + at[None, :], mask=here, other=0)
     words = tl.reshape(words, (ROWS, BLOCKS, 4))
-    first, second = _looked_up(
+    first, second = looked_up(
         words,
         tl.broadcast_to(low[:, :, None], (ROWS, BLOCKS, 4)),
         tl.broadcast_to(high[:, :, None], (ROWS, BLOCKS, 4)),
@@ -147,38 +78,121 @@ def carry_kernel(
     tl.atomic_add(tally_ptr + 1, nans, mask=nans > 0)
 
 
+@triton.jit
+def carry_kernel(
+    codes_ptr,
+    scales_ptr,
+    out_ptr,
+    fold_ptr,
+    tally_ptr,
+    n_rows,
+    n_blocks,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    NAN: tl.constexpr,
+    BOTTOM: tl.constexpr,
+    TOP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    MENDS: tl.constexpr,
+    LOWEST: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """codes [n_rows, 4 * n_blocks] words of eight, scales [n_rows, n_blocks] -> out [n_rows,
+    8 * n_blocks] words of four, fold [n_rows]. How many elements were rounded, and how many blocks
+    are NaN, is added to the tally. MENDS: out is there under the fold that stands in the tally's
+    third place, and is written anew where a block of the row has k below LOWEST or above TOP."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at_rows = rows[:, None].to(tl.int64)
+    every = tl.arange(0, ALL_BLOCKS)
+    there = (rows < n_rows)[:, None] & (every < n_blocks)[None, :]
+    scales = tl.load(scales_ptr + at_rows * n_blocks + every[None, :], mask=there, other=0)
+    scales = scales.to(tl.int32)
+    # 2^(fold - 127) is a normal number, which every unit multiplies alike.
+    fold = tl.maximum(tl.max(tl.where(scales == 255, 0, scales), 1) - TOP, 1)
+    wrong = rows < n_rows
+    if MENDS:
+        likely = tl.load(tally_ptr + 2)
+        fits = (scales >= likely + LOWEST) & (scales <= likely + TOP)
+        wrong = tl.max((there & ~fits).to(tl.int32), 1) > 0
+        fold = tl.where(wrong, fold, likely)
+    tl.store(fold_ptr + rows, (fold << 23).to(tl.float32, bitcast=True), mask=rows < n_rows)
+    if tl.max(wrong.to(tl.int32), 0) > 0:
+        _carry(
+            codes_ptr, scales_ptr, out_ptr, tally_ptr, rows, fold, n_rows, n_blocks,
+            MANTISSA, BIAS, NAN, BOTTOM, INTERPRETED, BLOCKS,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Carried(QuantizedTensor):
+    """One whose elements are there in FP8 too, under one fold for all rows, which `mended` must
+    look at before they are multiplied.
+
+    carriers: uint8 [rows, K]; element: what they are; counts: of `tally_for`.
+    """
+
+    carriers: Tensor
+    element: torch.dtype
+    counts: Tensor
+
+    def plain(self) -> QuantizedTensor:
+        return QuantizedTensor(
+            self.codes, self.scales, self.tensor_scale, self.quantizer, self.shape, self.axis
+        )
+
+
 def carry(codes: Tensor, scales: Tensor, element: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """(elements [rows, K] in FP8, what multiplies each row [rows, 1] float32, int32 [2]: how many
     elements were rounded, and how many blocks are NaN).
 
     codes: uint8 [rows, K / 2], two E2M1 codes a byte; scales: uint8 [rows, K / 32], E8M0.
     """
+    out = codes.new_empty(len(codes), 2 * codes.shape[1])
+    return _carried(codes, scales, out, element, tally_for(codes), False)
+
+
+def mended(operand: Carried) -> tuple[Tensor, Tensor, Tensor]:
+    """What `carry` gives, but for a power of two that elements and row have exchanged, by writing
+    those rows that do not fit into the window of the fold that all were given. Once only."""
+    return _carried(
+        operand.codes, operand.scales, operand.carriers, operand.element, operand.counts, True
+    )
+
+
+def _carried(
+    codes: Tensor, scales: Tensor, out: Tensor, element: torch.dtype, tally: Tensor, mends: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, blocks = scales.shape
-    out = codes.new_empty(rows, 32 * blocks)
     fold = codes.new_empty(rows, 1, dtype=torch.float32)
+    start = _launch(rows, blocks, element, mends)
+    with on(codes):
+        start([codes.view(torch.int32), scales, out.view(torch.int32), fold, tally, rows, blocks])
+    return out.view(element), fold, tally
+
+
+@planned
+def _launch(rows: int, blocks: int, element: torch.dtype, mends: bool) -> Launch:
     every = 1 << (blocks - 1).bit_length()
     tile = min(BLOCKS, every)
-    tally = _tallies(codes.device, stream_of(codes)).next()
+    height = MENDED_ROWS if mends else ROWS
     mantissa, bias, nan, bottom, top = FORMATS[element]
-    with on(codes):
-        launch(
-            carry_kernel,
-            (tiles(rows, ROWS), tiles(blocks, tile)),
-            [codes.view(torch.int32), scales, out.view(torch.int32), fold, tally, rows, blocks],
-            dict(
-                MANTISSA=mantissa,
-                BIAS=bias,
-                NAN=nan,
-                BOTTOM=bottom,
-                TOP=top,
-                INTERPRETED=triton.knobs.runtime.interpret,
-                ALL_BLOCKS=every,
-                ROWS=ROWS,
-                BLOCKS=tile,
-            ),
-            num_warps=WARPS,
-        )
-    return out.view(element), fold, tally
+    constants = dict(
+        MANTISSA=mantissa,
+        BIAS=bias,
+        NAN=nan,
+        BOTTOM=bottom,
+        TOP=top,
+        INTERPRETED=triton.knobs.runtime.interpret,
+        MENDS=mends,
+        LOWEST=NORMAL[mantissa],
+        ALL_BLOCKS=every,
+        ROWS=height,
+        BLOCKS=tile,
+    )
+    grid = tiles(rows, height), tiles(blocks, tile)
+    return Launch(carry_kernel, grid, constants, num_warps=WARPS)
 
 
 @triton.jit
@@ -187,7 +201,7 @@ def elements_kernel(codes_ptr, out_ptr, n, INTERPRETED: tl.constexpr, TILE: tl.c
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     words = tl.load(codes_ptr + at, mask=at < n, other=0)
     low, high = tl.full((TILE,), 0x3C383000, tl.int32), tl.full((TILE,), 0x4C484440, tl.int32)
-    first, second = _looked_up(words, low, high, INTERPRETED)
+    first, second = looked_up(words, low, high, INTERPRETED)
     pairs = tl.program_id(0).to(tl.int64) * (2 * TILE) + tl.arange(0, 2 * TILE)
     out = tl.reshape(tl.join(first, second), (2 * TILE,))
     tl.store(out_ptr + pairs, out, mask=pairs < 2 * n)
@@ -197,15 +211,16 @@ def elements(codes: Tensor) -> Tensor:
     """E4M3 [rows, K] of E2M1 codes [rows, K / 2], two a byte and K a multiple of 8."""
     rows, half = codes.shape
     out = codes.new_empty(rows, 2 * half)
-    words, tile = codes.numel() // 4, 1024
+    words = codes.numel() // 4
     with on(codes):
-        launch(
-            elements_kernel,
-            (tiles(words, tile),),
-            [codes.view(torch.int32), out.view(torch.int32), words],
-            dict(INTERPRETED=triton.knobs.runtime.interpret, TILE=tile),
-        )
+        _elements(words)([codes.view(torch.int32), out.view(torch.int32), words])
     return out.view(torch.float8_e4m3fn)
+
+
+@planned
+def _elements(words: int) -> Launch:
+    constants = dict(INTERPRETED=triton.knobs.runtime.interpret, TILE=1024)
+    return Launch(elements_kernel, (tiles(words, 1024),), constants)
 
 
 class _Tallies:
@@ -224,3 +239,9 @@ class _Tallies:
 
 
 _tallies = cache(_Tallies)
+
+
+def tally_for(x: Tensor) -> Tensor:
+    """int32 [2] of zeros beside x, to count on the current stream how many elements were rounded
+    and how many blocks are NaN. Behind them is room for the fold of a `Carried`."""
+    return _tallies(x.device, stream_of(x)).next()

@@ -86,6 +86,12 @@ def _handle(device: int) -> c_void_p:
     return handle
 
 
+@cache
+def _workspace(device: torch.device, stream: int) -> Tensor:
+    """Of products that follow each other on a stream."""
+    return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+
+
 class _Plan:
     """Descriptors and algorithm for one kind of product."""
 
@@ -100,6 +106,7 @@ class _Plan:
         m, n, k = shape
         a, b, out = (_TYPES[dtype] for dtype in types)
         self.operation = c_void_p()
+        self._places = c_uint64(), c_uint64()
         _call(
             "cublasLtMatmulDescCreate", byref(self.operation), _COMPUTE_32F, _TYPES[torch.float32]
         )
@@ -140,14 +147,17 @@ class _Plan:
 
     def _scaled(self, a: int, b: int) -> None:
         """Scales lie at these addresses: cuBLAS's A is our b."""
-        self._set(_A_SCALE, c_uint64(b))
-        self._set(_B_SCALE, c_uint64(a))
+        first, second = self._places
+        first.value, second.value = b, a
+        self._set(_A_SCALE, first)
+        self._set(_B_SCALE, second)
 
     def run(
         self, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, alpha: float
     ) -> None:
         """On the current stream."""
-        workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=a.device)
+        stream = stream_of(a)
+        workspace = _workspace(a.device, stream)
         factor, to = c_float(alpha), c_void_p(out.data_ptr())
         with self._lock:  # the scales' addresses are the descriptor's
             self._scaled(a_scale.data_ptr(), b_scale.data_ptr())
@@ -156,7 +166,7 @@ class _Plan:
                 byref(factor), c_void_p(b.data_ptr()), self.a, c_void_p(a.data_ptr()), self.b,
                 byref(self.beta), to, self.out, to, self.out,
                 byref(self.algorithm), c_void_p(workspace.data_ptr()), c_size_t(WORKSPACE),
-                c_void_p(stream_of(a)),
+                c_void_p(stream),
             )  # fmt: skip
 
 

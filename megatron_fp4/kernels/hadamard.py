@@ -237,6 +237,7 @@ def transform_kernel(
     place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
     noise = step, seed_low, seed_high
     signs = signs0, signs1, signs2, signs3
+    out = codes_ptr, scales_ptr, codes_ptr  # no carriers: there are no registers left for them
     if AXIS == 1:
         h = _matrices_along(signs, GROUP, INTERPRETED)
         for i in range(TILE_ROWS // 16):
@@ -252,8 +253,8 @@ def transform_kernel(
                     INTERPRETED,
                 )  # fmt: skip
             along(
-                pairs, rest, codes_ptr, scales_ptr, rows, column0, n_rows, n_columns,
-                CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
+                pairs, rest, out, 0, rows, column0, n_rows, n_columns,
+                0, CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
             )  # fmt: skip
     else:
         WINDOW: tl.constexpr = 128 if GROUP == 128 else 64
@@ -268,6 +269,6 @@ def transform_kernel(
                 index = placed_in_tile(place, first, column0, WINDOW, 32, HAS_GROUPS, INTERPRETED)
                 rest = rest_of_tile(index, noise, stream, INTERPRETED)
             across(
-                pairs, rest, codes_ptr, scales_ptr, first, column0, n_rows, n_columns,
-                CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
+                pairs, rest, out, 0, first, column0, n_rows, n_columns,
+                0, CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
             )  # fmt: skip

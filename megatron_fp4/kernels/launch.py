@@ -1,21 +1,26 @@
 """Starting Triton kernels with little work on the host.
 
 Triton looks at all arguments of every call to find the kernel that was compiled for their like,
-which takes longer than many a kernel runs. Here one that was found is found again by the kinds of
-sizes and the constants that it was compiled for.
+which takes longer than many a kernel runs. A Launch is made once for what calls have in common.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-_found: dict[tuple[Any, ...], Any] = {}
+
+def planned[Plan: Callable[..., Any]](launches: Plan) -> Plan:
+    """Keeps what a function makes for sizes and kinds: as many as a run meets, where all tokens
+    are one microbatch's, and not one for each number of tokens that a router ever gave an expert.
+    """
+    return lru_cache(4096)(launches)  # type: ignore[return-value]
 
 
 def tiles(size: int, tile: int) -> int:
@@ -25,9 +30,12 @@ def tiles(size: int, tile: int) -> int:
 
 def on(x: Tensor) -> AbstractContextManager[Any]:
     """While it is entered kernels start on x's GPU."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return nullcontext()
+    if not x.is_cuda or x.device.index == torch._C._cuda_getDevice():
+        return _HERE
     return torch.cuda.device(x.device)
+
+
+_HERE = nullcontext()
 
 
 def stream_of(x: Tensor) -> int:
@@ -35,48 +43,38 @@ def stream_of(x: Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    arguments: list[Tensor | int],
-    constants: dict[str, Any],
-    **options: Any,
-) -> None:
-    """kernel[grid](*arguments, **constants, **options) on the current GPU. What the tensors' dtypes
-    are hangs on the constants alone; integers that are not specialized fit 32 bits."""
-    places = 0
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            places |= argument.data_ptr()
-    if triton.knobs.runtime.interpret or places % 16:
-        kernel[grid](*arguments, **constants, **options)
-        return
-    sizes, names = _specialized(kernel)
-    key = (
-        id(kernel),
-        torch.cuda.current_device(),
-        *[_kind(arguments[i]) for i in sizes],
-        *constants.values(),
-        *options.values(),
-    )
-    compiled = _found.get(key)
-    if compiled is None:
-        _found[key] = kernel[grid](*arguments, **constants, **options)
-        return
-    compiled[(*grid, 1, 1)[:3]](*arguments, *[constants[name] for name in names])
+class Launch:
+    """A kernel with its grid, constants and options. Its calls differ in their tensors, not in
+    their dtypes, and in integers that are not specialized and fit 32 bits; others (sizes) are the
+    same in all."""
 
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], constants: dict[str, Any], **options: Any
+    ) -> None:
+        self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
+        self._constants, self._options = constants, options
+        self._started: dict[int, Any] = {}  # by device
+        self._values: list[Any] = []
+        if not triton.knobs.runtime.interpret:
+            names = [p.name for p in kernel.params if p.is_constexpr]
+            assert [p.name for p in kernel.params][-len(names) :] == names  # they come last
+            self._values = [constants[name] for name in names]
 
-def _kind(size: Any) -> Any:
-    """What of a size Triton compiles anew for."""
-    return size if size == 1 else (size % 16 == 0, size < 2**31)
+    def __call__(self, arguments: list[Tensor | int]) -> None:
+        """Start it on the current stream of the current GPU, with what is not constant."""
+        places = 0
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                places |= argument.data_ptr()
+        if triton.knobs.runtime.interpret or places % 16:
+            self._compiled(arguments)
+            return
+        device = torch._C._cuda_getDevice()
+        start = self._started.get(device)
+        if start is None:
+            self._started[device] = self._compiled(arguments)[self._grid]
+            return
+        start(*arguments, *self._values, stream=torch._C._cuda_getCurrentRawStream(device))
 
-
-@cache
-def _specialized(kernel: Any) -> tuple[list[int], list[str]]:
-    """(the places of integers for which kernels are compiled anew, the constants' names), in the
-    order of its parameters, of which the constants are the last."""
-    plain = [p for p in kernel.params if not p.is_constexpr]
-    names = [p.name for p in kernel.params if p.is_constexpr]
-    assert [p.name for p in kernel.params] == [p.name for p in plain] + names
-    sizes = [p.num for p in plain if not p.do_not_specialize and not p.name.endswith("_ptr")]
-    return sizes, names
+    def _compiled(self, arguments: list[Tensor | int]) -> Any:
+        return self._kernel[self._grid](*arguments, **self._constants, **self._options)

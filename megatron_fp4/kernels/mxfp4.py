@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fp4.kernels import decode, encode
+from megatron_fp4.kernels import decode, encode, fp8
 from megatron_fp4.kernels.philox import placed_in_tile, rest_of_tile
 
 BLOCK = 32  # elements that share a scale
@@ -53,19 +53,22 @@ def _stored(values, ptr, rows, columns, n_rows, n_columns, EVEN: tl.constexpr):
 def along(
     pairs,
     rest,
-    codes_ptr,
-    scales_ptr,
+    out,
+    fold,
     rows,
     column0,
     n_rows,
     n_columns,
+    CARRIED: tl.constexpr,
     CEIL: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     PRESCALE: tl.constexpr,
     EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The copy with blocks along the rows of a tile: codes [rows, columns / 2]."""
+    """The copy with blocks along the rows of a tile: codes [rows, columns / 2]. out: where codes,
+    scales and carriers go; CARRIED: the mantissa bits of these, which are under `fold`, or 0."""
+    codes_ptr, scales_ptr, carriers_ptr = out
     L: tl.constexpr = pairs.shape[0]
     C: tl.constexpr = pairs.shape[2] * 2
     blocked = tl.reshape(pairs, (L, 8, C // 32, 16))
@@ -88,6 +91,15 @@ def along(
     words = (words | encode.signs(even, odd)) & live
     at = column0 // 8 + tl.arange(0, C // 8)[None, None, :]
     _stored(words, codes_ptr, rows, at, n_rows, n_columns // 8, EVEN)
+    if CARRIED > 0:
+        k = tl.broadcast_to((byte - fold)[:, :, :, None], (L, 8, C // 32, 16))
+        k, _ = tl.split(tl.reshape(k, (L, 8, C // 8, 2, 2)))
+        k, _ = tl.split(k)
+        low, high = fp8.normal_table(k, CARRIED)
+        first, second = fp8.looked_up(words, low, high, INTERPRETED)
+        both = tl.reshape(tl.join(first, second), (L, 8, C // 4))
+        at = column0 // 4 + tl.arange(0, C // 4)[None, None, :]
+        _stored(both, carriers_ptr, rows, at, n_rows, n_columns // 4, EVEN)
     at = column0 // 32 + tl.arange(0, C // 32)[None, None, :]
     byte = tl.where(finite, byte, 255).to(tl.uint8)
     _stored(byte, scales_ptr, rows, at, n_rows, n_columns // 32, EVEN)
@@ -97,12 +109,13 @@ def along(
 def across(
     pairs,
     rest,
-    codes_ptr,
-    scales_ptr,
+    out,
+    fold,
     row0,
     column0,
     n_rows,
     n_columns,
+    CARRIED: tl.constexpr,
     CEIL: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     PRESCALE: tl.constexpr,
@@ -110,6 +123,7 @@ def across(
     INTERPRETED: tl.constexpr,
 ):
     """The copy with blocks along the columns of a tile: codes [columns, rows / 2]."""
+    codes_ptr, scales_ptr, carriers_ptr = out
     L: tl.constexpr = pairs.shape[0]
     C: tl.constexpr = pairs.shape[2] * 2
     widest = tl.reshape(_largest(pairs, 1, INTERPRETED), (L // 4, 4, C // 2))
@@ -137,6 +151,14 @@ def across(
     columns = column0 + tl.arange(0, C)
     at = row0 // 8 + tl.arange(0, L)[None, :]
     _stored(tl.trans(words), codes_ptr, columns, at, n_columns, n_rows // 8, EVEN)
+    if CARRIED > 0:
+        k = tl.reshape(tl.join(low_byte, high_byte), (L // 4, 1, C)) - fold
+        k = tl.reshape(tl.broadcast_to(k, (L // 4, 4, C)), (L, C))
+        low, high = fp8.normal_table(k, CARRIED)
+        first, second = fp8.looked_up(words, low, high, INTERPRETED)
+        both = tl.reshape(tl.permute(tl.join(first, second), (1, 0, 2)), (C, 2 * L))
+        at = row0 // 4 + tl.arange(0, 2 * L)[None, :]
+        _stored(both, carriers_ptr, columns, at, n_columns, n_rows // 4, EVEN)
     at = row0 // 32 + tl.arange(0, L // 4)[None, :]
     low_byte = tl.where(low_finite, low_byte, 255)
     byte = tl.join(low_byte, tl.where(high_finite, high_byte, 255)).to(tl.uint8)
@@ -171,6 +193,19 @@ def _read(
     return loaded(x_ptr, at_rows, at, n_rows, n_columns // 2, EVEN)
 
 
+@triton.jit
+def folded(
+    x_ptr, scales_ptr, tally_ptr, n_rows, n_columns, CARRIED: tl.constexpr, PACKED: tl.constexpr
+):
+    """The fold of all of a copy's carriers, if it has any, which goes to its tally."""
+    fold = 0
+    if CARRIED > 0:
+        fold = fp8.likely_fold(x_ptr, scales_ptr, n_rows, n_columns, CARRIED, PACKED)
+        is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+        tl.store(tally_ptr + 2, fold, mask=is_first)
+    return fold
+
+
 # Else every step, stream and seed that is 1 or a multiple of 16 would be another kernel.
 _NUMBERS = ["along_stream", "across_stream", "per_row", "step", "seed_low", "seed_high"]
 
@@ -181,9 +216,13 @@ def quantize_kernel(
     x_scales_ptr,
     along_codes_ptr,
     along_scales_ptr,
+    along_carriers_ptr,
+    along_tally_ptr,
     along_stream,
     across_codes_ptr,
     across_scales_ptr,
+    across_carriers_ptr,
+    across_tally_ptr,
     across_stream,
     rows_ptr,
     groups_ptr,
@@ -195,7 +234,9 @@ def quantize_kernel(
     seed_high,
     PACKED: tl.constexpr,
     ALONG: tl.constexpr,
+    ALONG_CARRIED: tl.constexpr,
     ACROSS: tl.constexpr,
+    ACROSS_CARRIED: tl.constexpr,
     CEIL: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     PRESCALE: tl.constexpr,
@@ -207,9 +248,11 @@ def quantize_kernel(
 ):
     """x [n_rows, n_columns], row-major BF16 in words of two, is read once. PACKED: it is MXFP4, in
     blocks along its rows. ALONG: blocks along its rows, codes [n_rows, n_columns / 2]; ACROSS:
-    blocks along its columns, codes [n_columns, n_rows / 2]."""
-    row0 = tl.program_id(0) * TILE_ROWS
-    column0 = tl.program_id(1) * TILE_COLUMNS
+    blocks along its columns, codes [n_columns, n_rows / 2]. ..._CARRIED: the mantissa bits of FP8
+    carriers that are written too, or 0; see `carry_kernel`."""
+    # Programs go along the rows of tiles: what is written is then a piece at a time.
+    row0 = tl.program_id(1) * TILE_ROWS
+    column0 = tl.program_id(0) * TILE_COLUMNS
     rows = row0 + 8 * tl.arange(0, TILE_ROWS // 8)[:, None] + tl.arange(0, 8)[None, :]
     pairs = _read(
         x_ptr, x_scales_ptr, rows, column0, n_rows, n_columns, PACKED, TILE_COLUMNS, EVEN,
@@ -226,14 +269,22 @@ def quantize_kernel(
     if ALONG:
         if STOCHASTIC:
             rest = rest_of_tile(index, noise, along_stream, INTERPRETED)
+        fold = folded(
+            x_ptr, x_scales_ptr, along_tally_ptr, n_rows, n_columns, ALONG_CARRIED, PACKED
+        )
+        out = along_codes_ptr, along_scales_ptr, along_carriers_ptr
         along(
-            pairs, rest, along_codes_ptr, along_scales_ptr, rows, column0, n_rows, n_columns,
-            CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
+            pairs, rest, out, fold, rows, column0, n_rows, n_columns,
+            ALONG_CARRIED, CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
         )  # fmt: skip
     if ACROSS:
         if STOCHASTIC:
             rest = rest_of_tile(index, noise, across_stream, INTERPRETED)
+        fold = folded(
+            x_ptr, x_scales_ptr, across_tally_ptr, n_rows, n_columns, ACROSS_CARRIED, PACKED
+        )
+        out = across_codes_ptr, across_scales_ptr, across_carriers_ptr
         across(
-            pairs, rest, across_codes_ptr, across_scales_ptr, row0, column0, n_rows, n_columns,
-            CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
+            pairs, rest, out, fold, row0, column0, n_rows, n_columns,
+            ACROSS_CARRIED, CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
         )  # fmt: skip

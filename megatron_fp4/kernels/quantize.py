@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron_fp4.kernels.carrier import Carried, tally_for
+from megatron_fp4.kernels.fp8 import FORMATS
 from megatron_fp4.kernels.hadamard import transform_kernel
-from megatron_fp4.kernels.launch import launch, stream_of, tiles
+from megatron_fp4.kernels.launch import Launch, planned, stream_of, tiles
 from megatron_fp4.kernels.mxfp4 import BLOCK, quantize_kernel
 from megatron_fp4.philox import GROUP, Key, Noise, Placement, Signs
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
@@ -25,11 +27,13 @@ _MASK = 0xFFFFFFFF
 @dataclass(frozen=True)
 class Copy:
     """One copy of a matrix [rows, columns], blocked along `axis`. noise: for a stochastic
-    quantizer. signs: of the Hadamard transform, if it has any."""
+    quantizer. signs: of the Hadamard transform, if it has any. carrier: in which its elements are
+    written too, for one that is multiplied as it comes, but not after a transform."""
 
     axis: int
     noise: Noise | None = None
     signs: Signs | None = None
+    carrier: torch.dtype | None = None
 
 
 def takes(x: Tensor | QuantizedTensor, quantizer: Quantizer, axis: int, group: int) -> bool:
@@ -57,8 +61,8 @@ def quantize(
     x: Tensor | QuantizedTensor, quantizer: Quantizer, copies: Sequence[Copy], group: int = 0
 ) -> list[QuantizedTensor]:
     """The copies (one, or one for each axis) of x [rows, columns], which is read once, but for
-    each copy that is transformed. All share
-    the quantizer, the transform's group and, where they draw, seed, step and placement."""
+    each copy that is transformed. All share the quantizer, the transform's group and, where they
+    draw, seed, step and placement."""
     rows, columns = x.shape
     packed = isinstance(x, QuantizedTensor)
     if isinstance(x, QuantizedTensor):
@@ -67,8 +71,10 @@ def quantize(
         x = x.contiguous()
         x = x.clone() if x.storage_offset() % 2 else x  # words of two begin at even places
         source = x_scales = x if group else x.view(torch.int32)
-    made = {copy.axis: _empty(source, x.shape, quantizer, copy.axis) for copy in copies}
-    noise = next((copy.noise for copy in copies if copy.noise is not None), Noise(Key(0), 0))
+    if group:
+        copies = [replace(copy, carrier=None) for copy in copies]
+    made = {copy.axis: _empty(source, x.shape, quantizer, copy) for copy in copies}
+    noise = copies[0].noise or _SILENCE
     place = noise.placement
     there: list[Tensor | int] = [
         _rows(source, rows, quantizer, place),
@@ -79,51 +85,81 @@ def quantize(
         _signed(noise.key.step & _MASK),
         *map(_signed, noise.key.words()),
     ]
-    form = dict(
+    has_groups = place.groups is not None
+    if group:
+        for copy in copies:
+            start = _transform(rows, columns, quantizer, copy.axis, group, has_groups)
+            signs = (0, 0, 0, 0) if copy.signs is None else map(_signed, copy.signs.words())
+            codes, scales, *_, stream = _operands(made[copy.axis], copy)
+            start([source, codes, scales, stream, *signs, *there])
+        return [made[copy.axis] for copy in copies]
+    operands: list[Tensor | int] = []
+    wanted: list[torch.dtype | bool] = []
+    for axis in (1, 0):
+        found = next((copy for copy in copies if copy.axis == axis), None)
+        nowhere: list[Tensor | int] = [source, source, source, source, 0]
+        operands += nowhere if found is None else _operands(made[axis], found)
+        wanted.append(found is not None and (found.carrier or True))
+    along, across = wanted
+    start = _quantize(rows, columns, quantizer, packed, along, across, has_groups)
+    start([source, x_scales, *operands, *there])
+    return [made[copy.axis] for copy in copies]
+
+
+_SILENCE = Noise(Key(0), 0)
+
+
+@planned
+def _quantize(
+    rows: int,
+    columns: int,
+    quantizer: Quantizer,
+    packed: bool,
+    along: torch.dtype | bool,
+    across: torch.dtype | bool,
+    has_groups: bool,
+) -> Launch:
+    """The kernel for one direction or both. along, across: whether there is such a copy, or the
+    elements of its carriers."""
+    has_along, has_across = along is not False, across is not False
+    height, width, warps = _tile(packed, has_along, has_across, quantizer.stochastic)
+    constants = dict(
+        PACKED=packed,
+        ALONG=has_along,
+        ALONG_CARRIED=_mantissa(along),
+        ACROSS=has_across,
+        ACROSS_CARRIED=_mantissa(across),
+    )
+    constants |= _form(quantizer, has_groups) | _tiled(rows, columns, height, width)
+    grid = tiles(columns, width), tiles(rows, height)
+    return Launch(quantize_kernel, grid, constants, num_warps=warps)
+
+
+@planned
+def _transform(
+    rows: int, columns: int, quantizer: Quantizer, axis: int, group: int, has_groups: bool
+) -> Launch:
+    """The kernel for one copy. Two from one read would hold registers for both at once, and take
+    longer."""
+    height, width = (64, max(64, group)) if axis == 1 else (128, 32)
+    constants = dict(GROUP=group, FACTOR=1.0 if group == 64 else 1 / math.sqrt(group), AXIS=axis)
+    return Launch(
+        transform_kernel,
+        (tiles(rows, height), tiles(columns, width)),
+        constants | _form(quantizer, has_groups) | _tiled(rows, columns, height, width),
+        num_warps=1,
+        num_stages=1,  # loads that wait in shared memory only cost their way through it
+        maxnreg=None if axis == 1 else 128 if group < 128 else 255,
+    )
+
+
+def _form(quantizer: Quantizer, has_groups: bool) -> dict[str, Any]:
+    return dict(
         CEIL=quantizer.rule == "ceil",
         STOCHASTIC=quantizer.stochastic,
         PRESCALE=quantizer.prescale,
         INTERPRETED=triton.knobs.runtime.interpret,
-        HAS_GROUPS=place.groups is not None,
-    )
-    if group:
-        for copy in copies:
-            _transformed(source, made[copy.axis], copy, there, group, form)
-        return [made[copy.axis] for copy in copies]
-    operands: list[Tensor | int] = []
-    for axis in (1, 0):
-        found = [_operands(made[copy.axis], copy) for copy in copies if copy.axis == axis]
-        operands += found[0] if found else [source, source, 0]
-    tile_rows, tile_columns, warps = _tile(packed, 1 in made, 0 in made, quantizer.stochastic)
-    form |= dict(PACKED=packed, ALONG=1 in made, ACROSS=0 in made)
-    form |= _tiled(rows, columns, tile_rows, tile_columns)
-    grid = tiles(rows, tile_rows), tiles(columns, tile_columns)
-    launch(quantize_kernel, grid, [source, x_scales, *operands, *there], form, num_warps=warps)
-    return [made[copy.axis] for copy in copies]
-
-
-def _transformed(
-    x: Tensor,
-    made: QuantizedTensor,
-    copy: Copy,
-    there: list[Tensor | int],
-    group: int,
-    form: dict[str, Any],
-) -> None:
-    """One copy. Two from one read would hold registers for both at once, and take longer."""
-    rows, columns = x.shape
-    tile_rows, tile_columns = (64, max(64, group)) if copy.axis == 1 else (128, 32)
-    signs = (0, 0, 0, 0) if copy.signs is None else map(_signed, copy.signs.words())
-    launch(
-        transform_kernel,
-        (tiles(rows, tile_rows), tiles(columns, tile_columns)),
-        [x, *_operands(made, copy), *signs, *there],
-        form
-        | dict(GROUP=group, FACTOR=1.0 if group == 64 else 1 / math.sqrt(group), AXIS=copy.axis)
-        | _tiled(rows, columns, tile_rows, tile_columns),
-        num_warps=1,
-        num_stages=1,  # loads that wait in shared memory only cost their way through it
-        maxnreg=None if copy.axis == 1 else 128 if group < 128 else 255,
+        HAS_GROUPS=has_groups,
     )
 
 
@@ -135,14 +171,24 @@ def _tiled(rows: int, columns: int, tile_rows: int, tile_columns: int) -> dict[s
 def _operands(made: QuantizedTensor, copy: Copy) -> list[Tensor | int]:
     """Where a kernel puts a copy, and the stream of its noise."""
     stream = 0 if copy.noise is None else _signed(copy.noise.stream)
-    return [made.codes.view(torch.int32), made.scales, stream]
+    codes, carriers, tally = made.codes.view(torch.int32), made.scales, made.scales
+    if isinstance(made, Carried):
+        carriers, tally = made.carriers.view(torch.int32), made.counts
+    return [codes, made.scales, carriers, tally, stream]
 
 
-def _empty(like: Tensor, shape: torch.Size, quantizer: Quantizer, axis: int) -> QuantizedTensor:
-    k, others = shape[axis], shape[1 - axis]
+def _empty(like: Tensor, shape: torch.Size, quantizer: Quantizer, copy: Copy) -> QuantizedTensor:
+    k, others = shape[copy.axis], shape[1 - copy.axis]
     codes = like.new_empty(others, k // 2, dtype=torch.uint8)
     scales = like.new_empty(others, k // BLOCK, dtype=torch.uint8)
-    return QuantizedTensor(codes, scales, None, quantizer, shape, axis)
+    if copy.carrier is None:
+        return QuantizedTensor(codes, scales, None, quantizer, shape, copy.axis)
+    carriers, tally = codes.new_empty(others, k), tally_for(codes)
+    return Carried(codes, scales, None, quantizer, shape, copy.axis, carriers, copy.carrier, tally)
+
+
+def _mantissa(carrier: torch.dtype | bool) -> int:
+    return FORMATS[carrier][0] if isinstance(carrier, torch.dtype) else 0
 
 
 def _tile(packed: bool, along: bool, across: bool, stochastic: bool) -> tuple[int, int, int]:
@@ -153,7 +199,7 @@ def _tile(packed: bool, along: bool, across: bool, stochastic: bool) -> tuple[in
         return (128, 32, 2) if stochastic else (128, 64, 4)
     if packed:
         return 128, 64, 4
-    return (32, 64, 1) if stochastic else (64, 128, 2)
+    return (32, 64, 1) if stochastic else (32, 128, 2)
 
 
 def _rows(source: Tensor, rows: int, quantizer: Quantizer, place: Placement) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fp4.formats import element_max
 from megatron_fp4.kernels.encode import nearest
-from megatron_fp4.kernels.launch import launch, on, tiles
+from megatron_fp4.kernels.launch import Launch, on, planned, tiles
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
 EXPONENTS = {"e4m3": (3, 7), "e5m2": (2, 15), "e2m1": (1, 1)}  # mantissa bits and bias
@@ -173,26 +173,37 @@ def quantize(
     x = x.contiguous()
     rows, columns = x.shape
     lines, along = x.shape[1 - axis], x.shape[axis]
-    per_row = quantizer.block[0] == 1
-    packed = quantizer.element == "e2m1"
-    codes = x.new_empty(lines, along // 2 if packed else along, dtype=torch.uint8)
-    stored = x.new_empty(lines if per_row else 1, 1, dtype=torch.float32)
-    mantissa, bias = EXPONENTS[quantizer.element]
-    grid = tiles(rows, TILE_ROWS), tiles(columns, TILE_COLUMNS)
+    codes = x.new_empty(
+        lines, along // (2 if quantizer.element == "e2m1" else 1), dtype=torch.uint8
+    )
+    stored = x.new_empty(lines if quantizer.block[0] == 1 else 1, 1, dtype=torch.float32)
     operands: list[Tensor | int] = [x.view(torch.int16), x if fold is None else fold.contiguous()]
-    form = dict(AXIS=axis, PER_ROW=per_row, HAS_FOLD=fold is not None)
-    tile = dict(TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS)
-    kind = dict(LIMIT=element_max(quantizer.element), E2M1=packed, MANTISSA=mantissa, BIAS=bias)
+    find, cast = _launches(rows, columns, quantizer, axis, fold is not None)
     with on(x):
         if widest is None:
             largest = torch.zeros_like(stored, dtype=torch.int32)
-            found = [*operands, largest, rows, columns]
-            launch(largest_kernel, grid, found, form | tile, num_warps=WARPS)
+            find([*operands, largest, rows, columns])
         else:
             largest = widest.float().contiguous().view(torch.int32)
-        made = [*operands, largest, codes, stored, rows, columns]
-        launch(cast_kernel, grid, made, form | kind | tile, num_warps=WARPS)
+        cast([*operands, largest, codes, stored, rows, columns])
     return QuantizedTensor(codes, stored, None, quantizer, x.shape, axis)
+
+
+@planned
+def _launches(
+    rows: int, columns: int, quantizer: Quantizer, axis: int, has_fold: bool
+) -> tuple[Launch, Launch]:
+    """What finds the largest magnitudes, and what casts by them."""
+    element = quantizer.element
+    mantissa, bias = EXPONENTS[element]
+    grid = tiles(rows, TILE_ROWS), tiles(columns, TILE_COLUMNS)
+    form = dict(AXIS=axis, PER_ROW=quantizer.block[0] == 1, HAS_FOLD=has_fold)
+    form |= dict(TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS)
+    kind = dict(LIMIT=element_max(element), E2M1=element == "e2m1", MANTISSA=mantissa, BIAS=bias)
+    return (
+        Launch(largest_kernel, grid, form, num_warps=WARPS),
+        Launch(cast_kernel, grid, form | kind, num_warps=WARPS),
+    )
 
 
 @triton.jit
@@ -224,11 +235,12 @@ def turned(x: QuantizedTensor) -> QuantizedTensor:
     rows, half = x.codes.shape
     codes = x.codes.new_empty(2 * half, rows // 2)
     with on(codes):
-        launch(
-            turn_kernel,
-            (tiles(rows, TILE_ROWS), tiles(half, TILE_COLUMNS)),
-            [x.codes.contiguous(), codes, rows, half],
-            dict(TILE_ROWS=TILE_ROWS, TILE_BYTES=TILE_COLUMNS),
-            num_warps=WARPS,
-        )
+        _turn(rows, half)([x.codes.contiguous(), codes, rows, half])
     return replace(x, codes=codes, axis=1 - x.axis)
+
+
+@planned
+def _turn(rows: int, half: int) -> Launch:
+    grid = tiles(rows, TILE_ROWS), tiles(half, TILE_COLUMNS)
+    tile = dict(TILE_ROWS=TILE_ROWS, TILE_BYTES=TILE_COLUMNS)
+    return Launch(turn_kernel, grid, tile, num_warps=WARPS)

@@ -8,8 +8,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_fp4.kernels.carrier import FORMATS, carry_kernel
+from megatron_fp4.kernels.carrier import carry_kernel
 from megatron_fp4.kernels.estimator import factor_kernel
+from megatron_fp4.kernels.fp8 import FORMATS, NORMAL
 from megatron_fp4.kernels.hadamard import transform_kernel
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
 from megatron_fp4.kernels.outliers import OPTIONS, split_kernel, warps
@@ -21,16 +22,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stochastic": BOTH | {"STOCHASTIC": True},
     "along": BOTH | {"STOCHASTIC": False, "ACROSS": False},
     "across": BOTH | {"STOCHASTIC": True, "ALONG": False},
+    "carried": BOTH | {"STOCHASTIC": True, "ALONG_CARRIED": 2, "ACROSS_CARRIED": 3},
     "packed": BOTH | {"STOCHASTIC": True, "ALONG": False, "PACKED": True},
 }
 SHARED = {"CEIL": True, "PRESCALE": 0.75, "INTERPRETED": False, "HAS_GROUPS": True}
-PLAIN = SHARED | {"PACKED": False, "EVEN": False, "TILE_ROWS": 64, "TILE_COLUMNS": 64}
+PLAIN = SHARED | {
+    "ALONG_CARRIED": 0,
+    "ACROSS_CARRIED": 0,
+    "PACKED": False,
+    "EVEN": False,
+    "TILE_ROWS": 64,
+    "TILE_COLUMNS": 64,
+}
 
 
 def assembly(kernel: Any, x: str, capability: int, constants: dict[str, Any], warps: int) -> Any:
     types = {"x_ptr": x, "rows_ptr": "*i64", "groups_ptr": "*i64"}
     types |= {name: "*i32" for name in kernel.arg_names if name.endswith("codes_ptr")}
     types |= {name: "*u8" for name in kernel.arg_names if name.endswith("scales_ptr")}
+    types |= {n: "*i32" for n in kernel.arg_names if n.endswith(("carriers_ptr", "tally_ptr"))}
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names
@@ -105,10 +115,12 @@ def compiled(kernel: Any, types: dict[str, str], capability: int, constants: dic
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("element", FORMATS, ids=str)
-def test_a_carrier_compiles(element: Any, capability: int) -> None:
+@pytest.mark.parametrize("mends", [False, True])
+def test_a_carrier_compiles(mends: bool, element: Any, capability: int) -> None:
     mantissa, bias, nan, bottom, top = FORMATS[element]
     constants = {"MANTISSA": mantissa, "BIAS": bias, "NAN": nan, "BOTTOM": bottom, "TOP": top}
     constants |= {"INTERPRETED": False, "ALL_BLOCKS": 512, "ROWS": 4, "BLOCKS": 64}
+    constants |= {"MENDS": mends, "LOWEST": NORMAL[mantissa]}
     types = {"codes_ptr": "*i32", "scales_ptr": "*u8", "out_ptr": "*i32", "fold_ptr": "*fp32"}
     types |= {"tally_ptr": "*i32"}
     ptx = compiled(carry_kernel, types, capability, constants)

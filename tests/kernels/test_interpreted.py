@@ -21,13 +21,32 @@ MISTAKES = {
     "half a draw twice": ("philox", "floor stochastic", "(words >> 8) &", "(words << 8) &"),
     "NaN is hidden": ("encode", "floor nearest", ", widest < 0x7F80", ", widest >= 0"),
     "no sign of zeros": ("encode", "floor nearest", "return (odd & -0x7F7F7F80) |", "return"),
+    "carriers of another power": (
+        "fp8",
+        "ceil nearest 1.0 axes (1, 0) torch",
+        "0x3C383000 + k *",
+        "0x3C383000 + 2 * k *",
+    ),
+    "all blocks fit": (
+        "carrier",
+        "ceil nearest 1.0 axes (1, 0) torch",
+        "(there & ~fits)",
+        "(there & (scales < 0))",
+    ),
+    "a subnormal byte": ("fp8", "nearest 1.0 axes (1, 0) packed torch", "{3: -5", "{3: -8"),
+    "the rule's fold for all": (
+        "carrier",
+        "ceil nearest 1.0 axes (1, 0) torch",
+        "tl.where(wrong, fold, likely)",
+        "fold",
+    ),
     "1/2 is decoded as 3/4": ("decode", "packed", "magnitude < 2", "magnitude < 1"),
 }
 CARRIER_MISTAKES = {
-    "halves go down": (" + ((bits >> cut) & 1)) >> cut", ") >> cut"),
-    "a NaN is the largest": ("tl.where(scales == 255, 0, scales)", "scales"),
-    "zeros are counted": ("(words | (words >> 1) | (words >> 2))", "(words | ~words)"),
-    "the other half first": ("tl.join(first, second)", "tl.join(second, first)"),
+    "halves go down": ("fp8", " + ((bits >> cut) & 1)) >> cut", ") >> cut"),
+    "a NaN is the largest": ("carrier", "tl.where(scales == 255, 0, scales)", "scales"),
+    "zeros are counted": ("carrier", "(words | (words >> 1) | (words >> 2))", "(words | ~words)"),
+    "the other half first": ("carrier", "tl.join(first, second)", "tl.join(second, first)"),
 }
 ROW_MISTAKES = {
     "halves go down": (" + ((bits >> CUT) & 1)\n", "\n"),
@@ -117,7 +136,7 @@ def test_outliers_are_the_reference_s() -> None:
 
 
 # The file, the module, the cases and the edit.
-OTHERS = [("carrier", "carriers", name, "", *edit) for name, edit in CARRIER_MISTAKES.items()]
+OTHERS = [(f, "carriers", name, "", *edit) for name, (f, *edit) in CARRIER_MISTAKES.items()]
 OTHERS += [("rows", "rows", name, "", *edit) for name, edit in ROW_MISTAKES.items()]
 OTHERS += [("estimator", "estimator", n, "", *edit) for n, edit in ESTIMATOR_MISTAKES.items()]
 OTHERS += [("outliers", "outliers", name, *edit) for name, edit in OUTLIER_MISTAKES.items()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,10 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_fp4.kernels import launch
 from megatron_fp4.kernels.carrier import _Tallies, carry_kernel
-from megatron_fp4.kernels.quantize import quantize_kernel, transform_kernel
+from megatron_fp4.kernels.launch import Launch
+from megatron_fp4.kernels.quantize import _quantize, quantize_kernel, transform_kernel
 from megatron_fp4.kernels.rows import cast_kernel, largest_kernel, turn_kernel
+from megatron_fp4.quantizer import get_quantizer
 
 KERNELS = [
     quantize_kernel,
@@ -47,16 +47,22 @@ class Compiled:
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         assert len(grid) == 3
-        return lambda *arguments: self.kernel.started.append((self.number, *arguments))
+
+        def start(*arguments: Any, stream: int) -> None:
+            assert stream == 7
+            self.kernel.started.append((self.number, *arguments))
+
+        return start
 
 
 @pytest.fixture(autouse=True)
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The current one is the number that it holds."""
+    current = [0]
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    yield
-    launch._found.clear()
-    launch._specialized.cache_clear()
+    return current
 
 
 def arguments(kernel: Kernel, size: int, noise: int, tensor: Tensor) -> list[Tensor | int]:
@@ -67,28 +73,51 @@ def arguments(kernel: Kernel, size: int, noise: int, tensor: Tensor) -> list[Ten
 
 
 @pytest.mark.parametrize("like", KERNELS, ids=lambda kernel: kernel.fn.__name__)
-def test_one_is_compiled_for_all_calls_that_it_fits(like: Any) -> None:
+def test_one_is_compiled_for_all_calls_of_a_launch(like: Any, one_gpu: list[int]) -> None:
     kernel, tensor = Kernel(like), torch.zeros(64, dtype=torch.uint8)
     names = [p.name for p in kernel.params if p.is_constexpr]
-
-    def start(size: int = 64, noise: int = 3, tensor: Tensor = tensor, constant: int = 1) -> int:
-        constants = {name: constant for name in reversed(names)}
-        given = arguments(kernel, size, noise, tensor)
-        launch.launch(kernel, (2, 3), given, constants, num_warps=1)
-        return kernel.compiled
-
-    assert start() == 1 and start(noise=16) == 1 and start(noise=-1) == 1
+    constants = {name: 1 for name in reversed(names)}
+    start = Launch(kernel, (2, 3), constants, num_warps=1)
+    for noise in (3, 16, -1):
+        start(arguments(kernel, 64, noise, tensor))
+        assert kernel.compiled == 1
     # It gets what this call was given, constants as its parameters have them.
     number, *given = kernel.started[-1]
-    assert number == 1 and given[: -len(names)] == arguments(kernel, 64, -1, tensor)
-    assert given[-len(names) :] == [1] * len(names)
-    assert start(size=96) == 1 and kernel.started[-1][:-1] != (number, *given)[:-1]  # its sizes
-    # What Triton compiles anew for: other divisors, a size of 1, constants.
-    assert start(size=72) == 2 and start(size=40) == 2 and start(size=1) == 3
-    assert start(constant=0) == 4
-    assert start() == 4 and kernel.started[-1][0] == 1
-    assert start(tensor=tensor[1:]) == 5  # not aligned: Triton is asked each time
-    assert start(tensor=tensor[1:]) == 6
+    assert number == 1 and given == [*arguments(kernel, 64, -1, tensor), *[1] * len(names)]
+    for count in (2, 3):  # not aligned: Triton is asked each time
+        start(arguments(kernel, 64, 3, tensor[1:]))
+        assert kernel.compiled == count
+    one_gpu[0] = 1  # another GPU has its own
+    for _ in range(2):
+        start(arguments(kernel, 64, 3, tensor))
+    assert kernel.compiled == 4 and kernel.started[-1][0] == 4
+    one_gpu[0] = 0
+    start(arguments(kernel, 64, 3, tensor))
+    assert kernel.compiled == 4 and kernel.started[-1][0] == 1
+
+
+@pytest.mark.parametrize("like", KERNELS, ids=lambda kernel: kernel.fn.__name__)
+def test_constants_come_last(like: Any) -> None:
+    assert Launch(like, (1,), {p.name: 1 for p in like.params if p.is_constexpr})
+    other = Kernel(like)
+    other.params = list(reversed(like.params))
+    with pytest.raises(AssertionError):
+        Launch(other, (1,), {p.name: 1 for p in like.params if p.is_constexpr})
+
+
+def test_what_is_specialized_makes_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes, directions, rounding and carriers have a launch each; noise and places have none."""
+    made = [
+        _quantize(rows, 64, get_quantizer(name), packed, along, across, False)
+        for rows in (64, 96)
+        for name in ("mxfp4", "mxfp4-sr", "mxfp4-ceil")
+        for packed in (False, True)
+        for along, across in (
+            (True, False), (False, True), (torch.float8_e5m2, True), (torch.float8_e4m3fn, True),
+        )
+    ]  # fmt: skip
+    assert len(set(map(id, made))) == len(made) == 48
+    assert made[0] is _quantize(64, 64, get_quantizer("mxfp4"), False, True, False, False)
 
 
 def test_tallies_are_aligned() -> None:
@@ -99,6 +128,7 @@ def test_tallies_are_aligned() -> None:
 def test_kernels_are_interpreted_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     kernel, tensor = Kernel(turn_kernel), torch.zeros(64, dtype=torch.uint8)
+    start = Launch(kernel, (1,), dict(TILE_ROWS=64, TILE_BYTES=64), num_warps=1)
     for _ in range(2):
-        launch.launch(kernel, (1,), arguments(kernel, 64, 3, tensor), {}, num_warps=1)
+        start(arguments(kernel, 64, 3, tensor))
     assert kernel.compiled == 2 and not kernel.started

@@ -1,0 +1,112 @@
+"""FP8 bytes of E2M1 codes times a power of two, in Triton.
+
+A word of eight codes chooses among the bytes of eight magnitudes, which a block shares.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Mantissa bits, bias, the code of NaN, and the window of k in which every code times 2^k is exact.
+FORMATS = {
+    torch.float8_e4m3fn: (3, 7, 0x7F, -8, 6),
+    torch.float8_e5m2: (2, 15, 0x7F, -15, 13),
+}
+# By mantissa bits: the least k for which no magnitude's byte is subnormal.
+NORMAL = {3: -5, 2: -13}
+_SAMPLES = tl.constexpr(128)
+
+
+@triton.jit
+def table(power, SECOND: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """FP8 bytes, in one word, of the first or the last four magnitudes of E2M1 times `power`.
+
+    Divided by 2^(127 - bias) a float32 has FP8's exponents, subnormal numbers included, so that
+    rounding to nearest even is an integer addition.
+    """
+    word = tl.zeros(power.shape, tl.int32)
+    for i in tl.static_range(4):
+        if SECOND:
+            magnitude = 2.0 + i if i < 3 else 6.0
+        else:
+            magnitude = 0.5 * i
+        bits = (power * (magnitude * 2.0 ** (BIAS - 127))).to(tl.int32, bitcast=True)
+        cut = 23 - MANTISSA
+        byte = (bits + ((1 << (cut - 1)) - 1) + ((bits >> cut) & 1)) >> cut
+        word |= byte << (8 * i)
+    return word
+
+
+@triton.jit
+def looked_up(words, low, high, INTERPRETED: tl.constexpr):
+    """The bytes of a word's eight codes, as two words: low and high hold those of magnitudes."""
+    if INTERPRETED:
+        first = tl.zeros(words.shape, tl.int32)
+        second = tl.zeros(words.shape, tl.int32)
+        for i in tl.static_range(8):
+            code = words >> (4 * i)
+            byte = tl.where((code & 4) != 0, high, low) >> (8 * (code & 3))
+            byte = (byte & 0x7F) | ((code & 8) << 4)
+            if i < 4:
+                first |= byte << (8 * i)
+            else:
+                second |= byte << (8 * i - 32)
+        return first, second
+    # prmt takes a byte of a table of eight for each of four nibbles; so also for the signs.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 magnitudes, signs, chosen;
+        and.b32 magnitudes, $2, 0x77777777;
+        prmt.b32 $0, $3, $4, magnitudes;
+        shr.u32 magnitudes, magnitudes, 16;
+        prmt.b32 $1, $3, $4, magnitudes;
+        shr.u32 signs, $2, 3;
+        and.b32 signs, signs, 0x11111111;
+        prmt.b32 chosen, 0x8000, 0, signs;
+        or.b32 $0, $0, chosen;
+        shr.u32 signs, signs, 16;
+        prmt.b32 chosen, 0x8000, 0, signs;
+        or.b32 $1, $1, chosen;
+        }
+        """,
+        "=&r,=&r,r,r,r",
+        [words, low, high],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def normal_table(k, MANTISSA: tl.constexpr):
+    """The same two words of `table` for 2^k where no byte is subnormal: an addition to exponents.
+    For other k some bytes."""
+    if MANTISSA == 3:
+        k = tl.minimum(tl.maximum(k, -5), 6)
+        return 0x3C383000 + k * 0x08080800, 0x4C484440 + k * 0x08080808
+    k = tl.minimum(tl.maximum(k, -13), 13)
+    return 0x3E3C3800 + k * 0x04040400, 0x46444240 + k * 0x04040404
+
+
+@triton.jit
+def likely_fold(x_ptr, scales_ptr, n_rows, n_columns, MANTISSA: tl.constexpr, PACKED: tl.constexpr):
+    """A fold that most rows of a matrix can share, by a sample of it: BF16, or where PACKED the
+    scales of blocks of 32. All programs of a launch find the same."""
+    i = tl.arange(0, _SAMPLES).to(tl.uint32)
+    rows = tl.umulhi(i * (4294967296 // _SAMPLES), n_rows.to(tl.uint32)).to(tl.int64)
+    mixed = i * 0x9E3779B1
+    if PACKED:
+        n_blocks = n_columns // 32
+        at = rows * n_blocks + tl.umulhi(mixed, n_blocks.to(tl.uint32))
+        byte = tl.load(scales_ptr + at).to(tl.int32)
+        largest = tl.max(tl.where(byte == 255, 0, byte), 0)
+    else:
+        at = rows * (n_columns // 2) + tl.umulhi(mixed, (n_columns // 2).to(tl.uint32))
+        pairs = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + at)
+        largest = tl.max(tl.maximum(pairs & 0x7FFF, (pairs >> 16) & 0x7FFF), 0)
+        largest = (largest >> 7) - 2
+    # E4M3: five binades for the larger, six for the smaller; E5M2: thirteen and thirteen.
+    return tl.maximum(largest - 1 if MANTISSA == 3 else largest, 1)
