@@ -151,7 +151,7 @@ def compiled(make: Callable[[nn.Linear], nn.Module]) -> Callable[[nn.Linear], nn
 
 
 def ours(x: Tensor) -> Any:
-    from benchmarks.quantize_Made, kernels import kernel
+    from benchmarks.quantize_kernels import Made, kernel
 
     return kernel(x, Made("mxfp4", (1,)))()
 
