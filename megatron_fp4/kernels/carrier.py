@@ -25,6 +25,7 @@ from megatron_fp4.quantizer import QuantizedTensor
 
 ROWS, BLOCKS, WARPS = 1, 256, 2  # of a program, by what was fastest on an H200
 MENDED_ROWS = 8
+_WORDS = {"codes_ptr": torch.int32, "out_ptr": torch.int32}
 
 
 @triton.jit
@@ -168,7 +169,7 @@ def _carried(
     fold = codes.new_empty(rows, 1, dtype=torch.float32)
     start = _launch(rows, blocks, element, mends)
     with on(codes):
-        start([codes.view(torch.int32), scales, out.view(torch.int32), fold, tally, rows, blocks])
+        start([codes, scales, out, fold, tally, rows, blocks])
     return out.view(element), fold, tally
 
 
@@ -192,7 +193,7 @@ def _launch(rows: int, blocks: int, element: torch.dtype, mends: bool) -> Launch
         BLOCKS=tile,
     )
     grid = tiles(rows, height), tiles(blocks, tile)
-    return Launch(carry_kernel, grid, constants, num_warps=WARPS)
+    return Launch(carry_kernel, grid, constants, _WORDS, num_warps=WARPS)
 
 
 @triton.jit
@@ -213,14 +214,14 @@ def elements(codes: Tensor) -> Tensor:
     out = codes.new_empty(rows, 2 * half)
     words = codes.numel() // 4
     with on(codes):
-        _elements(words)([codes.view(torch.int32), out.view(torch.int32), words])
+        _elements(words)([codes, out, words])
     return out.view(torch.float8_e4m3fn)
 
 
 @planned
 def _elements(words: int) -> Launch:
     constants = dict(INTERPRETED=triton.knobs.runtime.interpret, TILE=1024)
-    return Launch(elements_kernel, (tiles(words, 1024),), constants)
+    return Launch(elements_kernel, (tiles(words, 1024),), constants, _WORDS)
 
 
 class _Tallies:

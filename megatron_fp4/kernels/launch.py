@@ -46,26 +46,36 @@ def stream_of(x: Tensor) -> int:
 class Launch:
     """A kernel with its grid, constants and options. Its calls differ in their tensors, not in
     their dtypes, and in integers that are not specialized and fit 32 bits; others (sizes) are the
-    same in all."""
+    same in all.
+
+    seen_as: what some pointers are to the kernel, by their names, where that is not their dtype.
+    """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], constants: dict[str, Any], **options: Any
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        constants: dict[str, Any],
+        seen_as: dict[str, torch.dtype] | None = None,
+        **options: Any,
     ) -> None:
         self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
         self._constants, self._options = constants, options
+        names = list(kernel.arg_names)
+        plain = [name for name in names if name not in constants]
+        assert names == plain + names[len(plain) :]  # constants come last
+        self._values = [constants[name] for name in names[len(plain) :]]
+        self._pointers = [i for i, name in enumerate(plain) if name.endswith("_ptr")]
+        self._seen_as = {plain.index(name): dtype for name, dtype in (seen_as or {}).items()}
         self._started: dict[int, Any] = {}  # by device
-        self._values: list[Any] = []
-        if not triton.knobs.runtime.interpret:
-            names = [p.name for p in kernel.params if p.is_constexpr]
-            assert [p.name for p in kernel.params][-len(names) :] == names  # they come last
-            self._values = [constants[name] for name in names]
 
     def __call__(self, arguments: list[Tensor | int]) -> None:
         """Start it on the current stream of the current GPU, with what is not constant."""
-        places = 0
-        for argument in arguments:
-            if isinstance(argument, Tensor):
-                places |= argument.data_ptr()
+        places, given = 0, list[Any](arguments)
+        for i in self._pointers:
+            place = given[i].data_ptr()
+            places |= place
+            given[i] = place  # a number takes Triton less time than a tensor
         if triton.knobs.runtime.interpret or places % 16:
             self._compiled(arguments)
             return
@@ -74,7 +84,11 @@ class Launch:
         if start is None:
             self._started[device] = self._compiled(arguments)[self._grid]
             return
-        start(*arguments, *self._values, stream=torch._C._cuda_getCurrentRawStream(device))
+        start(*given, *self._values, stream=torch._C._cuda_getCurrentRawStream(device))
 
     def _compiled(self, arguments: list[Tensor | int]) -> Any:
-        return self._kernel[self._grid](*arguments, **self._constants, **self._options)
+        """The kernel for these arguments, which it has been started with."""
+        given = list[Any](arguments)
+        for i, dtype in self._seen_as.items():
+            given[i] = given[i].view(dtype)
+        return self._kernel[self._grid](*given, **self._constants, **self._options)

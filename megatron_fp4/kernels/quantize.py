@@ -66,11 +66,11 @@ def quantize(
     rows, columns = x.shape
     packed = isinstance(x, QuantizedTensor)
     if isinstance(x, QuantizedTensor):
-        source, x_scales = x.codes.view(torch.int32), x.scales
+        source, x_scales = x.codes, x.scales
     else:
         x = x.contiguous()
         x = x.clone() if x.storage_offset() % 2 else x  # words of two begin at even places
-        source = x_scales = x if group else x.view(torch.int32)
+        source = x_scales = x
     if group:
         copies = [replace(copy, carrier=None) for copy in copies]
     made = {copy.axis: _empty(source, x.shape, quantizer, copy) for copy in copies}
@@ -132,7 +132,9 @@ def _quantize(
     )
     constants |= _form(quantizer, has_groups) | _tiled(rows, columns, height, width)
     grid = tiles(columns, width), tiles(rows, height)
-    return Launch(quantize_kernel, grid, constants, num_warps=warps)
+    return Launch(
+        quantize_kernel, grid, constants, dict.fromkeys(_WORDS, torch.int32), num_warps=warps
+    )
 
 
 @planned
@@ -147,10 +149,18 @@ def _transform(
         transform_kernel,
         (tiles(rows, height), tiles(columns, width)),
         constants | _form(quantizer, has_groups) | _tiled(rows, columns, height, width),
+        {"codes_ptr": torch.int32},
         num_warps=1,
         num_stages=1,  # loads that wait in shared memory only cost their way through it
         maxnreg=None if axis == 1 else 128 if group < 128 else 255,
     )
+
+
+# What the kernels read and write in words of four bytes.
+_WORDS = (
+    "x_ptr",
+    *[f"{d}_{what}_ptr" for d in ("along", "across") for what in ("codes", "carriers")],
+)
 
 
 def _form(quantizer: Quantizer, has_groups: bool) -> dict[str, Any]:
@@ -171,10 +181,10 @@ def _tiled(rows: int, columns: int, tile_rows: int, tile_columns: int) -> dict[s
 def _operands(made: QuantizedTensor, copy: Copy) -> list[Tensor | int]:
     """Where a kernel puts a copy, and the stream of its noise."""
     stream = 0 if copy.noise is None else _signed(copy.noise.stream)
-    codes, carriers, tally = made.codes.view(torch.int32), made.scales, made.scales
+    carriers = tally = made.codes
     if isinstance(made, Carried):
-        carriers, tally = made.carriers.view(torch.int32), made.counts
-    return [codes, made.scales, carriers, tally, stream]
+        carriers, tally = made.carriers, made.counts
+    return [made.codes, made.scales, carriers, tally, stream]
 
 
 def _empty(like: Tensor, shape: torch.Size, quantizer: Quantizer, copy: Copy) -> QuantizedTensor:

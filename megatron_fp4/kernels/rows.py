@@ -177,7 +177,7 @@ def quantize(
         lines, along // (2 if quantizer.element == "e2m1" else 1), dtype=torch.uint8
     )
     stored = x.new_empty(lines if quantizer.block[0] == 1 else 1, 1, dtype=torch.float32)
-    operands: list[Tensor | int] = [x.view(torch.int16), x if fold is None else fold.contiguous()]
+    operands: list[Tensor | int] = [x, x if fold is None else fold.contiguous()]
     find, cast = _launches(rows, columns, quantizer, axis, fold is not None)
     with on(x):
         if widest is None:
@@ -187,6 +187,9 @@ def quantize(
             largest = widest.float().contiguous().view(torch.int32)
         cast([*operands, largest, codes, stored, rows, columns])
     return QuantizedTensor(codes, stored, None, quantizer, x.shape, axis)
+
+
+_BITS = {"x_ptr": torch.int16}
 
 
 @planned
@@ -201,8 +204,8 @@ def _launches(
     form |= dict(TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS)
     kind = dict(LIMIT=element_max(element), E2M1=element == "e2m1", MANTISSA=mantissa, BIAS=bias)
     return (
-        Launch(largest_kernel, grid, form, num_warps=WARPS),
-        Launch(cast_kernel, grid, form | kind, num_warps=WARPS),
+        Launch(largest_kernel, grid, form, _BITS, num_warps=WARPS),
+        Launch(cast_kernel, grid, form | kind, _BITS, num_warps=WARPS),
     )
 
 

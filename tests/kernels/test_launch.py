@@ -29,13 +29,15 @@ class Kernel:
     """Stands for a Triton kernel: "compiles" one for each call that Triton would look at."""
 
     def __init__(self, like: Any) -> None:
-        self.params = like.params
+        self.params, self.arg_names = like.params, like.arg_names
         self.compiled = 0
         self.started: list[tuple[Any, ...]] = []
+        self.seen: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def compile_and_start(*arguments: Any, **constants: Any) -> Any:
             self.compiled += 1
+            self.seen.append(arguments)
             return Compiled(self, self.compiled)
 
         return compile_and_start
@@ -83,7 +85,11 @@ def test_one_is_compiled_for_all_calls_of_a_launch(like: Any, one_gpu: list[int]
         assert kernel.compiled == 1
     # It gets what this call was given, constants as its parameters have them.
     number, *given = kernel.started[-1]
-    assert number == 1 and given == [*arguments(kernel, 64, -1, tensor), *[1] * len(names)]
+    plain = [
+        argument.data_ptr() if isinstance(argument, Tensor) else argument
+        for argument in arguments(kernel, 64, -1, tensor)
+    ]
+    assert number == 1 and given == [*plain, *[1] * len(names)]
     for count in (2, 3):  # not aligned: Triton is asked each time
         start(arguments(kernel, 64, 3, tensor[1:]))
         assert kernel.compiled == count
@@ -100,9 +106,21 @@ def test_one_is_compiled_for_all_calls_of_a_launch(like: Any, one_gpu: list[int]
 def test_constants_come_last(like: Any) -> None:
     assert Launch(like, (1,), {p.name: 1 for p in like.params if p.is_constexpr})
     other = Kernel(like)
-    other.params = list(reversed(like.params))
+    other.arg_names = list(reversed(like.arg_names))
     with pytest.raises(AssertionError):
         Launch(other, (1,), {p.name: 1 for p in like.params if p.is_constexpr})
+
+
+def test_a_pointer_is_seen_as_words() -> None:
+    """By Triton, which compiles for dtypes; what is compiled takes addresses."""
+    kernel, tensor = Kernel(turn_kernel), torch.zeros(64, dtype=torch.uint8)
+    constants = dict(TILE_ROWS=64, TILE_BYTES=64)
+    start = Launch(kernel, (1,), constants, {"out_ptr": torch.int32}, num_warps=1)
+    for _ in range(2):
+        start([tensor, tensor, 64, 64])
+    [seen] = kernel.seen
+    assert [t.dtype for t in seen[:2]] == [torch.uint8, torch.int32]
+    assert kernel.started == [(1, tensor.data_ptr(), tensor.data_ptr(), 64, 64, 64, 64)]
 
 
 def test_what_is_specialized_makes_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
