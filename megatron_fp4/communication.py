@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,20 +18,19 @@ from megatron_fp4.quantizer import WHOLE_AXIS, QuantizedTensor
 class Pending[A]:
     """A value under way: computation goes on until it is waited for."""
 
-    def __init__(self, arrive: Callable[[], A]) -> None:
-        self._arrive: Callable[[], A] | None = arrive
-        self._value: A
+    def __init__(self, arrive: Callable[[], A] | None, value: A | None = None) -> None:
+        self._arrive, self._value = arrive, value
 
     @classmethod
     def of[B](cls, value: B) -> Pending[B]:
         """One that is here already."""
-        return Pending(lambda: value)
+        return Pending(None, value)
 
     def wait(self) -> A:
         """The value, once it is here."""
         if self._arrive is not None:
             self._value, self._arrive = self._arrive(), None
-        return self._value
+        return cast(A, self._value)
 
     def then[B](self, function: Callable[[A], B]) -> Pending[B]:
         """What `function` makes of it, once it is waited for."""

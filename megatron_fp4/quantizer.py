@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -77,8 +79,12 @@ class Quantizer:
         if self.rule == "four-over-six" and (self.block[0] != 1 or self.stochastic):
             raise ConfigError("four-over-six takes blocks of one row and nearest rounding")
 
-    def __hash__(self) -> int:
-        return hash((self.element, self.scale, self.rule, self.rounding))  # a key in every call
+    def __hash__(self) -> int:  # a key in every call of every linear
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return crc32(repr(self).encode())  # the same in a process that unpickles it
 
     @property
     def stochastic(self) -> bool:

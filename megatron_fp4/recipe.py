@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
+from zlib import crc32
 
 from megatron_fp4.errors import ConfigError, check_choices
 from megatron_fp4.estimators import DGE
@@ -41,8 +42,12 @@ class GemmRecipe:
     hadamard: Hadamard | None = None
     correction: float = 1.0
 
-    def __hash__(self) -> int:
-        return hash((self.a, self.b, self.correction))  # a key in every call
+    def __hash__(self) -> int:  # a key in every call of every linear
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return crc32(repr(self).encode())  # the same in a process that unpickles it
 
     @property
     def quantized(self) -> bool:

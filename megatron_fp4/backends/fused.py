@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
+from types import ModuleType
 
 from torch import Tensor
 
@@ -45,9 +46,7 @@ def prepare(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Ope
     alone; None for those that the kernels do not make."""
     if not _kernels_run_on(x):
         return [None] * len(preparations)
-    from megatron_fp4.kernels.launch import on  # imports Triton
-
-    with on(x.codes if isinstance(x, QuantizedTensor) else x):
+    with _kernels().launch.on(x.codes if isinstance(x, QuantizedTensor) else x):
         if len(preparations) == 2 and _together(*preparations):
             made = _mxfp4(x, *preparations)
             if made is not None:
@@ -67,13 +66,21 @@ def estimates(dw: Tensor, estimator: DGE, w: QuantizedTensor, weight: Tensor) ->
     return taken
 
 
+@cache
+def _kernels() -> ModuleType:
+    """The package, and what of it imports Triton."""
+    from megatron_fp4 import kernels
+    from megatron_fp4.kernels import launch, quantize, rows  # noqa: F401
+
+    return kernels
+
+
 def _kernels_run_on(x: Tensor | QuantizedTensor) -> bool:
     return x.device.type == "cuda" and problem() is None
 
 
 def _alone(x: Tensor | QuantizedTensor, p: Preparation) -> Operand | None:
-    from megatron_fp4.kernels import rows  # imports Triton
-
+    rows = _kernels().rows
     if isinstance(x, Tensor) and p.quantizer is not None and not p.group:
         if rows.takes(x, p.quantizer, p.axis):
             return rows.quantize(x, p.quantizer, p.axis, p.fold, p.widest)
@@ -85,17 +92,16 @@ def _alone(x: Tensor | QuantizedTensor, p: Preparation) -> Operand | None:
 
 def _mxfp4(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[QuantizedTensor] | None:
     """Copies that share all but their axis."""
-    from megatron_fp4.kernels.quantize import Copy, quantize, takes  # imports Triton
-
+    kernels = _kernels().quantize
     quantizer, group = preparations[0].quantizer, preparations[0].group
     for p in preparations:
         plain = p.fold is None and p.widest is None
-        if quantizer is None or not plain or not takes(x, quantizer, p.axis, group):
+        if quantizer is None or not plain or not kernels.takes(x, quantizer, p.axis, group):
             return None
     assert quantizer is not None
-    return quantize(
-        x, quantizer, [Copy(p.axis, p.noise, p.signs, p.carrier) for p in preparations], group
-    )
+    copies = [kernels.Copy(p.axis, p.noise, p.signs, p.carrier) for p in preparations]
+    made: list[QuantizedTensor] = kernels.quantize(x, quantizer, copies, group)
+    return made
 
 
 def _together(one: Preparation, other: Preparation) -> bool:

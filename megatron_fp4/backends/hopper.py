@@ -8,7 +8,9 @@ below the window are rounded, and counted. Sums are accurate, in float32 (docs/n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import TypeGuard
 
 import torch
@@ -52,15 +54,14 @@ class Hopper(Bf16):
     def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
         if not isinstance(operand, QuantizedTensor) or not _tiles(*operand.codes.shape):
             return super().decode(operand, dtype)
-        from megatron_fp4.kernels.carrier import Carried, carry, elements, mended  # imports Triton
-
-        if isinstance(operand, Carried):
-            return Decoded(*mended(operand))
+        kernels = _kernels()
+        if isinstance(operand, kernels.Carried):
+            return Decoded(*kernels.mended(operand))
         if not operand.quantizer.outer:
-            return Decoded(*carry(operand.codes, operand.scales, self.carrier(gradient)))
+            return Decoded(*kernels.carry(operand.codes, operand.scales, self.carrier(gradient)))
         outer = operand.block_scales().view(-1, 1)
         if operand.quantizer.element == "e2m1":
-            values = elements(operand.codes.contiguous())
+            values = kernels.elements(operand.codes.contiguous())
         else:
             values = operand.codes.view(FP8_ELEMENTS[operand.quantizer.element])
         return Decoded(values, outer)
@@ -78,15 +79,27 @@ class Hopper(Bf16):
     ) -> Tensor:
         if not (_is_fp8(a) and _is_fp8(b)):
             return super().multiply(a, b, correction, out_dtype, into)
-        from megatron_fp4.kernels.cublaslt import product
-
         out, adds = into, _can_be_added_to(into)
         if out is None or not adds:
             wide = into is not None or out_dtype != torch.bfloat16
             dtype = torch.float32 if wide else torch.bfloat16
             out = a.values.new_empty(len(a.values), len(b.values), dtype=dtype)
-        product(a.values, b.values, _rows(a), _rows(b), out, alpha=correction, accumulates=adds)
+        _product()(a.values, b.values, _rows(a), _rows(b), out, alpha=correction, accumulates=adds)
         return out if adds else finish(out, out_dtype, into)
+
+
+@cache
+def _kernels() -> ModuleType:
+    from megatron_fp4.kernels import carrier  # imports Triton
+
+    return carrier
+
+
+@cache
+def _product() -> Callable[..., Tensor]:
+    from megatron_fp4.kernels.cublaslt import product
+
+    return product
 
 
 @cache
