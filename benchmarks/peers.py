@@ -91,13 +91,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/peers.json"))
     everything = [*LINEARS, *QUANTIZERS]
     parser.add_argument("--only", nargs="+", choices=everything, default=everything)
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("peers are timed on a GPU, and this machine shows none")
     rows = [{"name": name, "operation": "", "absent": reason} for name, reason in ABSENT.items()]
     result = {"stamp": stamp(args.commit), "tokens": TOKENS, "side": SIDE, "rows": rows}
-    for name in args.only:
+    if args.resume and args.out.exists():
+        earlier = json.loads(args.out.read_text())
+        rows[:] = earlier.pop("rows")
+        if earlier != {key: value for key, value in result.items() if key != "rows"}:
+            sys.exit(f"{args.out} was measured elsewhere or at another commit: choose another")
+    measured = {row["name"] for row in rows}
+    for name in [name for name in args.only if name not in measured]:
         rows.insert(-len(ABSENT), row_of(name))
         print(json.dumps(rows[-1 - len(ABSENT)]), flush=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")  # so far

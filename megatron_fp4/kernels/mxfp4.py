@@ -245,14 +245,15 @@ def quantize_kernel(
     EVEN: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    DOWN: tl.constexpr,
 ):
     """x [n_rows, n_columns], row-major BF16 in words of two, is read once. PACKED: it is MXFP4, in
     blocks along its rows. ALONG: blocks along its rows, codes [n_rows, n_columns / 2]; ACROSS:
     blocks along its columns, codes [n_columns, n_rows / 2]. ..._CARRIED: the mantissa bits of FP8
     carriers that are written too, or 0; see `carry_kernel`."""
-    # Programs go along the rows of tiles: what is written is then a piece at a time.
-    row0 = tl.program_id(1) * TILE_ROWS
-    column0 = tl.program_id(0) * TILE_COLUMNS
+    # Programs that run together have tiles below each other, or beside each other.
+    row0 = tl.program_id(0 if DOWN else 1) * TILE_ROWS
+    column0 = tl.program_id(1 if DOWN else 0) * TILE_COLUMNS
     rows = row0 + 8 * tl.arange(0, TILE_ROWS // 8)[:, None] + tl.arange(0, 8)[None, :]
     pairs = _read(
         x_ptr, x_scales_ptr, rows, column0, n_rows, n_columns, PACKED, TILE_COLUMNS, EVEN,

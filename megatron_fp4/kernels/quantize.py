@@ -122,18 +122,23 @@ def _quantize(
     """The kernel for one direction or both. along, across: whether there is such a copy, or the
     elements of its carriers."""
     has_along, has_across = along is not False, across is not False
-    height, width, warps = _tile(packed, has_along, has_across, quantizer.stochastic)
+    height, width, warps, down = _tile(packed, has_along, has_across, quantizer.stochastic)
     constants = dict(
         PACKED=packed,
         ALONG=has_along,
         ALONG_CARRIED=_mantissa(along),
         ACROSS=has_across,
         ACROSS_CARRIED=_mantissa(across),
+        DOWN=down,
     )
     constants |= _form(quantizer, has_groups) | _tiled(rows, columns, height, width)
     grid = tiles(columns, width), tiles(rows, height)
     return Launch(
-        quantize_kernel, grid, constants, dict.fromkeys(_WORDS, torch.int32), num_warps=warps
+        quantize_kernel,
+        grid[::-1] if down else grid,
+        constants,
+        dict.fromkeys(_WORDS, torch.int32),
+        num_warps=warps,
     )
 
 
@@ -201,15 +206,16 @@ def _mantissa(carrier: torch.dtype | bool) -> int:
     return FORMATS[carrier][0] if isinstance(carrier, torch.dtype) else 0
 
 
-def _tile(packed: bool, along: bool, across: bool, stochastic: bool) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program, by what was fastest on an H200."""
+def _tile(packed: bool, along: bool, across: bool, stochastic: bool) -> tuple[int, int, int, bool]:
+    """(rows, columns, warps) of a program, and whether those that run together have tiles below
+    each other, by what was fastest on an H200."""
     if across and not packed:
         if along:
-            return (128, 64, 4) if stochastic else (64, 64, 2)
-        return (128, 32, 2) if stochastic else (128, 64, 4)
+            return (128, 64, 4, False) if stochastic else (64, 64, 2, False)
+        return (128, 32, 2, False) if stochastic else (128, 64, 4, False)
     if packed:
-        return 128, 64, 4
-    return (32, 64, 1) if stochastic else (32, 128, 2)
+        return 128, 64, 4, False
+    return (32, 64, 1, True) if stochastic else (32, 128, 2, False)
 
 
 def _rows(source: Tensor, rows: int, quantizer: Quantizer, place: Placement) -> Tensor:

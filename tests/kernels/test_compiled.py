@@ -33,6 +33,7 @@ PLAIN = SHARED | {
     "EVEN": False,
     "TILE_ROWS": 64,
     "TILE_COLUMNS": 64,
+    "DOWN": True,
 }
 
 
