@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import linear, parallel_step, quantize_kernels, training_step
+from benchmarks import linear, parallel_step, peers, quantize_kernels, training_step
 
 ROOT = Path(__file__).parents[1]
 PAGES: dict[str, tuple[str, Any]] = {
@@ -14,6 +14,8 @@ PAGES: dict[str, tuple[str, Any]] = {
     "linear": ("docs/hopper.md", linear),
     "training_step": ("docs/hopper.md", training_step),
     "parallel_step": ("docs/hopper.md", parallel_step),
+    "parallel_step-before": ("docs/notes/host.md", parallel_step),
+    "peers": ("docs/hopper.md", peers),
 }
 
 
