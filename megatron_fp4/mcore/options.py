@@ -163,6 +163,8 @@ def settle(args: argparse.Namespace) -> None:
             f"--fp4-format e2m1; add it, or choose one of {', '.join(list_recipes())}"
         )
     recipe = recipe_of(args)
+    if args.fp8 is not None and recipe is None:
+        _needs_te(args, "--fp8-format")
     if recipe is None:
         _refuse_orphans(args)
     elif not args.first_last_layers_bf16 and (
@@ -188,11 +190,7 @@ def settle(args: argparse.Namespace) -> None:
 def _check_upstreams(args: argparse.Namespace) -> None:
     """Raises ConfigError where upstream's FP4 would do nothing, or this package's quantizers would
     not do all in Transformer Engine's linears."""
-    if args.transformer_impl != "transformer_engine":
-        raise ConfigError(
-            "--fp4-format acts in Transformer Engine's linears: add --transformer-impl "
-            f"transformer_engine, or choose --fp4-recipe {', '.join(list_recipes())} without it"
-        )
+    _needs_te(args, "--fp4-format")
     module, _, name = (args.fp4_quantizer_factory or "").rpartition(".")
     if args.fp4_recipe != "custom" or module != te.__name__:
         return
@@ -203,6 +201,14 @@ def _check_upstreams(args: argparse.Namespace) -> None:
     for flag, remedy in _NOT_IN_TE.items():
         if _is_set(args, flag):
             raise ConfigError(f"{module} does not support {flag}: {remedy}")
+
+
+def _needs_te(args: argparse.Namespace, flag: str) -> None:
+    if args.transformer_impl != "transformer_engine":
+        raise ConfigError(
+            f"{flag} acts in Transformer Engine's linears: add --transformer-impl "
+            f"transformer_engine, or choose --fp4-recipe {', '.join(list_recipes())} without it"
+        )
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe | None:

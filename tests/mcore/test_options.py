@@ -77,9 +77,12 @@ def test_with_fp4_format_they_stay_upstream_s(flags: tuple[str, ...], name: str)
     assert options.recipe_of(args) is None
 
 
-def test_fp4_format_does_nothing_in_local_layers_and_says_so() -> None:
-    message = refusal("--fp4-format", "e2m1", "--transformer-impl", "local")
+@pytest.mark.parametrize("flags", ["--fp4-format e2m1", "--fp8-format hybrid"])
+def test_upstream_s_formats_do_nothing_in_local_layers_and_say_so(flags: str) -> None:
+    message = refusal(*flags.split(), "--transformer-impl", "local")
+    assert message.startswith(f"{flags.split()[0]} acts in Transformer Engine's linears: ")
     assert "add --transformer-impl transformer_engine" in message
+    parse(*flags.split(), "--transformer-impl", "transformer_engine")
 
 
 UPSTREAMS = ("--fp4-format", "e2m1", "--fp4-recipe", "custom", "--fp4-quantizer-factory")
