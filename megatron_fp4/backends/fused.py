@@ -1,5 +1,5 @@
-"""What the Triton kernels make, where they do: on a GPU, operands in MXFP4 and FP8, and clamped
-tokens with what the clamp took off."""
+"""What the Triton kernels make, where they do: on a GPU, operands in MXFP4, NVFP4 and FP8, and
+clamped tokens with what the clamp took off."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def estimates(dw: Tensor, estimator: DGE, w: QuantizedTensor, weight: Tensor) ->
 def _kernels() -> ModuleType:
     """The package, and what of it imports Triton."""
     from megatron_fp4 import kernels
-    from megatron_fp4.kernels import launch, quantize, rows  # noqa: F401
+    from megatron_fp4.kernels import blocks, launch, quantize, rows  # noqa: F401
 
     return kernels
 
@@ -80,10 +80,12 @@ def _kernels_run_on(x: Tensor | QuantizedTensor) -> bool:
 
 
 def _alone(x: Tensor | QuantizedTensor, p: Preparation) -> Operand | None:
-    rows = _kernels().rows
+    rows, blocks = _kernels().rows, _kernels().blocks
     if isinstance(x, Tensor) and p.quantizer is not None and not p.group:
         if rows.takes(x, p.quantizer, p.axis):
             return rows.quantize(x, p.quantizer, p.axis, p.fold, p.widest)
+        if p.fold is None and blocks.takes(x, p.quantizer, p.axis):
+            return blocks.quantize(x, p.quantizer, p.axis, p.noise, p.widest)
     if isinstance(x, QuantizedTensor) and p.quantizer is None and rows.turns(x, p.axis):
         return rows.turned(x)
     made = _mxfp4(x, p)

@@ -74,22 +74,13 @@ def quantize(
     if group:
         copies = [replace(copy, carrier=None) for copy in copies]
     made = {copy.axis: _empty(source, x.shape, quantizer, copy) for copy in copies}
-    noise = copies[0].noise or _SILENCE
-    place = noise.placement
-    there: list[Tensor | int] = [
-        _rows(source, rows, quantizer, place),
-        source if place.groups is None else place.groups,
-        rows,
-        columns,
-        place.groups_per_row or columns // GROUP,
-        _signed(noise.key.step & _MASK),
-        *map(_signed, noise.key.words()),
-    ]
-    has_groups = place.groups is not None
+    noise = copies[0].noise
+    there = drawn(source, quantizer, noise, rows, columns)
+    has_groups = noise is not None and noise.placement.groups is not None
     if group:
         for copy in copies:
             start = _transform(rows, columns, quantizer, copy.axis, group, has_groups)
-            signs = (0, 0, 0, 0) if copy.signs is None else map(_signed, copy.signs.words())
+            signs = (0, 0, 0, 0) if copy.signs is None else map(signed, copy.signs.words())
             codes, scales, *_, stream = _operands(made[copy.axis], copy)
             start([source, codes, scales, stream, *signs, *there])
         return [made[copy.axis] for copy in copies]
@@ -104,6 +95,24 @@ def quantize(
     start = _quantize(rows, columns, quantizer, packed, along, across, has_groups)
     start([source, x_scales, *operands, *there])
     return [made[copy.axis] for copy in copies]
+
+
+def drawn(
+    source: Tensor, quantizer: Quantizer, noise: Noise | None, rows: int, columns: int
+) -> list[Tensor | int]:
+    """What kernels are told of the noise of a matrix [rows, columns], but for the stream: where
+    rows and groups lie (anything where none is drawn), its size, groups in a row, step, seed."""
+    noise = noise or _SILENCE
+    place = noise.placement
+    return [
+        _rows(source, rows, quantizer, place),
+        source if place.groups is None else place.groups,
+        rows,
+        columns,
+        place.groups_per_row or columns // GROUP,
+        signed(noise.key.step & _MASK),
+        *map(signed, noise.key.words()),
+    ]
 
 
 _SILENCE = Noise(Key(0), 0)
@@ -185,7 +194,7 @@ def _tiled(rows: int, columns: int, tile_rows: int, tile_columns: int) -> dict[s
 
 def _operands(made: QuantizedTensor, copy: Copy) -> list[Tensor | int]:
     """Where a kernel puts a copy, and the stream of its noise."""
-    stream = 0 if copy.noise is None else _signed(copy.noise.stream)
+    stream = 0 if copy.noise is None else signed(copy.noise.stream)
     carriers = tally = made.codes
     if isinstance(made, Carried):
         carriers, tally = made.carriers, made.counts
@@ -233,7 +242,7 @@ def _counted(rows: int, device: torch.device, stream: int) -> Tensor:
     return torch.arange(rows, device=device)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """An unsigned 32-bit word as the int32 of the same bits: Triton types a number by its size,
     and would compile anew for one beyond int32."""
     return word - 2**32 if word >= 2**31 else word

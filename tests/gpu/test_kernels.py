@@ -28,6 +28,25 @@ def test_codes_with_float32_scales_are_the_reference_s() -> None:
     assert list(differences("cuda")) == []
 
 
+def test_codes_with_scales_in_small_floats_are_the_reference_s() -> None:
+    from tests.kernels.blocks import differences
+
+    assert list(differences("cuda")) == []
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-17-16-sr"])
+def test_nvfp4_through_the_backend(name: str) -> None:
+    x = torch.randn(1024, 4096, device="cuda").bfloat16()
+    noise = Noise(Key(3), 5) if name.endswith("sr") else None
+    for axis in (0, 1):
+        wanted = Preparation("", get_quantizer(name), axis, noise=noise)
+        assert fused.prepare(x, wanted) != [None]
+        [found], [made] = Bf16().prepare(x, wanted), Reference().prepare(x, wanted)
+        assert isinstance(found, QuantizedTensor) and isinstance(made, QuantizedTensor)
+        assert torch.equal(found.codes, made.codes) and torch.equal(found.scales, made.scales)
+        assert torch.equal(found.dequantize(), made.dequantize())
+
+
 def test_the_estimator_s_factor_is_the_reference_s() -> None:
     from tests.kernels.estimator import differences
 

@@ -8,6 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from megatron_fp4.kernels import blocks
 from megatron_fp4.kernels.carrier import carry_kernel
 from megatron_fp4.kernels.estimator import factor_kernel
 from megatron_fp4.kernels.fp8 import FORMATS, NORMAL
@@ -94,6 +95,24 @@ def test_casts_with_float32_scales_compile(element: str, axis: int, capability: 
         assert ".ftz" not in ptx
         # The reference divides as IEEE 754 does; an approximate quotient would move codes.
         assert kernel is largest_kernel or "div.rn.f32" in ptx and "div.full" not in ptx
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_casts_with_scales_in_small_floats_compile(
+    stochastic: bool, axis: int, capability: int
+) -> None:
+    constants: dict[str, Any] = {"AXIS": axis, "ACROSS": 16, "ALONG": 16, "TILE": 64}
+    constants |= {"TENSOR_MAX": 448.0, "INFLATE": 17 / 16, "PRESCALE": 0.9, "UP": False}
+    constants |= {"BIAS": 7, "MAX": 448.0, "NAN": 0x7F, "STOCHASTIC": stochastic}
+    constants |= {"HAS_GROUPS": True, "INTERPRETED": False}
+    types = {"x_ptr": "*i16", "top_ptr": "*i32", "codes_ptr": "*u8", "scales_ptr": "*u8"}
+    types |= {"unit_ptr": "*fp32", "rows_ptr": "*i64", "groups_ptr": "*i64"}
+    for kernel in (blocks.top_kernel, blocks.cast_kernel):
+        ptx = compiled(kernel, types, capability, constants)
+        assert ".ftz" not in ptx
+        assert kernel is blocks.top_kernel or "div.rn.f32" in ptx and "div.full" not in ptx
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

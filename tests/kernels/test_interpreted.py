@@ -89,6 +89,24 @@ OUTLIER_MISTAKES = {
     "slots from 1": ("33 features, 0.9", "(tl.int32), 0) - 1", "(tl.int32), 0)"),
     "slots that are left write over one": ("2 features, 0.9", "first.to(tl.int16)", "0"),
 }
+BLOCK_MISTAKES = {
+    "ties of scales go up": ("e4m3", "+ ((bits >> 20) & 1)", "+ 1"),
+    "up is nearest": ("ue5m3-up", "bits + 0xFFFFF", "bits + 0x7FFFF"),
+    "subnormal scales go down": ("e4m3-up-sr", "tl.ceil(", "tl.floor("),
+    "a subnormal scale is a normal one": ("e4m3", "code < 8, code.to(", "code < 0, code.to("),
+    "an overflow spoils the rest": (
+        "nvfp4",
+        "largest < INFINITE, largest",
+        "largest >= 0, largest",
+    ),
+    "beyond 6": ("e4m3", "tl.minimum(scaled, 6.0)", "scaled"),
+    "not inflated": ("nvfp4-17-16-sr", " * INFLATE", ""),
+    "not prescaled": ("prescaled", " * PRESCALE", ""),
+    "a vanished scale": ("nvfp4", 'float("inf")', "1.0"),
+    "another element's noise": ("prescaled", "rest = tl.trans(rest)", "rest = rest"),
+    "no NaN": ("ue5m3", "finite, scale, NAN", "finite, scale, 0"),
+    "one row's block": ("2d", "return tl.max(tl.max(", "return tl.min(tl.max("),
+}
 
 
 def differences(*path: Path, cases: str = "", module: str = "cases") -> list[str]:
@@ -127,6 +145,10 @@ def test_codes_with_float32_scales_are_the_reference_s() -> None:
     assert differences(module="rows") == [""]
 
 
+def test_codes_with_scales_in_small_floats_are_the_reference_s() -> None:
+    assert differences(module="blocks") == [""]
+
+
 def test_the_estimator_s_factor_is_the_reference_s() -> None:
     assert differences(module="estimator") == [""]
 
@@ -139,6 +161,7 @@ def test_outliers_are_the_reference_s() -> None:
 OTHERS = [(f, "carriers", name, "", *edit) for name, (f, *edit) in CARRIER_MISTAKES.items()]
 OTHERS += [("rows", "rows", name, "", *edit) for name, edit in ROW_MISTAKES.items()]
 OTHERS += [("estimator", "estimator", n, "", *edit) for n, edit in ESTIMATOR_MISTAKES.items()]
+OTHERS += [("blocks", "blocks", name, *edit) for name, edit in BLOCK_MISTAKES.items()]
 OTHERS += [("outliers", "outliers", name, *edit) for name, edit in OUTLIER_MISTAKES.items()]
 
 

@@ -1,10 +1,12 @@
 """What the kernels leave to plain PyTorch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from megatron_fp4 import Quantizer
-from megatron_fp4.kernels import outliers, quantize, rows
+from megatron_fp4 import Quantizer, get_quantizer
+from megatron_fp4.kernels import blocks, outliers, quantize, rows
 from megatron_fp4.outliers import OutlierClamp
 
 X = torch.zeros(64, 64, dtype=torch.bfloat16)
@@ -37,6 +39,25 @@ def test_other_formats_dtypes_and_shapes() -> None:
         (X[:0], Quantizer(), 0),
     ):
         assert not quantize.takes(x, quantizer, 1, group)
+
+
+NVFP4 = get_quantizer("nvfp4")
+
+
+def test_blocks_of_other_rules_sizes_and_shapes() -> None:
+    assert blocks.takes(X, NVFP4, 0) and blocks.takes(X[:, :48], replace(NVFP4, block=(16, 16)), 1)
+    for x, quantizer in (
+        (X, get_quantizer("nvfp4-four-over-six")),  # its choice is made of float64 sums
+        (X, Quantizer()),
+        (X, get_quantizer("vector")),
+        (X.float(), NVFP4),
+        (X[:, :40], NVFP4),
+        (X[:40], replace(NVFP4, block=(16, 16))),
+        (X, replace(NVFP4, block=(1, 128))),
+        (X[:0], NVFP4),
+        (X[None], NVFP4),
+    ):
+        assert not blocks.takes(x, quantizer, 1)
 
 
 def test_outliers_of_other_scopes_dtypes_and_shapes() -> None:

@@ -1,0 +1,265 @@
+"""E2M1 codes under block scales in small floats (E4M3, UE5M3), with or without a scale of the
+tensor above them, in Triton: NVFP4 and its kin, with blocks of one row or of several.
+
+One kernel finds the tensor's largest magnitude, where that is asked for, and another scales, rounds
+and, along the columns, turns. The bits are those of `scaling.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_fp4.formats import E2M1_MAX, SCALE_FLOATS
+from megatron_fp4.kernels.encode import nearest, stochastic
+from megatron_fp4.kernels.launch import Launch, on, planned, tiles
+from megatron_fp4.kernels.philox import placed, rest16
+from megatron_fp4.kernels.quantize import GROUP, drawn, signed
+from megatron_fp4.kernels.rows import INFINITE
+from megatron_fp4.philox import Noise
+from megatron_fp4.quantizer import QuantizedTensor, Quantizer
+
+TILE, WARPS = 64, 4  # rows and columns of a program
+MANTISSA = 3  # of both formats
+
+
+@triton.jit
+def _loaded(x_ptr, n_rows, n_columns, TILE: tl.constexpr):
+    """A program's tile of x as float32; zeros beyond it."""
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
+    there = (rows < n_rows) & (columns < n_columns)
+    bits = tl.load(x_ptr + rows.to(tl.int64) * n_columns + columns, mask=there, other=0)
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _largest(v, ACROSS: tl.constexpr, ALONG: tl.constexpr):
+    """The bits of the blocks' largest magnitudes; those of Inf and NaN are INFINITE or above."""
+    R: tl.constexpr = v.shape[0]
+    C: tl.constexpr = v.shape[1]
+    bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(tl.max(tl.reshape(bits, (R // ACROSS, ACROSS, C // ALONG, ALONG)), 3), 1)
+
+
+@triton.jit
+def top_kernel(
+    x_ptr,
+    top_ptr,
+    n_rows,
+    n_columns,
+    AXIS: tl.constexpr,
+    ACROSS: tl.constexpr,
+    ALONG: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The bits of the largest magnitude of all blocks that are finite."""
+    v = _loaded(x_ptr, n_rows, n_columns, TILE)
+    if AXIS == 0:
+        v = tl.trans(v)
+    largest = _largest(v, ACROSS, ALONG)
+    largest = tl.where(largest < INFINITE, largest, 0)
+    tl.atomic_max(top_ptr, tl.max(tl.max(largest, 1), 0))
+
+
+@triton.jit
+def _scale_code(wanted, BIAS: tl.constexpr, MAX: tl.constexpr, UP: tl.constexpr):
+    """Codes of floats with three bits of mantissa, to nearest even or up, saturated."""
+    magnitude = tl.minimum(wanted, MAX)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    if UP:
+        normal = bits + 0xFFFFF
+        steps = tl.ceil(magnitude * 2.0 ** (BIAS + 2)).to(tl.int32)
+    else:
+        normal = bits + 0x7FFFF + ((bits >> 20) & 1)
+        # Subnormal numbers have steps of one length: added to a number with that as its last place.
+        steps = (magnitude + 2.0 ** (21 - BIAS)).to(tl.int32, bitcast=True) & 15
+    normal = (normal >> 20) - ((127 - BIAS) << 3)
+    return tl.where(magnitude < 2.0 ** (1 - BIAS), steps, normal)
+
+
+@triton.jit
+def _scale_of(code, BIAS: tl.constexpr):
+    """What they stand for."""
+    normal = ((code << 20) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
+    return tl.where(code < 8, code.to(tl.float32) * 2.0 ** (-BIAS - 2), normal)
+
+
+@triton.jit
+def _rest(
+    place, noise, stream, TILE: tl.constexpr, HAS_GROUPS: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """`rest16` of a program's tile."""
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
+    groups = tl.program_id(1) * (TILE // 8) + tl.arange(0, TILE // 8)[:, None]
+    index = tl.trans(placed(place, rows, groups, HAS_GROUPS, INTERPRETED))
+    step, seed_low, seed_high = noise
+    rest = rest16(index, step, stream, seed_low, seed_high, INTERPRETED)
+    return tl.reshape(rest, (TILE, TILE))
+
+
+@triton.jit(do_not_specialize=["stream", "per_row", "step", "seed_low", "seed_high"])
+def cast_kernel(
+    x_ptr,
+    top_ptr,
+    codes_ptr,
+    scales_ptr,
+    unit_ptr,
+    stream,
+    rows_ptr,
+    groups_ptr,
+    n_rows,
+    n_columns,
+    per_row,
+    step,
+    seed_low,
+    seed_high,
+    AXIS: tl.constexpr,
+    ACROSS: tl.constexpr,
+    ALONG: tl.constexpr,
+    TENSOR_MAX: tl.constexpr,
+    INFLATE: tl.constexpr,
+    PRESCALE: tl.constexpr,
+    UP: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAX: tl.constexpr,
+    NAN: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """BF16 x [n_rows, n_columns] -> codes two a byte and scales, AXIS last, and the tensor's scale
+    where TENSOR_MAX is not 0. A block that is not finite has codes 0 and a scale of NaN."""
+    v = _loaded(x_ptr, n_rows, n_columns, TILE)
+    rest = 0
+    if STOCHASTIC:
+        place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
+        noise = step, seed_low, seed_high
+        rest = _rest(place, noise, stream, TILE, HAS_GROUPS, INTERPRETED)
+    n_lines, n_along = n_rows, n_columns
+    if AXIS == 0:
+        v = tl.trans(v)
+        n_lines, n_along = n_columns, n_rows
+        if STOCHASTIC:
+            rest = tl.trans(rest)
+    unit = tl.full([], 1.0, tl.float32)
+    if TENSOR_MAX > 0:
+        top = tl.load(top_ptr).to(tl.float32, bitcast=True)
+        unit = tl.div_rn(top, tl.full([], 6.0 * TENSOR_MAX, tl.float32))
+        unit = tl.where(unit > 0.0, unit, 1.0)  # all zeros, or the quotient underflows
+        tl.store(unit_ptr, unit, mask=(tl.program_id(0) == 0) & (tl.program_id(1) == 0))
+    largest = _largest(v, ACROSS, ALONG)
+    finite = largest < INFINITE
+    amax = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
+    wanted = tl.div_rn(amax, tl.broadcast_to(unit * 6.0, amax.shape)) * INFLATE
+    scale = _scale_code(wanted, BIAS, MAX, UP)
+    divisor = _scale_of(scale, BIAS) * unit
+    divisor = tl.where(divisor > 0.0, divisor, float("inf"))  # a scale of zero: all zeros
+
+    BLOCKED: tl.constexpr = (TILE // ACROSS, ACROSS, TILE // ALONG, ALONG)
+    divisor = tl.broadcast_to(divisor[:, None, :, None], BLOCKED)
+    live = tl.broadcast_to(finite.to(tl.int32)[:, None, :, None], BLOCKED)
+    scaled = tl.abs(tl.div_rn(v, tl.reshape(divisor, (TILE, TILE)))) * PRESCALE
+    half = tl.minimum(scaled, 6.0) * 0.5
+    if STOCHASTIC:
+        code = ~(stochastic(half, rest, 1.0, INTERPRETED) >> 24) & 7
+    else:
+        code = nearest(half)
+    code |= tl.where(v.to(tl.int32, bitcast=True) < 0, 8, 0)
+    code = tl.where(tl.reshape(live, (TILE, TILE)) != 0, code, 0)
+
+    low, high = tl.split(tl.reshape(code, (TILE, TILE // 2, 2)))
+    line0, along0 = tl.program_id(1 - AXIS) * TILE, tl.program_id(AXIS) * TILE
+    lines = line0 + tl.arange(0, TILE)[:, None]
+    along = along0 // 2 + tl.arange(0, TILE // 2)[None, :]
+    there = (lines < n_lines) & (along < n_along // 2)
+    places = lines.to(tl.int64) * (n_along // 2) + along
+    tl.store(codes_ptr + places, (low | (high << 4)).to(tl.uint8), mask=there)
+    lines = line0 // ACROSS + tl.arange(0, TILE // ACROSS)[:, None]
+    along = along0 // ALONG + tl.arange(0, TILE // ALONG)[None, :]
+    there = (lines < n_lines // ACROSS) & (along < n_along // ALONG)
+    places = lines.to(tl.int64) * (n_along // ALONG) + along
+    tl.store(scales_ptr + places, tl.where(finite, scale, NAN).to(tl.uint8), mask=there)
+
+
+def takes(x: Tensor, quantizer: Quantizer, axis: int) -> bool:
+    """Whether the kernels make this copy of x: of BF16, in blocks that divide it and a tile, whose
+    maxima go to 6."""
+    across, along = quantizer.block
+    return (
+        quantizer.scale in SCALE_FLOATS
+        and quantizer.rule in ("nearest", "up")
+        and x.dtype == torch.bfloat16
+        and x.dim() == 2
+        and x.numel() > 0
+        and 2 <= along <= TILE
+        and TILE % along == TILE % across == 0
+        and x.shape[axis] % along == x.shape[1 - axis] % across == 0
+        and (not quantizer.stochastic or x.shape[1] % GROUP == 0)
+    )
+
+
+def quantize(
+    x: Tensor,
+    quantizer: Quantizer,
+    axis: int,
+    noise: Noise | None = None,
+    widest: Tensor | None = None,
+) -> QuantizedTensor:
+    """x [rows, columns] along `axis`. noise: for a stochastic quantizer. widest: what ranks agreed
+    on; see `quantize_matrix`."""
+    x = x.contiguous()
+    rows, columns = x.shape
+    k, others = x.shape[axis], x.shape[1 - axis]
+    across, along = quantizer.block
+    codes = x.new_empty(others, k // 2, dtype=torch.uint8)
+    scales = x.new_empty(others // across, k // along, dtype=torch.uint8)
+    place = drawn(x, quantizer, noise, rows, columns)
+    stream = 0 if noise is None else signed(noise.stream)
+    has_groups = noise is not None and noise.placement.groups is not None
+    find, cast = _launches(rows, columns, quantizer, axis, has_groups)
+    top: Tensor = x
+    unit: Tensor | None = None
+    with on(x):
+        if quantizer.tensor_max:
+            unit = x.new_empty((), dtype=torch.float32)
+            if widest is None:
+                top = torch.zeros((), dtype=torch.int32, device=x.device)
+                find([x, top, rows, columns])
+            else:
+                top = widest.float().contiguous().view(torch.int32)
+        cast([x, top, codes, scales, x if unit is None else unit, stream, *place])
+    return QuantizedTensor(codes, scales, unit, quantizer, x.shape, axis)
+
+
+@planned
+def _launches(
+    rows: int, columns: int, quantizer: Quantizer, axis: int, has_groups: bool
+) -> tuple[Launch, Launch]:
+    """What finds the largest magnitude, and what casts by it."""
+    scale = SCALE_FLOATS[quantizer.scale]
+    assert scale.mantissa_bits == MANTISSA and E2M1_MAX == 6
+    across, along = quantizer.block
+    form: dict[str, Any] = dict(AXIS=axis, ACROSS=across, ALONG=along, TILE=TILE)
+    kind = dict(
+        TENSOR_MAX=quantizer.tensor_max,
+        INFLATE=quantizer.inflate,
+        PRESCALE=quantizer.prescale,
+        UP=quantizer.rule == "up",
+        BIAS=scale.bias,
+        MAX=scale.max,
+        NAN=scale.nan,
+        STOCHASTIC=quantizer.stochastic,
+        HAS_GROUPS=has_groups,
+        INTERPRETED=triton.knobs.runtime.interpret,
+    )
+    grid, bits = (tiles(rows, TILE), tiles(columns, TILE)), {"x_ptr": torch.int16}
+    return (
+        Launch(top_kernel, grid, form, bits, num_warps=WARPS),
+        Launch(cast_kernel, grid, form | kind, bits, num_warps=WARPS),
+    )
