@@ -169,7 +169,9 @@ class Backward:
         dy = self._operands([g for g in wanted if g not in late], others)
         dx = dw = None
         if self.needs.dx:
-            dx = self._summed(self._dgrad(dy["dgrad"].wait(), others["dgrad"].wait()[0]))
+            operand = dy["dgrad"].wait()
+            dx = self._summed(self._dgrad(operand, others.pop("dgrad").wait()[0]))
+            dy["dgrad"] = Pending.of(_plain(operand))
         if self.needs.dw:
             if late:
                 dy |= self._operands(late, others)

@@ -84,7 +84,8 @@ class Quantizer:
 
     @cached_property
     def _hash(self) -> int:
-        return crc32(repr(self).encode())  # the same in a process that unpickles it
+        words = self.element, self.scale, self.block, self.rule, self.rounding
+        return crc32(repr(words).encode())  # the same in a process that unpickles it
 
     @property
     def stochastic(self) -> bool:

@@ -3,6 +3,10 @@ test_scaling.py's, the error on Gaussian data is test_targets.py's."""
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, Literal
@@ -304,3 +308,22 @@ def test_mxfp4_is_exact_in_bf16() -> None:
     within = wide.abs() <= torch.finfo(torch.bfloat16).max
     assert torch.equal(narrow.double()[within], wide[within])
     assert narrow[~within].isinf().all() and every.dequantize()[~within].isinf().all()
+
+
+def test_equal_quantizers_hash_alike_here_and_elsewhere() -> None:
+    """They are keys; a process that unpickles one finds what it put under its own."""
+    one, other = Quantizer(prescale=1), Quantizer(prescale=1.0)
+    assert one == other and hash(one) == hash(other)
+    hash(one)  # once: it is kept
+    code = (
+        "import pickle, sys; from megatron_fp4 import Quantizer; "
+        "found = pickle.loads(sys.stdin.buffer.read()); "
+        "assert found == Quantizer() and hash(found) == hash(Quantizer())"
+    )
+    for seed in ("1", "2"):
+        subprocess.run(
+            [sys.executable, "-c", code],
+            input=pickle.dumps(one),
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            check=True,
+        )

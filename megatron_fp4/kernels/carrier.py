@@ -24,7 +24,7 @@ from megatron_fp4.kernels.launch import Launch, on, planned, stream_of, tiles
 from megatron_fp4.quantizer import QuantizedTensor
 
 ROWS, BLOCKS, WARPS = 1, 256, 2  # of a program, by what was fastest on an H200
-MENDED_ROWS = 8
+MENDED_ROWS, MENDED_BLOCKS = 8, 16  # a program of the mending kernel goes over all blocks
 _WORDS = {"codes_ptr": torch.int32, "out_ptr": torch.int32}
 
 
@@ -35,8 +35,9 @@ def _carry(
     out_ptr,
     tally_ptr,
     rows,
+    wanted,
     fold,
-    n_rows,
+    block0,
     n_blocks,
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
@@ -45,19 +46,19 @@ def _carry(
     INTERPRETED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """A program's blocks of its rows, and what is counted of them."""
+    """BLOCKS blocks of those rows that are wanted, and what is counted of them."""
     ROWS: tl.constexpr = rows.shape[0]
     at_rows = rows[:, None].to(tl.int64)
-    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    here = (rows < n_rows)[:, None] & (blocks < n_blocks)[None, :]
+    blocks = block0 + tl.arange(0, BLOCKS)
+    here = wanted[:, None] & (blocks < n_blocks)[None, :]
     byte = tl.load(scales_ptr + at_rows * n_blocks + blocks[None, :], mask=here, other=0)
     byte = byte.to(tl.int32)
     k = byte - fold[:, None]
     power = ((tl.maximum(k, -64) + 127) << 23).to(tl.float32, bitcast=True)
     low = tl.where(byte == 255, NAN * 0x01010101, table(power, False, MANTISSA, BIAS))
     high = tl.where(byte == 255, NAN * 0x01010101, table(power, True, MANTISSA, BIAS))
-    at = tl.program_id(1) * (BLOCKS * 4) + tl.arange(0, BLOCKS * 4)
-    here = (rows < n_rows)[:, None] & (at < n_blocks * 4)[None, :]
+    at = block0 * 4 + tl.arange(0, BLOCKS * 4)
+    here = wanted[:, None] & (at < n_blocks * 4)[None, :]
     words = tl.load(codes_ptr + at_rows * (n_blocks * 4) + at[None, :], mask=here, other=0)
     words = tl.reshape(words, (ROWS, BLOCKS, 4))
     first, second = looked_up(
@@ -67,8 +68,8 @@ def _carry(
         INTERPRETED,
     )
     out = tl.reshape(tl.join(first, second), (ROWS, BLOCKS * 8))
-    at = tl.program_id(1) * (BLOCKS * 8) + tl.arange(0, BLOCKS * 8)
-    here = (rows < n_rows)[:, None] & (at < n_blocks * 8)[None, :]
+    at = block0 * 8 + tl.arange(0, BLOCKS * 8)
+    here = wanted[:, None] & (at < n_blocks * 8)[None, :]
     tl.store(out_ptr + at_rows * (n_blocks * 8) + at[None, :], out, mask=here)
     nonzero = (words | (words >> 1) | (words >> 2)) & 0x11111111
     eight = ((nonzero * 0x11111111) >> 28) & 15  # the sum of the digits
@@ -77,6 +78,21 @@ def _carry(
     nans = tl.sum(tl.reshape((byte == 255).to(tl.int32), (ROWS * BLOCKS,)), 0)
     tl.atomic_add(tally_ptr, total, mask=total > 0)  # next to never
     tl.atomic_add(tally_ptr + 1, nans, mask=nans > 0)
+
+
+@triton.jit
+def _holds_codes(codes_ptr, scales_ptr, rows, block0, n_rows, n_blocks, BLOCKS: tl.constexpr):
+    """In which rows one of BLOCKS blocks of scale 0 is not all zeros."""
+    ROWS: tl.constexpr = rows.shape[0]
+    at_rows = rows[:, None].to(tl.int64)
+    blocks = block0 + tl.arange(0, BLOCKS)
+    here = (rows < n_rows)[:, None] & (blocks < n_blocks)[None, :]
+    byte = tl.load(scales_ptr + at_rows * n_blocks + blocks[None, :], mask=here, other=1)
+    lowest = tl.broadcast_to((byte == 0)[:, :, None], (ROWS, BLOCKS, 4))
+    at = block0 * 4 + tl.arange(0, BLOCKS * 4)
+    places = codes_ptr + at_rows * (n_blocks * 4) + at[None, :]
+    words = tl.load(places, mask=tl.reshape(lowest, (ROWS, BLOCKS * 4)), other=0)
+    return tl.max(((words & 0x77777777) != 0).to(tl.int32), 1)
 
 
 @triton.jit
@@ -103,7 +119,8 @@ def carry_kernel(
     """codes [n_rows, 4 * n_blocks] words of eight, scales [n_rows, n_blocks] -> out [n_rows,
     8 * n_blocks] words of four, fold [n_rows]. How many elements were rounded, and how many blocks
     are NaN, is added to the tally. MENDS: out is there under the fold that stands in the tally's
-    third place, and is written anew where a block of the row has k below LOWEST or above TOP."""
+    third place, and a row is written anew where a block that is not all zeros is NaN, or has k
+    below LOWEST or above TOP."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at_rows = rows[:, None].to(tl.int64)
     every = tl.arange(0, ALL_BLOCKS)
@@ -112,18 +129,28 @@ def carry_kernel(
     scales = scales.to(tl.int32)
     # 2^(fold - 127) is a normal number, which every unit multiplies alike.
     fold = tl.maximum(tl.max(tl.where(scales == 255, 0, scales), 1) - TOP, 1)
-    wrong = rows < n_rows
     if MENDS:
         likely = tl.load(tally_ptr + 2)
-        fits = (scales >= likely + LOWEST) & (scales <= likely + TOP)
-        wrong = tl.max((there & ~fits).to(tl.int32), 1) > 0
-        fold = tl.where(wrong, fold, likely)
-    tl.store(fold_ptr + rows, (fold << 23).to(tl.float32, bitcast=True), mask=rows < n_rows)
-    if tl.max(wrong.to(tl.int32), 0) > 0:
+        fits = (scales >= likely + LOWEST) & (scales <= likely + TOP) & (scales < 255)
+        lowest = there & (scales == 0)
+        wrong = tl.max((there & ~fits & ~lowest).to(tl.int32), 1)
+        if tl.max(tl.max(lowest.to(tl.int32), 1), 0) > 0:  # zeros are zeros under any fold
+            for block0 in range(0, ALL_BLOCKS, BLOCKS):
+                wrong |= _holds_codes(codes_ptr, scales_ptr, rows, block0, n_rows, n_blocks, BLOCKS)
+        wanted = wrong > 0
+        fold = tl.where(wanted, fold, likely)
+        if tl.max(wrong, 0) > 0:
+            for block0 in range(0, ALL_BLOCKS, BLOCKS):
+                _carry(
+                    codes_ptr, scales_ptr, out_ptr, tally_ptr, rows, wanted, fold, block0, n_blocks,
+                    MANTISSA, BIAS, NAN, BOTTOM, INTERPRETED, BLOCKS,
+                )  # fmt: skip
+    else:
         _carry(
-            codes_ptr, scales_ptr, out_ptr, tally_ptr, rows, fold, n_rows, n_blocks,
-            MANTISSA, BIAS, NAN, BOTTOM, INTERPRETED, BLOCKS,
+            codes_ptr, scales_ptr, out_ptr, tally_ptr, rows, rows < n_rows, fold,
+            tl.program_id(1) * BLOCKS, n_blocks, MANTISSA, BIAS, NAN, BOTTOM, INTERPRETED, BLOCKS,
         )  # fmt: skip
+    tl.store(fold_ptr + rows, (fold << 23).to(tl.float32, bitcast=True), mask=rows < n_rows)
 
 
 @dataclass(frozen=True)
@@ -176,8 +203,7 @@ def _carried(
 @planned
 def _launch(rows: int, blocks: int, element: torch.dtype, mends: bool) -> Launch:
     every = 1 << (blocks - 1).bit_length()
-    tile = min(BLOCKS, every)
-    height = MENDED_ROWS if mends else ROWS
+    height, tile = (MENDED_ROWS, MENDED_BLOCKS) if mends else (ROWS, min(BLOCKS, every))
     mantissa, bias, nan, bottom, top = FORMATS[element]
     constants = dict(
         MANTISSA=mantissa,
@@ -192,7 +218,7 @@ def _launch(rows: int, blocks: int, element: torch.dtype, mends: bool) -> Launch
         ROWS=height,
         BLOCKS=tile,
     )
-    grid = tiles(rows, height), tiles(blocks, tile)
+    grid = tiles(rows, height), 1 if mends else tiles(blocks, tile)
     return Launch(carry_kernel, grid, constants, _WORDS, num_warps=WARPS)
 
 

@@ -157,7 +157,9 @@ class _Plan:
     ) -> None:
         """On the current stream."""
         stream = stream_of(a)
-        workspace = _workspace(a.device, stream)
+        # A graph's is its own: graphs of one stream may run beside each other.
+        captured = torch.cuda.is_current_stream_capturing()
+        workspace = (_workspace.__wrapped__ if captured else _workspace)(a.device, stream)
         factor, to = c_float(alpha), c_void_p(out.data_ptr())
         with self._lock:  # the scales' addresses are the descriptor's
             self._scaled(a_scale.data_ptr(), b_scale.data_ptr())

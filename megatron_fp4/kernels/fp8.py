@@ -94,19 +94,19 @@ def normal_table(k, MANTISSA: tl.constexpr):
 @triton.jit
 def likely_fold(x_ptr, scales_ptr, n_rows, n_columns, MANTISSA: tl.constexpr, PACKED: tl.constexpr):
     """A fold that most rows of a matrix can share, by a sample of it: BF16, or where PACKED the
-    scales of blocks of 32. All programs of a launch find the same."""
-    i = tl.arange(0, _SAMPLES).to(tl.uint32)
-    rows = tl.umulhi(i * (4294967296 // _SAMPLES), n_rows.to(tl.uint32)).to(tl.int64)
-    mixed = i * 0x9E3779B1
+    scales of blocks of 32, of what is finite. All programs of a launch find the same."""
+    i = tl.arange(0, _SAMPLES).to(tl.int64)
+    rows = (i * n_rows) // _SAMPLES
+    mixed = ((i * 0x9E3779B1) & 0xFFFFFFFF) >> 16
     if PACKED:
-        n_blocks = n_columns // 32
-        at = rows * n_blocks + tl.umulhi(mixed, n_blocks.to(tl.uint32))
+        at = rows * (n_columns // 32) + ((mixed * (n_columns // 32)) >> 16)
         byte = tl.load(scales_ptr + at).to(tl.int32)
         largest = tl.max(tl.where(byte == 255, 0, byte), 0)
     else:
-        at = rows * (n_columns // 2) + tl.umulhi(mixed, (n_columns // 2).to(tl.uint32))
+        at = rows * (n_columns // 2) + ((mixed * (n_columns // 2)) >> 16)
         pairs = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + at)
-        largest = tl.max(tl.maximum(pairs & 0x7FFF, (pairs >> 16) & 0x7FFF), 0)
-        largest = (largest >> 7) - 2
+        low, high = pairs & 0x7FFF, (pairs >> 16) & 0x7FFF
+        low, high = tl.where(low < 0x7F80, low, 0), tl.where(high < 0x7F80, high, 0)
+        largest = (tl.max(tl.maximum(low, high), 0) >> 7) - 2
     # E4M3: five binades for the larger, six for the smaller; E5M2: thirteen and thirteen.
     return tl.maximum(largest - 1 if MANTISSA == 3 else largest, 1)

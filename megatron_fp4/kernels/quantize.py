@@ -21,6 +21,7 @@ from megatron_fp4.philox import GROUP, Key, Noise, Placement, Signs
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
 HADAMARD_GROUPS = (32, 64, 128)
+CARRIED_ROWS = 16  # of an FP8 operand, or a multiple
 _MASK = 0xFFFFFFFF
 
 
@@ -71,8 +72,9 @@ def quantize(
         x = x.contiguous()
         x = x.clone() if x.storage_offset() % 2 else x  # words of two begin at even places
         source = x_scales = x
-    if group:
-        copies = [replace(copy, carrier=None) for copy in copies]
+    copies = [
+        copy if _carries(copy, x.shape, group) else replace(copy, carrier=None) for copy in copies
+    ]
     made = {copy.axis: _empty(source, x.shape, quantizer, copy) for copy in copies}
     noise = copies[0].noise
     there = drawn(source, quantizer, noise, rows, columns)
@@ -95,6 +97,11 @@ def quantize(
     start = _quantize(rows, columns, quantizer, packed, along, across, has_groups)
     start([source, x_scales, *operands, *there])
     return [made[copy.axis] for copy in copies]
+
+
+def _carries(copy: Copy, shape: torch.Size, group: int) -> bool:
+    """Not where no FP8 product takes as many rows."""
+    return copy.carrier is None or (not group and shape[1 - copy.axis] % CARRIED_ROWS == 0)
 
 
 def drawn(

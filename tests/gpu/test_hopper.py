@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import get_quantizer, get_recipe, linear, list_recipes
-from megatron_fp4.backends import Decoded
+from megatron_fp4.backends import Decoded, Preparation
 from megatron_fp4.backends.hopper import Hopper
 from megatron_fp4.backends.reference import Reference
 from megatron_fp4.call import Call
+from megatron_fp4.kernels.carrier import Carried
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.monitor import NonFiniteMonitor, Sighting
 from megatron_fp4.quantizer import QuantizedTensor, quantize_matrix
@@ -99,6 +100,34 @@ def test_main_grad_at_an_odd_address() -> None:
     forms = backend.decode(a, torch.bfloat16, True), backend.decode(b, torch.bfloat16)
     assert backend.multiply(*forms, 1.0, torch.bfloat16, into) is into
     assert relative_error(into, float64(a, b)) < 2e-4
+
+
+def test_products_of_mended_carriers_are_those_of_the_rule_s_bit_for_bit() -> None:
+    """Rows that fit the guessed power of two, rows that do not, zeros, NaN, and a matrix of NaN."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    x = torch.randn(512, 1024, generator=generator, device="cuda")
+    x[5], x[64:96], x[100:110] = torch.nan, 0, x[100:110] * 1e6
+    x[200:210, :32] *= 1e-4
+    w = (torch.randn(256, 1024, generator=generator, device="cuda") / 32).bfloat16()
+    backend, quantizer = Hopper(), get_quantizer("mxfp4-ceil")
+    for source in (x.bfloat16(), torch.full_like(x, torch.nan).bfloat16()):
+        for gradient in (False, True):
+            products, tallies = [], []
+            for element in (None, backend.carrier(gradient)):
+                forms = []
+                for matrix, carrier in ((source, element), (w, element and torch.float8_e4m3fn)):
+                    wanted = Preparation("", quantizer, 1, carrier=carrier)
+                    [made] = backend.prepare(matrix, wanted)
+                    assert isinstance(made, Carried) == (element is not None)
+                    forms.append(
+                        backend.decode(made, torch.bfloat16, gradient and matrix is source)
+                    )
+                products.append(backend.multiply(forms[0], forms[1], 1.0, torch.float32))
+                assert isinstance(forms[0], Decoded) and forms[0].tally is not None
+                tallies.append(forms[0].tally.tolist())
+            assert torch.equal(products[0].nan_to_num(7e30), products[1].nan_to_num(7e30))
+            assert tallies[0] == tallies[1] and tallies[0][1] > 0
+            assert products[1].isnan().any()
 
 
 RECIPES = [get_recipe(name) for name in list_recipes()]

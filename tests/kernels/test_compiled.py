@@ -1,14 +1,19 @@
 """The kernels compile for Ampere, Hopper and Blackwell, on a machine without a GPU."""
 
 import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
+from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_fp4.kernels import blocks
+from megatron_fp4.kernels import blocks, carrier
 from megatron_fp4.kernels.carrier import carry_kernel
 from megatron_fp4.kernels.estimator import factor_kernel
 from megatron_fp4.kernels.fp8 import FORMATS, NORMAL
@@ -24,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "along": BOTH | {"STOCHASTIC": False, "ACROSS": False},
     "across": BOTH | {"STOCHASTIC": True, "ALONG": False},
     "carried": BOTH | {"STOCHASTIC": True, "ALONG_CARRIED": 2, "ACROSS_CARRIED": 3},
+    "carried along": BOTH | {"STOCHASTIC": False, "ALONG_CARRIED": 3, "ACROSS": False},
     "packed": BOTH | {"STOCHASTIC": True, "ALONG": False, "PACKED": True},
 }
 SHARED = {"CEIL": True, "PRESCALE": 0.75, "INTERPRETED": False, "HAS_GROUPS": True}
@@ -38,11 +44,15 @@ PLAIN = SHARED | {
 }
 
 
-def assembly(kernel: Any, x: str, capability: int, constants: dict[str, Any], warps: int) -> Any:
+def assembly(
+    kernel: Any, x: str, capability: int, constants: dict[str, Any], warps: int, rows: int = 64
+) -> Any:
     types = {"x_ptr": x, "rows_ptr": "*i64", "groups_ptr": "*i64"}
     types |= {name: "*i32" for name in kernel.arg_names if name.endswith("codes_ptr")}
     types |= {name: "*u8" for name in kernel.arg_names if name.endswith("scales_ptr")}
     types |= {n: "*i32" for n in kernel.arg_names if n.endswith(("carriers_ptr", "tally_ptr"))}
+    # Triton makes a constant of an argument that is 1.
+    constants = constants | ({"n_rows": 1} if rows == 1 else {})
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names
@@ -62,6 +72,45 @@ def test_a_kernel_compiles(variant: str, capability: int) -> None:
     # Subnormal numbers are not flushed where the codes are made.
     assert ".ftz" not in ptx
     assert "prmt.b32" in ptx and "max.NaN.bf16x2" in ptx
+
+
+@pytest.mark.parametrize("variant", ["along", "carried along"])
+def test_a_kernel_compiles_for_one_row(variant: str) -> None:
+    assembly(quantize_kernel, "*i32", 90, PLAIN | VARIANTS[variant], 4, rows=1)
+
+
+@pytest.mark.parametrize("n_blocks", [1, 128, 256, 1024])
+def test_rows_are_mended_without_spilling(n_blocks: int) -> None:
+    """Launch's own constants: Triton tells of registers that did not suffice as local memory."""
+    start = carrier._launch(4096, n_blocks, torch.float8_e4m3fn, True)
+    types = {"codes_ptr": "*i32", "scales_ptr": "*u8", "out_ptr": "*i32", "fold_ptr": "*fp32"}
+    signature = {
+        name: "constexpr" if name in start._constants else (types | {"tally_ptr": "*i32"}).get(
+            name, "i32"
+        )
+        for name in carry_kernel.arg_names
+    }  # fmt: skip
+    even = {
+        (i,): [["tt.divisibility", 16]] for i, n in enumerate(carry_kernel.arg_names) if "ptr" in n
+    }
+    target = GPUTarget("cuda", 90, 32)
+
+    def made(constants: dict[str, Any]) -> str:
+        source = ASTSource(carry_kernel, signature, start._constants | constants, even)
+        return sass(triton.compile(source, target=target, options=start._options).asm["cubin"])
+
+    assert "STL" not in made({}) and "LDG" in made({})
+    if n_blocks == 256:  # Negative control: as many blocks at a time as where nothing is mended.
+        assert "STL" in made({"BLOCKS": carrier.BLOCKS})
+
+
+def sass(cubin: bytes) -> str:
+    """Its instructions, by the disassembler that comes with Triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(nvidia.__file__).parent / "bin/nvdisasm"
+        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
