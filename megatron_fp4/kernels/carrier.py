@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.kernels.fp8 import FORMATS, NORMAL, looked_up, table
+from megatron_fp4.kernels.fp8 import FORMATS, LOWEST, looked_up, table
 from megatron_fp4.kernels.launch import Launch, on, planned, stream_of, tiles
 from megatron_fp4.quantizer import QuantizedTensor
 
@@ -213,7 +213,7 @@ def _launch(rows: int, blocks: int, element: torch.dtype, mends: bool) -> Launch
         TOP=top,
         INTERPRETED=triton.knobs.runtime.interpret,
         MENDS=mends,
-        LOWEST=NORMAL[mantissa],
+        LOWEST=LOWEST[mantissa],
         ALL_BLOCKS=every,
         ROWS=height,
         BLOCKS=tile,

@@ -14,8 +14,8 @@ FORMATS = {
     torch.float8_e4m3fn: (3, 7, 0x7F, -8, 6),
     torch.float8_e5m2: (2, 15, 0x7F, -15, 13),
 }
-# By mantissa bits: the least k for which no magnitude's byte is subnormal.
-NORMAL = {3: -5, 2: -13}
+# By mantissa bits: the least k of `quick_table`.
+LOWEST = {3: -7, 2: -13}
 _SAMPLES = tl.constexpr(128)
 
 
@@ -81,12 +81,14 @@ def looked_up(words, low, high, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def normal_table(k, MANTISSA: tl.constexpr):
-    """The same two words of `table` for 2^k where no byte is subnormal: an addition to exponents.
-    For other k some bytes."""
+def quick_table(k, MANTISSA: tl.constexpr):
+    """Both words of `table` for 2^k, for other k some bytes: an addition to exponents, and where
+    the first of E4M3's magnitudes are subnormal a shift."""
     if MANTISSA == 3:
-        k = tl.minimum(tl.maximum(k, -5), 6)
-        return 0x3C383000 + k * 0x08080800, 0x4C484440 + k * 0x08080808
+        k = tl.minimum(tl.maximum(k, -7), 6)
+        subnormal = 0x0C080400 >> tl.maximum(-6 - k, 0)
+        low = tl.where(k < -5, subnormal, 0x3C383000 + k * 0x08080800)
+        return low, 0x4C484440 + k * 0x08080808
     k = tl.minimum(tl.maximum(k, -13), 13)
     return 0x3E3C3800 + k * 0x04040400, 0x46444240 + k * 0x04040404
 
@@ -108,5 +110,5 @@ def likely_fold(x_ptr, scales_ptr, n_rows, n_columns, MANTISSA: tl.constexpr, PA
         low, high = pairs & 0x7FFF, (pairs >> 16) & 0x7FFF
         low, high = tl.where(low < 0x7F80, low, 0), tl.where(high < 0x7F80, high, 0)
         largest = (tl.max(tl.maximum(low, high), 0) >> 7) - 2
-    # E4M3: five binades for the larger, six for the smaller; E5M2: thirteen and thirteen.
-    return tl.maximum(largest - 1 if MANTISSA == 3 else largest, 1)
+    # E4M3: seven binades for the larger, six for the smaller; E5M2: thirteen and thirteen.
+    return tl.maximum(largest + 1 if MANTISSA == 3 else largest, 1)

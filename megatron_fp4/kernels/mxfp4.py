@@ -95,7 +95,7 @@ def along(
         k = tl.broadcast_to((byte - fold)[:, :, :, None], (L, 8, C // 32, 16))
         k, _ = tl.split(tl.reshape(k, (L, 8, C // 8, 2, 2)))
         k, _ = tl.split(k)
-        low, high = fp8.normal_table(k, CARRIED)
+        low, high = fp8.quick_table(k, CARRIED)
         first, second = fp8.looked_up(words, low, high, INTERPRETED)
         both = tl.reshape(tl.join(first, second), (L, 8, C // 4))
         at = column0 // 4 + tl.arange(0, C // 4)[None, None, :]
@@ -154,7 +154,7 @@ def across(
     if CARRIED > 0:
         k = tl.reshape(tl.join(low_byte, high_byte), (L // 4, 1, C)) - fold
         k = tl.reshape(tl.broadcast_to(k, (L // 4, 4, C)), (L, C))
-        low, high = fp8.normal_table(k, CARRIED)
+        low, high = fp8.quick_table(k, CARRIED)
         first, second = fp8.looked_up(words, low, high, INTERPRETED)
         both = tl.reshape(tl.permute(tl.join(first, second), (1, 0, 2)), (C, 2 * L))
         at = row0 // 4 + tl.arange(0, 2 * L)[None, :]

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from megatron_fp4.kernels import blocks, carrier
 from megatron_fp4.kernels.carrier import carry_kernel
 from megatron_fp4.kernels.estimator import factor_kernel
-from megatron_fp4.kernels.fp8 import FORMATS, NORMAL
+from megatron_fp4.kernels.fp8 import FORMATS, LOWEST
 from megatron_fp4.kernels.hadamard import transform_kernel
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
 from megatron_fp4.kernels.outliers import OPTIONS, split_kernel, warps
@@ -189,7 +189,7 @@ def test_a_carrier_compiles(mends: bool, element: Any, capability: int) -> None:
     mantissa, bias, nan, bottom, top = FORMATS[element]
     constants = {"MANTISSA": mantissa, "BIAS": bias, "NAN": nan, "BOTTOM": bottom, "TOP": top}
     constants |= {"INTERPRETED": False, "ALL_BLOCKS": 512, "ROWS": 4, "BLOCKS": 64}
-    constants |= {"MENDS": mends, "LOWEST": NORMAL[mantissa]}
+    constants |= {"MENDS": mends, "LOWEST": LOWEST[mantissa]}
     types = {"codes_ptr": "*i32", "scales_ptr": "*u8", "out_ptr": "*i32", "fold_ptr": "*fp32"}
     types |= {"tally_ptr": "*i32"}
     ptx = compiled(carry_kernel, types, capability, constants)

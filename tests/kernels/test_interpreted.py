@@ -33,7 +33,7 @@ MISTAKES = {
         "there & ~fits & ~lowest",
         "there & (scales < 0)",
     ),
-    "a subnormal byte": ("fp8", "nearest 1.0 axes (1, 0) packed torch", "{3: -5", "{3: -8"),
+    "a subnormal byte": ("fp8", "nearest 1.0 axes (1, 0) packed torch", "{3: -7", "{3: -8"),
     "NaN fits": ("carrier", "huge", " & (scales < 255)", ""),
     "what is not finite is a sample": (
         "fp8",
