@@ -96,34 +96,27 @@ class TensorParallel:
     def _gather_quantized(self, part: QuantizedTensor) -> Pending[Operand]:
         part = part.plain()
         tokens = -1 if part.axis == 0 else 0  # tokens come first, or last where they are blocked
-        whole = torch.Size((part.shape[0] * self.size, *part.shape[1:]))
+        codes = self._gather(part.codes, tokens)
         # A scale that spans all tokens is on every rank.
-        if part.quantizer.block[1 if tokens else 0] == WHOLE_AXIS:
-            codes = self._gather(part.codes, tokens)
-            return codes.then(lambda c: replace(part, codes=c, shape=whole))
-        # As bytes, whatever they are: Gloo would take all for what the first is.
-        both = self._gather_together([part.codes, part.scales.view(torch.uint8)], tokens)
-        kind = part.scales.dtype
-        return both.then(lambda b: replace(part, codes=b[0], scales=b[1].view(kind), shape=whole))
+        spans = part.quantizer.block[1 if tokens else 0] == WHOLE_AXIS
+        scales = Pending.of(part.scales) if spans else self._gather(part.scales, tokens)
+        shape = list(part.shape)
+        shape[0] *= self.size
+        whole = torch.Size(shape)
+        return codes.then(lambda c: replace(part, codes=c, scales=scales.wait(), shape=whole))
 
     def _gather(self, part: Tensor, axis: int) -> Pending[Tensor]:
-        return self._gather_together([part], axis).then(lambda parts: parts[0])
+        part = part.contiguous()
+        whole = part.new_empty(self.size, *part.shape)
+        work = dist.all_gather_into_tensor(
+            whole.flatten(0, 1), part, group=self.group, async_op=True
+        )
 
-    def _gather_together(self, parts: list[Tensor], axis: int) -> Pending[list[Tensor]]:
-        """All ranks' parts of each, one after the other along `axis` (0 or -1), by one collective:
-        the host takes as long to start one as an H200 to gather a layer's scales."""
-        size = self.size
-        wholes = [part.new_empty(size * part.shape[0], *part.shape[1:]) for part in parts]
-        with dist._coalescing_manager(self.group, async_ops=True) as works:
-            for whole, part in zip(wholes, parts, strict=True):
-                dist.all_gather_into_tensor(whole, part.contiguous(), group=self.group)
-
-        def arrive() -> list[Tensor]:
-            works.wait()
+        def arrive() -> Tensor:
+            work.wait()
             if axis == 0:
-                return wholes
-            ranks = [w.view(size, *p.shape) for w, p in zip(wholes, parts, strict=True)]
-            return [of_rank.movedim(0, -2).flatten(-2) for of_rank in ranks]
+                return whole.flatten(0, 1)
+            return whole.movedim(0, -2).flatten(-2)
 
         return Pending(arrive)
 

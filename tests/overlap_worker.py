@@ -6,8 +6,7 @@ torchrun --nproc-per-node 2 overlap_worker.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from megatron_fp4.gemms import Backward
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.recipes import get_recipe
 
-GATHER, SCATTER = "_coalescing_manager", "reduce_scatter_tensor"  # of codes with their scales
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 Log = list[str]
 
 
@@ -29,8 +28,8 @@ def main() -> None:
     assert dist.group.WORLD is not None
     column = TensorParallel(dist.group.WORLD, sharded={"w": 0, "dy": 1}, tokens="x")
     log: Log = []
-    setattr(dist, GATHER, _logged_together(getattr(dist, GATHER), log))
-    setattr(dist, SCATTER, _logged(getattr(dist, SCATTER), SCATTER, log))
+    for name in (GATHER, SCATTER):
+        setattr(dist, name, _logged(getattr(dist, name), name, log))
     for name in ("_dgrad", "_wgrad"):
         setattr(Backward, name, _noted(getattr(Backward, name), name, log))
     for recipe in list_recipes():
@@ -67,16 +66,6 @@ def _logged(collective: Callable[..., Any], name: str, log: Log) -> Callable[...
     def start(*args: Any, **kwargs: Any) -> Any:
         log.append(name)
         return _Work(collective(*args, **kwargs), name, log)
-
-    return start
-
-
-def _logged_together(manager: Callable[..., Any], log: Log) -> Callable[..., Any]:
-    @contextmanager
-    def start(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        with manager(*args, **kwargs) as works:
-            yield _Work(works, GATHER, log)
-        log.append(GATHER)
 
     return start
 
