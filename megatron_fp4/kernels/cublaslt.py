@@ -86,12 +86,6 @@ def _handle(device: int) -> c_void_p:
     return handle
 
 
-@cache
-def _workspace(device: torch.device, stream: int) -> Tensor:
-    """Of products that follow each other on a stream."""
-    return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-
-
 class _Plan:
     """Descriptors and algorithm for one kind of product."""
 
@@ -156,10 +150,7 @@ class _Plan:
         self, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, alpha: float
     ) -> None:
         """On the current stream."""
-        stream = stream_of(a)
-        # A graph's is its own: graphs of one stream may run beside each other.
-        captured = torch.cuda.is_current_stream_capturing()
-        workspace = (_workspace.__wrapped__ if captured else _workspace)(a.device, stream)
+        workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=a.device)
         factor, to = c_float(alpha), c_void_p(out.data_ptr())
         with self._lock:  # the scales' addresses are the descriptor's
             self._scaled(a_scale.data_ptr(), b_scale.data_ptr())
@@ -168,7 +159,7 @@ class _Plan:
                 byref(factor), c_void_p(b.data_ptr()), self.a, c_void_p(a.data_ptr()), self.b,
                 byref(self.beta), to, self.out, to, self.out,
                 byref(self.algorithm), c_void_p(workspace.data_ptr()), c_size_t(WORKSPACE),
-                c_void_p(stream),
+                c_void_p(stream_of(a)),
             )  # fmt: skip
 
 
