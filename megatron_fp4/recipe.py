@@ -134,7 +134,11 @@ class Recipe:
 
     def gemm(self, name: str) -> GemmRecipe:
         """The GemmRecipe called fprop, dgrad or wgrad."""
-        return self.fprop if name == "fprop" else self.dgrad if name == "dgrad" else self.wgrad
+        return self._gemms[name]
+
+    @cached_property
+    def _gemms(self) -> dict[str, GemmRecipe]:
+        return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
     def multiplied(self, gemm: str) -> GemmRecipe:
         """The same, with the quantizer of fprop where its operand comes as that left it and its
@@ -144,7 +148,7 @@ class Recipe:
 
     @cached_property
     def _multiplied(self) -> dict[str, GemmRecipe]:
-        found = {gemm: self.gemm(gemm) for gemm in GEMMS}
+        found = dict(self._gemms)
         if self.backward == "forward" and self.fprop.hadamard is None:
             for gemm in ("dgrad", "wgrad"):
                 own, left = found[gemm], self.quantizer("fprop", OPERANDS[gemm][1])

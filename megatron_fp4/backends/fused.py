@@ -32,6 +32,23 @@ def problem() -> str | None:
     return None
 
 
+@cache
+def kernels() -> ModuleType:
+    """The package with those that Hopper's operands and products take, which import Triton; found
+    once, since an import statement takes the host longer."""
+    from megatron_fp4 import kernels
+    from megatron_fp4.kernels import (  # noqa: F401
+        blocks,
+        carrier,
+        cublaslt,
+        launch,
+        quantize,
+        rows,
+    )
+
+    return kernels
+
+
 def split(x: Tensor, clamp: OutlierClamp) -> tuple[Tensor, Residual] | None:
     """`clamp.split(x)` without a sort; None where the kernel does not take x."""
     if x.device.type != "cuda" or problem() is not None:
@@ -46,7 +63,7 @@ def prepare(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Ope
     alone; None for those that the kernels do not make."""
     if not _kernels_run_on(x):
         return [None] * len(preparations)
-    with _kernels().launch.on(x.codes if isinstance(x, QuantizedTensor) else x):
+    with kernels().launch.on(x.codes if isinstance(x, QuantizedTensor) else x):
         if len(preparations) == 2 and _together(*preparations):
             made = _mxfp4(x, *preparations)
             if made is not None:
@@ -58,21 +75,12 @@ def estimates(dw: Tensor, estimator: DGE, w: QuantizedTensor, weight: Tensor) ->
     """Whether a kernel has multiplied dw by the estimator's factor."""
     if not _kernels_run_on(dw):
         return False
-    from megatron_fp4.kernels import estimator as kernels  # imports Triton
+    from megatron_fp4.kernels import estimator as kernel  # imports Triton
 
-    taken = kernels.takes(dw, w, weight)
+    taken = kernel.takes(dw, w, weight)
     if taken:
-        kernels.scale(dw, estimator, w, weight)
+        kernel.scale(dw, estimator, w, weight)
     return taken
-
-
-@cache
-def _kernels() -> ModuleType:
-    """The package, and what of it imports Triton."""
-    from megatron_fp4 import kernels
-    from megatron_fp4.kernels import blocks, launch, quantize, rows  # noqa: F401
-
-    return kernels
 
 
 def _kernels_run_on(x: Tensor | QuantizedTensor) -> bool:
@@ -80,7 +88,7 @@ def _kernels_run_on(x: Tensor | QuantizedTensor) -> bool:
 
 
 def _alone(x: Tensor | QuantizedTensor, p: Preparation) -> Operand | None:
-    rows, blocks = _kernels().rows, _kernels().blocks
+    rows, blocks = kernels().rows, kernels().blocks
     if isinstance(x, Tensor) and p.quantizer is not None and not p.group:
         if rows.takes(x, p.quantizer, p.axis):
             return rows.quantize(x, p.quantizer, p.axis, p.fold, p.widest)
@@ -94,15 +102,15 @@ def _alone(x: Tensor | QuantizedTensor, p: Preparation) -> Operand | None:
 
 def _mxfp4(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[QuantizedTensor] | None:
     """Copies that share all but their axis."""
-    kernels = _kernels().quantize
+    quantize = kernels().quantize
     quantizer, group = preparations[0].quantizer, preparations[0].group
     for p in preparations:
         plain = p.fold is None and p.widest is None
-        if quantizer is None or not plain or not kernels.takes(x, quantizer, p.axis, group):
+        if quantizer is None or not plain or not quantize.takes(x, quantizer, p.axis, group):
             return None
     assert quantizer is not None
-    copies = [kernels.Copy(p.axis, p.noise, p.signs, p.carrier) for p in preparations]
-    made: list[QuantizedTensor] = kernels.quantize(x, quantizer, copies, group)
+    copies = [quantize.Copy(p.axis, p.noise, p.signs, p.carrier) for p in preparations]
+    made: list[QuantizedTensor] = quantize.quantize(x, quantizer, copies, group)
     return made
 
 

@@ -8,9 +8,7 @@ below the window are rounded, and counted. Sums are accurate, in float32 (docs/n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from types import ModuleType
 from typing import TypeGuard
 
 import torch
@@ -54,7 +52,7 @@ class Hopper(Bf16):
     def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
         if not isinstance(operand, QuantizedTensor) or not _tiles(*operand.codes.shape):
             return super().decode(operand, dtype)
-        kernels = _kernels()
+        kernels = fused.kernels().carrier
         if isinstance(operand, kernels.Carried):
             return Decoded(*kernels.mended(operand))
         if not operand.quantizer.outer:
@@ -84,22 +82,9 @@ class Hopper(Bf16):
             wide = into is not None or out_dtype != torch.bfloat16
             dtype = torch.float32 if wide else torch.bfloat16
             out = a.values.new_empty(len(a.values), len(b.values), dtype=dtype)
-        _product()(a.values, b.values, _rows(a), _rows(b), out, alpha=correction, accumulates=adds)
+        product = fused.kernels().cublaslt.product
+        product(a.values, b.values, _rows(a), _rows(b), out, alpha=correction, accumulates=adds)
         return out if adds else finish(out, out_dtype, into)
-
-
-@cache
-def _kernels() -> ModuleType:
-    from megatron_fp4.kernels import carrier  # imports Triton
-
-    return carrier
-
-
-@cache
-def _product() -> Callable[..., Tensor]:
-    from megatron_fp4.kernels.cublaslt import product
-
-    return product
 
 
 @cache

@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_fp4.formats import E2M1_MAX, SCALE_FLOATS
 from megatron_fp4.kernels.encode import nearest, stochastic
 from megatron_fp4.kernels.launch import Launch, on, planned, tiles
-from megatron_fp4.kernels.philox import placed, rest16
+from megatron_fp4.kernels.philox import placed_in_tile, rest_of_tile
 from megatron_fp4.kernels.quantize import GROUP, drawn, signed
-from megatron_fp4.kernels.rows import INFINITE
+from megatron_fp4.kernels.rows import INFINITE, fp8_code
 from megatron_fp4.philox import Noise
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
@@ -70,16 +70,13 @@ def top_kernel(
 def _scale_code(wanted, BIAS: tl.constexpr, MAX: tl.constexpr, UP: tl.constexpr):
     """Codes of floats with three bits of mantissa, to nearest even or up, saturated."""
     magnitude = tl.minimum(wanted, MAX)
-    bits = magnitude.to(tl.int32, bitcast=True)
     if UP:
-        normal = bits + 0xFFFFF
+        normal = ((magnitude.to(tl.int32, bitcast=True) + 0xFFFFF) >> 20) - ((127 - BIAS) << 3)
         steps = tl.ceil(magnitude * 2.0 ** (BIAS + 2)).to(tl.int32)
+        code = tl.where(magnitude < 2.0 ** (1 - BIAS), steps, normal)
     else:
-        normal = bits + 0x7FFFF + ((bits >> 20) & 1)
-        # Subnormal numbers have steps of one length: added to a number with that as its last place.
-        steps = (magnitude + 2.0 ** (21 - BIAS)).to(tl.int32, bitcast=True) & 15
-    normal = (normal >> 20) - ((127 - BIAS) << 3)
-    return tl.where(magnitude < 2.0 ** (1 - BIAS), steps, normal)
+        code = fp8_code(magnitude, 3, BIAS)
+    return code
 
 
 @triton.jit
@@ -87,19 +84,6 @@ def _scale_of(code, BIAS: tl.constexpr):
     """What they stand for."""
     normal = ((code << 20) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
     return tl.where(code < 8, code.to(tl.float32) * 2.0 ** (-BIAS - 2), normal)
-
-
-@triton.jit
-def _rest(
-    place, noise, stream, TILE: tl.constexpr, HAS_GROUPS: tl.constexpr, INTERPRETED: tl.constexpr
-):
-    """`rest16` of a program's tile."""
-    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
-    groups = tl.program_id(1) * (TILE // 8) + tl.arange(0, TILE // 8)[:, None]
-    index = tl.trans(placed(place, rows, groups, HAS_GROUPS, INTERPRETED))
-    step, seed_low, seed_high = noise
-    rest = rest16(index, step, stream, seed_low, seed_high, INTERPRETED)
-    return tl.reshape(rest, (TILE, TILE))
 
 
 @triton.jit(do_not_specialize=["stream", "per_row", "step", "seed_low", "seed_high"])
@@ -140,7 +124,9 @@ def cast_kernel(
     if STOCHASTIC:
         place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
         noise = step, seed_low, seed_high
-        rest = _rest(place, noise, stream, TILE, HAS_GROUPS, INTERPRETED)
+        row0, column0 = tl.program_id(0) * TILE, tl.program_id(1) * TILE
+        index = placed_in_tile(place, row0, column0, TILE, TILE, HAS_GROUPS, INTERPRETED)
+        rest = tl.reshape(rest_of_tile(index, noise, stream, INTERPRETED), (TILE, TILE))
     n_lines, n_along = n_rows, n_columns
     if AXIS == 0:
         v = tl.trans(v)

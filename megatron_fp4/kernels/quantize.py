@@ -21,7 +21,6 @@ from megatron_fp4.philox import GROUP, Key, Noise, Placement, Signs
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
 HADAMARD_GROUPS = (32, 64, 128)
-CARRIED_ROWS = 16  # of an FP8 operand, or a multiple
 _MASK = 0xFFFFFFFF
 
 
@@ -72,9 +71,8 @@ def quantize(
         x = x.contiguous()
         x = x.clone() if x.storage_offset() % 2 else x  # words of two begin at even places
         source = x_scales = x
-    copies = [
-        copy if _carries(copy, x.shape, group) else replace(copy, carrier=None) for copy in copies
-    ]
+    if group:
+        copies = [replace(copy, carrier=None) for copy in copies]
     made = {copy.axis: _empty(source, x.shape, quantizer, copy) for copy in copies}
     noise = copies[0].noise
     there = drawn(source, quantizer, noise, rows, columns)
@@ -97,11 +95,6 @@ def quantize(
     start = _quantize(rows, columns, quantizer, packed, along, across, has_groups)
     start([source, x_scales, *operands, *there])
     return [made[copy.axis] for copy in copies]
-
-
-def _carries(copy: Copy, shape: torch.Size, group: int) -> bool:
-    """Not where no FP8 product takes as many rows."""
-    return copy.carrier is None or (not group and shape[1 - copy.axis] % CARRIED_ROWS == 0)
 
 
 def drawn(
@@ -153,7 +146,7 @@ def _quantize(
         quantize_kernel,
         grid[::-1] if down else grid,
         constants,
-        dict.fromkeys(_WORDS, torch.int32),
+        _WORDS,
         num_warps=warps,
     )
 
@@ -177,10 +170,16 @@ def _transform(
     )
 
 
-# What the kernels read and write in words of four bytes.
-_WORDS = (
-    "x_ptr",
-    *[f"{d}_{what}_ptr" for d in ("along", "across") for what in ("codes", "carriers")],
+# What the kernel reads and writes in words of four bytes.
+_WORDS = dict.fromkeys(
+    (
+        "x_ptr",
+        "along_codes_ptr",
+        "along_carriers_ptr",
+        "across_codes_ptr",
+        "across_carriers_ptr",
+    ),
+    torch.int32,
 )
 
 

@@ -163,9 +163,9 @@ def settle(args: argparse.Namespace) -> None:
             f"--fp4-format e2m1; add it, or choose one of {', '.join(list_recipes())}"
         )
     recipe = recipe_of(args)
-    if args.fp8 is not None and recipe is None:
-        _needs_te(args, "--fp8-format")
     if recipe is None:
+        if args.fp8 is not None:
+            _needs_te(args, "--fp8-format")
         _refuse_orphans(args)
     elif not args.first_last_layers_bf16 and (
         args.num_layers_at_start_in_bf16 != 1 or args.num_layers_at_end_in_bf16 != 1

@@ -99,8 +99,7 @@ OUTLIER_MISTAKES = {
     "slots that are left write over one": ("2 features, 0.9", "first.to(tl.int16)", "0"),
 }
 BLOCK_MISTAKES = {
-    "ties of scales go up": ("e4m3", "+ ((bits >> 20) & 1)", "+ 1"),
-    "up is nearest": ("ue5m3-up", "bits + 0xFFFFF", "bits + 0x7FFFF"),
+    "up is nearest": ("ue5m3-up", " + 0xFFFFF)", " + 0x7FFFF)"),
     "subnormal scales go down": ("e4m3-up-sr", "tl.ceil(", "tl.floor("),
     "a subnormal scale is a normal one": ("e4m3", "code < 8, code.to(", "code < 0, code.to("),
     "an overflow spoils the rest": (
@@ -171,6 +170,7 @@ OTHERS = [(f, "carriers", name, "", *edit) for name, (f, *edit) in CARRIER_MISTA
 OTHERS += [("rows", "rows", name, "", *edit) for name, edit in ROW_MISTAKES.items()]
 OTHERS += [("estimator", "estimator", n, "", *edit) for n, edit in ESTIMATOR_MISTAKES.items()]
 OTHERS += [("blocks", "blocks", name, *edit) for name, edit in BLOCK_MISTAKES.items()]
+OTHERS += [("rows", "blocks", "ties of scales go up", "e4m3", " + ((bits >> CUT) & 1)\n", " + 1\n")]
 OTHERS += [("outliers", "outliers", name, *edit) for name, edit in OUTLIER_MISTAKES.items()]
 
 
