@@ -241,6 +241,7 @@ def arguments(case: Case, shape: Shape) -> argparse.Namespace:
         train_iters=10,
         fp4_seed=1,
         fp4_eval_forward="fp4",
+        cuda_graph_impl="none",
         first_last_layers_bf16=False,
         fp4_weight_cache=case.weight_cache,
         fp4_saved_x=case.saved_x,

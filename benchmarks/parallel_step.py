@@ -5,13 +5,14 @@
 The model, the micro-batch and the sequences that a data-parallel rank takes in a step are the same
 in every row. So tensor and pipeline parallelism spread one GPU's step over N GPUs (strong scaling),
 and data parallelism does N such steps (weak scaling). *Scaling* is the tokens/s of one GPU of the
-layout over those of the layout "one" with the same recipe: 1 is perfect either way. The BF16 row is
-training_step.py's "bf16"; its ratio is taken within a layout.
+layout over those of the layout "one" with the same recipe: 1 is perfect either way. Names are
+training_step.py's; a ratio is taken to the layout's fastest BF16.
 
 Bytes are what the rank that sends most of each kind sends in one step, whatever asks for it:
-linears, the data-parallel sums and the optimizer (traffic.py). Milliseconds on the GPU are means
-over the ranks; those of communication include waiting for other ranks, and much of them runs beside
-computation. Memory is the fullest rank's.
+linears, the data-parallel sums and the optimizer (traffic.py); what CUDA graphs send nobody asks
+for, and their rows have none. Milliseconds on the GPU are means over the ranks; those of
+communication include waiting for other ranks, and much of them runs beside computation. Memory is
+the fullest rank's.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.stamp import stamp
-from benchmarks.training_step import SEQUENCE, asked, measure
+from benchmarks.training_step import GRAPHS, PLAIN, SEQUENCE, asked, measure
 
 Row = dict[str, Any]
 Case = tuple[str, str]  # a layout's name and a recipe's
@@ -85,6 +86,8 @@ def row_of(case: Case, model: list[str], batch: int, gpus: str | None = None) ->
     speed = batch * layout.dp * SEQUENCE / found["ms"] * 1e3
     row = {"layout": name, "gpus": layout.gpus, "tokens/s": speed}
     row |= {"tokens/s a GPU": speed / layout.gpus, **summed_up(found.pop("ranks"))}
+    if "--cuda-graph-impl" in flags + asked(recipe):
+        row["sent"] = None
     return found | row | {"name": recipe}
 
 
@@ -138,10 +141,11 @@ def compare(rows: list[Row]) -> None:
     rows.sort(key=lambda row: list(LAYOUTS).index(row["layout"]))  # recipes keep their order
     found = {(row["layout"], row["name"]): row["tokens/s a GPU"] for row in rows}
     for row in rows:
-        bases = {"ratio": (row["layout"], "bf16"), "scaling": (ONE, row["name"])}
+        plain = [found[row["layout"], name] for name in PLAIN if (row["layout"], name) in found]
+        bases = {"ratio": max(plain, default=None), "scaling": found.get((ONE, row["name"]))}
         for key, base in bases.items():
-            if base in found:
-                row[key] = row["tokens/s a GPU"] / found[base]
+            if base is not None:
+                row[key] = row["tokens/s a GPU"] / base
 
 
 def table(rows: list[Row]) -> list[str]:
@@ -155,7 +159,8 @@ def table(rows: list[Row]) -> list[str]:
         cells += [f"{row[key]:.2f}" if key in row else "" for key in ("ratio", "scaling")]
         cells.append(f"{row['peak_gib']:.1f}")
         cells += [f"{row['gpu_ms'].get(kind, 0):.0f}" for kind in KINDS]
-        cells += [f"{row['sent'].get(kind, 0) / 1e6:,.0f}" for kind in SENT]
+        sent = row["sent"]
+        cells += [f"{sent.get(kind, 0) / 1e6:,.0f}" if sent is not None else "" for kind in SENT]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -165,7 +170,7 @@ def main() -> None:
     default = Path("benchmarks/results/parallel_step.json")
     parser.add_argument("--out", type=Path, default=default)
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--recipes", nargs="+", default=["bf16", "tetrajet", "mxfp4"])
+    parser.add_argument("--recipes", nargs="+", default=[*PLAIN, "tetrajet", GRAPHS])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--batch", type=int, default=16, help="of a data-parallel rank")

@@ -5,7 +5,8 @@
 LLaMA-8B-shaped layers (hidden 4,096, SwiGLU of 14,336, 32 heads over 8 groups), sequences of 4,096,
 SDPA attention, mock data, as pretrain_gpt.py trains them. "upstream bf16" is Megatron without the
 plugin, which has no fused sum into main_grad without Apex; "bf16" is the plugin's linear after the
-end of a recipe's schedule, which has: the ratios are to the faster of the two.
+end of a recipe's schedule, which has; in "upstream bf16, graphs" Megatron's CUDA graphs replay the
+layers. The ratios are to the fastest of them that were measured.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ MODEL = f"""
 PLAIN: dict[str, list[str]] = {
     "upstream bf16": [],
     "bf16": ["--fp4-recipe", "mxfp4", "--fp4-bf16-after", "1e-9"],
+    "upstream bf16, graphs": ["--cuda-graph-impl", "local"],
 }
 DECODED = "tetrajet --fp4-weight-cache decoded"
+GRAPHS = "tetrajet --cuda-graph-impl local"
 # Steps, and those at the start that are not counted; the one after them is profiled, and in the
 # last, where it slows nothing that is timed, bytes are counted.
 STEPS, WARM = 8, 3
@@ -107,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     default = Path("benchmarks/results/training_step.json")
     parser.add_argument("--out", type=Path, default=default)
-    everything = ["upstream bf16", "bf16", *list_recipes(), DECODED]
+    everything = [*PLAIN, *list_recipes(), DECODED, GRAPHS]
     parser.add_argument("--recipes", nargs="+", default=everything)
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--micro-batch", type=int, default=2)

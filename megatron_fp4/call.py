@@ -53,9 +53,9 @@ class Source:
 class Call:
     """What identifies one call of one linear, beside its tensors.
 
-    name: the module's global name; key: seed and step; microbatch: its index in the global batch,
-        which makes wgrad's Hadamard signs fresh; repeat: how often the linear was called in the
-        microbatch before, which makes noise of X and dY fresh.
+    name: the module's global name; key: seed and step; microbatch: its index in the global batch (a
+        number, or where it lies in memory), which makes wgrad's Hadamard signs fresh; repeat: how
+        often the linear was called in the microbatch before, which makes noise of X and dY fresh.
     placements: where x, w and dy lie in the unsharded tensors, with all tokens of the microbatch.
     parallel: how the linear is sharded; None where it is not.
     weights: keeps what is made of W for calls with the same W and step: by "<gemm>" the operand and
@@ -69,7 +69,7 @@ class Call:
 
     name: str = "linear"
     key: Key = field(default_factory=lambda: Key(0))
-    microbatch: int = 0
+    microbatch: int | Tensor = 0
     repeat: int = 0
     placements: Mapping[str, Placement] = field(default_factory=dict)
     parallel: TensorParallel | None = None

@@ -69,6 +69,8 @@ class NonFiniteMonitor:
         self._labels: list[Label] = []
         self._tallies: list[Tensor] = []  # int32 [2] of each operand, not folded yet
         self._folded: list[Tensor] = []
+        self._expected: dict[Label, Tensor] = {}  # to the rows of their totals, int32 [operands, 2]
+        self._totals: Tensor | None = None
         self._verdict: _Verdict | None = None
         self.rounding: Rounding | None = None  # of the last step that was read, if there was any
 
@@ -79,6 +81,15 @@ class NonFiniteMonitor:
         self._tallies.append(tally)
         if len(self._tallies) == _FOLD:
             self._fold()
+
+    def expect(self, labels: list[Label], device: torch.device) -> None:
+        """Operands that CUDA graphs will multiply, in that order."""
+        self._totals = torch.zeros(len(labels), 2, dtype=torch.int32, device=device)
+        self._expected = dict(zip(labels, self._totals, strict=True))
+
+    def add(self, module: str, gemm: str, operand: str, tally: Tensor) -> None:
+        """Note one operand of a CUDA graph, whenever that runs: a graph cannot call `observe`."""
+        self._expected[module, gemm, operand].add_(tally)
 
     def start_step(self, step: int) -> Sighting | None:
         """Begin `step`; returns what the last step but one showed, which has come by now."""
@@ -104,6 +115,10 @@ class NonFiniteMonitor:
     def _close(self) -> None:
         """Send for what the step showed."""
         self._fold()
+        if self._totals is not None:
+            self._folded.append(self._totals.clone())
+            self._labels += self._expected
+            self._totals.zero_()
         if self._folded:
             tallies = torch.cat(self._folded)
             copied = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,11 +31,6 @@ def philox4x32(
     counter: four int64 tensors (broadcastable) that hold unsigned 32-bit words, lowest first.
     key: two unsigned 32-bit words. Returns four int64 tensors of unsigned 32-bit words.
     """
-    return torch.broadcast_tensors(*_rounds(counter, key, rounds))  # type: ignore[return-value]
-
-
-def _rounds(counter: tuple[Any, ...], key: tuple[int, int], rounds: int) -> tuple[Any, ...]:
-    """Of a counter of int64 tensors, or of integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -44,13 +38,14 @@ def _rounds(counter: tuple[Any, ...], key: tuple[int, int], rounds: int) -> tupl
         # c3 keep a product's high half above their own 32 bits, until a mask drops it.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c2 = (p1 >> 32) ^ c1, (p0 >> 32) ^ c3
-        c0 ^= k0  # in place, where it is a tensor
+        c0 ^= k0
         c0 &= _MASK
         c2 ^= k1
         c2 &= _MASK
         c1, c3 = p1, p0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1 & _MASK, c2, c3 & _MASK
+    words = c0, c1 & _MASK, c2, c3 & _MASK
+    return torch.broadcast_tensors(*words)  # type: ignore[return-value]
 
 
 def stream_label(module: str, gemm: str, operand: str = "") -> str:
@@ -88,11 +83,11 @@ WHOLE = Placement()
 
 @dataclass(frozen=True)
 class Key:
-    """What the noise of one run and one step is keyed with: the 64-bit seed, and the step. Raises
-    ConfigError for a seed that does not fit."""
+    """What the noise of one run and one step is keyed with: the 64-bit seed, and the step, a number
+    or where it lies in memory (see `word`). Raises ConfigError for a seed that does not fit."""
 
     seed: int
-    step: int = 0
+    step: int | Tensor = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**64:
@@ -101,6 +96,14 @@ class Key:
     def words(self) -> tuple[int, int]:
         """The Philox key: the seed's low and high word."""
         return self.seed & _MASK, (self.seed >> 32) & _MASK
+
+
+def word(number: int | Tensor, device: torch.device | str) -> Tensor:
+    """The low 32 bits of a number, or of one that lies in memory: int64 []. A CUDA graph reads that
+    whenever it runs, where it would repeat the number that it was captured with."""
+    if isinstance(number, Tensor):
+        return number.to(device) & _MASK
+    return torch.full((), number & _MASK, device=device)
 
 
 def random_bits16(
@@ -124,8 +127,8 @@ def random_bits16(
         (
             index & _MASK,
             (index >> 32) & _MASK,
-            torch.full((), key.step & _MASK, device=device),
-            torch.full((), stream, device=device),
+            word(key.step, device),
+            word(stream, device),
         ),
         key.words(),
     )
@@ -136,7 +139,11 @@ def random_bits16(
 
 
 def random_signs(
-    count: int, key: Key, stream: int, draw: int = 0, device: torch.device | str = "cpu"
+    count: int,
+    key: Key,
+    stream: int,
+    draw: int | Tensor = 0,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
     """`count` random signs (float32, +1 or -1) for a Hadamard transform.
 
@@ -145,13 +152,7 @@ def random_signs(
     """
     low = torch.arange(-(-count // 128), device=device)
     words = philox4x32(
-        (
-            low,
-            torch.full_like(low, draw & _MASK),
-            torch.full_like(low, key.step & _MASK),
-            torch.full_like(low, stream),
-        ),
-        key.words(),
+        (low, word(draw, device), word(key.step, device), word(stream, device)), key.words()
     )
     bits = torch.stack(words, dim=-1)[..., None] >> torch.arange(32, device=device) & 1
     return 1.0 - 2.0 * bits.flatten()[:count].float()
@@ -163,16 +164,11 @@ class Signs:
 
     key: Key
     stream: int
-    draw: int = 0
+    draw: int | Tensor = 0
 
     def vector(self, count: int, device: torch.device | str = "cpu") -> Tensor:
         """float32 [count], +1 or -1."""
         return random_signs(count, self.key, self.stream, self.draw, device)
-
-    def words(self) -> tuple[int, ...]:
-        """Those of the first 128 as bits of four words, 1 for -1."""
-        counter = (0, self.draw & _MASK, self.key.step & _MASK, self.stream)
-        return _rounds(counter, self.key.words(), ROUNDS)
 
 
 @dataclass(frozen=True)

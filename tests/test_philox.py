@@ -157,12 +157,19 @@ def test_signs_are_single_bits_of_the_draw() -> None:
         assert signs[i] == (-1.0 if word >> i % 32 & 1 else 1.0)
 
 
-@pytest.mark.parametrize("draw", [0, 3, 2**40 + 5])
-def test_signs_as_words_are_the_vector_s(draw: int) -> None:
-    signs = Signs(Key(2**63 + 9, 2**32 + 5), 0xFFFFFFF0, draw)
-    bits = [word >> i & 1 for word in signs.words() for i in range(32)]
-    assert signs.vector(128).tolist() == [1.0 - 2.0 * bit for bit in bits]
-    assert signs.words() != Signs(signs.key, signs.stream, draw + 1).words()
+@pytest.mark.parametrize("number", [0, 3, 2**31 + 1, 2**40 + 5])
+def test_a_step_or_a_draw_may_lie_in_memory(number: int) -> None:
+    like, lies = torch.empty(4, 16), torch.tensor(number)
+    assert torch.equal(
+        Noise(Key(2**63 + 9, number), 3).bits16(like), Noise(Key(2**63 + 9, lies), 3).bits16(like)
+    )
+    signs = Signs(Key(1, number), 0xFFFFFFF0, number).vector(256)
+    noise, same = Noise(Key(1, lies), 3), Signs(Key(1, lies), 0xFFFFFFF0, lies)
+    before = noise.bits16(like)
+    assert torch.equal(same.vector(256), signs)
+    lies += 1  # they are read when they are drawn
+    assert not torch.equal(same.vector(256), signs)
+    assert not torch.equal(noise.bits16(like), before)
 
 
 def test_signs_are_fresh_for_each_draw_and_step() -> None:

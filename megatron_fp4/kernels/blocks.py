@@ -86,7 +86,7 @@ def _scale_of(code, BIAS: tl.constexpr):
     return tl.where(code < 8, code.to(tl.float32) * 2.0 ** (-BIAS - 2), normal)
 
 
-@triton.jit(do_not_specialize=["stream", "per_row", "step", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["stream", "per_row", "seed_low", "seed_high"])
 def cast_kernel(
     x_ptr,
     top_ptr,
@@ -99,7 +99,7 @@ def cast_kernel(
     n_rows,
     n_columns,
     per_row,
-    step,
+    step_ptr,
     seed_low,
     seed_high,
     AXIS: tl.constexpr,
@@ -123,7 +123,7 @@ def cast_kernel(
     rest = 0
     if STOCHASTIC:
         place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
-        noise = step, seed_low, seed_high
+        noise = tl.load(step_ptr), seed_low, seed_high
         row0, column0 = tl.program_id(0) * TILE, tl.program_id(1) * TILE
         index = placed_in_tile(place, row0, column0, TILE, TILE, HAS_GROUPS, INTERPRETED)
         rest = tl.reshape(rest_of_tile(index, noise, stream, INTERPRETED), (TILE, TILE))
@@ -205,7 +205,7 @@ def quantize(
     across, along = quantizer.block
     codes = x.new_empty(others, k // 2, dtype=torch.uint8)
     scales = x.new_empty(others // across, k // along, dtype=torch.uint8)
-    place = drawn(x, quantizer, noise, rows, columns)
+    place = drawn(x, noise, None if noise is None else noise.key, rows, columns)
     stream = 0 if noise is None else signed(noise.stream)
     has_groups = noise is not None and noise.placement.groups is not None
     find, cast = _launches(rows, columns, quantizer, axis, has_groups)

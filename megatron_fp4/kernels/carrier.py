@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fp4.kernels.fp8 import FORMATS, LOWEST, looked_up, table
-from megatron_fp4.kernels.launch import Launch, on, planned, stream_of, tiles
+from megatron_fp4.kernels.launch import Launch, captured, on, planned, stream_of, tiles
 from megatron_fp4.quantizer import QuantizedTensor
 
 ROWS, BLOCKS, WARPS = 1, 256, 2  # of a program, by what was fastest on an H200
@@ -271,4 +271,6 @@ _tallies = cache(_Tallies)
 def tally_for(x: Tensor) -> Tensor:
     """int32 [2] of zeros beside x, to count on the current stream how many elements were rounded
     and how many blocks are NaN. Behind them is room for the fold of a `Carried`."""
+    if captured(x):  # each run of the graph counts from zero
+        return torch.zeros(4, dtype=torch.int32, device=x.device)[:2]
     return _tallies(x.device, stream_of(x)).next()

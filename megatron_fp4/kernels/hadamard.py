@@ -15,7 +15,13 @@ import triton
 import triton.language as tl
 
 from megatron_fp4.kernels.mxfp4 import across, along, loaded
-from megatron_fp4.kernels.philox import placed, placed_in_tile, rest16, rest_of_tile
+from megatron_fp4.kernels.philox import (
+    placed,
+    placed_in_tile,
+    rest16,
+    rest_of_tile,
+    sign_words,
+)
 
 
 @triton.jit
@@ -196,30 +202,26 @@ def _turned_across(
     return _scaled(tl.reshape(product, (BATCH * 2, 8, 16, 2)), FACTOR, INTERPRETED)
 
 
-_SIGNS = [f"signs{i}" for i in range(4)]
-
-
-@triton.jit(do_not_specialize=["stream", "per_row", "step", "seed_low", "seed_high", *_SIGNS])
+@triton.jit(do_not_specialize=["stream", "signs_stream", "per_row", "seed_low", "seed_high"])
 def transform_kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
     stream,
-    signs0,
-    signs1,
-    signs2,
-    signs3,
+    signs_stream,
+    draw_ptr,
     rows_ptr,
     groups_ptr,
     n_rows,
     n_columns,
     per_row,
-    step,
+    step_ptr,
     seed_low,
     seed_high,
     GROUP: tl.constexpr,
     FACTOR: tl.constexpr,
     AXIS: tl.constexpr,
+    HAS_SIGNS: tl.constexpr,
     CEIL: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     PRESCALE: tl.constexpr,
@@ -235,8 +237,12 @@ def transform_kernel(
     row0 = tl.program_id(0) * TILE_ROWS
     column0 = tl.program_id(1) * TILE_COLUMNS
     place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
-    noise = step, seed_low, seed_high
-    signs = signs0, signs1, signs2, signs3
+    noise = 0, seed_low, seed_high
+    if STOCHASTIC or HAS_SIGNS:
+        noise = tl.load(step_ptr), seed_low, seed_high
+    signs = 0, 0, 0, 0
+    if HAS_SIGNS:
+        signs = sign_words(tl.load(draw_ptr), signs_stream, noise)
     out = codes_ptr, scales_ptr, codes_ptr  # no carriers: there are no registers left for them
     if AXIS == 1:
         h = _matrices_along(signs, GROUP, INTERPRETED)

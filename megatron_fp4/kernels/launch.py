@@ -43,6 +43,24 @@ def stream_of(x: Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
 
 
+def captured(x: Tensor) -> bool:
+    """Whether what is done with x becomes part of a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def kept(make: Callable[..., Tensor], number: int, like: Tensor) -> Tensor:
+    """make(number, device=like's), kept for like's stream. In a CUDA graph it is made there: what
+    one leaves in memory is no one else's."""
+    if captured(like):
+        return make(number, device=like.device)
+    return _kept(make, number, like.device, stream_of(like))
+
+
+@lru_cache(256)
+def _kept(make: Callable[..., Tensor], number: int, device: torch.device, stream: int) -> Tensor:
+    return make(number, device=device)
+
+
 class Launch:
     """A kernel with its grid, constants and options. Its calls differ in their tensors, not in
     their dtypes, and in integers that are not specialized and fit 32 bits; others (sizes) are the

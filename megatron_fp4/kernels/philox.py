@@ -31,6 +31,20 @@ def philox(index, step, stream, seed_low, seed_high):
 
 
 @triton.jit
+def sign_words(draw, stream, noise):
+    """Those of the first 128 elements as bits of four words, 1 for -1; see `philox.random_signs`.
+    noise: (step, the seed's words)."""
+    step, seed_low, seed_high = noise
+    w0, w1, w2, w3 = philox(draw << 32, step, stream, seed_low, seed_high)
+    return (
+        w0.to(tl.int32, bitcast=True),
+        w1.to(tl.int32, bitcast=True),
+        w2.to(tl.int32, bitcast=True),
+        w3.to(tl.int32, bitcast=True),
+    )
+
+
+@triton.jit
 def rest16(index, step, stream, seed_low, seed_high, INTERPRETED: tl.constexpr):
     """256 r + 0xF000083 of random integers r in [0, 65536), eight for each group's index, along the
     last axis. Element j takes word j // 2 of the draw, the low half if j is even, else the high

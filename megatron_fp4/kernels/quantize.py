@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,13 +14,12 @@ from torch import Tensor
 from megatron_fp4.kernels.carrier import Carried, tally_for
 from megatron_fp4.kernels.fp8 import FORMATS
 from megatron_fp4.kernels.hadamard import transform_kernel
-from megatron_fp4.kernels.launch import Launch, planned, stream_of, tiles
+from megatron_fp4.kernels.launch import Launch, kept, planned, tiles
 from megatron_fp4.kernels.mxfp4 import BLOCK, quantize_kernel
-from megatron_fp4.philox import GROUP, Key, Noise, Placement, Signs
+from megatron_fp4.philox import GROUP, WHOLE, Key, Noise, Placement, Signs, word
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
 HADAMARD_GROUPS = (32, 64, 128)
-_MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def quantize(
 ) -> list[QuantizedTensor]:
     """The copies (one, or one for each axis) of x [rows, columns], which is read once, but for
     each copy that is transformed. All share the quantizer, the transform's group and, where they
-    draw, seed, step and placement."""
+    draw noise or signs, seed, step and placement."""
     rows, columns = x.shape
     packed = isinstance(x, QuantizedTensor)
     if isinstance(x, QuantizedTensor):
@@ -74,15 +72,19 @@ def quantize(
     if group:
         copies = [replace(copy, carrier=None) for copy in copies]
     made = {copy.axis: _empty(source, x.shape, quantizer, copy) for copy in copies}
-    noise = copies[0].noise
-    there = drawn(source, quantizer, noise, rows, columns)
+    noise, signs = copies[0].noise, copies[0].signs
+    key = noise.key if noise is not None else None if signs is None else signs.key
+    there = drawn(source, noise, key, rows, columns)
     has_groups = noise is not None and noise.placement.groups is not None
     if group:
         for copy in copies:
-            start = _transform(rows, columns, quantizer, copy.axis, group, has_groups)
-            signs = (0, 0, 0, 0) if copy.signs is None else map(signed, copy.signs.words())
+            has_signs = copy.signs is not None
+            start = _transform(rows, columns, quantizer, copy.axis, group, has_signs, has_groups)
             codes, scales, *_, stream = _operands(made[copy.axis], copy)
-            start([source, codes, scales, stream, *signs, *there])
+            turn = (0, source)
+            if copy.signs is not None:
+                turn = signed(copy.signs.stream), in_memory(copy.signs.draw, source)
+            start([source, codes, scales, stream, *turn, *there])
         return [made[copy.axis] for copy in copies]
     operands: list[Tensor | int] = []
     wanted: list[torch.dtype | bool] = []
@@ -98,24 +100,21 @@ def quantize(
 
 
 def drawn(
-    source: Tensor, quantizer: Quantizer, noise: Noise | None, rows: int, columns: int
+    source: Tensor, noise: Noise | None, key: Key | None, rows: int, columns: int
 ) -> list[Tensor | int]:
     """What kernels are told of the noise of a matrix [rows, columns], but for the stream: where
-    rows and groups lie (anything where none is drawn), its size, groups in a row, step, seed."""
-    noise = noise or _SILENCE
-    place = noise.placement
+    rows and groups lie, its size, groups in a row, step and seed of `key`. Anything for what is
+    None."""
+    place = WHOLE if noise is None else noise.placement
     return [
-        _rows(source, rows, quantizer, place),
+        source if noise is None else _rows(source, rows, place),
         source if place.groups is None else place.groups,
         rows,
         columns,
         place.groups_per_row or columns // GROUP,
-        signed(noise.key.step & _MASK),
-        *map(signed, noise.key.words()),
+        source if key is None else in_memory(key.step, source),
+        *((0, 0) if key is None else map(signed, key.words())),
     ]
-
-
-_SILENCE = Noise(Key(0), 0)
 
 
 @planned
@@ -153,12 +152,19 @@ def _quantize(
 
 @planned
 def _transform(
-    rows: int, columns: int, quantizer: Quantizer, axis: int, group: int, has_groups: bool
+    rows: int,
+    columns: int,
+    quantizer: Quantizer,
+    axis: int,
+    group: int,
+    has_signs: bool,
+    has_groups: bool,
 ) -> Launch:
     """The kernel for one copy. Two from one read would hold registers for both at once, and take
     longer."""
     height, width = (64, max(64, group)) if axis == 1 else (128, 32)
-    constants = dict(GROUP=group, FACTOR=1.0 if group == 64 else 1 / math.sqrt(group), AXIS=axis)
+    factor = 1.0 if group == 64 else 1 / math.sqrt(group)
+    constants = dict(GROUP=group, FACTOR=factor, AXIS=axis, HAS_SIGNS=has_signs)
     return Launch(
         transform_kernel,
         (tiles(rows, height), tiles(columns, width)),
@@ -233,19 +239,21 @@ def _tile(packed: bool, along: bool, across: bool, stochastic: bool) -> tuple[in
     return (32, 64, 1, True) if stochastic else (32, 128, 2, False)
 
 
-def _rows(source: Tensor, rows: int, quantizer: Quantizer, place: Placement) -> Tensor:
-    """Where the rows lie in the unsharded matrix; anything where no noise is drawn."""
-    if not quantizer.stochastic:
-        return source
+def _rows(source: Tensor, rows: int, place: Placement) -> Tensor:
+    """Where the rows lie in the unsharded matrix."""
     if place.rows is not None:
         return place.rows
-    return _counted(1 << (rows - 1).bit_length(), source.device, stream_of(source))
+    return _counted(1 << (rows - 1).bit_length(), source)
 
 
-@cache
-def _counted(rows: int, device: torch.device, stream: int) -> Tensor:
+def _counted(rows: int, like: Tensor) -> Tensor:
     """0, 1, 2, ... in as many rows as a power of two: there are few of these to keep."""
-    return torch.arange(rows, device=device)
+    return kept(torch.arange, rows, like)
+
+
+def in_memory(number: int | Tensor, like: Tensor) -> Tensor:
+    """The low 32 bits of a number, where kernels that read `like` find them."""
+    return number if isinstance(number, Tensor) else kept(word, number, like)
 
 
 def signed(word: int) -> int:

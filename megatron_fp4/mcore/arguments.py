@@ -96,6 +96,11 @@ def validate(args: argparse.Namespace) -> None:
             f"--distributed-backend {args.distributed_backend} needs a GPU and this machine shows "
             "none; leave it out (gloo is the default here) or use --distributed-backend gloo"
         )
+    if args.cuda_graph_impl != "none" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--cuda-graph-impl {args.cuda_graph_impl} needs a GPU and this machine shows none: "
+            "leave it out"
+        )
     if args.transformer_impl != "local" and not HAVE_TE:
         raise ConfigError(
             f"--transformer-impl {args.transformer_impl} needs Transformer Engine and a GPU; "

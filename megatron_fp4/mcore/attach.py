@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fp4.backends import choose, kernels_problem
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore import graphs
 from megatron_fp4.mcore.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
 from megatron_fp4.mcore.run import Run
 from megatron_fp4.philox import stream_id, stream_label
@@ -59,6 +60,9 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
             "lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16"
         )
     check_streams(row.name for row in quantized)
+    if graphs.wanted(run.args):
+        names = [linear.fp4.name for _, linear, _ in found if linear.fp4 is not None]
+        run.prepare_graphs(names, found[0][1].weight.device)
     most = max(_of_all_ranks(_kept_bytes(run, [linear for _, linear, _ in found])))
     if torch.distributed.get_rank() == 0:
         others = [recipe for _, recipe in run.modules if recipe is not None]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -21,6 +20,7 @@ from megatron_fp4.call import Call
 from megatron_fp4.communication import TensorParallel
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.linear import quantized_linear
+from megatron_fp4.mcore import graphs
 from megatron_fp4.mcore.run import Moment, Run
 from megatron_fp4.philox import GROUP, Placement
 from megatron_fp4.recipe import Recipe
@@ -96,17 +96,19 @@ class Fp4State:
             decodes=run.keeps_weights == "decoded",
             packs_x=run.packs_x,
             fuses=run.fuses_wgrad,
-            observe=partial(run.monitor.observe, self.name),
+            observe=run.observer(self.name),
         )
         return quantized_linear(x, weight, bias, recipe, call)
 
     def _now(self) -> tuple[Moment, int]:
         """The moment, and how often this linear was called in it before."""
+        if graphs.captures():  # one call after the other, of what runs once in a microbatch
+            return self.run.now(), 0
         self._repeat = self._repeat + 1 if self._pass == self.run.passes else 0
         self._pass = self.run.passes
         return self.run.now(), self._repeat
 
-    def _tokens(self, x: Tensor, moment: Moment) -> tuple[int, Tensor]:
+    def _tokens(self, x: Tensor, moment: Moment) -> tuple[int | Tensor, Tensor]:
         """(the microbatch, the rows of its tokens in the global batch)."""
         if self.is_expert:
             return self.run.expert_rows(moment, len(x), x.device)

@@ -11,6 +11,7 @@ import megatron_fp4
 from megatron_fp4 import te
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.formats import NUMERICS_VERSION
+from megatron_fp4.mcore import graphs
 from megatron_fp4.recipe import GEMMS, Recipe
 from megatron_fp4.recipes import get_recipe, list_recipes
 
@@ -28,12 +29,12 @@ _REFUSED = {
     "--moe-router-padding-for-fp8": "leave it out, zeros fill an expert's last block",
     "--hybrid-layer-pattern": "train a GPT model",
     "--multi-latent-attention": "use grouped-query attention",
-    "--cuda-graph-impl": "leave it out, the layers run without graphs",
-    "--cuda-graph-modules": "leave it out, the layers run without graphs",
-    "--cuda-graph-scope": "leave it out, the layers run without graphs",
+    graphs.FLAG: f"use {graphs.FLAG} local",
+    "--cuda-graph-modules": "leave it out, whole layers are captured",
+    "--cuda-graph-scope": "leave it out, whole layers are captured",
     "--optimizer-cuda-graph": "leave it out, the optimizer runs without one",
-    "--enable-cuda-graph": "leave it out, the layers run without graphs",
-    "--external-cuda-graph": "leave it out, the layers run without graphs",
+    "--enable-cuda-graph": f"use {graphs.FLAG} local",
+    "--external-cuda-graph": f"use {graphs.FLAG} local",
     "--delay-wgrad-compute": "leave it out, dW is computed while the sum of dX travels",
     "--tensor-parallel-num-weight-shards": "use --tensor-model-parallel-size",
     "--expert-tensor-parallel-num-weight-shards": "use --expert-tensor-parallel-size",
@@ -63,7 +64,7 @@ _NOT_IN_TE = {
 _HARMLESS: dict[str, Callable[[argparse.Namespace], bool]] = {
     "--context-parallel-size": lambda args: args.context_parallel_size == 1,
     "--non-persistent-ckpt-type": lambda args: args.non_persistent_ckpt_type in (None, "global"),
-    "--cuda-graph-impl": lambda args: args.cuda_graph_impl == "none",
+    graphs.FLAG: lambda args: args.cuda_graph_impl in ("none", "local"),
     # Megatron fills it in with the tensor-parallel size.
     "--tensor-parallel-num-weight-shards": lambda args: (
         (args.tensor_parallel_num_weight_shards or 1) <= args.tensor_model_parallel_size
@@ -123,9 +124,9 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--fp4-weight-cache",
         choices=("packed", "decoded", "off"),
-        default="packed",
-        help="keep the quantized weights over a step's microbatches: as 4-bit codes, as the GEMM "
-        "takes them (more memory, less work), or not",
+        default=None,
+        help="keep the quantized weights over a step's microbatches: as 4-bit codes (the default), "
+        "as the GEMM takes them (more memory, less work), or not (the default with CUDA graphs)",
     )
     group.add_argument(
         "--fp4-saved-x",
@@ -180,6 +181,10 @@ def settle(args: argparse.Namespace) -> None:
     args.fp4_numerics_version = NUMERICS_VERSION
     args.fp4_recipe_content = recipe and _content(recipe)
     modules = [] if recipe is None else module_recipes(args)
+    if args.fp4_weight_cache is None:
+        args.fp4_weight_cache = "off" if graphs.wanted(args) else "packed"
+    if recipe is not None:
+        graphs.check(args, [recipe, *(own for _, own in modules if own is not None)])
     args.fp4_module_contents = [(glob, own and _content(own)) for glob, own in modules]
     if args.fp4_seed is None:
         args.fp4_seed = args.seed
@@ -201,6 +206,11 @@ def _check_upstreams(args: argparse.Namespace) -> None:
     for flag, remedy in _NOT_IN_TE.items():
         if _is_set(args, flag):
             raise ConfigError(f"{module} does not support {flag}: {remedy}")
+    if args.cuda_graph_impl != "none":  # a graph would draw the same noise whenever it runs
+        raise ConfigError(
+            f"{module} does not support {graphs.FLAG}: leave it out, or use --fp4-recipe without "
+            "--fp4-format"
+        )
 
 
 def _needs_te(args: argparse.Namespace, flag: str) -> None:
@@ -277,7 +287,7 @@ def _refuse_orphans(args: argparse.Namespace) -> None:
         "fp4_bf16_gemms": None,
         "fp4_eval_forward": "fp4",
         "fp4_module_recipe": [],
-        "fp4_weight_cache": "packed",
+        "fp4_weight_cache": None,
         "fp4_saved_x": "packed",
         "fp4_load_anyway": False,
     }

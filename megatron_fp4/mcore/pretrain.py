@@ -35,9 +35,10 @@ def main() -> None:
     _quiet()
     try:
         cpu.install()
-        from megatron_fp4.mcore import gpt  # imports megatron, which must find the host a device
+        from megatron_fp4.mcore import gpt, graphs  # import megatron, which must find a device
 
         gpt.train()
+        graphs.release()
     except ConfigError as error:
         # C/transformer/spec_utils.py:build_module adds this at each level that it builds.
         _end(re.sub(r"( when instantiating \w+)+$", "", str(error)))

@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megatron_fp4.mcore import graphs
 from megatron_fp4.mcore.once import once
 from megatron_fp4.monitor import NonFiniteMonitor, Rounding, Sighting
 from megatron_fp4.philox import Key
-from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipe import OPERANDS, Recipe
 
 MOST_PADDING = 1024  # more tokens than any block or Hadamard group holds
+_Shape = tuple[int, int, torch.device]  # of a microbatch: sequence, samples
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,12 @@ class Moment:
     """What a forward pass takes from the clock, and its recomputation takes again.
 
     step: the training iteration. microbatch: its index among the global batch's, counted over
-    microbatches and data-parallel ranks, so that no two share noise.
+    microbatches and data-parallel ranks, so that no two share noise. In a CUDA graph both are read
+    from memory: int64 [].
     """
 
-    step: int
-    microbatch: int
+    step: int | Tensor
+    microbatch: int | Tensor
 
 
 class Run:
@@ -58,7 +62,9 @@ class Run:
         self._counts: dict[int | None, int] = defaultdict(int)
         self._step = -1
         self._microbatch = 0
-        self._rows: dict[tuple[Any, ...], tuple[int, Tensor]] = {}  # of the latest microbatch
+        self._first_rows: dict[_Shape, Tensor] = {}  # of the first microbatch
+        self._rows: dict[_Shape, tuple[int, Tensor]] = {}  # of the latest one
+        self._clock: graphs.Clock | None = None
         self._last_sighting = -2  # the step of it; -2 is not the one before any
 
     # --- time -------------------------------------------------------------------------------
@@ -93,12 +99,19 @@ class Run:
         local = self._counts[vp_stage] % get_num_microbatches()
         self._counts[vp_stage] += 1
         self._microbatch = local * mpu.get_data_parallel_world_size() + mpu.get_data_parallel_rank()
+        if self._clock is not None:
+            self._clock.set(max(self._step, 0), self._microbatch)
 
     def now(self) -> Moment:
+        if self._clock is not None and graphs.captures():
+            return Moment(self._clock.step, self._clock.microbatch)
         return Moment(max(self._step, 0), self._microbatch)
 
     def in_force(self, recipe: Recipe, moment: Moment) -> Recipe:
         """What is left of a recipe at a moment: its schedule may have ended."""
+        if recipe.bf16_after is None:
+            return recipe
+        assert isinstance(moment.step, int)  # graphs.check
         return recipe.at(moment.step / max(self.args.train_iters or 1, 1))
 
     def key(self, moment: Moment) -> Key:
@@ -135,15 +148,21 @@ class Run:
         int64 [sequence * batch], sample * sequence + position. All linears of the microbatch hold
         the same tensor until its backward pass."""
         shape = (sequence, batch, device)
-        if shape not in self._rows or self._rows[shape][0] != moment.microbatch:
+        if shape not in self._first_rows:
             position = torch.arange(sequence, device=device)[:, None]
-            sample = moment.microbatch * batch + torch.arange(batch, device=device)[None, :]
-            self._rows[shape] = moment.microbatch, (sample * sequence + position).flatten()
+            sample = torch.arange(batch, device=device)[None, :]
+            self._first_rows[shape] = (sample * sequence + position).flatten()
+        start = moment.microbatch * (batch * sequence)
+        if isinstance(moment.microbatch, Tensor):
+            return self._first_rows[shape] + start
+        if shape not in self._rows or self._rows[shape][0] != moment.microbatch:
+            self._rows[shape] = moment.microbatch, self._first_rows[shape] + start
         return self._rows[shape][1]
 
     def expert_rows(self, moment: Moment, tokens: int, device: torch.device) -> tuple[int, Tensor]:
         """(microbatch, rows) of the tokens that a router sent to an expert, in the order in which
         they came: int64 [tokens]. No two microbatches or copies of the expert share any."""
+        assert isinstance(moment.microbatch, int)  # graphs.check
         copies = mpu.get_expert_data_parallel_world_size()
         local = moment.microbatch // mpu.get_data_parallel_world_size()
         microbatch = local * copies + mpu.get_expert_data_parallel_rank()
@@ -153,7 +172,24 @@ class Run:
         most = self.args.micro_batch_size * self.args.seq_length * senders + MOST_PADDING
         return microbatch, microbatch * most + torch.arange(tokens, device=device)
 
+    # --- CUDA graphs ------------------------------------------------------------------------
+
+    def prepare_graphs(self, names: list[str], device: torch.device) -> None:
+        """Before these linears are captured."""
+        self._clock = graphs.Clock(device)
+        # In the order in which they run, forward and backward.
+        operands = [(n, "fprop", operand) for n in names for operand in OPERANDS["fprop"]]
+        backward = [(gemm, operand) for gemm in ("dgrad", "wgrad") for operand in OPERANDS[gemm]]
+        operands += [(name, *one) for name in reversed(names) for one in backward]
+        self.monitor.expect(operands, device)
+
     # --- health -----------------------------------------------------------------------------
+
+    def observer(self, name: str) -> Callable[[str, str, Tensor], None] | None:
+        """Who watches the operands of a linear."""
+        if not graphs.captures():
+            return partial(self.monitor.observe, name)
+        return None if graphs.warms_up() else partial(self.monitor.add, name)
 
     def report(self) -> None:
         """Say where a NaN or Inf first stood, if one did since the step began."""

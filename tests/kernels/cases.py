@@ -24,7 +24,7 @@ from megatron_fp4.kernels.quantize import Copy, quantize, takes
 from megatron_fp4.philox import Key, Noise, Placement, Signs
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer, quantize_matrix
 
-KEY = Key(2**63 + 11, 2**32 + 5)
+SEED, STEP, DRAW = 2**63 + 11, 2**32 + 5, 2**33 + 3
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Case:
     is_shard: bool = False
     carrier: torch.dtype | None = None
     filled: str = ""  # with what, if not with `matrix`
+    in_memory: bool = False  # where step and draw lie
 
     def __str__(self) -> str:
         q = self.quantizer
@@ -44,6 +45,7 @@ class Case:
         words += [f"group {self.group}"] if self.group else []
         words += ["shard"] * self.is_shard + ["signs"] * self.signed + ["packed"] * self.packed
         words += [] if self.carrier is None else [str(self.carrier), self.filled]
+        words += ["in memory"] * self.in_memory
         return " ".join(words)
 
     @property
@@ -66,9 +68,12 @@ class Case:
 
     def copy(self, axis: int, device: str) -> Copy:
         """The wanted one along an axis."""
-        stream = 0xFFFFFFF0 + axis
-        noise = Noise(KEY, stream, self.placement(device)) if self.quantizer.stochastic else None
-        return Copy(axis, noise, Signs(KEY, stream, 3) if self.signed else None, self.carrier)
+        stream, step, draw = 0xFFFFFFF0 + axis, STEP, DRAW
+        if self.in_memory:
+            step, draw = (torch.tensor([n], device=device)[0] for n in (step, draw))
+        key = Key(SEED, step)
+        noise = Noise(key, stream, self.placement(device)) if self.quantizer.stochastic else None
+        return Copy(axis, noise, Signs(key, stream, draw) if self.signed else None, self.carrier)
 
 
 def cases() -> Iterator[Case]:
@@ -87,6 +92,8 @@ def cases() -> Iterator[Case]:
         yield Case(Quantizer(), (1, 0), group, signed)
         for axes in ((0,), (1,), (1, 0)):
             yield Case(noisy, axes, group, signed, is_shard=signed)
+    yield Case(noisy, (1, 0), in_memory=True)
+    yield Case(noisy, (1, 0), 64, signed=True, in_memory=True)
 
 
 def carried() -> Iterator[Case]:

@@ -47,7 +47,8 @@ PLAIN = SHARED | {
 def assembly(
     kernel: Any, x: str, capability: int, constants: dict[str, Any], warps: int, rows: int = 64
 ) -> Any:
-    types = {"x_ptr": x, "rows_ptr": "*i64", "groups_ptr": "*i64"}
+    types = dict.fromkeys(("rows_ptr", "groups_ptr", "step_ptr", "draw_ptr"), "*i64")
+    types["x_ptr"] = x
     types |= {name: "*i32" for name in kernel.arg_names if name.endswith("codes_ptr")}
     types |= {name: "*u8" for name in kernel.arg_names if name.endswith("scales_ptr")}
     types |= {n: "*i32" for n in kernel.arg_names if n.endswith(("carriers_ptr", "tally_ptr"))}
@@ -118,7 +119,7 @@ def sass(cubin: bytes) -> str:
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_transform_compiles(axis: int, group: int, capability: int) -> None:
     constants = SHARED | {"STOCHASTIC": True, "AXIS": axis, "GROUP": group, "EVEN": True}
-    constants |= {"FACTOR": 1.0 if group == 64 else group**-0.5}
+    constants |= {"FACTOR": 1.0 if group == 64 else group**-0.5, "HAS_SIGNS": True}
     constants |= {"TILE_ROWS": 128, "TILE_COLUMNS": max(64, group) if axis else 32}
     asm = assembly(transform_kernel, "*bf16", capability, constants, 1)
     assert "mma.sync.aligned.m16n8k16" in asm["ptx"] and ".ftz" not in asm["ptx"]
@@ -158,6 +159,7 @@ def test_casts_with_scales_in_small_floats_compile(
     constants |= {"HAS_GROUPS": True, "INTERPRETED": False}
     types = {"x_ptr": "*i16", "top_ptr": "*i32", "codes_ptr": "*u8", "scales_ptr": "*u8"}
     types |= {"unit_ptr": "*fp32", "rows_ptr": "*i64", "groups_ptr": "*i64"}
+    types |= {"step_ptr": "*i64"}
     for kernel in (blocks.top_kernel, blocks.cast_kernel):
         ptx = compiled(kernel, types, capability, constants)
         assert ".ftz" not in ptx

@@ -16,6 +16,13 @@ MISTAKES = {
     "a whole's noise": ("philox", "floor stochastic", "at_rows * per_row", "at_rows * 12"),
     "sums for differences": ("hadamard", "group 64", "first - second", "first + second"),
     "signs of another half": ("hadamard", "group 64 shard", "!= 0, w1, w0", "!= 0, w0, w1"),
+    "the draw's place": ("philox", "group 64 shard signs", "draw << 32", "draw"),
+    "signs of no step": (
+        "philox",
+        "group 64 shard signs",
+        "32, step, stream",
+        "32, 0 * step, stream",
+    ),
     "the next group's rows": ("hadamard", "(0,) group 32", "== 32 else 4  #", "== 64 else 4  #"),
     "words in another order": ("philox", "floor stochastic", "tl.join(w0, w2)", "tl.join(w0, w1)"),
     "half a draw twice": ("philox", "floor stochastic", "(words >> 8) &", "(words << 8) &"),

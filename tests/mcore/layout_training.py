@@ -74,6 +74,7 @@ class Training:
             train_iters=LAST_STEP,
             fp4_seed=2**40 + 7,
             fp4_eval_forward="fp4",
+            cuda_graph_impl="none",
             first_last_layers_bf16=False,
             fp4_weight_cache="packed",
             fp4_saved_x="packed",

@@ -100,6 +100,7 @@ def test_this_package_s_quantizers_in_upstream_s_linears() -> None:
         ("tetrajet", (), "--add-bias-linear"),
         ("tetrajet", ("--disable-bias-linear", "--add-qkv-bias"), "--add-qkv-bias"),
         ("tetrajet", ("--disable-bias-linear", "--tp-comm-overlap"), "--tp-comm-overlap"),
+        ("mxfp4", ("--disable-bias-linear", "--cuda-graph-impl", "local"), "--cuda-graph-impl"),
         ("mxfp4_rht_sr", ("--disable-bias-linear",), "signs that they share"),
         ("tetrajett", ("--disable-bias-linear",), "the recipes: dge_occ, mxfp4,"),
     ],
@@ -246,7 +247,6 @@ REFUSED = [
     "--moe-router-padding-for-fp8",
     "--hybrid-layer-pattern M*",
     "--multi-latent-attention",
-    "--cuda-graph-impl local",
     "--cuda-graph-impl transformer_engine",
     "--cuda-graph-modules attn",
     "--cuda-graph-scope attn",
@@ -278,6 +278,27 @@ def test_what_a_recipe_cannot_honour_is_refused_with_a_remedy(flags: str) -> Non
     message = refusal("--fp4-recipe", "tetrajet", *flags.split())
     start = f"recipe tetrajet does not support {flags.split()[0]}: "
     assert re.match("use |leave |train |choose |give ", message.removeprefix(start))
+
+
+GRAPHS = [
+    "--fp4-bf16-after 0.5",
+    "--pipeline-model-parallel-size 2",
+    "--num-experts 4",
+    "--mtp-num-layers 1",
+    "--fp4-eval-forward bf16",
+    "--fp4-weight-cache packed",
+    "--eval-micro-batch-size 3",
+]
+
+
+@pytest.mark.parametrize("flags", GRAPHS)
+def test_what_a_captured_layer_cannot_follow_is_refused(flags: str) -> None:
+    graphs = ("--fp4-recipe", "tetrajet", "--cuda-graph-impl", "local")
+    assert parse(*graphs).fp4_weight_cache == "off"
+    parse(*graphs[:2], *flags.split())
+    message = refusal(*graphs, *flags.split())
+    named = "return to BF16" if "after" in flags else flags.split()[0]
+    assert named in message and "leave out one of them" in message
 
 
 def test_every_refusal_is_tried() -> None:

@@ -1,0 +1,79 @@
+"""Megatron's CUDA graphs (--cuda-graph-impl local): each layer is captured when the first step has
+ended, and replayed from then on. Python runs no more; what changes from one microbatch to the next
+is read from memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Iterable
+
+import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.recipe import Recipe
+
+FLAG = "--cuda-graph-impl"
+
+
+def captures() -> bool:
+    """Whether a layer that runs now is to be captured, or warmed up for that."""
+    return bool(is_graph_capturing())
+
+
+def warms_up() -> bool:
+    """Whether it runs on anything that lies in memory, and for nothing."""
+    return bool(is_graph_warmup())
+
+
+def wanted(args: argparse.Namespace) -> bool:
+    return bool(args.cuda_graph_impl == "local")
+
+
+def release() -> None:
+    """When training is over: NCCL waits, without end, for graphs that captured it to be gone before
+    its process groups are, and Megatron keeps its graphs."""
+    for graph in [found for found in gc.get_objects() if type(found) is torch.cuda.CUDAGraph]:
+        graph.reset()
+
+
+class Clock:
+    """Step and microbatch, where graphs read them."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Kernels are compiled for tensors that begin at multiples of 16 bytes.
+        words = torch.zeros(2, 2, dtype=torch.int64, device=device)
+        self.step, self.microbatch = words[:, 0]
+
+    def set(self, step: int, microbatch: int) -> None:
+        """For what starts from now on, without waiting for what runs: forward and backward of one
+        microbatch, since no pipeline has others under way."""
+        self.step.fill_(step)
+        self.microbatch.fill_(microbatch)
+
+
+def check(args: argparse.Namespace, recipes: Iterable[Recipe]) -> None:
+    """Raises ConfigError for what would change after the capture, or is not known then."""
+    if not wanted(args):
+        return
+    problems = {
+        "a recipe whose GEMMs return to BF16": any(r.bf16_after is not None for r in recipes),
+        # C/pipeline_parallel/schedules.py would free what a captured layer gives out, and asserts
+        # that it is no view.
+        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size > 1,
+        "--num-experts": args.num_experts,
+        "--mtp-num-layers": args.mtp_num_layers,
+        "--fp4-eval-forward bf16": args.fp4_eval_forward == "bf16",
+        f"--fp4-weight-cache {args.fp4_weight_cache}": args.fp4_weight_cache != "off",
+        "--eval-micro-batch-size": (
+            args.eval_micro_batch_size not in (None, args.micro_batch_size)
+        ),
+    }
+    for what, is_there in problems.items():
+        if is_there:
+            raise ConfigError(
+                f"{FLAG} local replays each layer as its first step ran it, which does not go with "
+                f"{what}: leave out one of them"
+            )

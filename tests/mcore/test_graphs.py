@@ -1,0 +1,95 @@
+"""What a layer that Megatron captures reads from memory, and what it counts there; on a CPU, where
+nothing is captured, by saying that it is."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fp4 import Recipe
+from megatron_fp4.hadamard import Hadamard
+from megatron_fp4.mcore import graphs
+from megatron_fp4.mcore.run import Run
+from megatron_fp4.recipe import GemmRecipe
+from tests.mcore.launch import torchrun
+from tests.mcore.test_layers import activation, microbatches, state, weight
+from tests.mcore.test_run import STOCHASTIC, run_of
+
+__all__ = ["microbatches"]  # a fixture
+TURNED = GemmRecipe(STOCHASTIC, STOCHASTIC, Hadamard(32, "random"))
+RECIPE = Recipe("turned", fprop=TURNED, dgrad=TURNED, wgrad=TURNED)
+
+
+def captured_run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(graphs, "captures", lambda: True)
+    run = run_of(RECIPE, fp4_weight_cache="off")
+    run.prepare_graphs(["layer"], torch.device("cpu"))
+    return run
+
+
+def at(run: Run, step: int, microbatch: int) -> None:
+    """Come to a microbatch of a step as Megatron would."""
+    run.args.curr_iteration = step
+    run._counts.clear()
+    start = run.counting(lambda data, model: None)
+    for _ in range(microbatch + 1):
+        start(iter(()), types.SimpleNamespace(vp_stage=None, training=True))
+
+
+def gradients(run: Run, step: int, microbatch: int) -> list[Tensor]:
+    """Y, dX and dW of a microbatch."""
+    x, w = activation().requires_grad_(), weight()
+    at(run, step, microbatch)
+    y = state(run).product(x, w, None, True)
+    return [y, *torch.autograd.grad(y.square().sum(), (x, w))]
+
+
+def test_a_captured_layer_draws_by_step_and_microbatch_in_memory(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run_of(RECIPE, fp4_weight_cache="off")
+    wanted = {(s, m): gradients(plain, s, m) for s in (2, 3) for m in (0, 1)}
+    run = captured_run(monkeypatch)
+    for (step, microbatch), tensors in wanted.items():
+        assert all(map(torch.equal, gradients(run, step, microbatch), tensors))
+    for i in range(3):  # Negative control: no two moments draw the same.
+        values = [tensors[i] for tensors in wanted.values()]
+        assert all(not torch.equal(values[0], other) for other in values[1:])
+    at(run, 2, 0)
+    moment = run.now()
+    at(run, 3, 1)  # what was captured then reads what stands there now
+    assert (int(moment.step), int(moment.microbatch)) == (3, 1)
+
+
+def test_what_graphs_count_is_told_of_by_step_and_operand(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = captured_run(monkeypatch)
+    monitor, layer, w = run.monitor, state(run), weight()
+    monitor.start_step(7)
+    for x in (activation(), activation() * torch.nan, activation()):
+        layer.product(x, w, None, True)
+    monitor.start_step(8)
+    layer.product(activation(), w, None, True)
+    seen: list[Any] = [monitor.start_step(9), monitor.start_step(10)]
+    assert [s and (s.step, s.module, s.gemm, s.operand) for s in seen] == [
+        (7, "layer", "fprop", "x"),
+        None,
+    ]
+
+
+def test_what_a_layer_warms_up_on_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = captured_run(monkeypatch)
+    for is_warm in (False, True):
+        monkeypatch.setattr(graphs, "warms_up", lambda told=not is_warm: told)
+        run.monitor.start_step(7)
+        state(run).product(activation() * torch.nan, weight(), None, True)
+        assert (run.monitor.look() is not None) == is_warm
+
+
+def test_without_a_gpu_graphs_are_refused() -> None:
+    result = torchrun(1, "--fp4-recipe", "tetrajet", "--cuda-graph-impl", "local")
+    assert result.status and not result.has_traceback
+    assert "--cuda-graph-impl local needs a GPU" in result.output
