@@ -68,9 +68,11 @@ class Case:
 
     def copy(self, axis: int, device: str) -> Copy:
         """The wanted one along an axis."""
-        stream, step, draw = 0xFFFFFFF0 + axis, STEP, DRAW
+        stream = 0xFFFFFFF0 + axis
+        step: int | Tensor = STEP
+        draw: int | Tensor = DRAW
         if self.in_memory:
-            step, draw = (torch.tensor([n], device=device)[0] for n in (step, draw))
+            step, draw = torch.tensor(STEP, device=device), torch.tensor(DRAW, device=device)
         key = Key(SEED, step)
         noise = Noise(key, stream, self.placement(device)) if self.quantizer.stochastic else None
         return Copy(axis, noise, Signs(key, stream, draw) if self.signed else None, self.carrier)
