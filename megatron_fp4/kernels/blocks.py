@@ -18,9 +18,9 @@ from megatron_fp4.formats import E2M1_MAX, SCALE_FLOATS
 from megatron_fp4.kernels.encode import nearest, stochastic
 from megatron_fp4.kernels.launch import Launch, on, planned, tiles
 from megatron_fp4.kernels.philox import placed_in_tile, rest_of_tile
-from megatron_fp4.kernels.quantize import GROUP, drawn, signed
+from megatron_fp4.kernels.quantize import GROUP, drawn, in_memory, signed
 from megatron_fp4.kernels.rows import INFINITE, fp8_code
-from megatron_fp4.philox import Noise
+from megatron_fp4.philox import Key, Noise
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
 TILE, WARPS = 64, 4  # rows and columns of a program
@@ -86,7 +86,7 @@ def _scale_of(code, BIAS: tl.constexpr):
     return tl.where(code < 8, code.to(tl.float32) * 2.0 ** (-BIAS - 2), normal)
 
 
-@triton.jit(do_not_specialize=["stream", "per_row", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["stream", "per_row", "step", "seed_low", "seed_high"])
 def cast_kernel(
     x_ptr,
     top_ptr,
@@ -99,6 +99,7 @@ def cast_kernel(
     n_rows,
     n_columns,
     per_row,
+    step,
     step_ptr,
     seed_low,
     seed_high,
@@ -113,6 +114,7 @@ def cast_kernel(
     MAX: tl.constexpr,
     NAN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    IN_MEMORY: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     TILE: tl.constexpr,
@@ -123,7 +125,9 @@ def cast_kernel(
     rest = 0
     if STOCHASTIC:
         place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
-        noise = tl.load(step_ptr), seed_low, seed_high
+        if IN_MEMORY:
+            step = tl.load(step_ptr)
+        noise = step, seed_low, seed_high
         row0, column0 = tl.program_id(0) * TILE, tl.program_id(1) * TILE
         index = placed_in_tile(place, row0, column0, TILE, TILE, HAS_GROUPS, INTERPRETED)
         rest = tl.reshape(rest_of_tile(index, noise, stream, INTERPRETED), (TILE, TILE))
@@ -205,10 +209,11 @@ def quantize(
     across, along = quantizer.block
     codes = x.new_empty(others, k // 2, dtype=torch.uint8)
     scales = x.new_empty(others // across, k // along, dtype=torch.uint8)
-    place = drawn(x, noise, None if noise is None else noise.key, rows, columns)
-    stream = 0 if noise is None else signed(noise.stream)
-    has_groups = noise is not None and noise.placement.groups is not None
-    find, cast = _launches(rows, columns, quantizer, axis, has_groups)
+    noise = noise or Noise(Key(0), 0)
+    at = in_memory(noise.key.step)
+    place = drawn(x, quantizer, noise, noise.key, at, rows, columns)
+    has_groups = noise.placement.groups is not None
+    find, cast = _launches(rows, columns, quantizer, axis, at, has_groups)
     top: Tensor = x
     unit: Tensor | None = None
     with on(x):
@@ -219,13 +224,13 @@ def quantize(
                 find([x, top, rows, columns])
             else:
                 top = widest.float().contiguous().view(torch.int32)
-        cast([x, top, codes, scales, x if unit is None else unit, stream, *place])
+        cast([x, top, codes, scales, x if unit is None else unit, signed(noise.stream), *place])
     return QuantizedTensor(codes, scales, unit, quantizer, x.shape, axis)
 
 
 @planned
 def _launches(
-    rows: int, columns: int, quantizer: Quantizer, axis: int, has_groups: bool
+    rows: int, columns: int, quantizer: Quantizer, axis: int, in_memory: bool, has_groups: bool
 ) -> tuple[Launch, Launch]:
     """What finds the largest magnitude, and what casts by it."""
     scale = SCALE_FLOATS[quantizer.scale]
@@ -241,6 +246,7 @@ def _launches(
         MAX=scale.max,
         NAN=scale.nan,
         STOCHASTIC=quantizer.stochastic,
+        IN_MEMORY=in_memory,
         HAS_GROUPS=has_groups,
         INTERPRETED=triton.knobs.runtime.interpret,
     )

@@ -202,19 +202,24 @@ def _turned_across(
     return _scaled(tl.reshape(product, (BATCH * 2, 8, 16, 2)), FACTOR, INTERPRETED)
 
 
-@triton.jit(do_not_specialize=["stream", "signs_stream", "per_row", "seed_low", "seed_high"])
+_NUMBERS = ["stream", "signs_stream", "draw", "per_row", "step", "seed_low", "seed_high"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def transform_kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
     stream,
     signs_stream,
+    draw,
     draw_ptr,
     rows_ptr,
     groups_ptr,
     n_rows,
     n_columns,
     per_row,
+    step,
     step_ptr,
     seed_low,
     seed_high,
@@ -222,6 +227,7 @@ def transform_kernel(
     FACTOR: tl.constexpr,
     AXIS: tl.constexpr,
     HAS_SIGNS: tl.constexpr,
+    IN_MEMORY: tl.constexpr,
     CEIL: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     PRESCALE: tl.constexpr,
@@ -237,12 +243,13 @@ def transform_kernel(
     row0 = tl.program_id(0) * TILE_ROWS
     column0 = tl.program_id(1) * TILE_COLUMNS
     place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
-    noise = 0, seed_low, seed_high
-    if STOCHASTIC or HAS_SIGNS:
-        noise = tl.load(step_ptr), seed_low, seed_high
+    if IN_MEMORY:
+        step = tl.load(step_ptr)
+        draw = tl.load(draw_ptr)
+    noise = step, seed_low, seed_high
     signs = 0, 0, 0, 0
     if HAS_SIGNS:
-        signs = sign_words(tl.load(draw_ptr), signs_stream, noise)
+        signs = sign_words(draw, signs_stream, noise)
     out = codes_ptr, scales_ptr, codes_ptr  # no carriers: there are no registers left for them
     if AXIS == 1:
         h = _matrices_along(signs, GROUP, INTERPRETED)

@@ -206,8 +206,8 @@ def folded(
     return fold
 
 
-# Else every stream and seed that is 1 or a multiple of 16 would be another kernel.
-_NUMBERS = ["along_stream", "across_stream", "per_row", "seed_low", "seed_high"]
+# Else every step, stream and seed that is 1 or a multiple of 16 would be another kernel.
+_NUMBERS = ["along_stream", "across_stream", "per_row", "step", "seed_low", "seed_high"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -229,6 +229,7 @@ def quantize_kernel(
     n_rows,
     n_columns,
     per_row,
+    step,
     step_ptr,
     seed_low,
     seed_high,
@@ -246,6 +247,7 @@ def quantize_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     DOWN: tl.constexpr,
+    IN_MEMORY: tl.constexpr,
 ):
     """x [n_rows, n_columns], row-major BF16 in words of two, is read once. PACKED: it is MXFP4, in
     blocks along its rows. ALONG: blocks along its rows, codes [n_rows, n_columns / 2]; ACROSS:
@@ -261,9 +263,10 @@ def quantize_kernel(
     )  # fmt: skip
     index = 0
     rest = 0
-    noise = 0, seed_low, seed_high
+    if IN_MEMORY:
+        step = tl.load(step_ptr)
+    noise = step, seed_low, seed_high
     if STOCHASTIC:
-        noise = tl.load(step_ptr), seed_low, seed_high
         place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
         index = placed_in_tile(
             place, row0, column0, TILE_ROWS, TILE_COLUMNS, HAS_GROUPS, INTERPRETED

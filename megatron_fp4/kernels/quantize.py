@@ -16,10 +16,11 @@ from megatron_fp4.kernels.fp8 import FORMATS
 from megatron_fp4.kernels.hadamard import transform_kernel
 from megatron_fp4.kernels.launch import Launch, kept, planned, tiles
 from megatron_fp4.kernels.mxfp4 import BLOCK, quantize_kernel
-from megatron_fp4.philox import GROUP, WHOLE, Key, Noise, Placement, Signs, word
+from megatron_fp4.philox import GROUP, Key, Noise, Placement, Signs, word
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
 HADAMARD_GROUPS = (32, 64, 128)
+_MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -72,19 +73,18 @@ def quantize(
     if group:
         copies = [replace(copy, carrier=None) for copy in copies]
     made = {copy.axis: _empty(source, x.shape, quantizer, copy) for copy in copies}
-    noise, signs = copies[0].noise, copies[0].signs
-    key = noise.key if noise is not None else None if signs is None else signs.key
-    there = drawn(source, noise, key, rows, columns)
-    has_groups = noise is not None and noise.placement.groups is not None
+    noise = copies[0].noise or _SILENCE
+    has_groups = noise.placement.groups is not None
     if group:
         for copy in copies:
-            has_signs = copy.signs is not None
-            start = _transform(rows, columns, quantizer, copy.axis, group, has_signs, has_groups)
+            signs = copy.signs or Signs(noise.key, 0)
+            at = in_memory(signs.key.step, signs.draw)
+            kind = copy.signs is not None, at, has_groups
+            start = _transform(rows, columns, quantizer, copy.axis, group, *kind)
             codes, scales, *_, stream = _operands(made[copy.axis], copy)
-            turn = (0, source)
-            if copy.signs is not None:
-                turn = signed(copy.signs.stream), in_memory(copy.signs.draw, source)
-            start([source, codes, scales, stream, *turn, *there])
+            draws = [stream, signed(signs.stream), *given(signs.draw, at, source)]
+            there = drawn(source, quantizer, noise, signs.key, at, rows, columns)
+            start([source, codes, scales, *draws, *there])
         return [made[copy.axis] for copy in copies]
     operands: list[Tensor | int] = []
     wanted: list[torch.dtype | bool] = []
@@ -94,27 +94,49 @@ def quantize(
         operands += nowhere if found is None else _operands(made[axis], found)
         wanted.append(found is not None and (found.carrier or True))
     along, across = wanted
-    start = _quantize(rows, columns, quantizer, packed, along, across, has_groups)
+    at = in_memory(noise.key.step)
+    start = _quantize(rows, columns, quantizer, packed, along, across, at, has_groups)
+    there = drawn(source, quantizer, noise, noise.key, at, rows, columns)
     start([source, x_scales, *operands, *there])
     return [made[copy.axis] for copy in copies]
 
 
 def drawn(
-    source: Tensor, noise: Noise | None, key: Key | None, rows: int, columns: int
+    source: Tensor,
+    quantizer: Quantizer,
+    noise: Noise,
+    key: Key,
+    in_memory: bool,
+    rows: int,
+    columns: int,
 ) -> list[Tensor | int]:
     """What kernels are told of the noise of a matrix [rows, columns], but for the stream: where
-    rows and groups lie, its size, groups in a row, step and seed of `key`. Anything for what is
-    None."""
-    place = WHOLE if noise is None else noise.placement
+    rows and groups lie (anything where none is drawn), its size, groups in a row, step and seed."""
+    place = noise.placement
     return [
-        source if noise is None else _rows(source, rows, place),
+        _rows(source, rows, place) if quantizer.stochastic else source,
         source if place.groups is None else place.groups,
         rows,
         columns,
         place.groups_per_row or columns // GROUP,
-        source if key is None else in_memory(key.step, source),
-        *((0, 0) if key is None else map(signed, key.words())),
+        *given(key.step, in_memory, source),
+        *map(signed, key.words()),
     ]
+
+
+def in_memory(*numbers: int | Tensor) -> bool:
+    """Whether a kernel is to read them there, for a CUDA graph; it starts sooner if not."""
+    return any(isinstance(number, Tensor) for number in numbers)
+
+
+def given(number: int | Tensor, in_memory: bool, like: Tensor) -> tuple[int, Tensor]:
+    """What a kernel is told of a number: it, and where it lies, of which one counts."""
+    if isinstance(number, Tensor):
+        return 0, number
+    return signed(number & _MASK), kept(word, number, like) if in_memory else like
+
+
+_SILENCE = Noise(Key(0), 0)
 
 
 @planned
@@ -125,6 +147,7 @@ def _quantize(
     packed: bool,
     along: torch.dtype | bool,
     across: torch.dtype | bool,
+    in_memory: bool,
     has_groups: bool,
 ) -> Launch:
     """The kernel for one direction or both. along, across: whether there is such a copy, or the
@@ -139,7 +162,7 @@ def _quantize(
         ACROSS_CARRIED=_mantissa(across),
         DOWN=down,
     )
-    constants |= _form(quantizer, has_groups) | _tiled(rows, columns, height, width)
+    constants |= _form(quantizer, in_memory, has_groups) | _tiled(rows, columns, height, width)
     grid = tiles(columns, width), tiles(rows, height)
     return Launch(
         quantize_kernel,
@@ -158,6 +181,7 @@ def _transform(
     axis: int,
     group: int,
     has_signs: bool,
+    in_memory: bool,
     has_groups: bool,
 ) -> Launch:
     """The kernel for one copy. Two from one read would hold registers for both at once, and take
@@ -168,7 +192,7 @@ def _transform(
     return Launch(
         transform_kernel,
         (tiles(rows, height), tiles(columns, width)),
-        constants | _form(quantizer, has_groups) | _tiled(rows, columns, height, width),
+        constants | _form(quantizer, in_memory, has_groups) | _tiled(rows, columns, height, width),
         {"codes_ptr": torch.int32},
         num_warps=1,
         num_stages=1,  # loads that wait in shared memory only cost their way through it
@@ -189,12 +213,13 @@ _WORDS = dict.fromkeys(
 )
 
 
-def _form(quantizer: Quantizer, has_groups: bool) -> dict[str, Any]:
+def _form(quantizer: Quantizer, in_memory: bool, has_groups: bool) -> dict[str, Any]:
     return dict(
         CEIL=quantizer.rule == "ceil",
         STOCHASTIC=quantizer.stochastic,
         PRESCALE=quantizer.prescale,
         INTERPRETED=triton.knobs.runtime.interpret,
+        IN_MEMORY=in_memory,
         HAS_GROUPS=has_groups,
     )
 
@@ -243,17 +268,8 @@ def _rows(source: Tensor, rows: int, place: Placement) -> Tensor:
     """Where the rows lie in the unsharded matrix."""
     if place.rows is not None:
         return place.rows
-    return _counted(1 << (rows - 1).bit_length(), source)
-
-
-def _counted(rows: int, like: Tensor) -> Tensor:
-    """0, 1, 2, ... in as many rows as a power of two: there are few of these to keep."""
-    return kept(torch.arange, rows, like)
-
-
-def in_memory(number: int | Tensor, like: Tensor) -> Tensor:
-    """The low 32 bits of a number, where kernels that read `like` find them."""
-    return number if isinstance(number, Tensor) else kept(word, number, like)
+    # 0, 1, 2, ... in as many rows as a power of two: there are few of these to keep.
+    return kept(torch.arange, 1 << (rows - 1).bit_length(), source)
 
 
 def signed(word: int) -> int:

@@ -83,7 +83,8 @@ def _noise(device: str, is_shard: bool) -> Noise:
         rows = torch.arange(ROWS, device=device) * 3 + 2**31 - 90
         groups = torch.arange(COLUMNS // 8, device=device) + 40
         place = Placement(rows=rows, groups=groups, groups_per_row=80)
-    return Noise(Key(2**63 + 11, 2**32 + 5), 0xFFFFFFF0, place)
+    step = torch.tensor(2**32 + 5, device=device) if is_shard else 2**32 + 5
+    return Noise(Key(2**63 + 11, step), 0xFFFFFFF0, place)
 
 
 def _differing(found: QuantizedTensor, made: QuantizedTensor) -> str:

@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "across": BOTH | {"STOCHASTIC": True, "ALONG": False},
     "carried": BOTH | {"STOCHASTIC": True, "ALONG_CARRIED": 2, "ACROSS_CARRIED": 3},
     "carried along": BOTH | {"STOCHASTIC": False, "ALONG_CARRIED": 3, "ACROSS": False},
+    "of a graph": BOTH | {"STOCHASTIC": True, "IN_MEMORY": True},
     "packed": BOTH | {"STOCHASTIC": True, "ALONG": False, "PACKED": True},
 }
 SHARED = {"CEIL": True, "PRESCALE": 0.75, "INTERPRETED": False, "HAS_GROUPS": True}
@@ -41,6 +42,7 @@ PLAIN = SHARED | {
     "TILE_ROWS": 64,
     "TILE_COLUMNS": 64,
     "DOWN": True,
+    "IN_MEMORY": False,
 }
 
 
@@ -117,9 +119,14 @@ def sass(cubin: bytes) -> str:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_a_transform_compiles(axis: int, group: int, capability: int) -> None:
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_transform_compiles(memory: bool, axis: int, group: int, capability: int) -> None:
     constants = SHARED | {"STOCHASTIC": True, "AXIS": axis, "GROUP": group, "EVEN": True}
-    constants |= {"FACTOR": 1.0 if group == 64 else group**-0.5, "HAS_SIGNS": True}
+    constants |= {
+        "FACTOR": 1.0 if group == 64 else group**-0.5,
+        "HAS_SIGNS": True,
+        "IN_MEMORY": memory,
+    }
     constants |= {"TILE_ROWS": 128, "TILE_COLUMNS": max(64, group) if axis else 32}
     asm = assembly(transform_kernel, "*bf16", capability, constants, 1)
     assert "mma.sync.aligned.m16n8k16" in asm["ptx"] and ".ftz" not in asm["ptx"]
@@ -156,7 +163,7 @@ def test_casts_with_scales_in_small_floats_compile(
     constants: dict[str, Any] = {"AXIS": axis, "ACROSS": 16, "ALONG": 16, "TILE": 64}
     constants |= {"TENSOR_MAX": 448.0, "INFLATE": 17 / 16, "PRESCALE": 0.9, "UP": False}
     constants |= {"BIAS": 7, "MAX": 448.0, "NAN": 0x7F, "STOCHASTIC": stochastic}
-    constants |= {"HAS_GROUPS": True, "INTERPRETED": False}
+    constants |= {"HAS_GROUPS": True, "INTERPRETED": False, "IN_MEMORY": stochastic}
     types = {"x_ptr": "*i16", "top_ptr": "*i32", "codes_ptr": "*u8", "scales_ptr": "*u8"}
     types |= {"unit_ptr": "*fp32", "rows_ptr": "*i64", "groups_ptr": "*i64"}
     types |= {"step_ptr": "*i64"}
