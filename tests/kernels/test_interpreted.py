@@ -18,7 +18,7 @@ MISTAKES = {
     "signs of another half": ("hadamard", "group 64 shard", "!= 0, w1, w0", "!= 0, w0, w1"),
     "no step in memory": ("mxfp4", "memory", "step = tl.load(step_ptr)", "step = 0 * step"),
     "no draw in memory": ("hadamard", "memory", "draw = tl.load(draw_ptr)", "draw = 0 * draw"),
-    "the draw's place": ("philox", "group 64 shard signs", "draw << 32", "draw"),
+    "the draw's place": ("philox", "group 64 shard signs", "draw.to(tl.int64) << 32", "draw"),
     "signs of no step": (
         "philox",
         "group 64 shard signs",

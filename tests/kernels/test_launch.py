@@ -124,18 +124,19 @@ def test_a_pointer_is_seen_as_words() -> None:
 
 
 def test_what_is_specialized_makes_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes, directions, rounding and carriers have a launch each; noise and places have none."""
+    """Sizes, directions, rounding and carriers have a launch each, and graphs their own; noise and places have none."""
     made = [
-        _quantize(rows, 64, get_quantizer(name), packed, along, across, False)
+        _quantize(rows, 64, get_quantizer(name), packed, along, across, in_memory, False)
         for rows in (64, 96)
         for name in ("mxfp4", "mxfp4-sr", "mxfp4-ceil")
         for packed in (False, True)
+        for in_memory in (False, True)
         for along, across in (
             (True, False), (False, True), (torch.float8_e5m2, True), (torch.float8_e4m3fn, True),
         )
     ]  # fmt: skip
-    assert len(set(map(id, made))) == len(made) == 48
-    assert made[0] is _quantize(64, 64, get_quantizer("mxfp4"), False, True, False, False)
+    assert len(set(map(id, made))) == len(made) == 96
+    assert made[0] is _quantize(64, 64, get_quantizer("mxfp4"), False, True, False, False, False)
 
 
 def test_tallies_are_aligned() -> None:
