@@ -69,8 +69,8 @@ class NonFiniteMonitor:
         self._labels: list[Label] = []
         self._tallies: list[Tensor] = []  # int32 [2] of each operand, not folded yet
         self._folded: list[Tensor] = []
-        self._expected: dict[Label, Tensor] = {}  # to the rows of their totals, int32 [operands, 2]
-        self._totals: Tensor | None = None
+        self._totals: Tensor | None = None  # of operands in CUDA graphs, int64 [operands, 2]
+        self._rows: dict[Label, Tensor] = {}  # of the totals
         self._verdict: _Verdict | None = None
         self.rounding: Rounding | None = None  # of the last step that was read, if there was any
 
@@ -82,14 +82,18 @@ class NonFiniteMonitor:
         if len(self._tallies) == _FOLD:
             self._fold()
 
-    def expect(self, labels: list[Label], device: torch.device) -> None:
-        """Operands that CUDA graphs will multiply, in that order."""
-        self._totals = torch.zeros(len(labels), 2, dtype=torch.int32, device=device)
-        self._expected = dict(zip(labels, self._totals, strict=True))
+    def expect(self, operands: int, device: torch.device) -> None:
+        """So many may be captured in CUDA graphs."""
+        self._totals = torch.zeros(operands, 2, dtype=torch.int64, device=device)
 
     def add(self, module: str, gemm: str, operand: str, tally: Tensor) -> None:
-        """Note one operand of a CUDA graph, whenever that runs: a graph cannot call `observe`."""
-        self._expected[module, gemm, operand].add_(tally)
+        """Note one operand whenever the CUDA graph runs that is being captured: a graph cannot call
+        `observe`. They are captured in the order in which they are multiplied."""
+        label = module, gemm, operand
+        if label not in self._rows:
+            assert self._totals is not None
+            self._rows[label] = self._totals[len(self._rows)]
+        self._rows[label].add_(tally)
 
     def start_step(self, step: int) -> Sighting | None:
         """Begin `step`; returns what the last step but one showed, which has come by now."""
@@ -115,9 +119,9 @@ class NonFiniteMonitor:
     def _close(self) -> None:
         """Send for what the step showed."""
         self._fold()
-        if self._totals is not None:
-            self._folded.append(self._totals.clone())
-            self._labels += self._expected
+        if self._totals is not None and self._rows:
+            self._folded.append(self._totals[: len(self._rows)].clone())
+            self._labels += self._rows
             self._totals.zero_()
         if self._folded:
             tallies = torch.cat(self._folded)

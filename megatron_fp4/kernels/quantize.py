@@ -132,6 +132,7 @@ def in_memory(*numbers: int | Tensor) -> bool:
 def given(number: int | Tensor, in_memory: bool, like: Tensor) -> tuple[int, Tensor]:
     """What a kernel is told of a number: it, and where it lies, of which one counts."""
     if isinstance(number, Tensor):
+        assert number.dtype == torch.int64  # as kernels read it
         return 0, number
     return signed(number & _MASK), kept(word, number, like) if in_memory else like
 

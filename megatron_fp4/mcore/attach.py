@@ -61,8 +61,7 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
         )
     check_streams(row.name for row in quantized)
     if graphs.wanted(run.args):
-        names = [linear.fp4.name for _, linear, _ in found if linear.fp4 is not None]
-        run.prepare_graphs(names, found[0][1].weight.device)
+        run.prepare_graphs(len(found), found[0][1].weight.device)
     most = max(_of_all_ranks(_kept_bytes(run, [linear for _, linear, _ in found])))
     if torch.distributed.get_rank() == 0:
         others = [recipe for _, recipe in run.modules if recipe is not None]

@@ -16,6 +16,7 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import Recipe
 
 FLAG = "--cuda-graph-impl"
+_SET_TO_0 = ", or set it to 0 (Megatron's default is 0.1)"
 
 
 def captures() -> bool:
@@ -33,8 +34,8 @@ def wanted(args: argparse.Namespace) -> bool:
 
 
 def release() -> None:
-    """When training is over: NCCL waits, without end, for graphs that captured it to be gone before
-    its process groups are, and Megatron keeps its graphs."""
+    """Before process groups are destroyed: NCCL waits, without end, for graphs that captured it to
+    be gone, and Megatron keeps its graphs."""
     for graph in [found for found in gc.get_objects() if type(found) is torch.cuda.CUDAGraph]:
         graph.reset()
 
@@ -65,8 +66,17 @@ def check(args: argparse.Namespace, recipes: Iterable[Recipe]) -> None:
         "--pipeline-model-parallel-size": args.pipeline_model_parallel_size > 1,
         "--num-experts": args.num_experts,
         "--mtp-num-layers": args.mtp_num_layers,
+        # C/transformer/cuda_graphs.py replays in evaluation what training captured, and
+        # C/tensor_parallel/random.py:checkpoint recomputes nothing in a graph.
+        "--hidden-dropout": args.hidden_dropout,
+        "--attention-dropout": args.attention_dropout,
+        "--recompute-granularity": args.recompute_granularity,
+        # Hooks on modules, which a graph does not run.
+        "--save-activations-interval": args.save_activations_interval,
+        "--save-dgrads-interval": args.save_dgrads_interval,
+        "--inference-cuda-graph-scope block": "block" in str(args.inference_cuda_graph_scope),
         "--fp4-eval-forward bf16": args.fp4_eval_forward == "bf16",
-        f"--fp4-weight-cache {args.fp4_weight_cache}": args.fp4_weight_cache != "off",
+        f"--fp4-weight-cache {args.fp4_weight_cache}": args.fp4_weight_cache not in (None, "off"),
         "--eval-micro-batch-size": (
             args.eval_micro_batch_size not in (None, args.micro_batch_size)
         ),
@@ -74,6 +84,6 @@ def check(args: argparse.Namespace, recipes: Iterable[Recipe]) -> None:
     for what, is_there in problems.items():
         if is_there:
             raise ConfigError(
-                f"{FLAG} local replays each layer as its first step ran it, which does not go with "
-                f"{what}: leave out one of them"
+                f"{FLAG} local replays each layer as training captured it, which does not go with "
+                f"{what}: leave out one of them{_SET_TO_0 if 'dropout' in what else ''}"
             )

@@ -51,6 +51,7 @@ _REFUSED = {
     "--non-persistent-ckpt-type": "use global, the only type that is judged before it is loaded",
     "--yaml-cfg": "give the flags on the command line",
 }
+_SAME_NOISE = "leave it out, a graph would draw the same noise whenever it runs"
 # The same for this package's recipes in Transformer Engine's linears.
 _NOT_IN_TE = {
     "--add-bias-linear": "--disable-bias-linear, or --fp4-recipe without --fp4-format",
@@ -58,6 +59,8 @@ _NOT_IN_TE = {
     "--tp-comm-overlap": "leave it out",
     "--moe-grouped-gemm": "leave it out, the experts run one after the other",
     "--delay-wgrad-compute": "leave it out",
+    "--enable-cuda-graph": _SAME_NOISE,
+    "--external-cuda-graph": _SAME_NOISE,
     "--fp4-param-gather": "leave it out, weights are gathered in BF16",
 }
 # Values of them that ask for nothing, where that is not a value that is false.
@@ -181,11 +184,9 @@ def settle(args: argparse.Namespace) -> None:
     args.fp4_numerics_version = NUMERICS_VERSION
     args.fp4_recipe_content = recipe and _content(recipe)
     modules = [] if recipe is None else module_recipes(args)
+    args.fp4_module_contents = [(glob, own and _content(own)) for glob, own in modules]
     if args.fp4_weight_cache is None:
         args.fp4_weight_cache = "off" if graphs.wanted(args) else "packed"
-    if recipe is not None:
-        graphs.check(args, [recipe, *(own for _, own in modules if own is not None)])
-    args.fp4_module_contents = [(glob, own and _content(own)) for glob, own in modules]
     if args.fp4_seed is None:
         args.fp4_seed = args.seed
     if not 0 <= args.fp4_seed < 2**64:
@@ -206,11 +207,8 @@ def _check_upstreams(args: argparse.Namespace) -> None:
     for flag, remedy in _NOT_IN_TE.items():
         if _is_set(args, flag):
             raise ConfigError(f"{module} does not support {flag}: {remedy}")
-    if args.cuda_graph_impl != "none":  # a graph would draw the same noise whenever it runs
-        raise ConfigError(
-            f"{module} does not support {graphs.FLAG}: leave it out, or use --fp4-recipe without "
-            "--fp4-format"
-        )
+    if args.cuda_graph_impl != "none":
+        raise ConfigError(f"{module} does not support {graphs.FLAG}: {_SAME_NOISE}")
 
 
 def _needs_te(args: argparse.Namespace, flag: str) -> None:
@@ -237,6 +235,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
     for flag, remedy in _REFUSED.items():
         if _is_set(args, flag):
             raise ConfigError(f"recipe {args.fp4_recipe} does not support {flag}: {remedy}")
+    graphs.check(args, [recipe, *(own for _, own in module_recipes(args) if own is not None)])
     return recipe
 
 

@@ -146,7 +146,7 @@ class Run:
     def token_rows(self, moment: Moment, sequence: int, batch: int, device: torch.device) -> Tensor:
         """Global indices of a microbatch's tokens in Megatron's [sequence, batch] order:
         int64 [sequence * batch], sample * sequence + position. All linears of the microbatch hold
-        the same tensor until its backward pass."""
+        the same tensor until its backward pass; in CUDA graphs each computes its own."""
         shape = (sequence, batch, device)
         if shape not in self._first_rows:
             position = torch.arange(sequence, device=device)[:, None]
@@ -174,14 +174,10 @@ class Run:
 
     # --- CUDA graphs ------------------------------------------------------------------------
 
-    def prepare_graphs(self, names: list[str], device: torch.device) -> None:
-        """Before these linears are captured."""
+    def prepare_graphs(self, linears: int, device: torch.device) -> None:
+        """Before so many are captured."""
         self._clock = graphs.Clock(device)
-        # In the order in which they run, forward and backward.
-        operands = [(n, "fprop", operand) for n in names for operand in OPERANDS["fprop"]]
-        backward = [(gemm, operand) for gemm in ("dgrad", "wgrad") for operand in OPERANDS[gemm]]
-        operands += [(name, *one) for name in reversed(names) for one in backward]
-        self.monitor.expect(operands, device)
+        self.monitor.expect(linears * sum(map(len, OPERANDS.values())), device)
 
     # --- health -----------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ class Case:
     carrier: torch.dtype | None = None
     filled: str = ""  # with what, if not with `matrix`
     in_memory: bool = False  # where step and draw lie
+    unsigned: int | None = None  # the axis of a copy without signs beside one with signs
 
     def __str__(self) -> str:
         q = self.quantizer
@@ -46,6 +47,7 @@ class Case:
         words += ["shard"] * self.is_shard + ["signs"] * self.signed + ["packed"] * self.packed
         words += [] if self.carrier is None else [str(self.carrier), self.filled]
         words += ["in memory"] * self.in_memory
+        words += [] if self.unsigned is None else [f"no signs along {self.unsigned}"]
         return " ".join(words)
 
     @property
@@ -75,7 +77,8 @@ class Case:
             step, draw = torch.tensor(STEP, device=device), torch.tensor(DRAW, device=device)
         key = Key(SEED, step)
         noise = Noise(key, stream, self.placement(device)) if self.quantizer.stochastic else None
-        return Copy(axis, noise, Signs(key, stream, draw) if self.signed else None, self.carrier)
+        has_signs = self.signed and axis != self.unsigned
+        return Copy(axis, noise, Signs(key, stream, draw) if has_signs else None, self.carrier)
 
 
 def cases() -> Iterator[Case]:
@@ -94,6 +97,8 @@ def cases() -> Iterator[Case]:
         yield Case(Quantizer(), (1, 0), group, signed)
         for axes in ((0,), (1,), (1, 0)):
             yield Case(noisy, axes, group, signed, is_shard=signed)
+    for axis in (0, 1):
+        yield Case(Quantizer(), (1, 0), 64, signed=True, unsigned=axis)
     yield Case(noisy, (1, 0), in_memory=True)
     yield Case(noisy, (1, 0), 64, signed=True, in_memory=True)
 

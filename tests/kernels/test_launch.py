@@ -124,7 +124,8 @@ def test_a_pointer_is_seen_as_words() -> None:
 
 
 def test_what_is_specialized_makes_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes, directions, rounding and carriers have a launch each, and graphs their own; noise and places have none."""
+    """Sizes, directions, rounding and carriers have a launch each, and graphs their own; noise and
+    places have none."""
     made = [
         _quantize(rows, 64, get_quantizer(name), packed, along, across, in_memory, False)
         for rows in (64, 96)

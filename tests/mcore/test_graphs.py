@@ -3,6 +3,7 @@ nothing is captured, by saying that it is."""
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from typing import Any
 
@@ -27,7 +28,7 @@ RECIPE = Recipe("turned", fprop=TURNED, dgrad=TURNED, wgrad=TURNED)
 def captured_run(monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(graphs, "captures", lambda: True)
     run = run_of(RECIPE, fp4_weight_cache="off")
-    run.prepare_graphs(["layer"], torch.device("cpu"))
+    run.prepare_graphs(2, torch.device("cpu"))
     return run
 
 
@@ -89,6 +90,33 @@ def test_what_a_layer_warms_up_on_is_not_counted(monkeypatch: pytest.MonkeyPatch
         assert (run.monitor.look() is not None) == is_warm
 
 
+def test_what_graphs_count_stands_in_the_order_in_which_they_ran(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = captured_run(monkeypatch)
+    first, second = (dataclasses.replace(state(run), name=name) for name in ("z", "a"))
+    run.monitor.start_step(7)
+    x, w = (activation() * torch.nan).requires_grad_(), weight()
+    second.product(first.product(x, w, None, True), w, None, True).sum().backward()
+    order = list(dict.fromkeys(label[:2] for label in run.monitor._rows))
+    assert order == [
+        ("z", "fprop"), ("a", "fprop"),
+        ("a", "dgrad"), ("a", "wgrad"), ("z", "dgrad"), ("z", "wgrad"),
+    ]  # fmt: skip
+    seen = run.monitor.look()
+    assert seen is not None and (seen.module, seen.gemm, seen.operand) == ("z", "fprop", "x")
+
+
+def test_more_may_be_counted_than_fits_an_integer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = captured_run(monkeypatch).monitor
+    monitor.start_step(7)
+    for _ in range(3):
+        monitor.add("layer", "fprop", "x", torch.tensor([2**30, 0], dtype=torch.int32))
+    monitor.look()
+    assert monitor.rounding is not None and monitor.rounding.elements == 3 * 2**30
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is a CPU's")
 def test_without_a_gpu_graphs_are_refused() -> None:
     result = torchrun(1, "--fp4-recipe", "tetrajet", "--cuda-graph-impl", "local")
     assert result.status and not result.has_traceback

@@ -101,6 +101,8 @@ def test_this_package_s_quantizers_in_upstream_s_linears() -> None:
         ("tetrajet", ("--disable-bias-linear", "--add-qkv-bias"), "--add-qkv-bias"),
         ("tetrajet", ("--disable-bias-linear", "--tp-comm-overlap"), "--tp-comm-overlap"),
         ("mxfp4", ("--disable-bias-linear", "--cuda-graph-impl", "local"), "--cuda-graph-impl"),
+        ("mxfp4", ("--disable-bias-linear", "--enable-cuda-graph"), "--enable-cuda-graph"),
+        ("mxfp4", ("--disable-bias-linear", "--external-cuda-graph"), "--external-cuda-graph"),
         ("mxfp4_rht_sr", ("--disable-bias-linear",), "signs that they share"),
         ("tetrajett", ("--disable-bias-linear",), "the recipes: dge_occ, mxfp4,"),
     ],
@@ -283,6 +285,12 @@ def test_what_a_recipe_cannot_honour_is_refused_with_a_remedy(flags: str) -> Non
 GRAPHS = [
     "--fp4-bf16-after 0.5",
     "--pipeline-model-parallel-size 2",
+    "--hidden-dropout 0.1",
+    "--attention-dropout 0.1",
+    "--recompute-granularity selective",
+    "--save-activations-interval 2",
+    "--save-dgrads-interval 2",
+    "--inference-cuda-graph-scope block",
     "--num-experts 4",
     "--mtp-num-layers 1",
     "--fp4-eval-forward bf16",
@@ -293,12 +301,23 @@ GRAPHS = [
 
 @pytest.mark.parametrize("flags", GRAPHS)
 def test_what_a_captured_layer_cannot_follow_is_refused(flags: str) -> None:
-    graphs = ("--fp4-recipe", "tetrajet", "--cuda-graph-impl", "local")
+    recipe = ("--fp4-recipe", "tetrajet", "--hidden-dropout", "0", "--attention-dropout", "0")
+    graphs = (*recipe, "--cuda-graph-impl", "local")
     assert parse(*graphs).fp4_weight_cache == "off"
-    parse(*graphs[:2], *flags.split())
+    if "cuda-graph" not in flags:
+        parse(*recipe, *flags.split())
     message = refusal(*graphs, *flags.split())
     named = "return to BF16" if "after" in flags else flags.split()[0]
     assert named in message and "leave out one of them" in message
+
+
+def test_what_a_checkpoint_brings_a_captured_layer_is_refused_too() -> None:
+    graphs = ("--cuda-graph-impl", "local", "--hidden-dropout", "0", "--attention-dropout", "0")
+    args = parse("--fp4-recipe", "tetrajet", *graphs)
+    assert options.recipe_of(args) is not None
+    args.num_experts = 4
+    with pytest.raises(ConfigError, match="--num-experts: leave out one of them"):
+        options.recipe_of(args)
 
 
 def test_every_refusal_is_tried() -> None:
