@@ -1,5 +1,5 @@
-"""pretrain_gpt.py whose graphs repeat the microbatch that they were captured with: a negative control
-of test_graphs.py."""
+"""pretrain_gpt.py whose graphs repeat the microbatch that they were captured with: a negative
+control of test_graphs.py."""
 
 from megatron_fp4.mcore import cpu, pretrain
 
