@@ -15,6 +15,7 @@ PAGES: dict[str, tuple[str, Any]] = {
     "training_step": ("docs/hopper.md", training_step),
     "parallel_step": ("docs/hopper.md", parallel_step),
     "parallel_step-before": ("docs/notes/host.md", parallel_step),
+    "parallel_step-graphs": ("docs/hopper.md", parallel_step),
     "peers": ("docs/hopper.md", peers),
 }
 
