@@ -135,8 +135,10 @@ def agree(one: Result, other: Result) -> bool:
     return _close(*losses, rel=1e-5) and _close(*norms, abs=2e-3)
 
 
-def _close(one: list[float], other: list[float], **within: float) -> bool:
-    return len(one) == len(other) and one == pytest.approx(other, **within)
+def _close(
+    one: list[float], other: list[float], rel: float | None = None, abs: float | None = None
+) -> bool:
+    return len(one) == len(other) and one == pytest.approx(other, rel=rel, abs=abs)
 
 
 def gradients(result: Result) -> list[float]:
