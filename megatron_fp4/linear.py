@@ -170,14 +170,15 @@ def linear(
     *,
     recipe: Recipe | str,
     seed: int = 0,
-    step: int = 0,
+    step: int | Tensor = 0,
     name: str = "linear",
 ) -> Tensor:
     """Y = X W^T + bias with the three GEMMs in the recipe's precision.
 
     x: [..., in]; weight: [out, in]; bias: [out] or None. Returns [..., out] in x's dtype.
     recipe: a Recipe or anything `get_recipe` takes. seed, step, name: key the random bits; two
-        linears of a model need two names, and each step of training its own number.
+        linears of a model need two names, and each step of training its own number. A CUDA graph
+        reads a step that is an int64 tensor [] whenever it runs; a number it repeats.
     Raises ConfigError where a block does not divide an axis that it tiles.
     """
     if not isinstance(recipe, Recipe):

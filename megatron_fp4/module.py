@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.linear import linear
 from megatron_fp4.philox import Key
 from megatron_fp4.recipe import Recipe
@@ -16,10 +17,13 @@ class Linear(nn.Linear):
     """nn.Linear whose three GEMMs run in the recipe's precision.
 
     Each training forward pass is a step of its own: `steps` counts them and keys the noise. Set it
-    when training resumes. name: tells its noise from other layers'; give each layer its own.
-    Raises ConfigError where a block does not divide in_features or out_features, and for a seed
-    that does not fit.
+    when training resumes, and to an int64 tensor [] beside the weight before a CUDA graph captures
+    the layer: replays count in it. name: tells its noise from other layers'; give each layer its
+    own. Raises ConfigError where a block does not divide in_features or out_features, for a seed
+    that does not fit, and where a graph would repeat a step.
     """
+
+    steps: int | Tensor
 
     def __init__(
         self,
@@ -55,10 +59,20 @@ class Linear(nn.Linear):
             name=self.name,
         )
 
-    def _next_step(self) -> int:
+    def _next_step(self) -> int | Tensor:
         step = self.steps
+        if isinstance(step, Tensor):
+            step = step.clone()
+        elif self.training and self.recipe.draws and self._is_captured():
+            raise ConfigError(
+                f"{self.name}: a CUDA graph would repeat step {step} whenever it runs; set the "
+                "layer's steps to an int64 tensor on its GPU"
+            )
         self.steps += self.training
         return step
+
+    def _is_captured(self) -> bool:
+        return self.weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"

@@ -162,6 +162,16 @@ class Recipe:
         recipe = self.gemm(gemm)
         return recipe.a if OPERANDS[gemm][0] == operand else recipe.b
 
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it rounds by random bits, or transforms under random signs."""
+        return any(
+            (quantizer is not None and quantizer.stochastic)
+            or (gemm.hadamard is not None and gemm.hadamard.signs == "random")
+            for gemm in self._gemms.values()
+            for quantizer in (gemm.a, gemm.b)
+        )
+
     def token_tile(self, gemm: str, operand: str) -> int:
         """How many tokens a part of an operand must be a multiple of to be prepared by itself."""
         if gemm == "wgrad":  # contracts them

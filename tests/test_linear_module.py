@@ -60,6 +60,32 @@ def test_each_training_step_has_its_own_number() -> None:
     assert torch.equal(gradients(module)[0], found[1])
 
 
+def test_a_graph_that_would_repeat_noise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Linear, "_is_captured", lambda self: True)
+    x, _ = x_and_dy()
+    with pytest.raises(ConfigError, match="a CUDA graph would repeat step 0"):
+        layer("tetrajet")(x)
+    layer("tetrajet").eval()(x)
+    layer("mxfp4")(x)  # draws nothing
+    counted = layer("tetrajet")
+    counted.steps = torch.tensor(0)
+    counted(x)
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_steps_may_be_counted_in_memory(recipe: str) -> None:
+    """As CUDA graphs count."""
+    plain, counted, (x, dy) = layer(recipe), layer(recipe), x_and_dy()
+    counted.steps = torch.tensor(0)
+    for step in range(3):
+        outputs = [module(x) for module in (plain, counted)]
+        assert plain.steps == int(counted.steps) == step + 1
+        for y in outputs:  # when the count has gone on
+            y.backward(dy)
+        assert torch.equal(*outputs)
+        assert all(map(torch.equal, gradients(plain), gradients(counted)))
+
+
 def test_evaluation_does_not_count() -> None:
     module, (x, _) = layer().eval(), x_and_dy()
     module(x)

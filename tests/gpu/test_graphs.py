@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_fp4 import get_recipe, list_recipes
+from megatron_fp4 import ConfigError, Linear, get_recipe, list_recipes
 from megatron_fp4.mcore import graphs
 from megatron_fp4.mcore.layers import Fp4State
 from megatron_fp4.mcore.run import Run
@@ -71,6 +71,35 @@ def at_each(run: Run, call: Callable[[], tuple[Tensor, ...]]) -> list[list[Tenso
     return found
 
 
+@pytest.mark.parametrize("recipe", ["tetrajet", "mxfp4-rht-sr"])
+def test_a_module_s_steps_are_counted_in_its_graph(recipe: str) -> None:
+    x, dy = matrix(1, 128, SIZE).requires_grad_(), matrix(2, 128, SIZE)
+
+    def layer(steps: int | Tensor) -> Linear:
+        torch.manual_seed(0)
+        made = Linear(SIZE, SIZE, recipe=recipe, device="cuda", dtype=torch.bfloat16)
+        made.steps = steps
+        return made
+
+    def gradients(module: Linear) -> list[Tensor]:
+        return list(torch.autograd.grad(module(x), (x, module.weight), dy))
+
+    plain, counted = layer(0), layer(torch.tensor(0, device="cuda"))
+    wanted = [gradients(plain) for _ in range(4)]
+    assert all(map(torch.equal, gradients(counted), wanted[0]))  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients(counted)
+    for tensors in wanted[1:]:
+        graph.replay()
+        assert all(map(torch.equal, found, tensors))
+    assert int(counted.steps) == 4
+    # Negative control: another step's noise is another.
+    assert not torch.equal(wanted[1][0], wanted[2][0])
+    with pytest.raises(ConfigError, match="int64 tensor"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        gradients(plain)
+
+
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: 1)
@@ -128,11 +157,9 @@ NOISY, FROZEN = str(HERE / "noisy.yaml"), HERE / "frozen_graphs.py"
 def agree(one: Result, other: Result) -> bool:
     """As far as is printed: losses of each step and evaluation, and the norms of gradients. In the
     noisy recipe other noise moves these by 5e-5 of them and more, and by 5e-3."""
-    losses, norms = (
-        ([*r.losses, *r.evaluations] for r in (one, other)),
-        map(gradients, (one, other)),
-    )
-    return _close(*losses, rel=1e-5) and _close(*norms, abs=2e-3)
+    found, wanted = ([*r.losses, *r.evaluations] for r in (one, other))
+    norms = _close(gradients(one), gradients(other), abs=2e-3)
+    return norms and _close(found, wanted, rel=1e-5)
 
 
 def _close(
