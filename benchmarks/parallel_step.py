@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.stamp import stamp
+from benchmarks.stamp import resumed, stamp
 from benchmarks.training_step import GRAPHS, PLAIN, SEQUENCE, asked, measure
 
 Row = dict[str, Any]
@@ -184,11 +184,8 @@ def main() -> None:
     rows: list[Row] = []
     result: dict[str, Any] = {"stamp": stamp(args.commit), "layers": args.layers}
     result |= {"micro-batch": args.micro_batch, "batch": args.batch, "rows": rows}
-    if args.resume and args.out.exists():
-        earlier = json.loads(args.out.read_text())
-        rows += earlier.pop("rows")
-        if earlier != {key: value for key, value in result.items() if key != "rows"}:
-            sys.exit(f"{args.out} was measured elsewhere or with other settings: choose another")
+    if args.resume:
+        rows += resumed(args.out, result)
     fit = [name for name in args.layouts if LAYOUTS[name].gpus <= gpus]
     for name in args.layouts:
         if name not in fit:

@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.linear import SHAPES, TOKENS
 from benchmarks.peers_worker import LINEARS, QUANTIZERS, SIDE
-from benchmarks.stamp import stamp
+from benchmarks.stamp import resumed, stamp
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
@@ -98,11 +98,8 @@ def main() -> None:
         sys.exit("peers are timed on a GPU, and this machine shows none")
     rows = [{"name": name, "operation": "", "absent": reason} for name, reason in ABSENT.items()]
     result = {"stamp": stamp(args.commit), "tokens": TOKENS, "side": SIDE, "rows": rows}
-    if args.resume and args.out.exists():
-        earlier = json.loads(args.out.read_text())
-        rows[:] = earlier.pop("rows")
-        if earlier != {key: value for key, value in result.items() if key != "rows"}:
-            sys.exit(f"{args.out} was measured elsewhere or at another commit: choose another")
+    if args.resume:
+        rows[:] = resumed(args.out, result) or rows
     measured = {row["name"] for row in rows}
     for name in [name for name in args.only if name not in measured]:
         rows.insert(-len(ABSENT), row_of(name))

@@ -1,8 +1,12 @@
 """What benchmarks.parallel_step counts of a step is what the layout must send."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks.parallel_step import LAYOUTS, Row, compare, grouped, row_of, table
+from benchmarks.stamp import resumed
 
 LAYERS, HIDDEN, SEQUENCE, MICRO_BATCH, BATCH = 1, 64, 64, 2, 4
 MODEL = f"""
@@ -51,6 +55,27 @@ def test_rows_are_compared_with_bf16_and_with_one_gpu() -> None:
     assert [row["layout"] for row in rows] == ["one", "tp2-sp", "tp2-sp"]
     assert [row.get("ratio") for row in rows] == [None, 1.5, 1.0]
     assert [row.get("scaling") for row in rows] == [1.0, 0.75, None]
+
+
+def test_a_ratio_is_to_the_fastest_bf16() -> None:
+    speeds = {"bf16": 4.0, "upstream bf16, graphs": 5.0, "tetrajet": 6.0}
+    rows = [{"layout": "one", "name": name, "tokens/s a GPU": v} for name, v in speeds.items()]
+    compare(rows)
+    assert [row["ratio"] for row in rows] == [0.8, 1.0, 1.2]
+
+
+def test_what_a_graph_sends_is_left_open(rows: dict[str, Row]) -> None:
+    counted, open_ = table([rows["bf16"]])[-1], table([rows["bf16"] | {"sent": None}])[-1]
+    assert counted.split("|")[-5:-1] != open_.split("|")[-5:-1] == ["  "] * 4
+
+
+def test_a_result_is_resumed_where_all_else_is_the_same(tmp_path: Path) -> None:
+    out, result = tmp_path / "out.json", {"stamp": {"commit": "a"}, "layers": 8, "rows": []}
+    assert resumed(out, result) == []
+    out.write_text(json.dumps(result | {"rows": [{"name": "bf16"}]}))
+    assert resumed(out, result) == [{"name": "bf16"}]
+    with pytest.raises(SystemExit, match="measured elsewhere"):
+        resumed(out, result | {"stamp": {"commit": "b"}})
 
 
 def test_layouts_that_run_at_one_time_have_gpus_of_their_own() -> None:
