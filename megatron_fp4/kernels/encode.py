@@ -16,6 +16,14 @@ import triton.language as tl
 
 
 @triton.jit
+def bf16_bits(x):
+    """Of float32, rounded to nearest even as BF16; Triton's interpreter would cut them off."""
+    bits = x.to(tl.int32, bitcast=True)
+    even = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    return tl.where(x == x, even, 0x7FC0)
+
+
+@triton.jit
 def permuted(a, b, selector):
     """A word of four bytes of a (0-3) and b (4-7), which the selector's digits name, last first.
     b and the selector may be numbers."""

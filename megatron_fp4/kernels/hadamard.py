@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_fp4.kernels.encode import bf16_bits
 from megatron_fp4.kernels.mxfp4 import across, along, loaded
 from megatron_fp4.kernels.philox import (
     placed,
@@ -26,13 +27,9 @@ from megatron_fp4.kernels.philox import (
 
 @triton.jit
 def _rounded(low, high, INTERPRETED: tl.constexpr):
-    """Words of two float32 rounded to BF16; Triton's interpreter would cut them off."""
+    """Words of two float32 rounded to BF16."""
     if INTERPRETED:
-        both = tl.join(low, high).to(tl.int32, bitcast=True)
-        even = (both + 0x7FFF + ((both >> 16) & 1)) >> 16
-        nan = (both & 0x7FFFFFFF) > 0x7F800000
-        low, high = tl.split(tl.where(nan, 0x7FC0, even))
-        return (low & 0xFFFF) | (high << 16)
+        return bf16_bits(low) | (bf16_bits(high) << 16)
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
     )

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_fp4.kernels.encode import bf16_bits
 from megatron_fp4.kernels.launch import on
 from megatron_fp4.outliers import OutlierClamp, Residual, index_dtype, ranks
 
@@ -28,14 +29,6 @@ OPTIONS = {"enable_fp_fusion": False}
 def _number(bits):
     """float32 of BF16's bits."""
     return (bits << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _rounded(x):
-    """Bits of float32 as BF16, to nearest even; Triton's interpreter would cut them off."""
-    bits = x.to(tl.int32, bitcast=True)
-    even = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-    return tl.where(x == x, even, 0x7FC0)
 
 
 @triton.jit
@@ -111,12 +104,12 @@ def split_kernel(
     invalid = (low != low) | (high != high)
     x = _number(bits)
     clamped = tl.where(x < low, low, x)
-    clamped = _rounded(tl.where(clamped > high, high, clamped))
+    clamped = bf16_bits(tl.where(clamped > high, high, clamped))
     clamped = tl.where(_number(clamped) == x, bits, clamped)  # a zero keeps its sign
     clamped = tl.where(invalid, 0x7FC0, clamped)
     tl.store(clamped_ptr + at, clamped.to(tl.int16), mask=there)
     difference = tl.where(invalid, 0.0, x - _number(clamped))
-    taken = _rounded(difference).to(tl.int16)
+    taken = bf16_bits(difference).to(tl.int16)
     is_outlier = there & (difference != 0.0)
     slot = tl.cumsum(is_outlier.to(tl.int32), 0) - 1
     live = is_outlier & (slot < n_slots)
