@@ -90,7 +90,6 @@ OUTLIER_MISTAKES = {
         "there, _key(bits), 0x10000",
         "there, _key(bits), 0x8000",
     ),
-    "halves go down": ("130 features, 0.9", " + ((bits >> 16) & 1))", ")"),
     "a bound in float32": ("fine", "0x8000)).to(tl.float64)", "0x8000))"),
     "a weight in float32": ("fine", "bitcast=True)).to(", "bitcast=True).to(tl.float32)).to("),
     "a zero takes its bound's sign": (
@@ -181,6 +180,7 @@ OTHERS += [("estimator", "estimator", n, "", *edit) for n, edit in ESTIMATOR_MIS
 OTHERS += [("blocks", "blocks", name, *edit) for name, edit in BLOCK_MISTAKES.items()]
 OTHERS += [("rows", "blocks", "ties of scales go up", "e4m3", " + ((bits >> CUT) & 1)\n", " + 1\n")]
 OTHERS += [("outliers", "outliers", name, *edit) for name, edit in OUTLIER_MISTAKES.items()]
+OTHERS += [("encode", "outliers", "halves go down", "130 features", " + ((bits >> 16) & 1))", ")")]
 
 
 @pytest.mark.parametrize(
