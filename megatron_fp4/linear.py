@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_fp4.backends import Operand
 from megatron_fp4.call import Call
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.formats import wide
 from megatron_fp4.gemms import Backward, Needs, Saved, fprop
 from megatron_fp4.outliers import Residual
@@ -178,8 +179,9 @@ def linear(
     x: [..., in]; weight: [out, in]; bias: [out] or None. Returns [..., out] in x's dtype.
     recipe: a Recipe or anything `get_recipe` takes. seed, step, name: key the random bits; two
         linears of a model need two names, and each step of training its own number. A CUDA graph
-        reads a step that is an int64 tensor [] whenever it runs; a number it repeats.
-    Raises ConfigError where a block does not divide an axis that it tiles.
+        reads a step that is an int64 tensor [] beside x whenever it runs; a number it repeats.
+    Raises ConfigError where a block does not divide an axis that it tiles, and for a seed or a step
+    of another kind.
     """
     if not isinstance(recipe, Recipe):
         recipe = get_recipe(recipe)
@@ -187,4 +189,8 @@ def linear(
     if torch.is_grad_enabled() and weight.requires_grad:
         tokens = x.numel() // x.shape[-1] if x.shape[-1] else 0
     recipe.check_linear(tokens, weight.shape[1], weight.shape[0], name)
+    if isinstance(step, Tensor):
+        if step.device != x.device:
+            raise ConfigError(f"{name}: its step is on {step.device} and x on {x.device}: move it")
+        step = step.clone()  # backward draws for it too, when it may have gone on
     return quantized_linear(x, weight, bias, recipe, Call(name=name, key=Key(seed, step)))

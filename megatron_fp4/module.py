@@ -17,10 +17,10 @@ class Linear(nn.Linear):
     """nn.Linear whose three GEMMs run in the recipe's precision.
 
     Each training forward pass is a step of its own: `steps` counts them and keys the noise. Set it
-    when training resumes, and to an int64 tensor [] beside the weight before a CUDA graph captures
-    the layer: replays count in it. name: tells its noise from other layers'; give each layer its
-    own. Raises ConfigError where a block does not divide in_features or out_features, for a seed
-    that does not fit, and where a graph would repeat a step.
+    when training resumes, and to an int64 tensor [] of its own beside the weight before a CUDA
+    graph captures the layer: replays count in it. name: tells its noise from other layers'; give
+    each layer its own. Raises ConfigError where a block does not divide in_features or
+    out_features, for a seed that does not fit, and where a graph would repeat a step.
     """
 
     steps: int | Tensor

@@ -84,7 +84,8 @@ WHOLE = Placement()
 @dataclass(frozen=True)
 class Key:
     """What the noise of one run and one step is keyed with: the 64-bit seed, and the step, a number
-    or where it lies in memory (see `word`). Raises ConfigError for a seed that does not fit."""
+    or where it lies in memory (see `word`). Raises ConfigError for a seed that does not fit, and
+    for a step that is another tensor than int64 []."""
 
     seed: int
     step: int | Tensor = 0
@@ -92,6 +93,10 @@ class Key:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"a seed is an integer from 0 to 2**64 - 1, not {self.seed}")
+        step = self.step
+        if isinstance(step, Tensor) and (step.dtype != torch.int64 or step.dim()):
+            shape = list(step.shape)
+            raise ConfigError(f"a step in memory is an int64 tensor [], not {step.dtype} {shape}")
 
     def words(self) -> tuple[int, int]:
         """The Philox key: the seed's low and high word."""

@@ -13,6 +13,10 @@ import torch
 T = TypeVar("T")
 
 
+def _once(value: Any) -> int:
+    return 0
+
+
 class Replay:
     """Gives a recomputed forward pass what its original had.
 
@@ -27,7 +31,7 @@ class Replay:
     repeat: how many calls of the same microbatch were before the one that a value is of.
     """
 
-    def __init__(self, repeat: Callable[[Any], int] = lambda value: 0) -> None:
+    def __init__(self, repeat: Callable[[Any], int] = _once) -> None:
         self._repeat = repeat
         self._queue: deque[Any] = deque()
         self._latest: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,34 @@ def test_steps_may_be_counted_in_memory(recipe: str) -> None:
             y.backward(dy)
         assert torch.equal(*outputs)
         assert all(map(torch.equal, gradients(plain), gradients(counted)))
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_a_step_in_memory_may_go_on_before_backward(recipe: str) -> None:
+    step, (x, dy) = torch.tensor(4), x_and_dy()
+    weights = [normal((SIZE, SIZE), 5).requires_grad_() for _ in range(2)]
+    outputs = [linear(x, w, recipe=recipe, step=s) for w, s in zip(weights, (4, step), strict=True)]
+    step += 1
+    for y in outputs:
+        y.backward(dy)
+    assert torch.equal(*outputs)
+    assert torch.equal(*(w.grad for w in weights))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [torch.tensor(1, dtype=torch.int32), torch.tensor([1])])
+def test_a_step_in_memory_is_int64(step: Tensor) -> None:
+    x, _ = x_and_dy()
+    with pytest.raises(ConfigError, match="an int64 tensor"):
+        linear(x, normal((SIZE, SIZE), 5), recipe="tetrajet", step=step)
+    with pytest.raises(ConfigError, match="its step is on meta and x on cpu"):
+        linear(x, normal((SIZE, SIZE), 5), recipe="tetrajet", step=torch.tensor(1, device="meta"))
+
+
+def test_a_layer_can_be_pickled() -> None:
+    module, (x, _) = layer(), x_and_dy()
+    module(x)
+    again = pickle.loads(pickle.dumps(module))
+    assert again.steps == 1 and torch.equal(again(x), module(x))
 
 
 def test_evaluation_does_not_count() -> None:

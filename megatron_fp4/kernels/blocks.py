@@ -18,9 +18,9 @@ from megatron_fp4.formats import E2M1_MAX, SCALE_FLOATS
 from megatron_fp4.kernels.encode import nearest, stochastic
 from megatron_fp4.kernels.launch import Launch, on, planned, tiles
 from megatron_fp4.kernels.philox import placed_in_tile, rest_of_tile
-from megatron_fp4.kernels.quantize import GROUP, drawn, in_memory, signed
+from megatron_fp4.kernels.quantize import GROUP, SILENCE, drawn, is_in_memory, signed
 from megatron_fp4.kernels.rows import INFINITE, fp8_code
-from megatron_fp4.philox import Key, Noise
+from megatron_fp4.philox import Noise
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
 TILE, WARPS = 64, 4  # rows and columns of a program
@@ -209,11 +209,11 @@ def quantize(
     across, along = quantizer.block
     codes = x.new_empty(others, k // 2, dtype=torch.uint8)
     scales = x.new_empty(others // across, k // along, dtype=torch.uint8)
-    noise = noise or Noise(Key(0), 0)
-    at = in_memory(noise.key.step)
-    place = drawn(x, quantizer, noise, noise.key, at, rows, columns)
+    noise = noise or SILENCE
+    in_memory = is_in_memory(noise.key.step)
+    place = drawn(x, quantizer, noise, in_memory, rows, columns)
     has_groups = noise.placement.groups is not None
-    find, cast = _launches(rows, columns, quantizer, axis, at, has_groups)
+    find, cast = _launches(rows, columns, quantizer, axis, in_memory, has_groups)
     top: Tensor = x
     unit: Tensor | None = None
     with on(x):

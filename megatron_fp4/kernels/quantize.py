@@ -73,18 +73,17 @@ def quantize(
     if group:
         copies = [replace(copy, carrier=None) for copy in copies]
     made = {copy.axis: _empty(source, x.shape, quantizer, copy) for copy in copies}
-    noise = copies[0].noise or _SILENCE
-    has_groups = noise.placement.groups is not None
     if group:
         for copy in copies:
-            signs = copy.signs or Signs(noise.key, 0)
-            at = in_memory(signs.key.step, signs.draw)
-            kind = copy.signs is not None, at, has_groups
-            start = _transform(rows, columns, quantizer, copy.axis, group, *kind)
+            signs = copy.signs or Signs((copy.noise or SILENCE).key, 0)
+            noise = copy.noise or Noise(signs.key, 0)
+            in_memory = is_in_memory(noise.key.step, signs.draw)
+            form = copy.signs is not None, in_memory, noise.placement.groups is not None
+            start = _transform(rows, columns, quantizer, copy.axis, group, *form)
             codes, scales, *_, stream = _operands(made[copy.axis], copy)
-            draws = [stream, signed(signs.stream), *given(signs.draw, at, source)]
-            there = drawn(source, quantizer, noise, signs.key, at, rows, columns)
-            start([source, codes, scales, *draws, *there])
+            turn = signed(signs.stream), *given(signs.draw, in_memory, source)
+            place = drawn(source, quantizer, noise, in_memory, rows, columns)
+            start([source, codes, scales, stream, *turn, *place])
         return [made[copy.axis] for copy in copies]
     operands: list[Tensor | int] = []
     wanted: list[torch.dtype | bool] = []
@@ -94,10 +93,11 @@ def quantize(
         operands += nowhere if found is None else _operands(made[axis], found)
         wanted.append(found is not None and (found.carrier or True))
     along, across = wanted
-    at = in_memory(noise.key.step)
-    start = _quantize(rows, columns, quantizer, packed, along, across, at, has_groups)
-    there = drawn(source, quantizer, noise, noise.key, at, rows, columns)
-    start([source, x_scales, *operands, *there])
+    noise = copies[0].noise or SILENCE
+    in_memory, has_groups = is_in_memory(noise.key.step), noise.placement.groups is not None
+    start = _quantize(rows, columns, quantizer, packed, along, across, in_memory, has_groups)
+    place = drawn(source, quantizer, noise, in_memory, rows, columns)
+    start([source, x_scales, *operands, *place])
     return [made[copy.axis] for copy in copies]
 
 
@@ -105,7 +105,6 @@ def drawn(
     source: Tensor,
     quantizer: Quantizer,
     noise: Noise,
-    key: Key,
     in_memory: bool,
     rows: int,
     columns: int,
@@ -119,12 +118,12 @@ def drawn(
         rows,
         columns,
         place.groups_per_row or columns // GROUP,
-        *given(key.step, in_memory, source),
-        *map(signed, key.words()),
+        *given(noise.key.step, in_memory, source),
+        *map(signed, noise.key.words()),
     ]
 
 
-def in_memory(*numbers: int | Tensor) -> bool:
+def is_in_memory(*numbers: int | Tensor) -> bool:
     """Whether a kernel is to read them there, for a CUDA graph; it starts sooner if not."""
     return any(isinstance(number, Tensor) for number in numbers)
 
@@ -137,7 +136,7 @@ def given(number: int | Tensor, in_memory: bool, like: Tensor) -> tuple[int, Ten
     return signed(number & _MASK), kept(word, number, like) if in_memory else like
 
 
-_SILENCE = Noise(Key(0), 0)
+SILENCE = Noise(Key(0), 0)
 
 
 @planned

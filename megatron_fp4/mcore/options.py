@@ -51,7 +51,7 @@ _REFUSED = {
     "--non-persistent-ckpt-type": "use global, the only type that is judged before it is loaded",
     "--yaml-cfg": "give the flags on the command line",
 }
-_SAME_NOISE = "leave it out, a graph would draw the same noise whenever it runs"
+_NO_GRAPHS = "leave it out, or use --fp4-recipe without --fp4-format"
 # The same for this package's recipes in Transformer Engine's linears.
 _NOT_IN_TE = {
     "--add-bias-linear": "--disable-bias-linear, or --fp4-recipe without --fp4-format",
@@ -59,8 +59,8 @@ _NOT_IN_TE = {
     "--tp-comm-overlap": "leave it out",
     "--moe-grouped-gemm": "leave it out, the experts run one after the other",
     "--delay-wgrad-compute": "leave it out",
-    "--enable-cuda-graph": _SAME_NOISE,
-    "--external-cuda-graph": _SAME_NOISE,
+    "--enable-cuda-graph": _NO_GRAPHS,
+    "--external-cuda-graph": _NO_GRAPHS,
     "--fp4-param-gather": "leave it out, weights are gathered in BF16",
 }
 # Values of them that ask for nothing, where that is not a value that is false.
@@ -208,7 +208,7 @@ def _check_upstreams(args: argparse.Namespace) -> None:
         if _is_set(args, flag):
             raise ConfigError(f"{module} does not support {flag}: {remedy}")
     if args.cuda_graph_impl != "none":
-        raise ConfigError(f"{module} does not support {graphs.FLAG}: {_SAME_NOISE}")
+        raise ConfigError(f"{module} does not support {graphs.FLAG}: {_NO_GRAPHS}")
 
 
 def _needs_te(args: argparse.Namespace, flag: str) -> None:

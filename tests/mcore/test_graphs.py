@@ -83,11 +83,11 @@ def test_what_graphs_count_is_told_of_by_step_and_operand(monkeypatch: pytest.Mo
 
 def test_what_a_layer_warms_up_on_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     run = captured_run(monkeypatch)
-    for is_warm in (False, True):
-        monkeypatch.setattr(graphs, "warms_up", lambda told=not is_warm: told)
+    for warms_up in (True, False):
+        monkeypatch.setattr(graphs, "warms_up", lambda told=warms_up: told)
         run.monitor.start_step(7)
         state(run).product(activation() * torch.nan, weight(), None, True)
-        assert (run.monitor.look() is not None) == is_warm
+        assert (run.monitor.look() is None) == warms_up
 
 
 def test_what_graphs_count_stands_in_the_order_in_which_they_ran(
