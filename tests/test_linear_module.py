@@ -91,7 +91,8 @@ def test_steps_may_be_counted_in_memory(recipe: str) -> None:
 def test_a_step_in_memory_may_go_on_before_backward(recipe: str) -> None:
     step, (x, dy) = torch.tensor(4), x_and_dy()
     weights = [normal((SIZE, SIZE), 5).requires_grad_() for _ in range(2)]
-    outputs = [linear(x, w, recipe=recipe, step=s) for w, s in zip(weights, (4, step), strict=True)]
+    steps: list[int | Tensor] = [4, step]
+    outputs = [linear(x, w, recipe=recipe, step=s) for w, s in zip(weights, steps, strict=True)]
     step += 1
     for y in outputs:
         y.backward(dy)
