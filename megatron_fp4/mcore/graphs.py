@@ -40,6 +40,19 @@ def release() -> None:
         graph.reset()
 
 
+def advice(args: argparse.Namespace, recipes: Iterable[Recipe]) -> str | None:
+    """For a launch that could have graphs and may want them: tensor parallelism makes layers so
+    small that a GPU waits for its host to start them (docs/notes/host.md)."""
+    if wanted(args) or args.tensor_model_parallel_size == 1:
+        return None
+    replayed = {"cuda_graph_impl": "local", "fp4_weight_cache": None}
+    try:
+        check(argparse.Namespace(**vars(args) | replayed), recipes)
+    except ConfigError:
+        return None
+    return f"{FLAG} local may be faster: under tensor parallelism GPUs wait for their hosts"
+
+
 class Clock:
     """Step and microbatch, where graphs read them."""
 

@@ -10,7 +10,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fp4 import get_recipe, list_recipes
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import options
+from megatron_fp4.mcore import graphs, options
 from megatron_fp4.recipe import GEMMS, Recipe
 
 PLAIN_OBJECT = 4
@@ -309,6 +309,21 @@ def test_what_a_captured_layer_cannot_follow_is_refused(flags: str) -> None:
     message = refusal(*graphs, *flags.split())
     named = "return to BF16" if "after" in flags else flags.split()[0]
     assert named in message and "leave out one of them" in message
+
+
+def test_graphs_are_advised_where_they_can_be_had_and_help() -> None:
+    def advice(*flags: str) -> str | None:
+        args = parse("--fp4-recipe", "tetrajet", *flags)
+        recipe = options.recipe_of(args)
+        assert recipe is not None
+        return graphs.advice(args, [recipe])
+
+    launch = ("--hidden-dropout", "0", "--attention-dropout", "0")
+    two = (*launch, "--tensor-model-parallel-size", "2")
+    assert (advice(*two) or "").startswith("--cuda-graph-impl local may be faster")
+    assert advice(*launch) is None
+    assert advice(*two, "--num-experts", "4") is None
+    assert advice(*two, "--cuda-graph-impl", "local") is None
 
 
 def test_what_a_checkpoint_brings_a_captured_layer_is_refused_too() -> None:
