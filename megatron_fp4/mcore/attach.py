@@ -64,11 +64,7 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
         run.prepare_graphs(len(found), found[0][1].weight.device)
     most = max(_of_all_ranks(_kept_bytes(run, [linear for _, linear, _ in found])))
     if torch.distributed.get_rank() == 0:
-        recipes = [run.recipe, *(recipe for _, recipe in run.modules if recipe is not None)]
-        on_gpu = any(linear.weight.is_cuda for _, linear, _ in found)
-        advice = graphs.advice(run.args, recipes) if on_gpu else None
-        end = f"\n  {advice}\n" if advice else "\n"
-        print(table(recipes, rows), _kept(run, most), end=end, flush=True)
+        print(table(run.recipes, rows), _kept(run, most), flush=True)
     return model
 
 

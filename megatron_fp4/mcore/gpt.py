@@ -25,7 +25,7 @@ from megatron.training.training import pretrain
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron_fp4.mcore import arguments, compat, options
+from megatron_fp4.mcore import arguments, compat, graphs, options
 from megatron_fp4.mcore.attach import attach
 from megatron_fp4.mcore.run import Run
 from megatron_fp4.mcore.spec import layer_spec
@@ -51,6 +51,9 @@ def train() -> None:
         compat.mend_model_config(model, args)
         if recipe is not None:
             run = Run(recipe, args, options.module_recipes(args))
+            advice = graphs.advice(args, run.recipes)
+            if advice is not None and args.rank == 0 and torch.cuda.is_available():
+                print(f"megatron-fp4: {advice}", flush=True)
             model.pre_wrap_hooks.append(partial(attach, run))
             step = run.counting(forward_step)
         config = pretrain_cfg_container_from_args(args, model)

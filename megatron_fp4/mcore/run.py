@@ -67,6 +67,11 @@ class Run:
         self._clock: graphs.Clock | None = None
         self._last_sighting = -2  # the step of it; -2 is not the one before any
 
+    @property
+    def recipes(self) -> list[Recipe]:
+        """The launch's, then those that some modules have."""
+        return [self.recipe, *(own for _, own in self.modules if own is not None)]
+
     # --- time -------------------------------------------------------------------------------
 
     def counting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
