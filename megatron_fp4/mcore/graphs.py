@@ -45,9 +45,8 @@ def advice(args: argparse.Namespace, recipes: Iterable[Recipe]) -> str | None:
     small that a GPU waits for its host to start them (docs/notes/host.md)."""
     if wanted(args) or args.tensor_model_parallel_size == 1:
         return None
-    replayed = {"cuda_graph_impl": "local", "fp4_weight_cache": None}
     try:
-        check(argparse.Namespace(**vars(args) | replayed), recipes)
+        check(argparse.Namespace(**vars(args) | {"fp4_weight_cache": None}), recipes)
     except ConfigError:
         return None
     return f"{FLAG} local may be faster: under tensor parallelism GPUs wait for their hosts"
@@ -69,9 +68,8 @@ class Clock:
 
 
 def check(args: argparse.Namespace, recipes: Iterable[Recipe]) -> None:
-    """Raises ConfigError for what would change after the capture, or is not known then."""
-    if not wanted(args):
-        return
+    """Raises ConfigError for what would change after the capture, or is not known then. args: of a
+    launch with graphs."""
     problems = {
         "a recipe whose GEMMs return to BF16": any(r.bf16_after is not None for r in recipes),
         # C/pipeline_parallel/schedules.py would free what a captured layer gives out, and asserts

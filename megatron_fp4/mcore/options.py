@@ -235,7 +235,8 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
     for flag, remedy in _REFUSED.items():
         if _is_set(args, flag):
             raise ConfigError(f"recipe {args.fp4_recipe} does not support {flag}: {remedy}")
-    graphs.check(args, [recipe, *(own for _, own in module_recipes(args) if own is not None)])
+    if graphs.wanted(args):
+        graphs.check(args, [recipe, *(own for _, own in module_recipes(args) if own is not None)])
     return recipe
 
 
