@@ -81,7 +81,7 @@ def main() -> None:
 
 def start_world(layout: Layout) -> None:
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        take_gpu(int(os.environ["LOCAL_RANK"]))
         # Sums by atomics are the one thing that a rerun would not repeat.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -97,6 +97,16 @@ def start_world(layout: Layout) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     rank, dp = torch.distributed.get_rank(), mpu.get_data_parallel_world_size()
     init_num_microbatches_calculator(rank, None, GLOBAL_BATCH, MICRO_BATCH, dp)
+
+
+def take_gpu(rank: int) -> None:
+    """A GPU for this rank of the host. Where ranks share GPUs, which NCCL refuses within one host,
+    each says that it is a host of its own: NCCL then talks through sockets, and runs the same."""
+    gpus = torch.cuda.device_count()
+    torch.cuda.set_device(rank % gpus)
+    if int(os.environ["LOCAL_WORLD_SIZE"]) > gpus:
+        alone = {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        os.environ.update(alone)
 
 
 class Trainer:
