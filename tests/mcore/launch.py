@@ -60,15 +60,21 @@ def spawn(
 ) -> subprocess.CompletedProcess[str]:
     """Runs any script under torchrun, a thread a process; stdout holds both its streams."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
+    run = subprocess.Popen(
         [*command, "--nproc-per-node", str(processes), str(script), *arguments],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout_s,
     )
+    try:
+        output, _ = run.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        run.terminate()  # torchrun then ends its ranks, which would keep the pipe open
+        output, _ = run.communicate(timeout=60)
+        output += f"\nstill running after {timeout_s} s"
+    return subprocess.CompletedProcess(run.args, run.returncode, output)
 
 
 def train(processes: int, *flags: str) -> Result:
