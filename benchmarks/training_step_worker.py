@@ -20,8 +20,11 @@ from megatron_fp4.mcore import cpu, pretrain
 
 # Whose name holds one of these, in this order.
 KINDS = {
-    "quantize": ("quantize_kernel",),
-    "carry": ("carry_kernel",),
+    "quantize": (
+        *("quantize_kernel", "transform_kernel", "top_kernel", "largest_kernel", "cast_kernel"),
+        *("split_kernel", "factor_kernel"),
+    ),
+    "carry": ("carry_kernel", "elements_kernel", "turn_kernel"),
     "attention": ("fmha", "flash", "attention", "cudnn"),
     "gemm": ("gemm", "nvjet", "cutlass", "xmma", "wgrad", "cublas"),
     "optimizer": ("multi_tensor", "adam", "foreach"),

@@ -11,7 +11,7 @@ from tests.mcore.layouts import holds
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", ["layouts", "layouts-8", "layouts-gpu"])
+@pytest.mark.parametrize("name", ["layouts", "layouts-8", "layouts-8-gpu", "layouts-gpu"])
 def test_the_page_is_the_committed_result(name: str) -> None:
     result = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
     assert "\n".join(result["table"]) in (ROOT / "docs/layouts.md").read_text()

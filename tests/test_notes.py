@@ -13,6 +13,7 @@ PAGES: dict[str, tuple[str, Any]] = {
     "quantize_kernels": ("docs/notes/quantize-kernels.md", quantize_kernels),
     "linear": ("docs/hopper.md", linear),
     "training_step": ("docs/hopper.md", training_step),
+    "training_step-four": ("docs/hopper.md", training_step),
     "parallel_step": ("docs/hopper.md", parallel_step),
     "parallel_step-before": ("docs/notes/host.md", parallel_step),
     "parallel_step-graphs": ("docs/hopper.md", parallel_step),
