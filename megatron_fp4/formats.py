@@ -50,13 +50,16 @@ _LAYOUT = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 5
 # --- E2M1 ---------------------------------------------------------------------------------------
 
 
-def encode_e2m1(v: Tensor, bits: Tensor | None = None) -> Tensor:
+def encode_e2m1(v: Tensor, bits: Tensor | None = None, average: Tensor | None = None) -> Tensor:
     """E2M1 codes of `v`, one a byte.
 
     v: float32 or float64, any shape, already divided by its scale; beyond 6 it saturates.
     bits: None rounds to nearest, ties to the even code. Otherwise uniform integers in
         [0, 65536) of v's shape: the magnitude goes up where its fraction of the interval
         exceeds (bits + 1/2) / 65536 (stochastic rounding).
+    average: what v was of late, on the same grid: of the two codes on either side of v the one
+        nearer to it (Q-EMA, arXiv 2502.20853); where it lies midway, the one that v
+        is rounded to. v stays where it lies on the grid, but may leave 0.
     Returns uint8 of v's shape. The sign is kept on zero (-0.1 becomes code 8). NaN is undefined:
     callers replace it first.
     """
@@ -68,7 +71,13 @@ def encode_e2m1(v: Tensor, bits: Tensor | None = None) -> Tensor:
     binade = (magnitude.view(integers) >> mantissa_bits).sub_(bias).clamp_(min=0)
     per_step = (bias + 1 - binade).bitwise_left_shift_(mantissa_bits).view(v.dtype)  # 2, 1, 1/2
     steps = magnitude.mul_(per_step)
-    if bits is None:
+    if average is not None:
+        integer = steps.floor()
+        middle = (integer + 0.5) / per_step
+        toward = torch.where(v.signbit(), -average, average)
+        up = torch.where(toward == middle, steps.round() > integer, toward > middle)
+        integer += up & ((steps > integer) | (integer == 0))
+    elif bits is None:
         integer = steps.round()  # half to even, and even integers are even codes
     else:
         integer = steps.floor()

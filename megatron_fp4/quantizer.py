@@ -19,7 +19,7 @@ from megatron_fp4 import formats
 from megatron_fp4.errors import ConfigError, check_choices
 from megatron_fp4.formats import widen
 from megatron_fp4.philox import WHOLE, Key, random_bits16
-from megatron_fp4.scaling import per_block, scale_blocks, widest_max
+from megatron_fp4.scaling import per_block, scale_average, scale_blocks, widest_max
 
 WHOLE_AXIS = 0  # a block size that means the whole axis
 
@@ -36,7 +36,8 @@ class Quantizer:
     rule: e8m0: floor (OCP, may clip) or ceil (truncation-free: TetraJet, arXiv 2502.20853,
         section 3.2). e4m3, ue5m3: nearest, up, or four-over-six (a block's maximum goes to 6 or
         to 4, whichever errs less; arXiv 2512.02010). fp32: absmax.
-    rounding: nearest (ties to even) or stochastic.
+    rounding: nearest (ties to even), stochastic, or ema: of the two neighbours on the grid the one
+        nearer to a moving average of the tensor (e8m0 scales; Q-EMA, arXiv 2502.20853).
     prescale: multiplies the scaled value before it is rounded, and is not undone here: the
         GEMM's correction does (3/4 in "Training LLMs with MXFP4", arXiv 2502.20586).
     tensor_max: e4m3, ue5m3: the largest block scale that the tensor scale aims at (NVFP4: 448);
@@ -48,7 +49,7 @@ class Quantizer:
     scale: Literal["e8m0", "e4m3", "ue5m3", "fp32"] = "e8m0"
     block: tuple[int, int] = (1, 32)
     rule: Literal["floor", "ceil", "nearest", "up", "four-over-six", "absmax"] = "floor"
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Literal["nearest", "stochastic", "ema"] = "nearest"
     prescale: float = 1.0
     tensor_max: float = 0.0
     inflate: float = 1.0
@@ -76,6 +77,8 @@ class Quantizer:
             raise ConfigError("fp32 scales take blocks of a whole axis: the GEMM leaves them out")
         if self.element != "e2m1" and (self.scale != "fp32" or self.stochastic):
             raise ConfigError(f"{self.element} elements take fp32 scales and nearest rounding")
+        if self.rounding == "ema" and (self.element, self.scale) != ("e2m1", "e8m0"):
+            raise ConfigError("rounding ema takes e2m1 elements and e8m0 scales")
         if self.rule == "four-over-six" and (self.block[0] != 1 or self.stochastic):
             raise ConfigError("four-over-six takes blocks of one row and nearest rounding")
 
@@ -224,15 +227,19 @@ def quantize_matrix(
     *,
     axis: int,
     bits: Tensor | None = None,
+    average: Tensor | None = None,
     widest: Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantize `x` in blocks along `axis`.
 
     x: at least one axis; float32 and narrower are computed in float32, float64 in float64.
     bits: random integers in [0, 65536) of x's shape; required for stochastic rounding.
+    average: a moving average of x, of its shape; required for rounding ema. Scales and signs are
+        x's.
     widest: the largest `absolute_max` of the ranks that share a scale (`Quantizer.scale_spans`);
         None where no rank holds another part of it.
-    Raises ConfigError where the block does not divide the axis.
+    Raises ConfigError where the block does not divide the axis, or what the rounding takes is not
+    given.
     """
     if not -x.dim() <= axis < x.dim():
         raise ConfigError(f"a tensor of {x.dim()} axes has no axis {axis}")
@@ -249,7 +256,13 @@ def quantize_matrix(
             if bits is None:
                 raise ConfigError("a stochastic quantizer needs random bits: give it a seed")
             bits = bits.movedim(axis, -1).reshape(rows, k).contiguous()
-        codes = formats.encode_e2m1(scaled, bits if quantizer.stochastic else None)
+        toward = None
+        if quantizer.rounding == "ema":
+            if average is None or average.shape != x.shape:
+                raise ConfigError("rounding ema takes a moving average of the tensor's shape")
+            kept = _matrix(average, axis).to(matrix.dtype)
+            toward, scales, finite = scale_average(kept, matrix, scales, finite, quantizer)
+        codes = formats.encode_e2m1(scaled, bits if quantizer.stochastic else None, toward)
     else:
         codes = formats.encode_fp8(scaled, quantizer.element)
     codes = per_block(codes, quantizer.block, finite.to(torch.uint8), torch.mul)
@@ -275,14 +288,20 @@ def _matrix(x: Tensor, axis: int) -> Tensor:
 
 
 def quantize(
-    x: Tensor, quantizer: Quantizer | str, *, axis: int = -1, seed: int | None = None
+    x: Tensor,
+    quantizer: Quantizer | str,
+    *,
+    axis: int = -1,
+    seed: int | None = None,
+    average: Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantize a whole tensor along `axis`, by a Quantizer or the name of one.
 
     seed: keys the random bits of a stochastic quantizer (step 0, stream 0); without it a
         stochastic quantizer is an error.
-    Raises ConfigError for an unknown name, a missing seed, a tensor that is not floating-point, or
-    an axis that blocks do not divide.
+    average: a moving average of x, which rounding ema takes.
+    Raises ConfigError for an unknown name, a missing seed or average, a tensor that is not
+    floating-point, or an axis that blocks do not divide.
     """
     if isinstance(quantizer, str):
         quantizer = get_quantizer(quantizer)
@@ -294,7 +313,7 @@ def quantize(
             raise ConfigError("a stochastic quantizer needs random bits: pass seed=<integer>")
         rows, columns = math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1
         bits = random_bits16(rows, columns, Key(seed), 0, WHOLE, x.device).view(x.shape)
-    return quantize_matrix(x, quantizer, axis=axis, bits=bits)
+    return quantize_matrix(x, quantizer, axis=axis, bits=bits, average=average)
 
 
 def check_divides(quantizer: Quantizer, rows: int, k: int, axis: int | str) -> None:

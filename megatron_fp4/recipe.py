@@ -96,6 +96,9 @@ class Recipe:
             raise ConfigError(f"{self.name}: {error}") from error
 
     def _check_fields(self) -> None:
+        quantizers = [q for gemm in self._gemms.values() for q in (gemm.a, gemm.b)]
+        if any(q is not None and q.rounding == "ema" for q in quantizers):
+            raise ConfigError("no linear keeps the moving average that rounding ema takes")
         w = self.fprop.b
         if self.estimator and (w is None or w.element != "e2m1"):
             raise ConfigError("DGE needs an E2M1 quantizer of W in fprop")

@@ -82,6 +82,19 @@ def scale_blocks(
     return scaled, scales, tensor_scale, finite
 
 
+def scale_average(
+    average: Tensor, matrix: Tensor, scales: Tensor, finite: Tensor, quantizer: Quantizer
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the average of a matrix on the grid where `scale_blocks` left that, stored scales, which
+    blocks are finite): a NaN or an Inf in the average marks its block as one in the matrix does.
+    Zeros of the matrix have an average of 0. E8M0 scales."""
+    finite = finite & _block_max(average, quantizer.block).isfinite()
+    inverse = formats.decode_e8m0(2 * formats.E8M0_BIAS - scales.int(), matrix.dtype)
+    average = torch.where(matrix == 0, 0, average)
+    scales = torch.where(finite, scales, formats.E8M0_NAN).to(torch.uint8)
+    return per_block(average, quantizer.block, inverse, torch.mul), scales, finite
+
+
 def _scale_e8m0(
     matrix: Tensor, amax: Tensor, finite: Tensor, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,7 @@ class Preparation:
     fold: float32 [K], multiplies along the contracted axis: the other operand's vector-wise scale.
     group, signs: the Hadamard transform; group 0 is none.
     noise: for a stochastic quantizer.
+    average: for a quantizer that rounds towards it: of the matrix, in its layout.
     widest: see `quantize_matrix`; what `absolute_max` gives, the largest of all ranks' that share
         a scale.
     carrier: the backend's own, for an operand that it multiplies as it makes it: it may write both.
@@ -51,6 +52,7 @@ class Preparation:
     group: int = 0
     signs: Signs | None = None
     noise: Noise | None = None
+    average: Tensor | None = None
     widest: Tensor | None = None
     carrier: torch.dtype | None = None
 

@@ -110,13 +110,14 @@ def _mxfp4(x: Tensor | QuantizedTensor, *preparations: Preparation) -> list[Quan
             return None
     assert quantizer is not None
     copies = [quantize.Copy(p.axis, p.noise, p.signs, p.carrier) for p in preparations]
-    made: list[QuantizedTensor] = quantize.quantize(x, quantizer, copies, group)
+    average = preparations[0].average
+    made: list[QuantizedTensor] = quantize.quantize(x, quantizer, copies, group, average)
     return made
 
 
 def _together(one: Preparation, other: Preparation) -> bool:
     def common(p: Preparation) -> tuple[object, ...]:
-        return p.quantizer, p.group, _draw(p.noise)
+        return p.quantizer, p.group, _draw(p.noise), id(p.average)
 
     return one.axis != other.axis and common(one) == common(other)
 

@@ -47,6 +47,7 @@ class Reference:
             quantizer,
             axis=axis,
             bits=preparation.noise.bits16(x) if preparation.noise is not None else None,
+            average=preparation.average,
             widest=preparation.widest,
         )
 

@@ -128,6 +128,26 @@ def stochastic(half, rest, PRESCALE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def nearer(half, pairs, inverse, average):
+    """Codes, as bits, of the half magnitudes of `pairs` scaled by `inverse` (`halved`): of the two
+    on either side the one that the average, float32 and not yet scaled, is nearer to."""
+    bits = unpacked(pairs).to(tl.int32, bitcast=True)
+    toward = average * unpacked(inverse)
+    toward = tl.where(bits < 0, -toward, toward)
+    place = tl.minimum(tl.minimum(half * 4, half * 2 + 2), half + 4)  # among the codes
+    code = place.to(tl.int32)
+    lower = code.to(tl.float32)
+    rest = place - lower
+    midway = lower + 0.5
+    middle = tl.maximum(tl.maximum(midway * 0.25, midway * 0.5 - 1), midway - 4)
+    nearest_up = (rest > 0.5) | ((rest == 0.5) & ((code & 1) == 1))
+    up = tl.where(toward == middle, nearest_up, toward > middle)
+    # What becomes too small for BF16 is no 0 for that.
+    between = (rest > 0) | ((code == 0) & ((bits & 0x7FFFFFFF) != 0))
+    return code + (up & between).to(tl.int32)
+
+
+@triton.jit
 def words(codes):
     """Words [...] of eight codes [..., 2, 2, 2] without their signs. Small integers are added as
     the float32 of their bits."""

@@ -263,8 +263,8 @@ def transform_kernel(
                     INTERPRETED,
                 )  # fmt: skip
             along(
-                pairs, rest, out, 0, rows, column0, n_rows, n_columns,
-                0, CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
+                pairs, rest, 0, out, 0, rows, column0, n_rows, n_columns,
+                0, CEIL, STOCHASTIC, False, PRESCALE, EVEN, INTERPRETED,
             )  # fmt: skip
     else:
         WINDOW: tl.constexpr = 128 if GROUP == 128 else 64
@@ -279,6 +279,6 @@ def transform_kernel(
                 index = placed_in_tile(place, first, column0, WINDOW, 32, HAS_GROUPS, INTERPRETED)
                 rest = rest_of_tile(index, noise, stream, INTERPRETED)
             across(
-                pairs, rest, out, 0, first, column0, n_rows, n_columns,
-                0, CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
+                pairs, rest, 0, out, 0, first, column0, n_rows, n_columns,
+                0, CEIL, STOCHASTIC, False, PRESCALE, EVEN, INTERPRETED,
             )  # fmt: skip

@@ -39,6 +39,12 @@ def _largest(pairs, AXIS: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _overflows(average):
+    """1 where it is NaN or Inf."""
+    return ((average.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000).to(tl.int32)
+
+
+@triton.jit
 def _stored(values, ptr, rows, columns, n_rows, n_columns, EVEN: tl.constexpr):
     """Stores values [..., i, j] at [rows[..., i], columns[j]] of a row-major matrix."""
     rows = tl.expand_dims(rows, len(rows.shape))
@@ -53,6 +59,7 @@ def _stored(values, ptr, rows, columns, n_rows, n_columns, EVEN: tl.constexpr):
 def along(
     pairs,
     rest,
+    average,
     out,
     fold,
     rows,
@@ -62,6 +69,7 @@ def along(
     CARRIED: tl.constexpr,
     CEIL: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    AVERAGED: tl.constexpr,
     PRESCALE: tl.constexpr,
     EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -74,6 +82,9 @@ def along(
     blocked = tl.reshape(pairs, (L, 8, C // 32, 16))
     widest = _largest(blocked, 3, INTERPRETED)
     byte, finite = encode.scales(tl.maximum(widest & 0xFFFF, widest >> 16), CEIL)
+    if AVERAGED:
+        average = tl.reshape(average, (L, 8, C // 32, 32))
+        finite = finite & (tl.max(_overflows(average), 3) == 0)
     inverse = encode.half_inverse(byte) * 0x10001
     inverse = tl.broadcast_to(inverse[:, :, :, None], (L, 8, C // 32, 16))
     half = encode.halved(blocked, inverse, not CEIL and PRESCALE == 1.0, INTERPRETED)
@@ -82,6 +93,9 @@ def along(
         rest = tl.reshape(rest, (L, 8, C // 8, 2, 2, 2))
         codes = encode.stochastic(eights, rest, PRESCALE, INTERPRETED)
         words = encode.words_of_highest(codes, INTERPRETED)
+    elif AVERAGED:
+        codes = encode.nearer(half, blocked, inverse, average)
+        words = encode.words(tl.reshape(codes, (L, 8, C // 8, 2, 2, 2)))
     else:
         words = encode.words(encode.nearest(eights))
     even, odd = encode.gathered(tl.reshape(pairs, (L, 8, C // 8, 2, 2)), INTERPRETED)
@@ -109,6 +123,7 @@ def along(
 def across(
     pairs,
     rest,
+    average,
     out,
     fold,
     row0,
@@ -118,6 +133,7 @@ def across(
     CARRIED: tl.constexpr,
     CEIL: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    AVERAGED: tl.constexpr,
     PRESCALE: tl.constexpr,
     EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -130,6 +146,11 @@ def across(
     widest = _largest(widest, 1, INTERPRETED)
     low_byte, low_finite = encode.scales(widest & 0xFFFF, CEIL)
     high_byte, high_finite = encode.scales(widest >> 16, CEIL)
+    if AVERAGED:
+        average = tl.reshape(average, (L // 4, 4, 8, C))
+        overflows = tl.max(tl.max(_overflows(average), 2), 1)
+        low_over, high_over = tl.split(tl.reshape(overflows, (L // 4, C // 2, 2)))
+        low_finite, high_finite = low_finite & (low_over == 0), high_finite & (high_over == 0)
     inverse = encode.half_inverse(low_byte) | (encode.half_inverse(high_byte) << 16)
     inverse = tl.broadcast_to(inverse[:, None, None, :], (L // 4, 4, 8, C // 2))
     blocked = tl.reshape(pairs, (L // 4, 4, 8, C // 2))
@@ -139,6 +160,9 @@ def across(
         rest = tl.permute(tl.reshape(rest, (L, 2, 2, 2, C)), (0, 4, 1, 2, 3))
         codes = encode.stochastic(eights, rest, PRESCALE, INTERPRETED)
         words = encode.words_of_highest(codes, INTERPRETED)
+    elif AVERAGED:
+        codes = tl.reshape(encode.nearer(half, blocked, inverse, average), (L, 2, 2, 2, C))
+        words = encode.words(tl.permute(codes, (0, 4, 1, 2, 3)))
     else:
         words = encode.words(encode.nearest(eights))
     even, odd = tl.split(tl.permute(tl.reshape(pairs, (L, 2, 2, 2, C // 2)), (0, 4, 1, 2, 3)))
@@ -224,6 +248,7 @@ def quantize_kernel(
     across_carriers_ptr,
     across_tally_ptr,
     across_stream,
+    average_ptr,
     rows_ptr,
     groups_ptr,
     n_rows,
@@ -240,6 +265,7 @@ def quantize_kernel(
     ACROSS_CARRIED: tl.constexpr,
     CEIL: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    AVERAGED: tl.constexpr,
     PRESCALE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
@@ -252,7 +278,8 @@ def quantize_kernel(
     """x [n_rows, n_columns], row-major BF16 in words of two, is read once. PACKED: it is MXFP4, in
     blocks along its rows. ALONG: blocks along its rows, codes [n_rows, n_columns / 2]; ACROSS:
     blocks along its columns, codes [n_columns, n_rows / 2]. ..._CARRIED: the mantissa bits of FP8
-    carriers that are written too, or 0; see `carry_kernel`."""
+    carriers that are written too, or 0; see `carry_kernel`. AVERAGED: rounded towards float32
+    averages [n_rows, n_columns]."""
     # Programs that run together have tiles below each other, or beside each other.
     row0 = tl.program_id(0 if DOWN else 1) * TILE_ROWS
     column0 = tl.program_id(1 if DOWN else 0) * TILE_COLUMNS
@@ -263,6 +290,10 @@ def quantize_kernel(
     )  # fmt: skip
     index = 0
     rest = 0
+    average = 0
+    if AVERAGED:
+        at = column0 + tl.arange(0, TILE_COLUMNS)[None, None, :]
+        average = loaded(average_ptr, rows[:, :, None], at, n_rows, n_columns, EVEN)
     if IN_MEMORY:
         step = tl.load(step_ptr)
     noise = step, seed_low, seed_high
@@ -279,8 +310,8 @@ def quantize_kernel(
         )
         out = along_codes_ptr, along_scales_ptr, along_carriers_ptr
         along(
-            pairs, rest, out, fold, rows, column0, n_rows, n_columns,
-            ALONG_CARRIED, CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
+            pairs, rest, average, out, fold, rows, column0, n_rows, n_columns,
+            ALONG_CARRIED, CEIL, STOCHASTIC, AVERAGED, PRESCALE, EVEN, INTERPRETED,
         )  # fmt: skip
     if ACROSS:
         if STOCHASTIC:
@@ -290,6 +321,6 @@ def quantize_kernel(
         )
         out = across_codes_ptr, across_scales_ptr, across_carriers_ptr
         across(
-            pairs, rest, out, fold, row0, column0, n_rows, n_columns,
-            ACROSS_CARRIED, CEIL, STOCHASTIC, PRESCALE, EVEN, INTERPRETED,
+            pairs, rest, average, out, fold, row0, column0, n_rows, n_columns,
+            ACROSS_CARRIED, CEIL, STOCHASTIC, AVERAGED, PRESCALE, EVEN, INTERPRETED,
         )  # fmt: skip

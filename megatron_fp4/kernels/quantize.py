@@ -45,6 +45,7 @@ def takes(x: Tensor | QuantizedTensor, quantizer: Quantizer, axis: int, group: i
     return (
         readable
         and quantizer.mxfp4
+        and not (quantizer.rounding == "ema" and (group or isinstance(x, QuantizedTensor)))
         and len(x.shape) == 2
         # Three quarters of a BF16 number are exact, and what a floor scale leaves of them is at
         # most 6; with others the kernel would round twice, and clip nothing.
@@ -57,11 +58,16 @@ def takes(x: Tensor | QuantizedTensor, quantizer: Quantizer, axis: int, group: i
 
 
 def quantize(
-    x: Tensor | QuantizedTensor, quantizer: Quantizer, copies: Sequence[Copy], group: int = 0
+    x: Tensor | QuantizedTensor,
+    quantizer: Quantizer,
+    copies: Sequence[Copy],
+    group: int = 0,
+    average: Tensor | None = None,
 ) -> list[QuantizedTensor]:
     """The copies (one, or one for each axis) of x [rows, columns], which is read once, but for
     each copy that is transformed. All share the quantizer, the transform's group and, where they
-    draw noise or signs, seed, step and placement."""
+    draw noise or signs, seed, step and placement. average: see `quantize_matrix`."""
+    assert (average is not None) == (quantizer.rounding == "ema")
     rows, columns = x.shape
     packed = isinstance(x, QuantizedTensor)
     if isinstance(x, QuantizedTensor):
@@ -97,7 +103,8 @@ def quantize(
     in_memory, has_groups = is_in_memory(noise.key.step), noise.placement.groups is not None
     start = _quantize(rows, columns, quantizer, packed, along, across, in_memory, has_groups)
     place = drawn(source, quantizer, noise, in_memory, rows, columns)
-    start([source, x_scales, *operands, *place])
+    towards = source if average is None else average.to(torch.float32).contiguous()
+    start([source, x_scales, *operands, towards, *place])
     return [made[copy.axis] for copy in copies]
 
 
@@ -161,6 +168,7 @@ def _quantize(
         ACROSS=has_across,
         ACROSS_CARRIED=_mantissa(across),
         DOWN=down,
+        AVERAGED=quantizer.rounding == "ema",
     )
     constants |= _form(quantizer, in_memory, has_groups) | _tiled(rows, columns, height, width)
     grid = tiles(columns, width), tiles(rows, height)

@@ -8,7 +8,7 @@ from megatron_fp4.backends.bf16 import Bf16
 from megatron_fp4.backends.reference import Reference
 from megatron_fp4.outliers import OutlierClamp
 from megatron_fp4.philox import Key, Noise
-from megatron_fp4.quantizer import QuantizedTensor, get_quantizer
+from megatron_fp4.quantizer import QuantizedTensor, Quantizer, get_quantizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,6 +45,19 @@ def test_nvfp4_through_the_backend(name: str) -> None:
         assert isinstance(found, QuantizedTensor) and isinstance(made, QuantizedTensor)
         assert torch.equal(found.codes, made.codes) and torch.equal(found.scales, made.scales)
         assert torch.equal(found.dequantize(), made.dequantize())
+
+
+def test_an_average_through_the_backend() -> None:
+    x = torch.randn(1024, 4096, device="cuda").bfloat16()
+    average = x.float() + 0.2 * torch.randn(1024, 4096, device="cuda")
+    quantizer = Quantizer(rule="ceil", rounding="ema")
+    wanted = [Preparation("", quantizer, axis, average=average) for axis in (1, 0)]
+    assert None not in fused.prepare(x, *wanted)
+    for found, other in zip(
+        Bf16().prepare(x, *wanted), Reference().prepare(x, *wanted), strict=True
+    ):
+        assert isinstance(found, QuantizedTensor) and isinstance(other, QuantizedTensor)
+        assert torch.equal(found.codes, other.codes) and torch.equal(found.scales, other.scales)
 
 
 def test_the_estimator_s_factor_is_the_reference_s() -> None:

@@ -99,6 +99,9 @@ def cases() -> Iterator[Case]:
             yield Case(noisy, axes, group, signed, is_shard=signed)
     for axis in (0, 1):
         yield Case(Quantizer(), (1, 0), 64, signed=True, unsigned=axis)
+    for rule in ("floor", "ceil"):
+        for axes in ((0,), (1,), (1, 0)):
+            yield Case(Quantizer(rule=rule, rounding="ema"), axes)  # type: ignore[arg-type]
     yield Case(noisy, (1, 0), in_memory=True)
     yield Case(noisy, (1, 0), 64, signed=True, in_memory=True)
 
@@ -152,6 +155,19 @@ def matrix(shape: tuple[int, int], group: int) -> Tensor:
     return x.bfloat16()
 
 
+def average(x: Tensor) -> Tensor:
+    """Of what x may have been: near to it and not, of the other sign, midway between codes, too
+    large or too small for a number of the grid, and of none."""
+    generator = torch.Generator().manual_seed(7)
+    found = x.float() * (1 + 0.3 * torch.randn(x.shape, generator=generator))
+    found = torch.where(torch.rand(x.shape, generator=generator) < 0.1, -found, found)
+    found[1, ::2], found[2, ::2], found[3, ::2] = 1.0, -1.0, 30.0  # of zeros, of subnormal numbers
+    found[4:8] = torch.randint(-24, 25, (4, x.shape[1]), generator=generator) / 4
+    found[60, ::3], found[61, ::3] = 3e38, 1e-45
+    found[50, 3], found[70, 40], found[90, 80] = torch.nan, torch.inf, -torch.inf
+    return found
+
+
 def difference(case: Case, device: str) -> str | None:
     """How the kernel's codes and scales differ from the reference's on a CPU; None if not."""
     dense = filled(case.shape, case.filled) if case.filled else matrix(case.shape, case.group)
@@ -162,13 +178,16 @@ def difference(case: Case, device: str) -> str | None:
         on_device = replace(x, codes=x.codes.to(device), scales=x.scales.to(device))
     assert all(takes(x, case.quantizer, axis, case.group) for axis in case.axes)
     wanted = [case.copy(axis, device) for axis in case.axes]
-    found = quantize(on_device, case.quantizer, wanted, case.group)
+    beside = average(dense) if case.quantizer.rounding == "ema" else None
+    given = None if beside is None else beside.to(device)
+    found = quantize(on_device, case.quantizer, wanted, case.group, given)
     codes = scales = carriers = 0
     for axis, kernels in zip(case.axes, found, strict=True):
         copy = case.copy(axis, "cpu")
         preparation = Preparation(
-            "", case.quantizer, axis, group=case.group, signs=copy.signs, noise=copy.noise
-        )
+            "", case.quantizer, axis, group=case.group, signs=copy.signs, noise=copy.noise,
+            average=beside,
+        )  # fmt: skip
         [made] = Reference().prepare(x, preparation)
         assert isinstance(made, QuantizedTensor)
         assert (kernels.shape, kernels.axis) == (made.shape, made.axis)

@@ -31,10 +31,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "carried": BOTH | {"STOCHASTIC": True, "ALONG_CARRIED": 2, "ACROSS_CARRIED": 3},
     "carried along": BOTH | {"STOCHASTIC": False, "ALONG_CARRIED": 3, "ACROSS": False},
     "of a graph": BOTH | {"STOCHASTIC": True, "IN_MEMORY": True},
+    "averaged": BOTH | {"STOCHASTIC": False, "AVERAGED": True, "ALONG_CARRIED": 3},
     "packed": BOTH | {"STOCHASTIC": True, "ALONG": False, "PACKED": True},
 }
 SHARED = {"CEIL": True, "PRESCALE": 0.75, "INTERPRETED": False, "HAS_GROUPS": True}
 PLAIN = SHARED | {
+    "AVERAGED": False,
     "ALONG_CARRIED": 0,
     "ACROSS_CARRIED": 0,
     "PACKED": False,
@@ -50,7 +52,7 @@ def assembly(
     kernel: Any, x: str, capability: int, constants: dict[str, Any], warps: int, rows: int = 64
 ) -> Any:
     types = dict.fromkeys(("rows_ptr", "groups_ptr", "step_ptr", "draw_ptr"), "*i64")
-    types["x_ptr"] = x
+    types |= {"x_ptr": x, "average_ptr": "*fp32"}
     types |= {name: "*i32" for name in kernel.arg_names if name.endswith("codes_ptr")}
     types |= {name: "*u8" for name in kernel.arg_names if name.endswith("scales_ptr")}
     types |= {n: "*i32" for n in kernel.arg_names if n.endswith(("carriers_ptr", "tally_ptr"))}

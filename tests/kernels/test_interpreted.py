@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+EMA = "ceil ema 1.0 axes (1, 0)"
 # The file, the cases that each is tried on, and the edit.
 MISTAKES = {
     "ties go up": ("encode", "floor nearest", "+ 2 * unit", "+ 3 * unit"),
@@ -58,6 +59,11 @@ MISTAKES = {
         "tl.where(wanted, fold, likely)",
         "fold",
     ),
+    "midway goes down": ("encode", EMA, "== middle, nearest_up,", "== middle, toward > middle,"),
+    "an average's magnitude": ("encode", EMA, "bits < 0, -toward", "toward < 0, -toward"),
+    "the grid's points move": ("encode", EMA, "(rest > 0) |", "(rest >= 0) |"),
+    "zeros move": ("encode", EMA, " & ((bits & 0x7FFFFFFF) != 0)", ""),
+    "an average that is no number": ("mxfp4", EMA, ">= 0x7F800000", ">= 0x7FFFFFFF"),
     "1/2 is decoded as 3/4": ("decode", "packed", "magnitude < 2", "magnitude < 1"),
 }
 CARRIER_MISTAKES = {

@@ -37,6 +37,7 @@ def test_other_formats_dtypes_and_shapes() -> None:
         (X[:, :48], Quantizer(), 0),
         (X, Quantizer(), 16),
         (X[:0], Quantizer(), 0),
+        (X, Quantizer(rounding="ema"), 64),
     ):
         assert not quantize.takes(x, quantizer, 1, group)
 
