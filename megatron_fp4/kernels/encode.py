@@ -68,31 +68,56 @@ def unpacked(pairs):
 
 
 @triton.jit
-def halved(pairs, inverse, CLIPS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Half of the scaled magnitudes, float32 [..., 2 n]. inverse: of `half_inverse`, for each half
-    of the words. What becomes too small for BF16 is too small to become another code than 0."""
-    magnitudes = pairs & 0x7FFF7FFF
+def fused(a, b, c, INTERPRETED: tl.constexpr):
+    """a b + c of BF16 in words of two, rounded once."""
     if INTERPRETED:
-        product = unpacked(magnitudes) * unpacked(inverse)
-        return tl.minimum(product, 3.0) if CLIPS else product
-    scaled = tl.inline_asm_elementwise(
+        SHAPE: tl.constexpr = a.shape
+        # Exact in float32 wherever it is near to a boundary of BF16, a and b having 8 bits.
+        bits = bf16_bits(unpacked(a) * unpacked(b) + unpacked(c))
+        low, high = tl.split(tl.reshape(bits, SHAPE + (2,)))
+        return low | (high << 16)
+    return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
         "=r,r,r,r",
-        [magnitudes, inverse, tl.full(pairs.shape, -0x7FFF8000, tl.int32)],  # - 0
+        [a, b, c],
         dtype=tl.int32,
         is_pure=True,
         pack=1,
     )
+
+
+@triton.jit
+def smaller(a, b, INTERPRETED: tl.constexpr):
+    """The smaller of BF16 magnitudes in words of two."""
+    if INTERPRETED:
+        return tl.minimum(a & 0xFFFF, b & 0xFFFF) | (tl.minimum(a >> 16, b >> 16) << 16)
+    return tl.inline_asm_elementwise(
+        "min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def halved(magnitudes, inverse, CLIPS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Half of the scaled magnitudes, BF16 in words of two. inverse: of `half_inverse`, for each
+    half of the words. What becomes too small for BF16 is too small to become another code than 0.
+    """
+    nothing = tl.full(magnitudes.shape, -0x7FFF8000, tl.int32)  # - 0
+    half = fused(magnitudes, inverse, nothing, INTERPRETED)
     if CLIPS:
-        scaled = tl.inline_asm_elementwise(
-            "min.bf16x2 $0, $1, $2;",
-            "=r,r,r",
-            [scaled, tl.full(pairs.shape, 0x40404040, tl.int32)],  # 3, half of 6
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    return unpacked(scaled)
+        three = tl.full(magnitudes.shape, 0x40404040, tl.int32)  # half of 6
+        half = smaller(half, three, INTERPRETED)
+    return half
+
+
+@triton.jit
+def nearest_pairs(half, INTERPRETED: tl.constexpr):
+    """Codes of half magnitudes, as integers in the halves of words: `nearest` in BF16, whose
+    smallest subnormal number is 2^-133."""
+    once = tl.full(half.shape, 0x00010001, tl.int32)
+    first = fused(half, once * 4, once * 0, INTERPRETED)
+    second = fused(half, once * 2, once * 2, INTERPRETED)
+    third = fused(half, once, once * 4, INTERPRETED)
+    return smaller(smaller(first, second, INTERPRETED), third, INTERPRETED)
 
 
 @triton.jit
@@ -131,6 +156,7 @@ def stochastic(half, rest, PRESCALE: tl.constexpr, INTERPRETED: tl.constexpr):
 def nearer(half, pairs, inverse, average):
     """Codes, as bits, of the half magnitudes of `pairs` scaled by `inverse` (`halved`): of the two
     on either side the one that the average, float32 and not yet scaled, is nearer to."""
+    half = unpacked(half)
     bits = unpacked(pairs).to(tl.int32, bitcast=True)
     toward = average * unpacked(inverse)
     toward = tl.where(bits < 0, -toward, toward)
@@ -155,6 +181,36 @@ def words(codes):
     first, second = tl.split(odd * 16.0 + even)
     low, high = tl.split((second * 256.0 + first).to(tl.int32, bitcast=True))
     return low | (high << 16)
+
+
+@triton.jit
+def words_of_pairs(codes, INTERPRETED: tl.constexpr):
+    """Words [...] of eight codes in words [..., 2, 2] of two neighbours, without their signs."""
+    even, odd = tl.split(codes)
+    p0, p2 = tl.split(even)
+    p1, p3 = tl.split(odd)
+    if INTERPRETED:
+        low = p0 & 15 | (p1 & 15) << 8 | (p2 & 15) << 16 | (p3 & 15) << 24
+        high = p0 >> 16 & 15 | (p1 >> 16 & 15) << 8 | (p2 >> 16 & 15) << 16 | (p3 >> 16 & 15) << 24
+    else:
+        first, second = permuted(p0, p1, 0x6240), permuted(p2, p3, 0x6240)
+        low, high = permuted(first, second, 0x5410), permuted(first, second, 0x7632)
+    return low + high * 16
+
+
+@triton.jit
+def words_below(codes, INTERPRETED: tl.constexpr):
+    """Words [..., 2 n] of eight codes that stand below each other, of words [..., n, 2, 2, 2] of
+    two neighbours, without their signs."""
+    even, odd = tl.split(codes)
+    first, second = tl.split(odd * 16 + even)
+    low, high = tl.split(second * 256 + first)
+    if INTERPRETED:
+        both = tl.join(low & 0xFFFF | high << 16, low >> 16 & 0xFFFF | high & -0x10000)
+    else:
+        both = tl.join(permuted(low, high, 0x5410), permuted(low, high, 0x7632))
+    SHAPE: tl.constexpr = low.shape
+    return tl.reshape(both, SHAPE[:-1] + (SHAPE[-1] * 2,))
 
 
 @triton.jit

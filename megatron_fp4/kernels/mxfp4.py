@@ -87,9 +87,10 @@ def along(
         finite = finite & (tl.max(_overflows(average), 3) == 0)
     inverse = encode.half_inverse(byte) * 0x10001
     inverse = tl.broadcast_to(inverse[:, :, :, None], (L, 8, C // 32, 16))
-    half = encode.halved(blocked, inverse, not CEIL and PRESCALE == 1.0, INTERPRETED)
-    eights = tl.reshape(half, (L, 8, C // 8, 2, 2, 2))
+    clips: tl.constexpr = not CEIL and PRESCALE == 1.0
+    half = encode.halved(blocked & 0x7FFF7FFF, inverse, clips, INTERPRETED)
     if STOCHASTIC:
+        eights = tl.reshape(encode.unpacked(half), (L, 8, C // 8, 2, 2, 2))
         rest = tl.reshape(rest, (L, 8, C // 8, 2, 2, 2))
         codes = encode.stochastic(eights, rest, PRESCALE, INTERPRETED)
         words = encode.words_of_highest(codes, INTERPRETED)
@@ -97,7 +98,8 @@ def along(
         codes = encode.nearer(half, blocked, inverse, average)
         words = encode.words(tl.reshape(codes, (L, 8, C // 8, 2, 2, 2)))
     else:
-        words = encode.words(encode.nearest(eights))
+        codes = tl.reshape(encode.nearest_pairs(half, INTERPRETED), (L, 8, C // 8, 2, 2))
+        words = encode.words_of_pairs(codes, INTERPRETED)
     even, odd = encode.gathered(tl.reshape(pairs, (L, 8, C // 8, 2, 2)), INTERPRETED)
     live = tl.broadcast_to(tl.where(finite, -1, 0)[:, :, :, None], (L, 8, C // 32, 16))
     live, _ = tl.split(tl.reshape(live, (L, 8, C // 8, 2, 2)))
@@ -154,9 +156,15 @@ def across(
     inverse = encode.half_inverse(low_byte) | (encode.half_inverse(high_byte) << 16)
     inverse = tl.broadcast_to(inverse[:, None, None, :], (L // 4, 4, 8, C // 2))
     blocked = tl.reshape(pairs, (L // 4, 4, 8, C // 2))
-    half = encode.halved(blocked, inverse, not CEIL and PRESCALE == 1.0, INTERPRETED)
-    eights = tl.permute(tl.reshape(half, (L, 2, 2, 2, C)), (0, 4, 1, 2, 3))
+    magnitudes = blocked & 0x7FFF7FFF
+    if not STOCHASTIC:  # what is not finite would reach into its neighbour in the word
+        kept = tl.where(low_finite, 0x7FFF, 0) | tl.where(high_finite, 0x7FFF0000, 0)
+        magnitudes = blocked & tl.broadcast_to(kept[:, None, None, :], (L // 4, 4, 8, C // 2))
+    clips: tl.constexpr = not CEIL and PRESCALE == 1.0
+    half = encode.halved(magnitudes, inverse, clips, INTERPRETED)
     if STOCHASTIC:
+        eights = tl.reshape(encode.unpacked(half), (L, 2, 2, 2, C))
+        eights = tl.permute(eights, (0, 4, 1, 2, 3))
         rest = tl.permute(tl.reshape(rest, (L, 2, 2, 2, C)), (0, 4, 1, 2, 3))
         codes = encode.stochastic(eights, rest, PRESCALE, INTERPRETED)
         words = encode.words_of_highest(codes, INTERPRETED)
@@ -164,7 +172,8 @@ def across(
         codes = tl.reshape(encode.nearer(half, blocked, inverse, average), (L, 2, 2, 2, C))
         words = encode.words(tl.permute(codes, (0, 4, 1, 2, 3)))
     else:
-        words = encode.words(encode.nearest(eights))
+        codes = tl.reshape(encode.nearest_pairs(half, INTERPRETED), (L, 2, 2, 2, C // 2))
+        words = encode.words_below(tl.permute(codes, (0, 4, 1, 2, 3)), INTERPRETED)
     even, odd = tl.split(tl.permute(tl.reshape(pairs, (L, 2, 2, 2, C // 2)), (0, 4, 1, 2, 3)))
     low_even, high_even = encode.gathered(even, INTERPRETED)
     low_odd, high_odd = encode.gathered(odd, INTERPRETED)

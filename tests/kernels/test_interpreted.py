@@ -12,7 +12,14 @@ ROOT = Path(__file__).parents[2]
 EMA = "ceil ema 1.0 axes (1, 0)"
 # The file, the cases that each is tried on, and the edit.
 MISTAKES = {
-    "ties go up": ("encode", "floor nearest", "+ 2 * unit", "+ 3 * unit"),
+    "ties go up": ("encode", "floor nearest", "once * 2, once * 2,", "once * 2, once * 3,"),
+    "beyond 6": ("encode", "floor nearest", "half = smaller(half, three", "smaller(half, three"),
+    "Inf in the next column": (
+        "mxfp4",
+        "huge",
+        "blocked & tl.broadcast_to(kept",
+        "blocked & 0x7FFF7FFF | 0 * tl.broadcast_to(kept",
+    ),
     "1.5 is clipped": ("encode", "ceil nearest", "widest + 0x3F if", "widest + 0x40 if"),
     "a whole's noise": ("philox", "floor stochastic", "at_rows * per_row", "at_rows * 12"),
     "sums for differences": ("hadamard", "group 64", "first - second", "first + second"),
@@ -63,6 +70,7 @@ MISTAKES = {
     "an average's magnitude": ("encode", EMA, "bits < 0, -toward", "toward < 0, -toward"),
     "the grid's points move": ("encode", EMA, "(rest > 0) |", "(rest >= 0) |"),
     "zeros move": ("encode", EMA, " & ((bits & 0x7FFFFFFF) != 0)", ""),
+    "small numbers stay": ("encode", EMA, "(code == 0) &", "(code < 0) &"),
     "an average that is no number": ("mxfp4", EMA, ">= 0x7F800000", ">= 0x7FFFFFFF"),
     "1/2 is decoded as 3/4": ("decode", "packed", "magnitude < 2", "magnitude < 1"),
 }
@@ -186,6 +194,7 @@ OTHERS += [("estimator", "estimator", n, "", *edit) for n, edit in ESTIMATOR_MIS
 OTHERS += [("blocks", "blocks", name, *edit) for name, edit in BLOCK_MISTAKES.items()]
 OTHERS += [("rows", "blocks", "ties of scales go up", "e4m3", " + ((bits >> CUT) & 1)\n", " + 1\n")]
 OTHERS += [("outliers", "outliers", name, *edit) for name, edit in OUTLIER_MISTAKES.items()]
+OTHERS += [("encode", "blocks", "ties go up", "e4m3", "+ 2 * unit", "+ 3 * unit")]
 OTHERS += [("encode", "outliers", "halves go down", "130 features", " + ((bits >> 16) & 1))", ")")]
 
 
