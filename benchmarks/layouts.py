@@ -23,7 +23,8 @@ import torch
 from benchmarks.stamp import stamp
 from tests.mcore.layouts import LAYOUTS, MODES, ONE, Row, chosen, holds, run_layout, run_one
 
-RESULT = Path("benchmarks/results/layouts.json")
+RESULT = Path("benchmarks/results/layouts.json")  # of all of them, on a CPU
+OTHER = Path("runs/layouts.json")
 
 
 def study(names: list[str], folder: Path, at_once: int) -> Iterator[list[Row]]:
@@ -106,18 +107,22 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=[name for name in LAYOUTS if name != ONE])
     parser.add_argument("--processes", type=int, default=processes, help="of a layout, at most")
     parser.add_argument("--at-once", type=int, default=1, help="layouts side by side")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument(
+        "--out", type=Path, help=f"default: {RESULT}; {OTHER} of some layouts, or on GPUs"
+    )
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()
     names = chosen(args.layouts or (), args.processes)
     if not names:
         sys.exit(f"no layout runs on {args.processes} processes; two is the fewest")
+    out = args.out or (OTHER if args.layouts or torch.cuda.is_available() else RESULT)
+    out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     stamped = stamp(args.commit)  # before its own result changes the tree
     with tempfile.TemporaryDirectory() as folder:
         for found in study(names, Path(folder), args.at_once):
             rows += found
-            write(rows, args.out, stamped)
+            write(rows, out, stamped)
     failed = [row for row in rows if not row["holds"]]
     print(f"{len(rows) - len(failed)} of {len(rows)} hold")
     sys.exit(bool(failed))

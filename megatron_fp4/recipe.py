@@ -182,6 +182,12 @@ class Recipe:
         quantizer = self.quantizer(gemm, operand)
         return 1 if quantizer is None else quantizer.block[0] or 1
 
+    @cached_property
+    def token_multiple(self) -> int:
+        """What a number of tokens is a multiple of that every GEMM takes."""
+        operands = (("fprop", "x"), ("dgrad", "dy"), ("wgrad", "x"))
+        return math.lcm(*(self.token_tile(gemm, operand) for gemm, operand in operands))
+
     def at(self, progress: float) -> Recipe:
         """The recipe in force after a share `progress` of training."""
         if self.bf16_after is None or progress < self.bf16_after:

@@ -19,7 +19,7 @@ from megatron_fp4.gemms import Backward
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.recipes import get_recipe
 
-GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+GATHER, SCATTER, SUM = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
 Log = list[str]
 
 
@@ -27,14 +27,20 @@ def main() -> None:
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
     column = TensorParallel(dist.group.WORLD, sharded={"w": 0, "dy": 1}, tokens="x")
+    summing = TensorParallel(dist.group.WORLD, sharded={"w": 0, "dy": 1}, sums_dx=True)
     log: Log = []
-    for name in (GATHER, SCATTER):
+    for name in (GATHER, SCATTER, SUM):
         setattr(dist, name, _logged(getattr(dist, name), name, log))
     for name in ("_dgrad", "_wgrad"):
         setattr(Backward, name, _noted(getattr(Backward, name), name, log))
     for recipe in list_recipes():
         assert overlaps(backward(recipe, column, log)), (recipe, log)
-    # The known mistake: X is waited for at once.
+        assert sums_beside_wgrad(backward(recipe, summing, log)), (recipe, log)
+    # The known mistakes: the sum of dX is waited for at once, X is.
+    add = TensorParallel.sum
+    TensorParallel.sum = lambda *args: _arrived(add(*args))  # type: ignore[method-assign]
+    for recipe in list_recipes():
+        assert not sums_beside_wgrad(backward(recipe, summing, log)), (recipe, log)
     make, whole = Backward._under_way, Backward._whole
     Backward._under_way = lambda self: {k: _arrived(v) for k, v in make(self).items()}  # type: ignore
     Backward._whole = lambda *args: _arrived(whole(*args))  # type: ignore[method-assign]
@@ -50,6 +56,12 @@ def overlaps(log: Log) -> bool:
     arrivals = [i for i, event in enumerate(log) if event == f"wait {GATHER}"]
     sums = log.index(SCATTER) < wgrad < log.index(f"wait {SCATTER}")
     return bool(gathers) and max(gathers) < dgrad < min(arrivals) < wgrad and sums
+
+
+def sums_beside_wgrad(log: Log) -> bool:
+    """Whether the sum of dX over ranks that hold all tokens travels while dW is computed."""
+    wgrad, arrival = log.index("_wgrad"), log.index(f"wait {SUM}")
+    return log.index(SUM, log.index("_dgrad")) < wgrad < arrival
 
 
 def backward(recipe: str, parallel: TensorParallel, log: Log) -> Log:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import megatron.core
 import numpy
 import sentencepiece
 import torch
@@ -68,13 +69,18 @@ def check_vocabulary(token: int, args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def megatrons_demands() -> Iterator[None]:
-    """Turns what Megatron's checks of a configuration raise into ConfigErrors with their text."""
+def megatrons_demands(while_building: bool = False) -> Iterator[None]:
+    """Turns what Megatron's checks of a configuration raise into ConfigErrors with their text.
+
+    while_building: only what is raised in Megatron's own lines, which others' are among by then.
+    """
     try:
         yield
     except ConfigError:
         raise
-    except (AssertionError, ValueError, NotImplementedError) as error:
+    except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
+        if while_building and not _is_megatrons(error):
+            raise
         text = " ".join(str(error).split())
         raise ConfigError(text or f"Megatron demands: {_failed_line(error)}") from error
 
@@ -171,6 +177,11 @@ def _machine_defaults() -> dict[str, Any]:
             "num_workers": 0,  # a forked loader would have to start torch once more
         }
     return defaults
+
+
+def _is_megatrons(error: Exception) -> bool:
+    source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return source.is_relative_to(Path(megatron.core.__file__).parents[1])
 
 
 def _failed_line(error: Exception) -> str:

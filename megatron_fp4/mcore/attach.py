@@ -57,7 +57,8 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
     if not quantized:
         raise ConfigError(
             f"recipe {run.recipe.name} would quantize no layer: all of them are kept in BF16; "
-            "lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16"
+            "leave out --fp4-module-recipe GLOB=bf16, or lower --num-layers-at-start-in-bf16 or "
+            "--num-layers-at-end-in-bf16"
         )
     check_streams(row.name for row in quantized)
     if graphs.wanted(run.args):

@@ -8,6 +8,7 @@ T stands for megatron/training.
 
 import argparse
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def install() -> None:
         checkpointing.load_args_from_checkpoint
     )
     dist_checkpointing.save = _from_nothing(dist_checkpointing.save)
+    training.save_checkpoint = _without_its_like(training.save_checkpoint)
 
 
 # --- the same numerics ---------------------------------------------------------------------------
@@ -222,6 +224,25 @@ def _from_nothing(upstream: Callable[..., Any]) -> Callable[..., Any]:
         return upstream(state_dict, checkpoint_dir, *args, **kwargs)
 
     return save
+
+
+def _without_its_like(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    # The same of --ckpt-format torch, a file of each rank's. Where the tracker names the iteration
+    # already, as after --ckpt-step, files that are missing stop a launch, and older ones would not.
+    @functools.wraps(upstream)
+    def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        launch = get_args()
+        if launch.ckpt_format == "torch":
+            if torch.distributed.get_rank() == 0:
+                name = checkpointing.get_checkpoint_name(
+                    launch.save, iteration, return_base_dir=True
+                )
+                if Path(name).is_dir():
+                    shutil.rmtree(name)
+            torch.distributed.barrier()
+        return upstream(iteration, *args, **kwargs)
+
+    return save_checkpoint
 
 
 def _in_one_line(upstream: Callable[..., Any]) -> Callable[..., Any]:

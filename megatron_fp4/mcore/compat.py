@@ -16,11 +16,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.transformer.module import MegatronModule
-from megatron.training import arguments, get_args
+from megatron.training import arguments, get_args, training
 from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_fp4.mcore import checkpoint, options
+from megatron_fp4.mcore.arguments import megatrons_demands, validate
 from megatron_fp4.mcore.spec import layer_spec, mtp_block_spec
 
 
@@ -43,6 +44,9 @@ def install() -> None:
     # and would refuse a recipe.
     if not hasattr(arguments.parse_args, "__wrapped__"):
         arguments.parse_args = _knowing_recipes(arguments.parse_args)
+        arguments.validate_args = _after_ours(arguments.validate_args)
+        training.initialize_megatron = _in_one_line(training.initialize_megatron)
+        training.setup_model_and_optimizer = _in_one_line(training.setup_model_and_optimizer)
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         _mend_distributed_adam()
     if not hasattr(ChainedOptimizer.load_state_dict, "__wrapped__"):
@@ -55,6 +59,27 @@ def _like_the_layers(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def build(model: GPTModelConfig, layers: Any, vp_stage: int | None = None) -> Any:
         ours = model.transformer_layer_spec is layer_spec
         return (mtp_block_spec if ours else upstream)(model, layers, vp_stage=vp_stage)
+
+    return build
+
+
+def _after_ours(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    # T/arguments.py:parse_and_validate_args calls it once a checkpoint has brought its arguments.
+    @functools.wraps(upstream)
+    def validate_args(args: argparse.Namespace, *others: Any, **kwargs: Any) -> Any:
+        if args.use_checkpoint_args:
+            validate(args)
+        return upstream(args, *others, **kwargs)
+
+    return validate_args
+
+
+def _in_one_line(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    # What Megatron demands of flags it may say as late as when it builds a layer or an optimizer.
+    @functools.wraps(upstream)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        with megatrons_demands(while_building=True):
+            return upstream(*args, **kwargs)
 
     return build
 

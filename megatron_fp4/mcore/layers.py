@@ -61,7 +61,7 @@ class Fp4State:
         if not self.is_expert:
             return self._product(x, weight, bias, recipe, moment, repeat, training)
         # Rows of zeros fill the last block: they add nothing to any product.
-        missing = -len(x) % recipe.token_tile("wgrad", "x")
+        missing = -len(x) % recipe.token_multiple
         padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
         return self._product(padded, weight, bias, recipe, moment, repeat, training)[: len(x)]
 

@@ -24,6 +24,10 @@ _REFUSED = {
     "--use-megatron-fsdp": "use --use-distributed-optimizer",
     "--use-torch-fsdp2": "use --use-distributed-optimizer",
     "--moe-grouped-gemm": "leave it out, the experts run one after the other",
+    "--use-grouped-gemm-for-dense-mlp": "leave it out, fc1 and fc2 are two linears",
+    "--use-grouped-gemm-for-shared-expert": "leave it out, shared experts run before the others",
+    "--moe-token-dispatcher-type": "use alltoall or allgather",
+    "--moe-latent-size": "leave it out, experts take the hidden size",
     "--moe-shared-expert-overlap": "leave it out, shared experts run before the others",
     "--moe-router-padding-for-quantization": "leave it out, zeros fill an expert's last block",
     "--moe-router-padding-for-fp8": "leave it out, zeros fill an expert's last block",
@@ -46,6 +50,12 @@ _REFUSED = {
     "--fp4-quantizer-factory": "use a recipe file",
     "--spec": "leave it out, the layers are this package's",
     "--heterogeneous-layers-config-path": "leave it out",
+    "--heterogeneous-layers-config-encoded-json": "leave it out",
+    "--linear-attention-freq": "use grouped-query attention",
+    "--use-kitchen-attention": "leave it out, attention stays in high precision",
+    "--use-transformer-engine-op-fuser": "leave it out, the linears are this package's",
+    "--fused-residual-rmsnorm": "leave it out, sums and norms are two",
+    "--mlp-chunks-for-training": "leave it out, an MLP takes all tokens of a microbatch at once",
     "--init-model-with-meta-device": "leave it out",
     "--freeze-all-layers": "leave out the recipe",
     "--non-persistent-ckpt-type": "use global, the only type that is judged before it is loaded",
@@ -68,6 +78,8 @@ _HARMLESS: dict[str, Callable[[argparse.Namespace], bool]] = {
     "--context-parallel-size": lambda args: args.context_parallel_size == 1,
     "--non-persistent-ckpt-type": lambda args: args.non_persistent_ckpt_type in (None, "global"),
     graphs.FLAG: lambda args: args.cuda_graph_impl in ("none", "local"),
+    "--mlp-chunks-for-training": lambda args: args.mlp_chunks_for_training == 1,
+    "--moe-token-dispatcher-type": lambda args: args.moe_token_dispatcher_type != "flex",
     # Megatron fills it in with the tensor-parallel size.
     "--tensor-parallel-num-weight-shards": lambda args: (
         (args.tensor_parallel_num_weight_shards or 1) <= args.tensor_model_parallel_size

@@ -24,6 +24,7 @@ MOE = "--num-experts 4 --moe-token-dispatcher-type allgather --moe-ffn-hidden-si
 EP2 = "--expert-model-parallel-size 2"
 GLOBAL = "--non-persistent-ckpt-type global --non-persistent-save-interval 2"
 TORCH = "--ckpt-format torch"
+STALE = "iter_0000002/mp_rank_01/model_optim_rng.pt"  # as if two ranks had saved there before
 OTHERS = [name for name in list_recipes() if name != "tetrajet"]
 
 
@@ -130,6 +131,8 @@ def on_one(folder: Path) -> dict[str, Result]:
     truncate(folder / "torch-torn" / "iter_0000002" / "mp_rank_00" / "model_optim_rng.pt")
     truncate(folder / "global-torn" / "non_persistent" / "iter_0000006" / "__0_0.distcp")
     truncate(folder / "torn" / "iter_0000004" / "__1_0.distcp")
+    (folder / "torch-over" / STALE).parent.mkdir(parents=True)
+    shutil.copy(folder / "torch" / STALE.replace("01", "00"), folder / "torch-over" / STALE)
     (folder / "untold" / TRACKER).write_text("")
     trainings = {
         "alone": f"{TETRAJET} {ends} {again(whole)} --save {folder / 'alone'}",
@@ -142,6 +145,10 @@ def on_one(folder: Path) -> dict[str, Result]:
         "torch torn": f"{TETRAJET} {TORCH} --load {folder / 'torch-torn'}",
         "torch torn at parsing": f"{TETRAJET} {TORCH} --use-checkpoint-args "
         f"--load {folder / 'torch-torn'}",
+        "torch over": f"{TETRAJET} {TORCH} {ends} {again(folder / 'torch')} "
+        f"--save {folder / 'torch-over'}",
+        "brought": f"{TETRAJET} --use-checkpoint-args --load {whole} --rampup-batch-size 2 2 8",
+        "late demand": f"{TETRAJET} --optimizer muon",
         "nothing": f"{TETRAJET} --load {folder / 'nothing'} --exit-on-missing-checkpoint",
         "global": f"{TETRAJET} {GLOBAL} --train-iters 6 --load {folder / 'global'}",
         "global torn": f"{TETRAJET} {GLOBAL} --train-iters 6 --load {folder / 'global-torn'}",

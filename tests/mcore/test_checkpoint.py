@@ -17,6 +17,7 @@ from tests.mcore.checkpoints import (
     LAYOUTS,
     OTHERS,
     SIZES,
+    STALE,
     TETRAJET,
     TP2_SP,
     TRACKER,
@@ -142,6 +143,19 @@ def test_a_launch_that_cannot_go_on_says_so_once(folder: Path) -> None:
     assert "cannot be loaded: " in told(one["other model"])
     remedy = "--dist-ckpt-optim-fully-reshardable to change the layout (--expert-model-parallel"
     assert remedy in told(two["dp ep2"])
+
+
+def test_what_a_checkpoint_brings_and_what_is_built_are_judged_too(folder: Path) -> None:
+    one = on_one(folder)
+    assert "use --step-batch-size-schedule" in told(one["brought"])
+    assert "muon" in told(one["late demand"]).lower()
+
+
+def test_a_save_over_another_leaves_nothing_of_it(folder: Path) -> None:
+    """In the format torch, which has nothing that says what belongs together."""
+    good(on_one(folder)["torch over"])
+    saved = folder / "torch-over" / STALE
+    assert not saved.exists() and saved.parents[1].is_dir()
 
 
 def test_where_upstream_would_end_well_having_trained_nothing(folder: Path) -> None:

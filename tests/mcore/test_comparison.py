@@ -48,6 +48,15 @@ def test_another_version_of_the_numerics_is_named() -> None:
         compare(saved, launch)
 
 
+def test_another_rounding_of_dw_is_named() -> None:
+    saved, launch = parse(*WAS.split()), parse(*WAS.split())
+    launch.fp4_wgrad_fusion = True
+    compare(saved, launch)  # a checkpoint that does not say
+    launch.fp4_wgrad_fusion = False
+    with pytest.raises(ConfigError, match="accumulation-fusion .* was True and is none"):
+        compare(saved, launch)
+
+
 def test_what_counts_of_a_recipe_is_its_content(tmp_path: Path) -> None:
     paths = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
     for path in paths:

@@ -13,11 +13,12 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_fp4 import get_recipe
+from megatron_fp4 import Quantizer, get_recipe
 from megatron_fp4.backends.reference import Reference
 from megatron_fp4.mcore.layers import Fp4State
 from megatron_fp4.mcore.run import Moment, Run
 from megatron_fp4.philox import Placement
+from megatron_fp4.recipe import GemmRecipe, Recipe
 from tests.mcore.launch import OVERLAP, train
 from tests.mcore.test_run import BATCH, MICROBATCHES, SEQUENCE, run_of
 
@@ -184,13 +185,16 @@ def test_a_layer_called_twice_in_a_microbatch_draws_twice(one_rank: None) -> Non
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 31, 32, 33])
-@pytest.mark.parametrize("recipe", ["tetrajet", "mxfp4", "dge-occ"])
+@pytest.mark.parametrize("recipe", ["tetrajet", "mxfp4", "dge-occ", "square"])
 def test_an_expert_takes_any_number_of_tokens(one_rank: None, recipe: str, tokens: int) -> None:
     """Rows of zeros fill its last block: the results are those of the tokens and the zeros."""
-    run = run_of(get_recipe(recipe), curr_iteration=0, micro_batch_size=BATCH, seq_length=SEQUENCE)
+    square = Quantizer(block=(16, 32))  # rows of tokens too, in fprop alone
+    plain = Recipe("square", fprop=GemmRecipe(square, square))
+    chosen = plain if recipe == "square" else get_recipe(recipe)
+    run = run_of(chosen, curr_iteration=0, micro_batch_size=BATCH, seq_length=SEQUENCE)
     results = []
     x = activation(tokens=(tokens,))
-    tile = run.recipe.token_tile("wgrad", "x")
+    tile = {"square": 16}.get(recipe, 32)
     filled = torch.cat((x, torch.zeros(-tokens % tile, SIZE)))
     for given in (x, filled):
         layer, w = state(run, is_expert=True), weight()
