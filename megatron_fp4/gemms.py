@@ -64,7 +64,7 @@ def fprop(
     gemm, outliers = recipe.fprop, recipe.outliers
     backend = call.backend(recipe, "fprop", x)
     clamped, residual = (x, None) if outliers is None else backend.split(x, outliers)
-    raw = x if needs_dw and _packs_x(x, recipe, call) else None
+    raw = x if needs_dw and call.packs_x and recipe.packs_x(x.shape[0]) else None
     x_operand, w_operand, packed = _forward_operands(clamped, weight, raw, recipe, call)
     travels: Pending[Operand] = Pending.of(x_operand)
     if call.parallel is not None and call.has_part("x"):
@@ -85,7 +85,7 @@ def fprop(
     y = y.to(x.dtype)
     if call.parallel is not None and call.has_part("dy"):
         y = call.parallel.scatter_sum(y).wait()
-    clamps_dw = _keeps_forward_x(recipe)  # raw X has its outliers still
+    clamps_dw = recipe.keeps_forward_x  # raw X has its outliers still
     compensates_dw = outliers is not None and outliers.compensate and outliers.residual_in_wgrad
     kept_x = x_operand if clamps_dw else x if packed is None else packed
     return y, Saved(
@@ -128,17 +128,6 @@ def _all_tokens(residual: Residual, call: Call) -> Pending[Residual]:
     if call.parallel is None or not call.has_part("x"):
         return Pending.of(residual)
     return call.parallel.gather_residual(residual)
-
-
-def _keeps_forward_x(recipe: Recipe) -> bool:
-    return recipe.backward == "forward" and recipe.fprop.a is not None
-
-
-def _packs_x(x: Tensor, recipe: Recipe, call: Call) -> bool:
-    """Whether wgrad's copy of X is kept in the place of X, where wgrad quantizes X itself: the
-    codes that backward would make, in a quarter of the bytes."""
-    makes = recipe.wgrad.b is not None and not _keeps_forward_x(recipe)
-    return call.packs_x and makes and x.shape[0] % recipe.token_tile("wgrad", "x") == 0
 
 
 # --- backward -------------------------------------------------------------------------------------

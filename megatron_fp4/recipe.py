@@ -175,6 +175,17 @@ class Recipe:
             for quantizer in (gemm.a, gemm.b)
         )
 
+    @property
+    def keeps_forward_x(self) -> bool:
+        """Whether backward takes X as fprop's quantizer left it."""
+        return self.backward == "forward" and self.fprop.a is not None
+
+    def packs_x(self, tokens: int) -> bool:
+        """Whether the codes that wgrad makes of X may be kept in its place: it makes them of X
+        itself, and of whole blocks of a rank's tokens."""
+        makes = self.wgrad.b is not None and not self.keeps_forward_x
+        return makes and tokens % self.token_tile("wgrad", "x") == 0
+
     def token_tile(self, gemm: str, operand: str) -> int:
         """How many tokens a part of an operand must be a multiple of to be prepared by itself."""
         if gemm == "wgrad":  # contracts them

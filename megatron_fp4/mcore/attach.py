@@ -63,9 +63,10 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
     check_streams(row.name for row in quantized)
     if graphs.wanted(run.args):
         run.prepare_graphs(len(found), found[0][1].weight.device)
-    most = max(_of_all_ranks(_kept_bytes(run, [linear for _, linear, _ in found])))
+    linears = [linear for _, linear, _ in found]
+    most = max(_of_all_ranks(_kept_bytes(run, linears)))
     if torch.distributed.get_rank() == 0:
-        print(table(run.recipes, rows), _kept(run, most), flush=True)
+        print(table(run.recipes, rows), _kept(run, most), unpacked_x(run, linears), flush=True)
     return model
 
 
@@ -88,6 +89,22 @@ def _kept(run: Run, most: int) -> str:
         return "\n  weights are quantized for each microbatch anew"
     size = f"{most / 2**20:,.1f} MiB" if most >= 2**20 else f"{most / 2**10:,.1f} KiB"
     return f"\n  weights are quantized once a step and kept {run.keeps_weights}: {size} on a rank"
+
+
+def unpacked_x(run: Run, linears: Iterable[Fp4Layer]) -> str:
+    """A line for X that backward keeps in BF16 though it was to be packed."""
+    for layer in linears:
+        state = layer.fp4
+        if state is None or state.is_expert or not run.packs_x:
+            continue
+        parts = state.parallel.size if state.parallel and state.parallel.tokens == "x" else 1
+        tokens = run.args.micro_batch_size * run.args.seq_length // parts
+        if state.recipe.packs_x(0) and not state.recipe.packs_x(tokens):
+            return (
+                f"\n  X is kept in BF16, as in {state.name}: {tokens} tokens on a rank are not a "
+                f"multiple of {state.recipe.token_tile('wgrad', 'x')}"
+            )
+    return ""
 
 
 def check_streams(names: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_fp4 import get_recipe
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import attach as attaching
-from megatron_fp4.mcore.attach import Row, attach, check_streams, table
+from megatron_fp4.mcore.attach import Row, attach, check_streams, table, unpacked_x
 from megatron_fp4.mcore.run import Run
 from megatron_fp4.quantizer import Quantizer
 from megatron_fp4.recipe import GemmRecipe, Recipe
@@ -46,6 +47,7 @@ def run(
         fp4_eval_forward="fp4",
         cuda_graph_impl="none",
         fp4_weight_cache="packed",
+        fp4_saved_x="packed",
     )
     return Run(recipe, args, modules)
 
@@ -255,3 +257,22 @@ def test_the_memory_that_kept_weights_take_is_told(
     attach(told, [model()])
     decoded = packed + 2 * 4 * weights  # float32
     assert f"kept decoded: {decoded / 2**20:.1f} MiB on a rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "told"), [("mxfp4", 4, True), ("mxfp4", 2, False), ("tetrajet", 4, False)]
+)
+def test_an_x_that_cannot_be_packed_is_told(
+    one_rank: None, recipe: str, ranks: int, told: bool
+) -> None:
+    """64 tokens, of which each rank of a sequence-parallel group has its part."""
+    one, made = run(get_recipe(recipe)), model()
+    attach(one, [made])
+    linears = [m for m in made.modules() if getattr(m, "fp4", None) is not None]
+    assert linears and unpacked_x(one, linears) == ""
+    for linear in linears:
+        linear.fp4.parallel = SimpleNamespace(size=ranks, tokens="x")
+    line = unpacked_x(one, linears)
+    assert ("16 tokens on a rank are not a multiple of 32" in line) == told == bool(line)
+    one.args.fp4_saved_x = "bf16"
+    assert unpacked_x(one, linears) == ""
