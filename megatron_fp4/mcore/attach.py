@@ -134,9 +134,9 @@ def table(recipes: Sequence[Recipe], rows: list[Row]) -> str:
     head = ("linear", "layers", "out x in on a rank", "recipe", *GEMMS)
     cells = []
     for (kind, *rest), found in sorted(kinds.items()):
-        layers, experts = (_ranges({numbers[i] for numbers in found}) for i in (0, 1))
-        name = kind.replace(EXPERTS + "*", f"{EXPERTS}{experts}")
-        cells.append((name, layers, *rest))
+        for experts, layers in _alike(found):
+            name = kind.replace(EXPERTS + "*", f"{EXPERTS}{experts}")
+            cells.append((name, layers, *rest))
     widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
     about = "; ".join(filter(None, (recipe.description, recipe.paper)))
     lines = [
@@ -150,6 +150,17 @@ def table(recipes: Sequence[Recipe], rows: list[Row]) -> str:
     lines += sorted({f"  not used: {reason}" for row in rows for reason in row.passed_over})
     lines += sorted({line for recipe in recipes for line in _schedule(recipe)})
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _alike(numbers: list[tuple[int, int]]) -> list[tuple[str, str]]:
+    """(experts, layers) of (layer, expert): the layers that have the same experts together."""
+    of_layer: dict[int, set[int]] = {}
+    for layer, expert in numbers:
+        of_layer.setdefault(layer, set()).add(expert)
+    layers: dict[str, list[int]] = {}
+    for layer, experts in sorted(of_layer.items()):
+        layers.setdefault(_ranges(experts), []).append(layer)
+    return [(experts, _ranges(found)) for experts, found in layers.items()]
 
 
 def _schedule(recipe: Recipe) -> list[str]:

@@ -276,3 +276,21 @@ def test_an_x_that_cannot_be_packed_is_told(
     assert ("16 tokens on a rank are not a multiple of 32" in line) == told == bool(line)
     one.args.fp4_saved_x = "bf16"
     assert unpacked_x(one, linears) == ""
+
+
+def test_experts_are_told_of_the_layers_that_have_them() -> None:
+    """Two experts of layer 0 follow another recipe: all three of layer 1 do not, nor the third."""
+
+    def row(layer: int, expert: int) -> Row:
+        name = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2"
+        own = layer == 0 and expert < 2
+        return Row(name, "64 x 64", "mxfp4" if own else "tetrajet", ("on",) * 3, ())
+
+    recipe = get_recipe("tetrajet")
+    _, *lines = printed(table([recipe], [row(i, j) for i in range(2) for j in range(3)]))
+    start = "decoder.layers.*.mlp.experts.local_experts"
+    assert [line[:4] for line in lines] == [
+        [f"{start}.0-1.linear_fc2", "0", "64 x 64", "mxfp4"],
+        [f"{start}.2.linear_fc2", "0", "64 x 64", "tetrajet"],
+        [f"{start}.0-2.linear_fc2", "1", "64 x 64", "tetrajet"],
+    ]
