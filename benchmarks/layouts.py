@@ -23,7 +23,7 @@ import torch
 from benchmarks.stamp import stamp
 from tests.mcore.layouts import LAYOUTS, MODES, ONE, Row, chosen, holds, run_layout, run_one
 
-RESULT = Path("benchmarks/results/layouts.json")  # of all of them, on a CPU
+RESULT, PROCESSES = Path("benchmarks/results/layouts.json"), 4  # on a CPU, of all that so many run
 OTHER = Path("runs/layouts.json")
 
 
@@ -103,19 +103,20 @@ def write(rows: list[Row], out: Path, stamped: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    processes = torch.cuda.device_count() or 4
+    processes = torch.cuda.device_count() or PROCESSES
     parser.add_argument("--layouts", nargs="+", choices=[name for name in LAYOUTS if name != ONE])
     parser.add_argument("--processes", type=int, default=processes, help="of a layout, at most")
     parser.add_argument("--at-once", type=int, default=1, help="layouts side by side")
     parser.add_argument(
-        "--out", type=Path, help=f"default: {RESULT}; {OTHER} of some layouts, or on GPUs"
+        "--out", type=Path, help=f"default: {RESULT}; of others, or on GPUs, {OTHER}"
     )
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()
     names = chosen(args.layouts or (), args.processes)
     if not names:
         sys.exit(f"no layout runs on {args.processes} processes; two is the fewest")
-    out = args.out or (OTHER if args.layouts or torch.cuda.is_available() else RESULT)
+    others = args.layouts or args.processes != PROCESSES or torch.cuda.is_available()
+    out = args.out or (OTHER if others else RESULT)
     out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     stamped = stamp(args.commit)  # before its own result changes the tree

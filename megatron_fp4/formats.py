@@ -59,7 +59,7 @@ def encode_e2m1(v: Tensor, bits: Tensor | None = None, average: Tensor | None = 
         exceeds (bits + 1/2) / 65536 (stochastic rounding).
     average: what v was of late, on the same grid: of the two codes on either side of v the one
         nearer to it (Q-EMA, arXiv 2502.20853); where it lies midway, the one that v
-        is rounded to. v stays where it lies on the grid, but may leave 0.
+        is rounded to. v stays where it lies on the grid, and at 0 where the average is 0 too.
     Returns uint8 of v's shape. The sign is kept on zero (-0.1 becomes code 8). NaN is undefined:
     callers replace it first.
     """

@@ -77,8 +77,9 @@ class Quantizer:
             raise ConfigError("fp32 scales take blocks of a whole axis: the GEMM leaves them out")
         if self.element != "e2m1" and (self.scale != "fp32" or self.stochastic):
             raise ConfigError(f"{self.element} elements take fp32 scales and nearest rounding")
-        if self.rounding == "ema" and (self.element, self.scale) != ("e2m1", "e8m0"):
-            raise ConfigError("rounding ema takes e2m1 elements and e8m0 scales")
+        form = self.element, self.scale, self.prescale
+        if self.rounding == "ema" and form != ("e2m1", "e8m0", 1.0):
+            raise ConfigError("rounding ema takes e2m1 elements, e8m0 scales and no prescale")
         if self.rule == "four-over-six" and (self.block[0] != 1 or self.stochastic):
             raise ConfigError("four-over-six takes blocks of one row and nearest rounding")
 
@@ -257,9 +258,8 @@ def quantize_matrix(
                 raise ConfigError("a stochastic quantizer needs random bits: give it a seed")
             bits = bits.movedim(axis, -1).reshape(rows, k).contiguous()
         toward = None
-        if quantizer.rounding == "ema":
-            if average is None or average.shape != x.shape:
-                raise ConfigError("rounding ema takes a moving average of the tensor's shape")
+        average = average_for(x, quantizer, average)
+        if average is not None:
             kept = _matrix(average, axis).to(matrix.dtype)
             toward, scales, finite = scale_average(kept, matrix, scales, finite, quantizer)
         codes = formats.encode_e2m1(scaled, bits if quantizer.stochastic else None, toward)
@@ -272,6 +272,18 @@ def quantize_matrix(
     if quantizer.block[0] == 1:
         scales = scales.view(*moved.shape[:-1], scales.shape[-1])
     return QuantizedTensor(codes, scales, tensor_scale, quantizer, x.shape, axis)
+
+
+def average_for(
+    x: Tensor | QuantizedTensor, quantizer: Quantizer, average: Tensor | None
+) -> Tensor | None:
+    """What the quantizer takes of a moving average of x. Raises ConfigError where it takes one and
+    there is none of x's shape."""
+    if quantizer.rounding != "ema":
+        return None
+    if average is None or average.shape != x.shape:
+        raise ConfigError("rounding ema takes a moving average of the tensor's shape")
+    return average
 
 
 def absolute_max(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:

@@ -120,6 +120,7 @@ def test_what_is_refused() -> None:
     for words in (
         {"scale": "e4m3", "rule": "nearest", "block": (1, 16)},
         {"scale": "fp32", "rule": "absmax", "block": (1, 0)},
+        {"prescale": 0.75},
     ):
         with pytest.raises(ConfigError, match="rounding ema takes"):
             Quantizer(rounding="ema", **words)  # type: ignore[arg-type]

@@ -39,6 +39,8 @@ class Reference:
         quantizer, axis = preparation.quantizer, preparation.axis
         if quantizer is None and isinstance(x, QuantizedTensor):
             return x.along(axis)
+        turns = preparation.fold is not None or preparation.group
+        assert not turns or preparation.average is None  # it would have to be turned too
         x = _turned(x, preparation)
         if quantizer is None:
             return x.movedim(axis, -1)

@@ -1,12 +1,13 @@
-"""E2M1 codes of BF16 values, eight to a word, and E8M0 scales of blocks, in Triton.
+"""E2M1 codes, eight to a word, and E8M0 scales of blocks of BF16 values, in Triton.
 
-BF16 comes in words of two neighbours. Hopper's units for integers are half as wide as those for
-floating-point numbers: what can be done in the latter is. Where that takes assembly, Triton's
-interpreter does the same in plain arithmetic.
+BF16 comes in words of two neighbours, which nearest rounding leaves together. Hopper's units for
+integers are half as wide as those for floating-point numbers: what can be done in the latter is.
+Where that takes assembly, Triton's interpreter does the same in plain arithmetic.
 
 E2M1's codes are a piecewise linear function of the magnitude: v lies min(2 v, v + 2, v / 2 + 4)
-codes above 0, and rounding v to the grid is rounding that to an integer. As bits, a float32 below
-2^-126 is an integer of units of 2^-149: one multiplication scales, adds and rounds.
+codes above 0, and rounding v to the grid is rounding that to an integer. As bits, a BF16 number
+below 2^-126 is an integer of units of 2^-133 (`nearest_pairs`), and a float32 one of 2^-149
+(`nearest`, of values that are no BF16): one multiplication scales, adds and rounds.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ def smaller(a, b, INTERPRETED: tl.constexpr):
 @triton.jit
 def halved(magnitudes, inverse, CLIPS: tl.constexpr, INTERPRETED: tl.constexpr):
     """Half of the scaled magnitudes, BF16 in words of two. inverse: of `half_inverse`, for each
-    half of the words. What becomes too small for BF16 is too small to become another code than 0.
-    """
+    half of the words. What becomes too small for BF16 is too small to be rounded to another code
+    than 0."""
     nothing = tl.full(magnitudes.shape, -0x7FFF8000, tl.int32)  # - 0
     half = fused(magnitudes, inverse, nothing, INTERPRETED)
     if CLIPS:

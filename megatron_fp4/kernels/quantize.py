@@ -17,7 +17,7 @@ from megatron_fp4.kernels.hadamard import transform_kernel
 from megatron_fp4.kernels.launch import Launch, kept, planned, tiles
 from megatron_fp4.kernels.mxfp4 import BLOCK, quantize_kernel
 from megatron_fp4.philox import GROUP, Key, Noise, Placement, Signs, word
-from megatron_fp4.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.quantizer import QuantizedTensor, Quantizer, average_for
 
 HADAMARD_GROUPS = (32, 64, 128)
 _MASK = 0xFFFFFFFF
@@ -67,7 +67,7 @@ def quantize(
     """The copies (one, or one for each axis) of x [rows, columns], which is read once, but for
     each copy that is transformed. All share the quantizer, the transform's group and, where they
     draw noise or signs, seed, step and placement. average: see `quantize_matrix`."""
-    assert (average is not None) == (quantizer.rounding == "ema")
+    average = average_for(x, quantizer, average)
     rows, columns = x.shape
     packed = isinstance(x, QuantizedTensor)
     if isinstance(x, QuantizedTensor):
@@ -160,7 +160,7 @@ def _quantize(
     """The kernel for one direction or both. along, across: whether there is such a copy, or the
     elements of its carriers."""
     has_along, has_across = along is not False, across is not False
-    height, width, warps, down = _tile(packed, has_along, has_across, quantizer.stochastic)
+    height, width, warps, down = tile(quantizer, packed, has_along, has_across)
     constants = dict(
         PACKED=packed,
         ALONG=has_along,
@@ -260,9 +260,14 @@ def _mantissa(carrier: torch.dtype | bool) -> int:
     return FORMATS[carrier][0] if isinstance(carrier, torch.dtype) else 0
 
 
-def _tile(packed: bool, along: bool, across: bool, stochastic: bool) -> tuple[int, int, int, bool]:
+def tile(
+    quantizer: Quantizer, packed: bool, along: bool, across: bool
+) -> tuple[int, int, int, bool]:
     """(rows, columns, warps) of a program, and whether those that run together have tiles below
     each other, by what was fastest on an H200."""
+    stochastic = quantizer.stochastic
+    if quantizer.rounding == "ema":
+        return 64, 64, 8, False  # as much as registers hold
     if across and not packed:
         if along:
             return (128, 64, 4, False) if stochastic else (64, 64, 2, False)

@@ -72,16 +72,19 @@ def check_vocabulary(token: int, args: argparse.Namespace) -> None:
 def megatrons_demands(while_building: bool = False) -> Iterator[None]:
     """Turns what Megatron's checks of a configuration raise into ConfigErrors with their text.
 
-    while_building: only what is raised in Megatron's own lines, which others' are among by then.
+    while_building: only what is raised in Megatron's own lines, since others' run too by then; the
+    text says where.
     """
     try:
         yield
     except ConfigError:
         raise
     except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
-        if while_building and not _is_megatrons(error):
+        own = traceback.extract_tb(error.__traceback__)[-1]
+        if (while_building or isinstance(error, ImportError)) and not _is_megatrons(own.filename):
             raise
         text = " ".join(str(error).split())
+        text += f" ({Path(own.filename).name}:{own.lineno})" if while_building else ""
         raise ConfigError(text or f"Megatron demands: {_failed_line(error)}") from error
 
 
@@ -179,9 +182,8 @@ def _machine_defaults() -> dict[str, Any]:
     return defaults
 
 
-def _is_megatrons(error: Exception) -> bool:
-    source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return source.is_relative_to(Path(megatron.core.__file__).parents[1])
+def _is_megatrons(source: str) -> bool:
+    return Path(source).is_relative_to(Path(megatron.core.__file__).parents[1])
 
 
 def _failed_line(error: Exception) -> str:
@@ -303,6 +305,10 @@ def _check_save(args: argparse.Namespace) -> None:
         return
     if args.non_persistent_save_interval and args.non_persistent_ckpt_type is None:
         raise ConfigError("--non-persistent-save-interval needs --non-persistent-ckpt-type global")
+    if args.non_persistent_save_interval and args.ckpt_format == "torch":
+        raise ConfigError(
+            "--non-persistent-save-interval does not save in --ckpt-format torch: leave out one"
+        )
     if args.save_interval is None:
         raise ConfigError("--save needs --save-interval N: the steps from checkpoint to checkpoint")
     if is_object_storage_path(args.save):

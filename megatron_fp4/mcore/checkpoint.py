@@ -38,7 +38,7 @@ def install() -> None:
         checkpointing.load_args_from_checkpoint
     )
     dist_checkpointing.save = _from_nothing(dist_checkpointing.save)
-    training.save_checkpoint = _without_its_like(training.save_checkpoint)
+    training.save_checkpoint = _cleared_first(training.save_checkpoint)
 
 
 # --- the same numerics ---------------------------------------------------------------------------
@@ -226,21 +226,24 @@ def _from_nothing(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return save
 
 
-def _without_its_like(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    # The same of --ckpt-format torch, a file of each rank's. Where the tracker names the iteration
-    # already, as after --ckpt-step, files that are missing stop a launch, and older ones would not.
+def _cleared_first(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    # The same of --ckpt-format torch, a folder of each rank's. Where the tracker names the
+    # iteration already, as after --ckpt-step, files that are missing stop a launch, and older ones
+    # would not.
     @functools.wraps(upstream)
-    def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+    def save_checkpoint(
+        iteration: int, *args: Any, non_persistent_ckpt: bool = False, **kwargs: Any
+    ) -> Any:
         launch = get_args()
-        if launch.ckpt_format == "torch":
+        if launch.ckpt_format == "torch" and not non_persistent_ckpt:
             if torch.distributed.get_rank() == 0:
                 name = checkpointing.get_checkpoint_name(
                     launch.save, iteration, return_base_dir=True
                 )
-                if Path(name).is_dir():
-                    shutil.rmtree(name)
+                for folder in Path(name).glob("mp_rank_*"):
+                    shutil.rmtree(folder)
             torch.distributed.barrier()
-        return upstream(iteration, *args, **kwargs)
+        return upstream(iteration, *args, non_persistent_ckpt=non_persistent_ckpt, **kwargs)
 
     return save_checkpoint
 

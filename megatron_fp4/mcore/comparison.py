@@ -15,7 +15,7 @@ from megatron_fp4.recipe import Recipe
 
 # What must be as it was, besides the content of the recipe, for the numbers to be the same.
 _FLAGS = {
-    "fp4_wgrad_fusion": "sums of dW in float32 (--no-gradient-accumulation-fusion rounds them)",
+    "fp4_wgrad_fusion": "gradient accumulation fusion (off: --no-gradient-accumulation-fusion)",
     "fp4_plugin_version": "plugin version",
     "fp4_numerics_version": "numerics version",
     "fp4_seed": "--fp4-seed",
@@ -24,7 +24,6 @@ _FLAGS = {
     "num_layers_at_end_in_bf16": "--num-layers-at-end-in-bf16",
     "micro_batch_size": "--micro-batch-size",  # moves the blocks of wgrad and the rows of noise
 }
-_BEFORE = {"fp4_wgrad_fusion": True}  # what a checkpoint has that does not say
 # Fields of a recipe with flags of their own, and those that change no number.
 _SCHEDULE = {"bf16_after": "--fp4-bf16-after", "bf16_gemms": "--fp4-bf16-gemms"}
 _WORDS = ("name", "description", "paper")
@@ -54,8 +53,7 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
 def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[str]:
     found = []
     for name, flag in _FLAGS.items():
-        then, now = (getattr(args, name, _BEFORE.get(name)) for args in (saved, launch))
-        found += _was_and_is(flag, then, now)
+        found += _was_and_is(flag, getattr(saved, name, None), getattr(launch, name, None))
     if any(_has_schedule(args) for args in (saved, launch)):  # in shares of training
         found += _was_and_is("--train-iters", saved.train_iters, launch.train_iters)
     # A file may change under its path, and a built-in recipe stand in a file: the content counts.

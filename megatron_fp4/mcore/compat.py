@@ -44,9 +44,11 @@ def install() -> None:
     # and would refuse a recipe.
     if not hasattr(arguments.parse_args, "__wrapped__"):
         arguments.parse_args = _knowing_recipes(arguments.parse_args)
+    if not hasattr(arguments.validate_args, "__wrapped__"):
         arguments.validate_args = _after_ours(arguments.validate_args)
-        training.initialize_megatron = _in_one_line(training.initialize_megatron)
-        training.setup_model_and_optimizer = _in_one_line(training.setup_model_and_optimizer)
+    for name in ("initialize_megatron", "setup_model_and_optimizer"):
+        if not hasattr(getattr(training, name), "__wrapped__"):
+            setattr(training, name, _demanding(getattr(training, name)))
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         _mend_distributed_adam()
     if not hasattr(ChainedOptimizer.load_state_dict, "__wrapped__"):
@@ -74,7 +76,7 @@ def _after_ours(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return validate_args
 
 
-def _in_one_line(upstream: Callable[..., Any]) -> Callable[..., Any]:
+def _demanding(upstream: Callable[..., Any]) -> Callable[..., Any]:
     # What Megatron demands of flags it may say as late as when it builds a layer or an optimizer.
     @functools.wraps(upstream)
     def build(*args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,9 @@ from megatron_fp4.kernels.fp8 import FORMATS, LOWEST
 from megatron_fp4.kernels.hadamard import transform_kernel
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
 from megatron_fp4.kernels.outliers import OPTIONS, split_kernel, warps
+from megatron_fp4.kernels.quantize import tile
 from megatron_fp4.kernels.rows import EXPONENTS, cast_kernel, largest_kernel
+from megatron_fp4.quantizer import Quantizer
 
 BOTH = {"ALONG": True, "ACROSS": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -82,6 +84,19 @@ def test_a_kernel_compiles(variant: str, capability: int) -> None:
 @pytest.mark.parametrize("variant", ["along", "carried along"])
 def test_a_kernel_compiles_for_one_row(variant: str) -> None:
     assembly(quantize_kernel, "*i32", 90, PLAIN | VARIANTS[variant], 4, rows=1)
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_an_average_fits_the_registers(even: bool) -> None:
+    rows, columns, warps, down = tile(Quantizer(rounding="ema"), False, True, True)
+    sizes = {"TILE_ROWS": rows, "TILE_COLUMNS": columns, "DOWN": down, "EVEN": even}
+    constants = PLAIN | VARIANTS["averaged"] | sizes | {"CEIL": True, "PRESCALE": 1.0}
+
+    def made(warps: int) -> str:
+        return sass(assembly(quantize_kernel, "*i32", 90, constants, warps)["cubin"])
+
+    assert "STL" not in made(warps) and "LDG" in made(warps)
+    assert "STL" in made(warps // 4)  # Negative control: what nearest rounding takes.
 
 
 @pytest.mark.parametrize("n_blocks", [1, 128, 256, 1024])

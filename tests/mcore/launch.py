@@ -70,10 +70,12 @@ def spawn(
     )
     try:
         output, _ = run.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
         run.terminate()  # torchrun then ends its ranks, which would keep the pipe open
         output, _ = run.communicate(timeout=60)
-        output += f"\nstill running after {timeout_s} s"
+        raise TimeoutError(f"still running after {timeout_s} s: {output[-4000:]}") from error
+    finally:
+        run.kill()
     return subprocess.CompletedProcess(run.args, run.returncode, output)
 
 

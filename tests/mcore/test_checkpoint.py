@@ -145,7 +145,7 @@ def test_a_launch_that_cannot_go_on_says_so_once(folder: Path) -> None:
     assert remedy in told(two["dp ep2"])
 
 
-def test_what_a_checkpoint_brings_and_what_is_built_are_judged_too(folder: Path) -> None:
+def test_flags_are_judged_beside_a_checkpoint_s_and_when_they_are_met(folder: Path) -> None:
     one = on_one(folder)
     assert "use --step-batch-size-schedule" in told(one["brought"])
     assert "muon" in told(one["late demand"]).lower()
