@@ -11,10 +11,12 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.utils import divide
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import arguments, gpt, pretrain
+from megatron_fp4.mcore.arguments import megatrons_demands
 from tests.mcore.launch import MOCK_DATA, TINY
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
@@ -71,6 +73,11 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
             "--save checkpoints --non-persistent-save-interval 2",
             "needs --non-persistent-ckpt-type global",
         ),
+        (
+            "--save checkpoints --save-interval 4 --non-persistent-save-interval 2 "
+            "--non-persistent-ckpt-type global --ckpt-format torch",
+            "does not save in --ckpt-format torch: leave out one",
+        ),
         ("--train-iters 0", "give --train-iters or --train-samples"),
         ("--not-a-flag", "unrecognized arguments: --not-a-flag"),
         ("--num-layers two", "invalid int value"),
@@ -79,6 +86,21 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
 def test_a_mistake_is_a_config_error_that_names_the_remedy(flags: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         parse(*MOCK_DATA, *flags.split())
+
+
+def test_only_what_megatron_raises_becomes_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^7 is not divisible by 2 \(utils.py:\d+\)$"):
+        with megatrons_demands(while_building=True):
+            divide(7, 2)
+    for kind in (ValueError, ImportError):  # a mistake of ours keeps its traceback
+        with pytest.raises(kind, match="^mine$") as raised:
+            with megatrons_demands(while_building=True):
+                raise kind("mine")
+        assert type(raised.value) is kind
+    with pytest.raises(ImportError), megatrons_demands():
+        raise ImportError("mine")
+    with pytest.raises(ConfigError, match="^mine$"), megatrons_demands():
+        raise ValueError("mine")
 
 
 def test_data_and_a_tokenizer_have_to_be_named() -> None:
