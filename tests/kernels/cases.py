@@ -1,6 +1,7 @@
 """What the quantize kernels are compared with the reference on, on a GPU and in the interpreter.
 
-    TRITON_INTERPRET=1 python -m tests.kernels.cases [floor nearest]    # prints what differs
+    TRITON_INTERPRET=1 python -m tests.kernels.cases [floor nearest]    # prints what differs in
+                                           # those whose name, a dot at its end, holds the words
 
 Every combination of scale rule, rounding, prescale and direction, over matrices that hold
 what goes wrong; tiles are not filled, and noise has the places of a shard.
@@ -239,6 +240,6 @@ if __name__ == "__main__":
     words = " ".join(sys.argv[1:])
     print(
         "\n".join(
-            differences("cpu", [case for case in (*cases(), *carried()) if words in str(case)])
+            differences("cpu", [case for case in (*cases(), *carried()) if words in f"{case}."])
         )
     )

@@ -9,44 +9,67 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EMA = "ceil ema 1.0 axes (1, 0)"
+# One case each is enough for most.
+NEAREST, EMA = "floor nearest 1.0 axes (1, 0).", "ceil ema 1.0 axes (1, 0)"
+STOCHASTIC = "floor stochastic 1.0 axes (1, 0) shard"
+CARRIED = "ceil nearest 1.0 axes (1, 0) torch.float8_e4m3fn ."
 # The file, the cases that each is tried on, and the edit.
 MISTAKES = {
-    "ties go up": ("encode", "floor nearest", "once * 2, once * 2,", "once * 2, once * 3,"),
-    "beyond 6": ("encode", "floor nearest", "half = smaller(half, three", "smaller(half, three"),
+    "ties go up": ("encode", NEAREST, "once * 2, once * 2,", "once * 2, once * 3,"),
+    "beyond 6": ("encode", NEAREST, "half = smaller(half, three", "smaller(half, three"),
     "Inf in the next column": (
         "mxfp4",
         "huge",
         "blocked & tl.broadcast_to(kept",
         "blocked & 0x7FFF7FFF | 0 * tl.broadcast_to(kept",
     ),
-    "1.5 is clipped": ("encode", "ceil nearest", "widest + 0x3F if", "widest + 0x40 if"),
-    "a whole's noise": ("philox", "floor stochastic", "at_rows * per_row", "at_rows * 12"),
-    "sums for differences": ("hadamard", "group 64", "first - second", "first + second"),
-    "signs of another half": ("hadamard", "group 64 shard", "!= 0, w1, w0", "!= 0, w0, w1"),
+    "1.5 is clipped": (
+        "encode",
+        "ceil nearest 1.0 axes (1, 0).",
+        "widest + 0x3F if",
+        "widest + 0x40 if",
+    ),
+    "a whole's noise": ("philox", STOCHASTIC, "at_rows * per_row", "at_rows * 12"),
+    "sums for differences": (
+        "hadamard",
+        "0.75 axes (1,) group 64.",
+        "first - second",
+        "first + second",
+    ),
+    "signs of another half": (
+        "hadamard",
+        "axes (1, 0) group 64 shard",
+        "!= 0, w1, w0",
+        "!= 0, w0, w1",
+    ),
     "no step in memory": ("mxfp4", "memory", "step = tl.load(step_ptr)", "step = 0 * step"),
     "no draw in memory": ("hadamard", "memory", "draw = tl.load(draw_ptr)", "draw = 0 * draw"),
-    "the draw's place": ("philox", "group 64 shard signs", "draw.to(tl.int64) << 32", "draw"),
+    "the draw's place": (
+        "philox",
+        "axes (1, 0) group 64 shard signs",
+        "draw.to(tl.int64) << 32",
+        "draw",
+    ),
     "signs of no step": (
         "philox",
-        "group 64 shard signs",
+        "axes (1, 0) group 64 shard signs",
         "32, step, stream",
         "32, 0 * step, stream",
     ),
     "the next group's rows": ("hadamard", "(0,) group 32", "== 32 else 4  #", "== 64 else 4  #"),
-    "words in another order": ("philox", "floor stochastic", "tl.join(w0, w2)", "tl.join(w0, w1)"),
-    "half a draw twice": ("philox", "floor stochastic", "(words >> 8) &", "(words << 8) &"),
-    "NaN is hidden": ("encode", "floor nearest", ", widest < 0x7F80", ", widest >= 0"),
-    "no sign of zeros": ("encode", "floor nearest", "return (odd & -0x7F7F7F80) |", "return"),
+    "words in another order": ("philox", STOCHASTIC, "tl.join(w0, w2)", "tl.join(w0, w1)"),
+    "half a draw twice": ("philox", STOCHASTIC, "(words >> 8) &", "(words << 8) &"),
+    "NaN is hidden": ("encode", NEAREST, ", widest < 0x7F80", ", widest >= 0"),
+    "no sign of zeros": ("encode", NEAREST, "return (odd & -0x7F7F7F80) |", "return"),
     "carriers of another power": (
         "fp8",
-        "ceil nearest 1.0 axes (1, 0) torch",
+        CARRIED,
         "0x3C383000 + k *",
         "0x3C383000 + 2 * k *",
     ),
     "all blocks fit": (
         "carrier",
-        "ceil nearest 1.0 axes (1, 0) torch",
+        CARRIED,
         "there & ~fits & ~lowest",
         "there & (scales < 0)",
     ),
@@ -62,7 +85,7 @@ MISTAKES = {
     "the lowest block is of zeros": ("carrier", "subnormal rows", "wrong |= ", "wrong + "),
     "the rule's fold for all": (
         "carrier",
-        "ceil nearest 1.0 axes (1, 0) torch",
+        CARRIED,
         "tl.where(wanted, fold, likely)",
         "fold",
     ),
