@@ -129,6 +129,9 @@ def validate(args: argparse.Namespace) -> None:
     alltoall = args.num_experts and args.moe_token_dispatcher_type == "alltoall"
     if alltoall and args.expert_model_parallel_size > 1 and args.distributed_backend == "gloo":
         raise ConfigError("gloo has no all-to-all: use --moe-token-dispatcher-type allgather")
+    spread = args.tensor_model_parallel_size > 1 and not args.sequence_parallel
+    if args.num_experts and spread and not args.skip_train:  # said in the first step, by each rank
+        raise ConfigError("experts under tensor parallelism need --sequence-parallel: add it")
     if "layernorm" in (args.recompute_modules or []) and not HAVE_TE:
         raise ConfigError(
             "--recompute-modules layernorm needs Transformer Engine: recompute other modules"

@@ -60,6 +60,7 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
             "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
             "use --moe-token-dispatcher-type allgather",
         ),
+        ("--num-experts 4 --tensor-model-parallel-size 2", "need --sequence-parallel: add it"),
         ("--fp16 --bf16", "choose one"),
         ("--save checkpoints", "--save needs --save-interval N"),
         ("--save /proc/nope --save-interval 1", "/proc/nope cannot be written"),
