@@ -96,8 +96,7 @@ class Recipe:
             raise ConfigError(f"{self.name}: {error}") from error
 
     def _check_fields(self) -> None:
-        quantizers = [q for gemm in self._gemms.values() for q in (gemm.a, gemm.b)]
-        if any(q is not None and q.rounding == "ema" for q in quantizers):
+        if any(quantizer.rounding == "ema" for quantizer in self._quantizers):
             raise ConfigError("no linear keeps the moving average that rounding ema takes")
         w = self.fprop.b
         if self.estimator and (w is None or w.element != "e2m1"):
@@ -168,12 +167,15 @@ class Recipe:
     @cached_property
     def draws(self) -> bool:
         """Whether it rounds by random bits, or transforms under random signs."""
-        return any(
-            (quantizer is not None and quantizer.stochastic)
-            or (gemm.hadamard is not None and gemm.hadamard.signs == "random")
-            for gemm in self._gemms.values()
-            for quantizer in (gemm.a, gemm.b)
+        transforms = [gemm.hadamard for gemm in self._gemms.values() if gemm.hadamard is not None]
+        return any(transform.signs == "random" for transform in transforms) or any(
+            quantizer.stochastic for quantizer in self._quantizers
         )
+
+    @property
+    def _quantizers(self) -> list[Quantizer]:
+        operands = [operand for gemm in self._gemms.values() for operand in (gemm.a, gemm.b)]
+        return [quantizer for quantizer in operands if quantizer is not None]
 
     @property
     def keeps_forward_x(self) -> bool:
