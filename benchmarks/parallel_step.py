@@ -70,6 +70,7 @@ LAYOUTS = {
     "pp2": Layout(pp=2),
     "dp2": Layout(dp=2),
     "tp4-sp": Layout(tp=4, sp=True),
+    "dp4": Layout(dp=4),
     "tp8": Layout(tp=8),
     "tp8-sp": Layout(tp=8, sp=True),
     "dp8": Layout(dp=8),

@@ -155,11 +155,11 @@ def cast_kernel(
     divisor = tl.broadcast_to(divisor[:, None, :, None], BLOCKED)
     live = tl.broadcast_to(finite.to(tl.int32)[:, None, :, None], BLOCKED)
     scaled = tl.abs(tl.div_rn(v, tl.reshape(divisor, (TILE, TILE)))) * PRESCALE
-    half = tl.minimum(scaled, 6.0) * 0.5
+    scaled = tl.minimum(scaled, 6.0)
     if STOCHASTIC:
-        code = ~(stochastic(half, rest, 1.0, INTERPRETED) >> 24) & 7
+        code = ~(stochastic(scaled * 0.5, rest, 1.0, INTERPRETED) >> 24) & 7
     else:
-        code = nearest(half)
+        code = nearest(scaled)
     code |= tl.where(v.to(tl.int32, bitcast=True) < 0, 8, 0)
     code = tl.where(tl.reshape(live, (TILE, TILE)) != 0, code, 0)
 

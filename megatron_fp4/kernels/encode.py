@@ -4,10 +4,10 @@ BF16 comes in words of two neighbours, which nearest rounding leaves together. H
 integers are half as wide as those for floating-point numbers: what can be done in the latter is.
 Where that takes assembly, Triton's interpreter does the same in plain arithmetic.
 
-E2M1's codes are a piecewise linear function of the magnitude: v lies min(2 v, v + 2, v / 2 + 4)
-codes above 0, and rounding v to the grid is rounding that to an integer. As bits, a BF16 number
-below 2^-126 is an integer of units of 2^-133 (`nearest_pairs`), and a float32 one of 2^-149
-(`nearest`, of values that are no BF16): one multiplication scales, adds and rounds.
+E2M1's steps are 1/2 up to 2, 1 up to 4, then 2. Those of BF16 numbers are 1/2 below 128, then 1:
+v + 126, rounded, is as many numbers above 126 as v's code is above 0, until 4; v / 2 + 128 from 4
+on. One multiply-add scales and rounds, and of the two the smaller is it (`nearest_pairs`; of values
+that are no BF16 in float32, whose steps are 1/2 below 2^23, `nearest`).
 """
 
 from __future__ import annotations
@@ -47,17 +47,41 @@ def larger(a, b):
 
 
 @triton.jit
-def scales(widest, CEIL: tl.constexpr):
-    """(E8M0 bytes, which blocks are finite) of BF16 bits of the blocks' largest magnitudes."""
-    # Above 1.5 2^e, 6 is too small, and the exponent goes up.
-    byte = ((widest + 0x3F if CEIL else widest) >> 7) - 2
-    return tl.maximum(byte, 0), widest < 0x7F80
+def smaller(a, b, INTERPRETED: tl.constexpr):
+    """The smaller of BF16 magnitudes in words of two."""
+    if INTERPRETED:
+        return tl.minimum(a & 0xFFFF, b & 0xFFFF) | (tl.minimum(a >> 16, b >> 16) << 16)
+    return tl.inline_asm_elementwise(
+        "min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
-def half_inverse(byte):
-    """2^(-s - 1) in BF16 for s = byte - 127, at most 126, where it is subnormal."""
-    return tl.maximum((253 - byte) << 7, 0x40)
+def larger_of(a, b, INTERPRETED: tl.constexpr):
+    """`larger`, in the interpreter too."""
+    if INTERPRETED:
+        return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum(a >> 16, b >> 16) << 16)
+    return larger(a, b)
+
+
+@triton.jit
+def scales(widest, CEIL: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Of the largest magnitudes of two blocks, BF16 in words of two: E8M0 bytes s + 127, 2^-s and
+    2^(-s - 1) in BF16, in the halves of words. Anything where they are not finite."""
+    each = tl.full(widest.shape, 0x00010001, tl.int32)
+    # Above 1.5 2^e, 6 is too small, and the exponent goes up.
+    exponent = (widest + each * 0x3F if CEIL else widest) & 0x7F807F80
+    exponent = larger_of(exponent, each * 0x100, INTERPRETED)
+    whole = -0x7FFF8000 - exponent
+    # 2^-127 is subnormal.
+    half = larger_of(whole - 0x00800080, each * 0x40, INTERPRETED)
+    return (exponent >> 7) - each * 2, whole, half
+
+
+@triton.jit
+def live(widest):
+    """-1 where the BF16 magnitude in the higher half of a word is finite, else 0."""
+    return tl.where(widest < 0x7F800000, -1, 0)
 
 
 @triton.jit
@@ -88,48 +112,41 @@ def fused(a, b, c, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def smaller(a, b, INTERPRETED: tl.constexpr):
-    """The smaller of BF16 magnitudes in words of two."""
-    if INTERPRETED:
-        return tl.minimum(a & 0xFFFF, b & 0xFFFF) | (tl.minimum(a >> 16, b >> 16) << 16)
-    return tl.inline_asm_elementwise(
-        "min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def halved(magnitudes, inverse, CLIPS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Half of the scaled magnitudes, BF16 in words of two. inverse: of `half_inverse`, for each
-    half of the words. What becomes too small for BF16 is too small to be rounded to another code
+def halved(pairs, inverse, CLIPS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Half of the scaled magnitudes of BF16 in words of two. inverse: 2^(-s - 1), of
+    `scales`. What becomes too small for BF16 is too small to be rounded to another code
     than 0."""
-    nothing = tl.full(magnitudes.shape, -0x7FFF8000, tl.int32)  # - 0
-    half = fused(magnitudes, inverse, nothing, INTERPRETED)
+    nothing = tl.full(pairs.shape, -0x7FFF8000, tl.int32)  # - 0
+    half = fused(pairs & 0x7FFF7FFF, inverse, nothing, INTERPRETED)
     if CLIPS:
-        three = tl.full(magnitudes.shape, 0x40404040, tl.int32)  # half of 6
+        three = tl.full(pairs.shape, 0x40404040, tl.int32)  # half of 6
         half = smaller(half, three, INTERPRETED)
     return half
 
 
 @triton.jit
-def nearest_pairs(half, INTERPRETED: tl.constexpr):
-    """Codes of half magnitudes, as integers in the halves of words: `nearest` in BF16, whose
-    smallest subnormal number is 2^-133."""
-    once = tl.full(half.shape, 0x00010001, tl.int32)
-    first = fused(half, once * 4, once * 0, INTERPRETED)
-    second = fused(half, once * 2, once * 2, INTERPRETED)
-    third = fused(half, once, once * 4, INTERPRETED)
-    return smaller(smaller(first, second, INTERPRETED), third, INTERPRETED)
+def nearest_pairs(magnitudes, signed, whole, half, CLIPS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Codes, as integers in the halves of words, of BF16 magnitudes in words of two, with the signs
+    of others. whole, half: 2^-s and 2^(-s - 1), of `scales`. What is not finite spoils its word."""
+    SHAPE: tl.constexpr = magnitudes.shape
+    below = tl.full(SHAPE, 0x42FC42FC, tl.int32)  # 126
+    above = tl.full(SHAPE, 0x43004300, tl.int32)  # 128
+    first = fused(magnitudes, whole, below, INTERPRETED)
+    second = fused(magnitudes, half, above, INTERPRETED)
+    codes = smaller(first, second, INTERPRETED)
+    if CLIPS:
+        codes = smaller(codes, above + 0x00030003, INTERPRETED)  # 6's
+    return codes + ((signed >> 12) & 0x00080008 | -0x42FC42FC)
 
 
 @triton.jit
-def nearest(half):
-    """Codes of half magnitudes as bits of float32, rounded to nearest even by the multiplication
-    and in it: adding 2 or 4 changes no parity."""
-    unit = tl.full([], 2.0**-149, tl.float32)
-    first = (half * (4 * unit)).to(tl.int32, bitcast=True)
-    second = (half * (2 * unit) + 2 * unit).to(tl.int32, bitcast=True)
-    third = (half * unit + 4 * unit).to(tl.int32, bitcast=True)
-    return tl.minimum(tl.minimum(first, second), third)
+def nearest(magnitudes):
+    """Codes of scaled float32 magnitudes, as integers."""
+    below = tl.full([], 2.0**23 - 2, tl.float32)
+    above = tl.full([], 2.0**23, tl.float32)
+    first = (magnitudes + below).to(tl.int32, bitcast=True)
+    second = (magnitudes * 0.5 + above).to(tl.int32, bitcast=True)
+    return tl.minimum(first, second) - 0x4AFFFFFC
 
 
 @triton.jit
@@ -186,7 +203,7 @@ def words(codes):
 
 @triton.jit
 def words_of_pairs(codes, INTERPRETED: tl.constexpr):
-    """Words [...] of eight codes in words [..., 2, 2] of two neighbours, without their signs."""
+    """Words [...] of eight signed codes in words [..., 2, 2] of two neighbours."""
     even, odd = tl.split(codes)
     p0, p2 = tl.split(even)
     p1, p3 = tl.split(odd)
@@ -201,8 +218,8 @@ def words_of_pairs(codes, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def words_below(codes, INTERPRETED: tl.constexpr):
-    """Words [..., 2 n] of eight codes that stand below each other, of words [..., n, 2, 2, 2] of
-    two neighbours, without their signs."""
+    """Words [..., 2 n] of eight signed codes below each other, of words [..., n, 2, 2, 2] of two
+    neighbours."""
     even, odd = tl.split(codes)
     first, second = tl.split(odd * 16 + even)
     low, high = tl.split(second * 256 + first)

@@ -39,9 +39,9 @@ def _largest(pairs, AXIS: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _overflows(average):
-    """1 where it is NaN or Inf."""
-    return ((average.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000).to(tl.int32)
+def _live(average):
+    """-1 where it is finite, else 0."""
+    return encode.live(average.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -81,30 +81,35 @@ def along(
     C: tl.constexpr = pairs.shape[2] * 2
     blocked = tl.reshape(pairs, (L, 8, C // 32, 16))
     widest = _largest(blocked, 3, INTERPRETED)
-    byte, finite = encode.scales(tl.maximum(widest & 0xFFFF, widest >> 16), CEIL)
+    turned = (widest << 16) | ((widest >> 16) & 0xFFFF)
+    widest = encode.larger_of(widest, turned, INTERPRETED)  # in both halves
+    byte, whole, half = encode.scales(widest, CEIL, INTERPRETED)
+    byte, live = byte & 0xFF, encode.live(widest)
     if AVERAGED:
-        average = tl.reshape(average, (L, 8, C // 32, 32))
-        finite = finite & (tl.max(_overflows(average), 3) == 0)
-    inverse = encode.half_inverse(byte) * 0x10001
-    inverse = tl.broadcast_to(inverse[:, :, :, None], (L, 8, C // 32, 16))
+        live &= tl.max(_live(tl.reshape(average, (L, 8, C // 32, 32))), 3)
+    half = tl.broadcast_to(half[:, :, :, None], (L, 8, C // 32, 16))
     clips: tl.constexpr = not CEIL and PRESCALE == 1.0
-    half = encode.halved(blocked & 0x7FFF7FFF, inverse, clips, INTERPRETED)
-    if STOCHASTIC:
-        eights = tl.reshape(encode.unpacked(half), (L, 8, C // 8, 2, 2, 2))
-        rest = tl.reshape(rest, (L, 8, C // 8, 2, 2, 2))
-        codes = encode.stochastic(eights, rest, PRESCALE, INTERPRETED)
-        words = encode.words_of_highest(codes, INTERPRETED)
-    elif AVERAGED:
-        codes = encode.nearer(half, blocked, inverse, average)
-        words = encode.words(tl.reshape(codes, (L, 8, C // 8, 2, 2, 2)))
+    if STOCHASTIC or AVERAGED:
+        scaled = encode.halved(blocked, half, clips, INTERPRETED)
+        if STOCHASTIC:
+            eights = tl.reshape(encode.unpacked(scaled), (L, 8, C // 8, 2, 2, 2))
+            rest = tl.reshape(rest, (L, 8, C // 8, 2, 2, 2))
+            codes = encode.stochastic(eights, rest, PRESCALE, INTERPRETED)
+            words = encode.words_of_highest(codes, INTERPRETED)
+        else:
+            average = tl.reshape(average, (L, 8, C // 32, 32))
+            codes = encode.nearer(scaled, blocked, half, average)
+            words = encode.words(tl.reshape(codes, (L, 8, C // 8, 2, 2, 2)))
+        even, odd = encode.gathered(tl.reshape(pairs, (L, 8, C // 8, 2, 2)), INTERPRETED)
+        words |= encode.signs(even, odd)
     else:
-        codes = tl.reshape(encode.nearest_pairs(half, INTERPRETED), (L, 8, C // 8, 2, 2))
-        words = encode.words_of_pairs(codes, INTERPRETED)
-    even, odd = encode.gathered(tl.reshape(pairs, (L, 8, C // 8, 2, 2)), INTERPRETED)
-    live = tl.broadcast_to(tl.where(finite, -1, 0)[:, :, :, None], (L, 8, C // 32, 16))
-    live, _ = tl.split(tl.reshape(live, (L, 8, C // 8, 2, 2)))
-    live, _ = tl.split(live)
-    words = (words | encode.signs(even, odd)) & live
+        whole = tl.broadcast_to(whole[:, :, :, None], (L, 8, C // 32, 16))
+        codes = encode.nearest_pairs(blocked & 0x7FFF7FFF, blocked, whole, half, clips, INTERPRETED)
+        words = encode.words_of_pairs(tl.reshape(codes, (L, 8, C // 8, 2, 2)), INTERPRETED)
+    lives = tl.broadcast_to(live[:, :, :, None], (L, 8, C // 32, 16))
+    lives, _ = tl.split(tl.reshape(lives, (L, 8, C // 8, 2, 2)))
+    lives, _ = tl.split(lives)
+    words &= lives
     at = column0 // 8 + tl.arange(0, C // 8)[None, None, :]
     _stored(words, codes_ptr, rows, at, n_rows, n_columns // 8, EVEN)
     if CARRIED > 0:
@@ -117,7 +122,7 @@ def along(
         at = column0 // 4 + tl.arange(0, C // 4)[None, None, :]
         _stored(both, carriers_ptr, rows, at, n_rows, n_columns // 4, EVEN)
     at = column0 // 32 + tl.arange(0, C // 32)[None, None, :]
-    byte = tl.where(finite, byte, 255).to(tl.uint8)
+    byte = (byte | ~live).to(tl.uint8)
     _stored(byte, scales_ptr, rows, at, n_rows, n_columns // 32, EVEN)
 
 
@@ -146,46 +151,49 @@ def across(
     C: tl.constexpr = pairs.shape[2] * 2
     widest = tl.reshape(_largest(pairs, 1, INTERPRETED), (L // 4, 4, C // 2))
     widest = _largest(widest, 1, INTERPRETED)
-    low_byte, low_finite = encode.scales(widest & 0xFFFF, CEIL)
-    high_byte, high_finite = encode.scales(widest >> 16, CEIL)
+    byte, whole, half = encode.scales(widest, CEIL, INTERPRETED)
+    low_live, high_live = encode.live(widest << 16), encode.live(widest)
     if AVERAGED:
         average = tl.reshape(average, (L // 4, 4, 8, C))
-        overflows = tl.max(tl.max(_overflows(average), 2), 1)
-        low_over, high_over = tl.split(tl.reshape(overflows, (L // 4, C // 2, 2)))
-        low_finite, high_finite = low_finite & (low_over == 0), high_finite & (high_over == 0)
-    inverse = encode.half_inverse(low_byte) | (encode.half_inverse(high_byte) << 16)
-    inverse = tl.broadcast_to(inverse[:, None, None, :], (L // 4, 4, 8, C // 2))
+        alive = tl.max(tl.max(_live(average), 2), 1)
+        low, high = tl.split(tl.reshape(alive, (L // 4, C // 2, 2)))
+        low_live, high_live = low_live & low, high_live & high
+    half = tl.broadcast_to(half[:, None, None, :], (L // 4, 4, 8, C // 2))
     blocked = tl.reshape(pairs, (L // 4, 4, 8, C // 2))
-    magnitudes = blocked & 0x7FFF7FFF
-    if not STOCHASTIC:  # what is not finite would reach into its neighbour in the word
-        kept = tl.where(low_finite, 0x7FFF, 0) | tl.where(high_finite, 0x7FFF0000, 0)
-        magnitudes = blocked & tl.broadcast_to(kept[:, None, None, :], (L // 4, 4, 8, C // 2))
     clips: tl.constexpr = not CEIL and PRESCALE == 1.0
-    half = encode.halved(magnitudes, inverse, clips, INTERPRETED)
-    if STOCHASTIC:
-        eights = tl.reshape(encode.unpacked(half), (L, 2, 2, 2, C))
-        eights = tl.permute(eights, (0, 4, 1, 2, 3))
-        rest = tl.permute(tl.reshape(rest, (L, 2, 2, 2, C)), (0, 4, 1, 2, 3))
-        codes = encode.stochastic(eights, rest, PRESCALE, INTERPRETED)
-        words = encode.words_of_highest(codes, INTERPRETED)
-    elif AVERAGED:
-        codes = tl.reshape(encode.nearer(half, blocked, inverse, average), (L, 2, 2, 2, C))
-        words = encode.words(tl.permute(codes, (0, 4, 1, 2, 3)))
+    if STOCHASTIC or AVERAGED:
+        scaled = encode.halved(blocked, half, clips, INTERPRETED)
+        if STOCHASTIC:
+            eights = tl.reshape(encode.unpacked(scaled), (L, 2, 2, 2, C))
+            eights = tl.permute(eights, (0, 4, 1, 2, 3))
+            rest = tl.permute(tl.reshape(rest, (L, 2, 2, 2, C)), (0, 4, 1, 2, 3))
+            codes = encode.stochastic(eights, rest, PRESCALE, INTERPRETED)
+            words = encode.words_of_highest(codes, INTERPRETED)
+        else:
+            codes = tl.reshape(encode.nearer(scaled, blocked, half, average), (L, 2, 2, 2, C))
+            words = encode.words(tl.permute(codes, (0, 4, 1, 2, 3)))
+        even, odd = tl.split(tl.permute(tl.reshape(pairs, (L, 2, 2, 2, C // 2)), (0, 4, 1, 2, 3)))
+        low_even, high_even = encode.gathered(even, INTERPRETED)
+        low_odd, high_odd = encode.gathered(odd, INTERPRETED)
+        signs = tl.join(encode.signs(low_even, low_odd), encode.signs(high_even, high_odd))
+        words |= tl.reshape(signs, (L, C))
     else:
-        codes = tl.reshape(encode.nearest_pairs(half, INTERPRETED), (L, 2, 2, 2, C // 2))
-        words = encode.words_below(tl.permute(codes, (0, 4, 1, 2, 3)), INTERPRETED)
-    even, odd = tl.split(tl.permute(tl.reshape(pairs, (L, 2, 2, 2, C // 2)), (0, 4, 1, 2, 3)))
-    low_even, high_even = encode.gathered(even, INTERPRETED)
-    low_odd, high_odd = encode.gathered(odd, INTERPRETED)
-    signs = tl.join(encode.signs(low_even, low_odd), encode.signs(high_even, high_odd))
-    live = tl.join(tl.where(low_finite, -1, 0), tl.where(high_finite, -1, 0))
-    live = tl.broadcast_to(tl.reshape(live, (L // 4, 1, C)), (L // 4, 4, C))
-    words = (words | tl.reshape(signs, (L, C))) & tl.reshape(live, (L, C))
+        whole = tl.broadcast_to(whole[:, None, None, :], (L // 4, 4, 8, C // 2))
+        # What is not finite would reach into its neighbour in the word.
+        kept = (low_live & 0xFFFF) | (high_live & -0x10000)
+        kept = tl.broadcast_to(kept[:, None, None, :], (L // 4, 4, 8, C // 2))
+        kept = blocked & 0x7FFF7FFF & kept
+        codes = encode.nearest_pairs(kept, blocked, whole, half, clips, INTERPRETED)
+        codes = tl.permute(tl.reshape(codes, (L, 2, 2, 2, C // 2)), (0, 4, 1, 2, 3))
+        words = encode.words_below(codes, INTERPRETED)
+    byte = tl.reshape(tl.join(byte & 0xFF, byte >> 16), (L // 4, 1, C))
+    live = tl.reshape(tl.join(low_live, high_live), (L // 4, 1, C))
+    words &= tl.reshape(tl.broadcast_to(live, (L // 4, 4, C)), (L, C))
     columns = column0 + tl.arange(0, C)
     at = row0 // 8 + tl.arange(0, L)[None, :]
     _stored(tl.trans(words), codes_ptr, columns, at, n_columns, n_rows // 8, EVEN)
     if CARRIED > 0:
-        k = tl.reshape(tl.join(low_byte, high_byte), (L // 4, 1, C)) - fold
+        k = byte - fold
         k = tl.reshape(tl.broadcast_to(k, (L // 4, 4, C)), (L, C))
         low, high = fp8.quick_table(k, CARRIED)
         first, second = fp8.looked_up(words, low, high, INTERPRETED)
@@ -193,9 +201,7 @@ def across(
         at = row0 // 4 + tl.arange(0, 2 * L)[None, :]
         _stored(both, carriers_ptr, columns, at, n_columns, n_rows // 4, EVEN)
     at = row0 // 32 + tl.arange(0, L // 4)[None, :]
-    low_byte = tl.where(low_finite, low_byte, 255)
-    byte = tl.join(low_byte, tl.where(high_finite, high_byte, 255)).to(tl.uint8)
-    byte = tl.trans(tl.reshape(byte, (L // 4, C)))
+    byte = tl.trans(tl.reshape((byte | ~live).to(tl.uint8), (L // 4, C)))
     _stored(byte, scales_ptr, columns, at, n_columns, n_rows // 32, EVEN)
 
 

@@ -270,7 +270,7 @@ def tile(
         return 64, 64, 8, False  # as much as registers hold
     if across and not packed:
         if along:
-            return (128, 64, 4, False) if stochastic else (64, 64, 2, False)
+            return (128, 64, 4, False) if stochastic else (64, 128, 4, False)
         return (128, 32, 2, False) if stochastic else (128, 64, 4, False)
     if packed:
         return 128, 64, 4, False

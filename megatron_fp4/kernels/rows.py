@@ -134,7 +134,7 @@ def cast_kernel(
     negative = v.to(tl.int32, bitcast=True) < 0
     v *= factor[:, None]
     SIGN: tl.constexpr = 8 if E2M1 else 0x80
-    code = nearest(tl.abs(v) * 0.5) if E2M1 else fp8_code(v, MANTISSA, BIAS)
+    code = nearest(tl.abs(v)) if E2M1 else fp8_code(v, MANTISSA, BIAS)
     code = tl.where(finite[:, None], code | tl.where(negative, SIGN, 0), 0)
     if E2M1:
         SHAPE: tl.constexpr = code.shape

@@ -34,6 +34,25 @@ def test_codes_with_scales_in_small_floats_are_the_reference_s() -> None:
     assert list(differences("cuda")) == []
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp4-ceil", "mxfp4-sr", "mxfp4-ceil-sr"])
+def test_every_magnitude_under_every_scale(name: str, axis: int) -> None:
+    """Blocks' largest elements of every exponent, with those of 15 binades below them."""
+    mantissas = torch.tensor([0, 1, 0x20, 0x3F, 0x40, 0x41, 0x60, 0x7F])
+    tops = (torch.arange(255)[:, None] * 128 + mantissas).reshape(-1, 1)
+    others = (tops - torch.arange(64 * 31)).clamp(min=0)
+    others |= (torch.arange(64 * 31) % 2) << 15
+    blocks = torch.cat((tops[:, :, None].expand(-1, 64, 1), others.view(-1, 64, 31)), 2)
+    x = blocks.view(len(tops), -1).short().view(torch.bfloat16).cuda()
+    x = x if axis == 1 else x.t().contiguous()
+    noise = Noise(Key(3), 5) if name.endswith("sr") else None
+    wanted = Preparation("", get_quantizer(name), axis, noise=noise)
+    assert fused.prepare(x, wanted) != [None]
+    [found], [made] = Bf16().prepare(x, wanted), Reference().prepare(x, wanted)
+    assert isinstance(found, QuantizedTensor) and isinstance(made, QuantizedTensor)
+    assert torch.equal(found.codes, made.codes) and torch.equal(found.scales, made.scales)
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-17-16-sr"])
 def test_nvfp4_through_the_backend(name: str) -> None:
     x = torch.randn(1024, 4096, device="cuda").bfloat16()

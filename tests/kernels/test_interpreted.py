@@ -15,19 +15,21 @@ STOCHASTIC = "floor stochastic 1.0 axes (1, 0) shard"
 CARRIED = "ceil nearest 1.0 axes (1, 0) torch.float8_e4m3fn ."
 # The file, the cases that each is tried on, and the edit.
 MISTAKES = {
-    "ties go up": ("encode", NEAREST, "once * 2, once * 2,", "once * 2, once * 3,"),
-    "beyond 6": ("encode", NEAREST, "half = smaller(half, three", "smaller(half, three"),
+    "ties go up": ("encode", NEAREST, "(magnitudes, whole", "(magnitudes + 0x10001, whole"),
+    "from 4 on steps of 1": ("encode", NEAREST, "smaller(first, second,", "smaller(first, first,"),
+    "beyond 6": ("encode", NEAREST, "codes = smaller(codes, above", "smaller(codes, above"),
+    "6 is 4": ("encode", NEAREST, "above + 0x00030003", "above + 0x00020003"),
     "Inf in the next column": (
         "mxfp4",
         "huge",
-        "blocked & tl.broadcast_to(kept",
-        "blocked & 0x7FFF7FFF | 0 * tl.broadcast_to(kept",
+        "nearest_pairs(kept,",
+        "nearest_pairs(blocked & 0x7FFF7FFF,",
     ),
     "1.5 is clipped": (
         "encode",
         "ceil nearest 1.0 axes (1, 0).",
-        "widest + 0x3F if",
-        "widest + 0x40 if",
+        "each * 0x3F if",
+        "each * 0x40 if",
     ),
     "a whole's noise": ("philox", STOCHASTIC, "at_rows * per_row", "at_rows * 12"),
     "sums for differences": (
@@ -59,8 +61,9 @@ MISTAKES = {
     "the next group's rows": ("hadamard", "(0,) group 32", "== 32 else 4  #", "== 64 else 4  #"),
     "words in another order": ("philox", STOCHASTIC, "tl.join(w0, w2)", "tl.join(w0, w1)"),
     "half a draw twice": ("philox", STOCHASTIC, "(words >> 8) &", "(words << 8) &"),
-    "NaN is hidden": ("encode", NEAREST, ", widest < 0x7F80", ", widest >= 0"),
-    "no sign of zeros": ("encode", NEAREST, "return (odd & -0x7F7F7F80) |", "return"),
+    "NaN is hidden": ("encode", NEAREST, "(widest < 0x7F800000,", "(widest >= 0,"),
+    "no sign of odd columns": ("encode", NEAREST, "12) & 0x00080008", "12) & 0x00000008"),
+    "no sign of zeros": ("encode", STOCHASTIC, "return (odd & -0x7F7F7F80) |", "return"),
     "carriers of another power": (
         "fp8",
         CARRIED,
@@ -94,7 +97,7 @@ MISTAKES = {
     "the grid's points move": ("encode", EMA, "(rest > 0) |", "(rest >= 0) |"),
     "zeros move": ("encode", EMA, " & ((bits & 0x7FFFFFFF) != 0)", ""),
     "small numbers stay": ("encode", EMA, "(code == 0) &", "(code < 0) &"),
-    "an average that is no number": ("mxfp4", EMA, ">= 0x7F800000", ">= 0x7FFFFFFF"),
+    "an average that is no number": ("mxfp4", EMA, "live &= tl.max(_live", "live |= tl.max(_live"),
     "1/2 is decoded as 3/4": ("decode", "packed", "magnitude < 2", "magnitude < 1"),
 }
 CARRIER_MISTAKES = {
@@ -217,7 +220,7 @@ OTHERS += [("estimator", "estimator", n, "", *edit) for n, edit in ESTIMATOR_MIS
 OTHERS += [("blocks", "blocks", name, *edit) for name, edit in BLOCK_MISTAKES.items()]
 OTHERS += [("rows", "blocks", "ties of scales go up", "e4m3", " + ((bits >> CUT) & 1)\n", " + 1\n")]
 OTHERS += [("outliers", "outliers", name, *edit) for name, edit in OUTLIER_MISTAKES.items()]
-OTHERS += [("encode", "blocks", "ties go up", "e4m3", "+ 2 * unit", "+ 3 * unit")]
+OTHERS += [("encode", "blocks", "ties go up", "e4m3", "(magnitudes +", "(magnitudes * 1.0000002 +")]
 OTHERS += [("encode", "outliers", "halves go down", "130 features", " + ((bits >> 16) & 1))", ")")]
 
 
