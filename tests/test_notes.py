@@ -16,7 +16,8 @@ PAGES: dict[str, tuple[str, Any]] = {
     "training_step-four": ("docs/hopper.md", training_step),
     "parallel_step": ("docs/hopper.md", parallel_step),
     "parallel_step-before": ("docs/notes/host.md", parallel_step),
-    "parallel_step-graphs": ("docs/hopper.md", parallel_step),
+    "parallel_step-after": ("docs/notes/host.md", parallel_step),
+    "parallel_step-graphs": ("docs/notes/host.md", parallel_step),
     "peers": ("docs/hopper.md", peers),
 }
 

@@ -160,7 +160,7 @@ def _quantize(
     """The kernel for one direction or both. along, across: whether there is such a copy, or the
     elements of its carriers."""
     has_along, has_across = along is not False, across is not False
-    height, width, warps, down = tile(quantizer, packed, has_along, has_across)
+    height, width, warps, down, registers = tile(quantizer, packed, has_along, has_across)
     constants = dict(
         PACKED=packed,
         ALONG=has_along,
@@ -178,6 +178,7 @@ def _quantize(
         constants,
         _WORDS,
         num_warps=warps,
+        maxnreg=registers,
     )
 
 
@@ -262,19 +263,20 @@ def _mantissa(carrier: torch.dtype | bool) -> int:
 
 def tile(
     quantizer: Quantizer, packed: bool, along: bool, across: bool
-) -> tuple[int, int, int, bool]:
-    """(rows, columns, warps) of a program, and whether those that run together have tiles below
-    each other, by what was fastest on an H200."""
+) -> tuple[int, int, int, bool, int | None]:
+    """(rows, columns, warps) of a program, whether those that run together have tiles below each
+    other, and the most registers of a thread, by what was fastest on an H200."""
     stochastic = quantizer.stochastic
     if quantizer.rounding == "ema":
-        return 64, 64, 8, False  # as much as registers hold
+        return 64, 64, 8, False, None  # as much as registers hold
     if across and not packed:
         if along:
-            return (128, 64, 4, False) if stochastic else (64, 128, 4, False)
-        return (128, 32, 2, False) if stochastic else (128, 64, 4, False)
+            return (128, 64, 4, False, None) if stochastic else (64, 128, 4, False, None)
+        # With more registers fewer programs run together.
+        return (128, 32, 2, False, 128) if stochastic else (128, 64, 4, False, None)
     if packed:
-        return 128, 64, 4, False
-    return (32, 64, 1, True) if stochastic else (32, 128, 2, False)
+        return 128, 64, 4, False, None
+    return (32, 64, 1, True, None) if stochastic else (32, 128, 2, False, None)
 
 
 def _rows(source: Tensor, rows: int, place: Placement) -> Tensor:

@@ -51,8 +51,15 @@ PLAIN = SHARED | {
 
 
 def assembly(
-    kernel: Any, x: str, capability: int, constants: dict[str, Any], warps: int, rows: int = 64
+    kernel: Any,
+    x: str,
+    capability: int,
+    constants: dict[str, Any],
+    warps: int,
+    rows: int = 64,
+    registers: int | None = None,
 ) -> Any:
+    """registers: at most, with sizes that are multiples of 16."""
     types = dict.fromkeys(("rows_ptr", "groups_ptr", "step_ptr", "draw_ptr"), "*i64")
     types |= {"x_ptr": x, "average_ptr": "*fp32"}
     types |= {name: "*i32" for name in kernel.arg_names if name.endswith("codes_ptr")}
@@ -64,11 +71,14 @@ def assembly(
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names
     }
+    sixteens = () if registers is None else ("n_rows", "n_columns")
     aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if "ptr" in name
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if "ptr" in name or name in sixteens
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": warps}
+    options = {"num_warps": warps, "maxnreg": registers}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
 
 
@@ -88,7 +98,7 @@ def test_a_kernel_compiles_for_one_row(variant: str) -> None:
 
 @pytest.mark.parametrize("even", [True, False])
 def test_an_average_fits_the_registers(even: bool) -> None:
-    rows, columns, warps, down = tile(Quantizer(rounding="ema"), False, True, True)
+    rows, columns, warps, down, _ = tile(Quantizer(rounding="ema"), False, True, True)
     sizes = {"TILE_ROWS": rows, "TILE_COLUMNS": columns, "DOWN": down, "EVEN": even}
     constants = PLAIN | VARIANTS["averaged"] | sizes | {"CEIL": True, "PRESCALE": 1.0}
 
@@ -97,6 +107,25 @@ def test_an_average_fits_the_registers(even: bool) -> None:
 
     assert "STL" not in made(warps) and "LDG" in made(warps)
     assert "STL" in made(warps // 4)  # Negative control: what nearest rounding takes.
+
+
+@pytest.mark.parametrize("form", ["along", "across", "both", "packed"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_tiles_fit_the_registers(rounding: Any, form: str) -> None:
+    """With as many as `tile` grants."""
+    along, across, packed = form in ("along", "both"), form != "along", form == "packed"
+    quantizer = Quantizer(rounding=rounding)
+    rows, columns, warps, down, registers = tile(quantizer, packed, along, across)
+    constants = PLAIN | {"TILE_ROWS": rows, "TILE_COLUMNS": columns, "DOWN": down, "EVEN": True}
+    constants |= {"ALONG": along, "ACROSS": across, "PACKED": packed, "PRESCALE": 1.0}
+    constants |= {"STOCHASTIC": rounding == "stochastic"}
+
+    def spills(registers: int) -> bool:
+        made = assembly(quantize_kernel, "*i32", 90, constants, warps, registers=registers)
+        return "STL" in sass(made["cubin"])
+
+    assert not spills(registers or 255)
+    assert form != "both" or spills(48)  # Negative control.
 
 
 @pytest.mark.parametrize("n_blocks", [1, 128, 256, 1024])
