@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from megatron_fp4.recipe import Recipe  # noqa: E402
 from tests.mcore import layout_mistakes as mistakes  # noqa: E402
 from tests.mcore import layout_recorder as recorder  # noqa: E402
 from tests.mcore.layout_model import RECOMPUTE, shard  # noqa: E402
+from tests.mcore.layout_quantiles import quantiles_of_parts  # noqa: E402
 from tests.mcore.layout_teacher import teacher  # noqa: E402
 from tests.mcore.layout_training import (  # noqa: E402
     GLOBAL_BATCH,
@@ -48,7 +50,7 @@ from tests.mcore.layouts import (  # noqa: E402
     RECIPES,
     Layout,
     Row,
-    quantiles_are_local,
+    local_parts,
     recipes_of,
 )
 
@@ -68,12 +70,13 @@ def main() -> None:
     for model in args.models or layout.models:
         for recipe in recipes_of(model):
             if recipe in (args.recipes or [recipe]):
-                train = Trainer(layout, model, recipe, args.folder / f"{model} {recipe}.pt")
+                train = Trainer(layout, model, recipe, args.folder)
                 named = {"layout": args.layout, "model": model, "recipe": recipe}
                 modes = train.write() if args.layout == ONE else train.modes()
                 rows += [named | {"mode": mode, "figures": found} for mode, found in modes.items()]
-    if args.layout != ONE and "stochastic" in (args.recipes or RECIPES):
-        rows += controls(args.layout, args.folder, args.models or layout.models)
+    if args.layout != ONE:
+        models, chosen = args.models or layout.models, args.recipes or RECIPES
+        rows += controls(args.layout, args.folder, models, chosen)
     if torch.distributed.get_rank() == 0:
         (args.folder / f"{args.layout}.json").write_text(json.dumps(rows))
     torch.distributed.destroy_process_group()
@@ -110,29 +113,34 @@ def take_gpu(rank: int) -> None:
 
 
 class Trainer:
-    """Trains one model with one recipe in one layout, in every mode. path: one process's steps."""
+    """Trains one model with one recipe in one layout, in every mode. folder: has one process's
+    steps."""
 
-    def __init__(self, layout: Layout, model: str, recipe: str, path: Path) -> None:
-        self.layout, self.model, self.name, self.path = layout, model, recipe, path
+    def __init__(self, layout: Layout, model: str, recipe: str, folder: Path) -> None:
+        self.layout, self.model, self.name, self.folder = layout, model, recipe, folder
         self.recipe = recipe_called(recipe)
+
+    def path(self, parts: tuple[int, int]) -> Path:
+        return self.folder / f"{self.model} {self.name} {parts}.pt"
 
     def train(self, dtype: torch.dtype = torch.float32, recompute: str | None = None) -> Training:
         return Training(self.layout, self.model, self.recipe, dtype, recompute)
 
     def write(self) -> dict[str, Figures]:
         """The first step in both dtypes, for the other layouts."""
-        steps = {dtype: self.train(dtype).step() for dtype in (torch.float64, torch.float32)}
-        no_parameters = {"parameters": None}
-        torch.save({dtype: vars(step) | no_parameters for dtype, step in steps.items()}, self.path)
+        dtypes = torch.float64, torch.float32
+        others = [layout for layout in LAYOUTS.values() if self.model in layout.models]
+        for parts in {local_parts(layout, self.name) for layout in others}:
+            with quantiles_of_parts(*parts):
+                steps = {dtype: self.train(dtype).step() for dtype in dtypes}
+            plain = {dtype: vars(step) | {"parameters": None} for dtype, step in steps.items()}
+            torch.save(plain, self.path(parts))
         return {}
 
     def modes(self) -> dict[str, Figures]:
         kept = self.train()
         first = kept.step()
-        found = {}
-        if not quantiles_are_local(self.layout, self.model, self.name):
-            found["fresh"] = self.fresh(first)
-        found["recompute"] = {"codes": recorder.total(first.codes)}
+        found = {"fresh": self.fresh(first), "recompute": {"codes": recorder.total(first.codes)}}
         for which in RECOMPUTE:
             again = self.train(recompute=which).step()
             changed = changes(first, again, self.sums_alike(which))
@@ -148,9 +156,9 @@ class Trainer:
             return lambda name: "norm" not in name and "embedding" not in name
         return lambda name: True
 
-    def mistaken(self) -> Figures:
+    def mistaken(self, parts: tuple[int, int] = (1, 1)) -> Figures:
         """How far a step in float64 is off one process's, where operands have the same names."""
-        one, many = self._read()[torch.float64], self.train(torch.float64).step()
+        one, many = self._read(parts)[torch.float64], self.train(torch.float64).step()
         differing = recorder.differing_codes(
             one.records, many.records, torch.float64, lambda label: True, strict=False
         )
@@ -160,7 +168,8 @@ class Trainer:
         }
 
     def fresh(self, in_float32: Step) -> Figures:
-        one, compared = self._read(), Compared(self.recipe, self.model)
+        one = self._read(local_parts(self.layout, self.name))
+        compared = Compared(self.recipe, self.model)
         in_float64 = self.train(torch.float64).step()
         knows = teacher(one[torch.float32].records, compared.in_place, compared.as_tokens)
         steps = (
@@ -177,8 +186,8 @@ class Trainer:
             figures |= {prefix + name: value for name, value in found.items()}
         return figures
 
-    def _read(self) -> dict[torch.dtype, Step]:
-        steps = torch.load(self.path, weights_only=False, mmap=True)
+    def _read(self, parts: tuple[int, int]) -> dict[torch.dtype, Step]:
+        steps = torch.load(self.path(parts), weights_only=False, mmap=True)
         return {dtype: Step(**step) for dtype, step in steps.items()}
 
     def resumed(self, kept: Training) -> Figures:
@@ -271,24 +280,27 @@ def changes(
 # --- known mistakes, which the comparisons must notice -------------------------------------------
 
 
-def controls(name: str, folder: Path, models: Sequence[str]) -> list[Row]:
+def controls(name: str, folder: Path, models: Sequence[str], recipes: Sequence[str]) -> list[Row]:
     """A row for each mistake that shows in this layout."""
     layout, found = LAYOUTS[name], {}
+    train = partial(Trainer, layout, folder=folder)
+    if "llama" in models and "dge-occ" in recipes and layout.tp > 1:
+        found["llama", "quantiles of all ranks"] = train("llama", "dge-occ").mistaken()
+    if "stochastic" not in recipes:
+        models = ()
     if "llama" in models and layout.vpp is None:
-        trainer = Trainer(layout, "llama", "stochastic", folder / "llama stochastic.pt")
         with mistakes.noise_of_the_rank():
-            found["llama", "noise of the rank's own"] = trainer.mistaken()
+            found["llama", "noise of the rank's own"] = train("llama", "stochastic").mistaken()
     if "llama" in models and layout.pp > 1:
-        trainer = Trainer(layout, "llama", "stochastic", folder)
+        trainer = train("llama", "stochastic")
         kept = trainer.train().step()
         with mistakes.no_replay():
             again = trainer.train(recompute="full").step()
         differing = recorder.changed_codes(kept.records, again.records)
         found["llama", "recomputed without Replay"] = {"differing codes": differing}
     if "mtp-repeated" in models:
-        trainer = Trainer(layout, "mtp-repeated", "stochastic", folder)
         with mistakes.repeats_share_noise():
-            records = trainer.train().step().records
+            records = train("mtp-repeated", "stochastic").train().step().records
         shared = recorder.shared_noise_rows(records)
         found["mtp-repeated", "repeats share noise"] = {"shared noise rows": shared}
     return [

@@ -33,8 +33,8 @@ class Layout:
         return self.tp * self.pp * self.dp
 
     @property
-    def shards_experts(self) -> bool:
-        return (self.tp if self.etp is None else self.etp) > 1
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
 
 
 MOE = ("moe",)
@@ -82,10 +82,10 @@ def recipes_of(model: str) -> tuple[str, ...]:
     return RECIPES if model in ("llama", "wide", "moe") else SIDE_RECIPES
 
 
-def quantiles_are_local(layout: Layout, model: str, recipe: str) -> bool:
-    """dge-occ's token-wise quantiles of a sharded X are those of the local shard: by the contract
-    its first step is another one under tensor parallelism."""
-    return recipe == "dge-occ" and layout.tp > 1
+def local_parts(layout: Layout, recipe: str) -> tuple[int, int]:
+    """In how many parts dge-occ takes its quantiles of a token whose features are sharded, and of
+    an expert's: by the contract those are the local shard's, and one process is to take them so."""
+    return (layout.tp, layout.expert_tp) if recipe == "dge-occ" else (1, 1)
 
 
 def chosen(names: Iterable[str], processes: int) -> list[str]:
