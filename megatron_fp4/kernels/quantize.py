@@ -160,7 +160,8 @@ def _quantize(
     """The kernel for one direction or both. along, across: whether there is such a copy, or the
     elements of its carriers."""
     has_along, has_across = along is not False, across is not False
-    height, width, warps, down, registers = tile(quantizer, packed, has_along, has_across)
+    carried = bool(_mantissa(along) or _mantissa(across))
+    height, width, warps, down, registers = tile(quantizer, packed, has_along, has_across, carried)
     constants = dict(
         PACKED=packed,
         ALONG=has_along,
@@ -262,7 +263,7 @@ def _mantissa(carrier: torch.dtype | bool) -> int:
 
 
 def tile(
-    quantizer: Quantizer, packed: bool, along: bool, across: bool
+    quantizer: Quantizer, packed: bool, along: bool, across: bool, carried: bool
 ) -> tuple[int, int, int, bool, int | None]:
     """(rows, columns, warps) of a program, whether those that run together have tiles below each
     other, and the most registers of a thread, by what was fastest on an H200."""
@@ -272,8 +273,9 @@ def tile(
     if across and not packed:
         if along:
             return (128, 64, 4, False, None) if stochastic else (64, 128, 4, False, None)
-        # With more registers fewer programs run together.
-        return (128, 32, 2, False, 128) if stochastic else (128, 64, 4, False, None)
+        if stochastic:  # with more registers fewer programs run together; carriers would spill
+            return 128, 32, 2, False, None if carried else 128
+        return 128, 64, 4, False, None
     if packed:
         return 128, 64, 4, False, None
     return (32, 64, 1, True, None) if stochastic else (32, 128, 2, False, None)

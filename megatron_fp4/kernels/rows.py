@@ -205,7 +205,8 @@ def _launches(
     kind = dict(LIMIT=element_max(element), E2M1=element == "e2m1", MANTISSA=mantissa, BIAS=bias)
     return (
         Launch(largest_kernel, grid, form, _BITS, num_warps=WARPS),
-        Launch(cast_kernel, grid, form | kind, _BITS, num_warps=WARPS),
+        # A product fused with the sum that rounds its codes would be rounded once, not twice.
+        Launch(cast_kernel, grid, form | kind, _BITS, num_warps=WARPS, enable_fp_fusion=False),
     )
 
 

@@ -98,7 +98,7 @@ def test_a_kernel_compiles_for_one_row(variant: str) -> None:
 
 @pytest.mark.parametrize("even", [True, False])
 def test_an_average_fits_the_registers(even: bool) -> None:
-    rows, columns, warps, down, _ = tile(Quantizer(rounding="ema"), False, True, True)
+    rows, columns, warps, down, _ = tile(Quantizer(rounding="ema"), False, True, True, True)
     sizes = {"TILE_ROWS": rows, "TILE_COLUMNS": columns, "DOWN": down, "EVEN": even}
     constants = PLAIN | VARIANTS["averaged"] | sizes | {"CEIL": True, "PRESCALE": 1.0}
 
@@ -109,23 +109,26 @@ def test_an_average_fits_the_registers(even: bool) -> None:
     assert "STL" in made(warps // 4)  # Negative control: what nearest rounding takes.
 
 
+@pytest.mark.parametrize("carried", [0, 3])
 @pytest.mark.parametrize("form", ["along", "across", "both", "packed"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_tiles_fit_the_registers(rounding: Any, form: str) -> None:
+def test_tiles_fit_the_registers(rounding: Any, form: str, carried: int) -> None:
     """With as many as `tile` grants."""
     along, across, packed = form in ("along", "both"), form != "along", form == "packed"
     quantizer = Quantizer(rounding=rounding)
-    rows, columns, warps, down, registers = tile(quantizer, packed, along, across)
+    limits = tile(quantizer, packed, along, across, carried > 0)
+    rows, columns, warps, down, registers = limits
     constants = PLAIN | {"TILE_ROWS": rows, "TILE_COLUMNS": columns, "DOWN": down, "EVEN": True}
     constants |= {"ALONG": along, "ACROSS": across, "PACKED": packed, "PRESCALE": 1.0}
     constants |= {"STOCHASTIC": rounding == "stochastic"}
+    constants |= {"ALONG_CARRIED": carried * along, "ACROSS_CARRIED": carried * across}
 
     def spills(registers: int) -> bool:
         made = assembly(quantize_kernel, "*i32", 90, constants, warps, registers=registers)
         return "STL" in sass(made["cubin"])
 
     assert not spills(registers or 255)
-    assert form != "both" or spills(48)  # Negative control.
+    assert form != "both" or carried or spills(48)  # Negative control.
 
 
 @pytest.mark.parametrize("n_blocks", [1, 128, 256, 1024])

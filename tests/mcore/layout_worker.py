@@ -156,9 +156,9 @@ class Trainer:
             return lambda name: "norm" not in name and "embedding" not in name
         return lambda name: True
 
-    def mistaken(self, parts: tuple[int, int] = (1, 1)) -> Figures:
+    def mistaken(self) -> Figures:
         """How far a step in float64 is off one process's, where operands have the same names."""
-        one, many = self._read(parts)[torch.float64], self.train(torch.float64).step()
+        one, many = self._read((1, 1))[torch.float64], self.train(torch.float64).step()
         differing = recorder.differing_codes(
             one.records, many.records, torch.float64, lambda label: True, strict=False
         )
@@ -284,7 +284,7 @@ def controls(name: str, folder: Path, models: Sequence[str], recipes: Sequence[s
     """A row for each mistake that shows in this layout."""
     layout, found = LAYOUTS[name], {}
     train = partial(Trainer, layout, folder=folder)
-    if "llama" in models and "dge-occ" in recipes and layout.tp > 1:
+    if "llama" in models and "dge-occ" in recipes and layout.tp > 1:  # one process's mistake
         found["llama", "quantiles of all ranks"] = train("llama", "dge-occ").mistaken()
     if "stochastic" not in recipes:
         models = ()
