@@ -80,7 +80,7 @@ def products(p: Problem) -> Callable[[], None]:
 
     def form(x: Tensor, axis: int, gradient: bool) -> Any:
         operand = quantize_matrix(x.detach(), quantizer, axis=axis)
-        return backend.decode(operand, torch.bfloat16, gradient)
+        return backend.decode([operand], torch.bfloat16, gradient)[0]
 
     forms = {
         "fprop": (form(p.x, 1, False), form(p.w, 1, False)),

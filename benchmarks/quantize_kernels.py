@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.stamp import stamp
 from benchmarks.timing import medians
-from megatron_fp4.kernels.carrier import Carried, mended
+from megatron_fp4.kernels.carrier import Carried, carried
 from megatron_fp4.kernels.quantize import Copy, quantize
 from megatron_fp4.philox import Key, Noise, Placement, Signs
 from megatron_fp4.quantizer import get_quantizer
@@ -115,7 +115,7 @@ def kernel(x: torch.Tensor, made: Made) -> Callable[[], Any]:
     def make() -> None:
         for copy in quantize(source, quantizer, copies, group):
             if isinstance(copy, Carried):
-                mended(copy)
+                carried([copy], [copy.element])
 
     return make
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from megatron_fp4.backends import Backend, Decoded, Operand, Preparation, choose
@@ -20,7 +21,7 @@ from megatron_fp4.philox import (
     stream_label,
 )
 from megatron_fp4.quantizer import QuantizedTensor
-from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipe import OPERANDS, Recipe
 from megatron_fp4.weights import Kept
 
 # The contracted axis of each operand as the model holds it: X [tokens, in], W [out, in],
@@ -113,22 +114,29 @@ class Call:
             operands += backend.prepare(sources[places[0]].matrix, *wanted)
         return operands
 
-    def decode(
-        self, recipe: Recipe, gemm: str, name: str, operand: Operand, like: Tensor
-    ) -> Operand:
-        """The form in which the backend multiplies x, w or dy; W's is kept if that is asked for."""
-        keeps = name == "w" and self.decodes and isinstance(operand, QuantizedTensor)
-        kept = self.weights if keeps else None
-        decoded = f"{gemm} decoded"
-        if kept is not None and decoded in kept:
-            return kept[decoded][0]
-        backend = self.backend(recipe, gemm, like)
-        form = backend.decode(operand, like.dtype, gradient=name == "dy")
-        if kept is not None:
-            kept[decoded] = form, None
-        if recipe.quantizer(gemm, name) is not None:  # else fprop's, seen there
-            self.watch(gemm, name, operand, form)
-        return form
+    def product(
+        self,
+        recipe: Recipe,
+        gemm: str,
+        operands: tuple[Operand, Operand],
+        like: Tensor,
+        out_dtype: torch.dtype,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        """What `gemm` makes of its operands, as `prepare` made them; see `Backend.multiply`. The
+        form in which W is multiplied is kept if that is asked for."""
+        backend, names = self.backend(recipe, gemm, like), OPERANDS[gemm]
+        keeps = names[1] == "w" and self.decodes and isinstance(operands[1], QuantizedTensor)
+        kept, decoded = self.weights if keeps else None, f"{gemm} decoded"
+        is_there = kept is not None and decoded in kept
+        given = [operands[0], kept[decoded][0] if kept and is_there else operands[1]]
+        a, b = backend.decode(given, like.dtype, gradient=names[0] == "dy")
+        if kept is not None and not is_there:
+            kept[decoded] = b, None
+        for name, operand, form in zip(names, given, (a, b), strict=True):
+            if recipe.quantizer(gemm, name) is not None:  # else fprop's, seen there
+                self.watch(gemm, name, operand, form)
+        return backend.multiply(a, b, recipe.gemm(gemm).correction, out_dtype, into)
 
     def watch(self, gemm: str, name: str, operand: Operand, form: Operand | None = None) -> None:
         """Show the tally of a quantized operand, and of the form in which it is multiplied."""

@@ -61,9 +61,10 @@ def fprop(
 ) -> tuple[Tensor, Saved]:
     """Y = X W^T + bias for x [tokens, in], weight [out, in], bias [out] or None; returns
     (y [tokens, out], what may be saved). All terms are summed before the output is rounded."""
-    gemm, outliers = recipe.fprop, recipe.outliers
-    backend = call.backend(recipe, "fprop", x)
-    clamped, residual = (x, None) if outliers is None else backend.split(x, outliers)
+    outliers = recipe.outliers
+    clamped, residual = x, None
+    if outliers is not None:
+        clamped, residual = call.backend(recipe, "fprop", x).split(x, outliers)
     raw = x if needs_dw and call.packs_x and recipe.packs_x(x.shape[0]) else None
     x_operand, w_operand, packed = _forward_operands(clamped, weight, raw, recipe, call)
     travels: Pending[Operand] = Pending.of(x_operand)
@@ -71,14 +72,11 @@ def fprop(
         travels = call.parallel.gather(x_operand)
     compensates = residual is not None and outliers is not None and outliers.compensate
     alone = not compensates and bias is None
-    y = backend.multiply(
-        call.decode(recipe, "fprop", "x", travels.wait(), x),
-        call.decode(recipe, "fprop", "w", w_operand, x),
-        gemm.correction,
-        x.dtype if alone else wide(x.dtype),
-    )
+    operands = travels.wait(), w_operand
+    y = call.product(recipe, "fprop", operands, x, x.dtype if alone else wide(x.dtype))
     if residual is not None and compensates:
         dense = _all_tokens(residual, call).wait().dense()
+        backend = call.backend(recipe, "fprop", x)
         y = backend.multiply(dense, weight.to(x.dtype), 1.0, y.dtype, y)
     if bias is not None:
         y += bias
@@ -90,7 +88,9 @@ def fprop(
     kept_x = x_operand if clamps_dw else x if packed is None else packed
     return y, Saved(
         _plain(kept_x) if needs_dw else None,
-        _plain(w_operand) if recipe.backward == "forward" and gemm.b is not None else weight,
+        _plain(w_operand)
+        if recipe.backward == "forward" and recipe.fprop.b is not None
+        else weight,
         weight if recipe.estimator is not None else None,
         residual if needs_dw and clamps_dw and compensates_dw else None,
     )
@@ -293,11 +293,7 @@ class Backward:
     # --- products ---
 
     def _dgrad(self, dy: Operand, w: Operand) -> Tensor:
-        backend = self.call.backend(self.recipe, "dgrad", self.dy)
-        dy = self.call.decode(self.recipe, "dgrad", "dy", dy, self.dy)
-        w = self.call.decode(self.recipe, "dgrad", "w", w, self.dy)
-        dx = backend.multiply(dy, w, self.recipe.dgrad.correction, self.dy.dtype)
-        return dx
+        return self.call.product(self.recipe, "dgrad", (dy, w), self.dy, self.dy.dtype)
 
     def _summed(self, dx: Tensor) -> Pending[Tensor]:
         parallel = self.call.parallel
@@ -307,14 +303,11 @@ class Backward:
 
     def _wgrad(self, dy: Operand, x: Operand, residual: Pending[Residual] | None) -> Tensor:
         needs, saved, estimator = self.needs, self.saved, self.recipe.estimator
-        backend = self.call.backend(self.recipe, "wgrad", self.dy)
-        correction = self.recipe.wgrad.correction
-        dy = self.call.decode(self.recipe, "wgrad", "dy", dy, self.dy)
-        x = self.call.decode(self.recipe, "wgrad", "x", x, self.dy)
-        if residual is None and estimator is None:
-            dw = backend.multiply(dy, x, correction, needs.dw_dtype, needs.dw_into)
-        else:
-            dw = backend.multiply(dy, x, correction, wide(self.dy.dtype))
+        alone = residual is None and estimator is None
+        dtype, into = (needs.dw_dtype, needs.dw_into) if alone else (wide(self.dy.dtype), None)
+        dw = self.call.product(self.recipe, "wgrad", (dy, x), self.dy, dtype, into)
+        if not alone:
+            backend = self.call.backend(self.recipe, "wgrad", self.dy)
             if estimator is not None:
                 # Recipe's own checks see to it that W was quantized and is here.
                 assert isinstance(saved.w, QuantizedTensor) and saved.weight is not None

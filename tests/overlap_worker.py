@@ -13,13 +13,19 @@ import torch
 from torch import distributed as dist
 
 from megatron_fp4 import list_recipes
+from megatron_fp4.backends.reference import Reference
 from megatron_fp4.call import Call
 from megatron_fp4.communication import TensorParallel
 from megatron_fp4.gemms import Backward
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.recipes import get_recipe
 
-GATHER, SCATTER, SUM = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+GATHER, SCATTER, SUM = (
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter_tensor",
+    "all_reduce",
+)
+GEMM = "multiply"
 Log = list[str]
 
 
@@ -29,10 +35,9 @@ def main() -> None:
     column = TensorParallel(dist.group.WORLD, sharded={"w": 0, "dy": 1}, tokens="x")
     summing = TensorParallel(dist.group.WORLD, sharded={"w": 0, "dy": 1}, sums_dx=True)
     log: Log = []
-    for name in (GATHER, SCATTER, SUM):
-        setattr(dist, name, _logged(getattr(dist, name), name, log))
-    for name in ("_dgrad", "_wgrad"):
-        setattr(Backward, name, _noted(getattr(Backward, name), name, log))
+    for where, name in ((dist.ProcessGroup, GATHER), (dist, SCATTER), (dist, SUM)):
+        setattr(where, name, _logged(getattr(where, name), name, log))
+    Reference.multiply = _noted(Reference.multiply, GEMM, log)  # type: ignore[method-assign]
     for recipe in list_recipes():
         assert overlaps(backward(recipe, column, log)), (recipe, log)
         assert sums_beside_wgrad(backward(recipe, summing, log)), (recipe, log)
@@ -51,7 +56,7 @@ def main() -> None:
 
 def overlaps(log: Log) -> bool:
     """Whether X travels while dX is computed, and the sum of dX while dW is."""
-    dgrad, wgrad = log.index("_dgrad"), log.index("_wgrad")
+    dgrad, wgrad = products(log)
     gathers = [i for i, event in enumerate(log) if event == GATHER]
     arrivals = [i for i, event in enumerate(log) if event == f"wait {GATHER}"]
     sums = log.index(SCATTER) < wgrad < log.index(f"wait {SCATTER}")
@@ -60,8 +65,13 @@ def overlaps(log: Log) -> bool:
 
 def sums_beside_wgrad(log: Log) -> bool:
     """Whether the sum of dX over ranks that hold all tokens travels while dW is computed."""
-    wgrad, arrival = log.index("_wgrad"), log.index(f"wait {SUM}")
-    return log.index(SUM, log.index("_dgrad")) < wgrad < arrival
+    (dgrad, wgrad), arrival = products(log), log.index(f"wait {SUM}")
+    return log.index(SUM, dgrad) < wgrad < arrival
+
+
+def products(log: Log) -> list[int]:
+    """When dgrad's GEMM and wgrad's start; what compensates dW for outliers comes after."""
+    return [i for i, event in enumerate(log) if event == GEMM][:2]
 
 
 def backward(recipe: str, parallel: TensorParallel, log: Log) -> Log:

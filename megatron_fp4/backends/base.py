@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,9 +94,11 @@ class Backend(Protocol):
         quantized one has one scale, and stays quantized."""
         ...
 
-    def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
-        """The form in which `multiply` takes an operand of a model that computes in `dtype`.
-        gradient: it is one, and not X or W."""
+    def decode(
+        self, operands: Sequence[Operand], dtype: torch.dtype, gradient: bool = False
+    ) -> list[Operand]:
+        """The forms in which `multiply` takes operands of one GEMM of a model that computes in
+        `dtype`: all at once, or each by itself. gradient: the first is one, and not X or W."""
         ...
 
     def decoded_bytes(self, dtype: torch.dtype) -> int:

@@ -42,7 +42,7 @@ class Bf16(Reference):
             for operand, preparation in zip(made, preparations, strict=True)
         ]
 
-    def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
+    def _decoded(self, operand: Operand, dtype: torch.dtype) -> Operand:
         if isinstance(operand, QuantizedTensor):
             return Decoded(*factors(operand, torch.bfloat16))
         return operand

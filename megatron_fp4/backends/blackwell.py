@@ -34,8 +34,8 @@ class Blackwell(Bf16):
             return "an operand is not MXFP4 in blocks of 32"
         return None
 
-    def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
-        return operand if is_native(operand) else super().decode(operand, dtype, gradient)
+    def _decoded(self, operand: Operand, dtype: torch.dtype) -> Operand:
+        return operand if is_native(operand) else super()._decoded(operand, dtype)
 
     def decoded_bytes(self, dtype: torch.dtype) -> int:
         return 0  # codes and scales, which are kept anyway

@@ -8,6 +8,7 @@ below the window are rounded, and counted. Sums are accurate, in float32 (docs/n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import TypeGuard
 
@@ -49,17 +50,23 @@ class Hopper(Bf16):
     def carrier(self, gradient: bool) -> torch.dtype:
         return torch.float8_e5m2 if gradient else torch.float8_e4m3fn
 
-    def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
-        if not isinstance(operand, QuantizedTensor) or not _tiles(*operand.codes.shape):
-            return super().decode(operand, dtype)
-        kernels = fused.kernels().carrier
-        if isinstance(operand, kernels.Carried):
-            return Decoded(*kernels.mended(operand))
-        if not operand.quantizer.outer:
-            return Decoded(*kernels.carry(operand.codes, operand.scales, self.carrier(gradient)))
+    def decode(
+        self, operands: Sequence[Operand], dtype: torch.dtype, gradient: bool = False
+    ) -> list[Operand]:
+        folded = {i: operand for i, operand in enumerate(operands) if _folds(operand)}
+        elements = [self.carrier(gradient and i == 0) for i in folded]
+        made = iter(fused.kernels().carrier.carried([*folded.values()], elements) if folded else ())
+        return [
+            Decoded(*next(made)) if i in folded else self._decoded(operand, dtype)
+            for i, operand in enumerate(operands)
+        ]
+
+    def _decoded(self, operand: Operand, dtype: torch.dtype) -> Operand:
+        if not _tiles(operand) or not operand.quantizer.outer:
+            return super()._decoded(operand, dtype)
         outer = operand.block_scales().view(-1, 1)
         if operand.quantizer.element == "e2m1":
-            values = kernels.elements(operand.codes.contiguous())
+            values = fused.kernels().carrier.elements(operand.codes.contiguous())
         else:
             values = operand.codes.view(FP8_ELEMENTS[operand.quantizer.element])
         return Decoded(values, outer)
@@ -81,7 +88,7 @@ class Hopper(Bf16):
         if out is None or not adds:
             wide = into is not None or out_dtype != torch.bfloat16
             dtype = torch.float32 if wide else torch.bfloat16
-            out = a.values.new_empty(len(a.values), len(b.values), dtype=dtype)
+            out = a.values.new_empty(a.values.shape[0], b.values.shape[0], dtype=dtype)
         product = fused.kernels().cublaslt.product
         product(a.values, b.values, _rows(a), _rows(b), out, alpha=correction, accumulates=adds)
         return out if adds else finish(out, out_dtype, into)
@@ -99,7 +106,16 @@ def _carried(quantizer: Quantizer) -> bool:
     return quantizer.scale == "fp32" or quantizer.mxfp4
 
 
-def _tiles(rows: int, k: int) -> bool:
+def _folds(operand: Operand) -> TypeGuard[QuantizedTensor]:
+    """Whether block scales become part of its elements."""
+    return _tiles(operand) and not operand.quantizer.outer
+
+
+def _tiles(operand: Operand) -> TypeGuard[QuantizedTensor]:
+    """Whether FP8 products take such a quantized operand."""
+    if not isinstance(operand, QuantizedTensor):
+        return False
+    rows, k = operand.codes.shape
     return rows > 0 and k > 0 and rows % ALIGNMENT == k % ALIGNMENT == 0
 
 

@@ -40,8 +40,8 @@ class Nvfp4(Bf16):
             return "an operand is not NVFP4 in blocks of 16"
         return problem(device)
 
-    def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
-        return operand if _is_native(operand) else super().decode(operand, dtype, gradient)
+    def _decoded(self, operand: Operand, dtype: torch.dtype) -> Operand:
+        return operand if _is_native(operand) else super()._decoded(operand, dtype)
 
     def decoded_bytes(self, dtype: torch.dtype) -> int:
         return 0  # codes and scales, which are kept anyway

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,12 @@ class Reference:
             widest=preparation.widest,
         )
 
-    def decode(self, operand: Operand, dtype: torch.dtype, gradient: bool = False) -> Operand:
+    def decode(
+        self, operands: Sequence[Operand], dtype: torch.dtype, gradient: bool = False
+    ) -> list[Operand]:
+        return [self._decoded(operand, dtype) for operand in operands]
+
+    def _decoded(self, operand: Operand, dtype: torch.dtype) -> Operand:
         if isinstance(operand, QuantizedTensor):
             return Decoded(*factors(operand, wide(dtype)))
         return operand

@@ -11,6 +11,7 @@ exact under it the product is the same, and the other rows are mended here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,8 +25,11 @@ from megatron_fp4.kernels.launch import Launch, captured, on, planned, stream_of
 from megatron_fp4.quantizer import QuantizedTensor
 
 ROWS, BLOCKS, WARPS = 1, 256, 2  # of a program, by what was fastest on an H200
-MENDED_ROWS, MENDED_BLOCKS = 8, 16  # a program of the mending kernel goes over all blocks
-_WORDS = {"codes_ptr": torch.int32, "out_ptr": torch.int32}
+MENDED_ROWS, MENDED_BLOCKS = 8, 16  # where rows are mended a program goes over all blocks
+HELD = 2048  # scales that such a program holds: more would leave registers for few programs
+_WORDS = dict.fromkeys(
+    ("a_codes_ptr", "a_out_ptr", "b_codes_ptr", "b_out_ptr"), torch.int32
+)  # what the kernel reads and writes in words of four bytes
 
 
 @triton.jit
@@ -96,7 +100,17 @@ def _holds_codes(codes_ptr, scales_ptr, rows, block0, n_rows, n_blocks, BLOCKS: 
 
 
 @triton.jit
-def carry_kernel(
+def _programs(n_rows, n_blocks, FORM: tl.constexpr):
+    """How many programs one operand takes: each all of its rows' blocks where it mends them."""
+    MENDS: tl.constexpr = FORM[0]
+    ROWS: tl.constexpr = FORM[1]
+    BLOCKS: tl.constexpr = FORM[2]
+    tiles = tl.cdiv(n_rows, ROWS)
+    return tiles if MENDS else tiles * tl.cdiv(n_blocks, BLOCKS)
+
+
+@triton.jit
+def _operand(
     codes_ptr,
     scales_ptr,
     out_ptr,
@@ -104,24 +118,27 @@ def carry_kernel(
     tally_ptr,
     n_rows,
     n_blocks,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    NAN: tl.constexpr,
-    BOTTOM: tl.constexpr,
-    TOP: tl.constexpr,
+    program,
+    FORM: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    MENDS: tl.constexpr,
-    LOWEST: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
-    """codes [n_rows, 4 * n_blocks] words of eight, scales [n_rows, n_blocks] -> out [n_rows,
-    8 * n_blocks] words of four, fold [n_rows]. How many elements were rounded, and how many blocks
-    are NaN, is added to the tally. MENDS: out is there under the fold that stands in the tally's
-    third place, and a row is written anew where a block that is not all zeros is NaN, or has k
-    below LOWEST or above TOP."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """One program's part of an operand; see `carry_kernel`."""
+    MENDS: tl.constexpr = FORM[0]
+    ROWS: tl.constexpr = FORM[1]
+    BLOCKS: tl.constexpr = FORM[2]
+    MANTISSA: tl.constexpr = FORM[3]
+    BIAS: tl.constexpr = FORM[4]
+    NAN: tl.constexpr = FORM[5]
+    BOTTOM: tl.constexpr = FORM[6]
+    TOP: tl.constexpr = FORM[7]
+    LOWEST: tl.constexpr = FORM[8]
+    across = 0
+    if not MENDS:
+        tiles = tl.cdiv(n_blocks, BLOCKS)
+        across = program % tiles
+        program = program // tiles
+    rows = program * ROWS + tl.arange(0, ROWS)
     at_rows = rows[:, None].to(tl.int64)
     every = tl.arange(0, ALL_BLOCKS)
     there = (rows < n_rows)[:, None] & (every < n_blocks)[None, :]
@@ -148,14 +165,54 @@ def carry_kernel(
     else:
         _carry(
             codes_ptr, scales_ptr, out_ptr, tally_ptr, rows, rows < n_rows, fold,
-            tl.program_id(1) * BLOCKS, n_blocks, MANTISSA, BIAS, NAN, BOTTOM, INTERPRETED, BLOCKS,
+            across * BLOCKS, n_blocks, MANTISSA, BIAS, NAN, BOTTOM, INTERPRETED, BLOCKS,
         )  # fmt: skip
     tl.store(fold_ptr + rows, (fold << 23).to(tl.float32, bitcast=True), mask=rows < n_rows)
 
 
+@triton.jit
+def carry_kernel(
+    a_codes_ptr,
+    a_scales_ptr,
+    a_out_ptr,
+    a_fold_ptr,
+    a_tally_ptr,
+    a_rows,
+    b_codes_ptr,
+    b_scales_ptr,
+    b_out_ptr,
+    b_fold_ptr,
+    b_tally_ptr,
+    b_rows,
+    n_blocks,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
+):
+    """Both operands of a product, one after the other, or one (B: None): codes [n_rows,
+    4 * n_blocks] words of eight, scales [n_rows, n_blocks] -> out [n_rows, 8 * n_blocks] words of
+    four, fold [n_rows]. How many elements were rounded, and how many blocks are NaN, is added to
+    the tally. A, B: a `_form`. One that mends: out is there under the fold that stands in the
+    tally's third place, and a row is written anew where a block that is not all zeros is NaN, or
+    has k below LOWEST or above TOP."""
+    program = tl.program_id(0)
+    first = _programs(a_rows, n_blocks, A)
+    if program < first:
+        _operand(
+            a_codes_ptr, a_scales_ptr, a_out_ptr, a_fold_ptr, a_tally_ptr, a_rows, n_blocks,
+            program, A, INTERPRETED, ALL_BLOCKS,
+        )  # fmt: skip
+    elif B is not None:
+        _operand(
+            b_codes_ptr, b_scales_ptr, b_out_ptr, b_fold_ptr, b_tally_ptr, b_rows, n_blocks,
+            program - first, B, INTERPRETED, ALL_BLOCKS,
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Carried(QuantizedTensor):
-    """One whose elements are there in FP8 too, under one fold for all rows, which `mended` must
+    """One whose elements are there in FP8 too, under one fold for all rows, which `carried` must
     look at before they are multiplied.
 
     carriers: uint8 [rows, K]; element: what they are; counts: of `tally_for`.
@@ -171,55 +228,57 @@ class Carried(QuantizedTensor):
         )
 
 
-def carry(codes: Tensor, scales: Tensor, element: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(elements [rows, K] in FP8, what multiplies each row [rows, 1] float32, int32 [2]: how many
-    elements were rounded, and how many blocks are NaN).
+def carried(
+    operands: Sequence[QuantizedTensor], elements: Sequence[torch.dtype]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of one MXFP4 operand, or both of a product: (elements [rows, K] in FP8, what multiplies each
+    row [rows, 1] float32, int32 [2]: how many elements were rounded, and how many blocks are NaN).
 
-    codes: uint8 [rows, K / 2], two E2M1 codes a byte; scales: uint8 [rows, K / 32], E8M0.
+    A `Carried` one keeps its own elements and is mended, once only: rows that do not fit into the
+    window of the fold that all were given are written anew. Elements and row may then have
+    exchanged a power of two; what they multiply to is the same.
     """
-    out = codes.new_empty(len(codes), 2 * codes.shape[1])
-    return _carried(codes, scales, out, element, tally_for(codes), False)
-
-
-def mended(operand: Carried) -> tuple[Tensor, Tensor, Tensor]:
-    """What `carry` gives, but for a power of two that elements and row have exchanged, by writing
-    those rows that do not fit into the window of the fold that all were given. Once only."""
-    return _carried(
-        operand.codes, operand.scales, operand.carriers, operand.element, operand.counts, True
-    )
-
-
-def _carried(
-    codes: Tensor, scales: Tensor, out: Tensor, element: torch.dtype, tally: Tensor, mends: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, blocks = scales.shape
-    fold = codes.new_empty(rows, 1, dtype=torch.float32)
-    start = _launch(rows, blocks, element, mends)
+    given: list[Tensor | int] = []
+    kinds, made = [], []
+    for operand, element in zip(operands, elements, strict=True):
+        codes, scales = operand.codes, operand.scales
+        rows, blocks = scales.shape
+        if isinstance(operand, Carried):
+            out, tally, element = operand.carriers, operand.counts, operand.element
+        else:
+            out, tally = codes.new_empty(rows, 32 * blocks), tally_for(codes)
+        fold = codes.new_empty(rows, 1, dtype=torch.float32)
+        given += [codes, scales, out, fold, tally, rows]
+        kinds.append((rows, element, isinstance(operand, Carried)))
+        made.append((out.view(element), fold, tally))
+    start = _launch(blocks, *kinds)
     with on(codes):
-        start([codes, scales, out, fold, tally, rows, blocks])
-    return out.view(element), fold, tally
+        start([*given, *given[: 12 - len(given)], blocks])
+    return made
 
 
 @planned
-def _launch(rows: int, blocks: int, element: torch.dtype, mends: bool) -> Launch:
+def _launch(blocks: int, *kinds: tuple[int, torch.dtype, bool]) -> Launch:
     every = 1 << (blocks - 1).bit_length()
-    height, tile = (MENDED_ROWS, MENDED_BLOCKS) if mends else (ROWS, min(BLOCKS, every))
-    mantissa, bias, nan, bottom, top = FORMATS[element]
+    forms = [_form(every, element, mends) for _, element, mends in kinds]
     constants = dict(
-        MANTISSA=mantissa,
-        BIAS=bias,
-        NAN=nan,
-        BOTTOM=bottom,
-        TOP=top,
+        A=forms[0],
+        B=forms[1] if len(forms) > 1 else None,
         INTERPRETED=triton.knobs.runtime.interpret,
-        MENDS=mends,
-        LOWEST=LOWEST[mantissa],
         ALL_BLOCKS=every,
-        ROWS=height,
-        BLOCKS=tile,
     )
-    grid = tiles(rows, height), 1 if mends else tiles(blocks, tile)
-    return Launch(carry_kernel, grid, constants, _WORDS, num_warps=WARPS)
+    programs = [
+        tiles(rows, form[1]) * (1 if mends else tiles(blocks, form[2]))
+        for (rows, _, mends), form in zip(kinds, forms, strict=True)
+    ]
+    return Launch(carry_kernel, (sum(programs),), constants, _WORDS, num_warps=WARPS)
+
+
+def _form(every: int, element: torch.dtype, mends: bool) -> tuple[int, ...]:
+    """MENDS, ROWS, BLOCKS, MANTISSA, BIAS, NAN, BOTTOM, TOP, LOWEST of an operand."""
+    rows = max(1, min(MENDED_ROWS, HELD // every))
+    tile = (rows, MENDED_BLOCKS) if mends else (ROWS, min(BLOCKS, every))
+    return int(mends), *tile, *FORMATS[element], LOWEST[FORMATS[element][0]]
 
 
 @triton.jit
@@ -247,7 +306,8 @@ def elements(codes: Tensor) -> Tensor:
 @planned
 def _elements(words: int) -> Launch:
     constants = dict(INTERPRETED=triton.knobs.runtime.interpret, TILE=1024)
-    return Launch(elements_kernel, (tiles(words, 1024),), constants, _WORDS)
+    seen_as = {"codes_ptr": torch.int32, "out_ptr": torch.int32}
+    return Launch(elements_kernel, (tiles(words, 1024),), constants, seen_as)
 
 
 class _Tallies:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.kernels.launch import on, stream_of
+from megatron_fp4.kernels.launch import kept, on, stream_of
 
 # Of cublasLt.h and library_types.h; the values have not changed since CUDA 12.
 _TYPES = {
@@ -44,6 +44,7 @@ _TRANSA, _A_SCALE, _B_SCALE, _FAST_ACCUM, _A_MODE, _B_MODE = 3, 17, 18, 25, 31, 
 # Of a preference: bytes of workspace, and the alignments of A, B, C and D.
 _WORKSPACE_BYTES, _ALIGNMENTS = 1, (5, 6, 7, 8)
 WORKSPACE = 32 << 20  # what NVIDIA recommends for Hopper
+_WORKSPACE, _EIGHT = c_size_t(WORKSPACE), c_size_t(8)  # as arguments
 
 
 class _Heuristic(ctypes.Structure):
@@ -73,8 +74,13 @@ def version() -> tuple[int, int]:
     return major, rest // 100
 
 
+@cache
+def _function(name: str) -> Any:
+    return getattr(_library(), name)
+
+
 def _call(name: str, *arguments: object) -> None:
-    status = getattr(_library(), name)(*arguments)
+    status = _function(name)(*arguments)
     if status:
         raise CublasError(f"{name}: status {status}")
 
@@ -101,6 +107,7 @@ class _Plan:
         a, b, out = (_TYPES[dtype] for dtype in types)
         self.operation = c_void_p()
         self._places = c_uint64(), c_uint64()
+        self._scales = [(_A_SCALE, byref(self._places[0])), (_B_SCALE, byref(self._places[1]))]
         _call(
             "cublasLtMatmulDescCreate", byref(self.operation), _COMPUTE_32F, _TYPES[torch.float32]
         )
@@ -143,14 +150,14 @@ class _Plan:
         """Scales lie at these addresses: cuBLAS's A is our b."""
         first, second = self._places
         first.value, second.value = b, a
-        self._set(_A_SCALE, first)
-        self._set(_B_SCALE, second)
+        for attribute, place in self._scales:
+            _call("cublasLtMatmulDescSetAttribute", self.operation, attribute, place, _EIGHT)
 
     def run(
         self, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, alpha: float
     ) -> None:
         """On the current stream."""
-        workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=a.device)
+        workspace = kept(_bytes, WORKSPACE, a)
         factor, to = c_float(alpha), c_void_p(out.data_ptr())
         with self._lock:  # the scales' addresses are the descriptor's
             self._scaled(a_scale.data_ptr(), b_scale.data_ptr())
@@ -158,7 +165,7 @@ class _Plan:
                 "cublasLtMatmul", self.handle, self.operation,
                 byref(factor), c_void_p(b.data_ptr()), self.a, c_void_p(a.data_ptr()), self.b,
                 byref(self.beta), to, self.out, to, self.out,
-                byref(self.algorithm), c_void_p(workspace.data_ptr()), c_size_t(WORKSPACE),
+                byref(self.algorithm), c_void_p(workspace.data_ptr()), _WORKSPACE,
                 c_void_p(stream_of(a)),
             )  # fmt: skip
 
@@ -170,6 +177,10 @@ def _layout(dtype: int, rows: int, columns: int) -> c_void_p:
         c_int64(rows),
     )  # fmt: skip
     return layout
+
+
+def _bytes(count: int, device: torch.device) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=device)
 
 
 _plan = cache(_Plan)
@@ -194,7 +205,7 @@ def product(
     types, alignment = (a.dtype, b.dtype, out.dtype), min(at & -at, 256)
     # A handle is made for the current device, and a product runs on it.
     with on(a):
-        (m, k), n = a.shape, len(b)
+        (m, k), n = a.shape, b.shape[0]
         plan = _plan((m, n, k), types, accumulates, alignment, a.device.index)
         plan.run(a, b, a_scale, b_scale, out, alpha)
     return out

@@ -85,6 +85,7 @@ class Launch:
         self._values = [constants[name] for name in names[len(plain) :]]
         self._pointers = [i for i, name in enumerate(plain) if name.endswith("_ptr")]
         self._seen_as = {plain.index(name): dtype for name, dtype in (seen_as or {}).items()}
+        self._interpreted = triton.knobs.runtime.interpret
         self._started: dict[int, Any] = {}  # by device
 
     def __call__(self, arguments: list[Tensor | int]) -> None:
@@ -94,7 +95,7 @@ class Launch:
             place = given[i].data_ptr()
             places |= place
             given[i] = place  # a number takes Triton less time than a tensor
-        if triton.knobs.runtime.interpret or places % 16:
+        if self._interpreted or places % 16:
             self._compiled(arguments)
             return
         device = torch._C._cuda_getDevice()

@@ -254,13 +254,15 @@ def product(
     backend = _backend(recipe, gemm, a.device, dtype)
 
     def operand(of: RecipeTensor, found: Operand | None) -> Operand:
-        name = of._quantizer.operand
         if found is None:
-            raise RuntimeError(f"{name} was not quantized for {gemm}")
-        return backend.decode(found, dtype, gradient=name == "dy")
+            raise RuntimeError(f"{of._quantizer.operand} was not quantized for {gemm}")
+        return found
 
-    first = operand(a, a.columns if gemm == "wgrad" else a.rows)
-    second = operand(b, b.rows if gemm == "fprop" else b.columns)
+    operands = (
+        operand(a, a.columns if gemm == "wgrad" else a.rows),
+        operand(b, b.rows if gemm == "fprop" else b.columns),
+    )
+    first, second = backend.decode(operands, dtype, gradient=a._quantizer.operand == "dy")
     correction = recipe.gemm(gemm).correction
     if out is not None:
         if accumulate:

@@ -246,7 +246,7 @@ def test_decoded_operands_and_accumulation(backend: Backend, pair: str) -> None:
         operand(N, second, 2, torch.bfloat16),
     )
     product = backend.multiply(a, b, 1.0, torch.float32)
-    decoded_a, decoded_b = (backend.decode(one, torch.bfloat16) for one in (a, b))
+    decoded_a, decoded_b = backend.decode([a, b], torch.bfloat16)
     assert torch.equal(backend.multiply(decoded_a, decoded_b, 1.0, torch.float32), product)
     into, correction = normal((M, N), 14), 1.0 if pair == "high-precision" else 16 / 9
     expected = into.double() + correction * a_value @ b_value.t()

@@ -129,7 +129,7 @@ def test_products(
     m, n, k = shape
     a, b = quantized(m, k, 1, quantizer), quantized(n, k, 2, quantizer)
     expected = correction * a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
-    assert Nvfp4().decode(a, torch.bfloat16) is a
+    assert Nvfp4().decode([a], torch.bfloat16)[0] is a
     found = Nvfp4().multiply(a, b, correction, torch.bfloat16)
     assert found.dtype == torch.bfloat16 and relative_error(found, expected) < 2**-8
     into = torch.full((m, n), 3.0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import get_quantizer, get_recipe, linear, list_recipes
-from megatron_fp4.backends import Decoded, Preparation
+from megatron_fp4.backends import Decoded, Operand, Preparation
 from megatron_fp4.backends.hopper import Hopper
 from megatron_fp4.backends.reference import Reference
 from megatron_fp4.call import Call
@@ -42,6 +42,12 @@ def float64(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
     return a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
 
 
+def decoded(a: Operand, b: Operand, gradient: bool = False) -> tuple[Operand, Operand]:
+    """As they are multiplied."""
+    first, second = Hopper().decode([a, b], torch.bfloat16, gradient)
+    return first, second
+
+
 def test_carriers_are_ml_dtypes() -> None:
     from tests.kernels.carriers import differences
 
@@ -54,7 +60,7 @@ def test_products(shape: tuple[int, int, int], gradient: bool) -> None:
     m, n, k = shape
     a, b = quantized(m, k, 0.7, 1), quantized(n, k, 0.7, 2)
     backend, expected = Hopper(), float64(a, b)
-    forms = backend.decode(a, torch.bfloat16, gradient), backend.decode(b, torch.bfloat16)
+    forms = decoded(a, b, gradient)
     for form in forms:
         assert isinstance(form, Decoded) and form.tally is not None and not form.tally.any()
         assert form.values.dtype in (torch.float8_e5m2, torch.float8_e4m3fn)
@@ -75,9 +81,9 @@ def test_a_gradient_s_window_is_wider() -> None:
     backend, expected = Hopper(), float64(a, b)
     errors, counts = [], []
     for gradient in (True, False):
-        form = backend.decode(a, torch.bfloat16, gradient)
+        form, other = decoded(a, b, gradient)
         assert isinstance(form, Decoded) and form.tally is not None
-        product = backend.multiply(form, backend.decode(b, torch.bfloat16), 1.0, torch.float32)
+        product = backend.multiply(form, other, 1.0, torch.float32)
         errors.append(relative_error(product, expected))
         counts.append(int(form.tally[0]))
     assert errors[0] < 2e-4 and counts[0] * 10 < counts[1]
@@ -88,7 +94,7 @@ def test_what_fp8_does_not_tile_is_multiplied_in_bf16(rows: int) -> None:
     x = torch.randn(rows, 64, device="cuda").bfloat16()
     a, b = quantize_matrix(x, get_quantizer("mxfp4"), axis=1), quantized(48, 64, 0.0, 2)
     backend = Hopper()
-    forms = backend.decode(a, torch.bfloat16), backend.decode(b, torch.bfloat16)
+    forms = decoded(a, b)
     found = backend.multiply(*forms, 1.0, torch.float32)
     assert found.shape == (rows, 48) and (not rows or relative_error(found, float64(a, b)) < 2e-4)
 
@@ -97,7 +103,7 @@ def test_main_grad_at_an_odd_address() -> None:
     a, b = quantized(64, 64, 0.0, 1), quantized(48, 64, 0.0, 2)
     backend = Hopper()
     into = torch.zeros(64 * 48 + 1, device="cuda")[1:].view(64, 48)
-    forms = backend.decode(a, torch.bfloat16, True), backend.decode(b, torch.bfloat16)
+    forms = decoded(a, b, True)
     assert backend.multiply(*forms, 1.0, torch.bfloat16, into) is into
     assert relative_error(into, float64(a, b)) < 2e-4
 
@@ -114,14 +120,13 @@ def test_products_of_mended_carriers_are_those_of_the_rule_s_bit_for_bit() -> No
         for gradient in (False, True):
             products, tallies = [], []
             for element in (None, backend.carrier(gradient)):
-                forms = []
+                operands = []
                 for matrix, carrier in ((source, element), (w, element and torch.float8_e4m3fn)):
                     wanted = Preparation("", quantizer, 1, carrier=carrier)
                     [made] = backend.prepare(matrix, wanted)
                     assert isinstance(made, Carried) == (element is not None)
-                    forms.append(
-                        backend.decode(made, torch.bfloat16, gradient and matrix is source)
-                    )
+                    operands.append(made)
+                forms = decoded(operands[0], operands[1], gradient)
                 products.append(backend.multiply(forms[0], forms[1], 1.0, torch.float32))
                 assert isinstance(forms[0], Decoded) and forms[0].tally is not None
                 tallies.append(forms[0].tally.tolist())
@@ -163,7 +168,7 @@ def test_a_linear_is_the_reference_s(recipe: Recipe, bias: bool) -> None:
 def test_a_reference_product_of_carriers() -> None:
     """A carrier is an operand of every backend."""
     a, b = quantized(64, 64, 0.0, 1), quantized(48, 64, 0.0, 2)
-    forms = Hopper().decode(a, torch.bfloat16), Hopper().decode(b, torch.bfloat16)
+    forms = decoded(a, b)
     found = Reference().multiply(*forms, 1.0, torch.float32)
     assert relative_error(found, float64(a, b)) < 1e-6
 

@@ -29,7 +29,7 @@ def test_products(shape: tuple[int, int, int]) -> None:
     m, n, k = shape
     a, b, backend = quantized(m, k, 1), quantized(n, k, 2), Blackwell()
     expected = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
-    assert backend.decode(a, torch.bfloat16) is a
+    assert backend.decode([a], torch.bfloat16)[0] is a
     assert relative_error(backend.multiply(a, b, 1.0, torch.bfloat16), expected) < 2e-3
     assert relative_error(backend.multiply(a, b, 16 / 9, torch.float32), expected * 16 / 9) < 2e-4
     into = torch.full((m, n), 3.0, device="cuda")

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megatron_fp4.backends.base import Preparation
 from megatron_fp4.backends.reference import Reference
-from megatron_fp4.kernels.carrier import Carried, mended
+from megatron_fp4.kernels import carrier
+from megatron_fp4.kernels.carrier import Carried
 from megatron_fp4.kernels.fp8 import FORMATS
 from megatron_fp4.kernels.quantize import Copy, quantize, takes
 from megatron_fp4.philox import Key, Noise, Placement, Signs
@@ -197,7 +198,8 @@ def difference(case: Case, device: str) -> str | None:
         if isinstance(kernels, Carried):
             carriers += _wrong_carriers(kernels)
             if case.filled in ("zeros in rows", "Inf in columns"):  # these rows need no mending
-                carriers += len(mended(kernels)[1][~(kernels.scales == 255).any(1)].unique()) > 1
+                [(_, fold, _)] = carrier.carried([kernels], [kernels.element])
+                carriers += len(fold[~(kernels.scales == 255).any(1)].unique()) > 1
     # Codes after a transform may differ in 1e-4 of the elements: the order of its sums.
     allowed = len(case.axes) * x.shape.numel() * 1e-4 if case.group else 0
     if codes + scales <= allowed and not carriers:
@@ -207,8 +209,13 @@ def difference(case: Case, device: str) -> str | None:
 
 def _wrong_carriers(made: Carried) -> int:
     """How many elements and counts are not as docs/numerics.md says, under the fold that it says;
-    under another none is rounded."""
-    elements, fold, counts = (t.cpu() for t in mended(made))
+    under another none is rounded. The other operand of the launch is the same one, not mended."""
+    pair = [made, made.plain()][:: 1 if made.axis else -1]
+    forms = [[t.cpu() for t in form] for form in carrier.carried(pair, [made.element] * 2)]
+    (elements, fold, counts), other = forms[:: 1 if made.axis else -1]
+    one, two = (form[0].double() * form[1].double() for form in forms)
+    differ = int((one.nan_to_num(7e30) != two.nan_to_num(7e30)).sum())
+    differ += other[2].tolist() != counts.tolist()
     plain = replace(
         made.plain(), codes=made.codes.cpu(), scales=made.scales.cpu(), axis=1,
         shape=torch.Size((len(made.codes), made.shape[made.axis])),
@@ -224,7 +231,7 @@ def _wrong_carriers(made: Carried) -> int:
     )
     found = elements.double()
     same = (found == wanted) & (found.signbit() == wanted.signbit()) | found.isnan() & value.isnan()
-    return int((~same).sum()) + (counts.tolist() != [count, int((scale == 255).sum())])
+    return differ + int((~same).sum()) + (counts.tolist() != [count, int((scale == 255).sum())])
 
 
 def _differing(a: Tensor, b: Tensor) -> int:

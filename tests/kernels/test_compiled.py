@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from megatron_fp4.kernels import blocks, carrier
 from megatron_fp4.kernels.carrier import carry_kernel
 from megatron_fp4.kernels.estimator import factor_kernel
-from megatron_fp4.kernels.fp8 import FORMATS, LOWEST
+from megatron_fp4.kernels.fp8 import FORMATS
 from megatron_fp4.kernels.hadamard import transform_kernel
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
 from megatron_fp4.kernels.outliers import OPTIONS, split_kernel, warps
@@ -132,16 +132,13 @@ def test_tiles_fit_the_registers(rounding: Any, form: str, carried: int) -> None
 
 
 @pytest.mark.parametrize("n_blocks", [1, 128, 256, 1024])
-def test_rows_are_mended_without_spilling(n_blocks: int) -> None:
+@pytest.mark.parametrize("second", [None, False, True], ids=["alone", "beside", "both"])
+def test_rows_are_mended_without_spilling(second: bool | None, n_blocks: int) -> None:
     """Launch's own constants: Triton tells of registers that did not suffice as local memory."""
-    start = carrier._launch(4096, n_blocks, torch.float8_e4m3fn, True)
-    types = {"codes_ptr": "*i32", "scales_ptr": "*u8", "out_ptr": "*i32", "fold_ptr": "*fp32"}
-    signature = {
-        name: "constexpr" if name in start._constants else (types | {"tally_ptr": "*i32"}).get(
-            name, "i32"
-        )
-        for name in carry_kernel.arg_names
-    }  # fmt: skip
+    kinds = [(4096, torch.float8_e5m2, True)]
+    kinds += [] if second is None else [(4096, torch.float8_e4m3fn, second)]
+    start = carrier._launch(n_blocks, *kinds)
+    signature = carrier_signature(start._constants)
     even = {
         (i,): [["tt.divisibility", 16]] for i, n in enumerate(carry_kernel.arg_names) if "ptr" in n
     }
@@ -153,7 +150,18 @@ def test_rows_are_mended_without_spilling(n_blocks: int) -> None:
 
     assert "STL" not in made({}) and "LDG" in made({})
     if n_blocks == 256:  # Negative control: as many blocks at a time as where nothing is mended.
-        assert "STL" in made({"BLOCKS": carrier.BLOCKS})
+        mends, rows, _, *rest = start._constants["A"]
+        assert "STL" in made({"A": (mends, rows, carrier.BLOCKS, *rest)})
+
+
+def carrier_signature(constants: dict[str, Any]) -> dict[str, str]:
+    """Triton's types of what `carry_kernel` is given, by name."""
+    kinds = {"codes": "*i32", "scales": "*u8", "out": "*i32", "fold": "*fp32", "tally": "*i32"}
+    types = {f"{side}_{kind}_ptr": of for side in "ab" for kind, of in kinds.items()}
+    return {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in carry_kernel.arg_names
+    }
 
 
 def sass(cubin: bytes) -> str:
@@ -244,13 +252,9 @@ def compiled(kernel: Any, types: dict[str, str], capability: int, constants: dic
 @pytest.mark.parametrize("element", FORMATS, ids=str)
 @pytest.mark.parametrize("mends", [False, True])
 def test_a_carrier_compiles(mends: bool, element: Any, capability: int) -> None:
-    mantissa, bias, nan, bottom, top = FORMATS[element]
-    constants = {"MANTISSA": mantissa, "BIAS": bias, "NAN": nan, "BOTTOM": bottom, "TOP": top}
-    constants |= {"INTERPRETED": False, "ALL_BLOCKS": 512, "ROWS": 4, "BLOCKS": 64}
-    constants |= {"MENDS": mends, "LOWEST": LOWEST[mantissa]}
-    types = {"codes_ptr": "*i32", "scales_ptr": "*u8", "out_ptr": "*i32", "fold_ptr": "*fp32"}
-    types |= {"tally_ptr": "*i32"}
-    ptx = compiled(carry_kernel, types, capability, constants)
+    start = carrier._launch(512, (4096, element, mends), (4096, torch.float8_e4m3fn, not mends))
+    types = carrier_signature(start._constants)
+    ptx = compiled(carry_kernel, types, capability, start._constants)
     assert "prmt.b32" in ptx and "mul.ftz" not in ptx
 
 

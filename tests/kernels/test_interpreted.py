@@ -100,11 +100,23 @@ MISTAKES = {
     "an average that is no number": ("mxfp4", EMA, "live &= tl.max(_live", "live |= tl.max(_live"),
     "1/2 is decoded as 3/4": ("decode", "packed", "magnitude < 2", "magnitude < 1"),
 }
-CARRIER_MISTAKES = {
-    "halves go down": ("fp8", " + ((bits >> cut) & 1)) >> cut", ") >> cut"),
-    "a NaN is the largest": ("carrier", "tl.where(scales == 255, 0, scales)", "scales"),
-    "zeros are counted": ("carrier", "(words | (words >> 1) | (words >> 2))", "(words | ~words)"),
-    "the other half first": ("carrier", "tl.join(first, second)", "tl.join(second, first)"),
+CARRIER_MISTAKES = {  # where, the matrix, and the edit
+    "halves go down": ("fp8", "48 x", " + ((bits >> cut) & 1)) >> cut", ") >> cut"),
+    "a NaN is the largest": ("carrier", "16 x 96", "tl.where(scales == 255, 0, scales)", "scales"),
+    "zeros are counted": (
+        "carrier",
+        "48 x",
+        "(words | (words >> 1) | (words >> 2))",
+        "(words | ~words)",
+    ),
+    "the other half first": (
+        "carrier",
+        "16 x 96",
+        "tl.join(first, second)",
+        "tl.join(second, first)",
+    ),
+    "the first operand's place": ("carrier", "16 x 96", "program - first, B", "program, B"),
+    "the first tile for all": ("carrier", "9632", "across = program % tiles", "across = 0"),
 }
 ROW_MISTAKES = {
     "halves go down": (" + ((bits >> CUT) & 1)\n", "\n"),
@@ -214,7 +226,7 @@ def test_outliers_are_the_reference_s() -> None:
 
 
 # The file, the module, the cases and the edit.
-OTHERS = [(f, "carriers", name, "", *edit) for name, (f, *edit) in CARRIER_MISTAKES.items()]
+OTHERS = [(f, "carriers", name, *edit) for name, (f, *edit) in CARRIER_MISTAKES.items()]
 OTHERS += [("rows", "rows", name, "", *edit) for name, edit in ROW_MISTAKES.items()]
 OTHERS += [("estimator", "estimator", n, "", *edit) for n, edit in ESTIMATOR_MISTAKES.items()]
 OTHERS += [("blocks", "blocks", name, *edit) for name, edit in BLOCK_MISTAKES.items()]
