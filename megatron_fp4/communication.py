@@ -105,8 +105,8 @@ class TensorParallel:
         return self._gather(travels, tokens).then(whole)
 
     def _gather(self, parts: list[Tensor], axis: int) -> Pending[list[Tensor]]:
-        """All ranks' parts of matrices along an axis, by one collective: starting one takes the
-        host as long as three kernels. Bytes travel, since dtypes may differ."""
+        """All ranks' parts of matrices along an axis, by one collective, since starting one
+        costs the host more than a kernel. Bytes travel: dtypes may differ."""
         parts = [part.contiguous() for part in parts]
         wholes = [part.new_empty(self.size * len(part), *part.shape[1:]) for part in parts]
         received, sent = ([t.view(torch.uint8) for t in side] for side in (wholes, parts))

@@ -17,6 +17,7 @@ PAGES: dict[str, tuple[str, Any]] = {
     "parallel_step": ("docs/hopper.md", parallel_step),
     "parallel_step-before": ("docs/notes/host.md", parallel_step),
     "parallel_step-after": ("docs/notes/host.md", parallel_step),
+    "parallel_step-apart": ("docs/notes/host.md", parallel_step),
     "parallel_step-graphs": ("docs/notes/host.md", parallel_step),
     "peers": ("docs/hopper.md", peers),
 }
