@@ -114,10 +114,10 @@ def carried() -> Iterator[Case]:
         plain = not case.group and case.quantizer.prescale == 1.0 and case.quantizer.rule == "ceil"
         if plain and not case.is_shard:
             yield from (replace(case, carrier=element) for element in FORMATS)
-            if len(case.axes) == 2 and not case.packed and not case.quantizer.stochastic:
+            if len(case.axes) == 2 and not case.packed and case.quantizer.rounding == "nearest":
                 for filled in FILLED:
                     yield replace(case, carrier=torch.float8_e4m3fn, filled=filled)
-        if case.group and not case.signed:
+        if case.group == 64 and not case.signed:  # transforms write none
             yield replace(case, carrier=torch.float8_e5m2)
 
 
@@ -209,13 +209,9 @@ def difference(case: Case, device: str) -> str | None:
 
 def _wrong_carriers(made: Carried) -> int:
     """How many elements and counts are not as docs/numerics.md says, under the fold that it says;
-    under another none is rounded. The other operand of the launch is the same one, not mended."""
-    pair = [made, made.plain()][:: 1 if made.axis else -1]
-    forms = [[t.cpu() for t in form] for form in carrier.carried(pair, [made.element] * 2)]
-    (elements, fold, counts), other = forms[:: 1 if made.axis else -1]
-    one, two = (form[0].double() * form[1].double() for form in forms)
-    differ = int((one.nan_to_num(7e30) != two.nan_to_num(7e30)).sum())
-    differ += other[2].tolist() != counts.tolist()
+    under another none is rounded."""
+    [form] = carrier.carried([made], [made.element])
+    elements, fold, counts = (t.cpu() for t in form)
     plain = replace(
         made.plain(), codes=made.codes.cpu(), scales=made.scales.cpu(), axis=1,
         shape=torch.Size((len(made.codes), made.shape[made.axis])),
@@ -231,7 +227,7 @@ def _wrong_carriers(made: Carried) -> int:
     )
     found = elements.double()
     same = (found == wanted) & (found.signbit() == wanted.signbit()) | found.isnan() & value.isnan()
-    return differ + int((~same).sum()) + (counts.tolist() != [count, int((scale == 255).sum())])
+    return int((~same).sum()) + (counts.tolist() != [count, int((scale == 255).sum())])
 
 
 def _differing(a: Tensor, b: Tensor) -> int:

@@ -1,0 +1,211 @@
+"""Known mistakes in the kernels, made one at a time: the comparisons notice each."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.interpreter import ROOT, differences
+
+# One case each is enough for most.
+NEAREST, EMA = "floor nearest 1.0 axes (1, 0).", "ceil ema 1.0 axes (1, 0)."
+STOCHASTIC = "floor stochastic 1.0 axes (1, 0) shard"
+CARRIED = "ceil nearest 1.0 axes (1, 0) torch.float8_e4m3fn ."
+# The file, the cases that each is tried on, and the edit.
+MISTAKES = {
+    "ties go up": ("encode", NEAREST, "(magnitudes, whole", "(magnitudes + 0x10001, whole"),
+    "from 4 on steps of 1": ("encode", NEAREST, "smaller(first, second,", "smaller(first, first,"),
+    "beyond 6": ("encode", NEAREST, "codes = smaller(codes, above", "smaller(codes, above"),
+    "6 is 4": ("encode", NEAREST, "above + 0x00030003", "above + 0x00020003"),
+    "Inf in the next column": (
+        "mxfp4",
+        "huge",
+        "nearest_pairs(kept,",
+        "nearest_pairs(blocked & 0x7FFF7FFF,",
+    ),
+    "1.5 is clipped": (
+        "encode",
+        "ceil nearest 1.0 axes (1, 0).",
+        "each * 0x3F if",
+        "each * 0x40 if",
+    ),
+    "a whole's noise": ("philox", STOCHASTIC, "at_rows * per_row", "at_rows * 12"),
+    "sums for differences": (
+        "hadamard",
+        "0.75 axes (1,) group 64.",
+        "first - second",
+        "first + second",
+    ),
+    "signs of another half": (
+        "hadamard",
+        "axes (1, 0) group 64 shard",
+        "!= 0, w1, w0",
+        "!= 0, w0, w1",
+    ),
+    "no step in memory": ("mxfp4", "memory", "step = tl.load(step_ptr)", "step = 0 * step"),
+    "no draw in memory": ("hadamard", "memory", "draw = tl.load(draw_ptr)", "draw = 0 * draw"),
+    "the draw's place": (
+        "philox",
+        "axes (1, 0) group 64 shard signs",
+        "draw.to(tl.int64) << 32",
+        "draw",
+    ),
+    "signs of no step": (
+        "philox",
+        "axes (1, 0) group 64 shard signs",
+        "32, step, stream",
+        "32, 0 * step, stream",
+    ),
+    "the next group's rows": ("hadamard", "(0,) group 32", "== 32 else 4  #", "== 64 else 4  #"),
+    "words in another order": ("philox", STOCHASTIC, "tl.join(w0, w2)", "tl.join(w0, w1)"),
+    "half a draw twice": ("philox", STOCHASTIC, "(words >> 8) &", "(words << 8) &"),
+    "NaN is hidden": ("encode", NEAREST, "(widest < 0x7F800000,", "(widest >= 0,"),
+    "no sign of odd columns": ("encode", NEAREST, "12) & 0x00080008", "12) & 0x00000008"),
+    "no sign of zeros": ("encode", STOCHASTIC, "return (odd & -0x7F7F7F80) |", "return"),
+    "carriers of another power": (
+        "fp8",
+        CARRIED,
+        "0x3C383000 + k *",
+        "0x3C383000 + 2 * k *",
+    ),
+    "all blocks fit": (
+        "carrier",
+        CARRIED,
+        "there & ~fits & ~lowest",
+        "there & (scales < 0)",
+    ),
+    "a subnormal byte": ("fp8", "nearest 1.0 axes (1, 0) packed torch", "{3: -7", "{3: -8"),
+    "NaN fits": ("carrier", "huge", " & (scales < 255)", ""),
+    "what is not finite is a sample": (
+        "fp8",
+        "Inf in columns",
+        "low < 0x7F80, low",
+        "low < 0x8000, low",
+    ),
+    "zeros do not fit": ("carrier", "zeros in rows", " & ~lowest", ""),
+    "the lowest block is of zeros": ("carrier", "subnormal rows", "wrong |= ", "wrong + "),
+    "the rule's fold for all": (
+        "carrier",
+        CARRIED,
+        "tl.where(wanted, fold, likely)",
+        "fold",
+    ),
+    "midway goes down": ("encode", EMA, "== middle, nearest_up,", "== middle, toward > middle,"),
+    "an average's magnitude": ("encode", EMA, "bits < 0, -toward", "toward < 0, -toward"),
+    "the grid's points move": ("encode", EMA, "(rest > 0) |", "(rest >= 0) |"),
+    "zeros move": ("encode", EMA, " & ((bits & 0x7FFFFFFF) != 0)", ""),
+    "small numbers stay": ("encode", EMA, "(code == 0) &", "(code < 0) &"),
+    "an average that is no number": ("mxfp4", EMA, "live &= tl.max(_live", "live |= tl.max(_live"),
+    "1/2 is decoded as 3/4": ("decode", "packed", "magnitude < 2", "magnitude < 1"),
+}
+CARRIER_MISTAKES = {  # where, the matrix, and the edit
+    "halves go down": ("fp8", "48 x", " + ((bits >> cut) & 1)) >> cut", ") >> cut"),
+    "a NaN is the largest": ("carrier", "16 x 96", "tl.where(scales == 255, 0, scales)", "scales"),
+    "zeros are counted": (
+        "carrier",
+        "48 x",
+        "(words | (words >> 1) | (words >> 2))",
+        "(words | ~words)",
+    ),
+    "the other half first": (
+        "carrier",
+        "16 x 96",
+        "tl.join(first, second)",
+        "tl.join(second, first)",
+    ),
+    "the first operand's place": ("carrier", "16 x 96", "program - first, B", "program, B"),
+    "the first tile for all": ("carrier", "9632", "across = program % tiles", "across = 0"),
+}
+ROW_MISTAKES = {
+    "halves go down": (" + ((bits >> CUT) & 1)\n", "\n"),
+    "subnormal numbers are cut off": ("magnitude + anchor", "magnitude * 0.99 + anchor"),
+    "a NaN is a number": ("largest < INFINITE", "largest >= 0"),
+    "nothing is folded": ("    if HAS_FOLD:", "    if HAS_FOLD and AXIS == 1:"),
+    "the other half first": ("low | (high << 4)", "high | (low << 4)"),
+}
+ESTIMATOR_MISTAKES = {
+    "of 3 the step of 4": ("x < 4.0, 1.0", "x < 3.0, 1.0"),
+    "the place in half a step": ("2.0 * (steps - low)", "1.0 * (steps - low)"),
+    "no NaN": ('float("nan")', "0.0"),
+}
+
+OUTLIER_MISTAKES = {
+    "a rank too low": ("33 features, 0.9", "<= low_below", "< low_below"),
+    "a rank too high": ("33 features, 0.9", "<= high_below", "<= high_below + 1"),
+    "no neighbour": ("33 features, 0.9", "count > rank", "count >= rank"),
+    "negative numbers the other way": ("33 features, 0.9", "0xFFFF - bits", "bits - 0x8000"),
+    "a negative NaN is the lowest": ("33 features, 0.9", "> 0x7F80, 0xFFFF, key", "> 0, key, key"),
+    "padding is zeros": (
+        "33 features, 0.9",
+        "there, _key(bits), 0x10000",
+        "there, _key(bits), 0x8000",
+    ),
+    "a bound in float32": ("fine", "0x8000)).to(tl.float64)", "0x8000))"),
+    "a weight in float32": ("fine", "bitcast=True)).to(", "bitcast=True).to(tl.float32)).to("),
+    "a zero takes its bound's sign": (
+        "33 features, 0.9",
+        "== x, bits, clamped",
+        "== x, clamped, clamped",
+    ),
+    "a NaN bound clamps nothing": ("33 features, 0.9", "invalid, 0x7FC0", "invalid, clamped"),
+    "Inf minus Inf is nothing": (
+        "33 features, 0.9",
+        "(difference != 0.0)",
+        "(x != _number(clamped))",
+    ),
+    "slots from 1": ("33 features, 0.9", "(tl.int32), 0) - 1", "(tl.int32), 0)"),
+    "slots that are left write over one": ("2 features, 0.9", "first.to(tl.int16)", "0"),
+}
+BLOCK_MISTAKES = {
+    "up is nearest": ("ue5m3-up", " + 0xFFFFF)", " + 0x7FFFF)"),
+    "subnormal scales go down": ("e4m3-up-sr", "tl.ceil(", "tl.floor("),
+    "a subnormal scale is a normal one": ("e4m3", "code < 8, code.to(", "code < 0, code.to("),
+    "an overflow spoils the rest": (
+        "nvfp4",
+        "largest < INFINITE, largest",
+        "largest >= 0, largest",
+    ),
+    "beyond 6": ("e4m3", "tl.minimum(scaled, 6.0)", "scaled"),
+    "not inflated": ("nvfp4-17-16-sr", " * INFLATE", ""),
+    "not prescaled": ("prescaled", " * PRESCALE", ""),
+    "a vanished scale": ("nvfp4", 'float("inf")', "1.0"),
+    "another element's noise": ("prescaled", "rest = tl.trans(rest)", "rest = rest"),
+    "no NaN": ("ue5m3", "finite, scale, NAN", "finite, scale, 0"),
+    "one row's block": ("2d", "return tl.max(tl.max(", "return tl.min(tl.max("),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_kernel_is_noticed(mistake: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "megatron_fp4", tmp_path / "megatron_fp4")
+    file, cases, right, wrong = MISTAKES[mistake]
+    path = tmp_path / f"megatron_fp4/kernels/{file}.py"
+    assert right in path.read_text()
+    path.write_text(path.read_text().replace(right, wrong))
+    assert differences(tmp_path, cases=cases) != [""]
+
+
+# The file, the module, the cases and the edit.
+OTHERS = [(f, "carriers", name, *edit) for name, (f, *edit) in CARRIER_MISTAKES.items()]
+OTHERS += [("rows", "rows", name, "", *edit) for name, edit in ROW_MISTAKES.items()]
+OTHERS += [("estimator", "estimator", n, "", *edit) for n, edit in ESTIMATOR_MISTAKES.items()]
+OTHERS += [("blocks", "blocks", name, *edit) for name, edit in BLOCK_MISTAKES.items()]
+OTHERS += [("rows", "blocks", "ties of scales go up", "e4m3", " + ((bits >> CUT) & 1)\n", " + 1\n")]
+OTHERS += [("outliers", "outliers", name, *edit) for name, edit in OUTLIER_MISTAKES.items()]
+OTHERS += [("encode", "blocks", "ties go up", "e4m3", "(magnitudes +", "(magnitudes * 1.0000002 +")]
+OTHERS += [("encode", "outliers", "halves go down", "130 features", " + ((bits >> 16) & 1))", ")")]
+
+
+@pytest.mark.parametrize(
+    ("file", "module", "cases", "right", "wrong"),
+    [(file, module, *rest) for file, module, _, *rest in OTHERS],
+    ids=[f"{module}-{name}" for _, module, name, *_ in OTHERS],
+)
+def test_a_mistake_in_another_kernel_is_noticed(
+    file: str, module: str, cases: str, right: str, wrong: str, tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / "megatron_fp4", tmp_path / "megatron_fp4")
+    path = tmp_path / f"megatron_fp4/kernels/{file}.py"
+    assert right in path.read_text()
+    path.write_text(path.read_text().replace(right, wrong))
+    assert differences(tmp_path, cases=cases, module=module) != [""]
