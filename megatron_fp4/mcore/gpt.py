@@ -25,7 +25,7 @@ from megatron.training.training import pretrain
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron_fp4.mcore import arguments, compat, graphs, options
+from megatron_fp4.mcore import arguments, compat, dataset_files, graphs, options
 from megatron_fp4.mcore.attach import attach
 from megatron_fp4.mcore.run import Run
 from megatron_fp4.mcore.spec import layer_spec
@@ -152,7 +152,8 @@ def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None) -> Batch:
         read = next(data_iterator)  # on the host
         # A vocabulary that is split over ranks would take an unknown token for another rank's, and
         # embed it as zeros.
-        arguments.check_vocabulary(max(int(read[k].max()) for k in ("tokens", "labels")), args)
+        largest = max(int(read[key].max()) for key in ("tokens", "labels"))
+        dataset_files.check_vocabulary(largest, args)
         batch = {"attention_mask": None} | {
             key: value.cuda(non_blocking=True) for key, value in read.items()
         }
