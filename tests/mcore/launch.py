@@ -1,4 +1,4 @@
-"""Runs a training script under torchrun on this machine's CPU, and reads what it logged."""
+"""Runs training scripts in torchrun worlds on this machine's CPU, and reads what they logged."""
 
 import os
 import re
@@ -6,6 +6,10 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+
+from tests.mcore.world import world
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,16 +41,25 @@ class Result:
 
 
 def torchrun(
-    processes: int, *flags: str, script: Path = ROOT / "pretrain_gpt.py", timeout_s: float = 120
+    processes: int,
+    *flags: str,
+    script: Path = ROOT / "pretrain_gpt.py",
+    timeout_s: float = 120,
+    fresh: bool = False,
 ) -> Result:
-    """Trains with TINY and `flags` in `processes` processes of one thread each.
+    """Trains with TINY and `flags` in `processes` processes of one thread each; see `spawn`.
 
     The data is mock data where no flag names any.
     """
     data = [] if any(flag.endswith("data-path") for flag in flags) else MOCK_DATA
     # Megatron takes this schedule or --global-batch-size, which comes last.
     tiny = TINY[:-2] if "--step-batch-size-schedule" in flags else TINY
-    done = spawn(processes, script, *tiny, *data, *flags, timeout_s=timeout_s)
+    done = spawn(processes, script, *tiny, *data, *flags, timeout_s=timeout_s, fresh=fresh)
+    return result_of(done)
+
+
+def result_of(done: subprocess.CompletedProcess[str]) -> Result:
+    """What a training script's output says."""
     return Result(
         done.returncode,
         [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)],
@@ -56,9 +69,24 @@ def torchrun(
 
 
 def spawn(
-    processes: int, script: Path, *arguments: str, timeout_s: float = 300
+    processes: int, script: Path, *arguments: str, timeout_s: float = 300, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Runs any script under torchrun, a thread a process; stdout holds both its streams."""
+    """Runs any script in a torchrun world, a thread a process; stdout holds both its streams.
+
+    fresh: under a torchrun of its own, for what depends on the launcher, on the environment or on
+    what is imported first. Otherwise the script runs in forks of a world that stays (world.py),
+    which takes a fraction of the time; where there is a GPU, which a fork cannot use once CUDA has
+    started, every launch is fresh.
+    """
+    if fresh or torch.cuda.is_available():
+        return _launch(processes, script, *arguments, timeout_s=timeout_s)
+    status, output = world(processes).run(script, list(arguments), timeout_s)
+    return subprocess.CompletedProcess([str(script), *arguments], status, output)
+
+
+def _launch(
+    processes: int, script: Path, *arguments: str, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     run = subprocess.Popen(
         [*command, "--nproc-per-node", str(processes), str(script), *arguments],

@@ -1,78 +1,31 @@
-"""Trains several times, one after the other, in one torchrun world: torch and Megatron are
-imported once, and each training is a process of its own, forked from there.
+"""pretrain_gpt.py for tests of checkpoints: as it is, dying, or without something of compat.py.
 
-    torchrun ... relay.py 'flags of the first' 'flags of the second' ...
+    torchrun ... relay.py [dies=step|dies=save|without=adam] FLAGS ...
 
-`dies=step` or `dies=save` before the flags of the last: rank 1 is killed within the third step, or
-with half of its file of the fourth written; torchrun sees it, since that one is not forked.
-`without=adam`: without what compat.py mends of the distributed optimizer.
+`dies=step` or `dies=save`: rank 1 is killed within the third step, or with half of its file of the
+fourth written. `without=adam`: without what compat.py mends of the distributed optimizer.
 """
 
-import atexit
 import os
-import shlex
 import signal
 import sys
-import traceback
 from typing import Any
 
-import torch
-
 from megatron_fp4.mcore import cpu, pretrain
-
-LIMIT_S = 120  # of one training: a rank whose neighbour has died may wait for half an hour
 
 
 def main() -> None:
     cpu.install()
-    from megatron_fp4.mcore import gpt  # noqa: F401  (what the children need is imported here)
-
-    rank, ranks = int(os.environ["RANK"]), range(int(os.environ["WORLD_SIZE"]))
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    common = torch.distributed.TCPStore(address, port, is_master=False)
-    for number, flags in enumerate(sys.argv[1:]):
-        if rank == 0:  # each training meets at a store of its own, which outlives it as torchrun's
-            store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-            common.set(f"port {number}", str(store.port))
-        os.environ["MASTER_PORT"] = common.get(f"port {number}").decode()
-        status = training(flags) if flags.startswith("dies=") else in_a_child(flags)
-        common.set(f"{number} of {rank}", "ended")
-        if rank == 0:
-            common.wait([f"{number} of {each}" for each in ranks])
-            print(f"\n=== ended with {status}", flush=True)
-
-
-def in_a_child(flags: str) -> int:
-    if child := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    signal.alarm(LIMIT_S)
-    status = training(flags)
-    # As a script ends: without it the process that saving started would live on. What follows in
-    # a script would join the threads of the parent's store, which a fork has not got.
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def training(flags: str) -> int:
-    """The exit status that pretrain_gpt.py would have."""
-    words = shlex.split(flags)
-    if words[0].startswith("dies=") and os.environ["RANK"] == "1":
-        {"step": die_in_step, "save": die_in_save}[words[0][5:]]()
-    if words[0] == "without=adam":
+    first = sys.argv[1]
+    if first.startswith("dies=") and os.environ["RANK"] == "1":
+        {"step": die_in_step, "save": die_in_save}[first[5:]]()
+    if first == "without=adam":
         from megatron_fp4.mcore import compat
 
         compat._mend_distributed_adam = lambda: None
-    sys.argv[1:] = words[1:] if "=" in words[0] else words
-    try:
-        pretrain.main()
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
+    if "=" in first:
+        del sys.argv[1]
+    pretrain.main()
 
 
 def die() -> None:

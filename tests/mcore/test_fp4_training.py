@@ -151,7 +151,7 @@ def test_evaluation_in_bf16_leaves_the_training_alone(folder: Path) -> None:
 
 def test_an_overflow_is_named_once_and_ends_the_run_as_upstream_does() -> None:
     """Activations of 1e40 overflow in the last norm's square, and its gradient is the first NaN."""
-    result = torchrun(2, *TETRAJET, *TP2_SP, "--init-method-std", "1e20")
+    result = torchrun(2, *TETRAJET, *TP2_SP, "--init-method-std", "1e20", fresh=True)
     told = [line for line in result.output.splitlines() if "NaN or Inf" in line]
     assert len(told) == 1 and "pipeline stage 0" in told[0]
     where = "operand dy of dgrad in decoder.layers.1.mlp.linear_fc2"

@@ -1,0 +1,186 @@
+"""A torchrun world that stays: its processes have torch and Megatron imported, and fork for each
+script that they run. A launch of its own takes several times as long, nearly all of it imports.
+
+    torchrun ... world.py PORT
+
+PORT is that of the tests' store. There "job N" is a JSON list [script, arguments, output file];
+"N ended R" is the exit status of rank R, and "N failed" is there as soon as one is not 0. A job
+without a script ends the world.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+from itertools import count
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+ROOT = Path(__file__).parents[2]
+FOREVER = timedelta(days=1)
+GRACE_S = 10  # between SIGTERM and SIGKILL, for the ranks beside one that failed
+
+
+class World:
+    """Processes that run one script after the other, each script in a fork of every process."""
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+        self._jobs = 0
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._log = NamedTemporaryFile("r", errors="replace")  # of the world, not of its jobs
+        self._launcher = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc-per-node", str(processes), __file__, str(self._store.port)),
+            ],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdout=open(self._log.name, "w"),
+            stderr=subprocess.STDOUT,
+        )
+        atexit.register(self._end)
+
+    def run(self, script: Path, arguments: list[str], timeout_s: float) -> tuple[int, str]:
+        """(torchrun's exit status, what the ranks printed) of a script, or of `-m` and a module.
+        Raises TimeoutError."""
+        number = self._jobs
+        with NamedTemporaryFile("r", errors="replace") as output:
+            self._add([str(script), arguments, output.name])
+            ends = [f"{number} ended {rank}" for rank in range(self.processes)]
+            try:
+                self._store.wait(ends, timedelta(seconds=timeout_s))
+            except torch.distributed.DistStoreError as error:
+                self._store.set(f"{number} failed", "the limit")
+                with suppress(torch.distributed.DistStoreError):
+                    self._store.wait(ends, timedelta(seconds=2 * GRACE_S))
+                printed = output.read()[-4000:] or self._log.read()[-4000:]
+                raise TimeoutError(f"still running after {timeout_s} s: {printed}") from error
+            failed = any(self._store.get(end) != b"0" for end in ends)
+            return int(failed), output.read()
+
+    def _add(self, job: list[Any]) -> None:
+        self._store.set(f"job {self._jobs}", json.dumps(job))
+        self._jobs += 1
+
+    def _end(self) -> None:
+        self._add([])
+        self._launcher.wait(60)
+
+
+@cache
+def world(processes: int) -> World:
+    """The one of so many processes, started when it is first asked for."""
+    return World(processes)
+
+
+# --- in the world --------------------------------------------------------------------------------
+
+
+def serve(jobs: TCPStore) -> None:
+    """Runs jobs until one is empty or the tests' process, which keeps their store, has gone."""
+    with suppress(torch.distributed.DistNetworkError):
+        for number in count():
+            job = json.loads(jobs.get(f"job {number}"))
+            if not job:
+                return
+            run_job(jobs, number, *job)
+
+
+def run_job(jobs: TCPStore, number: int, script: str, arguments: list[str], output: str) -> None:
+    rank = os.environ["RANK"]
+    if rank == "0":  # the ranks meet at a store that outlives them, as torchrun's does
+        store = TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
+        jobs.set(f"{number} port", str(store.port))
+    os.environ["MASTER_PORT"] = jobs.get(f"{number} port").decode()
+    child = os.fork()
+    if not child:
+        in_the_child(script, arguments, output)
+    status = end_of(child, jobs, f"{number} failed")
+    if status:
+        jobs.set(f"{number} failed", f"rank {rank}")
+    jobs.set(f"{number} ended {rank}", str(status))
+    if rank == "0":
+        jobs.wait([f"{number} ended {each}" for each in range(int(os.environ["WORLD_SIZE"]))])
+
+
+def end_of(child: int, jobs: TCPStore, failed: str) -> int:
+    """The child's exit status; it is ended, with what it started, once `failed` is set."""
+    told_at: float | None = None
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if told_at is None and jobs.check([failed]):
+            told_at = time.monotonic()
+            signal_group(child, signal.SIGTERM)
+        elif told_at is not None and time.monotonic() > told_at + GRACE_S:
+            signal_group(child, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def signal_group(child: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child, number)
+
+
+def in_the_child(script: str, arguments: list[str], output: str) -> None:
+    status = 1
+    try:
+        os.setsid()  # a group of its own, for the processes that saving starts
+        signal.signal(signal.SIGTERM, leave)
+        file = os.open(output, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        if script == "-m":
+            sys.argv, sys.path[0] = arguments, str(ROOT)
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
+            runpy.run_path(script, run_name="__main__")
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # As a script ends: without it the process that saving started would live on. What follows
+        # in a script would join the threads of the parent's store, which a fork has not got.
+        with suppress(BaseException):
+            atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(status)
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
+def main() -> None:
+    from megatron_fp4.mcore import cpu
+
+    cpu.install()
+    from megatron_fp4.mcore import gpt  # noqa: F401  (what the children need is imported here)
+
+    serve(TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=FOREVER))
+
+
+if __name__ == "__main__":
+    main()
