@@ -24,7 +24,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import dataset_files, options
+from megatron_fp4.mcore import dataset_files, options, vocabulary
 
 # What Megatron asserts to be there, and has no default for; some go by an older name too.
 _REQUIRED = {
@@ -138,6 +138,7 @@ def validate(args: argparse.Namespace) -> None:
         if getattr(args, option):
             raise ConfigError(f"{_flag(option)} is not supported: pretraining only")
     _check_tokenizer(args)
+    vocabulary.check(args)
     dataset_files.check_files(args)
     _check_save(args)
 

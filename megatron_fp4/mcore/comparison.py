@@ -31,9 +31,13 @@ _SHOWN = 3  # differing fields of a recipe that the line names
 
 
 def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
-    """Raises ConfigError where `launch` would go on from a checkpoint with other FP4 numerics than
-    `saved`, the arguments in it, unless --fp4-load-anyway. Going from or to high precision is
-    what a launch says itself: it is told."""
+    """Compares a launch with `saved`, the arguments in the checkpoint that it goes on from.
+
+    Raises ConfigError where its FP4 numerics or its padded vocabulary are others, unless
+    --fp4-load-anyway, which prints the difference. A change from or to high precision is what a
+    launch says itself: it is printed.
+    """
+    _compare_rows(saved, launch)
     then, now = (getattr(args, "fp4_recipe_content", None) for args in (saved, launch))
     if not (then and now):
         if then or now:
@@ -48,6 +52,19 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
         )
     if differing:
         _tell(f"goes on from other numerics: {differing}")
+
+
+def _compare_rows(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
+    # Rows of padding take part in the softmax. torch_dist loads what fits and leaves the rest.
+    then, now = (getattr(args, "padded_vocab_size", None) for args in (saved, launch))
+    if None in (then, now) or then == now:
+        return
+    difference = f"the checkpoint's vocabulary is padded to {then} rows and this launch's to {now}"
+    if not launch.fp4_load_anyway:
+        raise ConfigError(
+            f"{difference}: give --padded-vocab-size {then}, or --fp4-load-anyway to go on"
+        )
+    _tell(difference)
 
 
 def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[str]:

@@ -20,7 +20,7 @@ from megatron.training import arguments, get_args, training
 from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelConfig
 
-from megatron_fp4.mcore import checkpoint, options
+from megatron_fp4.mcore import checkpoint, options, vocabulary
 from megatron_fp4.mcore.arguments import megatrons_demands, validate
 from megatron_fp4.mcore.spec import layer_spec, mtp_block_spec
 
@@ -53,6 +53,7 @@ def install() -> None:
         _mend_distributed_adam()
     if not hasattr(ChainedOptimizer.load_state_dict, "__wrapped__"):
         ChainedOptimizer.load_state_dict = _of_other_experts(ChainedOptimizer.load_state_dict)
+    vocabulary.install()
     checkpoint.install()
 
 

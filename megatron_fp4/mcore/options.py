@@ -158,7 +158,7 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--fp4-load-anyway",
         action="store_true",
-        help="go on from a checkpoint of another recipe, seed, schedule or version",
+        help="go on from a checkpoint of another recipe, seed, schedule, version or vocabulary",
     )
     return parser
 
@@ -301,7 +301,6 @@ def _refuse_orphans(args: argparse.Namespace) -> None:
         "fp4_module_recipe": [],
         "fp4_weight_cache": None,
         "fp4_saved_x": "packed",
-        "fp4_load_anyway": False,
     }
     for name, default in defaults.items():
         if getattr(args, name) != default:
