@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.kernels.interpreter import ROOT, differences
 
@@ -175,7 +176,17 @@ BLOCK_MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+# One of each kernel, for the quick tier.
+QUICK = {"ties go up", "a whole's noise", "sums for differences", "NaN fits"}
+QUICK |= {"midway goes down", "1/2 is decoded as 3/4", "halves go down", "no NaN", "up is nearest"}
+
+
+def tiered(name: str, label: str, *values: str) -> ParameterSet:
+    """A mistake, in the quick tier or the slow one."""
+    return pytest.param(*values, id=label, marks=() if name in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("mistake", [tiered(name, name, name) for name in MISTAKES])
 def test_a_mistake_in_the_kernel_is_noticed(mistake: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "megatron_fp4", tmp_path / "megatron_fp4")
     file, cases, right, wrong = MISTAKES[mistake]
@@ -198,8 +209,7 @@ OTHERS += [("encode", "outliers", "halves go down", "130 features", " + ((bits >
 
 @pytest.mark.parametrize(
     ("file", "module", "cases", "right", "wrong"),
-    [(file, module, *rest) for file, module, _, *rest in OTHERS],
-    ids=[f"{module}-{name}" for _, module, name, *_ in OTHERS],
+    [tiered(name, f"{module}-{name}", file, module, *r) for file, module, name, *r in OTHERS],
 )
 def test_a_mistake_in_another_kernel_is_noticed(
     file: str, module: str, cases: str, right: str, wrong: str, tmp_path: Path
