@@ -3,44 +3,42 @@
 
     python tools/prepare_data.py [PATH ...] --output data
 
-A PATH is a directory, a text file, or JSON lines (.jsonl or .json); without one, the text is the
-source code of Python's own standard library, which lies on every machine. The output holds
-tokenizer.model, train_text_document.{bin,idx}, valid_text_document.{bin,idx} and manifest.json.
-What is held out are whole files, or whole JSON lines; a lone text file gives its end. All the text
-is kept in memory.
+A PATH is a folder, a text file, or JSON lines (.jsonl or .json), plain or as .gz; without one, the
+text is the source code of Python's own standard library, which lies on every machine. The output
+holds tokenizer.model, train_text_document.{bin,idx}, valid_text_document.{bin,idx} and
+manifest.json. What is held out are whole files, or whole JSON lines; a lone text file gives its
+end. All the text is kept in memory.
+
+Files of a folder that are not UTF-8 text are left out, and a line for each reason says how many. A
+JSON line that cannot be used stops the program, and its file and number are named.
 """
 
 import argparse
 import hashlib
 import io
 import itertools
-import json
 import logging
+import os
 import re
 import shutil
 import sys
-import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
+
+if not __package__:  # run as a file: its own folder is where Python looks for modules
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from tools import manifest
+from tools.text import DataError, Document, LeftOut, documents_at, library_documents, shown
 
 TOKENIZER_TEXT_BYTES = 64_000_000  # more text than this changes a small vocabulary little
-# What lies among the library's sources and is not written as such: installed packages, tests, and
-# generated tables and text, of which one file may outweigh all the others held out.
-NOT_LIBRARY = {"dist-packages", "site-packages", "__pycache__"}
-NOT_LIBRARY |= {"idle_test", "test", "tests", "encodings", "pydoc_data"}
-OUTPUTS = [
-    "manifest.json",
-    "tokenizer.model",
-    *(f"{part}_text_document.{ext}" for part in ("train", "valid") for ext in ("bin", "idx")),
-]
-
-
-class DataError(ValueError):
-    """The text or an option cannot be used; the message is one line for the user."""
+SMALLEST_VOCABULARY = 260  # 256 bytes, 3 control tokens and a character
+LARGEST_VOCABULARY = 2**31 - 1  # SentencePiece counts in 32 bits
 
 
 class VocabularyTooLarge(DataError):
@@ -49,13 +47,6 @@ class VocabularyTooLarge(DataError):
     def __init__(self, asked: int, most: int) -> None:
         super().__init__(f"--vocab-size {asked} is too large for this text: {most} at most")
         self.most = most
-
-
-class Document(NamedTuple):
-    """A text that stays whole, and the key whose hash decides its place in the order."""
-
-    key: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -68,94 +59,21 @@ class Options:
     json_key: str = "text"
 
     def __post_init__(self) -> None:
+        if not SMALLEST_VOCABULARY <= self.vocab_size <= LARGEST_VOCABULARY:
+            raise DataError(
+                f"--vocab-size {self.vocab_size} is not in {SMALLEST_VOCABULARY} to "
+                f"{LARGEST_VOCABULARY}"
+            )
         if not 0 < self.held_out_share < 1:
             raise DataError(f"--held-out-share {self.held_out_share} is not between 0 and 1")
         if self.max_bytes is not None and self.max_bytes <= 0:
             raise DataError(f"--max-bytes {self.max_bytes} is not positive")
 
 
-def library_documents() -> Iterator[Document]:
-    """The standard library's .py files, its tests and generated files left out."""
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if NOT_LIBRARY.isdisjoint(name.parts):
-            yield from _decodable(path, name.as_posix(), "")
-
-
-def documents_at(path: Path, json_key: str) -> Iterator[Document]:
-    """The documents of a file, or of every decodable file under a directory; hidden ones are
-    left out, and a .json of another kind than JSON lines is text as any other. Raises DataError if
-    there is no such path, or a file given by name is not UTF-8 or such a .json."""
-    if path.is_dir():
-        for file in sorted(path.rglob("*")):
-            name = file.relative_to(path)
-            if file.is_file() and not any(part.startswith(".") for part in name.parts):
-                yield from _decodable(file, name.as_posix(), json_key)
-    elif path.is_file():
-        try:
-            if path.suffix.lower() == ".json" and not _holds_json_lines(path):
-                raise DataError(
-                    f"{path} is not JSON lines: give each text an object on a line of its own, as "
-                    f'{{"{json_key}": "..."}}'
-                )
-            yield from _file_documents(path, path.name, json_key)
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path} is not UTF-8 text; convert it first") from error
-    else:
-        raise DataError(f"{path}: no such file or directory")
-
-
-def _decodable(path: Path, key: str, json_key: str) -> list[Document]:
-    try:
-        return list(_file_documents(path, key, json_key))
-    except UnicodeDecodeError:
-        return []
-
-
-def _file_documents(path: Path, key: str, json_key: str) -> Iterator[Document]:
-    if not _holds_json_lines(path):
-        # newline="" keeps the text as it is, the same on every system.
-        with path.open(encoding="utf-8", newline="") as file:
-            yield Document(key, file.read())
-        return
-    with path.open(encoding="utf-8-sig") as file:  # some editors write a mark at the start
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                text = _json_text(line, json_key, f"{path}:{number}")
-                # Keyed by content: which texts are held out is not a matter of their order.
-                yield Document(hashlib.sha256(text.encode()).hexdigest(), text)
-
-
-def _holds_json_lines(path: Path) -> bool:
-    if path.suffix.lower() != ".json":
-        return path.suffix.lower() == ".jsonl"
-    with path.open(encoding="utf-8-sig") as file:  # Megatron's own tool takes .json for JSON lines
-        first = next((line for line in file if line.strip()), "")
-    try:
-        return isinstance(json.loads(first), dict)
-    except json.JSONDecodeError:
-        return False
-
-
-def _json_text(line: str, json_key: str, place: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not a JSON object: {error}") from error
-    text = record.get(json_key) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise DataError(f'{place}: no text under the key "{json_key}"; name the key by --json-key')
-    return text.encode(errors="replace").decode()  # JSON can hold half a surrogate pair
-
-
 def choose(documents: Iterable[Document], max_bytes: int | None) -> list[Document]:
-    """The documents that are not blank, in the order of their keys' hashes, up to the one with
-    which max_bytes is reached. Raises DataError if none is left."""
-    kept = sorted(
-        (document for document in documents if document.text.strip()),
-        key=lambda document: hashlib.sha256(document.key.encode()).digest(),
-    )
+    """The documents in the order of their keys' hashes, up to the one with which max_bytes is
+    reached. Raises DataError if there is none."""
+    kept = sorted(documents, key=lambda it: hashlib.sha256(it.key.encode()).digest())
     if not kept:
         raise DataError("the text is empty: no file with readable, non-blank UTF-8 text in it")
     return kept if max_bytes is None else _up_to(max_bytes, kept, lambda kept: _size(kept.text))
@@ -251,39 +169,79 @@ def prepare(
     """Writes the tokenizer, both datasets and manifest.json into output and returns the manifest;
     where the same text and options were prepared before, nothing is written again. Raises
     DataError for text or options that cannot be used."""
-    found = [documents_at(path, options.json_key) for path in paths] or [library_documents()]
-    documents = choose(itertools.chain.from_iterable(found), options.max_bytes)
+    _check_output(output)
+    documents = choose(_read(paths, options.json_key, say), options.max_bytes)
     fingerprint = _fingerprint(documents, options)
-    manifest_path = output / "manifest.json"
-    if all((output / name).exists() for name in OUTPUTS):
-        manifest = json.loads(manifest_path.read_text())
-        if manifest["fingerprint"] == fingerprint:
-            say(f"Data: {output} is up to date ({_summary(manifest)})")
-            return manifest
-    manifest_path.unlink(missing_ok=True)  # written last: an interruption leaves none behind
-    for part in ("train", "valid"):
-        # Megatron keeps its shuffled indices in a directory of the dataset's own name, under a hash
-        # that knows nothing of the content: with new text they would point past the end of it.
-        shutil.rmtree(output / f"{part}_text_document", ignore_errors=True)
-
+    found = manifest.read(output)
+    complete = all((output / name).exists() for name in manifest.OUTPUTS)
+    if found and complete and found["fingerprint"] == fingerprint:
+        say(f"Data: {shown(output)} is up to date ({_summary(found)})")
+        return found
     say(f"Data: {_count(documents)} of {_origin(paths)}")
     train, held_out = split(documents, options.held_out_share)
     model = train_tokenizer(train, options.vocab_size)
+    with _writing(output):
+        _clear(output)
+        (output / "tokenizer.model").write_bytes(model)
+        train_part, held_out_part = manifest.PARTS
+        made = {
+            "source": _origin(paths),
+            "options": asdict(options),
+            "fingerprint": fingerprint,
+            "documents": len(documents),
+            "bytes": sum(_size(document.text) for document in documents),
+            "tokenizer_sha256": hashlib.sha256(model).hexdigest(),
+            "train": _write_part(output / train_part, train, model),
+            "held_out": _write_part(output / held_out_part, held_out, model),
+        }
+        manifest.write(output, made)  # last: an interruption leaves none behind
+    say(f"Data: {shown(output)} is ready ({_summary(made)})")
+    return made
+
+
+def _read(paths: list[Path], json_key: str, say: Callable[[str], None]) -> list[Document]:
+    """All documents; says what was left out of the paths, and why."""
+    left_out = LeftOut()
+    found = [documents_at(path, json_key, left_out) for path in paths] or [library_documents()]
+    documents = list(itertools.chain.from_iterable(found))
+    for line in left_out.lines():
+        say(f"Data: {line}")
+    return documents
+
+
+def _check_output(output: Path) -> None:
+    """Raises DataError where nothing can be written, before the text is read."""
+    there = next(path for path in (output, *output.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(there):
+        raise DataError(f"--output {output}: {there} is not a folder; give another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise DataError(f"--output {output}: no permission to write in {there}; give another")
+    if (output / manifest.NAME).exists() and manifest.read(output) is None:
+        raise DataError(
+            f"{output / manifest.NAME} was not written by this tool: give another --output, or "
+            "delete it"
+        )
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write {error.filename or output}: {error.strerror or error}; free space, or "
+            "give another --output"
+        ) from error
+
+
+def _clear(output: Path) -> None:
+    """Makes the folder, and removes what says or assumes that its data are whole."""
     output.mkdir(parents=True, exist_ok=True)
-    (output / "tokenizer.model").write_bytes(model)
-    manifest = {
-        "source": _origin(paths),
-        "options": asdict(options),
-        "fingerprint": fingerprint,
-        "documents": len(documents),
-        "bytes": sum(_size(document.text) for document in documents),
-        "tokenizer_sha256": hashlib.sha256(model).hexdigest(),
-        "train": _write_part(output / "train_text_document", train, model),
-        "held_out": _write_part(output / "valid_text_document", held_out, model),
-    }
-    manifest_path.write_text(json.dumps(manifest, indent=2) + "\n")
-    say(f"Data: {output} is ready ({_summary(manifest)})")
-    return manifest
+    (output / manifest.NAME).unlink(missing_ok=True)
+    for part in manifest.PARTS:
+        # Megatron keeps its shuffled indices in a directory of the dataset's own name, under a hash
+        # that knows nothing of the content: with new text they would point past the end of it.
+        shutil.rmtree(output / part, ignore_errors=True)
 
 
 def _write_part(prefix: Path, texts: list[str], model: bytes) -> dict[str, int]:
@@ -313,7 +271,7 @@ def _size(text: str) -> int:
 
 
 def _origin(paths: list[Path]) -> str:
-    return ", ".join(map(str, paths)) or "Python's standard library"
+    return ", ".join(map(shown, paths)) or "Python's standard library"
 
 
 def _count(documents: list[Document]) -> str:
@@ -321,17 +279,29 @@ def _count(documents: list[Document]) -> str:
     return f"{len(documents)} documents, {size / 1e6:.1f} MB,"
 
 
-def _summary(manifest: dict[str, Any]) -> str:
-    train, held_out = manifest["train"]["tokens"], manifest["held_out"]["tokens"]
-    vocab_size = manifest["options"]["vocab_size"]
+def _summary(made: dict[str, Any]) -> str:
+    train, held_out = made["train"]["tokens"], made["held_out"]["tokens"]
+    vocab_size = made["options"]["vocab_size"]
     return f"vocabulary {vocab_size}, {train:,} tokens to train on, {held_out:,} held out"
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that raises DataError for a mistake, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise DataError(message)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Prepares the data the command line asks for; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = OneLineParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("text", nargs="*", type=Path, help="directories, text files, JSON lines (.jsonl, .json)")
+    add(
+        "text",
+        nargs="*",
+        type=Path,
+        help="folders, text files, JSON lines (.jsonl, .json); each also as .gz",
+    )
     add("--output", type=Path, default=Path("data"), help="where to write (data)")
     add("--vocab-size", type=int, default=Options.vocab_size, help="tokens in all (%(default)s)")
     add(
@@ -342,13 +312,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add("--max-bytes", type=int, help="take about this much of the text (all of it)")
     add("--json-key", default=Options.json_key, help="where a JSON line has its text (%(default)s)")
-    given = parser.parse_args(arguments)
     try:
+        given = parser.parse_args(arguments)
         options = Options(given.vocab_size, given.held_out_share, given.max_bytes, given.json_key)
         prepare(given.text, given.output, options)
     except DataError as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

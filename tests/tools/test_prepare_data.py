@@ -1,6 +1,9 @@
 """Real text in, Megatron's indexed datasets out."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,14 +14,12 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
+from tools.manifest import OUTPUTS
 from tools.prepare_data import (
-    OUTPUTS,
     DataError,
     Document,
     Options,
     choose,
-    documents_at,
-    library_documents,
     main,
     prepare,
     split,
@@ -85,7 +86,7 @@ def test_prepared_data_is_kept_until_text_or_options_change(tmp_path: Path) -> N
     text, output = write_tree(tmp_path / "text"), tmp_path / "data"
     prepared([text], output)
     before = (output / "tokenizer.model").stat().st_mtime_ns
-    assert "is up to date" in prepared([text], output)[0]
+    assert "is up to date" in prepared([text], output)[-1]
     assert (output / "tokenizer.model").stat().st_mtime_ns == before
 
     (text / "part0" / "text0.txt").write_text("something else")
@@ -152,29 +153,6 @@ def test_without_copies_the_first_documents_are_held_out() -> None:
     assert split(documents, 0.07) == (texts[7:], texts[:7])
 
 
-@pytest.mark.parametrize("name", ["text.jsonl", "text.json", "text.JSONL", "text.Json"])
-def test_json_lines_go_by_their_extension(name: str, tmp_path: Path) -> None:
-    file = tmp_path / name
-    file.write_bytes(b'\xef\xbb\xbf\n{"text": "a"}\r\n{"text": "b"}')  # a mark at the start
-    for path in (file, tmp_path):
-        assert sorted(document.text for document in documents_at(path, "text")) == ["a", "b"]
-
-
-def test_another_kind_of_json_is_text_in_a_directory_and_refused_by_name(tmp_path: Path) -> None:
-    file = tmp_path / "settings.json"
-    for content in ('{\n  "text": "a"\n}\n', '[{"text": "a"}]\n', ""):
-        file.write_text(content)
-        assert list(documents_at(tmp_path, "text")) == [Document("settings.json", content)]
-        with pytest.raises(DataError, match='settings.json is not JSON lines.*{"text": "..."}'):
-            list(documents_at(file, "text"))
-
-
-def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
-    file = tmp_path / "text.jsonl"
-    file.write_text('{"text": "a\\ud800b"}\n')
-    assert [document.text for document in documents_at(file, "text")] == ["a?b"]
-
-
 def test_a_lone_text_file_gives_its_end(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("".join(SENTENCES), newline="")
@@ -192,22 +170,17 @@ def test_the_budget_takes_a_part_and_at_least_one_is_held_out() -> None:
     assert [len(side) for side in split(kept, 0.999)] == [1, 9]
 
 
-def test_the_default_text_is_the_standard_library_without_its_tests() -> None:
-    keys = [document.key for document in library_documents()]
-    assert "argparse.py" in keys and "json/decoder.py" in keys and len(keys) > 300
-    assert not any("/test" in f"/{key}" or "site-packages" in key for key in keys)
-
-
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        (None, [], "text.jsonl: no such file or directory"),
+        (None, [], "text.jsonl: not readable: No such file or directory"),
         ("\n", [], "the text is empty"),
         ('{"text": "a"}\n{"txt": "b"}\n', [], 'text.jsonl:2: no text under the key "text"'),
         ('{"text": 1}\n', [], 'text.jsonl:1: no text under the key "text"'),
         ('["text"]\n', [], 'text.jsonl:1: no text under the key "text"'),
         ('\n{"text": \n', [], "text.jsonl:2: not a JSON object"),
-        (b'{"text": "\xff"}\n', [], "text.jsonl is not UTF-8 text"),
+        (b'{"text": "a"}\n{"text": "b\xff"}\n', [], "text.jsonl:2: not UTF-8: byte 0xff after 11"),
+        ("[" * 100_000, [], "text.jsonl:1: not a JSON object"),
         ('{"text": "a"}\n', [], "the text is a single line"),
         ('{"text": "a"}\n' * 2, [], "all documents are the same text"),
         (
@@ -215,9 +188,19 @@ def test_the_default_text_is_the_standard_library_without_its_tests() -> None:
             [],
             "--vocab-size 2048 is too large for this text: 2",
         ),
-        ('{"text": "a"}\n{"text": "b"}\n', ["--vocab-size", "99"], "--vocab-size 99 is too small"),
+        (
+            '{"text": "ab"}\n{"text": "ba"}\n',
+            ["--vocab-size", "260"],
+            "--vocab-size 260 is too small",
+        ),
         ('{"text": "a"}\n', ["--held-out-share", "1"], "--held-out-share 1.0 is not between"),
         ('{"text": "a"}\n', ["--max-bytes", "0"], "--max-bytes 0 is not positive"),
+        ('{"text": "a"}\n', ["--vocab-size", "0"], "--vocab-size 0 is not in 260 to"),
+        ('{"text": "a"}\n', ["--vocab-size", "-1"], "--vocab-size -1 is not in"),
+        ('{"text": "a"}\n', ["--vocab-size", "99999999999"], "--vocab-size 99999999999 is not in"),
+        ('{"text": "a"}\n', ["--vocab-size", "x"], "invalid int value: 'x'"),
+        ('{"text": "a"}\n', ["--json-key"], "--json-key: expected one argument"),
+        ('{"text": "a"}\n', ["--no-such-option"], "unrecognized arguments: --no-such-option"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -253,3 +236,95 @@ def test_no_output_directory_without_data(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         prepared([tmp_path / "missing"], tmp_path / "data")
     assert not (tmp_path / "data").exists()
+
+
+def test_its_own_output_is_no_input(tmp_path: Path) -> None:
+    """Neither where it lies under the text nor where it lies beside it."""
+    for text, output in ((tmp_path / "a", tmp_path / "a" / "data"), (tmp_path / "b",) * 2):
+        prepared([write_tree(text)], output)
+        (output / "train_text_document").mkdir()  # as Megatron makes it while it trains
+        (output / "train_text_document" / "indices.txt").write_text("not text")
+        said = prepared([text], output)
+        assert "is up to date" in said[-1]
+        assert any("left out 7, written by prepare_data: " in line for line in said)
+        assert json.loads((output / "manifest.json").read_text())["documents"] == 40
+
+
+def test_the_output_of_another_run_is_no_input(tmp_path: Path) -> None:
+    text = write_tree(tmp_path / "text")
+    prepared([text], text / "first")
+    prepared([text], text / "second", Options(vocab_size=330))
+    assert json.loads((text / "second" / "manifest.json").read_text())["documents"] == 40
+
+
+def test_somebody_elses_manifest_is_text_and_is_never_overwritten(tmp_path: Path) -> None:
+    text = write_tree(tmp_path / "text")
+    (text / "manifest.json").write_text('{\n"name": "an application"}')
+    with pytest.raises(DataError, match="text/manifest.json was not written by this tool"):
+        prepared([text], text)
+    prepared([text], tmp_path / "data")
+    assert json.loads((tmp_path / "data" / "manifest.json").read_text())["documents"] == 41
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("file", "file is not a folder; give another"),
+        ("file/data", "file is not a folder; give another"),
+        ("nowhere", "nowhere is not a folder; give another"),
+        ("/proc/data", "cannot write /proc/data: No such file or directory"),
+    ],
+)
+def test_an_output_that_cannot_be_is_one_line(
+    output: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "nowhere").symlink_to("missing")
+    text = write_tree(tmp_path / "text")
+    assert main([str(text), "--output", str(tmp_path / output), "--vocab-size", "320"]) == 1
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_an_output_without_permission_is_told_before_the_text_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr("tools.prepare_data.documents_at", lambda *_: 1 / 0)
+    with pytest.raises(DataError, match="no permission to write in"):
+        prepared([tmp_path], tmp_path / "data")
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_full_disk_is_one_line_and_leaves_no_manifest(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, output = write_tree(tmp_path / "text"), tmp_path / "data"
+    prepared([text], output)
+    (text / "more.txt").write_text("more")
+    (output / name).unlink()
+    (output / (f".{name}" if name == "manifest.json" else name)).symlink_to("/dev/full")
+    assert main([str(text), "--output", str(output), "--vocab-size", "320"]) == 1
+    said = capsys.readouterr().err
+    assert "cannot write" in said and "No space left on device" in said and said.count("\n") == 1
+    assert not (output / "manifest.json").exists()
+
+
+def test_a_name_that_is_not_utf8(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = write_tree(tmp_path / "text")
+    os.rename(text / "part0", os.fsencode(text) + b"/\xff")
+    prepared([text], tmp_path / "data")
+    assert json.loads((tmp_path / "data" / "manifest.json").read_text())["documents"] == 40
+
+
+def test_it_runs_as_a_file_from_anywhere(tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[2] / "tools" / "prepare_data.py"
+    for command in ([script], ["-m", "tools.prepare_data"]):
+        run = subprocess.run(
+            [sys.executable, *command, "missing"],
+            cwd=tmp_path if command == [script] else script.parents[1],
+            capture_output=True,
+            text=True,
+        )
+        line = "prepare_data: missing: not readable: No such file or directory\n"
+        assert (run.returncode, run.stderr) == (1, line)

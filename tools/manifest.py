@@ -1,0 +1,32 @@
+"""The record beside prepared data: what it was made of, and which files belong to it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+NAME = "manifest.json"
+PARTS = ("train_text_document", "valid_text_document")
+OUTPUTS = [NAME, "tokenizer.model", *(f"{part}.{ext}" for part in PARTS for ext in ("bin", "idx"))]
+_KEYS = {"fingerprint", "options", "tokenizer_sha256", "train", "held_out"}
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """The manifest in this folder; None if there is none, or one that is not of this project."""
+    try:
+        found = json.loads((folder / NAME).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and found.keys() >= _KEYS else None
+
+
+def write(folder: Path, content: dict[str, Any]) -> None:
+    """Writes the manifest at once, so that no part of one is ever found."""
+    partial = folder / f".{NAME}"
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(folder / NAME)
+
+
+def outputs_in(folder: Path) -> set[str]:
+    """The names of prepared data in this folder, with Megatron's folders of indices beside it;
+    empty without a manifest."""
+    return {*OUTPUTS, *PARTS} if (folder / NAME).exists() and read(folder) else set()
