@@ -1,17 +1,21 @@
-"""Indexed datasets as files: whether they are there, whole, and within the vocabulary."""
+"""Indexed datasets as files: whether they are there, whole, and of the launch's tokenizer."""
 
 import argparse
+import hashlib
+import json
 import struct
 from pathlib import Path
 
 import numpy
 from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
 from megatron.core.datasets.object_storage_utils import is_object_storage_path
+from megatron.core.tokenizers.utils.build_tokenizer import SP_TOKENIZERS
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_fp4.errors import ConfigError
 
 _INDEX = struct.Struct("<9sQBQQ")  # of an .idx: magic, version, tokens' type, sequences, documents
+_PARTS = {"train_text_document": "train", "valid_text_document": "held_out"}  # in a manifest.json
 _TOKENS_SEEN = 2**16  # of each dataset, before training: another tokenizer's show soon
 
 
@@ -20,6 +24,8 @@ def check_files(args: argparse.Namespace) -> None:
     for path in (args.data_args_path, args.per_split_data_args_path):
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"no file {path}: it should list the datasets")
+    if args.per_split_data_args_path is not None:
+        _check_splits(Path(args.per_split_data_args_path))
     prefixes = _prefixes(args)
     if not (prefixes or args.mock_data):
         raise ConfigError(
@@ -30,7 +36,9 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def check_tokens(args: argparse.Namespace) -> None:
-    """Raises ConfigError where the start of a dataset holds a token beyond the vocabulary."""
+    """Raises ConfigError where a dataset was made with another tokenizer than the launch's, or its
+    start holds a token beyond the vocabulary."""
+    _check_tokenizers(args)
     for prefix in _prefixes(args):
         if kind := _token_type(prefix):
             tokens = numpy.fromfile(f"{prefix}.bin", kind, _TOKENS_SEEN)
@@ -46,10 +54,77 @@ def check_vocabulary(token: int, args: argparse.Namespace) -> None:
         )
 
 
+def _check_splits(path: Path) -> None:
+    try:
+        splits = json.loads(path.read_bytes())
+        good = all(isinstance(splits[name], str | list) for name in ("train", "valid", "test"))
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        good = False
+    if not good:
+        raise ConfigError(
+            f"{path} cannot be used: it should be a JSON object of train, valid and test, each a "
+            "list of prefixes"
+        )
+
+
 def _prefixes(args: argparse.Namespace) -> list[str]:
     blend, per_split = get_blend_and_blend_per_split(args)
     blends = [one for one in [blend, *(per_split or [])] if one is not None]
     return [prefix for prefixes, _ in blends for prefix in prefixes]
+
+
+def _check_tokenizers(args: argparse.Namespace) -> None:
+    """Compares the launch's tokenizer with those that the manifests beside its datasets name. Data
+    without a manifest may be anyone's. NullTokenizer takes data as numbers, whoever made them."""
+    made_by: dict[str, str] = {}  # sha256 of a tokenizer: the first dataset made with it
+    for prefix in _prefixes(args):
+        if sha256 := _tokenizer_of(prefix):
+            made_by.setdefault(sha256, prefix)
+    if len(made_by) > 1:
+        first, second, *_ = made_by.values()
+        raise ConfigError(
+            f"{first} and {second} were made with different tokenizers: prepare both texts in one "
+            "call of tools/prepare_data.py"
+        )
+    for sha256, prefix in made_by.items():
+        own = args.tokenizer_type in SP_TOKENIZERS and _sha256(Path(args.tokenizer_model)) == sha256
+        if own or args.tokenizer_type == "NullTokenizer":
+            continue
+        beside = Path(prefix).with_name("tokenizer.model")
+        there = beside.is_file() and _sha256(beside) == sha256
+        remedy = f"give --tokenizer-type SentencePieceTokenizer --tokenizer-model {beside}"
+        raise ConfigError(
+            f"{prefix} was made with another tokenizer than "
+            f"{args.tokenizer_model or args.tokenizer_type}: "
+            f"{remedy if there else 'give the one it was made with, or prepare the data again'}"
+        )
+
+
+def _tokenizer_of(prefix: str) -> str | None:
+    """The sha256 of the tokenizer that tools/prepare_data.py made this dataset with; None where it
+    made no such dataset. Raises ConfigError for a manifest that is damaged or tells of others."""
+    part, path = _PARTS.get(Path(prefix).name), Path(prefix).with_name("manifest.json")
+    kind = _token_type(prefix)
+    if part is None or kind is None or not path.exists():
+        return None
+    remedy = "prepare the data again, or delete that file if you know the data's tokenizer"
+    try:
+        manifest = json.loads(path.read_bytes())
+        if "tokenizer_sha256" not in manifest:
+            return None  # another program's
+        sha256, tokens = str(manifest["tokenizer_sha256"]), int(manifest[part]["tokens"])
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): {remedy}") from error
+    found = Path(f"{prefix}.bin").stat().st_size // DType.size(kind)
+    if found != tokens:
+        raise ConfigError(
+            f"{path} tells of other data, of {tokens} tokens where {prefix} has {found}: {remedy}"
+        )
+    return sha256
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _token_type(prefix: str) -> type[numpy.number] | None:
