@@ -6,20 +6,24 @@ Both runs see the same text in the same order and start from the same weights. T
 logs and the figures land in runs/demo.
 """
 
-import argparse
+import importlib.util
 import json
 import math
+import re
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_fp4 import get_recipe
+from megatron_fp4.errors import ConfigError
 from tools import prepare_data, runs
 
 OUTPUT = Path("runs/demo")
 TOKENS = 300_000  # under five minutes for everything on two cores
 PROCESSES = 2
+BASELINE = "bf16"  # the name of the run without FP4
 
 
 class Progress:
@@ -75,16 +79,23 @@ def train(name: str, flags: list[str]) -> runs.Log:
     return log
 
 
-def train_both(recipe: str, tokens: int, data: Path) -> dict[str, runs.Log]:
+def run_name(recipe: str) -> str:
+    """What the recipe's run and its log are called: the recipe's own name, without what has a
+    meaning in a path. Raises ConfigError for a recipe that there is not."""
+    name = re.sub(r"[^\w.-]+", "-", get_recipe(recipe).name).strip(".-")
+    return name if name not in ("", BASELINE) else f"fp4-{name}"
+
+
+def train_both(name: str, recipe: str, tokens: int, data: Path) -> dict[str, runs.Log]:
     """The logs of a run in FP4 and of the same run in BF16. Raises runs.RunFailed."""
     model = runs.Model()
     steps = max(tokens // (runs.Training.batch * model.sequence), 20)
     flags = model.flags() + runs.Training(steps).flags() + runs.data_flags(data)
     fp4 = ["--fp4-recipe", recipe]
     print(f"Pretraining in FP4 ({recipe}):\n\n{runs.shown(runs.launch(PROCESSES, fp4 + flags))}\n")
-    logs = {recipe: train(recipe, fp4 + flags)}
+    logs = {name: train(name, fp4 + flags)}
     print(f"Pretraining in BF16: the same command without {' '.join(fp4)}\n")
-    return logs | {"bf16": train("bf16", flags)}
+    return logs | {BASELINE: train(BASELINE, flags)}
 
 
 def plot(logs: dict[str, runs.Log], ratio: float, path: Path) -> None:
@@ -116,15 +127,19 @@ def _clock(seconds: float) -> str:
 
 
 def demo(text: list[Path], tokens: int, recipe: str) -> None:
-    """Prepares the text, trains twice, reports. Raises DataError or RunFailed."""
+    """Prepares the text, trains twice, reports. Raises DataError, ConfigError or RunFailed, for
+    mistakes in the options before anything else is done."""
     if tokens <= 0:
         raise prepare_data.DataError(f"--tokens {tokens} is not positive")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("the curves need matplotlib: pip install matplotlib")
+    name = run_name(recipe)
     began = time.monotonic()
     manifest = prepare(text, OUTPUT / "data")
     print()
-    logs = train_both(recipe, tokens, OUTPUT / "data")
+    logs = train_both(name, recipe, tokens, OUTPUT / "data")
     losses = {name: log.held_out[-1][1] for name, log in logs.items()}
-    ratio = math.exp(losses[recipe] - losses["bf16"])
+    ratio = math.exp(losses[name] - losses[BASELINE])
     plot(logs, ratio, OUTPUT / "curves.png")
     seconds = time.monotonic() - began
     result = {
@@ -145,14 +160,14 @@ def demo(text: list[Path], tokens: int, recipe: str) -> None:
 
 def main() -> int:
     """Runs the demo as the command line asks; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = prepare_data.OneLineParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--text", nargs="+", type=Path, default=[], help="your own text")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="to train on (%(default)s)")
     parser.add_argument("--recipe", default="tetrajet", help="the FP4 recipe (%(default)s)")
-    given = parser.parse_args()
     try:
+        given = parser.parse_args()
         demo(given.text, given.tokens, given.recipe)
-    except (prepare_data.DataError, runs.RunFailed) as error:
+    except (prepare_data.DataError, ConfigError, runs.RunFailed, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
