@@ -1,5 +1,6 @@
 """The record beside prepared data: what it was made of, and which files belong to it."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,21 @@ def read(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and found.keys() >= _KEYS else None
+
+
+def describes(found: dict[str, Any], folder: Path) -> bool:
+    """Whether the folder's files are still those that the manifest was written for: all there, of
+    the same sizes, with the same tokenizer."""
+    try:
+        tokenizer = hashlib.sha256((folder / "tokenizer.model").read_bytes()).hexdigest()
+        return (found["tokenizer_sha256"], found.get("files")) == (tokenizer, sizes(folder))
+    except OSError:
+        return False
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """The bytes of each file of prepared data, the manifest left out. Raises OSError."""
+    return {name: (folder / name).stat().st_size for name in OUTPUTS if name != NAME}
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:

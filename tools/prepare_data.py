@@ -173,8 +173,7 @@ def prepare(
     documents = choose(_read(paths, options.json_key, say), options.max_bytes)
     fingerprint = _fingerprint(documents, options)
     found = manifest.read(output)
-    complete = all((output / name).exists() for name in manifest.OUTPUTS)
-    if found and complete and found["fingerprint"] == fingerprint:
+    if found and found["fingerprint"] == fingerprint and manifest.describes(found, output):
         say(f"Data: {shown(output)} is up to date ({_summary(found)})")
         return found
     say(f"Data: {_count(documents)} of {_origin(paths)}")
@@ -194,6 +193,7 @@ def prepare(
             "train": _write_part(output / train_part, train, model),
             "held_out": _write_part(output / held_out_part, held_out, model),
         }
+        made["files"] = manifest.sizes(output)
         manifest.write(output, made)  # last: an interruption leaves none behind
     say(f"Data: {shown(output)} is ready ({_summary(made)})")
     return made

@@ -93,6 +93,13 @@ def test_prepared_data_is_kept_until_text_or_options_change(tmp_path: Path) -> N
     assert "is ready" in prepared([text], output)[-1]
     (output / "train_text_document.idx").unlink()
     assert "is ready" in prepared([text], output)[-1]
+    data = output / "valid_text_document.bin"
+    data.write_bytes(data.read_bytes()[:-2])
+    assert "is ready" in prepared([text], output)[-1]
+    model = (output / "tokenizer.model").read_bytes()
+    (output / "tokenizer.model").write_bytes(model[:-1] + b"?")
+    assert "is ready" in prepared([text], output)[-1]
+    assert (output / "tokenizer.model").read_bytes() == model
     assert "is ready" in prepared([text], output, Options(vocab_size=330))[-1]
 
 
