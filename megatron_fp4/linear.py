@@ -17,6 +17,7 @@ from megatron_fp4.call import Call
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.formats import wide
 from megatron_fp4.gemms import Backward, Needs, Saved, fprop
+from megatron_fp4.inputs import autocasts, check_operands, computes_in
 from megatron_fp4.outliers import Residual
 from megatron_fp4.philox import Key
 from megatron_fp4.quantizer import QuantizedTensor
@@ -80,8 +81,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    on = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()
+    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
 
 
 def _bias_gradient(dy: Operand, dtype: torch.dtype) -> Tensor:
@@ -152,11 +152,8 @@ def quantized_linear(
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, call: Call) -> Tensor:
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x, weight = x.to(dtype), weight.to(dtype)
-    with _without_autocast(device):
+    x, weight = x.to(computes_in(x)), weight.to(computes_in(weight))
+    with _without_autocast(x.device.type):
         return _Linear.apply(x, weight, bias, recipe, call, torch.is_grad_enabled())
 
 
@@ -176,15 +173,18 @@ def linear(
 ) -> Tensor:
     """Y = X W^T + bias with the three GEMMs in the recipe's precision.
 
-    x: [..., in]; weight: [out, in]; bias: [out] or None. Returns [..., out] in x's dtype.
+    x: [..., in]; weight: [out, in]; bias: [out] or None; plain tensors on one device and, outside
+        torch.autocast, in one dtype: float16, bfloat16, float32 or float64. Returns [..., out] in
+        that dtype.
     recipe: a Recipe or anything `get_recipe` takes. seed, step, name: key the random bits; two
         linears of a model need two names, and each step of training its own number. A CUDA graph
         reads a step that is an int64 tensor [] beside x whenever it runs; a number it repeats.
-    Raises ConfigError where a block does not divide an axis that it tiles, and for a seed or a step
-    of another kind.
+    Raises ConfigError for tensors of another kind or of shapes that do not fit, where a block does
+    not divide an axis that it tiles, and for a seed or a step of another kind.
     """
     if not isinstance(recipe, Recipe):
         recipe = get_recipe(recipe)
+    check_operands(x, weight, bias, name)
     tokens = None  # wgrad alone contracts them
     if torch.is_grad_enabled() and weight.requires_grad:
         tokens = x.numel() // x.shape[-1] if x.shape[-1] else 0

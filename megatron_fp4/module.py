@@ -74,6 +74,9 @@ class Linear(nn.Linear):
     def _is_captured(self) -> bool:
         return self.weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        raise ConfigError(f"{self.name}: torch.jit.script cannot compile it; use torch.compile")
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -85,15 +86,17 @@ WHOLE = Placement()
 class Key:
     """What the noise of one run and one step is keyed with: the 64-bit seed, and the step, a number
     or where it lies in memory (see `word`). Raises ConfigError for a seed that does not fit, and
-    for a step that is another tensor than int64 []."""
+    for a step that is neither an integer nor an int64 tensor []."""
 
     seed: int
     step: int | Tensor = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**64:
-            raise ConfigError(f"a seed is an integer from 0 to 2**64 - 1, not {self.seed}")
+        if not isinstance(self.seed, Integral) or not 0 <= self.seed < 2**64:
+            raise ConfigError(f"a seed is an integer from 0 to 2**64 - 1, not {self.seed!r}")
         step = self.step
+        if not isinstance(step, Integral | Tensor):
+            raise ConfigError(f"a step is an integer or an int64 tensor [], not {step!r}")
         if isinstance(step, Tensor) and (step.dtype != torch.int64 or step.dim()):
             shape = list(step.shape)
             raise ConfigError(f"a step in memory is an int64 tensor [], not {step.dtype} {shape}")

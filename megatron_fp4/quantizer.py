@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_fp4 import formats
 from megatron_fp4.errors import ConfigError, check_choices
 from megatron_fp4.formats import widen
+from megatron_fp4.inputs import check_tensor
 from megatron_fp4.philox import WHOLE, Key, random_bits16
 from megatron_fp4.scaling import per_block, scale_average, scale_blocks, widest_max
 
@@ -242,7 +243,7 @@ def quantize_matrix(
     Raises ConfigError where the block does not divide the axis, or what the rounding takes is not
     given.
     """
-    if not -x.dim() <= axis < x.dim():
+    if not isinstance(axis, int) or not -x.dim() <= axis < x.dim():
         raise ConfigError(f"a tensor of {x.dim()} axes has no axis {axis}")
     axis %= x.dim()
     moved = x.detach().movedim(axis, -1)
@@ -312,13 +313,13 @@ def quantize(
     seed: keys the random bits of a stochastic quantizer (step 0, stream 0); without it a
         stochastic quantizer is an error.
     average: a moving average of x, which rounding ema takes.
-    Raises ConfigError for an unknown name, a missing seed or average, a tensor that is not
-    floating-point, or an axis that blocks do not divide.
+    x: dense, in float16, bfloat16, float32 or float64.
+    Raises ConfigError for an unknown name, a missing seed or average, another tensor than that, or
+    an axis that blocks do not divide.
     """
-    if isinstance(quantizer, str):
+    if not isinstance(quantizer, Quantizer):
         quantizer = get_quantizer(quantizer)
-    if not x.is_floating_point():
-        raise ConfigError(f"quantize takes a floating-point tensor, not {x.dtype}; convert it")
+    check_tensor(x, "quantize: x")
     bits = None
     if quantizer.stochastic:
         if seed is None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp4 import GemmRecipe, Quantizer, get_recipe, linear, list_recipes
+from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, get_recipe, linear, list_recipes
 from megatron_fp4.call import Call
 from megatron_fp4.hadamard import Hadamard
 from megatron_fp4.linear import quantized_linear
@@ -191,15 +191,25 @@ def test_autocast(name: str, inside: bool) -> None:
             y.backward(p.dy.bfloat16())
     if not inside:
         y.backward(p.dy.bfloat16())
-    narrow = problem(torch.bfloat16)
-    expected = run(Problem(narrow.x, narrow.w, narrow.dy, p.bias), name)
-    assert y.dtype == torch.bfloat16
-    assert torch.equal(y, linear(narrow.x, narrow.w, p.bias, recipe=name, seed=SEED, step=STEP))
-    assert x.grad is not None and w.grad is not None and bias.grad is not None
-    assert x.grad.dtype == w.grad.dtype == bias.grad.dtype == torch.float32
-    assert torch.equal(x.grad, expected["dx"].float())
-    assert torch.equal(w.grad, expected["dw"].float())
-    assert torch.equal(bias.grad, expected["db"])
+    narrow_x, narrow_w = (t.bfloat16().requires_grad_() for t in (p.x, p.w))
+    wide = p.bias.clone().requires_grad_()  # is added in float32
+    call = Call(name="linear", key=Key(SEED, STEP))
+    expected = quantized_linear(narrow_x, narrow_w, wide, get_recipe(name), call)
+    expected.backward(p.dy.bfloat16())
+    assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
+    for found, leaf in zip((x, w, bias), (narrow_x, narrow_w, wide), strict=True):
+        assert found.grad is not None and leaf.grad is not None
+        assert found.grad.dtype == torch.float32 and torch.equal(found.grad, leaf.grad.float())
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    """As it does in nn.functional.linear."""
+    x, w = (t.double() for t in (problem().x, problem().w))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x, w, recipe="tetrajet")
+        with pytest.raises(ConfigError, match="x is float32 and weight float64"):
+            linear(x.float(), w, recipe="tetrajet")
+    assert y.dtype == torch.float64 and torch.equal(y, linear(x, w, recipe="tetrajet"))
 
 
 # --- what a call shows the monitor ----------------------------------------------------------------

@@ -1,0 +1,81 @@
+"""What the public functions take: plain floating-point tensors that fit together.
+
+Everything else is refused in one line. A subclass of Tensor that keeps its data elsewhere (DTensor,
+FakeTensor) would hand the kernels an address with nothing there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.errors import ConfigError
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_tensor(tensor: Tensor, what: str) -> None:
+    """Raise ConfigError, in which `what` names the tensor, unless it is a dense tensor in float16,
+    bfloat16, float32 or float64 whose data lies where PyTorch says."""
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"{what} is a {type(tensor).__name__}; give a torch.Tensor")
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        remedy = "give a plain torch.Tensor"
+        if kind.__name__ == "DTensor":
+            remedy = (
+                "use Megatron's tensor parallelism, or FSDP2 (fully_shard), under which forward "
+                "passes see plain tensors"
+            )
+        raise ConfigError(f"{what} is a {kind.__name__}, which is not supported: {remedy}")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise ConfigError(f"{what} is inside a torch.func transform, which is not supported")
+    if torch._C._get_tracing_state() is not None:
+        raise ConfigError(f"{what} is being traced by torch.jit, which is not supported")
+    if tensor.dtype not in _DTYPES:
+        known = "float16, bfloat16, float32 or float64"
+        raise ConfigError(f"{what} is {_short(tensor.dtype)}; convert it to {known}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        form = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise ConfigError(f"{what} is a {form} tensor; give a dense one")
+
+
+def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> None:
+    """Raise ConfigError unless Y = X W^T + bias is defined as nn.functional.linear defines it for a
+    weight [out, in]: shapes that fit, one device, and one dtype after what autocast casts."""
+    given = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for what, tensor in given.items():
+        check_tensor(tensor, f"{name}: {what}")
+    if weight.dim() != 2:
+        raise ConfigError(f"{name}: weight is [out, in], not {list(weight.shape)}")
+    outputs, inputs = weight.shape
+    if not x.dim() or x.shape[-1] != inputs:
+        raise ConfigError(f"{name}: x is [..., {inputs}] under this weight, not {list(x.shape)}")
+    if bias is not None and bias.shape != (outputs,):
+        raise ConfigError(f"{name}: bias is [{outputs}] under this weight, not {list(bias.shape)}")
+    for what, tensor in given.items():
+        if tensor.device != x.device:
+            raise ConfigError(
+                f"{name}: x is on {x.device} and {what} on {tensor.device}; move one of them"
+            )
+        if tensor.dtype != x.dtype and computes_in(tensor) != computes_in(x):
+            raise ConfigError(
+                f"{name}: x is {_short(x.dtype)} and {what} {_short(tensor.dtype)}; convert one of "
+                "them, or use torch.autocast"
+            )
+
+
+def computes_in(tensor: Tensor) -> torch.dtype:
+    """The dtype that a linear computes with a tensor in: autocast casts all but float64."""
+    if tensor.dtype == torch.float64 or not autocasts(tensor.device.type):
+        return tensor.dtype
+    return torch.get_autocast_dtype(tensor.device.type)
+
+
+def autocasts(device: str) -> bool:
+    """Whether torch.autocast is on for a type of device. Not every type has it ("meta")."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
