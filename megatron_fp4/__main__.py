@@ -10,6 +10,7 @@ import torch
 
 from megatron_fp4 import __version__, get_recipe, list_recipes
 from megatron_fp4.backends import BACKENDS
+from megatron_fp4.description import describe
 from megatron_fp4.recipe import GEMMS
 
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "sentencepiece")
@@ -36,8 +37,7 @@ def info() -> str:
         lines.append(f"  {backend.name:18} {runs if None in reasons else missing}")
     lines.append("recipes")
     for name in list_recipes():
-        recipe = get_recipe(name)
-        lines.append(f"  {name:18} {recipe.description} ({recipe.paper})")
+        lines += [f"  {line}" for line in describe(get_recipe(name))]
     return "\n".join(lines)
 
 

@@ -63,8 +63,9 @@ HIGH_PRECISION = GemmRecipe()
 
 @dataclass(frozen=True)
 class Recipe:
-    """A published method, or a user's own.
+    """A published method, or a user's own. `description.describe` says in words what it does.
 
+    paper: where the method was published, if it was.
     backward: "forward": dgrad and wgrad take the operands W and X that the forward pass really
         multiplied, quantized (TetraJet's double quantization); "raw": the unquantized ones.
     estimator: the gradient through W's quantizer; None is straight-through.
@@ -74,7 +75,6 @@ class Recipe:
     """
 
     name: str
-    description: str = ""
     paper: str = ""
     fprop: GemmRecipe = HIGH_PRECISION
     dgrad: GemmRecipe = HIGH_PRECISION

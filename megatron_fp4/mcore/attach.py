@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fp4.backends import choose, kernels_problem
+from megatron_fp4.description import describe
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import graphs
 from megatron_fp4.mcore.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
@@ -122,9 +123,8 @@ def check_streams(names: Iterable[str]) -> None:
 
 
 def table(recipes: Sequence[Recipe], rows: list[Row]) -> str:
-    """What runs, a line for each kind of linear: layers, local shape, recipe, backends. recipes:
-    the launch's, then those that some modules have."""
-    recipe = recipes[0]
+    """What runs: the recipes in words, and a line for each kind of linear with layers, local shape,
+    recipe and backends. recipes: the launch's, then those that some modules have."""
     kinds: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     for row in rows:
         kind, *numbers = _kind(row.name)
@@ -138,9 +138,10 @@ def table(recipes: Sequence[Recipe], rows: list[Row]) -> str:
             name = kind.replace(EXPERTS + "*", f"{EXPERTS}{experts}")
             cells.append((name, layers, *rest))
     widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
-    about = "; ".join(filter(None, (recipe.description, recipe.paper)))
+    words = [f"  {line}" for recipe in dict.fromkeys(recipes) for line in describe(recipe)]
     lines = [
-        f"megatron-fp4: recipe {recipe.name}{f' ({about})' if about else ''}",
+        f"megatron-fp4: {words[0].strip()}",
+        *words[1:],
         *(
             "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
             for line in [head, *cells]

@@ -26,7 +26,7 @@ _FLAGS = {
 }
 # Fields of a recipe with flags of their own, and those that change no number.
 _SCHEDULE = {"bf16_after": "--fp4-bf16-after", "bf16_gemms": "--fp4-bf16-gemms"}
-_WORDS = ("name", "description", "paper")
+_WORDS = ("name", "description", "paper")  # once a recipe had a description of its own
 _SHOWN = 3  # differing fields of a recipe that the line names
 
 

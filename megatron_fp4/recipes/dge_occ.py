@@ -33,8 +33,6 @@ def dge_occ(
     the local shard: the one place where this recipe depends on the tensor-parallel size."""
     return Recipe(
         name="dge-occ",
-        description="vector-wise E2M1 forward, outlier clamp (quantiles of the local shard) and "
-        "compensation, DGE, E5M2 dY",
         paper="arXiv 2501.17116, section 3",
         fprop=GemmRecipe(VECTOR, VECTOR),
         dgrad=GemmRecipe(GRADIENT, None),

@@ -17,7 +17,6 @@ def mxfp4(*, rule: Literal["floor", "ceil"] = "floor") -> Recipe:
     gemm = GemmRecipe(q, q)
     return Recipe(
         name="mxfp4",
-        description="six MXFP4 quantizers, nearest rounding, raw operands in backward",
         paper="arXiv 2310.10537",
         fprop=gemm,
         dgrad=gemm,

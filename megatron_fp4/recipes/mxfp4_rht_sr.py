@@ -33,7 +33,6 @@ def mxfp4_rht_sr(
     backward = GemmRecipe(operand, operand, transform, correction)
     return Recipe(
         name="mxfp4-rht-sr",
-        description="high-precision forward; random Hadamard and stochastic rounding in backward",
         paper="arXiv 2502.20586, algorithm 3",
         fprop=HIGH_PRECISION if forward == "bf16" else GemmRecipe(FP8, FP8),
         dgrad=backward,

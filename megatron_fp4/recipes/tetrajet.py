@@ -27,7 +27,6 @@ def tetrajet(
     backward = GemmRecipe(operand, operand)
     return Recipe(
         name="tetrajet",
-        description="truncation-free scales, stochastic backward, double quantization",
         paper="arXiv 2502.20853, section 3",
         fprop=GemmRecipe(forward, forward),
         dgrad=backward,

@@ -82,7 +82,9 @@ def test_the_table_tells_layers_shapes_formats_backends_and_why_not_the_faster(
     assert "not used: nvfp4: NVFP4 products need a GPU of compute capability 10.x" in text
     assert "not used: hopper: FP8 products with a scale a row need a GPU of compute" in text
     assert "not used: bf16: the model computes in float32; use --bf16" in text
-    assert "arXiv 2502.20586" in text.splitlines()[0]
+    # Neither its group of 64: it is not the paper's recipe.
+    assert text.splitlines()[0] == "megatron-fp4: recipe mxfp4-rht-sr"
+    assert "    dgrad: dY and W in E2M1, E8M0 scales (floor) for blocks of 32, stochastic" in text
 
 
 def test_only_the_layers_in_between_follow_the_recipe(one_rank: None) -> None:
@@ -225,7 +227,11 @@ def test_globs_choose_recipes_by_global_names_and_the_last_match_counts(
         # The last layer is kept in BF16, and what a glob names counts more.
         qkv = "dge-occ" if layer == 3 else "tetrajet"
         assert found[f"{prefix}.self_attention.linear_qkv"] == qkv
-    lines = {(line[0], line[1]): line[3] for line in printed(capsys.readouterr().out)[1:]}
+    text = capsys.readouterr().out
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("  recipe ")] == [
+        "mxfp4", "dge-occ"
+    ]  # below the launch's  # fmt: skip
+    lines = {(line[0], line[1]): line[3] for line in printed(text)[1:]}
     assert lines["decoder.layers.*.mlp.linear_fc2", "1,3"] == "mxfp4"
     assert lines["decoder.layers.*.mlp.linear_fc2", "0,2"] == "high precision"
     assert lines["decoder.layers.*.self_attention.linear_qkv", "3"] == "dge-occ"

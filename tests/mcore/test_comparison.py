@@ -128,6 +128,17 @@ def test_a_field_that_its_version_had_not_got_had_its_default(field: str) -> Non
     compare(saved, parse(*WAS.split()))
 
 
+def test_the_words_that_recipes_once_carried_do_not_count() -> None:
+    saved = parse(*WAS.split(), "--fp4-module-recipe", "*=mxfp4")
+    launch = parse(*WAS.split(), "--fp4-module-recipe", "*=mxfp4")
+    old = {"description": "truncation-free scales, stochastic backward, double quantization"}
+    [(glob, own)] = saved.fp4_module_contents
+    saved.fp4_module_contents = [(glob, json.dumps(json.loads(own) | old))]
+    saved.fp4_recipe_content = json.dumps(json.loads(saved.fp4_recipe_content) | old)
+    assert "description" not in launch.fp4_recipe_content
+    compare(saved, launch)
+
+
 def test_a_default_that_the_launch_does_not_have_is_a_difference() -> None:
     saved = parse(*WAS.split())
     content = json.loads(saved.fp4_recipe_content)

@@ -1,0 +1,94 @@
+"""A recipe in words, made from what it does: the start table and `megatron_fp4 info` print them."""
+
+from __future__ import annotations
+
+from megatron_fp4.outliers import OutlierClamp
+from megatron_fp4.quantizer import WHOLE_AXIS, Quantizer
+from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
+from megatron_fp4.recipes import get_recipe, list_recipes
+
+_LETTERS = {"x": "X", "w": "W", "dy": "dY"}
+_ROUNDING = {"nearest": "nearest", "stochastic": "stochastic", "ema": "towards an average"}
+
+
+def describe(recipe: Recipe) -> list[str]:
+    """Its name, with the paper if it is exactly that paper's; below, indented, a line for each GEMM
+    with the formats, scales and rounding of its operands, and one for each thing else it does."""
+    paper = paper_of(recipe)
+    lines = [f"recipe {recipe.name}{f' ({paper})' if paper else ''}"]
+    lines += [f"  {gemm}: {_gemm(recipe, gemm)}" for gemm in GEMMS]
+    if recipe.outliers is not None:
+        lines.append(f"  outliers of X in fprop: {_outliers(recipe.outliers)}")
+    if recipe.estimator is not None:
+        dge = recipe.estimator
+        lines.append(f"  gradient of W: times DGE's factor (k {dge.k:g}, clip {dge.clip:g})")
+    if recipe.bias_gradient == "quantized":
+        lines.append("  gradient of the bias: the sum of dgrad's quantized dY")
+    return lines
+
+
+def paper_of(recipe: Recipe) -> str:
+    """Where the method was published. A recipe built on a registered one has the other's `paper`
+    still: it is shown for the registered one alone, and one that a user gave for the user's."""
+    registered = {name: get_recipe(name) for name in list_recipes()}
+    if any(recipe.paper == other.paper for other in registered.values()):
+        return recipe.paper if recipe == registered.get(recipe.name) else ""
+    return recipe.paper
+
+
+def _gemm(recipe: Recipe, gemm: str) -> str:
+    wanted = recipe.gemm(gemm)
+    (first, a), (second, b) = ((_operand(recipe, gemm, o), recipe.quantizer(gemm, o))
+                               for o in OPERANDS[gemm])  # fmt: skip
+    if a == b is not None:
+        text = f"{first} and {second} in {_quantized(a)}"  # type: ignore[arg-type]
+    else:
+        parts = [(first, a), (second, b)]
+        text = "; ".join(name if q is None else f"{name} in {_quantized(q)}" for name, q in parts)
+    if not wanted.quantized and "as fprop" not in text:
+        text = "high precision"
+    if wanted.hadamard is not None:
+        signs = "random signs" if wanted.hadamard.signs == "random" else "no signs"
+        text += f"; after a Hadamard transform in groups of {wanted.hadamard.group} with {signs}"
+    if wanted.correction != 1.0:
+        text += f"; the product times {wanted.correction:.4g}"
+    return text
+
+
+def _operand(recipe: Recipe, gemm: str, operand: str) -> str:
+    """Its letter, and what it is made of where that is not the model's own tensor."""
+    letter = _LETTERS[operand]
+    if gemm == "fprop" or operand == "dy":
+        return letter
+    requantizes = recipe.backward == "forward" and recipe.quantizer("fprop", operand) is not None
+    return f"{letter} (as fprop quantized it)" if requantizes else letter
+
+
+def _quantized(q: Quantizer) -> str:
+    """As in "E2M1, E8M0 scales (ceil) for blocks of 32, nearest"."""
+    words = [q.element.upper(), _scales(q), _ROUNDING[q.rounding]]
+    if q.prescale != 1.0:
+        words.append(f"values times {q.prescale:.4g}")
+    return ", ".join(words)
+
+
+def _scales(q: Quantizer) -> str:
+    across, along = q.block
+    if along == WHOLE_AXIS:
+        return f"{q.scale.upper()} scale of the {'row' if across else 'tensor'}"
+    rule: list[str] = [q.rule]
+    if q.tensor_max:
+        rule.append(f"tensor scale for {q.tensor_max:g}")
+    if q.inflate != 1.0:
+        rule.append(f"times {q.inflate:.4g}")
+    size = f"{along}" if across == 1 else f"{across} x {along}"
+    return f"{q.scale.upper()} scales ({', '.join(rule)}) for blocks of {size}"
+
+
+def _outliers(clamp: OutlierClamp) -> str:
+    low, high = f"{1 - clamp.alpha:.4g}", f"{clamp.alpha:.4g}"
+    text = f"clamped to the {low} and {high} quantiles of the rank's part of a {clamp.scope}"
+    if clamp.compensate:
+        text += ", the rest multiplied in high precision"
+        text += ", also in wgrad" if clamp.residual_in_wgrad else ""
+    return text

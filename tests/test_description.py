@@ -1,0 +1,99 @@
+"""The words of a recipe come from what it does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, list_recipes
+from megatron_fp4.__main__ import info
+from megatron_fp4.description import describe, paper_of
+from megatron_fp4.hadamard import Hadamard
+
+BLOCKS = "for blocks of 32"
+CEIL = f"E2M1, E8M0 scales (ceil) {BLOCKS}"
+
+
+def from_file(folder: Path, text: str, name: str = "mine") -> Recipe:
+    path = folder / f"{name}.yaml"
+    path.write_text(text)
+    return get_recipe(str(path))
+
+
+def test_tetrajet_in_words() -> None:
+    assert describe(get_recipe("tetrajet")) == [
+        "recipe tetrajet (arXiv 2502.20853, section 3)",
+        f"  fprop: X and W in {CEIL}, nearest",
+        f"  dgrad: dY and W (as fprop quantized it) in {CEIL}, stochastic",
+        f"  wgrad: dY and X (as fprop quantized it) in {CEIL}, stochastic",
+        "  gradient of the bias: the sum of dgrad's quantized dY",
+    ]
+
+
+def test_dge_occ_in_words() -> None:
+    words = describe(get_recipe("dge-occ"))
+    dy = "dY in E5M2, FP32 scale of the row, nearest"
+    assert words[1:4] == [
+        "  fprop: X and W in E2M1, FP32 scale of the row, nearest",
+        f"  dgrad: {dy}; W (as fprop quantized it)",
+        f"  wgrad: {dy}; X (as fprop quantized it)",
+    ]
+    assert "clamped to the 0.01 and 0.99 quantiles" in words[4] and "also in wgrad" in words[4]
+    assert words[5] == "  gradient of W: times DGE's factor (k 5, clip 3)"
+
+
+def test_a_file_with_another_wgrad_is_described_by_that(tmp_path: Path) -> None:
+    """It printed tetrajet's words and paper."""
+    words = describe(from_file(tmp_path, "base: tetrajet\nwgrad: {a: nvfp4, b: nvfp4-sr}\n"))
+    assert words[0] == "recipe mine"
+    scales = "E4M3 scales (nearest, tensor scale for 448) for blocks of 16"
+    assert words[3] == (
+        f"  wgrad: dY in E2M1, {scales}, nearest; X (as fprop quantized it) in E2M1, {scales}, "
+        "stochastic"
+    )
+    assert words[1:3] == describe(get_recipe("tetrajet"))[1:3]
+
+
+SR = Quantizer(rounding="stochastic", prescale=0.75)
+BASE = Recipe("base", fprop=GemmRecipe(SR, None, correction=4 / 3))
+
+
+@pytest.mark.parametrize(
+    ("gemm", "words"),
+    [
+        (GemmRecipe(), "high precision"),
+        (GemmRecipe(Quantizer(), None), f"X in E2M1, E8M0 scales (floor) {BLOCKS}, nearest; W"),
+        (GemmRecipe(None, Quantizer()), f"X; W in E2M1, E8M0 scales (floor) {BLOCKS}, nearest"),
+        (BASE.fprop, f"X in E2M1, E8M0 scales (floor) {BLOCKS}, stochastic, values times 0.75; W; "
+         "the product times 1.333"),
+        (GemmRecipe(Quantizer(block=(16, 16)), None),
+         "X in E2M1, E8M0 scales (floor) for blocks of 16 x 16, nearest; W"),
+        (GemmRecipe(None, Quantizer("e4m3", "fp32", (0, 0), "absmax")),
+         "X; W in E4M3, FP32 scale of the tensor, nearest"),
+        (GemmRecipe(Quantizer(), None, Hadamard(32, "none")),
+         f"X in E2M1, E8M0 scales (floor) {BLOCKS}, nearest; W; after a Hadamard transform in "
+         "groups of 32 with no signs"),
+        (GemmRecipe(Quantizer(scale="ue5m3", block=(1, 16), rule="up", inflate=17 / 16), None),
+         "X in E2M1, UE5M3 scales (up, times 1.062) for blocks of 16, nearest; W"),
+    ],
+)  # fmt: skip
+def test_every_word_of_an_operand_shows(gemm: GemmRecipe, words: str) -> None:
+    assert describe(replace(BASE, fprop=gemm))[1] == f"  fprop: {words}"
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_the_paper_is_the_registered_recipe_s_alone(name: str, tmp_path: Path) -> None:
+    recipe = get_recipe(name)
+    assert paper_of(recipe) == recipe.paper
+    assert paper_of(replace(recipe, bf16_after=0.5)) == ""
+    assert paper_of(replace(recipe, name="mine")) == ""
+    assert paper_of(from_file(tmp_path, f"base: {name}\nfprop: {{}}\nestimator: null\n")) == ""
+    assert paper_of(from_file(tmp_path, f"base: {name}\npaper: my own\n")) == "my own"
+
+
+def test_info_describes_every_recipe() -> None:
+    text = info()
+    for name in list_recipes():
+        assert "\n".join(f"  {line}" for line in describe(get_recipe(name))) in text
