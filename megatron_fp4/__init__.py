@@ -2,7 +2,7 @@
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.linear import linear
-from megatron_fp4.module import Linear
+from megatron_fp4.module import Linear, name_layers
 from megatron_fp4.quantizer import (
     QuantizedTensor,
     Quantizer,
@@ -27,6 +27,7 @@ __all__ = [
     "linear",
     "list_quantizers",
     "list_recipes",
+    "name_layers",
     "quantize",
     "recipe_options",
 ]

@@ -23,6 +23,7 @@ from megatron_fp4.philox import Key
 from megatron_fp4.quantizer import QuantizedTensor
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import get_recipe
+from megatron_fp4.replicas import own_replica, replica_placements
 
 # Hundreds of small operations run here, and none for a mode of torch functions to change: asking
 # one each time (the CPU runtime installs one) would cost more than most of them.
@@ -170,6 +171,7 @@ def linear(
     seed: int = 0,
     step: int | Tensor = 0,
     name: str = "linear",
+    replica: int | None = None,
 ) -> Tensor:
     """Y = X W^T + bias with the three GEMMs in the recipe's precision.
 
@@ -179,8 +181,11 @@ def linear(
     recipe: a Recipe or anything `get_recipe` takes. seed, step, name: key the random bits; two
         linears of a model need two names, and each step of training its own number. A CUDA graph
         reads a step that is an int64 tensor [] beside x whenever it runs; a number it repeats.
+    replica: which data-parallel replica this process is, from 0: replicas round X and dY by other
+        noise, so that their errors average out. None: the rank in torch.distributed's default
+        group, or 0. Give it where ranks of that group hold the same tokens.
     Raises ConfigError for tensors of another kind or of shapes that do not fit, where a block does
-    not divide an axis that it tiles, and for a seed or a step of another kind.
+    not divide an axis that it tiles, and for a seed, step or replica of another kind.
     """
     if not isinstance(recipe, Recipe):
         recipe = get_recipe(recipe)
@@ -193,4 +198,11 @@ def linear(
         if step.device != x.device:
             raise ConfigError(f"{name}: its step is on {step.device} and x on {x.device}: move it")
         step = step.clone()  # backward draws for it too, when it may have gone on
-    return quantized_linear(x, weight, bias, recipe, Call(name=name, key=Key(seed, step)))
+    replica = own_replica() if replica is None else replica
+    call = Call(
+        name=name,
+        key=Key(seed, step),
+        microbatch=replica,
+        placements=replica_placements(replica),
+    )
+    return quantized_linear(x, weight, bias, recipe, call)

@@ -68,7 +68,7 @@ def stream_id(name: str) -> int:
 class Placement:
     """Where the elements of a local matrix lie in the unsharded one.
 
-    rows: int64 [local rows], the global index of each row; None: 0, 1, 2, ...
+    rows: int64 [local rows], the global index of each row; None: first_row, first_row + 1, ...
     groups: int64 [ceil(local columns / 8)], the global index within its row of each group of
         eight columns; None: 0, 1, 2, ...
     groups_per_row: how many groups a row of the unsharded matrix has; None: as many as here.
@@ -77,6 +77,7 @@ class Placement:
     rows: Tensor | None = None
     groups: Tensor | None = None
     groups_per_row: int | None = None
+    first_row: int = 0
 
 
 WHOLE = Placement()
@@ -128,7 +129,9 @@ def random_bits16(
     even, the high half if it is odd.
     """
     count = -(-columns // GROUP)
-    row = placement.rows if placement.rows is not None else torch.arange(rows, device=device)
+    row, first = placement.rows, placement.first_row
+    if row is None:
+        row = torch.arange(first, first + rows, device=device)
     group = placement.groups if placement.groups is not None else torch.arange(count, device=device)
     index = row[:, None] * (placement.groups_per_row or count) + group
     words = philox4x32(

@@ -42,7 +42,7 @@ def test_it_is_an_nn_linear() -> None:
     x, _ = x_and_dy()
     expected = linear(x, module.weight, module.bias, recipe="tetrajet", seed=5, step=0)
     assert torch.equal(module(x), expected)
-    assert list(module.state_dict()) == ["weight", "bias"]
+    assert list(module.state_dict()) == ["weight", "bias", "_extra_state"]
 
 
 def test_each_training_step_has_its_own_number() -> None:

@@ -128,4 +128,4 @@ def _draw(noise: Noise | None) -> tuple[object, ...] | None:
         return None
     place = noise.placement
     at = [None if t is None else (t.data_ptr(), len(t)) for t in (place.rows, place.groups)]
-    return noise.key, *at, place.groups_per_row
+    return noise.key, *at, place.groups_per_row, place.first_row

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -285,8 +286,18 @@ def _rows(source: Tensor, rows: int, place: Placement) -> Tensor:
     """Where the rows lie in the unsharded matrix."""
     if place.rows is not None:
         return place.rows
-    # 0, 1, 2, ... in as many rows as a power of two: there are few of these to keep.
-    return kept(torch.arange, 1 << (rows - 1).bit_length(), source)
+    # In as many rows as a power of two: there are few of these to keep.
+    return kept(_rows_from(place.first_row), 1 << (rows - 1).bit_length(), source)
+
+
+@cache
+def _rows_from(first: int) -> Callable[..., Tensor]:
+    """What makes `number` row indices from `first` on."""
+
+    def rows(number: int, *, device: torch.device) -> Tensor:
+        return torch.arange(first, first + number, device=device)
+
+    return rows
 
 
 def signed(word: int) -> int:

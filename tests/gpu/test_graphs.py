@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +78,8 @@ def test_a_module_s_steps_are_counted_in_its_graph(recipe: str) -> None:
 
     def layer(steps: int | Tensor) -> Linear:
         torch.manual_seed(0)
-        made = Linear(SIZE, SIZE, recipe=recipe, device="cuda", dtype=torch.bfloat16)
+        options: dict[str, Any] = {"replica": 2, "device": "cuda", "dtype": torch.bfloat16}
+        made = Linear(SIZE, SIZE, recipe=recipe, **options)
         made.steps = steps
         return made
 

@@ -39,7 +39,7 @@ class Case:
     is_shard: bool = False
     carrier: torch.dtype | None = None
     filled: str = ""  # with what, if not with `matrix`
-    in_memory: bool = False  # where step and draw lie
+    in_memory: bool = False  # where step and draw lie; its rows are those of some replica
     unsigned: int | None = None  # the axis of a copy without signs beside one with signs
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Case:
 
     def placement(self, device: str) -> Placement:
         if not self.is_shard:
-            return Placement()
+            return Placement(first_row=2**33 + 5 if self.in_memory else 0)
         rows, columns = self.shape
         return Placement(
             rows=torch.arange(rows, device=device) * 3 + 2**31 - 200,  # groups' index passes 2^32

@@ -1,0 +1,39 @@
+"""Which rows of the noise a data-parallel process draws.
+
+Data-parallel processes hold other tokens. If all drew the noise of rows 0, 1, 2, ..., the errors of
+stochastic rounding would be the same on all of them, and would not average out in the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from numbers import Integral
+
+from torch import distributed
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.philox import Placement
+
+ROWS = 2**32  # of one replica; more than a device has room for
+_REPLICAS = 2**16
+
+
+def own_replica() -> int:
+    """This process's rank in torch.distributed's default group; 0 where there is none."""
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+@cache
+def replica_placements(replica: int) -> Mapping[str, Placement]:
+    """Where the tokens of a data-parallel replica lie: X and dY begin at row replica * 2^32. W is
+    the same on all replicas, and so is its noise.
+
+    A group's index is row * (groups of a row) + group, modulo 2^64. With up to 2^16 groups a row
+    (524,288 features) no two of 2^16 replicas share one: replica * 2^32 * 2^16 is below 2^64.
+    Raises ConfigError for a replica that is not an integer in [0, 2^16).
+    """
+    if not isinstance(replica, Integral) or not 0 <= replica < _REPLICAS:
+        raise ConfigError(f"a replica is an integer from 0 to {_REPLICAS - 1}, not {replica!r}")
+    tokens = Placement(first_row=int(replica) * ROWS)
+    return {"x": tokens, "dy": tokens}
