@@ -9,6 +9,27 @@ class ConfigError(ValueError):
     """A mistake in what the user asked for: one line that says what is wrong and what to do."""
 
 
+class SizeError(ConfigError):
+    """A size of a linear that a recipe's blocks do not divide.
+
+    where: the linear's name. axis: "tokens", "in_features" or "out_features", which `size` counts.
+    multiple: what `size` has to be a multiple of. reason: which GEMM of which recipe needs that, as
+    a relative clause. The text speaks of the arguments of `linear` and `Linear`; a caller whose
+    users set sizes in other words reads the fields.
+    """
+
+    def __init__(self, where: str, axis: str, size: int, multiple: int, reason: str) -> None:
+        self.where, self.axis, self.size, self.multiple = where, axis, size, multiple
+        self.reason = reason
+        counted = f"{axis} is {size}"
+        if axis == "tokens":
+            counted = f"x has {size} tokens (the product of all its dimensions but the last)"
+        super().__init__(
+            f"{where}: {counted}, not a multiple of {multiple}, {reason}; choose a multiple of "
+            f"{multiple}"
+        )
+
+
 def check_choices(data: Any) -> None:
     """Raise ConfigError unless each field of a dataclass that is declared a Literal holds one of
     its values: a misspelt word must not fall through to some default."""

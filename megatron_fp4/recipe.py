@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from megatron_fp4.errors import ConfigError, check_choices
+from megatron_fp4.errors import ConfigError, SizeError, check_choices
 from megatron_fp4.estimators import DGE
 from megatron_fp4.hadamard import Hadamard
 from megatron_fp4.outliers import OutlierClamp
@@ -221,9 +221,9 @@ class Recipe:
         )
 
     def check_linear(self, tokens: int | None, inputs: int, outputs: int, where: str) -> None:
-        """Raise ConfigError unless blocks and Hadamard groups tile a local [tokens, inputs] x
+        """Raise SizeError unless blocks and Hadamard groups tile a local [tokens, inputs] x
         [outputs, inputs] linear. tokens: None where they are not known yet."""
-        sizes = {"token": tokens, "input": inputs, "output": outputs}
+        sizes = {"tokens": tokens, "in_features": inputs, "out_features": outputs}
         for gemm, (contracted, *rows) in _AXES.items():
             recipe = self.gemm(gemm)
             tiles = [(contracted, recipe.multiple)]
@@ -232,11 +232,8 @@ class Recipe:
             for axis, multiple in tiles:
                 size = sizes[axis]
                 if size is not None and size % multiple:
-                    raise ConfigError(
-                        f"{where}: {size} {axis}s on a rank are not a multiple of {multiple}, "
-                        f"which {gemm} of recipe {self.name} takes in blocks; choose a "
-                        f"{_REMEDY[axis]} that divides"
-                    )
+                    reason = f"which {gemm} of recipe {self.name} takes in blocks"
+                    raise SizeError(where, axis, size, multiple, reason)
 
 
 def _prescale(gemm: GemmRecipe) -> float:
@@ -245,12 +242,7 @@ def _prescale(gemm: GemmRecipe) -> float:
 
 # The contracted axis of each GEMM, and the other axis of its operands a and b.
 _AXES = {
-    "fprop": ("input", "token", "output"),
-    "dgrad": ("output", "token", "input"),
-    "wgrad": ("token", "output", "input"),
-}
-_REMEDY = {
-    "input": "hidden size or tensor-parallel size",
-    "output": "hidden size or tensor-parallel size",
-    "token": "sequence length times micro-batch size",
+    "fprop": ("in_features", "tokens", "out_features"),
+    "dgrad": ("out_features", "tokens", "in_features"),
+    "wgrad": ("tokens", "out_features", "in_features"),
 }

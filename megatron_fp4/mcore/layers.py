@@ -18,9 +18,8 @@ from torch import Tensor
 
 from megatron_fp4.call import Call
 from megatron_fp4.communication import TensorParallel
-from megatron_fp4.errors import ConfigError
 from megatron_fp4.linear import quantized_linear
-from megatron_fp4.mcore import graphs
+from megatron_fp4.mcore import graphs, sizes
 from megatron_fp4.mcore.run import Moment, Run
 from megatron_fp4.philox import GROUP, Placement
 from megatron_fp4.recipe import Recipe
@@ -150,7 +149,7 @@ class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
                 tokens="x" if self.sequence_parallel and not alone else None,
                 sums_dx=self.allreduce_dgrad and not alone,
             )
-        _check(run, recipe, name, self.input_size, length, parallel, self.is_expert)
+        sizes.check(run.args, recipe, name, self.input_size, length, parallel, self.is_expert)
         self.fp4 = Fp4State(
             name,
             run,
@@ -183,7 +182,7 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
             parallel = TensorParallel(
                 self.tp_group, sharded={"x": 1, "w": 1}, tokens="dy" if scatters else None
             )
-        _check(run, recipe, name, length, self.output_size, parallel, self.is_expert)
+        sizes.check(run.args, recipe, name, length, self.output_size, parallel, self.is_expert)
         self.fp4 = Fp4State(
             name,
             run,
@@ -204,33 +203,3 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias, None
-
-
-def _check(
-    run: Run,
-    recipe: Recipe,
-    name: str,
-    inputs: int,
-    outputs: int,
-    parallel: TensorParallel | None,
-    is_expert: bool,
-) -> None:
-    """Blocks, Hadamard groups and groups of eight must tile the local matrices."""
-    tokens = run.args.micro_batch_size * run.args.seq_length
-    recipe.check_linear(None if is_expert else tokens, inputs, outputs, name)
-    evaluated = (run.args.eval_micro_batch_size or run.args.micro_batch_size) * run.args.seq_length
-    for size in (inputs, outputs):
-        if size % GROUP:
-            raise ConfigError(
-                f"{name}: {size} features on a rank are not a multiple of {GROUP}, which share a "
-                "random draw; choose a hidden size or tensor-parallel size that divides"
-            )
-    tile = recipe.token_tile("fprop", "x")
-    parts = parallel.size if parallel is not None and parallel.tokens == "x" else 1
-    for here in (tokens // parts, evaluated // parts):
-        if not is_expert and here % tile:
-            raise ConfigError(
-                f"{name}: {here} tokens on a rank are not a multiple of {tile}, which fprop of "
-                f"recipe {recipe.name} takes in blocks; choose a sequence length times micro-batch "
-                "size (--micro-batch-size, --eval-micro-batch-size) that divides"
-            )

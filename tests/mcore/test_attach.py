@@ -137,16 +137,45 @@ def test_a_recipe_that_no_layer_would_follow_is_an_error(one_rank: None) -> None
 @pytest.mark.parametrize(
     ("recipe", "sizes", "says"),
     [
-        ("tetrajet", {"ffn_hidden_size": 144}, "linear_fc1: 144 outputs .* multiple of 32"),
-        ("mxfp4-rht-sr", {"hidden_size": 96}, "96 outputs .* multiple of 64"),
-        ("dge-occ", {"ffn_hidden_size": 132}, "132 features .* multiple of 8"),
+        (
+            "tetrajet",
+            {"ffn_hidden_size": 144},
+            "mlp.linear_fc1: 144 outputs .* multiple of 32.*; change --ffn-hidden-size 144 to",
+        ),
+        (
+            "mxfp4-rht-sr",
+            {"hidden_size": 96},
+            "linear_fc2: 96 outputs .* multiple of 64.*; change --hidden-size 96 to",
+        ),
+        (
+            "dge-occ",
+            {"ffn_hidden_size": 132},
+            "132 outputs .* multiple of 8.*; change --ffn-hidden-size 132 to",
+        ),
+        (
+            "tetrajet",
+            {"num_attention_heads": 4, "kv_channels": 12},
+            r"linear_proj: 48 inputs .*; change --num-attention-heads 4 x --kv-channels 12 to",
+        ),
+        (
+            "mxfp4-rht-sr",
+            {"hidden_size": 192, "num_attention_heads": 8, "num_query_groups": 2}
+            | {"group_query_attention": True},
+            r"linear_qkv: 288 outputs .*; change \(--num-attention-heads 8 \+ 2 x "
+            r"--num-query-groups 2\) x --kv-channels 24 to",
+        ),
     ],
 )
-def test_a_size_that_does_not_divide_names_the_layer_and_a_remedy(
-    one_rank: None, recipe: str, sizes: dict[str, int], says: str
+def test_a_size_that_does_not_divide_names_the_layer_and_the_flags(
+    one_rank: None, recipe: str, sizes: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"decoder\.layers\.0\..*{says}.*; choose a "):
-        attach(run(get_recipe(recipe)), [model(**sizes)])
+    told = run(get_recipe(recipe))
+    given = {"hidden_size": 64, "num_attention_heads": 4, "group_query_attention": False} | sizes
+    given.setdefault("kv_channels", given["hidden_size"] // given["num_attention_heads"])
+    vars(told.args).update(given)
+    del given["group_query_attention"]
+    with pytest.raises(ConfigError, match=rf"decoder\.layers\.0\..*{says}"):
+        attach(told, [model(**given)])
 
 
 def test_colliding_noise_streams_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +192,7 @@ def test_a_shard_that_does_not_divide_is_told_once_before_training() -> None:
     told = [line for line in result.output.splitlines() if "megatron-fp4" in line]
     assert result.status != 0 and not result.losses and not result.has_traceback
     assert len(told) == 1 and "linear_fc1: 80 outputs on a rank are not a multiple of 32" in told[0]
-    assert "tensor-parallel size that divides" in told[0]
+    assert "--ffn-hidden-size 160 / --tensor-model-parallel-size 2" in told[0]
 
 
 def test_an_evaluation_s_tokens_must_fill_blocks_too(one_rank: None) -> None:
