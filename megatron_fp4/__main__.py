@@ -11,6 +11,7 @@ import torch
 from megatron_fp4 import __version__, get_recipe, list_recipes
 from megatron_fp4.backends import BACKENDS
 from megatron_fp4.description import describe
+from megatron_fp4.mcore import flags
 from megatron_fp4.recipe import GEMMS
 
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "sentencepiece")
@@ -38,7 +39,7 @@ def info() -> str:
     lines.append("recipes")
     for name in list_recipes():
         lines += [f"  {line}" for line in describe(get_recipe(name))]
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def _version(package: str) -> str:
@@ -55,9 +56,13 @@ def _name(device: torch.device) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m megatron_fp4")
-    parser.add_argument("command", choices=["info"], help="print versions, devices and backends")
-    parser.parse_args()
-    print(info())
+    parser.add_argument(
+        "command",
+        choices=["info", "flags"],
+        help="info: print versions, devices and backends; flags: print docs/flags.md",
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-fp4 {__version__}")
+    print({"info": info, "flags": flags.reference}[parser.parse_args().command](), end="")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,11 @@ import argparse
 import errno
 import importlib.util
 import os
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import megatron.core
 import sentencepiece
 import torch
 from megatron.core.datasets.object_storage_utils import is_object_storage_path
@@ -24,7 +22,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import dataset_files, options, vocabulary
+from megatron_fp4.mcore import dataset_files, demands, flags, options, values, vocabulary
 
 # What Megatron asserts to be there, and has no default for; some go by an older name too.
 _REQUIRED = {
@@ -42,7 +40,7 @@ def parse() -> argparse.Namespace:
 
     Raises ConfigError in place of Megatron's failed assertions, with their text.
     """
-    with megatrons_demands():
+    with demands.megatrons_demands():
         args = parse_and_validate_args(extra_args_provider=add_arguments)
     if "MASTER_ADDR" not in os.environ:  # torch.distributed meets the other processes there
         raise ConfigError("no launcher: start this script by torchrun --nproc-per-node N")
@@ -50,33 +48,14 @@ def parse() -> argparse.Namespace:
     return args
 
 
-@contextmanager
-def megatrons_demands(while_building: bool = False) -> Iterator[None]:
-    """Turns what Megatron's checks of a configuration raise into ConfigErrors with their text.
-
-    while_building: only what is raised in Megatron's own lines, since others' run too by then; the
-    text says where.
-    """
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
-        own = traceback.extract_tb(error.__traceback__)[-1]
-        if (while_building or isinstance(error, ImportError)) and not _is_megatrons(own.filename):
-            raise
-        text = " ".join(str(error).split())
-        text += f" ({Path(own.filename).name}:{own.lineno})" if while_building else ""
-        raise ConfigError(text or f"Megatron demands: {_failed_line(error)}") from error
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Megatron's `extra_args_provider`: sets the machine's defaults and checks what is parsed."""
     parser.set_defaults(**_machine_defaults())
-    options.add_options(parser)
-    parser.error = _refuse  # type: ignore[method-assign]  # not 1,800 lines of usage from each rank
+    flags.add_flags(parser)
+    parser.error = _error(parser)  # type: ignore[method-assign, assignment]
+    _mend_help(parser)
     # Megatron validates, and opens the tokenizer, before anyone sees what was parsed.
-    parser.parse_args = _checked(parser.parse_args)  # type: ignore[method-assign, assignment]
+    parser.parse_args = _checked(parser)  # type: ignore[method-assign, assignment]
     return parser
 
 
@@ -168,14 +147,6 @@ def _machine_defaults() -> dict[str, Any]:
     return defaults
 
 
-def _is_megatrons(source: str) -> bool:
-    return Path(source).is_relative_to(Path(megatron.core.__file__).parents[1])
-
-
-def _failed_line(error: Exception) -> str:
-    return traceback.extract_tb(error.__traceback__)[-1].line or "(no source)"
-
-
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
@@ -184,13 +155,33 @@ def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(message)
+def _error(parser: argparse.ArgumentParser) -> Callable[[str], NoReturn]:
+    def error(message: str) -> NoReturn:
+        raise demands.refusal(message, parser)
+
+    return error
 
 
-def _checked(parse: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Lets --help work, on one rank: some of Megatron's flags have a bare % in their help, which
+    argparse takes for a placeholder, and the usage of all flags would fill screens."""
+    for action in parser._actions:
+        if action.help:
+            action.help = re.sub(r"%%|%(?!\()", "%%", action.help)
+    parser.usage = "torchrun --nproc-per-node N pretrain_gpt.py [flags]"
+    parser.description = (
+        "Pretrains a GPT or LLaMA model; all flags but the first group are Megatron's."
+    )
+    if int(os.environ.get("RANK", "0")):
+        parser.print_help = lambda file=None: None  # type: ignore[method-assign]
+
+
+def _checked(parser: argparse.ArgumentParser) -> Callable[..., argparse.Namespace]:
+    parse = parser.parse_args
+
     def parse_args(*args: Any, **kwargs: Any) -> argparse.Namespace:
         parsed = parse(*args, **kwargs)
+        values.check(parser, parsed)
         if parsed.reset_attention_mask:  # it exists in the mask alone
             parsed.create_attention_mask_in_dataloader = True
         # The package's linears add dW to main_grad themselves; upstream's need apex for it.

@@ -20,8 +20,9 @@ from megatron.training import arguments, get_args, training
 from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelConfig
 
-from megatron_fp4.mcore import checkpoint, options, vocabulary
-from megatron_fp4.mcore.arguments import megatrons_demands, validate
+from megatron_fp4.mcore import checkpoint, flags, vocabulary
+from megatron_fp4.mcore.arguments import validate
+from megatron_fp4.mcore.demands import megatrons_demands
 from megatron_fp4.mcore.spec import layer_spec, mtp_block_spec
 
 
@@ -203,7 +204,7 @@ def _knowing_recipes(parse: Callable[..., argparse.Namespace]) -> Callable[..., 
     def parse_args(
         extra_args_provider: Any = None, ignore_unknown_args: bool = False
     ) -> argparse.Namespace:
-        return parse(extra_args_provider or options.add_options, ignore_unknown_args)
+        return parse(extra_args_provider or flags.add_flags, ignore_unknown_args)
 
     return parse_args
 

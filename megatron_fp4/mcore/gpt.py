@@ -25,7 +25,7 @@ from megatron.training.training import pretrain
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron_fp4.mcore import arguments, compat, dataset_files, graphs, options
+from megatron_fp4.mcore import arguments, compat, dataset_files, demands, graphs, options
 from megatron_fp4.mcore.attach import attach
 from megatron_fp4.mcore.run import Run
 from megatron_fp4.mcore.spec import layer_spec
@@ -43,7 +43,7 @@ def train() -> None:
     args = arguments.parse()
     step: Callable[..., Any] = forward_step
     run = None
-    with arguments.megatrons_demands():
+    with demands.megatrons_demands():
         model = gpt_config_from_args(args)
         recipe = options.recipe_of(args)
         if recipe is not None or args.transformer_impl == "local":

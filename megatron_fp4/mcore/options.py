@@ -16,6 +16,7 @@ from megatron_fp4.recipe import GEMMS, Recipe
 from megatron_fp4.recipes import get_recipe, list_recipes
 
 UPSTREAM_RECIPES = ("nvfp4", "custom")
+_OFF = ("off", "bf16")  # values of --fp4-recipe that mean none
 
 # Megatron's flags that this version cannot honour together with a recipe, and what to do instead.
 # Each is refused, so that nothing runs in another precision than the user asked for.
@@ -93,78 +94,10 @@ _HARMLESS: dict[str, Callable[[argparse.Namespace], bool]] = {
 _DESTINATIONS = {"--fp8-format": "fp8", "--cuda-graph-scope": "cuda_graph_scope_deprecated"}
 
 
-def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The plugin's flags, and its recipes among the values of Megatron's --fp4-recipe."""
-    action = next(a for a in parser._actions if "--fp4-recipe" in a.option_strings)
-    # Megatron's own choices are two; a recipe is also a file or an importable object, and
-    # `recipe_of` tells the known ones when it meets another. Without a value it is off.
-    action.choices, action.default, action.nargs, action.type = None, None, "?", str
-    action.help = f"FP4 recipe: {', '.join(list_recipes())}, a .yaml file, or package.module:object"
-    group = parser.add_argument_group(title="megatron-fp4")
-    group.add_argument(
-        "--fp4-recipe-option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option of the recipe; may be given several times",
-    )
-    group.add_argument(
-        "--fp4-seed",
-        type=int,
-        default=None,
-        help="64-bit seed of stochastic rounding and random signs (default: --seed)",
-    )
-    group.add_argument(
-        "--fp4-bf16-after",
-        type=float,
-        default=None,
-        metavar="SHARE",
-        help="share of training, 0 to 1, after which GEMMs return to BF16",
-    )
-    group.add_argument(
-        "--fp4-bf16-gemms",
-        nargs="+",
-        choices=GEMMS,
-        default=None,
-        help="which GEMMs --fp4-bf16-after returns to BF16 (default: all)",
-    )
-    group.add_argument(
-        "--fp4-module-recipe",
-        action="append",
-        default=[],
-        metavar="GLOB=RECIPE[,KEY=VALUE...]",
-        help="another recipe, or bf16, for the linears whose global name matches, as in "
-        "'decoder.layers.0.*=bf16'; may be given several times, and the last match counts",
-    )
-    group.add_argument(
-        "--fp4-weight-cache",
-        choices=("packed", "decoded", "off"),
-        default=None,
-        help="keep the quantized weights over a step's microbatches: as 4-bit codes (the default), "
-        "as the GEMM takes them (more memory, less work), or not (the default with CUDA graphs)",
-    )
-    group.add_argument(
-        "--fp4-saved-x",
-        choices=("packed", "bf16"),
-        default="packed",
-        help="what is kept of X where backward quantizes X itself: its 4-bit codes, or X",
-    )
-    group.add_argument(
-        "--fp4-eval-forward",
-        choices=("fp4", "bf16"),
-        default="fp4",
-        help="precision of the linears in evaluation",
-    )
-    group.add_argument(
-        "--fp4-load-anyway",
-        action="store_true",
-        help="go on from a checkpoint of another recipe, seed, schedule, version or vocabulary",
-    )
-    return parser
-
-
 def settle(args: argparse.Namespace) -> None:
     """Gives parsed arguments their final FP4 values. Raises ConfigError for contradictions."""
+    if args.fp4_recipe in _OFF:
+        args.fp4_recipe = None
     if args.fp4 is not None:
         # Upstream's FP4, through Transformer Engine: not this package's affair.
         args.fp4_recipe = args.fp4_recipe or "nvfp4"

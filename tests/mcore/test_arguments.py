@@ -1,6 +1,8 @@
 """What the command line means on a machine without a GPU."""
 
 import argparse
+import runpy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +12,15 @@ import numpy
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.utils import divide
 from megatron.training.arguments import add_megatron_arguments
 
+import megatron_fp4
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import arguments, gpt, pretrain
-from megatron_fp4.mcore.arguments import megatrons_demands
+from megatron_fp4.mcore import arguments, gpt, pretrain, values
+from megatron_fp4.mcore.demands import megatrons_demands
 from tests.mcore.launch import MOCK_DATA, TINY
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
@@ -81,12 +85,65 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
         ),
         ("--train-iters 0", "give --train-iters or --train-samples"),
         ("--not-a-flag", "unrecognized arguments: --not-a-flag"),
+        ("--lrr 1", "unrecognized arguments: --lrr 1; did you mean --lr"),
+        ("--fp4-recipe", "expected one argument: give a value .a shell variable may not be set"),
+        ("--fp4-recipe --bf16", "argument --fp4-recipe: expected one argument"),
+        ("--fp4-bf16-gemms", "expected at least one argument: give a value"),
         ("--num-layers two", "invalid int value"),
     ],
 )
 def test_a_mistake_is_a_config_error_that_names_the_remedy(flags: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         parse(*MOCK_DATA, *flags.split())
+
+
+@pytest.mark.parametrize(
+    "flag",
+    "--fp4-recipe --fp4-recipe-option --fp4-module-recipe --load --save --tensorboard-dir".split(),
+)
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_value_is_none(flag: str, value: str) -> None:
+    """As --load "$UNSET" gives it, which would start from random weights."""
+    with pytest.raises(ConfigError, match=f"^{flag} has an empty value") as error:
+        parse(*MOCK_DATA, flag, value)
+    assert ("--fp4-recipe off trains without" in str(error.value)) == (flag == "--fp4-recipe")
+
+
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        ("--train-iters -5", "--train-iters -5: give a number of at least 0"),
+        ("--lr nan", "--lr nan: give a finite number"),
+        ("--lr inf", "--lr inf: give a finite number"),
+        ("--lr -0.001", "at least 0"),
+        ("--clip-grad nan", "finite"),
+        ("--init-method-std inf", "finite"),
+        ("--lr-warmup-fraction 2", "--lr-warmup-fraction 2.0: give .* at least 0 and below 1"),
+        ("--save-interval -1", r"at least 1 \(leaving out --save saves nothing\)"),
+        ("--eval-interval 0", r"at least 1 \(--eval-iters 0 leaves evaluation out\)"),
+        ("--eval-interval -3", "at least 1"),
+        ("--eval-iters -1", "at least 0"),
+        ("--log-interval 0", "at least 1"),
+        ("--exit-interval -1", "at least 1"),
+        ("--adam-eps 0", "a number above 0"),
+        ("--hidden-dropout 1", "below 1"),
+        ("--moe-aux-loss-coeff 0.1 -0.1", "--moe-aux-loss-coeff -0.1: give"),
+        ("--num-attention-heads 0", "at least 1"),
+        ("--micro-batch-size 0", "at least 1"),
+    ],
+)
+def test_a_number_out_of_range_is_told_with_the_range(flags: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        parse(*MOCK_DATA, *flags.split())
+
+
+def test_what_the_ranges_name_is_megatrons() -> None:
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    numbers = {action.dest: action for action in parser._actions if action.type in (int, float)}
+    assert set(values._RANGE_OF) <= set(numbers)
+    for name, range_ in values._RANGE_OF.items():  # what is not given is no mistake
+        default = numbers[name].default
+        assert isinstance(default, list) or default is None or default in range_ or default == 0
 
 
 def test_only_what_megatron_raises_becomes_one_line() -> None:
@@ -102,6 +159,77 @@ def test_only_what_megatron_raises_becomes_one_line() -> None:
         raise ImportError("mine")
     with pytest.raises(ConfigError, match="^mine$"), megatrons_demands():
         raise ValueError("mine")
+
+
+def test_a_check_without_a_text_is_told_by_its_condition_and_values(tmp_path: Path) -> None:
+    check = tmp_path / "check.py"  # as pytest would give those of this file a text
+    check.write_text(
+        "def check(args, limit):\n"
+        "    assert 0 < args.some_workers <= limit and (\n"
+        "        len(args.name) > limit  # on several lines\n"
+        "    )\n"
+    )
+    args = argparse.Namespace(some_workers=0, name="x")
+    with pytest.raises(ConfigError) as error, megatrons_demands():
+        runpy.run_path(str(check))["check"](args, 3)
+    assert str(error.value) == (
+        "Megatron demands 0 < --some-workers <= limit and len(--name) > limit, and "
+        "--some-workers is 0, limit is 3, --name is x"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        ("--min-lr 1", "^--min-lr 1.0 is above --lr 0.001: lower it$"),
+        ("--global-batch-size 3", "x 1 data-parallel ranks: give one that is$"),
+        ("--seq-length 128", "longer than --max-position-embeddings 64: raise the latter$"),
+        ("--num-attention-heads 5", "--hidden-size 64 is not a multiple of"),
+        ("--tensor-model-parallel-size 2", "^1 processes cannot be shared out to --tensor-model"),
+        ("--data-path {data}", "the data are named twice: leave out"),
+        ("--train-samples 8", "exclude each other: leave out one"),
+        ("--expert-model-parallel-size 1 --overlap-param-gather", "--use-distributed-optimizer"),
+    ],
+)
+def test_what_megatron_demands_is_told_by_flags(
+    flags: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own words for these name no flag, or there are none."""
+    words = flags.format(data=dataset(tmp_path, [1, 2, 3])).split()
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *TINY, *MOCK_DATA, *words])
+    with pytest.raises(ConfigError, match=remedy):
+        arguments.parse()
+
+
+def test_a_warm_up_that_fills_the_schedule_is_told_by_flags() -> None:
+    with pytest.raises(ConfigError, match="takes 10 samples .* 10: lower --lr-warmup-iters"):
+        with megatrons_demands(while_building=True):
+            OptimizerParamScheduler(None, 0.0, 1.0, 0.0, 10, 10, "cosine", 0.0, 0.0, 10, "linear")
+
+
+def test_help_shows_our_flags_first_and_needs_no_launcher(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for rank, told in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--help"])
+        with pytest.raises(SystemExit) as end:
+            arguments.parse()
+        text = capsys.readouterr().out
+        assert not end.value.code and bool(text) == told
+        assert not told or text.index("--fp4-recipe RECIPE") < text.index("--num-layers")
+        assert not told or text.count("--fp4-recipe RECIPE") == 1 and "10%" in text
+
+
+def test_the_version_needs_no_launcher(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--version"])
+    with pytest.raises(SystemExit) as end:
+        arguments.parse()
+    assert not end.value.code
+    assert capsys.readouterr().out == f"megatron-fp4 {megatron_fp4.__version__}\n"
 
 
 def test_data_and_a_tokenizer_have_to_be_named() -> None:

@@ -10,7 +10,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fp4 import get_recipe, list_recipes
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import graphs, options
+from megatron_fp4.mcore import flags, graphs, options
 from megatron_fp4.recipe import GEMMS, Recipe
 
 PLAIN_OBJECT = 4
@@ -19,7 +19,7 @@ SOME_RECIPE = get_recipe("tetrajet", rule="floor")
 
 @functools.cache
 def parser() -> argparse.ArgumentParser:
-    return options.add_options(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    return flags.add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -43,10 +43,15 @@ def refusal(*flags: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("flags", [(), ("--fp4-recipe",)], ids=["absent", "no value"])
-def test_without_a_value_it_is_off(flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("flags", [(), ("--fp4-recipe", "off"), ("--fp4-recipe", "bf16")])
+def test_it_is_off_where_it_is_left_out_or_turned_off(flags: tuple[str, ...]) -> None:
     args = parse(*flags, "--seed", "7")
     assert args.fp4_recipe is None and options.recipe_of(args) is None
+
+
+def test_a_recipe_that_is_off_takes_no_options() -> None:
+    message = refusal("--fp4-recipe", "off", "--fp4-recipe-option", "rule=ceil")
+    assert message.startswith("--fp4-recipe-option needs a recipe")
 
 
 @pytest.mark.parametrize("name", list_recipes())
