@@ -99,6 +99,11 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="go on from a checkpoint of another recipe, seed, schedule, version or vocabulary",
     )
     group.add_argument(
+        "--fp4-verbose",
+        action="store_true",
+        help="print all that Megatron says while it starts; without it, warnings and errors alone",
+    )
+    group.add_argument(
         "--version",
         action="version",
         version=f"megatron-fp4 {megatron_fp4.__version__}",

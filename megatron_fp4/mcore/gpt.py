@@ -25,7 +25,7 @@ from megatron.training.training import pretrain
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron_fp4.mcore import arguments, compat, dataset_files, demands, graphs, options
+from megatron_fp4.mcore import arguments, compat, dataset_files, demands, graphs, log, options
 from megatron_fp4.mcore.attach import attach
 from megatron_fp4.mcore.run import Run
 from megatron_fp4.mcore.spec import layer_spec
@@ -40,7 +40,14 @@ LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 def train() -> None:
     """Runs `megatron.training.pretrain`, or its evaluation alone with --skip-train."""
     compat.install()
+    log.install()
+    with log.Start() as start:
+        _train(start)
+
+
+def _train(start: log.Start) -> None:
     args = arguments.parse()
+    start.follow(args)
     step: Callable[..., Any] = forward_step
     run = None
     with demands.megatrons_demands():
@@ -56,9 +63,11 @@ def train() -> None:
                 print(f"megatron-fp4: {advice}", flush=True)
             model.pre_wrap_hooks.append(partial(attach, run))
             step = run.counting(forward_step)
+        elif args.rank == 0:
+            print(log.precision(args), flush=True)
         config = pretrain_cfg_container_from_args(args, model)
     try:
-        pretrain(config, datasets, ModelType.encoder_or_decoder, step)
+        pretrain(config, datasets, ModelType.encoder_or_decoder, start.before(step))
     finally:
         if run is not None:
             run.report()

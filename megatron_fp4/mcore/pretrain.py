@@ -69,6 +69,10 @@ def _quiet() -> None:
         "Apex is not installed",
         "Only transformer-engine>=1.7.0 supports MoE experts, but your version is 0.0.0",
         "absl.logging is not installed",
+        "MimoModelConfig is experimental",
+        "torch.distributed is disabled, unavailable or uninitialized",  # in torch's checkpoints
+        "The argument order of load has been changed",
+        "Please use DTensor instead and we are deprecating ShardedTensor",
         "'pin_memory' argument is set as true but no accelerator is found",  # on a CPU
     ):
         warnings.filterwarnings("ignore", message=start)

@@ -65,6 +65,7 @@ class Run:
         self._first_rows: dict[_Shape, Tensor] = {}  # of the first microbatch
         self._rows: dict[_Shape, tuple[int, Tensor]] = {}  # of the latest one
         self._clock: graphs.Clock | None = None
+        self._ended: set[Recipe] = set()  # whose schedule is known to have ended
         self._last_sighting = -2  # the step of it; -2 is not the one before any
 
     @property
@@ -100,6 +101,7 @@ class Run:
             self._tell_of(self.monitor.rounding)
             self._step = step
             self._counts.clear()
+            self._tell_of_schedules(training)
         # Modulo, since upstream may run a step twice to tell a broken machine from a NaN.
         local = self._counts[vp_stage] % get_num_microbatches()
         self._counts[vp_stage] += 1
@@ -196,6 +198,23 @@ class Run:
         """Say where a NaN or Inf first stood, if one did since the step began."""
         self._tell(self.monitor.look())
         self._tell_of(self.monitor.rounding)
+
+    def _tell_of_schedules(self, training: bool) -> None:
+        """In the first step of this run that a recipe's schedule has returned to high precision."""
+        if not training:
+            return
+        now = self.now()
+        for recipe in self.recipes:
+            ended = self.in_force(recipe, now) is not recipe
+            if ended and recipe not in self._ended and once(f"schedule:{recipe.name}"):
+                plain = "BF16" if self.args.bf16 else "FP16" if self.args.fp16 else "FP32"
+                gemms = ", ".join(recipe.bf16_gemms)
+                print(
+                    f"megatron-fp4: {gemms} of recipe {recipe.name} run in {plain} from step "
+                    f"{self._step + 1} on, after {recipe.bf16_after:.4g} of training",
+                    flush=True,
+                )
+            self._ended |= {recipe} if ended else set()
 
     def _tell_of(self, rounding: Rounding | None) -> None:
         """As often as Megatron logs, and for each pipeline stage."""

@@ -30,7 +30,7 @@ MOCK_DATA = "--tokenizer-type NullTokenizer --vocab-size 512 --mock-data".split(
 @dataclass(frozen=True)
 class Result:
     status: int  # torchrun's exit status
-    losses: list[float]  # what each logged iteration says; after a resume, a running average
+    losses: list[float]  # what each logged iteration says
     evaluations: list[float]  # losses on held-out data, in the order of the log
     output: str  # standard output and standard error
 
