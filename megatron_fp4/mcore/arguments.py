@@ -7,14 +7,12 @@ asks for in so many words and cannot have is an error of one line.
 
 import argparse
 import errno
-import importlib.util
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import sentencepiece
 import torch
 from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -22,7 +20,16 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import dataset_files, demands, flags, options, values, vocabulary
+from megatron_fp4.mcore import (
+    dataset_files,
+    demands,
+    flags,
+    options,
+    packages,
+    tokenizers,
+    values,
+    vocabulary,
+)
 
 # What Megatron asserts to be there, and has no default for; some go by an older name too.
 _REQUIRED = {
@@ -116,10 +123,15 @@ def validate(args: argparse.Namespace) -> None:
     for option in ("sft", "fim_data", "dataloader_inter_document_masking"):
         if getattr(args, option):
             raise ConfigError(f"{_flag(option)} is not supported: pretraining only")
-    _check_tokenizer(args)
+    if args.inprocess_restart:
+        raise ConfigError("--inprocess-restart is not supported: leave it out")
+    tokenizers.check(args)
     vocabulary.check(args)
+    values.check_together(args)
     dataset_files.check_files(args)
     _check_save(args)
+    _check_folders(args)
+    packages.check(args)
 
 
 def _machine_defaults() -> dict[str, Any]:
@@ -131,9 +143,9 @@ def _machine_defaults() -> dict[str, Any]:
     }
     if not HAVE_TE:
         defaults |= {"transformer_impl": "local", "apply_rope_fusion": False}
-    if not _installed("apex"):
+    if not packages.installed("apex"):
         defaults |= {"no_persist_layer_norm": True, "masked_softmax_fusion": False}
-    if not _installed("one_logger"):  # NVIDIA's own; on by default, and a warning where missing
+    if not packages.installed("one_logger"):  # NVIDIA's own: on by default, a warning if missing
         defaults["enable_one_logger"] = False
     if not torch.cuda.is_available():
         defaults |= {
@@ -149,10 +161,6 @@ def _machine_defaults() -> dict[str, Any]:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _error(parser: argparse.ArgumentParser) -> Callable[[str], NoReturn]:
@@ -182,11 +190,13 @@ def _checked(parser: argparse.ArgumentParser) -> Callable[..., argparse.Namespac
     def parse_args(*args: Any, **kwargs: Any) -> argparse.Namespace:
         parsed = parse(*args, **kwargs)
         values.check(parser, parsed)
+        if parsed.yaml_cfg is not None and not Path(parsed.yaml_cfg).is_file():
+            raise ConfigError(f"no file {parsed.yaml_cfg}: give --yaml-cfg one that exists")
         if parsed.reset_attention_mask:  # it exists in the mask alone
             parsed.create_attention_mask_in_dataloader = True
         # The package's linears add dW to main_grad themselves; upstream's need apex for it.
         parsed.fp4_wgrad_fusion = parsed.gradient_accumulation_fusion
-        if not _installed("fused_weight_gradient_mlp_cuda"):
+        if not packages.installed("fused_weight_gradient_mlp_cuda"):
             parsed.gradient_accumulation_fusion = False
         options.settle(parsed)
         _check_background_save(parsed)
@@ -195,35 +205,6 @@ def _checked(parser: argparse.ArgumentParser) -> Callable[..., argparse.Namespac
         return parsed
 
     return parse_args
-
-
-def _check_tokenizer(args: argparse.Namespace) -> None:
-    if args.tokenizer_type is None:
-        raise ConfigError(
-            "no tokenizer: give --tokenizer-type SentencePieceTokenizer --tokenizer-model PATH, "
-            "or --tokenizer-type NullTokenizer --vocab-size N for data that is already numbers"
-        )
-    if args.tokenizer_type == "HuggingFaceTokenizer" and not _installed("transformers"):
-        raise ConfigError(
-            "--tokenizer-type HuggingFaceTokenizer needs transformers: pip install transformers"
-        )
-    if args.tokenizer_type == "NullTokenizer" and not args.vocab_size:
-        raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
-    if "SentencePiece" in args.tokenizer_type or args.tokenizer_type == "Llama2Tokenizer":
-        if args.tokenizer_model is None:
-            raise ConfigError(f"{args.tokenizer_type} needs --tokenizer-model PATH")
-        if not Path(args.tokenizer_model).is_file():
-            raise ConfigError(
-                f"no tokenizer at {args.tokenizer_model}: give --tokenizer-model the .model file "
-                "that the data was prepared with (tools/prepare_data.py writes one)"
-            )
-        try:
-            sentencepiece.SentencePieceProcessor(model_file=args.tokenizer_model)
-        except (OSError, RuntimeError) as error:
-            raise ConfigError(
-                f"{args.tokenizer_model} is no SentencePiece model, or is cut short: give "
-                "--tokenizer-model the .model file that the data was prepared with"
-            ) from error
 
 
 def _check_save(args: argparse.Namespace) -> None:
@@ -237,16 +218,21 @@ def _check_save(args: argparse.Namespace) -> None:
         )
     if args.save_interval is None:
         raise ConfigError("--save needs --save-interval N: the steps from checkpoint to checkpoint")
-    if is_object_storage_path(args.save):
-        return
-    try:
-        os.makedirs(args.save, exist_ok=True)
-        if not os.access(args.save, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise ConfigError(
-            f"--save {args.save} cannot be written ({error.strerror}): give another folder"
-        ) from error
+
+
+def _check_folders(args: argparse.Namespace) -> None:
+    for name in ("save", "tensorboard_dir", "wandb_save_dir"):
+        folder = getattr(args, name)
+        if folder is None or is_object_storage_path(folder):
+            continue
+        try:
+            os.makedirs(folder, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise ConfigError(
+                f"{_flag(name)} {folder} cannot be written ({error.strerror}): give another folder"
+            ) from error
 
 
 def _check_background_save(args: argparse.Namespace) -> None:
@@ -263,7 +249,7 @@ def _check_background_save(args: argparse.Namespace) -> None:
             "--async-save needs a GPU, which its worker asks for, and this machine shows none: "
             "leave it out"
         )
-    if args.async_strategy == "nvrx" and not _installed("nvidia_resiliency_ext"):
+    if args.async_strategy == "nvrx" and not packages.installed("nvidia_resiliency_ext"):
         raise ConfigError(
             "--async-save needs nvidia-resiliency-ext: pip install nvidia-resiliency-ext, or add "
             "--async-strategy mcore"

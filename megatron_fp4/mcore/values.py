@@ -87,6 +87,32 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
                 _check_number(action, value)
 
 
+def check_together(args: argparse.Namespace) -> None:
+    """Raises ConfigError for numbers that have to be multiples of others and are not."""
+    heads, ranks = "num_attention_heads", "tensor_model_parallel_size"
+    pairs = [(heads, ranks)]
+    if not args.num_experts:
+        pairs.append(("ffn_hidden_size", ranks))
+    if args.group_query_attention:
+        pairs.append((heads, "num_query_groups"))
+    if args.sequence_parallel:
+        pairs.append(("seq_length", ranks))
+    if args.num_experts:
+        pairs.append(("num_experts", "expert_model_parallel_size"))
+        if args.moe_router_topk > args.num_experts:
+            raise ConfigError(
+                f"--moe-router-topk {args.moe_router_topk} is above --num-experts "
+                f"{args.num_experts}: lower it"
+            )
+    for name, divisor in pairs:
+        number, by = getattr(args, name), getattr(args, divisor)
+        if number is not None and number % by:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {number} is not a multiple of "
+                f"--{divisor.replace('_', '-')} {by}: change one of them"
+            )
+
+
 def _check_number(action: argparse.Action, number: float) -> None:
     if not math.isfinite(number):
         raise ConfigError(f"{_flag(action)} {number}: give a finite number")

@@ -1,35 +1,20 @@
 """What the command line means on a machine without a GPU."""
 
-import argparse
-import runpy
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.utils import divide
-from megatron.training.arguments import add_megatron_arguments
 
-import megatron_fp4
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import arguments, gpt, pretrain, values
-from megatron_fp4.mcore.demands import megatrons_demands
+from megatron_fp4.mcore import arguments, gpt, packages, pretrain
+from tests.mcore.command_line import dataset, parse
 from tests.mcore.launch import MOCK_DATA, TINY
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
-
-
-def parse(*flags: str, model: list[str] = TINY) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser = arguments.add_arguments(add_megatron_arguments(parser))
-    return parser.parse_args([*model, *flags])
 
 
 def test_no_flag_has_to_say_that_there_is_no_gpu() -> None:
@@ -55,7 +40,35 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
         ("--tokenizer-type Llama2Tokenizer --tokenizer-model no.model", "prepare_data"),
         ("--data-path 0.5 no/data 0.5 no/other", "no/data.idx does not exist"),
         ("--per-split-data-args-path no.json", "should list the datasets"),
-        ("--tokenizer-type HuggingFaceTokenizer --mock-data", "pip install transformers"),
+        ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model PATH"),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /no/such", "no tokenizer at /no"),
+        (
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model own/name",
+            "install transformers",
+        ),
+        ("--tokenizer-type GPT2BPETokenizer", "needs --vocab-file PATH"),
+        ("--tokenizer-type GPT2BPETokenizer --vocab-file pyproject.toml", "needs --merge-file"),
+        ("--tokenizer-type TikTokenizer --tokenizer-model no.json", "no tokenizer at no.json"),
+        ("--tokenizer-type MultimodalTokenizer", "is not supported"),
+        ("--inprocess-restart", "not supported"),
+        ("--yaml-cfg no.yaml", "no file no.yaml"),
+        ("--tensorboard-dir /proc/nope", "--tensorboard-dir /proc/nope cannot be written"),
+        ("--adlr-autoresume", "needs the package userlib, which is not installed: leave it out"),
+        ("--non-persistent-ckpt-type local", "pip install nvidia-resiliency-ext"),
+        ("--log-memory-to-tensorboard", "logs nothing without --tensorboard-dir DIR: add it"),
+        (
+            "--num-query-groups 3",
+            "--num-attention-heads 4 is not a multiple of --num-query-groups 3",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --ffn-hidden-size 161",
+            "161 is not a multiple of --tensor-model-parallel-size 2",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 63",
+            "--seq-length 63 is not a multiple of --tensor-model-parallel-size 2",
+        ),
+        ("--num-experts 4 --moe-router-topk 5", "above --num-experts 4: lower it"),
         ("--sft", "pretraining only"),
         ("--rampup-batch-size 2 2 8", "use --step-batch-size-schedule"),
         ("--recompute-modules layernorm", "recompute other modules"),
@@ -95,141 +108,6 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
 def test_a_mistake_is_a_config_error_that_names_the_remedy(flags: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         parse(*MOCK_DATA, *flags.split())
-
-
-@pytest.mark.parametrize(
-    "flag",
-    "--fp4-recipe --fp4-recipe-option --fp4-module-recipe --load --save --tensorboard-dir".split(),
-)
-@pytest.mark.parametrize("value", ["", " "])
-def test_an_empty_value_is_none(flag: str, value: str) -> None:
-    """As --load "$UNSET" gives it, which would start from random weights."""
-    with pytest.raises(ConfigError, match=f"^{flag} has an empty value") as error:
-        parse(*MOCK_DATA, flag, value)
-    assert ("--fp4-recipe off trains without" in str(error.value)) == (flag == "--fp4-recipe")
-
-
-@pytest.mark.parametrize(
-    ("flags", "remedy"),
-    [
-        ("--train-iters -5", "--train-iters -5: give a number of at least 0"),
-        ("--lr nan", "--lr nan: give a finite number"),
-        ("--lr inf", "--lr inf: give a finite number"),
-        ("--lr -0.001", "at least 0"),
-        ("--clip-grad nan", "finite"),
-        ("--init-method-std inf", "finite"),
-        ("--lr-warmup-fraction 2", "--lr-warmup-fraction 2.0: give .* at least 0 and below 1"),
-        ("--save-interval -1", r"at least 1 \(leaving out --save saves nothing\)"),
-        ("--eval-interval 0", r"at least 1 \(--eval-iters 0 leaves evaluation out\)"),
-        ("--eval-interval -3", "at least 1"),
-        ("--eval-iters -1", "at least 0"),
-        ("--log-interval 0", "at least 1"),
-        ("--exit-interval -1", "at least 1"),
-        ("--adam-eps 0", "a number above 0"),
-        ("--hidden-dropout 1", "below 1"),
-        ("--moe-aux-loss-coeff 0.1 -0.1", "--moe-aux-loss-coeff -0.1: give"),
-        ("--num-attention-heads 0", "at least 1"),
-        ("--micro-batch-size 0", "at least 1"),
-    ],
-)
-def test_a_number_out_of_range_is_told_with_the_range(flags: str, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=remedy):
-        parse(*MOCK_DATA, *flags.split())
-
-
-def test_what_the_ranges_name_is_megatrons() -> None:
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    numbers = {action.dest: action for action in parser._actions if action.type in (int, float)}
-    assert set(values._RANGE_OF) <= set(numbers)
-    for name, range_ in values._RANGE_OF.items():  # what is not given is no mistake
-        default = numbers[name].default
-        assert isinstance(default, list) or default is None or default in range_ or default == 0
-
-
-def test_only_what_megatron_raises_becomes_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"^7 is not divisible by 2 \(utils.py:\d+\)$"):
-        with megatrons_demands(while_building=True):
-            divide(7, 2)
-    for kind in (ValueError, ImportError):  # a mistake of ours keeps its traceback
-        with pytest.raises(kind, match="^mine$") as raised:
-            with megatrons_demands(while_building=True):
-                raise kind("mine")
-        assert type(raised.value) is kind
-    with pytest.raises(ImportError), megatrons_demands():
-        raise ImportError("mine")
-    with pytest.raises(ConfigError, match="^mine$"), megatrons_demands():
-        raise ValueError("mine")
-
-
-def test_a_check_without_a_text_is_told_by_its_condition_and_values(tmp_path: Path) -> None:
-    check = tmp_path / "check.py"  # as pytest would give those of this file a text
-    check.write_text(
-        "def check(args, limit):\n"
-        "    assert 0 < args.some_workers <= limit and (\n"
-        "        len(args.name) > limit  # on several lines\n"
-        "    )\n"
-    )
-    args = argparse.Namespace(some_workers=0, name="x")
-    with pytest.raises(ConfigError) as error, megatrons_demands():
-        runpy.run_path(str(check))["check"](args, 3)
-    assert str(error.value) == (
-        "Megatron demands 0 < --some-workers <= limit and len(--name) > limit, and "
-        "--some-workers is 0, limit is 3, --name is x"
-    )
-
-
-@pytest.mark.parametrize(
-    ("flags", "remedy"),
-    [
-        ("--min-lr 1", "^--min-lr 1.0 is above --lr 0.001: lower it$"),
-        ("--global-batch-size 3", "x 1 data-parallel ranks: give one that is$"),
-        ("--seq-length 128", "longer than --max-position-embeddings 64: raise the latter$"),
-        ("--num-attention-heads 5", "--hidden-size 64 is not a multiple of"),
-        ("--tensor-model-parallel-size 2", "^1 processes cannot be shared out to --tensor-model"),
-        ("--data-path {data}", "the data are named twice: leave out"),
-        ("--train-samples 8", "exclude each other: leave out one"),
-        ("--expert-model-parallel-size 1 --overlap-param-gather", "--use-distributed-optimizer"),
-    ],
-)
-def test_what_megatron_demands_is_told_by_flags(
-    flags: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its own words for these name no flag, or there are none."""
-    words = flags.format(data=dataset(tmp_path, [1, 2, 3])).split()
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *TINY, *MOCK_DATA, *words])
-    with pytest.raises(ConfigError, match=remedy):
-        arguments.parse()
-
-
-def test_a_warm_up_that_fills_the_schedule_is_told_by_flags() -> None:
-    with pytest.raises(ConfigError, match="takes 10 samples .* 10: lower --lr-warmup-iters"):
-        with megatrons_demands(while_building=True):
-            OptimizerParamScheduler(None, 0.0, 1.0, 0.0, 10, 10, "cosine", 0.0, 0.0, 10, "linear")
-
-
-def test_help_shows_our_flags_first_and_needs_no_launcher(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    for rank, told in (("0", True), ("1", False)):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--help"])
-        with pytest.raises(SystemExit) as end:
-            arguments.parse()
-        text = capsys.readouterr().out
-        assert not end.value.code and bool(text) == told
-        assert not told or text.index("--fp4-recipe RECIPE") < text.index("--num-layers")
-        assert not told or text.count("--fp4-recipe RECIPE") == 1 and "10%" in text
-
-
-def test_the_version_needs_no_launcher(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--version"])
-    with pytest.raises(SystemExit) as end:
-        arguments.parse()
-    assert not end.value.code
-    assert capsys.readouterr().out == f"megatron-fp4 {megatron_fp4.__version__}\n"
 
 
 def test_data_and_a_tokenizer_have_to_be_named() -> None:
@@ -274,15 +152,6 @@ def test_a_tokenizer_that_is_none(content: bytes, tmp_path: Path) -> None:
     flags = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model))
     with pytest.raises(ConfigError, match="no SentencePiece model, or is cut short"):
         parse("--mock-data", *flags)
-
-
-def dataset(folder: Path, *documents: list[int]) -> str:
-    prefix = str(folder / "text")
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
-    for document in documents:
-        builder.add_document(numpy.array(document, dtype=numpy.uint16), [len(document)])
-    builder.finalize(f"{prefix}.idx")
-    return prefix
 
 
 @pytest.mark.parametrize(
@@ -384,7 +253,7 @@ def test_saving_in_the_background_needs_its_package_where_there_is_a_gpu(
     args = parse(*MOCK_DATA, "--async-save")  # upstream saves in the foreground, and says so
     args.use_persistent_ckpt_worker = True
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(arguments, "_installed", lambda package: False)
+    monkeypatch.setattr(packages, "installed", lambda package: False)
     with pytest.raises(ConfigError, match="add --async-strategy mcore"):
         arguments._check_background_save(args)
     args.async_strategy = "mcore"

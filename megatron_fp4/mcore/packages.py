@@ -1,0 +1,58 @@
+"""Optional packages that flags of Megatron's need. Where one is missing Megatron drops the flag, or
+ends with the text of a failed import."""
+
+import argparse
+import importlib.util
+
+from megatron_fp4.errors import ConfigError
+
+# By Megatron's argument: what is imported, and how it is installed where a registry has it.
+_NEEDED = {
+    "tensorboard_dir": ("tensorboard", "tensorboard"),
+    "wandb_project": ("wandb", "wandb"),
+    "log_energy": ("pynvml", "nvidia-ml-py"),
+    "enable_ft_package": ("nvidia_resiliency_ext", "nvidia-resiliency-ext"),
+    "enable_msc": ("multistorageclient", "multi-storage-client"),
+    "run_workload_inspector_server": ("workload_inspector", None),
+    "adlr_autoresume": ("userlib", None),
+    "one_logger_run_name": ("one_logger", None),
+    "one_logger_async": ("one_logger", None),
+}
+# What does nothing without another flag: Megatron writes to wandb where it writes to tensorboard.
+_NEEDS_TENSORBOARD = (
+    "wandb_project",
+    "log_timers_to_tensorboard",
+    "log_validation_ppl_to_tensorboard",
+    "log_memory_to_tensorboard",
+    "log_world_size_to_tensorboard",
+)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a flag that would do nothing for want of a package or another flag."""
+    for name, (package, distribution) in _NEEDED.items():
+        if getattr(args, name) and not installed(package):
+            raise ConfigError(_missing(_flag(name), package, distribution))
+    if args.non_persistent_ckpt_type == "local" and not installed("nvidia_resiliency_ext"):
+        flag, package = "--non-persistent-ckpt-type local", "nvidia_resiliency_ext"
+        raise ConfigError(_missing(flag, package, "nvidia-resiliency-ext"))
+    for name in _NEEDS_TENSORBOARD:
+        if getattr(args, name) and not args.tensorboard_dir:
+            raise ConfigError(f"{_flag(name)} logs nothing without --tensorboard-dir DIR: add it")
+    if args.wandb_project and not args.wandb_exp_name:
+        raise ConfigError("--wandb-project needs --wandb-exp-name NAME: add it")
+    if args.wandb_project and not (args.wandb_save_dir or args.save):
+        raise ConfigError("--wandb-project needs --wandb-save-dir DIR, or --save: add one")
+
+
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _missing(flag: str, package: str, distribution: str | None) -> str:
+    remedy = "leave it out" if distribution is None else f"pip install {distribution}"
+    return f"{flag} needs the package {package}, which is not installed: {remedy}"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
