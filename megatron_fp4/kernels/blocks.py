@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_fp4.formats import E2M1_MAX, SCALE_FLOATS
 from megatron_fp4.kernels.encode import nearest, stochastic
-from megatron_fp4.kernels.launch import Launch, on, planned, tiles
+from megatron_fp4.kernels.launch import Launch, kernel, on, planned, tiles
 from megatron_fp4.kernels.philox import placed_in_tile, rest_of_tile
 from megatron_fp4.kernels.quantize import GROUP, SILENCE, drawn, is_in_memory, signed
 from megatron_fp4.kernels.rows import INFINITE, fp8_code
@@ -46,7 +46,7 @@ def _largest(v, ACROSS: tl.constexpr, ALONG: tl.constexpr):
     return tl.max(tl.max(tl.reshape(bits, (R // ACROSS, ACROSS, C // ALONG, ALONG)), 3), 1)
 
 
-@triton.jit
+@kernel(fp_fusion=True)
 def top_kernel(
     x_ptr,
     top_ptr,
@@ -86,7 +86,7 @@ def _scale_of(code, BIAS: tl.constexpr):
     return tl.where(code < 8, code.to(tl.float32) * 2.0 ** (-BIAS - 2), normal)
 
 
-@triton.jit(do_not_specialize=["stream", "per_row", "step", "seed_low", "seed_high"])
+@kernel(fp_fusion=True, do_not_specialize=["stream", "per_row", "step", "seed_low", "seed_high"])
 def cast_kernel(
     x_ptr,
     top_ptr,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fp4.kernels.fp8 import FORMATS, LOWEST, looked_up, table
-from megatron_fp4.kernels.launch import Launch, captured, on, planned, stream_of, tiles
+from megatron_fp4.kernels.launch import Launch, captured, kernel, on, planned, stream_of, tiles
 from megatron_fp4.quantizer import QuantizedTensor
 
 ROWS, BLOCKS, WARPS = 1, 256, 2  # of a program, by what was fastest on an H200
@@ -170,7 +170,7 @@ def _operand(
     tl.store(fold_ptr + rows, (fold << 23).to(tl.float32, bitcast=True), mask=rows < n_rows)
 
 
-@triton.jit
+@kernel(fp_fusion=True)
 def carry_kernel(
     a_codes_ptr,
     a_scales_ptr,
@@ -281,7 +281,7 @@ def _form(every: int, element: torch.dtype, mends: bool) -> tuple[int, ...]:
     return int(mends), *tile, *FORMATS[element], LOWEST[FORMATS[element][0]]
 
 
-@triton.jit
+@kernel(fp_fusion=True)
 def elements_kernel(codes_ptr, out_ptr, n, INTERPRETED: tl.constexpr, TILE: tl.constexpr):
     """n words of eight codes -> words of four E4M3."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)

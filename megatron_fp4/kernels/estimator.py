@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_fp4.estimators import DGE
-from megatron_fp4.kernels.launch import on, tiles
+from megatron_fp4.kernels.launch import kernel, on, run, tiles
 from megatron_fp4.quantizer import QuantizedTensor
 
 TILE, WARPS = 2048, 4
 
 
-@triton.jit
+@kernel(fp_fusion=True)
 def factor_kernel(
     dw_ptr,
     weight_ptr,
@@ -55,14 +54,18 @@ def scale(dw: Tensor, estimator: DGE, w: QuantizedTensor, weight: Tensor) -> Ten
     """dw [out, in], multiplied in place by the factor of `weight`, which `w` was made of."""
     rows, columns = dw.shape
     with on(dw):
-        factor_kernel[rows, tiles(columns, TILE)](
-            dw,
-            weight.view(torch.int16),
-            w.scales,
-            columns,
-            1 / estimator.k - 1,
-            1 / estimator.k,
-            estimator.clip,
+        run(
+            factor_kernel,
+            (rows, tiles(columns, TILE)),
+            [
+                dw,
+                weight.view(torch.int16),
+                w.scales,
+                columns,
+                1 / estimator.k - 1,
+                1 / estimator.k,
+                estimator.clip,
+            ],
             TILE=TILE,
             num_warps=WARPS,
         )

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from megatron_fp4.kernels.encode import bf16_bits
+from megatron_fp4.kernels.launch import kernel
 from megatron_fp4.kernels.mxfp4 import across, along, loaded
 from megatron_fp4.kernels.philox import (
     placed,
@@ -202,7 +203,7 @@ def _turned_across(
 _NUMBERS = ["stream", "signs_stream", "draw", "per_row", "step", "seed_low", "seed_high"]
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@kernel(fp_fusion=True, do_not_specialize=_NUMBERS)
 def transform_kernel(
     x_ptr,
     codes_ptr,

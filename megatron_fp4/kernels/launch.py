@@ -6,7 +6,7 @@ which takes longer than many a kernel runs. A Launch is made once for what calls
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -14,6 +14,39 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+
+
+def kernel(
+    *, fp_fusion: bool, do_not_specialize: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a Triton kernel of a function, as triton.jit does, and keeps what it says of fusion.
+
+    fp_fusion: whether the compiler may fuse a product and the sum that it goes into, which are then
+    rounded once and not twice. Every kernel says so, since Triton's default changes between
+    versions and bits may hang on it: True where no code or scale does.
+    do_not_specialize: names of integer arguments whose values the kernel is not compiled anew for.
+    """
+
+    def made(function: Callable[..., Any]) -> Any:
+        jitted: Any = triton.jit(function, do_not_specialize=do_not_specialize)
+        jitted.fp_fusion = fp_fusion
+        return jitted
+
+    return made
+
+
+def options_of(kernel: Any, **others: Any) -> dict[str, Any]:
+    """Options that a kernel is compiled with: `others` (num_warps, ...) and what it says itself.
+    Raises TypeError for a kernel that was not made by `kernel`."""
+    if not hasattr(kernel, "fp_fusion"):
+        raise TypeError(f"{kernel} says nothing about fusion: make it by launch.kernel")
+    return others | {"enable_fp_fusion": kernel.fp_fusion}
+
+
+def run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **constants: Any) -> Any:
+    """Starts a kernel as Triton does, and returns what was compiled. constants: its constants by
+    name, and options."""
+    return kernel[grid](*arguments, **options_of(kernel, **constants))
 
 
 def planned[Plan: Callable[..., Any]](launches: Plan) -> Plan:
@@ -78,7 +111,7 @@ class Launch:
         **options: Any,
     ) -> None:
         self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
-        self._constants, self._options = constants, options
+        self._constants, self._options = constants, options_of(kernel, **options)
         names = list(kernel.arg_names)
         plain = [name for name in names if name not in constants]
         assert names == plain + names[len(plain) :]  # constants come last

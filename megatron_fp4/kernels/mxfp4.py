@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from megatron_fp4.kernels import decode, encode, fp8
+from megatron_fp4.kernels.launch import kernel
 from megatron_fp4.kernels.philox import placed_in_tile, rest_of_tile
 
 BLOCK = 32  # elements that share a scale
@@ -249,7 +250,7 @@ def folded(
 _NUMBERS = ["along_stream", "across_stream", "per_row", "step", "seed_low", "seed_high"]
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@kernel(fp_fusion=True, do_not_specialize=_NUMBERS)
 def quantize_kernel(
     x_ptr,
     x_scales_ptr,

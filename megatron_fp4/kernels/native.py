@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.kernels.launch import on, tiles
+from megatron_fp4.kernels.launch import kernel, on, run, tiles
 
 TILE_M, TILE_N, TILE_K = 128, 128, 128
 BAND = 8  # rows of tiles that go over the columns together, so that b's tiles stay in the cache
@@ -47,7 +47,7 @@ def _operand(codes_ptr, scales_ptr, rows, n_rows, start, k, TILE_K: tl.constexpr
     return codes, scales
 
 
-@triton.jit
+@kernel(fp_fusion=True)
 def product_kernel(
     a_ptr,
     a_scales_ptr,
@@ -95,16 +95,10 @@ def product(
     m, n, k = len(codes), len(others), 32 * scales.shape[1]
     grid = (tiles(m, TILE_M) * tiles(n, TILE_N),)
     with on(codes):
-        product_kernel[grid](
-            codes,
-            scales,
-            others,
-            other_scales,
-            out,
-            m,
-            n,
-            k,
-            alpha,
+        run(
+            product_kernel,
+            grid,
+            [codes, scales, others, other_scales, out, m, n, k, alpha],
             ADDS=accumulates,
             TILE_M=TILE_M,
             TILE_N=TILE_N,

@@ -16,13 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fp4.kernels.encode import bf16_bits
-from megatron_fp4.kernels.launch import on
+from megatron_fp4.kernels.launch import kernel, on, run
 from megatron_fp4.outliers import OutlierClamp, Residual, index_dtype, ranks
 
 WIDEST = torch.iinfo(torch.int16).max  # features: two counts share a word
 PER_WARP = 1024  # elements, 32 a thread
-# The contract's product is rounded before it is added to.
-OPTIONS = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -64,7 +62,8 @@ def _between(first, second, weight):
 _PLAIN = ["low_below", "low_above", "low_weight", "high_below", "high_above", "high_weight"]
 
 
-@triton.jit(do_not_specialize=[*_PLAIN, "n_slots"])
+# The contract's product is rounded before it is added to.
+@kernel(fp_fusion=False, do_not_specialize=[*_PLAIN, "n_slots"])
 def split_kernel(
     x_ptr,
     clamped_ptr,
@@ -139,21 +138,24 @@ def split(x: Tensor, clamp: OutlierClamp) -> tuple[Tensor, Residual]:
     low, high = ranks(1 - clamp.alpha, features), ranks(clamp.alpha, features)
     block = triton.next_power_of_2(features)
     with on(x):
-        split_kernel[(tokens,)](
-            x.view(torch.int16),
-            clamped.view(torch.int16),
-            values.view(torch.int16),
-            places,
-            *low[:2],
-            _float64_bits(low[2]),
-            *high[:2],
-            _float64_bits(high[2]),
-            slots,
-            features,
+        run(
+            split_kernel,
+            (tokens,),
+            [
+                x.view(torch.int16),
+                clamped.view(torch.int16),
+                values.view(torch.int16),
+                places,
+                *low[:2],
+                _float64_bits(low[2]),
+                *high[:2],
+                _float64_bits(high[2]),
+                slots,
+                features,
+            ],
             FEATURES=block,
             SLOTS=triton.next_power_of_2(slots),
             num_warps=warps(block),
-            **OPTIONS,
         )
     return clamped, Residual(values, places, "token", x.shape)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fp4.formats import element_max
 from megatron_fp4.kernels.encode import nearest
-from megatron_fp4.kernels.launch import Launch, on, planned, tiles
+from megatron_fp4.kernels.launch import Launch, kernel, on, planned, tiles
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
 EXPONENTS = {"e4m3": (3, 7), "e5m2": (2, 15), "e2m1": (1, 1)}  # mantissa bits and bias
@@ -48,7 +48,7 @@ def _folded(
     return v
 
 
-@triton.jit
+@kernel(fp_fusion=True)
 def largest_kernel(
     x_ptr,
     fold_ptr,
@@ -97,7 +97,8 @@ def fp8_code(v, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     return tl.where(magnitude < 2.0 ** (1 - BIAS), steps, normal)
 
 
-@triton.jit
+# A product fused with the sum that rounds its codes would be rounded once, not twice.
+@kernel(fp_fusion=False)
 def cast_kernel(
     x_ptr,
     fold_ptr,
@@ -205,12 +206,11 @@ def _launches(
     kind = dict(LIMIT=element_max(element), E2M1=element == "e2m1", MANTISSA=mantissa, BIAS=bias)
     return (
         Launch(largest_kernel, grid, form, _BITS, num_warps=WARPS),
-        # A product fused with the sum that rounds its codes would be rounded once, not twice.
-        Launch(cast_kernel, grid, form | kind, _BITS, num_warps=WARPS, enable_fp_fusion=False),
+        Launch(cast_kernel, grid, form | kind, _BITS, num_warps=WARPS),
     )
 
 
-@triton.jit
+@kernel(fp_fusion=True)
 def turn_kernel(
     codes_ptr, out_ptr, n_rows, n_bytes, TILE_ROWS: tl.constexpr, TILE_BYTES: tl.constexpr
 ):

@@ -1,17 +1,10 @@
 """The kernels compile for Ampere, Hopper and Blackwell, on a machine without a GPU."""
 
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.backends import nvidia
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from megatron_fp4.kernels import blocks, carrier
 from megatron_fp4.kernels.carrier import carry_kernel
@@ -19,35 +12,19 @@ from megatron_fp4.kernels.estimator import factor_kernel
 from megatron_fp4.kernels.fp8 import FORMATS
 from megatron_fp4.kernels.hadamard import transform_kernel
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
-from megatron_fp4.kernels.outliers import OPTIONS, split_kernel, warps
+from megatron_fp4.kernels.outliers import split_kernel, warps
 from megatron_fp4.kernels.quantize import tile
 from megatron_fp4.kernels.rows import EXPONENTS, cast_kernel, largest_kernel
 from megatron_fp4.quantizer import Quantizer
-
-BOTH = {"ALONG": True, "ACROSS": True}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "nearest": BOTH | {"STOCHASTIC": False},
-    "stochastic": BOTH | {"STOCHASTIC": True},
-    "along": BOTH | {"STOCHASTIC": False, "ACROSS": False},
-    "across": BOTH | {"STOCHASTIC": True, "ALONG": False},
-    "carried": BOTH | {"STOCHASTIC": True, "ALONG_CARRIED": 2, "ACROSS_CARRIED": 3},
-    "carried along": BOTH | {"STOCHASTIC": False, "ALONG_CARRIED": 3, "ACROSS": False},
-    "of a graph": BOTH | {"STOCHASTIC": True, "IN_MEMORY": True},
-    "averaged": BOTH | {"STOCHASTIC": False, "AVERAGED": True, "ALONG_CARRIED": 3},
-    "packed": BOTH | {"STOCHASTIC": True, "ALONG": False, "PACKED": True},
-}
-SHARED = {"CEIL": True, "PRESCALE": 0.75, "INTERPRETED": False, "HAS_GROUPS": True}
-PLAIN = SHARED | {
-    "AVERAGED": False,
-    "ALONG_CARRIED": 0,
-    "ACROSS_CARRIED": 0,
-    "PACKED": False,
-    "EVEN": False,
-    "TILE_ROWS": 64,
-    "TILE_COLUMNS": 64,
-    "DOWN": True,
-    "IN_MEMORY": False,
-}
+from tests.kernels.compiling import (
+    CARRIER_TYPES,
+    PLAIN,
+    SHARED,
+    VARIANTS,
+    compiled,
+    pointers,
+    sass,
+)
 
 
 def assembly(
@@ -67,19 +44,10 @@ def assembly(
     types |= {n: "*i32" for n in kernel.arg_names if n.endswith(("carriers_ptr", "tally_ptr"))}
     # Triton makes a constant of an argument that is 1.
     constants = constants | ({"n_rows": 1} if rows == 1 else {})
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in kernel.arg_names
-    }
-    sixteens = () if registers is None else ("n_rows", "n_columns")
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(kernel.arg_names)
-        if "ptr" in name or name in sixteens
-    }
-    source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": warps, "maxnreg": registers}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
+    aligned = pointers(kernel) + ([] if registers is None else ["n_rows", "n_columns"])
+    return compiled(
+        kernel, types, capability, constants, aligned, num_warps=warps, maxnreg=registers
+    )
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -138,39 +106,17 @@ def test_rows_are_mended_without_spilling(second: bool | None, n_blocks: int) ->
     kinds = [(4096, torch.float8_e5m2, True)]
     kinds += [] if second is None else [(4096, torch.float8_e4m3fn, second)]
     start = carrier._launch(n_blocks, *kinds)
-    signature = carrier_signature(start._constants)
-    even = {
-        (i,): [["tt.divisibility", 16]] for i, n in enumerate(carry_kernel.arg_names) if "ptr" in n
-    }
-    target = GPUTarget("cuda", 90, 32)
 
     def made(constants: dict[str, Any]) -> str:
-        source = ASTSource(carry_kernel, signature, start._constants | constants, even)
-        return sass(triton.compile(source, target=target, options=start._options).asm["cubin"])
+        constants = start._constants | constants
+        even = pointers(carry_kernel)
+        asm = compiled(carry_kernel, CARRIER_TYPES, 90, constants, even, **start._options)
+        return sass(asm["cubin"])
 
     assert "STL" not in made({}) and "LDG" in made({})
     if n_blocks == 256:  # Negative control: as many blocks at a time as where nothing is mended.
         mends, rows, _, *rest = start._constants["A"]
         assert "STL" in made({"A": (mends, rows, carrier.BLOCKS, *rest)})
-
-
-def carrier_signature(constants: dict[str, Any]) -> dict[str, str]:
-    """Triton's types of what `carry_kernel` is given, by name."""
-    kinds = {"codes": "*i32", "scales": "*u8", "out": "*i32", "fold": "*fp32", "tally": "*i32"}
-    types = {f"{side}_{kind}_ptr": of for side in "ab" for kind, of in kinds.items()}
-    return {
-        name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in carry_kernel.arg_names
-    }
-
-
-def sass(cubin: bytes) -> str:
-    """Its instructions, by the disassembler that comes with Triton."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = Path(nvidia.__file__).parent / "bin/nvdisasm"
-        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -205,7 +151,7 @@ def test_casts_with_float32_scales_compile(element: str, axis: int, capability: 
     types = {"x_ptr": "*i16", "fold_ptr": "*fp32", "largest_ptr": "*i32", "codes_ptr": "*u8"}
     types |= {"gamma_ptr": "*fp32"}
     for kernel in (largest_kernel, cast_kernel):
-        ptx = compiled(kernel, types, capability, constants)
+        ptx = compiled(kernel, types, capability, constants)["ptx"]
         assert ".ftz" not in ptx
         # The reference divides as IEEE 754 does; an approximate quotient would move codes.
         assert kernel is largest_kernel or "div.rn.f32" in ptx and "div.full" not in ptx
@@ -225,7 +171,7 @@ def test_casts_with_scales_in_small_floats_compile(
     types |= {"unit_ptr": "*fp32", "rows_ptr": "*i64", "groups_ptr": "*i64"}
     types |= {"step_ptr": "*i64"}
     for kernel in (blocks.top_kernel, blocks.cast_kernel):
-        ptx = compiled(kernel, types, capability, constants)
+        ptx = compiled(kernel, types, capability, constants)["ptx"]
         assert ".ftz" not in ptx
         assert kernel is blocks.top_kernel or "div.rn.f32" in ptx and "div.full" not in ptx
 
@@ -234,18 +180,7 @@ def test_casts_with_scales_in_small_floats_compile(
 def test_the_estimator_compiles(capability: int) -> None:
     types = {"dw_ptr": "*fp32", "weight_ptr": "*i16", "gamma_ptr": "*fp32", "power": "fp32"}
     types |= {"share": "fp32", "clip": "fp32"}
-    assert "ex2.approx" in compiled(factor_kernel, types, capability, {"TILE": 2048})
-
-
-def compiled(kernel: Any, types: dict[str, str], capability: int, constants: dict[str, Any]) -> str:
-    """PTX of a kernel with arguments of these types, int32 where none is said."""
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in kernel.arg_names
-    }
-    source = ASTSource(kernel, signature, constants)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+    assert "ex2.approx" in compiled(factor_kernel, types, capability, {"TILE": 2048})["ptx"]
 
 
 @pytest.mark.parametrize("capability", [90, 100])
@@ -253,8 +188,7 @@ def compiled(kernel: Any, types: dict[str, str], capability: int, constants: dic
 @pytest.mark.parametrize("mends", [False, True])
 def test_a_carrier_compiles(mends: bool, element: Any, capability: int) -> None:
     start = carrier._launch(512, (4096, element, mends), (4096, torch.float8_e4m3fn, not mends))
-    types = carrier_signature(start._constants)
-    ptx = compiled(carry_kernel, types, capability, start._constants)
+    ptx = compiled(carry_kernel, CARRIER_TYPES, capability, start._constants)["ptx"]
     assert "prmt.b32" in ptx and "mul.ftz" not in ptx
 
 
@@ -262,22 +196,17 @@ def test_a_carrier_compiles(mends: bool, element: Any, capability: int) -> None:
 @pytest.mark.parametrize("features", [64, 4096, 16384])
 def test_an_outlier_clamp_compiles(features: int, capability: int) -> None:
     constants = {"FEATURES": features, "SLOTS": 256}
-    signature = {
-        name: "constexpr"
-        if name in constants
-        else {"ptr": "*i16", "weight": "i64"}.get(name.split("_")[-1], "i32")
-        for name in split_kernel.arg_names
-    }
-    even = [i for i, name in enumerate(split_kernel.arg_names) if name[-3:] == "ptr"]
-    even.append(split_kernel.arg_names.index("n_features"))
-    source = ASTSource(
-        split_kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in even}
-    )
-    target = GPUTarget("cuda", capability, 32)
-    options = {"num_warps": warps(features)}
-    ptx = triton.compile(source, target=target, options=options | OPTIONS).asm["ptx"]
+    types = dict.fromkeys(pointers(split_kernel), "*i16")
+    types |= {name: "i64" for name in split_kernel.arg_names if name.endswith("weight")}
+    even = [*pointers(split_kernel), "n_features"]
+
+    def made(**options: Any) -> str:
+        options |= {"num_warps": warps(features)}
+        return compiled(split_kernel, types, capability, constants, even, **options)["ptx"]
+
+    ptx = made()
     assert "mul.rn.f64" in ptx and "fma.rn.f64" not in ptx and ".ftz" not in ptx
     if features > 64:  # eight numbers at once
         assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and re.search(r"st\.global\S*\.v4", ptx)
     # Negative control: what Triton makes of it by itself.
-    assert "fma.rn.f64" in triton.compile(source, target=target, options=options).asm["ptx"]
+    assert "fma.rn.f64" in made(enable_fp_fusion=True)

@@ -30,6 +30,7 @@ class Kernel:
 
     def __init__(self, like: Any) -> None:
         self.params, self.arg_names = like.params, like.arg_names
+        self.fp_fusion = like.fp_fusion
         self.compiled = 0
         self.started: list[tuple[Any, ...]] = []
         self.seen: list[tuple[Any, ...]] = []

@@ -3,12 +3,10 @@
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from megatron_fp4.kernels import native
 from megatron_fp4.kernels.native import product_kernel
+from tests.kernels.compiling import compiled
 
 INSTRUCTIONS = {100: "tcgen05.mma", 103: "tcgen05.mma", 120: "mma.sync"}
 
@@ -18,21 +16,10 @@ def assembly(capability: int, out: str, adds: bool) -> str:
     constants |= {name: getattr(native, name) for name in ("TILE_M", "TILE_N", "TILE_K")}
     types = {name: "*u8" for name in product_kernel.arg_names if name.endswith("_ptr")}
     types |= {"out_ptr": out, "alpha": "fp32"}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in product_kernel.arg_names
-    }
     # As at a launch: PyTorch's memory and the sizes of real matrices are multiples of 16.
-    aligned = [i for i, name in enumerate(product_kernel.arg_names) if signature[name] != "fp32"]
-    attributes = {
-        (i,): [["tt.divisibility", 16]]
-        for i in aligned
-        if signature[product_kernel.arg_names[i]] != "constexpr"
-    }
-    source = ASTSource(product_kernel, signature, constants, attributes)
+    aligned = [name for name in product_kernel.arg_names if name != "alpha"]
     options = {"num_warps": native.WARPS, "num_stages": native.STAGES}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return compiled.asm["ptx"]
+    return compiled(product_kernel, types, capability, constants, aligned, **options)["ptx"]
 
 
 @pytest.mark.parametrize(("out", "adds"), [("*bf16", False), ("*fp32", False), ("*fp32", True)])
