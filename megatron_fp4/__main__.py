@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from megatron_fp4 import __version__, get_recipe, list_recipes
-from megatron_fp4.backends import BACKENDS
+from megatron_fp4.backends import BACKENDS, ROCM
 from megatron_fp4.description import describe
 from megatron_fp4.mcore import flags
 from megatron_fp4.recipe import GEMMS
@@ -50,6 +50,8 @@ def _version(package: str) -> str:
 
 
 def _name(device: torch.device) -> str:
+    if torch.version.hip is not None:
+        return f"{torch.cuda.get_device_name(device)}, not supported: {ROCM}"
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
 

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from megatron_fp4.backends import fused
-from megatron_fp4.backends.base import Backend, Decoded, Operand, Preparation, finish
+from megatron_fp4.backends.base import ROCM, Backend, Decoded, Operand, Preparation, finish
 from megatron_fp4.backends.bf16 import Bf16
 from megatron_fp4.backends.blackwell import Blackwell
 from megatron_fp4.backends.hopper import Hopper
@@ -22,6 +22,7 @@ from megatron_fp4.recipe import GemmRecipe
 
 __all__ = [
     "BACKENDS",
+    "ROCM",
     "Backend",
     "Choice",
     "Decoded",

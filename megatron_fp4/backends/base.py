@@ -15,6 +15,16 @@ from megatron_fp4.philox import Noise, Signs
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.recipe import GemmRecipe
 
+ROCM = "torch is built for ROCm, and megatron-fp4's kernels for NVIDIA's GPUs alone"
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU; (0, 0) of a CPU, and of an AMD GPU, which ROCm calls
+    "cuda" too and numbers in another way."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
 
 @dataclass(frozen=True)
 class Decoded:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.backends import fused
-from megatron_fp4.backends.base import Decoded, Operand, Preparation, finish
+from megatron_fp4.backends.base import (
+    ROCM,
+    Decoded,
+    Operand,
+    Preparation,
+    capability,
+    finish,
+)
 from megatron_fp4.backends.reference import Reference, factors, scale_product
 from megatron_fp4.estimators import DGE
 from megatron_fp4.outliers import OutlierClamp, Residual
@@ -27,7 +34,9 @@ class Bf16(Reference):
     def unavailable(self, gemm: GemmRecipe, device: torch.device, dtype: torch.dtype) -> str | None:
         if dtype != torch.bfloat16:
             return f"the model computes in {str(dtype).removeprefix('torch.')}; use --bf16"
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        if device.type == "cuda" and torch.version.hip is not None:
+            return ROCM
+        if device.type == "cuda" and capability(device) < (8, 0):
             return "BF16 tensor cores need compute capability 8.0"
         return None
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.backends import fused
-from megatron_fp4.backends.base import Operand, finish
+from megatron_fp4.backends.base import Operand, capability, finish
 from megatron_fp4.backends.bf16 import Bf16
 from megatron_fp4.quantizer import QuantizedTensor
 from megatron_fp4.recipe import GemmRecipe
@@ -24,7 +24,7 @@ class Blackwell(Bf16):
     name = "blackwell"
 
     def unavailable(self, gemm: GemmRecipe, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in (10, 12):
+        if capability(device)[0] not in (10, 12):
             return "FP4 tensor cores need a GPU of compute capability 10.x or 12.x"
         if (reason := super().unavailable(gemm, device, dtype) or fused.problem()) is not None:
             return reason

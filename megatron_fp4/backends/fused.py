@@ -7,9 +7,10 @@ import importlib.util
 from functools import cache
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
-from megatron_fp4.backends.base import Operand, Preparation
+from megatron_fp4.backends.base import ROCM, Operand, Preparation
 from megatron_fp4.estimators import DGE
 from megatron_fp4.outliers import OutlierClamp, Residual
 from megatron_fp4.philox import Noise
@@ -22,6 +23,8 @@ OLDEST = (3, 4)  # of Triton
 def problem() -> str | None:
     """Why the kernels cannot run on a GPU, if they cannot: operands are then made in plain PyTorch,
     and multiplied in BF16."""
+    if torch.version.hip is not None:
+        return ROCM
     remedy = f"pip install 'triton>={OLDEST[0]}.{OLDEST[1]}'"
     if importlib.util.find_spec("triton") is None:
         return f"Triton is not installed: {remedy}"

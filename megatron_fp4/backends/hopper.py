@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.backends import fused
-from megatron_fp4.backends.base import Decoded, Operand, finish
+from megatron_fp4.backends.base import Decoded, Operand, capability, finish
 from megatron_fp4.backends.bf16 import Bf16
 from megatron_fp4.formats import FP8_ELEMENTS
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer
@@ -32,7 +32,7 @@ class Hopper(Bf16):
     name = "hopper"
 
     def unavailable(self, gemm: GemmRecipe, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        if capability(device) != (9, 0):
             return "FP8 products with a scale a row need a GPU of compute capability 9.0"
         if (reason := super().unavailable(gemm, device, dtype) or fused.problem()) is not None:
             return reason

@@ -14,7 +14,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from megatron_fp4.backends.base import Operand
+from megatron_fp4.backends.base import Operand, capability
 from megatron_fp4.backends.bf16 import Bf16
 from megatron_fp4.backends.trial import trial
 from megatron_fp4.quantizer import NVFP4, QuantizedTensor, Quantizer
@@ -30,7 +30,7 @@ class Nvfp4(Bf16):
     name = "nvfp4"
 
     def unavailable(self, gemm: GemmRecipe, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in (10, 12):
+        if capability(device)[0] not in (10, 12):
             return "NVFP4 products need a GPU of compute capability 10.x or 12.x"
         if (reason := super().unavailable(gemm, device, dtype)) is not None:
             return reason

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_fp4.backends.base import Operand
+from megatron_fp4.backends.base import Operand, capability
 from megatron_fp4.backends.blackwell import Blackwell, is_native
 from megatron_fp4.backends.trial import trial
 from megatron_fp4.quantizer import QuantizedTensor, get_quantizer
@@ -31,7 +31,7 @@ class Sm100(Blackwell):
     name = "sm100"
 
     def unavailable(self, gemm: GemmRecipe, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 10:
+        if capability(device)[0] != 10:
             return "torch's MXFP4 products need a GPU of compute capability 10.x"
         return super().unavailable(gemm, device, dtype) or problem(device)
 

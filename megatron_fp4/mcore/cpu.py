@@ -20,12 +20,18 @@ import torch
 from torch import Tensor, autograd
 from torch.overrides import TorchFunctionMode
 
+from megatron_fp4.backends import ROCM
+from megatron_fp4.errors import ConfigError
+
 _mode: "_HostIsTheDevice | None" = None  # also the mark that install() has run
 
 
 def install() -> None:
-    """Makes the host Megatron's device 0; call it before anything imports megatron. Idempotent."""
+    """Makes the host Megatron's device 0; call it before anything imports megatron. Idempotent.
+    Raises ConfigError for GPUs that are not NVIDIA's."""
     global _mode
+    if torch.cuda.is_available() and torch.version.hip is not None:
+        raise ConfigError(f"{ROCM}: hide the GPUs (HIP_VISIBLE_DEVICES=) to train on the CPU")
     if torch.cuda.is_available() or _mode is not None:
         return
     # Their kernels are CUDA's, and Megatron takes them wherever they import: a container made for

@@ -7,8 +7,9 @@ import pytest
 import torch
 import triton
 
-from megatron_fp4 import get_recipe
-from megatron_fp4.backends import choose, fused, kernels_problem
+from megatron_fp4 import __main__, get_recipe
+from megatron_fp4.backends import ROCM, choose, fused, kernels_problem
+from megatron_fp4.mcore import cpu, pretrain
 
 GPU = torch.device("cuda")
 
@@ -44,3 +45,32 @@ def test_a_triton_that_is_missing_or_too_old_is_named_with_the_remedy(
     # The backends of this GPU name it too; those of another say so.
     reasons = [why for _, why in choice.passed_over]
     assert (problem in reasons) == (capability != (8, 0)) and len(reasons) == 4
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose GPU is AMD's, of a number that is Hopper's too (gfx90a)."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "AMD Instinct MI250X")
+
+
+@pytest.mark.usefixtures("rocm")
+def test_no_kernel_is_compiled_for_rocm() -> None:
+    assert kernels_problem(GPU) == ROCM
+    choice = choose(get_recipe("tetrajet").fprop, GPU, torch.bfloat16)
+    assert choice.backend.name == "reference" and ("bf16", ROCM) in choice.passed_over
+    assert f"AMD Instinct MI250X, not supported: {ROCM}" in __main__.info()
+
+
+@pytest.mark.usefixtures("rocm")
+def test_a_launch_on_rocm_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu, "_mode", None)
+    with pytest.raises(SystemExit) as end:
+        pretrain.main()
+    [line] = capsys.readouterr().err.splitlines()
+    assert end.value.code == 1 and line.startswith(f"megatron-fp4: error: {ROCM}: hide the GPUs")
