@@ -1,4 +1,4 @@
-"""Recipes from YAML files.
+"""Recipes from YAML files; docs/recipes.md lists the keys.
 
 base: tetrajet              # optional: a recipe, or a file beside this one, to start from ...
 options: {rule: floor}      # ... and its options
