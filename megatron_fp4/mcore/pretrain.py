@@ -1,7 +1,9 @@
 """The entry point of a training process.
 
     torchrun --nproc-per-node N pretrain_gpt.py <Megatron's flags>
+    torchrun --nproc-per-node N -m megatron_fp4.mcore.pretrain <Megatron's flags>
 
+The second works away from the checkout.
 The same command trains on a CPU over gloo and on GPUs over NCCL. A mistake in what was asked for
 ends every rank with status 1 and is told once, in one line.
 """
@@ -96,3 +98,7 @@ def _speaks() -> bool:
         return store.add(f"megatron_fp4:error:{attempt}", 1) == 1
     except (KeyError, torch.distributed.DistError):  # no launcher, or one that keeps no store
         return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+if __name__ == "__main__":
+    main()
