@@ -1,17 +1,19 @@
 # Every target starts from a bare checkout: .venv is made on first use and made anew when the
 # requirements change. Options of the demo: make demo TEXT=path TOKENS=500000 RECIPE=mxfp4
-PYTHON := .venv/bin/python
-INSTALLED := .venv/.installed
+VENV := .venv
+CONSTRAINTS := constraints.txt
+PYTHON := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test test-gpu layouts lint
+.PHONY: help setup demo test test-newest test-gpu layouts lint
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 setup: $(INSTALLED)  ## make .venv and install the pinned requirements
 
-$(INSTALLED): pyproject.toml setup.py constraints.txt tools/setup_venv.sh tools/find_python.sh
-	@tools/setup_venv.sh $(INSTALLED)
+$(INSTALLED): pyproject.toml setup.py $(CONSTRAINTS) tools/setup_venv.sh tools/find_python.sh
+	@tools/setup_venv.sh $(INSTALLED) $(CONSTRAINTS)
 
 demo: $(INSTALLED)  ## pretrain in FP4 and in BF16 on real text, and compare (TEXT=, TOKENS=, RECIPE=)
 	@$(PYTHON) -m tools.demo $(if $(TEXT),--text $(TEXT)) $(if $(TOKENS),--tokens $(TOKENS)) \
@@ -19,6 +21,9 @@ demo: $(INSTALLED)  ## pretrain in FP4 and in BF16 on real text, and compare (TE
 
 test: $(INSTALLED)  ## run the tests that need no GPU
 	@$(PYTHON) -m pytest -n 2 --dist loadfile -m "not gpu"
+
+test-newest:  ## run the demo and the tests on the newest versions, in a .venv-newest of their own
+	@$(MAKE) VENV=.venv-newest CONSTRAINTS=constraints-newest.txt demo test
 
 test-gpu: $(INSTALLED)  ## run the tests that need a GPU, and the layouts on two
 	@$(PYTHON) -m pytest -m gpu tests
