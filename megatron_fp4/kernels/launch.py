@@ -15,6 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+
 
 def kernel(
     *, fp_fusion: bool, do_not_specialize: Sequence[str] = ()

@@ -23,8 +23,15 @@ GROUP = 8  # elements that share a random draw, and a word
 
 @triton.jit
 def loaded(ptr, rows, columns, n_rows, n_columns, EVEN: tl.constexpr):
-    """What stands at [rows, columns] of a row-major matrix; zeros beyond it."""
+    """What stands at [rows, columns] of a row-major matrix, of three axes; zeros beyond it.
+
+    Threads of a warp go over the last axis and then over the first. Triton orders the axes by how
+    many addresses lie together along them, and what is equal by a rule that changed between 3.6
+    and 3.9: the hint says 2 of the first axis, which nothing else reads, so that none are equal.
+    """
+    K: tl.constexpr = columns.shape[2]
     places = ptr + rows.to(tl.int64) * n_columns + columns
+    places = tl.max_contiguous(places, [2 if K > 2 else 1, 1, K])
     if EVEN:  # tiles fill the matrix
         return tl.load(places)
     return tl.load(places, mask=(rows < n_rows) & (columns < n_columns), other=0)

@@ -62,13 +62,14 @@ def rest16(index, step, stream, seed_low, seed_high, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _hidden(x, INTERPRETED: tl.constexpr):
-    """x, in whose order the compiler sees none: what it loads there lies in its threads as the axes
-    come, and not as the addresses do."""
+def _hidden(x, beside, INTERPRETED: tl.constexpr):
+    """x for each element of `beside`, in whose order the compiler sees none: what it loads there
+    lies in its threads as a hint says, and not as the addresses do. It does not see either that x
+    repeats along an axis of `beside`, and loads it along all of them."""
     if INTERPRETED:
         return x
     return tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+        "mov.b32 $0, $1;", "=r,r,r", [x, beside], dtype=tl.int32, is_pure=True, pack=1
     )
 
 
@@ -87,8 +88,11 @@ def placed(
     The threads of a warp go over the first axis, then over the second.
     """
     rows_ptr, groups_ptr, n_rows, n_groups, per_row = place
-    rows = _hidden(tl.broadcast_to(rows, groups.shape[:1] + rows.shape[1:]), INTERPRETED)
-    at_rows = tl.load(rows_ptr + rows, mask=rows < n_rows, other=0)
+    rows = tl.broadcast_to(rows, groups.shape[:1] + rows.shape[1:])
+    rows = _hidden(rows, tl.broadcast_to(groups, rows.shape), INTERPRETED)
+    # Threads go over the axes in this order: see `mxfp4.loaded`.
+    places = tl.max_contiguous(rows_ptr + rows, [4, 2, 1])
+    at_rows = tl.load(places, mask=rows < n_rows, other=0)
     if HAS_GROUPS:
         groups = tl.load(groups_ptr + groups, mask=groups < n_groups, other=0)
     return at_rows * per_row + groups

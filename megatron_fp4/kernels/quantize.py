@@ -15,12 +15,13 @@ from torch import Tensor
 from megatron_fp4.kernels.carrier import Carried, tally_for
 from megatron_fp4.kernels.fp8 import FORMATS
 from megatron_fp4.kernels.hadamard import transform_kernel
-from megatron_fp4.kernels.launch import Launch, kept, planned, tiles
+from megatron_fp4.kernels.launch import VERSION, Launch, kept, planned, tiles
 from megatron_fp4.kernels.mxfp4 import BLOCK, quantize_kernel
 from megatron_fp4.philox import GROUP, Key, Noise, Placement, Signs, word
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer, average_for
 
 HADAMARD_GROUPS = (32, 64, 128)
+_REGISTERS = 128 if VERSION < (3, 7) else 136  # what Triton 3.9 makes would spill with 128
 _MASK = 0xFFFFFFFF
 
 
@@ -275,7 +276,7 @@ def tile(
         if along:
             return (128, 64, 4, False, None) if stochastic else (64, 128, 4, False, None)
         if stochastic:  # with more registers fewer programs run together; carriers would spill
-            return 128, 32, 2, False, None if carried else 128
+            return 128, 32, 2, False, None if carried else _REGISTERS
         return 128, 64, 4, False, None
     if packed:
         return 128, 64, 4, False, None

@@ -99,6 +99,15 @@ def test_tiles_fit_the_registers(rounding: Any, form: str, carried: int) -> None
     assert form != "both" or carried or spills(48)  # Negative control.
 
 
+def test_threads_go_over_the_axes_as_said() -> None:
+    """Triton's own order of axes along which no addresses lie together is another in 3.9."""
+    sizes = {"TILE_ROWS": 128, "TILE_COLUMNS": 32, "EVEN": True}
+    ttgir = assembly(quantize_kernel, "*i32", 90, PLAIN | VARIANTS["across"] | sizes, 2)["ttgir"]
+    orders = dict(re.findall(r"^(#blocked\d*) = .*order = (\[.*?\])", ttgir, re.M))
+    loads = re.findall(r"tt\.load .*?tensor<([\dx]+)x!tt.*(#blocked\d*)>", ttgir)
+    assert [orders[layout] for shape, layout in loads[:2]] == ["[2, 0, 1]", "[0, 1, 2]"]
+
+
 @pytest.mark.parametrize("n_blocks", [1, 128, 256, 1024])
 @pytest.mark.parametrize("second", [None, False, True], ids=["alone", "beside", "both"])
 def test_rows_are_mended_without_spilling(second: bool | None, n_blocks: int) -> None:
