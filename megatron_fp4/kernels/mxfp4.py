@@ -3,9 +3,9 @@
 The bits are those of docs/numerics.md; `quantizer.py` is the oracle. A tile of the matrix is read
 once, and cut into blocks of 32 along its rows, along its columns, or both.
 
-Tiles are [R / 8, 8, C]. Triton gives the threads of a warp to the last axis and then to the first,
-and lets each go over the one between, so that a thread holds the eight rows, and the eight columns,
-that become one word of codes, and the 32 rows of a block lie in one warp.
+Tiles are [R / 8, 8, C]. The threads of a warp go over the last axis and then over the first, by a
+hint (`loaded`), and each goes over the one between, so that a thread holds the eight rows, and the
+eight columns, that become one word of codes, and the 32 rows of a block lie in one warp.
 """
 
 from __future__ import annotations
