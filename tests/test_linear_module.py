@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fp4 import ConfigError, Linear, Recipe, get_recipe, linear, list_recipes
+from megatron_fp4 import ConfigError, Linear, Recipe, get_recipe, linear, list_recipes, replay
 from megatron_fp4.call import Call
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.philox import Key
@@ -217,6 +218,38 @@ def test_a_recomputation_with_other_noise_is_told_apart() -> None:
     expected = train(plain, plain, False)
     found = train(recomputed, lambda x: checkpoint(recomputed, x, use_reentrant=True), False)
     assert not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def apart(block: Block, forward: Callable[[Tensor], Tensor], order: int) -> list[Tensor]:
+    """Gradients of two microbatches, each through the block twice, backward in either order."""
+    inputs = [x_and_dy(i)[0].requires_grad_() for i in (1, 2)]
+    for y in [forward(x) for x in inputs][::order]:
+        y.square().sum().backward()
+    return gradients(block) + [x.grad for x in inputs]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["first-in-first-out", "last-in-first-out"])
+def test_checkpoints_without_reentry_repeat_exactly(
+    order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a recipe that keeps for backward what it drew in forward."""
+
+    def recomputed() -> bool:
+        block = Block("mxfp4-rht-sr")
+
+        def forward(x: Tensor) -> Tensor:
+            return checkpoint(lambda t: block(block(t)), x, use_reentrant=False)  # type: ignore
+
+        found = apart(block, forward, order)
+        return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+    plain = Block("mxfp4-rht-sr")
+    expected = apart(plain, lambda x: plain(plain(x)), order)
+    assert recomputed()
+    gc.collect()
+    assert not replay._taken  # goes with its checkpoint
+    monkeypatch.setattr(replay, "_first_pass", lambda: None)  # negative control
+    assert not recomputed()
 
 
 # --- memory ---------------------------------------------------------------------------------------
