@@ -25,7 +25,8 @@ from megatron_fp4.errors import ConfigError
 FILE = "start.log"  # in the folder of the checkpoints
 # The first lines of what is printed while a launch starts, with the indented lines below them.
 _SHOWN = re.compile(
-    r"megatron-fp4|using world size|.*\b(WARNING|Warning|ERROR|Error)\b|.*load(ing|ed) .*checkpoint"
+    r"megatron-fp4|using world size|.*\b(WARNING|Warning|ERROR|Error)\b"
+    r"|.*[Ll]oad(ing|ed) .*checkpoint"
 )
 # Warnings of Megatron's that ask nothing of anyone: module and start of the message.
 _CHATTER: dict[str, tuple[str, ...]] = {
@@ -65,8 +66,9 @@ class Start(io.TextIOBase):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        expected = error is None or isinstance(error, ConfigError | torch.OutOfMemoryError)
-        self._end(shows=not expected)
+        if error is None:
+            self._tell()
+        self._end(shows=not isinstance(error, ConfigError | torch.OutOfMemoryError | None))
 
     def follow(self, args: argparse.Namespace) -> None:
         """Does what the parsed arguments say: shows all, or knows the folder of the checkpoints."""
@@ -79,6 +81,7 @@ class Start(io.TextIOBase):
 
         @functools.wraps(step)
         def first(*args: Any, **kwargs: Any) -> Any:
+            self._tell()
             self._end(shows=False)
             return step(*args, **kwargs)
 
@@ -104,18 +107,21 @@ class Start(io.TextIOBase):
         if shows:
             self._stdout.write("".join([*self._held, self._rest]))
             self._stdout.flush()
-        elif self._args is not None and self._args.rank == 0:
+
+    def _tell(self) -> None:
+        """Says where the rest is, once the launch has started."""
+        if sys.stdout is self and self._args is not None and self._args.rank == 0:
             self._stdout.write(f"megatron-fp4: {self._keep(self._args.save)}\n")
 
     def _keep(self, folder: str | None) -> str:
         """Writes what was held back beside the checkpoints; returns where it is, for the user."""
         if folder is None or is_object_storage_path(folder):
-            return "--fp4-verbose prints Megatron's arguments and what it says at the start"
+            return "Megatron's arguments and what it says at the start: add --fp4-verbose"
         try:
             (Path(folder) / FILE).write_text("".join(self._held))
         except OSError as error:
             return f"{folder}/{FILE} cannot be written ({error.strerror})"
-        return f"Megatron's arguments and what it said at the start are in {folder}/{FILE}"
+        return f"Megatron's arguments and what it said at the start: {folder}/{FILE}"
 
 
 def precision(args: argparse.Namespace) -> str:

@@ -126,10 +126,7 @@ def test_a_loss_that_is_not_a_number_is_rerun_once_and_ends_the_run() -> None:
     ("flags", "remedy"),
     [
         (("--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", "no.model"), "prepare_data"),
-        (
-            ("--num-attention-heads", "5"),
-            "a multiple of --num-attention-heads 5: change one",
-        ),
+        (("--num-attention-heads", "6"), "a multiple of --num-attention-heads 6: change one"),
     ],
     ids=["tokenizer", "shape"],
 )
