@@ -13,7 +13,8 @@ from tests.mcore.launch import MOCK_DATA, OVERLAP, ROOT, TINY, Result, result_of
 from tests.mcore.test_fp4_training import weights
 
 RELAY = ROOT / "tests" / "mcore" / "relay.py"
-SIZES = "--ffn-hidden-size 128 --bf16 --eval-iters 0"
+SMALL = "--ffn-hidden-size 128 --eval-iters 0"
+SIZES = f"{SMALL} --bf16"
 TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 TETRAJET = "--fp4-recipe tetrajet"
@@ -28,15 +29,18 @@ STALE = "iter_0000002/mp_rank_01/model_optim_rng.pt"  # as if two ranks had save
 OTHERS = [name for name in list_recipes() if name != "tetrajet"]
 
 
-def relay(processes: int, trainings: dict[str, str]) -> dict[str, Result]:
+def relay(
+    processes: int, trainings: dict[str, str], sizes: str = SIZES, timeout_s: float = 120
+) -> dict[str, Result]:
     """Runs each training's flags in turn, as relay.py takes them."""
     results = {}
     for name, flags in trainings.items():
         first, *rest = shlex.split(flags)
         own = [first] if re.match(r"(dies|without)=", first) else []
-        words = [*own, *TINY, *MOCK_DATA, *SIZES.split(), *([] if own else [first]), *rest]
-        # A launcher of its own sees its rank die.
-        results[name] = result_of(spawn(processes, RELAY, *words, fresh=first == "dies=save"))
+        words = [*own, *TINY, *MOCK_DATA, *sizes.split(), *([] if own else [first]), *rest]
+        fresh = first == "dies=save"  # a launcher of its own sees its rank die
+        done = spawn(processes, RELAY, *words, timeout_s=timeout_s, fresh=fresh)
+        results[name] = result_of(done)
     return results
 
 
@@ -155,7 +159,8 @@ def on_one(folder: Path) -> dict[str, Result]:
         "torn": f"{TETRAJET} --load {folder / 'torn'}",
         "untold": f"{TETRAJET} --load {folder / 'untold'}",
         "other model": f"{TETRAJET} --load {whole} --hidden-size 128",
-        "stock Adam": f"without=adam {TETRAJET} {SHARDED} {ends} --load {folder / 'sharded'}",
+        "stock Adam": f"without=distributed_adam {TETRAJET} {SHARDED} {ends} "
+        f"--load {folder / 'sharded'}",
     }
     for name in OTHERS:
         kept, recipe = folder / name, f"--fp4-recipe {name}"

@@ -3,7 +3,7 @@
     torchrun ... relay.py [dies=step|dies=save|without=adam] FLAGS ...
 
 `dies=step` or `dies=save`: rank 1 is killed within the third step, or with half of its file of the
-fourth written. `without=adam`: without what compat.py mends of the distributed optimizer.
+fourth written. `without=NAME`: without _mend_NAME of optimizer_compat.py.
 """
 
 import os
@@ -19,10 +19,10 @@ def main() -> None:
     first = sys.argv[1]
     if first.startswith("dies=") and os.environ["RANK"] == "1":
         {"step": die_in_step, "save": die_in_save}[first[5:]]()
-    if first == "without=adam":
-        from megatron_fp4.mcore import compat
+    if first.startswith("without="):
+        from megatron_fp4.mcore import optimizer_compat
 
-        compat._mend_distributed_adam = lambda: None
+        setattr(optimizer_compat, f"_mend_{first[8:]}", lambda: None)
     if "=" in first:
         del sys.argv[1]
     pretrain.main()

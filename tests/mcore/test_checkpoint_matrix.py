@@ -1,0 +1,270 @@
+"""Every precision, optimizer and checkpoint format that Megatron's flags offer: a resumed run ends
+where the uninterrupted one does, bit for bit, or is refused before its first step."""
+
+import functools
+import importlib.util
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint
+
+from tests.mcore.checkpoints import (
+    ENDS,
+    PP2,
+    SHARDED,
+    SMALL,
+    TORCH,
+    TP2_SP,
+    again,
+    good,
+    relay,
+    saving,
+    told,
+)
+from tests.mcore.launch import OVERLAP, Result
+
+PRECISIONS = {
+    "fp32": "",
+    "bf16": "--bf16",
+    # Its gradients fit at the third or fourth step: at the second there is no optimizer state.
+    "fp16": "--fp16 --initial-loss-scale 8388608 --hysteresis 1",
+    "fp16-constant": "--fp16 --loss-scale 128",
+}
+SHARDINGS = {
+    "whole": "",
+    "sharded": "--use-distributed-optimizer",
+    "reshardable": SHARDED,
+    "overlapped": " ".join(OVERLAP),
+}
+FORMATS = {"torch_dist": "", "torch": TORCH}
+LAYOUTS = {"": "", "dp2": "", "tp2": TP2_SP, "pp2": PP2}
+EMERGING = ("muon", "dist_muon", "lion")
+HAS_EMERGING = importlib.util.find_spec("emerging_optimizers") is not None
+LIMIT_S = 1200  # of a world: up to a hundred trainings of some seconds each
+
+
+@dataclass(frozen=True)
+class Case:
+    precision: str
+    optimizer: str
+    sharding: str = "whole"
+    format: str = "torch_dist"
+    layout: str = ""
+    recipe: str = ""
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, vars(self).values()))
+
+    @property
+    def flags(self) -> str:
+        recipe = self.recipe and f"--fp4-recipe {self.recipe}"
+        return (
+            f"{PRECISIONS[self.precision]} --optimizer {self.optimizer} {SHARDINGS[self.sharding]} "
+            f"{FORMATS[self.format]} {LAYOUTS[self.layout]} {recipe}"
+        )
+
+
+QUICK = Case("fp32", "adam")
+ON_ONE = [
+    *(Case(p, "adam", s, f) for p in PRECISIONS for s in SHARDINGS for f in FORMATS),
+    *(Case(p, "sgd", format=f) for p in PRECISIONS for f in FORMATS),
+    *(Case(p, "adam", recipe="tetrajet") for p in PRECISIONS),
+]
+ON_TWO = [
+    *(Case(p, "adam", s, layout="dp2") for p in PRECISIONS for s in SHARDINGS),
+    *(Case(p, "adam", "sharded", "torch", "dp2") for p in PRECISIONS),
+    *(Case(p, "adam", layout="tp2") for p in PRECISIONS),
+    *(Case(p, "sgd", layout="pp2") for p in PRECISIONS),
+    *(Case(p, "adam", "sharded", layout="pp2", recipe="tetrajet") for p in PRECISIONS),
+]
+OF_EMERGING = [
+    *(Case("fp32", o, format=f, layout="dp2") for o in ("muon", "lion") for f in FORMATS),
+    *(Case("bf16", o, format=f, layout="dp2") for o in EMERGING for f in FORMATS),
+    *(Case("bf16", o, "sharded", f, "dp2") for o in ("muon", "lion", "soap") for f in FORMATS),
+    *(Case(p, "soap", format="torch", layout="dp2") for p in ("fp32", "bf16")),
+    Case("bf16", "muon", layout="tp2", recipe="tetrajet"),
+]
+OF_EMERGING.remove(Case("bf16", "soap", "sharded", "torch_dist", "dp2"))
+
+# Saved under TP2, loaded under others.
+RESHARDED = {"fp32": "", "fp16": "--fp16 --initial-loss-scale 1024"}
+
+# Launches that stop, and a part of their line.
+REFUSED = {
+    "--optimizer sgd --use-distributed-optimizer": "--optimizer sgd does not support",
+    "--optimizer muon --fp16": "use --bf16",
+    "--optimizer muon --use-distributed-optimizer": "needs --bf16: add it, or use --optimizer muon",
+    "--optimizer dist_muon": "needs --bf16: add it, or use --optimizer muon",
+    "--optimizer soap --bf16 --load nowhere": "use --ckpt-format torch",
+    "--ckpt-format torch_dcp": "torch_dcp is only tested with FSDP",
+    "--ckpt-format fsdp_dtensor": "fsdp_dtensor is only tested with Megatron FSDP",
+}
+# The mends of optimizer_compat.py, a case that needs each, and what upstream does there.
+MENDS = {
+    "initial_state": (Case("fp16", "adam"), "KeyError"),
+    "initial_state of SGD": (Case("bf16", "sgd"), "'NoneType' object is not callable"),
+    "fp32_shards": (Case("fp32", "adam", "sharded"), "a view of a leaf Variable"),
+}
+
+
+# --- what a checkpoint holds -----------------------------------------------------------------
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Names of what is not equal, bit for bit, in two checkpoints of one format."""
+    a, b = dict(flat(contents(one))), dict(flat(contents(other)))
+    assert a.keys() == b.keys() and sum(isinstance(leaf, torch.Tensor) for leaf in a.values()) > 8
+    return [name for name in a if not equal(a[name], b[name])]
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """All that a checkpoint of the formats torch_dist and torch holds."""
+    if not (path / ".metadata").exists():
+        files = sorted(path.rglob("*.pt"))
+        return {str(f.relative_to(path)): torch.load(f, weights_only=False) for f in files}
+    metadata = checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
+    found: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if isinstance(entry, checkpoint.metadata.TensorStorageMetadata)
+        else io.BytesIO()
+        for name, entry in metadata.items()
+    }
+    checkpoint.load(found, checkpoint_id=path, no_dist=True)
+    return found
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested containers, without what is of a launch or a rank."""
+    if isinstance(value, dict | list | tuple):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            if not str(key).startswith(("args", "rng_state", "rerun_state")):
+                yield from flat(part, f"{name}/{key}")
+    else:
+        yield name, value
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+# --- the runs ----------------------------------------------------------------------------------
+
+
+def twice(cases: list[Case], folder: Path) -> dict[str, str]:
+    """Flags of a run that saves its second and fourth step, and of one that resumes the second."""
+    runs = {}
+    for case in cases:
+        kept, resumed = folder / str(case), folder / f"{case}-resumed"
+        runs[f"{case} saves"] = f"{case.flags} {saving(kept)}"
+        runs[str(case)] = f"{case.flags} {again(kept)} {saving(resumed)}"
+    return runs
+
+
+def check(folder: Path, case: Case, result: Result) -> None:
+    good(result)
+    kept, resumed = folder / str(case), folder / f"{case}-resumed"
+    assert differences(kept / "iter_0000004", resumed / "iter_0000004") == []
+    assert differences(kept / "iter_0000002", kept / "iter_0000004") != []  # the control
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("matrix")
+
+
+@functools.cache
+def quickly(folder: Path) -> dict[str, Result]:
+    return relay(1, twice([QUICK], folder), sizes=SMALL)
+
+
+@functools.cache
+def on_one(folder: Path) -> dict[str, Result]:
+    runs = twice(ON_ONE, folder) | {flags: flags for flags in REFUSED}
+    for name, (case, _) in MENDS.items():
+        without, kept = f"without={name.split()[0]} {case.flags}", folder / name.replace(" ", "-")
+        runs[f"{name} saves"] = f"{without} {saving(kept)}"
+        runs[name] = f"{without} {again(kept)}"
+    return relay(1, runs, sizes=SMALL, timeout_s=LIMIT_S)
+
+
+@functools.cache
+def on_two(folder: Path) -> dict[str, Result]:
+    runs = twice(ON_TWO, folder)
+    for precision, flags in RESHARDED.items():
+        saved = folder / f"{precision}-tp2"
+        runs[f"{precision} saves"] = f"{flags} {TP2_SP} {saving(saved)}"
+        for layout in ("dp2", "pp2"):
+            runs[f"{precision} {layout}"] = (
+                f"{flags} {LAYOUTS[layout]} {ENDS} {again(saved)} "
+                f"--save {folder / f'{precision}-{layout}'}"
+            )
+    return relay(2, runs, sizes=SMALL, timeout_s=LIMIT_S)
+
+
+@functools.cache
+def of_emerging(folder: Path) -> dict[str, Result]:
+    return relay(2, twice(OF_EMERGING, folder), sizes=SMALL, timeout_s=LIMIT_S)
+
+
+# --- the tests ---------------------------------------------------------------------------------
+
+
+def test_fp32_goes_on_bit_for_bit(folder: Path) -> None:
+    check(folder, QUICK, quickly(folder)[str(QUICK)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ON_ONE, ids=str)
+def test_one_process_goes_on_bit_for_bit(folder: Path, case: Case) -> None:
+    check(folder, case, on_one(folder)[str(case)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ON_TWO, ids=str)
+def test_two_processes_go_on_bit_for_bit(folder: Path, case: Case) -> None:
+    check(folder, case, on_two(folder)[str(case)])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_EMERGING, reason="emerging-optimizers is not installed")
+@pytest.mark.parametrize("case", OF_EMERGING, ids=str)
+def test_emerging_optimizers_go_on_bit_for_bit(folder: Path, case: Case) -> None:
+    check(folder, case, of_emerging(folder)[str(case)])
+
+
+@pytest.mark.slow
+def test_fp16_is_saved_before_its_first_step(folder: Path) -> None:
+    """The case fp16 is what it is meant to be: the step count is 0 at the second iteration."""
+    case = Case("fp16", "adam")
+    good(on_one(folder)[str(case)])
+    states = [dict(flat(contents(folder / str(case) / f"iter_000000{n}"))) for n in (2, 4)]
+    name = next(name for name in states[0] if name.endswith("common_step"))
+    assert [float(state[name]) for state in states] == [0, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_cannot_be_saved_is_refused(folder: Path, flags: str) -> None:
+    assert REFUSED[flags] in told(on_one(folder)[flags])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MENDS)
+def test_without_a_mend_the_checkpoint_cannot_be_loaded(folder: Path, name: str) -> None:
+    assert MENDS[name][1] in told(on_one(folder)[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+@pytest.mark.parametrize("precision", RESHARDED)
+def test_another_layout_loads_the_same_state(folder: Path, precision: str, layout: str) -> None:
+    good(on_two(folder)[f"{precision} {layout}"])
+    then, now = (folder / f"{precision}-{name}" / "iter_0000002" for name in ("tp2", layout))
+    assert differences(then, now) == []
