@@ -24,7 +24,7 @@ from megatron_fp4.mcore import (
     dataset_files,
     demands,
     flags,
-    optimizer_compat,
+    optimizer_checks,
     options,
     packages,
     tokenizers,
@@ -126,7 +126,7 @@ def validate(args: argparse.Namespace) -> None:
             raise ConfigError(f"{_flag(option)} is not supported: pretraining only")
     if args.inprocess_restart:
         raise ConfigError("--inprocess-restart is not supported: leave it out")
-    optimizer_compat.check(args)
+    optimizer_checks.check(args)
     tokenizers.check(args)
     vocabulary.check(args)
     values.check_together(args)

@@ -7,7 +7,6 @@ parameter, and all have no state before their first step.
 C stands for megatron/core, T for megatron/training.
 """
 
-import argparse
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from megatron.core.optimizer import SGD, distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.emerging_optimizers import AdaptiveMuon
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
@@ -23,9 +21,7 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
     param_group_identifier_keys,
 )
-from megatron.training import checkpointing, global_vars
-
-from megatron_fp4.errors import ConfigError
+from megatron.training import checkpointing, get_args, global_vars
 
 
 def install() -> None:
@@ -37,40 +33,8 @@ def install() -> None:
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         _mend_distributed_adam()
     _mend_ckpt_step()
+    _mend_learning_rates()
     ChainedOptimizer.load_state_dict = _of_other_experts(ChainedOptimizer.load_state_dict)
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raises ConfigError for an optimizer that does not run, or cannot be saved, as asked for."""
-    name, sharded = args.optimizer, args.use_distributed_optimizer
-    if name == "adam":
-        return
-    if name == "sgd":
-        if sharded:
-            raise ConfigError(
-                "--optimizer sgd does not support --use-distributed-optimizer: leave it out"
-            )
-        return
-    if args.fp16:
-        raise ConfigError(f"--optimizer {name} does not support --fp16: use --bf16")
-    if (sharded or name == "dist_muon") and not args.bf16:
-        without = "muon" if name == "dist_muon" else name
-        raise ConfigError(
-            f"a distributed {name} needs --bf16: add it, or use --optimizer {without} without "
-            "--use-distributed-optimizer"
-        )
-    if name == "adaptive_muon" and hasattr(AdaptiveMuon, "_apply_muon_scale"):
-        raise ConfigError(
-            "--optimizer adaptive_muon of Megatron-core 0.19 does not run with the installed "
-            "emerging-optimizers (0.3 changed it): use --optimizer muon"
-        )
-    # C/dist_checkpointing/optimizer.py saves tensors of a weight's shape. SOAP's factors are none.
-    keeps = args.load or (args.save and not args.no_save_optim)
-    if name == "soap" and keeps and args.ckpt_format != "torch":
-        raise ConfigError(
-            f"--ckpt-format {args.ckpt_format} cannot hold the state of --optimizer soap: "
-            "use --ckpt-format torch"
-        )
 
 
 # --- state before the first step ---------------------------------------------------------------
@@ -208,6 +172,56 @@ def _mend_ckpt_step() -> None:
         return args.ckpt_step if is_loaded else iteration, release
 
     checkpointing.read_metadata = read_metadata
+
+
+# --- other learning rates ----------------------------------------------------------------------
+
+_RATES = ("max_lr", "min_lr")
+
+
+def _mend_learning_rates() -> None:
+    """Lets a run go on with another --lr or --min-lr.
+
+    C/optimizer/optimizer.py:param_group_identifier_keys has the two rates among what tells groups
+    of parameters apart, so that no group of the checkpoint is found for any of the launch's
+    (ValueError, KeyError), whatever --override-opt_param-scheduler says.
+    """
+    find = MegatronOptimizer._filter_and_reorder_param_groups
+    load = DistributedOptimizer.load_state_dict
+
+    @functools.wraps(find)
+    def _filter_and_reorder_param_groups(
+        current_groups: list[dict[str, Any]], state_dict_groups: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        _agree_on_rates(current_groups, state_dict_groups)
+        return find(current_groups, state_dict_groups)
+
+    @functools.wraps(load)
+    def load_state_dict(self: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
+        if "optimizer" in state_dict:
+            _agree_on_rates(self.optimizer.param_groups, state_dict["optimizer"]["param_groups"])
+        load(self, state_dict)
+
+    MegatronOptimizer._filter_and_reorder_param_groups = staticmethod(
+        _filter_and_reorder_param_groups
+    )
+    DistributedOptimizer.load_state_dict = load_state_dict
+
+
+def _agree_on_rates(current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Gives each saved group the rates of the launch's group that is like it in all else; with
+    --use-checkpoint-opt_param-scheduler the reverse. Whether rates may change is for
+    C/optimizer_param_scheduler.py to say."""
+    keys = [key for key in param_group_identifier_keys if key not in _RATES]
+    by_key = {tuple(group.get(key) for key in keys): group for group in current}
+    if len(by_key) < len(current):
+        return  # --decoupled-lr: the rates alone tell groups apart
+    for group in saved:
+        own = by_key.get(tuple(group.get(key) for key in keys))
+        if own is not None:
+            keeps = get_args().use_checkpoint_opt_param_scheduler
+            source, target = (group, own) if keeps else (own, group)
+            target |= {rate: source[rate] for rate in _RATES if rate in source}
 
 
 # --- experts in an optimizer of their own ------------------------------------------------------

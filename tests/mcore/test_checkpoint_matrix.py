@@ -4,6 +4,7 @@ where the uninterrupted one does, bit for bit, or is refused before its first st
 import functools
 import importlib.util
 import io
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,8 @@ OF_EMERGING = [
 ]
 OF_EMERGING.remove(Case("bf16", "soap", "sharded", "torch_dist", "dp2"))
 
+# Resumed with another learning rate.
+RATES = [QUICK, Case("bf16", "adam", "sharded")]
 # Saved under TP2, loaded under others.
 RESHARDED = {"fp32": "", "fp16": "--fp16 --initial-loss-scale 1024"}
 
@@ -101,14 +104,25 @@ REFUSED = {
     "--optimizer muon --use-distributed-optimizer": "needs --bf16: add it, or use --optimizer muon",
     "--optimizer dist_muon": "needs --bf16: add it, or use --optimizer muon",
     "--optimizer soap --bf16 --load nowhere": "use --ckpt-format torch",
+    "--use-torch-fsdp2 --ckpt-format torch_dcp": "--use-torch-fsdp2 needs a GPU",
+    "--use-megatron-fsdp --ckpt-format fsdp_dtensor": "--use-megatron-fsdp needs a GPU",
     "--ckpt-format torch_dcp": "torch_dcp is only tested with FSDP",
     "--ckpt-format fsdp_dtensor": "fsdp_dtensor is only tested with Megatron FSDP",
 }
+# Launches that do not fit the checkpoint of QUICK.
+MISFITS = {
+    "--optimizer sgd": "has the state of --optimizer adam",
+    "--bf16": "was trained in FP32: launch without --bf16",
+    "--lr 2e-3": "learning rate",
+}
+RATE = "--lr 2e-3 --override-opt_param-scheduler"
+SAVED_RATE = "--lr 2e-3 --use-checkpoint-opt_param-scheduler"
 # The mends of optimizer_compat.py, a case that needs each, and what upstream does there.
 MENDS = {
     "initial_state": (Case("fp16", "adam"), "KeyError"),
     "initial_state of SGD": (Case("bf16", "sgd"), "'NoneType' object is not callable"),
     "fp32_shards": (Case("fp32", "adam", "sharded"), "a view of a leaf Variable"),
+    "distributed_adam": (Case("bf16", "adam", "reshardable"), "KeyError: 'step'"),
 }
 
 
@@ -187,11 +201,34 @@ def quickly(folder: Path) -> dict[str, Result]:
 @functools.cache
 def on_one(folder: Path) -> dict[str, Result]:
     runs = twice(ON_ONE, folder) | {flags: flags for flags in REFUSED}
+    runs |= without_mends(folder) | misfits(folder) | other_rates(folder)
+    return relay(1, runs, sizes=SMALL, timeout_s=LIMIT_S)
+
+
+def without_mends(folder: Path) -> dict[str, str]:
+    runs = {}
     for name, (case, _) in MENDS.items():
         without, kept = f"without={name.split()[0]} {case.flags}", folder / name.replace(" ", "-")
         runs[f"{name} saves"] = f"{without} {saving(kept)}"
         runs[name] = f"{without} {again(kept)}"
-    return relay(1, runs, sizes=SMALL, timeout_s=LIMIT_S)
+    return runs
+
+
+def misfits(folder: Path) -> dict[str, str]:
+    bare = folder / "bare"
+    runs = {f"misfit {flags}": f"{flags} {again(folder / str(QUICK))}" for flags in MISFITS}
+    runs["saves bare"] = f"--no-save-optim {saving(bare)}"
+    return runs | {"bare": f"--load {bare}"}
+
+
+def other_rates(folder: Path) -> dict[str, str]:
+    runs = {}
+    for case in RATES:
+        flags = f"{case.flags} {again(folder / str(case))}"
+        runs[f"{case} rate"] = f"{flags} {RATE} {saving(folder / f'{case}-rate')}"
+        runs[f"{case} rate unmended"] = f"without=learning_rates {flags} {RATE}"
+    kept, resumed = again(folder / str(QUICK)), saving(folder / "saved-rate")
+    return runs | {"saved rate": f"{QUICK.flags} {kept} {SAVED_RATE} {resumed}"}
 
 
 @functools.cache
@@ -259,6 +296,33 @@ def test_what_cannot_be_saved_is_refused(folder: Path, flags: str) -> None:
 @pytest.mark.parametrize("name", MENDS)
 def test_without_a_mend_the_checkpoint_cannot_be_loaded(folder: Path, name: str) -> None:
     assert MENDS[name][1] in told(on_one(folder)[name])
+
+
+@pytest.mark.slow
+def test_a_launch_that_does_not_fit_a_checkpoint_is_told_how_to(folder: Path) -> None:
+    runs = on_one(folder)
+    for flags, text in MISFITS.items():
+        assert text in told(runs[f"misfit {flags}"])
+    assert "add --no-load-optim" in told(runs["bare"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RATES, ids=str)
+def test_a_run_goes_on_with_another_learning_rate(folder: Path, case: Case) -> None:
+    good(on_one(folder)[f"{case} rate"])
+    assert "0.002" in told(on_one(folder)[f"{case} rate unmended"])
+    resumed = dict(flat(contents(folder / f"{case}-rate" / "iter_0000004")))
+    assert {rate for name, rate in resumed.items() if name.endswith("max_lr")} == {2e-3}
+    # The fourth step's, of a cosine from 2e-3 to 1e-4 over ten.
+    rates = {rate for name, rate in resumed.items() if name.endswith("/lr")}
+    assert list(rates) == [pytest.approx(1e-4 + 0.95e-3 * (1 + math.cos(math.pi * 0.4)))]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_rates_of_its_checkpoint(folder: Path) -> None:
+    good(on_one(folder)["saved rate"])
+    there, here = (folder / name / "iter_0000004" for name in (str(QUICK), "saved-rate"))
+    assert differences(there, here) == []
 
 
 @pytest.mark.slow
