@@ -5,6 +5,7 @@ C stands for megatron/core, T for megatron/training.
 
 import argparse
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -39,12 +40,16 @@ def check(args: argparse.Namespace) -> None:
         return
     if args.fp16:
         raise ConfigError(f"--optimizer {name} does not support --fp16: use --bf16")
-    if (sharded or name == "dist_muon") and not args.bf16:
+    if sharded or name == "dist_muon":
         without = "muon" if name == "dist_muon" else name
-        raise ConfigError(
-            f"--optimizer {name}, distributed, needs --bf16: add it, or use --optimizer {without} "
-            "without --use-distributed-optimizer"
-        )
+        remedy = f"use --optimizer {without} without --use-distributed-optimizer"
+        if not args.bf16:
+            raise ConfigError(f"--optimizer {name}, distributed, needs --bf16: add it, or {remedy}")
+        if args.distributed_backend == "gloo" and _data_parallel_size(args) > 1:
+            raise ConfigError(
+                f"--optimizer {name}, distributed, gathers shards of unequal sizes, which gloo does "
+                f"not: {remedy}"
+            )
     if name == "adaptive_muon" and hasattr(AdaptiveMuon, "_apply_muon_scale"):
         raise ConfigError(
             "--optimizer adaptive_muon of Megatron-core 0.19 does not run with the installed "
@@ -57,6 +62,12 @@ def check(args: argparse.Namespace) -> None:
             f"--ckpt-format {args.ckpt_format} cannot hold the state of --optimizer soap: "
             "use --ckpt-format torch"
         )
+
+
+def _data_parallel_size(args: argparse.Namespace) -> int:
+    """Before Megatron has computed it."""
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    return int(os.environ.get("WORLD_SIZE", "1")) // (model * args.context_parallel_size)
 
 
 def check_saved(saved: argparse.Namespace, args: argparse.Namespace) -> None:

@@ -43,7 +43,7 @@ SHARDINGS = {
 }
 FORMATS = {"torch_dist": "", "torch": TORCH}
 LAYOUTS = {"": "", "dp2": "", "tp2": TP2_SP, "pp2": PP2}
-EMERGING = ("muon", "dist_muon", "lion")
+FULL = ("fp32", "bf16")  # the precisions that emerging optimizers support
 HAS_EMERGING = importlib.util.find_spec("emerging_optimizers") is not None
 LIMIT_S = 1200  # of a world: up to a hundred trainings of some seconds each
 
@@ -85,13 +85,13 @@ ON_TWO = [
     *(Case(p, "adam", "sharded", layout="pp2", recipe="tetrajet") for p in PRECISIONS),
 ]
 OF_EMERGING = [
-    *(Case("fp32", o, format=f, layout="dp2") for o in ("muon", "lion") for f in FORMATS),
-    *(Case("bf16", o, format=f, layout="dp2") for o in EMERGING for f in FORMATS),
-    *(Case("bf16", o, "sharded", f, "dp2") for o in ("muon", "lion", "soap") for f in FORMATS),
-    *(Case(p, "soap", format="torch", layout="dp2") for p in ("fp32", "bf16")),
+    *(Case(p, o, format=f, layout="dp2") for p in FULL for o in ("muon", "lion") for f in FORMATS),
+    *(Case(p, "soap", format="torch", layout="dp2") for p in FULL),
+    *(Case("bf16", o, "sharded", f, "tp2") for o in ("muon", "lion") for f in FORMATS),
+    *(Case("bf16", "dist_muon", format=f, layout="tp2") for f in FORMATS),
+    Case("bf16", "soap", "sharded", "torch", "tp2"),
     Case("bf16", "muon", layout="tp2", recipe="tetrajet"),
 ]
-OF_EMERGING.remove(Case("bf16", "soap", "sharded", "torch_dist", "dp2"))
 
 # Resumed with another learning rate.
 RATES = [QUICK, Case("bf16", "adam", "sharded")]
@@ -125,6 +125,8 @@ MENDS = {
     "fp32_shards": (Case("fp32", "adam", "sharded"), "a view of a leaf Variable"),
     "distributed_adam": (Case("bf16", "adam", "reshardable"), "KeyError: 'step'"),
 }
+# --ckpt-step 2 after four steps, where upstream reads the state of the fourth.
+STEP = Case("bf16", "adam", "sharded", "torch")
 
 
 # --- what a checkpoint holds -----------------------------------------------------------------
@@ -207,7 +209,7 @@ def without_mends(folder: Path) -> dict[str, str]:
         without, kept = f"without={name.split()[0]} {case.flags}", folder / name.replace(" ", "-")
         runs[f"{name} saves"] = f"{without} {saving(kept)}"
         runs[name] = f"{without} {again(kept)}"
-    return runs
+    return runs | {"ckpt_step": f"without=ckpt_step {STEP.flags} {again(folder / str(STEP))}"}
 
 
 def misfits(folder: Path) -> dict[str, str]:
@@ -229,7 +231,7 @@ def other_rates(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Runs:
-    runs = twice(ON_TWO, folder)
+    runs = twice(ON_TWO, folder) | {"unequal": "--bf16 --optimizer dist_muon"}
     for precision, flags in RESHARDED.items():
         saved = folder / f"{precision}-tp2"
         runs[f"{precision} saves"] = f"{flags} {TP2_SP} {saving(saved)}"
@@ -292,6 +294,17 @@ def test_what_cannot_be_saved_is_refused(folder: Path, one: Runs, flags: str) ->
 @pytest.mark.parametrize("name", MENDS)
 def test_without_a_mend_the_checkpoint_cannot_be_loaded(folder: Path, one: Runs, name: str) -> None:
     assert MENDS[name][1] in told(one[name])
+
+
+@pytest.mark.slow
+def test_gloo_has_no_gather_of_unequal_shards(two: Runs) -> None:
+    assert "use --optimizer muon without --use-distributed-optimizer" in told(two["unequal"])
+
+
+@pytest.mark.slow
+def test_ckpt_step_chooses_the_state_of_the_distributed_optimizer(one: Runs) -> None:
+    assert "] at iteration 2\n" in good(one[str(STEP)]).output
+    assert "] at iteration 4\n" in good(one["ckpt_step"]).output  # the control
 
 
 @pytest.mark.slow
