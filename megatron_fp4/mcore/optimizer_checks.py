@@ -47,8 +47,8 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--optimizer {name}, distributed, needs --bf16: add it, or {remedy}")
         if args.distributed_backend == "gloo" and _data_parallel_size(args) > 1:
             raise ConfigError(
-                f"--optimizer {name}, distributed, gathers shards of unequal sizes, which gloo does "
-                f"not: {remedy}"
+                f"--optimizer {name}, distributed, gathers shards of unequal sizes, which gloo "
+                f"does not: {remedy}"
             )
     if name == "adaptive_muon" and hasattr(AdaptiveMuon, "_apply_muon_scale"):
         raise ConfigError(
