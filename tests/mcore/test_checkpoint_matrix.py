@@ -234,7 +234,7 @@ def two(folder: Path) -> Runs:
     runs = twice(ON_TWO, folder) | {"unequal": "--bf16 --optimizer dist_muon"}
     for precision, flags in RESHARDED.items():
         saved = folder / f"{precision}-tp2"
-        runs[f"{precision} saves"] = f"{flags} {TP2_SP} {saving(saved)}"
+        runs[f"{precision} saves"] = f"{flags} {TP2_SP} {ENDS} {saving(saved)}"
         for layout in ("dp2", "pp2"):
             runs[f"{precision} {layout}"] = (
                 f"{flags} {LAYOUTS[layout]} {ENDS} {again(saved)} "
