@@ -9,6 +9,7 @@ import argparse
 import errno
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -182,8 +183,14 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Pretrains a GPT or LLaMA model; all flags but the first group are Megatron's."
     )
-    if int(os.environ.get("RANK", "0")):
-        parser.print_help = lambda file=None: None  # type: ignore[method-assign]
+    parser._print_message = _print_once  # type: ignore[method-assign]
+
+
+def _print_once(message: str, file: object = None) -> None:
+    """Help and version, from one rank and past what holds back the start (log.py)."""
+    if message and sys.__stdout__ and not int(os.environ.get("RANK", "0")):
+        sys.__stdout__.write(message)
+        sys.__stdout__.flush()
 
 
 def _checked(parser: argparse.ArgumentParser) -> Callable[..., argparse.Namespace]:

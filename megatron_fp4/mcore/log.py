@@ -93,7 +93,8 @@ class Start(io.TextIOBase):
             self._shows = bool(_SHOWN.match(line)) or (self._shows and line.startswith("  "))
             if self._shows:
                 self._stdout.write(line + "\n")
-            self._held.append(line + "\n")
+            else:
+                self._held.append(line + "\n")
         return len(text)
 
     def flush(self) -> None:

@@ -12,7 +12,7 @@ from megatron.core.utils import divide
 
 import megatron_fp4
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import arguments
+from megatron_fp4.mcore import arguments, log
 from megatron_fp4.mcore.demands import megatrons_demands
 from tests.mcore.command_line import dataset
 from tests.mcore.launch import MOCK_DATA, TINY
@@ -82,7 +82,7 @@ def test_a_warm_up_that_fills_the_schedule_is_told_by_flags() -> None:
 
 
 def test_help_shows_our_flags_first_and_needs_no_launcher(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     for rank, told in (("0", True), ("1", False)):
@@ -90,17 +90,29 @@ def test_help_shows_our_flags_first_and_needs_no_launcher(
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--help"])
         with pytest.raises(SystemExit) as end:
             arguments.parse()
-        text = capsys.readouterr().out
+        text = capfd.readouterr().out
         assert not end.value.code and bool(text) == told
         assert not told or text.index("--fp4-recipe RECIPE") < text.index("--num-layers")
         assert not told or text.count("--fp4-recipe RECIPE") == 1 and "10%" in text
 
 
+def test_help_and_version_are_printed_once_and_in_order(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the start holds back what is printed, but for lines that begin as these do."""
+    for flag, start in (("--version", "megatron-fp4 "), ("--help", "usage: torchrun")):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", flag])
+        with pytest.raises(SystemExit), log.Start():
+            arguments.parse()
+        text = capfd.readouterr().out
+        assert text.startswith(start) and text.count(start) == 1
+
+
 def test_the_version_needs_no_launcher(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--version"])
     with pytest.raises(SystemExit) as end:
         arguments.parse()
     assert not end.value.code
-    assert capsys.readouterr().out == f"megatron-fp4 {megatron_fp4.__version__}\n"
+    assert capfd.readouterr().out == f"megatron-fp4 {megatron_fp4.__version__}\n"

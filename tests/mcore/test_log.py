@@ -150,16 +150,17 @@ def test_verbose_shows_all(capsys: pytest.CaptureFixture[str]) -> None:
         (ConfigError("a mistake"), False),
         (torch.OutOfMemoryError("full"), False),
         (RuntimeError("a bug"), True),
-        (SystemExit(0), True),  # --help
+        (SystemExit(0), True),  # Megatron's, for some flags
     ],
 )
 def test_what_was_held_back_is_shown_where_a_launch_fails_otherwise(
     error: BaseException, shows: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(type(error)), log.Start():
+        print("megatron-fp4: a line")
         print("> a stage", end="")
         raise error
-    assert capsys.readouterr().out == ("> a stage" if shows else "")
+    assert capsys.readouterr().out == "megatron-fp4: a line\n" + ("> a stage" if shows else "")
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(
