@@ -207,6 +207,10 @@ def _checked(parser: argparse.ArgumentParser) -> Callable[..., argparse.Namespac
         parsed.fp4_wgrad_fusion = parsed.gradient_accumulation_fusion
         if not packages.installed("fused_weight_gradient_mlp_cuda"):
             parsed.gradient_accumulation_fusion = False
+        # The plugin verifies on all ranks (integrity.py), Megatron on rank 0 alone.
+        ours = parsed.ckpt_format in ("torch_dist", "torch") and not parsed.enable_msc
+        parsed.fp4_verify_integrity = ours and parsed.verify_integrity is not False
+        parsed.verify_integrity = bool(parsed.verify_integrity) and not ours
         options.settle(parsed)
         _check_background_save(parsed)
         if not (parsed.use_checkpoint_args or parsed.yaml_cfg):  # those bring arguments later

@@ -99,6 +99,14 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="go on from a checkpoint of another recipe, seed, schedule, version or vocabulary",
     )
     group.add_argument(
+        "--no-verify-integrity",
+        dest="verify_integrity",
+        action="store_false",
+        help="save checkpoints without the SHA-256 of their files, and load them unverified "
+        "(--verify-integrity is the default)",
+    )
+    parser.set_defaults(verify_integrity=None)  # as --verify-integrity, but not asked for
+    group.add_argument(
         "--fp4-verbose",
         action="store_true",
         help="print all that Megatron says while it starts; without it, warnings and errors alone",

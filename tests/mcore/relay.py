@@ -1,14 +1,18 @@
 """pretrain_gpt.py for tests of checkpoints: as it is, dying, or without something of compat.py.
 
-    torchrun ... relay.py [dies=step|dies=save|without=adam] FLAGS ...
+    torchrun ... relay.py [dies=step|dies=save|spoils=save|without=NAME] FLAGS ...
 
 `dies=step` or `dies=save`: rank 1 is killed within the third step, or with half of its file of the
-fourth written. `without=NAME`: without _mend_NAME of optimizer_compat.py.
+fourth written. `spoils=save`: within the third step, the folder of --save becomes a file.
+`without=NAME`: without _mend_NAME of optimizer_compat.py.
 """
 
 import os
+import shutil
 import signal
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_fp4.mcore import cpu, pretrain
@@ -18,7 +22,9 @@ def main() -> None:
     cpu.install()
     first = sys.argv[1]
     if first.startswith("dies=") and os.environ["RANK"] == "1":
-        {"step": die_in_step, "save": die_in_save}[first[5:]]()
+        in_third_step(die) if first == "dies=step" else die_in_save()
+    if first == "spoils=save" and os.environ["RANK"] == "0":
+        in_third_step(spoil)
     if first.startswith("without="):
         from megatron_fp4.mcore import optimizer_compat
 
@@ -33,7 +39,14 @@ def die() -> None:
     os.killpg(0, signal.SIGKILL)  # torchrun gives each rank a group of its own
 
 
-def die_in_step() -> None:
+def spoil() -> None:
+    from megatron.training import get_args
+
+    shutil.rmtree(get_args().save)
+    Path(get_args().save).touch()
+
+
+def in_third_step(act: Callable[[], None]) -> None:
     from megatron_fp4.mcore import gpt
 
     forward_step, calls = gpt.forward_step, 0
@@ -42,7 +55,7 @@ def die_in_step() -> None:
         nonlocal calls
         calls += 1
         if calls == 6:  # the second microbatch of the third step
-            die()
+            act()
         return forward_step(*args)
 
     gpt.forward_step = forward  # type: ignore[assignment]

@@ -11,8 +11,8 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.training import checkpointing
 
 from megatron_fp4 import list_recipes
-from megatron_fp4.mcore import checkpoint
-from megatron_fp4.mcore.checkpoint import flaw_of, problem_in
+from megatron_fp4.mcore import whole
+from megatron_fp4.mcore.whole import flaw_of, problem_in
 from tests.mcore.checkpoints import (
     LAYOUTS,
     OTHERS,
@@ -269,7 +269,7 @@ def test_the_last_whole_one_may_be_persistent_or_not(
     for tracker in re.findall(r"remove (\S+)", problem):
         Path(tracker).unlink()
     assert problem_in(run, beside=beside) is None
-    loads = beside if checkpoint._goes_first(beside, run, None) else run
+    loads = beside if whole._goes_first(beside, run, None) else run
     assert loads / f"iter_{int((loads / TRACKER).read_text()):07d}" == run / left
 
 
@@ -302,15 +302,3 @@ def test_upstream_ends_well_where_the_tracker_says_nothing(tmp_path: Path) -> No
     with pytest.raises(SystemExit) as ended:
         checkpointing.read_metadata(str(tmp_path / TRACKER))
     assert not ended.value.code
-
-
-def test_a_save_over_an_older_one_leaves_no_mixture(
-    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed at its first byte, it leaves no checkpoint rather than the older one's metadata."""
-    for name in ("metadata.json", ".metadata", "common.pt", "__0_0.distcp", "__1_0.distcp"):
-        (tmp_path / name).write_text("of the older")
-    found: list[Path] = []
-    save = checkpoint._from_nothing(lambda *_: found.extend(tmp_path.iterdir()))
-    save({}, str(tmp_path))
-    assert not found

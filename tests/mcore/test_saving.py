@@ -1,0 +1,170 @@
+"""Saves that fail, on a disk that is full or in a folder that is gone: one line, status 1, and the
+last whole checkpoint stays the one that loads."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor, serialization
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore import saving, whole
+from tests.mcore.checkpoints import ENDS, SIZES, TORCH, TP2_SP, TRACKER, good, relay
+from tests.mcore.checkpoints import saving as saves
+from tests.mcore.launch import MOCK_DATA, ROOT, TINY, Result
+
+# Runs a shell command where a small file system is mounted over a folder, which ends with it.
+MOUNT = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+MOUNT += ['mount -t tmpfs -o size=3700k none "$0" && eval "$1"']
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saving")
+
+
+# --- in torchrun worlds ---------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_gone_is_told(folder: Path) -> None:
+    save = folder / "spoilt"
+    line = stopped(relay(2, {"": f"spoils=save {TP2_SP} {saves(save)}"})[""])
+    assert "of iteration 4 was not saved: " in line and "cannot be written" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", TORCH], ids=["torch_dist", "torch"])
+def test_a_full_disk_is_told_and_the_last_whole_checkpoint_stays(
+    tmp_path: Path, flags: str
+) -> None:
+    first, second = on_a_small_disk(
+        tmp_path, f"{flags} {saves(tmp_path)}", f"{flags} {ENDS} --load {tmp_path}"
+    )
+    line = stopped(first)
+    assert f"the checkpoint of iteration 4 was not saved: the disk is full at {tmp_path};" in line
+    assert f"the last whole one is of 2: make room, and launch with --load {tmp_path}" in line
+    assert "at iteration 2" in good(second).output
+
+
+def on_a_small_disk(folder: Path, *trainings: str) -> list[Result]:
+    """Launches one after the other, with a file system mounted over `folder` that has room for one
+    checkpoint and a half."""
+    if subprocess.run([*MOUNT, str(folder), "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launch += [str(ROOT / "pretrain_gpt.py"), *TINY, *MOCK_DATA, *SIZES.split(), *TP2_SP.split()]
+    commands = [f"{shlex.join(launch)} {flags}; echo '=== ended with' $?" for flags in trainings]
+    done = subprocess.run(
+        [*MOUNT, str(folder), f"exec 2>&1; {'; '.join(commands)}"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=600,
+    )
+    *outputs, _ = re.split(r"=== ended with (\d+)\n", done.stdout)
+    ended = zip(outputs[::2], outputs[1::2], strict=True)
+    return [Result(int(status), [], [], output) for output, status in ended]
+
+
+def stopped(result: Result) -> str:
+    """The one line of a run that stopped while it trained."""
+    lines = [line for line in result.output.splitlines() if "megatron-fp4: error:" in line]
+    assert result.status == 1 and len(lines) == 1 and not result.has_traceback, result.output[
+        -4000:
+    ]
+    return lines[0]
+
+
+# --- in one process -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    args = SimpleNamespace(
+        save=str(tmp_path),
+        ckpt_format="torch_dist",
+        fp4_verify_integrity=True,
+        async_save=True,
+        enable_msc=False,
+    )
+    monkeypatch.setattr(saving, "get_args", lambda: args)
+    return args
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
+def test_a_save_over_an_older_one_leaves_no_mixture(
+    one_rank: None, launch: SimpleNamespace, tmp_path: Path, ckpt_format: str
+) -> None:
+    """Killed at its first byte, it leaves no checkpoint rather than the older one's metadata."""
+    launch.ckpt_format, launch.fp4_verify_integrity = ckpt_format, False
+    path = tmp_path / "iter_0000004"
+    (path / "mp_rank_07").mkdir(parents=True)
+    for name in ("metadata.json", ".metadata", "common.pt", "__0_0.distcp", "integrity.json"):
+        (path / name).write_text("of the older")
+    found: list[Path] = []
+    saving._whole_or_told(lambda *_, **__: found.extend(path.iterdir()))(4)
+    assert path.is_dir() and not found
+
+
+def test_a_save_in_the_background_gets_its_manifest_when_it_is_finalized(
+    one_rank: None, launch: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    tensor = ShardedTensor.from_rank_offsets("weight", torch.arange(8.0))
+    request = saving._verifiable(serialization.save)(
+        {"weight": tensor}, str(tmp_path), async_sharded_save=True, async_strategy="mcore"
+    )
+    finalize = request.finalize_fns.copy()
+    request.finalize_fns.clear()
+    request.execute_sync()
+    assert (tmp_path / "__0_0.distcp").exists() and not (tmp_path / "integrity.json").exists()
+    for part in finalize:
+        part()
+    assert (tmp_path / "integrity.json").exists() and whole.flaw_of(tmp_path) is None
+
+
+def test_a_tracker_that_was_emptied_by_the_save_that_failed_is_restored(
+    one_rank: None, launch: SimpleNamespace, tmp_path: Path
+) -> None:
+    (tmp_path / TRACKER).write_text("2")
+
+    def save(*_: Any, **__: Any) -> None:
+        (tmp_path / TRACKER).write_text("")
+        raise OSError(28, "No space left on device", str(tmp_path / TRACKER))
+
+    with pytest.raises(ConfigError, match="iteration 4 was not saved: the disk is full at"):
+        saving._whole_or_told(save)(4)
+    assert (tmp_path / TRACKER).read_text() == "2"
+
+
+def test_a_save_in_the_background_that_failed_is_told(
+    one_rank: None, launch: SimpleNamespace, tmp_path: Path
+) -> None:
+    def finalize(*_: Any, **__: Any) -> None:
+        raise CheckpointException("write", {})
+
+    with pytest.raises(ConfigError, match="a checkpoint was not saved: "):
+        saving._told(finalize)()
+    launch.save = str(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="gone cannot be written .No such file or directory"):
+        saving._told(finalize)()
+
+
+def test_an_error_that_is_not_the_disks_is_not_taken_for_one(
+    one_rank: None, launch: SimpleNamespace
+) -> None:
+    def save(*_: Any, **__: Any) -> None:
+        raise KeyError("a mistake of the code")
+
+    with pytest.raises(KeyError):
+        saving._whole_or_told(save)(4)
