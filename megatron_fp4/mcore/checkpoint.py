@@ -92,16 +92,13 @@ def _judge(load_dir: Path, args: argparse.Namespace) -> None:
     places = load_dir, args.ckpt_step, beside
     problem = on_first(lambda: whole.problem_in(*places))
     path = None if problem else on_first(lambda: whole.chosen(*places))
-    if problem is None and path is None:
-        problem = _nothing_to_load(load_dir, args)
-    elif path is not None and args.ckpt_format == "torch" and (path / "metadata.json").exists():
-        raise ConfigError(f"{path} is of the format torch_dist: leave out --ckpt-format torch")
-    # While arguments are parsed there are no process groups to share the hashing; the same
-    # checkpoint is loaded later.
-    if path is not None and args.fp4_verify_integrity and torch.distributed.is_initialized():
-        flaw = _changed(path)
-        if flaw is not None:
-            problem = f"{flaw}; {on_first(lambda: whole.remedy(*places, damaged=path))}"
+    if path is None:
+        problem = problem or _nothing_to_load(load_dir, args)
+    elif _is_misread(path, args):
+        problem = f"{path} is of the format torch_dist: leave out --ckpt-format torch"
+    elif (flaw := _changed(path, args)) is not None:
+        remedy = on_first(lambda: whole.remedy(*places, damaged=path))
+        problem = f"{path} is damaged: {flaw}; {remedy}"
     if problem is not None:
         raise ConfigError(problem)
 
@@ -117,15 +114,23 @@ def _nothing_to_load(load_dir: Path, args: argparse.Namespace) -> str | None:
     return None
 
 
-def _changed(path: Path) -> str | None:
-    if not integrity.is_covered(path):
-        print_rank_0(
-            f"megatron-fp4: {path} was not verified: it has no {integrity.INTEGRITY_FNAME} (saved "
-            "by an older version, or with --no-verify-integrity)"
-        )
+def _is_misread(path: Path, args: argparse.Namespace) -> bool:
+    torch_only = args.ckpt_format == "torch" and not args.auto_detect_ckpt_format
+    return torch_only and (path / "metadata.json").exists()
+
+
+def _changed(path: Path, args: argparse.Namespace) -> str | None:
+    # While arguments are parsed there are no process groups to share the hashing; the same
+    # checkpoint is loaded later.
+    if not (args.fp4_verify_integrity and torch.distributed.is_initialized()):
         return None
-    flaw = integrity.flaw_of(path)
-    return flaw and f"{path} is damaged: {flaw}"
+    if integrity.is_covered(path):
+        return integrity.flaw_of(path)
+    print_rank_0(
+        f"megatron-fp4: {path} was not verified: it has no {integrity.INTEGRITY_FNAME} (saved by "
+        "an older version, or with --no-verify-integrity)"
+    )
+    return None
 
 
 def _is_judged(args: argparse.Namespace) -> bool:
