@@ -77,8 +77,6 @@ def _if_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
             goes_on = not (args.finetune or release)
             if goes_on and torch.distributed.is_initialized():  # all arguments are known by then
                 fit.check_optimizer_state(saved, args)
-            if args.override_opt_param_scheduler:
-                fit.take_learning_rate(state.get("optimizer"), saved, args)
         return loaded
 
     return _load_base_checkpoint

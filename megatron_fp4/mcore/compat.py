@@ -17,7 +17,7 @@ from megatron.training import arguments, get_args, training
 from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelConfig
 
-from megatron_fp4.mcore import checkpoint, flags, optimizer_checks, optimizer_compat, vocabulary
+from megatron_fp4.mcore import checkpoint, flags, optimizer_compat, vocabulary
 from megatron_fp4.mcore.arguments import validate
 from megatron_fp4.mcore.demands import megatrons_demands
 from megatron_fp4.mcore.spec import layer_spec, mtp_block_spec
@@ -50,7 +50,6 @@ def install() -> None:
     optimizer_compat.install()
     vocabulary.install()
     checkpoint.install()
-    optimizer_checks.install()
 
 
 def _like_the_layers(upstream: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,8 +29,6 @@ _SCHEDULE = (
     "lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples "
     "lr_warmup_fraction start_weight_decay end_weight_decay weight_decay_incr_style"
 ).split()
-# What C/optimizer takes the rates of a group of parameters from.
-_RATES = {"max_lr": ("lr", "decoupled_lr"), "min_lr": ("min_lr", "decoupled_min_lr")}
 # Where the flag is not the argument's name.
 _FLAGS = {
     "padded_vocab_size": "the vocabulary with its padding (--vocab-size, "
@@ -58,37 +56,36 @@ def other_schedule(saved: argparse.Namespace, launch: argparse.Namespace) -> str
 
 
 def check_optimizer_state(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
-    """Raises ConfigError where the state of the optimizer is loaded, and is another optimizer's or
-    has groups of parameters of other learning rates, which C/optimizer would not find."""
-    if launch.no_load_optim or getattr(saved, "no_save_optim", None):
-        return
-    if changed := _differing(["optimizer"], saved, launch):
-        raise ConfigError(
-            f"the checkpoint was trained with another optimizer: {changed}; give what was, or "
-            "--no-load-optim to begin with a new optimizer state"
-        )
-    rates = [name for names in _RATES.values() for name in names]
-    if _differing(rates, saved, launch) and not launch.override_opt_param_scheduler:
-        raise ConfigError(f"the checkpoint {other_schedule(saved, launch)}")
+    """Raises ConfigError if a checkpoint lacks the optimizer state that a launch goes on from.
 
-
-def take_learning_rate(state: Any, saved: argparse.Namespace, launch: argparse.Namespace) -> None:
-    """Gives the groups of parameters in a loaded optimizer state the learning rates of `launch`.
-
-    C/optimizer knows a group by its rates among other things, and would not find it under others,
-    --override-opt_param-scheduler or not.
+    saved: the arguments of the run that saved it.
     """
-    if isinstance(state, list):  # of the format torch, one for each optimizer
-        state = dict(enumerate(state))
-    if not isinstance(state, dict):
+    if launch.no_load_optim:
         return
-    for group in state.get("param_groups", []):
-        for key, flags in _RATES.items():
-            of = [name for name in flags if group.get(key) == getattr(saved, name, None)]
-            if of and group.get(key) is not None:
-                group[key] = getattr(launch, of[0])
-    for value in state.values():
-        take_learning_rate(value, saved, launch)
+    if getattr(saved, "no_save_optim", None):
+        misfit = "was saved with --no-save-optim; load another"
+    elif changed := _differing(["optimizer"], saved, launch):
+        misfit = f"was trained with another optimizer: {changed}; give what was"
+    elif _has_main_weights(saved) != _has_main_weights(launch) and not _is_reshardable(launch):
+        is_half = _has_main_weights(saved)
+        was = "with --bf16 or --fp16" if is_half else "in FP32, without --bf16 and --fp16"
+        misfit = f"was trained {was}; launch so"
+    else:
+        return
+    raise ConfigError(
+        f"the checkpoint in {launch.load} {misfit}, or add --no-load-optim to begin with a new "
+        "optimizer state"
+    )
+
+
+def _has_main_weights(args: argparse.Namespace) -> bool:
+    """Whether the optimizer keeps FP32 copies of 16-bit weights, under names of their own."""
+    return args.bf16 or args.fp16
+
+
+def _is_reshardable(args: argparse.Namespace) -> bool:
+    """Whether main weights have the same names in every precision."""
+    return args.use_distributed_optimizer and args.dist_ckpt_optim_fully_reshardable
 
 
 def _differing(names: Iterable[str], saved: argparse.Namespace, launch: argparse.Namespace) -> str:

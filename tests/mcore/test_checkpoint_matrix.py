@@ -112,9 +112,9 @@ REFUSED = {
 }
 # Launches that do not fit the checkpoint of QUICK.
 MISFITS = {
-    "--optimizer sgd": "has the state of --optimizer adam",
-    "--bf16": "was trained in FP32: launch without --bf16",
-    "--lr 2e-3": "learning rate",
+    "--optimizer sgd": "--optimizer was adam and is sgd; give what was, or add --no-load-optim",
+    "--bf16": "was trained in FP32, without --bf16 and --fp16; launch so",
+    "--lr 2e-3": "--lr was 0.001 and is 0.002; add --override-opt_param-scheduler",
 }
 RATE = "--lr 2e-3 --override-opt_param-scheduler"
 SAVED_RATE = "--lr 2e-3 --use-checkpoint-opt_param-scheduler"

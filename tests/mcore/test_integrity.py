@@ -238,7 +238,7 @@ def test_what_does_not_go_together_is_told_with_its_flags(folder: Path) -> None:
     line = told(runs["longer"])
     assert "--train-iters was 4 and is 5; add --override-opt_param-scheduler" in line
     line = told(runs["other optimizer"])
-    assert "--optimizer was adam and is sgd; give what was, or --no-load-optim" in line
+    assert "--optimizer was adam and is sgd; give what was, or add --no-load-optim" in line
 
 
 @pytest.mark.slow
