@@ -18,7 +18,8 @@ from typing import Any
 
 from megatron_fp4 import get_recipe
 from megatron_fp4.errors import ConfigError
-from tools import prepare_data, runs
+from megatron_fp4.mcore.data import prepare_data
+from tools import runs
 
 OUTPUT = Path("runs/demo")
 TOKENS = 150_000  # 73 steps: both curves have fallen far, and FP4 on a CPU is slow

@@ -13,9 +13,9 @@ from megatron.core.tokenizers.utils.build_tokenizer import SP_TOKENIZERS
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.data import manifest
 
 _INDEX = struct.Struct("<9sQBQQ")  # of an .idx: magic, version, tokens' type, sequences, documents
-_PARTS = {"train_text_document": "train", "valid_text_document": "held_out"}  # in a manifest.json
 _TOKENS_SEEN = 2**16  # of each dataset, before training: another tokenizer's show soon
 
 
@@ -103,22 +103,22 @@ def _check_tokenizers(args: argparse.Namespace) -> None:
 def _tokenizer_of(prefix: str) -> str | None:
     """The sha256 of the tokenizer that tools/prepare_data.py made this dataset with; None where it
     made no such dataset. Raises ConfigError for a manifest that is damaged or tells of others."""
-    part, path = _PARTS.get(Path(prefix).name), Path(prefix).with_name("manifest.json")
+    part, path = manifest.PARTS.get(Path(prefix).name), Path(prefix).with_name(manifest.NAME)
     kind = _token_type(prefix)
     if part is None or kind is None or not path.exists():
         return None
     remedy = "prepare the data again, or delete that file if you know the data's tokenizer"
     try:
-        manifest = json.loads(path.read_bytes())
-        if "tokenizer_sha256" not in manifest:
+        found = json.loads(path.read_bytes())
+        if "tokenizer_sha256" not in found:
             return None  # another program's
-        sha256, tokens = str(manifest["tokenizer_sha256"]), int(manifest[part]["tokens"])
+        sha256, tokens = str(found["tokenizer_sha256"]), int(found[part]["tokens"])
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): {remedy}") from error
-    found = Path(f"{prefix}.bin").stat().st_size // DType.size(kind)
-    if found != tokens:
+    there = Path(f"{prefix}.bin").stat().st_size // DType.size(kind)
+    if there != tokens:
         raise ConfigError(
-            f"{path} tells of other data, of {tokens} tokens where {prefix} has {found}: {remedy}"
+            f"{path} tells of other data, of {tokens} tokens where {prefix} has {there}: {remedy}"
         )
     return sha256
 

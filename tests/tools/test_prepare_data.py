@@ -14,8 +14,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
-from tools.manifest import OUTPUTS
-from tools.prepare_data import (
+from megatron_fp4.mcore.data.manifest import OUTPUTS
+from megatron_fp4.mcore.data.prepare_data import (
     DataError,
     Document,
     Options,
@@ -232,7 +232,7 @@ def test_an_interruption_is_not_taken_for_prepared_data(
     text, output = write_tree(tmp_path / "text"), tmp_path / "data"
     prepared([text], output)
     (text / "part0" / "text0.txt").write_text("something else")
-    monkeypatch.setattr("tools.prepare_data.write_dataset", lambda *_: 1 / 0)
+    monkeypatch.setattr("megatron_fp4.mcore.data.prepare_data.write_dataset", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prepared([text], output)
     monkeypatch.undo()
@@ -297,7 +297,7 @@ def test_an_output_without_permission_is_told_before_the_text_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
-    monkeypatch.setattr("tools.prepare_data.documents_at", lambda *_: 1 / 0)
+    monkeypatch.setattr("megatron_fp4.mcore.data.prepare_data.documents_at", lambda *_: 1 / 0)
     with pytest.raises(DataError, match="no permission to write in"):
         prepared([tmp_path], tmp_path / "data")
 

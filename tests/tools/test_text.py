@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import text
-from tools.text import DataError, Document, LeftOut, library_documents
+from megatron_fp4.mcore.data import text
+from megatron_fp4.mcore.data.text import DataError, Document, LeftOut, library_documents
 
 
 def documents_at(path: Path, json_key: str = "text") -> list[Document]:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 NAME = "manifest.json"
-PARTS = ("train_text_document", "valid_text_document")
+# The datasets' prefixes, and what the manifest calls each.
+PARTS = {"train_text_document": "train", "valid_text_document": "held_out"}
 OUTPUTS = [NAME, "tokenizer.model", *(f"{part}.{ext}" for part in PARTS for ext in ("bin", "idx"))]
 _KEYS = {"fingerprint", "options", "tokenizer_sha256", "train", "held_out"}
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from tools import manifest
+from megatron_fp4.mcore.data import manifest
 
 # What lies among the library's sources and is not written as such: installed packages, tests, and
 # generated tables and text, of which one file may outweigh all the others held out.

@@ -1,0 +1,1 @@
+"""Text to what Megatron trains on: reading it, writing it, and the record beside it."""

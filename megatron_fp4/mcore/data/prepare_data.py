@@ -1,0 +1,331 @@
+"""Turns text into what Megatron trains on: a SentencePiece tokenizer and two indexed datasets.
+
+    megatron-fp4-prepare-data [PATH ...] --output data
+
+A PATH is a folder, a text file, or JSON lines (.jsonl or .json), plain or as .gz; without one, the
+text is the source code of Python's own standard library, which lies on every machine. The output
+holds tokenizer.model, train_text_document.{bin,idx}, valid_text_document.{bin,idx} and
+manifest.json. What is held out are whole files, or whole JSON lines; a lone text file gives its
+end. All the text is kept in memory.
+
+Files of a folder that are not UTF-8 text are left out, and a line for each reason says how many. A
+JSON line that cannot be used stops the program, and its file and number are named.
+"""
+
+import argparse
+import hashlib
+import io
+import itertools
+import logging
+import os
+import re
+import shutil
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_fp4.mcore.data import manifest
+from megatron_fp4.mcore.data.text import (
+    DataError,
+    Document,
+    LeftOut,
+    documents_at,
+    library_documents,
+    shown,
+)
+
+TOKENIZER_TEXT_BYTES = 64_000_000  # more text than this changes a small vocabulary little
+SMALLEST_VOCABULARY = 260  # 256 bytes, 3 control tokens and a character
+LARGEST_VOCABULARY = 2**31 - 1  # SentencePiece counts in 32 bits
+
+
+class VocabularyTooLarge(DataError):
+    """The text is too short for the vocabulary asked for; `most` fits."""
+
+    def __init__(self, asked: int, most: int) -> None:
+        super().__init__(f"--vocab-size {asked} is too large for this text: {most} at most")
+        self.most = most
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the prepared data depends on, beside the text itself."""
+
+    vocab_size: int = 2048
+    held_out_share: float = 0.05
+    max_bytes: int | None = None
+    json_key: str = "text"
+
+    def __post_init__(self) -> None:
+        if not SMALLEST_VOCABULARY <= self.vocab_size <= LARGEST_VOCABULARY:
+            raise DataError(
+                f"--vocab-size {self.vocab_size} is not in {SMALLEST_VOCABULARY} to "
+                f"{LARGEST_VOCABULARY}"
+            )
+        if not 0 < self.held_out_share < 1:
+            raise DataError(f"--held-out-share {self.held_out_share} is not between 0 and 1")
+        if self.max_bytes is not None and self.max_bytes <= 0:
+            raise DataError(f"--max-bytes {self.max_bytes} is not positive")
+
+
+def choose(documents: Iterable[Document], max_bytes: int | None) -> list[Document]:
+    """The documents in the order of their keys' hashes, up to the one with which max_bytes is
+    reached. Raises DataError if there is none."""
+    kept = sorted(documents, key=lambda it: hashlib.sha256(it.key.encode()).digest())
+    if not kept:
+        raise DataError("the text is empty: no file with readable, non-blank UTF-8 text in it")
+    return kept if max_bytes is None else _up_to(max_bytes, kept, lambda kept: _size(kept.text))
+
+
+def split(documents: list[Document], share: float) -> tuple[list[str], list[str]]:
+    """The texts to train on and those held out, at least one each. The first documents, in the
+    order choose() gave them, are held out, each with all its copies: no text lies on both sides. Of
+    a single document it is the last lines. Raises DataError if there is nothing to hold out."""
+    if len(documents) == 1:
+        lines = documents[0].text.splitlines(keepends=True)
+        cut = min(round(len(lines) * (1 - share)), len(lines) - 1)
+        if cut < 1:
+            raise DataError("the text is a single line: nothing can be held out of it")
+        return ["".join(lines[:cut])], ["".join(lines[cut:])]
+    count = min(max(round(len(documents) * share), 1), len(documents) - 1)
+    texts = [document.text for document in documents]
+    copies = Counter(texts)  # in the order of their first
+    if len(copies) == 1:
+        raise DataError("all documents are the same text: nothing can be held out")
+    held_out: set[str] = set()
+    for text in list(copies)[:-1]:
+        if count <= 0:
+            break
+        held_out.add(text)
+        count -= copies[text]
+    train = [text for text in texts if text not in held_out]
+    return train, [text for text in texts if text in held_out]
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
+    """A SentencePiece BPE model: unknown characters fall back to bytes and white space is kept, so
+    that text is encoded without loss, but for U+2581, SentencePiece's own sign for a space, which
+    comes back as one. Raises DataError if vocab_size does not fit the text."""
+    import sentencepiece
+
+    sample = _up_to(TOKENIZER_TEXT_BYTES, texts, _size)
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for text in sample for line in text.splitlines()),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            max_sentence_length=2**30,
+            num_threads=1,  # the same model every time
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise _vocabulary_mistake(vocab_size, str(error)) from error
+    return model.getvalue()
+
+
+def _vocabulary_mistake(vocab_size: int, reason: str) -> DataError:
+    """SentencePiece's complaint in this tool's words: it gives the bound that was broken."""
+    if most := re.search(r"too high .*<= (\d+)", reason):
+        return VocabularyTooLarge(vocab_size, int(most[1]))
+    if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", reason):
+        return DataError(
+            f"--vocab-size {vocab_size} is too small for this text: {least[1]} at least"
+        )
+    return DataError(f"--vocab-size {vocab_size} cannot be trained: {reason}")
+
+
+def write_dataset(prefix: Path, texts: list[str], tokenizer: Any) -> int:
+    """Writes prefix.bin and prefix.idx, one document a text, each closed by the end-of-text
+    token; returns the number of tokens."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is told is of GPU libraries, which play no part here
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    dtype = DType.optimal_dtype(tokenizer.vocab_size())
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    tokens = 0
+    for batch in itertools.batched(texts, 256):
+        for ids in tokenizer.encode(list(batch), add_eos=True, num_threads=-1):
+            builder.add_document(ids, [len(ids)])
+            tokens += len(ids)
+    builder.finalize(f"{prefix}.idx")
+    return tokens
+
+
+def prepare(
+    paths: list[Path], output: Path, options: Options, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Writes the tokenizer, both datasets and manifest.json into output and returns the manifest;
+    where the same text and options were prepared before, nothing is written again. Raises
+    DataError for text or options that cannot be used."""
+    _check_output(output)
+    documents = choose(_read(paths, options.json_key, say), options.max_bytes)
+    fingerprint = _fingerprint(documents, options)
+    found = manifest.read(output)
+    if found and found["fingerprint"] == fingerprint and manifest.describes(found, output):
+        say(f"Data: {shown(output)} is up to date ({_summary(found)})")
+        return found
+    say(f"Data: {_count(documents)} of {_origin(paths)}")
+    train, held_out = split(documents, options.held_out_share)
+    model = train_tokenizer(train, options.vocab_size)
+    with _writing(output):
+        _clear(output)
+        (output / "tokenizer.model").write_bytes(model)
+        train_part, held_out_part = manifest.PARTS
+        made = {
+            "source": _origin(paths),
+            "options": asdict(options),
+            "fingerprint": fingerprint,
+            "documents": len(documents),
+            "bytes": sum(_size(document.text) for document in documents),
+            "tokenizer_sha256": hashlib.sha256(model).hexdigest(),
+            "train": _write_part(output / train_part, train, model),
+            "held_out": _write_part(output / held_out_part, held_out, model),
+        }
+        made["files"] = manifest.sizes(output)
+        manifest.write(output, made)  # last: an interruption leaves none behind
+    say(f"Data: {shown(output)} is ready ({_summary(made)})")
+    return made
+
+
+def _read(paths: list[Path], json_key: str, say: Callable[[str], None]) -> list[Document]:
+    """All documents; says what was left out of the paths, and why."""
+    left_out = LeftOut()
+    found = [documents_at(path, json_key, left_out) for path in paths] or [library_documents()]
+    documents = list(itertools.chain.from_iterable(found))
+    for line in left_out.lines():
+        say(f"Data: {line}")
+    return documents
+
+
+def _check_output(output: Path) -> None:
+    """Raises DataError where nothing can be written, before the text is read."""
+    there = next(path for path in (output, *output.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(there):
+        raise DataError(f"--output {output}: {there} is not a folder; give another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise DataError(f"--output {output}: no permission to write in {there}; give another")
+    if (output / manifest.NAME).exists() and manifest.read(output) is None:
+        raise DataError(
+            f"{output / manifest.NAME} was not written by this tool: give another --output, or "
+            "delete it"
+        )
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write {error.filename or output}: {error.strerror or error}; free space, or "
+            "give another --output"
+        ) from error
+
+
+def _clear(output: Path) -> None:
+    """Makes the folder, and removes what says or assumes that its data are whole."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / manifest.NAME).unlink(missing_ok=True)
+    for part in manifest.PARTS:
+        # Megatron keeps its shuffled indices in a directory of the dataset's own name, under a hash
+        # that knows nothing of the content: with new text they would point past the end of it.
+        shutil.rmtree(output / part, ignore_errors=True)
+
+
+def _write_part(prefix: Path, texts: list[str], model: bytes) -> dict[str, int]:
+    import sentencepiece
+
+    tokens = write_dataset(prefix, texts, sentencepiece.SentencePieceProcessor(model_proto=model))
+    return {"documents": len(texts), "bytes": sum(map(_size, texts)), "tokens": tokens}
+
+
+def _fingerprint(documents: list[Document], options: Options) -> str:
+    import sentencepiece
+
+    digest = hashlib.sha256(repr((options, sentencepiece.__version__)).encode())
+    for document in documents:
+        digest.update(repr(document).encode())
+    return digest.hexdigest()
+
+
+def _up_to[T](budget: int, items: list[T], size: Callable[[T], int]) -> list[T]:
+    """The first items, up to and with the one at which the sum of their sizes reaches budget."""
+    sums = itertools.accumulate(map(size, items))
+    return items[: 1 + sum(total < budget for total in sums)]
+
+
+def _size(text: str) -> int:
+    return len(text.encode())
+
+
+def _origin(paths: list[Path]) -> str:
+    return ", ".join(map(shown, paths)) or "Python's standard library"
+
+
+def _count(documents: list[Document]) -> str:
+    size = sum(_size(document.text) for document in documents)
+    return f"{len(documents)} documents, {size / 1e6:.1f} MB,"
+
+
+def _summary(made: dict[str, Any]) -> str:
+    train, held_out = made["train"]["tokens"], made["held_out"]["tokens"]
+    vocab_size = made["options"]["vocab_size"]
+    return f"vocabulary {vocab_size}, {train:,} tokens to train on, {held_out:,} held out"
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that raises DataError for a mistake, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise DataError(message)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prepares the data the command line asks for; returns the exit status."""
+    parser = OneLineParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add(
+        "text",
+        nargs="*",
+        type=Path,
+        help="folders, text files, JSON lines (.jsonl, .json); each also as .gz",
+    )
+    add("--output", type=Path, default=Path("data"), help="where to write (data)")
+    add("--vocab-size", type=int, default=Options.vocab_size, help="tokens in all (%(default)s)")
+    add(
+        "--held-out-share",
+        type=float,
+        default=Options.held_out_share,
+        help="share of the documents kept for evaluation (%(default)s)",
+    )
+    add("--max-bytes", type=int, help="take about this much of the text (all of it)")
+    add("--json-key", default=Options.json_key, help="where a JSON line has its text (%(default)s)")
+    try:
+        given = parser.parse_args(arguments)
+        options = Options(given.vocab_size, given.held_out_share, given.max_bytes, given.json_key)
+        prepare(given.text, given.output, options)
+    except DataError as error:
+        print(f"prepare_data: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
