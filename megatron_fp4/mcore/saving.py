@@ -77,7 +77,7 @@ def _whole_or_told(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _empty(path: Path) -> None:
-    """Makes the folder of a checkpoint, or removes the checkpoint that it holds.
+    """Removes the checkpoint that `path` holds, if any. Raises OSError where none can be written.
 
     T/checkpointing.py:save_checkpoint writes over the files of a folder that a killed run, or one
     gone back by --ckpt-step, left. Killed there in turn, the old metadata would stand for a mixture
@@ -89,6 +89,8 @@ def _empty(path: Path) -> None:
             file.unlink()
     for part in path.glob("mp_rank_*"):
         shutil.rmtree(part)
+    if not any(path.iterdir()):  # Megatron makes it; before, it counts old ones to be removed
+        path.rmdir()
 
 
 def _told(upstream: Callable[..., Any]) -> Callable[..., Any]:

@@ -110,8 +110,8 @@ def test_a_save_over_an_older_one_leaves_no_mixture(
     for name in ("metadata.json", ".metadata", "common.pt", "__0_0.distcp", "integrity.json"):
         (path / name).write_text("of the older")
     found: list[Path] = []
-    saving._whole_or_told(lambda *_, **__: found.extend(path.iterdir()))(4)
-    assert path.is_dir() and not found
+    saving._whole_or_told(lambda *_, **__: found.extend(tmp_path.glob("**/*")))(4)
+    assert not found
 
 
 def test_a_save_in_the_background_gets_its_manifest_when_it_is_finalized(
