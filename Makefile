@@ -5,7 +5,10 @@ CONSTRAINTS := constraints.txt
 PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test test-newest test-gpu layouts lint
+# Two test files at a time; a file's tests share what it made.
+PYTEST := $(PYTHON) -m pytest -n 2 --dist loadfile
+
+.PHONY: help setup demo test test-slow test-all test-newest test-gpu layouts lint
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -19,11 +22,16 @@ demo: $(INSTALLED)  ## pretrain in FP4 and in BF16 on real text, and compare (TE
 	@$(PYTHON) -m tools.demo $(if $(TEXT),--text $(TEXT)) $(if $(TOKENS),--tokens $(TOKENS)) \
 		$(if $(RECIPE),--recipe $(RECIPE))
 
-test: $(INSTALLED)  ## run the tests that need no GPU
-	@$(PYTHON) -m pytest -n 2 --dist loadfile -m "not gpu"
+test: $(INSTALLED)  ## run the quick tests, of every part; no GPU needed
+	@$(PYTEST) -m "not (gpu or slow)"
+
+test-slow: $(INSTALLED)  ## run the slow tests: more layouts, known mistakes, every checkpoint
+	@$(PYTEST) -m "slow and not gpu"
+
+test-all: test test-slow test-newest layouts  ## run all that needs no GPU, for hours
 
 test-newest:  ## run the demo and the tests on the newest versions, in a .venv-newest of their own
-	@$(MAKE) VENV=.venv-newest CONSTRAINTS=constraints-newest.txt demo test
+	@$(MAKE) VENV=.venv-newest CONSTRAINTS=constraints-newest.txt demo test test-slow
 
 test-gpu: $(INSTALLED)  ## run the tests that need a GPU, and the layouts on two
 	@$(PYTHON) -m pytest -m gpu tests

@@ -127,6 +127,14 @@ def test_the_wheel_is_used_away_from_the_checkout(wheel: Path, tmp_path: Path) -
     place = "import megatron_fp4; print(megatron_fp4.__file__)"
     assert run(programs / "python", "-c", place).startswith(str(packages))
     assert run(programs / "megatron-fp4", "info").startswith(f"megatron-fp4 {__version__}, ")
+    (tmp_path / "text.txt").write_text("\n".join(f"line {n} of {n * n}" for n in range(2000)))
+    run(programs / "megatron-fp4-prepare-data", "text.txt", "--vocab-size", "280")
+    assert {path.suffix for path in (tmp_path / "data").iterdir()} == {
+        ".bin",
+        ".idx",
+        ".json",
+        ".model",
+    }
     launcher = (programs / "python", "-m", "torch.distributed.run", "--standalone")
     flags = (*TINY, *MOCK_DATA, "--bf16", "--train-iters", "2", "--fp4-recipe", "tetrajet")
     trained = run(*launcher, "-m", "megatron_fp4.mcore.pretrain", *flags)
