@@ -182,7 +182,7 @@ def main() -> None:
     from megatron_fp4.mcore import gpt  # noqa: F401  (what the children need is imported here)
 
     # Saving keeps a queue in a process of its own, which would import torch for every script.
-    filesystem_async.get_write_results_queue.__defaults__ = ("fork",)
+    filesystem_async.get_write_results_queue.__wrapped__.__defaults__ = ("fork",)
     serve(TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=FOREVER))
 
 
