@@ -29,9 +29,7 @@ STALE = "iter_0000002/mp_rank_01/model_optim_rng.pt"  # as if two ranks had save
 OTHERS = [name for name in list_recipes() if name != "tetrajet"]
 
 
-def relay(
-    processes: int, trainings: dict[str, str], sizes: str = SIZES, timeout_s: float = 120
-) -> dict[str, Result]:
+def relay(processes: int, trainings: dict[str, str], sizes: str = SIZES) -> dict[str, Result]:
     """Runs each training's flags in turn, as relay.py takes them."""
     results = {}
     for name, flags in trainings.items():
@@ -39,7 +37,7 @@ def relay(
         own = [first] if re.match(r"(dies|spoils|without)=", first) else []
         words = [*own, *TINY, *MOCK_DATA, *sizes.split(), *([] if own else [first]), *rest]
         fresh = first == "dies=save"  # a launcher of its own sees its rank die
-        done = spawn(processes, RELAY, *words, timeout_s=timeout_s, fresh=fresh)
+        done = spawn(processes, RELAY, *words, timeout_s=120, fresh=fresh)
         results[name] = result_of(done)
     return results
 

@@ -45,7 +45,6 @@ FORMATS = {"torch_dist": "", "torch": TORCH}
 LAYOUTS = {"": "", "dp2": "", "tp2": TP2_SP, "pp2": PP2}
 FULL = ("fp32", "bf16")  # the precisions that emerging optimizers support
 HAS_EMERGING = importlib.util.find_spec("emerging_optimizers") is not None
-LIMIT_S = 1200  # of a world: up to a hundred trainings of some seconds each
 
 Runs = dict[str, Result]
 
@@ -200,7 +199,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one(folder: Path) -> Runs:
     runs = twice(ON_ONE, folder) | {flags: flags for flags in REFUSED}
     runs |= without_mends(folder) | misfits(folder) | other_rates(folder)
-    return relay(1, runs, sizes=SMALL, timeout_s=LIMIT_S)
+    return relay(1, runs, sizes=SMALL)
 
 
 def without_mends(folder: Path) -> dict[str, str]:
@@ -240,12 +239,12 @@ def two(folder: Path) -> Runs:
                 f"{flags} {LAYOUTS[layout]} {ENDS} {again(saved)} "
                 f"--save {folder / f'{precision}-{layout}'}"
             )
-    return relay(2, runs, sizes=SMALL, timeout_s=LIMIT_S)
+    return relay(2, runs, sizes=SMALL)
 
 
 @pytest.fixture(scope="module")
 def emerging(folder: Path) -> Runs:
-    return relay(2, twice(OF_EMERGING, folder), sizes=SMALL, timeout_s=LIMIT_S)
+    return relay(2, twice(OF_EMERGING, folder), sizes=SMALL)
 
 
 # --- the tests ---------------------------------------------------------------------------------
