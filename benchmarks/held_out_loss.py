@@ -25,7 +25,8 @@ import torch
 
 from benchmarks.stamp import stamp
 from megatron_fp4 import list_recipes
-from tools import prepare_data, runs
+from megatron_fp4.mcore.data import prepare_data
+from tools import runs
 
 MODELS = {
     "tiny": (runs.Model(), runs.Training(steps=0)),

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks.stamp import stamp
-from tools import prepare_data, runs
+from megatron_fp4.mcore.data import prepare_data
+from tools import runs
 
 ALONE, LAYOUT = "one process", "TP2+SP x PP2 x DP2"
 PROCESSES = 8

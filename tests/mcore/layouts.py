@@ -100,7 +100,9 @@ def chosen(names: Iterable[str], processes: int) -> list[str]:
 def run_layout(name: str, folder: Path, *options: str) -> list[Row]:
     """What layout_worker.py finds about a layout. ONE must have run in `folder` with its models."""
     worker = (Path("-m"), "tests.mcore.layout_worker")
-    run = spawn(LAYOUTS[name].processes, *worker, str(folder), name, *options, timeout_s=900)
+    # Not in a fork: after some hundred steps and several models glibc finds its heap damaged there.
+    ranks, arguments = LAYOUTS[name].processes, (*worker, str(folder), name, *options)
+    run = spawn(ranks, *arguments, timeout_s=900, fresh=True)
     if run.returncode != 0:
         raise RuntimeError(f"{name}: {_first_traceback(run.stdout)}")
     return json.loads((folder / f"{name}.json").read_text())

@@ -41,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- the same run ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", list_recipes())
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(folder: Path, recipe: str) -> None:
     if recipe == "tetrajet":
@@ -58,6 +59,7 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(folder: Path, recip
     assert samples == [16, 16]  # of four steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_resumed_in_its_layout_ends_where_the_uninterrupted_one_does(
     folder: Path, layout: str
@@ -67,6 +69,7 @@ def test_a_run_resumed_in_its_layout_ends_where_the_uninterrupted_one_does(
     assert not same(folder / layout / "iter_0000004", folder / layout / "iter_0000002")
 
 
+@pytest.mark.slow
 def test_with_other_noise_it_ends_elsewhere(folder: Path) -> None:
     output = good(on_one(folder)["anyway"]).output
     assert "megatron-fp4: goes on from other numerics: --fp4-seed was 1234 and is 7" in output
@@ -74,6 +77,7 @@ def test_with_other_noise_it_ends_elsewhere(folder: Path) -> None:
     assert not same(kept, folder / "anyway" / "iter_0000004")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded", "run"),
     [
@@ -119,11 +123,13 @@ def settings(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_upstreams_distributed_adam_cannot_load(folder: Path) -> None:
     """The control: without the mend, torch's Adam cannot be given its step count."""
     assert "KeyError: 'step'" in told(on_one(folder)["stock Adam"])
 
 
+@pytest.mark.slow
 def test_a_change_between_fp4_and_bf16_is_told(folder: Path) -> None:
     runs = on_one(folder)
     there, back = good(runs["to bf16"]).output, good(runs["from bf16"]).output
@@ -134,6 +140,7 @@ def test_a_change_between_fp4_and_bf16_is_told(folder: Path) -> None:
 # --- what stops --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_launch_that_cannot_go_on_says_so_once(folder: Path) -> None:
     two, one = on_two(folder), on_one(folder)
     assert "--fp4-seed was 1234 and is 7" in told(two["other seed"])
@@ -145,12 +152,14 @@ def test_a_launch_that_cannot_go_on_says_so_once(folder: Path) -> None:
     assert remedy in told(two["dp ep2"])
 
 
+@pytest.mark.slow
 def test_flags_are_judged_beside_a_checkpoint_s_and_when_they_are_met(folder: Path) -> None:
     one = on_one(folder)
     assert "use --step-batch-size-schedule" in told(one["brought"])
     assert "muon" in told(one["late demand"]).lower()
 
 
+@pytest.mark.slow
 def test_a_save_over_another_leaves_nothing_of_it(folder: Path) -> None:
     """In the format torch, which has nothing that says what belongs together."""
     good(on_one(folder)["torch over"])
@@ -158,6 +167,7 @@ def test_a_save_over_another_leaves_nothing_of_it(folder: Path) -> None:
     assert not saved.exists() and saved.parents[1].is_dir()
 
 
+@pytest.mark.slow
 def test_where_upstream_would_end_well_having_trained_nothing(folder: Path) -> None:
     """Its sys.exit() is status 0, which a script takes for success."""
     one = on_one(folder)
@@ -167,6 +177,7 @@ def test_where_upstream_would_end_well_having_trained_nothing(folder: Path) -> N
     assert "no checkpoint in " in told(one["nothing"])
 
 
+@pytest.mark.slow
 def test_the_newest_non_persistent_checkpoint_is_loaded_if_it_is_whole(folder: Path) -> None:
     one = on_one(folder)
     assert "non-persistent iter 6" in good(one["global"]).output
@@ -177,6 +188,7 @@ def test_the_newest_non_persistent_checkpoint_is_loaded_if_it_is_whole(folder: P
 # --- what a killed run leaves ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rank_killed_and_a_save_killed_are_gone_on_from(folder: Path) -> None:
     """Killed in the third step; launched again and killed with half of the fourth's checkpoint
     written; launched again, it writes over that and ends where the uninterrupted run does."""
@@ -209,6 +221,7 @@ LAST: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [*DAMAGES, *LAST])
 def test_what_is_not_whole_is_named_with_what_to_do(
     folder: Path, tmp_path: Path, damage: str
@@ -245,6 +258,7 @@ NON_PERSISTENT: dict[str, tuple[dict[str, str], str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", NON_PERSISTENT)
 def test_the_last_whole_one_may_be_persistent_or_not(
     folder: Path, tmp_path: Path, damage: str
@@ -273,6 +287,7 @@ def test_the_last_whole_one_may_be_persistent_or_not(
     assert loads / f"iter_{int((loads / TRACKER).read_text()):07d}" == run / left
 
 
+@pytest.mark.slow
 def test_an_iteration_asked_for_is_weighed_against_the_non_persistent_one(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -30,6 +30,9 @@ NOTICED = {
     "tp2-pp2": {NOISE, REPLAY},
 }
 RUNNABLE = chosen(QUICK, torch.cuda.device_count() or 4)
+TIERED = [
+    pytest.param(name, marks=() if name == "tp2-pp2" else pytest.mark.slow) for name in RUNNABLE
+]
 Get = Callable[[str], list[Row]]
 
 
@@ -40,13 +43,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Get:
     done: dict[str, list[Row] | None] = {}
 
     def get(layout: str) -> list[Row]:
-        if not done:
-            every = [set().union(*parts) for parts in zip(*QUICK.values(), strict=True)]
-            run_layout(ONE, folder, "--models", *every[0], "--recipes", *every[1])
         if layout not in done:
             done[layout] = None  # a world that fails does so once
             models, recipes = QUICK[layout]
-            done[layout] = run_layout(layout, folder, "--models", *models, "--recipes", *recipes)
+            options = ("--models", *models, "--recipes", *recipes)
+            run_layout(ONE, folder, *options)
+            done[layout] = run_layout(layout, folder, *options)
         found = done[layout]
         assert found is not None, f"{layout} failed before"
         return found
@@ -54,7 +56,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Get:
     return get
 
 
-@pytest.mark.parametrize("layout", RUNNABLE)
+@pytest.mark.parametrize("layout", TIERED)
 @pytest.mark.parametrize("mode", MODES)
 def test_what_numerics_md_states_holds(results: Get, layout: str, mode: str) -> None:
     rows = [row for row in results(layout) if row["mode"] == mode]
@@ -62,7 +64,7 @@ def test_what_numerics_md_states_holds(results: Get, layout: str, mode: str) -> 
     assert not [row for row in rows if not holds(row)]
 
 
-@pytest.mark.parametrize("layout", [name for name in RUNNABLE if name in NOTICED])
+@pytest.mark.parametrize("layout", [each for each in TIERED if each.values[0] in NOTICED])
 def test_known_mistakes_are_noticed(results: Get, layout: str) -> None:
     """Noise blind to SwiGLU's two ranges (tp2-sp), to the stage (pp2) or to the rank (dp2);
     recomputation under both pipeline schedules without Replay; a repeated layer's noise repeated;

@@ -11,6 +11,7 @@ without a script ends the world.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import os
 import runpy
@@ -57,8 +58,7 @@ class World:
         atexit.register(self._end)
 
     def run(self, script: Path, arguments: list[str], timeout_s: float) -> tuple[int, str]:
-        """(torchrun's exit status, what the ranks printed) of a script, or of `-m` and a module.
-        Raises TimeoutError."""
+        """(torchrun's exit status, what the ranks printed) of a script. Raises TimeoutError."""
         number = self._jobs
         with NamedTemporaryFile("r", errors="replace") as output:
             self._add([str(script), arguments, output.name])
@@ -71,8 +71,9 @@ class World:
                     self._store.wait(ends, timedelta(seconds=2 * GRACE_S))
                 printed = output.read()[-4000:] or self._log.read()[-4000:]
                 raise TimeoutError(f"still running after {timeout_s} s: {printed}") from error
-            failed = any(self._store.get(end) != b"0" for end in ends)
-            return int(failed), output.read()
+            statuses = [int(self._store.get(end)) for end in ends]
+            told = f"\nranks ended with {statuses}\n" if any(statuses) else ""
+            return int(any(statuses)), output.read() + told
 
     def _add(self, job: list[Any]) -> None:
         self._store.set(f"job {self._jobs}", json.dumps(job))
@@ -147,12 +148,9 @@ def in_the_child(script: str, arguments: list[str], output: str) -> None:
         file = os.open(output, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
-        if script == "-m":
-            sys.argv, sys.path[0] = arguments, str(ROOT)
-            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
-            runpy.run_path(script, run_name="__main__")
+        faulthandler.enable()
+        sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
+        runpy.run_path(script, run_name="__main__")
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
