@@ -1,0 +1,60 @@
+"""How fast a rank hashes its share of a checkpoint, at a save and at a load.
+
+    python -m benchmarks.integrity
+
+The file is in the host's memory, as it is after a rank has written it. The time that a checkpoint
+takes is its bytes over the ranks and this rate, or what the file system reads, if that is less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.stamp import stamp
+from megatron_fp4.mcore import integrity
+
+GIB = 2**30
+
+
+def processor() -> str:
+    """The model name that Linux gives the first core."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
+
+
+def measure(size: int, runs: int) -> list[float]:
+    """Bytes a second of each run over a file of `size` bytes; one more warms up."""
+    with tempfile.NamedTemporaryFile() as file:
+        torch.randint(0, 256, (size,), dtype=torch.uint8).numpy().tofile(file.name)
+        rates = []
+        for _ in range(runs + 1):
+            began = time.perf_counter()
+            integrity._hash(Path(file.name))
+            rates.append(size / (time.perf_counter() - began))
+    return rates[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/integrity.json"))
+    out = parser.parse_args().out
+    rates = measure(GIB, runs=5)
+    result = {
+        "stamp": stamp() | {"processor": processor()},
+        "bytes": GIB,
+        "bytes_a_second": [round(rate) for rate in rates],
+        "median": round(statistics.median(rates)),
+    }
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"{result['median'] / 1e9:.2f} GB/s a rank")
+
+
+if __name__ == "__main__":
+    main()
