@@ -12,8 +12,12 @@ _ROUNDING = {"nearest": "nearest", "stochastic": "stochastic", "ema": "towards a
 
 
 def describe(recipe: Recipe) -> list[str]:
-    """Its name, with the paper if it is exactly that paper's; below, indented, a line for each GEMM
-    with the formats, scales and rounding of its operands, and one for each thing else it does."""
+    """The lines that describe a recipe.
+
+    The first has its name, and its paper if the content is exactly the published recipe's. Then
+    come indented lines: one for each GEMM, with the formats, scales and rounding of its operands,
+    and one each for outliers, estimator and bias gradient where the recipe has them.
+    """
     paper = paper_of(recipe)
     lines = [f"recipe {recipe.name}{f' ({paper})' if paper else ''}"]
     lines += [f"  {gemm}: {_gemm(recipe, gemm)}" for gemm in GEMMS]

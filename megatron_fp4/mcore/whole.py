@@ -41,7 +41,8 @@ def chosen(folder: Path, step: int | None = None, beside: Path | None = None) ->
 def remedy(
     folder: Path, step: int | None = None, beside: Path | None = None, damaged: Path | None = None
 ) -> str:
-    """What to do for the last whole checkpoint of both folders to be loaded.
+    """What the user has to do so that the next launch loads the last whole checkpoint: text for an
+    error line. Takes the arguments of `problem_in`.
 
     damaged: a checkpoint that is known not to be whole, though it seems so here.
     """
@@ -142,7 +143,8 @@ def _mistake(folder: Path) -> str | None:
 
 
 def _path(folder: Path, step: int | None) -> Path | None:
-    """Where Megatron looks for an iteration, or for the one that the tracker names."""
+    """The folder of the checkpoint of iteration `step`, or of the iteration that the tracker file
+    names; None if there is neither."""
     text = named(folder)
     if text is None and step is None:
         return None

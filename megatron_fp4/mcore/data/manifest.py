@@ -37,7 +37,8 @@ def sizes(folder: Path) -> dict[str, int]:
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """Writes the manifest at once, so that no part of one is ever found."""
+    """Writes the manifest under another name and renames it, so that a kill leaves a whole one or
+    none."""
     partial = folder / f".{NAME}"
     partial.write_text(json.dumps(content, indent=2) + "\n")
     partial.replace(folder / NAME)
