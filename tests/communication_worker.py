@@ -18,6 +18,7 @@ from megatron_fp4 import get_quantizer, list_quantizers
 from megatron_fp4.call import Call
 from megatron_fp4.communication import TensorParallel
 from megatron_fp4.linear import quantized_linear
+from megatron_fp4.mcore import gloo
 from megatron_fp4.outliers import OutlierClamp
 from megatron_fp4.quantizer import QuantizedTensor, Quantizer, absolute_max, quantize_matrix
 from megatron_fp4.recipe import GemmRecipe, Recipe
@@ -31,6 +32,7 @@ MORE = {
 
 
 def main() -> None:
+    gloo.use_one_worker()
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
     parallel = TensorParallel(dist.group.WORLD, tokens="x")

@@ -22,12 +22,14 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fp4 import ConfigError, Linear, get_quantizer, linear, name_layers, quantize
+from megatron_fp4.mcore import gloo
 from megatron_fp4.quantizer import quantize_matrix
 
 TOKENS, SIZE, STEPS = 64, 64, 24
 
 
 def main() -> None:
+    gloo.use_one_worker()
     dist.init_process_group("gloo")
     noise_averages_out_over_ranks()
     resuming_repeats(Path(sys.argv[1]))

@@ -18,6 +18,7 @@ from megatron_fp4.call import Call
 from megatron_fp4.communication import TensorParallel
 from megatron_fp4.gemms import Backward
 from megatron_fp4.linear import quantized_linear
+from megatron_fp4.mcore import gloo
 from megatron_fp4.recipes import get_recipe
 
 GATHER, SCATTER, SUM = (
@@ -30,6 +31,7 @@ Log = list[str]
 
 
 def main() -> None:
+    gloo.use_one_worker()
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
     column = TensorParallel(dist.group.WORLD, sharded={"w": 0, "dy": 1}, tokens="x")

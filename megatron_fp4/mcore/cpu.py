@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_fp4.backends import ROCM
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore import gloo
 
 _mode: "_HostIsTheDevice | None" = None  # also the mark that install() has run
 
@@ -47,6 +48,7 @@ def install() -> None:
     # The mode is off while a torch function runs, torch.autograd.backward as well; the autograd
     # functions of C/tensor_parallel/mappings.py that it calls back need it.
     autograd._engine_run_backward = _under_mode(autograd._engine_run_backward)  # type: ignore
+    gloo.use_one_worker()
     with _without_compile():
         _patch_megatron()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from tests.mcore.launch import spawn
 
-ATTEMPTS = 3  # of a launch whose ranks die by a signal
+WORKER = Path(__file__).with_name("layout_worker.py")
 
 Row = dict[str, Any]  # layout, model, recipe, mode, figures; see `holds`
 
@@ -101,24 +100,11 @@ def chosen(names: Iterable[str], processes: int) -> list[str]:
 
 
 def run_layout(name: str, folder: Path, *options: str) -> list[Row]:
-    """What layout_worker.py finds about a layout. ONE must have run in `folder` with its models.
-
-    On a loaded CPU a rank's heap is sometimes damaged in the worker's hundreds of steps over gloo
-    (SIGSEGV, or SIGABRT from malloc); the cause is not known yet. Such a launch says nothing of
-    numbers and is repeated, with a warning; a difference in numbers never is.
-    """
-    arguments = ("tests.mcore.layout_worker", str(folder), name, *options)
-    ranks = LAYOUTS[name].processes
-    for attempt in range(1, ATTEMPTS + 1):
-        # In launches of their own: forks of a world that stays die more often.
-        run = spawn(ranks, Path("-m"), *arguments, timeout_s=900, fresh=True)
-        if run.returncode == 0:
-            return json.loads((folder / f"{name}.json").read_text())
-        died = re.search(r"Signal \d+ \((SIGSEGV|SIGABRT)\)", run.stdout)
-        if died is None or attempt == ATTEMPTS:
-            break
-        warnings.warn(f"{name}: a rank died by {died[1]}; launched again", stacklevel=2)
-    raise RuntimeError(f"{name}: {_first_traceback(run.stdout)}")
+    """What layout_worker.py finds about a layout. ONE must have run in `folder` with its models."""
+    run = spawn(LAYOUTS[name].processes, WORKER, str(folder), name, *options, timeout_s=900)
+    if run.returncode:
+        raise RuntimeError(f"{name}: {_first_traceback(run.stdout)}")
+    return json.loads((folder / f"{name}.json").read_text())
 
 
 def _first_traceback(output: str) -> str:

@@ -1,0 +1,35 @@
+"""A mend for torch's gloo process groups, which can damage the heap of a busy process."""
+
+from typing import Any
+
+from torch import distributed as dist
+
+_mended = False
+
+
+def use_one_worker() -> None:
+    """Gives every gloo process group made from now on one worker thread; torch gives it two.
+    Idempotent.
+
+    A worker that ends a collective assigns the collective's name to a string of the group, without
+    a lock (torch 2.11, ProcessGroupGloo::runLoop). Where both workers do so at once, a name that
+    is too long to be stored inside the string object, such as ALLGATHER_COALESCED, is freed twice.
+    docs/notes/gloo.md has the evidence. With one worker the collectives of a group run in the
+    order in which they were started, as NCCL's do.
+    """
+    global _mended
+    if _mended:
+        return
+    _mended = True
+    group: Any = dist.ProcessGroupGloo
+    original = group.__init__
+
+    def initialize(self: Any, store: Any, rank: int, size: int, timeout: Any = None) -> None:
+        options = group._Options()
+        options._threads = 1
+        options._devices = [group.create_default_device()]
+        if timeout is not None:
+            options._timeout = timeout
+        original(self, store, rank, size, options)
+
+    group.__init__ = initialize
