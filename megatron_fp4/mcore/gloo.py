@@ -12,7 +12,7 @@ def use_one_worker() -> None:
     Idempotent.
 
     A worker that ends a collective assigns the collective's name to a string of the group, without
-    a lock (torch 2.11, ProcessGroupGloo::runLoop). Where both workers do so at once, a name that
+    a lock (torch 2.11 to 2.15, ProcessGroupGloo::runLoop). Where both workers do so at once, a name that
     is too long to be stored inside the string object, such as ALLGATHER_COALESCED, is freed twice.
     docs/notes/gloo.md has the evidence. With one worker the collectives of a group run in the
     order in which they were started, as NCCL's do.
@@ -24,12 +24,14 @@ def use_one_worker() -> None:
     group: Any = dist.ProcessGroupGloo
     original = group.__init__
 
-    def initialize(self: Any, store: Any, rank: int, size: int, timeout: Any = None) -> None:
+    def initialize(self: Any, store: Any, rank: int, size: int, **named: Any) -> None:
         options = group._Options()
         options._threads = 1
         options._devices = [group.create_default_device()]
-        if timeout is not None:
+        if (timeout := named.pop("timeout", None)) is not None:
             options._timeout = timeout
+        for name, value in named.items():  # torch 2.15 passes enable_reconfigure
+            setattr(options, name, value)
         original(self, store, rank, size, options)
 
     group.__init__ = initialize
