@@ -67,7 +67,7 @@ class Linear(nn.Linear):
     def _product(self, input: Tensor) -> Tensor:
         if self.training and self.recipe.draws:
             _claim_noise(self)
-        step = self._replay.take(self._next_step, self.training)
+        step = self._replay.take(self._next_step)
         return linear(
             input,
             self.weight,

@@ -1,99 +1,161 @@
-"""What a recomputed forward pass takes again from its original."""
+"""What a recomputed forward pass takes again from its first pass.
+
+Activation checkpointing runs a forward pass twice: first without keeping activations, and again
+inside the backward pass. In between, counters move on: the step, the microbatch, how often a layer
+was called. A pass that is run again must see them as its first pass did, or it draws other noise.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections import deque
-from collections.abc import Callable
-from types import FrameType
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, cast
 
 import torch
+from torch.utils import checkpoint as torchs
 
-T = TypeVar("T")
-
-
-def _once(value: Any) -> int:
-    return 0
+_UNKNOWN = (
+    "a forward pass inside a backward pass belongs to no checkpoint of PyTorch or Megatron: it "
+    "draws the noise of the last forward pass; use torch.utils.checkpoint to recompute activations"
+)
+_ANOTHER = (
+    "a recomputed forward pass calls a layer more often than its first pass did: what is "
+    "checkpointed must do the same each time"
+)
 
 
 class Replay:
-    """Gives a recomputed forward pass what its original had.
+    """A value that every forward pass takes anew, and a recomputed one as its first pass did."""
 
-    Activation checkpointing runs a forward pass again inside backward, when counters have moved
-    on. Its first pass runs without gradients; values taken then are queued, and passes inside
-    backward take them in the same order (microbatches are recomputed first in, first out), but for
-    the calls of one microbatch: backward comes to the last of them first. Other passes without
-    gradients are never run again. Torch's non-reentrant checkpoints run the first pass with
-    gradients: their values are kept with the checkpoint, in the order of its calls.
+    def __init__(self) -> None:
+        self._latest: Any = None
 
-    repeat: how many calls of the same microbatch were before the one that a value is of.
+    def take[T](self, fresh: Callable[[], T]) -> T:
+        """fresh(), or in a recomputation what it returned in the first pass. Raises RuntimeError
+        where a recomputation takes more values than its first pass did."""
+        first_passes: list[Checkpoint] = []
+        for checkpoint, again in reversed(_passes.running):
+            if again:
+                value = checkpoint.next_of(self)
+                break
+            first_passes.append(checkpoint)
+        else:
+            if torch._C._current_graph_task_id() != -1:
+                warnings.warn(_UNKNOWN, stacklevel=2)
+                return self._latest
+            value = self._latest = fresh()
+        for checkpoint in first_passes:
+            checkpoint.keep(self, value)
+        return cast(T, value)
+
+
+class Checkpoint:
+    """One checkpointed part of a forward pass: what every Replay took in its first pass, in order.
+
+    Checkpoints may contain each other: the inner one's first pass is run again with the outer's.
     """
 
-    def __init__(self, repeat: Callable[[Any], int] = _once) -> None:
-        self._repeat = repeat
-        self._queue: deque[Any] = deque()
-        self._latest: Any = None
-        self._calls: tuple[Any, int] = None, 0  # of a recomputation: which one, how many calls
+    def __init__(self) -> None:
+        self._taken: dict[Replay, list[Any]] = {}
+        self._next: dict[Replay, int] = {}
 
-    def take(self, fresh: Callable[[], T], training: bool) -> T:
-        """fresh(), or in a recomputation what it returned in the original pass."""
-        if (backward := torch._C._current_graph_task_id()) != -1:
-            return self._again(backward)
-        value = self._latest = fresh()
-        if training and (checkpoint := _first_pass()) is not None:
-            _taken.setdefault(checkpoint, {}).setdefault(self, []).append(value)
-            return value
-        if training and not torch.is_grad_enabled() and _in_checkpoint():
-            self._queue.insert(len(self._queue) - self._repeat(value), value)
-        return value
+    def keep(self, replay: Replay, value: Any) -> None:
+        self._taken.setdefault(replay, []).append(value)
 
-    def _again(self, backward: int) -> Any:
-        """What the original pass had, in the backward pass of that number."""
-        checkpoint = _recomputed()
-        values = None if checkpoint is None else _taken.get(checkpoint, {}).get(self)
-        if values is None:
-            return self._queue.popleft() if self._queue else self._latest
-        begun, calls = self._calls
-        calls = calls if begun == (backward, id(values)) else 0
-        self._calls = (backward, id(values)), calls + 1
-        return values[calls]
+    def next_of(self, replay: Replay) -> Any:
+        values, place = self._taken.get(replay, []), self._next.get(replay, 0)
+        if place == len(values):
+            raise RuntimeError(_ANOTHER)
+        self._next[replay] = place + 1
+        return values[place]
 
+    @contextmanager
+    def first_pass(self) -> Iterator[None]:
+        with _passes.of(self, again=False):
+            yield
 
-# By non-reentrant checkpoint, as long as it lives: the values of its first pass.
-_taken: WeakKeyDictionary[Any, dict[Replay, list[Any]]] = WeakKeyDictionary()
+    def run_again[**P, T](self, function: Callable[P, T]) -> Callable[P, T]:
+        """`function`, each call of which is a recomputation."""
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            self._next.clear()
+            with _passes.of(self, again=True):
+                return function(*args, **kwargs)
+
+        return call
 
 
-def _first_pass() -> Any:
-    """The non-reentrant checkpoint whose first pass is under way, None if none is: its hook on
-    saved tensors holds it as `frame`."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    code = None if hooks is None else getattr(hooks[0], "__code__", None)
-    if hooks is None or code is None or "frame" not in code.co_freevars:
-        return None
-    held = (hooks[0].__closure__ or ())[code.co_freevars.index("frame")].cell_contents
-    return held if type(held).__name__ == "_CheckpointFrame" else None
+class _Passes(threading.local):
+    """The checkpoints whose passes are under way in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.running: list[tuple[Checkpoint, bool]] = []
+
+    @contextmanager
+    def of(self, checkpoint: Checkpoint, again: bool) -> Iterator[None]:
+        self.running.append((checkpoint, again))
+        try:
+            yield
+        finally:
+            self.running.pop()
 
 
-def _recomputed() -> Any:
-    """The non-reentrant checkpoint that is being recomputed, None if none is: its hook on saved
-    tensors is on the stack."""
-    caller: FrameType | None = sys._getframe()
-    while caller is not None:
-        if caller.f_code.co_name == "unpack_hook" and "frame" in caller.f_code.co_freevars:
-            return caller.f_locals["frame"]
-        caller = caller.f_back
-    return None
+_passes = _Passes()
 
 
-def _in_checkpoint() -> bool:
-    """Whether a checkpoint's first pass is under way. The autograd functions of torch, Megatron and
-    Transformer Engine that run one all take it as `run_function`, and leave no other trace."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if "run_function" in code.co_varnames[: code.co_argcount]:
-            return True
-        frame = frame.f_back
-    return False
+def recomputed[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """A function for a checkpoint to run: its first call is the first pass, each later call a
+    recomputation of it."""
+    checkpoint = Checkpoint()
+    run_again = checkpoint.run_again(function)
+    is_first = True
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal is_first
+        if not is_first:
+            return run_again(*args, **kwargs)
+        is_first = False
+        with checkpoint.first_pass():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def follow(checkpointing: type[torch.autograd.Function]) -> None:
+    """Has the checkpoints of an autograd function followed, whose forward(ctx, run_function, ...)
+    runs the first pass, and whose backward runs the same function again. Idempotent."""
+    forward = checkpointing.forward
+    if hasattr(forward, "__wrapped__"):
+        return
+
+    @wraps(forward)
+    def followed(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return forward(ctx, recomputed(run_function), *args)
+
+    checkpointing.forward = staticmethod(followed)  # type: ignore[method-assign]
+
+
+class _Hook(torchs._checkpoint_hook):  # type: ignore[misc]
+    """The context of the first pass of torch's checkpoints with use_reentrant=False; `frame` has
+    the function that runs it again."""
+
+    def __init__(self, frame: Any) -> None:
+        super().__init__(frame)
+        checkpoint = Checkpoint()
+        frame.recompute_fn = checkpoint.run_again(frame.recompute_fn)
+        self._first_pass = checkpoint.first_pass()
+
+    def __enter__(self) -> None:
+        self._first_pass.__enter__()
+        super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._first_pass.__exit__(*raised)
+
+
+follow(torchs.CheckpointFunction)
+torchs._checkpoint_hook = _Hook  # type: ignore[misc]  # looked up for every checkpoint

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer.module import MegatronModule
 from megatron.training import arguments, get_args, training
 from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelConfig
 
+from megatron_fp4 import replay
 from megatron_fp4.mcore import checkpoint, flags, optimizer_compat, vocabulary
 from megatron_fp4.mcore.arguments import validate
 from megatron_fp4.mcore.demands import megatrons_demands
@@ -47,9 +49,24 @@ def install() -> None:
     for name in ("initialize_megatron", "setup_model_and_optimizer"):
         if not hasattr(getattr(training, name), "__wrapped__"):
             setattr(training, name, _demanding(getattr(training, name)))
+    _follow_checkpoints()
     optimizer_compat.install()
     vocabulary.install()
     checkpoint.install()
+
+
+def _follow_checkpoints() -> None:
+    """A linear that a checkpoint runs again repeats its first pass (replay.py)."""
+    replay.follow(random.CheckpointFunction)
+    checkpoint_once = random.CheckpointWithoutOutput.checkpoint
+    if hasattr(checkpoint_once, "__wrapped__"):
+        return
+
+    @functools.wraps(checkpoint_once)
+    def followed(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return checkpoint_once(self, replay.recomputed(run_function), *args)
+
+    random.CheckpointWithoutOutput.checkpoint = followed
 
 
 def _like_the_layers(upstream: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,10 +12,10 @@ def use_one_worker() -> None:
     Idempotent.
 
     A worker that ends a collective assigns the collective's name to a string of the group, without
-    a lock (torch 2.11 to 2.15, ProcessGroupGloo::runLoop). Where both workers do so at once, a name that
-    is too long to be stored inside the string object, such as ALLGATHER_COALESCED, is freed twice.
-    docs/notes/gloo.md has the evidence. With one worker the collectives of a group run in the
-    order in which they were started, as NCCL's do.
+    a lock (torch 2.11 to 2.15, ProcessGroupGloo::runLoop). Where both workers do so at once, a name
+    that is too long to be stored inside the string object, such as ALLGATHER_COALESCED, is freed
+    twice. docs/notes/gloo.md has the evidence. With one worker the collectives of a group run in
+    the order in which they were started, as NCCL's do.
     """
     global _mended
     if _mended:

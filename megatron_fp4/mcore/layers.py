@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ class Fp4State:
     parallel: TensorParallel | None
     placements: Mapping[str, Placement]
     is_expert: bool = False
-    replay: Replay = field(default_factory=lambda: Replay(repeat=itemgetter(1)))
+    replay: Replay = field(default_factory=Replay)
     cache: WeightCache = field(default_factory=WeightCache)
     _pass: int = -1
     _repeat: int = 0
@@ -55,7 +54,7 @@ class Fp4State:
         """x W^T + bias of a microbatch: x [sequence, batch, in] -> [sequence, batch, out], with
         this rank's part of the sequence where sequence parallelism leaves it one; an expert's x
         is [tokens, in]."""
-        moment, repeat = self.replay.take(self._now, training)
+        moment, repeat = self.replay.take(self._now)
         recipe = self.run.in_force(self.recipe, moment)
         if not self.is_expert:
             return self._product(x, weight, bias, recipe, moment, repeat, training)

@@ -49,7 +49,7 @@ def noise_of_the_rank() -> Iterator[None]:
 
 def no_replay() -> Any:
     """A recomputed forward pass asks the clock, which has moved on."""
-    return patched(Replay, "take", lambda self, fresh, training: fresh())
+    return patched(Replay, "take", lambda self, fresh: fresh())
 
 
 def repeats_share_noise() -> Any:

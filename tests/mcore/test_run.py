@@ -165,20 +165,12 @@ def test_a_recomputation_gets_its_own_microbatch_s_noise(one_rank: None) -> None
     assert torch.equal(one_forward_one_backward(Layer(run_of(), checkpointed=True)), kept)
 
 
-def test_without_the_queue_it_would_get_another_s(
+def test_without_replay_it_would_get_another_s(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = one_forward_one_backward(Layer(run_of(), checkpointed=False))
-    monkeypatch.setattr(Replay, "take", lambda self, fresh, *_: fresh())
+    monkeypatch.setattr(Replay, "take", lambda self, fresh: fresh())
     assert not torch.equal(one_forward_one_backward(Layer(run_of(), checkpointed=True)), kept)
-
-
-def test_the_queue_is_empty_after_each_step_and_evaluations_leave_it_so(one_rank: None) -> None:
-    layer = Layer(run_of(), checkpointed=True)
-    one_forward_one_backward(layer)
-    with torch.no_grad():
-        layer.state.product(torch.ones(SEQUENCE, BATCH, 32), layer.weight, None, training=False)
-    assert not layer.state.replay._queue
 
 
 # --- health ------------------------------------------------------------------------------------
