@@ -17,6 +17,7 @@ from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import get_recipe
 from megatron_fp4.replay import Replay
 from megatron_fp4.replicas import own_replica, replica_placements
+from megatron_fp4.streams import check_streams
 
 
 class Linear(nn.Linear):
@@ -139,11 +140,13 @@ def name_layers(model: nn.Module) -> nn.Module:
     """Give each `Linear` of a model its qualified name ("layers.0.fc1") and return the model.
 
     Call it before DistributedDataParallel or torch.compile wraps the model, whose wrappers are part
-    of qualified names, and in every launch alike: a run with other names draws other noise.
+    of qualified names, and in every launch alike: a run with other names draws other noise. Raises
+    ConfigError where the hashes of two names collide.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, Linear) and name:
-            module.name = name
+    named = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
+    check_streams(named)
+    for name, layer in named.items():
+        layer.name = name or layer.name  # a model that is one layer has no name for it
     return model
 
 

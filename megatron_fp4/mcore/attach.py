@@ -19,8 +19,8 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import graphs
 from megatron_fp4.mcore.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
 from megatron_fp4.mcore.run import Run
-from megatron_fp4.philox import stream_id, stream_label
-from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
+from megatron_fp4.recipe import GEMMS, Recipe
+from megatron_fp4.streams import check_streams
 from megatron_fp4.weights import kept_bytes
 
 Fp4Layer = Fp4ColumnParallelLinear | Fp4RowParallelLinear
@@ -106,20 +106,6 @@ def unpacked_x(run: Run, linears: Iterable[Fp4Layer]) -> str:
                 f"multiple of {state.recipe.token_tile('wgrad', 'x')}"
             )
     return ""
-
-
-def check_streams(names: Iterable[str]) -> None:
-    """Raise ConfigError if two operands or transforms of these modules share a stream."""
-    seen: dict[int, str] = {}
-    for name in names:
-        for gemm in GEMMS:
-            for operand in ("", *OPERANDS[gemm]):
-                label = stream_label(name, gemm, operand)
-                other = seen.setdefault(stream_id(label), label)
-                if other != label:
-                    raise ConfigError(
-                        f"the noise streams of {other} and {label} collide; rename a module"
-                    )
 
 
 def table(recipes: Sequence[Recipe], rows: list[Row]) -> str:

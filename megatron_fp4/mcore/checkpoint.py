@@ -77,6 +77,7 @@ def _if_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
             goes_on = not (args.finetune or release)
             if goes_on and torch.distributed.is_initialized():  # all arguments are known by then
                 fit.check_optimizer_state(saved, args)
+                fit.check_schedule(saved, args)
         return loaded
 
     return _load_base_checkpoint

@@ -1,7 +1,6 @@
 """Indexed datasets as files: whether they are there, whole, and of the launch's tokenizer."""
 
 import argparse
-import hashlib
 import json
 import struct
 from pathlib import Path
@@ -87,11 +86,14 @@ def _check_tokenizers(args: argparse.Namespace) -> None:
             "call of tools/prepare_data.py"
         )
     for sha256, prefix in made_by.items():
-        own = args.tokenizer_type in SP_TOKENIZERS and _sha256(Path(args.tokenizer_model)) == sha256
+        own = (
+            args.tokenizer_type in SP_TOKENIZERS
+            and manifest.sha256_of(Path(args.tokenizer_model)) == sha256
+        )
         if own or args.tokenizer_type == "NullTokenizer":
             continue
         beside = Path(prefix).with_name("tokenizer.model")
-        there = beside.is_file() and _sha256(beside) == sha256
+        there = beside.is_file() and manifest.sha256_of(beside) == sha256
         remedy = f"give --tokenizer-type SentencePieceTokenizer --tokenizer-model {beside}"
         raise ConfigError(
             f"{prefix} was made with another tokenizer than "
@@ -121,10 +123,6 @@ def _tokenizer_of(prefix: str) -> str | None:
             f"{path} tells of other data, of {tokens} tokens where {prefix} has {there}: {remedy}"
         )
     return sha256
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _token_type(prefix: str) -> type[numpy.number] | None:

@@ -29,6 +29,8 @@ _SCHEDULE = (
     "lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples "
     "lr_warmup_fraction start_weight_decay end_weight_decay weight_decay_incr_style"
 ).split()
+# Those of them that Megatron's checkpoint of a schedule has not got, and so does not compare.
+_WSD = "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples".split()
 # Where the flag is not the argument's name.
 _FLAGS = {
     "padded_vocab_size": "the vocabulary with its padding (--vocab-size, "
@@ -48,7 +50,7 @@ def differences(saved: argparse.Namespace, launch: argparse.Namespace) -> str:
 def other_schedule(saved: argparse.Namespace, launch: argparse.Namespace) -> str:
     """How the schedules of learning rate and weight decay differ, with the flags, and what to do;
     "" if they do not."""
-    changed = _differing(_SCHEDULE, saved, launch)
+    changed = _differing([*_SCHEDULE, *_WSD], saved, launch)
     return changed and (
         f"was trained with another schedule: {changed}; add --override-opt_param-scheduler to go "
         "on with this launch's, or give what was"
@@ -76,6 +78,14 @@ def check_optimizer_state(saved: argparse.Namespace, launch: argparse.Namespace)
         f"the checkpoint in {launch.load} {misfit}, or add --no-load-optim to begin with a new "
         "optimizer state"
     )
+
+
+def check_schedule(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
+    """Raises ConfigError if a launch goes on with another decay of a WSD schedule, unasked."""
+    if launch.no_load_optim or launch.override_opt_param_scheduler:
+        return
+    if launch.lr_decay_style == "WSD" and _differing(_WSD, saved, launch):
+        raise ConfigError(f"the checkpoint in {launch.load} {other_schedule(saved, launch)}")
 
 
 def _has_main_weights(args: argparse.Namespace) -> bool:

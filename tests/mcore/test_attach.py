@@ -12,7 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_fp4 import get_recipe
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import attach as attaching
-from megatron_fp4.mcore.attach import Row, attach, check_streams, table, unpacked_x
+from megatron_fp4.mcore.attach import Row, attach, table, unpacked_x
 from megatron_fp4.mcore.run import Run
 from megatron_fp4.quantizer import Quantizer
 from megatron_fp4.recipe import GemmRecipe, Recipe
@@ -176,14 +176,6 @@ def test_a_size_that_does_not_divide_names_the_layer_and_the_flags(
     del given["group_query_attention"]
     with pytest.raises(ConfigError, match=rf"decoder\.layers\.0\..*{says}"):
         attach(told, [model(**given)])
-
-
-def test_colliding_noise_streams_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [f"decoder.layers.{i}.{n}" for i in range(200) for n in ("mlp.fc1", "attention.qkv")]
-    check_streams(names)
-    monkeypatch.setattr(attaching, "stream_id", lambda label: len(label))
-    with pytest.raises(ConfigError, match=r"streams of (\S+) and (?!\1)\S+ collide"):
-        check_streams(names)
 
 
 def test_a_shard_that_does_not_divide_is_told_once_before_training() -> None:

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.validation import (
 
 from megatron_fp4.mcore import integrity, whole
 from tests.mcore.checkpoints import ENDS, TORCH, TP2_SP, TRACKER, good, relay, saving, told
-from tests.mcore.launch import Result
+from tests.mcore.launch import Result, torchrun, train
 
 MANIFEST = "integrity.json"
 LAST = "iter_0000004"
@@ -260,6 +260,17 @@ def test_another_schedule_is_told_with_its_flags_and_what_to_add(folder: Path) -
     assert all("--override-opt_param-scheduler" in text for text in (schedule, decay))
     rate = re.search(r"learning rate: (\S+)", good(runs["other rate"]).output)
     assert rate and float(rate[1]) == pytest.approx(1.005e-3)  # half of ten steps of the cosine
+
+
+@pytest.mark.slow
+def test_another_decay_of_a_wsd_schedule_is_told(tmp_path: Path) -> None:
+    """Megatron saves and compares all of a schedule but that."""
+    wsd = "--lr-decay-style WSD --lr-wsd-decay-iters"
+    train(1, *f"{wsd} 4 --save {tmp_path} --save-interval 4".split())
+    again, other = f"{wsd} 4 --load {tmp_path}".split(), f"{wsd} 2 --load {tmp_path}".split()
+    assert torchrun(1, *again).status == 0
+    assert "--lr-wsd-decay-iters was 4 and is 2; add --override-opt" in told(torchrun(1, *other))
+    assert torchrun(1, *other, "--override-opt_param-scheduler").status == 0
 
 
 @pytest.mark.slow

@@ -25,10 +25,15 @@ def describes(found: dict[str, Any], folder: Path) -> bool:
     """Whether the folder's files are still those that the manifest was written for: all there, of
     the same sizes, with the same tokenizer."""
     try:
-        tokenizer = hashlib.sha256((folder / "tokenizer.model").read_bytes()).hexdigest()
-        return (found["tokenizer_sha256"], found.get("files")) == (tokenizer, sizes(folder))
+        is_now = (sha256_of(folder / "tokenizer.model"), sizes(folder))
+        return (found["tokenizer_sha256"], found.get("files")) == is_now
     except OSError:
         return False
+
+
+def sha256_of(file: Path) -> str:
+    """In hexadecimal digits. Raises OSError."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def sizes(folder: Path) -> dict[str, int]:
