@@ -1,0 +1,139 @@
+"""SHA-256 of what every quantizer, recipe and layout computes, to compare two versions of the code.
+
+    python -m benchmarks.digests --out before.json
+    python -m benchmarks.digests --against before.json
+
+A change that is to leave every bit as it was has equal digests before and after, on one machine.
+Another device, or another version of torch, may add products up in another order. Exits with 1,
+and names what differs, where digests differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.stamp import stamp
+from megatron_fp4 import Linear, list_quantizers, list_recipes, quantize
+from tests.mcore.launch import train
+from tests.mcore.test_checkpoint_matrix import contents, flat
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+TOKENS, IN, OUT, STEPS = (2, 64), 128, 192, 2
+# Flags of a training by its name, with the processes that it takes.
+LAYOUTS = {
+    "one": (1, ""),
+    "recomputed": (
+        1,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "sharded": (2, "--use-distributed-optimizer"),
+    "ep2": (2, "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2"),
+}
+COMMON = "--bf16 --ffn-hidden-size 128 --save-interval 4".split()
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Of their bytes, shapes and dtypes."""
+    sha256 = hashlib.sha256()
+    for tensor in tensors:
+        data = tensor.detach().cpu().contiguous()
+        sha256.update(f"{data.dtype}{tuple(data.shape)}".encode())
+        sha256.update(data.flatten().view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    """Normal values over eight binades, some of them outliers, and a block of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    x *= torch.exp2(torch.randint(-4, 4, shape, generator=generator))
+    x[..., :32] *= torch.rand(shape[:-1], generator=generator).gt(0.1)[..., None]
+    return x
+
+
+def quantized() -> dict[str, str]:
+    """Codes and scales of every quantizer, along both axes."""
+    found = {}
+    for name, dtype, axis in itertools.product(list_quantizers(), DTYPES, (0, 1)):
+        made = quantize(drawn(1, 64, 96).to(DEVICE, dtype), name, axis=axis, seed=3)
+        found[f"quantize {name} {dtype} axis {axis}"] = digest([made.codes, made.scales])
+    return found
+
+
+def linears() -> dict[str, str]:
+    """Output and gradients of a linear of every recipe, over two steps."""
+    found = {}
+    for name, dtype, bias in itertools.product(list_recipes(), DTYPES, (False, True)):
+        layer = Linear(IN, OUT, bias, recipe=name, seed=5, device=DEVICE, dtype=dtype)
+        with torch.no_grad():
+            for seed, parameter in enumerate(layer.parameters()):
+                parameter.copy_(drawn(seed, *parameter.shape))
+        results: list[Tensor] = []
+        for step in range(STEPS):
+            x = drawn(10 + step, *TOKENS, IN).to(DEVICE, dtype).requires_grad_()
+            y = layer(x)
+            y.backward(drawn(20 + step, *TOKENS, OUT).to(DEVICE, dtype))
+            assert x.grad is not None
+            results += [y, x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+        found[f"linear {name} {dtype}{' bias' * bias}"] = digest(results)
+    return found
+
+
+def trainings(layouts: Iterable[str]) -> dict[str, str]:
+    """The checkpoint after four steps of Megatron's loop, under every layout."""
+    found = {}
+    for layout, recipe in itertools.product(layouts, list_recipes()):
+        processes, flags = LAYOUTS[layout]
+        with tempfile.TemporaryDirectory() as folder:
+            train(processes, *COMMON, "--fp4-recipe", recipe, *flags.split(), "--save", folder)
+            leaves = dict(flat(contents(Path(folder) / "iter_0000004")))
+        found[f"training {layout} {recipe}"] = digest(
+            tensor for _, leaf in sorted(leaves.items()) for tensor in tensors_of(leaf)
+        )
+        print(f"{layout} {recipe}", file=sys.stderr)
+    return found
+
+
+def tensors_of(leaf: Any) -> list[Tensor]:
+    if isinstance(leaf, io.BytesIO):  # a pickle, which need not be the same bytes each time
+        return []
+    return [leaf] if isinstance(leaf, Tensor) else []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="where to write the digests")
+    parser.add_argument("--against", type=Path, help="digests of another version, to compare with")
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=LAYOUTS)
+    given = parser.parse_args()
+    found = quantized() | linears() | trainings(given.layouts)
+    if given.out:
+        text = json.dumps({"stamp": stamp(), "digests": found}, indent=1)
+        given.out.write_text(text + "\n")
+    if given.against is None:
+        return 0
+    known = json.loads(given.against.read_text())["digests"]
+    differing = [name for name in found if name in known and found[name] != known[name]]
+    both = sum(name in known for name in found)
+    print(f"{both - len(differing)} of {both} digests are equal", *differing, sep="\n  ")
+    return int(bool(differing) or not both)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
