@@ -17,6 +17,12 @@ from tests.mcore.launch import MOCK_DATA, TINY
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
 
 
+@pytest.fixture(autouse=True)
+def no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cpu.install() hides it in a launch; this process may have imported it."""
+    monkeypatch.setattr(arguments, "HAVE_TE", False)
+
+
 def test_no_flag_has_to_say_that_there_is_no_gpu() -> None:
     args = parse(*MOCK_DATA)
     assert (args.distributed_backend, args.transformer_impl) == ("gloo", "local")
