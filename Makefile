@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml setup.py $(CONSTRAINTS) tools/setup_venv.sh tools/f
 	@tools/setup_venv.sh $(INSTALLED) $(CONSTRAINTS)
 
 demo: $(INSTALLED)  ## pretrain in FP4 and in BF16 on real text, and compare (TEXT=, TOKENS=, RECIPE=)
-	@$(PYTHON) -m tools.demo $(if $(TEXT),--text $(TEXT)) $(if $(TOKENS),--tokens $(TOKENS)) \
+	@$(PYTHON) -m tools.demo $(if $(TEXT),--text "$(TEXT)") $(if $(TOKENS),--tokens $(TOKENS)) \
 		$(if $(RECIPE),--recipe $(RECIPE))
 
 test: $(INSTALLED)  ## run the quick tests, of every part; no GPU needed

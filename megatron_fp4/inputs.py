@@ -27,6 +27,8 @@ def check_tensor(tensor: Tensor, what: str) -> None:
                 "use Megatron's tensor parallelism, or FSDP2 (fully_shard), under which forward "
                 "passes see plain tensors"
             )
+        if kind.__name__ == "FakeTensor":
+            remedy = "torch.export traces no linear of a recipe; use torch.compile"
         raise ConfigError(f"{what} is a {kind.__name__}, which is not supported: {remedy}")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise ConfigError(f"{what} is inside a torch.func transform, which is not supported")

@@ -164,6 +164,6 @@ def _claim_noise(layer: Linear) -> None:
     if other is not None and (other.seed, other.name) == key and own_replica() == 0:
         warnings.warn(
             f"two layers are called {layer.name!r} and draw the same noise: give each a name of "
-            "its own, or call megatron_fp4.name_layers(model)",
+            "its own, or call megatron_fp4.name_layers(model); give a second model another seed=",
             stacklevel=2,
         )

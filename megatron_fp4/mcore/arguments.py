@@ -19,6 +19,7 @@ from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import (
@@ -28,6 +29,7 @@ from megatron_fp4.mcore import (
     optimizer_checks,
     options,
     packages,
+    splits,
     tokenizers,
     values,
     vocabulary,
@@ -79,6 +81,11 @@ def validate(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--cuda-graph-impl {args.cuda_graph_impl} needs a GPU and this machine shows none: "
             "leave it out"
+        )
+    if args.profile and not (args.use_pytorch_profiler or torch.cuda.is_available()):
+        raise ConfigError(
+            "--profile needs a GPU and this machine shows none: leave it out, or add "
+            "--use-pytorch-profiler and --tensorboard-dir DIR"
         )
     if args.transformer_impl != "local" and not HAVE_TE:
         raise ConfigError(
@@ -132,6 +139,7 @@ def validate(args: argparse.Namespace) -> None:
     vocabulary.check(args)
     values.check_together(args)
     dataset_files.check_files(args)
+    splits.check(args)
     _check_save(args)
     _check_folders(args)
     packages.check(args)
@@ -143,6 +151,7 @@ def _machine_defaults() -> dict[str, Any]:
         # [sequence, sequence] mask for each sample unless told not to.
         "create_attention_mask_in_dataloader": False,
         "eval_interval": 1000,  # Megatron-core 0.19 has no default and divides by it
+        **dict.fromkeys(options.LAYERS_IN_BF16),  # None: not given
     }
     if not HAVE_TE:
         defaults |= {"transformer_impl": "local", "apply_rope_fusion": False}
@@ -199,6 +208,7 @@ def _checked(parser: argparse.ArgumentParser) -> Callable[..., argparse.Namespac
     def parse_args(*args: Any, **kwargs: Any) -> argparse.Namespace:
         parsed = parse(*args, **kwargs)
         values.check(parser, parsed)
+        options.settle_layers_in_bf16(parsed)
         if parsed.yaml_cfg is not None and not Path(parsed.yaml_cfg).is_file():
             raise ConfigError(f"no file {parsed.yaml_cfg}: give --yaml-cfg one that exists")
         if parsed.reset_attention_mask:  # it exists in the mask alone
@@ -231,10 +241,16 @@ def _check_save(args: argparse.Namespace) -> None:
         )
     if args.save_interval is None:
         raise ConfigError("--save needs --save-interval N: the steps from checkpoint to checkpoint")
+    tracker = Path(get_checkpoint_tracker_filename(args.save))
+    if args.load is None and not is_object_storage_path(args.save) and tracker.is_file():
+        raise ConfigError(
+            f"--save {args.save} has checkpoints of another run, which this one would write over: "
+            f"add --load {args.save} to go on from them, or give another folder"
+        )
 
 
 def _check_folders(args: argparse.Namespace) -> None:
-    for name in ("save", "tensorboard_dir", "wandb_save_dir"):
+    for name in ("save", "tensorboard_dir", "wandb_save_dir", "data_cache_path"):
         folder = getattr(args, name)
         if folder is None or is_object_storage_path(folder):
             continue

@@ -28,7 +28,8 @@ def check_files(args: argparse.Namespace) -> None:
     prefixes = _prefixes(args)
     if not (prefixes or args.mock_data):
         raise ConfigError(
-            "no data: give --data-path PREFIX (tools/prepare_data.py writes one), or --mock-data"
+            "no data: give --train-data-path and --valid-data-path (tools/prepare_data.py writes "
+            "both), --data-path PREFIX with --split, or --mock-data"
         )
     for prefix in prefixes:
         _token_type(prefix)
@@ -51,6 +52,15 @@ def check_vocabulary(token: int, args: argparse.Namespace) -> None:
             f"token {token} of the data is beyond the vocabulary of {args.padded_vocab_size}: "
             "give the tokenizer that the data was made with (--tokenizer-model, or --vocab-size)"
         )
+
+
+def sequences_of(prefix: str) -> int | None:
+    """How many sequences a dataset lists, which are documents where each is one; None if it lies on
+    no disk."""
+    if _token_type(prefix) is None:
+        return None
+    with Path(f"{prefix}.idx").open("rb") as stream:
+        return _INDEX.unpack(stream.read(_INDEX.size))[3]
 
 
 def _check_splits(path: Path) -> None:
@@ -82,8 +92,8 @@ def _check_tokenizers(args: argparse.Namespace) -> None:
     if len(made_by) > 1:
         first, second, *_ = made_by.values()
         raise ConfigError(
-            f"{first} and {second} were made with different tokenizers: prepare both texts in one "
-            "call of tools/prepare_data.py"
+            f"{first} and {second} were made with different tokenizers: prepare one of the texts "
+            "again with the other's (tools/prepare_data.py --tokenizer-model PATH)"
         )
     for sha256, prefix in made_by.items():
         own = (

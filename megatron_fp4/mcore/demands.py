@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import megatron.core
 
@@ -141,10 +142,19 @@ def _told(error: Exception, frame: FrameType, line: int, says_where: bool) -> st
     for pattern, words in _IN_WORDS.items():
         if re.search(pattern, text or condition):
             with suppress(KeyError, AttributeError):  # where another version has other variables
-                return words.format_map(frame.f_locals)
+                return words.format_map(_variables(error))
     if not text:
         text = f"Megatron demands {_as_flags(condition)}{_values(condition, frame)}"
     return text + (f" ({Path(frame.f_code.co_filename).name}:{line})" if says_where else "")
+
+
+def _variables(error: Exception) -> dict[str, Any]:
+    """Of the function that raised and of those that called it, the nearest one's where names are
+    equal."""
+    found: dict[str, Any] = {}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        found |= frame.f_locals
+    return found
 
 
 def _condition(frame: FrameType, line: int) -> str:

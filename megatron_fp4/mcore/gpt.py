@@ -25,6 +25,7 @@ from megatron.training.training import pretrain
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import arguments, compat, dataset_files, demands, graphs, log, options
 from megatron_fp4.mcore.attach import attach
 from megatron_fp4.mcore.run import Run
@@ -78,9 +79,18 @@ def datasets(num_samples: list[int], vp_stage: int | None = None) -> Datasets:
     args = get_args()
     kind = MockGPTDataset if args.mock_data else GPTDataset
     print_rank_0("> building the datasets ...")
-    return BlendedMegatronDatasetBuilder(
+    builder = BlendedMegatronDatasetBuilder(
         kind, num_samples, partial(_reads_data, vp_stage), _dataset_config(args)
-    ).build()
+    )
+    try:
+        return builder.build()
+    except Exception as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise ConfigError(  # its own text names no flag
+            f"the index of the data cannot be written ({error.__cause__.strerror}): give "
+            "--data-cache-path a folder that can be"
+        ) from error
 
 
 datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it, T/training.py

@@ -16,6 +16,7 @@ from megatron_fp4.recipe import GEMMS, Recipe
 from megatron_fp4.recipes import get_recipe, list_recipes
 
 UPSTREAM_RECIPES = ("nvfp4", "custom")
+LAYERS_IN_BF16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 _OFF = ("off", "bf16")  # values of --fp4-recipe that mean none
 
 # Megatron's flags that this version cannot honour together with a recipe, and what to do instead.
@@ -116,13 +117,6 @@ def settle(args: argparse.Namespace) -> None:
         if args.fp8 is not None:
             _needs_te(args, "--fp8-format")
         _refuse_orphans(args)
-    elif not args.first_last_layers_bf16 and (
-        args.num_layers_at_start_in_bf16 != 1 or args.num_layers_at_end_in_bf16 != 1
-    ):
-        raise ConfigError(
-            "--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 need "
-            "--first-last-layers-bf16: add it"
-        )
     # Megatron writes its arguments into every checkpoint, and so the recipe, its options, the seed
     # and these; comparison.py compares them on loading.
     args.fp4_plugin_version = megatron_fp4.__version__
@@ -136,6 +130,19 @@ def settle(args: argparse.Namespace) -> None:
         args.fp4_seed = args.seed
     if not 0 <= args.fp4_seed < 2**64:
         raise ConfigError(f"--fp4-seed is an integer from 0 to 2**64 - 1, not {args.fp4_seed}")
+
+
+def settle_layers_in_bf16(args: argparse.Namespace) -> None:
+    """Gives LAYERS_IN_BF16 Megatron's default where the command line has none (None). Raises
+    ConfigError where it has one that does nothing."""
+    for name in LAYERS_IN_BF16:
+        given = getattr(args, name)
+        if given is None:
+            setattr(args, name, 1)  # Megatron's default
+        elif not args.first_last_layers_bf16:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {given} needs --first-last-layers-bf16: add it"
+            )
 
 
 def _check_upstreams(args: argparse.Namespace) -> None:

@@ -57,6 +57,14 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
         ("--tokenizer-type TikTokenizer --tokenizer-model no.json", "no tokenizer at no.json"),
         ("--tokenizer-type MultimodalTokenizer", "is not supported"),
         ("--inprocess-restart", "not supported"),
+        ("--full-validation", "--full-validation is not supported: leave it out"),
+        ("--multiple-validation-sets", "--multiple-validation-sets is not supported"),
+        ("--profile", "--profile needs a GPU and this machine shows none: leave it out"),
+        ("--data-cache-path /proc/nope", "--data-cache-path /proc/nope cannot be written"),
+        (
+            "--fp4-recipe tetrajet --num-layers-at-start-in-bf16 1",
+            "--num-layers-at-start-in-bf16 1 needs --first-last-layers-bf16: add it",
+        ),
         ("--yaml-cfg no.yaml", "no file no.yaml"),
         ("--tensorboard-dir /proc/nope", "--tensorboard-dir /proc/nope cannot be written"),
         ("--adlr-autoresume", "needs the package userlib, which is not installed: leave it out"),
@@ -116,10 +124,25 @@ def test_a_mistake_is_a_config_error_that_names_the_remedy(flags: str, remedy: s
         parse(*MOCK_DATA, *flags.split())
 
 
+def test_saving_over_another_run_is_refused(tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path), "--save-interval", "2"]
+    parse(*MOCK_DATA, *save)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    with pytest.raises(ConfigError, match=f"add --load {tmp_path} to go on"):
+        parse(*MOCK_DATA, *save)
+    parse(*MOCK_DATA, *save, "--load", str(tmp_path))
+
+
+def test_layers_in_bf16_are_one_at_each_end_unless_given() -> None:
+    layers = ["--fp4-recipe", "tetrajet", "--first-last-layers-bf16"]
+    args = parse(*MOCK_DATA, *layers, "--num-layers-at-end-in-bf16", "2")
+    assert (args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16) == (1, 2)
+
+
 def test_data_and_a_tokenizer_have_to_be_named() -> None:
     with pytest.raises(ConfigError, match="no tokenizer: give --tokenizer-type"):
         parse("--mock-data")
-    with pytest.raises(ConfigError, match="no data: give --data-path PREFIX"):
+    with pytest.raises(ConfigError, match="no data: give --train-data-path and --valid-data-path"):
         parse("--tokenizer-type", "NullTokenizer", "--vocab-size", "512")
 
 
@@ -177,11 +200,12 @@ def test_a_damaged_dataset(
 ) -> None:
     prefix = dataset(tmp_path, [1, 2, 3], [4, 5])
     tokenizer = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "8")
-    parse(*tokenizer, "--data-path", prefix)
+    halves = ("--split", "50,50,0")
+    parse(*tokenizer, "--data-path", prefix, *halves)
     file = Path(prefix + suffix)
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(ConfigError, match=problem):
-        parse(*tokenizer, "--data-path", prefix)
+        parse(*tokenizer, "--data-path", prefix, *halves)
 
 
 def test_a_dataset_without_text(tmp_path: Path) -> None:
@@ -197,7 +221,7 @@ def test_a_dataset_without_text(tmp_path: Path) -> None:
 
 
 def test_data_of_another_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "8"]
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "8", "--split", "50,50,0"]
     args = parse(*flags, "--data-path", dataset(tmp_path, [1, 7], [2]))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr(arguments, "parse_and_validate_args", lambda **_: args)

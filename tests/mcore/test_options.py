@@ -205,7 +205,6 @@ def test_a_schedule_is_that_of_the_modules_recipes_too() -> None:
         ("--fp4-bf16-after -0.1", "a share of training in [0, 1]"),
         ("--fp4-bf16-after nan", "a share of training in [0, 1]"),
         ("--fp4-bf16-after 0", "quantizes nothing"),
-        ("--num-layers-at-start-in-bf16 2", "--first-last-layers-bf16"),
         ("--fp4-seed 18446744073709551616", "--fp4-seed"),
         ("--fp4-seed -1", "--fp4-seed"),
     ],

@@ -48,6 +48,27 @@ def prepared(paths: list[Path], output: Path, options: Options = SMALL) -> list[
     return said
 
 
+def test_other_data_take_the_tokenizer_of_the_first(tmp_path: Path) -> None:
+    """So that both can be blended; a change of the tokenizer prepares them again."""
+    text, first, second = write_tree(tmp_path / "text"), tmp_path / "first", tmp_path / "second"
+    one = prepare([text / "part0"], first, SMALL, lambda line: None)
+    model = first / "tokenizer.model"
+    for output in (first, second):
+        other = prepare([text / "part1"], output, Options(), lambda line: None, tokenizer=model)
+        assert other["tokenizer_sha256"] == one["tokenizer_sha256"]
+        assert other["options"]["vocab_size"] == SMALL.vocab_size
+    assert (second / "tokenizer.model").read_bytes() == model.read_bytes()
+    assert sorted(decoded(second, "train")) == sorted(decoded(first, "train"))
+    for file, says in ((tmp_path / "none", "not readable"), (text / "blank.txt", "is no Sent")):
+        with pytest.raises(DataError, match=says):
+            prepare([text], tmp_path / "third", SMALL, lambda line: None, tokenizer=file)
+
+
+def test_of_a_single_line_the_end_is_held_out() -> None:
+    document = Document("a", "twenty characters ab")
+    assert split([document], 0.1) == (["twenty characters "], ["ab"])
+
+
 def decoded(output: Path, part: str) -> list[str]:
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(output / "tokenizer.model"))
     dataset = IndexedDataset(str(output / f"{part}_text_document"))
@@ -183,12 +204,12 @@ def test_the_budget_takes_a_part_and_at_least_one_is_held_out() -> None:
         (None, [], "text.jsonl: not readable: No such file or directory"),
         ("\n", [], "the text is empty"),
         ('{"text": "a"}\n{"txt": "b"}\n', [], 'text.jsonl:2: no text under the key "text"'),
-        ('{"text": 1}\n', [], 'text.jsonl:1: no text under the key "text"'),
+        ('{"text": 1}\n', [], 'text.jsonl:1: what the key "text" has is no string'),
         ('["text"]\n', [], 'text.jsonl:1: no text under the key "text"'),
         ('\n{"text": \n', [], "text.jsonl:2: not a JSON object"),
         (b'{"text": "a"}\n{"text": "b\xff"}\n', [], "text.jsonl:2: not UTF-8: byte 0xff after 11"),
         ("[" * 100_000, [], "text.jsonl:1: not a JSON object"),
-        ('{"text": "a"}\n', [], "the text is a single line"),
+        ('{"text": "a"}\n', [], "the text is a single character"),
         ('{"text": "a"}\n' * 2, [], "all documents are the same text"),
         (
             '{"text": "a b"}\n{"text": "c d"}\n',
@@ -200,7 +221,11 @@ def test_the_budget_takes_a_part_and_at_least_one_is_held_out() -> None:
             ["--vocab-size", "260"],
             "--vocab-size 260 is too small",
         ),
-        ('{"text": "a"}\n', ["--held-out-share", "1"], "--held-out-share 1.0 is not between"),
+        (
+            '{"text": "a"}\n',
+            ["--held-out-share", "1"],
+            "share 1.0 is not above 0 and below 1",
+        ),
         ('{"text": "a"}\n', ["--max-bytes", "0"], "--max-bytes 0 is not positive"),
         ('{"text": "a"}\n', ["--vocab-size", "0"], "--vocab-size 0 is not in 260 to"),
         ('{"text": "a"}\n', ["--vocab-size", "-1"], "--vocab-size -1 is not in"),

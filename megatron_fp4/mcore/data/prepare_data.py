@@ -25,7 +25,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,7 +68,10 @@ class Options:
                 f"{LARGEST_VOCABULARY}"
             )
         if not 0 < self.held_out_share < 1:
-            raise DataError(f"--held-out-share {self.held_out_share} is not between 0 and 1")
+            raise DataError(
+                f"--held-out-share {self.held_out_share} is not above 0 and below 1: Megatron "
+                "evaluates on what is held out"
+            )
         if self.max_bytes is not None and self.max_bytes <= 0:
             raise DataError(f"--max-bytes {self.max_bytes} is not positive")
 
@@ -85,13 +88,15 @@ def choose(documents: Iterable[Document], max_bytes: int | None) -> list[Documen
 def split(documents: list[Document], share: float) -> tuple[list[str], list[str]]:
     """The texts to train on and those held out, at least one each. The first documents, in the
     order choose() gave them, are held out, each with all its copies: no text lies on both sides. Of
-    a single document it is the last lines. Raises DataError if there is nothing to hold out."""
+    a single document it is the last lines, of a single line its end. Raises DataError if there is
+    nothing to hold out."""
     if len(documents) == 1:
         lines = documents[0].text.splitlines(keepends=True)
-        cut = min(round(len(lines) * (1 - share)), len(lines) - 1)
+        parts = lines if len(lines) > 1 else documents[0].text  # of a single line, its characters
+        cut = min(round(len(parts) * (1 - share)), len(parts) - 1)
         if cut < 1:
-            raise DataError("the text is a single line: nothing can be held out of it")
-        return ["".join(lines[:cut])], ["".join(lines[cut:])]
+            raise DataError("the text is a single character: nothing can be held out of it")
+        return ["".join(parts[:cut])], ["".join(parts[cut:])]
     count = min(max(round(len(documents) * share), 1), len(documents) - 1)
     texts = [document.text for document in documents]
     copies = Counter(texts)  # in the order of their first
@@ -147,6 +152,29 @@ def _vocabulary_mistake(vocab_size: int, reason: str) -> DataError:
     return DataError(f"--vocab-size {vocab_size} cannot be trained: {reason}")
 
 
+def read_tokenizer(path: Path) -> bytes:
+    """A SentencePiece model. Raises DataError for a file that is none, or that has no token for the
+    end of a text."""
+    import sentencepiece
+
+    try:
+        model = path.read_bytes()
+        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    except OSError as error:
+        raise DataError(f"--tokenizer-model {path}: not readable: {error.strerror}") from error
+    except RuntimeError as error:
+        raise DataError(f"--tokenizer-model {path} is no SentencePiece model") from error
+    if processor.eos_id() < 0:
+        raise DataError(f"--tokenizer-model {path} has no token for the end of a text (eos)")
+    return model
+
+
+def _vocabulary_of(model: bytes) -> int:
+    import sentencepiece
+
+    return int(sentencepiece.SentencePieceProcessor(model_proto=model).vocab_size())
+
+
 def write_dataset(prefix: Path, texts: list[str], tokenizer: Any) -> int:
     """Writes prefix.bin and prefix.idx, one document a text, each closed by the end-of-text
     token; returns the number of tokens."""
@@ -167,21 +195,31 @@ def write_dataset(prefix: Path, texts: list[str], tokenizer: Any) -> int:
 
 
 def prepare(
-    paths: list[Path], output: Path, options: Options, say: Callable[[str], None] = print
+    paths: list[Path],
+    output: Path,
+    options: Options,
+    say: Callable[[str], None] = print,
+    tokenizer: Path | None = None,
 ) -> dict[str, Any]:
     """Writes the tokenizer, both datasets and manifest.json into output and returns the manifest;
-    where the same text and options were prepared before, nothing is written again. Raises
-    DataError for text or options that cannot be used."""
+    where the same text and options were prepared before, nothing is written again.
+
+    tokenizer: a SentencePiece model to take, as for a blend with other data; None: one is trained.
+    Raises DataError for text or options that cannot be used.
+    """
     _check_output(output)
+    own = None if tokenizer is None else read_tokenizer(tokenizer)
+    if own is not None:
+        options = replace(options, vocab_size=_vocabulary_of(own))
     documents = choose(_read(paths, options.json_key, say), options.max_bytes)
-    fingerprint = _fingerprint(documents, options)
+    fingerprint = _fingerprint(documents, options, own)
     found = manifest.read(output)
     if found and found["fingerprint"] == fingerprint and manifest.describes(found, output):
         say(f"Data: {shown(output)} is up to date ({_summary(found)})")
         return found
     say(f"Data: {_count(documents)} of {_origin(paths)}")
     train, held_out = split(documents, options.held_out_share)
-    model = train_tokenizer(train, options.vocab_size)
+    model = train_tokenizer(train, options.vocab_size) if own is None else own
     with _writing(output):
         _clear(output)
         (output / "tokenizer.model").write_bytes(model)
@@ -254,10 +292,12 @@ def _write_part(prefix: Path, texts: list[str], model: bytes) -> dict[str, int]:
     return {"documents": len(texts), "bytes": sum(map(_size, texts)), "tokens": tokens}
 
 
-def _fingerprint(documents: list[Document], options: Options) -> str:
+def _fingerprint(documents: list[Document], options: Options, tokenizer: bytes | None) -> str:
     import sentencepiece
 
-    digest = hashlib.sha256(repr((options, sentencepiece.__version__)).encode())
+    digest = hashlib.sha256(
+        repr((options, sentencepiece.__version__)).encode() + (tokenizer or b"")
+    )
     for document in documents:
         digest.update(repr(document).encode())
     return digest.hexdigest()
@@ -303,10 +343,12 @@ def main(arguments: list[str] | None = None) -> int:
         "text",
         nargs="*",
         type=Path,
-        help="folders, text files, JSON lines (.jsonl, .json); each also as .gz",
+        help="folders, text files, JSON lines (.jsonl, .json), each also as .gz; without any, the "
+        "sources of Python's standard library, to try it out",
     )
     add("--output", type=Path, default=Path("data"), help="where to write (data)")
     add("--vocab-size", type=int, default=Options.vocab_size, help="tokens in all (%(default)s)")
+    add("--tokenizer-model", type=Path, help="take this SentencePiece model; train none")
     add(
         "--held-out-share",
         type=float,
@@ -318,7 +360,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         given = parser.parse_args(arguments)
         options = Options(given.vocab_size, given.held_out_share, given.max_bytes, given.json_key)
-        prepare(given.text, given.output, options)
+        prepare(given.text, given.output, options, tokenizer=given.tokenizer_model)
     except DataError as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         return 1

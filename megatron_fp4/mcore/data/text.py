@@ -245,6 +245,10 @@ def _json_text(line: str, json_key: str, place: str) -> str:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: not a JSON object: {error}") from error
     text = record.get(json_key) if isinstance(record, dict) else None
+    if isinstance(record, dict) and json_key in record and not isinstance(text, str):
+        raise DataError(
+            f'{place}: what the key "{json_key}" has is no string: mend or delete the line'
+        )
     if not isinstance(text, str):
         raise DataError(f'{place}: no text under the key "{json_key}"; name the key by --json-key')
     return text.encode(errors="replace").decode()  # JSON can hold half a surrogate pair
