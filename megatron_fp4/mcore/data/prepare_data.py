@@ -357,6 +357,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add("--max-bytes", type=int, help="take about this much of the text (all of it)")
     add("--json-key", default=Options.json_key, help="where a JSON line has its text (%(default)s)")
+    # Megatron imports it wherever it is installed; an index needs none of it, and on a node without
+    # its libraries that import fails.
+    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
     try:
         given = parser.parse_args(arguments)
         options = Options(given.vocab_size, given.held_out_share, given.max_bytes, given.json_key)
