@@ -53,13 +53,24 @@ class Linear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.recipe = recipe if isinstance(recipe, Recipe) else get_recipe(recipe)
-        self.recipe.check_linear(None, in_features, out_features, name)
         self.seed, self.name, self.steps = Key(seed).seed, name, 0
+        self.recipe = recipe  # type: ignore[assignment]  # the setter takes a name too
         self.replica = replica
         if replica is not None:
             replica_placements(replica)
         self._replay = Replay()
+
+    @property
+    def recipe(self) -> Recipe:
+        """What the layer follows. It takes a recipe or the name of one, from the next forward pass
+        on; raises ConfigError for an unknown name, or for sizes that its blocks do not divide."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe | str) -> None:
+        followed = recipe if isinstance(recipe, Recipe) else get_recipe(recipe)
+        followed.check_linear(None, self.in_features, self.out_features, self.name)
+        self._recipe = followed
 
     def forward(self, input: Tensor) -> Tensor:
         product = _out_of_graphs if torch.compiler.is_compiling() else Linear._product

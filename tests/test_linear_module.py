@@ -306,6 +306,17 @@ def test_a_recomputation_that_does_more_is_told() -> None:
         y.sum().backward()
 
 
+def test_the_recipe_of_a_layer_can_be_changed() -> None:
+    module, (x, _) = layer("tetrajet"), x_and_dy()
+    module.recipe = "mxfp4"  # type: ignore[assignment]
+    assert torch.equal(module(x), layer("mxfp4")(x)) and module.recipe == get_recipe("mxfp4")
+    with pytest.raises(ConfigError, match="unknown recipe"):
+        module.recipe = "mxfp5"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="not a multiple of 64"):
+        Linear(96, 96, recipe="mxfp4").recipe = "mxfp4-rht-sr"  # type: ignore[assignment]
+    assert module.recipe == get_recipe("mxfp4")
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
