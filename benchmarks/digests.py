@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 import itertools
 import json
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +47,7 @@ COMMON = "--bf16 --ffn-hidden-size 128 --save-interval 4".split()
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Of their bytes, shapes and dtypes."""
+    """One SHA-256 of the dtypes, shapes and bytes of these tensors, in their order."""
     sha256 = hashlib.sha256()
     for tensor in tensors:
         data = tensor.detach().cpu().contiguous()
@@ -59,7 +57,8 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
-    """Normal values over eight binades, some of them outliers, and a block of zeros."""
+    """A float64 tensor of this shape: normal values times powers of two from 1/16 to 8, so that
+    block scales differ. In about a tenth of its rows the first 32 columns are zero."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     x *= torch.exp2(torch.randint(-4, 4, shape, generator=generator))
@@ -68,7 +67,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 
 def quantized() -> dict[str, str]:
-    """Codes and scales of every quantizer, along both axes."""
+    """For each registered quantizer, input dtype and axis: the digest of its codes and scales."""
     found = {}
     for name, dtype, axis in itertools.product(list_quantizers(), DTYPES, (0, 1)):
         made = quantize(drawn(1, 64, 96).to(DEVICE, dtype), name, axis=axis, seed=3)
@@ -77,7 +76,8 @@ def quantized() -> dict[str, str]:
 
 
 def linears() -> dict[str, str]:
-    """Output and gradients of a linear of every recipe, over two steps."""
+    """For each recipe and dtype, with a bias and without: the digest of a linear's output, dX, dW
+    and bias gradient in STEPS training steps."""
     found = {}
     for name, dtype, bias in itertools.product(list_recipes(), DTYPES, (False, True)):
         layer = Linear(IN, OUT, bias, recipe=name, seed=5, device=DEVICE, dtype=dtype)
@@ -96,7 +96,8 @@ def linears() -> dict[str, str]:
 
 
 def trainings(layouts: Iterable[str]) -> dict[str, str]:
-    """The checkpoint after four steps of Megatron's loop, under every layout."""
+    """For each layout and recipe: the digest of all tensors, weights and optimizer state, in the
+    checkpoint that Megatron's training loop saves after four steps."""
     found = {}
     for layout, recipe in itertools.product(layouts, list_recipes()):
         processes, flags = LAYOUTS[layout]
@@ -104,16 +105,10 @@ def trainings(layouts: Iterable[str]) -> dict[str, str]:
             train(processes, *COMMON, "--fp4-recipe", recipe, *flags.split(), "--save", folder)
             leaves = dict(flat(contents(Path(folder) / "iter_0000004")))
         found[f"training {layout} {recipe}"] = digest(
-            tensor for _, leaf in sorted(leaves.items()) for tensor in tensors_of(leaf)
+            leaf for _, leaf in sorted(leaves.items()) if isinstance(leaf, Tensor)
         )
         print(f"{layout} {recipe}", file=sys.stderr)
     return found
-
-
-def tensors_of(leaf: Any) -> list[Tensor]:
-    if isinstance(leaf, io.BytesIO):  # a pickle, which need not be the same bytes each time
-        return []
-    return [leaf] if isinstance(leaf, Tensor) else []
 
 
 def main() -> int:

@@ -30,7 +30,8 @@ def processor() -> str:
 
 
 def measure(size: int, runs: int) -> list[float]:
-    """Bytes a second of each run over a file of `size` bytes; one more warms up."""
+    """How many bytes a second are hashed, in each of `runs` passes over a file of `size` bytes. One
+    pass before them, which is not reported, brings the file into memory."""
     with tempfile.NamedTemporaryFile() as file:
         torch.randint(0, 256, (size,), dtype=torch.uint8).numpy().tofile(file.name)
         rates = []

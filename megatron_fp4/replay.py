@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any, cast
 
@@ -72,10 +72,9 @@ class Checkpoint:
         self._next[replay] = place + 1
         return values[place]
 
-    @contextmanager
-    def first_pass(self) -> Iterator[None]:
-        with _passes.of(self, again=False):
-            yield
+    def first_pass(self) -> AbstractContextManager[None]:
+        """The context in which the first pass runs."""
+        return _passes.of(self, again=False)
 
     def run_again[**P, T](self, function: Callable[P, T]) -> Callable[P, T]:
         """`function`, each call of which is a recomputation."""

@@ -34,6 +34,7 @@ from megatron_fp4.mcore import (
     values,
     vocabulary,
 )
+from megatron_fp4.mcore.flags import flag_of
 
 # What Megatron asserts to be there, and has no default for; some go by an older name too.
 _REQUIRED = {
@@ -126,12 +127,12 @@ def validate(args: argparse.Namespace) -> None:
         raise ConfigError("no learning rate: give --lr")
     for name, older in _REQUIRED.items():
         if getattr(args, name) is None and getattr(args, older or name) is None:
-            raise ConfigError(f"give {_flag(name)} N: it has no default")
+            raise ConfigError(f"give {flag_of(name)} N: it has no default")
     if args.fp16 and args.bf16:
         raise ConfigError("--fp16 and --bf16 contradict each other: choose one")
     for option in ("sft", "fim_data", "dataloader_inter_document_masking"):
         if getattr(args, option):
-            raise ConfigError(f"{_flag(option)} is not supported: pretraining only")
+            raise ConfigError(f"{flag_of(option)} is not supported: pretraining only")
     if args.inprocess_restart:
         raise ConfigError("--inprocess-restart is not supported: leave it out")
     optimizer_checks.check(args)
@@ -169,10 +170,6 @@ def _machine_defaults() -> dict[str, Any]:
             "num_workers": 0,  # a forked loader would have to start torch once more
         }
     return defaults
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _error(parser: argparse.ArgumentParser) -> Callable[[str], NoReturn]:
@@ -260,7 +257,8 @@ def _check_folders(args: argparse.Namespace) -> None:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             raise ConfigError(
-                f"{_flag(name)} {folder} cannot be written ({error.strerror}): give another folder"
+                f"{flag_of(name)} {folder} cannot be written ({error.strerror}): give another "
+                "folder"
             ) from error
 
 

@@ -55,12 +55,12 @@ def check_vocabulary(token: int, args: argparse.Namespace) -> None:
 
 
 def sequences_of(prefix: str) -> int | None:
-    """How many sequences a dataset lists, which are documents where each is one; None if it lies on
-    no disk."""
-    if _token_type(prefix) is None:
+    """The number of sequences in a dataset that `check_files` found whole: its documents, where
+    each is one sequence. None if the dataset is in an object store."""
+    if is_object_storage_path(prefix):
         return None
     with Path(f"{prefix}.idx").open("rb") as stream:
-        return _INDEX.unpack(stream.read(_INDEX.size))[3]
+        return int(_INDEX.unpack(stream.read(_INDEX.size))[3])
 
 
 def _check_splits(path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import megatron.core
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.flags import flag_of
 
 # What to say, by what Megatron says: a regular expression for its text or, where an assertion has
 # none, for its condition in source. Braces hold expressions of the function that raises.
@@ -149,8 +150,8 @@ def _told(error: Exception, frame: FrameType, line: int, says_where: bool) -> st
 
 
 def _variables(error: Exception) -> dict[str, Any]:
-    """Of the function that raised and of those that called it, the nearest one's where names are
-    equal."""
+    """The local variables, by name, of the function that raised the error and of its callers. Where
+    several have one name, the function nearest to the error counts."""
     found: dict[str, Any] = {}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         found |= frame.f_locals
@@ -181,4 +182,4 @@ def _values(condition: str, frame: FrameType) -> str:
 
 
 def _as_flags(condition: str) -> str:
-    return re.sub(r"\bargs\.(\w+)", lambda name: f"--{name[1].replace('_', '-')}", condition)
+    return re.sub(r"\bargs\.(\w+)", lambda name: flag_of(name[1]), condition)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.flags import flag_of
 
 # Arguments that the shapes and the number of tensors follow from. Their flags are their names.
 _MODEL = (
@@ -105,7 +106,7 @@ def _differing(names: Iterable[str], saved: argparse.Namespace, launch: argparse
         was, now = getattr(saved, name, missing), getattr(launch, name, missing)
         # An argument that one of the versions has not got cannot be compared.
         if missing not in (was, now) and (was or 0) != (now or 0):
-            flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+            flag = _FLAGS.get(name, flag_of(name))
             found.append(f"{flag} was {_said(was)} and is {_said(now)}")
     return "; ".join(found)
 

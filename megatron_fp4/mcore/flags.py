@@ -23,6 +23,11 @@ shows them with Megatron's own.
 """
 
 
+def flag_of(name: str) -> str:
+    """The flag that sets an argument: "--num-layers" for "num_layers"."""
+    return f"--{name.replace('_', '-')}"
+
+
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the plugin's flags as the first group that --help shows.
 

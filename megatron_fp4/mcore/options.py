@@ -12,6 +12,7 @@ from megatron_fp4 import te
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.formats import NUMERICS_VERSION
 from megatron_fp4.mcore import graphs
+from megatron_fp4.mcore.flags import flag_of
 from megatron_fp4.recipe import GEMMS, Recipe
 from megatron_fp4.recipes import get_recipe, list_recipes
 
@@ -133,16 +134,14 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def settle_layers_in_bf16(args: argparse.Namespace) -> None:
-    """Gives LAYERS_IN_BF16 Megatron's default where the command line has none (None). Raises
-    ConfigError where it has one that does nothing."""
+    """Sets each of LAYERS_IN_BF16 that the command line leaves out (None) to Megatron's default, 1.
+    Raises ConfigError for one that is given without --first-last-layers-bf16, which it needs."""
     for name in LAYERS_IN_BF16:
         given = getattr(args, name)
         if given is None:
             setattr(args, name, 1)  # Megatron's default
         elif not args.first_last_layers_bf16:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {given} needs --first-last-layers-bf16: add it"
-            )
+            raise ConfigError(f"{flag_of(name)} {given} needs --first-last-layers-bf16: add it")
 
 
 def _check_upstreams(args: argparse.Namespace) -> None:
@@ -244,7 +243,7 @@ def _refuse_orphans(args: argparse.Namespace) -> None:
     }
     for name, default in defaults.items():
         if getattr(args, name) != default:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_of(name)
             raise ConfigError(f"{flag} needs a recipe: add --fp4-recipe, or leave it out")
 
 

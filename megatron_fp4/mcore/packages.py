@@ -5,6 +5,7 @@ import argparse
 import importlib.util
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.flags import flag_of
 
 # By Megatron's argument: what is imported, and how it is installed where a registry has it.
 _NEEDED = {
@@ -32,13 +33,13 @@ def check(args: argparse.Namespace) -> None:
     """Raises ConfigError for a flag that would do nothing for want of a package or another flag."""
     for name, (package, distribution) in _NEEDED.items():
         if getattr(args, name) and not installed(package):
-            raise ConfigError(_missing(_flag(name), package, distribution))
+            raise ConfigError(_missing(flag_of(name), package, distribution))
     if args.non_persistent_ckpt_type == "local" and not installed("nvidia_resiliency_ext"):
         flag, package = "--non-persistent-ckpt-type local", "nvidia_resiliency_ext"
         raise ConfigError(_missing(flag, package, "nvidia-resiliency-ext"))
     for name in _NEEDS_TENSORBOARD:
         if getattr(args, name) and not args.tensorboard_dir:
-            raise ConfigError(f"{_flag(name)} logs nothing without --tensorboard-dir DIR: add it")
+            raise ConfigError(f"{flag_of(name)} logs nothing without --tensorboard-dir DIR: add it")
     if args.wandb_project and not args.wandb_exp_name:
         raise ConfigError("--wandb-project needs --wandb-exp-name NAME: add it")
     if args.wandb_project and not (args.wandb_save_dir or args.save):
@@ -52,7 +53,3 @@ def installed(package: str) -> bool:
 def _missing(flag: str, package: str, distribution: str | None) -> str:
     remedy = "leave it out" if distribution is None else f"pip install {distribution}"
     return f"{flag} needs the package {package}, which is not installed: {remedy}"
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

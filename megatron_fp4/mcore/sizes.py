@@ -6,6 +6,7 @@ import re
 
 from megatron_fp4.communication import TensorParallel
 from megatron_fp4.errors import ConfigError, SizeError
+from megatron_fp4.mcore.flags import flag_of
 from megatron_fp4.philox import GROUP
 from megatron_fp4.recipe import Recipe
 
@@ -90,7 +91,7 @@ def _refusal(error: SizeError, product: str, args: argparse.Namespace) -> Config
         name = match[1]
         if name == "num_query_groups" and not args.group_query_attention:
             name = "num_attention_heads"  # a key and a value for each
-        return f"--{name.replace('_', '-')} {getattr(args, name)}"
+        return f"{flag_of(name)} {getattr(args, name)}"
 
     return ConfigError(
         f"{error.where}: {error.size} {_FEATURES.get(error.axis, error.axis)} on a rank are not a "

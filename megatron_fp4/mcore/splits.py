@@ -17,6 +17,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import dataset_files
 from megatron_fp4.mcore.data import manifest
+from megatron_fp4.mcore.flags import flag_of
 
 _SPLITS = ("training", "validation", "test")
 _DEFAULT = "969, 30, 1"  # of --data-path, T/arguments.py:validate_args
@@ -27,8 +28,9 @@ def check(args: argparse.Namespace) -> None:
     it out contradict each other."""
     for name in ("full_validation", "multiple_validation_sets"):
         if getattr(args, name):
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} is not supported: leave it out, and give --eval-iters N")
+            raise ConfigError(
+                f"{flag_of(name)} is not supported: leave it out, and give --eval-iters N"
+            )
     if args.mock_data:
         return
     blend, per_split = get_blend_and_blend_per_split(args)

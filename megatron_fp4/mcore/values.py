@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.flags import flag_of
 
 
 class _Range(NamedTuple):
@@ -108,8 +109,8 @@ def check_together(args: argparse.Namespace) -> None:
         number, by = getattr(args, name), getattr(args, divisor)
         if number is not None and number % by:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {number} is not a multiple of "
-                f"--{divisor.replace('_', '-')} {by}: change one of them"
+                f"{flag_of(name)} {number} is not a multiple of "
+                f"{flag_of(divisor)} {by}: change one of them"
             )
 
 

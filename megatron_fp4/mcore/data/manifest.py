@@ -32,7 +32,7 @@ def describes(found: dict[str, Any], folder: Path) -> bool:
 
 
 def sha256_of(file: Path) -> str:
-    """In hexadecimal digits. Raises OSError."""
+    """The SHA-256 of a file's content, in hexadecimal digits. Raises OSError."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
