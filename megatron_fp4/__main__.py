@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -57,7 +59,9 @@ def _name(device: torch.device) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m megatron_fp4")
+    is_script = Path(sys.argv[0]).name == "megatron-fp4"  # the console script of the same module
+    prog = "megatron-fp4" if is_script else "python -m megatron_fp4"
+    parser = argparse.ArgumentParser(prog=prog)
     parser.add_argument(
         "command",
         choices=["info", "flags"],

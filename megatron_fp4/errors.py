@@ -21,13 +21,11 @@ class SizeError(ConfigError):
     def __init__(self, where: str, axis: str, size: int, multiple: int, reason: str) -> None:
         self.where, self.axis, self.size, self.multiple = where, axis, size, multiple
         self.reason = reason
-        counted = f"{axis} is {size}"
+        counted, remedy = f"{axis} is {size}", f"choose a multiple of {multiple}"
         if axis == "tokens":
             counted = f"x has {size} tokens (the product of all its dimensions but the last)"
-        super().__init__(
-            f"{where}: {counted}, not a multiple of {multiple}, {reason}; choose a multiple of "
-            f"{multiple}"
-        )
+            remedy += ", or call it under torch.no_grad() where no gradient is needed"
+        super().__init__(f"{where}: {counted}, not a multiple of {multiple}, {reason}; {remedy}")
 
 
 def check_choices(data: Any) -> None:

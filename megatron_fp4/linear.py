@@ -184,6 +184,8 @@ def linear(
     replica: which data-parallel replica this process is, from 0: replicas round X and dY by other
         noise, so that their errors average out. None: the rank in torch.distributed's default
         group, or 0. Give it where ranks of that group hold the same tokens.
+    torch.compile breaks its graph here: the linear runs between two compiled graphs, and under
+    fullgraph=True the compiler raises.
     Raises ConfigError for tensors of another kind or of shapes that do not fit, where a block does
     not divide an axis that it tiles, and for a seed, step or replica of another kind.
     """

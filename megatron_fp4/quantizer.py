@@ -314,6 +314,8 @@ def quantize(
         stochastic quantizer is an error.
     average: a moving average of x, which rounding ema takes.
     x: dense, in float16, bfloat16, float32 or float64.
+    No gradient reaches x through the result or its `dequantize`: `linear` and `Linear` are
+    differentiable, and this function is for looking at codes.
     Raises ConfigError for an unknown name, a missing seed or average, another tensor than that, or
     an axis that blocks do not divide.
     """

@@ -132,6 +132,14 @@ def test_torch_compile_leaves_the_linears_out_of_its_graphs() -> None:
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_torch_compile_takes_no_fullgraph() -> None:
+    """README says that it raises."""
+    torch._dynamo.reset()  # what another test compiled of this code would be taken again
+    module, (x, _) = torch.compile(layer(), backend="eager", fullgraph=True), x_and_dy()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        module(x)
+
+
 def test_the_recipe_of_a_layer_can_be_changed() -> None:
     module, (x, _) = layer("tetrajet"), x_and_dy()
     module.recipe = "mxfp4"  # type: ignore[assignment]
@@ -216,14 +224,15 @@ def test_packing_x_early_changes_no_bit(name: str) -> None:
         (lambda: Linear(48, 64, recipe="tetrajet", name="fc"), ["fc", "48", "32"]),
         (lambda: Linear(64, 48, recipe="mxfp4-rht-sr"), ["48", "64"]),
         (lambda: Linear(64, 64, recipe="fp4"), ["fp4", "tetrajet"]),
+        (lambda: Linear(64, 64, recipe="bf16"), ["'bf16'", "torch.nn.Linear"]),
         (lambda: Linear(64, 64, recipe=None), [  # type: ignore[arg-type]
             "a recipe goes by a name", "None"]),
         (lambda: Linear(64, 64, recipe="tetrajet", seed=2**64), ["seed", "2**64 - 1"]),
-        (lambda: layer()(torch.zeros(33, SIZE)), ["33 tokens", "wgrad"]),
+        (lambda: layer()(torch.zeros(33, SIZE)), ["33 tokens", "wgrad", "no_grad"]),
         (lambda: linear(torch.zeros(2, 3, SIZE), torch.zeros(SIZE, SIZE, requires_grad=True),
                         recipe="mxfp4"), ["6 tokens"]),
     ],
-    ids=["inputs", "outputs", "recipe", "no-recipe", "seed", "tokens", "tokens-of-linear"],
+    ids=["inputs", "outputs", "recipe", "bf16", "no-recipe", "seed", "tokens", "tokens-of-linear"],
 )  # fmt: skip
 def test_errors(build: Callable[[], Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:

@@ -83,6 +83,11 @@ def validate(args: argparse.Namespace) -> None:
             f"--cuda-graph-impl {args.cuda_graph_impl} needs a GPU and this machine shows none: "
             "leave it out"
         )
+    if args.profile and args.use_pytorch_profiler and not args.tensorboard_dir:
+        raise ConfigError(
+            "--use-pytorch-profiler writes its traces beside TensorBoard's logs: add "
+            "--tensorboard-dir DIR"
+        )
     if args.profile and not (args.use_pytorch_profiler or torch.cuda.is_available()):
         raise ConfigError(
             "--profile needs a GPU and this machine shows none: leave it out, or add "

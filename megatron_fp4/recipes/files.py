@@ -56,7 +56,7 @@ def load_recipe_file(
         problem = " ".join(str(error).split())
         raise ConfigError(f"recipe file {path} is not valid YAML: {problem}") from error
     try:
-        return _recipe(_mapping(content, "the file"), path, options, above)
+        return _recipe(_mapping(content, "its content"), path, options, above)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"recipe file {path}: {error}") from error
 
@@ -78,7 +78,7 @@ def _recipe(
     else:
         start = get_recipe(base, **chosen)
     content.setdefault("name", path.stem)
-    _known(content, Recipe, "the file", extra=("base", "options"))
+    _known(content, Recipe, extra=("base", "options"))
     for gemm in GEMMS:
         if gemm in content:
             content[gemm] = _gemm(content[gemm], gemm)
@@ -88,7 +88,7 @@ def _recipe(
         content["outliers"] = _build(OutlierClamp, content["outliers"], "outliers")
     if "bf16_gemms" in content:
         content["bf16_gemms"] = _tuple(content["bf16_gemms"], "bf16_gemms")
-    return replace(start, **_typed_fields(content, Recipe, "the file"))
+    return replace(start, **_typed_fields(content, Recipe))
 
 
 def _gemm(content: Any, where: str) -> GemmRecipe:
@@ -121,9 +121,9 @@ def _build(cls: Any, content: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _typed_fields(content: Mapping[str, Any], cls: Any, where: str) -> dict[str, Any]:
+def _typed_fields(content: Mapping[str, Any], cls: Any, where: str = "") -> dict[str, Any]:
     hints = get_type_hints(cls)
-    return {key: typed(value, hints[key], f"{where}: {key}") for key, value in content.items()}
+    return {key: typed(value, hints[key], _within(where, key)) for key, value in content.items()}
 
 
 def _tuple(content: Any, where: str) -> tuple[Any, ...]:
@@ -138,10 +138,16 @@ def _mapping(content: Any, where: str) -> dict[str, Any]:
     return dict(content)
 
 
-def _known(content: Mapping[str, Any], cls: Any, where: str, extra: tuple[str, ...] = ()) -> None:
+def _known(
+    content: Mapping[str, Any], cls: Any, where: str = "", extra: tuple[str, ...] = ()
+) -> None:
     known = [f.name for f in fields(cls)]
     unknown = [key for key in content if key not in known]
     if unknown:
-        raise ConfigError(
-            f"{where}: unknown key {unknown[0]!r}; known: " + ", ".join([*known, *extra])
-        )
+        listed = ", ".join([*known, *extra])
+        raise ConfigError(_within(where, f"unknown key {unknown[0]!r}; known: {listed}"))
+
+
+def _within(where: str, text: str) -> str:
+    """`text` after the part of the file that it is about; "" is the file as a whole."""
+    return f"{where}: {text}" if where else text

@@ -57,9 +57,10 @@ def get_recipe(name: str, **options: Any) -> Recipe:
         return load_recipe_file(Path(name), options)
     if ":" in name:
         return _imported(name, options)
+    baseline = "; for a linear in BF16 use torch.nn.Linear" if name == "bf16" else ""
     raise ConfigError(
         f"unknown recipe {name!r}; known: {', '.join(list_recipes())}, a .yaml file, or "
-        "package.module:object"
+        f"package.module:object{baseline}"
     )
 
 

@@ -60,6 +60,10 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
         ("--full-validation", "--full-validation is not supported: leave it out"),
         ("--multiple-validation-sets", "--multiple-validation-sets is not supported"),
         ("--profile", "--profile needs a GPU and this machine shows none: leave it out"),
+        (
+            "--profile --use-pytorch-profiler",
+            "beside TensorBoard's logs: add --tensorboard-dir DIR",
+        ),
         ("--data-cache-path /proc/nope", "--data-cache-path /proc/nope cannot be written"),
         (
             "--fp4-recipe tetrajet --num-layers-at-start-in-bf16 1",
