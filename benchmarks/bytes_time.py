@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from megatron_fp4.call import Call
+from megatron_fp4.arithmetic.philox import Key
+from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.linear import quantized_linear
-from megatron_fp4.philox import Key
 from megatron_fp4.recipes import get_recipe, list_recipes
 
 # What is called --fp4-saved-x and --fp4-weight-cache; the defaults first.
@@ -46,15 +47,13 @@ def times(
 def one_step(recipe: str, variant: str, x: Any, weight: Any, dy: Any, microbatches: int) -> float:
     """ms a microbatch of a step whose weights are new."""
     saved_x, cache = VARIANTS[variant]
-    call = Call(
-        key=Key(1),
-        weights=None if cache == "off" else {},
-        decodes=cache == "decoded",
-        packs_x=saved_x == "packed",
-    )
+    keeps: Any = None if cache == "off" else cache
+    site = Site(keeps_w=keeps, packs_x=saved_x == "packed")
+    held = None if keeps is None else HeldWeight()
     start = now()
     for _ in range(microbatches):
-        quantized_linear(x, weight, None, get_recipe(recipe), call).backward(dy)
+        y = quantized_linear(x, weight, None, get_recipe(recipe), site, Call(Key(1)), held)
+        y.backward(dy)
         x.grad = weight.grad = None
     return (now() - start) * 1e3 / microbatches
 

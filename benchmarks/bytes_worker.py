@@ -36,10 +36,11 @@ from megatron.core.num_microbatches_calculator import (  # noqa: E402
 )
 
 from megatron_fp4 import recipes  # noqa: E402
-from megatron_fp4.call import Call  # noqa: E402
+from megatron_fp4.execution import backward, forward  # noqa: E402
 from megatron_fp4.mcore import attach as attaching  # noqa: E402
 from megatron_fp4.mcore.run import Run  # noqa: E402
 from tests.mcore import small_gpt  # noqa: E402
+from tests.mcore.layout_mistakes import patched  # noqa: E402
 
 
 def main() -> None:
@@ -188,26 +189,28 @@ def kept_weights(linear: Any) -> list[Tensor]:
     """What the step's microbatches share of W, W itself left out."""
     state = getattr(linear, "fp4", None)
     own = linear.weight.data_ptr()
-    kept = [] if state is None else tensors_in(state.cache._kept)
+    kept = [] if state is None else tensors_in(state.cache._held)
     return [tensor for tensor in kept if tensor.data_ptr() != own]
 
 
 @contextmanager
 def count_weights() -> Iterator[list[str]]:
     """The labels of W's operands, once for each time that one is quantized."""
-    prepare, labels = Call.prepare, []
+    labels: list[str] = []
 
-    def counted(call: Any, recipe: Any, like: Tensor, *sources: Any) -> Any:
-        for source in sources:
-            if source.operand == "w" and recipe.quantizer(source.gemm, "w") is not None:
-                labels.append(source.gemm)
-        return prepare(call, recipe, like, *sources)
+    def counting(make: Any) -> Any:
+        def counted(makings: Any, *given: Any) -> Any:
+            operands = [operand for making in makings for operand in making.operands]
+            labels.extend(o.gemm for o in operands if o.letter == "w" and o.quantizer is not None)
+            return make(makings, *given)
 
-    Call.prepare = counted  # type: ignore
-    try:
+        return counted
+
+    with (
+        patched(forward, "make_operands", counting(forward.make_operands)),
+        patched(backward, "make_operands", counting(backward.make_operands)),
+    ):
         yield labels
-    finally:
-        Call.prepare = prepare  # type: ignore
 
 
 # --- the layer ------------------------------------------------------------------------------------
@@ -246,6 +249,7 @@ def arguments(case: Case, shape: Shape) -> argparse.Namespace:
         fp4_weight_cache=case.weight_cache,
         fp4_saved_x=case.saved_x,
         fp4_wgrad_fusion=True,
+        accumulate_allreduce_grads_in_fp32=True,
     )
 
 

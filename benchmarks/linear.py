@@ -24,10 +24,11 @@ from torch import Tensor
 from benchmarks.stamp import stamp
 from benchmarks.timing import medians
 from megatron_fp4 import get_recipe, list_recipes
-from megatron_fp4.backends.hopper import Hopper
-from megatron_fp4.call import Call
+from megatron_fp4.arithmetic.quantizer import get_quantizer, quantize_matrix
+from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
-from megatron_fp4.quantizer import get_quantizer, quantize_matrix
+from megatron_fp4.multipliers.hopper import Hopper
+from megatron_fp4.operands import Made
 from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
 
 TOKENS = 8192
@@ -67,7 +68,7 @@ def bf16(p: Problem) -> Callable[[], None]:
 
 def quantized(p: Problem, recipe: Recipe) -> Callable[[], None]:
     def step() -> None:
-        y = quantized_linear(p.x, p.w, None, recipe, Call(fuses=True))
+        y = quantized_linear(p.x, p.w, None, recipe, Site(fuses=True))
         torch.autograd.backward(y, p.dy, inputs=[p.x, p.w])
         p.x.grad = p.w.grad = None
 
@@ -76,11 +77,12 @@ def quantized(p: Problem, recipe: Recipe) -> Callable[[], None]:
 
 def products(p: Problem) -> Callable[[], None]:
     """The three GEMMs on FP8 carriers."""
-    backend, quantizer = Hopper(), get_quantizer("mxfp4-ceil")
+    multiplier, quantizer = Hopper(), get_quantizer("mxfp4-ceil")
 
     def form(x: Tensor, axis: int, gradient: bool) -> Any:
-        operand = quantize_matrix(x.detach(), quantizer, axis=axis)
-        return backend.decode([operand], torch.bfloat16, gradient)[0]
+        operand = Made(quantize_matrix(x.detach(), quantizer, axis=axis))
+        letter = "dy" if gradient else "x"
+        return multiplier.decode([operand], [letter], torch.bfloat16)[0]
 
     forms = {
         "fprop": (form(p.x, 1, False), form(p.w, 1, False)),
@@ -91,7 +93,7 @@ def products(p: Problem) -> Callable[[], None]:
     def step() -> None:
         for gemm, (a, b) in forms.items():
             into = p.main_grad if gemm == "wgrad" else None
-            backend.multiply(a, b, 1.0, torch.bfloat16, into)
+            multiplier.multiply(a, b, 1.0, torch.bfloat16, into)
 
     return step
 

@@ -23,10 +23,10 @@ import torch
 
 from benchmarks.stamp import stamp
 from benchmarks.timing import medians
-from megatron_fp4.kernels.carrier import Carried, carried
+from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
+from megatron_fp4.kernels.carrier import carried
 from megatron_fp4.kernels.quantize import Copy, quantize
-from megatron_fp4.philox import Key, Noise, Placement, Signs
-from megatron_fp4.quantizer import get_quantizer
 
 SHAPES = ((8192, 8192), (8192, 14336))
 
@@ -110,12 +110,12 @@ def kernel(x: torch.Tensor, made: Made) -> Callable[[], Any]:
         )
         for axis in made.axes
     ]
-    source = quantize(x, quantizer, [Copy(1)])[0] if made.packed else x
+    source = quantize(x, quantizer, [Copy(1)])[0].operand if made.packed else x
 
     def make() -> None:
-        for copy in quantize(source, quantizer, copies, group):
-            if isinstance(copy, Carried):
-                carried([copy], [copy.element])
+        for operand, carriers in quantize(source, quantizer, copies, group):
+            if carriers is not None and isinstance(operand, QuantizedTensor):
+                carried([(operand, carriers.element, carriers)])
 
     return make
 

@@ -24,7 +24,7 @@ KINDS = {
         *("quantize_kernel", "transform_kernel", "top_kernel", "largest_kernel", "cast_kernel"),
         *("split_kernel", "factor_kernel"),
     ),
-    "carry": ("carry_kernel", "elements_kernel", "turn_kernel"),
+    "carry": ("carry_kernel", "elements_kernel", "transpose_kernel"),
     "attention": ("fmha", "flash", "attention", "cudnn"),
     "gemm": ("gemm", "nvjet", "cutlass", "xmma", "wgrad", "cublas"),
     "optimizer": ("multi_tensor", "adam", "foreach"),

@@ -1,15 +1,15 @@
 """FP4 pretraining of language models: MXFP4 recipes as data, one numerics on every machine."""
 
-from megatron_fp4.errors import ConfigError
-from megatron_fp4.linear import linear
-from megatron_fp4.module import Linear, name_layers
-from megatron_fp4.quantizer import (
+from megatron_fp4.arithmetic.quantizer import (
     QuantizedTensor,
     Quantizer,
     get_quantizer,
     list_quantizers,
     quantize,
 )
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.linear import linear
+from megatron_fp4.module import Linear, name_layers
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from megatron_fp4.recipes import get_recipe, list_recipes, recipe_options
 

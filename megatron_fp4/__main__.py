@@ -1,20 +1,27 @@
-"""python -m megatron_fp4 info: versions, devices, recipes, and what each backend can do here."""
+"""python -m megatron_fp4: what is installed and runs here (info), the flags (flags), and what a
+recipe does to a linear (plan)."""
 
 from __future__ import annotations
 
 import argparse
 import platform
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from megatron_fp4 import __version__, get_recipe, list_recipes
-from megatron_fp4.backends import BACKENDS, ROCM
 from megatron_fp4.description import describe
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import flags
-from megatron_fp4.recipe import GEMMS
+from megatron_fp4.multipliers import MULTIPLIERS
+from megatron_fp4.plan import command
+from megatron_fp4.plan.compiler import compile_plan
+from megatron_fp4.plan.data import LinearPlan
+from megatron_fp4.plan.setting import Setting
+from megatron_fp4.target import ROCM, target_of
 
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "sentencepiece")
 
@@ -27,21 +34,24 @@ def info() -> str:
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     lines += [f"  {device}: {_name(device)}" for device in devices]
     lines += [] if devices else ["  no GPU: everything runs on the CPU"]
-    lines.append("backends, the fastest first (for a model in BF16)")
+    lines.append("multipliers, the fastest first (for a model in BF16)")
     device = devices[0] if devices else torch.device("cpu")
-    for backend in BACKENDS:
-        reasons = {
-            backend.unavailable(get_recipe(recipe).gemm(gemm), device, torch.bfloat16)
-            for recipe in list_recipes()
-            for gemm in GEMMS
-        }
+    products = [gemm.product for name in list_recipes() for gemm in _plan(name, device).gemms]
+    for multiplier in MULTIPLIERS:
+        reasons = {multiplier.refuses(product, target_of(device)) for product in products}
         missing = "; ".join(sorted(reason for reason in reasons if reason is not None))
         runs = "every GEMM of every recipe" if not missing else f"some GEMMs; else {missing}"
-        lines.append(f"  {backend.name:18} {runs if None in reasons else missing}")
+        lines.append(f"  {multiplier.name:18} {runs if None in reasons else missing}")
     lines.append("recipes")
     for name in list_recipes():
         lines += [f"  {line}" for line in describe(get_recipe(name))]
     return "\n".join(lines) + "\n"
+
+
+def _plan(recipe: str, device: torch.device) -> LinearPlan:
+    """What a recipe does to a linear of a model in BF16."""
+    setting = Setting(8192, 4096, 4096, torch.bfloat16, target_of(device), torch.bfloat16)
+    return compile_plan(get_recipe(recipe), replace(setting, main_grad=torch.float32))
 
 
 def _version(package: str) -> str:
@@ -62,13 +72,18 @@ def main() -> None:
     is_script = Path(sys.argv[0]).name == "megatron-fp4"  # the console script of the same module
     prog = "megatron-fp4" if is_script else "python -m megatron_fp4"
     parser = argparse.ArgumentParser(prog=prog)
-    parser.add_argument(
-        "command",
-        choices=["info", "flags"],
-        help="info: print versions, devices and backends; flags: print docs/flags.md",
-    )
     parser.add_argument("--version", action="version", version=f"megatron-fp4 {__version__}")
-    print({"info": info, "flags": flags.reference}[parser.parse_args().command](), end="")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands.add_parser("info", help="print versions, devices, multipliers and recipes")
+    commands.add_parser("flags", help="print docs/flags.md")
+    plan = commands.add_parser("plan", help="print what a recipe does to one linear")
+    command.add_arguments(plan)
+    args = parser.parse_args()
+    try:
+        texts = {"info": info, "flags": flags.reference, "plan": lambda: command.run(args)}
+        print(texts[args.command](), end="")
+    except ConfigError as error:
+        sys.exit(f"{prog}: error: {error}")
 
 
 if __name__ == "__main__":

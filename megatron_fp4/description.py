@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_fp4.outliers import OutlierClamp
-from megatron_fp4.quantizer import WHOLE_AXIS, Quantizer
+from megatron_fp4.arithmetic.outliers import OutlierClamp
+from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
 from megatron_fp4.recipes import get_recipe, list_recipes
 
@@ -45,10 +45,12 @@ def _gemm(recipe: Recipe, gemm: str) -> str:
     (first, a), (second, b) = ((_operand(recipe, gemm, o), recipe.quantizer(gemm, o))
                                for o in OPERANDS[gemm])  # fmt: skip
     if a == b is not None:
-        text = f"{first} and {second} in {_quantized(a)}"  # type: ignore[arg-type]
+        text = f"{first} and {second} in {quantizer_words(a)}"  # type: ignore[arg-type]
     else:
         parts = [(first, a), (second, b)]
-        text = "; ".join(name if q is None else f"{name} in {_quantized(q)}" for name, q in parts)
+        text = "; ".join(
+            name if q is None else f"{name} in {quantizer_words(q)}" for name, q in parts
+        )
     if not wanted.quantized and "as fprop" not in text:
         text = "high precision"
     if wanted.hadamard is not None:
@@ -68,8 +70,8 @@ def _operand(recipe: Recipe, gemm: str, operand: str) -> str:
     return f"{letter} (as fprop quantized it)" if requantizes else letter
 
 
-def _quantized(q: Quantizer) -> str:
-    """As in "E2M1, E8M0 scales (ceil) for blocks of 32, nearest"."""
+def quantizer_words(q: Quantizer) -> str:
+    """A quantizer, as in "E2M1, E8M0 scales (ceil) for blocks of 32, nearest"."""
     words = [q.element.upper(), _scales(q), _ROUNDING[q.rounding]]
     if q.prescale != 1.0:
         words.append(f"values times {q.prescale:.4g}")

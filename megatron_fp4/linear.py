@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from itertools import islice
@@ -12,15 +12,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_fp4.backends import Operand
-from megatron_fp4.call import Call
+from megatron_fp4.arithmetic.formats import wide
+from megatron_fp4.arithmetic.outliers import Residual
+from megatron_fp4.arithmetic.philox import Key
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.formats import wide
-from megatron_fp4.gemms import Backward, Needs, Saved, fprop
+from megatron_fp4.execution.backward import Backward
+from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.forward import Saved, forward
+from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.inputs import autocasts, check_operands, computes_in
-from megatron_fp4.outliers import Residual
-from megatron_fp4.philox import Key
-from megatron_fp4.quantizer import QuantizedTensor
+from megatron_fp4.operands import Operand
+from megatron_fp4.plan.cache import plan_for, tokens_of_plan
+from megatron_fp4.plan.data import LinearPlan
+from megatron_fp4.plan.sizes import check_sizes
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import get_recipe
 from megatron_fp4.replicas import own_replica, replica_placements
@@ -28,10 +33,11 @@ from megatron_fp4.replicas import own_replica, replica_placements
 # Hundreds of small operations run here, and none for a mode of torch functions to change: asking
 # one each time (the CPU runtime installs one) would cost more than most of them.
 _plain_tensors = torch._C.DisableTorchFunction
+_ANY_SITE, _ANY_CALL = Site(), Call()
 
 
 class _Linear(torch.autograd.Function):
-    """The three GEMMs of one linear; what they do is all in the recipe."""
+    """The three GEMMs of one linear; what they do is all in the plan."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -40,20 +46,21 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         recipe: Recipe,
+        site: Site,
         call: Call,
+        held: HeldWeight | None,
         differentiates: bool,
     ) -> Tensor:
         with _plain_tensors():
-            needs_dw = differentiates and ctx.needs_input_grad[1]
             matrix = x.reshape(-1, x.shape[-1])
-            y, saved = fprop(matrix, weight, bias, recipe, call, needs_dw)
+            needs = ctx.needs_input_grad if differentiates else (False, False)
+            plan = _plan(matrix, weight, bias, recipe, site, needs)
+            y, saved = forward(plan, matrix, weight, bias, site, call, held)
+            ctx.plan, ctx.site, ctx.call, ctx.held, ctx.x_shape = plan, site, call, held, x.shape
+            ctx.bias_dtype = None if bias is None else bias.dtype
+            ctx.accumulates_in = None if plan.setting.main_grad is None else weight
             if differentiates:
-                _save(ctx, saved, call)
-        ctx.recipe, ctx.call, ctx.x_shape = recipe, call, x.shape
-        ctx.weight_dtype = weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        if call.fuses and isinstance(getattr(weight, "main_grad", None), Tensor):
-            ctx.accumulates_in = weight
+                _save(ctx, saved, held)
         leading = list(x.shape[:-1])
         if leading and x.numel():  # sequence parallelism gathers tokens, or scatters them
             leading[0] = leading[0] * y.shape[0] // (x.numel() // x.shape[-1])
@@ -62,23 +69,51 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        recipe, call, weight = ctx.recipe, ctx.call, getattr(ctx, "accumulates_in", None)
+        plan, weight = ctx.plan, ctx.accumulates_in
         dy = dy.reshape(-1, dy.shape[-1])
-        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         into = None if weight is None else weight.main_grad
-        needs = Needs(needs_dx, needs_dw, ctx.weight_dtype, into)
         # Autocast may be on around backward; what this computes in is settled.
         with _plain_tensors(), _without_autocast(dy.device.type):
-            dx, dw, dy_operand = Backward(dy, _load(ctx), recipe, call, needs).gradients()
+            passed = Backward(plan, _load(ctx), ctx.site, ctx.call, ctx.held)
+            dx, dw, dy_operand = passed.gradients(dy, into)
             db = None
-            if needs_db:
+            if ctx.needs_input_grad[2]:
                 # Where dX is not needed dY is not quantized for it, and the raw one serves.
-                quantized = recipe.bias_gradient == "quantized"
-                summed = dy_operand if quantized and isinstance(dy_operand, QuantizedTensor) else dy
+                quantized = plan.recipe.bias_gradient == "quantized"
+                summed = dy_operand if quantized and dy_operand is not None else dy
                 db = _bias_gradient(summed, dy.dtype).to(ctx.bias_dtype)
         if dw is not None and weight is not None:
             dw = _added_to_main_grad(weight)
-        return None if dx is None else dx.view(ctx.x_shape), dw, db, None, None, None
+        return None if dx is None else dx.view(ctx.x_shape), dw, db, *[None] * 5
+
+
+def _plan(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    site: Site,
+    needs: Sequence[bool],
+) -> LinearPlan:
+    """The plan for X [tokens, in] as this rank holds it. needs: whether X and W need gradients."""
+    sharding = site.sharding
+    tokens = x.shape[0] // (sharding.ranks if sharding.tokens == "dy" else 1)
+    main_grad = getattr(weight, "main_grad", None) if site.fuses and needs[1] else None
+    return plan_for(
+        recipe,
+        tokens_of_plan(recipe, tokens),
+        weight.shape,
+        x.dtype,
+        x.device,
+        weight.dtype,
+        sharding,
+        main_grad.dtype if isinstance(main_grad, Tensor) else None,
+        needs[0],
+        needs[1],
+        bias is not None,
+        site.keeps_w,
+        site.packs_x,
+    )
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
@@ -88,29 +123,28 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 def _bias_gradient(dy: Operand, dtype: torch.dtype) -> Tensor:
     if isinstance(dy, QuantizedTensor):
         return dy.dequantize(wide(dtype)).sum(0)
-    assert isinstance(dy, Tensor)
     return dy.to(wide(dtype)).sum(0)
 
 
 def _added_to_main_grad(weight: Tensor) -> Tensor:
-    """Tells Megatron's DistributedDataParallel that main_grad has dW already; the gradient that
-    autograd must have in its place, which nobody reads unless it is to be zeros."""
+    """Tells Megatron's DistributedDataParallel that main_grad has dW already. Returns the gradient
+    that autograd must be given all the same: zeros where Megatron reads them, else any memory."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):
         return torch.zeros_like(weight)
-    return _nobodys(weight.shape, weight.dtype, weight.device).detach()  # one memory for all
+    return _unread(weight.shape, weight.dtype, weight.device).detach()  # one memory for all
 
 
 @cache
-def _nobodys(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _save(ctx: Any, saved: Saved, call: Call) -> None:
-    """Saved's tensors through save_for_backward, so that hooks on saved tensors see every byte;
-    W's operand is none of a call's own where it is kept for others."""
-    ctx.kept_w = None if call.weights is None else saved.w
-    parts = [saved.x, saved.weight, saved.residual, saved.w if call.weights is None else None]
+def _save(ctx: Any, saved: Saved, held: HeldWeight | None) -> None:
+    """Saves tensors through save_for_backward, so that hooks on saved tensors see every byte; but
+    W's operand not where the calls of a step share it."""
+    ctx.shared_w = None if held is None else saved.w
+    parts = [saved.x, saved.weight, saved.residual, saved.w if held is None else None]
     apart = [take_apart(part) for part in parts]
     ctx.save_for_backward(*(tensor for tensors, _ in apart for tensor in tensors))
     ctx.builds = [(len(tensors), build) for tensors, build in apart]
@@ -119,7 +153,7 @@ def _save(ctx: Any, saved: Saved, call: Call) -> None:
 def _load(ctx: Any) -> Saved:
     tensors = iter(ctx.saved_tensors)
     x, weight, residual, w = (build(*islice(tensors, count)) for count, build in ctx.builds)
-    return Saved(x, w if ctx.kept_w is None else ctx.kept_w, weight, residual)
+    return Saved(x, w if ctx.shared_w is None else ctx.shared_w, weight, residual)
 
 
 def take_apart(
@@ -140,25 +174,40 @@ def _itself(tensor: Tensor | None) -> Tensor | None:
 
 
 def quantized_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, call: Call
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    site: Site = _ANY_SITE,
+    call: Call = _ANY_CALL,
+    held: HeldWeight | None = None,
 ) -> Tensor:
     """Y = X W^T + bias under `recipe`, differentiable in all three.
 
-    x: [..., in]; weight: [out, in]; bias: [out] or None. Returns [..., out] in x's dtype. Under
-    torch.autocast x and weight are cast as nn.functional.linear casts them. torch.compile leaves it
-    out of its graphs.
+    x: [..., in]; weight: [out, in]; bias: [out] or None. Returns [..., out] in x's dtype. held:
+    what calls of one step with the same W share. Under torch.autocast x and weight are cast as
+    nn.functional.linear casts them. torch.compile leaves it out of its graphs.
     """
     product = _out_of_graphs if torch.compiler.is_compiling() else _product
-    return product(x, weight, bias, recipe, call)
+    return product(x, weight, bias, recipe, site, call, held)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, call: Call) -> Tensor:
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    site: Site,
+    call: Call,
+    held: HeldWeight | None,
+) -> Tensor:
     x, weight = x.to(computes_in(x)), weight.to(computes_in(weight))
     with _without_autocast(x.device.type):
-        return _Linear.apply(x, weight, bias, recipe, call, torch.is_grad_enabled())
+        grad = torch.is_grad_enabled()
+        return _Linear.apply(x, weight, bias, recipe, site, call, held, grad)
 
 
-# Noise, kept weights and replays are Python's to keep. Its import of the compiler waits for a call.
+# Noise, held weights and replays are kept by Python. Its import of the compiler waits for a call.
 _out_of_graphs = torch._disable_dynamo(_product)
 
 
@@ -195,16 +244,11 @@ def linear(
     tokens = None  # wgrad alone contracts them
     if torch.is_grad_enabled() and weight.requires_grad:
         tokens = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    recipe.check_linear(tokens, weight.shape[1], weight.shape[0], name)
+    check_sizes(recipe, tokens, weight.shape[1], weight.shape[0], name)
     if isinstance(step, Tensor):
         if step.device != x.device:
             raise ConfigError(f"{name}: its step is on {step.device} and x on {x.device}: move it")
         step = step.clone()  # backward draws for it too, when it may have gone on
     replica = own_replica() if replica is None else replica
-    call = Call(
-        name=name,
-        key=Key(seed, step),
-        microbatch=replica,
-        placements=replica_placements(replica),
-    )
-    return quantized_linear(x, weight, bias, recipe, call)
+    site = Site(name, replica_placements(replica))
+    return quantized_linear(x, weight, bias, recipe, site, Call(Key(seed, step), replica))

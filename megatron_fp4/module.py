@@ -10,9 +10,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.linear import linear
-from megatron_fp4.philox import Key
+from megatron_fp4.plan.sizes import check_sizes
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import get_recipe
 from megatron_fp4.replay import Replay
@@ -69,7 +70,7 @@ class Linear(nn.Linear):
     @recipe.setter
     def recipe(self, recipe: Recipe | str) -> None:
         followed = recipe if isinstance(recipe, Recipe) else get_recipe(recipe)
-        followed.check_linear(None, self.in_features, self.out_features, self.name)
+        check_sizes(followed, None, self.in_features, self.out_features, self.name)
         self._recipe = followed
 
     def forward(self, input: Tensor) -> Tensor:

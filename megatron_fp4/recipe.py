@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from megatron_fp4.errors import ConfigError, SizeError, check_choices
-from megatron_fp4.estimators import DGE
-from megatron_fp4.hadamard import Hadamard
-from megatron_fp4.outliers import OutlierClamp
-from megatron_fp4.quantizer import Quantizer
+from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.outliers import OutlierClamp
+from megatron_fp4.arithmetic.quantizer import Quantizer
+from megatron_fp4.errors import ConfigError, check_choices
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 # The two operands of each GEMM, by the letters that streams and messages use.
@@ -48,15 +48,6 @@ class GemmRecipe:
     def quantized(self) -> bool:
         return self.a is not None or self.b is not None
 
-    @property
-    def multiple(self) -> int:
-        """What the contracted axis of a shard must be a multiple of."""
-        tiles = [1 if self.hadamard is None else self.hadamard.group]
-        for q in (self.a, self.b):
-            if q is not None:
-                tiles += [q.block[1] or 1, 2 if q.element == "e2m1" else 1]  # two codes a byte
-        return math.lcm(*tiles)
-
 
 HIGH_PRECISION = GemmRecipe()
 
@@ -85,6 +76,13 @@ class Recipe:
     bias_gradient: Literal["raw", "quantized"] = "raw"
     bf16_after: float | None = None
     bf16_gemms: tuple[str, ...] = field(default=GEMMS)
+
+    def __hash__(self) -> int:  # a part of the key by which each call of a linear finds its plan
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, *self._gemms.values(), self.backward))
 
     def __post_init__(self) -> None:
         try:
@@ -142,23 +140,6 @@ class Recipe:
     def _gemms(self) -> dict[str, GemmRecipe]:
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
-    def multiplied(self, gemm: str) -> GemmRecipe:
-        """The same, with the quantizer of fprop where its operand comes as that left it and its
-        float32 scale, which spans the axis, is folded into dY: what is multiplied are its elements.
-        """
-        return self._multiplied[gemm]
-
-    @cached_property
-    def _multiplied(self) -> dict[str, GemmRecipe]:
-        found = dict(self._gemms)
-        if self.backward == "forward" and self.fprop.hadamard is None:
-            for gemm in ("dgrad", "wgrad"):
-                own, left = found[gemm], self.quantizer("fprop", OPERANDS[gemm][1])
-                plain = own.b is None and own.hadamard is None
-                if plain and left is not None and left.scale == "fp32":
-                    found[gemm] = replace(own, b=left)
-        return found
-
     def quantizer(self, gemm: str, operand: str) -> Quantizer | None:
         """The quantizer of an operand of a GEMM."""
         recipe = self.gemm(gemm)
@@ -176,30 +157,6 @@ class Recipe:
     def _quantizers(self) -> list[Quantizer]:
         operands = [operand for gemm in self._gemms.values() for operand in (gemm.a, gemm.b)]
         return [quantizer for quantizer in operands if quantizer is not None]
-
-    @property
-    def keeps_forward_x(self) -> bool:
-        """Whether backward takes X as fprop's quantizer left it."""
-        return self.backward == "forward" and self.fprop.a is not None
-
-    def packs_x(self, tokens: int) -> bool:
-        """Whether the codes that wgrad makes of X may be kept in its place: it makes them of X
-        itself, and of whole blocks of a rank's tokens."""
-        makes = self.wgrad.b is not None and not self.keeps_forward_x
-        return makes and tokens % self.token_tile("wgrad", "x") == 0
-
-    def token_tile(self, gemm: str, operand: str) -> int:
-        """How many tokens a part of an operand must be a multiple of to be prepared by itself."""
-        if gemm == "wgrad":  # contracts them
-            return self.gemm(gemm).multiple
-        quantizer = self.quantizer(gemm, operand)
-        return 1 if quantizer is None else quantizer.block[0] or 1
-
-    @cached_property
-    def token_multiple(self) -> int:
-        """What a number of tokens is a multiple of that every GEMM takes."""
-        operands = (("fprop", "x"), ("dgrad", "dy"), ("wgrad", "x"))
-        return math.lcm(*(self.token_tile(gemm, operand) for gemm, operand in operands))
 
     def at(self, progress: float) -> Recipe:
         """The recipe in force after a share `progress` of training."""
@@ -220,29 +177,6 @@ class Recipe:
             bias_gradient="raw" if "dgrad" in self.bf16_gemms else self.bias_gradient,
         )
 
-    def check_linear(self, tokens: int | None, inputs: int, outputs: int, where: str) -> None:
-        """Raise SizeError unless blocks and Hadamard groups tile a local [tokens, inputs] x
-        [outputs, inputs] linear. tokens: None where they are not known yet."""
-        sizes = {"tokens": tokens, "in_features": inputs, "out_features": outputs}
-        for gemm, (contracted, *rows) in _AXES.items():
-            recipe = self.gemm(gemm)
-            tiles = [(contracted, recipe.multiple)]
-            for axis, quantizer in zip(rows, (recipe.a, recipe.b), strict=True):
-                tiles.append((axis, 1 if quantizer is None else quantizer.block[0] or 1))
-            for axis, multiple in tiles:
-                size = sizes[axis]
-                if size is not None and size % multiple:
-                    reason = f"which {gemm} of recipe {self.name} takes in blocks"
-                    raise SizeError(where, axis, size, multiple, reason)
-
 
 def _prescale(gemm: GemmRecipe) -> float:
     return math.prod(q.prescale for q in (gemm.a, gemm.b) if q is not None)
-
-
-# The contracted axis of each GEMM, and the other axis of its operands a and b.
-_AXES = {
-    "fprop": ("in_features", "tokens", "out_features"),
-    "dgrad": ("out_features", "tokens", "in_features"),
-    "wgrad": ("tokens", "out_features", "in_features"),
-}

@@ -12,8 +12,8 @@ from numbers import Integral
 
 from torch import distributed
 
+from megatron_fp4.arithmetic.philox import Placement
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.philox import Placement
 
 ROWS = 2**32  # of one replica; more than a device has room for
 _REPLICAS = 2**16

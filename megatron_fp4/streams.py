@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
+from megatron_fp4.arithmetic.philox import stream_id, stream_label
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.philox import stream_id, stream_label
 from megatron_fp4.recipe import GEMMS, OPERANDS
 
 

@@ -15,13 +15,22 @@ from torch import Tensor
 from torch import distributed as dist
 
 from megatron_fp4 import get_quantizer, list_quantizers
-from megatron_fp4.call import Call
-from megatron_fp4.communication import TensorParallel
+from megatron_fp4.arithmetic.outliers import OutlierClamp
+from megatron_fp4.arithmetic.quantizer import (
+    QuantizedTensor,
+    Quantizer,
+    absolute_max,
+    quantize_matrix,
+)
+from megatron_fp4.execution import backward, making
+from megatron_fp4.execution.call import Site
+from megatron_fp4.execution.communication import TensorParallel
+from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.mcore import gloo
-from megatron_fp4.outliers import OutlierClamp
-from megatron_fp4.quantizer import QuantizedTensor, Quantizer, absolute_max, quantize_matrix
+from megatron_fp4.plan.setting import Sharding, column_parallel, row_parallel
 from megatron_fp4.recipe import GemmRecipe, Recipe
+from tests.mcore.layout_mistakes import patched
 
 TOKENS, FEATURES = 128, 96
 MORE = {
@@ -35,7 +44,7 @@ def main() -> None:
     gloo.use_one_worker()
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
-    parallel = TensorParallel(dist.group.WORLD, tokens="x")
+    parallel = TensorParallel(dist.group.WORLD, Sharding(2, tokens="x"))
     generator = torch.Generator().manual_seed(1)
     whole = torch.randn(TOKENS, FEATURES, generator=generator).bfloat16()
     whole[5, 7] = 80.0
@@ -53,9 +62,12 @@ def main() -> None:
     assert torch.equal(sums, 3 * part.float())
     assert torch.equal(parallel.sum(whole.float()).wait(), 2 * whole.float())
     check_one_collective(parallel)
-    for tokens in (None, "x", "dy"):
-        sharded = {"x": 1, "w": 1} if tokens == "dy" else {"w": 0, "dy": 1}
-        check_one_a_pass(TensorParallel(dist.group.WORLD, sharded, tokens))
+    for sharding in (
+        column_parallel(2),
+        column_parallel(2, sequence_parallel=True),
+        row_parallel(2, sequence_parallel=True),
+    ):
+        check_one_a_pass(TensorParallel(dist.group.WORLD, sharding))
     dist.destroy_process_group()
 
 
@@ -94,25 +106,36 @@ def check_one_a_pass(parallel: TensorParallel) -> None:
     """Each pass of a linear whose six operands have scales that ranks share agrees on them once,
     also where W's are there from an earlier call of the step."""
     gemm = GemmRecipe(get_quantizer("nvfp4"), get_quantizer("nvfp4"))
-    together = Call.prepare
-    for backward in ("forward", "raw"):
-        recipe = Recipe(name="nvfp4", fprop=gemm, dgrad=gemm, wgrad=gemm, backward=backward)
-        call = Call(parallel=parallel, weights={})
-        first, second = agreements(recipe, call), agreements(recipe, call)
-        assert max(first + second) == 1, (parallel.tokens, backward, first, second)
-        # The known mistake: each operand is made by itself.
-        Call.prepare = lambda self, recipe, like, *sources: [  # type: ignore[method-assign]
-            together(self, recipe, like, source)[0] for source in sources
-        ]
-        assert max(agreements(recipe, Call(parallel=parallel))) > 1, (parallel.tokens, backward)
-        Call.prepare = together  # type: ignore[method-assign]
+    together = making.make_operands
+    for keeps in ("forward", "raw"):
+        recipe = Recipe(name="nvfp4", fprop=gemm, dgrad=gemm, wgrad=gemm, backward=keeps)
+        held, tokens = HeldWeight(), parallel.sharding.tokens
+        first, second = (agreements(recipe, parallel, held) for _ in range(2))
+        assert max(first + second) == 1, (tokens, keeps, first, second)
+        with patched(backward, "make_operands", _each_by_itself(together)):
+            assert max(agreements(recipe, parallel)) > 1, (tokens, keeps)
 
 
-def agreements(recipe: Recipe, call: Call) -> tuple[int, int]:
+def _each_by_itself(make: Any) -> Any:
+    """The known mistake."""
+
+    def made(makings: Any, *given: Any) -> Any:
+        found: dict[Any, Any] = {}
+        for one in makings:
+            found |= make([one], *given)
+        return found
+
+    return made
+
+
+def agreements(
+    recipe: Recipe, parallel: TensorParallel, held: HeldWeight | None = None
+) -> tuple[int, int]:
     """How many maxima a linear's forward pass asks the ranks for, and its backward pass."""
     x, w = (torch.randn(64, 64).requires_grad_() for _ in range(2))
+    site = Site(parallel=parallel, keeps_w=None if held is None else "packed")
     with maxima() as forward:
-        y = quantized_linear(x, w, None, recipe, call)
+        y = quantized_linear(x, w, None, recipe, site, held=held)
     with maxima() as back:
         y.sum().backward()
     return len(forward), len(back)

@@ -13,12 +13,13 @@ import torch
 from torch import distributed as dist
 
 from megatron_fp4 import list_recipes
-from megatron_fp4.backends.reference import Reference
-from megatron_fp4.call import Call
-from megatron_fp4.communication import TensorParallel
-from megatron_fp4.gemms import Backward
+from megatron_fp4.execution.backward import Backward
+from megatron_fp4.execution.call import Site
+from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.mcore import gloo
+from megatron_fp4.multipliers.reference import Reference
+from megatron_fp4.plan.setting import column_parallel
 from megatron_fp4.recipes import get_recipe
 
 GATHER, SCATTER, SUM = (
@@ -34,8 +35,8 @@ def main() -> None:
     gloo.use_one_worker()
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
-    column = TensorParallel(dist.group.WORLD, sharded={"w": 0, "dy": 1}, tokens="x")
-    summing = TensorParallel(dist.group.WORLD, sharded={"w": 0, "dy": 1}, sums_dx=True)
+    column = TensorParallel(dist.group.WORLD, column_parallel(2, sequence_parallel=True))
+    summing = TensorParallel(dist.group.WORLD, column_parallel(2, sums_dx=True))
     log: Log = []
     for where, name in ((dist.ProcessGroup, GATHER), (dist, SCATTER), (dist, SUM)):
         setattr(where, name, _logged(getattr(where, name), name, log))
@@ -48,9 +49,9 @@ def main() -> None:
     TensorParallel.sum = lambda *args: _arrived(add(*args))  # type: ignore[method-assign]
     for recipe in list_recipes():
         assert not sums_beside_wgrad(backward(recipe, summing, log)), (recipe, log)
-    make, whole = Backward._under_way, Backward._whole
-    Backward._under_way = lambda self: {k: _arrived(v) for k, v in make(self).items()}  # type: ignore
-    Backward._whole = lambda *args: _arrived(whole(*args))  # type: ignore[method-assign]
+    kept, sent = Backward._send_kept_x, Backward._send_operand
+    Backward._send_kept_x = lambda self: _arrived(kept(self))  # type: ignore[method-assign]
+    Backward._send_operand = lambda *args: _arrived(sent(*args))  # type: ignore[method-assign]
     for recipe in list_recipes():
         assert not overlaps(backward(recipe, column, log)), (recipe, log)
     dist.destroy_process_group()
@@ -80,7 +81,7 @@ def backward(recipe: str, parallel: TensorParallel, log: Log) -> Log:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 64, generator=generator).requires_grad_()
     weight = torch.randn(64, 64, generator=generator).requires_grad_()
-    y = quantized_linear(x, weight, None, get_recipe(recipe), Call(parallel=parallel))
+    y = quantized_linear(x, weight, None, get_recipe(recipe), Site(parallel=parallel))
     log.clear()
     y.sum().backward()
     return log
@@ -112,7 +113,8 @@ def _noted(method: Callable[..., Any], name: str, log: Log) -> Callable[..., Any
 
 
 def _arrived(pending: Any) -> Any:
-    pending.wait()
+    if pending is not None:
+        pending.wait()
     return pending
 
 

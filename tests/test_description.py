@@ -9,8 +9,8 @@ import pytest
 
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, list_recipes
 from megatron_fp4.__main__ import info
+from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.description import describe, paper_of
-from megatron_fp4.hadamard import Hadamard
 
 BLOCKS = "for blocks of 32"
 CEIL = f"E2M1, E8M0 scales (ceil) {BLOCKS}"

@@ -23,8 +23,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4 import GemmRecipe, Quantizer, Recipe, call, get_recipe, linear, quantize
-from megatron_fp4.philox import Signs, stream_id
+from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, linear, quantize
+from megatron_fp4.arithmetic.philox import Signs, stream_id
+from megatron_fp4.execution import call
 from tests.oracles import normal
 
 SIZE, REPLICAS = 64, 32

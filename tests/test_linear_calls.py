@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, get_recipe, linear, list_recipes
-from megatron_fp4.call import Call
-from megatron_fp4.hadamard import Hadamard
+from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.philox import Key, random_signs, stream_id
+from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.monitor import NonFiniteMonitor, Sighting
-from megatron_fp4.philox import Key, random_signs, stream_id
 from megatron_fp4.recipe import OPERANDS
 from tests.oracles import relative_error
 from tests.test_linear import (
@@ -63,8 +63,8 @@ def test_microbatches_share_all_but_the_signs_of_wgrad() -> None:
     found = []
     for microbatch in (0, 1):
         x, w = p.x.clone().requires_grad_(), p.w.clone().requires_grad_()
-        call = Call(name="linear", key=Key(SEED, STEP), microbatch=microbatch)
-        quantized_linear(x, w, None, recipe, call).backward(p.dy)
+        call = Call(Key(SEED, STEP), microbatch)
+        quantized_linear(x, w, None, recipe, call=call).backward(p.dy)
         found.append({"dx": x.grad, "dw": w.grad})
     expected = run(p, recipe)
     assert torch.equal(found[0]["dx"], expected["dx"])  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def test_after_its_schedule_a_recipe_is_the_plain_linear_bit_for_bit(dtype: torc
     p = problem()
     results = []
     for product in (
-        lambda x, w: quantized_linear(x, w, None, late, Call()),
+        lambda x, w: quantized_linear(x, w, None, late),
         torch.nn.functional.linear,
     ):
         x, w = (t.to(dtype).requires_grad_() for t in (p.x, p.w))
@@ -193,8 +193,8 @@ def test_autocast(name: str, inside: bool) -> None:
         y.backward(p.dy.bfloat16())
     narrow_x, narrow_w = (t.bfloat16().requires_grad_() for t in (p.x, p.w))
     wide = p.bias.clone().requires_grad_()  # is added in float32
-    call = Call(name="linear", key=Key(SEED, STEP))
-    expected = quantized_linear(narrow_x, narrow_w, wide, get_recipe(name), call)
+    call = Call(Key(SEED, STEP))
+    expected = quantized_linear(narrow_x, narrow_w, wide, get_recipe(name), call=call)
     expected.backward(p.dy.bfloat16())
     assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
     for found, leaf in zip((x, w, bias), (narrow_x, narrow_w, wide), strict=True):
@@ -230,7 +230,7 @@ def test_a_nan_is_seen_in_the_operand_that_holds_it(name: str, bad: str) -> None
     if bad != "none":
         tensors[bad][5, 7] = torch.nan  # an Inf of dge-occ is an outlier, and multiplied apart
     x, w = (tensors[name].requires_grad_() for name in "xw")
-    y = quantized_linear(x, w, None, get_recipe(name), Call(observe=observe))
+    y = quantized_linear(x, w, None, get_recipe(name), Site(observe=observe))
     y.backward(tensors["dy"])
     # Those that the recipe quantizes, in the order in which they are multiplied.
     recipe = get_recipe(name)
@@ -251,7 +251,7 @@ def test_where_the_forward_pass_is_bf16_a_nan_is_still_seen_where_it_first_stood
     x[3, 5] = torch.nan
     for layer in ("fc1", "fc2"):
         w = torch.randn(IN, IN).requires_grad_()
-        x = quantized_linear(x, w, None, recipe, Call(observe=partial(watching.observe, layer)))
+        x = quantized_linear(x, w, None, recipe, Site(observe=partial(watching.observe, layer)))
     x.sum().backward()
     assert watching.look() == Sighting(0, "fc1", "wgrad", "x")
 
@@ -265,8 +265,8 @@ def added(p: Problem, name: str, *microbatches: int, zeros: bool = False) -> tor
     w.main_grad = torch.zeros(OUT, IN)  # type: ignore[attr-defined]
     w.grad_added_to_main_grad, w.zero_out_wgrad = False, zeros  # type: ignore[attr-defined]
     for microbatch in microbatches:
-        call = Call(key=Key(SEED, STEP), microbatch=microbatch, fuses=True)
-        quantized_linear(p.x, w, None, get_recipe(name), call).backward(p.dy)
+        call = Call(Key(SEED, STEP), microbatch)
+        quantized_linear(p.x, w, None, get_recipe(name), Site(fuses=True), call).backward(p.dy)
         # Autograd wants a gradient in its place: nobody's, or zeros.
         assert w.grad is not None and w.grad.shape == w.shape and w.grad.dtype == w.dtype
         assert not (zeros and w.grad.any())
@@ -289,6 +289,6 @@ def test_dw_is_added_to_main_grad_unrounded(name: str) -> None:
 def test_without_a_main_grad_the_gradient_is_autograd_s() -> None:
     p = problem()
     w = p.w.clone().requires_grad_()
-    call = Call(key=Key(SEED, STEP), fuses=True)
-    quantized_linear(p.x, w, None, get_recipe("tetrajet"), call).backward(p.dy)
+    site, call = Site(fuses=True), Call(Key(SEED, STEP))
+    quantized_linear(p.x, w, None, get_recipe("tetrajet"), site, call).backward(p.dy)
     assert w.grad is not None and torch.equal(w.grad, run(p, "tetrajet")["dw"])

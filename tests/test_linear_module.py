@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp4 import ConfigError, Linear, Recipe, get_recipe, linear
-from megatron_fp4.call import Call
+from megatron_fp4.arithmetic.philox import Key
+from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.linear import quantized_linear
-from megatron_fp4.philox import Key
 from tests.oracles import normal
 from tests.small_linear import ALL, SIZE, TOKENS, gradients, layer, x_and_dy
 
@@ -154,7 +155,9 @@ def test_the_recipe_of_a_layer_can_be_changed() -> None:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def saved_bytes(recipe: Recipe, call: Call, frozen: bool = False) -> float:
+def saved_bytes(
+    recipe: Recipe, held: HeldWeight | None = None, *, packs_x: bool = True, frozen: bool = False
+) -> float:
     """Bytes an element of X saved for backward beside the weight and what is made of it."""
     x, w = (t.bfloat16() for t in (x_and_dy()[0], normal((SIZE, SIZE), 7)))
     kept: dict[int, int] = {}
@@ -166,13 +169,15 @@ def saved_bytes(recipe: Recipe, call: Call, frozen: bool = False) -> float:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        quantized_linear(x.requires_grad_(), w.requires_grad_(not frozen), None, recipe, call)
+        leaves = x.requires_grad_(), w.requires_grad_(not frozen)
+        site = Site(keeps_w=None if held is None else "packed", packs_x=packs_x)
+        quantized_linear(*leaves, None, recipe, site, held=held)
     return sum(kept.values()) / x.numel()
 
 
-def kept() -> Call:
+def kept() -> HeldWeight:
     """W's operands belong to a step, and are none of what a call saves."""
-    return Call(weights={})
+    return HeldWeight()
 
 
 @pytest.mark.parametrize("name", ["tetrajet", "mxfp4", "mxfp4-rht-sr"])
@@ -188,12 +193,12 @@ def test_outliers_are_saved_as_values_and_places() -> None:
 
 def test_x_is_saved_in_full_where_asked() -> None:
     """Negative control, and the option: a recipe whose backward quantizes X itself."""
-    assert saved_bytes(get_recipe("mxfp4"), Call(weights={}, packs_x=False)) == 2
-    assert saved_bytes(get_recipe("mxfp4"), Call(packs_x=False)) == 2  # W itself is kept
+    assert saved_bytes(get_recipe("mxfp4"), kept(), packs_x=False) == 2
+    assert saved_bytes(get_recipe("mxfp4"), packs_x=False) == 2  # W itself is kept
 
 
 def test_a_call_of_its_own_saves_what_it_made_of_w() -> None:
-    found = saved_bytes(get_recipe("tetrajet"), Call())
+    found = saved_bytes(get_recipe("tetrajet"))
     assert found == (1 / 2 + 1 / 32) * (TOKENS + SIZE) / TOKENS
 
 
@@ -208,8 +213,8 @@ def test_packing_x_early_changes_no_bit(name: str) -> None:
     found = []
     for packs in (True, False):
         a, b = (t.clone().requires_grad_() for t in (x, w))
-        call = Call(key=Key(5, 3), packs_x=packs)
-        quantized_linear(a, b, None, get_recipe(name), call).backward(dy)
+        site, call = Site(packs_x=packs), Call(Key(5, 3))
+        quantized_linear(a, b, None, get_recipe(name), site, call).backward(dy)
         assert a.grad is not None and b.grad is not None
         found.append((a.grad, b.grad))
     assert all(torch.equal(early, late) for early, late in zip(*found, strict=True))

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, Recipe, get_quantizer, get_recipe
+from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.errors import SizeError
-from megatron_fp4.estimators import DGE
-from megatron_fp4.hadamard import Hadamard
+from megatron_fp4.plan.sizes import check_sizes, contracted_multiple
 from megatron_fp4.recipe import GEMMS, HIGH_PRECISION
 
 MX = Quantizer()
@@ -140,7 +141,7 @@ def test_schedule_from_the_first_step() -> None:
     ids=["none", "mx", "nv", "hadamard-64", "hadamard-16", "lcm", "vector-e2m1", "vector-fp8"],
 )
 def test_multiple(gemm: GemmRecipe, multiple: int) -> None:
-    assert gemm.multiple == multiple
+    assert contracted_multiple(gemm) == multiple
 
 
 @pytest.mark.parametrize(
@@ -154,13 +155,13 @@ def test_multiple(gemm: GemmRecipe, multiple: int) -> None:
     ],
     ids=["fits", "tokens-unknown", "inputs", "outputs", "tokens"],
 )
-def test_check_linear(sizes: tuple[Any, int, int], words: list[str] | None) -> None:
+def test_check_sizes(sizes: tuple[Any, int, int], words: list[str] | None) -> None:
     recipe = get_recipe("tetrajet")
     if words is None:
-        recipe.check_linear(*sizes, "decoder.fc1")
+        check_sizes(recipe, *sizes, "decoder.fc1")
         return
     with pytest.raises(ConfigError) as error:
-        recipe.check_linear(*sizes, "decoder.fc1")
+        check_sizes(recipe, *sizes, "decoder.fc1")
     assert str(error.value).startswith("decoder.fc1: ")
     for word in [*words, "tetrajet"]:
         assert word in str(error.value)
@@ -178,14 +179,14 @@ def test_check_linear(sizes: tuple[Any, int, int], words: list[str] | None) -> N
         ("wgrad", "b", "in_features"),
     ],
 )
-def test_check_linear_minds_the_height_of_2d_blocks(gemm: str, operand: str, size: str) -> None:
+def test_check_sizes_minds_the_height_of_2d_blocks(gemm: str, operand: str, size: str) -> None:
     """Blocks of 32 rows by 16: only the axis that is not contracted is short of 32."""
     tall = replace(HIGH_PRECISION, **{operand: Quantizer(block=(32, 16))})  # type: ignore[arg-type]
     recipe = replace(Recipe("r"), **{gemm: tall})  # type: ignore[arg-type]
-    recipe.check_linear(64, 64, 64, "fc")
+    check_sizes(recipe, 64, 64, 64, "fc")
     tokens, inputs, outputs = (
         48 if axis == size else 64 for axis in ("tokens", "in_features", "out_features")
     )
     with pytest.raises(SizeError) as error:
-        recipe.check_linear(tokens, inputs, outputs, "fc")
+        check_sizes(recipe, tokens, inputs, outputs, "fc")
     assert (error.value.axis, error.value.size, error.value.multiple) == (size, 48, 32)

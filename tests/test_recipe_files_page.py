@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, list_quantizers
-from megatron_fp4.estimators import DGE
-from megatron_fp4.hadamard import Hadamard
-from megatron_fp4.outliers import OutlierClamp
+from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.outliers import OutlierClamp
 
 DOCS = Path(__file__).parents[1] / "docs"
 SECTIONS = {

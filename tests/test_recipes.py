@@ -17,9 +17,9 @@ from megatron_fp4 import (
     list_recipes,
     recipe_options,
 )
-from megatron_fp4.estimators import DGE
-from megatron_fp4.hadamard import Hadamard
-from megatron_fp4.outliers import OutlierClamp
+from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.recipe import HIGH_PRECISION
 
 # --- the methods ----------------------------------------------------------------------------------

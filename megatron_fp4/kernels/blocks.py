@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.formats import E2M1_MAX, SCALE_FLOATS
+from megatron_fp4.arithmetic.formats import E2M1_MAX, SCALE_FLOATS
+from megatron_fp4.arithmetic.philox import Noise
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.kernels.encode import nearest, stochastic
 from megatron_fp4.kernels.launch import Launch, kernel, on, planned, tiles
 from megatron_fp4.kernels.philox import placed_in_tile, rest_of_tile
-from megatron_fp4.kernels.quantize import GROUP, SILENCE, drawn, is_in_memory, signed
+from megatron_fp4.kernels.quantize import SILENCE, drawn, is_in_memory, signed
 from megatron_fp4.kernels.rows import INFINITE, fp8_code
-from megatron_fp4.philox import Noise
-from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
 TILE, WARPS = 64, 4  # rows and columns of a program
 MANTISSA = 3  # of both formats
@@ -175,23 +175,6 @@ def cast_kernel(
     there = (lines < n_lines // ACROSS) & (along < n_along // ALONG)
     places = lines.to(tl.int64) * (n_along // ALONG) + along
     tl.store(scales_ptr + places, tl.where(finite, scale, NAN).to(tl.uint8), mask=there)
-
-
-def takes(x: Tensor, quantizer: Quantizer, axis: int) -> bool:
-    """Whether the kernels make this copy of x: of BF16, in blocks that divide it and a tile, whose
-    maxima go to 6."""
-    across, along = quantizer.block
-    return (
-        quantizer.scale in SCALE_FLOATS
-        and quantizer.rule in ("nearest", "up")
-        and x.dtype == torch.bfloat16
-        and x.dim() == 2
-        and x.numel() > 0
-        and 2 <= along <= TILE
-        and TILE % along == TILE % across == 0
-        and x.shape[axis] % along == x.shape[1 - axis] % across == 0
-        and (not quantizer.stochastic or x.shape[1] % GROUP == 0)
-    )
 
 
 def quantize(

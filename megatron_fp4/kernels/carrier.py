@@ -12,7 +12,6 @@ exact under it the product is the same, and the other rows are mended here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -20,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.kernels.fp8 import FORMATS, LOWEST, looked_up, table
 from megatron_fp4.kernels.launch import Launch, captured, kernel, on, planned, stream_of, tiles
-from megatron_fp4.quantizer import QuantizedTensor
+from megatron_fp4.operands import Carriers, Decoded
 
 ROWS, BLOCKS, WARPS = 1, 256, 2  # of a program, by what was fastest on an H200
 MENDED_ROWS, MENDED_BLOCKS = 8, 16  # where rows are mended a program goes over all blocks
@@ -210,47 +210,29 @@ def carry_kernel(
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Carried(QuantizedTensor):
-    """One whose elements are there in FP8 too, under one fold for all rows, which `carried` must
-    look at before they are multiplied.
-
-    carriers: uint8 [rows, K]; element: what they are; counts: of `tally_for`.
-    """
-
-    carriers: Tensor
-    element: torch.dtype
-    counts: Tensor
-
-    def plain(self) -> QuantizedTensor:
-        return QuantizedTensor(
-            self.codes, self.scales, self.tensor_scale, self.quantizer, self.shape, self.axis
-        )
-
-
 def carried(
-    operands: Sequence[QuantizedTensor], elements: Sequence[torch.dtype]
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of one MXFP4 operand, or both of a product: (elements [rows, K] in FP8, what multiplies each
-    row [rows, 1] float32, int32 [2]: how many elements were rounded, and how many blocks are NaN).
+    operands: Sequence[tuple[QuantizedTensor, torch.dtype, Carriers | None]],
+) -> list[Decoded]:
+    """One MXFP4 operand, or both of a product, in FP8: values [rows, K], outer float32 [rows, 1].
 
-    A `Carried` one keeps its own elements and is mended, once only: rows that do not fit into the
-    window of the fold that all were given are written anew. Elements and row may then have
-    exchanged a power of two; what they multiply to is the same.
+    operands: codes with their scales, the FP8 dtype wanted, and the carriers that their maker wrote
+    too, if it did. Those are corrected in place, which may be done once: rows that do not fit into
+    the window of the exponent that was guessed for all rows are written anew. Values and row factor
+    may then have exchanged a power of two; their product is the same.
     """
     given: list[Tensor | int] = []
     kinds, made = [], []
-    for operand, element in zip(operands, elements, strict=True):
+    for operand, element, carriers in operands:
         codes, scales = operand.codes, operand.scales
         rows, blocks = scales.shape
-        if isinstance(operand, Carried):
-            out, tally, element = operand.carriers, operand.counts, operand.element
+        if carriers is not None:
+            out, element, tally = carriers
         else:
             out, tally = codes.new_empty(rows, 32 * blocks), tally_for(codes)
         fold = codes.new_empty(rows, 1, dtype=torch.float32)
         given += [codes, scales, out, fold, tally, rows]
-        kinds.append((rows, element, isinstance(operand, Carried)))
-        made.append((out.view(element), fold, tally))
+        kinds.append((rows, element, carriers is not None))
+        made.append(Decoded(out.view(element), fold, tally))
     start = _launch(blocks, *kinds)
     with on(codes):
         start([*given, *given[: 12 - len(given)], blocks])
@@ -330,7 +312,7 @@ _tallies = cache(_Tallies)
 
 def tally_for(x: Tensor) -> Tensor:
     """int32 [2] of zeros beside x, to count on the current stream how many elements were rounded
-    and how many blocks are NaN. Behind them is room for the fold of a `Carried`."""
+    and how many blocks are NaN. Behind them is room for the guess of `Carriers`."""
     if captured(x):  # each run of the graph counts from zero
         return torch.zeros(4, dtype=torch.int32, device=x.device)[:2]
     return _tallies(x.device, stream_of(x)).next()

@@ -6,9 +6,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.estimators import DGE
+from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.kernels.launch import kernel, on, run, tiles
-from megatron_fp4.quantizer import QuantizedTensor
 
 TILE, WARPS = 2048, 4
 
@@ -41,18 +41,11 @@ def factor_kernel(
     tl.store(places, tl.load(places, mask=there) * factor, mask=there)
 
 
-def takes(dw: Tensor, w: QuantizedTensor, weight: Tensor) -> bool:
-    """Whether the kernel multiplies dw: float32, of a BF16 weight with a float32 scale a row."""
-    quantizer = w.quantizer
-    rows = quantizer.scale == "fp32" and quantizer.block == (1, 0) and w.axis == 1
-    dtypes = (dw.dtype, weight.dtype) == (torch.float32, torch.bfloat16)
-    whole = dw.is_contiguous() and weight.is_contiguous() and dw.numel() > 0
-    return rows and dtypes and whole and quantizer.prescale == 1.0
-
-
-def scale(dw: Tensor, estimator: DGE, w: QuantizedTensor, weight: Tensor) -> Tensor:
-    """dw [out, in], multiplied in place by the factor of `weight`, which `w` was made of."""
+def scale(estimator: DGE, dw: Tensor, w: QuantizedTensor, weight: Tensor) -> Tensor:
+    """dw [out, in], float32 and contiguous, multiplied in place by the factor of `weight`, BF16, of
+    which `w` was made with a float32 scale for each row."""
     rows, columns = dw.shape
+    weight = weight.contiguous()
     with on(dw):
         run(
             factor_kernel,

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_fp4.arithmetic.outliers import OutlierClamp, Residual, index_dtype, ranks
 from megatron_fp4.kernels.encode import bf16_bits
 from megatron_fp4.kernels.launch import kernel, on, run
-from megatron_fp4.outliers import OutlierClamp, Residual, index_dtype, ranks
 
 WIDEST = torch.iinfo(torch.int16).max  # features: two counts share a word
 PER_WARP = 1024  # elements, 32 a thread
@@ -120,12 +120,6 @@ def split_kernel(
     left = (slots >= tl.sum(is_outlier.to(tl.int32), 0)) & (slots < n_slots)
     tl.store(values_ptr + slots, first.to(tl.int16), mask=left)
     tl.store(places_ptr + slots, 0, mask=left)
-
-
-def takes(x: Tensor, clamp: OutlierClamp) -> bool:
-    """Whether the kernel splits x: BF16 tokens, each with quantiles of its own."""
-    matrix = x.dim() == 2 and x.dtype == torch.bfloat16 and x.numel() > 0
-    return matrix and clamp.scope == "token" and x.shape[1] <= WIDEST
 
 
 def split(x: Tensor, clamp: OutlierClamp) -> tuple[Tensor, Residual]:

@@ -4,59 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from megatron_fp4.kernels.carrier import Carried, tally_for
+from megatron_fp4.arithmetic.philox import GROUP, Key, Noise, Placement, Signs, word
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, average_for
+from megatron_fp4.kernels.carrier import tally_for
 from megatron_fp4.kernels.fp8 import FORMATS
 from megatron_fp4.kernels.hadamard import transform_kernel
-from megatron_fp4.kernels.launch import VERSION, Launch, kept, planned, tiles
+from megatron_fp4.kernels.launch import VERSION, Launch, kept, on, planned, tiles
 from megatron_fp4.kernels.mxfp4 import BLOCK, quantize_kernel
-from megatron_fp4.philox import GROUP, Key, Noise, Placement, Signs, word
-from megatron_fp4.quantizer import QuantizedTensor, Quantizer, average_for
+from megatron_fp4.operands import Carriers, Made
 
 HADAMARD_GROUPS = (32, 64, 128)
 _REGISTERS = 128 if VERSION < (3, 7) else 136  # what Triton 3.9 makes would spill with 128
 _MASK = 0xFFFFFFFF
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """One copy of a matrix [rows, columns], blocked along `axis`. noise: for a stochastic
-    quantizer. signs: of the Hadamard transform, if it has any. carrier: in which its elements are
-    written too, for one that is multiplied as it comes, but not after a transform."""
+    quantizer. signs: of the Hadamard transform, if it has any. carrier: the FP8 dtype in which its
+    elements are written too, which a transform leaves out."""
 
     axis: int
     noise: Noise | None = None
     signs: Signs | None = None
     carrier: torch.dtype | None = None
-
-
-def takes(x: Tensor | QuantizedTensor, quantizer: Quantizer, axis: int, group: int) -> bool:
-    """Whether the kernel makes such a copy of x: MXFP4 in blocks of 32 that tile it, of BF16 or of
-    MXFP4 in blocks along its rows."""
-    if isinstance(x, QuantizedTensor):
-        readable = x.quantizer.mxfp4 and x.axis == 1 and not group
-    else:
-        readable = x.dtype == torch.bfloat16
-    return (
-        readable
-        and quantizer.mxfp4
-        and not (quantizer.rounding == "ema" and (group or isinstance(x, QuantizedTensor)))
-        and len(x.shape) == 2
-        # Three quarters of a BF16 number are exact, and what a floor scale leaves of them is at
-        # most 6; with others the kernel would round twice, and clip nothing.
-        and quantizer.prescale in ((1.0, 0.75) if quantizer.stochastic else (1.0,))
-        and (not group or group in HADAMARD_GROUPS)
-        and x.shape[axis] % max(BLOCK, group) == 0
-        and x.shape[1] % GROUP == 0
-        and x.shape.numel() > 0
-    )
 
 
 def quantize(
@@ -65,12 +42,11 @@ def quantize(
     copies: Sequence[Copy],
     group: int = 0,
     average: Tensor | None = None,
-) -> list[QuantizedTensor]:
+) -> list[Made]:
     """The copies (one, or one for each axis) of x [rows, columns], which is read once, but for
     each copy that is transformed. All share the quantizer, the transform's group and, where they
     draw noise or signs, seed, step and placement. average: see `quantize_matrix`."""
     average = average_for(x, quantizer, average)
-    rows, columns = x.shape
     packed = isinstance(x, QuantizedTensor)
     if isinstance(x, QuantizedTensor):
         source, x_scales = x.codes, x.scales
@@ -79,35 +55,64 @@ def quantize(
         x = x.clone() if x.storage_offset() % 2 else x  # words of two begin at even places
         source = x_scales = x
     if group:
-        copies = [replace(copy, carrier=None) for copy in copies]
-    made = {copy.axis: _empty(source, x.shape, quantizer, copy) for copy in copies}
-    if group:
-        for copy in copies:
-            signs = copy.signs or Signs((copy.noise or SILENCE).key, 0)
-            noise = copy.noise or Noise(signs.key, 0)
-            in_memory = is_in_memory(noise.key.step, signs.draw)
-            form = copy.signs is not None, in_memory, noise.placement.groups is not None
-            start = _transform(rows, columns, quantizer, copy.axis, group, *form)
-            codes, scales, *_, stream = _operands(made[copy.axis], copy)
-            turn = signed(signs.stream), *given(signs.draw, in_memory, source)
-            place = drawn(source, quantizer, noise, in_memory, rows, columns)
-            start([source, codes, scales, stream, *turn, *place])
-        return [made[copy.axis] for copy in copies]
+        copies = [copy._replace(carrier=None) for copy in copies]
+    made = [_empty(source, x.shape, quantizer, copy) for copy in copies]
+    with on(source):
+        if group:
+            _transform(source, x.shape, quantizer, copies, group, made)
+        else:
+            _quantize(source, x_scales, x.shape, quantizer, copies, average, packed, made)
+    return made
+
+
+def _transform(
+    source: Tensor,
+    shape: torch.Size,
+    quantizer: Quantizer,
+    copies: Sequence[Copy],
+    group: int,
+    made: Sequence[Made],
+) -> None:
+    """Fills `made` with transformed copies."""
+    rows, columns = shape
+    for copy, operand in zip(copies, made, strict=True):
+        signs = copy.signs or Signs((copy.noise or SILENCE).key, 0)
+        noise = copy.noise or Noise(signs.key, 0)
+        in_memory = is_in_memory(noise.key.step, signs.draw)
+        form = copy.signs is not None, in_memory, noise.placement.groups is not None
+        start = _transform_launch(rows, columns, quantizer, copy.axis, group, *form)
+        codes, scales, *_, stream = _written(operand, copy)
+        turn = signed(signs.stream), *given(signs.draw, in_memory, source)
+        place = drawn(source, quantizer, noise, in_memory, rows, columns)
+        start([source, codes, scales, stream, *turn, *place])
+
+
+def _quantize(
+    source: Tensor,
+    x_scales: Tensor,
+    shape: torch.Size,
+    quantizer: Quantizer,
+    copies: Sequence[Copy],
+    average: Tensor | None,
+    packed: bool,
+    made: Sequence[Made],
+) -> None:
+    """Fills `made` with copies that are not transformed."""
+    rows, columns = shape
     operands: list[Tensor | int] = []
     wanted: list[torch.dtype | bool] = []
     for axis in (1, 0):
-        found = next((copy for copy in copies if copy.axis == axis), None)
+        at = next((i for i, copy in enumerate(copies) if copy.axis == axis), None)
         nowhere: list[Tensor | int] = [source, source, source, source, 0]
-        operands += nowhere if found is None else _operands(made[axis], found)
-        wanted.append(found is not None and (found.carrier or True))
+        operands += nowhere if at is None else _written(made[at], copies[at])
+        wanted.append(at is not None and (copies[at].carrier or True))
     along, across = wanted
     noise = copies[0].noise or SILENCE
     in_memory, has_groups = is_in_memory(noise.key.step), noise.placement.groups is not None
-    start = _quantize(rows, columns, quantizer, packed, along, across, in_memory, has_groups)
+    start = _quantize_launch(rows, columns, quantizer, packed, along, across, in_memory, has_groups)
     place = drawn(source, quantizer, noise, in_memory, rows, columns)
     towards = source if average is None else average.to(torch.float32).contiguous()
     start([source, x_scales, *operands, towards, *place])
-    return [made[copy.axis] for copy in copies]
 
 
 def drawn(
@@ -149,7 +154,7 @@ SILENCE = Noise(Key(0), 0)
 
 
 @planned
-def _quantize(
+def _quantize_launch(
     rows: int,
     columns: int,
     quantizer: Quantizer,
@@ -186,7 +191,7 @@ def _quantize(
 
 
 @planned
-def _transform(
+def _transform_launch(
     rows: int,
     columns: int,
     quantizer: Quantizer,
@@ -241,23 +246,24 @@ def _tiled(rows: int, columns: int, tile_rows: int, tile_columns: int) -> dict[s
     return dict(EVEN=even, TILE_ROWS=tile_rows, TILE_COLUMNS=tile_columns)
 
 
-def _operands(made: QuantizedTensor, copy: Copy) -> list[Tensor | int]:
+def _written(made: Made, copy: Copy) -> list[Tensor | int]:
     """Where a kernel puts a copy, and the stream of its noise."""
+    assert isinstance(made.operand, QuantizedTensor)
     stream = 0 if copy.noise is None else signed(copy.noise.stream)
-    carriers = tally = made.codes
-    if isinstance(made, Carried):
-        carriers, tally = made.carriers, made.counts
-    return [made.codes, made.scales, carriers, tally, stream]
+    codes, scales = made.operand.codes, made.operand.scales
+    if made.carriers is None:
+        return [codes, scales, codes, codes, stream]
+    return [codes, scales, made.carriers.values, made.carriers.counts, stream]
 
 
-def _empty(like: Tensor, shape: torch.Size, quantizer: Quantizer, copy: Copy) -> QuantizedTensor:
+def _empty(like: Tensor, shape: torch.Size, quantizer: Quantizer, copy: Copy) -> Made:
     k, others = shape[copy.axis], shape[1 - copy.axis]
     codes = like.new_empty(others, k // 2, dtype=torch.uint8)
     scales = like.new_empty(others, k // BLOCK, dtype=torch.uint8)
+    operand = QuantizedTensor(codes, scales, None, quantizer, shape, copy.axis)
     if copy.carrier is None:
-        return QuantizedTensor(codes, scales, None, quantizer, shape, copy.axis)
-    carriers, tally = codes.new_empty(others, k), tally_for(codes)
-    return Carried(codes, scales, None, quantizer, shape, copy.axis, carriers, copy.carrier, tally)
+        return Made(operand)
+    return Made(operand, Carriers(codes.new_empty(others, k), copy.carrier, tally_for(codes)))
 
 
 def _mantissa(carrier: torch.dtype | bool) -> int:

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.formats import element_max
+from megatron_fp4.arithmetic.formats import element_max
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.kernels.encode import nearest
 from megatron_fp4.kernels.launch import Launch, kernel, on, planned, tiles
-from megatron_fp4.quantizer import QuantizedTensor, Quantizer
 
 EXPONENTS = {"e4m3": (3, 7), "e5m2": (2, 15), "e2m1": (1, 1)}  # mantissa bits and bias
 TILE_ROWS, TILE_COLUMNS, WARPS = 64, 64, 4
@@ -148,20 +148,6 @@ def cast_kernel(
     tl.store(codes_ptr + places, code.to(tl.uint8), mask=there)
 
 
-def takes(x: Tensor, quantizer: Quantizer, axis: int) -> bool:
-    """Whether the kernels make this copy of x: BF16 with a scale for each row of the copy or for
-    the tensor."""
-    return (
-        quantizer.scale == "fp32"
-        and not quantizer.stochastic
-        and quantizer.prescale == 1.0
-        and x.dim() == 2
-        and x.dtype == torch.bfloat16
-        and x.numel() > 0
-        and (quantizer.element != "e2m1" or x.shape[axis] % 2 == 0)
-    )
-
-
 def quantize(
     x: Tensor,
     quantizer: Quantizer,
@@ -211,7 +197,7 @@ def _launches(
 
 
 @kernel(fp_fusion=True)
-def turn_kernel(
+def transpose_kernel(
     codes_ptr, out_ptr, n_rows, n_bytes, TILE_ROWS: tl.constexpr, TILE_BYTES: tl.constexpr
 ):
     """codes [n_rows, n_bytes], two a byte -> [2 n_bytes, n_rows / 2]."""
@@ -229,22 +215,17 @@ def turn_kernel(
     tl.store(out_ptr + places, (low | (high << 4)).to(tl.uint8), mask=there)
 
 
-def turns(x: QuantizedTensor, axis: int) -> bool:
-    """Whether the kernel gives x, which has one scale, its other axis last."""
-    return x.quantizer.element == "e2m1" and axis != x.axis and x.codes.numel() > 0
-
-
-def turned(x: QuantizedTensor) -> QuantizedTensor:
+def transposed(x: QuantizedTensor) -> QuantizedTensor:
     """x.along(the other axis)."""
     rows, half = x.codes.shape
     codes = x.codes.new_empty(2 * half, rows // 2)
     with on(codes):
-        _turn(rows, half)([x.codes.contiguous(), codes, rows, half])
+        _transpose(rows, half)([x.codes.contiguous(), codes, rows, half])
     return replace(x, codes=codes, axis=1 - x.axis)
 
 
 @planned
-def _turn(rows: int, half: int) -> Launch:
+def _transpose(rows: int, half: int) -> Launch:
     grid = tiles(rows, TILE_ROWS), tiles(half, TILE_COLUMNS)
     tile = dict(TILE_ROWS=TILE_ROWS, TILE_BYTES=TILE_COLUMNS)
-    return Launch(turn_kernel, grid, tile, num_warps=WARPS)
+    return Launch(transpose_kernel, grid, tile, num_warps=WARPS)

@@ -12,7 +12,7 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
-from megatron_fp4.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 
 LARGEST = 6.0 * 448.0  # of codes and block scales: what a tensor scale of 1 can hold
 

@@ -7,39 +7,41 @@ parallelism: parameters, initialisation and checkpoints are upstream's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_fp4.call import Call
-from megatron_fp4.communication import TensorParallel
+from megatron_fp4.arithmetic.philox import GROUP, Placement
+from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.communication import TensorParallel
+from megatron_fp4.execution.weights import WeightCache
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.mcore import graphs, sizes
+from megatron_fp4.mcore.local_sizes import tokens_on_rank
 from megatron_fp4.mcore.run import Moment, Run
-from megatron_fp4.philox import GROUP, Placement
+from megatron_fp4.plan.cache import plan_for, tokens_of_plan
+from megatron_fp4.plan.data import LinearPlan
+from megatron_fp4.plan.setting import Sharding, column_parallel, row_parallel
+from megatron_fp4.plan.sizes import token_multiple
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.replay import Replay
-from megatron_fp4.weights import WeightCache
 
 
 @dataclass
 class Fp4State:
     """What a linear needs beyond Megatron's own; `attach` fills it in once the model is built.
 
-    name: the global module name. parallel: None where one rank holds all of the linear.
-    placements: where the local operands lie, token rows left out. is_expert: its tokens are those
-    that a router sends, [tokens, in], and any number of them.
+    site: its global module name, where its operands lie and which ranks share it. is_expert: its
+    tokens are those that a router sends, [tokens, in], and any number of them.
     """
 
-    name: str
     run: Run
     recipe: Recipe
-    parallel: TensorParallel | None
-    placements: Mapping[str, Placement]
+    site: Site
     is_expert: bool = False
     replay: Replay = field(default_factory=Replay)
     cache: WeightCache = field(default_factory=WeightCache)
@@ -59,7 +61,7 @@ class Fp4State:
         if not self.is_expert:
             return self._product(x, weight, bias, recipe, moment, repeat, training)
         # Rows of zeros fill the last block: they add nothing to any product.
-        missing = -len(x) % recipe.token_multiple
+        missing = -len(x) % token_multiple(recipe)
         padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
         return self._product(padded, weight, bias, recipe, moment, repeat, training)[: len(x)]
 
@@ -74,29 +76,13 @@ class Fp4State:
         training: bool,
     ) -> Tensor:
         microbatch, rows = self._tokens(x, moment)
-        placements = dict(self.placements)
-        for operand in ("x", "dy"):
-            placements[operand] = replace(self.placements[operand], rows=rows)
-        run = self.run
-        kept = None
+        run, held = self.run, None
         if run.keeps_weights and training:
             # Optimizers write parameters past their version counters: the epoch tells of those.
             # Nothing tells of averaged weights that one evaluation after the other is given.
-            kept = self.cache.at((run.epoch, weight._version, moment.step, id(recipe)))
-        call = Call(
-            name=self.name,
-            key=run.key(moment),
-            microbatch=microbatch,
-            repeat=repeat,
-            placements=placements,
-            parallel=self.parallel,
-            weights=kept,
-            decodes=run.keeps_weights == "decoded",
-            packs_x=run.packs_x,
-            fuses=run.fuses_wgrad,
-            observe=run.observer(self.name),
-        )
-        return quantized_linear(x, weight, bias, recipe, call)
+            held = self.cache.at((run.epoch, weight._version, moment.step, id(recipe)))
+        call = Call(run.key(moment), microbatch, repeat, rows)
+        return quantized_linear(x, weight, bias, recipe, self.site, call, held)
 
     def _now(self) -> tuple[Moment, int]:
         """The moment, and how often this linear was called in it before."""
@@ -110,8 +96,8 @@ class Fp4State:
         """(the microbatch, the rows of its tokens in the global batch)."""
         if self.is_expert:
             return self.run.expert_rows(moment, len(x), x.device)
-        scattered = self.parallel is not None and self.parallel.tokens == "x"
-        sequence = x.shape[0] * (self.parallel.size if self.parallel and scattered else 1)
+        sharding = self.site.sharding
+        sequence = x.shape[0] * (sharding.ranks if sharding.tokens == "x" else 1)
         return moment.microbatch, self.run.token_rows(moment, sequence, x.shape[1], x.device)
 
 
@@ -119,7 +105,31 @@ class _FollowsRecipe:
     """What both linears put in the place of upstream's product."""
 
     training: bool
+    weight: Tensor
+    bias: Tensor | None
+    config: TransformerConfig
+    skip_bias_add: bool
     fp4: Fp4State | None = None  # None: this layer stays in high precision
+
+    def plan(self) -> LinearPlan:
+        """What training runs here, for a microbatch of the launch's size or, in an expert, for as
+        many tokens as blocks take."""
+        assert self.fp4 is not None
+        site, recipe, run = self.fp4.site, self.fp4.recipe, self.fp4.run
+        weight, dtype = self.weight, self.config.params_dtype
+        has_bias = self.bias is not None and not self.skip_bias_add
+        return plan_for(
+            recipe, tokens_of_plan(recipe, self.tokens()), weight.shape, dtype, weight.device,
+            weight.dtype, site.sharding, run.main_grad(dtype), True, True, has_bias, site.keeps_w,
+            site.packs_x,
+        )  # fmt: skip
+
+    def tokens(self) -> int:
+        """How many tokens `plan` is for; see `Setting.tokens`."""
+        assert self.fp4 is not None
+        if self.fp4.is_expert:
+            return token_multiple(self.fp4.recipe)
+        return tokens_on_rank(self.fp4.run.args, self.fp4.site.sharding)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.fp4 is None or not self.fp4.in_force(self.training):
@@ -133,36 +143,28 @@ class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
     def attach(self, name: str, run: Run, recipe: Recipe) -> None:
         """Follow `recipe` from now on. Raises ConfigError where it cannot."""
         rank, ranks = self.tp_group.rank(), self.tp_group.size()
+        alone = self.explicit_expert_comm  # the token dispatcher does the rest
+        sharding = column_parallel(
+            ranks,
+            sequence_parallel=self.sequence_parallel and not alone,
+            sums_dx=self.allreduce_dgrad and not alone,
+        )
         # SwiGLU's fc1 holds a part of the gate and a part of the up projection: two ranges.
         ranges = getattr(self.weight, "partition_stride", 1)
         length = self.output_size_per_partition // ranges
         starts = [(part * ranks + rank) * length for part in range(ranges)]
         rows = torch.cat([torch.arange(start, start + length) for start in starts])
         rows = rows.to(self.weight.device)
-        parallel = None
-        if ranks > 1:
-            alone = self.explicit_expert_comm  # the token dispatcher does the rest
-            parallel = TensorParallel(
-                self.tp_group,
-                sharded={"w": 0, "dy": 1},
-                tokens="x" if self.sequence_parallel and not alone else None,
-                sums_dx=self.allreduce_dgrad and not alone,
-            )
-        sizes.check(run.args, recipe, name, self.input_size, length, parallel, self.is_expert)
-        self.fp4 = Fp4State(
-            name,
-            run,
-            recipe,
-            parallel,
-            placements={
-                "x": Placement(),
-                "w": Placement(rows=rows),
-                "dy": Placement(
-                    groups=rows[::GROUP] // GROUP, groups_per_row=self.output_size // GROUP
-                ),
-            },
-            is_expert=self.is_expert,
-        )
+        sizes.check(run.args, recipe, name, self.input_size, length, sharding, self.is_expert)
+        placements = {
+            "x": Placement(),
+            "w": Placement(rows=rows),
+            "dy": Placement(
+                groups=rows[::GROUP] // GROUP, groups_per_row=self.output_size // GROUP
+            ),
+        }
+        site = run.site(name, placements, _ranks(self.tp_group, sharding))
+        self.fp4 = Fp4State(run, recipe, site, self.is_expert)
 
 
 class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
@@ -175,30 +177,28 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
         start = self.tp_group.rank() * length // GROUP
         groups = torch.arange(start, start + length // GROUP, device=self.weight.device)
         columns = Placement(groups=groups, groups_per_row=self.input_size // GROUP)
-        parallel = None
-        if self.tp_group.size() > 1:
-            scatters = self.sequence_parallel and not self.explicit_expert_comm
-            parallel = TensorParallel(
-                self.tp_group, sharded={"x": 1, "w": 1}, tokens="dy" if scatters else None
-            )
-        sizes.check(run.args, recipe, name, length, self.output_size, parallel, self.is_expert)
-        self.fp4 = Fp4State(
-            name,
-            run,
-            recipe,
-            parallel,
-            placements={"x": columns, "w": columns, "dy": Placement()},
-            is_expert=self.is_expert,
+        sharding = row_parallel(
+            self.tp_group.size(),
+            sequence_parallel=self.sequence_parallel and not self.explicit_expert_comm,
         )
+        sizes.check(run.args, recipe, name, length, self.output_size, sharding, self.is_expert)
+        placements = {"x": columns, "w": columns, "dy": Placement()}
+        site = run.site(name, placements, _ranks(self.tp_group, sharding))
+        self.fp4 = Fp4State(run, recipe, site, self.is_expert)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """As upstream's: (output, the bias where it is not added)."""
         state = self.fp4
         if state is None or not state.in_force(self.training):
             return super().forward(input_)
-        if state.parallel is None or state.parallel.tokens is None:
+        if state.site.sharding.tokens is None:
             return super().forward(input_)
         output = state.product(input_, self.weight, None, self.training)
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias, None
+
+
+def _ranks(group: torch.distributed.ProcessGroup, sharding: Sharding) -> TensorParallel | None:
+    """Those that share a linear; None where one rank holds all of it."""
+    return TensorParallel(group, sharding) if sharding.ranks > 1 else None

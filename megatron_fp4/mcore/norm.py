@@ -9,8 +9,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_fp4.arithmetic.formats import widen
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.formats import widen
 
 
 class Norm(nn.Module):

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 
 import megatron_fp4
 from megatron_fp4 import te
+from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.formats import NUMERICS_VERSION
 from megatron_fp4.mcore import graphs
 from megatron_fp4.mcore.flags import flag_of
 from megatron_fp4.recipe import GEMMS, Recipe

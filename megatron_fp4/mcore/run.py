@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -16,10 +16,12 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megatron_fp4.arithmetic.philox import Key, Placement
+from megatron_fp4.execution.call import Site
+from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.mcore import graphs
 from megatron_fp4.mcore.once import once
 from megatron_fp4.monitor import NonFiniteMonitor, Rounding, Sighting
-from megatron_fp4.philox import Key
 from megatron_fp4.recipe import OPERANDS, Recipe
 
 MOST_PADDING = 1024  # more tokens than any block or Hadamard group holds
@@ -129,10 +131,24 @@ class Run:
         """Whether evaluation runs the forward pass that training runs (--fp4-eval-forward)."""
         return self.args.fp4_eval_forward == "fp4"
 
+    def site(
+        self, name: str, placements: Mapping[str, Placement], parallel: TensorParallel | None
+    ) -> Site:
+        """Of a linear by its global name; see `call.Site`."""
+        return Site(
+            name=name,
+            placements=placements,
+            parallel=parallel,
+            keeps_w=self.keeps_weights,
+            packs_x=self.packs_x,
+            fuses=self.fuses_wgrad,
+            observe=partial(self._observe, name),
+        )
+
     # --- what is kept, and where --------------------------------------------------------------
 
     @property
-    def keeps_weights(self) -> str | None:
+    def keeps_weights(self) -> Literal["packed", "decoded"] | None:
         """In which form W's operands are kept over a step's microbatches, "packed" or "decoded"
         (--fp4-weight-cache); None: they are made anew."""
         kept = self.args.fp4_weight_cache
@@ -147,6 +163,12 @@ class Run:
     def fuses_wgrad(self) -> bool:
         """Whether dW is added to the FP32 main_grad without being rounded first."""
         return self.args.fp4_wgrad_fusion
+
+    def main_grad(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Of weights of a model in `dtype`, where dW is added to it; None where it is not."""
+        if not self.fuses_wgrad:
+            return None
+        return torch.float32 if self.args.accumulate_allreduce_grads_in_fp32 else dtype
 
     # --- tokens -----------------------------------------------------------------------------
 
@@ -188,11 +210,13 @@ class Run:
 
     # --- health -----------------------------------------------------------------------------
 
-    def observer(self, name: str) -> Callable[[str, str, Tensor], None] | None:
-        """Who watches the operands of a linear."""
+    def _observe(self, module: str, gemm: str, operand: str, tally: Tensor) -> None:
+        """Show the monitor an operand of a linear: at once, or whenever the graph runs that is
+        being captured. A graph's warm-up runs on arbitrary memory, and shows nothing."""
         if not graphs.captures():
-            return partial(self.monitor.observe, name)
-        return None if graphs.warms_up() else partial(self.monitor.add, name)
+            self.monitor.observe(module, gemm, operand, tally)
+        elif not graphs.warms_up():
+            self.monitor.add(module, gemm, operand, tally)
 
     def report(self) -> None:
         """Say where a NaN or Inf first stood, if one did since the step began."""

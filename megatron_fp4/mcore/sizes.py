@@ -4,10 +4,12 @@ that set those sizes."""
 import argparse
 import re
 
-from megatron_fp4.communication import TensorParallel
+from megatron_fp4.arithmetic.philox import GROUP
 from megatron_fp4.errors import ConfigError, SizeError
 from megatron_fp4.mcore.flags import flag_of
-from megatron_fp4.philox import GROUP
+from megatron_fp4.mcore.local_sizes import tokens_on_rank
+from megatron_fp4.plan.setting import UNSHARDED, Sharding
+from megatron_fp4.plan.sizes import check_sizes, token_tile
 from megatron_fp4.recipe import Recipe
 
 # What sets the inputs and outputs of a linear over all ranks, by the end of its name. Words in
@@ -34,7 +36,7 @@ def check(
     name: str,
     inputs: int,
     outputs: int,
-    parallel: TensorParallel | None,
+    sharding: Sharding,
     is_expert: bool,
 ) -> None:
     """Raises ConfigError unless blocks, Hadamard groups and the features that share a random draw
@@ -42,43 +44,39 @@ def check(
 
     args: Megatron's. is_expert: it takes any number of tokens.
     """
-    tokens = None if is_expert else args.micro_batch_size * args.seq_length
+    tokens = None if is_expert else tokens_on_rank(args, UNSHARDED)
     try:
-        recipe.check_linear(tokens, inputs, outputs, name)
+        check_sizes(recipe, tokens, inputs, outputs, name)
         for axis, size in (("in_features", inputs), ("out_features", outputs)):
             if size % GROUP:
                 raise SizeError(name, axis, size, GROUP, "which share a random draw")
     except SizeError as error:
         product = "{micro_batch_size} x {seq_length}"
         if error.axis != "tokens":
-            product = _product(error, parallel, is_expert)
+            product = _product(error, sharding, is_expert)
         raise _refusal(error, product, args) from error
     if not is_expert:
-        _check_parts(args, recipe, name, parallel)
+        _check_parts(args, recipe, name, sharding)
 
 
-def _check_parts(
-    args: argparse.Namespace, recipe: Recipe, name: str, parallel: TensorParallel | None
-) -> None:
+def _check_parts(args: argparse.Namespace, recipe: Recipe, name: str, sharding: Sharding) -> None:
     """Sequence parallelism leaves a column-parallel linear with a part of the tokens of its X,
     which fprop takes in blocks; an evaluation may have others than a training step."""
-    scattered = parallel is not None and parallel.tokens == "x"
-    parts, tile = parallel.size if parallel and scattered else 1, recipe.token_tile("fprop", "x")
+    parts, tile = sharding.ranks if sharding.tokens == "x" else 1, token_tile(recipe, "fprop", "x")
     for batch in ("micro_batch_size", "eval_micro_batch_size"):
-        tokens = (getattr(args, batch) or args.micro_batch_size) * args.seq_length // parts
+        tokens = tokens_on_rank(args, sharding if parts > 1 else UNSHARDED, batch)
         if tokens % tile:
             reason = f"which fprop of recipe {recipe.name} takes in blocks"
             product = f"{{{batch}}} x {{seq_length}}" + _over(parts, is_expert=False)
             raise _refusal(SizeError(name, "tokens", tokens, tile, reason), product, args)
 
 
-def _product(error: SizeError, parallel: TensorParallel | None, is_expert: bool) -> str:
+def _product(error: SizeError, sharding: Sharding, is_expert: bool) -> str:
     """What makes a number of features, in the words of _SET_BY."""
     end = re.sub(r"local_experts\.\d+", "local_experts", error.where)
     number = list(_FEATURES).index(error.axis)
     product = next(flags[number] for name, flags in _SET_BY.items() if end.endswith(name))
-    is_sharded = parallel is not None and parallel.sharded["w"] == 1 - number
-    return product + _over(parallel.size if parallel and is_sharded else 1, is_expert)
+    return product + _over(sharding.ranks if sharding.w == 1 - number else 1, is_expert)
 
 
 def _over(ranks: int, is_expert: bool) -> str:

@@ -6,9 +6,9 @@ quantiles and compensated; dY in E5M2 against the saved FP4 operands; DGE on the
 
 from typing import Literal
 
-from megatron_fp4.estimators import DGE
-from megatron_fp4.outliers import OutlierClamp
-from megatron_fp4.quantizer import WHOLE_AXIS, Quantizer
+from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.outliers import OutlierClamp
+from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from megatron_fp4.recipes.registry import register
 

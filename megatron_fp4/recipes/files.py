@@ -20,11 +20,11 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.outliers import OutlierClamp
+from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.estimators import DGE
-from megatron_fp4.hadamard import Hadamard
-from megatron_fp4.outliers import OutlierClamp
-from megatron_fp4.quantizer import Quantizer, get_quantizer
 from megatron_fp4.recipe import GEMMS, GemmRecipe, Recipe
 from megatron_fp4.recipes.registry import SUFFIXES, get_recipe, typed
 

@@ -5,7 +5,7 @@
 
 from typing import Literal
 
-from megatron_fp4.quantizer import Quantizer
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from megatron_fp4.recipes.registry import register
 

@@ -6,8 +6,8 @@ after a random Hadamard transform, so each product estimates 9/16 of the true on
 
 from typing import Literal
 
-from megatron_fp4.hadamard import Hadamard
-from megatron_fp4.quantizer import WHOLE_AXIS, Quantizer
+from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.recipe import HIGH_PRECISION, GemmRecipe, Recipe
 from megatron_fp4.recipes.registry import register
 

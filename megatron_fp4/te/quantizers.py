@@ -21,14 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.backends import Backend, Operand, choose
-from megatron_fp4.call import Call, Source
+from megatron_fp4.arithmetic.philox import Key
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.formats import wide
+from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.making import make_operands, source_of
 from megatron_fp4.linear import take_apart
-from megatron_fp4.philox import Key
-from megatron_fp4.quantizer import QuantizedTensor
+from megatron_fp4.multipliers import choose
+from megatron_fp4.multipliers.base import Multiplier, Product, format_of
+from megatron_fp4.operands import Made, Operand
+from megatron_fp4.plan.compiler import makings, operand_plan
+from megatron_fp4.plan.data import Source
+from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.target import target_of
 
 try:
     from transformer_engine.pytorch.cpp_extensions import gemm as te_gemm
@@ -98,35 +104,37 @@ class RecipeQuantizer(Quantizer):
         self, tensor: Tensor, dtype: torch.dtype, rows: bool, columns: bool
     ) -> tuple[Operand | None, Operand | None]:
         matrix = tensor.detach().reshape(-1, tensor.shape[-1]).to(dtype)
-        along_rows, along_columns = ROWS[self.operand], COLUMNS[self.operand]
-        call = Call(name=self.name or "linear", key=_next_key())
+        setting = self._setting(matrix)
+        first, second = (
+            operand_plan(self.recipe, where[self.operand], self.operand, setting)
+            for where in (ROWS, COLUMNS)
+        )
+        site, call = Site(self.name or "linear"), Call(_next_key())
+        matrices: dict[tuple[str, Source], Operand] = {(self.operand, "model"): matrix}
+        if second.source == "model":
+            wanted = [first] * rows + [second] * columns
+            made = make_operands(makings(wanted, setting), matrices, {}, site, call)
+        else:  # backward takes the operand that fprop multiplied
+            made = make_operands(makings([first], setting), matrices, {}, site, call)
+            if columns:
+                source, _ = source_of(second, made[first].operand, first, site, call)
+                matrices = {(self.operand, second.source): source}
+                made |= make_operands(makings([second], setting), matrices, {}, site, call)
+        return (
+            made[first].operand if rows else None,
+            made[second].operand if columns else None,
+        )
 
-        def prepared(*gemms: str, of: Tensor | QuantizedTensor = matrix) -> list[Operand]:
-            sources = [Source(gemm, self.operand, of) for gemm in gemms]
-            return call.prepare(self.recipe, matrix, *sources)
-
-        if not self._passes_forward_on():
-            wanted = [along_rows] * rows + [along_columns] * columns
-            made = iter(prepared(*wanted))
-            return next(made) if rows else None, next(made) if columns else None
-        [first] = prepared(along_rows)
-        if not columns:
-            return first, None
-        [second] = prepared(along_columns, of=self._decoded(first, dtype))
-        return first if rows else None, second
-
-    def _passes_forward_on(self) -> bool:
-        """Whether backward takes the operand that fprop multiplied."""
-        forward = self.recipe.backward == "forward" and self.operand != "dy"
-        return forward and self.recipe.quantizer("fprop", self.operand) is not None
-
-    def _decoded(self, first: Operand, dtype: torch.dtype) -> Tensor | QuantizedTensor:
-        """fprop's operand as a matrix to make another of; as itself where it decodes to BF16."""
-        assert isinstance(first, QuantizedTensor)
-        again = self.recipe.quantizer(COLUMNS[self.operand], self.operand) is not None
-        if again and first.quantizer.scale == "e8m0" and dtype == torch.bfloat16:
-            return first
-        return first.dequantize(dtype if dtype == torch.bfloat16 else wide(dtype))
+    def _setting(self, matrix: Tensor) -> Setting:
+        """What is known here of the linear: one of its matrices."""
+        rows, columns = matrix.shape
+        sizes = {
+            "x": (rows, columns, 0),
+            "w": (0, columns, rows),
+            "dy": (rows, 0, columns),
+        }
+        dtype, target = matrix.dtype, target_of(matrix.device)
+        return Setting(*sizes[self.operand], dtype, target, dtype, packs_x=False)
 
     def is_requantization_safe(self) -> bool:
         """Whether what backward makes of a saved X is what forward multiplied."""
@@ -251,7 +259,6 @@ def product(
     """X W^T, dY W or dY^T X. out: written, or added to; else a tensor of `out_dtype`, of a's shape
     but for the last axis, and of two axes in wgrad."""
     recipe, dtype = a._quantizer.recipe, a.dtype
-    backend = _backend(recipe, gemm, a.device, dtype)
 
     def operand(of: RecipeTensor, found: Operand | None) -> Operand:
         if found is None:
@@ -262,21 +269,42 @@ def product(
         operand(a, a.columns if gemm == "wgrad" else a.rows),
         operand(b, b.rows if gemm == "fprop" else b.columns),
     )
-    first, second = backend.decode(operands, dtype, gradient=a._quantizer.operand == "dy")
-    correction = recipe.gemm(gemm).correction
+    wanted = out_dtype or dtype if out is None else out.dtype
+    adds = out is not None and accumulate
+    left, right = operands
+    shape, correction = (_rows(left), _rows(right), _length(left)), recipe.gemm(gemm).correction
+    asked = Product(format_of(left), format_of(right), shape, dtype, wanted, adds, correction)
+    multiplier = _multiplier(recipe, gemm, asked, a.device)
+    letters = a._quantizer.operand, b._quantizer.operand
+    first, second = multiplier.decode([*map(Made, operands)], letters, dtype)
+    made = multiplier.multiply(first, second, correction, wanted, out if adds else None)
     if out is not None:
-        if accumulate:
-            return backend.multiply(first, second, correction, out.dtype, out)
-        return out.copy_(backend.multiply(first, second, correction, out.dtype))
-    made = backend.multiply(first, second, correction, out_dtype or dtype)
+        return made if adds else out.copy_(made)
     return made if gemm == "wgrad" else made.view(*a.shape[:-1], made.shape[-1])
 
 
+def _rows(operand: Operand) -> int:
+    return len(operand.codes if isinstance(operand, QuantizedTensor) else operand)
+
+
+def _length(operand: Operand) -> int:
+    """The contracted length."""
+    if isinstance(operand, QuantizedTensor):
+        return operand.shape[operand.axis]
+    return operand.shape[1]
+
+
 @cache
-def _backend(recipe: Recipe, gemm: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """Who multiplies; rank 0 says so once, since upstream's layers have no start table."""
-    choice = choose(recipe.gemm(gemm), device, dtype)
+def _multiplier(recipe: Recipe, gemm: str, product: Product, device: torch.device) -> Multiplier:
+    """Who multiplies; rank 0 says so, since upstream's layers have no start table."""
+    choice = choose(product, target_of(device))
     if _rank() == 0:
         reasons = "".join(f"; not {name}: {why}" for name, why in choice.passed_over)
-        print(f"megatron-fp4: recipe {recipe.name}: {gemm} on {choice.backend.name}{reasons}")
-    return choice.backend
+        _tell(f"megatron-fp4: recipe {recipe.name}: {gemm} on {choice.multiplier.name}{reasons}")
+    return choice.multiplier
+
+
+@cache
+def _tell(line: str) -> None:
+    """Prints a line, once in a process."""
+    print(line)

@@ -7,12 +7,18 @@ import torch
 from torch import Tensor
 
 import megatron_fp4
-from megatron_fp4 import get_quantizer, get_recipe, list_quantizers, list_recipes, quantize
-from megatron_fp4.call import Call
-from megatron_fp4.gemms import fprop
-from megatron_fp4.hadamard import transform
+from megatron_fp4 import (
+    get_quantizer,
+    get_recipe,
+    linear,
+    list_quantizers,
+    list_recipes,
+    quantize,
+)
+from megatron_fp4.arithmetic.hadamard import transform
+from megatron_fp4.arithmetic.philox import Key, random_bits16
+from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
-from megatron_fp4.philox import Key, random_bits16
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,7 +71,7 @@ def test_forward_product_is_within_bounds_of_float64(name: str, dtype: torch.dty
     recipe = get_recipe(name, **({"occ": False} if name == "dge-occ" else {}))
     x = torch.randn(512, 1024, device="cuda").to(dtype)
     w = torch.randn(768, 1024, device="cuda").to(dtype)
-    y, _ = fprop(x, w, None, recipe, Call())
+    y = linear(x, w, recipe=recipe)
     assert recipe.fprop.a is not None and recipe.fprop.b is not None
     operands = [
         quantize(t, q).dequantize(torch.float64)
@@ -107,8 +113,8 @@ def test_dw_is_added_to_a_float32_main_grad_unrounded(name: str) -> None:
         if fuses:
             weight.main_grad = torch.zeros(384, 512, device="cuda")  # type: ignore[attr-defined]
         for _ in range(2):
-            call = Call(fuses=fuses)
-            quantized_linear(x, weight, None, get_recipe(name), call).backward(dy)
+            site = Site(fuses=fuses)
+            quantized_linear(x, weight, None, get_recipe(name), site).backward(dy)
         assert weight.grad is not None
         gradients.append(weight.main_grad if fuses else weight.grad)  # type: ignore[attr-defined]
     main, rounded = (g.double() for g in gradients)

@@ -9,15 +9,20 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import get_quantizer, get_recipe, linear, list_recipes
-from megatron_fp4.backends import Decoded, Operand, Preparation
-from megatron_fp4.backends.hopper import Hopper
-from megatron_fp4.backends.reference import Reference
-from megatron_fp4.call import Call
-from megatron_fp4.kernels.carrier import Carried
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
+from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.mxfp4 import Mxfp4Kernel
 from megatron_fp4.monitor import NonFiniteMonitor, Sighting
-from megatron_fp4.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.multipliers import choose
+from megatron_fp4.multipliers.base import Product
+from megatron_fp4.multipliers.hopper import Hopper
+from megatron_fp4.multipliers.reference import Reference
+from megatron_fp4.operands import Decoded, Form, Made
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.target import target_of
+from tests.operand_plans import plan
 from tests.oracles import relative_error
 
 pytestmark = [
@@ -42,9 +47,10 @@ def float64(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
     return a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
 
 
-def decoded(a: Operand, b: Operand, gradient: bool = False) -> tuple[Operand, Operand]:
+def decoded(a: Made, b: Made, gradient: bool = False) -> tuple[Form, Form]:
     """As they are multiplied."""
-    first, second = Hopper().decode([a, b], torch.bfloat16, gradient)
+    letters = "dy" if gradient else "x", "w"
+    first, second = Hopper().decode([a, b], letters, torch.bfloat16)
     return first, second
 
 
@@ -60,7 +66,7 @@ def test_products(shape: tuple[int, int, int], gradient: bool) -> None:
     m, n, k = shape
     a, b = quantized(m, k, 0.7, 1), quantized(n, k, 0.7, 2)
     backend, expected = Hopper(), float64(a, b)
-    forms = decoded(a, b, gradient)
+    forms = decoded(Made(a), Made(b), gradient)
     for form in forms:
         assert isinstance(form, Decoded) and form.tally is not None and not form.tally.any()
         assert form.values.dtype in (torch.float8_e5m2, torch.float8_e4m3fn)
@@ -81,7 +87,7 @@ def test_a_gradient_s_window_is_wider() -> None:
     backend, expected = Hopper(), float64(a, b)
     errors, counts = [], []
     for gradient in (True, False):
-        form, other = decoded(a, b, gradient)
+        form, other = decoded(Made(a), Made(b), gradient)
         assert isinstance(form, Decoded) and form.tally is not None
         product = backend.multiply(form, other, 1.0, torch.float32)
         errors.append(relative_error(product, expected))
@@ -91,19 +97,22 @@ def test_a_gradient_s_window_is_wider() -> None:
 
 @pytest.mark.parametrize("rows", [24, 0])
 def test_what_fp8_does_not_tile_is_multiplied_in_bf16(rows: int) -> None:
+    quantizer, bf16 = get_quantizer("mxfp4"), torch.bfloat16
+    asked = Product(quantizer, quantizer, (rows, 48, 64), bf16, bf16)
+    assert choose(asked, target_of(torch.device("cuda"))).multiplier.name == "bf16"
     x = torch.randn(rows, 64, device="cuda").bfloat16()
-    a, b = quantize_matrix(x, get_quantizer("mxfp4"), axis=1), quantized(48, 64, 0.0, 2)
-    backend = Hopper()
-    forms = decoded(a, b)
-    found = backend.multiply(*forms, 1.0, torch.float32)
-    assert found.shape == (rows, 48) and (not rows or relative_error(found, float64(a, b)) < 2e-4)
+    w = torch.randn(48, 64, device="cuda").bfloat16()
+    with torch.no_grad():
+        y = linear(x, w, recipe="mxfp4")
+    a, b = (quantize_matrix(t, quantizer, axis=1) for t in (x, w))
+    assert y.shape == (rows, 48) and (not rows or relative_error(y, float64(a, b)) < 2e-3)
 
 
 def test_main_grad_at_an_odd_address() -> None:
     a, b = quantized(64, 64, 0.0, 1), quantized(48, 64, 0.0, 2)
     backend = Hopper()
     into = torch.zeros(64 * 48 + 1, device="cuda")[1:].view(64, 48)
-    forms = decoded(a, b, True)
+    forms = decoded(Made(a), Made(b), True)
     assert backend.multiply(*forms, 1.0, torch.bfloat16, into) is into
     assert relative_error(into, float64(a, b)) < 2e-4
 
@@ -119,12 +128,12 @@ def test_products_of_mended_carriers_are_those_of_the_rule_s_bit_for_bit() -> No
     for source in (x.bfloat16(), torch.full_like(x, torch.nan).bfloat16()):
         for gradient in (False, True):
             products, tallies = [], []
-            for element in (None, backend.carrier(gradient)):
+            for element in (None, backend.carrier("dy" if gradient else "x")):
                 operands = []
                 for matrix, carrier in ((source, element), (w, element and torch.float8_e4m3fn)):
-                    wanted = Preparation("", quantizer, 1, carrier=carrier)
-                    [made] = backend.prepare(matrix, wanted)
-                    assert isinstance(made, Carried) == (element is not None)
+                    wanted = plan(matrix, quantizer, 1, carrier=carrier)
+                    [made] = Mxfp4Kernel().make(matrix, [wanted], [Given()])
+                    assert (made.carriers is not None) == (element is not None)
                     operands.append(made)
                 forms = decoded(operands[0], operands[1], gradient)
                 products.append(backend.multiply(forms[0], forms[1], 1.0, torch.float32))
@@ -158,7 +167,7 @@ def test_a_linear_is_the_reference_s(recipe: Recipe, bias: bool) -> None:
         assert wanted is not None
         assert relative_error(found.detach().cpu(), wanted.detach().double()) < 4e-3
     w.main_grad = torch.ones(384, 256, device=device)  # type: ignore[attr-defined]
-    y = quantized_linear(x, w, b, recipe, Call(fuses=True))
+    y = quantized_linear(x, w, b, recipe, Site(fuses=True))
     y.backward(dy)
     assert w_cpu.grad is not None
     added = w.main_grad.cpu().double() - 1  # type: ignore[attr-defined]
@@ -168,7 +177,7 @@ def test_a_linear_is_the_reference_s(recipe: Recipe, bias: bool) -> None:
 def test_a_reference_product_of_carriers() -> None:
     """A carrier is an operand of every backend."""
     a, b = quantized(64, 64, 0.0, 1), quantized(48, 64, 0.0, 2)
-    forms = decoded(a, b)
+    forms = decoded(Made(a), Made(b))
     found = Reference().multiply(*forms, 1.0, torch.float32)
     assert relative_error(found, float64(a, b)) < 1e-6
 
@@ -183,7 +192,7 @@ def test_rounded_and_nan_operands_are_told_of() -> None:
         x[3, 5] *= value
         w = torch.randn(64, 512, device="cuda").bfloat16()
         observe = partial(watching.observe, "fc1")
-        quantized_linear(x.bfloat16(), w, None, get_recipe("mxfp4"), Call(observe=observe))
+        quantized_linear(x.bfloat16(), w, None, get_recipe("mxfp4"), Site(observe=observe))
     seen += [(watching.look(), watching.rounding)]
     assert [s for s, _ in seen] == [None, None, None, None, Sighting(2, "fc1", "fprop", "x")]
     assert [r is not None and r.worst for _, r in seen[:4]] == [

@@ -1,19 +1,35 @@
 """On a GPU: the quantize kernels' codes and scales are the reference's."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from megatron_fp4.backends import Preparation, fused
-from megatron_fp4.backends.bf16 import Bf16
-from megatron_fp4.backends.reference import Reference
-from megatron_fp4.outliers import OutlierClamp
-from megatron_fp4.philox import Key, Noise
-from megatron_fp4.quantizer import QuantizedTensor, Quantizer, get_quantizer
+from megatron_fp4 import get_recipe
+from megatron_fp4.arithmetic.outliers import OutlierClamp
+from megatron_fp4.arithmetic.philox import Key, Noise
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, get_quantizer
+from megatron_fp4.makers import choose, outliers
+from megatron_fp4.makers.base import Given
+from megatron_fp4.plan.setting import Setting
+from megatron_fp4.target import target_of
+from tests.operand_plans import made_in_pytorch, plan
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
+
+
+def by_kernel(
+    x: torch.Tensor, quantizer: Quantizer, given: dict[int, Given], group: int = 0
+) -> list[QuantizedTensor]:
+    """The copies of x along the axes that are given, by the maker of a plan on this GPU."""
+    operands = [plan(x, quantizer, axis, group=group) for axis in given]
+    [maker] = {choose(operand, target_of(x.device)).maker for operand in operands}
+    assert maker.name != "pytorch"
+    made = maker.make(x, operands, list(given.values()))
+    return [each.operand for each in made if isinstance(each.operand, QuantizedTensor)]
 
 
 def test_codes_and_scales_are_the_reference_s() -> None:
@@ -46,36 +62,29 @@ def test_every_magnitude_under_every_scale(name: str, axis: int) -> None:
     x = blocks.view(len(tops), -1).short().view(torch.bfloat16).cuda()
     x = x if axis == 1 else x.t().contiguous()
     noise = Noise(Key(3), 5) if name.endswith("sr") else None
-    wanted = Preparation("", get_quantizer(name), axis, noise=noise)
-    assert fused.prepare(x, wanted) != [None]
-    [found], [made] = Bf16().prepare(x, wanted), Reference().prepare(x, wanted)
-    assert isinstance(found, QuantizedTensor) and isinstance(made, QuantizedTensor)
+    [found] = by_kernel(x, get_quantizer(name), {axis: Given(noise=noise)})
+    made = made_in_pytorch(x, get_quantizer(name), axis, noise=noise)
     assert torch.equal(found.codes, made.codes) and torch.equal(found.scales, made.scales)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-17-16-sr"])
-def test_nvfp4_through_the_backend(name: str) -> None:
+def test_nvfp4_through_the_maker(name: str) -> None:
     x = torch.randn(1024, 4096, device="cuda").bfloat16()
     noise = Noise(Key(3), 5) if name.endswith("sr") else None
     for axis in (0, 1):
-        wanted = Preparation("", get_quantizer(name), axis, noise=noise)
-        assert fused.prepare(x, wanted) != [None]
-        [found], [made] = Bf16().prepare(x, wanted), Reference().prepare(x, wanted)
-        assert isinstance(found, QuantizedTensor) and isinstance(made, QuantizedTensor)
+        [found] = by_kernel(x, get_quantizer(name), {axis: Given(noise=noise)})
+        made = made_in_pytorch(x, get_quantizer(name), axis, noise=noise)
         assert torch.equal(found.codes, made.codes) and torch.equal(found.scales, made.scales)
         assert torch.equal(found.dequantize(), made.dequantize())
 
 
-def test_an_average_through_the_backend() -> None:
+def test_an_average_through_the_maker() -> None:
     x = torch.randn(1024, 4096, device="cuda").bfloat16()
     average = x.float() + 0.2 * torch.randn(1024, 4096, device="cuda")
     quantizer = Quantizer(rule="ceil", rounding="ema")
-    wanted = [Preparation("", quantizer, axis, average=average) for axis in (1, 0)]
-    assert None not in fused.prepare(x, *wanted)
-    for found, other in zip(
-        Bf16().prepare(x, *wanted), Reference().prepare(x, *wanted), strict=True
-    ):
-        assert isinstance(found, QuantizedTensor) and isinstance(other, QuantizedTensor)
+    given = Given(average=average)
+    for axis, found in zip((1, 0), by_kernel(x, quantizer, {1: given, 0: given}), strict=True):
+        other = made_in_pytorch(x, quantizer, axis, average=average)
         assert torch.equal(found.codes, other.codes) and torch.equal(found.scales, other.scales)
 
 
@@ -92,35 +101,29 @@ def test_outliers_are_the_reference_s_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("features", [4096, 14336])
-def test_many_tokens_are_split_through_the_backend(features: int) -> None:
+def test_many_tokens_are_split_through_the_maker(features: int) -> None:
     generator = torch.Generator().manual_seed(features)
     x = torch.randn(512, features, generator=generator).exp().bfloat16() - 0.7
     wanted, wanted_residual = OutlierClamp().split(x)
-    assert fused.split(x.cuda(), OutlierClamp()) is not None
-    for backend in (Bf16(), Reference()):  # the reference's sort on a GPU too
-        found, residual = backend.split(x.cuda(), OutlierClamp())
+    target, bf16 = target_of(torch.device("cuda")), torch.bfloat16
+    setting = Setting(512, features, 64, bf16, target, bf16)
+    split = outliers.choose(get_recipe("dge-occ"), setting)
+    assert isinstance(split, partial)
+    for each in (split, OutlierClamp().split):  # PyTorch's sort on a GPU too
+        found, residual = each(x.cuda())
         assert torch.equal(found.cpu(), wanted)
         assert torch.equal(residual.dense().cpu(), wanted_residual.dense())
 
 
 @pytest.mark.parametrize("group", [0, 32, 64, 128])
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp4-ceil-sr"])
-def test_a_large_gradient_both_ways_through_the_backend(name: str, group: int) -> None:
+def test_a_large_gradient_both_ways_through_the_maker(name: str, group: int) -> None:
     x = torch.randn(1024, 4096, device="cuda").bfloat16()
-    wanted = [
-        Preparation(
-            "",
-            get_quantizer(name),
-            axis,
-            group=group,
-            noise=Noise(Key(3), axis) if name.endswith("sr") else None,
-        )  # fmt: skip
-        for axis in (1, 0)
-    ]
-    assert None not in fused.prepare(x, *wanted)
-    for found, other in zip(
-        Bf16().prepare(x, *wanted), Reference().prepare(x, *wanted), strict=True
-    ):
-        assert isinstance(found, QuantizedTensor) and isinstance(other, QuantizedTensor)
+    quantizer = get_quantizer(name)
+    given = {
+        axis: Given(noise=Noise(Key(3), axis) if quantizer.stochastic else None) for axis in (1, 0)
+    }
+    for axis, found in zip((1, 0), by_kernel(x, quantizer, given, group), strict=True):
+        other = made_in_pytorch(x, quantizer, axis, group, noise=given[axis].noise)
         differing = (found.codes != other.codes).sum() + (found.scales != other.scales).sum()
         assert differing <= (1e-4 * x.numel() if group else 0)

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from megatron_fp4 import get_quantizer
-from megatron_fp4.backends.blackwell import Blackwell
-from megatron_fp4.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.multipliers.blackwell import Blackwell
+from megatron_fp4.operands import Made
 from tests.oracles import relative_error
 
 pytestmark = [
@@ -27,17 +28,19 @@ def quantized(rows: int, columns: int, seed: int) -> QuantizedTensor:
 @pytest.mark.parametrize("shape", [(256, 512, 1024), (16, 48, 32), (200, 1000, 4128)], ids=str)
 def test_products(shape: tuple[int, int, int]) -> None:
     m, n, k = shape
-    a, b, backend = quantized(m, k, 1), quantized(n, k, 2), Blackwell()
+    a, b, multiplier = quantized(m, k, 1), quantized(n, k, 2), Blackwell()
     expected = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
-    assert backend.decode([a], torch.bfloat16)[0] is a
-    assert relative_error(backend.multiply(a, b, 1.0, torch.bfloat16), expected) < 2e-3
-    assert relative_error(backend.multiply(a, b, 16 / 9, torch.float32), expected * 16 / 9) < 2e-4
+    assert multiplier.decode([Made(a)], ["x"], torch.bfloat16)[0] is a
+    assert relative_error(multiplier.multiply(a, b, 1.0, torch.bfloat16), expected) < 2e-3
+    assert (
+        relative_error(multiplier.multiply(a, b, 16 / 9, torch.float32), expected * 16 / 9) < 2e-4
+    )
     into = torch.full((m, n), 3.0, device="cuda")
-    assert backend.multiply(a, b, 1.0, torch.bfloat16, into) is into
+    assert multiplier.multiply(a, b, 1.0, torch.bfloat16, into) is into
     assert relative_error(into - 3.0, expected) < 2e-4
     # The control: another matrix's scales.
     a.scales.add_(1)
-    assert relative_error(backend.multiply(a, b, 1.0, torch.float32), expected) > 0.5
+    assert relative_error(multiplier.multiply(a, b, 1.0, torch.float32), expected) > 0.5
 
 
 def test_a_nan_block_shows() -> None:

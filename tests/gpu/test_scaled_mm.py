@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from megatron_fp4 import get_quantizer, get_recipe
-from megatron_fp4.backends import choose
-from megatron_fp4.backends.blackwell import Blackwell
-from megatron_fp4.backends.sm100 import Sm100, problem
-from megatron_fp4.quantizer import quantize_matrix
+from megatron_fp4 import get_quantizer
+from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.multipliers import choose
+from megatron_fp4.multipliers.blackwell import Blackwell
+from megatron_fp4.multipliers.sm100 import Sm100, problem_on
+from megatron_fp4.target import target_of
+from tests.multipliers.products import asked
 from tests.oracles import normal, relative_error
 
 pytestmark = [
@@ -20,18 +22,18 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.mark.skipif(HAS_IT, reason="torch multiplies MXFP4 here")
 def test_elsewhere_the_check_gives_torchs_reason_and_harms_nothing() -> None:
-    reason = problem(DEVICE)
+    reason = problem_on(DEVICE)
     assert reason is not None and "raised" in reason and "\n" not in reason
     torch.cuda.synchronize()
-    chosen = choose(get_recipe("tetrajet").fprop, DEVICE, torch.bfloat16)
-    assert chosen.backend.name != "sm100" and "sm100" in dict(chosen.passed_over)
+    chosen = choose(asked(), target_of(DEVICE))
+    assert chosen.multiplier.name != "sm100" and "sm100" in dict(chosen.passed_over)
 
 
 @pytest.mark.skipif(not HAS_IT, reason="needs compute capability 10.x")
 @pytest.mark.parametrize("shape", [(8192, 4096, 4096), (8192, 14336, 4096), (200, 176, 416)])
 def test_products(shape: tuple[int, int, int]) -> None:
     m, n, k = shape
-    assert problem(DEVICE) is None
+    assert problem_on(DEVICE) is None
     a, b = (
         quantize_matrix(normal((rows, k), seed).to(DEVICE), get_quantizer("mxfp4-ceil"), axis=1)
         for seed, rows in enumerate((m, n))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_fp4 import get_recipe, linear, list_recipes
-from megatron_fp4.quantizer import get_quantizer
+from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.recipe import GemmRecipe, Recipe
 
 pytestmark = [

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_quantizer
-from megatron_fp4.backends.base import Preparation
-from megatron_fp4.backends.reference import Reference
-from megatron_fp4.kernels.blocks import quantize, takes
-from megatron_fp4.philox import Key, Noise, Placement
-from megatron_fp4.quantizer import QuantizedTensor, absolute_max
+from megatron_fp4.arithmetic.philox import Key, Noise, Placement
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, absolute_max
+from megatron_fp4.kernels.blocks import quantize
+from megatron_fp4.makers.block_scales import BlockScaleKernel
+from tests.operand_plans import made_in_pytorch, plan
 
 ROWS, COLUMNS = 96, 160  # tiles do not fill it
 NVFP4 = get_quantizer("nvfp4")
@@ -59,7 +59,7 @@ def differences(device: str, of: str = "") -> Iterator[str]:
         if of not in name:
             continue
         for source, axis in ((x, 1), (x, 0), (ordinary, 1), (ordinary, 0), (0 * ordinary, 1)):
-            assert takes(source, quantizer, axis)
+            assert BlockScaleKernel().refuses(plan(source, quantizer, axis)) is None
             for is_shard in (False, True) if quantizer.stochastic else (False,):
                 for widest in (None, absolute_max(8 * ordinary, quantizer, axis)):
                     if widest is not None and not quantizer.tensor_max:
@@ -70,9 +70,7 @@ def differences(device: str, of: str = "") -> Iterator[str]:
                         noises[0] if quantizer.stochastic else None,
                         None if widest is None else widest.to(device),
                     )  # fmt: skip
-                    wanted = Preparation("", quantizer, axis, noise=noises[1], widest=widest)
-                    [made] = Reference().prepare(source, wanted)
-                    assert isinstance(made, QuantizedTensor)
+                    made = made_in_pytorch(source, quantizer, axis, noise=noises[1], widest=widest)
                     if told := _differing(found, made):
                         yield f"{name} {axis} {is_shard} {widest is None}: {told}"
 

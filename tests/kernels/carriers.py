@@ -9,6 +9,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import get_quantizer
-from megatron_fp4.kernels.carrier import Carried, carried, elements
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.kernels.carrier import carried, elements
 from megatron_fp4.kernels.quantize import Copy, quantize
-from megatron_fp4.quantizer import quantize_matrix
 
 # What docs/numerics.md says: the window of exponents in which E2M1 is exact, and ml_dtypes' own.
 ELEMENTS = {
@@ -57,10 +58,12 @@ def differences(device: str, of: str = "") -> Iterator[str]:
         mine = replace(q, codes=q.codes.to(device), scales=q.scales.to(device))
         kinds = list(ELEMENTS)[:: 1 if rows > 16 else -1]  # either one comes first
         if columns == 32:  # and alone
-            forms = [carried([mine], [kind])[0] for kind in kinds]
+            forms = [carried([(mine, kind, None)])[0] for kind in kinds]
         else:
-            forms = carried([mine, mine], kinds)
-        for element, (values, fold, tally) in zip(kinds, forms, strict=True):
+            forms = carried([(mine, kind, None) for kind in kinds])
+        for element, form in zip(kinds, forms, strict=True):
+            values, fold, tally = form
+            assert fold is not None and tally is not None
             bottom, top, dtype = ELEMENTS[element]
             largest = torch.where(scale == 255, 0, scale).amax(1, keepdim=True)
             exponent = (largest - top).clamp(min=1) - 127
@@ -87,8 +90,9 @@ def beside(device: str, of: str = "") -> Iterator[str]:
     quantizer = get_quantizer("mxfp4-ceil")
     for element, order in itertools.product(ELEMENTS, (1, -1)):
         [made] = quantize(x, quantizer, [Copy(1, carrier=element)])
-        assert isinstance(made, Carried)
-        forms = carried([made, made.plain()][::order], [element] * 2)
+        assert made.carriers is not None and isinstance(made.operand, QuantizedTensor)
+        both = [(made.operand, element, made.carriers), (made.operand, element, None)]
+        forms: list[Any] = carried(both[::order])
         one, two = (values.cpu().double() * fold.cpu() for values, fold, _ in forms)
         tallies = [tally.tolist() for *_, tally in forms]
         if not torch.equal(one.nan_to_num(7e30), two.nan_to_num(7e30)) or tallies[0] != tallies[1]:

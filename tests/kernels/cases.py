@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_fp4.backends.base import Preparation
-from megatron_fp4.backends.reference import Reference
+from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, quantize_matrix
 from megatron_fp4.kernels import carrier
-from megatron_fp4.kernels.carrier import Carried
 from megatron_fp4.kernels.fp8 import FORMATS
-from megatron_fp4.kernels.quantize import Copy, quantize, takes
-from megatron_fp4.philox import Key, Noise, Placement, Signs
-from megatron_fp4.quantizer import QuantizedTensor, Quantizer, quantize_matrix
+from megatron_fp4.kernels.quantize import Copy, quantize
+from megatron_fp4.makers.mxfp4 import Mxfp4Kernel
+from megatron_fp4.operands import Made
+from tests.operand_plans import made_in_pytorch, plan
 
 SEED, STEP, DRAW = 2**63 + 11, 2**32 + 5, 2**33 + 3
 
@@ -178,7 +178,8 @@ def difference(case: Case, device: str) -> str | None:
     if case.packed:
         x = quantize_matrix(dense, Quantizer(rule="ceil"), axis=1)
         on_device = replace(x, codes=x.codes.to(device), scales=x.scales.to(device))
-    assert all(takes(x, case.quantizer, axis, case.group) for axis in case.axes)
+    for axis in case.axes:
+        assert Mxfp4Kernel().refuses(plan(x, case.quantizer, axis, group=case.group)) is None
     wanted = [case.copy(axis, device) for axis in case.axes]
     beside = average(dense) if case.quantizer.rounding == "ema" else None
     given = None if beside is None else beside.to(device)
@@ -186,20 +187,22 @@ def difference(case: Case, device: str) -> str | None:
     codes = scales = carriers = 0
     for axis, kernels in zip(case.axes, found, strict=True):
         copy = case.copy(axis, "cpu")
-        preparation = Preparation(
-            "", case.quantizer, axis, group=case.group, signs=copy.signs, noise=copy.noise,
-            average=beside,
-        )  # fmt: skip
-        [made] = Reference().prepare(x, preparation)
-        assert isinstance(made, QuantizedTensor)
-        assert (kernels.shape, kernels.axis) == (made.shape, made.axis)
-        codes += _differing(kernels.codes.cpu(), made.codes)
-        scales += int((kernels.scales.cpu() != made.scales).sum())
-        if isinstance(kernels, Carried):
+        made = made_in_pytorch(
+            x, case.quantizer, axis, case.group, signs=copy.signs, noise=copy.noise, average=beside
+        )
+        operand = kernels.operand
+        assert isinstance(operand, QuantizedTensor)
+        assert (operand.shape, operand.axis) == (made.shape, made.axis)
+        codes += _differing(operand.codes.cpu(), made.codes)
+        scales += int((operand.scales.cpu() != made.scales).sum())
+        if kernels.carriers is not None:
             carriers += _wrong_carriers(kernels)
             if case.filled in ("zeros in rows", "Inf in columns"):  # these rows need no mending
-                [(_, fold, _)] = carrier.carried([kernels], [kernels.element])
-                carriers += len(fold[~(kernels.scales == 255).any(1)].unique()) > 1
+                [(_, fold, _)] = carrier.carried(
+                    [(operand, kernels.carriers.element, kernels.carriers)]
+                )
+                assert fold is not None
+                carriers += len(fold[~(operand.scales == 255).any(1)].unique()) > 1
     # Codes after a transform may differ in 1e-4 of the elements: the order of its sums.
     allowed = len(case.axes) * x.shape.numel() * 1e-4 if case.group else 0
     if codes + scales <= allowed and not carriers:
@@ -207,23 +210,27 @@ def difference(case: Case, device: str) -> str | None:
     return f"{case}: {codes} codes, {scales} scales, {carriers} carriers"
 
 
-def _wrong_carriers(made: Carried) -> int:
+def _wrong_carriers(made: Made) -> int:
     """How many elements and counts are not as docs/numerics.md says, under the fold that it says;
     under another none is rounded."""
-    [form] = carrier.carried([made], [made.element])
-    elements, fold, counts = (t.cpu() for t in form)
+    q, carriers = made.operand, made.carriers
+    assert isinstance(q, QuantizedTensor) and carriers is not None
+    [form] = carrier.carried([(q, carriers.element, carriers)])
+    elements, fold, counts = (t.cpu() for t in form if t is not None)
     plain = replace(
-        made.plain(), codes=made.codes.cpu(), scales=made.scales.cpu(), axis=1,
-        shape=torch.Size((len(made.codes), made.shape[made.axis])),
+        q, codes=q.codes.cpu(), scales=q.scales.cpu(), axis=1,
+        shape=torch.Size((len(q.codes), q.shape[q.axis])),
     )  # fmt: skip
     value, scale, fold = plain.dequantize(torch.float64), plain.scales.int(), fold.double()
-    *_, bottom, top = FORMATS[made.element]
+    *_, bottom, top = FORMATS[carriers.element]
     largest = torch.where(scale == 255, 0, scale).amax(1, keepdim=True)
     rule = (largest - top).clamp(min=1) - 127
     below = (scale - 127 - rule < bottom).repeat_interleave(32, 1)
     count = int((below & (value != 0) & ~value.isnan()).sum())
     wanted = torch.where(
-        fold == torch.exp2(rule.double()), (value / fold).to(made.element).double(), value / fold
+        fold == torch.exp2(rule.double()),
+        (value / fold).to(carriers.element).double(),
+        value / fold,
     )
     found = elements.double()
     same = (found == wanted) & (found.signbit() == wanted.signbit()) | found.isnan() & value.isnan()

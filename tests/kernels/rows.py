@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_quantizer
-from megatron_fp4.backends.base import Preparation
-from megatron_fp4.backends.reference import Reference
-from megatron_fp4.kernels.rows import quantize, takes, turned, turns
-from megatron_fp4.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.kernels.rows import quantize, transposed
+from megatron_fp4.makers.row_scales import RowScaleKernel
+from tests.operand_plans import made_in_pytorch, plan
 
 BLOCKS = ((0, 0), (1, 0))  # the tensor, a row
 ROWS, COLUMNS = 40, 330
@@ -35,15 +35,13 @@ def differences(device: str) -> Iterator[str]:
     ):
         x[5, 7] = bad
         quantizer = Quantizer(element=element, scale="fp32", block=block, rule="absmax")  # type: ignore
-        assert takes(x.bfloat16(), quantizer, axis)
+        assert RowScaleKernel().refuses(plan(x.bfloat16(), quantizer, axis)) is None
         fold = torch.randn(x.shape[axis], generator=generator).exp()
         shared = torch.full((x.shape[1 - axis] if block[0] else 1, 1), 1e9)
         for widest, folded in ((None, None), (None, fold), (shared, None)):
             if bad != 1.0 and widest is not None:
                 continue
-            wanted = Preparation("", quantizer, axis, fold=folded, widest=widest)
-            [made] = Reference().prepare(x.bfloat16(), wanted)
-            assert isinstance(made, QuantizedTensor)
+            made = made_in_pytorch(x.bfloat16(), quantizer, axis, fold=folded, widest=widest)
             there = [None if t is None else t.to(device) for t in (folded, widest)]
             found = quantize(x.bfloat16().to(device), quantizer, axis, *there)
             if _differ(found, made):
@@ -51,11 +49,10 @@ def differences(device: str) -> Iterator[str]:
 
     packed = quantize_matrix(x[:, :320], get_quantizer("vector"), axis=1).unscaled()
     on_device = replace(packed, codes=packed.codes.to(device), scales=packed.scales.to(device))
-    assert turns(packed, 0) and not turns(packed, 1)
-    found, made = turned(on_device), packed.along(0)
+    found, made = transposed(on_device), packed.along(0)
     values = found.dequantize().cpu()
     if _differ(found, made) or not torch.equal(values, packed.dequantize()):
-        yield "turned"
+        yield "transposed"
 
 
 def _differ(found: QuantizedTensor, made: QuantizedTensor) -> bool:

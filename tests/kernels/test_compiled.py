@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.kernels import blocks, carrier
 from megatron_fp4.kernels.carrier import carry_kernel
 from megatron_fp4.kernels.estimator import factor_kernel
@@ -15,7 +16,6 @@ from megatron_fp4.kernels.mxfp4 import quantize_kernel
 from megatron_fp4.kernels.outliers import split_kernel, warps
 from megatron_fp4.kernels.quantize import tile
 from megatron_fp4.kernels.rows import EXPONENTS, cast_kernel, largest_kernel
-from megatron_fp4.quantizer import Quantizer
 from tests.kernels.compiling import (
     CARRIER_TYPES,
     PLAIN,

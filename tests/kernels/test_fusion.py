@@ -48,7 +48,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "outliers.split_kernel": (HALVES | WEIGHTS, {"FEATURES": 64, "SLOTS": 16}),
     "rows.largest_kernel": ({}, CAST),
     "rows.cast_kernel": ({}, CAST),
-    "rows.turn_kernel": ({}, {"TILE_ROWS": 64, "TILE_BYTES": 64}),
+    "rows.transpose_kernel": ({}, {"TILE_ROWS": 64, "TILE_BYTES": 64}),
 }
 
 

@@ -9,11 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.kernels.carrier import _Tallies, carry_kernel
 from megatron_fp4.kernels.launch import Launch
-from megatron_fp4.kernels.quantize import _quantize, quantize_kernel, transform_kernel
-from megatron_fp4.kernels.rows import cast_kernel, largest_kernel, turn_kernel
-from megatron_fp4.quantizer import get_quantizer
+from megatron_fp4.kernels.quantize import _quantize_launch, quantize_kernel, transform_kernel
+from megatron_fp4.kernels.rows import cast_kernel, largest_kernel, transpose_kernel
 
 KERNELS = [
     quantize_kernel,
@@ -21,7 +21,7 @@ KERNELS = [
     carry_kernel,
     cast_kernel,
     largest_kernel,
-    turn_kernel,
+    transpose_kernel,
 ]
 
 
@@ -114,7 +114,7 @@ def test_constants_come_last(like: Any) -> None:
 
 def test_a_pointer_is_seen_as_words() -> None:
     """By Triton, which compiles for dtypes; what is compiled takes addresses."""
-    kernel, tensor = Kernel(turn_kernel), torch.zeros(64, dtype=torch.uint8)
+    kernel, tensor = Kernel(transpose_kernel), torch.zeros(64, dtype=torch.uint8)
     constants = dict(TILE_ROWS=64, TILE_BYTES=64)
     start = Launch(kernel, (1,), constants, {"out_ptr": torch.int32}, num_warps=1)
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_what_is_specialized_makes_another_plan(monkeypatch: pytest.MonkeyPatch)
     """Sizes, directions, rounding and carriers have a launch each, and graphs their own; noise and
     places have none."""
     made = [
-        _quantize(rows, 64, get_quantizer(name), packed, along, across, in_memory, False)
+        _quantize_launch(rows, 64, get_quantizer(name), packed, along, across, in_memory, False)
         for rows in (64, 96)
         for name in ("mxfp4", "mxfp4-sr", "mxfp4-ceil")
         for packed in (False, True)
@@ -138,7 +138,9 @@ def test_what_is_specialized_makes_another_plan(monkeypatch: pytest.MonkeyPatch)
         )
     ]  # fmt: skip
     assert len(set(map(id, made))) == len(made) == 96
-    assert made[0] is _quantize(64, 64, get_quantizer("mxfp4"), False, True, False, False, False)
+    assert made[0] is _quantize_launch(
+        64, 64, get_quantizer("mxfp4"), False, True, False, False, False
+    )
 
 
 def test_tallies_are_aligned() -> None:
@@ -148,7 +150,7 @@ def test_tallies_are_aligned() -> None:
 
 def test_kernels_are_interpreted_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    kernel, tensor = Kernel(turn_kernel), torch.zeros(64, dtype=torch.uint8)
+    kernel, tensor = Kernel(transpose_kernel), torch.zeros(64, dtype=torch.uint8)
     start = Launch(kernel, (1,), dict(TILE_ROWS=64, TILE_BYTES=64), num_warps=1)
     for _ in range(2):
         start(arguments(kernel, 64, 3, tensor))

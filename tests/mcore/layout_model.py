@@ -16,9 +16,9 @@ from megatron.core.transformer import TransformerConfig, TransformerLayer
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
+from megatron_fp4.arithmetic.philox import stream_id
 from megatron_fp4.mcore.attach import attach
 from megatron_fp4.mcore.run import Run
-from megatron_fp4.philox import stream_id
 from tests.mcore import small_gpt
 from tests.mcore.layouts import Layout
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_fp4.call import Call
-from megatron_fp4.formats import unpack
-from megatron_fp4.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.formats import unpack
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.execution import backward, forward, making
 
 EXPERT = ".local_experts."
 
@@ -63,39 +63,41 @@ class Recorder:
         self.teacher = teacher
 
     def __enter__(self) -> Recorder:
-        self._prepare = Call.prepare
+        self._make = making.make_operands
 
-        def prepare(call: Any, recipe: Any, like: Tensor, *sources: Any) -> Any:
-            places = [_place(call, recipe, source) for source in sources]
-            taught = [
-                replace(source, matrix=self.teacher(place, source.matrix))
-                if isinstance(source.matrix, Tensor)
-                else source  # fprop's codes, compared there
-                for source, place in zip(sources, places, strict=True)
-            ]
-            operands = self._prepare(call, recipe, like, *taught)
-            for source, place, operand in zip(taught, places, operands, strict=True):
-                quantized = recipe.quantizer(source.gemm, source.operand) is not None
-                if quantized and isinstance(operand, QuantizedTensor):
-                    self.records.append(_record(place, source.matrix, operand))
-            return operands
+        def recording(makings: Any, matrices: Any, folds: Any, site: Any, call: Any) -> Any:
+            made: dict[Any, Any] = {}
+            for one in makings:
+                made |= self._made(one, matrices[one.matrix], folds, site, call)
+            return made
 
-        Call.prepare = prepare  # type: ignore
+        forward.make_operands = backward.make_operands = recording
         return self
 
     def __exit__(self, *_: Any) -> None:
-        Call.prepare = self._prepare  # type: ignore
+        forward.make_operands = backward.make_operands = self._make
+
+    def _made(self, one: Any, matrix: Any, folds: Any, site: Any, call: Any) -> Any:
+        places = [_place(operand, matrix, site, call) for operand in one.operands]
+        if isinstance(matrix, Tensor):  # else fprop's codes, compared there
+            matrix = self.teacher(places[0], matrix)
+        made = self._make([one], {one.matrix: matrix}, folds, site, call)
+        for operand, place in zip(one.operands, places, strict=True):
+            found = made[operand].operand
+            if operand.quantizer is not None and isinstance(found, QuantizedTensor):
+                self.records.append(_record(place, matrix, found))
+        return made
 
 
-def _place(call: Any, recipe: Any, source: Any) -> Place:
-    placement, (rows, columns) = call._placement(source), source.matrix.shape
+def _place(operand: Any, matrix: Any, site: Any, call: Any) -> Place:
+    placement, (rows, columns) = site.placement(operand, call), matrix.shape
     groups = torch.arange(columns // 8) if placement.groups is None else placement.groups.cpu()
     return Place(
-        label=call.preparation(recipe, source).label,
-        microbatch=None if source.operand == "w" else call.microbatch,
+        label=site.label(operand, call),
+        microbatch=None if operand.letter == "w" else call.microbatch,
         rows=torch.arange(rows) if placement.rows is None else placement.rows.cpu(),
         columns=(groups[:, None] * 8 + torch.arange(8)).flatten(),
-        scale=get_num_microbatches() if source.operand == "dy" else 1,
+        scale=get_num_microbatches() if operand.letter == "dy" else 1,
     )
 
 

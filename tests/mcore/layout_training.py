@@ -14,8 +14,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_fp4 import recipes
+from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.mcore.run import Run
-from megatron_fp4.quantizer import get_quantizer
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from tests.mcore.layout_model import SEQUENCE, VOCABULARY, build, named_parameters
 from tests.mcore.layout_recorder import Record, Recorder, Teacher
@@ -79,6 +79,7 @@ class Training:
             fp4_weight_cache="packed",
             fp4_saved_x="packed",
             fp4_wgrad_fusion=True,
+            accumulate_allreduce_grads_in_fp32=True,
         )
         self.run = Run(recipe, self.args)
         self.chunks = build(model, layout, dtype, self.run, recompute)

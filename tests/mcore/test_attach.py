@@ -3,19 +3,25 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_fp4 import get_recipe
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import attach as attaching
-from megatron_fp4.mcore.attach import Row, attach, table, unpacked_x
+from megatron_fp4.mcore import start_table
+from megatron_fp4.mcore.attach import attach
 from megatron_fp4.mcore.run import Run
-from megatron_fp4.quantizer import Quantizer
+from megatron_fp4.mcore.start_table import Row, table
+from megatron_fp4.plan.compiler import compile_plan
+from megatron_fp4.plan.setting import Setting, column_parallel
+from megatron_fp4.plan.words import gemm_words
 from megatron_fp4.recipe import GemmRecipe, Recipe
+from megatron_fp4.target import target_of
 from tests.mcore import small_gpt
 from tests.mcore.launch import torchrun, train
 
@@ -48,6 +54,8 @@ def run(
         cuda_graph_impl="none",
         fp4_weight_cache="packed",
         fp4_saved_x="packed",
+        fp4_wgrad_fusion=True,
+        accumulate_allreduce_grads_in_fp32=True,
     )
     return Run(recipe, args, modules)
 
@@ -91,7 +99,7 @@ def test_only_the_layers_in_between_follow_the_recipe(one_rank: None) -> None:
     chunk = model()
     attach(run(get_recipe("tetrajet"), start=1, end=2), [chunk])
     states = {
-        name: linear.fp4.name
+        name: linear.fp4.site.name
         for name, linear, _ in attaching._linears(chunk)
         if linear.fp4 is not None
     }
@@ -107,10 +115,15 @@ def test_first_and_last_counts_mean_nothing_without_their_switch(one_rank: None)
 
 
 def test_a_format_that_backward_takes_over_from_forward_is_named() -> None:
-    assert attaching._describe(get_recipe("dge-occ"), "dgrad", "bf16") == "e5m2 x e2m1 on bf16"
-    assert attaching._describe(get_recipe("dge-occ"), "wgrad", "bf16") == "e5m2 x e2m1 on bf16"
-    eight = get_recipe("mxfp4-rht-sr", forward="fp8")
-    assert attaching._describe(eight, "fprop", "bf16") == "e4m3 x e4m3 on bf16"
+    bf16 = torch.bfloat16
+    setting = Setting(64, 64, 64, bf16, target_of(torch.device("cpu")), bf16)
+
+    def words(recipe: Recipe) -> list[str]:
+        plan = compile_plan(recipe, setting)
+        return [gemm_words(plan, gemm) for gemm in plan.gemms]
+
+    assert words(get_recipe("dge-occ"))[1:] == ["e5m2 x e2m1 on bf16"] * 2
+    assert words(get_recipe("mxfp4-rht-sr", forward="fp8"))[0] == "e4m3 x e4m3 on bf16"
 
 
 def test_the_table_tells_the_schedule() -> None:
@@ -123,7 +136,7 @@ def test_the_table_tells_the_schedule() -> None:
     ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1], "0-1"), ([7, 0, 2, 1, 9, 8], "0-2,7-9")]
 )
 def test_ranges_of_layers(numbers: list[int], text: str) -> None:
-    assert attaching._ranges(numbers) == text
+    assert start_table._ranges(numbers) == text
 
 
 # --- refusals ----------------------------------------------------------------------------------
@@ -287,22 +300,21 @@ def test_the_memory_that_kept_weights_take_is_told(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "ranks", "told"), [("mxfp4", 4, True), ("mxfp4", 2, False), ("tetrajet", 4, False)]
+    ("recipe", "sequence", "told"),
+    [("mxfp4", 8, True), ("mxfp4", 16, False), ("tetrajet", 8, False)],
 )
-def test_an_x_that_cannot_be_packed_is_told(
-    one_rank: None, recipe: str, ranks: int, told: bool
-) -> None:
-    """64 tokens, of which each rank of a sequence-parallel group has its part."""
-    one, made = run(get_recipe(recipe)), model()
-    attach(one, [made])
-    linears = [m for m in made.modules() if getattr(m, "fp4", None) is not None]
-    assert linears and unpacked_x(one, linears) == ""
-    for linear in linears:
-        linear.fp4.parallel = SimpleNamespace(size=ranks, tokens="x")
-    line = unpacked_x(one, linears)
-    assert ("16 tokens on a rank are not a multiple of 32" in line) == told == bool(line)
-    one.args.fp4_saved_x = "bf16"
-    assert unpacked_x(one, linears) == ""
+def test_an_x_that_cannot_be_packed_is_told(recipe: str, sequence: int, told: bool) -> None:
+    """Two samples of a sequence, whose tokens wgrad takes in blocks of 32; ranks of a sequence-
+    parallel group have less."""
+    bf16, tokens = torch.bfloat16, 2 * sequence
+    sharding = column_parallel(4, sequence_parallel=True)
+    setting = Setting(tokens, 64, 64, bf16, target_of(torch.device("cpu")), bf16, sharding)
+    for packs_x in (True, False):
+        plan = compile_plan(get_recipe(recipe), replace(setting, packs_x=packs_x))
+        notes = start_table.planned("mlp.linear_fc1", torch.empty(64, 64), plan, tokens).notes
+        line = "X of linear_fc1 is kept in BF16 for backward: 16 tokens on a rank are not a "
+        found = [note for note in notes if note.startswith(line + "multiple of 32")]
+        assert len(found) == (told and packs_x)
 
 
 def test_experts_are_told_of_the_layers_that_have_them() -> None:

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from torch import Tensor
 from torch.distributed import checkpoint
 
-from megatron_fp4 import formats
+from megatron_fp4.arithmetic import formats
 from tests.mcore.launch import Result, torchrun, train
 
 SIZES = ("--ffn-hidden-size", "128", "--bf16")

@@ -3,7 +3,6 @@ nothing is captured, by saying that it is."""
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import Recipe
-from megatron_fp4.hadamard import Hadamard
+from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.mcore import graphs
 from megatron_fp4.mcore.run import Run
 from megatron_fp4.recipe import GemmRecipe
@@ -94,7 +93,7 @@ def test_what_graphs_count_stands_in_the_order_in_which_they_ran(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = captured_run(monkeypatch)
-    first, second = (dataclasses.replace(state(run), name=name) for name in ("z", "a"))
+    first, second = (state(run, name) for name in ("z", "a"))
     run.monitor.start_step(7)
     x, w = (activation() * torch.nan).requires_grad_(), weight()
     second.product(first.product(x, w, None, True), w, None, True).sum().backward()

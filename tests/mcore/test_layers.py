@@ -14,10 +14,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_recipe
-from megatron_fp4.backends.reference import Reference
+from megatron_fp4.arithmetic.philox import Placement
+from megatron_fp4.execution import backward, forward, making
+from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.mcore.layers import Fp4State
 from megatron_fp4.mcore.run import Moment, Run
-from megatron_fp4.philox import Placement
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from tests.mcore.launch import OVERLAP, train
 from tests.mcore.test_run import BATCH, MICROBATCHES, SEQUENCE, run_of
@@ -35,21 +36,23 @@ def microbatches() -> Any:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each operand was prepared."""
+    """How often each operand was made."""
     counts: Counter[str] = Counter()
-    prepare = Reference.prepare
+    make = making.make_operands
 
-    def counting(self: Reference, x: Tensor, *preparations: Any) -> Any:
-        counts.update(preparation.label for preparation in preparations)
-        return prepare(self, x, *preparations)
+    def counting(makings: Any, matrices: Any, folds: Any, site: Any, call: Any) -> Any:
+        operands = [operand for one in makings for operand in one.operands]
+        counts.update(site.label(operand, call) for operand in operands)
+        return make(makings, matrices, folds, site, call)
 
-    monkeypatch.setattr(Reference, "prepare", counting)
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "make_operands", counting)
     return counts
 
 
-def state(run: Run, **fields: Any) -> Fp4State:
+def state(run: Run, name: str = "layer", **fields: Any) -> Fp4State:
     whole = {operand: Placement() for operand in ("x", "w", "dy")}
-    return Fp4State("layer", run, run.recipe, parallel=None, placements=whole, **fields)
+    return Fp4State(run, run.recipe, run.site(name, whole, None), **fields)
 
 
 def weight() -> torch.nn.Parameter:
@@ -141,8 +144,8 @@ def test_a_cache_that_is_never_stale_would_be_caught(
     """Negative control: operands kept whatever happens to W."""
     run = run_of(get_recipe("mxfp4"), curr_iteration=0)
     layer, w = state(run), weight()
-    kept: dict[str, Any] = {}
-    monkeypatch.setattr(layer.cache, "at", lambda stamp: kept)
+    held = HeldWeight()
+    monkeypatch.setattr(layer.cache, "at", lambda stamp: held)
     before = step(run, layer, w)
     changed(how, run, w)
     assert torch.equal(step(run, layer, w), before)

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fp4 import quantize
+from megatron_fp4.arithmetic.philox import Key, Placement
+from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.mcore.layers import Fp4State
 from megatron_fp4.mcore.run import Moment, Run
-from megatron_fp4.philox import Key, Placement
-from megatron_fp4.quantizer import get_quantizer
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from megatron_fp4.replay import Replay
 
@@ -127,7 +127,7 @@ class Layer:
 
     def __init__(self, run: Run, checkpointed: bool) -> None:
         whole = {operand: Placement() for operand in ("x", "w", "dy")}
-        self.state = Fp4State("layer", run, run.recipe, parallel=None, placements=whole)
+        self.state = Fp4State(run, run.recipe, run.site("layer", whole, None))
         self.run, self.checkpointed = run, checkpointed
         generator = torch.Generator().manual_seed(1)
         self.weight = torch.randn(32, 32, generator=generator).requires_grad_()

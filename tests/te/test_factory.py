@@ -201,10 +201,10 @@ def test_main_grad_is_added_to_without_being_rounded() -> None:
     assert dw is wide
     x, weight = x.clone(), w.clone().requires_grad_()
     weight.main_grad = torch.full(w.shape, 3.0)  # type: ignore[attr-defined]
-    from megatron_fp4.call import Call
+    from megatron_fp4.execution.call import Site
     from megatron_fp4.linear import quantized_linear
 
-    quantized_linear(x, weight, None, NEAREST, Call(fuses=True)).backward(dy)
+    quantized_linear(x, weight, None, NEAREST, Site(fuses=True)).backward(dy)
     assert torch.equal(wide, weight.main_grad)  # type: ignore[attr-defined]
     rounded = 3.0 + expected(NEAREST, *tensors())[2].float()
     assert not torch.equal(wide, rounded)  # the control

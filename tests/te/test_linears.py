@@ -18,7 +18,7 @@ from torch import Tensor
 
 import megatron_fp4.te
 from megatron_fp4 import ConfigError, Recipe, get_recipe
-from megatron_fp4.call import Call
+from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.te import Factory
 from tests.oracles import normal, relative_error
@@ -89,7 +89,7 @@ def expected(recipe: Recipe, device: str, fuses: bool = False) -> tuple[Tensor, 
     x, w = x.requires_grad_(), w.requires_grad_()
     if fuses:
         w.main_grad = torch.full_like(w, 3.0, dtype=torch.float32)  # type: ignore[attr-defined]
-    y = quantized_linear(x, w, None, recipe, Call(fuses=fuses))
+    y = quantized_linear(x, w, None, recipe, Site(fuses=fuses))
     y.backward(dy)
     assert x.grad is not None and w.grad is not None
     return y.detach(), x.grad, w.main_grad if fuses else w.grad  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def test_the_linear_with_a_norm_before_it() -> None:
         y = layer(one)
     y.backward(dy)
     weight = layer.weight.detach().clone().requires_grad_()
-    right = quantized_linear(norm(other), weight, None, NEAREST, Call())
+    right = quantized_linear(norm(other), weight, None, NEAREST)
     right.backward(dy)
     assert torch.equal(y, right) and torch.equal(layer.weight.grad, weight.grad)
     assert one.grad is not None and other.grad is not None

@@ -1,0 +1,181 @@
+"""Block scales: from a matrix to its values on the element grid and the scales to store."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic import formats
+from megatron_fp4.arithmetic.formats import widen
+
+if TYPE_CHECKING:
+    from megatron_fp4.arithmetic.quantizer import Quantizer
+
+
+def _blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+    """A [rows, K] matrix as [block rows, across, block columns, along]."""
+    rows, k = matrix.shape
+    across, along = block[0] or rows, block[1] or k
+    blocked = (rows // across if block[0] else 1, across, k // along if block[1] else 1, along)
+    return matrix.reshape(blocked)
+
+
+def per_block(
+    matrix: Tensor,
+    block: tuple[int, int],
+    scales: Tensor,
+    op: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """op(element, its block's scale) over a [rows, K] matrix."""
+    blocks = _blocks(matrix, block)
+    return op(blocks, scales.reshape(blocks.shape[0], 1, blocks.shape[2], 1)).reshape(matrix.shape)
+
+
+def _block_max(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+    """Absolute maxima [rows / across, K / along]; Inf where a block holds an Inf or a NaN; 0 of an
+    empty block."""
+    blocks = _blocks(matrix.abs(), block)
+    if blocks.numel() == 0:
+        return blocks.new_zeros(blocks.shape[0], blocks.shape[2])
+    amax = blocks.amax((1, 3))
+    return torch.where(amax.isnan(), math.inf, amax)
+
+
+def widest_max(matrix: Tensor, quantizer: Quantizer) -> Tensor:
+    """The absolute maxima that the widest scale is made of: of the tensor (a scalar) where there is
+    a tensor scale, else of the blocks. Ranks that share such a scale share the largest of theirs;
+    Inf where a block holds an Inf or a NaN, since a NaN need not survive a maximum over ranks."""
+    amax = _block_max(matrix, quantizer.block)
+    return _tensor_max(amax) if quantizer.tensor_max else amax
+
+
+def _tensor_max(amax: Tensor) -> Tensor:
+    """Over finite blocks: the others are marked by their own scale and do not spoil these."""
+    finite = torch.where(amax.isfinite(), amax, 0)
+    return finite.amax() if amax.numel() else amax.new_zeros(())
+
+
+def scale_blocks(
+    matrix: Tensor, quantizer: Quantizer, widest: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """(scaled values, stored scales, tensor scale, which blocks are finite). A block with a NaN or
+    an Inf has a NaN scale, so that the overflow shows at once; its values are undefined.
+
+    widest: `widest_max` over all ranks that share the scale; None where this is all of it.
+    """
+    if widest is None or quantizer.tensor_max:
+        amax = _block_max(matrix, quantizer.block)
+    else:
+        amax = widest
+    finite = amax.isfinite()
+    tensor_scale = None
+    if quantizer.scale == "e8m0":
+        scaled, scales = _scale_e8m0(matrix, amax, finite, quantizer)
+    elif quantizer.scale == "fp32":
+        scaled, scales = _scale_fp32(matrix, amax, finite, quantizer)
+    else:
+        scaled, scales, tensor_scale = _scale_float(matrix, amax, finite, quantizer, widest)
+    return scaled, scales, tensor_scale, finite
+
+
+def scale_average(
+    average: Tensor, matrix: Tensor, scales: Tensor, finite: Tensor, quantizer: Quantizer
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the average of a matrix on the grid where `scale_blocks` left that, stored scales, which
+    blocks are finite): a NaN or an Inf in the average marks its block as one in the matrix does.
+    Zeros of the matrix have an average of 0. E8M0 scales."""
+    finite = finite & _block_max(average, quantizer.block).isfinite()
+    inverse = formats.decode_e8m0(2 * formats.E8M0_BIAS - scales.int(), matrix.dtype)
+    average = torch.where(matrix == 0, 0, average)
+    scales = torch.where(finite, scales, formats.E8M0_NAN).to(torch.uint8)
+    return per_block(average, quantizer.block, inverse, torch.mul), scales, finite
+
+
+def _scale_e8m0(
+    matrix: Tensor, amax: Tensor, finite: Tensor, quantizer: Quantizer
+) -> tuple[Tensor, Tensor]:
+    mantissa, exponent = formats.block_exponent(torch.where(finite, amax, 0))
+    exponent = exponent - 2
+    if quantizer.rule == "ceil":
+        exponent += mantissa > 1.5  # 1.5 * 2^2 is the grid's 6
+    byte = formats.encode_e8m0(torch.where(amax == 0, -formats.E8M0_BIAS, exponent))
+    inverse = formats.decode_e8m0(2 * formats.E8M0_BIAS - byte.int(), matrix.dtype)
+    byte = torch.where(finite, byte, formats.E8M0_NAN)
+    return per_block(matrix, quantizer.block, inverse, torch.mul), byte.to(torch.uint8)
+
+
+def _scale_fp32(
+    matrix: Tensor, amax: Tensor, finite: Tensor, quantizer: Quantizer
+) -> tuple[Tensor, Tensor]:
+    factor, stored = gamma(amax, finite, quantizer)
+    return per_block(matrix, quantizer.block, factor, torch.mul), stored
+
+
+def gamma(amax: Tensor, finite: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """(what multiplies the values, what is stored) of float32 scales of these maxima."""
+    limit = formats.element_max(quantizer.element)
+    # Tensor by tensor: with a number on either side torch may multiply by a rounded reciprocal.
+    # A maximum below limit / float32's largest would make the scale infinite.
+    factor = (torch.full_like(amax, limit) / amax).clamp(max=torch.finfo(torch.float32).max)
+    factor = torch.where(amax == 0, 1.0, factor)
+    return factor, torch.where(finite, factor, math.nan).to(widen(amax).dtype)
+
+
+def _scale_float(
+    matrix: Tensor,
+    amax: Tensor,
+    finite: Tensor,
+    quantizer: Quantizer,
+    widest: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    limit = formats.E2M1_MAX
+    tensor_scale = None
+    per_unit = amax.new_ones(())
+    if quantizer.tensor_max:
+        top = _tensor_max(amax) if widest is None else widest
+        per_unit = top / torch.full_like(top, limit * quantizer.tensor_max)
+        per_unit = torch.where(per_unit > 0, per_unit, 1.0)  # all zeros, or the quotient underflows
+        tensor_scale = per_unit
+    safe = torch.where(finite, amax, 0)
+
+    def quantize_to(target: float) -> tuple[Tensor, Tensor]:
+        """Scaled values and scale codes with block maxima going to `target`."""
+        scale_format = formats.SCALE_FLOATS[quantizer.scale]
+        wanted = safe / (target * per_unit) * quantizer.inflate
+        code = scale_format.encode(wanted, up=quantizer.rule == "up")
+        divisor = scale_format.decode(code, matrix.dtype) * per_unit
+        divisor = torch.where(divisor > 0, divisor, math.inf)  # a scale of zero: all zeros
+        return per_block(matrix, quantizer.block, divisor, torch.div), code
+
+    scaled, code = quantize_to(limit)
+    if quantizer.rule == "four-over-six":
+        scaled, code = _smaller_error(matrix, quantizer, per_unit, (scaled, code), quantize_to(4.0))
+    code = torch.where(finite, code, formats.SCALE_FLOATS[quantizer.scale].nan).to(torch.uint8)
+    return scaled, code, tensor_scale
+
+
+def _smaller_error(
+    matrix: Tensor,
+    quantizer: Quantizer,
+    per_unit: Tensor,
+    six: tuple[Tensor, Tensor],
+    four: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """For each block the candidate with the smaller squared error; six where they tie. In float64,
+    so that the order of the sum decides no block."""
+    scale_format = formats.SCALE_FLOATS[quantizer.scale]
+
+    def error(candidate: tuple[Tensor, Tensor]) -> Tensor:
+        scaled, code = candidate
+        rounded = formats.decode_e2m1(formats.encode_e2m1(scaled), torch.float64)
+        scales = scale_format.decode(code, torch.float64) * per_unit.double()
+        off = per_block(rounded, quantizer.block, scales, torch.mul) - matrix
+        return _blocks(off.square(), quantizer.block).sum((1, 3))
+
+    use_four = error(four) < error(six)
+    chosen = per_block(use_four.new_ones(matrix.shape), quantizer.block, use_four, torch.mul)
+    return torch.where(chosen, four[0], six[0]), torch.where(use_four, four[1], six[1])

@@ -1,0 +1,181 @@
+"""The backward pass of a linear, dX = dY W and dW = dY^T X, executed from its plan.
+
+X is gathered while dX is computed, and dX is summed over the ranks while dW is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatron_fp4.arithmetic.outliers import Residual
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.communication import Pending
+from megatron_fp4.execution.forward import Saved, all_tokens
+from megatron_fp4.execution.gemm import run_gemm
+from megatron_fp4.execution.making import make_operands, source_of
+from megatron_fp4.execution.weights import HeldWeight
+from megatron_fp4.multipliers.base import finish
+from megatron_fp4.operands import Decoded, Made, Operand
+from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, Source
+
+
+class Gradients(NamedTuple):
+    """dx: [tokens, in]; dw: [out, in], or the main_grad that it was added to; None where they are
+    not asked for. dy: dY as dgrad multiplied it; None without dgrad."""
+
+    dx: Tensor | None
+    dw: Tensor | None
+    dy: Operand | None
+
+
+@dataclass
+class Backward:
+    """One backward pass. held: W's operands, where the calls of a step share them."""
+
+    plan: LinearPlan
+    saved: Saved
+    site: Site
+    call: Call
+    held: HeldWeight | None = None
+    _matrices: dict[tuple[str, Source], Operand] = field(default_factory=dict)
+    _folds: dict[OperandPlan, Tensor | None] = field(default_factory=dict)
+    _made: dict[OperandPlan, Made] = field(default_factory=dict)
+
+    def gradients(self, dy: Tensor, into: Tensor | None) -> Gradients:
+        """The gradients for dY [tokens, out]. into: the main_grad that dW is added to."""
+        plan, site = self.plan, self.site
+        x = self._send_kept_x()
+        residual = None
+        if self.saved.residual is not None:
+            residual = all_tokens(self.saved.residual, plan, site)
+        dy = self._gather_before(dy)
+        self._matrices["dy", "model"] = dy
+        self._make_at_start()
+        if x is None and plan.wgrad is not None:
+            x = self._send(plan.wgrad.b)
+        dys = {gemm.name: self._send(gemm.a) for gemm in plan.gemms[1:] if gemm.a in self._made}
+        dx = dw = dgrads_dy = None
+        if plan.dgrad is not None:
+            dgrads_dy = dys["dgrad"].wait()
+            product = run_gemm(plan.dgrad, dgrads_dy, self._w(plan.dgrad), site, held=self.held)
+            dx = self._sum(product)
+        if plan.wgrad is not None and x is not None:
+            b = x.wait()
+            if plan.late:
+                b = self._make_late(plan.wgrad, b)
+            a = dys["wgrad"].wait() if "wgrad" in dys else self._made[plan.wgrad.a]
+            dw = self._dw(plan.wgrad, a, b, dy, residual, into)
+        return Gradients(
+            None if dx is None else dx.wait(),
+            dw,
+            None if dgrads_dy is None else dgrads_dy.operand,
+        )
+
+    # --- operands ---
+
+    def _send_kept_x(self) -> Pending[Made] | None:
+        """X on its way from the other ranks, where nothing has to be made of this rank's part."""
+        plan, x = self.plan.wgrad, self.saved.x
+        if plan is None or x is None:
+            return None
+        if self.plan.saves_x == "packed":
+            return self._send_operand(plan.b, Made(x))
+        if plan.b.gathered == "before" and self.site.parallel is not None:
+            return self.site.parallel.gather(x).then(Made)
+        return None
+
+    def _gather_before(self, dy: Tensor) -> Tensor:
+        """dY of all tokens, where its operands are made of that."""
+        gemm = self.plan.dgrad or self.plan.wgrad
+        if gemm is None or gemm.a.gathered != "before" or self.site.parallel is None:
+            return dy
+        whole = self.site.parallel.gather(dy).wait()
+        assert isinstance(whole, Tensor)
+        return whole
+
+    def _make_at_start(self) -> None:
+        """Makes what does not wait for X; W's operand only where it is not held."""
+        plan, makings = self.plan, self.plan.backward
+        if plan.dgrad is not None:
+            if self.held is not None and "dgrad" in self.held.made:
+                makings = tuple(m for m in makings if plan.dgrad.b not in m.operands)
+                self._folds[plan.dgrad.a] = self.held.folds["dgrad"]
+            else:
+                self._take_source(plan.dgrad, self.saved.w, plan.fprop.b)
+        if plan.wgrad is not None and any(plan.wgrad.b in m.operands for m in makings):
+            assert self.saved.x is not None
+            self._take_source(plan.wgrad, self.saved.x, plan.fprop.a)
+        self._make(makings)
+
+    def _make_late(self, wgrad: GemmPlan, x: Made) -> Made:
+        """Makes what waits for X of all tokens; returns X's operand."""
+        self._take_source(wgrad, x.operand, self.plan.fprop.a)
+        self._make(self.plan.late)
+        return self._made[wgrad.b]
+
+    def _take_source(self, gemm: GemmPlan, kept: Operand, fprop: OperandPlan) -> None:
+        """Notes what W's or X's operand is to be made of, and what is to be folded into dY."""
+        matrix, fold = source_of(gemm.b, kept, fprop, self.site, self.call)
+        if fold is not None and gemm.name == "wgrad" and gemm.a.is_part and self.site.parallel:
+            fold = self.site.parallel.part(fold)
+        self._matrices[gemm.b.letter, gemm.b.source] = matrix
+        self._folds[gemm.a] = fold
+
+    def _make(self, makings: tuple[Making, ...]) -> None:
+        self._made |= make_operands(makings, self._matrices, self._folds, self.site, self.call)
+
+    def _w(self, dgrad: GemmPlan) -> Made:
+        """W's operand, which is held from now on where the plan says so."""
+        held = self.held
+        if held is None or dgrad.b not in self._made:
+            return self._made[dgrad.b] if held is None else held.made["dgrad"]
+        made = self._made[dgrad.b]
+        if dgrad.holds_b:
+            held.made["dgrad"], held.folds["dgrad"] = Made(made.operand), self._folds[dgrad.a]
+        return made
+
+    def _send(self, operand: OperandPlan) -> Pending[Made]:
+        return self._send_operand(operand, self._made[operand])
+
+    def _send_operand(self, plan: OperandPlan, made: Made) -> Pending[Made]:
+        """An operand with the tokens of all ranks, once it is waited for."""
+        if plan.gathered != "after" or self.site.parallel is None:
+            return Pending.of(made)
+        return self.site.parallel.gather(made.operand).then(Made)
+
+    # --- products ---
+
+    def _sum(self, dx: Tensor) -> Pending[Tensor]:
+        """dX of this rank's tokens, summed over the ranks."""
+        parallel, sharding = self.site.parallel, self.plan.setting.sharding
+        if parallel is not None and sharding.tokens == "x":
+            return parallel.scatter_sum(dx)
+        return parallel.sum(dx) if parallel is not None and sharding.sums_dx else Pending.of(dx)
+
+    def _dw(
+        self,
+        wgrad: GemmPlan,
+        a: Made,
+        b: Made,
+        dy: Tensor,
+        residual: Pending[Residual] | None,
+        into: Tensor | None,
+    ) -> Tensor:
+        """dW, with what the recipe does to it after its GEMM."""
+        plan, saved = self.plan, self.saved
+        if wgrad.product.adds or (plan.estimate is None and residual is None):
+            return run_gemm(wgrad, a, b, self.site, into)
+        dw = run_gemm(wgrad, a, b, self.site)
+        if plan.estimate is not None:
+            # The checks of Recipe see to it that W was quantized and is here.
+            assert isinstance(saved.w, QuantizedTensor) and saved.weight is not None
+            dw = plan.estimate(dw, saved.w, saved.weight.to(dy.dtype))
+        if residual is not None and plan.compensation is not None:
+            # This product took W itself: there is no quantizer that dW would have to pass.
+            outliers = Decoded(residual.wait().dense().t())
+            dw = plan.compensation.multiply(Decoded(dy.t()), outliers, 1.0, dw.dtype, dw)
+        return finish(dw, plan.setting.main_grad or plan.setting.weight_dtype, into)

@@ -1,0 +1,102 @@
+"""Call: what identifies one call of a linear. Site: which linear of a model it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from megatron_fp4.arithmetic.philox import (
+    WHOLE,
+    Key,
+    Noise,
+    Placement,
+    Signs,
+    stream_id,
+    stream_label,
+)
+from megatron_fp4.execution.communication import TensorParallel
+from megatron_fp4.makers.base import Given
+from megatron_fp4.plan.data import OperandPlan
+from megatron_fp4.plan.setting import UNSHARDED, Sharding
+
+
+class Call(NamedTuple):
+    """One call of a linear, among all calls of a training run.
+
+    key: seed and step. microbatch: its index in the global batch (a number, or where it lies in
+        memory), which makes wgrad's Hadamard signs fresh. repeat: how often the linear was called
+        in the microbatch before, which makes the noise of X and dY fresh.
+    rows: int64 [tokens], where the microbatch's tokens lie in the global batch, with all tokens of
+        a sequence-parallel group; None: where `Site.placements` says.
+    """
+
+    key: Key = Key(0)
+    microbatch: int | Tensor = 0
+    repeat: int = 0
+    rows: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """One linear of a model: what its calls have in common and its plan does not know.
+
+    name: the global name of the module, which keys its noise.
+    placements: where x, w and dy lie in the unsharded tensors.
+    parallel: the ranks that it is sharded over; None where one rank holds all of it.
+    keeps_w, packs_x: see `plan.setting.Setting`. fuses: dW is added to weight.main_grad, where the
+        weight has one.
+    observe: called with (gemm, letter, tally) on each quantized operand as it is multiplied, to
+        watch for NaN and for what was rounded; see `operands.Decoded`.
+    """
+
+    name: str = "linear"
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    parallel: TensorParallel | None = None
+    keeps_w: Literal["packed", "decoded"] | None = None
+    packs_x: bool = True
+    fuses: bool = False
+    observe: Callable[[str, str, Tensor], None] | None = None
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the linear is sharded."""
+        return UNSHARDED if self.parallel is None else self.parallel.sharding
+
+    def given(
+        self, operand: OperandPlan, call: Call, fold: Tensor | None, widest: Tensor | None
+    ) -> Given:
+        """What the maker of an operand is given in one call."""
+        noise = None
+        if operand.quantizer is not None and operand.quantizer.stochastic:
+            noise = Noise(call.key, self._stream(operand, call), self.placement(operand, call))
+        return Given(fold, widest, noise, self.signs(operand.gemm, operand, call))
+
+    def signs(self, gemm: str, operand: OperandPlan, call: Call) -> Signs | None:
+        """Those of a GEMM's Hadamard transform; None where it has none."""
+        if operand.hadamard is None or operand.hadamard.signs != "random":
+            return None
+        # W is quantized once a step, so the signs that it shares are fixed within one.
+        draw = call.microbatch if gemm == "wgrad" else 0
+        return Signs(call.key, stream_id(stream_label(self.name, gemm)), draw)
+
+    def label(self, operand: OperandPlan, call: Call) -> str:
+        """What the stream of the operand's noise is named."""
+        # W is quantized once a step, whichever call comes first.
+        repeats = call.repeat and operand.letter != "w"
+        name = f"{self.name}#{call.repeat}" if repeats else self.name
+        return stream_label(name, operand.gemm, operand.letter)
+
+    def _stream(self, operand: OperandPlan, call: Call) -> int:
+        return stream_id(self.label(operand, call))
+
+    def placement(self, operand: OperandPlan, call: Call) -> Placement:
+        """Where the operand lies in the unsharded tensor."""
+        place, rows = self.placements.get(operand.letter, WHOLE), call.rows
+        if operand.letter == "w" or rows is None:
+            return place
+        if operand.is_part and self.parallel is not None:
+            rows = self.parallel.part(rows)
+        return place._replace(rows=rows)

@@ -1,0 +1,131 @@
+"""Collectives of one linear under tensor parallelism: codes and scales travel, not BF16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from megatron_fp4.arithmetic.outliers import Residual
+from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, QuantizedTensor
+from megatron_fp4.operands import Operand
+from megatron_fp4.plan.setting import Sharding
+
+
+class Pending[A]:
+    """A value under way: computation goes on until it is waited for."""
+
+    def __init__(self, arrive: Callable[[], A] | None, value: A | None = None) -> None:
+        self._arrive, self._value = arrive, value
+
+    @classmethod
+    def of[B](cls, value: B) -> Pending[B]:
+        """One that is here already."""
+        return Pending(None, value)
+
+    def wait(self) -> A:
+        """The value, once it is here."""
+        if self._arrive is not None:
+            self._value, self._arrive = self._arrive(), None
+        return cast(A, self._value)
+
+    def then[B](self, function: Callable[[A], B]) -> Pending[B]:
+        """What `function` makes of it, once it is waited for."""
+        return Pending(lambda: function(self.wait()))
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The ranks that one linear is sharded over, and its collectives."""
+
+    group: dist.ProcessGroup
+    sharding: Sharding
+
+    @property
+    def size(self) -> int:
+        return self.sharding.ranks
+
+    def part(self, rows: Tensor) -> Tensor:
+        """This rank's part of what lies along the tokens."""
+        return rows.chunk(self.size)[dist.get_rank(self.group)]
+
+    def maximum(self, maxima: list[Tensor]) -> list[Tensor]:
+        """The largest over the ranks of each tensor, by one collective."""
+        flat = torch.cat([m.flatten() for m in maxima])
+        dist.all_reduce(flat, dist.ReduceOp.MAX, group=self.group)
+        sizes = [m.numel() for m in maxima]
+        return [f.view(m.shape) for f, m in zip(flat.split(sizes), maxima, strict=True)]
+
+    def gather(self, operand: Operand, axis: int = 1) -> Pending[Operand]:
+        """All tokens of an operand of which each rank has a part. `axis`: the contracted one of a
+        matrix in high precision, which comes last: 0 where its tokens do."""
+        if isinstance(operand, QuantizedTensor):
+            return self._gather_quantized(operand)
+        return self._gather([operand], -1 if axis == 0 else 0).then(itemgetter(0))
+
+    def gather_residual(self, residual: Residual) -> Pending[Residual]:
+        """All tokens of a residual; a line of a channel or the tensor goes on over the ranks."""
+        tokens, features = residual.shape
+        shape = torch.Size((tokens * self.size, features))
+        values, places, axis = residual.values, residual.places, 0
+        if residual.scope != "token":
+            length = tokens if residual.scope == "channel" else tokens * features
+            places, axis = places.long() + length * dist.get_rank(self.group), -1
+        whole = self._gather([values, places], axis)
+        return whole.then(
+            lambda parts: replace(residual, values=parts[0], places=parts[1], shape=shape)
+        )
+
+    def _gather_quantized(self, part: QuantizedTensor) -> Pending[Operand]:
+        tokens = -1 if part.axis == 0 else 0  # tokens come first, or last where they are blocked
+        # A scale that spans all tokens is on every rank.
+        spans = part.quantizer.block[1 if tokens else 0] == WHOLE_AXIS
+        travels = [part.codes] if spans else [part.codes, part.scales]
+        shape = torch.Size((part.shape[0] * self.size, *part.shape[1:]))
+
+        def whole(arrived: list[Tensor]) -> Operand:
+            codes, scales = (*arrived, part.scales)[:2]
+            return replace(part, codes=codes, scales=scales, shape=shape)
+
+        return self._gather(travels, tokens).then(whole)
+
+    def _gather(self, parts: list[Tensor], axis: int) -> Pending[list[Tensor]]:
+        """All ranks' parts of matrices along an axis, by one collective, since starting one
+        costs the host more than a kernel. Bytes travel: dtypes may differ."""
+        parts = [part.contiguous() for part in parts]
+        wholes = [part.new_empty(self.size * len(part), *part.shape[1:]) for part in parts]
+        received, sent = ([t.view(torch.uint8) for t in side] for side in (wholes, parts))
+        work = self.group.allgather_into_tensor_coalesced(received, sent)
+
+        def arrive() -> list[Tensor]:
+            work.wait()
+            if axis == 0:
+                return wholes
+            return [torch.cat(whole.chunk(self.size), axis) for whole in wholes]
+
+        return Pending(arrive)
+
+    def scatter_sum(self, partial: Tensor) -> Pending[Tensor]:
+        """This rank's tokens of the sum over the ranks of [tokens, features]."""
+        part = partial.new_empty(partial.shape[0] // self.size, *partial.shape[1:])
+        work = dist.reduce_scatter_tensor(
+            part, partial.contiguous(), group=self.group, async_op=True
+        )
+        return _after(work, part)
+
+    def sum(self, partial: Tensor) -> Pending[Tensor]:
+        """The sum over the ranks, in place."""
+        return _after(dist.all_reduce(partial, group=self.group, async_op=True), partial)
+
+
+def _after(work: dist.Work, value: Tensor) -> Pending[Tensor]:
+    def arrive() -> Tensor:
+        work.wait()
+        return value
+
+    return Pending(arrive)

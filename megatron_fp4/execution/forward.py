@@ -1,0 +1,121 @@
+"""The forward pass of a linear, Y = X W^T + bias, executed from its plan.
+
+Under sequence parallelism an operand is made of this rank's tokens, and its codes and scales are
+gathered. What is kept for backward is never gathered.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatron_fp4.arithmetic.outliers import Residual
+from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.communication import Pending
+from megatron_fp4.execution.gemm import run_gemm, show_codes
+from megatron_fp4.execution.making import make_operands
+from megatron_fp4.execution.weights import HeldWeight
+from megatron_fp4.operands import Decoded, Made, Operand
+from megatron_fp4.plan.data import LinearPlan, OperandPlan, Source
+
+
+class Saved(NamedTuple):
+    """What backward needs, with this rank's tokens of X.
+
+    x: see `LinearPlan.saves_x`; None where W gets no gradient. w: see `LinearPlan.saves_w`.
+    weight: W, where the estimator reads it. residual: the outliers of X, where they reach dW.
+    """
+
+    x: Operand | None
+    w: Operand
+    weight: Tensor | None
+    residual: Residual | None
+
+
+def forward(
+    plan: LinearPlan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    site: Site,
+    call: Call,
+    held: HeldWeight | None = None,
+) -> tuple[Tensor, Saved]:
+    """(Y [tokens, out], what backward needs) for X [tokens, in], W [out, in] and bias [out] or
+    None. All terms are summed before Y is rounded. held: W's operands, where calls share them."""
+    clamped, residual = (x, None) if plan.split is None else plan.split(x)
+    made = _operands(plan, x, clamped, weight, site, call, held)
+    a, b = made[plan.fprop.a], made[plan.fprop.b]
+    if plan.fprop.a.gathered and site.parallel is not None:
+        a = Made(site.parallel.gather(a.operand).wait())
+    y = run_gemm(plan.fprop, a, b, site, held=held)
+    if residual is not None and plan.compensation is not None:
+        dense = all_tokens(residual, plan, site).wait().dense()
+        outliers, w = Decoded(dense), Decoded(weight.to(x.dtype))
+        y = plan.compensation.multiply(outliers, w, 1.0, y.dtype, y)
+    if bias is not None:
+        y += bias
+    y = y.to(x.dtype)
+    if site.parallel is not None and plan.setting.has_part("dy"):
+        y = site.parallel.scatter_sum(y).wait()
+    return y, _saved(plan, x, weight, made, residual)
+
+
+def _operands(
+    plan: LinearPlan,
+    x: Tensor,
+    clamped: Tensor,
+    weight: Tensor,
+    site: Site,
+    call: Call,
+    held: HeldWeight | None,
+) -> dict[OperandPlan, Made]:
+    """What the forward pass makes, with W's operand from an earlier call of the step where it is
+    held, and wgrad's operand of X where that is packed now."""
+    matrices: dict[tuple[str, Source], Operand] = {
+        ("x", "model"): x,
+        ("x", "clamped"): clamped,
+        ("w", "model"): weight.to(x.dtype),
+    }
+    w, makings = plan.fprop.b, plan.forward
+    is_held = held is not None and "fprop" in held.made
+    if is_held:
+        makings = tuple(making for making in makings if w not in making.operands)
+    made = make_operands(makings, matrices, {}, site, call)
+    if held is not None and is_held:
+        made[w] = held.made["fprop"]
+    elif held is not None and plan.fprop.holds_b:
+        held.made["fprop"] = Made(made[w].operand)
+    if plan.shows_packed_x and plan.wgrad is not None:
+        show_codes(plan.wgrad.b, made[plan.wgrad.b], site)
+    return made
+
+
+def _saved(
+    plan: LinearPlan,
+    x: Tensor,
+    weight: Tensor,
+    made: dict[OperandPlan, Made],
+    residual: Residual | None,
+) -> Saved:
+    kept_x: Operand | None = None
+    if plan.saves_x == "operand":
+        kept_x = made[plan.fprop.a].operand
+    elif plan.saves_x == "packed" and plan.wgrad is not None:
+        kept_x = made[plan.wgrad.b].operand
+    elif plan.saves_x == "model":
+        kept_x = x
+    return Saved(
+        x=kept_x,
+        w=made[plan.fprop.b].operand if plan.saves_w == "operand" else weight,
+        weight=None if plan.estimate is None else weight,
+        residual=residual if plan.residual_in_dw else None,
+    )
+
+
+def all_tokens(residual: Residual, plan: LinearPlan, site: Site) -> Pending[Residual]:
+    """The outliers of all ranks' tokens of X."""
+    if site.parallel is None or not plan.setting.has_part("x"):
+        return Pending.of(residual)
+    return site.parallel.gather_residual(residual)

@@ -1,0 +1,46 @@
+"""Who makes operands: `choose` finds the maker of one, and why a kernel does not make it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_fp4.makers.base import Maker
+from megatron_fp4.makers.block_scales import BlockScaleKernel
+from megatron_fp4.makers.mxfp4 import Mxfp4Kernel
+from megatron_fp4.makers.pytorch import PyTorch
+from megatron_fp4.makers.row_scales import RowScaleKernel
+from megatron_fp4.makers.transpose import TransposeKernel
+from megatron_fp4.plan.data import OperandPlan
+from megatron_fp4.target import Target, kernels_problem
+
+PYTORCH, TRANSPOSE = PyTorch(), TransposeKernel()
+_BLOCK_SCALES = BlockScaleKernel()
+# By the format of the quantizer's scales.
+KERNELS: dict[str, Maker] = {
+    "e8m0": Mxfp4Kernel(),
+    "fp32": RowScaleKernel(),
+    "e4m3": _BLOCK_SCALES,
+    "ue5m3": _BLOCK_SCALES,
+}
+
+
+class Choice(NamedTuple):
+    """maker: the one that makes the operand. passed_over: (name, reason) of the kernel that would
+    be faster, where it cannot."""
+
+    maker: Maker
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+
+def choose(operand: OperandPlan, target: Target) -> Choice:
+    """The fastest maker of an operand there."""
+    if operand.quantizer is None:  # a view, or codes that are there
+        on_gpu = kernels_problem(target) is None and operand.codes is not None
+        transposes = on_gpu and TRANSPOSE.refuses(operand) is None
+        return Choice(TRANSPOSE if transposes else PYTORCH)
+    if (problem := kernels_problem(target)) is not None:
+        return Choice(PYTORCH, (("kernels", problem),))
+    kernel = KERNELS[operand.quantizer.scale]
+    if (problem := kernel.refuses(operand)) is not None:
+        return Choice(PYTORCH, ((kernel.name, problem),))
+    return Choice(kernel)

@@ -1,0 +1,58 @@
+"""The Triton kernels for block scales in small floats, E4M3 and UE5M3: NVFP4 and its kin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.philox import GROUP
+from megatron_fp4.makers.base import Given
+from megatron_fp4.operands import Made, Operand
+from megatron_fp4.plan.data import OperandPlan
+
+
+class BlockScaleKernel:
+    """Codes of a BF16 matrix in blocks whose largest element goes to 6."""
+
+    name = "block scale kernel"
+
+    def refuses(self, operand: OperandPlan) -> str | None:
+        quantizer = operand.quantizer
+        assert quantizer is not None
+        from megatron_fp4.kernels.blocks import TILE  # imports Triton
+
+        across, along = quantizer.block
+        if quantizer.rule not in ("nearest", "up"):
+            return f"has no rule {quantizer.rule}"
+        if operand.group or operand.folds:
+            return "neither transforms nor folds scales"
+        if operand.codes is not None or operand.dtype != torch.bfloat16:
+            return "reads BF16 only"
+        if not (2 <= along <= TILE) or TILE % along or not across or TILE % across:
+            return f"takes blocks that divide {TILE} x {TILE}"
+        if not all(operand.shape):
+            return "there are no elements"
+        k, others = operand.shape[operand.axis], operand.shape[1 - operand.axis]
+        if k % along or others % across:
+            return f"takes multiples of blocks of {across} x {along}"
+        if quantizer.stochastic and operand.shape[1] % GROUP:
+            return f"draws noise for multiples of {GROUP} columns"
+        return None
+
+    def writes_carriers(self, operand: OperandPlan) -> bool:
+        return False
+
+    def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
+        return False
+
+    def make(
+        self, matrix: Operand, operands: Sequence[OperandPlan], given: Sequence[Given]
+    ) -> list[Made]:
+        from megatron_fp4.kernels import blocks  # imports Triton
+
+        [operand], [each] = operands, given
+        assert isinstance(matrix, Tensor) and operand.quantizer is not None
+        made = blocks.quantize(matrix, operand.quantizer, operand.axis, each.noise, each.widest)
+        return [Made(made)]

@@ -1,0 +1,38 @@
+"""Who multiplies dW by the factor of a gradient estimator: the Triton kernel where it can, else
+PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.plan.setting import Setting
+from megatron_fp4.recipe import Recipe
+from megatron_fp4.target import kernels_problem
+
+# dw [out, in] float32 or wider, fprop's operand of W, W in the model's dtype -> dw, in place.
+Estimate = Callable[[Tensor, QuantizedTensor, Tensor], Tensor]
+
+
+def choose(recipe: Recipe, setting: Setting) -> Estimate | None:
+    """What multiplies dW by the estimator's factor; None where the recipe has no estimator."""
+    if recipe.estimator is None:
+        return None
+    quantizer = recipe.fprop.b
+    assert quantizer is not None
+    scale_a_row = (quantizer.scale, quantizer.block) == ("fp32", (1, 0))
+    if scale_a_row and quantizer.prescale == 1.0 and setting.dtype == torch.bfloat16:
+        if kernels_problem(setting.target) is None and setting.outputs * setting.inputs:
+            from megatron_fp4.kernels import estimator  # imports Triton
+
+            return partial(estimator.scale, recipe.estimator)
+    return partial(_scaled, recipe.estimator)
+
+
+def _scaled(estimator: DGE, dw: Tensor, w: QuantizedTensor, weight: Tensor) -> Tensor:
+    return dw.mul_(estimator.factor(w.grid_coordinates(weight)))

@@ -1,0 +1,80 @@
+"""The Triton kernels for MXFP4: both directions of a matrix from one read of it, FP8 carriers
+beside the codes, Hadamard transforms, and codes of codes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from megatron_fp4.arithmetic.philox import GROUP
+from megatron_fp4.makers.base import Given
+from megatron_fp4.operands import Made, Operand
+from megatron_fp4.plan.data import OperandPlan
+
+
+class Mxfp4Kernel:
+    """E2M1 codes with E8M0 scales, of BF16 or of MXFP4 codes in blocks along its rows."""
+
+    name = "mxfp4 kernel"
+
+    def refuses(self, operand: OperandPlan) -> str | None:
+        quantizer, codes = operand.quantizer, operand.codes
+        if quantizer is None or not quantizer.mxfp4:
+            return "makes MXFP4 in blocks of 32 only"
+        if codes is not None and not codes.mxfp4:
+            return "reads MXFP4 in blocks of 32 only"
+        if codes is not None and (operand.group or quantizer.rounding == "ema"):
+            return "neither transforms codes nor rounds them to an average"
+        if codes is None and operand.dtype != torch.bfloat16:
+            return "reads BF16 only"
+        if operand.folds or operand.agrees:
+            return "folds no scales and shares none"
+        if quantizer.rounding == "ema" and operand.group:
+            return "rounds nothing to an average after a transform"
+        # Three quarters of a BF16 number are exact, and what a floor scale leaves of them is at
+        # most 6; with others the kernel would round twice, and clip nothing.
+        if quantizer.prescale not in ((1.0, 0.75) if quantizer.stochastic else (1.0,)):
+            return f"does not prescale by {quantizer.prescale:g}"
+        groups = _kernels().HADAMARD_GROUPS
+        if operand.group and operand.group not in groups:
+            return f"transforms in groups of {', '.join(map(str, groups))} only"
+        return _size_problem(operand, max(quantizer.block[1], operand.group))
+
+    def writes_carriers(self, operand: OperandPlan) -> bool:
+        return not operand.group
+
+    def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
+        forms = [(p.letter, p.quantizer, p.group, p.is_part) for p in (one, other)]
+        return one.axis != other.axis and forms[0] == forms[1]
+
+    def make(
+        self, matrix: Operand, operands: Sequence[OperandPlan], given: Sequence[Given]
+    ) -> list[Made]:
+        kernels, first = _kernels(), operands[0]
+        copies = [
+            kernels.Copy(operand.axis, each.noise, each.signs, operand.carrier)
+            for operand, each in zip(operands, given, strict=True)
+        ]
+        made: list[Made] = kernels.quantize(
+            matrix, first.quantizer, copies, first.group, given[0].average
+        )
+        return made
+
+
+def _size_problem(operand: OperandPlan, multiple: int) -> str | None:
+    if not all(operand.shape):
+        return "there are no elements"
+    if operand.shape[operand.axis] % multiple or operand.shape[1] % GROUP:
+        return f"takes multiples of {multiple} along the contracted axis and of {GROUP} columns"
+    return None
+
+
+@cache
+def _kernels() -> ModuleType:
+    """Found once: an import statement costs more host time than most calls here."""
+    from megatron_fp4.kernels import quantize  # imports Triton
+
+    return quantize

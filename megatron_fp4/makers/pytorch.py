@@ -1,0 +1,78 @@
+"""Operands made by plain PyTorch: every quantizer, on every device. The oracle of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.formats import widen
+from megatron_fp4.arithmetic.hadamard import transform
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, absolute_max, quantize_matrix
+from megatron_fp4.makers.base import Given
+from megatron_fp4.operands import Made, Operand
+from megatron_fp4.plan.data import OperandPlan
+
+
+class PyTorch:
+    """Makes everything."""
+
+    name = "pytorch"
+
+    def refuses(self, operand: OperandPlan) -> str | None:
+        return None
+
+    def writes_carriers(self, operand: OperandPlan) -> bool:
+        return False
+
+    def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
+        return False
+
+    def make(
+        self, matrix: Operand, operands: Sequence[OperandPlan], given: Sequence[Given]
+    ) -> list[Made]:
+        return [Made(made_of(matrix, *each)) for each in zip(operands, given, strict=True)]
+
+
+def made_of(matrix: Operand, operand: OperandPlan, given: Given) -> Operand:
+    """One operand."""
+    quantizer, axis = operand.quantizer, operand.axis
+    if quantizer is None and isinstance(matrix, QuantizedTensor):
+        return matrix.along(axis)
+    # An average would have to be folded and transformed with its matrix.
+    assert given.average is None or not (operand.folds or operand.group)
+    x = _before_quantizer(matrix, operand, given)
+    if quantizer is None:
+        return x.movedim(axis, -1)
+    return quantize_matrix(
+        x,
+        quantizer,
+        axis=axis,
+        bits=None if given.noise is None else given.noise.bits16(x),
+        average=given.average,
+        widest=given.widest,
+    )
+
+
+def largest_of(matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
+    """What ranks that share a scale of this operand take the maximum of before they make it."""
+    assert operand.quantizer is not None  # high precision has no scale to share
+    x = _before_quantizer(matrix, operand, given)
+    return absolute_max(x, operand.quantizer, operand.axis)
+
+
+def _before_quantizer(matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
+    """The matrix that the quantizer sees, in the layout in which the model holds it."""
+    axis = operand.axis
+    x = matrix.dequantize(torch.bfloat16) if isinstance(matrix, QuantizedTensor) else matrix
+    if given.fold is not None:
+        x = widen(x) * (given.fold if axis == 1 else given.fold[:, None])
+    if operand.group:
+        signs = None if given.signs is None else given.signs.vector(operand.group, x.device)
+        x = transform(x.movedim(axis, -1), operand.group, signs)
+        if operand.quantizer is not None:
+            # The contract rounds here, so that tensor cores may produce the same codes.
+            x = x.bfloat16()
+        x = x.movedim(-1, axis)
+    return x

@@ -1,0 +1,47 @@
+"""The Triton kernels for float32 scales of a whole row or tensor: vector-wise E2M1, and FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.makers.base import Given
+from megatron_fp4.operands import Made, Operand
+from megatron_fp4.plan.data import OperandPlan
+
+
+class RowScaleKernel:
+    """Codes of a BF16 matrix, with a scale for each row or one for the tensor."""
+
+    name = "row scale kernel"
+
+    def refuses(self, operand: OperandPlan) -> str | None:
+        quantizer = operand.quantizer
+        assert quantizer is not None
+        if quantizer.stochastic or quantizer.prescale != 1.0:
+            return "rounds to nearest, without a prescale"
+        if operand.group or operand.codes is not None or operand.dtype != torch.bfloat16:
+            return "reads BF16 only, and transforms nothing"
+        if not all(operand.shape):
+            return "there are no elements"
+        if quantizer.element == "e2m1" and operand.shape[operand.axis] % 2:
+            return "packs an even number of codes"
+        return None
+
+    def writes_carriers(self, operand: OperandPlan) -> bool:
+        return False
+
+    def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
+        return False
+
+    def make(
+        self, matrix: Operand, operands: Sequence[OperandPlan], given: Sequence[Given]
+    ) -> list[Made]:
+        from megatron_fp4.kernels import rows  # imports Triton
+
+        [operand], [each] = operands, given
+        assert isinstance(matrix, Tensor) and operand.quantizer is not None
+        made = rows.quantize(matrix, operand.quantizer, operand.axis, each.fold, each.widest)
+        return [Made(made)]

@@ -1,0 +1,35 @@
+"""The Triton kernel that transposes E2M1 codes which have one scale for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.makers.base import Given
+from megatron_fp4.operands import Made, Operand
+from megatron_fp4.plan.data import OperandPlan
+
+
+class TransposeKernel:
+    """Packed codes [rows, columns / 2] as [columns, rows / 2]."""
+
+    name = "transpose kernel"
+
+    def refuses(self, operand: OperandPlan) -> str | None:
+        if operand.codes is None or operand.codes.element != "e2m1" or operand.axis == 1:
+            return "transposes E2M1 codes only"
+        return None if all(operand.shape) else "there are no elements"
+
+    def writes_carriers(self, operand: OperandPlan) -> bool:
+        return False
+
+    def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
+        return False
+
+    def make(
+        self, matrix: Operand, operands: Sequence[OperandPlan], given: Sequence[Given]
+    ) -> list[Made]:
+        from megatron_fp4.kernels import rows  # imports Triton
+
+        assert isinstance(matrix, QuantizedTensor)
+        return [Made(rows.transposed(matrix)) for _ in operands]

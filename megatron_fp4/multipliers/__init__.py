@@ -1,0 +1,42 @@
+"""Who multiplies: `choose` finds the fastest multiplier of a product, and what faster ones lack."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_fp4.multipliers.base import Multiplier, Product
+from megatron_fp4.multipliers.bf16 import Bf16
+from megatron_fp4.multipliers.blackwell import Blackwell
+from megatron_fp4.multipliers.hopper import Hopper
+from megatron_fp4.multipliers.nvfp4 import Nvfp4
+from megatron_fp4.multipliers.reference import Reference
+from megatron_fp4.multipliers.sm100 import Sm100
+from megatron_fp4.target import Target
+
+# The fastest first.
+MULTIPLIERS: tuple[Multiplier, ...] = (
+    Sm100(),
+    Blackwell(),
+    Nvfp4(),
+    Hopper(),
+    Bf16(),
+    Reference(),
+)
+
+
+class Choice(NamedTuple):
+    """multiplier: the one that runs. passed_over: (name, reason) of each faster one."""
+
+    multiplier: Multiplier
+    passed_over: tuple[tuple[str, str], ...]
+
+
+def choose(product: Product, target: Target) -> Choice:
+    """The fastest multiplier that runs `product` there."""
+    passed_over: list[tuple[str, str]] = []
+    for multiplier in MULTIPLIERS:
+        reason = multiplier.refuses(product, target)
+        if reason is None:
+            return Choice(multiplier, tuple(passed_over))
+        passed_over.append((multiplier.name, reason))
+    raise AssertionError("the reference runs everything")

@@ -1,0 +1,81 @@
+"""Operands decoded to BF16 and multiplied by the vendor library: for GPUs without FP8 or FP4 tensor
+cores, and for CPUs.
+
+Block-scaled E2M1 and FP8 elements are exact in BF16, and scales of a whole row or tensor multiply
+the float32 product. The only roundings beside the quantizer's are those of accumulation and of the
+output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.multipliers.base import (
+    Product,
+    decoded_in,
+    dtype_problem,
+    finish,
+    scale_product,
+)
+from megatron_fp4.operands import Decoded, Form, Made
+from megatron_fp4.target import ROCM, Target
+
+
+class Bf16:
+    """BF16 GEMMs with float32 accumulation."""
+
+    name = "bf16"
+
+    def refuses(self, product: Product, target: Target) -> str | None:
+        if (problem := dtype_problem(product)) is not None:
+            return problem
+        if target.kind == "rocm":
+            return ROCM
+        if target.kind == "cuda" and target.capability < (8, 0):
+            return "BF16 tensor cores need compute capability 8.0"
+        if torch.float32 in (product.a, product.b):
+            return "an operand is in float32"
+        return None
+
+    def carrier(self, letter: str) -> torch.dtype | None:
+        return None
+
+    def decode(
+        self, made: Sequence[Made], letters: Sequence[str], dtype: torch.dtype
+    ) -> list[Form]:
+        return [decoded_in(each, torch.bfloat16) for each in made]
+
+    def form_bytes(self, dtype: torch.dtype) -> int:
+        return 2
+
+    def multiply(
+        self,
+        a: Form,
+        b: Form,
+        correction: float,
+        out_dtype: torch.dtype,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        assert isinstance(a, Decoded) and isinstance(b, Decoded)
+        plain = a.outer is None and b.outer is None
+        if plain and into is not None and a.values.is_cuda and into.dtype == torch.float32:
+            return torch.addmm(
+                into, a.values, b.values.t(), alpha=correction, out_dtype=into.dtype, out=into
+            )
+        if plain and into is None and correction == 1.0:
+            return _product(a.values, b.values, out_dtype)
+        product = _product(a.values, b.values, torch.float32)
+        product = scale_product(product, a.outer, b.outer, correction)
+        return finish(product, out_dtype, into)
+
+
+def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """A B^T of BF16 matrices, accumulated in float32."""
+    if out_dtype == torch.bfloat16:
+        return a @ b.t()
+    if a.is_cuda:
+        return torch.mm(a, b.t(), out_dtype=out_dtype)
+    return (a.float() @ b.float().t()).to(out_dtype)  # CPU GEMMs have no wider output

@@ -1,0 +1,143 @@
+"""FP8 tensor cores (compute capability 9.0): MXFP4 operands carried in FP8, exactly.
+
+E2M1 times a power of two is exact in FP8 while the exponent lies in the window of the FP8 format:
+-8 to 6 in E4M3, -15 to 13 in E5M2. Block scales become part of the elements, relative to a power of
+two for each row, which multiplies the product. X and W are carried in E4M3, gradients in E5M2;
+elements below the window are rounded, and counted. Sums are accurate, in float32 (docs/numerics.md,
+Carriers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.formats import FP8_ELEMENTS
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.multipliers.base import Product, dtype_problem, finish
+from megatron_fp4.operands import Decoded, Form, Made
+from megatron_fp4.target import Target, kernels_problem
+
+ALIGNMENT = 16  # of M, N and K in an FP8 product
+
+
+class Hopper:
+    """cuBLASLt's FP8 GEMM with a scale for each row."""
+
+    name = "hopper"
+
+    def refuses(self, product: Product, target: Target) -> str | None:
+        if target.kind != "cuda" or target.capability != (9, 0):
+            return "FP8 products with a scale a row need a GPU of compute capability 9.0"
+        problem = dtype_problem(product) or kernels_problem(target)
+        if problem is None and target.device is not None and not _rows_can_be_scaled():
+            problem = (
+                "torch comes with a cuBLAS before 12.9: install a build for CUDA 12.9 or newer"
+            )
+        return problem or _formats_problem(product)
+
+    def carrier(self, letter: str) -> torch.dtype | None:
+        return torch.float8_e5m2 if letter == "dy" else torch.float8_e4m3fn
+
+    def decode(
+        self, made: Sequence[Made], letters: Sequence[str], dtype: torch.dtype
+    ) -> list[Form]:
+        kernels, blocked = _kernels(), []
+        for each, letter in zip(made, letters, strict=True):
+            assert isinstance(each.operand, QuantizedTensor)
+            if not each.operand.quantizer.outer:
+                blocked.append((each.operand, self.carrier(letter), each.carriers))
+        carried = iter(kernels.carried(blocked)) if blocked else iter(())
+        return [
+            _with_row_scales(each.operand) if each.operand.quantizer.outer else next(carried)  # type: ignore
+            for each in made
+        ]
+
+    def form_bytes(self, dtype: torch.dtype) -> int:
+        return 1
+
+    def multiply(
+        self,
+        a: Form,
+        b: Form,
+        correction: float,
+        out_dtype: torch.dtype,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        assert isinstance(a, Decoded) and isinstance(b, Decoded)
+        out, adds = into, into is not None and _takes_sums(into)
+        if out is None or not adds:
+            wide = into is not None or out_dtype != torch.bfloat16
+            dtype = torch.float32 if wide else torch.bfloat16
+            out = a.values.new_empty(a.values.shape[0], b.values.shape[0], dtype=dtype)
+        product = _gemm().product
+        product(a.values, b.values, _rows(a), _rows(b), out, alpha=correction, accumulates=adds)
+        return out if adds else finish(out, out_dtype, into)
+
+
+def _formats_problem(product: Product) -> str | None:
+    """Why these operands have no product on FP8 tensor cores."""
+    if product.quantizers is None:
+        return "an operand is in high precision"
+    if product.quantizers[1].element == "e5m2":  # gradients are carried in that
+        return "two E5M2 operands have no product on FP8 tensor cores"
+    for quantizer in product.quantizers:
+        if (problem := _carrier_problem(quantizer)) is not None:
+            return problem
+    if any(size == 0 or size % ALIGNMENT for size in product.shape):
+        return f"a side of the product is no multiple of {ALIGNMENT}"
+    return None
+
+
+def _carrier_problem(quantizer: Quantizer) -> str | None:
+    """Why elements with their scales are not exact in FP8 over a window of exponents."""
+    if quantizer.scale == "fp32" or quantizer.mxfp4:
+        return None
+    if quantizer.scale != "e8m0":
+        return f"{quantizer.scale} scales of {quantizer.element} are not powers of two"
+    across, along = quantizer.block
+    return f"the carrier kernel takes blocks of 1 x 32, not of {across} x {along}"
+
+
+@cache
+def _rows_can_be_scaled() -> bool:
+    return _gemm().version() >= (12, 9)
+
+
+@cache
+def _kernels() -> ModuleType:
+    """Found once: an import statement costs more host time than most calls here."""
+    from megatron_fp4.kernels import carrier  # imports Triton
+
+    return carrier
+
+
+@cache
+def _gemm() -> ModuleType:
+    from megatron_fp4.kernels import cublaslt
+
+    return cublaslt
+
+
+def _with_row_scales(operand: QuantizedTensor) -> Decoded:
+    """FP8 elements and the scale of each row, for an operand whose scales span the rows."""
+    outer = operand.block_scales().view(-1, 1)
+    if operand.quantizer.element == "e2m1":
+        return Decoded(_kernels().elements(operand.codes.contiguous()), outer)
+    return Decoded(operand.codes.view(FP8_ELEMENTS[operand.quantizer.element]), outer)
+
+
+def _takes_sums(out: Tensor) -> bool:
+    """Whether cuBLAS can add the product to what `out` holds."""
+    return out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % ALIGNMENT == 0
+
+
+def _rows(operand: Decoded) -> Tensor:
+    """A factor for each row: float32 [rows, 1]."""
+    assert operand.outer is not None
+    outer, rows = operand.outer, operand.values.shape[0]
+    return outer if outer.shape[0] == rows else outer.expand(rows, 1).contiguous()

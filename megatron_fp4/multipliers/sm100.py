@@ -1,0 +1,81 @@
+"""FP4 tensor cores of data centre GPUs (compute capability 10.x), by torch's own GEMM.
+
+torch.nn.functional.scaled_mm multiplies where the output is BF16 and the product has no factor:
+fprop without a bias, and dgrad without a prescale. No Blackwell GPU has run it yet, so it is tried
+first: once a process and device its products are compared with float64, and where they differ, or
+it raises, that is the reason why it is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
+from megatron_fp4.multipliers.base import Product, codes_of, dtype_problem
+from megatron_fp4.multipliers.trial import trial
+from megatron_fp4.operands import Form, Made
+from megatron_fp4.target import Target, kernels_problem
+
+ALIGNMENT = 16  # of the rows of B
+# M, N, K: whole tiles of scales; neither rows nor blocks fill one; the smallest.
+TRIED = ((256, 512, 1024), (200, 176, 416), (1, 16, 32))
+
+
+class Sm100:
+    """torch.nn.functional.scaled_mm."""
+
+    name = "sm100"
+
+    def refuses(self, product: Product, target: Target) -> str | None:
+        if target.kind != "cuda" or target.capability[0] != 10:
+            return "torch's MXFP4 products need a GPU of compute capability 10.x"
+        if (problem := dtype_problem(product) or kernels_problem(target)) is not None:
+            return problem
+        if product.quantizers is None:
+            return "an operand is in high precision"
+        if not all(quantizer.mxfp4 for quantizer in product.quantizers):
+            return "an operand is not MXFP4 in blocks of 32"
+        if product.adds or product.out_dtype != torch.bfloat16 or product.correction != 1.0:
+            return "torch's MXFP4 products are BF16, without a factor, and add to nothing"
+        if not all(product.shape) or product.shape[1] % ALIGNMENT:
+            return f"the product's columns are no multiple of {ALIGNMENT}"
+        return None if target.device is None else problem_on(target.device)
+
+    def carrier(self, letter: str) -> torch.dtype | None:
+        return None
+
+    def decode(
+        self, made: Sequence[Made], letters: Sequence[str], dtype: torch.dtype
+    ) -> list[Form]:
+        return [*map(codes_of, made)]
+
+    def form_bytes(self, dtype: torch.dtype) -> int:
+        return 0
+
+    def multiply(
+        self,
+        a: Form,
+        b: Form,
+        correction: float,
+        out_dtype: torch.dtype,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        from megatron_fp4.kernels.scaled_mm import product
+
+        assert isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)
+        return product((a.codes, a.scales), (b.codes, b.scales))
+
+
+@cache
+def problem_on(device: torch.device) -> str | None:
+    """Why torch's products are not used on `device`, in one line; None where they are right."""
+    from megatron_fp4.kernels.scaled_mm import product
+
+    def torchs(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+        return product((a.codes, a.scales), (b.codes, b.scales))
+
+    return trial("torch's scaled_mm", torchs, get_quantizer("mxfp4-ceil"), TRIED, device)

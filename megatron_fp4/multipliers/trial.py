@@ -1,0 +1,57 @@
+"""Whether a GEMM that no machine of ours has run does as its documentation says: tried where it is
+to run, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, quantize_matrix
+
+# Relative Frobenius errors that docs/numerics.md allows.
+BOUND = {torch.bfloat16: 2e-3, torch.float32: 2e-4}
+
+
+def trial(
+    name: str,
+    product: Callable[[QuantizedTensor, QuantizedTensor], Tensor],
+    quantizer: Quantizer,
+    shapes: Iterable[tuple[int, int, int]],
+    device: torch.device,
+) -> str | None:
+    """Why `product`, which is called `name`, cannot be used: it raises, errs by more than its
+    dtype's bound, or loses a NaN. One line; None where it can. shapes: M, N, K of those tried."""
+    for shape in shapes:
+        try:
+            a, b = _operands(quantizer, device, *shape)
+            expected = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
+            made = product(a, b)
+            found = made.double()
+        except Exception as error:  # whatever an untried GEMM may raise
+            said = str(error).strip().partition("\n")[0]
+            return f"{name} raised {type(error).__name__}: {said}"
+        if not torch.equal(found.isnan(), expected.isnan()):
+            return f"{name} loses or misplaces a NaN, for M, N, K = {shape}"
+        off = float((found - expected).nan_to_num().norm() / expected.nan_to_num().norm())
+        if not off < BOUND[made.dtype]:
+            return f"{name} errs by {off:.1e}, for M, N, K = {shape}"
+    return None
+
+
+def _operands(
+    quantizer: Quantizer, device: torch.device, m: int, n: int, k: int
+) -> list[QuantizedTensor]:
+    """Operands with a scale of its own for every block; in all but the smallest one block is zeros,
+    and one NaN."""
+    generator = torch.Generator("cpu").manual_seed(m)  # not torch's own, which training draws from
+    operands = []
+    for rows in (m, n):
+        x = torch.randn(rows, k // 32, 32, generator=generator, device="cpu")
+        x *= 2.0 ** torch.randint(-6, 7, (rows, k // 32, 1), generator=generator, device="cpu")
+        if rows > 16:
+            x[3, 0] = 0.0
+            x[7, -1] = torch.nan
+        operands.append(quantize_matrix(x.view(rows, k).to(device), quantizer, axis=1))
+    return operands

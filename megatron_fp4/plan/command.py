@@ -1,0 +1,81 @@
+"""`python -m megatron_fp4 plan`: what a recipe does to one linear, on any GPU or none."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.plan.compiler import compile_plan
+from megatron_fp4.plan.setting import Setting, Sharding, column_parallel, row_parallel
+from megatron_fp4.plan.show import show
+from megatron_fp4.plan.sizes import check_sizes
+from megatron_fp4.recipes import get_recipe
+from megatron_fp4.target import Target, gpu_named, target_of
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("--recipe", default="tetrajet", help="a recipe, as --fp4-recipe takes it")
+    parser.add_argument(
+        "--recipe-option", nargs="+", default=[], metavar="KEY=VALUE", help="options of the recipe"
+    )
+    parser.add_argument("--in", type=int, default=4096, dest="inputs", help="over all ranks")
+    parser.add_argument("--out", type=int, default=4096, dest="outputs", help="over all ranks")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a microbatch")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the model")
+    parser.add_argument("--gpu", metavar="sm_90", help="a GPU; default: the one that is here")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--row", action="store_true", help="row-parallel, not column-parallel")
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--bias", action="store_true", help="added before Y is rounded")
+    parser.add_argument("--weight-cache", choices=["packed", "decoded", "off"], default="packed")
+    parser.add_argument("--saved-x", choices=["packed", "bf16"], default="packed")
+
+
+def run(args: argparse.Namespace) -> str:
+    """The plan as text. Raises ConfigError for an unknown recipe, option or GPU, and for sizes that
+    ranks or blocks do not divide."""
+    options = dict(option.partition("=")[::2] for option in args.recipe_option)
+    recipe, sharding = get_recipe(args.recipe, **options), _sharding(args)
+    inputs, outputs = (
+        _part(size, args.tp if axis == sharding.w else 1, flag)
+        for size, axis, flag in ((args.inputs, 1, "--in"), (args.outputs, 0, "--out"))
+    )
+    check_sizes(recipe, args.tokens, inputs, outputs, "this linear")
+    scattered = sharding.ranks if sharding.tokens is not None else 1
+    tokens, dtype = _part(args.tokens, scattered, "--tokens"), _DTYPES[args.dtype]
+    setting = Setting(
+        tokens, inputs, outputs, dtype, _target(args.gpu), dtype, sharding,
+        main_grad=torch.float32,
+        has_bias=args.bias,
+        keeps_w=None if args.weight_cache == "off" else args.weight_cache,
+        packs_x=args.saved_x == "packed",
+    )  # fmt: skip
+    return show(compile_plan(recipe, setting))
+
+
+def _sharding(args: argparse.Namespace) -> Sharding:
+    if args.tp < 1 or (args.tp == 1 and (args.sequence_parallel or args.row)):
+        raise ConfigError("--row and --sequence-parallel need --tp 2 or more")
+    if args.tp == 1:
+        return Sharding()
+    if args.row:
+        return row_parallel(args.tp, sequence_parallel=args.sequence_parallel)
+    scattered = args.sequence_parallel
+    return column_parallel(args.tp, sequence_parallel=scattered, sums_dx=not scattered)
+
+
+def _part(size: int, ranks: int, flag: str) -> int:
+    if size < 1 or size % ranks:
+        raise ConfigError(f"{flag} {size}: give a multiple of {ranks}, one or more")
+    return size // ranks
+
+
+def _target(gpu: str | None) -> Target:
+    if gpu is not None:
+        return gpu_named(gpu)
+    return target_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

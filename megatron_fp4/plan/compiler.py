@@ -1,0 +1,273 @@
+"""Compiles a recipe and a setting to a LinearPlan: every choice that a call of a linear does not
+have to make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+
+from megatron_fp4 import makers, multipliers
+from megatron_fp4.arithmetic.formats import wide
+from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
+from megatron_fp4.makers import estimator, outliers
+from megatron_fp4.multipliers.base import Multiplier, Product
+from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, Source
+from megatron_fp4.plan.setting import Setting
+from megatron_fp4.plan.sizes import CONTRACTED, token_tile
+from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
+
+
+def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
+    """What a linear of this recipe does in this setting."""
+    asked_for = {"fprop": True, "dgrad": setting.dx, "wgrad": setting.dw}
+    fprop, dgrad, wgrad = (
+        _gemm(recipe, gemm, setting) if asked_for[gemm] else None for gemm in GEMMS
+    )
+    assert fprop is not None
+    saves_x = _saves_x(recipe, setting)
+    forward, backward, late = [fprop.a, fprop.b], [], []
+    if dgrad is not None:
+        backward += [dgrad.b, dgrad.a]
+    if wgrad is not None:
+        if saves_x == "packed":
+            forward.insert(1, wgrad.b)
+        elif wgrad.b.gathered == "before":
+            late.append(wgrad.b)
+        else:
+            backward.insert(1 if dgrad is not None else 0, wgrad.b)
+        # Scales that are folded into dY come with X. Where X is gathered first, dY's operand for
+        # wgrad waits for it, and the one for dgrad does not.
+        (late if late and wgrad.a.folds else backward).append(wgrad.a)
+    return LinearPlan(
+        recipe=recipe,
+        setting=setting,
+        fprop=fprop,
+        dgrad=dgrad,
+        wgrad=wgrad,
+        forward=makings(forward, setting),
+        backward=makings(backward, setting),
+        late=makings(late, setting),
+        saves_x=saves_x,
+        saves_w="operand" if _is_forwards(recipe, "w") else "model",
+        split=outliers.choose(recipe, setting),
+        compensation=_compensation(setting) if _compensates(recipe) else None,
+        residual_in_dw=setting.dw and _residual_in_dw(recipe),
+        shows_packed_x=saves_x == "packed" and recipe.fprop.a is None,
+        estimate=estimator.choose(recipe, setting),
+    )
+
+
+# --- what is saved for backward -------------------------------------------------------------------
+
+
+def _is_forwards(recipe: Recipe, letter: str) -> bool:
+    """Whether backward takes W or X as fprop's quantizer left it."""
+    return recipe.backward == "forward" and recipe.quantizer("fprop", letter) is not None
+
+
+def _saves_x(recipe: Recipe, setting: Setting) -> Literal["operand", "packed", "model", ""]:
+    if not setting.dw:
+        return ""
+    if _is_forwards(recipe, "x"):
+        return "operand"
+    tokens, _ = setting.shape("x", is_part=setting.has_part("x"))
+    packs = setting.packs_x and recipe.wgrad.b is not None
+    return "packed" if packs and tokens % token_tile(recipe, "wgrad", "x") == 0 else "model"
+
+
+# --- outliers -------------------------------------------------------------------------------------
+
+
+def _compensates(recipe: Recipe) -> bool:
+    return recipe.outliers is not None and recipe.outliers.compensate
+
+
+def _residual_in_dw(recipe: Recipe) -> bool:
+    """Whether dW has a product with the outliers: not where wgrad takes the raw X, which has them
+    still."""
+    clamp = recipe.outliers
+    wanted = clamp is not None and clamp.compensate and clamp.residual_in_wgrad
+    return wanted and _is_forwards(recipe, "x")
+
+
+def _compensation(setting: Setting) -> Multiplier:
+    """Who multiplies outliers by W or dY, all in the model's dtype, and adds that to a sum."""
+    dtype, shape = setting.dtype, (0, 0, 0)
+    product = Product(dtype, dtype, shape, dtype, wide(dtype), adds=True)
+    return multipliers.choose(product, setting.target).multiplier
+
+
+# --- operands -------------------------------------------------------------------------------------
+
+
+class _From(NamedTuple):
+    """What an operand is made of; see OperandPlan."""
+
+    source: Source
+    dtype: torch.dtype
+    codes: Quantizer | None = None
+
+
+def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
+    dtype = setting.dtype
+    if (gemm, letter) == ("fprop", "x") and recipe.outliers is not None:
+        return _From("clamped", dtype)
+    if gemm == "fprop" or letter == "dy" or not _is_forwards(recipe, letter):
+        return _From("model", dtype)
+    left, own = recipe.quantizer("fprop", letter), recipe.gemm(gemm)
+    assert left is not None
+    transformed = recipe.fprop.hadamard is not None
+    if own.b is None and own.hadamard is None and not transformed:
+        even = not any(size % 2 for size in setting.shape(letter, is_part=False))
+        if left.scale == "fp32" and even:
+            return _From("elements", dtype, replace(left, block=(WHOLE_AXIS, WHOLE_AXIS)))
+        # Elements with their block scales are exact in BF16; in float16 they would overflow.
+        return _From("values", dtype if dtype == torch.bfloat16 else wide(dtype))
+    # Two significant bits and a power of two are exact in BF16 too.
+    narrow = left.scale == "e8m0" and dtype == torch.bfloat16 and not transformed
+    if narrow and own.b is not None:
+        return _From("codes", dtype, left)
+    return _From("decoded", dtype if narrow else wide(dtype))
+
+
+def _has_scales_to_fold(recipe: Recipe, gemm: str, setting: Setting) -> bool:
+    """Whether the W or X of a backward GEMM leaves a scale of whole rows, or of the tensor, for dY
+    to be multiplied by."""
+    letter = OPERANDS[gemm][1]
+    if gemm == "fprop":
+        return False
+    source = _source(recipe, gemm, letter, setting).source
+    left = recipe.quantizer("fprop", letter)
+    if source != "values" or left is None:
+        return source == "elements"
+    return left.outer or left.tensor_max > 0
+
+
+def _gathered(
+    recipe: Recipe, gemm: str, letter: str, setting: Setting
+) -> Literal["", "before", "after"]:
+    """Codes are gathered where a rank can make them of its part of the tokens; else the matrix
+    travels, since its blocks straddle the ranks' tokens or it stays in high precision."""
+    if not setting.has_part(letter):
+        return ""
+    if gemm == "fprop":
+        return "after"
+    if letter == "x":
+        packed = _saves_x(recipe, setting) == "packed"
+        return "after" if packed or _stands_alone(recipe, gemm, letter, setting) else "before"
+    # Where one copy of dY stays wide dY itself weighs no more, and both are made of it.
+    asked_for = {"dgrad": setting.dx, "wgrad": setting.dw}
+    alone = all(_stands_alone(recipe, name, "dy", setting) for name in asked_for if asked_for[name])
+    return "after" if alone and not (setting.dw and _residual_in_dw(recipe)) else "before"
+
+
+def _stands_alone(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> bool:
+    """Whether a rank can quantize its part of the tokens by itself, to 4-bit codes."""
+    quantizer = recipe.quantizer(gemm, letter)
+    tile = token_tile(recipe, gemm, letter)
+    return quantizer is not None and quantizer.element == "e2m1" and setting.tokens % tile == 0
+
+
+def operand_plan(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> OperandPlan:
+    """What one operand goes through, without what its multiplier asks for (`carrier`)."""
+    quantizer, axis = recipe.quantizer(gemm, letter), CONTRACTED[gemm, letter]
+    gathered = _gathered(recipe, gemm, letter, setting)
+    is_part, agrees = gathered == "after", False
+    if quantizer is not None and setting.sharding.ranks > 1:
+        sharded = 0 if is_part else setting.sharding.axis(letter)
+        agrees = quantizer.scale_spans(sharded, axis)
+    return OperandPlan(
+        gemm=gemm,
+        letter=letter,
+        **_source(recipe, gemm, letter, setting)._asdict(),
+        shape=setting.shape(letter, is_part),
+        axis=axis,
+        is_part=is_part,
+        gathered=gathered,
+        folds=letter == "dy" and _has_scales_to_fold(recipe, gemm, setting),
+        hadamard=recipe.gemm(gemm).hadamard,
+        quantizer=quantizer,
+        agrees=agrees,
+    )
+
+
+def makings(operands: Iterable[OperandPlan], setting: Setting) -> tuple[Making, ...]:
+    """Who makes these operands. Neighbours that are made of one matrix are made together where
+    their maker can."""
+    found: list[Making] = []
+    for operand in operands:
+        matrix, choice = (operand.letter, operand.source), makers.choose(operand, setting.target)
+        last = found[-1] if found else None
+        if last is not None and (last.matrix, last.maker) == (matrix, choice.maker):
+            if all(choice.maker.joins(other, operand) for other in last.operands):
+                found[-1] = replace(last, operands=(*last.operands, operand))
+                continue
+        found.append(Making(matrix, choice.maker, (operand,), choice.passed_over))
+    return tuple(found)
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def _gemm(recipe: Recipe, gemm: str, setting: Setting) -> GemmPlan:
+    a, b = (operand_plan(recipe, gemm, letter, setting) for letter in OPERANDS[gemm])
+    out_dtype, adds = _output(recipe, gemm, setting)
+    product = Product(
+        _format(a), _format(b), _shape(gemm, setting), setting.dtype, out_dtype, adds,
+        recipe.gemm(gemm).correction,
+    )  # fmt: skip
+    multiplier, passed_over = multipliers.choose(product, setting.target)
+    a, b = (_with_carrier(operand, multiplier, setting) for operand in (a, b))
+    if _saves_x(recipe, setting) == "packed" and gemm == "wgrad":
+        b = replace(b, carrier=None)  # it is made in forward and multiplied in backward
+    # What is only decoded from fprop's codes weighs as much as W: held where that was asked for.
+    decoded = setting.keeps_w == "decoded" and b.letter == "w"
+    holds_b = setting.keeps_w is not None and b.letter == "w" and b.is_quantized
+    holds_b = holds_b or (decoded and gemm == "dgrad")
+    return GemmPlan(
+        gemm, a, b, product, multiplier, passed_over, holds_b, decoded and b.is_quantized
+    )
+
+
+def _format(operand: OperandPlan) -> Quantizer | torch.dtype:
+    """As it is multiplied."""
+    if operand.quantizer is not None:
+        return operand.quantizer
+    if operand.codes is not None:
+        return operand.codes
+    # Scales are folded in, and transforms computed, in float32.
+    return wide(operand.dtype) if operand.folds or operand.group else operand.dtype
+
+
+def _shape(gemm: str, setting: Setting) -> tuple[int, int, int]:
+    tokens, inputs = setting.shape("x", is_part=False)
+    outputs = setting.outputs
+    return {
+        "fprop": (tokens, outputs, inputs),
+        "dgrad": (tokens, inputs, outputs),
+        "wgrad": (outputs, inputs, tokens),
+    }[gemm]
+
+
+def _output(recipe: Recipe, gemm: str, setting: Setting) -> tuple[torch.dtype, bool]:
+    """The dtype of the product, and whether it is added to main_grad. A product to which something
+    else is added before it is rounded comes in float32."""
+    dtype = setting.dtype
+    if gemm == "fprop":
+        return wide(dtype) if setting.has_bias or _compensates(recipe) else dtype, False
+    if gemm == "dgrad":
+        return dtype, False
+    if recipe.estimator is not None or _residual_in_dw(recipe):
+        return wide(dtype), False
+    return setting.main_grad or setting.weight_dtype, setting.main_grad is not None
+
+
+def _with_carrier(operand: OperandPlan, multiplier: Multiplier, setting: Setting) -> OperandPlan:
+    """Only what is multiplied as it is made has use for carriers: codes travel, and are kept."""
+    maker = makers.choose(operand, setting.target).maker
+    if operand.is_part or not maker.writes_carriers(operand):
+        return operand
+    return replace(operand, carrier=multiplier.carrier(operand.letter))

@@ -1,0 +1,54 @@
+"""How many bytes a plan keeps and sends."""
+
+from __future__ import annotations
+
+from megatron_fp4.arithmetic.outliers import index_dtype
+from megatron_fp4.plan.data import LinearPlan, OperandPlan
+
+
+def operand_bytes(operand: OperandPlan) -> int:
+    """Of an operand's codes and scales, or of the matrix where it is not quantized."""
+    rows, k = operand.shape[1 - operand.axis], operand.shape[operand.axis]
+    quantizer = operand.quantizer or operand.codes
+    return rows * k * operand.dtype.itemsize if quantizer is None else quantizer.nbytes(rows, k)
+
+
+def saved_bytes(plan: LinearPlan) -> int:
+    """What one call keeps for its backward pass: X, its outliers, and W's operand where the calls
+    of a step do not share it. W itself is the model's."""
+    setting = plan.setting
+    rows, columns = setting.shape("x", is_part=setting.has_part("x"))
+    total = 0
+    if plan.saves_x == "model":
+        total += rows * columns * setting.dtype.itemsize
+    elif plan.saves_x == "operand":
+        total += operand_bytes(plan.fprop.a)
+    elif plan.saves_x == "packed" and plan.wgrad is not None:
+        total += operand_bytes(plan.wgrad.b)
+    if plan.residual_in_dw and plan.recipe.outliers is not None:
+        clamp = plan.recipe.outliers
+        lines, length = {
+            "token": (rows, columns),
+            "channel": (columns, rows),
+            "tensor": (1, rows * columns),
+        }[clamp.scope]
+        each = setting.dtype.itemsize + index_dtype(length).itemsize
+        total += lines * 2 * clamp.kept(length) * each
+    if plan.saves_w == "operand" and setting.keeps_w is None:
+        total += operand_bytes(plan.fprop.b)
+    return total
+
+
+def held_bytes(plan: LinearPlan) -> int:
+    """What the calls of a step share of W; 0 where the plan keeps nothing. See
+    `weights.HeldWeight`."""
+    total = 0
+    for gemm in (plan.fprop, plan.dgrad):
+        if gemm is None or not gemm.holds_b:
+            continue
+        rows, k = gemm.b.shape[1 - gemm.b.axis], gemm.b.shape[gemm.b.axis]
+        if gemm.b.is_quantized:
+            total += operand_bytes(gemm.b)
+        if not gemm.b.is_quantized or gemm.holds_form:
+            total += rows * k * gemm.multiplier.form_bytes(plan.setting.dtype)
+    return total

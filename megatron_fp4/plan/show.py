@@ -1,0 +1,161 @@
+"""A plan as text: what `python -m megatron_fp4 plan` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron_fp4.description import quantizer_words
+from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan
+from megatron_fp4.plan.memory import held_bytes, operand_bytes
+from megatron_fp4.plan.words import LETTERS, kernel_notes
+
+_PRODUCTS = {
+    "fprop": "Y = X W^T",
+    "dgrad": "dX = dY W",
+    "wgrad": "dW = dY^T X",
+}
+_SOURCES = {
+    "model": "",
+    "clamped": "without its outliers",
+    "codes": "from the codes of fprop",
+    "decoded": "decoded from the codes of fprop",
+    "values": "decoded from the codes of fprop",
+    "elements": "the codes of fprop",
+}
+_LABEL = 9  # the width of the words before an operand's text
+
+
+def show(plan: LinearPlan) -> str:
+    """The three GEMMs of a plan: how each operand is made and by whom, what is multiplied by whom,
+    what travels between ranks and what is kept, in bytes."""
+    lines = [_head(plan)]
+    for gemm in plan.gemms:
+        lines += _gemm(plan, gemm)
+    lines += [*_extras(plan), *_kept(plan), *_unused(plan)]
+    return "\n".join(lines) + "\n"
+
+
+def _head(plan: LinearPlan) -> str:
+    setting, sharding = plan.setting, plan.setting.sharding
+    target = setting.target
+    where = "a CPU" if target.kind == "cpu" else "sm_{}{}".format(*target.capability)
+    tokens, _ = setting.shape("x", is_part=False)
+    text = (
+        f"recipe {plan.recipe.name}: {setting.inputs} inputs, {setting.outputs} outputs, {tokens} "
+        f"tokens, in {_short(setting.dtype)}, on {where}"
+    )
+    if sharding.ranks == 1:
+        return text
+    kind = "column" if sharding.w == 0 else "row"
+    scattered = " with sequence parallelism" if sharding.tokens else ""
+    return f"{text}; {kind}-parallel over {sharding.ranks} ranks{scattered}"
+
+
+def _gemm(plan: LinearPlan, gemm: GemmPlan) -> Iterator[str]:
+    m, n, k = gemm.product.shape
+    yield f"{gemm.name}  {_PRODUCTS[gemm.name]}   [{m}, {n}], contracts {k}"
+    for operand in (gemm.a, gemm.b):
+        yield f"  {LETTERS[operand.letter]:{_LABEL}}{_operand(plan, operand)}"
+    yield f"  {'product':{_LABEL}}{_product(gemm)}"
+
+
+def _operand(plan: LinearPlan, operand: OperandPlan) -> str:
+    """How it is made, in the order in which that happens."""
+    made = _making(plan, operand)
+    words = [_SOURCES[operand.source]]
+    if operand.gathered == "before":
+        part = operand_bytes(operand) // plan.setting.sharding.ranks
+        words.append(f"gathered from all ranks: {_size(part)} from each")
+    if operand.folds:
+        words.append("times the row scales of the other operand")
+    if operand.hadamard is not None:
+        signs = "random signs" if operand.hadamard.signs == "random" else "no signs"
+        words.append(f"transformed in groups of {operand.hadamard.group} with {signs}")
+    if operand.quantizer is not None:
+        words.append(quantizer_words(operand.quantizer))
+        words.append(f"by {made.maker.name}{_beside(operand, made)}")
+    if operand.carrier is not None:
+        words.append(f"with {_short(operand.carrier)} carriers")
+    if operand.agrees:
+        words.append("after the ranks' maximum")
+    if operand.gathered == "after":
+        words.append(f"gathered from all ranks: {_size(operand_bytes(operand))} from each")
+    elif operand.is_quantized:
+        words.append(_size(operand_bytes(operand)))
+    return ", ".join(word for word in words if word) or "in high precision"
+
+
+def _beside(operand: OperandPlan, making: Making) -> str:
+    """The operands that the maker makes in the same pass over the matrix."""
+    others = [f"{LETTERS[o.letter]} of {o.gemm}" for o in making.operands if o is not operand]
+    return f" in one pass with {' and '.join(others)}" if others else ""
+
+
+def _product(gemm: GemmPlan) -> str:
+    product = gemm.product
+    words = [f"by {gemm.multiplier.name}"]
+    if product.correction != 1.0:
+        words.append(f"times {product.correction:.4g}")
+    goes = "added to main_grad in" if product.adds else "in"
+    return ", ".join([*words, f"{goes} {_short(product.out_dtype)}"])
+
+
+def _extras(plan: LinearPlan) -> Iterator[str]:
+    recipe, sharding = plan.recipe, plan.setting.sharding
+    if plan.compensation is not None:
+        reaches = "Y and dW" if plan.residual_in_dw else "Y"
+        by = plan.compensation.name
+        yield f"outliers  multiplied in high precision by {by}, added to {reaches}"
+    if recipe.estimator is not None:
+        yield "dW  multiplied by the factor of the gradient estimator"
+    if sharding.tokens == "dy":
+        yield "Y  summed over the ranks, each of which takes its tokens"
+    if sharding.tokens == "x":
+        yield "dX  summed over the ranks, each of which takes its tokens"
+    elif sharding.sums_dx:
+        yield "dX  summed over the ranks"
+
+
+def _kept(plan: LinearPlan) -> Iterator[str]:
+    """What is kept for backward, and over a step."""
+    setting, words = plan.setting, []
+    x = {"operand": plan.fprop.a, "packed": plan.wgrad and plan.wgrad.b}.get(plan.saves_x)
+    rows, columns = setting.shape("x", is_part=setting.has_part("x"))
+    if x:
+        words.append(f"X as codes of {x.gemm}, {_size(operand_bytes(x))}")
+    elif plan.saves_x:
+        words.append(f"X, {_size(rows * columns * setting.dtype.itemsize)}")
+    if setting.keeps_w is None:
+        w = f"W as codes of fprop, {_size(operand_bytes(plan.fprop.b))}"
+        words.append(w if plan.saves_w == "operand" else "W itself")
+    yield "kept for backward  " + ("; ".join(words) or "nothing")
+    if setting.keeps_w is not None:
+        yield f"held over a step  W's operands, {setting.keeps_w}: {_size(held_bytes(plan))}"
+
+
+def _unused(plan: LinearPlan) -> Iterator[str]:
+    """Why faster multipliers, and kernels, are not used, and for which GEMMs."""
+    gemms: dict[tuple[str, str], list[str]] = {}
+    for gemm in plan.gemms:
+        for reason in gemm.passed_over:
+            gemms.setdefault(reason, []).append(gemm.name)
+    for (name, why), names in gemms.items():
+        yield f"{name} not used in {', '.join(names)}: {why}"
+    yield from kernel_notes(plan)
+
+
+def _making(plan: LinearPlan, operand: OperandPlan) -> Making:
+    return next(making for making in plan.makings if operand in making.operands)
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

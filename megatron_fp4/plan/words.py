@@ -1,0 +1,41 @@
+"""A plan in words, for the start table and `megatron_fp4 plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_fp4.plan.data import GemmPlan, LinearPlan, OperandPlan
+
+LETTERS = {"x": "X", "w": "W", "dy": "dY"}
+
+
+def gemm_words(plan: LinearPlan, gemm: GemmPlan) -> str:
+    """Both operands' element formats and who multiplies them: "e2m1 x e2m1 on bf16"."""
+    if not plan.recipe.gemm(gemm.name).quantized:
+        return "high precision"
+    elements = (_element(plan, operand) for operand in (gemm.a, gemm.b))
+    return f"{' x '.join(elements)} on {gemm.multiplier.name}"
+
+
+def _element(plan: LinearPlan, operand: OperandPlan) -> str:
+    quantizer = operand.quantizer or operand.codes
+    if quantizer is None and operand.source in ("values", "decoded"):
+        quantizer = plan.recipe.quantizer("fprop", operand.letter)
+    return "high" if quantizer is None else quantizer.element
+
+
+def notes(plan: LinearPlan) -> Iterator[str]:
+    """A line for each multiplier and kernel that is not used, with its reason."""
+    for gemm in plan.gemms:
+        yield from (f"not used: {name}: {why}" for name, why in gemm.passed_over)
+    yield from kernel_notes(plan)
+
+
+def kernel_notes(plan: LinearPlan) -> Iterator[str]:
+    """A line for each kernel that does not make an operand, where a GPU runs kernels at all."""
+    if plan.setting.target.kind == "cpu":
+        return
+    for making in plan.makings:
+        names = " and ".join(f"{LETTERS[o.letter]} of {o.gemm}" for o in making.operands)
+        for name, why in making.passed_over:
+            yield f"not used: {name}: {why}; PyTorch makes {names}"

@@ -1,0 +1,84 @@
+"""`python -m megatron_fp4 plan`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from megatron_fp4 import __main__, list_recipes
+
+
+def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["megatron-fp4", "plan", *text.split()])
+    __main__.main()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpu", ["", "--gpu sm_90", "--gpu sm_100", "--gpu sm_120"])
+@pytest.mark.parametrize(
+    "layout", ["", "--tp 2", "--tp 2 --sequence-parallel", "--tp 4 --row --sequence-parallel"]
+)
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_every_operand_and_product_is_told(
+    recipe: str,
+    layout: str,
+    gpu: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = printed(capsys, monkeypatch, f"--recipe {recipe} {layout} {gpu}")
+    assert text.startswith(f"recipe {recipe}: ")
+    for gemm, letters in (("fprop", "X W"), ("dgrad", "dY W"), ("wgrad", "dY X")):
+        [part] = re.findall(rf"^{gemm}  .*\n((?:  .*\n)+)", text, re.MULTILINE)
+        assert [line.split()[0] for line in part.splitlines()] == [*letters.split(), "product"]
+    assert ("ranks" in text.splitlines()[0]) == bool(layout)
+    assert ("sequence parallelism" in text) == ("sequence" in layout)
+    if gpu == "--gpu sm_90" and recipe in ("tetrajet", "mxfp4"):
+        assert text.count("product  by hopper") == 3 and "by mxfp4 kernel" in text
+    assert ("by pytorch" in text) == (gpu == "")
+
+
+def test_bytes_and_reasons(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = printed(capsys, monkeypatch, "--in 4096 --out 14336 --gpu sm_90")
+    kept = 4096 * 8192 * (1 / 2 + 1 / 32)  # codes, and a scale for each block of 32
+    assert f"kept for backward  X as codes of fprop, {kept / 1e6:.1f} MB" in text
+    assert f"W's operands, packed: {2 * 4096 * 14336 * 17 / 32 / 1e6:.1f} MB" in text
+    assert "in one pass with dY of wgrad" in text
+    assert "blackwell not used in fprop, dgrad, wgrad: FP4 tensor cores need" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("--recipe nope", "unknown recipe 'nope'"),
+        ("--recipe tetrajet --recipe-option rule=up", "rule"),
+        ("--tp 3", "--out 4096: give a multiple of 3"),
+        ("--in 0", "--in 0: give a multiple of 1, one or more"),
+        ("--in 48", "in_features is 48, not a multiple of 32"),
+        ("--row", "--row and --sequence-parallel need --tp 2"),
+        ("--gpu h100", "'h100' is no GPU architecture; give sm_90"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    text: str,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        printed(capsys, monkeypatch, text)
+    assert says in str(end.value.code) and "\n" not in str(end.value.code)
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_fp4", "plan", "--gpu", "sm_90"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "wgrad  dW = dY^T X   [4096, 4096]" in done.stdout

@@ -1,0 +1,89 @@
+"""The bytes that a plan says are kept are those that a call keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fp4 import Quantizer, get_recipe, list_recipes
+from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.execution.call import Site
+from megatron_fp4.execution.weights import HeldWeight
+from megatron_fp4.linear import quantized_linear
+from megatron_fp4.operands import Decoded, Made
+from megatron_fp4.plan.compiler import compile_plan
+from megatron_fp4.plan.memory import held_bytes, saved_bytes
+from megatron_fp4.plan.setting import Setting
+from megatron_fp4.recipe import GemmRecipe, Recipe
+from megatron_fp4.target import target_of
+from tests.oracles import normal
+
+TOKENS, IN, OUT = 64, 128, 192
+CEIL = Quantizer(rule="ceil")
+TRANSFORMED = GemmRecipe(CEIL, CEIL, Hadamard(32))
+RECIPES = {name: get_recipe(name) for name in list_recipes()} | {
+    # Backward takes what fprop multiplied, and quantizes nothing itself.
+    "forward-alone": Recipe("forward-alone", fprop=GemmRecipe(CEIL, CEIL), backward="forward"),
+    "transformed": replace(get_recipe("tetrajet"), name="transformed", fprop=TRANSFORMED),
+    "channels": get_recipe("dge-occ", scope="channel"),
+}
+
+
+def kept(recipe: Recipe, dtype: torch.dtype, keeps_w: Any, packs_x: bool) -> tuple[int, int]:
+    """(bytes saved by one call beside W, bytes held of W after forward and backward)."""
+    x, w = (normal(shape, i, dtype) for i, shape in enumerate(((TOKENS, IN), (OUT, IN))))
+    held = None if keeps_w is None else HeldWeight()
+    mine = {w.untyped_storage().data_ptr()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        site = Site(keeps_w=keeps_w, packs_x=packs_x)
+        leaves = x.requires_grad_(), w.requires_grad_()
+        y = quantized_linear(*leaves, None, recipe, site, held=held)
+    y.backward(torch.ones_like(y))
+    return total(saved, mine), 0 if held is None else total(storages(held), mine)
+
+
+def storages(held: HeldWeight) -> dict[int, int]:
+    tensors: list[Tensor | None] = []
+    for made in held.made.values():
+        assert isinstance(made, Made) and made.carriers is None
+        operand = made.operand
+        if isinstance(operand, QuantizedTensor):
+            tensors += [operand.codes, operand.scales, operand.tensor_scale]
+        else:
+            tensors.append(operand)
+    for form in held.forms.values():
+        assert isinstance(form, Decoded)
+        tensors.append(form.values)  # row factors are a few bytes
+    there = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return {storage.data_ptr(): storage.nbytes() for storage in there}
+
+
+def total(storages: dict[int, int], but: set[int]) -> int:
+    return sum(size for place, size in storages.items() if place not in but)
+
+
+@pytest.mark.parametrize("packs_x", [True, False], ids=["packed", "bf16"])
+@pytest.mark.parametrize("keeps_w", [None, "packed", "decoded"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_bytes(name: str, dtype: torch.dtype, keeps_w: Any, packs_x: bool) -> None:
+    setting = Setting(
+        TOKENS, IN, OUT, dtype, target_of(torch.device("cpu")), dtype,
+        keeps_w=keeps_w, packs_x=packs_x,
+    )  # fmt: skip
+    plan = compile_plan(RECIPES[name], setting)
+    saved, held = kept(RECIPES[name], dtype, keeps_w, packs_x)
+    assert saved == saved_bytes(plan)
+    assert held == held_bytes(plan)
+    assert saved > 0 and (held > 0 or keeps_w is None)  # the control: something was counted
