@@ -18,6 +18,7 @@ from megatron_fp4.arithmetic.estimators import DGE
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer
+from megatron_fp4.arithmetic.weight_states import WeightAverage, WeightState
 from megatron_fp4.errors import ConfigError, check_choices
 
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -62,6 +63,8 @@ class Recipe:
     estimator: the gradient through W's quantizer; None is straight-through.
     outliers: what is done to X before it is quantized in fprop; None is nothing.
     bias_gradient: sums the raw dY, or dY as dgrad's quantizer left it.
+    weight_average: kept beside each weight for quantizers of W that round towards it (rounding
+        ema); None keeps nothing.
     bf16_after: a share of training, in [0, 1], after which `bf16_gemms` return to high precision.
     """
 
@@ -74,6 +77,7 @@ class Recipe:
     estimator: DGE | None = None
     outliers: OutlierClamp | None = None
     bias_gradient: Literal["raw", "quantized"] = "raw"
+    weight_average: WeightAverage | None = None
     bf16_after: float | None = None
     bf16_gemms: tuple[str, ...] = field(default=GEMMS)
 
@@ -94,8 +98,7 @@ class Recipe:
             raise ConfigError(f"{self.name}: {error}") from error
 
     def _check_fields(self) -> None:
-        if any(quantizer.rounding == "ema" for quantizer in self._quantizers):
-            raise ConfigError("no linear keeps the moving average that rounding ema takes")
+        self._check_average()
         w = self.fprop.b
         if self.estimator and (w is None or w.element != "e2m1"):
             raise ConfigError("DGE needs an E2M1 quantizer of W in fprop")
@@ -124,6 +127,27 @@ class Recipe:
             raise ConfigError(
                 "bf16_gemms names the GEMMs that bf16_after returns to BF16: give both"
             )
+
+    def _check_average(self) -> None:
+        rounded = {
+            (gemm, letter)
+            for gemm in GEMMS
+            for letter in OPERANDS[gemm]
+            if (quantizer := self.quantizer(gemm, letter)) and quantizer.rounding == "ema"
+        }
+        if any(letter != "w" for _, letter in rounded):
+            raise ConfigError("rounding ema takes an average, which is kept of W alone")
+        if bool(rounded) != (self.weight_average is not None):
+            raise ConfigError(
+                "rounding ema of W and weight_average belong together: give both or neither"
+            )
+        if any(self.gemm(gemm).hadamard is not None for gemm, _ in rounded):
+            raise ConfigError("rounding ema takes no Hadamard transform: leave one out")
+
+    @property
+    def weight_states(self) -> dict[str, WeightState]:
+        """What is kept beside each weight, by name."""
+        return {} if self.weight_average is None else {"average": self.weight_average}
 
     def _check_correction(self, gemm: str) -> None:
         correction, needed = self.gemm(gemm).correction, 1 / _prescale(self.gemm(gemm))
@@ -158,6 +182,12 @@ class Recipe:
         operands = [operand for gemm in self._gemms.values() for operand in (gemm.a, gemm.b)]
         return [quantizer for quantizer in operands if quantizer is not None]
 
+    @property
+    def _rounds_to_average_late(self) -> bool:
+        """Whether a quantizer of W still rounds towards the average after the schedule."""
+        kept = [self.gemm(gemm).b for gemm in ("fprop", "dgrad") if gemm not in self.bf16_gemms]
+        return any(quantizer is not None and quantizer.rounding == "ema" for quantizer in kept)
+
     def at(self, progress: float) -> Recipe:
         """The recipe in force after a share `progress` of training."""
         if self.bf16_after is None or progress < self.bf16_after:
@@ -175,6 +205,7 @@ class Recipe:
             estimator=None if "fprop" in self.bf16_gemms else self.estimator,
             outliers=None if "fprop" in self.bf16_gemms else self.outliers,
             bias_gradient="raw" if "dgrad" in self.bf16_gemms else self.bias_gradient,
+            weight_average=self.weight_average if self._rounds_to_average_late else None,
         )
 
 

@@ -17,6 +17,7 @@ from megatron_fp4.arithmetic.philox import (
     stream_id,
     stream_label,
 )
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.makers.base import Given
 from megatron_fp4.plan.data import OperandPlan
@@ -48,6 +49,8 @@ class Site:
     parallel: the ranks that it is sharded over; None where one rank holds all of it.
     keeps_w, packs_x: see `plan.setting.Setting`. fuses: dW is added to weight.main_grad, where the
         weight has one.
+    average: float32 [out, in], what rounding ema rounds W towards, where the recipe keeps it; it
+        stays where it is in memory, and is updated in place between steps.
     observe: called with (gemm, letter, tally) on each quantized operand as it is multiplied, to
         watch for NaN and for what was rounded; see `operands.Decoded`.
     """
@@ -58,6 +61,7 @@ class Site:
     keeps_w: Literal["packed", "decoded"] | None = None
     packs_x: bool = True
     fuses: bool = False
+    average: Tensor | None = None
     observe: Callable[[str, str, Tensor], None] | None = None
 
     @property
@@ -72,7 +76,18 @@ class Site:
         noise = None
         if operand.quantizer is not None and operand.quantizer.stochastic:
             noise = Noise(call.key, self._stream(operand, call), self.placement(operand, call))
-        return Given(fold, widest, noise, self.signs(operand.gemm, operand, call))
+        signs = self.signs(operand.gemm, operand, call)
+        return Given(fold, widest, noise, signs, self._average(operand))
+
+    def _average(self, operand: OperandPlan) -> Tensor | None:
+        if operand.quantizer is None or operand.quantizer.rounding != "ema":
+            return None
+        if self.average is None:
+            raise ConfigError(
+                f"{self.name}: its recipe keeps an average of the weights, which Megatron's "
+                "optimizers update: train under Megatron, or use another recipe"
+            )
+        return self.average
 
     def signs(self, gemm: str, operand: OperandPlan, call: Call) -> Signs | None:
         """Those of a GEMM's Hadamard transform; None where it has none."""

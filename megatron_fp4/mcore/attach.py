@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
@@ -52,9 +51,10 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
         run.prepare_graphs(len(found), found[0][1].weight.device)
     plans = [layer.plan() for _, layer, _ in found if layer.fp4 is not None]
     held = max(_of_all_ranks(sum(map(held_bytes, plans))))
+    states = max(_of_all_ranks(run.weight_states.bytes_of_copies))
     if torch.distributed.get_rank() == 0:
-        print(start_table.table(run.recipes, rows), start_table.held(run.keeps_weights, held))
-        sys.stdout.flush()
+        lines = start_table.held(run.keeps_weights, held), start_table.states(run.recipes, states)
+        print(start_table.table(run.recipes, rows), "".join(lines), flush=True)
     return model
 
 

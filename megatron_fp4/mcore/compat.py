@@ -19,7 +19,7 @@ from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_fp4 import replay
-from megatron_fp4.mcore import checkpoint, flags, optimizer_compat, vocabulary
+from megatron_fp4.mcore import checkpoint, flags, optimizer_compat, vocabulary, weight_states
 from megatron_fp4.mcore.arguments import validate
 from megatron_fp4.mcore.demands import megatrons_demands
 from megatron_fp4.mcore.spec import layer_spec, mtp_block_spec
@@ -51,6 +51,7 @@ def install() -> None:
             setattr(training, name, _demanding(getattr(training, name)))
     _follow_checkpoints()
     optimizer_compat.install()
+    weight_states.install()
     vocabulary.install()
     checkpoint.install()
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,14 +20,23 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
+from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0, training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.training import pretrain
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import arguments, compat, dataset_files, demands, graphs, log, options
+from megatron_fp4.mcore import (
+    arguments,
+    compat,
+    dataset_files,
+    demands,
+    graphs,
+    log,
+    options,
+    weight_states,
+)
 from megatron_fp4.mcore.attach import attach
 from megatron_fp4.mcore.run import Run
 from megatron_fp4.mcore.spec import layer_spec
@@ -62,16 +72,37 @@ def _train(start: log.Start) -> None:
             advice = graphs.advice(args, run.recipes)
             if advice is not None and args.rank == 0 and torch.cuda.is_available():
                 print(f"megatron-fp4: {advice}", flush=True)
+            weight_states.check(args, run.recipes)
             model.pre_wrap_hooks.append(partial(attach, run))
             step = run.counting(forward_step)
         elif args.rank == 0:
             print(log.precision(args), flush=True)
         config = pretrain_cfg_container_from_args(args, model)
     try:
-        pretrain(config, datasets, ModelType.encoder_or_decoder, start.before(step))
+        with _followed_optimizer(run, args):
+            pretrain(config, datasets, ModelType.encoder_or_decoder, start.before(step))
     finally:
         if run is not None:
             run.report()
+
+
+@contextmanager
+def _followed_optimizer(run: Run | None, args: Any) -> Iterator[None]:
+    """While it is entered the optimizer that Megatron makes keeps the state beside weights that
+    recipes ask for."""
+    make = training.get_megatron_optimizer
+
+    def made(*given: Any, **kwargs: Any) -> Any:
+        optimizer = make(*given, **kwargs)
+        if run is not None and run.weight_states.names:
+            run.weight_states.follow(optimizer, args)
+        return optimizer
+
+    training.get_megatron_optimizer = made
+    try:
+        yield
+    finally:
+        training.get_megatron_optimizer = make
 
 
 def datasets(num_samples: list[int], vp_stage: int | None = None) -> Datasets:

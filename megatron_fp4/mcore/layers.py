@@ -163,7 +163,8 @@ class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
                 groups=rows[::GROUP] // GROUP, groups_per_row=self.output_size // GROUP
             ),
         }
-        site = run.site(name, placements, _ranks(self.tp_group, sharding))
+        average = run.weight_states.add(self, recipe)
+        site = run.site(name, placements, _ranks(self.tp_group, sharding), average)
         self.fp4 = Fp4State(run, recipe, site, self.is_expert)
 
 
@@ -183,7 +184,8 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
         )
         sizes.check(run.args, recipe, name, length, self.output_size, sharding, self.is_expert)
         placements = {"x": columns, "w": columns, "dy": Placement()}
-        site = run.site(name, placements, _ranks(self.tp_group, sharding))
+        average = run.weight_states.add(self, recipe)
+        site = run.site(name, placements, _ranks(self.tp_group, sharding), average)
         self.fp4 = Fp4State(run, recipe, site, self.is_expert)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:

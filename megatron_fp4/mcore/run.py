@@ -21,6 +21,7 @@ from megatron_fp4.execution.call import Site
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.mcore import graphs
 from megatron_fp4.mcore.once import once
+from megatron_fp4.mcore.weight_states import WeightStates
 from megatron_fp4.monitor import NonFiniteMonitor, Rounding, Sighting
 from megatron_fp4.recipe import OPERANDS, Recipe
 
@@ -58,6 +59,7 @@ class Run:
         self.modules = modules
         self.args = args
         self.monitor = NonFiniteMonitor()
+        self.weight_states = WeightStates()
         self.passes = 0  # forward passes of microbatches through chunks so far
         self.epoch = 0  # changes whenever the optimizer may have changed the weights
         self._training = True
@@ -98,6 +100,7 @@ class Run:
         if step != self._step or training != self._training:
             self.epoch += 1
             self._training = training
+            self.weight_states.gather()
         if step != self._step:
             self._tell(self.monitor.start_step(step + 1))  # as Megatron's log counts
             self._tell_of(self.monitor.rounding)
@@ -132,7 +135,11 @@ class Run:
         return self.args.fp4_eval_forward == "fp4"
 
     def site(
-        self, name: str, placements: Mapping[str, Placement], parallel: TensorParallel | None
+        self,
+        name: str,
+        placements: Mapping[str, Placement],
+        parallel: TensorParallel | None,
+        average: Tensor | None = None,
     ) -> Site:
         """Of a linear by its global name; see `call.Site`."""
         return Site(
@@ -142,6 +149,7 @@ class Run:
             keeps_w=self.keeps_weights,
             packs_x=self.packs_x,
             fuses=self.fuses_wgrad,
+            average=average,
             observe=partial(self._observe, name),
         )
 

@@ -73,8 +73,22 @@ def held(keeps: str | None, size: int) -> str:
     """The line about what is kept of weights over a step: `size` bytes on the fullest rank."""
     if keeps is None:
         return "\n  weights are quantized for each microbatch anew"
-    told = f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"
-    return f"\n  weights are quantized once a step and kept {keeps}: {told} on a rank"
+    return f"\n  weights are quantized once a step and kept {keeps}: {_size(size)} on a rank"
+
+
+def states(recipes: Sequence[Recipe], size: int) -> str:
+    """The line about state beside weights, whose copies take `size` bytes on the fullest rank."""
+    names = sorted({name for recipe in recipes for name in recipe.weight_states})
+    if not names:
+        return ""
+    return (
+        f"\n  {' and '.join(names)} of each weight in float32: copies of {_size(size)} on a rank, "
+        "and as much as optimizer state, sharded like it"
+    )
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"
 
 
 def table(recipes: Sequence[Recipe], rows: list[Row]) -> str:

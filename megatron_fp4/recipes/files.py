@@ -24,6 +24,7 @@ from megatron_fp4.arithmetic.estimators import DGE
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
+from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import GEMMS, GemmRecipe, Recipe
 from megatron_fp4.recipes.registry import SUFFIXES, get_recipe, typed
@@ -86,6 +87,9 @@ def _recipe(
         content["estimator"] = _build(DGE, content["estimator"], "estimator")
     if content.get("outliers") is not None:
         content["outliers"] = _build(OutlierClamp, content["outliers"], "outliers")
+    if content.get("weight_average") is not None:
+        average = content["weight_average"]
+        content["weight_average"] = _build(WeightAverage, average, "weight_average")
     if "bf16_gemms" in content:
         content["bf16_gemms"] = _tuple(content["bf16_gemms"], "bf16_gemms")
     return replace(start, **_typed_fields(content, Recipe))
