@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -69,22 +67,31 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        plan, weight = ctx.plan, ctx.accumulates_in
-        dy = dy.reshape(-1, dy.shape[-1])
-        into = None if weight is None else weight.main_grad
         # Autocast may be on around backward; what this computes in is settled.
-        with _plain_tensors(), _without_autocast(dy.device.type):
-            passed = Backward(plan, _load(ctx), ctx.site, ctx.call, ctx.held)
-            dx, dw, dy_operand = passed.gradients(dy, into)
-            db = None
-            if ctx.needs_input_grad[2]:
-                # Where dX is not needed dY is not quantized for it, and the raw one serves.
-                quantized = plan.recipe.bias_gradient == "quantized"
-                summed = dy_operand if quantized and dy_operand is not None else dy
-                db = _bias_gradient(summed, dy.dtype).to(ctx.bias_dtype)
-        if dw is not None and weight is not None:
-            dw = _added_to_main_grad(weight)
-        return None if dx is None else dx.view(ctx.x_shape), dw, db, *[None] * 5
+        device = dy.device.type
+        if autocasts(device):
+            with torch.autocast(device, enabled=False):
+                return _gradients(ctx, dy)
+        return _gradients(ctx, dy)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Those of X, W and the bias, and None for what else `_Linear.forward` takes."""
+    plan, weight = ctx.plan, ctx.accumulates_in
+    dy = dy.reshape(-1, dy.shape[-1])
+    into = None if weight is None else weight.main_grad
+    with _plain_tensors():
+        passed = Backward(plan, _load(ctx), ctx.site, ctx.call, ctx.held)
+        dx, dw, dy_operand = passed.gradients(dy, into)
+        db = None
+        if ctx.needs_input_grad[2]:
+            # Where dX is not needed dY is not quantized for it, and the raw one serves.
+            quantized = plan.recipe.bias_gradient == "quantized"
+            summed = dy_operand if quantized and dy_operand is not None else dy
+            db = _bias_gradient(summed, dy.dtype).to(ctx.bias_dtype)
+    if dw is not None and weight is not None:
+        dw = _added_to_main_grad(weight)
+    return None if dx is None else dx.view(ctx.x_shape), dw, db, None, None, None, None, None
 
 
 def _plan(
@@ -116,10 +123,6 @@ def _plan(
     )
 
 
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
-
-
 def _bias_gradient(dy: Operand, dtype: torch.dtype) -> Tensor:
     if isinstance(dy, QuantizedTensor):
         return dy.dequantize(wide(dtype)).sum(0)
@@ -144,15 +147,23 @@ def _save(ctx: Any, saved: Saved, held: HeldWeight | None) -> None:
     """Saves tensors through save_for_backward, so that hooks on saved tensors see every byte; but
     W's operand not where the calls of a step share it."""
     ctx.shared_w = None if held is None else saved.w
-    parts = [saved.x, saved.weight, saved.residual, saved.w if held is None else None]
-    apart = [take_apart(part) for part in parts]
-    ctx.save_for_backward(*(tensor for tensors, _ in apart for tensor in tensors))
-    ctx.builds = [(len(tensors), build) for tensors, build in apart]
+    parts = (saved.x, saved.w if held is None else None, saved.weight, saved.residual)
+    tensors: list[Tensor | None] = []
+    ctx.builds = builds = []
+    for part in parts:
+        mine, build = ([], None) if part is None else take_apart(part)
+        tensors += mine
+        builds.append((len(mine), build))
+    ctx.save_for_backward(*tensors)
 
 
 def _load(ctx: Any) -> Saved:
-    tensors = iter(ctx.saved_tensors)
-    x, weight, residual, w = (build(*islice(tensors, count)) for count, build in ctx.builds)
+    tensors, start = ctx.saved_tensors, 0
+    parts: list[Any] = []
+    for count, build in ctx.builds:
+        parts.append(None if build is None else build(*tensors[start : start + count]))
+        start += count
+    x, w, weight, residual = parts
     return Saved(x, w if ctx.shared_w is None else ctx.shared_w, weight, residual)
 
 
@@ -201,10 +212,13 @@ def _product(
     call: Call,
     held: HeldWeight | None,
 ) -> Tensor:
-    x, weight = x.to(computes_in(x)), weight.to(computes_in(weight))
-    with _without_autocast(x.device.type):
-        grad = torch.is_grad_enabled()
-        return _Linear.apply(x, weight, bias, recipe, site, call, held, grad)
+    device = x.device.type
+    if autocasts(device):
+        x, weight = x.to(computes_in(x)), weight.to(computes_in(weight))
+        with torch.autocast(device, enabled=False):
+            return _product(x, weight, bias, recipe, site, call, held)
+    grad = torch.is_grad_enabled()
+    return _Linear.apply(x, weight, bias, recipe, site, call, held, grad)
 
 
 # Noise, held weights and replays are kept by Python. Its import of the compiler waits for a call.

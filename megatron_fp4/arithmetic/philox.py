@@ -8,7 +8,7 @@ activation and another layout therefore draw the same noise.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from numbers import Integral
 from typing import NamedTuple
 
@@ -102,9 +102,16 @@ class Key:
             shape = list(step.shape)
             raise ConfigError(f"a step in memory is an int64 tensor [], not {step.dtype} {shape}")
 
+    @cached_property
     def words(self) -> tuple[int, int]:
         """The Philox key: the seed's low and high word."""
         return self.seed & _MASK, (self.seed >> 32) & _MASK
+
+    @cached_property
+    def signed_words(self) -> tuple[int, int]:
+        """The same as int32 of the same bits."""
+        low, high = (word - 2**32 if word >= 2**31 else word for word in self.words)
+        return low, high
 
 
 def word(number: int | Tensor, device: torch.device | str) -> Tensor:
@@ -141,7 +148,7 @@ def random_bits16(
             word(key.step, device),
             word(stream, device),
         ),
-        key.words(),
+        key.words,
     )
     # Little-endian: viewing a word as two 16-bit halves yields the low half first.
     halves = torch.stack(words, dim=-1).to(torch.int32).view(torch.int16)
@@ -163,7 +170,7 @@ def random_signs(
     """
     low = torch.arange(-(-count // 128), device=device)
     words = philox4x32(
-        (low, word(draw, device), word(key.step, device), word(stream, device)), key.words()
+        (low, word(draw, device), word(key.step, device), word(stream, device)), key.words
     )
     bits = torch.stack(words, dim=-1)[..., None] >> torch.arange(32, device=device) & 1
     return 1.0 - 2.0 * bits.flatten()[:count].float()

@@ -92,16 +92,16 @@ class Quantizer:
         words = self.element, self.scale, self.block, self.rule, self.rounding
         return crc32(repr(words).encode())  # the same in a process that unpickles it
 
-    @property
+    @cached_property
     def stochastic(self) -> bool:
         return self.rounding == "stochastic"
 
-    @property
+    @cached_property
     def mxfp4(self) -> bool:
         """Whether it makes OCP's MXFP4: E2M1 with an E8M0 scale for each block of 32."""
         return (self.element, self.scale, self.block) == ("e2m1", "e8m0", (1, 32))
 
-    @property
+    @cached_property
     def outer(self) -> bool:
         """Whether the block scale spans the whole blocked axis, so that it leaves the GEMM."""
         return self.block[1] == WHOLE_AXIS

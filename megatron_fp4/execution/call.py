@@ -63,6 +63,8 @@ class Site:
     fuses: bool = False
     average: Tensor | None = None
     observe: Callable[[str, str, Tensor], None] | None = None
+    # Of the operands of calls that are not repeated.
+    _streams: dict[OperandPlan, int] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def sharding(self) -> Sharding:
@@ -73,15 +75,19 @@ class Site:
         self, operand: OperandPlan, call: Call, fold: Tensor | None, widest: Tensor | None
     ) -> Given:
         """What the maker of an operand is given in one call."""
-        noise = None
-        if operand.quantizer is not None and operand.quantizer.stochastic:
-            noise = Noise(call.key, self._stream(operand, call), self.placement(operand, call))
-        signs = self.signs(operand.gemm, operand, call)
-        return Given(fold, widest, noise, signs, self._average(operand))
+        noise = signs = average = None
+        quantizer = operand.quantizer
+        if quantizer is not None:
+            if quantizer.stochastic:
+                stream, place = self._stream(operand, call), self.placement(operand, call)
+                noise = Noise(call.key, stream, place)
+            elif quantizer.rounding == "ema":
+                average = self._average()
+        if operand.hadamard is not None:
+            signs = self.signs(operand.gemm, operand, call)
+        return Given(fold, widest, noise, signs, average)
 
-    def _average(self, operand: OperandPlan) -> Tensor | None:
-        if operand.quantizer is None or operand.quantizer.rounding != "ema":
-            return None
+    def _average(self) -> Tensor:
         if self.average is None:
             raise ConfigError(
                 f"{self.name}: its recipe keeps an average of the weights, which Megatron's "
@@ -105,7 +111,12 @@ class Site:
         return stream_label(name, operand.gemm, operand.letter)
 
     def _stream(self, operand: OperandPlan, call: Call) -> int:
-        return stream_id(self.label(operand, call))
+        if call.repeat:
+            return stream_id(self.label(operand, call))
+        stream = self._streams.get(operand)
+        if stream is None:
+            stream = self._streams[operand] = stream_id(self.label(operand, call))
+        return stream
 
     def placement(self, operand: OperandPlan, call: Call) -> Placement:
         """Where the operand lies in the unsharded tensor."""
