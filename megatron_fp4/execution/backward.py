@@ -25,7 +25,7 @@ from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, So
 
 class Gradients(NamedTuple):
     """dx: [tokens, in]; dw: [out, in], or the main_grad that it was added to; None where they are
-    not asked for. dy: dY as dgrad multiplied it; None without dgrad."""
+    not asked for. dy: dY as dgrad multiplied it, where the recipe's bias gradient sums that."""
 
     dx: Tensor | None
     dw: Tensor | None
@@ -60,20 +60,18 @@ class Backward:
         dys = {gemm.name: self._send(gemm.a) for gemm in plan.gemms[1:] if gemm.a in self._made}
         dx = dw = dgrads_dy = None
         if plan.dgrad is not None:
-            dgrads_dy = dys["dgrad"].wait()
-            product = run_gemm(plan.dgrad, dgrads_dy, self._w(plan.dgrad), site, held=self.held)
-            dx = self._sum(product)
+            a = dys.pop("dgrad").wait()
+            dx = self._sum(run_gemm(plan.dgrad, a, self._w(plan.dgrad), site, held=self.held))
+            dgrads_dy = a.operand if plan.recipe.bias_gradient == "quantized" else None
+            del a  # its memory is wgrad's to use
+            self._forget(plan.dgrad)
         if plan.wgrad is not None and x is not None:
             b = x.wait()
             if plan.late:
                 b = self._make_late(plan.wgrad, b)
             a = dys["wgrad"].wait() if "wgrad" in dys else self._made[plan.wgrad.a]
             dw = self._dw(plan.wgrad, a, b, dy, residual, into)
-        return Gradients(
-            None if dx is None else dx.wait(),
-            dw,
-            None if dgrads_dy is None else dgrads_dy.operand,
-        )
+        return Gradients(None if dx is None else dx.wait(), dw, dgrads_dy)
 
     # --- operands ---
 
@@ -127,6 +125,14 @@ class Backward:
 
     def _make(self, makings: tuple[Making, ...]) -> None:
         self._made |= make_operands(makings, self._matrices, self._folds, self.site, self.call)
+        for making in makings:
+            if making.matrix[0] != "dy":  # which outliers are multiplied by
+                self._matrices.pop(making.matrix, None)
+
+    def _forget(self, gemm: GemmPlan) -> None:
+        """Frees the operands of a GEMM that has run."""
+        self._made.pop(gemm.a, None)
+        self._made.pop(gemm.b, None)
 
     def _w(self, dgrad: GemmPlan) -> Made:
         """W's operand, which is held from now on where the plan says so."""
