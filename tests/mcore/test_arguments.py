@@ -10,7 +10,10 @@ import torch
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import arguments, gpt, packages, pretrain
+from megatron_fp4.mcore import pretrain
+from megatron_fp4.mcore.launch import command_line
+from megatron_fp4.mcore.launch.refusals import packages
+from megatron_fp4.mcore.loop import gpt
 from tests.mcore.command_line import dataset, parse
 from tests.mcore.launch import MOCK_DATA, TINY
 
@@ -20,7 +23,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine wit
 @pytest.fixture(autouse=True)
 def no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As cpu.install() hides it in a launch; this process may have imported it."""
-    monkeypatch.setattr(arguments, "HAVE_TE", False)
+    monkeypatch.setattr(command_line, "HAVE_TE", False)
 
 
 def test_no_flag_has_to_say_that_there_is_no_gpu() -> None:
@@ -228,12 +231,12 @@ def test_data_of_another_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "8", "--split", "50,50,0"]
     args = parse(*flags, "--data-path", dataset(tmp_path, [1, 7], [2]))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setattr(arguments, "parse_and_validate_args", lambda **_: args)
+    monkeypatch.setattr(command_line, "parse_and_validate_args", lambda **_: args)
     args.padded_vocab_size = 8
-    assert arguments.parse() is args
+    assert command_line.parse() is args
     args.padded_vocab_size = 7
     with pytest.raises(ConfigError, match="token 7 of the data is beyond the vocabulary of 7"):
-        arguments.parse()
+        command_line.parse()
 
 
 @pytest.mark.parametrize("key", ["tokens", "labels"])
@@ -278,7 +281,7 @@ def test_an_mlp_with_biases_is_not_recomputed() -> None:
     args = parse(*MOCK_DATA, *flags)
     args.add_bias_linear = True
     with pytest.raises(ConfigError, match="add --disable-bias-linear"):
-        arguments.validate(args)
+        command_line.validate(args)
 
 
 def test_saving_in_the_background_needs_its_package_where_there_is_a_gpu(
@@ -289,6 +292,6 @@ def test_saving_in_the_background_needs_its_package_where_there_is_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(packages, "installed", lambda package: False)
     with pytest.raises(ConfigError, match="add --async-strategy mcore"):
-        arguments._check_background_save(args)
+        command_line._check_background_save(args)
     args.async_strategy = "mcore"
-    arguments._check_background_save(args)
+    command_line._check_background_save(args)

@@ -10,7 +10,7 @@ import pytest
 
 import megatron_fp4
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.comparison import compare
+from megatron_fp4.mcore.checkpoints.compare_numerics import compare
 from tests.mcore.test_options import parse
 
 WAS = "--fp4-recipe tetrajet --seed 5"

@@ -12,8 +12,9 @@ from megatron.core.utils import divide
 
 import megatron_fp4
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import arguments, log
-from megatron_fp4.mcore.demands import megatrons_demands
+from megatron_fp4.mcore.launch import command_line
+from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
+from megatron_fp4.mcore.loop import log
 from tests.mcore.command_line import dataset
 from tests.mcore.launch import MOCK_DATA, TINY
 
@@ -72,7 +73,7 @@ def test_what_megatron_demands_is_told_by_flags(
     words = flags.format(data=dataset(tmp_path, [1, 2, 3])).split()
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *TINY, *MOCK_DATA, *words])
     with pytest.raises(ConfigError, match=remedy):
-        arguments.parse()
+        command_line.parse()
 
 
 def test_a_warm_up_that_fills_the_schedule_is_told_by_flags() -> None:
@@ -89,7 +90,7 @@ def test_help_shows_our_flags_first_and_needs_no_launcher(
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--help"])
         with pytest.raises(SystemExit) as end:
-            arguments.parse()
+            command_line.parse()
         text = capfd.readouterr().out
         assert not end.value.code and bool(text) == told
         assert not told or text.index("--fp4-recipe RECIPE") < text.index("--num-layers")
@@ -103,7 +104,7 @@ def test_help_and_version_are_printed_once_and_in_order(
     for flag, start in (("--version", "megatron-fp4 "), ("--help", "usage: torchrun")):
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", flag])
         with pytest.raises(SystemExit), log.Start():
-            arguments.parse()
+            command_line.parse()
         text = capfd.readouterr().out
         assert text.startswith(start) and text.count(start) == 1
 
@@ -113,6 +114,6 @@ def test_the_version_needs_no_launcher(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--version"])
     with pytest.raises(SystemExit) as end:
-        arguments.parse()
+        command_line.parse()
     assert not end.value.code
     assert capfd.readouterr().out == f"megatron-fp4 {megatron_fp4.__version__}\n"

@@ -10,7 +10,8 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fp4 import get_recipe, list_recipes
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import flags, graphs, options
+from megatron_fp4.mcore.launch import flags, fp4_arguments
+from megatron_fp4.mcore.model import graphs
 from megatron_fp4.recipe import GEMMS, Recipe
 
 PLAIN_OBJECT = 4
@@ -25,12 +26,12 @@ def parser() -> argparse.ArgumentParser:
 def parse(*flags: str) -> argparse.Namespace:
     """What Megatron's parser makes of the flags, settled."""
     args = parser().parse_args(list(flags))
-    options.settle(args)
+    fp4_arguments.settle(args)
     return args
 
 
 def recipe(*flags: str) -> Recipe:
-    found = options.recipe_of(parse("--fp4-recipe", *flags))
+    found = fp4_arguments.recipe_of(parse("--fp4-recipe", *flags))
     assert found is not None
     return found
 
@@ -46,7 +47,7 @@ def refusal(*flags: str) -> str:
 @pytest.mark.parametrize("flags", [(), ("--fp4-recipe", "off"), ("--fp4-recipe", "bf16")])
 def test_it_is_off_where_it_is_left_out_or_turned_off(flags: tuple[str, ...]) -> None:
     args = parse(*flags, "--seed", "7")
-    assert args.fp4_recipe is None and options.recipe_of(args) is None
+    assert args.fp4_recipe is None and fp4_arguments.recipe_of(args) is None
 
 
 def test_a_recipe_that_is_off_takes_no_options() -> None:
@@ -67,7 +68,7 @@ def test_an_unknown_recipe_is_an_error_that_lists_the_known_ones() -> None:
 # --- upstream's own FP4 ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", options.UPSTREAM_RECIPES)
+@pytest.mark.parametrize("name", fp4_arguments.UPSTREAM_RECIPES)
 def test_upstream_s_recipes_do_nothing_without_fp4_format_and_say_so(name: str) -> None:
     assert "does nothing without --fp4-format e2m1" in refusal("--fp4-recipe", name)
 
@@ -79,7 +80,7 @@ def test_upstream_s_recipes_do_nothing_without_fp4_format_and_say_so(name: str) 
 def test_with_fp4_format_they_stay_upstream_s(flags: tuple[str, ...], name: str) -> None:
     args = parse("--fp4-format", "e2m1", *flags)
     assert (args.fp4, args.fp4_recipe) == ("e2m1", name)
-    assert options.recipe_of(args) is None
+    assert fp4_arguments.recipe_of(args) is None
 
 
 @pytest.mark.parametrize("flags", ["--fp4-format e2m1", "--fp8-format hybrid"])
@@ -95,7 +96,7 @@ UPSTREAMS = ("--fp4-format", "e2m1", "--fp4-recipe", "custom", "--fp4-quantizer-
 
 def test_this_package_s_quantizers_in_upstream_s_linears() -> None:
     args = parse(*UPSTREAMS, "megatron_fp4.te.tetrajet", "--disable-bias-linear")
-    assert args.fp4_recipe == "custom" and options.recipe_of(args) is None
+    assert args.fp4_recipe == "custom" and fp4_arguments.recipe_of(args) is None
     parse(*UPSTREAMS, "another.package.factory")  # nothing that this package judges
 
 
@@ -193,7 +194,7 @@ def test_a_schedule_returns_all_gemms_or_the_named_ones() -> None:
 def test_a_schedule_is_that_of_the_modules_recipes_too() -> None:
     modules = ("--fp4-module-recipe", "a=mxfp4", "--fp4-module-recipe", "b=bf16")
     args = parse("--fp4-recipe", "tetrajet", "--fp4-bf16-after", "0.9", *modules)
-    (_, own), (_, none) = options.module_recipes(args)
+    (_, own), (_, none) = fp4_arguments.module_recipes(args)
     assert own is not None and own.bf16_after == 0.9 and none is None
 
 
@@ -328,7 +329,7 @@ def test_what_a_captured_layer_cannot_follow_is_refused(flags: str) -> None:
 def test_graphs_are_advised_where_they_can_be_had_and_help() -> None:
     def advice(*flags: str) -> str | None:
         args = parse("--fp4-recipe", "tetrajet", *flags)
-        recipe = options.recipe_of(args)
+        recipe = fp4_arguments.recipe_of(args)
         assert recipe is not None
         return graphs.advice(args, [recipe])
 
@@ -343,15 +344,15 @@ def test_graphs_are_advised_where_they_can_be_had_and_help() -> None:
 def test_what_a_checkpoint_brings_a_captured_layer_is_refused_too() -> None:
     graphs = ("--cuda-graph-impl", "local", "--hidden-dropout", "0", "--attention-dropout", "0")
     args = parse("--fp4-recipe", "tetrajet", *graphs)
-    assert options.recipe_of(args) is not None
+    assert fp4_arguments.recipe_of(args) is not None
     args.num_experts = 4
     with pytest.raises(ConfigError, match="--num-experts: leave out one of them"):
-        options.recipe_of(args)
+        fp4_arguments.recipe_of(args)
 
 
 def test_every_refusal_is_tried() -> None:
     tried = {flags.split()[0] for flags in REFUSED}
-    assert set(options._REFUSED) == tried
+    assert set(fp4_arguments._REFUSED) == tried
 
 
 def test_as_many_weight_shards_as_tensor_parallel_ranks_are_plain_tensor_parallelism() -> None:
@@ -364,4 +365,4 @@ def test_what_a_checkpoint_s_arguments_bring_is_refused_too() -> None:
     args = parse("--fp4-recipe", "tetrajet", "--use-checkpoint-args")
     args.multi_latent_attention = True
     with pytest.raises(ConfigError, match="--multi-latent-attention: use grouped-query attention"):
-        options.recipe_of(args)
+        fp4_arguments.recipe_of(args)

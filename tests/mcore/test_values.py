@@ -8,7 +8,7 @@ import torch
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import packages, values
+from megatron_fp4.mcore.launch.refusals import packages, values
 from tests.mcore.command_line import parse
 from tests.mcore.launch import MOCK_DATA
 

@@ -8,8 +8,8 @@ import pytest
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import vocabulary
-from megatron_fp4.mcore.vocabulary import padded_size
+from megatron_fp4.mcore.data import vocabulary
+from megatron_fp4.mcore.data.vocabulary import padded_size
 from tests.mcore.launch import torchrun, train
 
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")

@@ -1,4 +1,5 @@
-"""Work on files that every rank learns the end of: all go on, or all raise the same error."""
+"""What the ranks of a run do in common: work on files that all go on from or all fail at, and lines
+that one of them prints."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +49,19 @@ def my_share[T](items: list[T]) -> list[T]:
     if not torch.distributed.is_initialized():
         return items
     return items[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
+
+
+def once(key: str) -> bool:
+    """True in the first process of the run that asks for `key`, False in the others: it may print.
+
+    Needs the process group; where its store has gone with the process that kept it, True in all
+    that ask.
+    """
+    store = torch.distributed.distributed_c10d._get_default_store()
+    try:
+        return store.add(f"megatron_fp4:{key}", 1) == 1
+    except torch.distributed.DistError:
+        return True
 
 
 def _rank() -> int:

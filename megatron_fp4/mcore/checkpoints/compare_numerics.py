@@ -1,6 +1,6 @@
 """What a checkpoint was trained with against what a launch would go on with.
 
-Both are Megatron's arguments: every checkpoint carries those of its run (options.py).
+Both are Megatron's arguments: every checkpoint carries those of its run (launch/fp4_arguments.py).
 """
 
 import argparse

@@ -14,10 +14,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import graphs, start_table
-from megatron_fp4.mcore.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
-from megatron_fp4.mcore.run import Run
-from megatron_fp4.mcore.start_table import Row
+from megatron_fp4.mcore.model import graphs, start_table
+from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
+from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.mcore.model.start_table import Row
 from megatron_fp4.plan.memory import held_bytes
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.streams import check_streams

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.flags import flag_of
+from megatron_fp4.mcore.launch.flags import flag_of
 
 
 class _Range(NamedTuple):

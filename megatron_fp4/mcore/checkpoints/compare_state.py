@@ -2,7 +2,7 @@
 
 Both are Megatron's arguments, which every checkpoint carries. Here they are compared for what the
 state must fit: the model, the layout, the optimizer and the schedule of the learning rate.
-comparison.py compares the numerics. C stands for megatron/core, T for megatron/training.
+compare_numerics.py compares the numerics. C stands for megatron/core, T for megatron/training.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.flags import flag_of
+from megatron_fp4.mcore.launch.flags import flag_of
 
 # Arguments that the shapes and the number of tensors follow from. Their flags are their names.
 _MODEL = (

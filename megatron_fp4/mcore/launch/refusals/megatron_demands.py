@@ -18,7 +18,7 @@ from typing import Any
 import megatron.core
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.flags import flag_of
+from megatron_fp4.mcore.launch.flags import flag_of
 
 # What to say, by what Megatron says: a regular expression for its text or, where an assertion has
 # none, for its condition in source. Braces hold expressions of the function that raises.

@@ -20,9 +20,9 @@ from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.execution.weights import WeightCache
 from megatron_fp4.linear import quantized_linear
-from megatron_fp4.mcore import graphs, sizes
-from megatron_fp4.mcore.local_sizes import tokens_on_rank
-from megatron_fp4.mcore.run import Moment, Run
+from megatron_fp4.mcore.model import graphs, size_checks
+from megatron_fp4.mcore.model.run import Moment, Run
+from megatron_fp4.mcore.model.shards import tokens_on_rank
 from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.setting import Sharding, column_parallel, row_parallel
@@ -155,7 +155,7 @@ class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
         starts = [(part * ranks + rank) * length for part in range(ranges)]
         rows = torch.cat([torch.arange(start, start + length) for start in starts])
         rows = rows.to(self.weight.device)
-        sizes.check(run.args, recipe, name, self.input_size, length, sharding, self.is_expert)
+        size_checks.check(run.args, recipe, name, self.input_size, length, sharding, self.is_expert)
         placements = {
             "x": Placement(),
             "w": Placement(rows=rows),
@@ -181,7 +181,9 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
             self.tp_group.size(),
             sequence_parallel=self.sequence_parallel and not self.explicit_expert_comm,
         )
-        sizes.check(run.args, recipe, name, length, self.output_size, sharding, self.is_expert)
+        size_checks.check(
+            run.args, recipe, name, length, self.output_size, sharding, self.is_expert
+        )
         placements = {"x": columns, "w": columns, "dy": Placement()}
         site = run.site(name, placements, _ranks(self.tp_group, sharding))
         self.fp4 = Fp4State(run, recipe, site, self.is_expert)

@@ -19,8 +19,8 @@ from torch import Tensor
 from megatron_fp4.arithmetic.philox import Key, Placement
 from megatron_fp4.execution.call import Site
 from megatron_fp4.execution.communication import TensorParallel
-from megatron_fp4.mcore import graphs
-from megatron_fp4.mcore.once import once
+from megatron_fp4.mcore.model import graphs
+from megatron_fp4.mcore.runtime.ranks import once
 from megatron_fp4.monitor import NonFiniteMonitor, Rounding, Sighting
 from megatron_fp4.recipe import OPERANDS, Recipe
 

@@ -19,10 +19,12 @@ from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_fp4 import replay
-from megatron_fp4.mcore import checkpoint, flags, optimizer_compat, vocabulary
-from megatron_fp4.mcore.arguments import validate
-from megatron_fp4.mcore.demands import megatrons_demands
-from megatron_fp4.mcore.spec import layer_spec, mtp_block_spec
+from megatron_fp4.mcore.checkpoints import loading, optimizer_compat
+from megatron_fp4.mcore.data import vocabulary
+from megatron_fp4.mcore.launch import flags
+from megatron_fp4.mcore.launch.command_line import validate
+from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
+from megatron_fp4.mcore.model.spec import layer_spec, mtp_block_spec
 
 
 def install() -> None:
@@ -52,7 +54,7 @@ def install() -> None:
     _follow_checkpoints()
     optimizer_compat.install()
     vocabulary.install()
-    checkpoint.install()
+    loading.install()
 
 
 def _follow_checkpoints() -> None:

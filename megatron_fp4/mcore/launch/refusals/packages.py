@@ -5,7 +5,7 @@ import argparse
 import importlib.util
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.flags import flag_of
+from megatron_fp4.mcore.launch.flags import flag_of
 
 # By Megatron's argument: what is imported, and how it is installed where a registry has it.
 _NEEDED = {

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.validation import _HASH_ALGORITHM, INTEGRITY_FNAME
 
-from megatron_fp4.mcore.ranks import my_share, on_all, on_first
+from megatron_fp4.mcore.runtime.ranks import my_share, on_all, on_first
 
 THREADS = 4  # of a rank, each hashing a file; hashlib lets them run at once
 

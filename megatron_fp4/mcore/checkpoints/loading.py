@@ -1,8 +1,8 @@
 """Loading: a run goes on from a checkpoint that is whole, with the numerics that made it, or stops.
 
 Files that were lost or changed, a save that was killed, and a launch that does not fit are told in
-one line; files are judged before anything of them is loaded (whole.py, integrity.py). What made a
-checkpoint is in Megatron's arguments, which every checkpoint carries (options.py).
+one line; files are judged before anything of them is loaded (folders.py, integrity.py). What made a
+checkpoint is in Megatron's arguments, which every checkpoint carries (launch/fp4_arguments.py).
 
 T stands for megatron/training.
 """
@@ -21,9 +21,9 @@ from megatron.training import checkpointing, get_args, print_rank_0, training
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import fit, integrity, saving, whole
-from megatron_fp4.mcore.comparison import compare
-from megatron_fp4.mcore.ranks import on_first
+from megatron_fp4.mcore.checkpoints import compare_state, folders, integrity, saving
+from megatron_fp4.mcore.checkpoints.compare_numerics import compare
+from megatron_fp4.mcore.runtime.ranks import on_first
 
 _of_checkpoint: list[argparse.Namespace] = []  # the arguments of the one that is being loaded
 
@@ -76,8 +76,8 @@ def _if_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
             _of_checkpoint[:] = [saved]
             goes_on = not (args.finetune or release)
             if goes_on and torch.distributed.is_initialized():  # all arguments are known by then
-                fit.check_optimizer_state(saved, args)
-                fit.check_schedule(saved, args)
+                compare_state.check_optimizer_state(saved, args)
+                compare_state.check_schedule(saved, args)
         return loaded
 
     return _load_base_checkpoint
@@ -87,16 +87,16 @@ def _judge(load_dir: Path, args: argparse.Namespace) -> None:
     """Raises ConfigError where a run cannot go on from `load_dir`: on all ranks or on none."""
     beside = None
     if args.non_persistent_ckpt_type is not None:
-        beside = whole.non_persistent_folder(args, load_dir)
+        beside = folders.non_persistent_folder(args, load_dir)
     places = load_dir, args.ckpt_step, beside
-    problem = on_first(lambda: whole.problem_in(*places))
-    path = None if problem else on_first(lambda: whole.chosen(*places))
+    problem = on_first(lambda: folders.problem_in(*places))
+    path = None if problem else on_first(lambda: folders.chosen(*places))
     if path is None:
         problem = problem or _nothing_to_load(load_dir, args)
     elif _is_misread(path, args):
         problem = f"{path} is of the format torch_dist: leave out --ckpt-format torch"
     elif (flaw := _changed(path, args)) is not None:
-        remedy = on_first(lambda: whole.remedy(*places, damaged=path))
+        remedy = on_first(lambda: folders.remedy(*places, damaged=path))
         problem = f"{path} is damaged: {flaw}; {remedy}"
     if problem is not None:
         raise ConfigError(problem)
@@ -194,8 +194,8 @@ def _unfit(folder: str, error: BaseException) -> str:
     saved = _of_checkpoint[0] if _of_checkpoint else None
     source = traceback.extract_tb(error.__traceback__)[-1].filename
     if saved and source == optimizer_param_scheduler.__file__:
-        return f"the checkpoint in {folder} {fit.other_schedule(saved, launch) or cause}"
-    changed = fit.differences(saved, launch) if saved else ""
+        return f"the checkpoint in {folder} {compare_state.other_schedule(saved, launch) or cause}"
+    changed = compare_state.differences(saved, launch) if saved else ""
     remedy = "give what was, or load another" if changed else "load another"
     if "optimizer.distributed.dp_group_idx" in cause:  # of shards as they were in memory
         remedy = (

@@ -20,9 +20,9 @@ from megatron.training import checkpointing, get_args, training
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import integrity
-from megatron_fp4.mcore.ranks import on_all, on_first
-from megatron_fp4.mcore.whole import last_whole, named, non_persistent_folder, tracker
+from megatron_fp4.mcore.checkpoints import integrity
+from megatron_fp4.mcore.checkpoints.folders import last_whole, named, non_persistent_folder, tracker
+from megatron_fp4.mcore.runtime.ranks import on_all, on_first
 
 # The files of a torch_dist checkpoint, first those without which it is none.
 _FILES = ("metadata.json", ".metadata", "common.pt", integrity.INTEGRITY_FNAME, "*.distcp")

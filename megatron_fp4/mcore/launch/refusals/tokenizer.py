@@ -6,7 +6,7 @@ from pathlib import Path
 import sentencepiece
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import packages
+from megatron_fp4.mcore.launch.refusals import packages
 
 # By type: the package that reads it, and the flags that name its files.
 _READ_BY = {

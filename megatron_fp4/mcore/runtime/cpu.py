@@ -21,7 +21,7 @@ from torch import Tensor, autograd
 from torch.overrides import TorchFunctionMode
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import gloo
+from megatron_fp4.mcore.runtime import gloo
 from megatron_fp4.target import ROCM
 
 _mode: "_HostIsTheDevice | None" = None  # also the mark that install() has run

@@ -22,19 +22,16 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import (
-    dataset_files,
-    demands,
-    flags,
-    optimizer_checks,
-    options,
+from megatron_fp4.mcore.data import dataset_files, splits, vocabulary
+from megatron_fp4.mcore.launch import flags, fp4_arguments
+from megatron_fp4.mcore.launch.flags import flag_of
+from megatron_fp4.mcore.launch.refusals import (
+    megatron_demands,
+    optimizer,
     packages,
-    splits,
-    tokenizers,
+    tokenizer,
     values,
-    vocabulary,
 )
-from megatron_fp4.mcore.flags import flag_of
 
 # What Megatron asserts to be there, and has no default for; some go by an older name too.
 _REQUIRED = {
@@ -52,7 +49,7 @@ def parse() -> argparse.Namespace:
 
     Raises ConfigError in place of Megatron's failed assertions, with their text.
     """
-    with demands.megatrons_demands():
+    with megatron_demands.megatrons_demands():
         args = parse_and_validate_args(extra_args_provider=add_arguments)
     if "MASTER_ADDR" not in os.environ:  # torch.distributed meets the other processes there
         raise ConfigError("no launcher: start this script by torchrun --nproc-per-node N")
@@ -140,8 +137,8 @@ def validate(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag_of(option)} is not supported: pretraining only")
     if args.inprocess_restart:
         raise ConfigError("--inprocess-restart is not supported: leave it out")
-    optimizer_checks.check(args)
-    tokenizers.check(args)
+    optimizer.check(args)
+    tokenizer.check(args)
     vocabulary.check(args)
     values.check_together(args)
     dataset_files.check_files(args)
@@ -157,7 +154,7 @@ def _machine_defaults() -> dict[str, Any]:
         # [sequence, sequence] mask for each sample unless told not to.
         "create_attention_mask_in_dataloader": False,
         "eval_interval": 1000,  # Megatron-core 0.19 has no default and divides by it
-        **dict.fromkeys(options.LAYERS_IN_BF16),  # None: not given
+        **dict.fromkeys(fp4_arguments.LAYERS_IN_BF16),  # None: not given
     }
     if not HAVE_TE:
         defaults |= {"transformer_impl": "local", "apply_rope_fusion": False}
@@ -179,7 +176,7 @@ def _machine_defaults() -> dict[str, Any]:
 
 def _error(parser: argparse.ArgumentParser) -> Callable[[str], NoReturn]:
     def error(message: str) -> NoReturn:
-        raise demands.refusal(message, parser)
+        raise megatron_demands.refusal(message, parser)
 
     return error
 
@@ -198,7 +195,7 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_once(message: str, file: object = None) -> None:
-    """Help and version, from one rank and past what holds back the start (log.py)."""
+    """Help and version, from one rank and past what holds back the start (loop/log.py)."""
     if message and sys.__stdout__ and not int(os.environ.get("RANK", "0")):
         sys.__stdout__.write(message)
         sys.__stdout__.flush()
@@ -210,7 +207,7 @@ def _checked(parser: argparse.ArgumentParser) -> Callable[..., argparse.Namespac
     def parse_args(*args: Any, **kwargs: Any) -> argparse.Namespace:
         parsed = parse(*args, **kwargs)
         values.check(parser, parsed)
-        options.settle_layers_in_bf16(parsed)
+        fp4_arguments.settle_layers_in_bf16(parsed)
         if parsed.yaml_cfg is not None and not Path(parsed.yaml_cfg).is_file():
             raise ConfigError(f"no file {parsed.yaml_cfg}: give --yaml-cfg one that exists")
         if parsed.reset_attention_mask:  # it exists in the mask alone
@@ -219,11 +216,11 @@ def _checked(parser: argparse.ArgumentParser) -> Callable[..., argparse.Namespac
         parsed.fp4_wgrad_fusion = parsed.gradient_accumulation_fusion
         if not packages.installed("fused_weight_gradient_mlp_cuda"):
             parsed.gradient_accumulation_fusion = False
-        # The plugin verifies on all ranks (integrity.py), Megatron on rank 0 alone.
+        # The plugin verifies on all ranks (checkpoints/integrity.py), Megatron on rank 0 alone.
         ours = parsed.ckpt_format in ("torch_dist", "torch") and not parsed.enable_msc
         parsed.fp4_verify_integrity = ours and parsed.verify_integrity is not False
         parsed.verify_integrity = bool(parsed.verify_integrity) and not ours
-        options.settle(parsed)
+        fp4_arguments.settle(parsed)
         _check_background_save(parsed)
         if not (parsed.use_checkpoint_args or parsed.yaml_cfg):  # those bring arguments later
             validate(parsed)

@@ -26,10 +26,14 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from torch import Tensor
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import arguments, compat, dataset_files, demands, graphs, log, options
-from megatron_fp4.mcore.attach import attach
-from megatron_fp4.mcore.run import Run
-from megatron_fp4.mcore.spec import layer_spec
+from megatron_fp4.mcore.data import dataset_files
+from megatron_fp4.mcore.launch import command_line, fp4_arguments
+from megatron_fp4.mcore.launch.refusals import megatron_demands
+from megatron_fp4.mcore.loop import compat, log
+from megatron_fp4.mcore.model import graphs
+from megatron_fp4.mcore.model.attach import attach
+from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.mcore.model.spec import layer_spec
 
 SPIKE = 10  # --check-for-spiky-loss: this many times the largest loss so far, as upstream has it
 
@@ -47,18 +51,18 @@ def train() -> None:
 
 
 def _train(start: log.Start) -> None:
-    args = arguments.parse()
+    args = command_line.parse()
     start.follow(args)
     step: Callable[..., Any] = forward_step
     run = None
-    with demands.megatrons_demands():
+    with megatron_demands.megatrons_demands():
         model = gpt_config_from_args(args)
-        recipe = options.recipe_of(args)
+        recipe = fp4_arguments.recipe_of(args)
         if recipe is not None or args.transformer_impl == "local":
             model.transformer_layer_spec = layer_spec  # else upstream's, with its own FP8 and FP4
         compat.mend_model_config(model, args)
         if recipe is not None:
-            run = Run(recipe, args, options.module_recipes(args))
+            run = Run(recipe, args, fp4_arguments.module_recipes(args))
             advice = graphs.advice(args, run.recipes)
             if advice is not None and args.rank == 0 and torch.cuda.is_available():
                 print(f"megatron-fp4: {advice}", flush=True)

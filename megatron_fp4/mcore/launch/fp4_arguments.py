@@ -11,8 +11,8 @@ import megatron_fp4
 from megatron_fp4 import te
 from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import graphs
-from megatron_fp4.mcore.flags import flag_of
+from megatron_fp4.mcore.launch.flags import flag_of
+from megatron_fp4.mcore.model import graphs
 from megatron_fp4.recipe import GEMMS, Recipe
 from megatron_fp4.recipes import get_recipe, list_recipes
 
@@ -119,7 +119,7 @@ def settle(args: argparse.Namespace) -> None:
             _needs_te(args, "--fp8-format")
         _refuse_orphans(args)
     # Megatron writes its arguments into every checkpoint, and so the recipe, its options, the seed
-    # and these; comparison.py compares them on loading.
+    # and these; compare_numerics.py compares them on loading.
     args.fp4_plugin_version = megatron_fp4.__version__
     args.fp4_numerics_version = NUMERICS_VERSION
     args.fp4_recipe_content = recipe and _content(recipe)

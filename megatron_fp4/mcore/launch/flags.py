@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the plugin's flags as the first group that --help shows.
 
     Megatron's own --fp4-recipe, with its two choices, is replaced: a recipe is also a file or an
-    importable object, and `options.recipe_of` lists the known ones when it meets another.
+    importable object, and `fp4_arguments.recipe_of` lists the known ones when it meets another.
     """
     group = parser.add_argument_group(TITLE, conflict_handler="resolve")
     parser._action_groups.insert(0, parser._action_groups.pop())

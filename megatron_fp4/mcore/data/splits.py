@@ -15,9 +15,8 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import dataset_files
-from megatron_fp4.mcore.data import manifest
-from megatron_fp4.mcore.flags import flag_of
+from megatron_fp4.mcore.data import dataset_files, manifest
+from megatron_fp4.mcore.launch.flags import flag_of
 
 _SPLITS = ("training", "validation", "test")
 _DEFAULT = "969, 30, 1"  # of --data-path, T/arguments.py:validate_args

@@ -35,9 +35,9 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.attention import SdpaAttention
-from megatron_fp4.mcore.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
-from megatron_fp4.mcore.norm import Norm
+from megatron_fp4.mcore.model.attention import SdpaAttention
+from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
+from megatron_fp4.mcore.model.norm import Norm
 
 
 class Fp4SpecProvider(BackendSpecProvider):
