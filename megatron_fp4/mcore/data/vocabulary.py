@@ -8,8 +8,6 @@ import sys
 
 from megatron.core.tokenizers.utils import build_tokenizer
 
-from megatron_fp4.errors import ConfigError
-
 
 def install() -> None:
     """Makes Megatron pad the vocabulary by `padded_size`; harmless when called again.
@@ -19,20 +17,6 @@ def install() -> None:
     would have another loss under another tensor-parallel size.
     """
     build_tokenizer.vocab_size_with_padding = _padded_for
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raises ConfigError for a number of rows that is left open or that ranks cannot share."""
-    rows, parts = args.padded_vocab_size, args.tensor_model_parallel_size
-    if rows is None and not args.pad_vocab_size:
-        raise ConfigError(
-            "--no-pad-vocab-size leaves the embedding's rows open: give "
-            "--padded-vocab-size N instead"
-        )
-    if rows is not None and rows % parts:
-        raise ConfigError(
-            f"--padded-vocab-size {rows} is not a multiple of --tensor-model-parallel-size {parts}"
-        )
 
 
 def padded_size(tokens: int, divisor: int, tensor_parallel: int) -> int:

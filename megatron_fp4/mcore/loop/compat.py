@@ -22,8 +22,8 @@ from megatron_fp4 import replay
 from megatron_fp4.mcore.checkpoints import loading, optimizer_compat
 from megatron_fp4.mcore.data import vocabulary
 from megatron_fp4.mcore.launch import flags
-from megatron_fp4.mcore.launch.command_line import validate
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
+from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
 from megatron_fp4.mcore.model.spec import layer_spec, mtp_block_spec
 
 
@@ -85,7 +85,7 @@ def _after_ours(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def validate_args(args: argparse.Namespace, *others: Any, **kwargs: Any) -> Any:
         if args.use_checkpoint_args:
-            validate(args)
+            refuse(of_launch(args))
         return upstream(args, *others, **kwargs)
 
     return validate_args

@@ -26,11 +26,11 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from torch import Tensor
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.data import dataset_files
-from megatron_fp4.mcore.launch import command_line, fp4_arguments
-from megatron_fp4.mcore.launch.refusals import megatron_demands
+from megatron_fp4.mcore.launch import command_line, cuda_graphs, fp4_arguments
+from megatron_fp4.mcore.launch.refusals.dataset import unknown_token
+from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
+from megatron_fp4.mcore.launch.refusals.table import refuse
 from megatron_fp4.mcore.loop import compat, log
-from megatron_fp4.mcore.model import graphs
 from megatron_fp4.mcore.model.attach import attach
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.spec import layer_spec
@@ -55,7 +55,7 @@ def _train(start: log.Start) -> None:
     start.follow(args)
     step: Callable[..., Any] = forward_step
     run = None
-    with megatron_demands.megatrons_demands():
+    with megatrons_demands():
         model = gpt_config_from_args(args)
         recipe = fp4_arguments.recipe_of(args)
         if recipe is not None or args.transformer_impl == "local":
@@ -63,7 +63,7 @@ def _train(start: log.Start) -> None:
         compat.mend_model_config(model, args)
         if recipe is not None:
             run = Run(recipe, args, fp4_arguments.module_recipes(args))
-            advice = graphs.advice(args, run.recipes)
+            advice = cuda_graphs.advice(args, run.recipes)
             if advice is not None and args.rank == 0 and torch.cuda.is_available():
                 print(f"megatron-fp4: {advice}", flush=True)
             model.pre_wrap_hooks.append(partial(attach, run))
@@ -176,7 +176,7 @@ def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None) -> Batch:
         # A vocabulary that is split over ranks would take an unknown token for another rank's, and
         # embed it as zeros.
         largest = max(int(read[key].max()) for key in ("tokens", "labels"))
-        dataset_files.check_vocabulary(largest, args)
+        refuse(unknown_token(largest, args))
         batch = {"attention_mask": None} | {
             key: value.cuda(non_blocking=True) for key, value in read.items()
         }

@@ -14,7 +14,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.model import graphs, start_table
+from megatron_fp4.mcore.launch import cuda_graphs
+from megatron_fp4.mcore.model import start_table
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.start_table import Row
@@ -48,7 +49,7 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
             "--num-layers-at-end-in-bf16"
         )
     check_streams(row.name for row in quantized)
-    if graphs.wanted(run.args):
+    if cuda_graphs.wanted(run.args):
         run.prepare_graphs(len(found), found[0][1].weight.device)
     plans = [layer.plan() for _, layer, _ in found if layer.fp4 is not None]
     held = max(_of_all_ranks(sum(map(held_bytes, plans))))

@@ -13,11 +13,12 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.launch.refusals import model as refusals
+from megatron_fp4.mcore.launch.refusals.table import refuse
 
 
 class SdpaAttention(MegatronModule):
@@ -42,12 +43,7 @@ class SdpaAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        window = is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, layer_number
-        )
-        _refuse(config.context_parallel_size > 1, "context parallelism")
-        _refuse(window, "sliding-window attention (--window-size)")
-        _refuse(config.softmax_type != "vanilla", f"--softmax-type {config.softmax_type}")
+        refuse(refusals.attention(config, layer_number))
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # apply_query_key_layer_scaling needs nothing here: upstream divides the scores by the layer
@@ -69,8 +65,10 @@ class SdpaAttention(MegatronModule):
         `attention_mask` is boolean, True where a query must not look, and broadcasts to
         [batch, heads, sq, sk]. A given mask stands alone; a causal one must hold the causal part.
         """
-        _refuse(attention_bias is not None, "attention bias")
-        _refuse(packed_seq_params is not None, "packed sequences")
+        if attention_bias is not None:
+            raise ConfigError(refusals.without_te("attention bias"))
+        if packed_seq_params is not None:
+            raise ConfigError(refusals.without_te("packed sequences"))
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         is_causal = mask_type == AttnMaskType.causal and attention_mask is None and len(query) > 1
         dropout = self.dropout if self.training else 0.0
@@ -94,11 +92,3 @@ class SdpaAttention(MegatronModule):
         else:
             context = attend()
         return torch.flatten(context.permute(2, 0, 1, 3), start_dim=2)
-
-
-def _refuse(asked_for: bool, what: str) -> None:
-    if asked_for:
-        raise ConfigError(
-            f"{what} is not supported without Transformer Engine; install it and use "
-            "--transformer-impl transformer_engine"
-        )

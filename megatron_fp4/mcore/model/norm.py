@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_fp4.arithmetic.formats import widen
-from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.launch.refusals import model as refusals
+from megatron_fp4.mcore.launch.refusals.table import refuse
 
 
 class Norm(nn.Module):
@@ -27,11 +28,7 @@ class Norm(nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
-        if config.normalization not in ("RMSNorm", "LayerNorm"):
-            raise ConfigError(
-                f"--normalization {config.normalization} is not supported without Transformer "
-                "Engine; use RMSNorm or LayerNorm"
-            )
+        refuse(refusals.norm(config))
         self.eps = eps
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.full((hidden_size,), float(not self.zero_centered)))

@@ -120,7 +120,7 @@ class Run:
         """What is left of a recipe at a moment: its schedule may have ended."""
         if recipe.bf16_after is None:
             return recipe
-        assert isinstance(moment.step, int)  # graphs.check
+        assert isinstance(moment.step, int)  # refusals/cuda_graphs.py
         return recipe.at(moment.step / max(self.args.train_iters or 1, 1))
 
     def key(self, moment: Moment) -> Key:
@@ -191,7 +191,7 @@ class Run:
     def expert_rows(self, moment: Moment, tokens: int, device: torch.device) -> tuple[int, Tensor]:
         """(microbatch, rows) of the tokens that a router sent to an expert, in the order in which
         they came: int64 [tokens]. No two microbatches or copies of the expert share any."""
-        assert isinstance(moment.microbatch, int)  # graphs.check
+        assert isinstance(moment.microbatch, int)  # refusals/cuda_graphs.py
         copies = mpu.get_expert_data_parallel_world_size()
         local = moment.microbatch // mpu.get_data_parallel_world_size()
         microbatch = local * copies + mpu.get_expert_data_parallel_rank()

@@ -34,7 +34,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.training.models.gpt import GPTModelConfig
 
-from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.launch.refusals import model as refusals
+from megatron_fp4.mcore.launch.refusals.table import refuse
 from megatron_fp4.mcore.model.attention import SdpaAttention
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
 from megatron_fp4.mcore.model.norm import Norm
@@ -94,8 +95,7 @@ class Fp4SpecProvider(BackendSpecProvider):
         return SdpaAttention if self.te is None else self.te.core_attention()
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> ExpertsBuilder:
-        if moe_use_grouped_gemm:
-            raise ConfigError("--moe-grouped-gemm is not supported; leave it out")
+        refuse(refusals.experts(moe_use_grouped_gemm))
         return partial(
             SequentialMLP,
             submodules=MLPSubmodules(
@@ -142,8 +142,7 @@ def mtp_block_spec(
 
 def _decoder_layers(config: TransformerConfig) -> list[ModuleSpec]:
     """One spec for each layer of the whole model."""
-    if config.multi_latent_attention or config.experimental_attention_variant is not None:
-        raise ConfigError("multi-latent and experimental attention are not supported")
+    refuse(refusals.architecture(config))
     return [_decoder_layer(config, is_moe) for is_moe in _moe_pattern(config)]
 
 
@@ -153,11 +152,7 @@ def _moe_pattern(config: TransformerConfig) -> list[bool]:
         return [False] * config.num_layers
     if isinstance(config.moe_layer_freq, int):
         return [i % config.moe_layer_freq == 0 for i in range(config.num_layers)]
-    if len(config.moe_layer_freq) != config.num_layers:
-        raise ConfigError(
-            f"--moe-layer-freq names {len(config.moe_layer_freq)} layers and the model has "
-            f"{config.num_layers}"
-        )
+    refuse(refusals.layers_of_experts(config))
     return [bool(is_moe) for is_moe in config.moe_layer_freq]
 
 

@@ -4,11 +4,9 @@ Its checks are assertions, some without a text; others name what they compare an
 """
 
 import ast
-import difflib
 import linecache
 import re
 import traceback
-from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -118,21 +116,12 @@ def megatrons_demands(while_building: bool = False) -> Iterator[None]:
     except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
         frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
         source = frame.f_code.co_filename
-        if (while_building or isinstance(error, ImportError)) and not is_megatrons(source):
+        if (while_building or isinstance(error, ImportError)) and not _is_megatrons(source):
             raise
         raise ConfigError(_told(error, frame, line, while_building)) from error
 
 
-def refusal(message: str, parser: ArgumentParser) -> ConfigError:
-    """What argparse says of a command line, and what may be meant or missing there."""
-    if re.search("expected (one|at least one) argument", message):
-        message += ": give a value (a shell variable may not be set), or leave out the flag"
-    unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
-    known = difflib.get_close_matches(unknown, parser._option_string_actions) if unknown else []
-    return ConfigError(message + (f"; did you mean {' or '.join(known)}?" if known else ""))
-
-
-def is_megatrons(source: str) -> bool:
+def _is_megatrons(source: str) -> bool:
     """Whether a file of source is Megatron's."""
     return Path(source).is_relative_to(Path(megatron.core.__file__).parents[1])
 

@@ -1,10 +1,10 @@
-"""Optional packages that flags of Megatron's need. Where one is missing Megatron drops the flag, or
-ends with the text of a failed import."""
+"""Optional packages, and flags, that flags of Megatron's need. Where one is missing Megatron drops
+the flag, or ends with the text of a failed import."""
 
-import argparse
-import importlib.util
+from argparse import Namespace
+from collections.abc import Iterator
 
-from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.launch import machine
 from megatron_fp4.mcore.launch.flags import flag_of
 
 # By Megatron's argument: what is imported, and how it is installed where a registry has it.
@@ -29,25 +29,22 @@ _NEEDS_TENSORBOARD = (
 )
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raises ConfigError for a flag that would do nothing for want of a package or another flag."""
+def needed(args: Namespace) -> Iterator[str]:
+    """Refuses a flag that would do nothing for want of a package or another flag."""
     for name, (package, distribution) in _NEEDED.items():
-        if getattr(args, name) and not installed(package):
-            raise ConfigError(_missing(flag_of(name), package, distribution))
-    if args.non_persistent_ckpt_type == "local" and not installed("nvidia_resiliency_ext"):
+        if getattr(args, name) and not machine.installed(package):
+            yield _missing(flag_of(name), package, distribution)
+    is_local = args.non_persistent_ckpt_type == "local"
+    if is_local and not machine.installed("nvidia_resiliency_ext"):
         flag, package = "--non-persistent-ckpt-type local", "nvidia_resiliency_ext"
-        raise ConfigError(_missing(flag, package, "nvidia-resiliency-ext"))
+        yield _missing(flag, package, "nvidia-resiliency-ext")
     for name in _NEEDS_TENSORBOARD:
         if getattr(args, name) and not args.tensorboard_dir:
-            raise ConfigError(f"{flag_of(name)} logs nothing without --tensorboard-dir DIR: add it")
+            yield f"{flag_of(name)} logs nothing without --tensorboard-dir DIR: add it"
     if args.wandb_project and not args.wandb_exp_name:
-        raise ConfigError("--wandb-project needs --wandb-exp-name NAME: add it")
+        yield "--wandb-project needs --wandb-exp-name NAME: add it"
     if args.wandb_project and not (args.wandb_save_dir or args.save):
-        raise ConfigError("--wandb-project needs --wandb-save-dir DIR, or --save: add one")
-
-
-def installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+        yield "--wandb-project needs --wandb-save-dir DIR, or --save: add one"
 
 
 def _missing(flag: str, package: str, distribution: str | None) -> str:

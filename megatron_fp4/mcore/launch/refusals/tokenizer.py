@@ -1,12 +1,12 @@
-"""Whether the tokenizer that the flags name can be opened."""
+"""Tokenizers that cannot be opened, and vocabularies that ranks cannot share."""
 
-import argparse
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 import sentencepiece
 
-from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.launch.refusals import packages
+from megatron_fp4.mcore.launch import machine
 
 # By type: the package that reads it, and the flags that name its files.
 _READ_BY = {
@@ -22,44 +22,59 @@ _READ_BY = {
 }
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raises ConfigError for a tokenizer whose type, package or files are missing."""
+def choice(args: Namespace) -> Iterator[str]:
+    """Refuses a tokenizer whose type, package or files are missing."""
     kind = args.tokenizer_type
     if kind is None:
-        raise ConfigError(
+        yield (
             "no tokenizer: give --tokenizer-type SentencePieceTokenizer --tokenizer-model PATH, "
             "or --tokenizer-type NullTokenizer --vocab-size N for data that is already numbers"
         )
     if kind not in _READ_BY:
-        raise ConfigError(f"--tokenizer-type {kind} is not supported: use one of text")
+        yield f"--tokenizer-type {kind} is not supported: use one of text"
     if kind == "NullTokenizer" and not args.vocab_size:
-        raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
+        yield "--tokenizer-type NullTokenizer needs --vocab-size"
     package, flags = _READ_BY[kind]
     for flag in flags:
-        _check_path(kind, flag, getattr(args, flag[2:].replace("-", "_")))
-    if package is not None and not packages.installed(package):
-        raise ConfigError(f"--tokenizer-type {kind} needs {package}: pip install {package}")
+        yield from _path(kind, flag, getattr(args, flag[2:].replace("-", "_")))
+    if package is not None and not machine.installed(package):
+        yield f"--tokenizer-type {kind} needs {package}: pip install {package}"
     if package == "sentencepiece":
-        _check_sentencepiece(args.tokenizer_model)
+        yield from _sentencepiece(args.tokenizer_model)
 
 
-def _check_path(kind: str, flag: str, path: str | None) -> None:
+def vocabulary(args: Namespace) -> Iterator[str]:
+    """Refuses a number of rows of the embedding that is left open or that ranks cannot share."""
+    rows, parts = args.padded_vocab_size, args.tensor_model_parallel_size
+    if rows is None and not args.pad_vocab_size:
+        yield (
+            "--no-pad-vocab-size leaves the embedding's rows open: give "
+            "--padded-vocab-size N instead"
+        )
+    if rows is not None and rows % parts:
+        yield (
+            f"--padded-vocab-size {rows} is not a multiple of --tensor-model-parallel-size {parts}"
+        )
+
+
+def _path(kind: str, flag: str, path: str | None) -> Iterator[str]:
     if path is None:
-        raise ConfigError(f"{kind} needs {flag} PATH")
+        yield f"{kind} needs {flag} PATH"
+        return
     # Of Hugging Face's hub it may be a name, as in owner/name.
     is_name = kind == "HuggingFaceTokenizer" and path[0] not in "./~" and path.count("/") < 2
     if not (is_name or Path(path).exists()):
-        raise ConfigError(
+        yield (
             f"no tokenizer at {path}: give {flag} what the data was prepared with "
             "(tools/prepare_data.py writes a tokenizer.model)"
         )
 
 
-def _check_sentencepiece(path: str) -> None:
+def _sentencepiece(path: str) -> Iterator[str]:
     try:
         sentencepiece.SentencePieceProcessor(model_file=path)
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(
+    except (OSError, RuntimeError):
+        yield (
             f"{path} is no SentencePiece model, or is cut short: give --tokenizer-model the .model "
             "file that the data was prepared with"
-        ) from error
+        )

@@ -1,14 +1,15 @@
-"""Which values a flag takes: no empty ones, no NaN or infinity, and no numbers out of range.
+"""Which values a flag takes: no empty ones, no NaN or infinity, no numbers out of range, and no
+number that another one does not divide.
 
 Megatron takes any number and divides by it, waits for it, or trains with it.
 """
 
 import argparse
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch.flags import flag_of
 
 
@@ -75,21 +76,27 @@ _INSTEAD = {
 }
 
 
-def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Raises ConfigError for the first flag of `parser` whose value in `args` it cannot have."""
+def of_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Iterator[str]:
+    """Refuses a value that its flag cannot have. parser: whose flags `args` are the values of."""
     for action in parser._actions:
         for value in _each(getattr(args, action.dest, None)):
             if isinstance(value, str) and not value.strip() and value != action.default:
-                raise ConfigError(
+                yield (
                     f"{_flag(action)} has an empty value, maybe of a shell variable that is not "
                     f"set: give one, or leave out the flag{_hint(action)}"
                 )
             if isinstance(value, int | float) and not isinstance(value, bool):
-                _check_number(action, value)
+                yield from _number(action, value)
 
 
-def check_together(args: argparse.Namespace) -> None:
-    """Raises ConfigError for numbers that have to be multiples of others and are not."""
+def config_file(args: argparse.Namespace) -> Iterator[str]:
+    """Refuses --yaml-cfg with a file that is not there."""
+    if args.yaml_cfg is not None and not Path(args.yaml_cfg).is_file():
+        yield f"no file {args.yaml_cfg}: give --yaml-cfg one that exists"
+
+
+def multiples(args: argparse.Namespace) -> Iterator[str]:
+    """Refuses numbers that have to be multiples of others and are not."""
     heads, ranks = "num_attention_heads", "tensor_model_parallel_size"
     pairs = [(heads, ranks)]
     if not args.num_experts:
@@ -101,25 +108,25 @@ def check_together(args: argparse.Namespace) -> None:
     if args.num_experts:
         pairs.append(("num_experts", "expert_model_parallel_size"))
         if args.moe_router_topk > args.num_experts:
-            raise ConfigError(
+            yield (
                 f"--moe-router-topk {args.moe_router_topk} is above --num-experts "
                 f"{args.num_experts}: lower it"
             )
     for name, divisor in pairs:
         number, by = getattr(args, name), getattr(args, divisor)
         if number is not None and number % by:
-            raise ConfigError(
+            yield (
                 f"{flag_of(name)} {number} is not a multiple of "
                 f"{flag_of(divisor)} {by}: change one of them"
             )
 
 
-def _check_number(action: argparse.Action, number: float) -> None:
+def _number(action: argparse.Action, number: float) -> Iterator[str]:
     if not math.isfinite(number):
-        raise ConfigError(f"{_flag(action)} {number}: give a finite number")
+        yield f"{_flag(action)} {number}: give a finite number"
     expected = _RANGE_OF.get(action.dest)
     if expected is not None and number not in expected and number != action.default:
-        raise ConfigError(f"{_flag(action)} {number}: give {expected}{_hint(action)}")
+        yield f"{_flag(action)} {number}: give {expected}{_hint(action)}"
 
 
 def _hint(action: argparse.Action) -> str:

@@ -10,8 +10,8 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fp4 import get_recipe, list_recipes
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.launch import flags, fp4_arguments
-from megatron_fp4.mcore.model import graphs
+from megatron_fp4.mcore.launch import cuda_graphs, flags, fp4_arguments
+from megatron_fp4.mcore.launch.refusals.fp4_flags import NOT_WITH_A_RECIPE, UPSTREAM_RECIPES
 from megatron_fp4.recipe import GEMMS, Recipe
 
 PLAIN_OBJECT = 4
@@ -68,7 +68,7 @@ def test_an_unknown_recipe_is_an_error_that_lists_the_known_ones() -> None:
 # --- upstream's own FP4 ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", fp4_arguments.UPSTREAM_RECIPES)
+@pytest.mark.parametrize("name", UPSTREAM_RECIPES)
 def test_upstream_s_recipes_do_nothing_without_fp4_format_and_say_so(name: str) -> None:
     assert "does nothing without --fp4-format e2m1" in refusal("--fp4-recipe", name)
 
@@ -331,7 +331,7 @@ def test_graphs_are_advised_where_they_can_be_had_and_help() -> None:
         args = parse("--fp4-recipe", "tetrajet", *flags)
         recipe = fp4_arguments.recipe_of(args)
         assert recipe is not None
-        return graphs.advice(args, [recipe])
+        return cuda_graphs.advice(args, [recipe])
 
     launch = ("--hidden-dropout", "0", "--attention-dropout", "0")
     two = (*launch, "--tensor-model-parallel-size", "2")
@@ -352,7 +352,7 @@ def test_what_a_checkpoint_brings_a_captured_layer_is_refused_too() -> None:
 
 def test_every_refusal_is_tried() -> None:
     tried = {flags.split()[0] for flags in REFUSED}
-    assert set(fp4_arguments._REFUSED) == tried
+    assert set(NOT_WITH_A_RECIPE) == tried
 
 
 def test_as_many_weight_shards_as_tensor_parallel_ranks_are_plain_tensor_parallelism() -> None:

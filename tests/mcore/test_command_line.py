@@ -11,8 +11,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import pretrain
-from megatron_fp4.mcore.launch import command_line
-from megatron_fp4.mcore.launch.refusals import packages
+from megatron_fp4.mcore.launch import command_line, machine
+from megatron_fp4.mcore.launch.refusals.checkpoints import background_save
+from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
 from megatron_fp4.mcore.loop import gpt
 from tests.mcore.command_line import dataset, parse
 from tests.mcore.launch import MOCK_DATA, TINY
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine wit
 @pytest.fixture(autouse=True)
 def no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As cpu.install() hides it in a launch; this process may have imported it."""
-    monkeypatch.setattr(command_line, "HAVE_TE", False)
+    monkeypatch.setattr(machine, "HAVE_TE", False)
 
 
 def test_no_flag_has_to_say_that_there_is_no_gpu() -> None:
@@ -281,7 +282,7 @@ def test_an_mlp_with_biases_is_not_recomputed() -> None:
     args = parse(*MOCK_DATA, *flags)
     args.add_bias_linear = True
     with pytest.raises(ConfigError, match="add --disable-bias-linear"):
-        command_line.validate(args)
+        refuse(of_launch(args))
 
 
 def test_saving_in_the_background_needs_its_package_where_there_is_a_gpu(
@@ -290,8 +291,8 @@ def test_saving_in_the_background_needs_its_package_where_there_is_a_gpu(
     args = parse(*MOCK_DATA, "--async-save")  # upstream saves in the foreground, and says so
     args.use_persistent_ckpt_worker = True
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(packages, "installed", lambda package: False)
+    monkeypatch.setattr(machine, "installed", lambda package: False)
     with pytest.raises(ConfigError, match="add --async-strategy mcore"):
-        command_line._check_background_save(args)
+        refuse(background_save(args))
     args.async_strategy = "mcore"
-    command_line._check_background_save(args)
+    refuse(background_save(args))
