@@ -15,14 +15,18 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_fp4.arithmetic.philox import GROUP, Placement
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.execution.weights import WeightCache
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.mcore.model import graphs, size_checks
 from megatron_fp4.mcore.model.run import Moment, Run
-from megatron_fp4.mcore.model.shards import tokens_on_rank
+from megatron_fp4.mcore.model.shards import (
+    column_parallel_placements,
+    row_parallel_placements,
+    tokens_on_rank,
+    whole_sequence,
+)
 from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.setting import Sharding, column_parallel, row_parallel
@@ -96,8 +100,7 @@ class Fp4State:
         """(the microbatch, the rows of its tokens in the global batch)."""
         if self.is_expert:
             return self.run.expert_rows(moment, len(x), x.device)
-        sharding = self.site.sharding
-        sequence = x.shape[0] * (sharding.ranks if sharding.tokens == "x" else 1)
+        sequence = whole_sequence(x.shape[0], self.site.sharding)
         return moment.microbatch, self.run.token_rows(moment, sequence, x.shape[1], x.device)
 
 
@@ -149,20 +152,10 @@ class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
             sequence_parallel=self.sequence_parallel and not alone,
             sums_dx=self.allreduce_dgrad and not alone,
         )
-        # SwiGLU's fc1 holds a part of the gate and a part of the up projection: two ranges.
         ranges = getattr(self.weight, "partition_stride", 1)
         length = self.output_size_per_partition // ranges
-        starts = [(part * ranks + rank) * length for part in range(ranges)]
-        rows = torch.cat([torch.arange(start, start + length) for start in starts])
-        rows = rows.to(self.weight.device)
         size_checks.check(run.args, recipe, name, self.input_size, length, sharding, self.is_expert)
-        placements = {
-            "x": Placement(),
-            "w": Placement(rows=rows),
-            "dy": Placement(
-                groups=rows[::GROUP] // GROUP, groups_per_row=self.output_size // GROUP
-            ),
-        }
+        placements = column_parallel_placements(rank, ranks, length, ranges, self.weight.device)
         site = run.site(name, placements, _ranks(self.tp_group, sharding))
         self.fp4 = Fp4State(run, recipe, site, self.is_expert)
 
@@ -173,18 +166,16 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
 
     def attach(self, name: str, run: Run, recipe: Recipe) -> None:
         """Follow `recipe` from now on. Raises ConfigError where it cannot."""
+        rank, ranks = self.tp_group.rank(), self.tp_group.size()
         length = self.input_size_per_partition
-        start = self.tp_group.rank() * length // GROUP
-        groups = torch.arange(start, start + length // GROUP, device=self.weight.device)
-        columns = Placement(groups=groups, groups_per_row=self.input_size // GROUP)
         sharding = row_parallel(
-            self.tp_group.size(),
+            ranks,
             sequence_parallel=self.sequence_parallel and not self.explicit_expert_comm,
         )
         size_checks.check(
             run.args, recipe, name, length, self.output_size, sharding, self.is_expert
         )
-        placements = {"x": columns, "w": columns, "dy": Placement()}
+        placements = row_parallel_placements(rank, ranks, length, self.weight.device)
         site = run.site(name, placements, _ranks(self.tp_group, sharding))
         self.fp4 = Fp4State(run, recipe, site, self.is_expert)
 
