@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.bytes import CASES, LINEARS, RANKS, Case, Shape
 from benchmarks.traffic import Traffic
-from megatron_fp4.mcore import cpu
+from megatron_fp4.mcore.runtime import cpu
 
 cpu.install()
 
@@ -37,8 +37,8 @@ from megatron.core.num_microbatches_calculator import (  # noqa: E402
 
 from megatron_fp4 import recipes  # noqa: E402
 from megatron_fp4.execution import backward, forward  # noqa: E402
-from megatron_fp4.mcore import attach as attaching  # noqa: E402
-from megatron_fp4.mcore.run import Run  # noqa: E402
+from megatron_fp4.mcore.model import attach as attaching  # noqa: E402
+from megatron_fp4.mcore.model.run import Run  # noqa: E402
 from tests.mcore import small_gpt  # noqa: E402
 from tests.mcore.layout_mistakes import patched  # noqa: E402
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.stamp import stamp
-from megatron_fp4.mcore import integrity
+from megatron_fp4.mcore.checkpoints import integrity
 
 GIB = 2**30
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.linear import SHAPES, Problem, bf16, problem, quantized
 from benchmarks.timing import medians
 from megatron_fp4 import get_recipe, quantize
-from megatron_fp4.mcore import cpu
+from megatron_fp4.mcore.runtime import cpu
 
 SIDE = 8192  # of the square matrix that quantizers are timed on
 BITS = {"mxfp4": 4 + 8 / 32, "nvfp4": 4 + 8 / 16}  # of an element, with its share of a scale

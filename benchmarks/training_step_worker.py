@@ -16,7 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.traffic import Traffic
-from megatron_fp4.mcore import cpu, pretrain
+from megatron_fp4.mcore import pretrain
+from megatron_fp4.mcore.runtime import cpu
 
 # Whose name holds one of these, in this order.
 KINDS = {

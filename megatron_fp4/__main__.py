@@ -15,7 +15,7 @@ import torch
 from megatron_fp4 import __version__, get_recipe, list_recipes
 from megatron_fp4.description import describe
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import flags
+from megatron_fp4.mcore.launch import flags
 from megatron_fp4.multipliers import MULTIPLIERS
 from megatron_fp4.plan import command
 from megatron_fp4.plan.compiler import compile_plan
