@@ -11,7 +11,7 @@ from megatron_fp4 import ConfigError, __main__
 from megatron_fp4.mcore import cpu, pretrain
 from megatron_fp4.multipliers import choose
 from megatron_fp4.target import ROCM, Target, gpu_named, kernels_problem, target_of, triton_problem
-from tests.multipliers.products import asked
+from testing.builders.products import asked
 
 GPU = torch.device("cuda")
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from megatron_fp4 import ConfigError, Linear, linear, name_layers, quantize
 from megatron_fp4.arithmetic.philox import Key, Noise, Placement, random_bits16
 from megatron_fp4.replicas import ROWS, own_replica, replica_placements
+from testing.oracles import element_bits, normal
 from tests.mcore.launch import spawn
-from tests.oracles import element_bits, normal
 
 SIZE = 64
 X, DY = normal((SIZE, SIZE), 1), normal((SIZE, SIZE), 2)

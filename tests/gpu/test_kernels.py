@@ -13,7 +13,7 @@ from megatron_fp4.makers import choose, outliers
 from megatron_fp4.makers.base import Given
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.target import target_of
-from tests.operand_plans import made_in_pytorch, plan
+from testing.builders.operand_plans import made_in_pytorch, plan
 
 pytestmark = [
     pytest.mark.gpu,

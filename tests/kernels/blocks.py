@@ -18,7 +18,7 @@ from megatron_fp4.arithmetic.philox import Key, Noise, Placement
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, absolute_max
 from megatron_fp4.kernels.blocks import quantize
 from megatron_fp4.makers.block_scales import BlockScaleKernel
-from tests.operand_plans import made_in_pytorch, plan
+from testing.builders.operand_plans import made_in_pytorch, plan
 
 ROWS, COLUMNS = 96, 160  # tiles do not fill it
 NVFP4 = get_quantizer("nvfp4")

@@ -24,7 +24,7 @@ from megatron_fp4.kernels.fp8 import FORMATS
 from megatron_fp4.kernels.quantize import Copy, quantize
 from megatron_fp4.makers.mxfp4 import Mxfp4Kernel
 from megatron_fp4.operands import Made
-from tests.operand_plans import made_in_pytorch, plan
+from testing.builders.operand_plans import made_in_pytorch, plan
 
 SEED, STEP, DRAW = 2**63 + 11, 2**32 + 5, 2**33 + 3
 

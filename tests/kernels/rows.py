@@ -17,7 +17,7 @@ from megatron_fp4 import Quantizer, get_quantizer
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.kernels.rows import quantize, transposed
 from megatron_fp4.makers.row_scales import RowScaleKernel
-from tests.operand_plans import made_in_pytorch, plan
+from testing.builders.operand_plans import made_in_pytorch, plan
 
 BLOCKS = ((0, 0), (1, 0))  # the tensor, a row
 ROWS, COLUMNS = 40, 330

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.philox import stream_id
 from megatron_fp4.mcore.attach import attach
 from megatron_fp4.mcore.run import Run
-from tests.mcore import small_gpt
+from testing.builders import small_gpt
 from tests.mcore.layouts import Layout
 
 VOCABULARY, SEQUENCE = 96, 32

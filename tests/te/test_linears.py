@@ -21,8 +21,8 @@ from megatron_fp4 import ConfigError, Recipe, get_recipe
 from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.te import Factory
-from tests.oracles import normal, relative_error
-from tests.te import engine
+from testing.builders import te_stand_in
+from testing.oracles import normal, relative_error
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="no Transformer Engine"
@@ -38,7 +38,7 @@ IN, OUT, TOKENS = 128, 256, (2, 64)
 
 @pytest.fixture(params=[CPU, CUDA])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with engine.on_a_cpu() if request.param == "cpu" else contextlib.nullcontext():
+    with te_stand_in.on_a_cpu() if request.param == "cpu" else contextlib.nullcontext():
         yield request.param
 
 

@@ -1,4 +1,4 @@
-"""Plans of single operands, for tests of what makes them."""
+"""Plans of single operands, for tests of the makers."""
 
 from __future__ import annotations
 

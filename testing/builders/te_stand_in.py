@@ -1,4 +1,5 @@
-"""Transformer Engine where it is not, as far as its hook goes; and its linears without CUDA."""
+"""A stand-in for Transformer Engine where it is not installed, with what its quantizer hook needs;
+and Transformer Engine's own linears on a machine without CUDA."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def custom_gemm(
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """A Transformer Engine of this file in the place of one that may be there."""
+    """Replaces Transformer Engine, installed or not, by the classes of this file."""
     kept = {name: module for name, module in sys.modules.items() if name.startswith(MODULES)}
     package = vars(megatron_fp4.te)
     imported = package.pop("quantizers", None)

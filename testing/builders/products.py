@@ -1,4 +1,4 @@
-"""Products that tests ask multipliers for."""
+"""Descriptions of products, as a multiplier is asked for them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp4 import Linear, list_recipes
-from tests.oracles import normal
+from testing.oracles import normal
 
 TOKENS, SIZE = 128, 64
 ALL = list_recipes()
