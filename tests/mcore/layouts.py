@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.mcore.launch import spawn
+from testing.worlds.launch import spawn
 
 WORKER = Path(__file__).with_name("layout_worker.py")
 

@@ -11,8 +11,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import arguments, gpt, packages, pretrain
-from tests.mcore.command_line import dataset, parse
-from tests.mcore.launch import MOCK_DATA, TINY
+from testing.builders.command_line import dataset, parse
+from testing.worlds.launch import MOCK_DATA, TINY
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
 

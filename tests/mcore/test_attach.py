@@ -23,7 +23,7 @@ from megatron_fp4.plan.words import gemm_words
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from megatron_fp4.target import target_of
 from testing.builders import small_gpt
-from tests.mcore.launch import torchrun, train
+from testing.worlds.launch import torchrun, train
 
 PP2 = ("--pipeline-model-parallel-size", "2")
 TP2 = ("--tensor-model-parallel-size", "2")

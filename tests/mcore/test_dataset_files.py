@@ -14,7 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.data.prepare_data import Options, prepare
 from megatron_fp4.mcore.dataset_files import check_files, check_tokens
-from tests.mcore.launch import torchrun
+from testing.worlds.launch import torchrun
 
 TRAIN, VALID = "train_text_document", "valid_text_document"
 

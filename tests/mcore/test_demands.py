@@ -14,8 +14,8 @@ import megatron_fp4
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import arguments, log
 from megatron_fp4.mcore.demands import megatrons_demands
-from tests.mcore.command_line import dataset
-from tests.mcore.launch import MOCK_DATA, TINY
+from testing.builders.command_line import dataset
+from testing.worlds.launch import MOCK_DATA, TINY
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
 

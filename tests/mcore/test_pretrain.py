@@ -9,7 +9,7 @@ import sentencepiece
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from tests.mcore.launch import MOCK_DATA, OVERLAP, ROOT, Result, spawn, torchrun, train
+from testing.worlds.launch import MOCK_DATA, OVERLAP, ROOT, Result, spawn, torchrun, train
 
 TP2_SP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 PP2 = ("--pipeline-model-parallel-size", "2")

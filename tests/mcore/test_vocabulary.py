@@ -10,7 +10,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import vocabulary
 from megatron_fp4.mcore.vocabulary import padded_size
-from tests.mcore.launch import torchrun, train
+from testing.worlds.launch import torchrun, train
 
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 VOCABULARY = ("--vocab-size", "600", "--bf16")  # 640 rows; upstream pads to 768 under TP2

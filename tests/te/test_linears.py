@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from megatron_fp4.linear import quantized_linear
 from megatron_fp4.te import Factory
 from testing.builders import te_stand_in
 from testing.oracles import normal, relative_error
+from testing.worlds.launch import ROOT, SCRIPTS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="no Transformer Engine"
@@ -193,9 +193,9 @@ def test_stochastic_gradients_estimate_those_of_the_forward_operands(device: str
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="one GPU")
 def test_sharded_under_sequence_parallelism() -> None:
-    worker = Path(__file__).with_name("parallel_worker.py")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(worker)]
-    paths = os.pathsep.join([str(worker.parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command.append(str(SCRIPTS / "te_linears.py"))
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *command],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},

@@ -1,6 +1,6 @@
 """Two ranks: what is gathered from parts of the tokens is what the whole would be.
 
-torchrun --nproc-per-node 2 communication_worker.py
+torchrun --nproc-per-node 2 testing/scripts/communication.py
 """
 
 from __future__ import annotations

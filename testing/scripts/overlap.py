@@ -1,7 +1,7 @@
 """Two ranks: in which order a linear's backward pass starts its collectives and its GEMMs, and
 waits.
 
-torchrun --nproc-per-node 2 overlap_worker.py
+torchrun --nproc-per-node 2 testing/scripts/overlap.py
 """
 
 from __future__ import annotations

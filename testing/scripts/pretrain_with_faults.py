@@ -1,6 +1,6 @@
-"""pretrain_gpt.py for tests of checkpoints: as it is, dying, or without something of compat.py.
+"""pretrain_gpt.py for tests of checkpoints: as it is, or with a fault that is injected.
 
-    torchrun ... relay.py [dies=step|dies=save|spoils=save|without=NAME] FLAGS ...
+    torchrun ... pretrain_with_faults.py [dies=step|dies=save|spoils=save|without=NAME] FLAGS ...
 
 `dies=step` or `dies=save`: rank 1 is killed within the third step, or with half of its file of the
 fourth written. `spoils=save`: within the third step, the folder of --save becomes a file.

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from tests.mcore.world import world
+from testing.worlds.world import world
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "testing" / "scripts"
 
 # Two LLaMA layers of 64 on four sequences of 64 tokens a step; flags given later win.
 TINY = """

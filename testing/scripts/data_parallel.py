@@ -1,6 +1,6 @@
 """Two ranks that train megatron_fp4.Linear under DDP and FSDP2.
 
-torchrun --nproc-per-node 2 data_parallel_worker.py <folder for checkpoints>
+torchrun --nproc-per-node 2 testing/scripts/data_parallel.py <folder for checkpoints>
 """
 
 from __future__ import annotations

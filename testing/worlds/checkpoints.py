@@ -1,4 +1,4 @@
-"""Trainings that save and load checkpoints (relay.py), each of them once."""
+"""Trainings that save and load checkpoints, each of them run once for all tests."""
 
 import functools
 import re
@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from megatron_fp4 import list_recipes
-from tests.mcore.launch import MOCK_DATA, OVERLAP, ROOT, TINY, Result, result_of, spawn
-from tests.mcore.test_fp4_training import weights
+from testing.worlds.checkpoint_contents import weights
+from testing.worlds.launch import MOCK_DATA, OVERLAP, SCRIPTS, TINY, Result, result_of, spawn
 
-RELAY = ROOT / "tests" / "mcore" / "relay.py"
+SCRIPT = SCRIPTS / "pretrain_with_faults.py"
 SMALL = "--ffn-hidden-size 128 --eval-iters 0"
 SIZES = f"{SMALL} --bf16"
 TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -29,15 +29,16 @@ STALE = "iter_0000002/mp_rank_01/model_optim_rng.pt"  # as if two ranks had save
 OTHERS = [name for name in list_recipes() if name != "tetrajet"]
 
 
-def relay(processes: int, trainings: dict[str, str], sizes: str = SIZES) -> dict[str, Result]:
-    """Runs each training's flags in turn, as relay.py takes them."""
+def run_in_turn(processes: int, trainings: dict[str, str], sizes: str = SIZES) -> dict[str, Result]:
+    """Runs the trainings one after the other. trainings: by name, the flags of each, which may
+    begin with a fault that pretrain_with_faults.py injects; sizes: flags of all of them."""
     results = {}
     for name, flags in trainings.items():
         first, *rest = shlex.split(flags)
         own = [first] if re.match(r"(dies|spoils|without)=", first) else []
         words = [*own, *TINY, *MOCK_DATA, *sizes.split(), *([] if own else [first]), *rest]
         fresh = first == "dies=save"  # a launcher of its own sees its rank die
-        done = spawn(processes, RELAY, *words, timeout_s=120, fresh=fresh)
+        done = spawn(processes, SCRIPT, *words, timeout_s=120, fresh=fresh)
         results[name] = result_of(done)
     return results
 
@@ -89,7 +90,7 @@ def on_two(folder: Path) -> dict[str, Result]:
     for name, flags in LAYOUTS.items():
         resumed[f"{name} saves"] = f"{flags} {saving(folder / name)}"
         resumed[name] = f"{flags} {again(folder / name)} {saving(folder / f'{name}-resumed')}"
-    results = relay(
+    results = run_in_turn(
         2,
         {
             **resumed,
@@ -169,7 +170,7 @@ def on_one(folder: Path) -> dict[str, Result]:
     # The control: with other noise the resumed run must not end where the whole one did.
     trainings["anyway"] = f"{recipe} {again(kept)} {saving(folder / 'anyway')} --fp4-seed 7"
     trainings["anyway"] += " --fp4-load-anyway"
-    return relay(1, trainings)
+    return run_in_turn(1, trainings)
 
 
 def good(result: Result) -> Result:

@@ -8,7 +8,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fp4.mcore import arguments
-from tests.mcore.launch import TINY
+from testing.worlds.launch import TINY
 
 
 def parse(*flags: str, model: list[str] = TINY) -> argparse.Namespace:
