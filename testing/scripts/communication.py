@@ -30,7 +30,7 @@ from megatron_fp4.linear import quantized_linear
 from megatron_fp4.mcore import gloo
 from megatron_fp4.plan.setting import Sharding, column_parallel, row_parallel
 from megatron_fp4.recipe import GemmRecipe, Recipe
-from tests.mcore.layout_mistakes import patched
+from testing.patching import patched
 
 TOKENS, FEATURES = 128, 96
 MORE = {

@@ -17,16 +17,16 @@ from megatron_fp4 import recipes
 from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.mcore.run import Run
 from megatron_fp4.recipe import GemmRecipe, Recipe
-from tests.mcore.layout_model import SEQUENCE, VOCABULARY, build, named_parameters
-from tests.mcore.layout_recorder import Record, Recorder, Teacher
-from tests.mcore.layouts import Layout
+from testing.layouts.matrix import Layout
+from testing.layouts.model import SEQUENCE, VOCABULARY, build, named_parameters
+from testing.layouts.recorder import Record, Recorder, Teacher
 
 MICRO_BATCH, GLOBAL_BATCH = 2, 8
 FIRST_STEP, LAST_STEP = 2, 10
 
 
 def recipe_called(name: str) -> Recipe:
-    """One of layouts.RECIPES. Hadamard groups of 64 do not divide these models' shards; token-wise
+    """One of matrix.RECIPES. Hadamard groups of 64 do not divide these models' shards; token-wise
     outlier quantiles depend on the tensor-parallel size, so there is dge-occ without them."""
     if name == "mxfp4-rht-sr":
         return recipes.get_recipe(name, hadamard=32)

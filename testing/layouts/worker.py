@@ -1,7 +1,7 @@
 """One torchrun world of one layout: every recipe's first step against one process, recomputed, and
 resumed.
 
-    torchrun --nproc-per-node 2 -m tests.mcore.layout_worker FOLDER tp2-sp
+    torchrun --nproc-per-node 2 -m testing.layouts.worker FOLDER tp2-sp
 
 A sample's tokens are a function of its index, so every layout trains on the same batch. The layout
 "one" writes its steps to FOLDER; the others read them there. Rank 0 writes FOLDER/LAYOUT.json: a
@@ -32,19 +32,8 @@ from megatron.core.num_microbatches_calculator import (  # noqa: E402
 
 from megatron_fp4.mcore import compat  # noqa: E402
 from megatron_fp4.recipe import Recipe  # noqa: E402
-from tests.mcore import layout_mistakes as mistakes  # noqa: E402
-from tests.mcore import layout_recorder as recorder  # noqa: E402
-from tests.mcore.layout_model import RECOMPUTE, shard  # noqa: E402
-from tests.mcore.layout_quantiles import quantiles_of_parts  # noqa: E402
-from tests.mcore.layout_teacher import teacher  # noqa: E402
-from tests.mcore.layout_training import (  # noqa: E402
-    GLOBAL_BATCH,
-    MICRO_BATCH,
-    Step,
-    Training,
-    recipe_called,
-)
-from tests.mcore.layouts import (  # noqa: E402
+from testing.layouts import mistakes, recorder  # noqa: E402
+from testing.layouts.matrix import (  # noqa: E402
     LAYOUTS,
     ONE,
     RECIPES,
@@ -52,6 +41,16 @@ from tests.mcore.layouts import (  # noqa: E402
     Row,
     local_parts,
     recipes_of,
+)
+from testing.layouts.model import RECOMPUTE, shard  # noqa: E402
+from testing.layouts.quantiles import quantiles_of_parts  # noqa: E402
+from testing.layouts.teacher import teacher  # noqa: E402
+from testing.layouts.training import (  # noqa: E402
+    GLOBAL_BATCH,
+    MICRO_BATCH,
+    Step,
+    Training,
+    recipe_called,
 )
 
 Figures = dict[str, Any]

@@ -11,16 +11,7 @@ from megatron.core import parallel_state as mpu
 from megatron_fp4.mcore import attach as attaching
 from megatron_fp4.mcore.layers import Fp4ColumnParallelLinear, Fp4State
 from megatron_fp4.replay import Replay
-
-
-@contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+from testing.patching import patched
 
 
 @contextmanager

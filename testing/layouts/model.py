@@ -20,7 +20,7 @@ from megatron_fp4.arithmetic.philox import stream_id
 from megatron_fp4.mcore.attach import attach
 from megatron_fp4.mcore.run import Run
 from testing.builders import small_gpt
-from tests.mcore.layouts import Layout
+from testing.layouts.matrix import Layout
 
 VOCABULARY, SEQUENCE = 96, 32
 # Four layers fill four pipeline stages, or two of two chunks; four ranks' shards hold whole blocks.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.outliers import Residual
-from tests.mcore.layout_mistakes import patched
-from tests.mcore.layout_recorder import EXPERT
+from testing.layouts.recorder import EXPERT
+from testing.patching import patched
 
 linear = import_module("megatron_fp4.linear")  # the package has a function of that name
 ROW_PARALLEL = ("linear_proj", "linear_fc2")  # whose X is sharded along its features

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from tests.mcore.layout_recorder import Place, Record, positions
+from testing.layouts.recorder import Place, Record, positions
 
 # How far apart two float32 layouts' inputs of a linear may be: sums of some hundred terms.
 NEAR = 1e-4

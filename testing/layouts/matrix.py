@@ -11,7 +11,7 @@ from typing import Any
 
 from testing.worlds.launch import spawn
 
-WORKER = Path(__file__).with_name("layout_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 
 Row = dict[str, Any]  # layout, model, recipe, mode, figures; see `holds`
 
@@ -19,7 +19,7 @@ Row = dict[str, Any]  # layout, model, recipe, mode, figures; see `holds`
 @dataclass(frozen=True)
 class Layout:
     """How a model is spread over tp * pp * dp processes; experts over ep of them, each expert over
-    etp (None: as many as tp). models: which of layout_model.py's it trains."""
+    etp (None: as many as tp). models: which of model.py's it trains."""
 
     tp: int = 1
     pp: int = 1
@@ -100,7 +100,7 @@ def chosen(names: Iterable[str], processes: int) -> list[str]:
 
 
 def run_layout(name: str, folder: Path, *options: str) -> list[Row]:
-    """What layout_worker.py finds about a layout. ONE must have run in `folder` with its models."""
+    """What worker.py finds about a layout. ONE must have run in `folder` with its models."""
     run = spawn(LAYOUTS[name].processes, WORKER, str(folder), name, *options, timeout_s=900)
     if run.returncode:
         raise RuntimeError(f"{name}: {_first_traceback(run.stdout)}")
