@@ -6,6 +6,7 @@ builders/       small models, plans for single operands and products, command li
 worlds/         trainings and other programs in torchrun worlds on this machine
 scripts/        the programs that those worlds run
 layouts/        every layout compared with one process, by tests and by benchmarks.layouts
+kernels/        the Triton kernels compared with the reference
 patching.py     a replaced attribute, in programs that run without pytest
 
 Tests and benchmarks import from here. Nothing here imports from tests/.

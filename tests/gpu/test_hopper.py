@@ -55,7 +55,7 @@ def decoded(a: Made, b: Made, gradient: bool = False) -> tuple[Form, Form]:
 
 
 def test_carriers_are_ml_dtypes() -> None:
-    from tests.kernels.carriers import beside, differences
+    from testing.kernels.compare_carriers import beside, differences
 
     assert [*differences("cuda"), *beside("cuda")] == []
 

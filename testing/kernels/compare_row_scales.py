@@ -1,7 +1,9 @@
-"""What the kernels for float32 scales are compared with the reference on, on a GPU and in Triton's
-interpreter.
+"""Compares the kernels for float32 scales of rows or of the tensor, and the transpose of codes,
+with the reference, on a GPU or in Triton's interpreter.
 
-TRITON_INTERPRET=1 python -m tests.kernels.rows    # prints what differs
+    TRITON_INTERPRET=1 python -m testing.kernels.compare_row_scales
+
+Prints a line for each case that differs.
 """
 
 from __future__ import annotations

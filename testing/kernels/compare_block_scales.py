@@ -1,7 +1,9 @@
-"""What the kernels for block scales in small floats are compared with the reference on, on a GPU
-and in Triton's interpreter.
+"""Compares the kernels for block scales in small floats (E4M3, UE5M3) with the reference, on a GPU
+or in Triton's interpreter.
 
-TRITON_INTERPRET=1 python -m tests.kernels.blocks [e4m3]    # prints what differs
+    TRITON_INTERPRET=1 python -m testing.kernels.compare_block_scales [e4m3]
+
+Prints a line for each matrix that differs, of the quantizers whose name holds the word.
 """
 
 from __future__ import annotations

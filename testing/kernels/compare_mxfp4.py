@@ -1,10 +1,11 @@
-"""What the quantize kernels are compared with the reference on, on a GPU and in the interpreter.
+"""Compares the MXFP4 quantize kernels and their carriers with the reference, on a GPU or in
+Triton's interpreter.
 
-    TRITON_INTERPRET=1 python -m tests.kernels.cases [floor nearest]    # prints what differs in
-                                           # those whose name, a dot at its end, holds the words
+    TRITON_INTERPRET=1 python -m testing.kernels.compare_mxfp4 [floor nearest]
 
-Every combination of scale rule, rounding, prescale and direction, over matrices that hold
-what goes wrong; tiles are not filled, and noise has the places of a shard.
+Prints a line for each case that differs, of those whose name, with a dot at its end, holds the
+words. Cases are every combination of scale rule, rounding, prescale and direction, over matrices
+that hold what goes wrong. Tiles are not filled, and noise has the places of a shard.
 """
 
 from __future__ import annotations

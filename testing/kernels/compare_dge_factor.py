@@ -1,7 +1,9 @@
-"""What the kernel for DGE's factor is compared with the reference on, on a GPU and in Triton's
+"""Compares the kernel for DGE's factor on dW with the reference, on a GPU or in Triton's
 interpreter.
 
-TRITON_INTERPRET=1 python -m tests.kernels.estimator    # prints what differs
+    TRITON_INTERPRET=1 python -m testing.kernels.compare_dge_factor
+
+Prints a line for each estimator that differs.
 """
 
 from __future__ import annotations

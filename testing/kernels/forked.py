@@ -1,9 +1,10 @@
-"""Runs modules of tests/kernels, each in a fork of a process that has torch and Triton imported.
+"""Runs comparisons, each in a fork of a process that has torch and Triton imported.
 
-TRITON_INTERPRET=1 python -m tests.kernels.forked
+TRITON_INTERPRET=1 python -m testing.kernels.forked
 
-Takes a line of JSON for each, [module, cases, the path searched first], and answers with one:
-[exit status, what it printed, its errors]. The package itself is imported in the fork.
+For each line of JSON, [comparison, cases, the path searched first], runs compare_<comparison>.py
+and prints a line of JSON: [exit status, standard output, standard error]. megatron_fp4 is imported
+in the fork.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch  # noqa: F401
 import triton.language  # noqa: F401
 
 
-def run(module: str, cases: str, path: str, out: IO[str], errors: IO[str]) -> int:
+def run(comparison: str, cases: str, path: str, out: IO[str], errors: IO[str]) -> int:
     """Its exit status."""
     child = os.fork()
     if child:
@@ -31,8 +32,9 @@ def run(module: str, cases: str, path: str, out: IO[str], errors: IO[str]) -> in
         os.dup2(out.fileno(), 1)
         os.dup2(errors.fileno(), 2)
         sys.path[:0] = [path] if path else []
+        module = f"testing.kernels.compare_{comparison}"
         sys.argv = [module, cases]
-        runpy.run_module(f"tests.kernels.{module}", run_name="__main__")
+        runpy.run_module(module, run_name="__main__")
         sys.stdout.flush()
         status = 0
     except BaseException:
@@ -44,9 +46,9 @@ def run(module: str, cases: str, path: str, out: IO[str], errors: IO[str]) -> in
 def main() -> None:
     assert not any(name.startswith("megatron_fp4") for name in sys.modules)
     for line in sys.stdin:
-        module, cases, path = json.loads(line)
+        comparison, cases, path = json.loads(line)
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-            status = run(module, cases, path, out, errors)
+            status = run(comparison, cases, path, out, errors)
             for file in (out, errors):
                 file.seek(0)
             print(json.dumps([status, out.read(), errors.read()]), flush=True)

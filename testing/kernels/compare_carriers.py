@@ -1,6 +1,9 @@
-"""What the carrier kernel is compared with ml_dtypes on, on a GPU and in Triton's interpreter.
+"""Compares the kernel that writes FP8 carriers of MXFP4 operands with ml_dtypes, on a GPU or in
+Triton's interpreter.
 
-TRITON_INTERPRET=1 python -m tests.kernels.carriers    # prints what differs
+    TRITON_INTERPRET=1 python -m testing.kernels.compare_carriers [48 x]
+
+Prints a line for each matrix and FP8 format that differs, of the sizes that hold the words.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the outlier kernel is compared with `OutlierClamp.split` on, on a GPU and in Triton's
-interpreter.
+"""Compares the outlier kernel with `OutlierClamp.split`, on a GPU or in Triton's interpreter.
 
-TRITON_INTERPRET=1 python -m tests.kernels.outliers "33 features"    # prints what differs
+    TRITON_INTERPRET=1 python -m testing.kernels.compare_outlier_clamp ["33 features"]
+
+Prints a line for each matrix that differs, of those whose width and alpha hold the words.
 """
 
 from __future__ import annotations
