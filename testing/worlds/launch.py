@@ -89,10 +89,11 @@ def _launch(
     processes: int, script: Path, *arguments: str, timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     run = subprocess.Popen(
         [*command, "--nproc-per-node", str(processes), str(script), *arguments],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
