@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.bytes_time import VARIANTS, times
 from benchmarks.stamp import stamp
 from megatron_fp4.recipes import list_recipes
-from tests.mcore.launch import spawn
+from testing.worlds.launch import spawn
 
 Record = dict[str, Any]
 LINEARS = {

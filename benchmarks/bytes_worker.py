@@ -39,8 +39,8 @@ from megatron_fp4 import recipes  # noqa: E402
 from megatron_fp4.execution import backward, forward  # noqa: E402
 from megatron_fp4.mcore.model import attach as attaching  # noqa: E402
 from megatron_fp4.mcore.model.run import Run  # noqa: E402
-from tests.mcore import small_gpt  # noqa: E402
-from tests.mcore.layout_mistakes import patched  # noqa: E402
+from testing.builders import small_gpt  # noqa: E402
+from testing.patching import patched  # noqa: E402
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from benchmarks.stamp import stamp
 from megatron_fp4 import Linear, list_quantizers, list_recipes, quantize
-from tests.mcore.launch import train
-from tests.mcore.test_checkpoint_matrix import contents, flat
+from testing.worlds.checkpoint_contents import contents, flat
+from testing.worlds.launch import train
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.stamp import stamp
-from tests.mcore.layouts import LAYOUTS, MODES, ONE, Row, chosen, holds, run_layout, run_one
+from testing.layouts.matrix import LAYOUTS, MODES, ONE, Row, chosen, holds, run_layout, run_one
 
 RESULT, PROCESSES = Path("benchmarks/results/layouts.json"), 4  # on a CPU, of all that so many run
 OTHER = Path("runs/layouts.json")

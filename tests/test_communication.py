@@ -1,13 +1,11 @@
 """Collectives of a linear, in a real world of two ranks."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.mcore.launch import spawn
+from testing.worlds.launch import SCRIPTS, spawn
 
 
-@pytest.mark.parametrize("worker", ["communication_worker.py", "overlap_worker.py"])
-def test_two_ranks(worker: str) -> None:
-    run = spawn(2, Path(__file__).with_name(worker))
+@pytest.mark.parametrize("script", ["communication.py", "overlap.py"])
+def test_two_ranks(script: str) -> None:
+    run = spawn(2, SCRIPTS / script)
     assert run.returncode == 0, run.stdout[-3000:]

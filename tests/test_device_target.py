@@ -12,7 +12,7 @@ from megatron_fp4.mcore import pretrain
 from megatron_fp4.mcore.runtime import cpu
 from megatron_fp4.multipliers import choose
 from megatron_fp4.target import ROCM, Target, gpu_named, kernels_problem, target_of, triton_problem
-from tests.multipliers.products import asked
+from testing.builders.products import asked
 
 GPU = torch.device("cuda")
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, linear, quantize
 from megatron_fp4.arithmetic.philox import Signs, stream_id
 from megatron_fp4.execution import call
-from tests.oracles import normal
+from testing.oracles import normal
 
 SIZE, REPLICAS = 64, 32
 STEPS = 320  # * REPLICAS = 10240 draws

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.long_run import table
-from tests.mcore.layouts import holds
+from testing.layouts.matrix import holds
 
 ROOT = Path(__file__).parents[1]
 

@@ -18,7 +18,7 @@ from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, linear
 from megatron_fp4.arithmetic.philox import Key, random_bits16, random_signs, stream_id
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.recipe import HIGH_PRECISION
-from tests.oracles import normal, relative_error
+from testing.oracles import normal, relative_error
 
 SEED, STEP = 0xABCDEF0123456789, 17
 TOKENS, IN, OUT = 128, 192, 64

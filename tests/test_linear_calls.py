@@ -27,7 +27,7 @@ from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.monitor import NonFiniteMonitor, Sighting
 from megatron_fp4.recipe import OPERANDS
-from tests.oracles import relative_error
+from testing.oracles import relative_error
 from tests.test_linear import (
     BOUND,
     IN,

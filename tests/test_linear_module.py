@@ -15,8 +15,8 @@ from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.linear import quantized_linear
-from tests.oracles import normal
-from tests.small_linear import ALL, SIZE, TOKENS, gradients, layer, x_and_dy
+from testing.builders.small_linear import ALL, SIZE, TOKENS, gradients, layer, x_and_dy
+from testing.oracles import normal
 
 
 def test_it_is_an_nn_linear() -> None:

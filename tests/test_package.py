@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp4 import __version__
-from tests.mcore.launch import MOCK_DATA, TINY
+from testing.worlds.launch import MOCK_DATA, TINY
 
 ROOT = Path(__file__).parents[1]
 INFO = f"megatron_fp4-{__version__}.dist-info"

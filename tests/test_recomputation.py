@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fp4 import replay
-from tests.small_linear import ALL, gradients, layer, x_and_dy
+from testing.builders.small_linear import ALL, gradients, layer, x_and_dy
 
 
 class Block(nn.Module):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from megatron_fp4 import ConfigError, Linear, linear, name_layers, quantize
 from megatron_fp4.arithmetic.philox import Key, Noise, Placement, random_bits16
 from megatron_fp4.replicas import ROWS, own_replica, replica_placements
-from tests.mcore.launch import spawn
-from tests.oracles import element_bits, normal
+from testing.oracles import element_bits, normal
+from testing.worlds.launch import SCRIPTS, spawn
 
 SIZE = 64
 X, DY = normal((SIZE, SIZE), 1), normal((SIZE, SIZE), 2)
@@ -41,7 +41,7 @@ def gradient(module: nn.Module, step: int | None = None) -> Tensor:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    run = spawn(2, Path(__file__).with_name("data_parallel_worker.py"), str(tmp_path))
+    run = spawn(2, SCRIPTS / "data_parallel.py", str(tmp_path))
     assert run.returncode == 0, run.stdout[-3000:]
 
 

@@ -13,7 +13,7 @@ from megatron_fp4 import ConfigError, Quantizer, get_recipe, quantize
 from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.quantizer import quantize_matrix
 from megatron_fp4.recipe import GemmRecipe, Recipe
-from tests.oracles import GRID, e2m1_code, mx_block, normal
+from testing.oracles import GRID, e2m1_code, mx_block, normal
 
 CEIL = Quantizer(rule="ceil", rounding="ema")
 

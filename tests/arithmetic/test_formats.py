@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.formats import E4M3, UE5M3
-from tests.oracles import GRID, e2m1_code, nearest_code, normal, ue5m3_value
+from testing.oracles import GRID, e2m1_code, nearest_code, normal, ue5m3_value
 
 FLOAT32_TINY = 2.0**-149
 

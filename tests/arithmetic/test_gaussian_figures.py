@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import Quantizer, quantize
-from tests.oracles import normal
+from testing.oracles import normal
 
 ELEMENTS = 1 << 20
 WIDTH = 1024

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_fp4 import ConfigError
 from megatron_fp4.arithmetic.hadamard import Hadamard, hadamard_matrix, inverse, transform
 from megatron_fp4.arithmetic.philox import Key, random_signs
-from tests.oracles import normal, relative_error
+from testing.oracles import normal, relative_error
 
 GROUPS = (2, 16, 32, 64, 128, 256)
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fp4 import ConfigError, quantize
 from megatron_fp4.arithmetic.outliers import OutlierClamp
-from tests.oracles import normal
+from testing.oracles import normal
 
 Scope = Literal["token", "channel", "tensor"]
 AXIS = {"token": 1, "channel": 0, "tensor": None}

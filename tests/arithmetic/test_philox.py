@@ -20,7 +20,7 @@ from megatron_fp4.arithmetic.philox import (
     random_signs,
     stream_id,
 )
-from tests.oracles import MASK, element_bits, fnv1a, matrix_bits, philox_scalar
+from testing.oracles import MASK, element_bits, fnv1a, matrix_bits, philox_scalar
 
 ONES = (MASK,) * 4
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)

@@ -26,7 +26,7 @@ from megatron_fp4 import (
 )
 from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.quantizer import quantize_matrix
-from tests.oracles import e2m1_code, e8m0_byte, matrix_bits, mx_block, normal
+from testing.oracles import e2m1_code, e8m0_byte, matrix_bits, mx_block, normal
 
 ALL_NAMES = list_quantizers()
 

@@ -21,7 +21,7 @@ from megatron_fp4 import (
 )
 from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.quantizer import absolute_max, quantize_matrix
-from tests.oracles import e8m0_byte, mx_block, normal
+from testing.oracles import e8m0_byte, mx_block, normal
 
 Rule = Literal["floor", "ceil"]
 MX: tuple[Rule, ...] = ("floor", "ceil")

@@ -15,7 +15,7 @@ from megatron_fp4.arithmetic.quantizer import quantize_matrix
 from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
-from tests.oracles import normal, relative_error
+from testing.oracles import normal, relative_error
 
 CEIL = Quantizer(rule="ceil")
 EMA = replace(CEIL, rounding="ema")

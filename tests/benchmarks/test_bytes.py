@@ -77,7 +77,7 @@ def test_weights_are_quantized_once_a_step(records: list[Record], recipe: str) -
 
 
 def test_the_count_sees_a_gathered_activation() -> None:
-    broken = count(SHAPE, "tests.benchmarks.keeps_gathered")
+    broken = count(SHAPE, "testing.scripts.bytes_with_gathered_x")
     for recipe in ("mxfp4", "tetrajet"):
         for linear in BY_COLUMNS:
             assert saved_ratio(broken, recipe, linear) == 2 * MXFP4_BITS / 16

@@ -16,7 +16,7 @@ from megatron_fp4 import ConfigError, Linear, get_recipe, list_recipes
 from megatron_fp4.mcore.model import graphs
 from megatron_fp4.mcore.model.layers import Fp4State
 from megatron_fp4.mcore.model.run import Run
-from tests.mcore.launch import OVERLAP, Result, torchrun, train
+from testing.worlds.launch import OVERLAP, SCRIPTS, Result, torchrun, train
 from tests.mcore.test_graphs import at
 from tests.mcore.test_layers import microbatches, state
 from tests.mcore.test_run import run_of
@@ -154,8 +154,8 @@ FLAGS = """
     --fp4-weight-cache off --fp4-recipe
 """.split()
 GRAPHS = ("--cuda-graph-impl", "local")
-HERE = Path(__file__).parent
-NOISY, FROZEN = str(HERE / "noisy.yaml"), HERE / "frozen_graphs.py"
+NOISY = str(Path(__file__).with_name("noisy.yaml"))
+FROZEN = SCRIPTS / "pretrain_with_frozen_noise.py"
 
 
 def agree(one: Result, other: Result) -> bool:

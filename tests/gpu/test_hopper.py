@@ -22,8 +22,8 @@ from megatron_fp4.multipliers.reference import Reference
 from megatron_fp4.operands import Decoded, Form, Made
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.target import target_of
-from tests.operand_plans import plan
-from tests.oracles import relative_error
+from testing.builders.operand_plans import plan
+from testing.oracles import relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +55,7 @@ def decoded(a: Made, b: Made, gradient: bool = False) -> tuple[Form, Form]:
 
 
 def test_carriers_are_ml_dtypes() -> None:
-    from tests.kernels.carriers import beside, differences
+    from testing.kernels.compare_carriers import beside, differences
 
     assert [*differences("cuda"), *beside("cuda")] == []
 

@@ -13,7 +13,7 @@ from megatron_fp4.makers import choose, outliers
 from megatron_fp4.makers.base import Given
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.target import target_of
-from tests.operand_plans import made_in_pytorch, plan
+from testing.builders.operand_plans import made_in_pytorch, plan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,19 +33,19 @@ def by_kernel(
 
 
 def test_codes_and_scales_are_the_reference_s() -> None:
-    from tests.kernels.cases import differences
+    from testing.kernels.compare_mxfp4 import differences
 
     assert differences("cuda") == []
 
 
 def test_codes_with_float32_scales_are_the_reference_s() -> None:
-    from tests.kernels.rows import differences
+    from testing.kernels.compare_row_scales import differences
 
     assert list(differences("cuda")) == []
 
 
 def test_codes_with_scales_in_small_floats_are_the_reference_s() -> None:
-    from tests.kernels.blocks import differences
+    from testing.kernels.compare_block_scales import differences
 
     assert list(differences("cuda")) == []
 
@@ -89,13 +89,13 @@ def test_an_average_through_the_maker() -> None:
 
 
 def test_the_estimator_s_factor_is_the_reference_s() -> None:
-    from tests.kernels.estimator import differences
+    from testing.kernels.compare_dge_factor import differences
 
     assert list(differences("cuda")) == []
 
 
 def test_outliers_are_the_reference_s_on_a_cpu() -> None:
-    from tests.kernels.outliers import NARROW, differences
+    from testing.kernels.compare_outlier_clamp import NARROW, differences
 
     assert list(differences("cuda", (*NARROW, 4096, 14336, 32767))) == []
 

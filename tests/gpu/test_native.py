@@ -8,7 +8,7 @@ from megatron_fp4 import get_quantizer
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.multipliers.blackwell import Blackwell
 from megatron_fp4.operands import Made
-from tests.oracles import relative_error
+from testing.oracles import relative_error
 
 pytestmark = [
     pytest.mark.gpu,

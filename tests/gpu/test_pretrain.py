@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_fp4 import list_recipes
-from tests.mcore.launch import OVERLAP, train
+from testing.worlds.launch import OVERLAP, train
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ from megatron_fp4.multipliers import choose
 from megatron_fp4.multipliers.blackwell import Blackwell
 from megatron_fp4.multipliers.sm100 import Sm100, problem_on
 from megatron_fp4.target import target_of
-from tests.multipliers.products import asked
-from tests.oracles import normal, relative_error
+from testing.builders.products import asked
+from testing.oracles import normal, relative_error
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_fp4 import list_recipes
-from tests.mcore.launch import Result, train
+from testing.worlds.launch import Result, train
 
 pytestmark = [
     pytest.mark.gpu,

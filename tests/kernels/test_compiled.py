@@ -16,7 +16,7 @@ from megatron_fp4.kernels.mxfp4 import quantize_kernel
 from megatron_fp4.kernels.outliers import split_kernel, warps
 from megatron_fp4.kernels.quantize import tile
 from megatron_fp4.kernels.rows import EXPONENTS, cast_kernel, largest_kernel
-from tests.kernels.compiling import (
+from testing.kernels.compiling import (
     CARRIER_TYPES,
     PLAIN,
     SHARED,

@@ -10,7 +10,7 @@ import triton
 
 from megatron_fp4.kernels import launch
 from megatron_fp4.kernels.launch import Launch
-from tests.kernels.compiling import CARRIER_TYPES, PLAIN, SHARED, VARIANTS, compiled, pointers
+from testing.kernels.compiling import CARRIER_TYPES, PLAIN, SHARED, VARIANTS, compiled, pointers
 
 FUSED = ("fma.rn.f32", "fma.rn.f64")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kernels.interpreter import differences
+from testing.kernels.interpreter import differences
 
 # Nearest and stochastic rounding, a transform with signs, and codes that are quantized again.
 QUICK = (
@@ -25,14 +25,14 @@ def test_all_codes_and_scales_are_the_reference_s(rule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module",
+    "comparison",
     [
         pytest.param("carriers", marks=pytest.mark.slow),
-        "rows",  # codes with float32 scales
-        "blocks",  # codes with scales in small floats
-        "estimator",
-        "outliers",
+        "row_scales",
+        "block_scales",
+        "dge_factor",
+        "outlier_clamp",
     ],
 )
-def test_other_kernels_are_the_reference_s(module: str) -> None:
-    assert differences(module=module) == [""]
+def test_other_kernels_are_the_reference_s(comparison: str) -> None:
+    assert differences(comparison=comparison) == [""]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from tests.kernels.interpreter import ROOT, differences
+from testing.kernels.interpreter import ROOT, differences
 
 # One case each is enough for most.
 NEAREST, EMA = "floor nearest 1.0 axes (1, 0).", "ceil ema 1.0 axes (1, 0)."
@@ -196,26 +196,32 @@ def test_a_mistake_in_the_kernel_is_noticed(mistake: str, tmp_path: Path) -> Non
     assert differences(tmp_path, cases=cases) != [""]
 
 
-# The file, the module, the cases and the edit.
+# The file, the comparison, the cases and the edit.
 OTHERS = [(f, "carriers", name, *edit) for name, (f, *edit) in CARRIER_MISTAKES.items()]
-OTHERS += [("rows", "rows", name, "", *edit) for name, edit in ROW_MISTAKES.items()]
-OTHERS += [("estimator", "estimator", n, "", *edit) for n, edit in ESTIMATOR_MISTAKES.items()]
-OTHERS += [("blocks", "blocks", name, *edit) for name, edit in BLOCK_MISTAKES.items()]
-OTHERS += [("rows", "blocks", "ties of scales go up", "e4m3", " + ((bits >> CUT) & 1)\n", " + 1\n")]
-OTHERS += [("outliers", "outliers", name, *edit) for name, edit in OUTLIER_MISTAKES.items()]
-OTHERS += [("encode", "blocks", "ties go up", "e4m3", "(magnitudes +", "(magnitudes * 1.0000002 +")]
-OTHERS += [("encode", "outliers", "halves go down", "130 features", " + ((bits >> 16) & 1))", ")")]
+OTHERS += [("rows", "row_scales", name, "", *edit) for name, edit in ROW_MISTAKES.items()]
+OTHERS += [("estimator", "dge_factor", n, "", *edit) for n, edit in ESTIMATOR_MISTAKES.items()]
+OTHERS += [("blocks", "block_scales", name, *edit) for name, edit in BLOCK_MISTAKES.items()]
+OTHERS += [
+    ("rows", "block_scales", "ties of scales go up", "e4m3", " + ((bits >> CUT) & 1)\n", " + 1\n")
+]
+OTHERS += [("outliers", "outlier_clamp", name, *edit) for name, edit in OUTLIER_MISTAKES.items()]
+OTHERS += [
+    ("encode", "block_scales", "ties go up", "e4m3", "(magnitudes +", "(magnitudes * 1.0000002 +")
+]
+OTHERS += [
+    ("encode", "outlier_clamp", "halves go down", "130 features", " + ((bits >> 16) & 1))", ")")
+]
 
 
 @pytest.mark.parametrize(
-    ("file", "module", "cases", "right", "wrong"),
-    [tiered(name, f"{module}-{name}", file, module, *r) for file, module, name, *r in OTHERS],
+    ("file", "comparison", "cases", "right", "wrong"),
+    [tiered(name, f"{of}-{name}", file, of, *r) for file, of, name, *r in OTHERS],
 )
 def test_a_mistake_in_another_kernel_is_noticed(
-    file: str, module: str, cases: str, right: str, wrong: str, tmp_path: Path
+    file: str, comparison: str, cases: str, right: str, wrong: str, tmp_path: Path
 ) -> None:
     shutil.copytree(ROOT / "megatron_fp4", tmp_path / "megatron_fp4")
     path = tmp_path / f"megatron_fp4/kernels/{file}.py"
     assert right in path.read_text()
     path.write_text(path.read_text().replace(right, wrong))
-    assert differences(tmp_path, cases=cases, module=module) != [""]
+    assert differences(tmp_path, cases=cases, comparison=comparison) != [""]

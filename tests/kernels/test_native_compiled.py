@@ -7,7 +7,7 @@ import pytest
 
 from megatron_fp4.kernels import native
 from megatron_fp4.kernels.native import product_kernel
-from tests.kernels.compiling import compiled
+from testing.kernels.compiling import compiled
 
 # PTX has two names for it, of which Triton 3.9 takes the second for tcgen05.
 SCALE_FOR_32 = re.compile(r"kind::mxf4\S*\.block_scale\.(scale_vec::2X|block32)")

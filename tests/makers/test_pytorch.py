@@ -16,8 +16,8 @@ from megatron_fp4.makers.base import Given
 from megatron_fp4.makers.pytorch import PyTorch, largest_of, made_of
 from megatron_fp4.multipliers.reference import Reference
 from megatron_fp4.operands import Decoded
-from tests.operand_plans import plan
-from tests.oracles import normal, relative_error
+from testing.builders.operand_plans import plan
+from testing.oracles import normal, relative_error
 
 FP8_TENSOR = Quantizer(element="e4m3", scale="fp32", block=(0, 0), rule="absmax")
 

@@ -16,7 +16,7 @@ from megatron_fp4.kernels import outliers as kernel
 from megatron_fp4.makers import choose, outliers
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.target import Target, target_of
-from tests.operand_plans import plan
+from testing.builders.operand_plans import plan
 
 X = torch.zeros(64, 64, dtype=torch.bfloat16)
 GPU, CPU = Target("cuda", (9, 0)), target_of(torch.device("cpu"))

@@ -22,8 +22,8 @@ from megatron_fp4.plan.setting import Setting, column_parallel
 from megatron_fp4.plan.words import gemm_words
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from megatron_fp4.target import target_of
-from tests.mcore import small_gpt
-from tests.mcore.launch import torchrun, train
+from testing.builders import small_gpt
+from testing.worlds.launch import torchrun, train
 
 PP2 = ("--pipeline-model-parallel-size", "2")
 TP2 = ("--tensor-model-parallel-size", "2")

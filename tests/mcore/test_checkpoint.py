@@ -13,7 +13,7 @@ from megatron.training import checkpointing
 from megatron_fp4 import list_recipes
 from megatron_fp4.mcore.checkpoints import folders
 from megatron_fp4.mcore.checkpoints.folders import flaw_of, problem_in
-from tests.mcore.checkpoints import (
+from testing.worlds.checkpoints import (
     LAYOUTS,
     OTHERS,
     SIZES,
@@ -24,13 +24,13 @@ from tests.mcore.checkpoints import (
     good,
     on_one,
     on_two,
-    relay,
+    run_in_turn,
     same,
     saving,
     told,
     truncate,
 )
-from tests.mcore.launch import Result, train
+from testing.worlds.launch import Result, train
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def test_a_rank_killed_and_a_save_killed_are_gone_on_from(folder: Path) -> None:
     killed = folder / "killed"
     assert on_two(folder)["killed"].status != 0 and (killed / TRACKER).read_text() == "2"
     flags = f"{TETRAJET} {TP2_SP} {saving(killed)} --load {killed}"
-    died = relay(2, {"died": f"dies=save {flags}"})["died"]
+    died = run_in_turn(2, {"died": f"dies=save {flags}"})["died"]
     assert died.status != 0 and "at iteration 2" in died.output
     assert (killed / TRACKER).read_text() == "2" and problem_in(killed) is None
     assert "its save did not end" in str(flaw_of(killed / "iter_0000004"))

@@ -2,18 +2,16 @@
 where the uninterrupted one does, bit for bit, or is refused before its first step."""
 
 import importlib.util
-import io
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import checkpoint
 
-from tests.mcore.checkpoints import (
+from testing.worlds.checkpoint_contents import contents, flat
+from testing.worlds.checkpoints import (
     ENDS,
     PP2,
     SHARDED,
@@ -22,11 +20,11 @@ from tests.mcore.checkpoints import (
     TP2_SP,
     again,
     good,
-    relay,
+    run_in_turn,
     saving,
     told,
 )
-from tests.mcore.launch import OVERLAP, Result
+from testing.worlds.launch import OVERLAP, Result
 
 PRECISIONS = {
     "fp32": "",
@@ -138,32 +136,6 @@ def differences(one: Path, other: Path) -> list[str]:
     return [name for name in a.keys() | b.keys() if not equal(a.get(name), b.get(name))]
 
 
-def contents(path: Path) -> dict[str, Any]:
-    """All that a checkpoint of the formats torch_dist and torch holds."""
-    if not (path / ".metadata").exists():
-        files = sorted(path.rglob("*.pt"))
-        return {str(f.relative_to(path)): torch.load(f, weights_only=False) for f in files}
-    metadata = checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
-    found: dict[str, Any] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        if isinstance(entry, checkpoint.metadata.TensorStorageMetadata)
-        else io.BytesIO()
-        for name, entry in metadata.items()
-    }
-    checkpoint.load(found, checkpoint_id=path, no_dist=True)
-    return found
-
-
-def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested containers, without what is of a launch or a rank."""
-    if isinstance(value, dict | list | tuple):
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            if not str(key).startswith(("args", "rng_state", "rerun_state")):
-                yield from flat(part, f"{name}/{key}")
-    else:
-        yield name, value
-
-
 def equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
@@ -199,7 +171,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one(folder: Path) -> Runs:
     runs = twice(ON_ONE, folder) | {flags: flags for flags in REFUSED}
     runs |= without_mends(folder) | misfits(folder) | other_rates(folder)
-    return relay(1, runs, sizes=SMALL)
+    return run_in_turn(1, runs, sizes=SMALL)
 
 
 def without_mends(folder: Path) -> dict[str, str]:
@@ -239,19 +211,19 @@ def two(folder: Path) -> Runs:
                 f"{flags} {LAYOUTS[layout]} {ENDS} {again(saved)} "
                 f"--save {folder / f'{precision}-{layout}'}"
             )
-    return relay(2, runs, sizes=SMALL)
+    return run_in_turn(2, runs, sizes=SMALL)
 
 
 @pytest.fixture(scope="module")
 def emerging(folder: Path) -> Runs:
-    return relay(2, twice(OF_EMERGING, folder), sizes=SMALL)
+    return run_in_turn(2, twice(OF_EMERGING, folder), sizes=SMALL)
 
 
 # --- the tests ---------------------------------------------------------------------------------
 
 
 def test_fp32_goes_on_bit_for_bit(folder: Path) -> None:
-    check(folder, QUICK, relay(1, twice([QUICK], folder), sizes=SMALL)[str(QUICK)])
+    check(folder, QUICK, run_in_turn(1, twice([QUICK], folder), sizes=SMALL)[str(QUICK)])
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from megatron_fp4.mcore.launch import command_line, machine
 from megatron_fp4.mcore.launch.refusals.checkpoints import background_save
 from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
 from megatron_fp4.mcore.loop import gpt
-from tests.mcore.command_line import dataset, parse
-from tests.mcore.launch import MOCK_DATA, TINY
+from testing.builders.command_line import dataset, parse
+from testing.worlds.launch import MOCK_DATA, TINY
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
 

@@ -15,7 +15,7 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.data.prepare_data import Options, prepare
 from megatron_fp4.mcore.launch.refusals.dataset import files, tokens
 from megatron_fp4.mcore.launch.refusals.table import refuse
-from tests.mcore.launch import torchrun
+from testing.worlds.launch import torchrun
 
 TRAIN, VALID = "train_text_document", "valid_text_document"
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.dist_checkpointing import load_common_state_dict
-from torch import Tensor
-from torch.distributed import checkpoint
 
 from megatron_fp4.arithmetic import formats
-from tests.mcore.launch import Result, torchrun, train
+from testing.worlds.checkpoint_contents import weights
+from testing.worlds.launch import Result, torchrun, train
 
 SIZES = ("--ffn-hidden-size", "128", "--bf16")
 TETRAJET = (*SIZES, "--fp4-recipe", "tetrajet")
@@ -35,18 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fp4")
     (folder / "sr.yaml").write_text(SR_EVERYWHERE)
     return folder
-
-
-def weights(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a torch_dist checkpoint: the model's and the optimizer's."""
-    metadata = checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if isinstance(entry, checkpoint.metadata.TensorStorageMetadata)
-    }
-    checkpoint.load(tensors, checkpoint_id=path, no_dist=True)
-    return tensors
 
 
 # --- the same run, bit for bit -----------------------------------------------------------------

@@ -15,7 +15,7 @@ from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.mcore.model import graphs
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.recipe import GemmRecipe
-from tests.mcore.launch import torchrun
+from testing.worlds.launch import torchrun
 from tests.mcore.test_layers import activation, microbatches, state, weight
 from tests.mcore.test_run import STOCHASTIC, run_of
 

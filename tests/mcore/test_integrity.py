@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing.validation import (
 )
 
 from megatron_fp4.mcore.checkpoints import folders, integrity
-from tests.mcore.checkpoints import ENDS, TORCH, TP2_SP, TRACKER, good, relay, saving, told
-from tests.mcore.launch import Result, torchrun, train
+from testing.worlds.checkpoints import ENDS, TORCH, TP2_SP, TRACKER, good, run_in_turn, saving, told
+from testing.worlds.launch import Result, torchrun, train
 
 MANIFEST = "integrity.json"
 LAST = "iter_0000004"
@@ -48,9 +48,9 @@ TRUSTING = "--no-verify-integrity"
 def loaded(folder: Path) -> dict[str, Result]:
     """What tells the most."""
     run = folder / "whole"
-    good_end(relay(2, {"": f"{TP2_SP} {saving(run)}"})[""])
+    good_end(run_in_turn(2, {"": f"{TP2_SP} {saving(run)}"})[""])
     damaged(run, "flipped", lambda last: flip(last / "__1_0.distcp"))
-    return relay(
+    return run_in_turn(
         2,
         {
             "whole": loading(run, ANEW),
@@ -72,14 +72,14 @@ def loaded_otherwise(folder: Path) -> dict[str, Result]:
         "torch": f"{TP2_SP} {TORCH} {saving(other)}",
         "bare": f"{TP2_SP} {ENDS} {TRUSTING} {saving(folder / 'bare')}",
     }
-    assert all(good_end(result) for result in relay(2, saves).values())
+    assert all(good_end(result) for result in run_in_turn(2, saves).values())
     shard = "mp_rank_01/model_optim_rng.pt"
     damaged(run, "reworded", lambda last: (last / "metadata.json").open("a").write(" "))
     damaged(run, "random", lambda last: randomize(last / "__0_0.distcp"))
     damaged(other, "torch-flipped", lambda last: flip(last / shard))
     damaged(other, "torch-random", lambda last: randomize(last / shard))
     at_parsing = f"{TRUSTING} --use-checkpoint-args"
-    return relay(
+    return run_in_turn(
         2,
         {
             "torch": loading(other, f"{TORCH} {ANEW}"),

@@ -20,7 +20,7 @@ from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.mcore.model.layers import Fp4State
 from megatron_fp4.mcore.model.run import Moment, Run
 from megatron_fp4.recipe import GemmRecipe, Recipe
-from tests.mcore.launch import OVERLAP, train
+from testing.worlds.launch import OVERLAP, train
 from tests.mcore.test_run import BATCH, MICROBATCHES, SEQUENCE, run_of
 
 SIZE = 32

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.mcore.layouts import MODES, ONE, Row, chosen, holds, run_layout
+from testing.layouts.matrix import MODES, ONE, Row, chosen, holds, run_layout
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="layouts take two GPUs")
 

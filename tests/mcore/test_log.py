@@ -13,7 +13,7 @@ from megatron.training import training
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.loop import log
-from tests.mcore.launch import train
+from testing.worlds.launch import train
 
 LINE = (
     " [2026-01-01 00:00:00] iteration       10/   50010 | consumed samples:  40 | elapsed time per "

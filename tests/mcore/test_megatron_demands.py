@@ -15,8 +15,8 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import command_line
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.loop import log
-from tests.mcore.command_line import dataset
-from tests.mcore.launch import MOCK_DATA, TINY
+from testing.builders.command_line import dataset
+from testing.worlds.launch import MOCK_DATA, TINY
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
 

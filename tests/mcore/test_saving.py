@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints import folders, saving
-from tests.mcore.checkpoints import ENDS, SIZES, TORCH, TP2_SP, TRACKER, good, relay
-from tests.mcore.checkpoints import saving as saves
-from tests.mcore.launch import MOCK_DATA, ROOT, TINY, Result
+from testing.worlds.checkpoints import ENDS, SIZES, TORCH, TP2_SP, TRACKER, good, run_in_turn
+from testing.worlds.checkpoints import saving as saves
+from testing.worlds.launch import MOCK_DATA, ROOT, TINY, Result
 
 # Runs a shell command where a small file system is mounted over a folder, which ends with it.
 MOUNT = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_folder_that_is_gone_is_told(folder: Path) -> None:
     save = folder / "spoilt"
-    line = stopped(relay(2, {"": f"spoils=save {TP2_SP} {saves(save)}"})[""])
+    line = stopped(run_in_turn(2, {"": f"spoils=save {TP2_SP} {saves(save)}"})[""])
     assert "of iteration 4 was not saved: " in line and "cannot be written" in line
 
 

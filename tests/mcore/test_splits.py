@@ -7,8 +7,8 @@ import pytest
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from megatron_fp4.errors import ConfigError
-from tests.mcore.command_line import dataset, parse
-from tests.mcore.launch import torchrun
+from testing.builders.command_line import dataset, parse
+from testing.worlds.launch import torchrun
 
 NULL = "--tokenizer-type NullTokenizer --vocab-size 512".split()
 

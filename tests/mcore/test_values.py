@@ -10,8 +10,8 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import machine
 from megatron_fp4.mcore.launch.refusals import values
-from tests.mcore.command_line import parse
-from tests.mcore.launch import MOCK_DATA
+from testing.builders.command_line import parse
+from testing.worlds.launch import MOCK_DATA
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
 

@@ -12,7 +12,7 @@ from megatron_fp4.mcore.data import vocabulary
 from megatron_fp4.mcore.data.vocabulary import padded_size
 from megatron_fp4.mcore.launch.refusals.table import refuse
 from megatron_fp4.mcore.launch.refusals.tokenizer import vocabulary as rows_refused
-from tests.mcore.launch import torchrun, train
+from testing.worlds.launch import torchrun, train
 
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 VOCABULARY = ("--vocab-size", "600", "--bf16")  # 640 rows; upstream pads to 768 under TP2

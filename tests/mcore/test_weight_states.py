@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.mcore.checkpoints import (
+from testing.worlds.checkpoint_contents import contents
+from testing.worlds.checkpoints import (
     EP2,
     MOE,
     PP2,
@@ -17,12 +18,11 @@ from tests.mcore.checkpoints import (
     SMALL,
     TORCH,
     TP2_SP,
-    relay,
+    run_in_turn,
     saving,
     told,
 )
-from tests.mcore.launch import OVERLAP, train
-from tests.mcore.test_checkpoint_matrix import contents
+from testing.worlds.launch import OVERLAP, train
 
 EMA = f"--fp4-recipe {Path(__file__).parent / 'ema.yaml'}"
 BF16 = f"{SMALL} --bf16"
@@ -95,7 +95,7 @@ def test_a_resumed_run_repeats_the_whole(name: str, tmp_path: Path) -> None:
         "whole": f"{EMA} {flags} {saving(whole)}",
         "rest": f"{EMA} {flags} --load {whole} --ckpt-step 2 {saving(rest)}",
     }
-    results = relay(processes, trainings, sizes)
+    results = run_in_turn(processes, trainings, sizes)
     assert [r.status for r in results.values()] == [0, 0], results["rest"].output[-3000:]
     assert results["rest"].losses == results["whole"].losses[2:]
     one, other = (leaves(contents(step(folder, 4))) for folder in (whole, rest))
@@ -133,9 +133,11 @@ def test_another_layout_goes_on_with_the_same_averages(name: str, tmp_path: Path
     and of the new weights, element by element; SwiGLU's two halves of fc1 among them."""
     (processes, flags), (others, other_flags) = CHAINS[name]
     first, second = tmp_path / "first", tmp_path / "second"
-    saved = relay(processes, {"first": f"{EMA} {flags} {saving(first)} --train-iters 2"}, BF16)
+    saved = run_in_turn(
+        processes, {"first": f"{EMA} {flags} {saving(first)} --train-iters 2"}, BF16
+    )
     going = f"{EMA} {other_flags} --load {first} {saving(second, 1)} --train-iters 3"
-    loaded = relay(others, {"second": f"{going} --override-opt_param-scheduler"}, BF16)
+    loaded = run_in_turn(others, {"second": f"{going} --override-opt_param-scheduler"}, BF16)
     assert saved["first"].status == 0
     assert loaded["second"].status == 0, loaded["second"].output[-3000:]
     before, after = averages(step(first, 2)), averages(step(second, 3))
@@ -149,7 +151,7 @@ def test_another_layout_goes_on_with_the_same_averages(name: str, tmp_path: Path
 
 def test_a_checkpoint_without_averages_starts_them_at_its_weights(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    results = relay(
+    results = run_in_turn(
         1,
         {
             "first": f"--fp4-recipe tetrajet {saving(first)} --train-iters 2",
@@ -169,7 +171,7 @@ def test_a_skipped_step_leaves_the_average(tmp_path: Path) -> None:
     """The loss scale is too large for the first steps: the optimizer skips them."""
     folder = tmp_path / "saved"
     flags = f"{EMA} {saving(folder, 1)} --train-iters 5"
-    [result] = relay(
+    [result] = run_in_turn(
         1, {"run": flags}, f"{SMALL} --fp16 --initial-loss-scale 8388608 --hysteresis 1"
     ).values()
     assert result.status == 0
@@ -190,5 +192,5 @@ def test_a_skipped_step_leaves_the_average(tmp_path: Path) -> None:
     [("--ckpt-format torch --use-distributed-optimizer", "--ckpt-format torch and --use-dist")],
 )
 def test_what_cannot_keep_it_is_refused(flags: str, says: str) -> None:
-    [result] = relay(1, {"run": f"{EMA} {flags}"}, BF16).values()
+    [result] = run_in_turn(1, {"run": f"{EMA} {flags}"}, BF16).values()
     assert says in told(result) and "recipe ema keeps average beside the weights" in told(result)

@@ -21,9 +21,9 @@ from megatron_fp4.multipliers import choose, nvfp4
 from megatron_fp4.multipliers.nvfp4 import TRIED, Nvfp4, problem_on
 from megatron_fp4.operands import Made
 from megatron_fp4.target import Target, target_of
-from tests.multipliers.products import asked
-from tests.oracles import normal, relative_error
-from tests.te import engine
+from testing.builders import te_stand_in
+from testing.builders.products import asked
+from testing.oracles import normal, relative_error
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 Gemm = Callable[..., Any]
@@ -32,7 +32,7 @@ Gemm = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def stand_in() -> Iterator[None]:
     problem_on.cache_clear()
-    with engine.stand_in():
+    with te_stand_in.stand_in():
         yield
     problem_on.cache_clear()
 

@@ -15,8 +15,8 @@ from megatron_fp4.multipliers.bf16 import Bf16
 from megatron_fp4.multipliers.reference import Reference
 from megatron_fp4.operands import Made
 from megatron_fp4.target import Target, target_of
-from tests.multipliers.products import asked
-from tests.oracles import normal, relative_error
+from testing.builders.products import asked
+from testing.oracles import normal, relative_error
 
 CPU = target_of(torch.device("cpu"))
 BOUND = {torch.bfloat16: 2e-3, torch.float32: 2e-4, torch.float64: 1e-13}

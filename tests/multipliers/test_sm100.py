@@ -18,8 +18,8 @@ from megatron_fp4.kernels.scaled_mm import swizzle
 from megatron_fp4.multipliers import choose, sm100
 from megatron_fp4.multipliers.sm100 import TRIED, Sm100, problem_on
 from megatron_fp4.target import Target, target_of
-from tests.multipliers.products import asked
-from tests.oracles import normal, relative_error
+from testing.builders.products import asked
+from testing.oracles import normal, relative_error
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 Gemm = Callable[..., Tensor]

@@ -21,7 +21,7 @@ from megatron_fp4.plan.memory import held_bytes, saved_bytes
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from megatron_fp4.target import target_of
-from tests.oracles import normal
+from testing.oracles import normal
 
 TOKENS, IN, OUT = 64, 128, 192
 CEIL = Quantizer(rule="ceil")

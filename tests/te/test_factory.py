@@ -16,8 +16,8 @@ import megatron_fp4.te
 from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, Recipe, get_recipe, linear
 from megatron_fp4.recipe import GEMMS
 from megatron_fp4.te import Factory, operand_of
-from tests.oracles import normal
-from tests.te import engine
+from testing.builders import te_stand_in
+from testing.oracles import normal
 
 Role = namedtuple("Role", "module_type tensor_type name", defaults=("linear", "input", ""))
 NEAREST = get_recipe("tetrajet", backward_rounding="nearest")
@@ -39,7 +39,7 @@ RECIPES = {
 
 @pytest.fixture(autouse=True)
 def stand_in() -> Iterator[None]:
-    with engine.stand_in():
+    with te_stand_in.stand_in():
         yield
 
 
@@ -107,7 +107,7 @@ def test_roles(role: Any, operand: str | None) -> None:
     made = megatron_fp4.te.tetrajet(role)
     assert made is not None
     assert getattr(made, "operand", None) == operand
-    assert isinstance(made, engine.Identity) == (operand is None)
+    assert isinstance(made, te_stand_in.Identity) == (operand is None)
 
 
 @pytest.mark.parametrize(
@@ -270,4 +270,4 @@ def test_a_gemm_that_was_not_replaced_is_an_error() -> None:
     """Transformer Engine's own would drop the output that it is given."""
     made = Pass(NEAREST, *tensors())
     with pytest.raises(ConfigError, match="would lose main_grad"):
-        engine.custom_gemm(made.weight, made.quantizers[0](made.x), None)
+        te_stand_in.custom_gemm(made.weight, made.quantizers[0](made.x), None)

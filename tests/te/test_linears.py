@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +20,9 @@ from megatron_fp4 import ConfigError, Recipe, get_recipe
 from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.te import Factory
-from tests.oracles import normal, relative_error
-from tests.te import engine
+from testing.builders import te_stand_in
+from testing.oracles import normal, relative_error
+from testing.worlds.launch import ROOT, SCRIPTS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="no Transformer Engine"
@@ -38,7 +38,7 @@ IN, OUT, TOKENS = 128, 256, (2, 64)
 
 @pytest.fixture(params=[CPU, CUDA])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with engine.on_a_cpu() if request.param == "cpu" else contextlib.nullcontext():
+    with te_stand_in.on_a_cpu() if request.param == "cpu" else contextlib.nullcontext():
         yield request.param
 
 
@@ -193,9 +193,9 @@ def test_stochastic_gradients_estimate_those_of_the_forward_operands(device: str
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="one GPU")
 def test_sharded_under_sequence_parallelism() -> None:
-    worker = Path(__file__).with_name("parallel_worker.py")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(worker)]
-    paths = os.pathsep.join([str(worker.parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command.append(str(SCRIPTS / "te_linears.py"))
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *command],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},

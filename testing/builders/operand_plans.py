@@ -1,0 +1,45 @@
+"""Plans of single operands, for tests of the makers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.pytorch import made_of
+from megatron_fp4.operands import Operand
+from megatron_fp4.plan.data import OperandPlan
+
+
+def plan(x: Operand, quantizer: Quantizer | None, axis: int, **fields: Any) -> OperandPlan:
+    """Of an operand that is made of x [rows, columns] along `axis`. group: of a transform."""
+    group = fields.pop("group", 0)
+    codes = x.quantizer if isinstance(x, QuantizedTensor) else None
+    given: dict[str, Any] = {
+        "gemm": "dgrad",
+        "letter": "w",
+        "source": "model" if codes is None else "codes",
+        "dtype": x.dtype if isinstance(x, Tensor) else torch.bfloat16,
+        "codes": codes,
+        "shape": tuple(x.shape),
+        "is_part": False,
+        "gathered": "",
+        "folds": False,
+        "hadamard": Hadamard(group) if group else None,
+        "agrees": False,
+    }
+    return OperandPlan(axis=axis, quantizer=quantizer, **given | fields)
+
+
+def made_in_pytorch(
+    x: Operand, quantizer: Quantizer, axis: int, group: int = 0, **given: Any
+) -> QuantizedTensor:
+    """The operand that plain PyTorch makes of x; given: fields of Given."""
+    wanted = plan(x, quantizer, axis, group=group, folds=given.get("fold") is not None)
+    made = made_of(x, wanted, Given(**given))
+    assert isinstance(made, QuantizedTensor)
+    return made

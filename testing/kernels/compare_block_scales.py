@@ -1,0 +1,102 @@
+"""Compares the kernels for block scales in small floats (E4M3, UE5M3) with the reference, on a GPU
+or in Triton's interpreter.
+
+    TRITON_INTERPRET=1 python -m testing.kernels.compare_block_scales [e4m3]
+
+Prints a line for each matrix that differs, of the quantizers whose name holds the word.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_fp4 import Quantizer, get_quantizer
+from megatron_fp4.arithmetic.philox import Key, Noise, Placement
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, absolute_max
+from megatron_fp4.kernels.blocks import quantize
+from megatron_fp4.makers.block_scales import BlockScaleKernel
+from testing.builders.operand_plans import made_in_pytorch, plan
+
+ROWS, COLUMNS = 96, 160  # tiles do not fill it
+NVFP4 = get_quantizer("nvfp4")
+QUANTIZERS = {
+    "nvfp4": NVFP4,
+    "nvfp4-17-16-sr": get_quantizer("nvfp4-17-16-sr"),
+    "2d": replace(NVFP4, block=(16, 16)),
+    "e4m3-up-sr": Quantizer(scale="e4m3", block=(1, 32), rule="up", rounding="stochastic"),
+    "e4m3": Quantizer(scale="e4m3", block=(1, 16), rule="nearest"),
+    "ue5m3": Quantizer(scale="ue5m3", block=(1, 32), rule="nearest"),
+    "ue5m3-up": Quantizer(scale="ue5m3", block=(1, 16), rule="up"),
+    "ue5m3-sr": Quantizer(scale="ue5m3", block=(32, 32), rule="nearest", rounding="stochastic"),
+    "prescaled": Quantizer(
+        scale="e4m3", block=(1, 16), rule="nearest", rounding="stochastic", prescale=0.9
+    ),
+}
+
+
+def matrix() -> Tensor:
+    """Of all sizes, so that scales saturate, are subnormal and vanish; ties, zeros, NaN, Inf."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(ROWS, COLUMNS, generator=generator)
+    x *= torch.exp(3 * torch.randn(ROWS, COLUMNS // 16, generator=generator)).repeat_interleave(
+        16, 1
+    )
+    x[1], x[2, :50], x[3], x[4] = 0, -0.0, x[3] * 1e-38, x[4] * 1e-5
+    x[8:24] = torch.randint(-24, 25, (16, COLUMNS), generator=generator) / 4
+    x[8:24, ::16] = 6
+    x[30, 5], x[44, 70], x[45, 71] = torch.nan, torch.inf, -torch.inf
+    x[50, 20:30] = 1e30
+    return x.bfloat16()
+
+
+def differences(device: str, of: str = "") -> Iterator[str]:
+    x = matrix()
+    ordinary = torch.where(x.isfinite() & (x.abs() < 1e20), x, 1.0)
+    for name, quantizer in QUANTIZERS.items():
+        if of not in name:
+            continue
+        for source, axis in ((x, 1), (x, 0), (ordinary, 1), (ordinary, 0), (0 * ordinary, 1)):
+            assert BlockScaleKernel().refuses(plan(source, quantizer, axis)) is None
+            for is_shard in (False, True) if quantizer.stochastic else (False,):
+                for widest in (None, absolute_max(8 * ordinary, quantizer, axis)):
+                    if widest is not None and not quantizer.tensor_max:
+                        continue
+                    noises = [_noise(place, is_shard) for place in (device, "cpu")]
+                    found = quantize(
+                        source.to(device), quantizer, axis,
+                        noises[0] if quantizer.stochastic else None,
+                        None if widest is None else widest.to(device),
+                    )  # fmt: skip
+                    made = made_in_pytorch(source, quantizer, axis, noise=noises[1], widest=widest)
+                    if told := _differing(found, made):
+                        yield f"{name} {axis} {is_shard} {widest is None}: {told}"
+
+
+def _noise(device: str, is_shard: bool) -> Noise:
+    place = Placement()
+    if is_shard:
+        rows = torch.arange(ROWS, device=device) * 3 + 2**31 - 90
+        groups = torch.arange(COLUMNS // 8, device=device) + 40
+        place = Placement(rows=rows, groups=groups, groups_per_row=80)
+    step = torch.tensor(2**32 + 5, device=device) if is_shard else 2**32 + 5
+    return Noise(Key(2**63 + 11, step), 0xFFFFFFF0, place)
+
+
+def _differing(found: QuantizedTensor, made: QuantizedTensor) -> str:
+    assert (found.shape, found.axis, found.scales.shape) == (
+        made.shape, made.axis, made.scales.shape,
+    )  # fmt: skip
+    codes, scales = (int((a.cpu() != b).sum()) for a, b in (
+        (found.codes, made.codes), (found.scales, made.scales)))  # fmt: skip
+    units = [None if q.tensor_scale is None else float(q.tensor_scale) for q in (found, made)]
+    same = units[0] == units[1]
+    return "" if same and not codes + scales else f"{codes} codes, {scales} scales, {units}"
+
+
+if __name__ == "__main__":
+    print("\n".join(differences("cpu", "".join(sys.argv[1:]))))

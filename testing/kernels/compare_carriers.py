@@ -1,0 +1,106 @@
+"""Compares the kernel that writes FP8 carriers of MXFP4 operands with ml_dtypes, on a GPU or in
+Triton's interpreter.
+
+    TRITON_INTERPRET=1 python -m testing.kernels.compare_carriers [48 x]
+
+Prints a line for each matrix and FP8 format that differs, of the sizes that hold the words.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_fp4 import get_quantizer
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.kernels.carrier import carried, elements
+from megatron_fp4.kernels.quantize import Copy, quantize
+
+# What docs/numerics.md says: the window of exponents in which E2M1 is exact, and ml_dtypes' own.
+ELEMENTS = {
+    torch.float8_e4m3fn: (-8, 6, ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: (-15, 13, ml_dtypes.float8_e5m2),
+}
+# Rows, columns, and how far the scales of blocks are spread.
+MATRICES = ((16, 96, 1.5), (48, 2080, 6.0), (32, 32, 3.0), (16, 4160, 0.0), (16, 9632, 2.0))
+
+
+def matrix(rows: int, columns: int, spread: float) -> Tensor:
+    """Blocks of all sizes, zeros, NaN, rows of subnormal and of the largest numbers."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, columns, generator=generator)
+    scales = torch.exp(spread * torch.randn(rows, columns // 32, generator=generator))
+    x *= scales.repeat_interleave(32, 1)
+    x[0, :32], x[1, 5], x[2] = -0.0, torch.nan, 0
+    x[3] *= 1e-38 / scales.max()
+    x[4] *= 1e37 / x[4].abs().max()
+    return x
+
+
+def differences(device: str, of: str = "") -> Iterator[str]:
+    """A line for each matrix and element whose bytes, folds or counts are not the oracle's."""
+    codes = torch.arange(256).repeat(5, 9).to(torch.uint8)  # every byte of two codes
+    zeros = quantize_matrix(torch.zeros(32, 32), get_quantizer("mxfp4"), axis=1)
+    values = replace(zeros, codes=codes).elements(torch.float64)
+    all_bytes = values.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    if (elements(codes.to(device)).cpu().view(torch.uint8).numpy() != all_bytes).any():
+        yield "elements without scales"
+    for rows, columns, spread in MATRICES:
+        if of not in f"{rows} x {columns}":
+            continue
+        q = quantize_matrix(matrix(rows, columns, spread), get_quantizer("mxfp4"), axis=1)
+        value, scale = q.dequantize(torch.float64), q.scales.int()
+        mine = replace(q, codes=q.codes.to(device), scales=q.scales.to(device))
+        kinds = list(ELEMENTS)[:: 1 if rows > 16 else -1]  # either one comes first
+        if columns == 32:  # and alone
+            forms = [carried([(mine, kind, None)])[0] for kind in kinds]
+        else:
+            forms = carried([(mine, kind, None) for kind in kinds])
+        for element, form in zip(kinds, forms, strict=True):
+            values, fold, tally = form
+            assert fold is not None and tally is not None
+            bottom, top, dtype = ELEMENTS[element]
+            largest = torch.where(scale == 255, 0, scale).amax(1, keepdim=True)
+            exponent = (largest - top).clamp(min=1) - 127
+            wanted = torch.ldexp(value, -exponent).numpy().astype(dtype)
+            there = ~np.isnan(wanted.astype(np.float64))
+            found = values.cpu().view(torch.uint8).numpy()
+            wrong = int((found[there] != wanted.view(np.uint8)[there]).sum())
+            wrong += int((values.cpu().float().isnan().numpy() == there).sum())
+            folds = int((fold.cpu().double() != torch.exp2(exponent.double())).sum())
+            below = (scale - 127 - exponent < bottom).repeat_interleave(32, 1)
+            count = int((below & (value != 0) & ~value.isnan()).sum())
+            nans = int((scale == 255).sum())
+            if wrong or folds or tally.tolist() != [count, nans]:
+                told = f"{tally.tolist()} of [{count}, {nans}] rounded and NaN"
+                yield f"{rows} x {columns} {element}: {wrong} bytes, {folds} folds, {told}"
+
+
+def beside(device: str, of: str = "") -> Iterator[str]:
+    """A line for each order and element in which an operand that is mended and one that is not, of
+    one launch, are not the same matrix."""
+    if of not in "beside":
+        return
+    x = matrix(16, 96, 1.5).bfloat16().to(device)
+    quantizer = get_quantizer("mxfp4-ceil")
+    for element, order in itertools.product(ELEMENTS, (1, -1)):
+        [made] = quantize(x, quantizer, [Copy(1, carrier=element)])
+        assert made.carriers is not None and isinstance(made.operand, QuantizedTensor)
+        both = [(made.operand, element, made.carriers), (made.operand, element, None)]
+        forms: list[Any] = carried(both[::order])
+        one, two = (values.cpu().double() * fold.cpu() for values, fold, _ in forms)
+        tallies = [tally.tolist() for *_, tally in forms]
+        if not torch.equal(one.nan_to_num(7e30), two.nan_to_num(7e30)) or tallies[0] != tallies[1]:
+            yield f"{element}, mended {order}: differ, or count {tallies}"
+
+
+if __name__ == "__main__":
+    print("\n".join([*differences("cpu", *sys.argv[1:]), *beside("cpu", *sys.argv[1:])]))

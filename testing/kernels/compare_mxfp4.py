@@ -1,0 +1,256 @@
+"""Compares the MXFP4 quantize kernels and their carriers with the reference, on a GPU or in
+Triton's interpreter.
+
+    TRITON_INTERPRET=1 python -m testing.kernels.compare_mxfp4 [floor nearest]
+
+Prints a line for each case that differs, of those whose name, with a dot at its end, holds the
+words. Cases are every combination of scale rule, rounding, prescale and direction, over matrices
+that hold what goes wrong. Tiles are not filled, and noise has the places of a shard.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, quantize_matrix
+from megatron_fp4.kernels import carrier
+from megatron_fp4.kernels.fp8 import FORMATS
+from megatron_fp4.kernels.quantize import Copy, quantize
+from megatron_fp4.makers.mxfp4 import Mxfp4Kernel
+from megatron_fp4.operands import Made
+from testing.builders.operand_plans import made_in_pytorch, plan
+
+SEED, STEP, DRAW = 2**63 + 11, 2**32 + 5, 2**33 + 3
+
+
+@dataclass(frozen=True)
+class Case:
+    quantizer: Quantizer
+    axes: tuple[int, ...]
+    group: int = 0
+    signed: bool = False
+    packed: bool = False
+    is_shard: bool = False
+    carrier: torch.dtype | None = None
+    filled: str = ""  # with what, if not with `matrix`
+    in_memory: bool = False  # where step and draw lie; its rows are those of some replica
+    unsigned: int | None = None  # the axis of a copy without signs beside one with signs
+
+    def __str__(self) -> str:
+        q = self.quantizer
+        words = [q.rule, q.rounding, str(q.prescale), f"axes {self.axes}"]
+        words += [f"group {self.group}"] if self.group else []
+        words += ["shard"] * self.is_shard + ["signs"] * self.signed + ["packed"] * self.packed
+        words += [] if self.carrier is None else [str(self.carrier), self.filled]
+        words += ["in memory"] * self.in_memory
+        words += [] if self.unsigned is None else [f"no signs along {self.unsigned}"]
+        return " ".join(words)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Blocks and groups tile it; tiles do not, where one direction leaves the other free."""
+        if self.group <= 32:
+            return 160, 96
+        sides = [self.group * 2 if axis in self.axes else 72 for axis in (0, 1)]
+        return sides[0], sides[1]
+
+    def placement(self, device: str) -> Placement:
+        if not self.is_shard:
+            return Placement(first_row=2**33 + 5 if self.in_memory else 0)
+        rows, columns = self.shape
+        return Placement(
+            rows=torch.arange(rows, device=device) * 3 + 2**31 - 200,  # groups' index passes 2^32
+            groups=torch.arange(columns // 8, device=device) + 40,
+            groups_per_row=80,
+        )
+
+    def copy(self, axis: int, device: str) -> Copy:
+        """The wanted one along an axis."""
+        stream = 0xFFFFFFF0 + axis
+        step: int | Tensor = STEP
+        draw: int | Tensor = DRAW
+        if self.in_memory:
+            step, draw = torch.tensor(STEP, device=device), torch.tensor(DRAW, device=device)
+        key = Key(SEED, step)
+        noise = Noise(key, stream, self.placement(device)) if self.quantizer.stochastic else None
+        has_signs = self.signed and axis != self.unsigned
+        return Copy(axis, noise, Signs(key, stream, draw) if has_signs else None, self.carrier)
+
+
+def cases() -> Iterator[Case]:
+    kinds = [("nearest", 1.0), ("stochastic", 1.0), ("stochastic", 0.75)]
+    for rule, (rounding, prescale) in itertools.product(("floor", "ceil"), kinds):
+        quantizer = Quantizer(rule=rule, rounding=rounding, prescale=prescale)  # type: ignore
+        for axes in ((0,), (1,), (1, 0)):
+            for is_shard in (True, False):
+                if is_shard or rounding == "stochastic" or len(axes) == 2:
+                    yield Case(quantizer, axes, is_shard=is_shard)
+    for rounding in ("nearest", "stochastic"):
+        for axes in ((0,), (1, 0)):
+            yield Case(Quantizer(rule="ceil", rounding=rounding), axes, packed=True)  # type: ignore
+    noisy = Quantizer(rounding="stochastic", prescale=0.75)
+    for group, signed in itertools.product((32, 64, 128), (False, True)):
+        yield Case(Quantizer(), (1, 0), group, signed)
+        for axes in ((0,), (1,), (1, 0)):
+            yield Case(noisy, axes, group, signed, is_shard=signed)
+    for axis in (0, 1):
+        yield Case(Quantizer(), (1, 0), 64, signed=True, unsigned=axis)
+    for rule in ("floor", "ceil"):
+        for axes in ((0,), (1,), (1, 0)):
+            yield Case(Quantizer(rule=rule, rounding="ema"), axes)  # type: ignore[arg-type]
+    yield Case(noisy, (1, 0), in_memory=True)
+    yield Case(noisy, (1, 0), 64, signed=True, in_memory=True)
+
+
+def carried() -> Iterator[Case]:
+    """Cases of which carriers are written too."""
+    for case in cases():
+        plain = not case.group and case.quantizer.prescale == 1.0 and case.quantizer.rule == "ceil"
+        if plain and not case.is_shard:
+            yield from (replace(case, carrier=element) for element in FORMATS)
+            if len(case.axes) == 2 and not case.packed and case.quantizer.rounding == "nearest":
+                for filled in FILLED:
+                    yield replace(case, carrier=torch.float8_e4m3fn, filled=filled)
+        if case.group == 64 and not case.signed:  # transforms write none
+            yield replace(case, carrier=torch.float8_e5m2)
+
+
+# What a sample cannot know, or must not be led astray by.
+FILLED = ("NaN", "NaN in rows", "Inf in columns", "zeros in rows", "subnormal rows", "huge")
+
+
+def filled(shape: tuple[int, int], what: str) -> Tensor:
+    """One of them in a matrix of normal numbers, or instead of one."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(6))
+    if what == "NaN in rows":
+        x[8:16] = torch.nan
+    elif what == "Inf in columns":
+        x[:, 32:64] = torch.inf
+    elif what == "zeros in rows":
+        x[32:64] = -0.0
+    elif what == "subnormal rows":
+        x[32:64] *= 2e-39
+    else:
+        x *= {"NaN": torch.nan, "huge": 1e38}[what]
+    return x.bfloat16()
+
+
+def matrix(shape: tuple[int, int], group: int) -> Tensor:
+    """Normal and wide, with ties, zeros of both signs, subnormal numbers, NaN, Inf and the largest
+    numbers. A transform's sums of the largest would depend on their order."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(shape, generator=generator)
+    x *= torch.exp(2 * torch.randn(shape, generator=generator))
+    x[0, :32], x[1], x[2] = 0, -0.0, 0.0
+    x[3] *= 1e-39
+    x[4:8] = torch.randint(-24, 25, (4, shape[1]), generator=generator) / 4
+    x[20, 5], x[33, 70], x[34, 71] = torch.nan, torch.inf, -torch.inf
+    if not group:
+        x[40, :8] = torch.finfo(torch.bfloat16).max
+        x[41, 8:16] = torch.finfo(torch.bfloat16).tiny
+    return x.bfloat16()
+
+
+def average(x: Tensor) -> Tensor:
+    """Of what x may have been: near to it and not, of the other sign, midway between codes, too
+    large or too small for a number of the grid, and of none."""
+    generator = torch.Generator().manual_seed(7)
+    found = x.float() * (1 + 0.3 * torch.randn(x.shape, generator=generator))
+    found = torch.where(torch.rand(x.shape, generator=generator) < 0.1, -found, found)
+    found[1, ::2], found[2, ::2], found[3, ::2] = 1.0, -1.0, 30.0  # of zeros, of subnormal numbers
+    found[4:8] = torch.randint(-24, 25, (4, x.shape[1]), generator=generator) / 4
+    found[60, ::3], found[61, ::3] = 3e38, 1e-45
+    found[50, 3], found[70, 40], found[90, 80] = torch.nan, torch.inf, -torch.inf
+    return found
+
+
+def difference(case: Case, device: str) -> str | None:
+    """How the kernel's codes and scales differ from the reference's on a CPU; None if not."""
+    dense = filled(case.shape, case.filled) if case.filled else matrix(case.shape, case.group)
+    x: Tensor | QuantizedTensor = dense
+    on_device: Tensor | QuantizedTensor = dense.to(device)
+    if case.packed:
+        x = quantize_matrix(dense, Quantizer(rule="ceil"), axis=1)
+        on_device = replace(x, codes=x.codes.to(device), scales=x.scales.to(device))
+    for axis in case.axes:
+        assert Mxfp4Kernel().refuses(plan(x, case.quantizer, axis, group=case.group)) is None
+    wanted = [case.copy(axis, device) for axis in case.axes]
+    beside = average(dense) if case.quantizer.rounding == "ema" else None
+    given = None if beside is None else beside.to(device)
+    found = quantize(on_device, case.quantizer, wanted, case.group, given)
+    codes = scales = carriers = 0
+    for axis, kernels in zip(case.axes, found, strict=True):
+        copy = case.copy(axis, "cpu")
+        made = made_in_pytorch(
+            x, case.quantizer, axis, case.group, signs=copy.signs, noise=copy.noise, average=beside
+        )
+        operand = kernels.operand
+        assert isinstance(operand, QuantizedTensor)
+        assert (operand.shape, operand.axis) == (made.shape, made.axis)
+        codes += _differing(operand.codes.cpu(), made.codes)
+        scales += int((operand.scales.cpu() != made.scales).sum())
+        if kernels.carriers is not None:
+            carriers += _wrong_carriers(kernels)
+            if case.filled in ("zeros in rows", "Inf in columns"):  # these rows need no mending
+                [(_, fold, _)] = carrier.carried(
+                    [(operand, kernels.carriers.element, kernels.carriers)]
+                )
+                assert fold is not None
+                carriers += len(fold[~(operand.scales == 255).any(1)].unique()) > 1
+    # Codes after a transform may differ in 1e-4 of the elements: the order of its sums.
+    allowed = len(case.axes) * x.shape.numel() * 1e-4 if case.group else 0
+    if codes + scales <= allowed and not carriers:
+        return None
+    return f"{case}: {codes} codes, {scales} scales, {carriers} carriers"
+
+
+def _wrong_carriers(made: Made) -> int:
+    """How many elements and counts are not as docs/numerics.md says, under the fold that it says;
+    under another none is rounded."""
+    q, carriers = made.operand, made.carriers
+    assert isinstance(q, QuantizedTensor) and carriers is not None
+    [form] = carrier.carried([(q, carriers.element, carriers)])
+    elements, fold, counts = (t.cpu() for t in form if t is not None)
+    plain = replace(
+        q, codes=q.codes.cpu(), scales=q.scales.cpu(), axis=1,
+        shape=torch.Size((len(q.codes), q.shape[q.axis])),
+    )  # fmt: skip
+    value, scale, fold = plain.dequantize(torch.float64), plain.scales.int(), fold.double()
+    *_, bottom, top = FORMATS[carriers.element]
+    largest = torch.where(scale == 255, 0, scale).amax(1, keepdim=True)
+    rule = (largest - top).clamp(min=1) - 127
+    below = (scale - 127 - rule < bottom).repeat_interleave(32, 1)
+    count = int((below & (value != 0) & ~value.isnan()).sum())
+    wanted = torch.where(
+        fold == torch.exp2(rule.double()),
+        (value / fold).to(carriers.element).double(),
+        value / fold,
+    )
+    found = elements.double()
+    same = (found == wanted) & (found.signbit() == wanted.signbit()) | found.isnan() & value.isnan()
+    return int((~same).sum()) + (counts.tolist() != [count, int((scale == 255).sum())])
+
+
+def _differing(a: Tensor, b: Tensor) -> int:
+    return int(((a ^ b) & 15 != 0).sum() + ((a ^ b) >> 4 != 0).sum())
+
+
+def differences(device: str, of: Sequence[Case] | None = None) -> list[str]:
+    found = (difference(case, device) for case in of or [*cases(), *carried()])
+    return [line for line in found if line is not None]
+
+
+if __name__ == "__main__":
+    words = " ".join(sys.argv[1:])
+    print(
+        "\n".join(
+            differences("cpu", [case for case in (*cases(), *carried()) if words in f"{case}."])
+        )
+    )

@@ -1,0 +1,35 @@
+"""Runs the comparisons of this folder in Triton's interpreter, on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def _forking() -> subprocess.Popen[str]:
+    """What starts them: importing torch and Triton takes longer than most of the cases."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "testing.kernels.forked"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def differences(path: Path | None = None, cases: str = "", comparison: str = "mxfp4") -> list[str]:
+    """The lines that compare_<comparison>.py prints, with the packages that lie in `path` first."""
+    asked, answers = _forking().stdin, _forking().stdout
+    assert asked is not None and answers is not None
+    print(json.dumps([comparison, cases, str(path or "")]), file=asked, flush=True)
+    status, out, errors = json.loads(answers.readline())
+    assert status == 0, errors[-3000:]
+    return out.split("\n")[:-1]

@@ -1,0 +1,1 @@
+"""Layouts of tensor, pipeline, data and expert parallelism, compared with one process."""

@@ -1,0 +1,49 @@
+"""One process that takes dge-occ's quantiles of a token as tensor-parallel ranks do: each of the
+features that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.outliers import Residual
+from testing.layouts.recorder import EXPERT
+from testing.patching import patched
+
+linear = import_module("megatron_fp4.linear")  # the package has a function of that name
+ROW_PARALLEL = ("linear_proj", "linear_fc2")  # whose X is sharded along its features
+Split = Callable[[Tensor], tuple[Tensor, Residual]]
+
+
+@contextmanager
+def quantiles_of_parts(dense: int, experts: int) -> Iterator[None]:
+    """dense, experts: how many ranks share the features of X, and those of an expert's."""
+    forward = linear.forward
+
+    def with_parts(plan: Any, x: Tensor, weight: Tensor, bias: Any, site: Any, *rest: Any) -> Any:
+        sharded = site.name.rsplit(".", 1)[-1] in ROW_PARALLEL
+        count = (experts if EXPERT in site.name else dense) if sharded else 1
+        if plan.split is not None and count > 1:
+            plan = replace(plan, split=partial(_of_parts, plan.split, count))
+        return forward(plan, x, weight, bias, site, *rest)
+
+    with patched(linear, "forward", with_parts):
+        yield
+
+
+def _of_parts(split: Split, count: int, x: Tensor) -> tuple[Tensor, Residual]:
+    """What `split` takes off each of `count` parts of X's features."""
+    pieces = [piece.contiguous() for piece in x.chunk(count, dim=1)]
+    found = [split(piece) for piece in pieces]
+    width = pieces[0].shape[1]
+    places = torch.cat([taken.places + i * width for i, (_, taken) in enumerate(found)], 1)
+    values = torch.cat([taken.values for _, taken in found], 1)
+    clamped = torch.cat([piece for piece, _ in found], 1)
+    return clamped, Residual(values, places, "token", x.shape)

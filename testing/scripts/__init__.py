@@ -1,0 +1,1 @@
+"""Programs that the processes of a torchrun world run. Nothing imports them."""

@@ -1,0 +1,160 @@
+"""Two ranks: what is gathered from parts of the tokens is what the whole would be.
+
+torchrun --nproc-per-node 2 testing/scripts/communication.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from megatron_fp4 import get_quantizer, list_quantizers
+from megatron_fp4.arithmetic.outliers import OutlierClamp
+from megatron_fp4.arithmetic.quantizer import (
+    QuantizedTensor,
+    Quantizer,
+    absolute_max,
+    quantize_matrix,
+)
+from megatron_fp4.execution import backward, making
+from megatron_fp4.execution.call import Site
+from megatron_fp4.execution.communication import TensorParallel
+from megatron_fp4.execution.weights import HeldWeight
+from megatron_fp4.linear import quantized_linear
+from megatron_fp4.mcore.runtime import gloo
+from megatron_fp4.plan.setting import Sharding, column_parallel, row_parallel
+from megatron_fp4.recipe import GemmRecipe, Recipe
+from testing.patching import patched
+
+TOKENS, FEATURES = 128, 96
+MORE = {
+    "fp8-tensor": Quantizer(element="e4m3", scale="fp32", block=(0, 0), rule="absmax"),
+    "fp8-row": Quantizer(element="e5m2", scale="fp32", block=(1, 0), rule="absmax"),
+    "square": Quantizer(block=(16, 16)),
+}
+
+
+def main() -> None:
+    gloo.use_one_worker()
+    dist.init_process_group("gloo")
+    assert dist.group.WORLD is not None
+    parallel = TensorParallel(dist.group.WORLD, Sharding(2, tokens="x"))
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(TOKENS, FEATURES, generator=generator).bfloat16()
+    whole[5, 7] = 80.0
+    part = parallel.part(whole)
+    for name in (*list_quantizers(), *MORE):
+        for axis in (0, 1):
+            quantizer = MORE.get(name) or get_quantizer(name)
+            check_quantized(replace(quantizer, rounding="nearest"), axis, whole, part, parallel)
+    for axis in (0, 1):
+        gathered = parallel.gather(part.movedim(axis, -1), axis).wait()
+        assert isinstance(gathered, Tensor) and torch.equal(gathered, whole.movedim(axis, -1))
+    for scope in ("token", "channel", "tensor"):
+        check_residual(scope, part, parallel)
+    sums = parallel.scatter_sum(whole.float() * (dist.get_rank() + 1)).wait()
+    assert torch.equal(sums, 3 * part.float())
+    assert torch.equal(parallel.sum(whole.float()).wait(), 2 * whole.float())
+    check_one_collective(parallel)
+    for sharding in (
+        column_parallel(2),
+        column_parallel(2, sequence_parallel=True),
+        row_parallel(2, sequence_parallel=True),
+    ):
+        check_one_a_pass(TensorParallel(dist.group.WORLD, sharding))
+    dist.destroy_process_group()
+
+
+def check_quantized(
+    quantizer: Quantizer, axis: int, whole: Tensor, part: Tensor, parallel: TensorParallel
+) -> None:
+    widest = None
+    if quantizer.scale_spans(0, axis):
+        [widest] = parallel.maximum([absolute_max(part, quantizer, axis)])
+    mine = quantize_matrix(part, quantizer, axis=axis, widest=widest)
+    found, expected = parallel.gather(mine).wait(), quantize_matrix(whole, quantizer, axis=axis)
+    assert isinstance(found, QuantizedTensor)
+    assert (found.shape, found.axis) == (expected.shape, expected.axis)
+    assert torch.equal(found.codes, expected.codes) and torch.equal(found.scales, expected.scales)
+    assert torch.equal(found.dequantize(), expected.dequantize())
+
+
+def check_residual(scope: Any, part: Tensor, parallel: TensorParallel) -> None:
+    """The outliers of every rank's part, at their places in the whole."""
+    _, residual = OutlierClamp(0.97, scope).split(part)
+    found = parallel.gather_residual(residual).wait().dense()
+    expected = parallel.gather(residual.dense()).wait()
+    assert isinstance(expected, Tensor) and torch.equal(found, expected) and found.any()
+
+
+def check_one_collective(parallel: TensorParallel) -> None:
+    """Maxima of several operands travel together."""
+    rank = dist.get_rank()
+    with maxima() as calls:
+        sent = [torch.tensor([[1.0], [2.0]]) * (rank + 1), torch.tensor(-rank)]
+        rows, top = parallel.maximum(sent)
+    assert rows.tolist() == [[2.0], [4.0]] and top.tolist() == 0.0 and len(calls) == 1
+
+
+def check_one_a_pass(parallel: TensorParallel) -> None:
+    """Each pass of a linear whose six operands have scales that ranks share agrees on them once,
+    also where W's are there from an earlier call of the step."""
+    gemm = GemmRecipe(get_quantizer("nvfp4"), get_quantizer("nvfp4"))
+    together = making.make_operands
+    for keeps in ("forward", "raw"):
+        recipe = Recipe(name="nvfp4", fprop=gemm, dgrad=gemm, wgrad=gemm, backward=keeps)
+        held, tokens = HeldWeight(), parallel.sharding.tokens
+        first, second = (agreements(recipe, parallel, held) for _ in range(2))
+        assert max(first + second) == 1, (tokens, keeps, first, second)
+        with patched(backward, "make_operands", _each_by_itself(together)):
+            assert max(agreements(recipe, parallel)) > 1, (tokens, keeps)
+
+
+def _each_by_itself(make: Any) -> Any:
+    """The known mistake."""
+
+    def made(makings: Any, *given: Any) -> Any:
+        found: dict[Any, Any] = {}
+        for one in makings:
+            found |= make([one], *given)
+        return found
+
+    return made
+
+
+def agreements(
+    recipe: Recipe, parallel: TensorParallel, held: HeldWeight | None = None
+) -> tuple[int, int]:
+    """How many maxima a linear's forward pass asks the ranks for, and its backward pass."""
+    x, w = (torch.randn(64, 64).requires_grad_() for _ in range(2))
+    site = Site(parallel=parallel, keeps_w=None if held is None else "packed")
+    with maxima() as forward:
+        y = quantized_linear(x, w, None, recipe, site, held=held)
+    with maxima() as back:
+        y.sum().backward()
+    return len(forward), len(back)
+
+
+@contextmanager
+def maxima() -> Iterator[list[Any]]:
+    """The calls of all_reduce for a maximum."""
+    calls, all_reduce = [], dist.all_reduce
+
+    def counting(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -> Any:
+        if op == dist.ReduceOp.MAX:
+            calls.append(tensor)
+        return all_reduce(tensor, op, **kwargs)
+
+    dist.all_reduce = counting  # type: ignore[assignment]
+    yield calls
+    dist.all_reduce = all_reduce
+
+
+if __name__ == "__main__":
+    main()

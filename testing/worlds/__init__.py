@@ -1,0 +1,1 @@
+"""Trainings and scripts that run in torchrun worlds, and what they leave behind."""

@@ -1,0 +1,50 @@
+"""What a checkpoint holds, read without Megatron."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a torch_dist checkpoint: the model's and the optimizer's."""
+    metadata = checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if isinstance(entry, checkpoint.metadata.TensorStorageMetadata)
+    }
+    checkpoint.load(tensors, checkpoint_id=path, no_dist=True)
+    return tensors
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """All that a checkpoint of the formats torch_dist and torch holds."""
+    if not (path / ".metadata").exists():
+        files = sorted(path.rglob("*.pt"))
+        return {str(f.relative_to(path)): torch.load(f, weights_only=False) for f in files}
+    metadata = checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
+    found: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if isinstance(entry, checkpoint.metadata.TensorStorageMetadata)
+        else io.BytesIO()
+        for name, entry in metadata.items()
+    }
+    checkpoint.load(found, checkpoint_id=path, no_dist=True)
+    return found
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested containers, without what is of a launch or a rank."""
+    if isinstance(value, dict | list | tuple):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            if not str(key).startswith(("args", "rng_state", "rerun_state")):
+                yield from flat(part, f"{name}/{key}")
+    else:
+        yield name, value

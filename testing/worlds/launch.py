@@ -1,0 +1,116 @@
+"""Runs training scripts in torchrun worlds on this machine's CPU, and reads what they logged."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from testing.worlds.world import world
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "testing" / "scripts"
+
+# Two LLaMA layers of 64 on four sequences of 64 tokens a step; flags given later win.
+TINY = """
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4
+    --group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu
+    --position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear
+    --attention-dropout 0 --hidden-dropout 0 --seq-length 64 --max-position-embeddings 64
+    --micro-batch-size 2 --train-iters 4 --lr-decay-iters 10
+    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
+    --log-interval 1 --eval-interval 1000 --eval-iters 1 --global-batch-size 4
+""".split()
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+MOCK_DATA = "--tokenizer-type NullTokenizer --vocab-size 512 --mock-data".split()
+
+
+@dataclass(frozen=True)
+class Result:
+    status: int  # torchrun's exit status
+    losses: list[float]  # what each logged iteration says
+    evaluations: list[float]  # losses on held-out data, in the order of the log
+    output: str  # standard output and standard error
+
+    @property
+    def has_traceback(self) -> bool:
+        """Whether a Python traceback leads through the script; torchrun prints one of its own."""
+        return '.py", line' in self.output.split("multiprocessing/api.py")[0]
+
+
+def torchrun(
+    processes: int,
+    *flags: str,
+    script: Path = ROOT / "pretrain_gpt.py",
+    timeout_s: float = 120,
+    fresh: bool = False,
+) -> Result:
+    """Trains with TINY and `flags` in `processes` processes of one thread each; see `spawn`.
+
+    The data is mock data where no flag names any.
+    """
+    data = [] if any(flag.endswith("data-path") for flag in flags) else MOCK_DATA
+    # Megatron takes this schedule or --global-batch-size, which comes last.
+    tiny = TINY[:-2] if "--step-batch-size-schedule" in flags else TINY
+    done = spawn(processes, script, *tiny, *data, *flags, timeout_s=timeout_s, fresh=fresh)
+    return result_of(done)
+
+
+def result_of(done: subprocess.CompletedProcess[str]) -> Result:
+    """What a training script's output says."""
+    return Result(
+        done.returncode,
+        [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)],
+        [float(loss) for loss in re.findall(r"lm loss value: (\S+)", done.stdout)],
+        done.stdout,
+    )
+
+
+def spawn(
+    processes: int, script: Path, *arguments: str, timeout_s: float = 300, fresh: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Runs any script in a torchrun world, a thread a process; stdout holds both its streams.
+
+    fresh: under a torchrun of its own, for what depends on the launcher, on the environment or on
+    what is imported first. Otherwise the script runs in forks of a world that stays (world.py),
+    which takes a fraction of the time; where there is a GPU, which a fork cannot use once CUDA has
+    started, every launch is fresh.
+    """
+    if fresh or torch.cuda.is_available():
+        return _launch(processes, script, *arguments, timeout_s=timeout_s)
+    status, output = world(processes).run(script, list(arguments), timeout_s)
+    return subprocess.CompletedProcess([str(script), *arguments], status, output)
+
+
+def _launch(
+    processes: int, script: Path, *arguments: str, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    run = subprocess.Popen(
+        [*command, "--nproc-per-node", str(processes), str(script), *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = run.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        run.terminate()  # torchrun then ends its ranks, which would keep the pipe open
+        output, _ = run.communicate(timeout=60)
+        raise TimeoutError(f"still running after {timeout_s} s: {output[-4000:]}") from error
+    finally:
+        run.kill()
+    return subprocess.CompletedProcess(run.args, run.returncode, output)
+
+
+def train(processes: int, *flags: str) -> Result:
+    """`torchrun`, for a run that must end well."""
+    result = torchrun(processes, *flags)
+    assert result.status == 0, result.output[-4000:]
+    return result
