@@ -17,10 +17,16 @@ import triton.language as tl
 
 
 @triton.jit
+def nearest_even(bits, CUT: tl.constexpr):
+    """Integers without their CUT lowest bits, rounded to nearest, ties to even. Of the bits of a
+    float they are those of one with a shorter mantissa."""
+    return (bits + ((1 << (CUT - 1)) - 1) + ((bits >> CUT) & 1)) >> CUT
+
+
+@triton.jit
 def bf16_bits(x):
     """Of float32, rounded to nearest even as BF16; Triton's interpreter would cut them off."""
-    bits = x.to(tl.int32, bitcast=True)
-    even = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    even = nearest_even(x.to(tl.int32, bitcast=True), 16) & 0xFFFF
     return tl.where(x == x, even, 0x7FC0)
 
 

@@ -38,6 +38,18 @@ def _key(bits):
 
 
 @triton.jit
+def _keys(bits, there):
+    """`_key` of a row's elements, and above all of those what lies beyond the row."""
+    return tl.where(there, _key(bits), 0x10000)
+
+
+@triton.jit
+def _number_of(key):
+    """float64 of the number that has a key."""
+    return _number(tl.where(key < 0x8000, 0xFFFF - key, key - 0x8000)).to(tl.float64)
+
+
+@triton.jit
 def _counted(low, high):
     """How many elements are so, of two conditions, in the halves of one word."""
     return tl.sum(low.to(tl.int32) + (high.to(tl.int32) << 16), 0)
@@ -54,9 +66,42 @@ def _next(keys, key, count, rank):
 def _between(first, second, weight):
     """The bound between two keys, float32. weight: the bits of a float64, which Triton would
     round to float32."""
-    a = _number(tl.where(first < 0x8000, 0xFFFF - first, first - 0x8000)).to(tl.float64)
-    b = _number(tl.where(second < 0x8000, 0xFFFF - second, second - 0x8000)).to(tl.float64)
+    a, b = _number_of(first), _number_of(second)
     return (a + (b - a) * weight.to(tl.int64).to(tl.float64, bitcast=True)).to(tl.float32)
+
+
+@triton.jit
+def _own_zeros(clamped, bits):
+    """The bits that were clamped; a zero that is clamped to a zero keeps its own sign."""
+    return tl.where(_number(clamped) == _number(bits), bits, clamped)
+
+
+@triton.jit
+def _clamped(bits, low, high, invalid):
+    """BF16's bits clamped to float32 bounds; NaN where the bounds are invalid."""
+    x = _number(bits)
+    clamped = tl.where(x < low, low, x)
+    clamped = bf16_bits(tl.where(clamped > high, high, clamped))
+    clamped = _own_zeros(clamped, bits)
+    return tl.where(invalid, 0x7FC0, clamped)
+
+
+@triton.jit
+def _taken_off(bits, clamped):
+    """What clamping took off, float32; NaN for an infinite number that stays."""
+    return _number(bits) - _number(clamped)
+
+
+@triton.jit
+def _slots(is_outlier):
+    """The place of each outlier among those of its row, from 0."""
+    return tl.cumsum(is_outlier.to(tl.int32), 0) - 1
+
+
+@triton.jit
+def _first(at, taken):
+    """What was taken off a row's first element."""
+    return tl.sum(tl.where(at == 0, taken.to(tl.int32), 0), 0)
 
 
 _PLAIN = ["low_below", "low_above", "low_weight", "high_below", "high_above", "high_weight"]
@@ -89,7 +134,7 @@ def split_kernel(
     at = tl.arange(0, FEATURES)
     there = at < n_features
     bits = tl.load(x_ptr + at, mask=there, other=0).to(tl.int32) & 0xFFFF
-    keys = tl.where(there, _key(bits), 0x10000)
+    keys = _keys(bits, there)
     low = tl.full([], 0, tl.int32)
     high = tl.full([], 0, tl.int32)
     for i in range(16):
@@ -101,21 +146,17 @@ def split_kernel(
     low = _between(low, _next(keys, low, count & 0xFFFF, low_above), low_weight)
     high = _between(high, _next(keys, high, count >> 16, high_above), high_weight)
     invalid = (low != low) | (high != high)
-    x = _number(bits)
-    clamped = tl.where(x < low, low, x)
-    clamped = bf16_bits(tl.where(clamped > high, high, clamped))
-    clamped = tl.where(_number(clamped) == x, bits, clamped)  # a zero keeps its sign
-    clamped = tl.where(invalid, 0x7FC0, clamped)
+    clamped = _clamped(bits, low, high, invalid)
     tl.store(clamped_ptr + at, clamped.to(tl.int16), mask=there)
-    difference = tl.where(invalid, 0.0, x - _number(clamped))
+    difference = tl.where(invalid, 0.0, _taken_off(bits, clamped))
     taken = bf16_bits(difference).to(tl.int16)
     is_outlier = there & (difference != 0.0)
-    slot = tl.cumsum(is_outlier.to(tl.int32), 0) - 1
+    slot = _slots(is_outlier)
     live = is_outlier & (slot < n_slots)
     tl.store(values_ptr + slot, taken, mask=live)
     tl.store(places_ptr + slot, at.to(tl.int16), mask=live)
     # Slots that are left repeat the first element, clamped or not: all elements may be.
-    first = tl.sum(tl.where(at == 0, taken.to(tl.int32), 0), 0)
+    first = _first(at, taken)
     slots = tl.arange(0, SLOTS)
     left = (slots >= tl.sum(is_outlier.to(tl.int32), 0)) & (slots < n_slots)
     tl.store(values_ptr + slots, first.to(tl.int16), mask=left)

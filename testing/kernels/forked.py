@@ -2,7 +2,8 @@
 
 TRITON_INTERPRET=1 python -m testing.kernels.forked
 
-For each line of JSON, [comparison, cases, the path searched first], runs compare_<comparison>.py
+For each line of JSON, [comparison, cases, the path searched first,
+the name of a mistake that is injected], runs compare_<comparison>.py
 and prints a line of JSON: [exit status, standard output, standard error]. megatron_fp4 is imported
 in the fork.
 """
@@ -22,7 +23,7 @@ import torch  # noqa: F401
 import triton.language  # noqa: F401
 
 
-def run(comparison: str, cases: str, path: str, out: IO[str], errors: IO[str]) -> int:
+def run(comparison: str, cases: str, path: str, mistake: str, out: IO[str], errors: IO[str]) -> int:
     """Its exit status."""
     child = os.fork()
     if child:
@@ -34,6 +35,10 @@ def run(comparison: str, cases: str, path: str, out: IO[str], errors: IO[str]) -
         sys.path[:0] = [path] if path else []
         module = f"testing.kernels.compare_{comparison}"
         sys.argv = [module, cases]
+        if mistake:
+            from testing.kernels.mistakes import MISTAKES
+
+            MISTAKES[comparison][mistake].inject()
         runpy.run_module(module, run_name="__main__")
         sys.stdout.flush()
         status = 0
@@ -46,9 +51,9 @@ def run(comparison: str, cases: str, path: str, out: IO[str], errors: IO[str]) -
 def main() -> None:
     assert not any(name.startswith("megatron_fp4") for name in sys.modules)
     for line in sys.stdin:
-        comparison, cases, path = json.loads(line)
+        comparison, cases, path, mistake = json.loads(line)
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-            status = run(comparison, cases, path, out, errors)
+            status = run(comparison, cases, path, mistake, out, errors)
             for file in (out, errors):
                 file.seek(0)
             print(json.dumps([status, out.read(), errors.read()]), flush=True)

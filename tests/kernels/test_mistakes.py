@@ -7,6 +7,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from testing.kernels.interpreter import ROOT, differences
+from testing.kernels.mistakes import MISTAKES as INJECTED
 
 # One case each is enough for most.
 NEAREST, EMA = "floor nearest 1.0 axes (1, 0).", "ceil ema 1.0 axes (1, 0)."
@@ -124,39 +125,6 @@ ROW_MISTAKES = {
     "nothing is folded": ("    if HAS_FOLD:", "    if HAS_FOLD and AXIS == 1:"),
     "the other half first": ("low | (high << 4)", "high | (low << 4)"),
 }
-ESTIMATOR_MISTAKES = {
-    "of 3 the step of 4": ("x < 4.0, 1.0", "x < 3.0, 1.0"),
-    "the place in half a step": ("2.0 * (steps - low)", "1.0 * (steps - low)"),
-    "no NaN": ('float("nan")', "0.0"),
-}
-
-OUTLIER_MISTAKES = {
-    "a rank too low": ("33 features, 0.9", "<= low_below", "< low_below"),
-    "a rank too high": ("33 features, 0.9", "<= high_below", "<= high_below + 1"),
-    "no neighbour": ("33 features, 0.9", "count > rank", "count >= rank"),
-    "negative numbers the other way": ("33 features, 0.9", "0xFFFF - bits", "bits - 0x8000"),
-    "a negative NaN is the lowest": ("33 features, 0.9", "> 0x7F80, 0xFFFF, key", "> 0, key, key"),
-    "padding is zeros": (
-        "33 features, 0.9",
-        "there, _key(bits), 0x10000",
-        "there, _key(bits), 0x8000",
-    ),
-    "a bound in float32": ("fine", "0x8000)).to(tl.float64)", "0x8000))"),
-    "a weight in float32": ("fine", "bitcast=True)).to(", "bitcast=True).to(tl.float32)).to("),
-    "a zero takes its bound's sign": (
-        "33 features, 0.9",
-        "== x, bits, clamped",
-        "== x, clamped, clamped",
-    ),
-    "a NaN bound clamps nothing": ("33 features, 0.9", "invalid, 0x7FC0", "invalid, clamped"),
-    "Inf minus Inf is nothing": (
-        "33 features, 0.9",
-        "(difference != 0.0)",
-        "(x != _number(clamped))",
-    ),
-    "slots from 1": ("33 features, 0.9", "(tl.int32), 0) - 1", "(tl.int32), 0)"),
-    "slots that are left write over one": ("2 features, 0.9", "first.to(tl.int16)", "0"),
-}
 BLOCK_MISTAKES = {
     "up is nearest": ("ue5m3-up", " + 0xFFFFF)", " + 0x7FFFF)"),
     "subnormal scales go down": ("e4m3-up-sr", "tl.ceil(", "tl.floor("),
@@ -199,17 +167,12 @@ def test_a_mistake_in_the_kernel_is_noticed(mistake: str, tmp_path: Path) -> Non
 # The file, the comparison, the cases and the edit.
 OTHERS = [(f, "carriers", name, *edit) for name, (f, *edit) in CARRIER_MISTAKES.items()]
 OTHERS += [("rows", "row_scales", name, "", *edit) for name, edit in ROW_MISTAKES.items()]
-OTHERS += [("estimator", "dge_factor", n, "", *edit) for n, edit in ESTIMATOR_MISTAKES.items()]
 OTHERS += [("blocks", "block_scales", name, *edit) for name, edit in BLOCK_MISTAKES.items()]
 OTHERS += [
     ("rows", "block_scales", "ties of scales go up", "e4m3", " + ((bits >> CUT) & 1)\n", " + 1\n")
 ]
-OTHERS += [("outliers", "outlier_clamp", name, *edit) for name, edit in OUTLIER_MISTAKES.items()]
 OTHERS += [
     ("encode", "block_scales", "ties go up", "e4m3", "(magnitudes +", "(magnitudes * 1.0000002 +")
-]
-OTHERS += [
-    ("encode", "outlier_clamp", "halves go down", "130 features", " + ((bits >> 16) & 1))", ")")
 ]
 
 
@@ -225,3 +188,16 @@ def test_a_mistake_in_another_kernel_is_noticed(
     assert right in path.read_text()
     path.write_text(path.read_text().replace(right, wrong))
     assert differences(tmp_path, cases=cases, comparison=comparison) != [""]
+
+
+@pytest.mark.parametrize(
+    ("comparison", "name"),
+    [
+        tiered(name, f"{of}-{name}", of, name)
+        for of, mistakes in INJECTED.items()
+        for name in mistakes
+    ],
+)
+def test_an_injected_mistake_is_noticed(comparison: str, name: str) -> None:
+    cases = INJECTED[comparison][name].cases
+    assert differences(cases=cases, comparison=comparison, mistake=name) != [""]
