@@ -1,7 +1,8 @@
-"""State beside a weight: element-wise float32 tensors that a recipe asks for.
+"""State that a recipe keeps beside a weight, such as a moving average.
 
-Whoever owns a part of the FP32 main weight owns the same part of its state, and updates it once an
-optimizer step. Elements do not mix, so that it does not matter where a part begins or ends.
+A state is a float32 tensor of the weight's shape. The rank that owns a part of the FP32 main weight
+owns the same part of the state, and updates it once in each optimizer step. An element depends only
+on the weight's element at the same place, so results do not depend on how the weight is divided.
 """
 
 from __future__ import annotations
@@ -15,25 +16,30 @@ from megatron_fp4.errors import ConfigError
 
 
 class WeightState(Protocol):
-    """One element-wise tensor beside each weight."""
+    """One state: how it starts, and how an optimizer step changes it."""
 
     def start(self, weight: Tensor) -> Tensor:
-        """The state before the first update, for a part of the FP32 main weight: float32, of its
-        shape."""
+        """The state before the first update: float32, of the shape of `weight`.
+
+        weight: a part of the FP32 main weight.
+        """
         ...
 
     def update(self, state: Tensor, weight: Tensor) -> None:
-        """Update the state in place after an optimizer step left the main weight as it is now."""
+        """Update the state in place after an optimizer step; weight: its part of the main weight
+        after that step."""
         ...
 
 
 @dataclass(frozen=True)
 class WeightAverage:
-    """The exponential moving average of the main weights: what rounding ema rounds W towards
-    (Q-EMA, "Oscillation-Reduced MXFP4 Training for Vision Transformers", arXiv 2502.20853,
-    section 4.2).
+    """The exponential moving average of the main weights, towards which rounding ema rounds W.
 
-    beta: the share of the average that an update leaves; average <- beta average + (1 - beta) W.
+    Source: Q-EMA in "Oscillation-Reduced MXFP4 Training for Vision Transformers", arXiv 2502.20853,
+    section 4.2.
+
+    beta: in [0, 1); an update sets average = beta * average + (1 - beta) * W. Raises ConfigError
+    for another.
     """
 
     beta: float = 0.998
@@ -46,6 +52,7 @@ class WeightAverage:
         return weight.detach().float().clone()
 
     def update(self, state: Tensor, weight: Tensor) -> None:
-        # Three operations that round once each: a fused multiply-add would give the last elements
-        # of a part, which vector instructions leave over, other bits than its first.
+        # Three operations, each rounded once. A fused multiply-add would be used for some elements
+        # of a part and not for others (the remainder after the vector instructions), so that bits
+        # would depend on where a part begins.
         state.mul_(self.beta).add_(weight.detach().float() * (1.0 - self.beta))
