@@ -145,10 +145,6 @@ class QuantizedTensor:
     def device(self) -> torch.device:
         return self.codes.device
 
-    def plain(self) -> QuantizedTensor:
-        """This tensor itself."""
-        return self
-
     def elements(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values of the codes without any scale, [..., K] with the blocked axis last."""
         if self.quantizer.element == "e2m1":
