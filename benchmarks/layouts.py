@@ -26,7 +26,8 @@ import torch
 from benchmarks.stamp import stamp
 from tests.mcore.layouts import LAYOUTS, MODES, ONE, Row, chosen, holds, run_layout, run_one
 
-RESULT, PROCESSES = Path("benchmarks/results/layouts.json"), 4  # on a CPU, of all that so many run
+# The default result: on a CPU, of all layouts that this many processes can run.
+RESULT, PROCESSES = Path("benchmarks/results/layouts.json"), 4
 OTHER = Path("runs/layouts.json")
 
 
