@@ -15,7 +15,7 @@ class HeldWeight:
     """W's operands of one step, by the GEMM that multiplies them, "fprop" or "dgrad".
 
     made: the operands.
-    folds: the row scales by which dY is multiplied when it is multiplied by them; None: none.
+    folds: the row scales by which dY is multiplied before it is quantized for it; None: none.
     forms: the operands in the form that the multiplier reads, where the plan holds that
         (`GemmPlan.holds_form`).
     """
