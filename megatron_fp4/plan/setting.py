@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -97,11 +96,3 @@ class Setting:
         scattered = self.sharding.tokens is not None
         tokens = self.tokens * (self.sharding.ranks if scattered and not is_part else 1)
         return tokens, self.inputs if letter == "x" else self.outputs
-
-
-def divisor(tokens: int, multiple: int) -> int:
-    """The greatest common divisor of `tokens` and `multiple`; 0 for 0 tokens.
-
-    It is the `Setting.tokens` of a plan that serves all numbers of tokens with this divisor.
-    """
-    return math.gcd(tokens, multiple) if tokens else 0
