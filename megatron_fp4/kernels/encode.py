@@ -208,6 +208,12 @@ def words(codes):
 
 
 @triton.jit
+def two_a_byte(low, high):
+    """Bytes of two codes each, by what their halves hold."""
+    return low | (high << 4)
+
+
+@triton.jit
 def words_of_pairs(codes, INTERPRETED: tl.constexpr):
     """Words [...] of eight signed codes in words [..., 2, 2] of two neighbours."""
     even, odd = tl.split(codes)

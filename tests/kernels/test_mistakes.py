@@ -118,30 +118,6 @@ CARRIER_MISTAKES = {  # where, the matrix, and the edit
     "the first operand's place": ("carrier", "16 x 96", "program - first, B", "program, B"),
     "the first tile for all": ("carrier", "9632", "across = program % tiles", "across = 0"),
 }
-ROW_MISTAKES = {
-    "halves go down": (" + ((bits >> CUT) & 1)\n", "\n"),
-    "subnormal numbers are cut off": ("magnitude + anchor", "magnitude * 0.99 + anchor"),
-    "a NaN is a number": ("largest < INFINITE", "largest >= 0"),
-    "nothing is folded": ("    if HAS_FOLD:", "    if HAS_FOLD and AXIS == 1:"),
-    "the other half first": ("low | (high << 4)", "high | (low << 4)"),
-}
-BLOCK_MISTAKES = {
-    "up is nearest": ("ue5m3-up", " + 0xFFFFF)", " + 0x7FFFF)"),
-    "subnormal scales go down": ("e4m3-up-sr", "tl.ceil(", "tl.floor("),
-    "a subnormal scale is a normal one": ("e4m3", "code < 8, code.to(", "code < 0, code.to("),
-    "an overflow spoils the rest": (
-        "nvfp4",
-        "largest < INFINITE, largest",
-        "largest >= 0, largest",
-    ),
-    "beyond 6": ("e4m3", "tl.minimum(scaled, 6.0)", "scaled"),
-    "not inflated": ("nvfp4-17-16-sr", " * INFLATE", ""),
-    "not prescaled": ("prescaled", " * PRESCALE", ""),
-    "a vanished scale": ("nvfp4", 'float("inf")', "1.0"),
-    "another element's noise": ("prescaled", "rest = tl.trans(rest)", "rest = rest"),
-    "no NaN": ("ue5m3", "finite, scale, NAN", "finite, scale, 0"),
-    "one row's block": ("2d", "return tl.max(tl.max(", "return tl.min(tl.max("),
-}
 
 
 # One of each kernel, for the quick tier.
@@ -166,14 +142,6 @@ def test_a_mistake_in_the_kernel_is_noticed(mistake: str, tmp_path: Path) -> Non
 
 # The file, the comparison, the cases and the edit.
 OTHERS = [(f, "carriers", name, *edit) for name, (f, *edit) in CARRIER_MISTAKES.items()]
-OTHERS += [("rows", "row_scales", name, "", *edit) for name, edit in ROW_MISTAKES.items()]
-OTHERS += [("blocks", "block_scales", name, *edit) for name, edit in BLOCK_MISTAKES.items()]
-OTHERS += [
-    ("rows", "block_scales", "ties of scales go up", "e4m3", " + ((bits >> CUT) & 1)\n", " + 1\n")
-]
-OTHERS += [
-    ("encode", "block_scales", "ties go up", "e4m3", "(magnitudes +", "(magnitudes * 1.0000002 +")
-]
 
 
 @pytest.mark.parametrize(
