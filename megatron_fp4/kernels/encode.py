@@ -177,6 +177,13 @@ def stochastic(half, rest, PRESCALE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _is_between(rest, code, bits):
+    """Whether a value is none of the grid's. rest: how far above `code` it lies; bits: those of the
+    float32 that it was before it was scaled. What becomes too small for BF16 is no 0 for that."""
+    return (rest > 0) | ((code == 0) & ((bits & 0x7FFFFFFF) != 0))
+
+
+@triton.jit
 def nearer(half, pairs, inverse, average):
     """Codes, as bits, of the half magnitudes of `pairs` scaled by `inverse` (`halved`): of the two
     on either side the one that the average, float32 and not yet scaled, is nearer to."""
@@ -192,9 +199,7 @@ def nearer(half, pairs, inverse, average):
     middle = tl.maximum(tl.maximum(midway * 0.25, midway * 0.5 - 1), midway - 4)
     nearest_up = (rest > 0.5) | ((rest == 0.5) & ((code & 1) == 1))
     up = tl.where(toward == middle, nearest_up, toward > middle)
-    # What becomes too small for BF16 is no 0 for that.
-    between = (rest > 0) | ((code == 0) & ((bits & 0x7FFFFFFF) != 0))
-    return code + (up & between).to(tl.int32)
+    return code + (up & _is_between(rest, code, bits)).to(tl.int32)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ to the right one's name. Nothing depends on how the source is written.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,9 +31,9 @@ class Mistake:
     helper: Any
     wrong: Callable[..., Any]
 
-    def inject(self) -> None:
-        """Binds the wrong helper wherever a module of PACKAGE has the right one. It stays until
-        the process ends. Raises LookupError where no module has it."""
+    def inject(self, wrong: Callable[..., Any]) -> None:
+        """Binds `wrong` wherever a module of PACKAGE has the helper, until the process ends. Raises
+        LookupError where no module has it."""
         places = [
             (vars(module), name)
             for path, module in sys.modules.items()
@@ -43,4 +44,22 @@ class Mistake:
         if not places:
             raise LookupError(f"no module of {PACKAGE} has {self.helper}")
         for names, name in places:
-            names[name] = partial(self.wrong, self.helper)
+            names[name] = partial(wrong, self.helper)
+
+
+def argument(name: str, wrong: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A wrong helper: the right one, called with wrong(value) in place of the value of the argument
+    of this name."""
+
+    def called(right: Any, *given: Any) -> Any:
+        function = getattr(right, "fn", right)  # fn: of one that is jitted
+        call = inspect.signature(function).bind(*given)
+        call.arguments[name] = wrong(call.arguments[name])
+        return right(*call.args)
+
+    return called
+
+
+def result(wrong: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A wrong helper: it returns wrong(value) where the right one returns the value."""
+    return lambda right, *given: wrong(right(*given))
