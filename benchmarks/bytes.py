@@ -1,11 +1,11 @@
-"""What each linear of a LLaMA layer sends and keeps under TP2, beside BF16.
+"""Counts the bytes that each linear of a LLaMA layer sends and keeps under TP2, compared with BF16.
 
     python -m benchmarks.bytes --out benchmarks/results/bytes.json
 
-Two processes, over NCCL where there are two GPUs and else over gloo, run one layer's four linears
-through a step: upstream's own in BF16, then each recipe. Bytes sent are seen by a dispatch mode,
-bytes kept by hooks on saved tensors (bytes_worker.py). Then one process times what the choices of
---fp4-saved-x and --fp4-weight-cache cost (bytes_time.py).
+Two processes, over NCCL if there are two GPUs and else over gloo, run a step of one layer's four
+linears: Megatron's own in BF16, then each recipe's. A dispatch mode counts the bytes sent, and
+hooks on saved tensors the bytes kept (bytes_worker.py). Then one process measures how much time the
+choices of --fp4-saved-x and --fp4-weight-cache take (bytes_time.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the layer, and of what runs through it in a step."""
+    """The sizes of the layer, and of the tokens that run through it in a step."""
 
     hidden: int = 512
     ffn: int = 1536
@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """What runs: a recipe or "bf16", how it keeps X and W, and in which layout."""
+    """One case: a recipe or "bf16", how it keeps X and W, and the layout."""
 
     recipe: str
     saved_x: str = "packed"
@@ -65,7 +65,8 @@ CASES = [
 
 
 def count(shape: Shape, module: str = "benchmarks.bytes_worker") -> list[Record]:
-    """The records of a world of two processes. Raises RuntimeError if it does not end well."""
+    """Runs bytes_worker.py in two processes and returns its records. Raises RuntimeError if it
+    fails."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "records.json")
         worker = (Path("-m"), module, str(out), "--shape", json.dumps(asdict(shape)))
@@ -85,7 +86,7 @@ def find(records: list[Record], case: Case, linear: str) -> Record:
 
 
 def travels_table(records: list[Record], sequence_parallel: bool) -> list[str]:
-    """A microbatch's bytes by linear and recipe, with ratios to BF16."""
+    """A Markdown table of a microbatch's bytes by linear and recipe, with ratios to BF16."""
     kinds = ["all-gather"] if sequence_parallel else []
     heads = [f"{kind} {way}" for kind in kinds for way in ("forward", "backward")]
     heads += ["sums and maxima forward", "backward", "saved for backward", "held beside it"]
@@ -107,7 +108,8 @@ def travels_table(records: list[Record], sequence_parallel: bool) -> list[str]:
 
 
 def step_table(records: list[Record], microbatches: int) -> list[str]:
-    """What a rank sends for the layer in a whole step, with sequence parallelism and without."""
+    """A Markdown table of the bytes that a rank sends for the layer in a whole step, with sequence
+    parallelism and without."""
     lines = _head(["recipe", "sequence parallel", "without"])
     sums = {}
     for recipe in ["bf16", *ALL]:
@@ -122,7 +124,7 @@ def step_table(records: list[Record], microbatches: int) -> list[str]:
 
 
 def weights_table(records: list[Record]) -> list[str]:
-    """What is made and kept of the layer's weights, by the cache's form."""
+    """A Markdown table of what is made and held of the layer's weights, by --fp4-weight-cache."""
     head = ["recipe", "W's operands", "quantized in a step, cached", "off"]
     head += ["kept, packed", "kept, decoded", "off: saved more for each microbatch"]
     lines = _head(head)
@@ -141,7 +143,8 @@ def weights_table(records: list[Record]) -> list[str]:
 
 
 def saved_x_table(records: list[Record]) -> list[str]:
-    """What the layer's four linears save of X for a microbatch, by --fp4-saved-x."""
+    """A Markdown table of the bytes of X that the four linears save for a microbatch, by
+    --fp4-saved-x."""
     lines = _head(["recipe", "packed", "bf16"])
     base = _sum([find(records, Case("bf16"), linear) for linear in LINEARS], "saved")
     for recipe in ALL:
@@ -152,7 +155,7 @@ def saved_x_table(records: list[Record]) -> list[str]:
 
 
 def times_table(taken: dict[str, dict[str, float]]) -> list[str]:
-    """ms a microbatch, with ratios to the defaults."""
+    """A Markdown table of ms for each microbatch, with ratios to the defaults."""
     lines = _head(["recipe", *VARIANTS])
     for recipe, found in taken.items():
         base = found["both packed"]
@@ -169,7 +172,7 @@ def _line(cells: list[str]) -> str:
 
 
 def _ratio(size: int, base: int) -> str:
-    """A number of bytes, with its ratio to BF16's where that is another."""
+    """A number of bytes, with its ratio to BF16's number if they differ."""
     return f"{size:,}" if base in (0, size) else f"{size:,} ({size / base:.3f})"
 
 

@@ -1,4 +1,4 @@
-"""How long a linear takes, forward and backward, as its operands of X and W are kept."""
+"""Measures how long a linear takes, forward and backward, for each way to keep X and W."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.recipes import get_recipe, list_recipes
 
-# What is called --fp4-saved-x and --fp4-weight-cache; the defaults first.
+# The values of --fp4-saved-x and --fp4-weight-cache; the defaults first.
 VARIANTS = {
     "both packed": ("packed", "packed"),
     "saved-x bf16": ("bf16", "packed"),
@@ -26,8 +26,11 @@ VARIANTS = {
 def times(
     tokens: int, inputs: int, outputs: int, microbatches: int, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Medians in ms a microbatch, by recipe and variant. Variants take turns, so that they meet
-    the same machine."""
+    """The median time of a microbatch in ms, by recipe and variant.
+
+    Variants are measured in turn, round by round, so that changes in the machine's speed affect all
+    of them alike.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     x = torch.randn(tokens, inputs, device=device).bfloat16().requires_grad_()
@@ -39,13 +42,13 @@ def times(
         for _ in range(rounds + 1):
             for variant in VARIANTS:
                 taken[variant].append(one_step(recipe, variant, x, weight, dy, microbatches))
-        # The first round warms up.
+        # The first round is a warm-up.
         found[recipe] = {v: round(statistics.median(t[1:]), 3) for v, t in taken.items()}
     return found
 
 
 def one_step(recipe: str, variant: str, x: Any, weight: Any, dy: Any, microbatches: int) -> float:
-    """ms a microbatch of a step whose weights are new."""
+    """The time of a microbatch in ms, in a step that begins with changed weights."""
     saved_x, cache = VARIANTS[variant]
     keeps: Any = None if cache == "off" else cache
     site = Site(keeps_w=keeps, packs_x=saved_x == "packed")
@@ -59,7 +62,8 @@ def one_step(recipe: str, variant: str, x: Any, weight: Any, dy: Any, microbatch
 
 
 def now() -> float:
-    """Seconds: on a GPU by the clock, on a CPU those of this process, which may share it."""
+    """A time in seconds: wall-clock time for a GPU, else this process's CPU time, since other
+    processes may use the CPU too."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return time.perf_counter()

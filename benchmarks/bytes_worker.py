@@ -1,8 +1,8 @@
-"""One torchrun world that counts what each linear of a LLaMA layer sends and keeps.
+"""Counts the bytes that each linear of a LLaMA layer sends and keeps, in one torchrun world.
 
     torchrun --nproc-per-node 2 -m benchmarks.bytes_worker OUT
 
-TP2, with sequence parallelism and without; BF16 by upstream's own linears, then each recipe. A step
+TP2, with sequence parallelism and without; Megatron's own linears in BF16, then each recipe. A step
 runs all microbatches forward and then all of them backward. Rank 0 writes to OUT, as JSON, a record
 for each case, layout and linear.
 """
@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.bytes import CASES, LINEARS, RANKS, Case, Shape
 from benchmarks.traffic import Traffic
-from megatron_fp4.mcore import cpu
+from megatron_fp4.mcore.runtime import cpu
 
 cpu.install()
 
@@ -37,8 +37,8 @@ from megatron.core.num_microbatches_calculator import (  # noqa: E402
 
 from megatron_fp4 import recipes  # noqa: E402
 from megatron_fp4.execution import backward, forward  # noqa: E402
-from megatron_fp4.mcore import attach as attaching  # noqa: E402
-from megatron_fp4.mcore.run import Run  # noqa: E402
+from megatron_fp4.mcore.model import attach as attaching  # noqa: E402
+from megatron_fp4.mcore.model.run import Run  # noqa: E402
 from testing.builders import small_gpt  # noqa: E402
 from testing.patching import patched  # noqa: E402
 
@@ -80,7 +80,7 @@ def measure(case: Case, shape: Shape) -> list[dict[str, Any]]:
 
 
 def one_step(linear: Any, run: Run | None, chunk: Any, shape: Shape) -> dict[str, Any]:
-    """What a microbatch sends and keeps, the last of the step; and what W costs once a step."""
+    """What the last microbatch of a step sends and keeps, and what W adds once in the step."""
     x_shape, generator = input_shape(linear, shape), torch.Generator().manual_seed(1)
     forward, backward, outputs = [], [], []
     hooked: list[list[Tensor]] = []
@@ -114,7 +114,7 @@ def one_step(linear: Any, run: Run | None, chunk: Any, shape: Shape) -> dict[str
 
 
 def more(sent: list[dict[str, int]]) -> dict[str, int]:
-    """What the first microbatch sends more than the last."""
+    """The bytes that the first microbatch sends more than the last."""
     return {kind: size - sent[-1].get(kind, 0) for kind, size in sent[0].items()}
 
 
@@ -126,7 +126,7 @@ def forward_pass(linear: Any, x: Tensor, run: Run | None, chunk: Any) -> Tensor:
 
 
 def input_shape(linear: Any, shape: Shape) -> tuple[int, int, int]:
-    """[sequence, batch, in] of what comes to this rank."""
+    """The shape [sequence, batch, in] of a linear's input on this rank."""
     by_rows = isinstance(linear, tensor_parallel.RowParallelLinear)
     scattered = linear.sequence_parallel and not by_rows
     sequence = shape.sequence // RANKS if scattered else shape.sequence
@@ -146,7 +146,8 @@ def itself(tensor: Tensor) -> Tensor:
 
 
 def beside(y: Tensor) -> list[Tensor]:
-    """What autograd functions behind y hold in attributes of their own, which no hook sees."""
+    """The tensors that the autograd functions behind y hold as attributes, which hooks on saved
+    tensors do not see."""
     found: list[Tensor] = []
     nodes, seen = [y.grad_fn], set()
     while nodes:
@@ -172,21 +173,21 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def storages(tensors: list[Tensor]) -> dict[int, int]:
-    """The bytes at each place in memory that the tensors lie in."""
+    """The bytes of each storage that the tensors use, by its address."""
     found = [tensor.untyped_storage() for tensor in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
 def own_bytes(kept: list[list[Tensor]], common: list[Tensor]) -> int:
-    """The bytes of the last microbatch's tensors that neither lie in `common` nor in what every
-    microbatch has."""
+    """The bytes of the last microbatch's tensors whose storage is neither in `common` nor shared by
+    all microbatches."""
     seen = [storages(tensors) for tensors in kept]
     shared = storages(common).keys() | set.intersection(*(set(places) for places in seen))
     return sum(size for place, size in seen[-1].items() if place not in shared)
 
 
 def kept_weights(linear: Any) -> list[Tensor]:
-    """What the step's microbatches share of W, W itself left out."""
+    """The tensors of W's operands that the step's microbatches share, without W itself."""
     state = getattr(linear, "fp4", None)
     own = linear.weight.data_ptr()
     kept = [] if state is None else tensors_in(state.cache._held)
@@ -195,7 +196,7 @@ def kept_weights(linear: Any) -> list[Tensor]:
 
 @contextmanager
 def count_weights() -> Iterator[list[str]]:
-    """The labels of W's operands, once for each time that one is quantized."""
+    """A context that gives a list; each time that W is quantized its GEMM is added to the list."""
     labels: list[str] = []
 
     def counting(make: Any) -> Any:
@@ -235,7 +236,7 @@ def build(case: Case, shape: Shape) -> Any:
 
 
 def arguments(case: Case, shape: Shape) -> argparse.Namespace:
-    """What a Run reads of Megatron's arguments."""
+    """The arguments of Megatron that a Run reads."""
     return argparse.Namespace(
         micro_batch_size=shape.micro_batch,
         eval_micro_batch_size=None,

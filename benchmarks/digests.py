@@ -1,11 +1,11 @@
-"""SHA-256 of what every quantizer, recipe and layout computes, to compare two versions of the code.
+"""SHA-256 digests of all quantizers, recipes and layouts, to compare two versions of the code.
 
     python -m benchmarks.digests --out before.json
     python -m benchmarks.digests --against before.json
 
-A change that is to leave every bit as it was has equal digests before and after, on one machine.
-Another device, or another version of torch, may add products up in another order. Exits with 1,
-and names what differs, where digests differ.
+A change that must not change any bit has equal digests before and after it, on one machine. Another
+device or another version of torch may sum products in another order, and give other digests. If
+digests differ, prints which, and exits with status 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from testing.worlds.launch import train
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TOKENS, IN, OUT, STEPS = (2, 64), 128, 192, 2
-# Flags of a training by its name, with the processes that it takes.
+# The layouts: for each name the number of processes and Megatron's flags.
 LAYOUTS = {
     "one": (1, ""),
     "recomputed": (
@@ -47,7 +47,7 @@ COMMON = "--bf16 --ffn-hidden-size 128 --save-interval 4".split()
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """One SHA-256 of the dtypes, shapes and bytes of these tensors, in their order."""
+    """One SHA-256 of the dtypes, shapes and bytes of these tensors, in this order."""
     sha256 = hashlib.sha256()
     for tensor in tensors:
         data = tensor.detach().cpu().contiguous()

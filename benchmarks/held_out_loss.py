@@ -1,11 +1,11 @@
-"""Held-out loss of every recipe beside BF16's, through Megatron's own loop, on real text.
+"""Compares the held-out loss of every recipe with BF16's, on real text, in Megatron's own loop.
 
     python -m benchmarks.held_out_loss [--steps 300] [--seeds 3] [--model small]
 
 The text is the demo's (the Python standard library's sources, held out by file). A sweep with one
-seed picks the learning rate that serves BF16 best; all runs use it. Each is evaluated twice at its
-end: with the forward pass that it trained with, and with BF16's. Runs go side by side, one on each
-GPU; without a GPU one after the other on the CPU.
+seed finds the learning rate that is best for BF16; all runs use it. Each run is evaluated twice at
+its end: with the forward pass with which it was trained, and with BF16's. There is one run at a
+time on each GPU, or without a GPU one on the CPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Job:
     learning_rate: float
 
     def flags(self) -> list[str]:
-        """Megatron's and this package's flags that tell this run from the others."""
+        """The flags, Megatron's and this package's, in which this run differs from the others."""
         if self.recipe == "bf16":
             return []
         name, *options = self.recipe.split(",")
@@ -63,7 +63,7 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
         devices.put(str(index))
     with ThreadPoolExecutor(devices.qsize()) as pool:
         run = partial(one, args=args, devices=devices)
-        # The rate that serves BF16 best, so that no recipe wins by a better rate than BF16 had.
+        # The best rate for BF16, so that no recipe has an advantage by a better learning rate.
         sweep = [Job("bf16", 0, rate) for rate in args.learning_rates]
         swept = [found["trained forward"] for found in pool.map(run, sweep)]
         rate = min(zip(swept, args.learning_rates, strict=True))[1]
@@ -88,7 +88,7 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def one(job: Job, args: argparse.Namespace, devices: Any) -> dict[str, float]:
-    """Trains one run and evaluates it; the loss with its own forward pass and with BF16's."""
+    """Trains one run and evaluates it; returns the losses with its own forward pass and BF16's."""
     model, training = MODELS[args.model]
     where = WORK / f"{job.recipe}-{job.learning_rate:g}-{job.seed}"
     settings = {"steps": args.steps, "seed": 1234 + job.seed, "learning_rate": job.learning_rate}

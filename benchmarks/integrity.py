@@ -1,9 +1,10 @@
-"""How fast a rank hashes its share of a checkpoint, at a save and at a load.
+"""Measures how fast a rank hashes its share of a checkpoint, when saving and when loading.
 
     python -m benchmarks.integrity
 
-The file is in the host's memory, as it is after a rank has written it. The time that a checkpoint
-takes is its bytes over the ranks and this rate, or what the file system reads, if that is less.
+The file is in the host's page cache, as it is after a rank has written it. Hashing a checkpoint
+takes its bytes divided by the number of ranks and by this rate, or by the rate at which the file
+system reads if that is lower.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from pathlib import Path
 import torch
 
 from benchmarks.stamp import stamp
-from megatron_fp4.mcore import integrity
+from megatron_fp4.mcore.checkpoints import integrity
 
 GIB = 2**30
 
 
 def processor() -> str:
-    """The model name that Linux gives the first core."""
+    """The model name of the first core, as Linux reports it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
 
 
 def measure(size: int, runs: int) -> list[float]:
-    """How many bytes a second are hashed, in each of `runs` passes over a file of `size` bytes. One
-    pass before them, which is not reported, brings the file into memory."""
+    """The bytes hashed in a second, for each of `runs` passes over a file of `size` bytes.
+
+    A pass before them, which is not reported, brings the file into memory.
+    """
     with tempfile.NamedTemporaryFile() as file:
         torch.randint(0, 256, (size,), dtype=torch.uint8).numpy().tofile(file.name)
         rates = []

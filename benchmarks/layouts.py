@@ -1,9 +1,12 @@
-"""The layout matrix: whether docs/numerics.md's statements hold, for every layout and recipe, for
-the first step against one process, recomputed activations and a resumed run.
+"""Checks the statements of docs/numerics.md for every layout and recipe.
+
+The first step of each layout is compared with that of one process, and a run with recomputed
+activations and a resumed run with a plain run.
 
     python -m benchmarks.layouts [--layouts tp2 pp2] [--processes 2]
 
-Prints a line for each, writes all figures, and ends with status 1 if one fails.
+Prints a line for each layout, model and recipe, writes all figures, and exits with status 1 if a
+statement does not hold.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ import torch
 from benchmarks.stamp import stamp
 from testing.layouts.matrix import LAYOUTS, MODES, ONE, Row, chosen, holds, run_layout, run_one
 
-RESULT, PROCESSES = Path("benchmarks/results/layouts.json"), 4  # on a CPU, of all that so many run
+# The default result: on a CPU, of all layouts that this many processes can run.
+RESULT, PROCESSES = Path("benchmarks/results/layouts.json"), 4
 OTHER = Path("runs/layouts.json")
 
 
 def study(names: list[str], folder: Path, at_once: int) -> Iterator[list[Row]]:
-    """The rows of one layout after the other, with what they `hold`, told as they are found."""
+    """The rows of all layouts, each with whether its statements `hold`, printed as they come."""
     run_one(names, folder)
     with ThreadPoolExecutor(at_once) as pool:
         for found in pool.map(partial(rows_of, folder=folder), names):
@@ -39,7 +43,7 @@ def study(names: list[str], folder: Path, at_once: int) -> Iterator[list[Row]]:
 
 
 def rows_of(name: str, folder: Path) -> list[Row]:
-    """What is found of a layout: one row without figures where its world failed."""
+    """The rows of a layout; one row without figures if its world failed."""
     try:
         return run_layout(name, folder)
     except RuntimeError as error:
@@ -71,7 +75,8 @@ def table(rows: list[Row]) -> list[str]:
     return lines
 
 
-# What a column tells, a prefix beginning those of one comparison, and its figure.
+# The figure under each heading of the table. A prefix in a heading ("float64:") begins the columns
+# of one comparison.
 _TOLD = {
     "float64: others": "differing codes",
     "loss": "loss",
@@ -91,7 +96,7 @@ def _figure(value: float | None) -> str:
 
 
 def write(rows: list[Row], out: Path, stamped: dict[str, Any]) -> None:
-    """The result so far: a long run that is stopped leaves what it has."""
+    """Writes the result so far, so that a long run that is stopped leaves what it has."""
     result: dict[str, Any] = {
         "what": "layouts against one process, recomputed, and resumed",
         "stamp": stamped,

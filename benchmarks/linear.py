@@ -1,11 +1,11 @@
-"""One linear, forward and backward, in each recipe, beside BF16 on the same GPU.
+"""Times one linear, forward and backward, in each recipe and in BF16 on the same GPU.
 
     python -m benchmarks.linear
 
-A recipe's time is that of the whole step of the linear: all operands quantized, W's too, and dW
-added to a float32 main_grad, as BF16's is. Beside it stands a floor: the three FP8 products on
-operands that are there already, and the bytes that quantization must move at the speed of a copy,
-all measured in the same run.
+The time is that of a whole step of the linear: all operands are quantized, W's too, and dW is added
+to a float32 main_grad, as in BF16. A lower bound, the "floor", is measured in the same run:
+the three FP8 products on operands that are quantized already, plus the bytes that quantization must
+move at the bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ TOKENS = 8192
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192))  # in, out
 OPTIONS = {"mxfp4-rht-sr:fp8": {"forward": "fp8"}}
 PACKED, CARRIED = 17 / 32, 1  # bytes of an element
-# What tetrajet aims at by shape: the arithmetic at 65% of a copy's speed (docs/notes/hopper.md).
+# The speedups over BF16 that tetrajet aims at, by shape. They assume that quantization moves its
+# bytes at 65% of a copy's bandwidth.
 AIMS = {(4096, 4096): 1.56, (4096, 14336): 1.66, (14336, 4096): 1.64, (8192, 8192): 1.75}
 
 
@@ -99,9 +100,11 @@ def products(p: Problem) -> Callable[[], None]:
 
 
 def moved(recipe: Recipe, inputs: int, outputs: int) -> float:
-    """The bytes that making MXFP4 carriers of a linear's operands must move: each source is read
-    once for the copies that one kernel makes, codes and carriers are written, and codes read again
-    where they are kept for backward or follow a transform."""
+    """The bytes that must be moved to make the MXFP4 operands of a linear and their carriers.
+
+    A kernel reads its source once for all operands that it makes. Codes and carriers are written,
+    and codes are read again where they are kept for backward or follow a transform.
+    """
     sizes = {"x": TOKENS * inputs, "w": outputs * inputs, "dy": TOKENS * outputs}
     total, read = 0.0, set()
     for gemm in GEMMS:
@@ -110,7 +113,7 @@ def moved(recipe: Recipe, inputs: int, outputs: int) -> float:
             if quantizer is None or not quantizer.mxfp4:
                 continue
             again = recipe.backward == "forward" and gemm != "fprop" and operand != "dy"
-            # A pass of a linear reads a matrix once for copies that differ in their axis alone.
+            # A matrix is read once for operands that differ only in their contracted axis.
             source = operand, operand == "w" and gemm, again, quantizer, recipe.gemm(gemm).hadamard
             if again or source not in read:
                 total += sizes[operand] * (PACKED if again else 2)

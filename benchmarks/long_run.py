@@ -1,11 +1,11 @@
-"""A long FP4 run under TP2 with sequence parallelism x PP2 x DP2 against one process.
+"""Compares a long FP4 run under TP2 with sequence parallelism x PP2 x DP2 with one process.
 
     python -m benchmarks.long_run [--steps 1000] [--recipe tetrajet]
 
-Three seeds train in one process; the same starting weights train again in eight processes, on
-eight GPUs where there are as many and else on the CPU, with the same batches cut into the same
-microbatches. FP4 is discontinuous, so the two layouts part within tens of steps. They train alike
-if their mean held-out losses at the end differ by no more than those of two seeds do.
+Three seeds train in one process. The same initial weights then train in eight processes, on eight
+GPUs if there are as many and else on the CPU, with the same batches and microbatches. FP4 rounding
+is discontinuous, so the trajectories of the two layouts differ after tens of steps. The layouts
+agree if their mean held-out losses at the end differ by no more than those of two seeds do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALONE, LAYOUT = "one process", "TP2+SP x PP2 x DP2"
 PROCESSES = 8
 PARALLEL = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
 MICRO_BATCH = 2
-# About one pass through the text in a thousand steps.
+# A thousand steps are about one pass over the text.
 TEXT = prepare_data.Options(vocab_size=1024, max_bytes=2_000_000)
 MODEL = runs.Model(layers=4, hidden=64, ffn=192, heads=4, query_groups=2, sequence=64)
 TRAINING = runs.Training(steps=0, batch=8)
@@ -41,7 +41,7 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
     """The whole result: settings, stamp, losses of every run, and whether the layouts agree."""
     data = args.work / "data"
     manifest = prepare_data.prepare([], data, TEXT)
-    # Each evaluation reads the held-out text once: seeds differ by what they learned from.
+    # Each evaluation reads the whole held-out text, so seeds differ only by their training.
     batches = manifest["held_out"]["tokens"] // (TRAINING.batch * MODEL.sequence)
     training = replace(TRAINING, steps=args.steps, held_out_batches=batches)
     seeds = [TRAINING.seed + i for i in range(args.seeds)]
@@ -64,8 +64,11 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def start(seed: int, args: argparse.Namespace, training: runs.Training) -> None:
-    """Saves a seed's untrained weights: a pipeline stage draws its own otherwise. Megatron saves
-    none before the first step, and two at such a rate leave BF16 as it is."""
+    """Saves the initial weights of a seed, since each pipeline stage would draw its own.
+
+    Megatron saves no checkpoint before the first step. So two steps are made, at a learning rate so
+    small that the BF16 weights do not change.
+    """
     still = replace(
         training, steps=2, seed=seed, learning_rate=1e-12, evaluations=1, held_out_batches=1
     )
@@ -74,7 +77,7 @@ def start(seed: int, args: argparse.Namespace, training: runs.Training) -> None:
 
 
 def one(processes: int, seed: int, args: argparse.Namespace, training: runs.Training) -> runs.Log:
-    """Trains a seed from its saved weights."""
+    """Trains a seed from its saved initial weights."""
     load = ["--load", str(args.work / f"start-{seed}"), "--finetune"]
     load += ["--no-load-optim", "--no-load-rng"]
     layout = PARALLEL if processes > 1 else []
@@ -88,18 +91,19 @@ def one(processes: int, seed: int, args: argparse.Namespace, training: runs.Trai
 def launch(
     processes: int, training: runs.Training, more: list[str], args: argparse.Namespace, name: str
 ) -> runs.Log:
-    """One run of pretrain_gpt.py to its end; its log is in args.work."""
+    """Runs pretrain_gpt.py to its end; its log is in args.work."""
     flags = [*MODEL.flags(), *training.flags(), *runs.data_flags(args.work / "data")]
     flags += ["--micro-batch-size", str(MICRO_BATCH), "--fp4-recipe", args.recipe]
     fits = torch.cuda.device_count() >= PROCESSES
     environment = {"OMP_NUM_THREADS": "1"} if fits else runs.ENVIRONMENT
-    # Flags given later win: `runs.launch` takes all processes for tensor parallelism.
+    # Later flags override earlier ones: `runs.launch` uses all processes for tensor parallelism.
     command = runs.launch(processes, flags + more)
     return runs.run(command, args.work / f"{name}.log", environment=environment)
 
 
 def verdict(parallel: list[runs.Log], alone: list[runs.Log]) -> dict[str, Any]:
-    """At each evaluation: how far the layouts' means are apart, and at most two seeds of each."""
+    """At each evaluation: how much the layouts' mean losses differ, and the most by which the
+    losses of two seeds of one layout differ."""
     points = []
     for i, (step, _) in enumerate(alone[0].held_out):
         here = {

@@ -1,18 +1,18 @@
-"""A training step over several GPUs, in BF16 and with recipes, by layout.
+"""Times a training step on several GPUs, in BF16 and with recipes, by parallel layout.
 
     python -m benchmarks.parallel_step [--layouts one tp2-sp dp2] [--side-by-side]
 
-The model, the micro-batch and the sequences that a data-parallel rank takes in a step are the same
-in every row. So tensor and pipeline parallelism spread one GPU's step over N GPUs (strong scaling),
-and data parallelism does N such steps (weak scaling). *Scaling* is the tokens/s of one GPU of the
-layout over those of the layout "one" with the same recipe: 1 is perfect either way. Names are
-training_step.py's; a ratio is taken to the layout's fastest BF16.
+The model, the micro-batch and the number of sequences of a data-parallel rank in a step are the
+same in every row. Tensor and pipeline parallelism therefore divide one GPU's step over N GPUs
+(strong scaling), and data parallelism makes N such steps (weak scaling). *Scaling* is the tokens/s
+of one GPU of the layout, divided by those of the layout "one" with the same recipe: 1 is ideal in
+both cases. The names are those of training_step.py. A ratio is to the fastest BF16 of the layout.
 
-Bytes are what the rank that sends most of each kind sends in one step, whatever asks for it:
-linears, the data-parallel sums and the optimizer (traffic.py); what CUDA graphs send nobody asks
-for, and their rows have none. Milliseconds on the GPU are means over the ranks; those of
-communication include waiting for other ranks, and much of them runs beside computation. Memory is
-the fullest rank's.
+Bytes are those sent in one step, by each kind of collective the most that any rank sends: for
+linears, data-parallel sums and the optimizer (traffic.py). Rows with CUDA graphs have none, since
+replays cannot be counted. Milliseconds on the GPU are means over the ranks. Those of communication
+include waiting for other ranks, and mostly overlap with computation. Memory is the largest peak of
+any rank.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Layout:
         return self.tp * self.pp * self.dp
 
     def flags(self) -> list[str]:
-        """Megatron's, as a user who wants speed would set them."""
+        """Megatron's flags, as a user who wants speed would set them."""
         flags = ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
-        # Megatron pads the vocabulary to multiples of this times TP: to the same one in all.
+        # Megatron pads the vocabulary to a multiple of this times TP: the same in all layouts.
         flags += ["--make-vocab-size-divisible-by", str(1024 // self.tp)]
         if self.sp:
             flags.append("--sequence-parallel")
@@ -63,7 +63,7 @@ class Layout:
         return flags
 
 
-ONE = "one"  # the GPU that all others are compared with
+ONE = "one"  # the layout of one GPU, with which the others are compared
 LAYOUTS = {
     ONE: Layout(),
     "tp2-sp": Layout(tp=2, sp=True),
@@ -80,7 +80,10 @@ SENT = ("all-gather", "reduce-scatter", "all-reduce", "send")
 
 
 def row_of(case: Case, model: list[str], batch: int, gpus: str | None = None) -> Row:
-    """What a layout does with a recipe. model: flags; batch: a data-parallel rank's sequences."""
+    """Measures a layout with a recipe.
+
+    model: the flags of the model. batch: the sequences of a data-parallel rank in a step.
+    """
     layout, (name, recipe) = LAYOUTS[case[0]], case
     flags = [*model, "--global-batch-size", str(batch * layout.dp), *layout.flags()]
     found = measure(f"{name}, {recipe}", flags + asked(recipe), layout.gpus, gpus)
@@ -93,7 +96,7 @@ def row_of(case: Case, model: list[str], batch: int, gpus: str | None = None) ->
 
 
 def summed_up(ranks: list[dict[str, Any]]) -> Row:
-    """What the ranks found, in one row."""
+    """What the ranks measured, as one row."""
 
     def each(key: str, how: Any) -> dict[str, Any]:
         kinds = {kind for rank in ranks for kind in rank[key]}
@@ -106,7 +109,7 @@ def summed_up(ranks: list[dict[str, Any]]) -> Row:
 
 
 def grouped(cases: list[Case], gpus: int) -> list[list[Case]]:
-    """The cases in groups that find room on so many GPUs at one time."""
+    """The cases in groups, each of which fits on `gpus` GPUs at one time."""
     groups: list[list[Case]] = []
     for case in cases:
         for group in groups:
@@ -119,8 +122,10 @@ def grouped(cases: list[Case], gpus: int) -> list[list[Case]]:
 
 
 def study(groups: list[list[Case]], model: list[str], batch: int) -> Iterator[Row]:
-    """A row for each case; those of a group run at one time, each on GPUs of its own. A case that
-    fails is told of, and has no row."""
+    """A row for each case. The cases of a group run at one time, each on GPUs of its own.
+
+    A case that fails is reported, and has no row.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     every = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     for group in groups:
@@ -138,7 +143,8 @@ def study(groups: list[list[Case]], model: list[str], batch: int) -> Iterator[Ro
 
 
 def compare(rows: list[Row]) -> None:
-    """Sorts rows, and gives each its ratio to its layout's BF16 and to one GPU, where these are."""
+    """Sorts the rows, and adds to each its ratio to the layout's BF16 and to one GPU, where those
+    were measured."""
     rows.sort(key=lambda row: list(LAYOUTS).index(row["layout"]))  # recipes keep their order
     found = {(row["layout"], row["name"]): row["tokens/s a GPU"] for row in rows}
     for row in rows:
@@ -198,7 +204,7 @@ def main() -> None:
     for row in study(groups, model, args.batch):
         rows.append(row)
         compare(rows)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")  # so far
+        args.out.write_text(json.dumps(result, indent=1) + "\n")  # what is measured so far
         print("\n".join(table(rows)), flush=True)
 
 

@@ -1,18 +1,19 @@
-r"""Peers beside this package on one GPU: a linear, forward and backward, and quantizers alone.
+r"""Compares other packages with this one on one GPU: linears, forward and backward, and quantizers.
 
     SKIP_CUDA_BUILD=1 FORCE_BUILD=1 pip install --no-deps --no-build-isolation --target DIR \
         torchao==0.18.0 fouroversix==1.0.5 qwantize==0.1.1
     PYTHONPATH=DIR python -m benchmarks.peers
 
-fouroversix imports transformers; its kernels for Blackwell are not built here. nvidia-modelopt asks
-for much more, and is measured where it is installed.
+fouroversix imports transformers; its kernels for Blackwell are not built here. nvidia-modelopt has
+many requirements, and is measured only if it is installed.
 
-The linear has 8,192 tokens in BF16, as in linear.py: X and dY are there, and every operand that is
-quantized is quantized in every step, W too. Each is timed in turn with BF16 in a process of its
-own, in CUDA graphs; "eager" marks one that waits for the GPU, so that no graph holds it and the
-host starts its kernels. What a linear does is said beside it: no two do the same. Quantizers take
-one BF16 matrix along its rows; GB/s counts 16 bits read and the format's bits written an element,
-whatever the peer moves. "Equal" is the share of elements whose code and scale are this package's.
+The linear has 8,192 tokens in BF16, as in linear.py: X and dY are given, and every operand that is
+quantized is quantized in every step, W too. Each linear is timed alternately with BF16, in a
+process of its own, in CUDA graphs. "eager" marks one that cannot be captured because it waits for
+the GPU; the host launches its kernels. No two linears compute the same, so the table says what each
+does. Quantizers quantize one BF16 matrix along its rows. GB/s counts 16 bits read and the format's
+bits written for each element, whatever is really moved. "Equal" is the share of elements whose code
+and scale are equal to this package's.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from benchmarks.stamp import resumed, stamp
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
-ABSENT = {"microxcaling": "not on the package index"}  # why none of its rows can be
+ABSENT = {"microxcaling": "not on the package index"}  # packages that have no rows, and why
 
 
 def row_of(name: str, *options: str) -> Row:
-    """What is known of a peer: its figures, or why there are none."""
+    """The row of another package's linear or quantizer: its figures, or why there are none."""
     peer = LINEARS.get(name) or QUANTIZERS[name]
     row: Row = {"name": name, "package": peer.package, "operation": peer.operation}
     try:
@@ -104,7 +105,7 @@ def main() -> None:
     for name in [name for name in args.only if name not in measured]:
         rows.insert(-len(ABSENT), row_of(name))
         print(json.dumps(rows[-1 - len(ABSENT)]), flush=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")  # so far
+        args.out.write_text(json.dumps(result, indent=1) + "\n")  # what is measured so far
     print("\n".join(table(rows)))
 
 

@@ -1,7 +1,9 @@
-"""One peer in a process of its own, for benchmarks/peers.py: what it raises, or leaves broken on
-the GPU, is nobody else's.
+"""Measures one package's linear or quantizer, for benchmarks/peers.py.
 
     python -m benchmarks.peers_worker NAME [--eager | --check]
+
+It runs in a process of its own, so that an exception or a broken CUDA context does not affect the
+other measurements.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.linear import SHAPES, Problem, bf16, problem, quantized
 from benchmarks.timing import medians
 from megatron_fp4 import get_recipe, quantize
-from megatron_fp4.mcore import cpu
+from megatron_fp4.mcore.runtime import cpu
 
 SIDE = 8192  # of the square matrix that quantizers are timed on
 BITS = {"mxfp4": 4 + 8 / 32, "nvfp4": 4 + 8 / 16}  # of an element, with its share of a scale
@@ -29,8 +31,8 @@ BITS = {"mxfp4": 4 + 8 / 32, "nvfp4": 4 + 8 / 16}  # of an element, with its sha
 
 @dataclass(frozen=True)
 class Linear:
-    """A peer's linear. make: the layer that takes an nn.Linear's place; None: recipe, of this
-    package."""
+    """A linear of a package. make: gives the layer that replaces an nn.Linear; None: this package's
+    linear with `recipe`."""
 
     package: str
     operation: str
@@ -40,11 +42,11 @@ class Linear:
 
 @dataclass(frozen=True)
 class Quantizing:
-    """A peer's quantizer along rows. values: what its codes stand for, from what `call` gives."""
+    """A package's quantizer along rows. values: decodes the result of `call`."""
 
     package: str
     operation: str
-    ours: str  # the quantizer of this package that should give the same
+    ours: str  # the quantizer of this package that should give the same codes and scales
     call: Callable[[Tensor], Any]
     values: Callable[[Any], Tensor] | None = None
 
@@ -92,7 +94,8 @@ def dequantized(tensor: Any) -> Tensor:
 
 # --- fouroversix ----------------------------------------------------------------------------------
 
-RULES = {"mxfp4": "static_6", "nvfp4": "mse"}  # how it trains in each; backends: None: it chooses
+# Its scale rule for training in each format. backend None lets fouroversix choose the backend.
+RULES = {"mxfp4": "static_6", "nvfp4": "mse"}
 
 
 def four_over_six(layer: nn.Linear, element: str, backend: str | None) -> nn.Module:
@@ -209,7 +212,8 @@ for element, own in {"mxfp4": "mxfp4-ceil", "nvfp4": "nvfp4-four-over-six"}.item
 
 
 def step_of(peer: Linear, p: Problem) -> Callable[[], None]:
-    """A peer's forward and backward; its dW is a BF16 .grad, where BF16's and ours are float32."""
+    """The forward and backward pass of another package's linear. Its dW is a BF16 .grad, where
+    that of this package and of the BF16 linear is float32."""
     if peer.make is None:
         return quantized(p, get_recipe(peer.recipe))
     outputs, inputs = p.w.shape
@@ -237,7 +241,7 @@ def linear_rows(name: str, graphs: bool) -> list[dict[str, Any]]:
 
 
 def sample(rows: int, columns: int, device: str) -> Tensor:
-    """Normal values, whose rows differ in size as tokens do, with two blocks of zeros."""
+    """Normal values, scaled differently in each row as tokens are, with two blocks of zeros."""
     torch.manual_seed(1)
     sizes = torch.exp2(torch.randint(-3, 4, (rows, 1), device=device).float())
     x = (torch.randn(rows, columns, device=device) * sizes).bfloat16()
@@ -246,8 +250,11 @@ def sample(rows: int, columns: int, device: str) -> Tensor:
 
 
 def equal(peer: Quantizing, x: Tensor) -> float | None:
-    """The share of elements that stand for what this package's quantizer says, within 2^-7: less
-    than a step of a code or a scale, and more than the rounding of their product."""
+    """The share of elements whose decoded values equal those of this package's quantizer.
+
+    The relative tolerance of 2^-7 is less than a step of a code or a scale, and more than the
+    rounding of their product.
+    """
     if peer.values is None:
         return None
     values, own = peer.values(peer.call(x)).float(), quantize(x, peer.ours).dequantize()
@@ -255,7 +262,8 @@ def equal(peer: Quantizing, x: Tensor) -> float | None:
 
 
 def quantizer_rows(name: str, graphs: bool) -> list[dict[str, Any]]:
-    """GB/s: of the bytes that the operation cannot but move, 16 bits in and the format's out."""
+    """The time of a quantizer, and GB/s of the bytes that it must at least move: 16 bits read and
+    the format's bits written for each element."""
     peer, x = QUANTIZERS[name], sample(SIDE, SIDE, "cuda")
     taken = medians({name: partial(peer.call, x)}, each=3, graphs=graphs)[name]
     moved = x.numel() * (16 + BITS[peer.ours.split("-")[0]]) / 8
@@ -263,13 +271,15 @@ def quantizer_rows(name: str, graphs: bool) -> list[dict[str, Any]]:
 
 
 def check(name: str) -> list[dict[str, Any]]:
-    """Whether a peer runs, small and on the CPU: how far its results are from BF16's, relatively,
-    or its numerics."""
+    """Runs a small case on the CPU, without times.
+
+    Returns the relative errors of a linear against BF16, or for a quantizer the share of `equal`.
+    """
     if name in QUANTIZERS:
         return [{"equal": equal(QUANTIZERS[name], sample(256, 1024, "cpu"))}]
     make = LINEARS[name].make
     assert make is not None, "this package's own"
-    cpu.install()  # some ask for a GPU by name
+    cpu.install()  # some packages create tensors on "cuda"
     torch.manual_seed(1)
     layer = nn.Linear(256, 512, bias=False, dtype=torch.bfloat16)
     x = torch.randn(1, 128, 256).bfloat16().requires_grad_()
@@ -291,7 +301,7 @@ def main() -> None:
     time = linear_rows if args.name in LINEARS else quantizer_rows
     try:
         rows = check(args.name) if args.check else time(args.name, not args.eager)
-    except Exception as error:  # a peer's own, whatever it is
+    except Exception as error:  # other packages may raise anything
         first, *more = [line.strip() for line in str(error).strip().splitlines() if line] or [""]
         told = " ".join([first, *more[:1]]) if first.endswith(":") else first
         sys.exit(f"error: {type(error).__name__}: {told}")

@@ -1,11 +1,11 @@
-"""The quantize kernels against the bandwidth of a copy, in one run on one GPU.
+"""Compares the quantization kernels with the bandwidth of a copy, in one run on one GPU.
 
     python -m benchmarks.quantize_kernels
 
-A kernel reads 2 bytes an element, or 4.25 bits of codes and scales, and writes 4.25 bits for each
-copy that it makes, and a byte where it writes FP8 carriers too, whose rows are then looked at once
-more. Its share is those bytes in its time, over the bytes that a copy of the same BF16 matrix moves
-in its own.
+For each element a kernel reads 2 bytes (BF16), or 4.25 bits (codes and scales). For each operand
+that it makes it writes 4.25 bits, and a byte if it also writes FP8 carriers, whose rows a second
+kernel then checks. Its share is the bandwidth at which it moves these bytes, divided by the
+bandwidth at which a copy of the same BF16 matrix moves its own.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ SHAPES = ((8192, 8192), (8192, 14336))
 
 @dataclass(frozen=True)
 class Made:
-    """quantizer: its name; axes: of the copies; group: the transform's; carrier: FP8 elements that
-    are written too; packed: from codes."""
+    """What a kernel makes.
+
+    quantizer: the quantizer's name. axes: the contracted axis of each operand. group: of the
+    Hadamard transform. carrier: the FP8 dtype of carriers that are written too. packed: whether it
+    reads codes.
+    """
 
     quantizer: str
     axes: tuple[int, ...]
@@ -98,7 +102,7 @@ def study() -> list[dict[str, Any]]:
 
 
 def kernel(x: torch.Tensor, made: Made) -> Callable[[], Any]:
-    """A call as training makes it: noise by the rows that a data-parallel rank holds."""
+    """A call as in training, with the random bits of the rows that a data-parallel rank holds."""
     quantizer, group = get_quantizer(made.quantizer), made.group
     place = Placement(rows=torch.arange(len(x), device="cuda") + 3 * len(x))
     copies = [

@@ -1,4 +1,4 @@
-"""Where and of what a result was measured."""
+"""The stamp of a result: the device, versions and commit that were measured."""
 
 import json
 import platform
@@ -14,7 +14,7 @@ PACKAGES = ("torch", "triton", "megatron-core", "numpy")
 
 
 def stamp(commit: str | None = None) -> dict[str, Any]:
-    """The device, the versions and the commit; `commit` where the tree has no git of its own."""
+    """The device, the versions and the commit. commit: given where the tree has no git folder."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "device": gpus or [f"CPU, {torch.get_num_threads()} threads"],
@@ -25,8 +25,11 @@ def stamp(commit: str | None = None) -> dict[str, Any]:
 
 
 def resumed(out: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows that `out` has already; none where there is no such file. Ends the program where it
-    was measured elsewhere, at another commit or with other settings than `result` says."""
+    """The rows that the file `out` has already; none if there is no such file.
+
+    Ends the program if they were measured on another device, at another commit or with other
+    settings than those of `result`.
+    """
     if not out.exists():
         return []
     earlier = json.loads(out.read_text())

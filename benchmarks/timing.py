@@ -1,4 +1,4 @@
-"""Times of GPU work, side by side."""
+"""Measures times of GPU work."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ import torch
 def medians(
     calls: Mapping[str, Callable[[], Any]], each: int = 10, rounds: int = 15, graphs: bool = True
 ) -> dict[str, float]:
-    """Median seconds of each call. Graphs of several calls take turns, so that starting them costs
-    nothing and all meet the same machine. Without graphs, for calls that wait for the GPU, the host
-    starts each kernel."""
+    """The median time of each call in seconds.
+
+    Each call is captured `each` times in a CUDA graph, which leaves out host overhead. The graphs
+    of all calls are replayed in turn, `rounds` times, so that changes in the GPU's speed affect all
+    of them alike. graphs: False for calls that wait for the GPU and so cannot be captured; the host
+    then launches each kernel.
+    """
     repeats: dict[str, Callable[[], Any]] = {}
     for name, call in calls.items():
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a rank sends, seen where torch.distributed is called."""
+"""Counts the bytes that a rank sends, by intercepting the operators of torch.distributed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# c10d's operators: what they are called here, and where among their arguments this rank's own part
-# is (an all-gather's), or the whole (of all others). The group is the argument after it, but for
-# `send`, which has one receiver.
+# By the operator of c10d: its kind, and the index of the argument that is counted. That is this
+# rank's part for an all-gather, and the whole tensor for the others. The next argument is the
+# group.
 COLLECTIVES = {
     "_allgather_base_": ("all-gather", 1),
     "allgather_": ("all-gather", 1),
@@ -25,11 +25,13 @@ SENDS_NOTHING = ("recv_", "recv_any_source_", "barrier")
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the bytes that this rank sends by each kind of collective, in rings: of N ranks each
-    sends N - 1 parts to gather or to scatter a sum, and twice that to sum for all. A broadcast
-    passes through all ranks but the last; each is given its share of that.
+    """Counts the bytes that this rank sends, by kind of collective (`sent`).
 
-    Modes go with a backward pass to autograd's own threads.
+    The bytes are those of ring algorithms. Each of N ranks sends N - 1 parts in an all-gather or a
+    reduce-scatter, and twice that in an all-reduce. In a broadcast all ranks but the last send the
+    tensor on, and each rank is counted with the mean.
+
+    Collectives of a backward pass are counted too: autograd's threads inherit the dispatch mode.
     """
 
     def __init__(self) -> None:
@@ -41,12 +43,12 @@ class Traffic(TorchDispatchMode):
     ) -> Any:
         operator = func._schema.name.partition("::")[2]
         if "c10d" in func.namespace and operator not in SENDS_NOTHING:
-            kind, place = COLLECTIVES[operator]  # no other goes unseen
+            kind, place = COLLECTIVES[operator]  # KeyError for an operator that is not listed
             tensors = args[place] if isinstance(args[place], list) else [args[place]]
             size = sum(t.numel() * t.element_size() for t in tensors)
             ranks = dist.ProcessGroup.unbox(args[place + 1]).size()
             times = {"all-gather": ranks - 1, "all-reduce": 2 * (ranks - 1) / ranks, "send": 1}
             sent = int(size * times.get(kind, (ranks - 1) / ranks))
-            if sent:  # a group of one sends nothing
+            if sent:  # a group of one rank sends nothing
                 self.sent[kind] = self.sent.get(kind, 0) + sent
         return func(*args, **(kwargs or {}))

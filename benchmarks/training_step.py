@@ -1,12 +1,13 @@
-"""A training step through Megatron's loop, in BF16 and in each recipe, on one GPU.
+"""Times a training step in Megatron's loop, in BF16 and in each recipe, on one GPU.
 
     python -m benchmarks.training_step
 
 LLaMA-8B-shaped layers (hidden 4,096, SwiGLU of 14,336, 32 heads over 8 groups), sequences of 4,096,
-SDPA attention, mock data, as pretrain_gpt.py trains them. "upstream bf16" is Megatron without the
-plugin, which has no fused sum into main_grad without Apex; "bf16" is the plugin's linear after the
-end of a recipe's schedule, which has; in "upstream bf16, graphs" Megatron's CUDA graphs replay the
-layers. The ratios are to the fastest of them that were measured.
+SDPA attention, mock data, as pretrain_gpt.py trains them. There are three BF16 rows. "upstream
+bf16" is Megatron without this package, which without Apex does not add dW to main_grad in the GEMM.
+"upstream bf16, graphs" is the same with Megatron's CUDA graphs. "bf16" is this package's linear
+after a recipe's return to BF16, which adds dW to main_grad in the GEMM. Ratios are to the fastest
+BF16 row that was measured.
 """
 
 from __future__ import annotations
@@ -44,22 +45,25 @@ PLAIN: dict[str, list[str]] = {
 }
 DECODED = "tetrajet --fp4-weight-cache decoded"
 GRAPHS = "tetrajet --cuda-graph-impl local"
-# Steps, and those at the start that are not counted; the one after them is profiled, and in the
-# last, where it slows nothing that is timed, bytes are counted.
+# The number of steps, and of warm-up steps at the start, which are not timed. The step after the
+# warm-up is profiled. Bytes are counted in the last step. These two are not timed either.
 STEPS, WARM = 8, 3
 
 
 def measure(
     name: str, flags: list[str], processes: int = 1, gpus: str | None = None
 ) -> dict[str, Any]:
-    """Milliseconds a step, and of each rank what the worker found. gpus: those to run on, in
-    CUDA_VISIBLE_DEVICES' words. Raises RuntimeError with what a failed run said."""
+    """The milliseconds of a step, its losses, and what training_step_worker.py found on each rank.
+
+    name: of the row. flags: Megatron's. gpus: the GPUs to run on, as in CUDA_VISIBLE_DEVICES.
+    Raises RuntimeError with the last output of a failed run.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(processes), "-m", "benchmarks.training_step_worker"]
     command += [*MODEL, "--train-iters", str(STEPS), *flags]
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "FOUND": folder}
-        # As pretrain.py sets it, which comes after the worker's first question to CUDA.
+        # pretrain.py sets it too, but only after the worker has initialized CUDA.
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         environment |= {"PROFILED_STEP": str(WARM), "COUNTED_STEP": str(STEPS - 1)}
         if gpus is not None:
@@ -131,7 +135,7 @@ def main() -> None:
             bf16 = max((r["tokens/s"] for r in rows if r["name"] in PLAIN), default=row["tokens/s"])
             for each in rows:
                 each["ratio"] = each["tokens/s"] / bf16
-            args.out.write_text(json.dumps(result, indent=1) + "\n")  # so far
+            args.out.write_text(json.dumps(result, indent=1) + "\n")  # what is measured so far
             print("\n".join(table(rows)), flush=True)
     except RuntimeError as error:
         sys.exit(str(error))

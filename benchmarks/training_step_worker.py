@@ -1,5 +1,6 @@
-"""One rank of benchmarks/training_step.py: pretrain_gpt.py, with one step profiled and the bytes
-of another counted.
+"""One rank of benchmarks/training_step.py.
+
+It runs pretrain_gpt.py, profiles one step, and counts the bytes sent in another.
 
     torchrun -m benchmarks.training_step_worker <Megatron's flags>
 """
@@ -16,9 +17,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.traffic import Traffic
-from megatron_fp4.mcore import cpu, pretrain
+from megatron_fp4.mcore import pretrain
+from megatron_fp4.mcore.runtime import cpu
 
-# Whose name holds one of these, in this order.
+# A kernel is of the first kind of which a word occurs in its name.
 KINDS = {
     "quantize": (
         *("quantize_kernel", "transform_kernel", "top_kernel", "largest_kernel", "cast_kernel"),
@@ -31,7 +33,7 @@ KINDS = {
     "communication": ("nccl",),
     "copies": ("memcpy", "memset"),
 }
-# The host's own are no GPU's milliseconds: a world without one has none to tell.
+# Only GPU time is reported. Without a GPU the profiler runs on the CPU, and there is none.
 ACTIVITY = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
 found: dict[str, Any] = {}
 
@@ -45,7 +47,7 @@ def kind(kernel: str) -> str:
 
 
 def watched(train_step: Any) -> Any:
-    """Megatron's train_step, which looks into two of its steps."""
+    """Megatron's train_step, wrapped: profiles one step, and counts the bytes of another."""
     steps = itertools.count()
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -68,11 +70,11 @@ def watched(train_step: Any) -> Any:
 
 
 def tell(profiler: profile) -> None:
-    """Keeps where the GPU's time went."""
+    """Records the GPU time by kind of kernel, and the kernels that took most of it."""
     totals: dict[str, float] = {}
     largest = []
     for event in profiler.key_averages():
-        if event.is_user_annotation:  # a name for a span of kernels, which have their own
+        if event.is_user_annotation:  # a named range; its kernels have events of their own
             continue
         ms = event.self_device_time_total / 1e3
         totals[kind(event.key)] = totals.get(kind(event.key), 0.0) + ms

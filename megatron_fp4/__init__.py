@@ -1,4 +1,9 @@
-"""FP4 pretraining of language models: MXFP4 recipes as data, one numerics on every machine."""
+"""FP4 pretraining of language models with Megatron-core, or with any PyTorch model.
+
+`linear` and `Linear` run the three GEMMs of a linear layer in the precision of a recipe; `quantize`
+gives the codes and scales of a tensor. docs/numerics.md defines the results bit by bit; they do not
+depend on the device.
+"""
 
 from megatron_fp4.arithmetic.quantizer import (
     QuantizedTensor,

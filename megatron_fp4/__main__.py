@@ -1,5 +1,8 @@
-"""python -m megatron_fp4: what is installed and runs here (info), the flags (flags), and what a
-recipe does to a linear (plan)."""
+"""The command `python -m megatron_fp4`, installed as `megatron-fp4`.
+
+info prints what is installed and which GEMMs can run on this machine, flags prints docs/flags.md,
+and plan prints what a recipe does to one linear.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import torch
 from megatron_fp4 import __version__, get_recipe, list_recipes
 from megatron_fp4.description import describe
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import flags
+from megatron_fp4.mcore.launch import flags
 from megatron_fp4.multipliers import MULTIPLIERS
 from megatron_fp4.plan import command
 from megatron_fp4.plan.compiler import compile_plan
@@ -27,7 +30,7 @@ PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "s
 
 
 def info() -> str:
-    """What `python -m megatron_fp4 info` prints."""
+    """The text that `python -m megatron_fp4 info` prints."""
     lines = [f"megatron-fp4 {__version__}, Python {platform.python_version()}"]
     lines += [f"  {name:18} {_version(name)}" for name in PACKAGES]
     lines.append("devices")
@@ -49,7 +52,7 @@ def info() -> str:
 
 
 def _plan(recipe: str, device: torch.device) -> LinearPlan:
-    """What a recipe does to a linear of a model in BF16."""
+    """The plan of a recipe, by its name, for a 4096 x 4096 linear of a model in BF16."""
     setting = Setting(8192, 4096, 4096, torch.bfloat16, target_of(device), torch.bfloat16)
     return compile_plan(get_recipe(recipe), replace(setting, main_grad=torch.float32))
 

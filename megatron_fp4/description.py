@@ -1,4 +1,7 @@
-"""A recipe in words, made from what it does: the start table and `megatron_fp4 info` print them."""
+"""Describes a recipe in words, derived from its fields.
+
+The start table of a training run and `python -m megatron_fp4 info` print the description.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ _ROUNDING = {"nearest": "nearest", "stochastic": "stochastic", "ema": "towards a
 def describe(recipe: Recipe) -> list[str]:
     """The lines that describe a recipe.
 
-    The first has its name, and its paper if the content is exactly the published recipe's. Then
-    come indented lines: one for each GEMM, with the formats, scales and rounding of its operands,
-    and one each for outliers, estimator and bias gradient where the recipe has them.
+    The first line has the recipe's name, and its paper as `paper_of` returns it. Indented lines
+    follow: one for each GEMM, with the formats, scales and rounding of its operands, and one each
+    for outliers, estimator, weight average and bias gradient where the recipe has them.
     """
     paper = paper_of(recipe)
     lines = [f"recipe {recipe.name}{f' ({paper})' if paper else ''}"]
@@ -26,14 +29,20 @@ def describe(recipe: Recipe) -> list[str]:
     if recipe.estimator is not None:
         dge = recipe.estimator
         lines.append(f"  gradient of W: times DGE's factor (k {dge.k:g}, clip {dge.clip:g})")
+    if recipe.weight_average is not None:
+        lines.append(f"  average of W: of the FP32 weights, beta {recipe.weight_average.beta:g}")
     if recipe.bias_gradient == "quantized":
         lines.append("  gradient of the bias: the sum of dgrad's quantized dY")
     return lines
 
 
 def paper_of(recipe: Recipe) -> str:
-    """Where the method was published. A recipe built on a registered one has the other's `paper`
-    still: it is shown for the registered one alone, and one that a user gave for the user's."""
+    """The recipe's `paper`, or "" where it was inherited and no longer describes the recipe.
+
+    A recipe that is derived from a registered one inherits its `paper`. The paper of a registered
+    recipe is returned only if the recipe equals the registered one in every field. A paper that no
+    registered recipe has was given by the user, and is returned as it is.
+    """
     registered = {name: get_recipe(name) for name in list_recipes()}
     if any(recipe.paper == other.paper for other in registered.values()):
         return recipe.paper if recipe == registered.get(recipe.name) else ""
@@ -62,7 +71,7 @@ def _gemm(recipe: Recipe, gemm: str) -> str:
 
 
 def _operand(recipe: Recipe, gemm: str, operand: str) -> str:
-    """Its letter, and what it is made of where that is not the model's own tensor."""
+    """The operand's letter, with a note where it is made from fprop's codes (backward GEMMs)."""
     letter = _LETTERS[operand]
     if gemm == "fprop" or operand == "dy":
         return letter
@@ -71,7 +80,7 @@ def _operand(recipe: Recipe, gemm: str, operand: str) -> str:
 
 
 def quantizer_words(q: Quantizer) -> str:
-    """A quantizer, as in "E2M1, E8M0 scales (ceil) for blocks of 32, nearest"."""
+    """A quantizer in words, as in "E2M1, E8M0 scales (ceil) for blocks of 32, nearest"."""
     words = [q.element.upper(), _scales(q), _ROUNDING[q.rounding]]
     if q.prescale != 1.0:
         words.append(f"values times {q.prescale:.4g}")

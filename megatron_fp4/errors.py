@@ -1,4 +1,4 @@
-"""The one exception that is meant for the user's eyes, and the checks that raise it."""
+"""ConfigError, which reports a mistake of the user, and checks that raise it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ class ConfigError(ValueError):
 class SizeError(ConfigError):
     """A size of a linear that a recipe's blocks do not divide.
 
-    where: the linear's name. axis: "tokens", "in_features" or "out_features", which `size` counts.
-    multiple: what `size` has to be a multiple of. reason: which GEMM of which recipe needs that, as
-    a relative clause. The text speaks of the arguments of `linear` and `Linear`; a caller whose
-    users set sizes in other words reads the fields.
+    where: the linear's name.
+    axis: what `size` counts: "tokens", "in_features" or "out_features".
+    multiple: what `size` has to be a multiple of.
+    reason: which GEMM of which recipe needs that, as a relative clause.
+
+    The message names the arguments of `linear` and `Linear`. A caller whose users set sizes by
+    other names (Megatron's flags) builds its own message from the fields.
     """
 
     def __init__(self, where: str, axis: str, size: int, multiple: int, reason: str) -> None:
@@ -29,8 +32,10 @@ class SizeError(ConfigError):
 
 
 def check_choices(data: Any) -> None:
-    """Raise ConfigError unless each field of a dataclass that is declared a Literal holds one of
-    its values: a misspelt word must not fall through to some default."""
+    """Check that each field of a dataclass that is declared as a Literal has one of its values.
+
+    Raises ConfigError otherwise. Without this check a misspelt word would act as some other value.
+    """
     for name, hint in get_type_hints(type(data)).items():
         value = getattr(data, name)
         if get_origin(hint) is Literal and value not in get_args(hint):

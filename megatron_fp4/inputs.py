@@ -1,7 +1,8 @@
-"""What the public functions take: plain floating-point tensors that fit together.
+"""Checks of the tensors that users pass to the public functions.
 
-Everything else is refused in one line. A subclass of Tensor that keeps its data elsewhere (DTensor,
-FakeTensor) would hand the kernels an address with nothing there.
+The functions take plain floating-point tensors whose shapes, devices and dtypes fit together.
+Anything else is refused with a one-line ConfigError. A Tensor subclass that keeps its data
+elsewhere (DTensor, FakeTensor) is refused because a kernel would read from an invalid address.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_tensor(tensor: Tensor, what: str) -> None:
-    """Raise ConfigError, in which `what` names the tensor, unless it is a dense tensor in float16,
-    bfloat16, float32 or float64 whose data lies where PyTorch says."""
+    """Check that `tensor` is a plain dense tensor in float16, bfloat16, float32 or float64.
+
+    Raises ConfigError otherwise, also inside torch.func transforms and torch.jit tracing. what:
+    how the message names the tensor.
+    """
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"{what} is a {type(tensor).__name__}; give a torch.Tensor")
     kind = type(tensor)
@@ -43,8 +47,11 @@ def check_tensor(tensor: Tensor, what: str) -> None:
 
 
 def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> None:
-    """Raise ConfigError unless Y = X W^T + bias is defined as nn.functional.linear defines it for a
-    weight [out, in]: shapes that fit, one device, and one dtype after what autocast casts."""
+    """Check that nn.functional.linear would take these tensors, of which weight is [out, in].
+
+    Raises ConfigError unless each passes `check_tensor`, their shapes fit, and they share a device
+    and, after autocast's casts, a dtype. name: how the message names the linear.
+    """
     given = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     for what, tensor in given.items():
         check_tensor(tensor, f"{name}: {what}")
@@ -68,14 +75,19 @@ def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, name: str) ->
 
 
 def computes_in(tensor: Tensor) -> torch.dtype:
-    """The dtype that a linear computes with a tensor in: autocast casts all but float64."""
+    """The dtype in which a linear computes with `tensor`.
+
+    It is the tensor's own dtype, or under torch.autocast the autocast dtype, to which all dtypes
+    but float64 are cast.
+    """
     if tensor.dtype == torch.float64 or not autocasts(tensor.device.type):
         return tensor.dtype
     return torch.get_autocast_dtype(tensor.device.type)
 
 
 def autocasts(device: str) -> bool:
-    """Whether torch.autocast is on for a type of device. Not every type has it ("meta")."""
+    """Whether torch.autocast is enabled for a device type; False for types without autocast, such
+    as "meta"."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 

@@ -1,11 +1,13 @@
-"""The linear layer as an autograd function, and for users."""
+"""The linear layer as an autograd function.
+
+`linear` is the public function, which checks its arguments. It and the Megatron layers call
+`quantized_linear`, which does not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -30,14 +32,15 @@ from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import get_recipe
 from megatron_fp4.replicas import own_replica, replica_placements
 
-# Hundreds of small operations run here, and none for a mode of torch functions to change: asking
-# one each time (the CPU runtime installs one) would cost more than most of them.
+# Disables torch function modes inside a linear, to reduce host overhead. A call runs hundreds of
+# small torch operations, none of which a mode has to change. Where a mode is active (the CPU
+# runtime installs one), calling it for each operation would cost more than most operations.
 _plain_tensors = torch._C.DisableTorchFunction
 _ANY_SITE, _ANY_CALL = Site(), Call()
 
 
 class _Linear(torch.autograd.Function):
-    """The three GEMMs of one linear; what they do is all in the plan."""
+    """The three GEMMs of one linear, executed as its plan says."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -62,29 +65,38 @@ class _Linear(torch.autograd.Function):
             if differentiates:
                 _save(ctx, saved, held)
         leading = list(x.shape[:-1])
-        if leading and x.numel():  # sequence parallelism gathers tokens, or scatters them
+        if leading and x.numel():  # sequence parallelism changes the number of tokens
             leading[0] = leading[0] * y.shape[0] // (x.numel() // x.shape[-1])
         return y.view(*leading, y.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        plan, weight = ctx.plan, ctx.accumulates_in
-        dy = dy.reshape(-1, dy.shape[-1])
-        into = None if weight is None else weight.main_grad
-        # Autocast may be on around backward; what this computes in is settled.
-        with _plain_tensors(), _without_autocast(dy.device.type):
-            passed = Backward(plan, _load(ctx), ctx.site, ctx.call, ctx.held)
-            dx, dw, dy_operand = passed.gradients(dy, into)
-            db = None
-            if ctx.needs_input_grad[2]:
-                # Where dX is not needed dY is not quantized for it, and the raw one serves.
-                quantized = plan.recipe.bias_gradient == "quantized"
-                summed = dy_operand if quantized and dy_operand is not None else dy
-                db = _bias_gradient(summed, dy.dtype).to(ctx.bias_dtype)
-        if dw is not None and weight is not None:
-            dw = _added_to_main_grad(weight)
-        return None if dx is None else dx.view(ctx.x_shape), dw, db, *[None] * 5
+        # Autocast may be enabled around backward, and must not change the dtypes of the plan.
+        device = dy.device.type
+        if autocasts(device):
+            with torch.autocast(device, enabled=False):
+                return _gradients(ctx, dy)
+        return _gradients(ctx, dy)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of X, W and the bias; None for the other arguments of `_Linear.forward`."""
+    plan, weight = ctx.plan, ctx.accumulates_in
+    dy = dy.reshape(-1, dy.shape[-1])
+    into = None if weight is None else weight.main_grad
+    with _plain_tensors():
+        passed = Backward(plan, _load(ctx), ctx.site, ctx.call, ctx.held)
+        dx, dw, dy_operand = passed.gradients(dy, into)
+        db = None
+        if ctx.needs_input_grad[2]:
+            # Where dX is not needed, dgrad quantizes no dY, and dY itself is summed.
+            quantized = plan.recipe.bias_gradient == "quantized"
+            summed = dy_operand if quantized and dy_operand is not None else dy
+            db = _bias_gradient(summed, dy.dtype).to(ctx.bias_dtype)
+    if dw is not None and weight is not None:
+        dw = _added_to_main_grad(weight)
+    return None if dx is None else dx.view(ctx.x_shape), dw, db, None, None, None, None, None
 
 
 def _plan(
@@ -95,7 +107,10 @@ def _plan(
     site: Site,
     needs: Sequence[bool],
 ) -> LinearPlan:
-    """The plan for X [tokens, in] as this rank holds it. needs: whether X and W need gradients."""
+    """The plan for x [tokens, in], the part of X that this rank holds.
+
+    needs: whether X and W need gradients, in this order.
+    """
     sharding = site.sharding
     tokens = x.shape[0] // (sharding.ranks if sharding.tokens == "dy" else 1)
     main_grad = getattr(weight, "main_grad", None) if site.fuses and needs[1] else None
@@ -116,10 +131,6 @@ def _plan(
     )
 
 
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
-
-
 def _bias_gradient(dy: Operand, dtype: torch.dtype) -> Tensor:
     if isinstance(dy, QuantizedTensor):
         return dy.dequantize(wide(dtype)).sum(0)
@@ -127,12 +138,15 @@ def _bias_gradient(dy: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def _added_to_main_grad(weight: Tensor) -> Tensor:
-    """Tells Megatron's DistributedDataParallel that main_grad has dW already. Returns the gradient
-    that autograd must be given all the same: zeros where Megatron reads them, else any memory."""
+    """Tells Megatron's DistributedDataParallel that dW was already added to main_grad.
+
+    Returns the gradient that autograd still expects: zeros where Megatron reads it
+    (`zero_out_wgrad`), else uninitialized memory that is never read.
+    """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):
         return torch.zeros_like(weight)
-    return _unread(weight.shape, weight.dtype, weight.device).detach()  # one memory for all
+    return _unread(weight.shape, weight.dtype, weight.device).detach()  # all share its memory
 
 
 @cache
@@ -141,25 +155,40 @@ def _unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def _save(ctx: Any, saved: Saved, held: HeldWeight | None) -> None:
-    """Saves tensors through save_for_backward, so that hooks on saved tensors see every byte; but
-    W's operand not where the calls of a step share it."""
+    """Saves what backward needs through save_for_backward, so that hooks on saved tensors see it.
+
+    W's operand is not saved so where the calls of a step share it (`held`): it is then kept as an
+    attribute of ctx.
+    """
     ctx.shared_w = None if held is None else saved.w
-    parts = [saved.x, saved.weight, saved.residual, saved.w if held is None else None]
-    apart = [take_apart(part) for part in parts]
-    ctx.save_for_backward(*(tensor for tensors, _ in apart for tensor in tensors))
-    ctx.builds = [(len(tensors), build) for tensors, build in apart]
+    parts = (saved.x, saved.w if held is None else None, saved.weight, saved.residual)
+    tensors: list[Tensor | None] = []
+    ctx.builds = builds = []
+    for part in parts:
+        mine, build = ([], None) if part is None else take_apart(part)
+        tensors += mine
+        builds.append((len(mine), build))
+    ctx.save_for_backward(*tensors)
 
 
 def _load(ctx: Any) -> Saved:
-    tensors = iter(ctx.saved_tensors)
-    x, weight, residual, w = (build(*islice(tensors, count)) for count, build in ctx.builds)
+    tensors, start = ctx.saved_tensors, 0
+    parts: list[Any] = []
+    for count, build in ctx.builds:
+        parts.append(None if build is None else build(*tensors[start : start + count]))
+        start += count
+    x, w, weight, residual = parts
     return Saved(x, w if ctx.shared_w is None else ctx.shared_w, weight, residual)
 
 
 def take_apart(
     part: Operand | Residual | None,
 ) -> tuple[list[Tensor | None], Callable[..., Any]]:
-    """(tensors, what puts them together again and holds none of them)."""
+    """Splits an operand or residual into tensors that save_for_backward can take.
+
+    Returns (tensors, build): build(*tensors) gives the part back. build itself references no
+    tensor, so it keeps none of them alive.
+    """
     if isinstance(part, QuantizedTensor):
         build = partial(QuantizedTensor, quantizer=part.quantizer, shape=part.shape, axis=part.axis)
         return [part.codes, part.scales, part.tensor_scale], build
@@ -184,9 +213,12 @@ def quantized_linear(
 ) -> Tensor:
     """Y = X W^T + bias under `recipe`, differentiable in all three.
 
-    x: [..., in]; weight: [out, in]; bias: [out] or None. Returns [..., out] in x's dtype. held:
-    what calls of one step with the same W share. Under torch.autocast x and weight are cast as
-    nn.functional.linear casts them. torch.compile leaves it out of its graphs.
+    x: [..., in]; weight: [out, in]; bias: [out] or None. Returns [..., out] in x's dtype. Under
+        tensor parallelism these are the rank's shards.
+    site: what all calls of this linear have in common. call: seed, step and microbatch.
+    held: W's operands, which all calls of one step with the same W share; None shares nothing.
+    Under torch.autocast x and weight are cast as nn.functional.linear casts them. torch.compile
+    breaks its graph here and runs the linear eagerly. The arguments are not checked.
     """
     product = _out_of_graphs if torch.compiler.is_compiling() else _product
     return product(x, weight, bias, recipe, site, call, held)
@@ -201,13 +233,17 @@ def _product(
     call: Call,
     held: HeldWeight | None,
 ) -> Tensor:
-    x, weight = x.to(computes_in(x)), weight.to(computes_in(weight))
-    with _without_autocast(x.device.type):
-        grad = torch.is_grad_enabled()
-        return _Linear.apply(x, weight, bias, recipe, site, call, held, grad)
+    device = x.device.type
+    if autocasts(device):
+        x, weight = x.to(computes_in(x)), weight.to(computes_in(weight))
+        with torch.autocast(device, enabled=False):
+            return _product(x, weight, bias, recipe, site, call, held)
+    grad = torch.is_grad_enabled()
+    return _Linear.apply(x, weight, bias, recipe, site, call, held, grad)
 
 
-# Noise, held weights and replays are kept by Python. Its import of the compiler waits for a call.
+# torch.compile must not trace the Python state behind a call: random streams, held weights and
+# replays. torch.compiler.disable is not used, since it imports the compiler at import time.
 _out_of_graphs = torch._disable_dynamo(_product)
 
 
@@ -222,33 +258,35 @@ def linear(
     name: str = "linear",
     replica: int | None = None,
 ) -> Tensor:
-    """Y = X W^T + bias with the three GEMMs in the recipe's precision.
+    """Y = X W^T + bias with the three GEMMs (fprop, dgrad, wgrad) in the recipe's precision.
 
     x: [..., in]; weight: [out, in]; bias: [out] or None; plain tensors on one device and, outside
         torch.autocast, in one dtype: float16, bfloat16, float32 or float64. Returns [..., out] in
         that dtype.
-    recipe: a Recipe or anything `get_recipe` takes. seed, step, name: key the random bits; two
-        linears of a model need two names, and each step of training its own number. A CUDA graph
-        reads a step that is an int64 tensor [] beside x whenever it runs; a number it repeats.
-    replica: which data-parallel replica this process is, from 0: replicas round X and dY by other
-        noise, so that their errors average out. None: the rank in torch.distributed's default
-        group, or 0. Give it where ranks of that group hold the same tokens.
+    recipe: a Recipe or anything `get_recipe` takes.
+    seed, step, name: the key of the random bits. Each linear of a model needs its own name, and
+        each training step its own number. A step that is an int64 tensor [] on x's device is read
+        again at each replay of a CUDA graph; an integer step is captured as a constant.
+    replica: the index of this process among the data-parallel replicas, from 0. Replicas round X
+        and dY with different random bits, so that their rounding errors average out. None: the
+        rank in torch.distributed's default group, or 0 without one. Pass it where ranks of that
+        group hold the same tokens.
     torch.compile breaks its graph here: the linear runs between two compiled graphs, and under
     fullgraph=True the compiler raises.
-    Raises ConfigError for tensors of another kind or of shapes that do not fit, where a block does
-    not divide an axis that it tiles, and for a seed, step or replica of another kind.
+    Raises ConfigError for unsupported tensors or shapes that do not fit, for an axis that is not a
+    multiple of its block or Hadamard group, and for an invalid seed, step or replica.
     """
     if not isinstance(recipe, Recipe):
         recipe = get_recipe(recipe)
     check_operands(x, weight, bias, name)
-    tokens = None  # wgrad alone contracts them
+    tokens = None  # unchecked: only wgrad contracts the tokens
     if torch.is_grad_enabled() and weight.requires_grad:
         tokens = x.numel() // x.shape[-1] if x.shape[-1] else 0
     check_sizes(recipe, tokens, weight.shape[1], weight.shape[0], name)
     if isinstance(step, Tensor):
         if step.device != x.device:
             raise ConfigError(f"{name}: its step is on {step.device} and x on {x.device}: move it")
-        step = step.clone()  # backward draws for it too, when it may have gone on
+        step = step.clone()  # backward reads it too, and by then the caller may have increased it
     replica = own_replica() if replica is None else replica
     site = Site(name, replica_placements(replica))
     return quantized_linear(x, weight, bias, recipe, site, Call(Key(seed, step), replica))

@@ -1,4 +1,4 @@
-"""nn.Linear in a recipe's precision, for any PyTorch model."""
+"""`Linear`, an nn.Linear in a recipe's precision for any PyTorch model, and `name_layers`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ from megatron_fp4.streams import check_streams
 class Linear(nn.Linear):
     """nn.Linear whose three GEMMs run in the recipe's precision.
 
-    name: keys the noise. Layers of a model that have one name and seed draw the same noise, of
-        which a warning tells; `name_layers` names all layers of a model by their place in it.
-    replica: which data-parallel replica this process is; see `linear`. None: the rank in
-        torch.distributed's default group.
-    steps: how many forward passes were made in training. Each is a step with noise of its own. The
-        count is part of the state dict (as extra state, int64 []); one without it, such as
-        nn.Linear's, leaves the count as it is. Set it to an int64 tensor [] of its own beside the
-        weight before a CUDA graph captures the layer: replays count in it.
-    Raises ConfigError where a block does not divide in_features or out_features, for a seed or a
-    replica that does not fit, for an input that nn.Linear would not take either, and where a CUDA
-    graph would repeat a step.
+    in_features, out_features, bias, device, dtype: as for nn.Linear.
+    recipe: a Recipe or anything `get_recipe` takes; see the property `recipe`.
+    seed, name: part of the key of the random bits. Layers that share both draw the same random
+        bits, which causes a warning; `name_layers` gives every layer of a model its own name.
+    replica: the index of this process among the data-parallel replicas; see `linear`. None: the
+        rank in torch.distributed's default group.
+    steps: the number of forward passes in training mode. Each is a step with different random bits.
+        The count is part of the state dict (extra state, int64 []). Loading a state dict without
+        it, such as nn.Linear's, leaves the count unchanged. Before a CUDA graph captures the layer,
+        set it to an int64 tensor [] of its own on the weight's device: each replay increases it.
+    Raises ConfigError if in_features or out_features is not a multiple of a block or Hadamard
+    group, for an invalid seed or replica, for an input that `linear` refuses, and where a captured
+    graph would repeat the random bits of one step.
     """
 
     steps: int | Tensor
@@ -63,8 +65,12 @@ class Linear(nn.Linear):
 
     @property
     def recipe(self) -> Recipe:
-        """What the layer follows. It takes a recipe or the name of one, from the next forward pass
-        on; raises ConfigError for an unknown name, or for sizes that its blocks do not divide."""
+        """The recipe of the layer.
+
+        It can be set to a Recipe or to anything `get_recipe` takes, and then holds from the next
+        forward pass on. Setting it raises ConfigError for an unknown name, and for a layer whose
+        sizes are not multiples of the recipe's blocks.
+        """
         return self._recipe
 
     @recipe.setter
@@ -113,7 +119,7 @@ class Linear(nn.Linear):
 
     def set_extra_state(self, state: Tensor) -> None:
         if isinstance(self.steps, Tensor):
-            self.steps.copy_(state)  # a CUDA graph reads it where it lies
+            self.steps.copy_(state)  # in place: a captured graph reads this memory
         else:
             self.steps = int(state)
 
@@ -129,7 +135,7 @@ class Linear(nn.Linear):
         args = state_dict, prefix, local_metadata, strict, missing_keys, *others
         super()._load_from_state_dict(*args)  # type: ignore[arg-type]
         if (steps := f"{prefix}_extra_state") in missing_keys:
-            missing_keys.remove(steps)  # what an nn.Linear saved is a whole checkpoint
+            missing_keys.remove(steps)  # checkpoints of nn.Linear, which lack it, load strictly
 
     def _replicate_for_data_parallel(self) -> nn.Module:
         raise ConfigError(
@@ -144,30 +150,31 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
 
-# Steps and replays are Python's to count, not for torch.compile to trace.
+# torch.compile must not trace the Python code that counts steps and replays.
 _out_of_graphs = torch._disable_dynamo(Linear._product)
 
 
 def name_layers(model: nn.Module) -> nn.Module:
     """Give each `Linear` of a model its qualified name ("layers.0.fc1") and return the model.
 
-    Call it before DistributedDataParallel or torch.compile wraps the model, whose wrappers are part
-    of qualified names, and in every launch alike: a run with other names draws other noise. Raises
-    ConfigError where the hashes of two names collide.
+    Call it before DistributedDataParallel or torch.compile wraps the model, because a wrapper's
+    name becomes part of the qualified names. Call it in every launch of a run: other names mean
+    other random bits. Raises ConfigError where the random streams of two layers collide
+    (`check_streams`).
     """
     named = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
     check_streams(named)
     for name, layer in named.items():
-        layer.name = name or layer.name  # a model that is one layer has no name for it
+        layer.name = name or layer.name  # "" is the model itself: it keeps its name
     return model
 
 
-# Which layer draws the noise of a seed and a name.
+# By (seed, name): the layer that last drew the random bits of this key.
 _drawing: WeakValueDictionary[tuple[int, str], Linear] = WeakValueDictionary()
 
 
 def _claim_noise(layer: Linear) -> None:
-    """Warn if another living layer draws the noise of this one."""
+    """Warn if another layer that still exists draws the same random bits as this one."""
     key = layer.seed, layer.name
     other = _drawing.get(key)
     if other is layer:

@@ -1,5 +1,7 @@
-"""Health of quantized operands, without waiting for the device: where NaN first stood, and what the
-form in which operands are multiplied had to round."""
+"""Monitors quantized operands for NaN and Inf, and counts elements that FP8 carriers rounded.
+
+The host does not wait for the GPU: counts of a step are read while the next step runs.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_FOLD = 1024  # operands whose tallies are kept one by one: each may take a block of device memory
+# Tallies that are kept as separate tensors before they are stacked into one: each separate tensor
+# may take a whole block of the caching allocator.
+_FOLD = 1024
 
 Label = tuple[str, str, str]  # module, GEMM, operand
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """The first non-finite operand of a step."""
+    """The first operand of a step that had a NaN or an Inf. str() gives the line for the log."""
 
     step: int
     module: str
@@ -31,7 +35,10 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a step rounded: elements in all, and in the operand that lost most."""
+    """How many elements FP8 carriers rounded in a step. str() gives the line for the log.
+
+    elements: in all operands. worst: the operand with the most of them. most: their number there.
+    """
 
     step: int
     elements: int
@@ -49,7 +56,11 @@ class Rounding:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """On its way to the host: what each operand of a step rounded, and whether it was NaN."""
+    """The tallies of one step, which are being copied to the host.
+
+    tallies: int32 or int64 [operands, 2], in the order of `labels`; see `Decoded.tally`. copied:
+    the event that ends the copy; None where the tallies are on the host already.
+    """
 
     step: int
     labels: list[Label]
@@ -58,37 +69,43 @@ class _Verdict:
 
 
 class NonFiniteMonitor:
-    """Watches operands in the order in which they are multiplied.
+    """Collects the tallies of all operands of a step, in the order in which they are multiplied.
 
-    The host never waits for the device in training: what a step showed is copied while the next one
-    runs, and read when that has ended, or when asked.
+    The tallies of a step are copied to the host while the next step runs, and read when that step
+    has ended (`start_step`), so that the host never waits for the GPU. `look` reads them at once.
     """
 
     def __init__(self) -> None:
         self._step = 0
         self._labels: list[Label] = []
-        self._tallies: list[Tensor] = []  # int32 [2] of each operand, not folded yet
-        self._folded: list[Tensor] = []
+        self._tallies: list[Tensor] = []  # int32 [2] of each operand, not stacked yet
+        self._folded: list[Tensor] = []  # stacked tallies, each int [operands, 2]
         self._totals: Tensor | None = None  # of operands in CUDA graphs, int64 [operands, 2]
-        self._rows: dict[Label, Tensor] = {}  # of the totals
+        self._rows: dict[Label, Tensor] = {}  # each operand's row of the totals
         self._verdict: _Verdict | None = None
-        self.rounding: Rounding | None = None  # of the last step that was read, if there was any
+        self.rounding: Rounding | None = None  # of the last step that was read; None: no rounding
 
     def observe(self, module: str, gemm: str, operand: str, tally: Tensor) -> None:
-        """Note one operand: int32 [2], how many elements were rounded and how many blocks are NaN.
-        It is looked at when the step is over."""
+        """Record one operand of the current step.
+
+        tally: int32 [2], how many elements were rounded and how many blocks are NaN. It is read
+        only after the step has ended.
+        """
         self._labels.append((module, gemm, operand))
         self._tallies.append(tally)
         if len(self._tallies) == _FOLD:
             self._fold()
 
     def expect(self, operands: int, device: torch.device) -> None:
-        """So many may be captured in CUDA graphs."""
+        """Allocate the totals of up to `operands` operands that CUDA graphs capture (see `add`)."""
         self._totals = torch.zeros(operands, 2, dtype=torch.int64, device=device)
 
     def add(self, module: str, gemm: str, operand: str, tally: Tensor) -> None:
-        """Note one operand whenever the CUDA graph runs that is being captured: a graph cannot call
-        `observe`. They are captured in the order in which they are multiplied."""
+        """Record one operand at each replay of the CUDA graph that is being captured.
+
+        It replaces `observe` in a graph, which cannot run Python. Captures must call it in the
+        order in which the operands are multiplied, after `expect`. tally: as for `observe`.
+        """
         label = module, gemm, operand
         if label not in self._rows:
             assert self._totals is not None
@@ -96,14 +113,21 @@ class NonFiniteMonitor:
         self._rows[label].add_(tally)
 
     def start_step(self, step: int) -> Sighting | None:
-        """Begin `step`; returns what the last step but one showed, which has come by now."""
+        """Begin `step`, and send for the tallies of the step before it.
+
+        Returns the first non-finite operand of the last step but one, whose tallies have reached
+        the host by now; None if there was none. `rounding` is that step's too.
+        """
         seen = self._read()
         self._close()
         self._step = step
         return seen
 
     def look(self) -> Sighting | None:
-        """The first non-finite operand that no one was told of yet, and forget all of them."""
+        """The first non-finite operand that was not returned yet, with the current step included.
+
+        Waits for the GPU, and clears all tallies. Returns None if there was none.
+        """
         seen = self._read()
         rounding = self.rounding
         self._close()
@@ -117,7 +141,7 @@ class NonFiniteMonitor:
             self._tallies = []
 
     def _close(self) -> None:
-        """Send for what the step showed."""
+        """Start the copy of the step's tallies to the host."""
         self._fold()
         if self._totals is not None and self._rows:
             self._folded.append(self._totals[: len(self._rows)].clone())

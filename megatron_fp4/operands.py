@@ -1,4 +1,4 @@
-"""An operand of a GEMM, from the maker that quantizes it to the multiplier that takes it."""
+"""The types of a GEMM's operand on its way from its maker to its multiplier."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ Operand = QuantizedTensor | Tensor
 
 
 class Carriers(NamedTuple):
-    """FP8 elements that a kernel wrote beside MXFP4 codes, under one row exponent guessed for all
-    rows. `kernels.carrier.carried` corrects the rows for which the guess was wrong.
+    """FP8 elements that a kernel wrote beside MXFP4 codes, with one guessed exponent for all rows.
 
-    values: uint8 [rows, K]. element: the FP8 dtype of the values. counts: int32 [2], see
-    `Decoded.tally`; the guessed exponent lies behind it in memory.
+    `kernels.carrier.carried` corrects the rows for which the guessed row exponent was wrong.
+    docs/numerics.md, Carriers, defines the elements and row exponents.
+
+    values: uint8 [rows, K], the bits of the FP8 elements. element: their FP8 dtype. counts: int32
+    [2], see `Decoded.tally`; the guessed exponent follows it in memory.
     """
 
     values: Tensor
@@ -27,18 +29,18 @@ class Carriers(NamedTuple):
 
 
 class Made(NamedTuple):
-    """An operand as its maker left it, with carriers where the maker wrote them too."""
+    """An operand as its maker returns it. carriers: None where the maker wrote none."""
 
     operand: Operand
     carriers: Carriers | None = None
 
 
 class Decoded(NamedTuple):
-    """An operand as values and the factors of its rows.
+    """An operand as plain values, with a factor for each row: it stands for values * outer.
 
-    values: [rows, K]. outer: [rows, 1], [1, 1] or None; multiplies the rows of the product. tally:
-    int32 [2], how many elements the conversion to `values` rounded and how many blocks are NaN;
-    None where nothing was counted.
+    values: [rows, K], the contracted axis last. outer: float32 or float64 [rows, 1], [1, 1] or
+    None; the multiplier applies it to the product. tally: int32 [2], how many elements the
+    conversion to `values` rounded and how many blocks are NaN; None where nothing was counted.
     """
 
     values: Tensor
@@ -46,5 +48,5 @@ class Decoded(NamedTuple):
     tally: Tensor | None = None
 
 
-# What a multiplier takes: decoded, or codes and scales where the tensor cores decode.
+# What a multiplier reads: decoded values, or codes and scales where the tensor cores decode them.
 Form = Decoded | QuantizedTensor

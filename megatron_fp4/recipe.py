@@ -1,10 +1,10 @@
-"""Recipe and GemmRecipe: what each operand of the three GEMMs of a linear goes through.
+"""Recipe and GemmRecipe: how each operand of the three GEMMs of a linear is made.
 
 X is [tokens, in], W [out, in], dY [tokens, out].
   fprop  Y  = X W^T   contracts in
   dgrad  dX = dY W    contracts out
   wgrad  dW = dY^T X  contracts tokens
-A recipe is data: a method that recombines these words needs no new code.
+A recipe is data. A method that combines existing quantizers and options needs no new code.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megatron_fp4.arithmetic.estimators import DGE
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer
+from megatron_fp4.arithmetic.weight_states import WeightAverage, WeightState
 from megatron_fp4.errors import ConfigError, check_choices
 
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -27,13 +28,14 @@ OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 
 @dataclass(frozen=True)
 class GemmRecipe:
-    """One GEMM.
+    """How the operands of one GEMM are made, and what multiplies its product.
 
-    a, b: the quantizers of its operands in the order of OPERANDS; None leaves one in high
-        precision (in a backward GEMM: as the forward pass left it, where Recipe.backward says
-        "forward").
-    hadamard: the transform that both operands share along the contracted axis.
-    correction: multiplies the product in float32 (16/9 undoes two prescales of 3/4).
+    a, b: the quantizers of its operands, in the order of OPERANDS. None quantizes nothing: the
+        operand stays in high precision, or in a backward GEMM under `Recipe.backward` "forward"
+        stays as fprop multiplied it.
+    hadamard: the Hadamard transform of both operands along the contracted axis; None is none.
+    correction: multiplies the product in float32. It must undo the prescales of both quantizers:
+        16/9 for two prescales of 3/4.
     """
 
     a: Quantizer | None = None
@@ -41,7 +43,7 @@ class GemmRecipe:
     hadamard: Hadamard | None = None
     correction: float = 1.0
 
-    def __hash__(self) -> int:  # a key in every call of every linear
+    def __hash__(self) -> int:  # cheap, since every call of a linear hashes it to find its plan
         return hash((self.a, self.b))
 
     @property
@@ -54,15 +56,24 @@ HIGH_PRECISION = GemmRecipe()
 
 @dataclass(frozen=True)
 class Recipe:
-    """A published method, or a user's own. `description.describe` says in words what it does.
+    """An FP4 training method: a published one, or a user's own.
 
-    paper: where the method was published, if it was.
-    backward: "forward": dgrad and wgrad take the operands W and X that the forward pass really
-        multiplied, quantized (TetraJet's double quantization); "raw": the unquantized ones.
+    `description.describe` describes one in words.
+
+    paper: where the method was published; "" if it was not.
+    fprop, dgrad, wgrad: the three GEMMs; the default is high precision.
+    backward: "forward": dgrad and wgrad read W and X as fprop multiplied them, from fprop's codes
+        (with quantizers of their own this is TetraJet's double quantization). "raw": they read the
+        unquantized W and X.
     estimator: the gradient through W's quantizer; None is straight-through.
-    outliers: what is done to X before it is quantized in fprop; None is nothing.
-    bias_gradient: sums the raw dY, or dY as dgrad's quantizer left it.
-    bf16_after: a share of training, in [0, 1], after which `bf16_gemms` return to high precision.
+    outliers: how X is clamped before fprop quantizes it; None clamps nothing.
+    bias_gradient: the sum over tokens of dY as it came ("raw"), or of dY as dgrad's quantizer left
+        it ("quantized").
+    weight_average: the moving average that is kept of each weight, for quantizers of W with
+        rounding ema; None keeps none.
+    bf16_after: the share of training, in [0, 1], after which the GEMMs in `bf16_gemms` return to
+        high precision; None: never.
+    Raises ConfigError for fields that contradict each other.
     """
 
     name: str
@@ -74,10 +85,11 @@ class Recipe:
     estimator: DGE | None = None
     outliers: OutlierClamp | None = None
     bias_gradient: Literal["raw", "quantized"] = "raw"
+    weight_average: WeightAverage | None = None
     bf16_after: float | None = None
     bf16_gemms: tuple[str, ...] = field(default=GEMMS)
 
-    def __hash__(self) -> int:  # a part of the key by which each call of a linear finds its plan
+    def __hash__(self) -> int:  # cheap, since every call of a linear hashes it to find its plan
         return self._hash
 
     @cached_property
@@ -94,8 +106,7 @@ class Recipe:
             raise ConfigError(f"{self.name}: {error}") from error
 
     def _check_fields(self) -> None:
-        if any(quantizer.rounding == "ema" for quantizer in self._quantizers):
-            raise ConfigError("no linear keeps the moving average that rounding ema takes")
+        self._check_average()
         w = self.fprop.b
         if self.estimator and (w is None or w.element != "e2m1"):
             raise ConfigError("DGE needs an E2M1 quantizer of W in fprop")
@@ -125,6 +136,27 @@ class Recipe:
                 "bf16_gemms names the GEMMs that bf16_after returns to BF16: give both"
             )
 
+    def _check_average(self) -> None:
+        rounded = {
+            (gemm, letter)
+            for gemm in GEMMS
+            for letter in OPERANDS[gemm]
+            if (quantizer := self.quantizer(gemm, letter)) and quantizer.rounding == "ema"
+        }
+        if any(letter != "w" for _, letter in rounded):
+            raise ConfigError("rounding ema takes an average, which is kept of W alone")
+        if bool(rounded) != (self.weight_average is not None):
+            raise ConfigError(
+                "rounding ema of W and weight_average belong together: give both or neither"
+            )
+        if any(self.gemm(gemm).hadamard is not None for gemm, _ in rounded):
+            raise ConfigError("rounding ema takes no Hadamard transform: leave one out")
+
+    @property
+    def weight_states(self) -> dict[str, WeightState]:
+        """The element-wise state that is kept beside each weight, by name."""
+        return {} if self.weight_average is None else {"average": self.weight_average}
+
     def _check_correction(self, gemm: str) -> None:
         correction, needed = self.gemm(gemm).correction, 1 / _prescale(self.gemm(gemm))
         if not math.isclose(correction, needed, rel_tol=1e-9):
@@ -133,7 +165,7 @@ class Recipe:
             )
 
     def gemm(self, name: str) -> GemmRecipe:
-        """The GemmRecipe called fprop, dgrad or wgrad."""
+        """The GemmRecipe of the GEMM called "fprop", "dgrad" or "wgrad"."""
         return self._gemms[name]
 
     @cached_property
@@ -141,13 +173,13 @@ class Recipe:
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
     def quantizer(self, gemm: str, operand: str) -> Quantizer | None:
-        """The quantizer of an operand of a GEMM."""
+        """The quantizer of operand "x", "w" or "dy" of a GEMM; None where it has none."""
         recipe = self.gemm(gemm)
         return recipe.a if OPERANDS[gemm][0] == operand else recipe.b
 
     @cached_property
     def draws(self) -> bool:
-        """Whether it rounds by random bits, or transforms under random signs."""
+        """Whether the recipe draws random bits, for stochastic rounding or for Hadamard signs."""
         transforms = [gemm.hadamard for gemm in self._gemms.values() if gemm.hadamard is not None]
         return any(transform.signs == "random" for transform in transforms) or any(
             quantizer.stochastic for quantizer in self._quantizers
@@ -158,8 +190,14 @@ class Recipe:
         operands = [operand for gemm in self._gemms.values() for operand in (gemm.a, gemm.b)]
         return [quantizer for quantizer in operands if quantizer is not None]
 
+    @property
+    def _rounds_to_average_late(self) -> bool:
+        """Whether a quantizer of W still rounds towards the average after `bf16_after`."""
+        kept = [self.gemm(gemm).b for gemm in ("fprop", "dgrad") if gemm not in self.bf16_gemms]
+        return any(quantizer is not None and quantizer.rounding == "ema" for quantizer in kept)
+
     def at(self, progress: float) -> Recipe:
-        """The recipe in force after a share `progress` of training."""
+        """The recipe that holds at `progress`, the share of training that is done, in [0, 1]."""
         if self.bf16_after is None or progress < self.bf16_after:
             return self
         return self._late
@@ -171,10 +209,11 @@ class Recipe:
             bf16_after=None,
             bf16_gemms=GEMMS,
             **{gemm: HIGH_PRECISION for gemm in self.bf16_gemms},  # type: ignore[arg-type]
-            # What hangs on a quantizer goes with it.
+            # These fields need a quantizer, and are dropped with it.
             estimator=None if "fprop" in self.bf16_gemms else self.estimator,
             outliers=None if "fprop" in self.bf16_gemms else self.outliers,
             bias_gradient="raw" if "dgrad" in self.bf16_gemms else self.bias_gradient,
+            weight_average=self.weight_average if self._rounds_to_average_late else None,
         )
 
 

@@ -1,8 +1,10 @@
-"""What a recomputed forward pass takes again from its first pass.
+"""Gives a recomputed forward pass the counters of its first pass.
 
 Activation checkpointing runs a forward pass twice: first without keeping activations, and again
-inside the backward pass. In between, counters move on: the step, the microbatch, how often a layer
-was called. A pass that is run again must see them as its first pass did, or it draws other noise.
+inside the backward pass. Between the two, counters increase: the step, the microbatch, how often a
+layer was called. The recomputation must read the values of the first pass, since other values would
+give other random bits. This module therefore records them for PyTorch's checkpoints, reentrant or
+not; `follow` adds other checkpointing functions.
 """
 
 from __future__ import annotations
@@ -28,14 +30,21 @@ _ANOTHER = (
 
 
 class Replay:
-    """A value that every forward pass takes anew, and a recomputed one as its first pass did."""
+    """A value that changes from one forward pass to the next, and that recomputation repeats.
+
+    A first pass takes a fresh value; its recomputation gets the same value again.
+    """
 
     def __init__(self) -> None:
         self._latest: Any = None
 
     def take[T](self, fresh: Callable[[], T]) -> T:
-        """fresh(), or in a recomputation what it returned in the first pass. Raises RuntimeError
-        where a recomputation takes more values than its first pass did."""
+        """Returns fresh(), or in a recomputation what fresh() returned in the first pass.
+
+        Raises RuntimeError where a recomputation takes more values than its first pass did. Warns,
+        and returns the last fresh value, in a forward pass that an unknown kind of checkpoint runs
+        inside a backward pass.
+        """
         first_passes: list[Checkpoint] = []
         for checkpoint, again in reversed(_passes.running):
             if again:
@@ -53,9 +62,10 @@ class Replay:
 
 
 class Checkpoint:
-    """One checkpointed part of a forward pass: what every Replay took in its first pass, in order.
+    """The values that each Replay took in the first pass of one checkpointed function, in order.
 
-    Checkpoints may contain each other: the inner one's first pass is run again with the outer's.
+    Checkpoints may be nested. The outer one's recomputation then runs the inner one's first pass
+    again.
     """
 
     def __init__(self) -> None:
@@ -77,7 +87,7 @@ class Checkpoint:
         return _passes.of(self, again=False)
 
     def run_again[**P, T](self, function: Callable[P, T]) -> Callable[P, T]:
-        """`function`, each call of which is a recomputation."""
+        """`function`, wrapped so that each call is a recomputation of the first pass."""
 
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             self._next.clear()
@@ -88,7 +98,7 @@ class Checkpoint:
 
 
 class _Passes(threading.local):
-    """The checkpoints whose passes are under way in this thread, the innermost last."""
+    """The checkpoints whose passes are running in this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.running: list[tuple[Checkpoint, bool]] = []
@@ -106,8 +116,8 @@ _passes = _Passes()
 
 
 def recomputed[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """A function for a checkpoint to run: its first call is the first pass, each later call a
-    recomputation of it."""
+    """`function`, wrapped for a checkpoint: its first call is the first pass, and each later call
+    is a recomputation."""
     checkpoint = Checkpoint()
     run_again = checkpoint.run_again(function)
     is_first = True
@@ -124,8 +134,11 @@ def recomputed[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
 
 def follow(checkpointing: type[torch.autograd.Function]) -> None:
-    """Has the checkpoints of an autograd function followed, whose forward(ctx, run_function, ...)
-    runs the first pass, and whose backward runs the same function again. Idempotent."""
+    """Records the first passes of a checkpointing autograd function, and replays their values.
+
+    The function's forward(ctx, run_function, ...) must run the first pass, and its backward must
+    run the same run_function again. Replaces `forward` of the class; a second call does nothing.
+    """
     forward = checkpointing.forward
     if hasattr(forward, "__wrapped__"):
         return
@@ -138,8 +151,10 @@ def follow(checkpointing: type[torch.autograd.Function]) -> None:
 
 
 class _Hook(torchs._checkpoint_hook):  # type: ignore[misc]
-    """The context of the first pass of torch's checkpoints with use_reentrant=False; `frame` has
-    the function that runs it again."""
+    """The context of the first pass of torch's checkpoints with use_reentrant=False.
+
+    frame: torch's state of one checkpoint, whose `recompute_fn` runs the pass again.
+    """
 
     def __init__(self, frame: Any) -> None:
         super().__init__(frame)
@@ -157,4 +172,4 @@ class _Hook(torchs._checkpoint_hook):  # type: ignore[misc]
 
 
 follow(torchs.CheckpointFunction)
-torchs._checkpoint_hook = _Hook  # type: ignore[misc]  # looked up for every checkpoint
+torchs._checkpoint_hook = _Hook  # type: ignore[misc]  # torch reads the name at every checkpoint

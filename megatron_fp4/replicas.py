@@ -1,7 +1,8 @@
-"""Which rows of the noise a data-parallel process draws.
+"""Which rows of the random bits a data-parallel process draws, without Megatron.
 
-Data-parallel processes hold other tokens. If all drew the noise of rows 0, 1, 2, ..., the errors of
-stochastic rounding would be the same on all of them, and would not average out in the gradient.
+Data-parallel processes hold different tokens. If all of them drew the random bits of rows 0, 1, 2,
+..., the errors of stochastic rounding would be correlated, and would not average out in the
+gradient. docs/numerics.md, Random bits, defines the rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import distributed
 from megatron_fp4.arithmetic.philox import Placement
 from megatron_fp4.errors import ConfigError
 
-ROWS = 2**32  # of one replica; more than a device has room for
+ROWS = 2**32  # rows reserved for each replica; more tokens than a device can hold
 _REPLICAS = 2**16
 
 
@@ -26,12 +27,14 @@ def own_replica() -> int:
 
 @cache
 def replica_placements(replica: int) -> Mapping[str, Placement]:
-    """Where the tokens of a data-parallel replica lie: X and dY begin at row replica * 2^32. W is
-    the same on all replicas, and so is its noise.
+    """The placements of X and dY in data-parallel replica `replica`, by "x" and "dy".
 
-    A group's index is row * (groups of a row) + group, modulo 2^64. With up to 2^16 groups a row
-    (524,288 features) no two of 2^16 replicas share one: replica * 2^32 * 2^16 is below 2^64.
-    Raises ConfigError for a replica that is not an integer in [0, 2^16).
+    Their rows begin at replica * 2^32. W is the same on all replicas, and so are its random bits.
+
+    The index of a group of eight elements is row * (groups in a row) + group, modulo 2^64. With up
+    to 2^16 groups in a row (524,288 features), no two of 2^16 replicas share an index, since
+    replica * 2^32 * 2^16 is below 2^64. Raises ConfigError for a replica that is not an integer in
+    [0, 2^16).
     """
     if not isinstance(replica, Integral) or not 0 <= replica < _REPLICAS:
         raise ConfigError(f"a replica is an integer from 0 to {_REPLICAS - 1}, not {replica!r}")

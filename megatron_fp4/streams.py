@@ -1,4 +1,4 @@
-"""Names of modules whose noise streams differ."""
+"""Checks that no two random streams of a model collide."""
 
 from collections.abc import Iterable
 
@@ -8,8 +8,11 @@ from megatron_fp4.recipe import GEMMS, OPERANDS
 
 
 def check_streams(names: Iterable[str]) -> None:
-    """Raises ConfigError if two operands or transforms of these modules draw from one stream: their
-    32-bit hashes (docs/numerics.md) are equal."""
+    """Check that all operands and Hadamard signs of the modules `names` have different streams.
+
+    Raises ConfigError if the 32-bit hashes of two of them (docs/numerics.md, Random bits) are
+    equal: both would draw the same random bits.
+    """
     seen: dict[int, str] = {}
     for name in names:
         for gemm in GEMMS:

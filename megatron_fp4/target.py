@@ -1,4 +1,4 @@
-"""The device that a linear is planned for."""
+"""Target: the device that a linear is planned for, and whether the Triton kernels run on it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ ROCM = "torch is built for ROCm, and megatron-fp4's kernels run on NVIDIA GPUs o
 
 
 class Target(NamedTuple):
-    """kind: "cpu", "cuda" for an NVIDIA GPU, "rocm" for an AMD GPU (which torch calls "cuda" too).
-    capability: the compute capability of an NVIDIA GPU, else (0, 0). device: None for a GPU that is
-    planned for and is not in this machine."""
+    """The device that a linear is planned for.
+
+    kind: "cpu", "cuda" for an NVIDIA GPU, "rocm" for an AMD GPU (which torch calls "cuda" too).
+    capability: the compute capability of an NVIDIA GPU, else (0, 0).
+    device: None if the plan is for a GPU that is not in this machine.
+    """
 
     kind: str
     capability: tuple[int, int] = (0, 0)
@@ -34,8 +37,10 @@ def target_of(device: torch.device) -> Target:
 
 
 def gpu_named(name: str) -> Target:
-    """The Target of "sm_90", "sm_100" or another NVIDIA GPU, by its architecture. Raises
-    ConfigError for another name."""
+    """The Target of an NVIDIA GPU by its architecture: "sm_90", "sm_100" and so on.
+
+    Raises ConfigError for a name that is no such architecture.
+    """
     match = re.fullmatch(r"sm_(\d+)(\d)a?", name)
     if match is None:
         raise ConfigError(f"{name!r} is no GPU architecture; give sm_90 or sm_100, for example")
@@ -46,7 +51,7 @@ OLDEST_TRITON = (3, 4)
 
 
 def kernels_problem(target: Target) -> str | None:
-    """Why the Triton kernels cannot run there, in a few words; None where they can."""
+    """Why the Triton kernels cannot run on `target`, in a few words; None where they can."""
     if target.kind != "cuda":
         return ROCM if target.kind == "rocm" else "kernels need an NVIDIA GPU"
     return triton_problem()
@@ -54,7 +59,7 @@ def kernels_problem(target: Target) -> str | None:
 
 @cache
 def triton_problem() -> str | None:
-    """Why the installed Triton does not compile the kernels; None where it does."""
+    """Why the installed Triton cannot compile the kernels, with a remedy; None where it can."""
     remedy = f"pip install 'triton>={OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}'"
     if importlib.util.find_spec("triton") is None:
         return f"Triton is not installed: {remedy}"

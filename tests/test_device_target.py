@@ -8,7 +8,8 @@ import torch
 import triton
 
 from megatron_fp4 import ConfigError, __main__
-from megatron_fp4.mcore import cpu, pretrain
+from megatron_fp4.mcore import pretrain
+from megatron_fp4.mcore.runtime import cpu
 from megatron_fp4.multipliers import choose
 from megatron_fp4.target import ROCM, Target, gpu_named, kernels_problem, target_of, triton_problem
 from testing.builders.products import asked

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_fp4.mcore import flags
+from megatron_fp4.mcore.launch import flags
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 

@@ -1,4 +1,4 @@
-"""The demo: a small LLaMA pretrained in FP4 and in BF16 on real text, and the two compared.
+"""The demo: pretrains a small LLaMA in FP4 and in BF16 on real text, and compares the two.
 
     make demo [TEXT=path] [TOKENS=n] [RECIPE=name]
 
@@ -29,7 +29,8 @@ BASELINE = "bf16"  # the name of the run without FP4
 
 
 class Progress:
-    """One line that says how far a run is: rewritten on a terminal, at each tenth elsewhere."""
+    """Prints how far a run is: on a terminal one line that is rewritten, else a line at each tenth
+    of the run."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -37,7 +38,7 @@ class Progress:
         self._tenth = 0
 
     def __call__(self, log: runs.Log) -> None:
-        """Shows the log's state; call it whenever the log has something new."""
+        """Prints the state of the log. Call it whenever the log has new figures."""
         if not log.train:
             return
         left = (log.steps - log.step) * log.milliseconds / 1000
@@ -65,7 +66,10 @@ class Progress:
 
 
 def prepare(text: list[Path], output: Path) -> dict[str, Any]:
-    """Prepares the text, with the vocabulary that it has enough words for. Raises DataError."""
+    """Prepares the text, with a smaller vocabulary if the text is too short for the default one.
+
+    Returns the manifest of the data. Raises DataError.
+    """
     try:
         return prepare_data.prepare(text, output, prepare_data.Options())
     except prepare_data.VocabularyTooLarge as error:
@@ -82,8 +86,8 @@ def train(name: str, flags: list[str]) -> runs.Log:
 
 
 def run_name(recipe: str) -> str:
-    """What the recipe's run and its log are called: the recipe's own name, without what has a
-    meaning in a path. Raises ConfigError for a recipe that there is not."""
+    """The name of the recipe's run and of its log: the recipe's name, without characters that have
+    a meaning in a path. Raises ConfigError for an unknown recipe."""
     name = re.sub(r"[^\w.-]+", "-", get_recipe(recipe).name).strip(".-")
     return name if name not in ("", BASELINE) else f"fp4-{name}"
 
@@ -130,8 +134,11 @@ def _clock(seconds: float) -> str:
 
 
 def demo(text: list[Path], tokens: int, recipe: str) -> None:
-    """Prepares the text, trains twice, reports. Raises DataError, ConfigError or RunFailed, for
-    mistakes in the options before anything else is done."""
+    """Prepares the text, trains twice, and reports both held-out losses.
+
+    Raises DataError, ConfigError or RunFailed. Mistakes in the options are found before any work is
+    done.
+    """
     if tokens <= 0:
         raise prepare_data.DataError(f"--tokens {tokens} is not positive")
     if importlib.util.find_spec("matplotlib") is None:

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Turns text into a tokenizer and two datasets: `megatron-fp4-prepare-data` from a checkout.
+"""Prepares text for training: `megatron-fp4-prepare-data`, run from a checkout.
+
+Trains a tokenizer and writes a training and a validation dataset in Megatron's indexed format.
 
 python tools/prepare_data.py [PATH ...] --output data
 """

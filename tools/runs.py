@@ -1,4 +1,4 @@
-"""Launches of pretrain_gpt.py: building the command, running it, reading Megatron's log.
+"""Launches pretrain_gpt.py: builds the command, runs it, and reads Megatron's log.
 
 log = run(launch(2, Model().flags() + Training().flags() + data_flags(path)), Path("run.log"))
 print(log.train[-1], log.held_out[-1])
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 _ITERATION = re.compile(
     r"iteration +(\d+)/ *(\d+) \|.* elapsed time per iteration \(ms\): ([\d.]+) \|"
-    r"(?:.* lm loss: (\S+) \|)?"  # Megatron leaves a loss that is not a number out of the line
+    r"(?:.* lm loss: (\S+) \|)?"  # Megatron's line has no loss where the loss is NaN
 )
 _HELD_OUT = re.compile(r"validation loss at iteration (\d+).* \| lm loss value: (\S+) \|")
 _RANK = re.compile(r"\[rank\d+\]:")
@@ -25,7 +25,7 @@ _LAUNCHER = re.compile(r"^[EW]\d{4} .* torch/distributed/")
 
 
 class RunFailed(RuntimeError):
-    """A launch ended with an error; the message has the last lines of its log."""
+    """A launch failed; the message has the last lines of its log."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Training:
-    """How long and how to train: AdamW in BF16 with a warm-up and a cosine decay to a tenth."""
+    """How to train: AdamW in BF16, with a warm-up and a cosine decay of the learning rate to a
+    tenth of its maximum.
+
+    steps: optimizer steps. batch: sequences in a step. evaluations: about how many are made during
+    training. held_out_batches: batches in each evaluation.
+    """
 
     steps: int
     batch: int = 8
@@ -77,7 +82,7 @@ class Training:
 
     def flags(self) -> list[str]:
         """Megatron's flags for this training."""
-        # Megatron evaluates after the last step in any case: no other evaluation should fall there.
+        # Megatron always evaluates after the last step, so no interval should end there.
         first = self.steps // self.evaluations + 1
         interval = next(i for i in range(first, self.steps + 2) if self.steps % i)
         return [
@@ -102,7 +107,7 @@ class Training:
 
 
 def data_flags(prepared: Path) -> list[str]:
-    """Megatron's flags for a directory that tools/prepare_data.py has written."""
+    """Megatron's flags for the directory `prepared`, which tools/prepare_data.py has written."""
     return _flags(
         tokenizer_type="SentencePieceTokenizer",
         tokenizer_model=prepared / "tokenizer.model",
@@ -112,7 +117,7 @@ def data_flags(prepared: Path) -> list[str]:
 
 
 def _flags(**options: object) -> list[str]:
-    """--some-option value for each some_option=value."""
+    """The flags "--some-option value" for the keywords some_option=value."""
     return [
         word
         for name, value in options.items()
@@ -124,8 +129,10 @@ def _flags(**options: object) -> list[str]:
 
 
 def launch(processes: int, flags: list[str]) -> list[str]:
-    """The command that pretrains on this many processes of this machine, one tensor-parallel
-    group of them, with sequence parallelism."""
+    """The command that pretrains on this machine in `processes` processes.
+
+    They are one tensor-parallel group with sequence parallelism. flags: more of Megatron's flags.
+    """
     torchrun = os.path.relpath(Path(sys.executable).with_name("torchrun"), ROOT)
     command = [torchrun, "--standalone", "--nproc-per-node", str(processes), "pretrain_gpt.py"]
     if processes > 1:
@@ -133,13 +140,13 @@ def launch(processes: int, flags: list[str]) -> list[str]:
     return command + flags
 
 
-# On the CPU whatever the machine has, so that a result is the same everywhere; and one thread a
-# process, since more would fight over two cores.
+# Runs are on the CPU, even where there is a GPU, so that results are the same everywhere. Each
+# process has one thread, since more threads would compete for the two cores of a small machine.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def shown(command: list[str]) -> str:
-    """The command as a user can paste it into a shell at the repository's root."""
+    """The command as text that can be pasted into a shell in the repository's root."""
     lines = [" ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())]
     for words in re.split(r" (?=--)", shlex.join(command)):  # a flag stays with its value
         if len(lines[-1]) + len(words) > 95:
@@ -150,16 +157,20 @@ def shown(command: list[str]) -> str:
 
 @dataclass
 class Log:
-    """What Megatron's log has said so far: (step, loss) points, and the last line's figures."""
+    """What was read of Megatron's log so far.
+
+    train, held_out: (step, loss) of each report. step, steps: the last step that was reported, and
+    the number of steps. milliseconds: the time of a step.
+    """
 
     train: list[tuple[int, float]] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     step: int = 0
     steps: int = 0
-    milliseconds: float = 0.0  # a step, the evaluations left out
+    milliseconds: float = 0.0  # without the time of evaluations
 
     def read(self, line: str) -> bool:
-        """Takes in a line of the log; returns whether it said anything."""
+        """Reads a line of the log; returns whether it had figures."""
         if match := _ITERATION.search(line):
             self.step, self.steps = int(match[1]), int(match[2])
             self.milliseconds = float(match[3])
@@ -176,8 +187,12 @@ def run(
     watch: Callable[[Log], None] = lambda log: None,
     environment: Mapping[str, str] = ENVIRONMENT,
 ) -> Log:
-    """Runs a launch, writes its output to path and calls watch whenever the log says something
-    new; returns what the log said. Raises RunFailed if the launch does not end well."""
+    """Runs a launch and returns what its log said.
+
+    command: from `launch`. path: where its output is written. watch: called with the Log whenever
+    it has new figures. Raises RunFailed if the launch ends with an error or without a held-out
+    loss.
+    """
     log = Log()
     path.parent.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
@@ -198,7 +213,7 @@ def run(
                     watch(log)
         status = process.wait()
     finally:
-        process.terminate()  # after an interrupt; one that has ended is left alone
+        process.terminate()  # after an interrupt; does nothing if the process has ended
         process.wait()
     if status != 0 or not log.held_out:
         raise RunFailed(f"{_tail(path)}\nThe launch failed (exit status {status}); its log: {path}")
@@ -206,8 +221,11 @@ def run(
 
 
 def _tail(path: Path, lines: int = 15) -> str:
-    """The last lines of a log before torchrun's own report, which hides the reason. Of ranks that
-    raised, the first one's: the others mostly complain that it is gone."""
+    """The last lines of a log that explain a failure.
+
+    torchrun's own report, which does not name the cause, is cut off. If ranks raised, only lines of
+    the first rank that raised are returned: the errors of the others mostly follow from it.
+    """
     text = path.read_text().splitlines()
     end = next((i for i, line in enumerate(text) if i and _LAUNCHER.match(line)), len(text))
     text = text[:end]

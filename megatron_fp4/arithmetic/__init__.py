@@ -1,4 +1,5 @@
-"""What every bit is: formats, scales, quantizers, random bits, transforms, in plain PyTorch.
+"""The definition of every bit in plain PyTorch: formats, scales, quantizers, random bits,
+Hadamard transforms, outliers and gradient estimators.
 
-The oracle of everything else in the package; docs/numerics.md is its specification.
+docs/numerics.md is the specification. All kernels are compared with this code.
 """

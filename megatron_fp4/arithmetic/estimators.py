@@ -1,4 +1,7 @@
-"""Gradients through the weight's quantizer: straight-through (no estimator), or DGE."""
+"""The gradient estimator DGE, for the gradient through the quantizer of W.
+
+Recipes without an estimator use the straight-through estimator, which needs no code.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,11 @@ class DGE:
 
     Between two grid points lo and lo + d the rounding step is modelled by
     f(x) = lo + d/2 (1 + sign(u) |u|^(1/k)), u = 2 (x - lo)/d - 1. The weight's gradient is
-    multiplied by f'(x) = min((1/k) |u|^(1/k - 1), clip), with x the SCALED weight.
+    multiplied by f'(x) = min((1/k) |u|^(1/k - 1), clip), where x is the weight divided by its
+    block scale.
+
+    k: the steepness of the model, 1 or more. clip: the upper bound of f', above 0. Raises
+    ConfigError for others.
     """
 
     k: float = 5.0
@@ -29,8 +36,11 @@ class DGE:
             raise ConfigError(f"DGE takes k of 1 or more and a clip above 0: {self.k}, {self.clip}")
 
     def factor(self, scaled: Tensor) -> Tensor:
-        """f' of weights in grid coordinates, within [-6, 6] up to rounding. Any shape; computed
-        and returned in float32 (float64 for float64 input)."""
+        """f' of each scaled weight.
+
+        scaled: weights divided by their block scales, within [-6, 6] up to rounding; any shape.
+        Computed and returned in float32 (float64 for float64 input).
+        """
         x = widen(scaled).abs()  # f' is even
         grid = table(E2M1_MAGNITUDES, x.dtype, x.device)
         low = (torch.bucketize(x, grid, right=True) - 1).clamp(max=len(E2M1_MAGNITUDES) - 2)

@@ -1,4 +1,4 @@
-"""Element grids and scale formats: encode, decode, pack, unpack.
+"""Element and scale formats: encode, decode, pack, unpack.
 
 E2M1 (OCP Microscaling Formats v1.0, section 5.3.3): code bit 3 is the sign, bits 0-2 index the
 magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6. All arithmetic here is exact: divisions are by powers of
@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-NUMERICS_VERSION = 2  # of docs/numerics.md; a change of what it says bumps it
+NUMERICS_VERSION = 2  # of docs/numerics.md; a change of any rule there increases it
 
 E2M1_MAX = 6.0
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -27,19 +27,19 @@ E8M0_NAN = 0xFF
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a model of `dtype` quantizes and accumulates in: float64 stays, the rest
-    becomes float32."""
+    """The dtype in which a model of `dtype` quantizes and accumulates: float64 for float64, else
+    float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def widen(x: Tensor) -> Tensor:
-    """`x` in the dtype that quantization computes in."""
+    """`x` in the dtype in which quantization computes; see `wide`."""
     return x.to(wide(x.dtype))
 
 
 @cache
 def table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on a device, copied there once: each copy from the host would wait for the GPU."""
+    """A constant tensor on a device. It is cached, since a copy from the host waits for the GPU."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
@@ -51,23 +51,25 @@ _LAYOUT = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 5
 
 
 def encode_e2m1(v: Tensor, bits: Tensor | None = None, average: Tensor | None = None) -> Tensor:
-    """E2M1 codes of `v`, one a byte.
+    """E2M1 codes of `v`, one code in each byte.
 
-    v: float32 or float64, any shape, already divided by its scale; beyond 6 it saturates.
-    bits: None rounds to nearest, ties to the even code. Otherwise uniform integers in
-        [0, 65536) of v's shape: the magnitude goes up where its fraction of the interval
-        exceeds (bits + 1/2) / 65536 (stochastic rounding).
-    average: what v was of late, on the same grid: of the two codes on either side of v the one
-        nearer to it (Q-EMA, arXiv 2502.20853); where it lies midway, the one that v
-        is rounded to. v stays where it lies on the grid, and at 0 where the average is 0 too.
-    Returns uint8 of v's shape. The sign is kept on zero (-0.1 becomes code 8). NaN is undefined:
-    callers replace it first.
+    v: float32 or float64, any shape, already divided by its scale. Magnitudes above 6 saturate.
+    bits: None rounds to nearest, ties to the even code. Otherwise uniform integers in [0, 65536)
+        of v's shape, for stochastic rounding: the magnitude is rounded up where its fraction of the
+        interval between two grid points exceeds (bits + 1/2) / 65536.
+    average: a moving average of v, divided by the same scale, of v's shape and dtype; bits is then
+        not read. v becomes that of its two neighbours on the grid which is nearer to the average
+        (Q-EMA, arXiv 2502.20853). If the average is midway between them, v is rounded to nearest.
+        A v on the grid is not changed; a zero v needs an average of 0.
+    Returns uint8 of v's shape. The sign is kept on zero (-0.1 becomes code 8). The result for NaN
+    is undefined: callers replace it.
     """
-    # Arithmetic on the bits, without comparisons and selections: several times faster on a CPU.
+    # Integer arithmetic on the bits is several times faster on a CPU than comparisons and
+    # selections.
     integers, mantissa_bits, bias = _LAYOUT[v.dtype]
     magnitude = v.abs().clamp_(max=E2M1_MAX)
     # Binade 0 holds [0, 2) in steps of .5, binade 1 [2, 4) in steps of 1, binade 2 [4, 6] in
-    # steps of 2. In units of the step the code is that integer plus 2 for each binade.
+    # steps of 2. The code is the magnitude in units of the step, plus 2 for each binade.
     binade = (magnitude.view(integers) >> mantissa_bits).sub_(bias).clamp_(min=0)
     per_step = (bias + 1 - binade).bitwise_left_shift_(mantissa_bits).view(v.dtype)  # 2, 1, 1/2
     steps = magnitude.mul_(per_step)
@@ -81,7 +83,7 @@ def encode_e2m1(v: Tensor, bits: Tensor | None = None, average: Tensor | None = 
         integer = steps.round()  # half to even, and even integers are even codes
     else:
         integer = steps.floor()
-        # Both differences are exact wherever they are near zero, so their sign is right.
+        # Both differences are exact wherever they are near zero, so their sign is correct.
         excess = steps.sub_(integer).mul_(65536).sub_(bits).sub_(0.5)
         integer += excess.ceil_().clamp_(0, 1)
     sign = (v.view(integers) >> (8 * v.element_size() - 4)) & 8
@@ -89,22 +91,25 @@ def encode_e2m1(v: Tensor, bits: Tensor | None = None, average: Tensor | None = 
 
 
 def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of unpacked E2M1 codes (uint8), in `dtype`; exact in every float type of 8+ bits."""
+    """Values of unpacked E2M1 codes (uint8), in `dtype`; exact in BF16, FP16 and wider dtypes."""
     return table(_VALUES, dtype, codes.device)[codes.int()]
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Two 4-bit codes a byte along the last axis, element 2i in the low nibble. Last axis even."""
+    """Packs two 4-bit codes into a byte along the last axis, element 2i in the low nibble.
+
+    codes: uint8 [..., K] with K even. Returns uint8 [..., K / 2].
+    """
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The inverse of `pack`: uint8 codes, the last axis twice as long."""
+    """The inverse of `pack`: uint8 [..., K / 2] to uint8 codes [..., K]."""
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
 
 
 def decode_packed_e2m1(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """`decode_e2m1(unpack(packed))`, a pair of elements a look-up."""
+    """`decode_e2m1(unpack(packed))`, faster: each table look-up decodes a pair of elements."""
     wide = {2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]
     pairs = table(_PAIRS, dtype, packed.device).view(wide)
     values = pairs.index_select(0, packed.flatten().int()).view(dtype)
@@ -115,23 +120,23 @@ def decode_packed_e2m1(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def block_exponent(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """(m, e) with amax = m * 2^e and 1 <= m < 2, from the bits (subnormals too).
+    """(m, e) with amax = m * 2^e and 1 <= m < 2, exact for subnormals too.
 
-    amax: positive and finite where the result is used; zero gives (0, -1).
+    amax: must be positive and finite where the result is used; zero gives (0, -1).
     """
     mantissa, exponent = torch.frexp(amax)
     return mantissa * 2, exponent - 1
 
 
 def encode_e8m0(exponent: Tensor) -> Tensor:
-    """Bytes s + 127 of integer exponents, s clamped to [-127, 127]."""
+    """E8M0 bytes (uint8) s + 127 of integer exponents s, which are clamped to [-127, 127]."""
     return (exponent.clamp(-E8M0_BIAS, E8M0_BIAS) + E8M0_BIAS).to(torch.uint8)
 
 
 def decode_e8m0(byte: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """2^(byte - 127); 0xFF is NaN. Byte 0 is 2^-127, a float32 subnormal.
 
-    A table, because exp2 and ldexp of a vectorised math library need not be exact.
+    Read from a table, because exp2 and ldexp of a vectorised math library need not be exact.
     """
     values = tuple(math.ldexp(1.0, b - E8M0_BIAS) for b in range(255)) + (math.nan,)
     return table(values, dtype, byte.device)[byte.int()]
@@ -144,8 +149,8 @@ def decode_e8m0(byte: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 class ScaleFloat:
     """An unsigned 8-bit float used as a block scale.
 
-    mantissa_bits, bias: the code is (exponent field << mantissa_bits) | mantissa.
-    max: the largest finite value; beyond it a scale saturates. nan: the code of NaN.
+    mantissa_bits, bias: of the format; a code is (exponent field << mantissa_bits) | mantissa.
+    max: the largest finite value, at which scales saturate. nan: the code of NaN.
     """
 
     name: str
@@ -155,19 +160,23 @@ class ScaleFloat:
     nan: int
 
     def encode(self, x: Tensor, *, up: bool = False) -> Tensor:
-        """Codes (uint8) of x >= 0, rounded to nearest even, or up; saturated, NaN kept."""
+        """Codes (uint8) of x >= 0, rounded to nearest even, or up (`up`).
+
+        Values above `max` saturate, and NaN becomes the code of NaN.
+        """
         bits, lowest = self.mantissa_bits, 1 - self.bias
         finite = torch.nan_to_num(x, nan=0.0, posinf=self.max).clamp(max=self.max)
         exponent = (torch.frexp(finite)[1] - 1).clamp(min=lowest)  # subnormals share the lowest
-        exponent = torch.where(finite > 0, exponent, lowest)  # frexp says 0 of a zero
+        exponent = torch.where(finite > 0, exponent, lowest)  # frexp gives a zero the exponent 0
         ulps = finite * decode_e8m0(bits - exponent + E8M0_BIAS, finite.dtype)
         ulps = torch.ceil(ulps) if up else torch.round(ulps)
-        # A mantissa that rounds up to the next binade carries into the exponent field by itself.
+        # Where a mantissa is rounded up to the next binade, the addition carries into the exponent
+        # field.
         code = ((exponent - lowest) << bits) + ulps.to(exponent.dtype)
         return torch.where(x.isnan(), self.nan, code).to(torch.uint8)
 
     def decode(self, code: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Values of codes (uint8)."""
+        """Values of codes (uint8), in `dtype`."""
         return table(self._values(), dtype, code.device)[code.int()]
 
     def _values(self) -> tuple[float, ...]:
@@ -198,14 +207,15 @@ def element_max(element: str) -> float:
 
 
 def encode_fp8(v: Tensor, element: str) -> Tensor:
-    """FP8 codes (uint8) of `v`, nearest even, saturated (torch's own cast would make NaN, Inf).
+    """FP8 codes (uint8) of `v`, rounded to nearest even, saturated at the format's maximum.
 
-    Torch casts float64 by way of float32: two roundings, the one place with more than one.
+    element: "e4m3" or "e5m2". Without the clamp torch's cast would give NaN or Inf beyond the
+    maximum. Torch casts float64 to float32 first, so a float64 input is rounded twice.
     """
     limit = element_max(element)
     return v.clamp(-limit, limit).to(FP8_ELEMENTS[element]).view(torch.uint8)
 
 
 def decode_fp8(codes: Tensor, element: str, dtype: torch.dtype) -> Tensor:
-    """Values of FP8 codes."""
+    """Values in `dtype` of FP8 codes (uint8). element: "e4m3" or "e5m2"."""
     return codes.view(FP8_ELEMENTS[element]).to(dtype)

@@ -1,8 +1,9 @@
 """Hadamard transforms along the contracted axis of a GEMM.
 
 Both operands of a GEMM are multiplied by the same orthogonal S = diag(signs) H_g / sqrt(g), in
-groups of g along the contracted axis; S S^T = I, so the product is unchanged and nothing is
-inverted ("Training LLMs with MXFP4", arXiv 2502.20586, section 3.2).
+groups of g along the contracted axis. Since S S^T = I the product does not change, and needs no
+inverse transform ("Training LLMs with MXFP4", arXiv 2502.20586, section 3.2). docs/numerics.md,
+Hadamard transforms, defines the bits.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ from megatron_fp4.errors import ConfigError, check_choices
 
 @dataclass(frozen=True)
 class Hadamard:
-    """group: the transform's size, a power of two. signs: random draws them anew for each GEMM
-    and step (wgrad: each microbatch too); none leaves them out (a deterministic transform)."""
+    """The Hadamard transform of a GEMM's operands.
+
+    group: the size g of the transform, a power of two, 2 or more.
+    signs: "random" draws new signs for each GEMM and step (in wgrad for each microbatch too);
+        "none" uses no signs, which makes the transform deterministic.
+    Raises ConfigError for others.
+    """
 
     group: int = 64
     signs: Literal["random", "none"] = "random"
@@ -35,7 +41,10 @@ class Hadamard:
 
 @cache
 def hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """H of `size` (a power of two) in natural (Sylvester) order: entries +1 and -1."""
+    """The Hadamard matrix [size, size] in natural (Sylvester) order, with entries +1 and -1.
+
+    size: a power of two.
+    """
     h = torch.ones(1, 1, dtype=dtype, device=device)
     while h.shape[0] < size:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
@@ -45,9 +54,8 @@ def hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tens
 def transform(x: Tensor, group: int, signs: Tensor | None = None) -> Tensor:
     """x @ S along the last axis, in groups of `group`.
 
-    x: [..., K] with K a multiple of `group`. signs: [group], applied BEFORE H; None: no signs.
-    Computed and returned in float32 (float64 for float64 input). Raises ConfigError where the
-    groups do not tile the axis.
+    x: [..., K]. signs: [group], +1 or -1, applied before H; None: no signs. Computed and returned
+    in float32 (float64 for float64 input). Raises ConfigError if K is not a multiple of `group`.
     """
     if x.shape[-1] % group:
         raise ConfigError(f"an axis of {x.shape[-1]} is not a multiple of hadamard group {group}")
@@ -60,6 +68,9 @@ def transform(x: Tensor, group: int, signs: Tensor | None = None) -> Tensor:
 
 
 def inverse(x: Tensor, group: int, signs: Tensor | None = None) -> Tensor:
-    """x @ S^T: undoes `transform` (H is symmetric, so the signs come last)."""
+    """x @ S^T along the last axis: the inverse of `transform` with the same group and signs.
+
+    H is symmetric, so S^T is H followed by the signs.
+    """
     back = transform(x, group)
     return back if signs is None else (back.view(-1, group) * signs.to(back.dtype)).view(x.shape)

@@ -1,4 +1,7 @@
-"""Outlier handling of activations: clamp, and compensate with a sparse high-precision product."""
+"""Outliers of activations: clamps X to quantiles, and keeps what was clamped off as a residual.
+
+docs/numerics.md, Outlier clamp, defines the bits.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,12 @@ Scope = Literal["token", "channel", "tensor"]
 
 @dataclass(frozen=True)
 class Residual:
-    """What the clamp took off: a few elements of each line of the scope, the rest zero.
+    """X minus the clamped X, stored sparsely: up to k elements of each line are not zero.
 
-    values: [lines, k] in X's dtype; places: [lines, k], where in its line each lies (int16 where
-    that holds them). A line is a token, a channel, or the tensor. shape: X's.
+    A line is what one quantile is taken over: a token, a channel, or the tensor (`scope`).
+
+    values: [lines, k] in X's dtype. places: [lines, k], the index of each value in its line, in
+    `index_dtype` (int64 after a gather over ranks). shape: that of X, [tokens, features].
     """
 
     values: Tensor
@@ -28,7 +33,7 @@ class Residual:
     shape: torch.Size
 
     def dense(self) -> Tensor:
-        """[tokens, features]."""
+        """The residual as a dense matrix [tokens, features], in X's dtype."""
         tokens, features = self.shape
         lines = {"token": (tokens, features), "channel": (features, tokens)}
         whole = self.values.new_zeros(lines.get(self.scope, (1, tokens * features)))
@@ -37,20 +42,22 @@ class Residual:
 
 
 def _lines(x: Tensor, scope: Scope) -> Tensor:
-    """[tokens, features] with what a quantile is taken over last."""
+    """x [tokens, features] as [lines, elements of a line]; see `Residual`."""
     return {"token": x, "channel": x.t(), "tensor": x.reshape(1, -1)}[scope]
 
 
 @dataclass(frozen=True)
 class OutlierClamp:
-    """OCC of "Optimizing LLM Training Using FP4 Quantization" (arXiv 2501.17116, section 3.2).
+    """Outlier clamping and compensation (OCC) of "Optimizing LLM Training Using FP4 Quantization"
+    (arXiv 2501.17116, section 3.2).
 
-    alpha: activations are clamped to their signed quantiles [1 - alpha, alpha].
-    scope: what a quantile is taken over: a token's features, a channel's tokens, the tensor.
-        Always over the local shard: the one place where the layout shows in the numbers.
-    compensate: add residual @ W^T in high precision to the output.
-    residual_in_wgrad: the residual reaches the weight gradient too (the paper does not say; it
-        is the gradient of the forward pass that ran).
+    alpha: X is clamped to its signed quantiles 1 - alpha and alpha; in (0.5, 1].
+    scope: what a quantile is taken over: a token's features, a channel's tokens, or the tensor. It
+        is taken over the rank's shard, so these bounds depend on the parallel layout.
+    compensate: add residual @ W^T in high precision to Y.
+    residual_in_wgrad: add dY^T @ residual in high precision to dW. The paper does not specify this;
+        it is the gradient of the forward pass with compensation.
+    Raises ConfigError for another scope or alpha.
     """
 
     alpha: float = 0.99
@@ -64,19 +71,21 @@ class OutlierClamp:
             raise ConfigError(f"alpha {self.alpha} must lie in (0.5, 1]")
 
     def kept(self, length: int) -> int:
-        """How many elements of either end of a line of that length the residual has room for."""
-        # Beyond a quantile are those ranked beyond it; one more, should its rank be rounded.
+        """How many elements of each end of a line of `length` elements the residual stores."""
+        # As many as are ranked beyond a quantile, and one more in case the rank is rounded.
         return min(int((1 - self.alpha) * (length - 1)) + 2, length)
 
     def split(self, x: Tensor) -> tuple[Tensor, Residual]:
-        """X [tokens, features] as (what is clamped, in X's dtype; the residual). They add up to x
-        exactly wherever the difference fits x's dtype."""
+        """(clamped X in X's dtype, residual) of x [tokens, features].
+
+        Both add up to x exactly wherever the difference can be represented in x's dtype.
+        """
         lines = _lines(widen(x), self.scope)
         length = lines.shape[1]
         if lines.numel() == 0:
             none = x.new_zeros(lines.shape[0], 0)
             return x, Residual(none, none.to(torch.int16), self.scope, x.shape)
-        # By sorting: torch.quantile refuses more than 16 million elements.
+        # Sorts, because torch.quantile refuses more than 16 million elements.
         values, order = lines.sort(dim=1)
         low, high = _quantile(values, 1 - self.alpha), _quantile(values, self.alpha)
         raw, clamped = _lines(x, self.scope), lines.clamp(low, high).to(x.dtype)
@@ -85,7 +94,7 @@ class OutlierClamp:
         ends = torch.cat((order[:, :count], order[:, length - count :]), 1)
         taken = raw.gather(1, ends) - clamped.gather(1, ends)
         residual = Residual(
-            taken.masked_fill(low.isnan() | high.isnan(), 0),  # which ends NaN has is the sort's
+            taken.masked_fill(low.isnan() | high.isnan(), 0),  # NaN lines: the order is undefined
             ends.to(index_dtype(length)),
             self.scope,
             x.shape,
@@ -95,20 +104,21 @@ class OutlierClamp:
 
 
 def index_dtype(length: int) -> torch.dtype:
-    """Of places in a line of that length."""
+    """The dtype of indices into a line of `length` elements: int16 if it suffices, else int32."""
     return torch.int16 if length <= torch.iinfo(torch.int16).max else torch.int32
 
 
 def ranks(q: float, length: int) -> tuple[int, int, float]:
-    """The order statistics between which the q-quantile of `length` elements lies, and the weight
-    of the second."""
+    """(i, j, weight): the q-quantile of `length` sorted elements lies between elements i and j, at
+    this fraction of the way from i to j."""
     position = q * (length - 1)
     below = int(position)
     return below, min(below + 1, length - 1), position - below
 
 
 def _quantile(ordered: Tensor, q: float) -> Tensor:
-    """The q-quantile [lines, 1] of sorted lines, with linear interpolation in float64."""
+    """The q-quantile [lines, 1] of sorted lines [lines, length], interpolated linearly in float64
+    and rounded once to their dtype."""
     below, above, weight = ranks(q, ordered.shape[1])
     first, second = (ordered[:, i : i + 1].double() for i in (below, above))
     return (first + (second - first) * weight).to(ordered.dtype)

@@ -1,14 +1,17 @@
-"""Counter-based random bits: Philox-4x32 (Salmon et al., SC11), seven rounds.
+"""Counter-based random bits: Philox-4x32 with seven rounds.
 
-A bit is a function of the run's seed, the step, the stream (which GEMM operand of which module)
-and the element's index in the UNSHARDED tensor, and of nothing else. A rerun, a recomputed
-activation and another layout therefore draw the same noise.
+A bit depends only on the run's seed, the step, the stream (which operand of which GEMM of which
+module) and the element's index in the unsharded tensor. A rerun, a recomputed activation and
+another parallel layout therefore draw the same bits. docs/numerics.md, Random bits, is the
+definition.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from numbers import Integral
 from typing import NamedTuple
 
@@ -18,7 +21,7 @@ from torch import Tensor
 from megatron_fp4.errors import ConfigError
 
 ROUNDS = 7
-GROUP = 8  # elements that share one draw: 4 words of 32 bits, 16 bits an element
+GROUP = 8  # elements that share one draw: 4 words of 32 bits, 16 bits for each element
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -36,8 +39,8 @@ def philox4x32(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        # The 64-bit product wraps in int64; its bits, and so both halves, are still right. c1 and
-        # c3 keep a product's high half above their own 32 bits, until a mask drops it.
+        # The product overflows int64, but its 64 bits are those of the unsigned product. c1 and c3
+        # keep the high half of a product above their own 32 bits; later masks remove it.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c2 = (p1 >> 32) ^ c1, (p0 >> 32) ^ c3
         c0 ^= k0
@@ -51,14 +54,14 @@ def philox4x32(
 
 
 def stream_label(module: str, gemm: str, operand: str = "") -> str:
-    """What a stream is named: an operand's "<module>:<gemm>:<operand>", or without an operand the
-    Hadamard signs' of the GEMM."""
+    """The name of a random stream: "<module>:<gemm>:<operand>" for the rounding of an operand, or
+    "<module>:<gemm>" for the Hadamard signs of a GEMM."""
     return f"{module}:{gemm}:{operand}" if operand else f"{module}:{gemm}"
 
 
-@cache  # asked for every operand of every call, and a model has a fixed set of names
+@cache  # called for each operand of each call; a model has a fixed set of names
 def stream_id(name: str) -> int:
-    """FNV-1a, 32 bits, of a `stream_label`."""
+    """The 32-bit FNV-1a hash of a `stream_label`: the stream's number in the Philox counter."""
     digest = 0x811C9DC5
     for byte in name.encode():
         digest = ((digest ^ byte) * 0x01000193) & _MASK
@@ -66,12 +69,13 @@ def stream_id(name: str) -> int:
 
 
 class Placement(NamedTuple):
-    """Where the elements of a local matrix lie in the unsharded one.
+    """Where the elements of a rank's matrix lie in the unsharded matrix.
 
     rows: int64 [local rows], the global index of each row; None: first_row, first_row + 1, ...
-    groups: int64 [ceil(local columns / 8)], the global index within its row of each group of
-        eight columns; None: 0, 1, 2, ...
-    groups_per_row: how many groups a row of the unsharded matrix has; None: as many as here.
+    groups: int64 [ceil(local columns / 8)], for each group of eight columns its global index within
+        a row; None: 0, 1, 2, ...
+    groups_per_row: the number of groups in a row of the unsharded matrix; None: as locally.
+    first_row: the global index of the first row, where `rows` is None.
     """
 
     rows: Tensor | None = None
@@ -85,9 +89,11 @@ WHOLE = Placement()
 
 @dataclass(frozen=True)
 class Key:
-    """What the noise of one run and one step is keyed with: the 64-bit seed, and the step, a number
-    or where it lies in memory (see `word`). Raises ConfigError for a seed that does not fit, and
-    for a step that is neither an integer nor an int64 tensor []."""
+    """The key of the random bits of one step of a run.
+
+    seed: an integer in [0, 2^64). step: an integer, or an int64 tensor [] that is read when the
+    bits are drawn (see `word`). Raises ConfigError for others.
+    """
 
     seed: int
     step: int | Tensor = 0
@@ -102,14 +108,24 @@ class Key:
             shape = list(step.shape)
             raise ConfigError(f"a step in memory is an int64 tensor [], not {step.dtype} {shape}")
 
+    @cached_property
     def words(self) -> tuple[int, int]:
         """The Philox key: the seed's low and high word."""
         return self.seed & _MASK, (self.seed >> 32) & _MASK
 
+    @cached_property
+    def signed_words(self) -> tuple[int, int]:
+        """`words` as two signed 32-bit integers with the same bits."""
+        low, high = (word - 2**32 if word >= 2**31 else word for word in self.words)
+        return low, high
+
 
 def word(number: int | Tensor, device: torch.device | str) -> Tensor:
-    """The low 32 bits of a number, or of one that lies in memory: int64 []. A CUDA graph reads that
-    whenever it runs, where it would repeat the number that it was captured with."""
+    """The low 32 bits of `number` as an int64 tensor [] on `device`.
+
+    A captured CUDA graph reads a tensor again at each replay, and repeats a Python number as it was
+    captured.
+    """
     if isinstance(number, Tensor):
         return number.to(device) & _MASK
     return torch.full((), number & _MASK, device=device)
@@ -123,10 +139,11 @@ def random_bits16(
     placement: Placement = WHOLE,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Uniform integers in [0, 65536) for a local matrix: int32 [rows, columns].
+    """Uniform integers in [0, 65536) for a rank's matrix: int32 [rows, columns].
 
-    Element j of a group of eight takes word j // 2 of the group's draw, the low half if j is
-    even, the high half if it is odd.
+    Element j of a group of eight columns takes word j // 2 of the group's draw: the low half if j
+    is even, the high half if it is odd. placement: where the rank's matrix lies in the unsharded
+    one.
     """
     count = -(-columns // GROUP)
     row, first = placement.rows, placement.first_row
@@ -141,7 +158,7 @@ def random_bits16(
             word(key.step, device),
             word(stream, device),
         ),
-        key.words(),
+        key.words,
     )
     # Little-endian: viewing a word as two 16-bit halves yields the low half first.
     halves = torch.stack(words, dim=-1).to(torch.int32).view(torch.int16)
@@ -158,12 +175,13 @@ def random_signs(
 ) -> Tensor:
     """`count` random signs (float32, +1 or -1) for a Hadamard transform.
 
-    Index i takes bit i % 32 of word (i % 128) // 32 of the draw i // 128, whose counter is
-    (i // 128, draw, step, stream). `draw` makes signs fresh, for each microbatch say.
+    Sign i takes bit i % 32 of word (i % 128) // 32 of draw i // 128, whose Philox counter is
+    (i // 128, draw, step, stream). draw: another number gives other signs, such as the index of
+    the microbatch in wgrad.
     """
     low = torch.arange(-(-count // 128), device=device)
     words = philox4x32(
-        (low, word(draw, device), word(key.step, device), word(stream, device)), key.words()
+        (low, word(draw, device), word(key.step, device), word(stream, device)), key.words
     )
     bits = torch.stack(words, dim=-1)[..., None] >> torch.arange(32, device=device) & 1
     return 1.0 - 2.0 * bits.flatten()[:count].float()
@@ -177,18 +195,18 @@ class Signs(NamedTuple):
     draw: int | Tensor = 0
 
     def vector(self, count: int, device: torch.device | str = "cpu") -> Tensor:
-        """float32 [count], +1 or -1."""
+        """The first `count` signs: float32 [count], +1 or -1."""
         return random_signs(count, self.key, self.stream, self.draw, device)
 
 
 class Noise(NamedTuple):
-    """The random bits of one operand: what a backend needs to draw them, wherever it draws."""
+    """What identifies the random bits of one operand; a maker draws them from it."""
 
     key: Key
     stream: int
     placement: Placement = WHOLE
 
     def bits16(self, like: Tensor) -> Tensor:
-        """Bits for a local matrix in the layout in which the model holds it, [rows, columns]."""
+        """The bits for a rank's matrix `like` [rows, columns], laid out as the model holds it."""
         rows, columns = like.shape
         return random_bits16(rows, columns, self.key, self.stream, self.placement, like.device)

@@ -1,7 +1,7 @@
-"""Quantizer: element grid, scale format, block, scale rule, rounding -> QuantizedTensor.
+"""Quantizer (element format, scale format, block, scale rule, rounding) and QuantizedTensor.
 
-Plain PyTorch, and the oracle: every backend gives these codes and scales bit for bit
-(docs/numerics.md is the contract).
+This plain PyTorch code is the reference: every kernel gives the same codes and scales bit for bit.
+docs/numerics.md is the specification.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ WHOLE_AXIS = 0  # a block size that means the whole axis
 
 @dataclass(frozen=True)
 class Quantizer:
-    """How a matrix becomes 4-bit (or FP8) codes and block scales.
+    """How a matrix is quantized to 4-bit (or FP8) codes and block scales.
 
-    element: the grid of the codes: e2m1; e4m3 and e5m2 for operands that a method keeps in FP8.
-    scale: the block scale's format: e8m0, e4m3, ue5m3, fp32.
-    block: (across, along): the rows, and the elements of the blocked axis, that share a scale.
-        0 is the whole axis: (1, 0) is a scale for each row, (0, 0) one for the tensor, and no
-        other block has a 0.
-    rule: e8m0: floor (OCP, may clip) or ceil (truncation-free: TetraJet, arXiv 2502.20853,
-        section 3.2). e4m3, ue5m3: nearest, up, or four-over-six (a block's maximum goes to 6 or
-        to 4, whichever errs less; arXiv 2512.02010). fp32: absmax.
-    rounding: nearest (ties to even), stochastic, or ema: of the two neighbours on the grid the one
+    element: the format of the codes: e2m1, or e4m3 or e5m2 for operands that a method keeps in FP8.
+    scale: the format of the block scales: e8m0, e4m3, ue5m3 or fp32.
+    block: (across, along): the elements that share a scale: `across` rows (the block height) by
+        `along` elements of the blocked axis (the block length). 0 is the whole axis: (1, 0) is a
+        scale for each row, (0, 0) one for the tensor; no other block has a 0.
+    rule: how a block's scale follows from its largest magnitude.
+        e8m0: floor (OCP; may clip) or ceil (never clips; TetraJet, arXiv 2502.20853, section 3.2).
+        e4m3, ue5m3: nearest, up, or four-over-six (the maximum is scaled to 6 or to 4, whichever
+        gives the smaller error; arXiv 2512.02010). fp32: absmax.
+    rounding: nearest (ties to even), stochastic, or ema: to the neighbour on the grid that is
         nearer to a moving average of the tensor (e8m0 scales; Q-EMA, arXiv 2502.20853).
-    prescale: multiplies the scaled value before it is rounded, and is not undone here: the
-        GEMM's correction does (3/4 in "Training LLMs with MXFP4", arXiv 2502.20586).
-    tensor_max: e4m3, ue5m3: the largest block scale that the tensor scale aims at (NVFP4: 448);
-        0 leaves the tensor scale out.
-    inflate: multiplies e4m3 and ue5m3 block scales (17/16: scale rounding no longer clips).
+    prescale: multiplies the scaled value before it is rounded (3/4 in "Training LLMs with MXFP4",
+        arXiv 2502.20586). Decoded values contain it; the GEMM's `correction` undoes it.
+    tensor_max: e4m3 and ue5m3 only. Adds a tensor scale, chosen so that the largest block scale is
+        about `tensor_max` (NVFP4: 448); 0 adds none.
+    inflate: multiplies e4m3 and ue5m3 block scales; with 17/16 a rounded scale never clips.
+    Raises ConfigError for fields that contradict each other.
     """
 
     element: Literal["e2m1", "e4m3", "e5m2"] = "e2m1"
@@ -84,37 +86,37 @@ class Quantizer:
         if self.rule == "four-over-six" and (self.block[0] != 1 or self.stochastic):
             raise ConfigError("four-over-six takes blocks of one row and nearest rounding")
 
-    def __hash__(self) -> int:  # a key in every call of every linear
+    def __hash__(self) -> int:  # cheap, since every call of a linear hashes it to find its plan
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
         words = self.element, self.scale, self.block, self.rule, self.rounding
-        return crc32(repr(words).encode())  # the same in a process that unpickles it
+        return crc32(repr(words).encode())  # equal in every process, since pickling stores it
 
-    @property
+    @cached_property
     def stochastic(self) -> bool:
         return self.rounding == "stochastic"
 
-    @property
+    @cached_property
     def mxfp4(self) -> bool:
-        """Whether it makes OCP's MXFP4: E2M1 with an E8M0 scale for each block of 32."""
+        """Whether the format is OCP's MXFP4: E2M1 with an E8M0 scale for each block of 32."""
         return (self.element, self.scale, self.block) == ("e2m1", "e8m0", (1, 32))
 
-    @property
+    @cached_property
     def outer(self) -> bool:
-        """Whether the block scale spans the whole blocked axis, so that it leaves the GEMM."""
+        """Whether a block spans the whole blocked axis: its scale can then multiply the product."""
         return self.block[1] == WHOLE_AXIS
 
     def nbytes(self, rows: int, k: int) -> int:
-        """The bytes of codes and scales of a [rows, k] matrix whose blocked axis is the last."""
+        """The bytes of codes and block scales of a [rows, k] matrix with the blocked axis last."""
         codes = rows * k // 2 if self.element == "e2m1" else rows * k
         across, along = self.block[0] or rows, self.block[1] or k
         return codes + (rows // across) * (k // along) * (4 if self.scale == "fp32" else 1)
 
     def scale_spans(self, sharded: int | None, axis: int) -> bool:
-        """Whether ranks share a scale of a matrix blocked along `axis` and sharded along `sharded`
-        (None: not sharded)."""
+        """Whether ranks share a scale of a matrix that is blocked along `axis` and sharded over
+        ranks along the axis `sharded` (None: not sharded)."""
         if self.tensor_max or self.block == (WHOLE_AXIS, WHOLE_AXIS):
             return sharded is not None
         return self.outer and sharded == axis
@@ -122,13 +124,14 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """Codes and scales of one matrix, the blocked axis last.
+    """Codes and scales of one tensor, with the blocked axis last.
 
-    codes: uint8; E2M1 packed two a byte [..., K / 2], FP8 one a byte [..., K].
-    scales: one for each block [rows / across, K / along]: uint8 (E8M0, E4M3, UE5M3 codes) or
-        float32 (what divides the tensor: the decoded value is code / scale).
-    tensor_scale: float32 scalar that multiplies every block scale, or None.
-    axis: the blocked axis of the tensor that was quantized; shape: that tensor's shape.
+    codes: uint8: E2M1 codes, two in a byte, [..., K / 2]; or FP8 codes [..., K].
+    scales: one for each block: [..., K / length], or [rows / height, K / length] where the block
+        height is not 1. uint8 for E8M0, E4M3 and UE5M3. float32 scales are stored as the factor
+        that multiplied the tensor: the decoded value is code / scale.
+    tensor_scale: a float32 scalar that multiplies every block scale, or None.
+    shape: the shape of the tensor that was quantized. axis: the blocked axis of that tensor.
     """
 
     codes: Tensor
@@ -142,18 +145,14 @@ class QuantizedTensor:
     def device(self) -> torch.device:
         return self.codes.device
 
-    def plain(self) -> QuantizedTensor:
-        """Itself, without what else a backend has made with it."""
-        return self
-
     def elements(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The codes' values on the element grid, the blocked axis last."""
+        """The values of the codes without any scale, [..., K] with the blocked axis last."""
         if self.quantizer.element == "e2m1":
             return formats.decode_packed_e2m1(self.codes, dtype)
         return formats.decode_fp8(self.codes, self.quantizer.element, dtype)
 
     def block_scales(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What multiplies the elements of each block, without the tensor scale."""
+        """The factors that multiply the elements of each block, without the tensor scale."""
         if self.quantizer.scale == "e8m0":
             return formats.decode_e8m0(self.scales, dtype)
         if self.quantizer.scale == "fp32":
@@ -161,8 +160,12 @@ class QuantizedTensor:
         return formats.SCALE_FLOATS[self.quantizer.scale].decode(self.scales, dtype)
 
     def factors(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
-        """(values, outer): values [rows, K], exact in BF16, blocked axis last; outer: what is
-        left to multiply the GEMM's output rows with: [rows, 1], a scalar [1, 1], or None."""
+        """(values, outer): the decoded matrix is values * outer.
+
+        values: [rows, K] in `dtype` with the blocked axis last, exact in BF16; block scales are
+        multiplied in, unless they span the whole axis. outer: [rows, 1], [1, 1] or None, the scales
+        that are left to multiply the rows of the product with.
+        """
         values = self.elements(dtype)
         values = values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
         if self.quantizer.outer:
@@ -172,13 +175,14 @@ class QuantizedTensor:
         return values, None if self.tensor_scale is None else self.tensor_scale.view(1, 1)
 
     def unscaled(self) -> QuantizedTensor:
-        """A matrix with float32 scales, with one of 1."""
+        """A tensor with float32 scales, with its scales replaced by one tensor-wide scale of 1."""
         assert self.quantizer.scale == "fp32"
         quantizer = replace(self.quantizer, block=(WHOLE_AXIS, WHOLE_AXIS))
         return replace(self, scales=self.scales.new_ones(1, 1), quantizer=quantizer)
 
     def along(self, axis: int) -> QuantizedTensor:
-        """The same elements of a matrix with one scale, `axis` last. Both axes are even."""
+        """A matrix with one scale for the tensor, transposed if `axis` is not last already. Both
+        of its sizes must be even in E2M1."""
         if axis == self.axis:
             return self
         if self.quantizer.element == "e2m1":
@@ -188,7 +192,7 @@ class QuantizedTensor:
         return replace(self, codes=codes, axis=axis)
 
     def tally(self) -> Tensor:
-        """int32 [2]: how many elements were rounded (none here), and whether a block is NaN."""
+        """int32 [2], as `operands.Decoded.tally`: 0 rounded elements, and 1 if any block is NaN."""
         if self.quantizer.scale == "fp32":
             nan = self.scales.isnan().any()
         else:
@@ -196,9 +200,11 @@ class QuantizedTensor:
         return torch.stack((torch.zeros_like(nan), nan)).int()
 
     def grid_coordinates(self, x: Tensor) -> Tensor:
-        """`x`, of the shape and blocked axis of the quantized tensor, divided by its scales (and
-        prescaled): where its elements lie on the element grid. A matrix with the blocked axis
-        last; NaN or Inf in blocks whose scale is zero or NaN."""
+        """`x` divided by this tensor's scales and multiplied by the prescale: what is rounded.
+
+        x: of the shape of the quantized tensor. Returns [rows, K] with the blocked axis last, in
+        float32 (float64 for float64 input); NaN or Inf in blocks whose scale is zero or NaN.
+        """
         matrix = widen(x).movedim(self.axis, -1)
         matrix = matrix.reshape(-1, matrix.shape[-1])
         if self.quantizer.prescale != 1.0:
@@ -211,7 +217,7 @@ class QuantizedTensor:
         return per_block(matrix, self.quantizer.block, scales, torch.div)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The tensor that the codes stand for, in the original layout and `dtype`."""
+        """The decoded tensor, in the shape of the tensor that was quantized, rounded to `dtype`."""
         wide = formats.wide(dtype)
         values, outer = self.factors(wide)
         if self.quantizer.scale == "fp32":
@@ -238,10 +244,10 @@ def quantize_matrix(
     bits: random integers in [0, 65536) of x's shape; required for stochastic rounding.
     average: a moving average of x, of its shape; required for rounding ema. Scales and signs are
         x's.
-    widest: the largest `absolute_max` of the ranks that share a scale (`Quantizer.scale_spans`);
-        None where no rank holds another part of it.
-    Raises ConfigError where the block does not divide the axis, or what the rounding takes is not
-    given.
+    widest: the maximum of `absolute_max` over the ranks that share a scale of x
+        (`Quantizer.scale_spans`); None if x is the whole tensor.
+    Raises ConfigError if a block does not divide the axis or the rows, or if the bits or the
+    average that the rounding needs are missing.
     """
     if not isinstance(axis, int) or not -x.dim() <= axis < x.dim():
         raise ConfigError(f"a tensor of {x.dim()} axes has no axis {axis}")
@@ -278,8 +284,8 @@ def quantize_matrix(
 def average_for(
     x: Tensor | QuantizedTensor, quantizer: Quantizer, average: Tensor | None
 ) -> Tensor | None:
-    """What the quantizer takes of a moving average of x. Raises ConfigError where it takes one and
-    there is none of x's shape."""
+    """`average` if the quantizer rounds towards it (rounding ema), else None. Raises ConfigError
+    if one is needed and there is none of x's shape."""
     if quantizer.rounding != "ema":
         return None
     if average is None or average.shape != x.shape:
@@ -288,8 +294,11 @@ def average_for(
 
 
 def absolute_max(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
-    """What ranks that hold parts of `x` take the maximum of before `quantize_matrix`: [rows, 1] for
-    a scale of each row, one number for a scale of the tensor."""
+    """The largest magnitudes of this rank's part of a tensor whose scales ranks share.
+
+    Their maximum over the ranks is `quantize_matrix`'s `widest`. Returns [rows, 1] for row scales,
+    and a single element for a tensor scale; Inf stands for NaN too.
+    """
     return widest_max(_matrix(x, axis), quantizer)
 
 
@@ -297,7 +306,7 @@ def _matrix(x: Tensor, axis: int) -> Tensor:
     """[rows, K] with the blocked axis last, float32 or wider."""
     moved = x.detach().movedim(axis, -1)
     rows, k = math.prod(moved.shape[:-1]), moved.shape[-1]
-    return widen(moved.reshape(rows, k).contiguous())  # a transpose costs least while narrow
+    return widen(moved.reshape(rows, k).contiguous())  # a transpose costs less before widening
 
 
 def quantize(
@@ -308,16 +317,16 @@ def quantize(
     seed: int | None = None,
     average: Tensor | None = None,
 ) -> QuantizedTensor:
-    """Quantize a whole tensor along `axis`, by a Quantizer or the name of one.
+    """Quantize a whole tensor in blocks along `axis`.
 
-    seed: keys the random bits of a stochastic quantizer (step 0, stream 0); without it a
-        stochastic quantizer is an error.
-    average: a moving average of x, which rounding ema takes.
-    x: dense, in float16, bfloat16, float32 or float64.
-    No gradient reaches x through the result or its `dequantize`: `linear` and `Linear` are
-    differentiable, and this function is for looking at codes.
-    Raises ConfigError for an unknown name, a missing seed or average, another tensor than that, or
-    an axis that blocks do not divide.
+    x: a dense tensor in float16, bfloat16, float32 or float64.
+    quantizer: a Quantizer, or a name that `list_quantizers` lists.
+    seed: the key of a stochastic quantizer's random bits (step 0, stream 0); required for one.
+    average: a moving average of x, of its shape; required for rounding ema.
+    The result is not differentiable, and neither is its `dequantize`: this function is for looking
+    at codes. `linear` and `Linear` are differentiable.
+    Raises ConfigError for an unknown name, a missing seed or average, an unsupported tensor, or an
+    axis that is not a multiple of the block.
     """
     if not isinstance(quantizer, Quantizer):
         quantizer = get_quantizer(quantizer)
@@ -332,7 +341,8 @@ def quantize(
 
 
 def check_divides(quantizer: Quantizer, rows: int, k: int, axis: int | str) -> None:
-    """Raise ConfigError unless blocks tile a [rows, k] matrix whose blocked axis is the last."""
+    """Raise ConfigError unless blocks tile a [rows, k] matrix with the blocked axis last. axis: its
+    name in the message."""
     across, along = quantizer.block
     if along and k % along:
         raise ConfigError(
@@ -356,21 +366,22 @@ _NAMED = {
     "mxfp4-ceil": Quantizer(rule="ceil"),
     "nvfp4": NVFP4,
     "nvfp4-four-over-six": replace(NVFP4, rule="four-over-six", tensor_max=256.0),
-    # Scale rounding pushes some values past 6, which biases plain NVFP4 under stochastic
-    # rounding: scales 17/16 larger cover it, and need the room that 256 leaves below 448.
+    # A block scale that is rounded down makes values exceed 6. They are clipped, which biases
+    # stochastic rounding. Scales larger by 17/16 prevent this. tensor_max 256 leaves room for
+    # them below E4M3's maximum of 448.
     "nvfp4-17-16": replace(NVFP4, inflate=17 / 16, tensor_max=256.0),
     "vector": Quantizer(scale="fp32", block=(1, WHOLE_AXIS), rule="absmax"),
 }
 
 
 def list_quantizers() -> list[str]:
-    """Every name that `quantize` takes; "-sr" is the stochastically rounding twin."""
+    """All names that `quantize` takes; "-sr" is the same quantizer with stochastic rounding."""
     twins = [f"{n}-sr" for n, q in _NAMED.items() if q.rule != "four-over-six"]
     return sorted([*_NAMED, *twins])
 
 
 def get_quantizer(name: str) -> Quantizer:
-    """The named Quantizer. Raises ConfigError that lists the known names."""
+    """The named Quantizer. Raises ConfigError, which lists the known names, for an unknown one."""
     if name not in list_quantizers():
         raise ConfigError(f"unknown quantizer {name!r}; known: {', '.join(list_quantizers())}")
     if name in _NAMED:

@@ -1,4 +1,7 @@
-"""Block scales: from a matrix to its values on the element grid and the scales to store."""
+"""Block scales: computes the scales of a matrix, and the scaled values that are rounded to codes.
+
+docs/numerics.md, Scales, defines the bits.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
-    """A [rows, K] matrix as [block rows, across, block columns, along]."""
+    """A [rows, K] matrix as [rows of blocks, block height, columns of blocks, block length]."""
     rows, k = matrix.shape
     across, along = block[0] or rows, block[1] or k
     blocked = (rows // across if block[0] else 1, across, k // along if block[1] else 1, along)
@@ -30,14 +33,19 @@ def per_block(
     scales: Tensor,
     op: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """op(element, its block's scale) over a [rows, K] matrix."""
+    """op(element, scale of its block) for each element of a [rows, K] matrix.
+
+    scales: one for each block, of any shape with rows of blocks before columns of blocks.
+    """
     blocks = _blocks(matrix, block)
     return op(blocks, scales.reshape(blocks.shape[0], 1, blocks.shape[2], 1)).reshape(matrix.shape)
 
 
 def _block_max(matrix: Tensor, block: tuple[int, int]) -> Tensor:
-    """Absolute maxima [rows / across, K / along]; Inf where a block holds an Inf or a NaN; 0 of an
-    empty block."""
+    """The largest magnitude of each block, [rows / height, K / length].
+
+    Inf if the block has an Inf or a NaN, and 0 if it has no elements.
+    """
     blocks = _blocks(matrix.abs(), block)
     if blocks.numel() == 0:
         return blocks.new_zeros(blocks.shape[0], blocks.shape[2])
@@ -46,15 +54,18 @@ def _block_max(matrix: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def widest_max(matrix: Tensor, quantizer: Quantizer) -> Tensor:
-    """The absolute maxima that the widest scale is made of: of the tensor (a scalar) where there is
-    a tensor scale, else of the blocks. Ranks that share such a scale share the largest of theirs;
-    Inf where a block holds an Inf or a NaN, since a NaN need not survive a maximum over ranks."""
+    """The largest magnitudes from which the scales that ranks may share are computed.
+
+    They are those of the blocks [rows / height, K / length], or with a tensor scale that of the
+    tensor's finite blocks (a scalar). Ranks that share such a scale take the maximum of theirs. A
+    block with a NaN has Inf, since a collective need not preserve a NaN.
+    """
     amax = _block_max(matrix, quantizer.block)
     return _tensor_max(amax) if quantizer.tensor_max else amax
 
 
 def _tensor_max(amax: Tensor) -> Tensor:
-    """Over finite blocks: the others are marked by their own scale and do not spoil these."""
+    """The maximum over finite blocks; the scale of any other block is NaN and does not need it."""
     finite = torch.where(amax.isfinite(), amax, 0)
     return finite.amax() if amax.numel() else amax.new_zeros(())
 
@@ -62,10 +73,13 @@ def _tensor_max(amax: Tensor) -> Tensor:
 def scale_blocks(
     matrix: Tensor, quantizer: Quantizer, widest: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """(scaled values, stored scales, tensor scale, which blocks are finite). A block with a NaN or
-    an Inf has a NaN scale, so that the overflow shows at once; its values are undefined.
+    """(scaled values [rows, K], stored scales, tensor scale, finite) of a [rows, K] matrix.
 
-    widest: `widest_max` over all ranks that share the scale; None where this is all of it.
+    The last three are as in `QuantizedTensor`, and a bool for each block. The scale of a block with
+    a NaN or an Inf is NaN, so that the overflow shows at once; its scaled values are undefined.
+
+    widest: the maximum of `widest_max` over all ranks that share a scale; None if no rank shares
+    one.
     """
     if widest is None or quantizer.tensor_max:
         amax = _block_max(matrix, quantizer.block)
@@ -85,9 +99,12 @@ def scale_blocks(
 def scale_average(
     average: Tensor, matrix: Tensor, scales: Tensor, finite: Tensor, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(the average of a matrix on the grid where `scale_blocks` left that, stored scales, which
-    blocks are finite): a NaN or an Inf in the average marks its block as one in the matrix does.
-    Zeros of the matrix have an average of 0. E8M0 scales."""
+    """(scaled average [rows, K], stored scales, finite) for rounding `matrix` towards `average`.
+
+    average, matrix: [rows, K]. scales, finite: what `scale_blocks` returned for the matrix, with
+    E8M0 scales; the average is divided by these scales. A NaN or an Inf in the average makes its
+    block NaN too. Where the matrix is zero the result is zero, so that zeros are not changed.
+    """
     finite = finite & _block_max(average, quantizer.block).isfinite()
     inverse = formats.decode_e8m0(2 * formats.E8M0_BIAS - scales.int(), matrix.dtype)
     average = torch.where(matrix == 0, 0, average)
@@ -116,10 +133,14 @@ def _scale_fp32(
 
 
 def gamma(amax: Tensor, finite: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """(what multiplies the values, what is stored) of float32 scales of these maxima."""
+    """(factor, stored scale) of float32 scales, for blocks with the largest magnitudes `amax`.
+
+    The factor multiplies the values. It is stored as the scale, except that the stored scale of a
+    block that is not finite is NaN.
+    """
     limit = formats.element_max(quantizer.element)
-    # Tensor by tensor: with a number on either side torch may multiply by a rounded reciprocal.
-    # A maximum below limit / float32's largest would make the scale infinite.
+    # Divides a tensor by a tensor: if one side is a number, torch may multiply by a rounded
+    # reciprocal. The clamp keeps the factor of a denormal maximum finite.
     factor = (torch.full_like(amax, limit) / amax).clamp(max=torch.finfo(torch.float32).max)
     factor = torch.where(amax == 0, 1.0, factor)
     return factor, torch.where(finite, factor, math.nan).to(widen(amax).dtype)
@@ -143,7 +164,7 @@ def _scale_float(
     safe = torch.where(finite, amax, 0)
 
     def quantize_to(target: float) -> tuple[Tensor, Tensor]:
-        """Scaled values and scale codes with block maxima going to `target`."""
+        """(scaled values, scale codes) if each block's maximum is scaled to `target`."""
         scale_format = formats.SCALE_FLOATS[quantizer.scale]
         wanted = safe / (target * per_unit) * quantizer.inflate
         code = scale_format.encode(wanted, up=quantizer.rule == "up")
@@ -165,8 +186,10 @@ def _smaller_error(
     six: tuple[Tensor, Tensor],
     four: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """For each block the candidate with the smaller squared error; six where they tie. In float64,
-    so that the order of the sum decides no block."""
+    """(scaled values, scale codes) with, for each block, the candidate of smaller squared error.
+
+    A tie takes `six`. Errors are summed in float64, so that the order of a sum does not decide.
+    """
     scale_format = formats.SCALE_FLOATS[quantizer.scale]
 
     def error(candidate: tuple[Tensor, Tensor]) -> Tensor:

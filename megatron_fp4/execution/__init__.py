@@ -1,1 +1,1 @@
-"""Runs a plan: operands are made, sent between ranks and multiplied, forward and backward."""
+"""Executes plans: makes operands, sends them between ranks, and runs the GEMMs."""

@@ -1,6 +1,7 @@
 """The backward pass of a linear, dX = dY W and dW = dY^T X, executed from its plan.
 
-X is gathered while dX is computed, and dX is summed over the ranks while dW is computed.
+Under sequence parallelism X is gathered while dX is computed, and dX is reduce-scattered while dW
+is computed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, So
 
 
 class Gradients(NamedTuple):
-    """dx: [tokens, in]; dw: [out, in], or the main_grad that it was added to; None where they are
-    not asked for. dy: dY as dgrad multiplied it; None without dgrad."""
+    """The gradients of one backward pass; None where one is not asked for.
+
+    dx: [tokens, in]. dw: [out, in], or the main_grad to which it was added. dy: dY as dgrad
+    multiplied it, if the recipe's bias gradient sums that.
+    """
 
     dx: Tensor | None
     dw: Tensor | None
@@ -34,7 +38,10 @@ class Gradients(NamedTuple):
 
 @dataclass
 class Backward:
-    """One backward pass. held: W's operands, where the calls of a step share them."""
+    """One backward pass.
+
+    saved: what the forward pass saved. held: W's operands, where the calls of a step share them.
+    """
 
     plan: LinearPlan
     saved: Saved
@@ -46,7 +53,7 @@ class Backward:
     _made: dict[OperandPlan, Made] = field(default_factory=dict)
 
     def gradients(self, dy: Tensor, into: Tensor | None) -> Gradients:
-        """The gradients for dY [tokens, out]. into: the main_grad that dW is added to."""
+        """The gradients for dY [tokens, out]. into: the main_grad to which dW is added, or None."""
         plan, site = self.plan, self.site
         x = self._send_kept_x()
         residual = None
@@ -60,25 +67,27 @@ class Backward:
         dys = {gemm.name: self._send(gemm.a) for gemm in plan.gemms[1:] if gemm.a in self._made}
         dx = dw = dgrads_dy = None
         if plan.dgrad is not None:
-            dgrads_dy = dys["dgrad"].wait()
-            product = run_gemm(plan.dgrad, dgrads_dy, self._w(plan.dgrad), site, held=self.held)
-            dx = self._sum(product)
+            a = dys.pop("dgrad").wait()
+            dx = self._sum(run_gemm(plan.dgrad, a, self._w(plan.dgrad), site, held=self.held))
+            dgrads_dy = a.operand if plan.recipe.bias_gradient == "quantized" else None
+            del a  # its memory is wgrad's to use
+            self._forget(plan.dgrad)
         if plan.wgrad is not None and x is not None:
             b = x.wait()
             if plan.late:
                 b = self._make_late(plan.wgrad, b)
             a = dys["wgrad"].wait() if "wgrad" in dys else self._made[plan.wgrad.a]
             dw = self._dw(plan.wgrad, a, b, dy, residual, into)
-        return Gradients(
-            None if dx is None else dx.wait(),
-            dw,
-            None if dgrads_dy is None else dgrads_dy.operand,
-        )
+        return Gradients(None if dx is None else dx.wait(), dw, dgrads_dy)
 
     # --- operands ---
 
     def _send_kept_x(self) -> Pending[Made] | None:
-        """X on its way from the other ranks, where nothing has to be made of this rank's part."""
+        """Starts to gather what was saved of X, where it is gathered as it was saved.
+
+        That is wgrad's packed operand, or the matrix or codes from which wgrad's operand is made
+        after the gather. None where the operand is made from this rank's part first.
+        """
         plan, x = self.plan.wgrad, self.saved.x
         if plan is None or x is None:
             return None
@@ -89,7 +98,7 @@ class Backward:
         return None
 
     def _gather_before(self, dy: Tensor) -> Tensor:
-        """dY of all tokens, where its operands are made of that."""
+        """dY of all tokens, where its operands are made from that; else `dy`."""
         gemm = self.plan.dgrad or self.plan.wgrad
         if gemm is None or gemm.a.gathered != "before" or self.site.parallel is None:
             return dy
@@ -98,7 +107,7 @@ class Backward:
         return whole
 
     def _make_at_start(self) -> None:
-        """Makes what does not wait for X; W's operand only where it is not held."""
+        """Makes all operands that do not wait for the gathered X; W's operand if it is not held."""
         plan, makings = self.plan, self.plan.backward
         if plan.dgrad is not None:
             if self.held is not None and "dgrad" in self.held.made:
@@ -112,13 +121,13 @@ class Backward:
         self._make(makings)
 
     def _make_late(self, wgrad: GemmPlan, x: Made) -> Made:
-        """Makes what waits for X of all tokens; returns X's operand."""
+        """Makes the operands that depend on the gathered X, `x`; returns X's operand."""
         self._take_source(wgrad, x.operand, self.plan.fprop.a)
         self._make(self.plan.late)
         return self._made[wgrad.b]
 
     def _take_source(self, gemm: GemmPlan, kept: Operand, fprop: OperandPlan) -> None:
-        """Notes what W's or X's operand is to be made of, and what is to be folded into dY."""
+        """Records what W's or X's operand is made from, and the scales that multiply dY."""
         matrix, fold = source_of(gemm.b, kept, fprop, self.site, self.call)
         if fold is not None and gemm.name == "wgrad" and gemm.a.is_part and self.site.parallel:
             fold = self.site.parallel.part(fold)
@@ -127,9 +136,17 @@ class Backward:
 
     def _make(self, makings: tuple[Making, ...]) -> None:
         self._made |= make_operands(makings, self._matrices, self._folds, self.site, self.call)
+        for making in makings:
+            if making.matrix[0] != "dy":  # which outliers are multiplied by
+                self._matrices.pop(making.matrix, None)
+
+    def _forget(self, gemm: GemmPlan) -> None:
+        """Frees the operands of a GEMM that has run."""
+        self._made.pop(gemm.a, None)
+        self._made.pop(gemm.b, None)
 
     def _w(self, dgrad: GemmPlan) -> Made:
-        """W's operand, which is held from now on where the plan says so."""
+        """dgrad's operand of W, which is held for the other calls where the plan says so."""
         held = self.held
         if held is None or dgrad.b not in self._made:
             return self._made[dgrad.b] if held is None else held.made["dgrad"]
@@ -142,7 +159,7 @@ class Backward:
         return self._send_operand(operand, self._made[operand])
 
     def _send_operand(self, plan: OperandPlan, made: Made) -> Pending[Made]:
-        """An operand with the tokens of all ranks, once it is waited for."""
+        """Starts to gather an operand whose codes are gathered; any other is returned at once."""
         if plan.gathered != "after" or self.site.parallel is None:
             return Pending.of(made)
         return self.site.parallel.gather(made.operand).then(Made)
@@ -150,7 +167,7 @@ class Backward:
     # --- products ---
 
     def _sum(self, dx: Tensor) -> Pending[Tensor]:
-        """dX of this rank's tokens, summed over the ranks."""
+        """Starts the sum of dX over the ranks, where the sharding asks for one."""
         parallel, sharding = self.site.parallel, self.plan.setting.sharding
         if parallel is not None and sharding.tokens == "x":
             return parallel.scatter_sum(dx)
@@ -165,17 +182,17 @@ class Backward:
         residual: Pending[Residual] | None,
         into: Tensor | None,
     ) -> Tensor:
-        """dW, with what the recipe does to it after its GEMM."""
+        """dW, with the estimator's factor and the outliers' product where the recipe has them."""
         plan, saved = self.plan, self.saved
         if wgrad.product.adds or (plan.estimate is None and residual is None):
             return run_gemm(wgrad, a, b, self.site, into)
         dw = run_gemm(wgrad, a, b, self.site)
         if plan.estimate is not None:
-            # The checks of Recipe see to it that W was quantized and is here.
+            # Recipe checks that an estimator comes with a quantized W.
             assert isinstance(saved.w, QuantizedTensor) and saved.weight is not None
             dw = plan.estimate(dw, saved.w, saved.weight.to(dy.dtype))
         if residual is not None and plan.compensation is not None:
-            # This product took W itself: there is no quantizer that dW would have to pass.
+            # Fprop multiplied the outliers by the unquantized W, so no estimator applies here.
             outliers = Decoded(residual.wait().dense().t())
             dw = plan.compensation.multiply(Decoded(dy.t()), outliers, 1.0, dw.dtype, dw)
         return finish(dw, plan.setting.main_grad or plan.setting.weight_dtype, into)

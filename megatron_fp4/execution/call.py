@@ -1,4 +1,7 @@
-"""Call: what identifies one call of a linear. Site: which linear of a model it is."""
+"""Site identifies a linear of a model, and Call one call of it.
+
+Together they give the random bits of each operand.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from megatron_fp4.arithmetic.philox import (
     stream_id,
     stream_label,
 )
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.makers.base import Given
 from megatron_fp4.plan.data import OperandPlan
@@ -26,11 +30,13 @@ from megatron_fp4.plan.setting import UNSHARDED, Sharding
 class Call(NamedTuple):
     """One call of a linear, among all calls of a training run.
 
-    key: seed and step. microbatch: its index in the global batch (a number, or where it lies in
-        memory), which makes wgrad's Hadamard signs fresh. repeat: how often the linear was called
-        in the microbatch before, which makes the noise of X and dY fresh.
-    rows: int64 [tokens], where the microbatch's tokens lie in the global batch, with all tokens of
-        a sequence-parallel group; None: where `Site.placements` says.
+    key: seed and step.
+    microbatch: the index of the microbatch in the global batch, a number or an int64 tensor [].
+        Each has different Hadamard signs in wgrad.
+    repeat: how often the linear was already called in this microbatch. Each call has different
+        random bits for X and dY.
+    rows: int64 [tokens], the global row of each token of the microbatch, with the tokens of all
+        ranks of a sequence-parallel group; None: as `Site.placements` says.
     """
 
     key: Key = Key(0)
@@ -41,15 +47,17 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Site:
-    """One linear of a model: what its calls have in common and its plan does not know.
+    """One linear of a model: what all its calls have in common, beside its plan.
 
-    name: the global name of the module, which keys its noise.
-    placements: where x, w and dy lie in the unsharded tensors.
-    parallel: the ranks that it is sharded over; None where one rank holds all of it.
-    keeps_w, packs_x: see `plan.setting.Setting`. fuses: dW is added to weight.main_grad, where the
-        weight has one.
-    observe: called with (gemm, letter, tally) on each quantized operand as it is multiplied, to
-        watch for NaN and for what was rounded; see `operands.Decoded`.
+    name: the global name of the module, part of the key of its random bits.
+    placements: where "x", "w" and "dy" lie in the unsharded tensors; the default is WHOLE.
+    parallel: the ranks over which it is sharded; None if it is not sharded.
+    keeps_w, packs_x: see `plan.setting.Setting`.
+    fuses: whether dW is added to weight.main_grad, if the weight has one.
+    average: float32 [out, in], the moving average towards which rounding ema rounds W; None where
+        the recipe keeps none. It is updated in place between steps.
+    observe: called with (gemm, letter, tally) for each quantized operand when it is multiplied, to
+        watch for NaN and rounded elements; see `operands.Decoded.tally`.
     """
 
     name: str = "linear"
@@ -58,7 +66,10 @@ class Site:
     keeps_w: Literal["packed", "decoded"] | None = None
     packs_x: bool = True
     fuses: bool = False
+    average: Tensor | None = None
     observe: Callable[[str, str, Tensor], None] | None = None
+    # A cache of stream numbers, for calls with repeat 0.
+    _streams: dict[OperandPlan, int] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def sharding(self) -> Sharding:
@@ -68,32 +79,53 @@ class Site:
     def given(
         self, operand: OperandPlan, call: Call, fold: Tensor | None, widest: Tensor | None
     ) -> Given:
-        """What the maker of an operand is given in one call."""
-        noise = None
-        if operand.quantizer is not None and operand.quantizer.stochastic:
-            noise = Noise(call.key, self._stream(operand, call), self.placement(operand, call))
-        return Given(fold, widest, noise, self.signs(operand.gemm, operand, call))
+        """What an operand's maker is given in one call. fold, widest: see Given."""
+        noise = signs = average = None
+        quantizer = operand.quantizer
+        if quantizer is not None:
+            if quantizer.stochastic:
+                stream, place = self._stream(operand, call), self.placement(operand, call)
+                noise = Noise(call.key, stream, place)
+            elif quantizer.rounding == "ema":
+                average = self._average()
+        if operand.hadamard is not None:
+            signs = self.signs(operand.gemm, operand, call)
+        return Given(fold, widest, noise, signs, average)
+
+    def _average(self) -> Tensor:
+        if self.average is None:
+            raise ConfigError(
+                f"{self.name}: its recipe keeps an average of the weights, which Megatron's "
+                "optimizers update: train under Megatron, or use another recipe"
+            )
+        return self.average
 
     def signs(self, gemm: str, operand: OperandPlan, call: Call) -> Signs | None:
-        """Those of a GEMM's Hadamard transform; None where it has none."""
+        """The random signs of a GEMM's Hadamard transform; None where it has none."""
         if operand.hadamard is None or operand.hadamard.signs != "random":
             return None
-        # W is quantized once a step, so the signs that it shares are fixed within one.
+        # W is quantized once a step. The signs that X or dY shares with it therefore stay the same
+        # for all microbatches of a step.
         draw = call.microbatch if gemm == "wgrad" else 0
         return Signs(call.key, stream_id(stream_label(self.name, gemm)), draw)
 
     def label(self, operand: OperandPlan, call: Call) -> str:
-        """What the stream of the operand's noise is named."""
+        """The name of the operand's random stream; see `stream_label`."""
         # W is quantized once a step, whichever call comes first.
         repeats = call.repeat and operand.letter != "w"
         name = f"{self.name}#{call.repeat}" if repeats else self.name
         return stream_label(name, operand.gemm, operand.letter)
 
     def _stream(self, operand: OperandPlan, call: Call) -> int:
-        return stream_id(self.label(operand, call))
+        if call.repeat:
+            return stream_id(self.label(operand, call))
+        stream = self._streams.get(operand)
+        if stream is None:
+            stream = self._streams[operand] = stream_id(self.label(operand, call))
+        return stream
 
     def placement(self, operand: OperandPlan, call: Call) -> Placement:
-        """Where the operand lies in the unsharded tensor."""
+        """Where the operand lies in the unsharded tensor, in this call."""
         place, rows = self.placements.get(operand.letter, WHOLE), call.rows
         if operand.letter == "w" or rows is None:
             return place

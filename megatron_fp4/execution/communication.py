@@ -1,4 +1,7 @@
-"""Collectives of one linear under tensor parallelism: codes and scales travel, not BF16."""
+"""Collectives of one linear under tensor parallelism.
+
+Where the plan says so, codes and scales are gathered instead of BF16 matrices.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +21,33 @@ from megatron_fp4.plan.setting import Sharding
 
 
 class Pending[A]:
-    """A value under way: computation goes on until it is waited for."""
+    """The result of an asynchronous operation; computation can go on until `wait` is called.
+
+    arrive: waits for the operation and returns its result; None if `value` is the result.
+    """
 
     def __init__(self, arrive: Callable[[], A] | None, value: A | None = None) -> None:
         self._arrive, self._value = arrive, value
 
     @classmethod
     def of[B](cls, value: B) -> Pending[B]:
-        """One that is here already."""
+        """A Pending whose value is ready."""
         return Pending(None, value)
 
     def wait(self) -> A:
-        """The value, once it is here."""
+        """Waits for the operation and returns its value; a second call returns it at once."""
         if self._arrive is not None:
             self._value, self._arrive = self._arrive(), None
         return cast(A, self._value)
 
     def then[B](self, function: Callable[[A], B]) -> Pending[B]:
-        """What `function` makes of it, once it is waited for."""
+        """A Pending of function(value); the function runs when it is waited for."""
         return Pending(lambda: function(self.wait()))
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The ranks that one linear is sharded over, and its collectives."""
+    """The tensor-parallel group over which one linear is sharded, and its collectives."""
 
     group: dist.ProcessGroup
     sharding: Sharding
@@ -51,25 +57,32 @@ class TensorParallel:
         return self.sharding.ranks
 
     def part(self, rows: Tensor) -> Tensor:
-        """This rank's part of what lies along the tokens."""
+        """This rank's part of a tensor whose first axis is the tokens of all ranks."""
         return rows.chunk(self.size)[dist.get_rank(self.group)]
 
     def maximum(self, maxima: list[Tensor]) -> list[Tensor]:
-        """The largest over the ranks of each tensor, by one collective."""
+        """The elementwise maximum of each tensor over the ranks, by one collective for all."""
         flat = torch.cat([m.flatten() for m in maxima])
         dist.all_reduce(flat, dist.ReduceOp.MAX, group=self.group)
         sizes = [m.numel() for m in maxima]
         return [f.view(m.shape) for f, m in zip(flat.split(sizes), maxima, strict=True)]
 
     def gather(self, operand: Operand, axis: int = 1) -> Pending[Operand]:
-        """All tokens of an operand of which each rank has a part. `axis`: the contracted one of a
-        matrix in high precision, which comes last: 0 where its tokens do."""
+        """Gathers the tokens of an operand of which each rank has a part.
+
+        operand: codes and scales, or a matrix in high precision. axis: for such a matrix, 1 if the
+        tokens are its first axis, and 0 if they are its last (the operand contracts the tokens).
+        """
         if isinstance(operand, QuantizedTensor):
             return self._gather_quantized(operand)
         return self._gather([operand], -1 if axis == 0 else 0).then(itemgetter(0))
 
     def gather_residual(self, residual: Residual) -> Pending[Residual]:
-        """All tokens of a residual; a line of a channel or the tensor goes on over the ranks."""
+        """Gathers the tokens of a residual.
+
+        The lines of scope "channel" and "tensor" span the tokens: a gathered line has one rank's
+        elements after the other's.
+        """
         tokens, features = residual.shape
         shape = torch.Size((tokens * self.size, features))
         values, places, axis = residual.values, residual.places, 0
@@ -83,7 +96,7 @@ class TensorParallel:
 
     def _gather_quantized(self, part: QuantizedTensor) -> Pending[Operand]:
         tokens = -1 if part.axis == 0 else 0  # tokens come first, or last where they are blocked
-        # A scale that spans all tokens is on every rank.
+        # A scale that spans all tokens is the same on every rank, and is not sent.
         spans = part.quantizer.block[1 if tokens else 0] == WHOLE_AXIS
         travels = [part.codes] if spans else [part.codes, part.scales]
         shape = torch.Size((part.shape[0] * self.size, *part.shape[1:]))
@@ -95,8 +108,11 @@ class TensorParallel:
         return self._gather(travels, tokens).then(whole)
 
     def _gather(self, parts: list[Tensor], axis: int) -> Pending[list[Tensor]]:
-        """All ranks' parts of matrices along an axis, by one collective, since starting one
-        costs the host more than a kernel. Bytes travel: dtypes may differ."""
+        """Gathers several matrices along an axis (0 or -1), by one collective for all of them.
+
+        One launch of a collective costs more host time than a kernel. The matrices are sent as
+        bytes, since their dtypes may differ.
+        """
         parts = [part.contiguous() for part in parts]
         wholes = [part.new_empty(self.size * len(part), *part.shape[1:]) for part in parts]
         received, sent = ([t.view(torch.uint8) for t in side] for side in (wholes, parts))
@@ -111,7 +127,7 @@ class TensorParallel:
         return Pending(arrive)
 
     def scatter_sum(self, partial: Tensor) -> Pending[Tensor]:
-        """This rank's tokens of the sum over the ranks of [tokens, features]."""
+        """Reduce-scatters [tokens, features]: the sum over the ranks, of this rank's tokens."""
         part = partial.new_empty(partial.shape[0] // self.size, *partial.shape[1:])
         work = dist.reduce_scatter_tensor(
             part, partial.contiguous(), group=self.group, async_op=True
@@ -119,7 +135,7 @@ class TensorParallel:
         return _after(work, part)
 
     def sum(self, partial: Tensor) -> Pending[Tensor]:
-        """The sum over the ranks, in place."""
+        """All-reduces a tensor in place: the sum over the ranks."""
         return _after(dist.all_reduce(partial, group=self.group, async_op=True), partial)
 
 

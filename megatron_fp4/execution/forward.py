@@ -1,7 +1,7 @@
 """The forward pass of a linear, Y = X W^T + bias, executed from its plan.
 
-Under sequence parallelism an operand is made of this rank's tokens, and its codes and scales are
-gathered. What is kept for backward is never gathered.
+Under sequence parallelism X's operand is made from this rank's tokens, and its codes and scales are
+gathered for the GEMM. What is saved for backward is of this rank's tokens only.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from megatron_fp4.plan.data import LinearPlan, OperandPlan, Source
 
 
 class Saved(NamedTuple):
-    """What backward needs, with this rank's tokens of X.
+    """What the forward pass saves for backward, of this rank's tokens.
 
-    x: see `LinearPlan.saves_x`; None where W gets no gradient. w: see `LinearPlan.saves_w`.
-    weight: W, where the estimator reads it. residual: the outliers of X, where they reach dW.
+    x: see `LinearPlan.saves_x`; None where W gets no gradient.
+    w: see `LinearPlan.saves_w`.
+    weight: W, if the recipe has an estimator, which reads it; else None.
+    residual: the outliers of X, if dW contains a product with them; else None.
     """
 
     x: Operand | None
@@ -42,8 +44,12 @@ def forward(
     call: Call,
     held: HeldWeight | None = None,
 ) -> tuple[Tensor, Saved]:
-    """(Y [tokens, out], what backward needs) for X [tokens, in], W [out, in] and bias [out] or
-    None. All terms are summed before Y is rounded. held: W's operands, where calls share them."""
+    """(Y [tokens, out], Saved) for X [tokens, in], W [out, in] and bias [out] or None.
+
+    The product, the bias and the product of the outliers are summed before Y is rounded to X's
+    dtype. held: W's operands, where the calls of a step share them: read if they were made before,
+    else made and stored here.
+    """
     clamped, residual = (x, None) if plan.split is None else plan.split(x)
     made = _operands(plan, x, clamped, weight, site, call, held)
     a, b = made[plan.fprop.a], made[plan.fprop.b]
@@ -71,8 +77,11 @@ def _operands(
     call: Call,
     held: HeldWeight | None,
 ) -> dict[OperandPlan, Made]:
-    """What the forward pass makes, with W's operand from an earlier call of the step where it is
-    held, and wgrad's operand of X where that is packed now."""
+    """The operands of the forward pass, by their plans.
+
+    W's operand comes from an earlier call of the step if it is held. wgrad's operand of X is
+    included where the plan packs X for backward.
+    """
     matrices: dict[tuple[str, Source], Operand] = {
         ("x", "model"): x,
         ("x", "clamped"): clamped,
@@ -115,7 +124,7 @@ def _saved(
 
 
 def all_tokens(residual: Residual, plan: LinearPlan, site: Site) -> Pending[Residual]:
-    """The outliers of all ranks' tokens of X."""
+    """The outliers of X with the tokens of all ranks, gathered under sequence parallelism."""
     if site.parallel is None or not plan.setting.has_part("x"):
         return Pending.of(residual)
     return site.parallel.gather_residual(residual)

@@ -1,4 +1,4 @@
-"""Runs one GEMM of a linear, as its plan says."""
+"""Runs one GEMM of a linear from its plan, and reports its operands to the observer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ def run_gemm(
     into: Tensor | None = None,
     held: HeldWeight | None = None,
 ) -> Tensor:
-    """A B^T in the dtype of the plan's product, or added to `into`. held: keeps the form in which W
-    is multiplied, where the plan says so, and has it from an earlier call of the step."""
+    """A B^T in the output dtype of the plan, or added to `into`, which is then returned.
+
+    held: where the decoded form of W's operand is stored for the other calls of the step, if the
+    plan says so, and where an earlier call stored it.
+    """
     product, multiplier, names = gemm.product, gemm.multiplier, (gemm.a.letter, gemm.b.letter)
     kept = None if held is None else held.forms.get(gemm.name)
     if kept is not None:
@@ -32,13 +35,16 @@ def run_gemm(
             held.forms[gemm.name] = second
     if site.observe is not None:
         _show(gemm.a, a, first, site)
-        if kept is None:  # else an earlier call has shown it
+        if kept is None:  # else an earlier call has reported it
             _show(gemm.b, b, second, site)
     return multiplier.multiply(first, second, product.correction, product.out_dtype, into)
 
 
 def _show(plan: OperandPlan, made: Made, form: Form | None, site: Site) -> None:
-    """Give the tally of an operand that this GEMM's recipe quantized to the observer."""
+    """Reports the tally of an operand to `Site.observe`, if the recipe quantizes it for this GEMM.
+
+    form: the operand as it is multiplied; None if it is multiplied later.
+    """
     if plan.quantizer is None or site.observe is None:
         return
     assert isinstance(made.operand, QuantizedTensor)
@@ -47,5 +53,5 @@ def _show(plan: OperandPlan, made: Made, form: Form | None, site: Site) -> None:
 
 
 def show_codes(plan: OperandPlan, made: Made, site: Site) -> None:
-    """The same for an operand that is kept, to be multiplied later."""
+    """Reports an operand that is saved now and multiplied later; its codes are checked for NaN."""
     _show(plan, made, None, site)

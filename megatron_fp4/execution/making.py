@@ -1,4 +1,4 @@
-"""Makes the operands of a pass of a linear, as its plan says."""
+"""Makes the operands of a forward or backward pass from the plan."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ Folds = Mapping[OperandPlan, Tensor | None]
 def make_operands(
     makings: Iterable[Making], matrices: Matrices, folds: Folds, site: Site, call: Call
 ) -> dict[OperandPlan, Made]:
-    """The operands of `makings`. matrices: what they are made of, by `Making.matrix`. folds: the
-    scales that are folded into some of them. Ranks that share scales agree on all of them by one
-    collective."""
+    """The operands of `makings`, by their plans.
+
+    matrices: what they are made from, by `Making.matrix`. folds: for operands that are multiplied
+    by row scales first (`OperandPlan.folds`), those scales. Where ranks share scales, the maxima of
+    all operands are all-reduced by one collective.
+    """
     widest = _agreed(makings, matrices, folds, site, call)
     made: dict[OperandPlan, Made] = {}
     for making in makings:
@@ -40,7 +43,7 @@ def make_operands(
 def _agreed(
     makings: Iterable[Making], matrices: Matrices, folds: Folds, site: Site, call: Call
 ) -> dict[OperandPlan, Tensor]:
-    """The absolute maxima over all ranks of the operands whose scales ranks share."""
+    """The largest magnitudes over all ranks, for each operand whose scales ranks share."""
     if site.parallel is None:
         return {}
     shared, maxima = [], []
@@ -58,8 +61,12 @@ def _agreed(
 def source_of(
     operand: OperandPlan, kept: Operand, fprop: OperandPlan, site: Site, call: Call
 ) -> tuple[Operand, Tensor | None]:
-    """(what an operand of a backward GEMM is made of, the scales that are to be folded into dY), of
-    what the forward pass kept of W or X. fprop: the plan of what it kept."""
+    """(matrix, scales): the matrix from which a backward GEMM's operand of W or X is made, and the
+    row scales by which dY must be multiplied, float32 or wider [K], or None.
+
+    operand: the plan of the backward operand. kept: what the forward pass saved of W or X. fprop:
+    the plan of fprop's operand of it.
+    """
     if operand.source == "model":
         assert isinstance(kept, Tensor)
         return kept.to(operand.dtype), None

@@ -1,4 +1,4 @@
-"""What is made of a weight once a step, for all microbatches of it."""
+"""W's operands, which are made once a step and used by all its microbatches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from megatron_fp4.operands import Form, Made
 
 @dataclass
 class HeldWeight:
-    """W's operands of one step, by the GEMM ("fprop", "dgrad") that multiplies them.
+    """W's operands of one step, by the GEMM that multiplies them, "fprop" or "dgrad".
 
-    made: the operands. folds: the row scales that dY is multiplied by with them. forms: the
-    operands in the form in which they are multiplied, where the plan keeps that.
+    made: the operands.
+    folds: the row scales by which dY is multiplied before it is quantized for it; None: none.
+    forms: the operands in the form that the multiplier reads, where the plan holds that
+        (`GemmPlan.holds_form`).
     """
 
     made: dict[str, Made] = field(default_factory=dict)
@@ -24,15 +26,18 @@ class HeldWeight:
 
 
 class WeightCache:
-    """Holds W's operands as long as W is what it was when they were made."""
+    """Holds W's operands until W changes."""
 
     def __init__(self) -> None:
         self._stamp: Hashable = None
         self._held = HeldWeight()
 
     def at(self, stamp: Hashable) -> HeldWeight:
-        """What was made of W under this stamp, to be added to; what was made under another is
-        forgotten."""
+        """The operands that were made from W under `stamp`; the caller may add to them.
+
+        stamp: identifies the value of W; a changed W needs another stamp. Operands of the previous
+        stamp are dropped.
+        """
         if stamp != self._stamp:
             self._stamp, self._held = stamp, HeldWeight()
         return self._held

@@ -12,7 +12,6 @@ exact under it the product is the same, and the other rows are mended here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.kernels.fp8 import FORMATS, LOWEST, looked_up, table
-from megatron_fp4.kernels.launch import Launch, captured, kernel, on, planned, stream_of, tiles
+from megatron_fp4.kernels.launch import Launch, captured, kernel, planned, stream_of, tiles
 from megatron_fp4.operands import Carriers, Decoded
 
 ROWS, BLOCKS, WARPS = 1, 256, 2  # of a program, by what was fastest on an H200
@@ -249,8 +248,9 @@ def carried(
     the window of the exponent that was guessed for all rows are written anew. Values and row factor
     may then have exchanged a power of two; their product is the same.
     """
-    given: list[Tensor | int] = []
-    kinds, made = [], []
+    given: list[Tensor | int | None] = []
+    kinds: list[tuple[int, torch.dtype, bool]] = []
+    made: list[Decoded] = []
     for operand, element, carriers in operands:
         codes, scales = operand.codes, operand.scales
         rows, blocks = scales.shape
@@ -259,12 +259,13 @@ def carried(
         else:
             out, tally = codes.new_empty(rows, 32 * blocks), tally_for(codes)
         fold = codes.new_empty(rows, 1, dtype=torch.float32)
-        given += [codes, scales, out, fold, tally, rows]
+        given += codes, scales, out, fold, tally, rows
         kinds.append((rows, element, carriers is not None))
         made.append(Decoded(out.view(element), fold, tally))
-    start = _launch(blocks, *kinds)
-    with on(codes):
-        start([*given, *given[: 12 - len(given)], blocks])
+    if len(made) == 1:
+        given += None, None, None, None, None, 0
+    given.append(blocks)
+    _launch(blocks, *kinds)(given)
     return made
 
 
@@ -309,8 +310,7 @@ def elements(codes: Tensor) -> Tensor:
     rows, half = codes.shape
     out = codes.new_empty(rows, 2 * half)
     words = codes.numel() // 4
-    with on(codes):
-        _elements(words)([codes, out, words])
+    _elements(words)([codes, out, words])
     return out.view(torch.float8_e4m3fn)
 
 
@@ -321,22 +321,7 @@ def _elements(words: int) -> Launch:
     return Launch(elements_kernel, (tiles(words, 1024),), constants, seen_as)
 
 
-class _Tallies:
-    """Zeros to count in, made many at a time, on the stream that counts."""
-
-    def __init__(self, device: torch.device, stream: int) -> None:
-        self._device = device
-        self._left: list[Tensor] = []
-
-    def next(self) -> Tensor:
-        if not self._left:
-            # Sixteen bytes apart, as a kernel is compiled to find them.
-            zeros = torch.zeros(1024, 4, dtype=torch.int32, device=self._device)
-            self._left = list(zeros[:, :2].unbind())
-        return self._left.pop()
-
-
-_tallies = cache(_Tallies)
+_ZEROS: dict[tuple[int | None, int], list[Tensor]] = {}  # by GPU and stream
 
 
 def tally_for(x: Tensor) -> Tensor:
@@ -344,4 +329,14 @@ def tally_for(x: Tensor) -> Tensor:
     and how many blocks are NaN. Behind them is room for the guess of `Carriers`."""
     if captured(x):  # each run of the graph counts from zero
         return torch.zeros(4, dtype=torch.int32, device=x.device)[:2]
-    return _tallies(x.device, stream_of(x)).next()
+    place = x.device.index, stream_of(x)
+    left = _ZEROS.get(place)
+    if not left:  # zeros are made many at a time
+        left = _ZEROS[place] = _zeros(x.device)
+    return left.pop()
+
+
+def _zeros(device: torch.device) -> list[Tensor]:
+    """Sixteen bytes apart, as a kernel is compiled to find them."""
+    zeros = torch.zeros(1024, 4, dtype=torch.int32, device=device)
+    return list(zeros[:, :2].unbind())

@@ -136,8 +136,8 @@ class _Plan:
         _call("cublasLtMatmulPreferenceDestroy", preference)
         if not count.value or found.state:
             raise CublasError(f"cuBLASLt has no algorithm for {shape} {types}")
-        self.algorithm = found.algorithm
-        self.beta = c_float(1.0 if accumulates else 0.0)
+        self._found, beta = found, c_float(1.0 if accumulates else 0.0)
+        self._algorithm, self._beta = byref(found.algorithm), byref(beta)
         self._lock = Lock()
 
     def _set(self, attribute: int, value: ctypes._SimpleCData) -> None:  # type: ignore[type-arg]
@@ -154,19 +154,20 @@ class _Plan:
             _call("cublasLtMatmulDescSetAttribute", self.operation, attribute, place, _EIGHT)
 
     def run(
-        self, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, alpha: float
+        self, places: tuple[int, int, int, int, int], stream: int, workspace: int, alpha: float
     ) -> None:
-        """On the current stream."""
-        workspace = kept(_bytes, WORKSPACE, a)
-        factor, to = c_float(alpha), c_void_p(out.data_ptr())
-        with self._lock:  # the scales' addresses are the descriptor's
-            self._scaled(a_scale.data_ptr(), b_scale.data_ptr())
+        """Launch it. places: the addresses of a, b, their scales and the output."""
+        a, b, a_scale, b_scale, out = places
+        factor, to, (first, second) = c_float(alpha), c_void_p(out), self._places
+        with self._lock:  # the scales' addresses are the descriptor's; cuBLAS's A is our b
+            first.value, second.value = b_scale, a_scale
+            for attribute, place in self._scales:
+                _call("cublasLtMatmulDescSetAttribute", self.operation, attribute, place, _EIGHT)
             _call(
                 "cublasLtMatmul", self.handle, self.operation,
-                byref(factor), c_void_p(b.data_ptr()), self.a, c_void_p(a.data_ptr()), self.b,
-                byref(self.beta), to, self.out, to, self.out,
-                byref(self.algorithm), c_void_p(workspace.data_ptr()), _WORKSPACE,
-                c_void_p(stream_of(a)),
+                byref(factor), c_void_p(b), self.a, c_void_p(a), self.b,
+                self._beta, to, self.out, to, self.out,
+                self._algorithm, c_void_p(workspace), _WORKSPACE, c_void_p(stream),
             )  # fmt: skip
 
 
@@ -201,11 +202,12 @@ def product(
 
     Raises CublasError where the library has no algorithm for it.
     """
-    at = a.data_ptr() | b.data_ptr() | out.data_ptr()
+    places = a.data_ptr(), b.data_ptr(), a_scale.data_ptr(), b_scale.data_ptr(), out.data_ptr()
+    at = places[0] | places[1] | places[4]
     types, alignment = (a.dtype, b.dtype, out.dtype), min(at & -at, 256)
+    (m, k), (n, _) = a.shape, b.shape
     # A handle is made for the current device, and a product runs on it.
     with on(a):
-        (m, k), n = a.shape, b.shape[0]
         plan = _plan((m, n, k), types, accumulates, alignment, a.device.index)
-        plan.run(a, b, a_scale, b_scale, out, alpha)
+        plan.run(places, stream_of(a), kept(_bytes, WORKSPACE, a).data_ptr(), alpha)
     return out

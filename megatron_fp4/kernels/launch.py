@@ -123,26 +123,37 @@ class Launch:
         self._interpreted = triton.knobs.runtime.interpret
         self._started: dict[int, Any] = {}  # by device
 
-    def __call__(self, arguments: list[Tensor | int]) -> None:
-        """Start it on the current stream of the current GPU, with what is not constant."""
-        places, given = 0, list[Any](arguments)
-        for i in self._pointers:
-            place = given[i].data_ptr()
-            places |= place
-            given[i] = place  # a number takes Triton less time than a tensor
-        if self._interpreted or places % 16:
+    def __call__(self, arguments: list[Tensor | int | None]) -> None:
+        """Launch it on the current stream of the first tensor's GPU, with what is not constant; a
+        pointer that the kernel does not read may be None."""
+        if self._interpreted:
             self._compiled(arguments)
             return
-        device = torch._C._cuda_getDevice()
+        device, index = torch._C._cuda_getDevice(), arguments[0].device.index  # type: ignore
+        if index is not None and index != device:
+            with torch.cuda.device(index):
+                self(arguments)
+            return
+        places, given = 0, arguments.copy()
+        for i in self._pointers:
+            if (tensor := given[i]) is None:
+                given[i] = 0
+            else:
+                place = tensor.data_ptr()  # type: ignore[union-attr]
+                places |= place
+                given[i] = place  # a number takes Triton less time than a tensor
+        if places % 16:
+            self._compiled(arguments)
+            return
         start = self._started.get(device)
         if start is None:
             self._started[device] = self._compiled(arguments)[self._grid]
             return
         start(*given, *self._values, stream=torch._C._cuda_getCurrentRawStream(device))
 
-    def _compiled(self, arguments: list[Tensor | int]) -> Any:
-        """The kernel for these arguments, which it has been started with."""
-        given = list[Any](arguments)
+    def _compiled(self, arguments: list[Tensor | int | None]) -> Any:
+        """The kernel for these arguments, which it has been launched with."""
+        given = [arguments[0] if argument is None else argument for argument in arguments]
         for i, dtype in self._seen_as.items():
-            given[i] = given[i].view(dtype)
+            given[i] = given[i].view(dtype)  # type: ignore[union-attr]
         return self._kernel[self._grid](*given, **self._constants, **self._options)

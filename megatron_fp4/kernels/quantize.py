@@ -16,7 +16,7 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, averag
 from megatron_fp4.kernels.carrier import tally_for
 from megatron_fp4.kernels.fp8 import FORMATS
 from megatron_fp4.kernels.hadamard import transform_kernel
-from megatron_fp4.kernels.launch import VERSION, Launch, kept, on, planned, tiles
+from megatron_fp4.kernels.launch import VERSION, Launch, kept, planned, tiles
 from megatron_fp4.kernels.mxfp4 import BLOCK, quantize_kernel
 from megatron_fp4.operands import Carriers, Made
 
@@ -46,22 +46,18 @@ def quantize(
     """The copies (one, or one for each axis) of x [rows, columns], which is read once, but for
     each copy that is transformed. All share the quantizer, the transform's group and, where they
     draw noise or signs, seed, step and placement. average: see `quantize_matrix`."""
-    average = average_for(x, quantizer, average)
-    packed = isinstance(x, QuantizedTensor)
+    average = None if quantizer.rounding != "ema" else average_for(x, quantizer, average)
     if isinstance(x, QuantizedTensor):
-        source, x_scales = x.codes, x.scales
+        packed, source, x_scales = True, x.codes, x.scales
     else:
-        x = x.contiguous()
-        x = x.clone() if x.storage_offset() % 2 else x  # words of two begin at even places
-        source = x_scales = x
+        if not x.is_contiguous() or x.storage_offset() % 2:
+            x = x.clone(memory_format=torch.contiguous_format)  # words of two begin at even places
+        packed, source, x_scales = False, x, None
+    made = [_empty(source, x.shape, quantizer, copy, carries=not group) for copy in copies]
     if group:
-        copies = [copy._replace(carrier=None) for copy in copies]
-    made = [_empty(source, x.shape, quantizer, copy) for copy in copies]
-    with on(source):
-        if group:
-            _transform(source, x.shape, quantizer, copies, group, made)
-        else:
-            _quantize(source, x_scales, x.shape, quantizer, copies, average, packed, made)
+        _transform(source, x.shape, quantizer, copies, group, made)
+    else:
+        _quantize(source, x_scales, x.shape, quantizer, copies, average, packed, made)
     return made
 
 
@@ -89,7 +85,7 @@ def _transform(
 
 def _quantize(
     source: Tensor,
-    x_scales: Tensor,
+    x_scales: Tensor | None,
     shape: torch.Size,
     quantizer: Quantizer,
     copies: Sequence[Copy],
@@ -99,20 +95,22 @@ def _quantize(
 ) -> None:
     """Fills `made` with copies that are not transformed."""
     rows, columns = shape
-    operands: list[Tensor | int] = []
-    wanted: list[torch.dtype | bool] = []
-    for axis in (1, 0):
-        at = next((i for i, copy in enumerate(copies) if copy.axis == axis), None)
-        nowhere: list[Tensor | int] = [source, source, source, source, 0]
-        operands += nowhere if at is None else _written(made[at], copies[at])
-        wanted.append(at is not None and (copies[at].carrier or True))
-    along, across = wanted
+    operands: list[Tensor | int | None] = [source, x_scales, *_NOWHERE, *_NOWHERE]
+    wanted: list[torch.dtype | bool] = [False, False]  # along rows, across them
+    for copy, operand in zip(copies, made, strict=True):
+        place = 1 - copy.axis
+        operands[2 + 5 * place : 7 + 5 * place] = _written(operand, copy)
+        wanted[place] = copy.carrier or True
     noise = copies[0].noise or SILENCE
-    in_memory, has_groups = is_in_memory(noise.key.step), noise.placement.groups is not None
+    in_memory, has_groups = type(noise.key.step) is not int, noise.placement.groups is not None
+    along, across = wanted
     start = _quantize_launch(rows, columns, quantizer, packed, along, across, in_memory, has_groups)
-    place = drawn(source, quantizer, noise, in_memory, rows, columns)
-    towards = source if average is None else average.to(torch.float32).contiguous()
-    start([source, x_scales, *operands, towards, *place])
+    operands.append(None if average is None else average.to(torch.float32).contiguous())
+    operands += drawn(source, quantizer, noise, in_memory, rows, columns)
+    start(operands)
+
+
+_NOWHERE = None, None, None, None, 0  # codes, scales, carriers, tally, stream
 
 
 def drawn(
@@ -122,32 +120,39 @@ def drawn(
     in_memory: bool,
     rows: int,
     columns: int,
-) -> list[Tensor | int]:
+) -> list[Tensor | int | None]:
     """What kernels are told of the noise of a matrix [rows, columns], but for the stream: where
-    rows and groups lie (anything where none is drawn), its size, groups in a row, step and seed."""
-    place = noise.placement
+    rows and groups lie, its size, groups in a row, step and seed."""
+    place, key = noise.placement, noise.key
+    at_rows = place.rows
+    if at_rows is None and quantizer.stochastic:
+        at_rows = _rows(source, rows, place)
+    groups = place.groups_per_row or columns // GROUP
     return [
-        _rows(source, rows, place) if quantizer.stochastic else source,
-        source if place.groups is None else place.groups,
+        at_rows if quantizer.stochastic else None,
+        place.groups,
         rows,
         columns,
-        place.groups_per_row or columns // GROUP,
-        *given(noise.key.step, in_memory, source),
-        *map(signed, noise.key.words()),
+        groups,
+        *given(key.step, in_memory, source),
+        *key.signed_words,
     ]
 
 
 def is_in_memory(*numbers: int | Tensor) -> bool:
-    """Whether a kernel is to read them there, for a CUDA graph; it starts sooner if not."""
+    """Whether a kernel is to read one of these there, for a CUDA graph; a launch with numbers costs
+    less host time."""
     return any(isinstance(number, Tensor) for number in numbers)
 
 
-def given(number: int | Tensor, in_memory: bool, like: Tensor) -> tuple[int, Tensor]:
+def given(number: int | Tensor, in_memory: bool, like: Tensor) -> tuple[int, Tensor | None]:
     """What a kernel is told of a number: it, and where it lies, of which one counts."""
     if isinstance(number, Tensor):
         assert number.dtype == torch.int64  # as kernels read it
         return 0, number
-    return signed(number & _MASK), kept(word, number, like) if in_memory else like
+    number &= _MASK
+    number = number - 2**32 if number >= 2**31 else number
+    return number, kept(word, number, like) if in_memory else None
 
 
 SILENCE = Noise(Key(0), 0)
@@ -246,22 +251,28 @@ def _tiled(rows: int, columns: int, tile_rows: int, tile_columns: int) -> dict[s
     return dict(EVEN=even, TILE_ROWS=tile_rows, TILE_COLUMNS=tile_columns)
 
 
-def _written(made: Made, copy: Copy) -> list[Tensor | int]:
+def _written(made: Made, copy: Copy) -> tuple[Tensor | int | None, ...]:
     """Where a kernel puts a copy, and the stream of its noise."""
-    assert isinstance(made.operand, QuantizedTensor)
-    stream = 0 if copy.noise is None else signed(copy.noise.stream)
-    codes, scales = made.operand.codes, made.operand.scales
-    if made.carriers is None:
-        return [codes, scales, codes, codes, stream]
-    return [codes, scales, made.carriers.values, made.carriers.counts, stream]
+    operand, carriers = made
+    stream = 0
+    if copy.noise is not None:
+        stream = copy.noise.stream
+        stream = stream - 2**32 if stream >= 2**31 else stream
+    codes, scales = operand.codes, operand.scales  # type: ignore[union-attr]
+    if carriers is None:
+        return codes, scales, None, None, stream
+    return codes, scales, carriers.values, carriers.counts, stream
 
 
-def _empty(like: Tensor, shape: torch.Size, quantizer: Quantizer, copy: Copy) -> Made:
+def _empty(
+    like: Tensor, shape: torch.Size, quantizer: Quantizer, copy: Copy, carries: bool
+) -> Made:
+    """Room for a copy; with its carriers, if they are asked for and `carries`."""
     k, others = shape[copy.axis], shape[1 - copy.axis]
     codes = like.new_empty(others, k // 2, dtype=torch.uint8)
     scales = like.new_empty(others, k // BLOCK, dtype=torch.uint8)
     operand = QuantizedTensor(codes, scales, None, quantizer, shape, copy.axis)
-    if copy.carrier is None:
+    if copy.carrier is None or not carries:
         return Made(operand)
     return Made(operand, Carriers(codes.new_empty(others, k), copy.carrier, tally_for(codes)))
 

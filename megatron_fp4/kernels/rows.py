@@ -163,7 +163,7 @@ def quantize(
         lines, along // (2 if quantizer.element == "e2m1" else 1), dtype=torch.uint8
     )
     stored = x.new_empty(lines if quantizer.block[0] == 1 else 1, 1, dtype=torch.float32)
-    operands: list[Tensor | int] = [x, x if fold is None else fold.contiguous()]
+    operands: list[Tensor | int | None] = [x, None if fold is None else fold.contiguous()]
     find, cast = _launches(rows, columns, quantizer, axis, fold is not None)
     with on(x):
         if widest is None:

@@ -1,4 +1,7 @@
-"""Who makes operands: `choose` finds the maker of one, and why a kernel does not make it."""
+"""Makers, which make operands: a Triton kernel, or plain PyTorch as the fallback.
+
+`choose` finds the maker of an operand, and the reason if the kernel for it cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from megatron_fp4.target import Target, kernels_problem
 
 PYTORCH, TRANSPOSE = PyTorch(), TransposeKernel()
 _BLOCK_SCALES = BlockScaleKernel()
-# By the format of the quantizer's scales.
+# The kernel for each format of block scales.
 KERNELS: dict[str, Maker] = {
     "e8m0": Mxfp4Kernel(),
     "fp32": RowScaleKernel(),
@@ -25,16 +28,16 @@ KERNELS: dict[str, Maker] = {
 
 
 class Choice(NamedTuple):
-    """maker: the one that makes the operand. passed_over: (name, reason) of the kernel that would
-    be faster, where it cannot."""
+    """maker: what makes the operand. passed_over: (name, reason) of the kernel that would be
+    faster, if it cannot be used."""
 
     maker: Maker
     passed_over: tuple[tuple[str, str], ...] = ()
 
 
 def choose(operand: OperandPlan, target: Target) -> Choice:
-    """The fastest maker of an operand there."""
-    if operand.quantizer is None:  # a view, or codes that are there
+    """The fastest maker of an operand on `target`."""
+    if operand.quantizer is None:  # nothing to quantize: a view, or a transpose of codes
         on_gpu = kernels_problem(target) is None and operand.codes is not None
         transposes = on_gpu and TRANSPOSE.refuses(operand) is None
         return Choice(TRANSPOSE if transposes else PYTORCH)

@@ -1,4 +1,4 @@
-"""Maker: who makes the operands of a GEMM out of a matrix."""
+"""Maker: the interface of what makes the operands of a GEMM from a matrix."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from megatron_fp4.plan.data import OperandPlan
 
 
 class Given(NamedTuple):
-    """What a maker is given for one operand in one call, beside its plan and the matrix.
+    """The tensors and keys that one operand needs in one call, beside its plan and the matrix.
 
-    fold: float32 [K], multiplies along the contracted axis: the row scales of the other operand.
-    widest: what the ranks that share a scale agreed on; see `quantize_matrix`.
-    noise: of a stochastic quantizer. signs: of a Hadamard transform with random signs.
-    average: float32, of the matrix's shape: what rounding ema rounds towards.
+    fold: float32 or wider [K], multiplies the matrix along the contracted axis: the row scales of
+        the GEMM's other operand; None: nothing.
+    widest: the maximum over the ranks that share a scale; see `quantize_matrix`.
+    noise: the key of the random bits, for a stochastic quantizer.
+    signs: the key of the random signs, for a Hadamard transform.
+    average: float32, of the matrix's shape: the average towards which rounding ema rounds.
     """
 
     fold: Tensor | None = None
@@ -29,25 +31,33 @@ class Given(NamedTuple):
 
 
 class Maker(Protocol):
-    """One way to make operands. Codes and scales are those of `quantize_matrix` bit for bit."""
+    """One way to make operands.
+
+    Its codes and scales must be those of makers/pytorch.py bit for bit; docs/numerics.md states the
+    one exception, for Hadamard transforms.
+    """
 
     name: str
 
     def refuses(self, operand: OperandPlan) -> str | None:
-        """Why it cannot make this operand, in a few words; None where it can."""
+        """Why it cannot make this operand, in a few words that users read; None if it can."""
         ...
 
     def writes_carriers(self, operand: OperandPlan) -> bool:
-        """Whether it can write FP8 carriers beside the codes; see `Carriers`."""
+        """Whether it can write FP8 carriers beside this operand's codes; see `Carriers`."""
         ...
 
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
-        """Whether it makes both of one matrix in one pass."""
+        """Whether it can make both operands, which share a matrix, in one pass over it."""
         ...
 
     def make(
         self, matrix: Operand, operands: Sequence[OperandPlan], given: Sequence[Given]
     ) -> list[Made]:
-        """The operands, of a matrix [rows, columns] as the model holds it or of one that is
-        quantized: transformed, quantized, with the contracted axis last."""
+        """Makes operands from one matrix.
+
+        matrix: [rows, columns] as the model holds it, or codes and scales of fprop.
+        operands: their plans; several only if `joins` allows it. given: one for each of them.
+        Returns one Made for each: transformed and quantized, with the contracted axis last.
+        """
         ...

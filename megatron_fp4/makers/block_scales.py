@@ -1,4 +1,4 @@
-"""The Triton kernels for block scales in small floats, E4M3 and UE5M3: NVFP4 and its kin."""
+"""The maker for block scales in E4M3 and UE5M3, such as NVFP4's: a Triton kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from megatron_fp4.plan.data import OperandPlan
 
 
 class BlockScaleKernel:
-    """Codes of a BF16 matrix in blocks whose largest element goes to 6."""
+    """E2M1 codes of a BF16 matrix, with block scales that map each block's maximum to 6.
+
+    It does not make four-over-six, Hadamard transforms, or operands multiplied by row scales.
+    """
 
     name = "block scale kernel"
 

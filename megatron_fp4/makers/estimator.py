@@ -1,5 +1,5 @@
-"""Who multiplies dW by the factor of a gradient estimator: the Triton kernel where it can, else
-PyTorch."""
+"""Chooses what multiplies dW by the factor of a gradient estimator: a Triton kernel, or PyTorch as
+the fallback."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.target import kernels_problem
 
-# dw [out, in] float32 or wider, fprop's operand of W, W in the model's dtype -> dw, in place.
+# (dw [out, in] in float32 or float64, fprop's operand of W, W in the model's dtype) -> dw, which is
+# multiplied in place.
 Estimate = Callable[[Tensor, QuantizedTensor, Tensor], Tensor]
 
 
 def choose(recipe: Recipe, setting: Setting) -> Estimate | None:
-    """What multiplies dW by the estimator's factor; None where the recipe has no estimator."""
+    """The function that multiplies dW by the estimator's factor; None where the recipe has none."""
     if recipe.estimator is None:
         return None
     quantizer = recipe.fprop.b

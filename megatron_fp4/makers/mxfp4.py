@@ -1,5 +1,9 @@
-"""The Triton kernels for MXFP4: both directions of a matrix from one read of it, FP8 carriers
-beside the codes, Hadamard transforms, and codes of codes."""
+"""The maker for MXFP4: a Triton kernel.
+
+In one read of a matrix it makes the operands with blocks along its rows and along its columns, and
+can write FP8 carriers beside the codes. It also applies Hadamard transforms, and quantizes operands
+from the codes of the forward pass (double quantization).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,8 @@ from megatron_fp4.plan.data import OperandPlan
 
 
 class Mxfp4Kernel:
-    """E2M1 codes with E8M0 scales, of BF16 or of MXFP4 codes in blocks along its rows."""
+    """E2M1 codes with an E8M0 scale for each block of 32, from a BF16 matrix or from MXFP4 codes
+    with blocks along the rows."""
 
     name = "mxfp4 kernel"
 
@@ -34,8 +39,8 @@ class Mxfp4Kernel:
             return "folds no scales and shares none"
         if quantizer.rounding == "ema" and operand.group:
             return "rounds nothing to an average after a transform"
-        # Three quarters of a BF16 number are exact, and what a floor scale leaves of them is at
-        # most 6; with others the kernel would round twice, and clip nothing.
+        # 3/4 of a BF16 number is exact, and at most 6 after division by a floor scale. With another
+        # prescale the kernel would round twice, and would not clip what exceeds 6.
         if quantizer.prescale not in ((1.0, 0.75) if quantizer.stochastic else (1.0,)):
             return f"does not prescale by {quantizer.prescale:g}"
         groups = _kernels().HADAMARD_GROUPS
@@ -74,7 +79,8 @@ def _size_problem(operand: OperandPlan, multiple: int) -> str | None:
 
 @cache
 def _kernels() -> ModuleType:
-    """Found once: an import statement costs more host time than most calls here."""
+    """kernels.quantize. It is cached, since an import statement costs more host time than most
+    calls here."""
     from megatron_fp4.kernels import quantize  # imports Triton
 
     return quantize

@@ -1,4 +1,4 @@
-"""Who takes the outliers off X: the Triton kernel where it can, else a sort in PyTorch."""
+"""Chooses what splits outliers from X: a Triton kernel, or a sort in PyTorch as the fallback."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ Split = Callable[[Tensor], tuple[Tensor, Residual]]
 
 
 def choose(recipe: Recipe, setting: Setting) -> Split | None:
-    """`recipe.outliers.split` for X [tokens, features], by the fastest means; its residual may have
-    its slots in another order. None where the recipe clamps nothing."""
+    """The fastest function that does what `recipe.outliers.split` does to X [tokens, features].
+
+    The kernel may store the residual's elements in another order. None where the recipe clamps
+    nothing.
+    """
     clamp = recipe.outliers
     if clamp is None:
         return None

@@ -1,4 +1,7 @@
-"""Operands made by plain PyTorch: every quantizer, on every device. The oracle of the kernels."""
+"""The maker in plain PyTorch: every quantizer, on every device.
+
+It is the fallback where no kernel runs, and the reference with which the kernels are compared.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from megatron_fp4.plan.data import OperandPlan
 
 
 class PyTorch:
-    """Makes everything."""
+    """Makes any operand, one at a time."""
 
     name = "pytorch"
 
@@ -36,11 +39,11 @@ class PyTorch:
 
 
 def made_of(matrix: Operand, operand: OperandPlan, given: Given) -> Operand:
-    """One operand."""
+    """One operand, transformed and quantized, with the contracted axis last; see `Maker.make`."""
     quantizer, axis = operand.quantizer, operand.axis
     if quantizer is None and isinstance(matrix, QuantizedTensor):
         return matrix.along(axis)
-    # An average would have to be folded and transformed with its matrix.
+    # An average would need the same row scales and transform as its matrix; recipes have none such.
     assert given.average is None or not (operand.folds or operand.group)
     x = _before_quantizer(matrix, operand, given)
     if quantizer is None:
@@ -56,14 +59,18 @@ def made_of(matrix: Operand, operand: OperandPlan, given: Given) -> Operand:
 
 
 def largest_of(matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
-    """What ranks that share a scale of this operand take the maximum of before they make it."""
+    """The largest magnitudes of this rank's part of an operand whose scales ranks share.
+
+    Their maximum over the ranks is `Given.widest`; see `quantizer.absolute_max`.
+    """
     assert operand.quantizer is not None  # high precision has no scale to share
     x = _before_quantizer(matrix, operand, given)
     return absolute_max(x, operand.quantizer, operand.axis)
 
 
 def _before_quantizer(matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
-    """The matrix that the quantizer sees, in the layout in which the model holds it."""
+    """The matrix that is quantized, after row scales and transform, [rows, columns] as the model
+    holds it."""
     axis = operand.axis
     x = matrix.dequantize(torch.bfloat16) if isinstance(matrix, QuantizedTensor) else matrix
     if given.fold is not None:
@@ -72,7 +79,7 @@ def _before_quantizer(matrix: Operand, operand: OperandPlan, given: Given) -> Te
         signs = None if given.signs is None else given.signs.vector(operand.group, x.device)
         x = transform(x.movedim(axis, -1), operand.group, signs)
         if operand.quantizer is not None:
-            # The contract rounds here, so that tensor cores may produce the same codes.
+            # docs/numerics.md rounds here, so that tensor cores can give the same codes.
             x = x.bfloat16()
         x = x.movedim(-1, axis)
     return x

@@ -1,4 +1,4 @@
-"""The Triton kernels for float32 scales of a whole row or tensor: vector-wise E2M1, and FP8."""
+"""The maker for float32 scales of a whole row or tensor, in E2M1 and FP8: a Triton kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_fp4.plan.data import OperandPlan
 
 
 class RowScaleKernel:
-    """Codes of a BF16 matrix, with a scale for each row or one for the tensor."""
+    """E2M1 or FP8 codes of a BF16 matrix, with a scale for each row or one for the tensor."""
 
     name = "row scale kernel"
 

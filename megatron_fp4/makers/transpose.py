@@ -1,4 +1,4 @@
-"""The Triton kernel that transposes E2M1 codes which have one scale for all."""
+"""The maker that transposes E2M1 codes with one scale for the tensor: a Triton kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_fp4.plan.data import OperandPlan
 
 
 class TransposeKernel:
-    """Packed codes [rows, columns / 2] as [columns, rows / 2]."""
+    """Transposes packed codes: [rows, columns / 2] to [columns, rows / 2]."""
 
     name = "transpose kernel"
 

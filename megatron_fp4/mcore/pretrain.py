@@ -19,8 +19,8 @@ from typing import NoReturn
 import torch
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import cpu
-from megatron_fp4.mcore.once import once
+from megatron_fp4.mcore.runtime import cpu
+from megatron_fp4.mcore.runtime.ranks import once
 
 LESS_MEMORY = (
     "Lower --micro-batch-size, raise --tensor-model-parallel-size or "
@@ -37,7 +37,9 @@ def main() -> None:
     _quiet()
     try:
         cpu.install()
-        from megatron_fp4.mcore import gpt, graphs  # import megatron, which must find a device
+        # They import megatron, which must find a device.
+        from megatron_fp4.mcore.loop import gpt
+        from megatron_fp4.mcore.model import graphs
 
         gpt.train()
         graphs.release()

@@ -1,4 +1,7 @@
-"""Who multiplies: `choose` finds the fastest multiplier of a product, and what faster ones lack."""
+"""Multipliers, which run GEMMs: in FP4, FP8, BF16 or float32.
+
+`choose` finds the fastest multiplier of a product, and why each faster one cannot run it.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ MULTIPLIERS: tuple[Multiplier, ...] = (
 
 
 class Choice(NamedTuple):
-    """multiplier: the one that runs. passed_over: (name, reason) of each faster one."""
+    """multiplier: what runs the product. passed_over: (name, reason) of each faster one."""
 
     multiplier: Multiplier
     passed_over: tuple[tuple[str, str], ...]
 
 
 def choose(product: Product, target: Target) -> Choice:
-    """The fastest multiplier that runs `product` there."""
+    """The fastest multiplier that runs `product` on `target`."""
     passed_over: list[tuple[str, str]] = []
     for multiplier in MULTIPLIERS:
         reason = multiplier.refuses(product, target)

@@ -1,4 +1,4 @@
-"""Multiplier: who runs a GEMM."""
+"""Multiplier: the interface of what runs a GEMM, and what multipliers share."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from megatron_fp4.target import Target
 
 @dataclass(frozen=True)
 class Product:
-    """One GEMM, A B^T times `correction`.
+    """What a multiplier must know of a GEMM, A B^T times `correction`, to say if it can run it.
 
-    a, b: the quantizers of the operands, or the dtype of one in high precision.
+    a, b: the quantizer of each operand, or its dtype if it is in high precision.
     shape: M, N and K, or divisors of them; 0 where there are no elements.
-    dtype: what the model computes in. out_dtype: of the result, or of what the result is added to
-        (`adds`), to which it is rounded once.
+    dtype: the dtype in which the model computes.
+    out_dtype: the dtype of the result, or of the tensor to which the result is added.
+    adds: whether the result is added to a tensor, such as main_grad.
+    correction: a factor of the float32 product; see GemmRecipe.
     """
 
     a: Quantizer | torch.dtype
@@ -46,23 +48,29 @@ class Multiplier(Protocol):
     name: str
 
     def refuses(self, product: Product, target: Target) -> str | None:
-        """Why it cannot run this product there, in a few words; None where it can."""
+        """Why it cannot run this product on `target`, in a few words that users read; None if it
+        can."""
         ...
 
     def carrier(self, letter: str) -> torch.dtype | None:
-        """The FP8 dtype in which it takes the elements of an MXFP4 operand ("x", "w" or "dy"), so
-        that a maker may write them at once; None where it takes none."""
+        """The FP8 dtype of the carriers that it reads for an MXFP4 operand "x", "w" or "dy".
+
+        A maker may then write them beside the codes. None if it reads no carriers.
+        """
         ...
 
     def decode(
         self, made: Sequence[Made], letters: Sequence[str], dtype: torch.dtype
     ) -> list[Form]:
-        """The forms in which `multiply` takes these operands ("x", "w" or "dy") of a model that
-        computes in `dtype`: both of a product, or one by itself."""
+        """The forms in which `multiply` reads these operands.
+
+        made: both operands of a product, or one of them. letters: "x", "w" or "dy" for each. dtype:
+        the dtype in which the model computes.
+        """
         ...
 
     def form_bytes(self, dtype: torch.dtype) -> int:
-        """The bytes of an element in that form; 0 where it is the codes themselves."""
+        """The bytes of an element in the form that `decode` returns; 0 if that is the codes."""
         ...
 
     def multiply(
@@ -73,20 +81,27 @@ class Multiplier(Protocol):
         out_dtype: torch.dtype,
         into: Tensor | None = None,
     ) -> Tensor:
-        """A B^T times `correction`, accumulated in float32 (float64 for float64 models): rounded
-        once to `out_dtype`, or added to `into`, which is returned."""
+        """A B^T times `correction`, accumulated in float32 (float64 for float64 models).
+
+        a, b: from `decode`, [M, K] and [N, K]. The product [M, N] is rounded once to `out_dtype`,
+        or added to `into`, which is then returned.
+        """
         ...
 
 
 def finish(product: Tensor, out_dtype: torch.dtype, into: Tensor | None) -> Tensor:
-    """A float32 (float64) product as `multiply` returns it: rounded once, or added to `into`."""
+    """A float32 or float64 product as `multiply` returns it: rounded to `out_dtype`, or added to
+    `into`, which is returned."""
     return product.to(out_dtype) if into is None else into.add_(product)
 
 
 def scale_product(
     product: Tensor, a_outer: Tensor | None, b_outer: Tensor | None, correction: float
 ) -> Tensor:
-    """The float32 product [M, N] times the row factors of its operands and the correction."""
+    """The float32 product [M, N] times the row factors of its operands and the correction.
+
+    a_outer: [M, 1], [1, 1] or None. b_outer: [N, 1], [1, 1] or None; see `Decoded.outer`.
+    """
     if b_outer is not None and a_outer is not None and b_outer.numel() == 1:
         a_outer, b_outer = a_outer * b_outer, None
     if a_outer is not None:
@@ -97,25 +112,25 @@ def scale_product(
 
 
 def dtype_problem(product: Product) -> str | None:
-    """Why a multiplier for models in BF16 cannot run the product."""
+    """Why a multiplier for models in BF16 cannot run the product; None if the model is in BF16."""
     if product.dtype == torch.bfloat16:
         return None
     return f"the model computes in {str(product.dtype).removeprefix('torch.')}; use --bf16"
 
 
 def format_of(operand: Operand) -> Quantizer | torch.dtype:
-    """An operand's entry in a Product."""
+    """An operand's `Product.a` or `Product.b`: its quantizer, or its dtype in high precision."""
     return operand.quantizer if isinstance(operand, QuantizedTensor) else operand.dtype
 
 
 def codes_of(made: Made) -> QuantizedTensor:
-    """An operand that is multiplied as codes and scales."""
+    """The codes and scales of an operand that is multiplied in that form."""
     assert isinstance(made.operand, QuantizedTensor)
     return made.operand
 
 
 def decoded_in(made: Made, dtype: torch.dtype) -> Decoded:
-    """An operand as values in `dtype` and row factors; one in high precision as it is."""
+    """An operand as values in `dtype` and row factors; one in high precision is not changed."""
     if isinstance(made.operand, QuantizedTensor):
         return Decoded(*made.operand.factors(dtype))
     return Decoded(made.operand)

@@ -1,9 +1,8 @@
-"""Operands decoded to BF16 and multiplied by the vendor library: for GPUs without FP8 or FP4 tensor
-cores, and for CPUs.
+"""Operands decoded to BF16 and multiplied by torch's GEMM.
 
-Block-scaled E2M1 and FP8 elements are exact in BF16, and scales of a whole row or tensor multiply
-the float32 product. The only roundings beside the quantizer's are those of accumulation and of the
-output.
+For GPUs without FP8 or FP4 tensor cores, for CPUs, and for products that FP8 and FP4 tensor cores
+cannot run. Block-scaled E2M1 elements and FP8 elements are exact in BF16, and scales of a whole row
+or tensor multiply the float32 product. So only the accumulation and the output are rounded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""FP4 tensor cores (compute capability 10.x and 12.x): MXFP4 codes and scales as they are.
+"""MXFP4 products on FP4 tensor cores (compute capability 10.x and 12.x), by a Triton kernel.
 
-The products are Triton's, which take a scale for each block of 32 and add to a float32 main_grad.
-What they compile to is tested for every commit; no Blackwell GPU has run them yet.
+The kernel reads codes and block scales, and can add to a float32 main_grad. Tests check the
+instructions that it compiles to; no Blackwell GPU has run it yet.
 """
 
 from __future__ import annotations

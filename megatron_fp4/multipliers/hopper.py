@@ -1,10 +1,13 @@
-"""FP8 tensor cores (compute capability 9.0): MXFP4 operands carried in FP8, exactly.
+"""FP8 tensor cores (compute capability 9.0): MXFP4 operands are converted to FP8 carriers.
 
-E2M1 times a power of two is exact in FP8 while the exponent lies in the window of the FP8 format:
--8 to 6 in E4M3, -15 to 13 in E5M2. Block scales become part of the elements, relative to a power of
-two for each row, which multiplies the product. X and W are carried in E4M3, gradients in E5M2;
-elements below the window are rounded, and counted. Sums are accurate, in float32 (docs/numerics.md,
-Carriers).
+An E2M1 element times a power of two is exact in FP8 if the exponent is in the window of the FP8
+format: -8 to 6 in E4M3, -15 to 13 in E5M2. An FP8 element contains its block scale, relative to a
+power of two for the row (2 to the row exponent), which multiplies the product. X and W are
+converted to E4M3 and dY to E5M2. Elements below the window are rounded and counted. Sums are
+accurate, in float32. docs/numerics.md, Carriers, has the definition.
+
+Operands with float32 scales for whole rows are multiplied in FP8 too: their elements are exact in
+FP8, and the scales multiply the rows of the product.
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ def _formats_problem(product: Product) -> str | None:
     """Why these operands have no product on FP8 tensor cores."""
     if product.quantizers is None:
         return "an operand is in high precision"
-    if product.quantizers[1].element == "e5m2":  # gradients are carried in that
+    if product.quantizers[1].element == "e5m2":  # the first operand may be dY, in E5M2
         return "two E5M2 operands have no product on FP8 tensor cores"
     for quantizer in product.quantizers:
         if (problem := _carrier_problem(quantizer)) is not None:
@@ -94,7 +97,7 @@ def _formats_problem(product: Product) -> str | None:
 
 
 def _carrier_problem(quantizer: Quantizer) -> str | None:
-    """Why elements with their scales are not exact in FP8 over a window of exponents."""
+    """Why the quantizer's operand cannot be converted to FP8; None if it can."""
     if quantizer.scale == "fp32" or quantizer.mxfp4:
         return None
     if quantizer.scale != "e8m0":
@@ -110,7 +113,8 @@ def _rows_can_be_scaled() -> bool:
 
 @cache
 def _kernels() -> ModuleType:
-    """Found once: an import statement costs more host time than most calls here."""
+    """kernels.carrier. It is cached, since an import statement costs more host time than most
+    calls here."""
     from megatron_fp4.kernels import carrier  # imports Triton
 
     return carrier
@@ -124,7 +128,7 @@ def _gemm() -> ModuleType:
 
 
 def _with_row_scales(operand: QuantizedTensor) -> Decoded:
-    """FP8 elements and the scale of each row, for an operand whose scales span the rows."""
+    """FP8 elements and row factors of an operand whose scales span whole rows or the tensor."""
     outer = operand.block_scales().view(-1, 1)
     if operand.quantizer.element == "e2m1":
         return Decoded(_kernels().elements(operand.codes.contiguous()), outer)
@@ -132,12 +136,12 @@ def _with_row_scales(operand: QuantizedTensor) -> Decoded:
 
 
 def _takes_sums(out: Tensor) -> bool:
-    """Whether cuBLAS can add the product to what `out` holds."""
+    """Whether cuBLASLt can add the product to `out` in the GEMM."""
     return out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % ALIGNMENT == 0
 
 
 def _rows(operand: Decoded) -> Tensor:
-    """A factor for each row: float32 [rows, 1]."""
+    """The factor of each row of the product: float32 [rows, 1]."""
     assert operand.outer is not None
     outer, rows = operand.outer, operand.values.shape[0]
     return outer if outer.shape[0] == rows else outer.expand(rows, 1).contiguous()

@@ -1,7 +1,8 @@
-"""FP4 tensor cores (compute capability 10.x and 12.x): NVFP4 codes and scales as they are.
+"""NVFP4 products on FP4 tensor cores (compute capability 10.x and 12.x), by Transformer Engine.
 
-The products are those of Transformer Engine, where it is installed. No Blackwell GPU has run them
-yet: they are tried first, as torch's for MXFP4 are (sm100.py).
+It is used where Transformer Engine is installed. No Blackwell GPU has run these products yet, so
+they are compared with float64 first, once in a process and device. If they differ, or raise, the
+multiplier is not used, and the plan gives the reason.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from megatron_fp4.multipliers.trial import trial
 from megatron_fp4.operands import Form, Made
 from megatron_fp4.target import Target
 
-TILE = 16, 32  # what the rows of both operands, and K, are multiples of
-TRIED = ((256, 512, 1024), (208, 176, 416), (16, 16, 32))  # M, N, K
+TILE = 16, 32  # M and N must be multiples of the first, K of the second
+TRIED = ((256, 512, 1024), (208, 176, 416), (16, 16, 32))  # the M, N, K that are compared
 
 
 class Nvfp4:
@@ -79,8 +80,10 @@ def _is_nvfp4(quantizer: Quantizer) -> bool:
 
 @cache
 def problem_on(device: torch.device) -> str | None:
-    """Why Transformer Engine's products are not used on `device`, in one line; None where they are
-    right, in BF16 and added to float32."""
+    """Why Transformer Engine's products cannot be used on `device`, in one line.
+
+    None if they are correct, both with BF16 output and added to a float32 tensor.
+    """
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed: pip install 'transformer-engine[pytorch]'"
 

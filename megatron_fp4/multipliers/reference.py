@@ -1,4 +1,7 @@
-"""Plain PyTorch in float32 (float64 for float64 models): runs every product everywhere."""
+"""The reference: plain PyTorch in float32 (float64 for float64 models).
+
+It runs every product on every device, and is the last choice.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megatron_fp4.target import Target
 
 
 class Reference:
-    """Operands decoded to float32 or float64, and torch's matmul."""
+    """Operands decoded to float32 or float64, and multiplied by torch's matmul."""
 
     name = "reference"
 

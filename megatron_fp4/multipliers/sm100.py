@@ -1,9 +1,9 @@
-"""FP4 tensor cores of data centre GPUs (compute capability 10.x), by torch's own GEMM.
+"""MXFP4 products on FP4 tensor cores (compute capability 10.x), by torch's scaled_mm.
 
-torch.nn.functional.scaled_mm multiplies where the output is BF16 and the product has no factor:
-fprop without a bias, and dgrad without a prescale. No Blackwell GPU has run it yet, so it is tried
-first: once a process and device its products are compared with float64, and where they differ, or
-it raises, that is the reason why it is passed over.
+torch.nn.functional.scaled_mm runs products with BF16 output and no factor: fprop without a bias,
+and dgrad without a prescale. No Blackwell GPU has run it yet, so its products are compared with
+float64 first, once in a process and device. If they differ, or it raises, the multiplier is not
+used, and the plan gives the reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from megatron_fp4.multipliers.trial import trial
 from megatron_fp4.operands import Form, Made
 from megatron_fp4.target import Target, kernels_problem
 
-ALIGNMENT = 16  # of the rows of B
-# M, N, K: whole tiles of scales; neither rows nor blocks fill one; the smallest.
+ALIGNMENT = 16  # N, the rows of B, must be a multiple of this
+# The M, N, K that are compared: sizes that fill the tiles of scales, sizes that leave tiles partly
+# filled in both directions, and the smallest.
 TRIED = ((256, 512, 1024), (200, 176, 416), (1, 16, 32))
 
 
@@ -72,7 +73,7 @@ class Sm100:
 
 @cache
 def problem_on(device: torch.device) -> str | None:
-    """Why torch's products are not used on `device`, in one line; None where they are right."""
+    """Why torch's products cannot be used on `device`, in one line; None if they are correct."""
     from megatron_fp4.kernels.scaled_mm import product
 
     def torchs(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:

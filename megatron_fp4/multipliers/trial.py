@@ -1,5 +1,7 @@
-"""Whether a GEMM that no machine of ours has run does as its documentation says: tried where it is
-to run, against float64."""
+"""Compares a GEMM with float64 products on the GPU where it is to run.
+
+For GEMMs that could not be tested on hardware while this package was developed.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,14 @@ def trial(
     shapes: Iterable[tuple[int, int, int]],
     device: torch.device,
 ) -> str | None:
-    """Why `product`, which is called `name`, cannot be used: it raises, errs by more than its
-    dtype's bound, or loses a NaN. One line; None where it can. shapes: M, N, K of those tried."""
+    """Why `product` cannot be used, in one line; None if it can.
+
+    The reason is that it raised, that its error exceeds the bound of its output's dtype, or that it
+    lost or moved a NaN.
+
+    name: how the line names it. product: gives A B^T of A [M, K] and B [N, K]. quantizer: of both
+    operands. shapes: the M, N, K that are tried.
+    """
     for shape in shapes:
         try:
             a, b = _operands(quantizer, device, *shape)
@@ -43,9 +51,11 @@ def trial(
 def _operands(
     quantizer: Quantizer, device: torch.device, m: int, n: int, k: int
 ) -> list[QuantizedTensor]:
-    """Operands with a scale of its own for every block; in all but the smallest one block is zeros,
-    and one NaN."""
-    generator = torch.Generator("cpu").manual_seed(m)  # not torch's own, which training draws from
+    """Random operands [m, k] and [n, k] whose blocks have different scales.
+
+    Those of more than 16 rows have a block of zeros and a block with a NaN scale too.
+    """
+    generator = torch.Generator("cpu").manual_seed(m)  # leaves torch's default generator unchanged
     operands = []
     for rows in (m, n):
         x = torch.randn(rows, k // 32, 32, generator=generator, device="cpu")

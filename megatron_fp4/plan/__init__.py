@@ -1,1 +1,1 @@
-"""What a linear does, decided once: recipe, sizes, layout, dtype and device compiled to a plan."""
+"""Plans: a recipe and a setting (sizes, layout, dtype, device) compiled to a LinearPlan, once."""

@@ -1,4 +1,4 @@
-"""Plans by what they are compiled from: each is compiled once in a process."""
+"""A cache of plans: each is compiled once in a process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_fp4.plan.sizes import token_multiple
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.target import target_of
 
-_SIDES = 128  # what multipliers and makers ask of a number of tokens divides this
+_SIDES = 128  # every multiple of tokens that a multiplier or maker requires divides this
 
 
 @lru_cache(4096)
@@ -34,8 +34,10 @@ def plan_for(
     keeps_w: Literal["packed", "decoded"] | None,
     packs_x: bool,
 ) -> LinearPlan:
-    """The plan of a linear on `device`; the other arguments are those of Setting. Give them by
-    position and in this order, which costs the least host time."""
+    """The plan of a linear on `device`. weight: the shape [out, in]; the others are as in Setting.
+
+    Pass all arguments by position, which is the cheapest in host time.
+    """
     outputs, inputs = weight
     setting = Setting(
         tokens, inputs, outputs, dtype, target_of(device), weight_dtype, sharding, main_grad,
@@ -45,8 +47,11 @@ def plan_for(
 
 
 def tokens_of_plan(recipe: Recipe, tokens: int) -> int:
-    """`Setting.tokens` of the plan for so many tokens. Plans depend on which multiples a number of
-    tokens is, so that a few plans serve all the numbers that a router sends to an expert."""
+    """The `Setting.tokens` of the plan that serves `tokens` tokens.
+
+    A plan depends only on which block sizes and alignments divide the number of tokens. A few plans
+    therefore serve all numbers of tokens that a router may send to an expert.
+    """
     return math.gcd(tokens, _multiple(recipe)) if tokens else 0
 
 

@@ -1,4 +1,7 @@
-"""`python -m megatron_fp4 plan`: what a recipe does to one linear, on any GPU or none."""
+"""The command `python -m megatron_fp4 plan`: prints what a recipe does to one linear.
+
+The plan can be for this machine's device or for a GPU that is not present.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Adds the arguments of the command to a parser."""
     parser.add_argument("--recipe", default="tetrajet", help="a recipe, as --fp4-recipe takes it")
     parser.add_argument(
         "--recipe-option", nargs="+", default=[], metavar="KEY=VALUE", help="options of the recipe"
@@ -37,8 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """The plan as text. Raises ConfigError for an unknown recipe, option or GPU, and for sizes that
-    ranks or blocks do not divide."""
+    """The plan as text. args: those of `add_arguments`.
+
+    Raises ConfigError for an unknown recipe, option or GPU, and for sizes that are not multiples of
+    the number of ranks or of a block.
+    """
     options = dict(option.partition("=")[::2] for option in args.recipe_option)
     recipe, sharding = get_recipe(args.recipe, **options), _sharding(args)
     inputs, outputs = (

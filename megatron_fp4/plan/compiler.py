@@ -1,5 +1,8 @@
-"""Compiles a recipe and a setting to a LinearPlan: every choice that a call of a linear does not
-have to make."""
+"""Compiles a recipe and a setting to a LinearPlan.
+
+All choices are made here: what each operand is made from, which maker makes it, what is gathered
+and when, what is kept, and which multiplier runs each GEMM. A call of a linear makes none.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
 
 
 def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
-    """What a linear of this recipe does in this setting."""
+    """The plan of a linear with this recipe in this setting."""
     asked_for = {"fprop": True, "dgrad": setting.dx, "wgrad": setting.dw}
     fprop, dgrad, wgrad = (
         _gemm(recipe, gemm, setting) if asked_for[gemm] else None for gemm in GEMMS
@@ -38,8 +41,8 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
             late.append(wgrad.b)
         else:
             backward.insert(1 if dgrad is not None else 0, wgrad.b)
-        # Scales that are folded into dY come with X. Where X is gathered first, dY's operand for
-        # wgrad waits for it, and the one for dgrad does not.
+        # Row scales of X that multiply dY are known only after X is gathered. Where X is gathered
+        # before it is quantized, dY's operand for wgrad waits for it; the one for dgrad does not.
         (late if late and wgrad.a.folds else backward).append(wgrad.a)
     return LinearPlan(
         recipe=recipe,
@@ -64,7 +67,7 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
 
 
 def _is_forwards(recipe: Recipe, letter: str) -> bool:
-    """Whether backward takes W or X as fprop's quantizer left it."""
+    """Whether backward GEMMs read W or X from fprop's codes, not from the model's tensor."""
     return recipe.backward == "forward" and recipe.quantizer("fprop", letter) is not None
 
 
@@ -86,15 +89,15 @@ def _compensates(recipe: Recipe) -> bool:
 
 
 def _residual_in_dw(recipe: Recipe) -> bool:
-    """Whether dW has a product with the outliers: not where wgrad takes the raw X, which has them
-    still."""
+    """Whether dY^T times the outliers is added to dW. It is not where wgrad reads the raw X, which
+    still contains the outliers."""
     clamp = recipe.outliers
     wanted = clamp is not None and clamp.compensate and clamp.residual_in_wgrad
     return wanted and _is_forwards(recipe, "x")
 
 
 def _compensation(setting: Setting) -> Multiplier:
-    """Who multiplies outliers by W or dY, all in the model's dtype, and adds that to a sum."""
+    """The multiplier of outliers with W or dY, all in the model's dtype, added to Y or dW."""
     dtype, shape = setting.dtype, (0, 0, 0)
     product = Product(dtype, dtype, shape, dtype, wide(dtype), adds=True)
     return multipliers.choose(product, setting.target).multiplier
@@ -104,7 +107,7 @@ def _compensation(setting: Setting) -> Multiplier:
 
 
 class _From(NamedTuple):
-    """What an operand is made of; see OperandPlan."""
+    """What an operand is made from; see OperandPlan."""
 
     source: Source
     dtype: torch.dtype
@@ -124,9 +127,9 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
         even = not any(size % 2 for size in setting.shape(letter, is_part=False))
         if left.scale == "fp32" and even:
             return _From("elements", dtype, replace(left, block=(WHOLE_AXIS, WHOLE_AXIS)))
-        # Elements with their block scales are exact in BF16; in float16 they would overflow.
+        # An element times its block scale is exact in BF16, and may overflow in float16.
         return _From("values", dtype if dtype == torch.bfloat16 else wide(dtype))
-    # Two significant bits and a power of two are exact in BF16 too.
+    # An E2M1 element times a power of two is exact in BF16 too.
     narrow = left.scale == "e8m0" and dtype == torch.bfloat16 and not transformed
     if narrow and own.b is not None:
         return _From("codes", dtype, left)
@@ -134,8 +137,11 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
 
 
 def _has_scales_to_fold(recipe: Recipe, gemm: str, setting: Setting) -> bool:
-    """Whether the W or X of a backward GEMM leaves a scale of whole rows, or of the tensor, for dY
-    to be multiplied by."""
+    """Whether dY is multiplied by scales of a backward GEMM's W or X before it is quantized.
+
+    It is where W or X comes from fprop's codes with scales of whole rows or of the tensor: these
+    lie along the axis that the GEMM contracts, and so cannot multiply its product.
+    """
     letter = OPERANDS[gemm][1]
     if gemm == "fprop":
         return False
@@ -149,8 +155,12 @@ def _has_scales_to_fold(recipe: Recipe, gemm: str, setting: Setting) -> bool:
 def _gathered(
     recipe: Recipe, gemm: str, letter: str, setting: Setting
 ) -> Literal["", "before", "after"]:
-    """Codes are gathered where a rank can make them of its part of the tokens; else the matrix
-    travels, since its blocks straddle the ranks' tokens or it stays in high precision."""
+    """Whether the operand's tokens are gathered over the ranks, and when; see OperandPlan.
+
+    Codes are gathered ("after") where a rank can quantize its part of the tokens. The matrix itself
+    is gathered ("before") where blocks would straddle the ranks' tokens, or where the operand stays
+    in high precision.
+    """
     if not setting.has_part(letter):
         return ""
     if gemm == "fprop":
@@ -158,21 +168,22 @@ def _gathered(
     if letter == "x":
         packed = _saves_x(recipe, setting) == "packed"
         return "after" if packed or _stands_alone(recipe, gemm, letter, setting) else "before"
-    # Where one copy of dY stays wide dY itself weighs no more, and both are made of it.
+    # If one operand of dY is not 4-bit, gathering dY itself costs no more bytes than gathering that
+    # operand, and both are made from the gathered dY.
     asked_for = {"dgrad": setting.dx, "wgrad": setting.dw}
     alone = all(_stands_alone(recipe, name, "dy", setting) for name in asked_for if asked_for[name])
     return "after" if alone and not (setting.dw and _residual_in_dw(recipe)) else "before"
 
 
 def _stands_alone(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> bool:
-    """Whether a rank can quantize its part of the tokens by itself, to 4-bit codes."""
+    """Whether a rank can quantize its part of the tokens to 4-bit codes without the other parts."""
     quantizer = recipe.quantizer(gemm, letter)
     tile = token_tile(recipe, gemm, letter)
     return quantizer is not None and quantizer.element == "e2m1" and setting.tokens % tile == 0
 
 
 def operand_plan(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> OperandPlan:
-    """What one operand goes through, without what its multiplier asks for (`carrier`)."""
+    """The plan of one operand, without `carrier`, which depends on the multiplier."""
     quantizer, axis = recipe.quantizer(gemm, letter), CONTRACTED[gemm, letter]
     gathered = _gathered(recipe, gemm, letter, setting)
     is_part, agrees = gathered == "after", False
@@ -195,8 +206,8 @@ def operand_plan(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> Op
 
 
 def makings(operands: Iterable[OperandPlan], setting: Setting) -> tuple[Making, ...]:
-    """Who makes these operands. Neighbours that are made of one matrix are made together where
-    their maker can."""
+    """The makers of these operands. Successive operands that are made from the same matrix are
+    made in one pass where their maker can do that."""
     found: list[Making] = []
     for operand in operands:
         matrix, choice = (operand.letter, operand.source), makers.choose(operand, setting.target)
@@ -222,8 +233,9 @@ def _gemm(recipe: Recipe, gemm: str, setting: Setting) -> GemmPlan:
     multiplier, passed_over = multipliers.choose(product, setting.target)
     a, b = (_with_carrier(operand, multiplier, setting) for operand in (a, b))
     if _saves_x(recipe, setting) == "packed" and gemm == "wgrad":
-        b = replace(b, carrier=None)  # it is made in forward and multiplied in backward
-    # What is only decoded from fprop's codes weighs as much as W: held where that was asked for.
+        b = replace(b, carrier=None)  # made in forward, multiplied in backward: only codes are kept
+    # An operand that is only decoded from fprop's codes takes as many bytes as W. It is held only
+    # where the setting asks for decoded forms.
     decoded = setting.keeps_w == "decoded" and b.letter == "w"
     holds_b = setting.keeps_w is not None and b.letter == "w" and b.is_quantized
     holds_b = holds_b or (decoded and gemm == "dgrad")
@@ -233,12 +245,12 @@ def _gemm(recipe: Recipe, gemm: str, setting: Setting) -> GemmPlan:
 
 
 def _format(operand: OperandPlan) -> Quantizer | torch.dtype:
-    """As it is multiplied."""
+    """The operand's format in the product: its quantizer, or the dtype of high precision."""
     if operand.quantizer is not None:
         return operand.quantizer
     if operand.codes is not None:
         return operand.codes
-    # Scales are folded in, and transforms computed, in float32.
+    # Row scales are multiplied into dY, and Hadamard transforms computed, in float32.
     return wide(operand.dtype) if operand.folds or operand.group else operand.dtype
 
 
@@ -253,8 +265,10 @@ def _shape(gemm: str, setting: Setting) -> tuple[int, int, int]:
 
 
 def _output(recipe: Recipe, gemm: str, setting: Setting) -> tuple[torch.dtype, bool]:
-    """The dtype of the product, and whether it is added to main_grad. A product to which something
-    else is added before it is rounded comes in float32."""
+    """(dtype of the product, whether it is added to main_grad).
+
+    The product is in float32 where another term is added to it before it is rounded.
+    """
     dtype = setting.dtype
     if gemm == "fprop":
         return wide(dtype) if setting.has_bias or _compensates(recipe) else dtype, False
@@ -266,7 +280,11 @@ def _output(recipe: Recipe, gemm: str, setting: Setting) -> tuple[torch.dtype, b
 
 
 def _with_carrier(operand: OperandPlan, multiplier: Multiplier, setting: Setting) -> OperandPlan:
-    """Only what is multiplied as it is made has use for carriers: codes travel, and are kept."""
+    """The operand with `carrier` set, where its maker is to write carriers.
+
+    Carriers are useful only for an operand that is multiplied directly: what is gathered is the
+    codes.
+    """
     maker = makers.choose(operand, setting.target).maker
     if operand.is_part or not maker.writes_carriers(operand):
         return operand

@@ -1,5 +1,7 @@
-"""LinearPlan: what one linear does, as data. `compiler.py` makes it; forward.py and backward.py
-execute it."""
+"""LinearPlan: what one linear does, as data.
+
+plan/compiler.py makes it; execution/forward.py and execution/backward.py execute it.
+"""
 
 from __future__ import annotations
 
@@ -20,33 +22,39 @@ if TYPE_CHECKING:
     from megatron_fp4.multipliers.base import Multiplier, Product
     from megatron_fp4.plan.setting import Setting
 
-# What an operand is made of.
+# What an operand is made from.
 #   model     X, W or dY as the model holds it
 #   clamped   X without its outliers
-#   codes     what fprop multiplied, read as codes and scales
-#   decoded   what fprop multiplied, decoded to `OperandPlan.dtype`, transformed back if fprop
-#             transformed it
-#   values    the same without the scale of a whole row or tensor, which is folded into dY
-#   elements  fprop's codes without any scale: the scale of a whole row is folded into dY
+#   codes     fprop's operand, as codes and scales
+#   decoded   fprop's operand, decoded to `OperandPlan.dtype`; if fprop transformed it, after the
+#             inverse Hadamard transform
+#   values    fprop's operand, decoded without the scale of a whole row or tensor, which is
+#             multiplied into dY instead
+#   elements  fprop's codes without any scale; the scale of a whole row is multiplied into dY
 Source = Literal["model", "clamped", "codes", "decoded", "values", "elements"]
 
 
 @dataclass(frozen=True, eq=False)
 class OperandPlan:
-    """What one operand of a GEMM goes through, in the order of the fields.
+    """How one operand of a GEMM is made. The steps are in the order of the fields.
 
     gemm, letter: which operand it is: "fprop", "dgrad" or "wgrad"; "x", "w" or "dy".
-    source: what it is made of. dtype: of the matrix that the source gives. codes: the quantizer of
-        the source where it is given as codes and scales, else None.
+    source: what it is made from; see Source.
+    dtype: of the matrix that the source gives.
+    codes: the quantizer of the source if it is given as codes and scales, else None.
     shape: rows and columns of that matrix as the model holds it, or divisors of them (see
-        `Setting.tokens`). axis: the contracted one.
-    is_part: the matrix has this rank's part of the tokens alone.
-    gathered: whether the tokens of all ranks are gathered, "before" it is made (the matrix travels)
-        or "after" (codes and scales travel); "" where nothing is gathered.
-    folds: multiplied along the contracted axis by the row scales of the other operand of the GEMM.
-    hadamard: the transform. quantizer: None leaves the operand in high precision.
-    agrees: ranks share a scale, and take the maximum of their absolute maxima first.
-    carrier: the FP8 dtype in which the maker writes the elements too.
+        `Setting.tokens`).
+    axis: the contracted axis of that matrix.
+    is_part: whether that matrix has only this rank's part of the tokens.
+    gathered: when the tokens of all ranks are gathered: "before" the operand is made (the matrix is
+        sent) or "after" (codes and scales are sent); "" where nothing is gathered.
+    folds: whether it is multiplied, along the contracted axis, by the row scales of the other
+        operand of the GEMM.
+    hadamard: the Hadamard transform; None is none.
+    quantizer: None leaves the operand in high precision.
+    agrees: whether ranks share a scale, and all-reduce the maximum of their largest magnitudes.
+    carrier: the FP8 dtype of the carriers that the maker writes beside the codes; None: it writes
+        none.
     """
 
     gemm: str
@@ -71,15 +79,15 @@ class OperandPlan:
 
     @property
     def group(self) -> int:
-        """The size of the Hadamard transform; 0 is none."""
+        """The group size of the Hadamard transform; 0 if there is none."""
         return 0 if self.hadamard is None else self.hadamard.group
 
 
 @dataclass(frozen=True, eq=False)
 class Making:
-    """Operands that one maker makes of one matrix, in one pass over it.
+    """Operands that one maker makes from one matrix, in one pass over it.
 
-    matrix: which one, as (letter, source). passed_over: (maker, reason) of each faster maker that
+    matrix: the matrix, as (letter, source). passed_over: (name, reason) of each faster maker that
     cannot make them.
     """
 
@@ -93,10 +101,11 @@ class Making:
 class GemmPlan:
     """One GEMM, A B^T.
 
-    a, b: its operands. product: their formats and the output's. multiplier: who runs it.
-    passed_over: (multiplier, reason) of each faster one that cannot.
-    holds_b: b is W's operand and is held for the other calls of the step; holds_form: in the form
-    in which it is multiplied too.
+    a, b: its operands.
+    product: the formats of the operands and of the output.
+    multiplier: what runs it. passed_over: (name, reason) of each faster one that cannot.
+    holds_b: whether b, as W's operand, is held for the other calls of the step.
+    holds_form: whether its decoded form, which the multiplier reads, is held too.
     """
 
     name: str
@@ -113,15 +122,18 @@ class GemmPlan:
 class LinearPlan:
     """What one linear does, forward and backward.
 
-    dgrad, wgrad: None where the setting does not ask for that gradient.
-    forward, backward: what is made at the start of each pass. late: what is made after dgrad's
-        product, because it has to wait for X to be gathered.
-    saves_x: what backward is given of X: fprop's operand ("operand"), wgrad's operand ("packed"),
-        X ("model"), or nothing. saves_w: fprop's operand, or W.
-    split: takes the outliers off X as recipe.outliers says; None where the recipe clamps nothing.
-    compensation: adds the product of the outliers and W to Y and, with `residual_in_dw`, that of
-        dY and the outliers to dW; None where the recipe does not compensate.
-    shows_packed_x: the packed X is shown to the observer in forward, where nothing else shows X.
+    fprop, dgrad, wgrad: the GEMMs; None where the setting does not ask for that gradient.
+    forward, backward: what is made at the start of the forward and of the backward pass.
+    late: what is made after dgrad's product, because it depends on the gathered X.
+    saves_x: what is saved of X for backward: fprop's operand ("operand"), wgrad's operand
+        ("packed"), X itself ("model"), or nothing ("").
+    saves_w: what is saved of W: fprop's operand ("operand"), or W itself ("model").
+    split: splits X into clamped X and outliers as recipe.outliers says; None where the recipe
+        clamps nothing.
+    compensation: the multiplier that adds outliers times W^T to Y; None where the recipe does not
+        compensate. residual_in_dw: whether it also adds dY^T times the outliers to dW.
+    shows_packed_x: whether the forward pass reports wgrad's packed X to `Site.observe`, because
+        fprop does not quantize X and reports none.
     estimate: multiplies dW by the factor of recipe.estimator; None where the recipe has none.
     """
 
@@ -143,10 +155,10 @@ class LinearPlan:
 
     @property
     def gemms(self) -> tuple[GemmPlan, ...]:
-        """The GEMMs that run."""
+        """The GEMMs that run, in the order fprop, dgrad, wgrad."""
         return tuple(gemm for gemm in (self.fprop, self.dgrad, self.wgrad) if gemm is not None)
 
     @property
     def makings(self) -> tuple[Making, ...]:
-        """All that is made, forward and backward."""
+        """All makings, of the forward and the backward pass."""
         return self.forward + self.backward + self.late

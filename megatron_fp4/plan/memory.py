@@ -1,4 +1,4 @@
-"""How many bytes a plan keeps and sends."""
+"""The bytes that a plan's operands take, that it saves for backward, and that it holds."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from megatron_fp4.plan.data import LinearPlan, OperandPlan
 
 
 def operand_bytes(operand: OperandPlan) -> int:
-    """Of an operand's codes and scales, or of the matrix where it is not quantized."""
+    """The bytes of an operand's codes and scales, or of its matrix where it is not quantized."""
     rows, k = operand.shape[1 - operand.axis], operand.shape[operand.axis]
     quantizer = operand.quantizer or operand.codes
     return rows * k * operand.dtype.itemsize if quantizer is None else quantizer.nbytes(rows, k)
 
 
 def saved_bytes(plan: LinearPlan) -> int:
-    """What one call keeps for its backward pass: X, its outliers, and W's operand where the calls
-    of a step do not share it. W itself is the model's."""
+    """The bytes that one call saves for its backward pass.
+
+    These are X, its outliers, and W's operand where the calls of a step do not share it. W itself
+    is not counted, since the model holds it anyway.
+    """
     setting = plan.setting
     rows, columns = setting.shape("x", is_part=setting.has_part("x"))
     total = 0
@@ -40,8 +43,10 @@ def saved_bytes(plan: LinearPlan) -> int:
 
 
 def held_bytes(plan: LinearPlan) -> int:
-    """What the calls of a step share of W; 0 where the plan keeps nothing. See
-    `weights.HeldWeight`."""
+    """The bytes of W's operands that all calls of a step share; 0 where the plan holds none.
+
+    See `execution.weights.HeldWeight`.
+    """
     total = 0
     for gemm in (plan.fprop, plan.dgrad):
         if gemm is None or not gemm.holds_b:

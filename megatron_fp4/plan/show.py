@@ -1,4 +1,4 @@
-"""A plan as text: what `python -m megatron_fp4 plan` prints."""
+"""A plan as text, as `python -m megatron_fp4 plan` prints it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ _SOURCES = {
     "values": "decoded from the codes of fprop",
     "elements": "the codes of fprop",
 }
-_LABEL = 9  # the width of the words before an operand's text
+_LABEL = 9  # the width of the column before an operand's text
 
 
 def show(plan: LinearPlan) -> str:
-    """The three GEMMs of a plan: how each operand is made and by whom, what is multiplied by whom,
-    what travels between ranks and what is kept, in bytes."""
+    """The text of a plan.
+
+    It has the GEMMs, with how and by which maker each operand is made and which multiplier runs the
+    product; what is sent between ranks and what is kept, in bytes; and why faster multipliers and
+    kernels are not used.
+    """
     lines = [_head(plan)]
     for gemm in plan.gemms:
         lines += _gemm(plan, gemm)
@@ -62,7 +66,7 @@ def _gemm(plan: LinearPlan, gemm: GemmPlan) -> Iterator[str]:
 
 
 def _operand(plan: LinearPlan, operand: OperandPlan) -> str:
-    """How it is made, in the order in which that happens."""
+    """How an operand is made, step by step."""
     made = _making(plan, operand)
     words = [_SOURCES[operand.source]]
     if operand.gathered == "before":
@@ -88,7 +92,7 @@ def _operand(plan: LinearPlan, operand: OperandPlan) -> str:
 
 
 def _beside(operand: OperandPlan, making: Making) -> str:
-    """The operands that the maker makes in the same pass over the matrix."""
+    """Words for the other operands that the maker makes in the same pass over the matrix."""
     others = [f"{LETTERS[o.letter]} of {o.gemm}" for o in making.operands if o is not operand]
     return f" in one pass with {' and '.join(others)}" if others else ""
 
@@ -119,7 +123,7 @@ def _extras(plan: LinearPlan) -> Iterator[str]:
 
 
 def _kept(plan: LinearPlan) -> Iterator[str]:
-    """What is kept for backward, and over a step."""
+    """The lines that say what is kept for backward, and held over a step."""
     setting, words = plan.setting, []
     x = {"operand": plan.fprop.a, "packed": plan.wgrad and plan.wgrad.b}.get(plan.saves_x)
     rows, columns = setting.shape("x", is_part=setting.has_part("x"))
@@ -136,7 +140,7 @@ def _kept(plan: LinearPlan) -> Iterator[str]:
 
 
 def _unused(plan: LinearPlan) -> Iterator[str]:
-    """Why faster multipliers, and kernels, are not used, and for which GEMMs."""
+    """The lines that say why a faster multiplier or kernel is not used, and for which GEMMs."""
     gemms: dict[tuple[str, str], list[str]] = {}
     for gemm in plan.gemms:
         for reason in gemm.passed_over:

@@ -1,4 +1,4 @@
-"""Sizes that a recipe's blocks and Hadamard groups divide."""
+"""Checks that the sizes of a linear are multiples of its recipe's blocks and Hadamard groups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _AXES = {
 
 
 def contracted_multiple(gemm: GemmRecipe) -> int:
-    """What the contracted axis of a shard must be a multiple of."""
+    """The number of which the contracted axis of a GEMM must be a multiple on each rank."""
     tiles = [1 if gemm.hadamard is None else gemm.hadamard.group]
     for quantizer in (gemm.a, gemm.b):
         if quantizer is not None:
@@ -37,28 +37,33 @@ def contracted_multiple(gemm: GemmRecipe) -> int:
 
 
 def _height(quantizer: Quantizer | None) -> int:
-    """How many rows of an operand share a scale, where a number of rows that is not a multiple of
-    it could not be quantized."""
+    """The block height, of which the number of an operand's rows must be a multiple; 1 where any
+    number of rows will do."""
     return 1 if quantizer is None else quantizer.block[0] or 1
 
 
 def token_tile(recipe: Recipe, gemm: str, letter: str) -> int:
-    """How many tokens a part of an operand must be a multiple of to be quantized by itself."""
-    if gemm == "wgrad":  # contracts them
+    """The number of tokens of which a rank's part must be a multiple, to be quantized without the
+    tokens of other ranks."""
+    if gemm == "wgrad":  # contracts the tokens
         return contracted_multiple(recipe.gemm(gemm))
     return _height(recipe.quantizer(gemm, letter))
 
 
 @cache
 def token_multiple(recipe: Recipe) -> int:
-    """The smallest number such that all GEMMs of a recipe take every multiple of it as tokens."""
+    """The smallest number such that all GEMMs of a recipe take every multiple of it as the number
+    of tokens."""
     operands = (("fprop", "x"), ("dgrad", "dy"), ("wgrad", "x"))
     return math.lcm(*(token_tile(recipe, gemm, letter) for gemm, letter in operands))
 
 
 def check_sizes(recipe: Recipe, tokens: int | None, inputs: int, outputs: int, where: str) -> None:
-    """Raise SizeError unless blocks and Hadamard groups tile a local [tokens, inputs] x
-    [outputs, inputs] linear called `where`. tokens: None where they are not known yet."""
+    """Check that blocks and Hadamard groups tile a linear of these sizes on a rank.
+
+    tokens: None if the number is not known yet; it is then not checked. where: the linear's name in
+    the message. Raises SizeError for the first size that is not a multiple.
+    """
     sizes = {"tokens": tokens, "in_features": inputs, "out_features": outputs}
     for gemm in GEMMS:
         wanted = recipe.gemm(gemm)

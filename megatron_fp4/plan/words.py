@@ -1,4 +1,4 @@
-"""A plan in words, for the start table and `megatron_fp4 plan`."""
+"""Parts of a plan in words, for the start table and `python -m megatron_fp4 plan`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LETTERS = {"x": "X", "w": "W", "dy": "dY"}
 
 
 def gemm_words(plan: LinearPlan, gemm: GemmPlan) -> str:
-    """Both operands' element formats and who multiplies them: "e2m1 x e2m1 on bf16"."""
+    """The element formats of both operands and the multiplier, as in "e2m1 x e2m1 on bf16"."""
     if not plan.recipe.gemm(gemm.name).quantized:
         return "high precision"
     elements = (_element(plan, operand) for operand in (gemm.a, gemm.b))
@@ -32,7 +32,8 @@ def notes(plan: LinearPlan) -> Iterator[str]:
 
 
 def kernel_notes(plan: LinearPlan) -> Iterator[str]:
-    """A line for each kernel that does not make an operand, where a GPU runs kernels at all."""
+    """A line for each kernel that is not used to make an operand, with its reason; none on a
+    CPU, which runs no kernels."""
     if plan.setting.target.kind == "cpu":
         return
     for making in plan.makings:

@@ -1,7 +1,7 @@
-"""The recipes: one file a published method.
+"""The built-in recipes, one file for each published method.
 
-A recipe is a function of keyword options with defaults that returns a Recipe; `register` gives
-it its name. `get_recipe` also takes a YAML file and `package.module:object`.
+Each is a function of keyword options with defaults that returns a Recipe; `register` gives it its
+name. `get_recipe` finds a recipe by name, and also takes a YAML file and `package.module:object`.
 """
 
 from megatron_fp4.recipes import dge_occ, mxfp4, mxfp4_rht_sr, tetrajet  # noqa: F401  (register)

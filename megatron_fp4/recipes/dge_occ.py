@@ -1,7 +1,9 @@
-"""FP4 forward with DGE and OCC: "Optimizing LLM Training Using FP4 Quantization" (2501.17116).
+"""FP4 with DGE and OCC: "Optimizing LLM Training Using FP4 Quantization" (arXiv 2501.17116).
 
-Vector-wise E2M1 X (a scale for each token) and W (one for each output channel); X clamped to its
-quantiles and compensated; dY in E5M2 against the saved FP4 operands; DGE on the weight gradient.
+X and W are E2M1 with a float32 scale for each row: a token of X, an output channel of W. X is
+clamped to two quantiles, and what was clamped off is multiplied in high precision (OCC). dY is in
+FP8 (E5M2) and is multiplied by the FP4 operands of the forward pass. dW is multiplied by the factor
+of the gradient estimator DGE.
 """
 
 from typing import Literal
@@ -28,9 +30,13 @@ def dge_occ(
     compensate: bool = True,
     residual_in_wgrad: bool = True,
 ) -> Recipe:
-    """dge, k, clip: the gradient estimator. occ, alpha, scope, compensate, residual_in_wgrad: the
-    outlier clamp (see OutlierClamp). Token-wise quantiles of a row-parallel input are taken over
-    the local shard: the one place where this recipe depends on the tensor-parallel size."""
+    """The recipe of arXiv 2501.17116, section 3.
+
+    dge: whether to use the gradient estimator; k, clip: its parameters, see DGE.
+    occ: whether to clamp outliers; alpha, scope, compensate, residual_in_wgrad: see OutlierClamp.
+    Quantiles are taken over the rank's shard. Those of tokens therefore depend on the
+    tensor-parallel size in a row-parallel linear, whose features are sharded.
+    """
     return Recipe(
         name="dge-occ",
         paper="arXiv 2501.17116, section 3",

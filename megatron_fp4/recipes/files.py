@@ -1,4 +1,4 @@
-"""Recipes from YAML files; docs/recipes.md lists the keys.
+"""Reads recipes from YAML files. docs/recipes.md lists the keys. An example:
 
 base: tetrajet              # optional: a recipe, or a file beside this one, to start from ...
 options: {rule: floor}      # ... and its options
@@ -24,13 +24,14 @@ from megatron_fp4.arithmetic.estimators import DGE
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
+from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import GEMMS, GemmRecipe, Recipe
 from megatron_fp4.recipes.registry import SUFFIXES, get_recipe, typed
 
 
 class _NoRepeats(yaml.SafeLoader):
-    """YAML in which a key stands once: of two, the safe loader would silently keep the last."""
+    """A YAML loader that refuses repeated keys, of which the safe loader would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -43,10 +44,12 @@ class _NoRepeats(yaml.SafeLoader):
 def load_recipe_file(
     path: Path, options: Mapping[str, Any], above: tuple[Path, ...] = ()
 ) -> Recipe:
-    """The Recipe that a YAML file describes. `options` override the file's own. above: the files
-    that this one is the base of.
+    """The Recipe that the YAML file at `path` describes.
 
-    Raises ConfigError, naming the file, for a missing or malformed file, an unknown key or value.
+    options: options of the base recipe, which override those in the file.
+    above: the files that lead here by `base:`, to detect a file that is built on itself.
+    Raises ConfigError, which names the file, for a missing or malformed file, or an unknown key or
+    value.
     """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _NoRepeats)
@@ -86,6 +89,9 @@ def _recipe(
         content["estimator"] = _build(DGE, content["estimator"], "estimator")
     if content.get("outliers") is not None:
         content["outliers"] = _build(OutlierClamp, content["outliers"], "outliers")
+    if content.get("weight_average") is not None:
+        average = content["weight_average"]
+        content["weight_average"] = _build(WeightAverage, average, "weight_average")
     if "bf16_gemms" in content:
         content["bf16_gemms"] = _tuple(content["bf16_gemms"], "bf16_gemms")
     return replace(start, **_typed_fields(content, Recipe))
@@ -149,5 +155,5 @@ def _known(
 
 
 def _within(where: str, text: str) -> str:
-    """`text` after the part of the file that it is about; "" is the file as a whole."""
+    """`text` after the key that it is about ("wgrad.a: text"); where: "" is the whole file."""
     return f"{where}: {text}" if where else text

@@ -1,6 +1,7 @@
-"""The naive baseline: OCP MXFP4 everywhere, with raw operands in the backward pass.
+"""The baseline: OCP MXFP4 with nearest rounding in all GEMMs, the backward operands quantized from
+the original X and W.
 
-"Microscaling Data Formats for Deep Learning" (arXiv 2310.10537).
+Source: "Microscaling Data Formats for Deep Learning" (arXiv 2310.10537).
 """
 
 from typing import Literal
@@ -12,7 +13,8 @@ from megatron_fp4.recipes.registry import register
 
 @register("mxfp4")
 def mxfp4(*, rule: Literal["floor", "ceil"] = "floor") -> Recipe:
-    """rule: the block scale's rule, OCP floor or truncation-free ceil."""
+    """The baseline. rule: of the block scales: floor (OCP) may clip a block's maximum, ceil never
+    does."""
     q = Quantizer(rule=rule)
     gemm = GemmRecipe(q, q)
     return Recipe(

@@ -1,7 +1,8 @@
 """MXFP4 in the backward pass only: "Training LLMs with MXFP4" (arXiv 2502.20586).
 
-The forward pass stays BF16 or FP8. dgrad and wgrad quantize SR(3/4 V / 2^e), which cannot clip,
-after a random Hadamard transform, so each product estimates 9/16 of the true one without bias.
+The forward pass stays in BF16 or FP8. In dgrad and wgrad both operands go through a random Hadamard
+transform, are multiplied by 3/4 so that nothing is clipped, and are rounded stochastically. Each
+product is then an unbiased estimate of 9/16 of the exact one, and is multiplied by 16/9.
 """
 
 from typing import Literal
@@ -11,7 +12,7 @@ from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.recipe import HIGH_PRECISION, GemmRecipe, Recipe
 from megatron_fp4.recipes.registry import register
 
-# One scale for the tensor, as the FP8 forward pass of the paper's framework has it.
+# One scale for the tensor, as in the FP8 forward pass of the framework that the paper used.
 FP8 = Quantizer(element="e4m3", scale="fp32", block=(WHOLE_AXIS, WHOLE_AXIS), rule="absmax")
 
 
@@ -23,8 +24,13 @@ def mxfp4_rht_sr(
     signs: Literal["random", "none"] = "random",
     stochastic: bool = True,
 ) -> Recipe:
-    """forward: precision of fprop. hadamard: the transform's group, 0 for none (the paper takes
-    32 to 256). stochastic: off leaves nearest rounding without the 3/4 prescale."""
+    """The recipe of arXiv 2502.20586, algorithm 3.
+
+    forward: the precision of fprop.
+    hadamard: the group size of the transform; 0 is no transform. The paper uses 32 to 256.
+    signs: see Hadamard.
+    stochastic: false rounds to nearest, without the factor 3/4.
+    """
     if stochastic:
         operand, correction = Quantizer(prescale=3 / 4, rounding="stochastic"), 16 / 9
     else:

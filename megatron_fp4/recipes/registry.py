@@ -1,4 +1,4 @@
-"""Names to recipes, with typed options."""
+"""Finds recipes by name, and checks and converts their options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _FACTORIES: dict[str, Callable[..., Recipe]] = {}
 
 
 def register(name: str) -> Callable[[Callable[..., Recipe]], Callable[..., Recipe]]:
-    """Name a function of keyword-only options, all with defaults, that returns a Recipe."""
+    """A decorator that registers a recipe function under `name`.
+
+    The function takes keyword-only options, all with defaults, and returns a Recipe.
+    """
 
     def add(factory: Callable[..., Recipe]) -> Callable[..., Recipe]:
         if name in _FACTORIES:
@@ -44,8 +47,8 @@ def recipe_options(name: str) -> dict[str, Any]:
 def get_recipe(name: str, **options: Any) -> Recipe:
     """The recipe called `name`: a built-in, a YAML file, or `package.module:object`.
 
-    options: the recipe's own, by keyword; strings are read as the option's type.
-    Raises ConfigError for an unknown name (listing the known ones), option or value.
+    options: options of the recipe, by keyword. A string is converted to the type of its option.
+    Raises ConfigError for an unknown name, option or value; the message lists the known ones.
     """
     if not isinstance(name, str):
         raise ConfigError(f"a recipe goes by a name, not by {name!r}")
@@ -83,7 +86,11 @@ def _imported(name: str, options: Mapping[str, Any]) -> Recipe:
 def call_with_options(
     factory: Callable[..., Recipe], name: str, options: Mapping[str, Any]
 ) -> Recipe:
-    """factory(**options), with each option checked against the factory's signature."""
+    """factory(**options), with each option converted to the type in the factory's signature.
+
+    Raises ConfigError, which names the recipe, for an unknown option or value, and for any
+    exception in the factory.
+    """
     try:
         known, hints = inspect.signature(factory).parameters, get_type_hints(factory)
         unknown = [key for key in options if key not in known]
@@ -99,9 +106,12 @@ def call_with_options(
 
 
 def typed(value: Any, hint: Any, key: str) -> Any:
-    """`value` as the type that `key` is declared to have: bool, int, float, str or one of a
-    Literal's strings; any other type is the callee's to check. Fractions ("16/9") are floats.
-    Raises ConfigError where it is none."""
+    """`value` converted to the declared type `hint` of the option `key`.
+
+    Converts to bool, int, float ("16/9" is a float too), str, and checks the values of a Literal.
+    None passes where the type allows it. A value of any other type is returned unchanged and
+    unchecked. Raises ConfigError where the conversion fails.
+    """
     if type(None) in get_args(hint):
         if value is None:
             return None

@@ -1,8 +1,9 @@
 """TetraJet: "Oscillation-Reduced MXFP4 Training for Vision Transformers" (arXiv 2502.20853).
 
-Truncation-free scales, stochastic rounding in backward, and double quantization: Q4 and Q6
-requantize what Q2 and Q1 made, so that the straight-through gradient is that of the forward pass
-which really ran.
+Scales that never clip ("truncation-free"), stochastic rounding in the backward pass, and double
+quantization: Q4 and Q6, the quantizers of W and X in the backward pass, read what Q2 and Q1
+quantized in the forward pass. The straight-through gradient is then that of the product which the
+forward pass computed. Q3 and Q5 quantize dY, for dgrad and wgrad.
 """
 
 from typing import Literal
@@ -20,8 +21,12 @@ def tetrajet(
     double_quantization: bool = True,
     bias_gradient: Literal["quantized", "raw"] = "quantized",
 ) -> Recipe:
-    """The three axes of the paper's ablation, and the source of the bias gradient (Q3(dY) in the
-    authors' code). Stochastic rounding without double quantization is the worst of the eight."""
+    """The recipe of arXiv 2502.20853, section 3.
+
+    rule, backward_rounding, double_quantization: the three choices of the paper's ablation. Of its
+        eight combinations, stochastic rounding without double quantization was the worst.
+    bias_gradient: the sum of Q3(dY), as in the authors' code, or of dY.
+    """
     forward = Quantizer(rule=rule)
     operand = Quantizer(rule=rule, rounding=backward_rounding)
     backward = GemmRecipe(operand, operand)

@@ -1,18 +1,20 @@
-"""This package's recipes in Transformer Engine's own linears, by upstream's hook.
+"""This package's recipes in Transformer Engine's own linears, by its hook for custom quantizers.
 
     --transformer-impl transformer_engine --fp4-format e2m1 --fp4-recipe custom
     --fp4-quantizer-factory megatron_fp4.te.tetrajet
 
-or, without Megatron, `CustomRecipe(qfactory=megatron_fp4.te.tetrajet)`: any recipe that is
-registered, with underscores for hyphens; `Factory(get_recipe(...))` in a module of your own takes
-options. It is for models that have to keep Transformer Engine's linears: prefer --fp4-recipe, whose
-linears gather 4-bit codes, keep weights for a step, and take every recipe.
+or, without Megatron, `CustomRecipe(qfactory=megatron_fp4.te.tetrajet)`. The attributes of this
+module are factories of the registered recipes, with underscores for hyphens. For a recipe with
+options, put `Factory(get_recipe(...))` in a module of your own. This package is for models that
+must keep Transformer Engine's linears. Otherwise prefer --fp4-recipe, whose linears gather 4-bit
+codes, hold quantized weights over a step, and support every recipe.
 
-Operands are quantized, and multiplied, as by `megatron_fp4.linear`. Rounding noise is not: the hook
-knows neither step, nor module, nor place, so that noise differs from one layout to another, and a
-resumed run begins again with that of its first step (te/quantizers.py).
+Operands are quantized and multiplied as by `megatron_fp4.linear`, except for the random bits of
+stochastic rounding. The hook does not tell the step, the module or an element's place in the
+unsharded tensor. Random bits therefore differ between parallel layouts, and a resumed run draws
+those of its first steps again (te/quantizers.py).
 
-Imports Transformer Engine when a factory is first called, not before.
+Transformer Engine is imported when a factory is first called.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ _OPERAND = {"input": "x", "weight": "w", "grad_output": "dy"}  # by Transformer 
 
 @dataclass(frozen=True)
 class Factory:
-    """The quantizers of one recipe: what CustomRecipe calls with the role of each tensor.
+    """The quantizers of one recipe; CustomRecipe calls it with the role of each tensor.
 
-    Raises ConfigError for a recipe that says more than the hook can.
+    Raises ConfigError for a recipe that the hook does not support: see `_inexpressible`.
     """
 
     recipe: Recipe
@@ -44,16 +46,22 @@ class Factory:
             )
 
     def __call__(self, role: Any) -> Any:
-        """role: a QuantizerRole, or None. Returns a Quantizer of Transformer Engine's; one that
-        does nothing for what is no operand of a linear."""
+        """The quantizer of a tensor, as a Quantizer of Transformer Engine.
+
+        role: a QuantizerRole, or None. A tensor that is no operand of a linear gets a quantizer
+        that leaves it in high precision.
+        """
         from megatron_fp4.te import quantizers  # imports Transformer Engine
 
         return quantizers.make(self.recipe, operand_of(role), getattr(role, "name", ""))
 
 
 def operand_of(role: Any) -> str | None:
-    """x, w or dy for the role of a linear's operand; None for outputs, and for what attention
-    quantizes. Raises ConfigError for operands that the hook does not bring here."""
+    """The letter of a linear's operand, "x", "w" or "dy", by its role; None for outputs, and for
+    tensors that attention quantizes.
+
+    Raises ConfigError for the roles of grouped linears, and of Transformer Engine before 2.16.
+    """
     if isinstance(role, str):
         raise ConfigError(
             "this Transformer Engine names tensors by strings: install 2.16 or newer, or use "
@@ -69,8 +77,10 @@ def operand_of(role: Any) -> str | None:
 
 
 def _inexpressible(recipe: Recipe) -> str | None:
-    """What a recipe asks for that one quantizer for each of X, W and dY cannot do, in a few words
-    that follow its name."""
+    """What a recipe needs that separate quantizers for X, W and dY cannot do; None if nothing.
+
+    It is a predicate of a few words, which the error message puts after the recipe's name.
+    """
     if any(recipe.gemm(gemm).hadamard for gemm in GEMMS):
         return "transforms both operands of a GEMM by signs that they share"
     if recipe.estimator is not None:
@@ -88,7 +98,7 @@ def _inexpressible(recipe: Recipe) -> str | None:
 
 
 def __getattr__(name: str) -> Factory:
-    """The factory of a registered recipe."""
+    """The Factory of a registered recipe, as in `megatron_fp4.te.mxfp4_rht_sr`."""
     recipe = name.replace("_", "-")
     if recipe not in list_recipes():
         known = ", ".join(known.replace("-", "_") for known in list_recipes())

@@ -1,13 +1,14 @@
-"""Quantizers and quantized tensors of Transformer Engine's kind around this package's.
+"""Quantizers and quantized tensors for Transformer Engine's linears, by this package's recipes.
 
-Transformer Engine (2.16 or newer; run with 2.20.2) quantizes X, W and dY each by one quantizer,
-along its rows for one GEMM and along its columns for another, and brings two such tensors to
-`custom_gemm`, which has the output in hand and loses it: with --gradient-accumulation-fusion the
-weight's gradient would be in no main_grad, and the parameter marked as if it were. So `custom_gemm`
-is replaced, for tensors of this module alone, by one that adds.
+Transformer Engine (2.16 or newer; tested with 2.20.2) gives each of X, W and dY one quantizer. It
+quantizes the tensor along its rows for one GEMM and along its columns for another. Its function
+`custom_gemm` then multiplies two such tensors, but ignores the output tensor that it is given. With
+--gradient-accumulation-fusion the weight's gradient would therefore not be added to main_grad,
+although the parameter is marked as if it had been. This module replaces `custom_gemm`, for its own
+tensors only, by a function that writes or adds to the output.
 
-Noise is keyed with torch's seed (Megatron sets it from --seed), the rank, and how many tensors the
-process has quantized: no two calls and no two ranks share any.
+The random bits depend on torch's seed (Megatron sets it from --seed), the rank, and the number of
+tensors that the process has quantized. No two calls and no two ranks share random bits.
 """
 
 from __future__ import annotations
@@ -49,16 +50,19 @@ except (ImportError, AttributeError) as error:
         f"{' '.join(str(error).split())}"
     ) from error
 
-# The GEMMs that take X, W and dY along their rows, and along their columns.
+# The GEMM that contracts the last axis of X, W and dY, and the one that contracts the first axis.
 ROWS = {"x": "fprop", "w": "fprop", "dy": "dgrad"}
 COLUMNS = {"x": "wgrad", "w": "dgrad", "dy": "wgrad"}
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: sets ranks' seeds far apart
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio; its multiples keep the ranks' seeds apart
 _calls = itertools.count()
 
 
 def make(recipe: Recipe, operand: str | None, name: str) -> Quantizer:
-    """The quantizer of an operand, None for a tensor that is not quantized. Raises ConfigError for
-    what Transformer Engine would do wrong with it."""
+    """The quantizer of an operand, as a Quantizer of Transformer Engine.
+
+    operand: "x", "w" or "dy"; None for a tensor that is not quantized. name: the module's. Raises
+    ConfigError under --tp-comm-overlap, which ignores the results of custom GEMMs.
+    """
     if operand is None:
         return IdentityQuantizer()
     if getattr(te_base, "_ub_communicators", None):
@@ -70,7 +74,7 @@ def make(recipe: Recipe, operand: str | None, name: str) -> Quantizer:
 
 
 class RecipeQuantizer(Quantizer):
-    """Makes of X, W or dY the operands of both GEMMs that it is in."""
+    """Quantizes X, W or dY for both GEMMs that multiply it."""
 
     custom = True
 
@@ -81,7 +85,11 @@ class RecipeQuantizer(Quantizer):
     def quantize(
         self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None, **_: Any
     ) -> RecipeTensor:
-        """tensor: [..., columns]. dtype: that of the model, where `tensor` is a weight's own."""
+        """The operands of `tensor` for the GEMMs that Transformer Engine has asked for.
+
+        tensor: [..., columns]. out: a RecipeTensor to update instead. dtype: the model's dtype, if
+        it is not that of `tensor` (a weight's may differ).
+        """
         if out is not None:
             return self.update_quantized(tensor, out)
         made = RecipeTensor(self, tensor.shape, dtype or tensor.dtype, tensor.device)
@@ -91,7 +99,11 @@ class RecipeQuantizer(Quantizer):
     def update_quantized(
         self, src: Tensor, dst: RecipeTensor, *, noop_flag: Tensor | None = None
     ) -> RecipeTensor:
-        """`dst` made anew, along rows and columns: it is a weight's, kept for several passes."""
+        """Quantizes `src` again into `dst`, for both GEMMs; returns `dst`.
+
+        Transformer Engine keeps a weight's RecipeTensor for several passes and updates it so.
+        Raises ConfigError for a `noop_flag`, by which CUDA graphs skip the update.
+        """
         if noop_flag is not None:
             raise ConfigError("CUDA graphs cannot skip quantizing a weight: leave them out")
         dst.rows, dst.columns = self._operands(src, dst.dtype, True, True)
@@ -126,7 +138,7 @@ class RecipeQuantizer(Quantizer):
         )
 
     def _setting(self, matrix: Tensor) -> Setting:
-        """What is known here of the linear: one of its matrices."""
+        """The Setting of a linear of which only this matrix is known; other sizes are 0."""
         rows, columns = matrix.shape
         sizes = {
             "x": (rows, columns, 0),
@@ -137,12 +149,12 @@ class RecipeQuantizer(Quantizer):
         return Setting(*sizes[self.operand], dtype, target, dtype, packs_x=False)
 
     def is_requantization_safe(self) -> bool:
-        """Whether what backward makes of a saved X is what forward multiplied."""
+        """Whether quantizing X again in backward gives what forward multiplied."""
         quantizer = self.recipe.quantizer(ROWS[self.operand], self.operand)
         return quantizer is None or not quantizer.stochastic
 
     def qgemm(self, *_: Any, **__: Any) -> Tensor:
-        """Never called while `custom_gemm` is this module's."""
+        """Always raises: it is called only if the replacement of `custom_gemm` is bypassed."""
         raise ConfigError(
             "Transformer Engine multiplied past megatron_fp4, which would lose main_grad: another "
             "version than 2.20.2? Use --fp4-recipe without --fp4-format"
@@ -150,7 +162,11 @@ class RecipeQuantizer(Quantizer):
 
 
 class RecipeTensor(QuantizedTensorStorage):
-    """X, W or dY, of `shape`, as one or both GEMMs multiply it."""
+    """The quantized operands that were made from X, W or dY, for one or both of its GEMMs.
+
+    shape, dtype, device: those of the tensor. rows: the operand for the GEMM in `ROWS`. columns:
+    the operand for the GEMM in `COLUMNS`. None where it was not made.
+    """
 
     custom = True
 
@@ -176,7 +192,8 @@ class RecipeTensor(QuantizedTensorStorage):
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
-        """Drops operands; one that is missing cannot be made."""
+        """Drops the operands whose usage is False. Raises RuntimeError for a usage that is True if
+        its operand was not made."""
         usages = (("rows", rowwise_usage), ("columns", columnwise_usage))
         for which, wanted in usages:
             if wanted and getattr(self, which) is None:
@@ -188,15 +205,17 @@ class RecipeTensor(QuantizedTensorStorage):
         self.rows = self.columns = None
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], RecipeTensor]:
-        """(tensors, what takes them back). This one stays whole: it may be a weight's that later
-        passes multiply."""
+        """(tensors to save, a RecipeTensor without them whose `restore_from_saved` takes them).
+
+        This RecipeTensor keeps its operands: it may be a weight's, which later passes multiply.
+        """
         apart = [take_apart(self.rows), take_apart(self.columns)]
         saved = RecipeTensor(self._quantizer, self._shape, self._dtype, self.device)
         saved._builds = [(len(tensors), build) for tensors, build in apart]
         return [tensor for tensors, _ in apart for tensor in tensors], saved
 
     def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        """Takes its own tensors back; returns the others."""
+        """Restores the operands from the first of `tensors`; returns the tensors that are left."""
         rest, operands = list(tensors), []
         for count, build in self._builds:
             operands.append(build(*rest[:count]))
@@ -219,7 +238,7 @@ def _rank() -> int:
 
 @cache
 def _install() -> None:
-    """Has Transformer Engine multiply by `product` what is this module's."""
+    """Replaces Transformer Engine's `custom_gemm` by `product` for RecipeTensors."""
     signature = inspect.signature(_replaced)
 
     def custom_gemm(*args: Any, **kwargs: Any) -> Any:
@@ -234,7 +253,10 @@ def _install() -> None:
 
 
 def _asked(given: dict[str, Any]) -> dict[str, Any]:
-    """`product`'s arguments of `custom_gemm`'s. Raises ConfigError for what it cannot do."""
+    """The keyword arguments of `product` for a call of `custom_gemm` with the arguments `given`.
+
+    Raises ConfigError for a fused GELU or a bias, which `product` does not support.
+    """
     if given["gelu"]:
         raise ConfigError("a GELU cannot be fused into a GEMM of megatron_fp4.te: leave it out")
     if given["bias"] is not None:
@@ -256,8 +278,12 @@ def product(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """X W^T, dY W or dY^T X. out: written, or added to; else a tensor of `out_dtype`, of a's shape
-    but for the last axis, and of two axes in wgrad."""
+    """X W^T (fprop), dY W (dgrad) or dY^T X (wgrad), of the two tensors in this order.
+
+    out: the tensor that the result is written to, or with `accumulate` added to. Without it a new
+    tensor of `out_dtype` (default: a's dtype) is returned: of two axes in wgrad, else of a's shape
+    except for the last axis. Raises RuntimeError if an operand was not quantized for this GEMM.
+    """
     recipe, dtype = a._quantizer.recipe, a.dtype
 
     def operand(of: RecipeTensor, found: Operand | None) -> Operand:
@@ -288,7 +314,7 @@ def _rows(operand: Operand) -> int:
 
 
 def _length(operand: Operand) -> int:
-    """The contracted length."""
+    """The length of the contracted axis."""
     if isinstance(operand, QuantizedTensor):
         return operand.shape[operand.axis]
     return operand.shape[1]
@@ -296,7 +322,8 @@ def _length(operand: Operand) -> int:
 
 @cache
 def _multiplier(recipe: Recipe, gemm: str, product: Product, device: torch.device) -> Multiplier:
-    """Who multiplies; rank 0 says so, since upstream's layers have no start table."""
+    """The multiplier of a product. Rank 0 prints it, since Transformer Engine's linears appear in
+    no start table."""
     choice = choose(product, target_of(device))
     if _rank() == 0:
         reasons = "".join(f"; not {name}: {why}" for name, why in choice.passed_over)

@@ -7,14 +7,14 @@ import numpy
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_fp4.mcore import arguments
+from megatron_fp4.mcore.launch import command_line
 from testing.worlds.launch import TINY
 
 
 def parse(*flags: str, model: list[str] = TINY) -> argparse.Namespace:
     """What the plugin and Megatron's parser make of `model` and `flags`, checked."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser = arguments.add_arguments(add_megatron_arguments(parser))
+    parser = command_line.add_arguments(add_megatron_arguments(parser))
     return parser.parse_args([*model, *flags])
 
 

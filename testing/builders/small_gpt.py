@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
-from megatron_fp4.mcore.spec import layer_spec
+from megatron_fp4.mcore.model.spec import layer_spec
 
 LLAMA: dict[str, Any] = {
     "normalization": "RMSNorm",

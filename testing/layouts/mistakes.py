@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron.core import parallel_state as mpu
 
-from megatron_fp4.mcore import attach as attaching
-from megatron_fp4.mcore.layers import Fp4ColumnParallelLinear, Fp4State
+from megatron_fp4.mcore.model import attach as attaching
+from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4State
 from megatron_fp4.replay import Replay
 from testing.patching import patched
 

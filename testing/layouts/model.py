@@ -17,8 +17,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import stream_id
-from megatron_fp4.mcore.attach import attach
-from megatron_fp4.mcore.run import Run
+from megatron_fp4.mcore.model.attach import attach
+from megatron_fp4.mcore.model.run import Run
 from testing.builders import small_gpt
 from testing.layouts.matrix import Layout
 

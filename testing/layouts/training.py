@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fp4 import recipes
 from megatron_fp4.arithmetic.quantizer import get_quantizer
-from megatron_fp4.mcore.run import Run
+from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from testing.layouts.matrix import Layout
 from testing.layouts.model import SEQUENCE, VOCABULARY, build, named_parameters

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron_fp4.mcore import cpu
+from megatron_fp4.mcore.runtime import cpu
 
 cpu.install()
 
@@ -30,7 +30,7 @@ from megatron.core.num_microbatches_calculator import (  # noqa: E402
     init_num_microbatches_calculator,
 )
 
-from megatron_fp4.mcore import compat  # noqa: E402
+from megatron_fp4.mcore.loop import compat  # noqa: E402
 from megatron_fp4.recipe import Recipe  # noqa: E402
 from testing.layouts import mistakes, recorder  # noqa: E402
 from testing.layouts.matrix import (  # noqa: E402

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fp4 import ConfigError, Linear, get_quantizer, linear, name_layers, quantize
 from megatron_fp4.arithmetic.quantizer import quantize_matrix
-from megatron_fp4.mcore import gloo
+from megatron_fp4.mcore.runtime import gloo
 
 TOKENS, SIZE, STEPS = 64, 64, 24
 

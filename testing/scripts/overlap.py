@@ -17,7 +17,7 @@ from megatron_fp4.execution.backward import Backward
 from megatron_fp4.execution.call import Site
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.linear import quantized_linear
-from megatron_fp4.mcore import gloo
+from megatron_fp4.mcore.runtime import gloo
 from megatron_fp4.multipliers.reference import Reference
 from megatron_fp4.plan.setting import column_parallel
 from megatron_fp4.recipes import get_recipe

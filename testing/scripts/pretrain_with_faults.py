@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_fp4.mcore import cpu, pretrain
+from megatron_fp4.mcore import pretrain
+from megatron_fp4.mcore.runtime import cpu
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
     if first == "spoils=save" and os.environ["RANK"] == "0":
         in_third_step(spoil)
     if first.startswith("without="):
-        from megatron_fp4.mcore import optimizer_compat
+        from megatron_fp4.mcore.checkpoints import optimizer_compat
 
         setattr(optimizer_compat, f"_mend_{first[8:]}", lambda: None)
     if "=" in first:
@@ -47,7 +48,7 @@ def spoil() -> None:
 
 
 def in_third_step(act: Callable[[], None]) -> None:
-    from megatron_fp4.mcore import gpt
+    from megatron_fp4.mcore.loop import gpt
 
     forward_step, calls = gpt.forward_step, 0
 

@@ -172,12 +172,12 @@ def leave(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    from megatron_fp4.mcore import cpu
+    from megatron_fp4.mcore.runtime import cpu
 
     cpu.install()
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from megatron_fp4.mcore import gpt  # noqa: F401  (what the children need is imported here)
+    from megatron_fp4.mcore.loop import gpt  # noqa: F401  (what the children need is imported here)
 
     # Saving keeps a queue in a process of its own, which would import torch for every script.
     filesystem_async.get_write_results_queue.__wrapped__.__defaults__ = ("fork",)

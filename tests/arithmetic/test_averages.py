@@ -125,5 +125,5 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="rounding ema takes"):
             Quantizer(rounding="ema", **words)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="mine: no linear keeps the moving average"):
+    with pytest.raises(ConfigError, match="mine: rounding ema of W and weight_average belong"):
         Recipe("mine", fprop=GemmRecipe(get_recipe("tetrajet").fprop.a, CEIL))

@@ -13,9 +13,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_fp4 import ConfigError, Linear, get_recipe, list_recipes
-from megatron_fp4.mcore import graphs
-from megatron_fp4.mcore.layers import Fp4State
-from megatron_fp4.mcore.run import Run
+from megatron_fp4.mcore.model import graphs
+from megatron_fp4.mcore.model.layers import Fp4State
+from megatron_fp4.mcore.model.run import Run
 from testing.worlds.launch import OVERLAP, SCRIPTS, Result, torchrun, train
 from tests.mcore.test_graphs import at
 from tests.mcore.test_layers import microbatches, state

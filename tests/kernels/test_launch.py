@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import get_quantizer
-from megatron_fp4.kernels.carrier import _Tallies, carry_kernel
+from megatron_fp4.kernels.carrier import carry_kernel, tally_for
 from megatron_fp4.kernels.launch import Launch
 from megatron_fp4.kernels.quantize import _quantize_launch, quantize_kernel, transform_kernel
 from megatron_fp4.kernels.rows import cast_kernel, largest_kernel, transpose_kernel
@@ -68,7 +68,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return current
 
 
-def arguments(kernel: Kernel, size: int, noise: int, tensor: Tensor) -> list[Tensor | int]:
+def arguments(kernel: Kernel, size: int, noise: int, tensor: Tensor) -> list[Any]:
     """Of a call: tensors, sizes, and numbers that a kernel is not compiled anew for."""
     plain = [p for p in kernel.params if not p.is_constexpr]
     numbers = {p.name: noise if p.do_not_specialize else size for p in plain}
@@ -144,8 +144,11 @@ def test_what_is_specialized_makes_another_plan(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_tallies_are_aligned() -> None:
-    tallies = _Tallies(torch.device("cpu"), 0)
-    assert {tallies.next().data_ptr() % 16 for _ in range(1030)} == {0}
+    beside = torch.zeros(1)
+    tallies = [tally_for(beside) for _ in range(1030)]
+    assert {tally.data_ptr() % 16 for tally in tallies} == {0}
+    assert len({tally.data_ptr() for tally in tallies}) == 1030
+    assert not any(tally.any() for tally in tallies)
 
 
 def test_kernels_are_interpreted_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

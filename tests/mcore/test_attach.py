@@ -12,11 +12,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import attach as attaching
-from megatron_fp4.mcore import start_table
-from megatron_fp4.mcore.attach import attach
-from megatron_fp4.mcore.run import Run
-from megatron_fp4.mcore.start_table import Row, table
+from megatron_fp4.mcore.model import attach as attaching
+from megatron_fp4.mcore.model import start_table
+from megatron_fp4.mcore.model.attach import attach
+from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.mcore.model.start_table import Row, table
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.setting import Setting, column_parallel
 from megatron_fp4.plan.words import gemm_words

@@ -13,8 +13,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import attention
-from megatron_fp4.mcore.attention import SdpaAttention
+from megatron_fp4.mcore.model import attention
+from megatron_fp4.mcore.model.attention import SdpaAttention
 
 SEQUENCE, BATCH, HEADS, CHANNELS = 24, 2, 4, 16
 

@@ -11,8 +11,8 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.training import checkpointing
 
 from megatron_fp4 import list_recipes
-from megatron_fp4.mcore import whole
-from megatron_fp4.mcore.whole import flaw_of, problem_in
+from megatron_fp4.mcore.checkpoints import folders
+from megatron_fp4.mcore.checkpoints.folders import flaw_of, problem_in
 from testing.worlds.checkpoints import (
     LAYOUTS,
     OTHERS,
@@ -283,7 +283,7 @@ def test_the_last_whole_one_may_be_persistent_or_not(
     for tracker in re.findall(r"remove (\S+)", problem):
         Path(tracker).unlink()
     assert problem_in(run, beside=beside) is None
-    loads = beside if whole._goes_first(beside, run, None) else run
+    loads = beside if folders._goes_first(beside, run, None) else run
     assert loads / f"iter_{int((loads / TRACKER).read_text()):07d}" == run / left
 
 

@@ -13,7 +13,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.data.prepare_data import Options, prepare
-from megatron_fp4.mcore.dataset_files import check_files, check_tokens
+from megatron_fp4.mcore.launch.refusals.dataset import files, tokens
+from megatron_fp4.mcore.launch.refusals.table import refuse
 from testing.worlds.launch import torchrun
 
 TRAIN, VALID = "train_text_document", "valid_text_document"
@@ -39,7 +40,7 @@ def data(prepared: Path, tmp_path: Path) -> Path:
 def launch(
     *prefixes: Path, tokenizer: Path | None = None, kind: str = "SentencePieceTokenizer"
 ) -> argparse.Namespace:
-    """The arguments of a launch on these datasets, as check_tokens reads them."""
+    """The arguments of a launch on these datasets, as its refusals read them."""
     blend = [word for prefix in prefixes for word in ("1", str(prefix))]
     return argparse.Namespace(
         data_path=blend,
@@ -56,7 +57,7 @@ def launch(
 
 def refused(args: argparse.Namespace, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy) as raised:
-        check_tokens(args)
+        refuse(tokens(args))
     assert "\n" not in str(raised.value)
 
 
@@ -73,9 +74,9 @@ def test_a_launch_with_another_tokenizer_ends_in_one_line(prepared: Path) -> Non
 
 def test_the_tokenizer_that_made_the_data_is_taken(data: Path) -> None:
     small, large = data / "small", data / "large"
-    check_tokens(launch(small / TRAIN, small / VALID, tokenizer=small))
+    refuse(tokens(launch(small / TRAIN, small / VALID, tokenizer=small)))
     shutil.copy(small / "tokenizer.model", large / "tokenizer.model")  # by content, not by place
-    check_tokens(launch(small / TRAIN, tokenizer=large))
+    refuse(tokens(launch(small / TRAIN, tokenizer=large)))
     refused(launch(large / TRAIN, tokenizer=large), "give the one it was made with, or prepare")
 
 
@@ -91,19 +92,19 @@ def test_another_kind_of_tokenizer_is_refused_and_numbers_are_numbers(data: Path
     train = data / "small" / TRAIN
     refused(launch(train, kind="HuggingFaceTokenizer"), "than HuggingFaceTokenizer: give")
     refused(launch(train, tokenizer=data / "small", kind="TikTokenizer"), "give --tokenizer-type S")
-    check_tokens(launch(train, tokenizer=data / "small", kind="Llama2Tokenizer"))
-    check_tokens(launch(train, kind="NullTokenizer"))
+    refuse(tokens(launch(train, tokenizer=data / "small", kind="Llama2Tokenizer")))
+    refuse(tokens(launch(train, kind="NullTokenizer")))
 
 
 def test_data_without_a_manifest_of_their_own_stay_as_they_are(data: Path) -> None:
     small, large = data / "small", data / "large"
     for ext in ("bin", "idx"):  # a dataset of another name, beside the manifest of others
         shutil.copy(small / f"{TRAIN}.{ext}", small / f"corpus.{ext}")
-    check_tokens(launch(small / "corpus", tokenizer=large))
+    refuse(tokens(launch(small / "corpus", tokenizer=large)))
     (small / "manifest.json").write_text('{"name": "an application"}')
-    check_tokens(launch(small / TRAIN, tokenizer=large))
+    refuse(tokens(launch(small / TRAIN, tokenizer=large)))
     (small / "manifest.json").unlink()
-    check_tokens(launch(small / TRAIN, tokenizer=large))
+    refuse(tokens(launch(small / TRAIN, tokenizer=large)))
 
 
 @pytest.mark.parametrize(
@@ -138,4 +139,4 @@ def test_a_list_of_splits_that_is_none(content: str, tmp_path: Path) -> None:
     args.per_split_data_args_path = str(tmp_path / "splits.json")
     (tmp_path / "splits.json").write_text(content)
     with pytest.raises(ConfigError, match="splits.json cannot be used: it should be a JSON object"):
-        check_files(args)
+        refuse(files(args))

@@ -8,7 +8,7 @@ SCRIPT = """
 import sys
 import torch
 from torch import distributed as dist
-from megatron_fp4.mcore import gloo
+from megatron_fp4.mcore.runtime import gloo
 
 def group(name):
     return dist.ProcessGroupGloo(dist.FileStore(f"{sys.argv[1]}/{name}", 1), 0, 1)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_fp4 import Recipe
 from megatron_fp4.arithmetic.hadamard import Hadamard
-from megatron_fp4.mcore import graphs
-from megatron_fp4.mcore.run import Run
+from megatron_fp4.mcore.model import graphs
+from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.recipe import GemmRecipe
 from testing.worlds.launch import torchrun
 from tests.mcore.test_layers import activation, microbatches, state, weight

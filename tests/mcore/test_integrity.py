@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.validation import (
     save_integrity_manifest,
 )
 
-from megatron_fp4.mcore import integrity, whole
+from megatron_fp4.mcore.checkpoints import folders, integrity
 from testing.worlds.checkpoints import ENDS, TORCH, TP2_SP, TRACKER, good, run_in_turn, saving, told
 from testing.worlds.launch import Result, torchrun, train
 
@@ -282,12 +282,12 @@ def test_what_does_not_fit_is_named_with_its_flag(folder: Path) -> None:
 
 def test_a_folder_of_someone_else_is_told(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("2")
-    assert "does not exist" in str(whole.problem_in(tmp_path))
+    assert "does not exist" in str(folders.problem_in(tmp_path))
     tmp_path.chmod(0)
     try:
         if os.geteuid() == 0:
             os.seteuid(65534)  # root may read everything
-        problem = str(whole.problem_in(tmp_path))
+        problem = str(folders.problem_in(tmp_path))
     finally:
         os.seteuid(os.getuid())
         tmp_path.chmod(0o700)

@@ -17,8 +17,8 @@ from megatron_fp4 import Quantizer, get_recipe
 from megatron_fp4.arithmetic.philox import Placement
 from megatron_fp4.execution import backward, forward, making
 from megatron_fp4.execution.weights import HeldWeight
-from megatron_fp4.mcore.layers import Fp4State
-from megatron_fp4.mcore.run import Moment, Run
+from megatron_fp4.mcore.model.layers import Fp4State
+from megatron_fp4.mcore.model.run import Moment, Run
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from testing.worlds.launch import OVERLAP, train
 from tests.mcore.test_run import BATCH, MICROBATCHES, SEQUENCE, run_of

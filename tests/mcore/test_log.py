@@ -12,7 +12,7 @@ import torch
 from megatron.training import training
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import log
+from megatron_fp4.mcore.loop import log
 from testing.worlds.launch import train
 
 LINE = (

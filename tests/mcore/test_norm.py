@@ -6,7 +6,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn import functional as F
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.norm import Norm
+from megatron_fp4.mcore.model.norm import Norm
 
 HIDDEN, EPS = 48, 1e-5
 

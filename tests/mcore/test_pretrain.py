@@ -143,7 +143,8 @@ def test_a_mistake_is_told_once_in_one_line(flags: tuple[str, ...], remedy: str)
 def test_an_out_of_memory_error_is_one_line_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_fp4.mcore import gpt, pretrain
+    from megatron_fp4.mcore import pretrain
+    from megatron_fp4.mcore.loop import gpt
 
     def train() -> None:
         raise torch.OutOfMemoryError(

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fp4 import quantize
 from megatron_fp4.arithmetic.philox import Key, Placement
 from megatron_fp4.arithmetic.quantizer import get_quantizer
-from megatron_fp4.mcore.layers import Fp4State
-from megatron_fp4.mcore.run import Moment, Run
+from megatron_fp4.mcore.model.layers import Fp4State
+from megatron_fp4.mcore.model.run import Moment, Run
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from megatron_fp4.replay import Replay
 

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing import ShardedTensor, serialization
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import saving, whole
+from megatron_fp4.mcore.checkpoints import folders, saving
 from testing.worlds.checkpoints import ENDS, SIZES, TORCH, TP2_SP, TRACKER, good, run_in_turn
 from testing.worlds.checkpoints import saving as saves
 from testing.worlds.launch import MOCK_DATA, ROOT, TINY, Result
@@ -130,7 +130,7 @@ def test_a_save_in_the_background_gets_its_manifest_when_it_is_finalized(
     assert (tmp_path / "__0_0.distcp").exists() and not (tmp_path / "integrity.json").exists()
     for part in finalize:
         part()
-    assert (tmp_path / "integrity.json").exists() and whole.flaw_of(tmp_path) is None
+    assert (tmp_path / "integrity.json").exists() and folders.flaw_of(tmp_path) is None
 
 
 def test_a_tracker_that_was_emptied_by_the_save_that_failed_is_restored(

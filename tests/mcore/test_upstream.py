@@ -7,8 +7,8 @@ import pytest
 from megatron.core.extensions import transformer_engine_spec_provider as upstream
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from megatron_fp4.mcore.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
-from megatron_fp4.mcore.spec import Fp4SpecProvider
+from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
+from megatron_fp4.mcore.model.spec import Fp4SpecProvider
 
 ENGINES = (type("TEColumn", (), {}), type("TERow", (), {}))
 OWN = (Fp4ColumnParallelLinear, Fp4RowParallelLinear)

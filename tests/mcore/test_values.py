@@ -8,7 +8,8 @@ import torch
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import packages, values
+from megatron_fp4.mcore.launch import machine
+from megatron_fp4.mcore.launch.refusals import values
 from testing.builders.command_line import parse
 from testing.worlds.launch import MOCK_DATA
 
@@ -85,7 +86,7 @@ def test_a_flag_whose_package_is_missing_is_not_dropped(
     flags: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = flags.format(folder=tmp_path).split()
-    monkeypatch.setattr(packages, "installed", lambda package: False)
+    monkeypatch.setattr(machine, "installed", lambda package: False)
     with pytest.raises(ConfigError, match=f"^{words[0]} .*{remedy}"):
         parse(*MOCK_DATA, *words)
 
@@ -101,7 +102,7 @@ def test_a_flag_whose_package_is_missing_is_not_dropped(
 def test_wandb_logs_only_with_the_flags_that_megatron_reads(
     flags: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packages, "installed", lambda package: True)
+    monkeypatch.setattr(machine, "installed", lambda package: True)
     project = ("--wandb-project", "x")
     words = flags.format(folder=tmp_path).split()
     with pytest.raises(ConfigError, match=f"^--wandb-project {remedy}"):

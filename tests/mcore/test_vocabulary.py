@@ -8,8 +8,10 @@ import pytest
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore import vocabulary
-from megatron_fp4.mcore.vocabulary import padded_size
+from megatron_fp4.mcore.data import vocabulary
+from megatron_fp4.mcore.data.vocabulary import padded_size
+from megatron_fp4.mcore.launch.refusals.table import refuse
+from megatron_fp4.mcore.launch.refusals.tokenizer import vocabulary as rows_refused
 from testing.worlds.launch import torchrun, train
 
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -44,7 +46,7 @@ def test_rows_that_cannot_be_had_are_one_line(rows: int | None, pads: bool, word
         padded_vocab_size=rows, pad_vocab_size=pads, tensor_model_parallel_size=2
     )
     with pytest.raises(ConfigError, match=word):
-        vocabulary.check(args)
+        refuse(rows_refused(args))
 
 
 def test_the_loss_does_not_depend_on_the_layout_and_the_padding_is_kept(tmp_path: Path) -> None:

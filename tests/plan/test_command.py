@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -82,3 +83,17 @@ def test_the_module_is_the_command() -> None:
         text=True,
     )
     assert done.returncode == 0 and "wgrad  dW = dY^T X   [4096, 4096]" in done.stdout
+
+
+def test_the_page_s_excerpt_is_what_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-it-works.md").read_text()
+    [(flags, excerpt)] = re.findall(
+        r"^    python -m megatron_fp4 plan (.*)\n\nAn excerpt.*\n\n((?:    .*\n)+)",
+        page,
+        re.MULTILINE,
+    )
+    text = printed(capsys, monkeypatch, flags)
+    lines = [line[4:] for line in excerpt.splitlines() if line.strip() != "..."]
+    assert len(lines) > 8 and all(line in text.splitlines() for line in lines)

@@ -1,1 +1,1 @@
-"""Text to what Megatron trains on: reading it, writing it, and the record beside it."""
+"""Text to what Megatron trains on, and what a launch reads of it: files, splits, vocabulary."""

@@ -12,6 +12,10 @@ OUTPUTS = [NAME, "tokenizer.model", *(f"{part}.{ext}" for part in PARTS for ext 
 _KEYS = {"fingerprint", "options", "tokenizer_sha256", "train", "held_out"}
 
 
+class DamagedManifest(ValueError):
+    """A manifest that cannot be read; the message names it, and why."""
+
+
 def read(folder: Path) -> dict[str, Any] | None:
     """The manifest in this folder; None if there is none, or one that is not of this project."""
     try:
@@ -19,6 +23,21 @@ def read(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and found.keys() >= _KEYS else None
+
+
+def recorded(prefix: str) -> tuple[str, int] | None:
+    """The SHA-256 of the tokenizer, and the number of tokens, that the manifest beside a dataset
+    records of it; None where this project has recorded none. Raises DamagedManifest."""
+    part, path = PARTS.get(Path(prefix).name), Path(prefix).with_name(NAME)
+    if part is None or not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+        if "tokenizer_sha256" not in found:
+            return None  # another program's
+        return str(found["tokenizer_sha256"]), int(found[part]["tokens"])
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise DamagedManifest(f"{path} cannot be read ({error})") from error
 
 
 def describes(found: dict[str, Any], folder: Path) -> bool:

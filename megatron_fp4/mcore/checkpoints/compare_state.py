@@ -1,0 +1,117 @@
+"""What differs between the run that saved a checkpoint and the launch that loads it.
+
+Both are Megatron's arguments, which every checkpoint carries. Here they are compared for what the
+state must fit: the model, the layout, the optimizer and the schedule of the learning rate.
+compare_numerics.py compares the numerics. C stands for megatron/core, T for megatron/training.
+"""
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.launch.flags import flag_of
+
+# Arguments that the shapes and the number of tensors follow from. Their flags are their names.
+_MODEL = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
+    "padded_vocab_size position_embedding_type max_position_embeddings normalization swiglu "
+    "add_bias_linear add_qkv_bias qk_layernorm untie_embeddings_and_output_weights num_experts "
+    "moe_ffn_hidden_size moe_shared_expert_intermediate_size mtp_num_layers"
+).split()
+_LAYOUT = (
+    "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
+    "expert_tensor_parallel_size num_layers_per_virtual_pipeline_stage world_size"
+).split()
+_OPTIMIZER = "optimizer use_distributed_optimizer bf16 fp16 use_precision_aware_optimizer".split()
+# Arguments that T/training.py:get_optimizer_param_scheduler makes the schedule of.
+_SCHEDULE = (
+    "train_iters train_samples global_batch_size lr min_lr decoupled_lr decoupled_min_lr "
+    "lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples "
+    "lr_warmup_fraction start_weight_decay end_weight_decay weight_decay_incr_style"
+).split()
+# Those of them that Megatron's checkpoint of a schedule has not got, and so does not compare.
+_WSD = "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples".split()
+# Where the flag is not the argument's name.
+_FLAGS = {
+    "padded_vocab_size": "the vocabulary with its padding (--vocab-size, "
+    "--make-vocab-size-divisible-by)",
+    "add_bias_linear": "biases (off: --disable-bias-linear)",
+    "world_size": "the number of processes",
+    "start_weight_decay": "--weight-decay (or --start-weight-decay)",
+    "end_weight_decay": "--weight-decay (or --end-weight-decay)",
+}
+
+
+def differences(saved: argparse.Namespace, launch: argparse.Namespace) -> str:
+    """What of the model, the layout and the optimizer differs, with the flags; "" if nothing."""
+    return _differing([*_MODEL, *_LAYOUT, *_OPTIMIZER], saved, launch)
+
+
+def other_schedule(saved: argparse.Namespace, launch: argparse.Namespace) -> str:
+    """How the schedules of learning rate and weight decay differ, with the flags, and what to do;
+    "" if they do not."""
+    changed = _differing([*_SCHEDULE, *_WSD], saved, launch)
+    return changed and (
+        f"was trained with another schedule: {changed}; add --override-opt_param-scheduler to go "
+        "on with this launch's, or give what was"
+    )
+
+
+def check_optimizer_state(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
+    """Raises ConfigError if a checkpoint lacks the optimizer state that a launch goes on from.
+
+    saved: the arguments of the run that saved it.
+    """
+    if launch.no_load_optim:
+        return
+    if getattr(saved, "no_save_optim", None):
+        misfit = "was saved with --no-save-optim; load another"
+    elif changed := _differing(["optimizer"], saved, launch):
+        misfit = f"was trained with another optimizer: {changed}; give what was"
+    elif _has_main_weights(saved) != _has_main_weights(launch) and not _is_reshardable(launch):
+        is_half = _has_main_weights(saved)
+        was = "with --bf16 or --fp16" if is_half else "in FP32, without --bf16 and --fp16"
+        misfit = f"was trained {was}; launch so"
+    else:
+        return
+    raise ConfigError(
+        f"the checkpoint in {launch.load} {misfit}, or add --no-load-optim to begin with a new "
+        "optimizer state"
+    )
+
+
+def check_schedule(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
+    """Raises ConfigError if a launch goes on with another decay of a WSD schedule, unasked."""
+    if launch.no_load_optim or launch.override_opt_param_scheduler:
+        return
+    if launch.lr_decay_style == "WSD" and _differing(_WSD, saved, launch):
+        raise ConfigError(f"the checkpoint in {launch.load} {other_schedule(saved, launch)}")
+
+
+def _has_main_weights(args: argparse.Namespace) -> bool:
+    """Whether the optimizer keeps FP32 copies of 16-bit weights, under names of their own."""
+    return args.bf16 or args.fp16
+
+
+def _is_reshardable(args: argparse.Namespace) -> bool:
+    """Whether main weights have the same names in every precision."""
+    return args.use_distributed_optimizer and args.dist_ckpt_optim_fully_reshardable
+
+
+def _differing(names: Iterable[str], saved: argparse.Namespace, launch: argparse.Namespace) -> str:
+    missing = object()
+    found = []
+    for name in names:
+        was, now = getattr(saved, name, missing), getattr(launch, name, missing)
+        # An argument that one of the versions has not got cannot be compared.
+        if missing not in (was, now) and (was or 0) != (now or 0):
+            flag = _FLAGS.get(name, flag_of(name))
+            found.append(f"{flag} was {_said(was)} and is {_said(now)}")
+    return "; ".join(found)
+
+
+def _said(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "on" if value else "off" if value is False else "none"
+    return str(value)

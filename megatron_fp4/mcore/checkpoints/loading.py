@@ -1,0 +1,236 @@
+"""Loading: a run goes on from a checkpoint that is whole, with the numerics that made it, or stops.
+
+Files that were lost or changed, a save that was killed, and a launch that does not fit are told in
+one line; files are judged before anything of them is loaded (folders.py, integrity.py). What made a
+checkpoint is in Megatron's arguments, which every checkpoint carries (launch/fp4_arguments.py).
+
+T stands for megatron/training.
+"""
+
+import argparse
+import functools
+import pickle
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import optimizer_param_scheduler
+from megatron.training import checkpointing, get_args, print_rank_0, training
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.checkpoints import compare_state, folders, integrity, saving
+from megatron_fp4.mcore.checkpoints.compare_numerics import compare
+from megatron_fp4.mcore.runtime.ranks import on_first
+
+_of_checkpoint: list[argparse.Namespace] = []  # the arguments of the one that is being loaded
+
+
+def install() -> None:
+    """Puts the checks into Megatron's loading and saving; harmless when called again."""
+    if hasattr(training.load_checkpoint, "__wrapped__"):
+        return
+    training.load_checkpoint = _in_one_line(training.load_checkpoint)
+    checkpointing._load_base_checkpoint = _if_whole(checkpointing._load_base_checkpoint)
+    checkpointing.check_checkpoint_args = _comparing(checkpointing.check_checkpoint_args)
+    checkpointing.load_args_from_checkpoint = _in_one_line_at_parsing(
+        checkpointing.load_args_from_checkpoint
+    )
+    torch.load = _without_advice(torch.load)
+    saving.install()
+
+
+# --- the same numerics ---------------------------------------------------------------------------
+
+
+def _comparing(upstream: Callable[..., None]) -> Callable[..., None]:
+    # T/checkpointing.py:load_checkpoint calls it once, on every rank, and not with --finetune.
+    @functools.wraps(upstream)
+    def check_checkpoint_args(saved: argparse.Namespace, *args: Any, **kwargs: Any) -> None:
+        upstream(saved, *args, **kwargs)
+        compare(saved, get_args())
+
+    return check_checkpoint_args
+
+
+# --- a whole checkpoint --------------------------------------------------------------------------
+
+
+def _if_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    # T/checkpointing.py reads what a checkpoint says of itself (rank0=True) before its tensors; of
+    # the format torch it reads all at once. A tracker that says nothing would end the run there
+    # with status 0, a missing one start it anew.
+    @functools.wraps(upstream)
+    def _load_base_checkpoint(
+        load_dir: str | None, args: argparse.Namespace, rank0: bool = False, **kwargs: Any
+    ) -> Any:
+        is_first = rank0 or args.ckpt_format == "torch"
+        if is_first and load_dir is not None and _is_judged(args):
+            _judge(Path(load_dir), args)
+        loaded = upstream(load_dir, args, rank0=rank0, **kwargs)
+        state, _, release, _ = loaded
+        saved = state.get("args") if state else None
+        if saved is not None:
+            _of_checkpoint[:] = [saved]
+            goes_on = not (args.finetune or release)
+            if goes_on and torch.distributed.is_initialized():  # all arguments are known by then
+                compare_state.check_optimizer_state(saved, args)
+                compare_state.check_schedule(saved, args)
+        return loaded
+
+    return _load_base_checkpoint
+
+
+def _judge(load_dir: Path, args: argparse.Namespace) -> None:
+    """Raises ConfigError where a run cannot go on from `load_dir`: on all ranks or on none."""
+    beside = None
+    if args.non_persistent_ckpt_type is not None:
+        beside = folders.non_persistent_folder(args, load_dir)
+    places = load_dir, args.ckpt_step, beside
+    problem = on_first(lambda: folders.problem_in(*places))
+    path = None if problem else on_first(lambda: folders.chosen(*places))
+    if path is None:
+        problem = problem or _nothing_to_load(load_dir, args)
+    elif _is_misread(path, args):
+        problem = f"{path} is of the format torch_dist: leave out --ckpt-format torch"
+    elif (flaw := _changed(path, args)) is not None:
+        remedy = on_first(lambda: folders.remedy(*places, damaged=path))
+        problem = f"{path} is damaged: {flaw}; {remedy}"
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _nothing_to_load(load_dir: Path, args: argparse.Namespace) -> str | None:
+    if args.exit_on_missing_checkpoint:
+        return (
+            f"no checkpoint in {load_dir}: give --load the folder of one, or leave out "
+            "--exit-on-missing-checkpoint to start from random weights"
+        )
+    if torch.distributed.is_initialized():
+        print_rank_0(f"megatron-fp4: no checkpoint in {load_dir}: starts from random weights")
+    return None
+
+
+def _is_misread(path: Path, args: argparse.Namespace) -> bool:
+    torch_only = args.ckpt_format == "torch" and not args.auto_detect_ckpt_format
+    return torch_only and (path / "metadata.json").exists()
+
+
+def _changed(path: Path, args: argparse.Namespace) -> str | None:
+    # While arguments are parsed there are no process groups to share the hashing; the same
+    # checkpoint is loaded later.
+    if not (args.fp4_verify_integrity and torch.distributed.is_initialized()):
+        return None
+    if integrity.is_covered(path):
+        return integrity.flaw_of(path)
+    print_rank_0(
+        f"megatron-fp4: {path} was not verified: it has no {integrity.INTEGRITY_FNAME} (saved by "
+        "an older version, or with --no-verify-integrity)"
+    )
+    return None
+
+
+def _is_judged(args: argparse.Namespace) -> bool:
+    plain = args.non_persistent_ckpt_type in (None, "global") and not args.enable_msc
+    return plain and args.ckpt_format in ("torch_dist", "torch")
+
+
+# --- what cannot be loaded, in one line ----------------------------------------------------------
+
+
+def _in_one_line(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    # T/training.py:setup_model_and_optimizer calls it: what cannot be read, or does not fit the
+    # model, would be a traceback from every rank, or an exit with status 0.
+    @functools.wraps(upstream)
+    def load_checkpoint(*args: Any, load_arg: str = "load", **kwargs: Any) -> Any:
+        try:
+            return upstream(*args, load_arg=load_arg, **kwargs)
+        except ConfigError:
+            raise
+        except SystemExit as ended:
+            raise ConfigError(_given_up(_folder(get_args(), load_arg), ended)) from ended
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
+            raise ConfigError(_unfit(_folder(get_args(), load_arg), error)) from error
+
+    return load_checkpoint
+
+
+def _in_one_line_at_parsing(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    # T/arguments.py:parse_and_validate_args calls it for --use-checkpoint-args.
+    @functools.wraps(upstream)
+    def load_args_from_checkpoint(
+        args: argparse.Namespace, load_arg: str = "load", **kwargs: Any
+    ) -> Any:
+        try:
+            return upstream(args, load_arg=load_arg, **kwargs)
+        except ConfigError:
+            raise
+        except SystemExit as ended:
+            raise ConfigError(_given_up(_folder(args, load_arg), ended)) from ended
+        except (Exception, CheckpointException) as error:
+            raise ConfigError(
+                f"the arguments of the checkpoint in {_folder(args, load_arg)} cannot be read: "
+                f"{_cause(error)}; load another, or leave out --use-checkpoint-args"
+            ) from error
+
+    return load_args_from_checkpoint
+
+
+def _given_up(folder: str, ended: SystemExit) -> str:
+    """What there is to say where T/checkpointing.py calls sys.exit()."""
+    if ended.__context__ is None:  # not within an except clause, but after words of its own
+        return f"no checkpoint in {folder} can be loaded, as Megatron says above; load another"
+    return (
+        f"the checkpoint in {folder} cannot be loaded: {_cause(ended.__context__)}; load another, "
+        "or leave out --load to start anew"
+    )
+
+
+def _unfit(folder: str, error: BaseException) -> str:
+    """What there is to say where a checkpoint's state does not fit, or cannot be read."""
+    launch, cause = get_args(), _cause(error)
+    saved = _of_checkpoint[0] if _of_checkpoint else None
+    source = traceback.extract_tb(error.__traceback__)[-1].filename
+    if saved and source == optimizer_param_scheduler.__file__:
+        return f"the checkpoint in {folder} {compare_state.other_schedule(saved, launch) or cause}"
+    changed = compare_state.differences(saved, launch) if saved else ""
+    remedy = "give what was, or load another" if changed else "load another"
+    if "optimizer.distributed.dp_group_idx" in cause:  # of shards as they were in memory
+        remedy = (
+            f"{'give what was, ' if changed else ''}or save with "
+            "--dist-ckpt-optim-fully-reshardable to change the layout "
+            "(--expert-model-parallel-size too), or load with --no-load-optim"
+        )
+    reason = changed or "its model, layout and optimizer are this launch's"
+    return f"the checkpoint in {folder} cannot be loaded: {cause}; {reason}; {remedy}"
+
+
+def _folder(args: argparse.Namespace, load_arg: str) -> str:
+    return str(getattr(args, load_arg) or args.pretrained_checkpoint)
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # torch's, around what each rank raised
+        error = next((failure for failure, _ in error.failures.values()), error)
+    # The advice of T/checkpointing.py:load_checkpoint is of an earlier format.
+    text = str(error).replace("--ckpt-fully-parallel-save", "--dist-ckpt-optim-fully-reshardable")
+    return f"{type(error).__name__}: {' '.join(text.split())[:400]}"
+
+
+def _without_advice(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    # Of a damaged file torch says that weights_only=False would read it, which runs whatever code
+    # the file holds. T/checkpointing.py prints that before anyone can mend it.
+    @functools.wraps(upstream)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return upstream(*args, **kwargs)
+        except pickle.UnpicklingError as error:
+            if "weights_only" not in str(error):
+                raise
+            raise pickle.UnpicklingError(
+                "what was pickled is damaged, or is no checkpoint"
+            ) from None
+
+    return load

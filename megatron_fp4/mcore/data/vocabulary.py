@@ -1,0 +1,39 @@
+"""How many rows the embedding has: the same in every layout."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+
+from megatron.core.tokenizers.utils import build_tokenizer
+
+
+def install() -> None:
+    """Makes Megatron pad the vocabulary by `padded_size`; harmless when called again.
+
+    Upstream rounds up to a multiple of --make-vocab-size-divisible-by times the tensor-parallel
+    size. The padding takes part in the softmax and in the initial weights, so that the same model
+    would have another loss under another tensor-parallel size.
+    """
+    build_tokenizer.vocab_size_with_padding = _padded_for
+
+
+def padded_size(tokens: int, divisor: int, tensor_parallel: int) -> int:
+    """The smallest number of rows, `tokens` or more, that `divisor` and the tensor-parallel size
+    both divide. It depends on the tensor-parallel size only where that does not divide `divisor`.
+    """
+    multiple = math.lcm(divisor, tensor_parallel)
+    return -(-tokens // multiple) * multiple
+
+
+def _padded_for(tokens: int, args: argparse.Namespace, logging_enabled: bool = True) -> int:
+    divisor, parts = args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+    rows = padded_size(tokens, divisor, parts)
+    if rows != padded_size(tokens, divisor, 1) and args.rank == 0:
+        sys.stderr.write(
+            f"megatron-fp4: the vocabulary of {tokens} is padded to {rows} rows because of "
+            f"--tensor-model-parallel-size {parts}; for the same loss in another layout give "
+            f"--padded-vocab-size {rows} there\n"
+        )
+    return rows

@@ -1,0 +1,141 @@
+"""The plugin's flags, and their reference in docs/flags.md. Imports nothing of Megatron's."""
+
+from __future__ import annotations
+
+import argparse
+
+import megatron_fp4
+from megatron_fp4.recipe import GEMMS
+from megatron_fp4.recipes import list_recipes
+
+TITLE = "megatron-fp4"
+_UNSAID: tuple[object, ...] = (
+    None,
+    False,
+    [],
+    argparse.SUPPRESS,
+)  # defaults that a reference need not name
+_HEAD = """# The plugin's flags
+
+Made from the parser by `python -m megatron_fp4 flags > docs/flags.md`. `pretrain_gpt.py --help` \
+shows them with Megatron's own.
+
+"""
+
+
+def flag_of(name: str) -> str:
+    """The flag that sets an argument: "--num-layers" for "num_layers"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the plugin's flags as the first group that --help shows.
+
+    Megatron's own --fp4-recipe, with its two choices, is replaced: a recipe is also a file or an
+    importable object, and `fp4_arguments.recipe_of` lists the known ones when it meets another.
+    """
+    group = parser.add_argument_group(TITLE, conflict_handler="resolve")
+    parser._action_groups.insert(0, parser._action_groups.pop())
+    group.add_argument(
+        "--fp4-recipe",
+        default=None,
+        metavar="RECIPE",
+        help=f"FP4 recipe: {', '.join(list_recipes())}, a .yaml file, or package.module:object; "
+        "off or bf16 trains without one, as leaving out the flag does",
+    )
+    group.add_argument(
+        "--fp4-recipe-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the recipe; may be given several times",
+    )
+    group.add_argument(
+        "--fp4-seed",
+        type=int,
+        default=None,
+        metavar="N",
+        help="64-bit seed of stochastic rounding and random signs (default: --seed)",
+    )
+    group.add_argument(
+        "--fp4-bf16-after",
+        type=float,
+        default=None,
+        metavar="SHARE",
+        help="share of training, 0 to 1, after which GEMMs return to BF16",
+    )
+    group.add_argument(
+        "--fp4-bf16-gemms",
+        nargs="+",
+        choices=GEMMS,
+        default=None,
+        help="which GEMMs --fp4-bf16-after returns to BF16 (default: all)",
+    )
+    group.add_argument(
+        "--fp4-module-recipe",
+        action="append",
+        default=[],
+        metavar="GLOB=RECIPE[,KEY=VALUE...]",
+        help="another recipe, or bf16, for the linears whose global name matches, as in "
+        "'decoder.layers.0.*=bf16'; may be given several times, and the last match counts",
+    )
+    group.add_argument(
+        "--fp4-weight-cache",
+        choices=("packed", "decoded", "off"),
+        default=None,
+        help="keep the quantized weights over a step's microbatches: as 4-bit codes (the default), "
+        "as the GEMM takes them (more memory, less work), or not (the default with CUDA graphs)",
+    )
+    group.add_argument(
+        "--fp4-saved-x",
+        choices=("packed", "bf16"),
+        default="packed",
+        help="what is kept of X where backward quantizes X itself: its 4-bit codes, or X",
+    )
+    group.add_argument(
+        "--fp4-eval-forward",
+        choices=("fp4", "bf16"),
+        default="fp4",
+        help="precision of the linears in evaluation",
+    )
+    group.add_argument(
+        "--fp4-load-anyway",
+        action="store_true",
+        help="go on from a checkpoint of another recipe, seed, schedule, version or vocabulary",
+    )
+    group.add_argument(
+        "--no-verify-integrity",
+        dest="verify_integrity",
+        action="store_false",
+        help="save checkpoints without the SHA-256 of their files, and load them unverified "
+        "(--verify-integrity is the default)",
+    )
+    parser.set_defaults(verify_integrity=None)  # as --verify-integrity, but not asked for
+    group.add_argument(
+        "--fp4-verbose",
+        action="store_true",
+        help="print all that Megatron says while it starts; without it, warnings and errors alone",
+    )
+    group.add_argument(
+        "--version",
+        action="version",
+        version=f"megatron-fp4 {megatron_fp4.__version__}",
+        help="print the version of this package",
+    )
+    return parser
+
+
+def reference() -> str:
+    """docs/flags.md: a table of the plugin's flags."""
+    parser = add_flags(argparse.ArgumentParser(add_help=False))
+    lines = ["| flag | meaning |", "|---|---|"]
+    for action in parser._actions:
+        value = argparse.HelpFormatter("")._format_args(action, action.dest.upper())
+        flag = f"`{action.option_strings[0]} {value}".rstrip() + "`"
+        default = "" if action.default in _UNSAID else f" (default: `{action.default}`)"
+        lines.append(f"| {_cell(flag)} | {_cell(action.help or '')}{default} |")
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,106 @@
+"""What the FP4 flags come to: the recipes that a launch asks for, and the arguments that its
+checkpoints carry."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+
+import megatron_fp4
+from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.launch import cuda_graphs
+from megatron_fp4.mcore.launch.refusals import fp4_flags
+from megatron_fp4.mcore.launch.refusals.cuda_graphs import captured_layers
+from megatron_fp4.mcore.launch.refusals.table import refuse
+from megatron_fp4.mcore.launch.refusals.weight_states import keepers
+from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipes import get_recipe
+
+_OFF = ("off", "bf16")  # values of --fp4-recipe that mean none
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Gives parsed arguments their final FP4 values. Raises ConfigError for contradictions."""
+    if args.fp4_recipe in _OFF:
+        args.fp4_recipe = None
+    if args.fp4 is not None:
+        # Upstream's FP4, through Transformer Engine: not this package's affair.
+        args.fp4_recipe = args.fp4_recipe or "nvfp4"
+    refuse(fp4_flags.upstreams(args))
+    recipe = recipe_of(args)
+    if recipe is None:
+        refuse(fp4_flags.without_recipe(args))
+    # Megatron writes its arguments into every checkpoint, and so the recipe, its options, the seed
+    # and these; checkpoints/compare_numerics.py compares them on loading.
+    args.fp4_plugin_version = megatron_fp4.__version__
+    args.fp4_numerics_version = NUMERICS_VERSION
+    args.fp4_recipe_content = recipe and _content(recipe)
+    modules = [] if recipe is None else module_recipes(args)
+    args.fp4_module_contents = [(glob, own and _content(own)) for glob, own in modules]
+    if args.fp4_weight_cache is None:
+        args.fp4_weight_cache = "off" if cuda_graphs.wanted(args) else "packed"
+    if args.fp4_seed is None:
+        args.fp4_seed = args.seed
+    refuse(fp4_flags.seed(args))
+
+
+def settle_layers_in_bf16(args: argparse.Namespace) -> None:
+    """Sets each number of layers to keep in BF16 that the command line leaves out (None) to
+    Megatron's default, 1."""
+    for name in fp4_flags.LAYERS_IN_BF16:
+        if getattr(args, name) is None:
+            setattr(args, name, 1)
+
+
+def recipe_of(args: argparse.Namespace) -> Recipe | None:
+    """The recipe that the arguments ask for, None if none. Raises ConfigError if it is wrong, or
+    if another flag (a checkpoint may bring some) cannot be honoured with it."""
+    if args.fp4_recipe is None or args.fp4 is not None:
+        return None
+    recipe = _scheduled(get_recipe(args.fp4_recipe, **_options(args.fp4_recipe_option)), args)
+    refuse(fp4_flags.with_recipe(args, recipe))
+    recipes = [recipe, *(own for _, own in module_recipes(args) if own is not None)]
+    refuse(keepers(args, recipes))
+    if cuda_graphs.wanted(args):
+        refuse(captured_layers(args, recipes))
+    return recipe
+
+
+def module_recipes(args: argparse.Namespace) -> list[tuple[str, Recipe | None]]:
+    """(glob on global module names, its recipe or None for BF16) of --fp4-module-recipe."""
+    found: list[tuple[str, Recipe | None]] = []
+    for given in args.fp4_module_recipe:
+        glob, equals, recipe = given.partition("=")
+        name, *pairs = recipe.split(",")
+        if not (glob and equals and name):
+            raise ConfigError(f"--fp4-module-recipe takes GLOB=RECIPE or GLOB=bf16, not {given!r}")
+        if name == "bf16" and pairs:
+            raise ConfigError(f"--fp4-module-recipe {given}: bf16 takes no options")
+        chosen = None if name == "bf16" else get_recipe(name, **_options(pairs))
+        found.append((glob, chosen and _scheduled(chosen, args)))
+    return found
+
+
+def _scheduled(recipe: Recipe, args: argparse.Namespace) -> Recipe:
+    """`recipe` with the schedule that the flags give to every one."""
+    if args.fp4_bf16_after is not None:
+        recipe = replace(recipe, bf16_after=args.fp4_bf16_after)
+    if args.fp4_bf16_gemms is not None and recipe.bf16_after is not None:
+        recipe = replace(recipe, bf16_gemms=tuple(args.fp4_bf16_gemms))
+    return recipe
+
+
+def _content(recipe: Recipe) -> str:
+    return json.dumps(asdict(recipe), default=repr)
+
+
+def _options(pairs: list[str]) -> dict[str, str]:
+    options = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"an option of a recipe is KEY=VALUE, not {pair!r}")
+        options[key.replace("-", "_")] = value
+    return options

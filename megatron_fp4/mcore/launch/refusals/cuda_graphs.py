@@ -1,0 +1,46 @@
+"""What Megatron's CUDA graphs (--cuda-graph-impl local) do not go together with.
+
+C stands for megatron/core.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+
+from megatron_fp4.recipe import Recipe
+
+_SET_TO_0 = ", or set it to 0 (Megatron's default is 0.1)"
+
+
+def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]:
+    """Refuses what would change after a layer's capture, or is not known then.
+
+    args: of a launch with graphs. recipes: the launch's, and those that some modules have.
+    """
+    problems = {
+        "a recipe whose GEMMs return to BF16": any(r.bf16_after is not None for r in recipes),
+        # C/pipeline_parallel/schedules.py would free what a captured layer gives out, and asserts
+        # that it is no view.
+        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size > 1,
+        "--num-experts": args.num_experts,
+        "--mtp-num-layers": args.mtp_num_layers,
+        # C/transformer/cuda_graphs.py replays in evaluation what training captured, and
+        # C/tensor_parallel/random.py:checkpoint recomputes nothing in a graph.
+        "--hidden-dropout": args.hidden_dropout,
+        "--attention-dropout": args.attention_dropout,
+        "--recompute-granularity": args.recompute_granularity,
+        # Hooks on modules, which a graph does not run.
+        "--save-activations-interval": args.save_activations_interval,
+        "--save-dgrads-interval": args.save_dgrads_interval,
+        "--inference-cuda-graph-scope block": "block" in str(args.inference_cuda_graph_scope),
+        "--fp4-eval-forward bf16": args.fp4_eval_forward == "bf16",
+        f"--fp4-weight-cache {args.fp4_weight_cache}": args.fp4_weight_cache not in (None, "off"),
+        "--eval-micro-batch-size": (
+            args.eval_micro_batch_size not in (None, args.micro_batch_size)
+        ),
+    }
+    for what, is_there in problems.items():
+        if is_there:
+            yield (
+                "--cuda-graph-impl local replays each layer as training captured it, which does "
+                f"not go with {what}: leave out one of them{_SET_TO_0 if 'dropout' in what else ''}"
+            )

@@ -1,0 +1,179 @@
+"""Datasets that are missing or damaged, are shared out to no end, or were made with another
+tokenizer."""
+
+import math
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.core.tokenizers.utils.build_tokenizer import SP_TOKENIZERS
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_fp4.mcore.data import dataset_files, manifest
+from megatron_fp4.mcore.data.splits import DEFAULT, left_without, shares_of
+from megatron_fp4.mcore.launch.flags import flag_of
+
+
+def files(args: Namespace) -> Iterator[str]:
+    """Refuses a launch without data, and a dataset that is missing, cut short or not of Megatron's
+    making."""
+    for path in (args.data_args_path, args.per_split_data_args_path):
+        if path is not None and not Path(path).is_file():
+            yield f"no file {path}: it should list the datasets"
+    lists = args.per_split_data_args_path
+    if lists is not None and not dataset_files.is_list_of_splits(Path(lists)):
+        yield (
+            f"{lists} cannot be used: it should be a JSON object of train, valid and test, each a "
+            "list of prefixes"
+        )
+    prefixes = dataset_files.prefixes(args)
+    if not (prefixes or args.mock_data):
+        yield (
+            "no data: give --train-data-path and --valid-data-path (tools/prepare_data.py writes "
+            "both), --data-path PREFIX with --split, or --mock-data"
+        )
+    for prefix in prefixes:
+        yield from _flaw(prefix)
+
+
+def splits(args: Namespace) -> Iterator[str]:
+    """Refuses training or validation without data, and flags of their shares that contradict each
+    other."""
+    for name in ("full_validation", "multiple_validation_sets"):
+        if getattr(args, name):
+            yield f"{flag_of(name)} is not supported: leave it out, and give --eval-iters N"
+    if args.mock_data:
+        return
+    blend, per_split = get_blend_and_blend_per_split(args)
+    if per_split is None:
+        yield from _shares(args, blend[0] if blend else [])
+        return
+    if args.split is not None:
+        yield (
+            f"--split {args.split} shares out --data-path alone: leave it out, since each split "
+            "has data of its own"
+        )
+    yield from _without_data(args, [part is not None for part in per_split])
+
+
+def tokens(args: Namespace) -> Iterator[str]:
+    """Refuses a dataset that was made with another tokenizer than the launch's, or whose start
+    holds a token beyond the vocabulary. args: once Megatron has padded the vocabulary."""
+    yield from _tokenizers(args)
+    for prefix in dataset_files.prefixes(args):
+        yield from _flaw(prefix)
+        largest = dataset_files.largest_token(prefix)
+        if largest is not None:
+            yield from unknown_token(largest, args)
+
+
+def unknown_token(token: int, args: Namespace) -> Iterator[str]:
+    """Refuses a token that the embedding has no row for."""
+    if token >= args.padded_vocab_size:
+        yield (
+            f"token {token} of the data is beyond the vocabulary of {args.padded_vocab_size}: "
+            "give the tokenizer that the data was made with (--tokenizer-model, or --vocab-size)"
+        )
+
+
+def _flaw(prefix: str) -> Iterator[str]:
+    if (flaw := dataset_files.flaw_of(prefix)) is not None:
+        yield f"no dataset at {prefix}: {flaw}"
+
+
+def _shares(args: Namespace, prefixes: list[str]) -> Iterator[str]:
+    """Refuses shares that are not three, or of which one comes to no document of a dataset."""
+    split = args.split or (DEFAULT if args.data_path is not None else None)
+    if split is None:
+        yield "--data-args-path needs --split, such as --split 95,5,0: add it"
+        return
+    shares = shares_of(split)
+    if shares is None:
+        yield (
+            f"--split {split} is not three shares, of training, validation and test: give such as "
+            "95,5,0"
+        )
+        return
+    for prefix in prefixes:
+        documents = dataset_files.sequences_of(prefix)
+        if documents is not None and (empty := left_without(shares, documents)):
+            yield (
+                f"{prefix} has {documents} document{'s' * (documents > 1)}, of which --split "
+                f"{split} leaves none to {' and '.join(empty)}: give {_instead(prefix, documents)}"
+            )
+    yield from _without_data(args, [share is not None for share in shares])
+
+
+def _without_data(args: Namespace, given: list[bool]) -> Iterator[str]:
+    """Refuses training or validation where `given`, of each split, says that it has no data."""
+    if not given[0] and not args.skip_train:
+        yield "no data to train on: give --train-data-path, or a --split whose first share is not 0"
+    if not given[1] and args.eval_iters:
+        yield (
+            f"no data for --eval-iters {args.eval_iters}: give --valid-data-path (or a --split "
+            "whose second share is not 0), or --eval-iters 0"
+        )
+
+
+def _instead(prefix: str, documents: int) -> str:
+    """Flags that leave each split some of a dataset of so many documents."""
+    train, held_out = manifest.PARTS
+    beside = Path(prefix).with_name(held_out)
+    if Path(prefix).name == train and beside.with_suffix(".idx").is_file():
+        return f"--train-data-path {prefix} --valid-data-path {beside} in place of --data-path"
+    own = "--train-data-path and --valid-data-path"
+    if documents == 1:
+        return own
+    percent = math.ceil(100 / documents)  # one document at least
+    return f"another (such as {100 - percent},{percent},0), or {own}"
+
+
+def _tokenizers(args: Namespace) -> Iterator[str]:
+    """Compares the launch's tokenizer with those that the manifests beside its datasets name. Data
+    without a manifest may be anyone's. NullTokenizer takes data as numbers, whoever made them."""
+    made_by: dict[str, str] = {}  # sha256 of a tokenizer: the first dataset made with it
+    for prefix in dataset_files.prefixes(args):
+        yield from _flaw(prefix)
+        yield from _record(prefix)
+        if recorded := manifest.recorded(prefix):
+            made_by.setdefault(recorded[0], prefix)
+    if len(made_by) > 1:
+        first, second, *_ = made_by.values()
+        yield (
+            f"{first} and {second} were made with different tokenizers: prepare one of the texts "
+            "again with the other's (tools/prepare_data.py --tokenizer-model PATH)"
+        )
+    for sha256, prefix in made_by.items():
+        is_own = (
+            args.tokenizer_type in SP_TOKENIZERS
+            and manifest.sha256_of(Path(args.tokenizer_model)) == sha256
+        )
+        if not (is_own or args.tokenizer_type == "NullTokenizer"):
+            yield (
+                f"{prefix} was made with another tokenizer than "
+                f"{args.tokenizer_model or args.tokenizer_type}: {_own_tokenizer(prefix, sha256)}"
+            )
+
+
+def _record(prefix: str) -> Iterator[str]:
+    """Refuses a manifest that is damaged or tells of other data."""
+    remedy = "prepare the data again, or delete that file if you know the data's tokenizer"
+    try:
+        recorded = manifest.recorded(prefix)
+    except manifest.DamagedManifest as error:
+        yield f"{error}: {remedy}"
+        return
+    there = dataset_files.tokens_of(prefix)
+    if recorded is not None and there is not None and recorded[1] != there:
+        yield (
+            f"{Path(prefix).with_name(manifest.NAME)} tells of other data, of {recorded[1]} tokens "
+            f"where {prefix} has {there}: {remedy}"
+        )
+
+
+def _own_tokenizer(prefix: str, sha256: str) -> str:
+    """Flags that take the tokenizer that a dataset was made with, where it lies beside it."""
+    beside = Path(prefix).with_name("tokenizer.model")
+    if beside.is_file() and manifest.sha256_of(beside) == sha256:
+        return f"give --tokenizer-type SentencePieceTokenizer --tokenizer-model {beside}"
+    return "give the one it was made with, or prepare the data again"

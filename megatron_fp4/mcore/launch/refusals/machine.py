@@ -1,0 +1,40 @@
+"""What needs a GPU, or a launcher."""
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+
+import torch
+
+
+def gpu(args: Namespace) -> Iterator[str]:
+    """Refuses NCCL, CUDA graphs and profiles of CUDA without a GPU, and a profile that would be
+    written nowhere."""
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu and args.distributed_backend != "gloo":
+        yield (
+            f"--distributed-backend {args.distributed_backend} needs a GPU and this machine shows "
+            "none; leave it out (gloo is the default here) or use --distributed-backend gloo"
+        )
+    if args.cuda_graph_impl != "none" and not has_gpu:
+        yield (
+            f"--cuda-graph-impl {args.cuda_graph_impl} needs a GPU and this machine shows none: "
+            "leave it out"
+        )
+    if args.profile and args.use_pytorch_profiler and not args.tensorboard_dir:
+        yield (
+            "--use-pytorch-profiler writes its traces beside TensorBoard's logs: add "
+            "--tensorboard-dir DIR"
+        )
+    if args.profile and not (args.use_pytorch_profiler or has_gpu):
+        yield (
+            "--profile needs a GPU and this machine shows none: leave it out, or add "
+            "--use-pytorch-profiler and --tensorboard-dir DIR"
+        )
+
+
+def launcher(args: Namespace) -> Iterator[str]:
+    """Refuses a process that no launcher started: torch.distributed meets the others at
+    MASTER_ADDR."""
+    if "MASTER_ADDR" not in os.environ:
+        yield "no launcher: start this script by torchrun --nproc-per-node N"

@@ -1,0 +1,35 @@
+"""What every training needs to be told, and what is no pretraining."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron_fp4.mcore.launch.flags import flag_of
+
+# What Megatron asserts to be there, and has no default for; some go by an older name too.
+_REQUIRED = {
+    "num_layers": "encoder_num_layers",
+    "hidden_size": None,
+    "num_attention_heads": None,
+    "seq_length": "encoder_seq_length",
+    "max_position_embeddings": None,
+    "micro_batch_size": None,
+}
+
+
+def settings(args: Namespace) -> Iterator[str]:
+    """Refuses a training without a length, a learning rate or a size of its model, with two
+    precisions, or with data that are not packed text."""
+    if not (args.train_iters or args.train_samples or args.skip_train):
+        yield "how long to train? give --train-iters or --train-samples"
+    if args.lr is None and not args.skip_train:
+        yield "no learning rate: give --lr"
+    for name, older in _REQUIRED.items():
+        if getattr(args, name) is None and getattr(args, older or name) is None:
+            yield f"give {flag_of(name)} N: it has no default"
+    if args.fp16 and args.bf16:
+        yield "--fp16 and --bf16 contradict each other: choose one"
+    for option in ("sft", "fim_data", "dataloader_inter_document_masking"):
+        if getattr(args, option):
+            yield f"{flag_of(option)} is not supported: pretraining only"
+    if args.inprocess_restart:
+        yield "--inprocess-restart is not supported: leave it out"

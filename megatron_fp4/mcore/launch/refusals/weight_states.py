@@ -1,0 +1,31 @@
+"""What cannot keep the state that a recipe asks for beside weights."""
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+
+from megatron_fp4.recipe import Recipe
+
+
+def keepers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]:
+    """Refuses optimizers and checkpoint formats that have no room for the state.
+
+    recipes: the launch's, and those that some modules have.
+    """
+    recipe = next((recipe for recipe in recipes if recipe.weight_states), None)
+    if recipe is None:
+        return
+    sharded_torch = args.use_distributed_optimizer and args.ckpt_format == "torch"
+    problems = {
+        "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
+        "--optimizer-cpu-offload": args.optimizer_cpu_offload,
+        "--use-megatron-fsdp": args.use_megatron_fsdp,
+        "--use-torch-fsdp2": args.use_torch_fsdp2,
+        "--optimizer dist_muon": args.optimizer == "dist_muon",
+        "--ckpt-format torch and --use-distributed-optimizer": sharded_torch,
+    }
+    for what, is_there in problems.items():
+        if is_there:
+            yield (
+                f"recipe {recipe.name} keeps {' and '.join(recipe.weight_states)} beside the "
+                f"weights, which {what} cannot keep: leave it out"
+            )

@@ -1,0 +1,1 @@
+"""Megatron's training loop: the model and its batches in it, its log, fixes for upstream."""

@@ -1,0 +1,135 @@
+"""Mends what Megatron-core 0.19's wheel gets wrong on any device.
+
+C stands for megatron/core, T for megatron/training.
+"""
+
+import argparse
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.datasets import utils as dataset_utils
+from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.module import MegatronModule
+from megatron.training import arguments, get_args, training
+from megatron.training.models import gpt
+from megatron.training.models.gpt import GPTModelConfig
+
+from megatron_fp4 import replay
+from megatron_fp4.mcore.checkpoints import loading, optimizer_compat, weight_states
+from megatron_fp4.mcore.data import vocabulary
+from megatron_fp4.mcore.launch import flags
+from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
+from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
+from megatron_fp4.mcore.model.spec import layer_spec, mtp_block_spec
+
+
+def install() -> None:
+    """Applies the mends that need no arguments; harmless when called again."""
+    # T/initialize.py:_compile_dependencies calls it to run `make` where the wheel ships no
+    # Makefile, and exits; the compiled helper is in the wheel.
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp"):
+        dataset_utils.compile_helpers = lambda: None
+    # T/models/gpt.py:GPTModelBuilder.build_model builds multi-token prediction of stock layers,
+    # whatever transformer_layer_spec says.
+    if not hasattr(gpt.mtp_block_spec, "__wrapped__"):
+        gpt.mtp_block_spec = _like_the_layers(gpt.mtp_block_spec)
+    # T/training.py:train saves to a path of None when a loss is NaN and --save was not given.
+    if not hasattr(RerunStateMachine.should_checkpoint_and_exit, "__wrapped__"):
+        RerunStateMachine.should_checkpoint_and_exit = _saving_where_told(
+            RerunStateMachine.should_checkpoint_and_exit
+        )
+    # T/ft_integration.py:setup parses the command line once more, with Megatron's own flags alone,
+    # and would refuse a recipe.
+    if not hasattr(arguments.parse_args, "__wrapped__"):
+        arguments.parse_args = _knowing_recipes(arguments.parse_args)
+    if not hasattr(arguments.validate_args, "__wrapped__"):
+        arguments.validate_args = _after_ours(arguments.validate_args)
+    for name in ("initialize_megatron", "setup_model_and_optimizer"):
+        if not hasattr(getattr(training, name), "__wrapped__"):
+            setattr(training, name, _demanding(getattr(training, name)))
+    _follow_checkpoints()
+    optimizer_compat.install()
+    weight_states.install()
+    vocabulary.install()
+    loading.install()
+
+
+def _follow_checkpoints() -> None:
+    """A linear that a checkpoint runs again repeats its first pass (replay.py)."""
+    replay.follow(random.CheckpointFunction)
+    checkpoint_once = random.CheckpointWithoutOutput.checkpoint
+    if hasattr(checkpoint_once, "__wrapped__"):
+        return
+
+    @functools.wraps(checkpoint_once)
+    def followed(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return checkpoint_once(self, replay.recomputed(run_function), *args)
+
+    random.CheckpointWithoutOutput.checkpoint = followed
+
+
+def _like_the_layers(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(upstream)
+    def build(model: GPTModelConfig, layers: Any, vp_stage: int | None = None) -> Any:
+        ours = model.transformer_layer_spec is layer_spec
+        return (mtp_block_spec if ours else upstream)(model, layers, vp_stage=vp_stage)
+
+    return build
+
+
+def _after_ours(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    # T/arguments.py:parse_and_validate_args calls it once a checkpoint has brought its arguments.
+    @functools.wraps(upstream)
+    def validate_args(args: argparse.Namespace, *others: Any, **kwargs: Any) -> Any:
+        if args.use_checkpoint_args:
+            refuse(of_launch(args))
+        return upstream(args, *others, **kwargs)
+
+    return validate_args
+
+
+def _demanding(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    # What Megatron demands of flags it may say as late as when it builds a layer or an optimizer.
+    @functools.wraps(upstream)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        with megatrons_demands(while_building=True):
+            return upstream(*args, **kwargs)
+
+    return build
+
+
+def _saving_where_told(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def should_checkpoint_and_exit(self: RerunStateMachine) -> tuple[bool, bool, int]:
+        save, leave, status = method(self)
+        return save and get_args().save is not None, leave, status
+
+    return should_checkpoint_and_exit
+
+
+def _knowing_recipes(parse: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
+    @functools.wraps(parse)
+    def parse_args(
+        extra_args_provider: Any = None, ignore_unknown_args: bool = False
+    ) -> argparse.Namespace:
+        return parse(extra_args_provider or flags.add_flags, ignore_unknown_args)
+
+    return parse_args
+
+
+def mend_model_config(model: GPTModelConfig, args: argparse.Namespace) -> None:
+    """Gives `model` what T/argument_utils.py:gpt_config_from_args leaves out."""
+    # Without it, --rope-scaling-factor is read and ignored.
+    model.rope_scaling_factor = args.rope_scaling_factor
+    # T/models/dist_utils.py:prepare_existing_model_chunks_for_distributed_training takes
+    # --use-cpu-initialization to mean that the model stays on the CPU.
+    if args.use_cpu_initialization and torch.cuda.is_available():
+        model.pre_wrap_hooks.append(_to_gpu)
+
+
+def _to_gpu(model: list[MegatronModule]) -> list[MegatronModule]:
+    return [chunk.cuda() for chunk in model]

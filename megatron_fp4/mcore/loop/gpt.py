@@ -1,0 +1,270 @@
+"""A GPT or LLaMA model in Megatron's training loop: its data, its batches and its loss."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.utils import (
+    StragglerDetector,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0, training
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.training import pretrain
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from torch import Tensor
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.checkpoints.weight_states import are_saved
+from megatron_fp4.mcore.launch import command_line, cuda_graphs, fp4_arguments
+from megatron_fp4.mcore.launch.refusals.dataset import unknown_token
+from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
+from megatron_fp4.mcore.launch.refusals.table import refuse
+from megatron_fp4.mcore.loop import compat, log
+from megatron_fp4.mcore.model.attach import attach
+from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.mcore.model.spec import layer_spec
+
+SPIKE = 10  # --check-for-spiky-loss: this many times the largest loss so far, as upstream has it
+
+Datasets = tuple[Any, Any, Any]  # training, validation, test; any may be None
+Batch = dict[str, Any]  # tensors, or None where a stage needs none
+LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+
+
+def train() -> None:
+    """Runs `megatron.training.pretrain`, or its evaluation alone with --skip-train."""
+    compat.install()
+    log.install()
+    with log.Start() as start:
+        _train(start)
+
+
+def _train(start: log.Start) -> None:
+    args = command_line.parse()
+    start.follow(args)
+    step: Callable[..., Any] = forward_step
+    run = None
+    with megatrons_demands():
+        model = gpt_config_from_args(args)
+        recipe = fp4_arguments.recipe_of(args)
+        if recipe is not None or args.transformer_impl == "local":
+            model.transformer_layer_spec = layer_spec  # else upstream's, with its own FP8 and FP4
+        compat.mend_model_config(model, args)
+        if recipe is not None:
+            run = Run(recipe, args, fp4_arguments.module_recipes(args))
+            advice = cuda_graphs.advice(args, run.recipes)
+            if advice is not None and args.rank == 0 and torch.cuda.is_available():
+                print(f"megatron-fp4: {advice}", flush=True)
+            model.pre_wrap_hooks.append(partial(attach, run))
+            step = run.counting(forward_step)
+        elif args.rank == 0:
+            print(log.precision(args), flush=True)
+        config = pretrain_cfg_container_from_args(args, model)
+    try:
+        with _followed_optimizer(run, args):
+            pretrain(config, datasets, ModelType.encoder_or_decoder, start.before(step))
+    finally:
+        if run is not None:
+            run.report()
+
+
+@contextmanager
+def _followed_optimizer(run: Run | None, args: Any) -> Iterator[None]:
+    """While it is entered the optimizer that Megatron makes keeps the state beside weights that
+    recipes ask for."""
+    make = training.get_megatron_optimizer
+
+    def made(*given: Any, **kwargs: Any) -> Any:
+        optimizer = make(*given, **kwargs)
+        if run is not None and run.weight_states.names:
+            states = run.weight_states
+            states.follow(optimizer, are_saved(states.names, args))
+        return optimizer
+
+    training.get_megatron_optimizer = made
+    try:
+        yield
+    finally:
+        training.get_megatron_optimizer = make
+
+
+def datasets(num_samples: list[int], vp_stage: int | None = None) -> Datasets:
+    """Builds the splits with at least `num_samples` (training, validation, test) sequences each."""
+    args = get_args()
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    print_rank_0("> building the datasets ...")
+    builder = BlendedMegatronDatasetBuilder(
+        kind, num_samples, partial(_reads_data, vp_stage), _dataset_config(args)
+    )
+    try:
+        return builder.build()
+    except Exception as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise ConfigError(  # its own text names no flag
+            f"the index of the data cannot be written ({error.__cause__.strerror}): give "
+            "--data-cache-path a folder that can be"
+        ) from error
+
+
+datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it, T/training.py
+
+
+def _reads_data(vp_stage: int | None) -> bool:
+    first_in_tp = mpu.get_tensor_model_parallel_rank() == 0
+    return first_in_tp and (is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(vp_stage))
+
+
+def _dataset_config(args: Any) -> GPTDatasetConfig:
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    sequences = None
+    if args.per_dataset_sequences_path is not None:
+        with open(args.per_dataset_sequences_path) as file:
+            sequences = json.load(file)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        sequences_per_dataset=sequences,
+        context_parallel_size=args.context_parallel_size,
+    )
+
+
+def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, LossFunction]:
+    """One microbatch through this pipeline stage.
+
+    Returns the stage's output, [batch, sequence] losses on the last one, and the function that
+    makes the microbatch's loss of them.
+    """
+    stragglers, timers = StragglerDetector(), get_timers()
+    timers("batch-generator", log_level=2).start()
+    with stragglers(bdata=True):
+        batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    loss_mask: Any = batch.get("loss_mask")  # None but on the stage that has the loss
+    with stragglers:
+        output = model(
+            batch.get("tokens"),
+            batch.get("position_ids"),
+            batch.get("attention_mask"),
+            labels=batch.get("labels"),
+            loss_mask=loss_mask,
+        )
+    return output, partial(loss_function, loss_mask)
+
+
+def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None) -> Batch:
+    """This rank's part of the next microbatch: [batch, sequence / context-parallel size] each.
+
+    Keys: tokens, labels, loss_mask, position_ids, attention_mask; empty where the pipeline stage
+    needs none. The first tensor-parallel rank reads the data and the others receive it.
+    """
+    has_mtp = _has_mtp(vp_stage)
+    if not (is_first_or_last_pipeline_stage(vp_stage) or has_mtp):
+        return {}
+    args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
+    batch: Batch = {}
+    if tp_rank == 0:
+        read = next(data_iterator)  # on the host
+        # A vocabulary that is split over ranks would take an unknown token for another rank's, and
+        # embed it as zeros.
+        largest = max(int(read[key].max()) for key in ("tokens", "labels"))
+        refuse(unknown_token(largest, args))
+        batch = {"attention_mask": None} | {
+            key: value.cuda(non_blocking=True) for key, value in read.items()
+        }
+    evaluates = not torch.is_grad_enabled()
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.eval_micro_batch_size if evaluates else args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=has_mtp,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(
+            ignore_virtual=vp_stage is None, vp_stage=vp_stage
+        ),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(
+            ignore_virtual=vp_stage is None, vp_stage=vp_stage
+        ),
+    )
+    return get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+    )
+
+
+def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The microbatch's loss, summed over its tokens, for Megatron's schedule to average.
+
+    Takes [batch, sequence] of mask and losses; returns the sum, the number of tokens in it, and
+    both as what the log shows. Upstream's checks see the sum on each rank before any reduction: a
+    loss that is NaN or infinite reruns the step to tell broken hardware from broken numerics and
+    ends the run (--no-check-for-nan-in-loss-and-grad turns that off); a spike is a warning.
+    """
+    args, mask = get_args(), loss_mask.view(-1).float()
+    loss = torch.sum(losses.view(-1).float() * mask)
+    tokens = mask.sum().detach().to(torch.int)
+    # A copy: the schedule divides the loss in place, and a rerun is compared with what was seen.
+    seen = loss.detach().clone()
+    checks: list[tuple[str, Callable[[Tensor], Any], bool]] = []
+    rerun = get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad:
+        checks.append(("found NaN in local forward loss calculation", torch.isnan, True))
+        checks.append(("found Inf in local forward loss calculation", torch.isinf, True))
+    if args.check_for_spiky_loss:
+        is_spike = partial(rerun.is_unexpectedly_large, threshold=SPIKE, context="loss")
+        checks.append(("Spiky loss", is_spike, False))
+    for message, is_bad, fatal in checks:
+        rerun.validate_result(
+            result=seen, rejection_func=is_bad, message=message, tolerance=0.0, fatal=fatal
+        )
+    return loss, tokens, {"lm loss": torch.stack([seen, tokens.float()])}
+
+
+def _has_mtp(vp_stage: int | None) -> bool:
+    args = get_args()
+    layout = args.pipeline_model_parallel_layout
+    if isinstance(layout, str):
+        layout = PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
+    return mtp_on_this_rank(
+        layout=layout,
+        mtp_num_layers=args.mtp_num_layers,
+        ignore_virtual=vp_stage is None,
+        vp_stage=vp_stage,
+    )

@@ -1,0 +1,199 @@
+"""Column- and row-parallel linears whose three GEMMs follow a recipe.
+
+They replace the product inside Megatron's own layers, and what travels around it under sequence
+parallelism: parameters, initialisation and checkpoints are upstream's
+(megatron/core/tensor_parallel/layers.py, `_forward_impl`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.communication import TensorParallel
+from megatron_fp4.execution.weights import WeightCache
+from megatron_fp4.linear import quantized_linear
+from megatron_fp4.mcore.model import graphs, size_checks
+from megatron_fp4.mcore.model.run import Moment, Run
+from megatron_fp4.mcore.model.shards import (
+    column_parallel_placements,
+    row_parallel_placements,
+    tokens_on_rank,
+    whole_sequence,
+)
+from megatron_fp4.plan.cache import plan_for, tokens_of_plan
+from megatron_fp4.plan.data import LinearPlan
+from megatron_fp4.plan.setting import Sharding, column_parallel, row_parallel
+from megatron_fp4.plan.sizes import token_multiple
+from megatron_fp4.recipe import Recipe
+from megatron_fp4.replay import Replay
+
+
+@dataclass
+class Fp4State:
+    """What a linear needs beyond Megatron's own; `attach` fills it in once the model is built.
+
+    site: its global module name, where its operands lie and which ranks share it. is_expert: its
+    tokens are those that a router sends, [tokens, in], and any number of them.
+    """
+
+    run: Run
+    recipe: Recipe
+    site: Site
+    is_expert: bool = False
+    replay: Replay = field(default_factory=Replay)
+    cache: WeightCache = field(default_factory=WeightCache)
+    _pass: int = -1
+    _repeat: int = 0
+
+    def in_force(self, training: bool) -> bool:
+        """Whether this forward pass follows the recipe; an evaluation may be asked for in BF16."""
+        return training or self.run.evaluates_in_fp4
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
+        """x W^T + bias of a microbatch: x [sequence, batch, in] -> [sequence, batch, out], with
+        this rank's part of the sequence where sequence parallelism leaves it one; an expert's x
+        is [tokens, in]."""
+        moment, repeat = self.replay.take(self._now)
+        recipe = self.run.in_force(self.recipe, moment)
+        if not self.is_expert:
+            return self._product(x, weight, bias, recipe, moment, repeat, training)
+        # Rows of zeros fill the last block: they add nothing to any product.
+        missing = -len(x) % token_multiple(recipe)
+        padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+        return self._product(padded, weight, bias, recipe, moment, repeat, training)[: len(x)]
+
+    def _product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        moment: Moment,
+        repeat: int,
+        training: bool,
+    ) -> Tensor:
+        microbatch, rows = self._tokens(x, moment)
+        run, held = self.run, None
+        if run.keeps_weights and training:
+            # Optimizers write parameters past their version counters: the epoch tells of those.
+            # Nothing tells of averaged weights that one evaluation after the other is given.
+            held = self.cache.at((run.epoch, weight._version, moment.step, id(recipe)))
+        call = Call(run.key(moment), microbatch, repeat, rows)
+        return quantized_linear(x, weight, bias, recipe, self.site, call, held)
+
+    def _now(self) -> tuple[Moment, int]:
+        """The moment, and how often this linear was called in it before."""
+        if graphs.captures():  # one call after the other, of what runs once in a microbatch
+            return self.run.now(), 0
+        self._repeat = self._repeat + 1 if self._pass == self.run.passes else 0
+        self._pass = self.run.passes
+        return self.run.now(), self._repeat
+
+    def _tokens(self, x: Tensor, moment: Moment) -> tuple[int | Tensor, Tensor]:
+        """(the microbatch, the rows of its tokens in the global batch)."""
+        if self.is_expert:
+            return self.run.expert_rows(moment, len(x), x.device)
+        sequence = whole_sequence(x.shape[0], self.site.sharding)
+        return moment.microbatch, self.run.token_rows(moment, sequence, x.shape[1], x.device)
+
+
+class _FollowsRecipe:
+    """What both linears put in the place of upstream's product."""
+
+    training: bool
+    weight: Tensor
+    bias: Tensor | None
+    config: TransformerConfig
+    skip_bias_add: bool
+    fp4: Fp4State | None = None  # None: this layer stays in high precision
+
+    def plan(self) -> LinearPlan:
+        """What training runs here, for a microbatch of the launch's size or, in an expert, for as
+        many tokens as blocks take."""
+        assert self.fp4 is not None
+        site, recipe, run = self.fp4.site, self.fp4.recipe, self.fp4.run
+        weight, dtype = self.weight, self.config.params_dtype
+        has_bias = self.bias is not None and not self.skip_bias_add
+        return plan_for(
+            recipe, tokens_of_plan(recipe, self.tokens()), weight.shape, dtype, weight.device,
+            weight.dtype, site.sharding, run.main_grad(dtype), True, True, has_bias, site.keeps_w,
+            site.packs_x,
+        )  # fmt: skip
+
+    def tokens(self) -> int:
+        """How many tokens `plan` is for; see `Setting.tokens`."""
+        assert self.fp4 is not None
+        if self.fp4.is_expert:
+            return token_multiple(self.fp4.recipe)
+        return tokens_on_rank(self.fp4.run.args, self.fp4.site.sharding)
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.fp4 is None or not self.fp4.in_force(self.training):
+            return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
+        return self.fp4.product(input, weight, kwargs["bias"], self.training)
+
+
+class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
+    """Y = X W^T with W's rows sharded, and X's tokens under sequence parallelism."""
+
+    def attach(self, name: str, run: Run, recipe: Recipe) -> None:
+        """Follow `recipe` from now on. Raises ConfigError where it cannot."""
+        rank, ranks = self.tp_group.rank(), self.tp_group.size()
+        alone = self.explicit_expert_comm  # the token dispatcher does the rest
+        sharding = column_parallel(
+            ranks,
+            sequence_parallel=self.sequence_parallel and not alone,
+            sums_dx=self.allreduce_dgrad and not alone,
+        )
+        ranges = getattr(self.weight, "partition_stride", 1)
+        length = self.output_size_per_partition // ranges
+        size_checks.check(run.args, recipe, name, self.input_size, length, sharding, self.is_expert)
+        placements = column_parallel_placements(rank, ranks, length, ranges, self.weight.device)
+        average = run.weight_states.add(self, recipe)
+        site = run.site(name, placements, _ranks(self.tp_group, sharding), average)
+        self.fp4 = Fp4State(run, recipe, site, self.is_expert)
+
+
+class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
+    """Y = X W^T with W's columns sharded. Upstream sums the partial outputs over the ranks; under
+    sequence parallelism the product does, so that dY comes back as each rank's tokens."""
+
+    def attach(self, name: str, run: Run, recipe: Recipe) -> None:
+        """Follow `recipe` from now on. Raises ConfigError where it cannot."""
+        rank, ranks = self.tp_group.rank(), self.tp_group.size()
+        length = self.input_size_per_partition
+        sharding = row_parallel(
+            ranks,
+            sequence_parallel=self.sequence_parallel and not self.explicit_expert_comm,
+        )
+        size_checks.check(
+            run.args, recipe, name, length, self.output_size, sharding, self.is_expert
+        )
+        placements = row_parallel_placements(rank, ranks, length, self.weight.device)
+        average = run.weight_states.add(self, recipe)
+        site = run.site(name, placements, _ranks(self.tp_group, sharding), average)
+        self.fp4 = Fp4State(run, recipe, site, self.is_expert)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As upstream's: (output, the bias where it is not added)."""
+        state = self.fp4
+        if state is None or not state.in_force(self.training):
+            return super().forward(input_)
+        if state.site.sharding.tokens is None:
+            return super().forward(input_)
+        output = state.product(input_, self.weight, None, self.training)
+        if self.skip_bias_add:
+            return output, self.bias
+        return output if self.bias is None else output + self.bias, None
+
+
+def _ranks(group: torch.distributed.ProcessGroup, sharding: Sharding) -> TensorParallel | None:
+    """Those that share a linear; None where one rank holds all of it."""
+    return TensorParallel(group, sharding) if sharding.ranks > 1 else None

@@ -1,0 +1,98 @@
+"""Whether a recipe's blocks divide the sizes that a linear has on a rank, in terms of the flags
+that set those sizes."""
+
+import argparse
+import re
+
+from megatron_fp4.arithmetic.philox import GROUP
+from megatron_fp4.errors import ConfigError, SizeError
+from megatron_fp4.mcore.launch.flags import flag_of
+from megatron_fp4.mcore.model.shards import tokens_on_rank
+from megatron_fp4.plan.setting import UNSHARDED, Sharding
+from megatron_fp4.plan.sizes import check_sizes, token_tile
+from megatron_fp4.recipe import Recipe
+
+# What sets the inputs and outputs of a linear over all ranks, by the end of its name. Words in
+# braces are Megatron's arguments.
+_HIDDEN, _FFN, _EXPERT = "{hidden_size}", "{ffn_hidden_size}", "{moe_ffn_hidden_size}"
+_SHARED = "{moe_shared_expert_intermediate_size}"
+_SET_BY = {
+    "linear_qkv": (_HIDDEN, "({num_attention_heads} + 2 x {num_query_groups}) x {kv_channels}"),
+    "linear_proj": ("{num_attention_heads} x {kv_channels}", _HIDDEN),
+    "mlp.linear_fc1": (_HIDDEN, _FFN),
+    "mlp.linear_fc2": (_FFN, _HIDDEN),
+    "shared_experts.linear_fc1": (_HIDDEN, _SHARED),
+    "shared_experts.linear_fc2": (_SHARED, _HIDDEN),
+    "local_experts.linear_fc1": (_HIDDEN, _EXPERT),
+    "local_experts.linear_fc2": (_EXPERT, _HIDDEN),
+    "eh_proj": (f"2 x {_HIDDEN}", _HIDDEN),  # of multi-token prediction
+}
+_FEATURES = {"in_features": "inputs", "out_features": "outputs"}
+
+
+def check(
+    args: argparse.Namespace,
+    recipe: Recipe,
+    name: str,
+    inputs: int,
+    outputs: int,
+    sharding: Sharding,
+    is_expert: bool,
+) -> None:
+    """Raises ConfigError unless blocks, Hadamard groups and the features that share a random draw
+    tile what a rank has of a linear: [tokens, inputs] x [outputs, inputs].
+
+    args: Megatron's. is_expert: it takes any number of tokens.
+    """
+    tokens = None if is_expert else tokens_on_rank(args, UNSHARDED)
+    try:
+        check_sizes(recipe, tokens, inputs, outputs, name)
+        for axis, size in (("in_features", inputs), ("out_features", outputs)):
+            if size % GROUP:
+                raise SizeError(name, axis, size, GROUP, "which share a random draw")
+    except SizeError as error:
+        product = "{micro_batch_size} x {seq_length}"
+        if error.axis != "tokens":
+            product = _product(error, sharding, is_expert)
+        raise _refusal(error, product, args) from error
+    if not is_expert:
+        _check_parts(args, recipe, name, sharding)
+
+
+def _check_parts(args: argparse.Namespace, recipe: Recipe, name: str, sharding: Sharding) -> None:
+    """Sequence parallelism leaves a column-parallel linear with a part of the tokens of its X,
+    which fprop takes in blocks; an evaluation may have others than a training step."""
+    parts, tile = sharding.ranks if sharding.tokens == "x" else 1, token_tile(recipe, "fprop", "x")
+    for batch in ("micro_batch_size", "eval_micro_batch_size"):
+        tokens = tokens_on_rank(args, sharding if parts > 1 else UNSHARDED, batch)
+        if tokens % tile:
+            reason = f"which fprop of recipe {recipe.name} takes in blocks"
+            product = f"{{{batch}}} x {{seq_length}}" + _over(parts, is_expert=False)
+            raise _refusal(SizeError(name, "tokens", tokens, tile, reason), product, args)
+
+
+def _product(error: SizeError, sharding: Sharding, is_expert: bool) -> str:
+    """What makes a number of features, in the words of _SET_BY."""
+    end = re.sub(r"local_experts\.\d+", "local_experts", error.where)
+    number = list(_FEATURES).index(error.axis)
+    product = next(flags[number] for name, flags in _SET_BY.items() if end.endswith(name))
+    return product + _over(sharding.ranks if sharding.w == 1 - number else 1, is_expert)
+
+
+def _over(ranks: int, is_expert: bool) -> str:
+    kind = "expert-tensor" if is_expert else "tensor-model"
+    return "" if ranks == 1 else f" / --{kind}-parallel-size {ranks}"
+
+
+def _refusal(error: SizeError, product: str, args: argparse.Namespace) -> ConfigError:
+    def flag(match: re.Match[str]) -> str:
+        name = match[1]
+        if name == "num_query_groups" and not args.group_query_attention:
+            name = "num_attention_heads"  # a key and a value for each
+        return f"{flag_of(name)} {getattr(args, name)}"
+
+    return ConfigError(
+        f"{error.where}: {error.size} {_FEATURES.get(error.axis, error.axis)} on a rank are not a "
+        f"multiple of {error.multiple}, {error.reason}; change "
+        f"{re.sub(r'{(.*?)}', flag, product)} to a multiple of it"
+    )

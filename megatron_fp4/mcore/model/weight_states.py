@@ -1,0 +1,221 @@
+"""State beside weights, kept by Megatron's optimizers and read by linears.
+
+A recipe declares it (`Recipe.weight_states`). Whoever owns a part of a FP32 main weight owns the
+same part of its state: with the distributed optimizer a flat range whose borders cut blocks, else
+the whole. The owner updates it after each optimizer step that was not skipped, and keeps it in the
+state of torch's optimizer, so that Megatron saves it and reshards it like the moments of Adam. Once
+a step the parts are gathered to each layer's own copy, which stays at one address, so that CUDA
+graphs can read it.
+
+C stands for megatron/core. What Megatron saves and loads of it: checkpoints/weight_states.py.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from torch import Tensor
+from torch import distributed as dist
+
+from megatron_fp4.arithmetic.weight_states import WeightState
+from megatron_fp4.recipe import Recipe
+
+
+def key_of(name: str) -> str:
+    """The key of a state in torch's optimizers and in checkpoints."""
+    return f"fp4_{name}"
+
+
+@dataclass(eq=False)
+class Kept:
+    """The state beside one weight.
+
+    layer: has the weight. copies: float32 of the weight's shape by name, what the layer reads.
+    inner, main: the torch optimizer and its FP32 main weight, or this rank's part of it; None where
+    this rank owns nothing of it. start, end: that part, in the flattened weight.
+    owners: (global rank, start, end) of all parts; empty where every rank owns the whole.
+    group: the ranks that own parts.
+    """
+
+    layer: Any
+    states: dict[str, WeightState]
+    copies: dict[str, Tensor]
+    inner: torch.optim.Optimizer | None = None
+    main: Tensor | None = None
+    start: int = 0
+    end: int = 0
+    owners: list[tuple[int, int, int]] = field(default_factory=list)
+    group: Any = None
+
+    def own(self, name: str) -> Tensor | None:
+        """This rank's part of a state; None before it exists, or where the rank owns none."""
+        if self.inner is None or self.main is None:
+            return None
+        found: Tensor | None = self.inner.state[self.main].get(key_of(name))
+        return found
+
+
+class WeightStates:
+    """The state beside all weights of this process."""
+
+    def __init__(self) -> None:
+        self._all: list[Kept] = []
+        self._is_stale = True
+        self._in_optimizers = False  # on all ranks alike
+        self._in_checkpoint = False  # in the one that is about to be loaded
+        self._started: dict[tuple[Kept, str], Tensor] = {}  # until torch's optimizers have state
+
+    def add(self, layer: Any, recipe: Recipe) -> Tensor | None:
+        """Keep state beside the weight of a layer; returns the average that it reads, if any."""
+        if not recipe.weight_states:
+            return None
+        copies = {
+            name: torch.zeros(layer.weight.shape, dtype=torch.float32, device=layer.weight.device)
+            for name in recipe.weight_states
+        }
+        self._all.append(Kept(layer, recipe.weight_states, copies))
+        return copies.get("average")
+
+    @property
+    def bytes_of_copies(self) -> int:
+        """What the layers' copies take on this rank."""
+        return sum(4 * copy.numel() for kept in self._all for copy in kept.copies.values())
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({name for kept in self._all for name in kept.states})
+
+    # --- owners -----------------------------------------------------------------------------------
+
+    def follow(self, optimizer: MegatronOptimizer, in_checkpoint: bool) -> None:
+        """Keep the state in this optimizer from now on. Every rank calls it, before a checkpoint is
+        loaded. in_checkpoint: whether that has the state."""
+        chained = isinstance(optimizer, ChainedOptimizer)
+        optimizers = optimizer.chained_optimizers if chained else [optimizer]
+        for each in optimizers:
+            if isinstance(each, DistributedOptimizer):
+                self._own_parts(each)
+            elif not each.is_stub_optimizer:
+                self._own_whole(each)
+            if not each.is_stub_optimizer:
+                each.optimizer.register_step_post_hook(self._update)
+                each.fp4_weight_states = self
+                each.sharded_state_dict = self._with_states(each, each.sharded_state_dict)
+        self._in_checkpoint = in_checkpoint
+
+    def _own_whole(self, optimizer: MegatronOptimizer) -> None:
+        inner = optimizer.optimizer
+        mains = {id(main) for group in inner.param_groups for main in group["params"]}
+        for kept in self._all:
+            main = getattr(kept.layer.weight, "main_param", kept.layer.weight)
+            if id(main) in mains:
+                kept.inner, kept.main, kept.end = inner, main, main.numel()
+
+    def _own_parts(self, optimizer: DistributedOptimizer) -> None:
+        of_it = [
+            kept
+            for kept in self._all
+            if any(kept.layer.weight in buffer.param_index_map for buffer in optimizer.buffers)
+        ]
+        for kept in of_it:
+            place = optimizer.model_param_group_index_map.get(kept.layer.weight)
+            if place is not None:
+                group, order = place
+                owned = optimizer._get_model_param_range_map(kept.layer.weight)["param"]
+                kept.inner = optimizer.optimizer
+                kept.main = optimizer.optimizer.param_groups[group]["params"][order]
+                kept.start, kept.end = owned.start, owned.end
+            kept.group = optimizer.data_parallel_group
+        mine = [(dist.get_rank(), kept.start, kept.end) for kept in of_it]
+        everyone: list[Any] = [None] * optimizer.data_parallel_group.size()
+        dist.all_gather_object(everyone, mine, group=optimizer.data_parallel_group)
+        for i, kept in enumerate(of_it):
+            kept.owners = [parts[i] for parts in everyone if parts[i][2] > parts[i][1]]
+
+    # --- once a step ------------------------------------------------------------------------------
+
+    def _update(self, inner: torch.optim.Optimizer, *_: Any) -> None:
+        """After a step of one of torch's optimizers."""
+        for kept, name, state in self._parts(inner):
+            assert kept.main is not None
+            if state is None:
+                state = self._started.pop((kept, name), None)
+                if state is None:  # C/optimizer/distrib_optimizer.py steps to allocate, on loading
+                    continue
+                inner.state[kept.main][key_of(name)] = state
+            kept.states[name].update(state, kept.main)
+        self._is_stale, self._in_optimizers = True, True
+
+    def _parts(
+        self, inner: torch.optim.Optimizer | None = None
+    ) -> Iterator[tuple[Kept, str, Tensor | None]]:
+        """What this rank owns, of one of torch's optimizers or of all."""
+        for kept in self._all:
+            if kept.inner is not None and inner in (None, kept.inner):
+                for name in kept.states:
+                    yield kept, name, kept.own(name)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Bring the layers' copies up to date, if the optimizers have stepped. Every rank calls it,
+        before the first forward pass of a step."""
+        if not self._is_stale:
+            return
+        works = []
+        for kept in self._all:
+            for name, copy in kept.copies.items():
+                works += self._gather_one(kept, name, copy)
+        for work in works:
+            work.wait()
+        self._is_stale = False
+
+    def _gather_one(self, kept: Kept, name: str, copy: Tensor) -> list[dist.Work]:
+        own = kept.own(name)
+        if own is None and kept.main is not None:
+            own = self._started.setdefault((kept, name), kept.states[name].start(kept.main))
+        flat = copy.view(-1)
+        if own is not None:
+            flat[kept.start : kept.end].copy_(own.view(-1))
+        elif not kept.owners:  # a weight that nobody trains
+            copy.copy_(kept.states[name].start(kept.layer.weight))
+        return [
+            dist.broadcast(flat[start:end], owner, group=kept.group, async_op=True)
+            for owner, start, end in kept.owners
+        ]
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def _with_states(
+        self, optimizer: MegatronOptimizer, upstream: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def sharded_state_dict(model: Any, is_loading: bool = False, *args: Any, **kw: Any) -> Any:
+            if is_loading and self._in_checkpoint:
+                self._allocate(optimizer)
+            return upstream(model, is_loading, *args, **kw)
+
+        return sharded_state_dict
+
+    def _allocate(self, optimizer: MegatronOptimizer) -> None:
+        """Room for what is loaded."""
+        if optimizer.init_state_fn is not None:
+            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        for kept, name, state in self._parts(optimizer.optimizer):
+            if state is None:
+                assert kept.inner is not None and kept.main is not None
+                empty = torch.zeros_like(kept.main, dtype=torch.float32)
+                kept.inner.state[kept.main][key_of(name)] = empty
+        self._in_optimizers = True
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Those that optimizers have state by now, in checkpoints too."""
+        return tuple(map(key_of, self.names)) if self._in_optimizers else ()
+
+    def has(self, weight: Tensor) -> bool:
+        """Whether state is kept beside this weight."""
+        return any(kept.layer.weight is weight for kept in self._all)

@@ -1,0 +1,1 @@
+"""The process and its ranks: Megatron on a machine without a GPU, process groups, common work."""

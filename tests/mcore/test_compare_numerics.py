@@ -1,0 +1,156 @@
+"""What a checkpoint was trained with against what a launch would go on with: what counts as
+another numerics, and what does not."""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import megatron_fp4
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.checkpoints.compare_numerics import compare
+from tests.mcore.test_fp4_arguments import parse
+
+WAS = "--fp4-recipe tetrajet --seed 5"
+YAML = "base: tetrajet\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "difference"),
+    [
+        ("--fp4-recipe mxfp4 --seed 5", "--fp4-recipe was tetrajet and is mxfp4 (backward was f"),
+        (f"{WAS} --fp4-recipe-option rule=floor", "is tetrajet rule=floor (dgrad.a.rule was ceil"),
+        (f"{WAS} --fp4-seed 6", "--fp4-seed was 5 and is 6"),
+        (f"{WAS} --fp4-bf16-after 0.5", "--fp4-bf16-after was none and is 0.5"),
+        (
+            f"{WAS} --fp4-bf16-after 0.5 --fp4-bf16-gemms wgrad",
+            "--fp4-bf16-gemms was fprop dgrad wgrad and is wgrad",
+        ),
+        (f"{WAS} --micro-batch-size 4", "--micro-batch-size was none and is 4"),
+        (f"{WAS} --first-last-layers-bf16", "--first-last-layers-bf16 was none and is True"),
+        (f"{WAS} --fp4-module-recipe mlp=mxfp4", "--fp4-module-recipe was none and is mlp=mxfp4"),
+    ],
+)
+def test_other_numerics_are_named_with_what_was_and_what_is(flags: str, difference: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        compare(parse(*WAS.split()), parse(*flags.split()))
+    message = str(raised.value)
+    assert difference in message and "--fp4-load-anyway" in message and "\n" not in message
+    compare(parse(*WAS.split()), parse(*flags.split(), "--fp4-load-anyway"))
+
+
+def test_another_version_of_the_numerics_is_named() -> None:
+    saved, launch = parse(*WAS.split()), parse(*WAS.split())
+    saved.fp4_numerics_version = 0
+    with pytest.raises(ConfigError, match="numerics version was 0 and is "):
+        compare(saved, launch)
+
+
+def test_another_rounding_of_dw_is_named() -> None:
+    saved, launch = parse(*WAS.split()), parse(*WAS.split())
+    saved.fp4_wgrad_fusion, launch.fp4_wgrad_fusion = True, False
+    with pytest.raises(ConfigError, match="accumulation-fusion. was True and is none"):
+        compare(saved, launch)
+
+
+def test_what_counts_of_a_recipe_is_its_content(tmp_path: Path) -> None:
+    paths = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
+    for path in paths:
+        path.write_text(YAML)
+    one, two = (parse("--fp4-recipe", str(path), "--seed", "5") for path in paths)
+    compare(one, two)
+    compare(parse(*WAS.split()), two)
+    paths[1].write_text(YAML + "wgrad: {a: mxfp4, b: mxfp4}\n")
+    with pytest.raises(ConfigError, match="two.yaml and is .*two.yaml .wgrad.a.ro.* was stoch"):
+        compare(two, parse("--fp4-recipe", str(paths[1]), "--seed", "5"))
+
+
+def test_what_counts_of_a_modules_recipe_is_its_content(tmp_path: Path) -> None:
+    def launched(recipe: str) -> argparse.Namespace:
+        return parse(*WAS.split(), "--fp4-module-recipe", f"*.linear_fc1={recipe}")
+
+    path = tmp_path / "own.yaml"
+    path.write_text("base: mxfp4\n")
+    saved = launched(str(path))
+    compare(saved, launched("mxfp4"))
+    for other in ("bf16", "tetrajet"):
+        with pytest.raises(ConfigError, match=rf"own.yaml and is .*_fc1={other} \("):
+            compare(saved, launched(other))
+    path.write_text("base: mxfp4\nwgrad: {a: mxfp4-ceil-sr, b: mxfp4-ceil-sr}\n")
+    with pytest.raises(ConfigError, match=r"own.yaml and is .*own.yaml \(wgrad.a.rounding was ne"):
+        compare(saved, launched(str(path)))
+
+
+def test_another_version_of_the_plugin_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    saved = parse(*WAS.split())
+    saved.fp4_plugin_version = "0.0.1"
+    difference = f"plugin version was 0.0.1 and is {megatron_fp4.__version__}"
+    with pytest.raises(ConfigError, match=re.escape(difference)):
+        compare(saved, parse(*WAS.split()))
+    compare(saved, parse(*WAS.split(), "--fp4-load-anyway"))
+    assert difference in capsys.readouterr().out
+
+
+def test_the_length_of_training_counts_where_a_schedule_is_a_share_of_it(tmp_path: Path) -> None:
+    longer = ("--train-iters", "8")
+    compare(parse(*WAS.split(), "--train-iters", "4"), parse(*WAS.split(), *longer))
+    path = tmp_path / "own.yaml"
+    path.write_text(YAML + "bf16_after: 0.5\n")
+    for schedule in (["--fp4-bf16-after", "0.5"], ["--fp4-module-recipe", f"mlp={path}"]):
+        saved = parse(*WAS.split(), *schedule, "--train-iters", "4")
+        with pytest.raises(ConfigError, match="--train-iters was 4 and is 8"):
+            compare(saved, parse(*WAS.split(), *schedule, *longer))
+
+
+# --- what older versions saved -----------------------------------------------------------------
+
+
+def test_without_their_contents_the_texts_of_modules_recipes_count() -> None:
+    own = ("--fp4-module-recipe", "*=mxfp4")
+    saved = parse(*WAS.split(), *own)
+    del saved.fp4_module_contents
+    compare(saved, parse(*WAS.split(), *own))
+    with pytest.raises(ConfigError, match=re.escape("-recipe was *=mxfp4 and is *=bf16")):
+        compare(saved, parse(*WAS.split(), "--fp4-module-recipe", "*=bf16"))
+    with pytest.raises(ConfigError, match=re.escape("-recipe was *=mxfp4 and is none")):
+        compare(saved, parse(*WAS.split()))
+
+
+@pytest.mark.parametrize("field", ["estimator", "bf16_gemms", "dgrad.correction"])
+def test_a_field_that_its_version_had_not_got_had_its_default(field: str) -> None:
+    saved = parse(*WAS.split())
+    content = json.loads(saved.fp4_recipe_content)
+    *outer, name = field.split(".")
+    del (content[outer[0]] if outer else content)[name]
+    saved.fp4_recipe_content = json.dumps(content)
+    compare(saved, parse(*WAS.split()))
+
+
+def test_the_words_that_recipes_once_carried_do_not_count() -> None:
+    saved = parse(*WAS.split(), "--fp4-module-recipe", "*=mxfp4")
+    launch = parse(*WAS.split(), "--fp4-module-recipe", "*=mxfp4")
+    old = {"description": "truncation-free scales, stochastic backward, double quantization"}
+    [(glob, own)] = saved.fp4_module_contents
+    saved.fp4_module_contents = [(glob, json.dumps(json.loads(own) | old))]
+    saved.fp4_recipe_content = json.dumps(json.loads(saved.fp4_recipe_content) | old)
+    assert "description" not in launch.fp4_recipe_content
+    compare(saved, launch)
+
+
+def test_a_default_that_the_launch_does_not_have_is_a_difference() -> None:
+    saved = parse(*WAS.split())
+    content = json.loads(saved.fp4_recipe_content)
+    del content["backward"]
+    saved.fp4_recipe_content = json.dumps(content)
+    with pytest.raises(ConfigError, match="backward was raw and is forward"):
+        compare(saved, parse(*WAS.split()))
+
+
+# --- without a recipe --------------------------------------------------------------------------
+
+
+def test_a_run_without_a_recipe_compares_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    compare(parse("--seed", "5"), parse("--seed", "6"))
+    assert not capsys.readouterr().out

@@ -1,0 +1,196 @@
+"""State beside weights: the same in every layout, and in every checkpoint that keeps it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from testing.worlds.checkpoint_contents import contents
+from testing.worlds.checkpoints import (
+    EP2,
+    MOE,
+    PP2,
+    SHARDED,
+    SMALL,
+    TORCH,
+    TP2_SP,
+    run_in_turn,
+    saving,
+    told,
+)
+from testing.worlds.launch import OVERLAP, train
+
+EMA = f"--fp4-recipe {Path(__file__).parent / 'ema.yaml'}"
+BF16 = f"{SMALL} --bf16"
+OVERLAPPED = " ".join(OVERLAP)
+BETA = 0.75
+AVERAGE = "optimizer.state.fp4_average."
+
+
+def step(folder: Path, number: int) -> Path:
+    return folder / f"iter_{number:07d}"
+
+
+def averages(path: Path) -> dict[str, Tensor]:
+    """The averages of a checkpoint, by their weights' names."""
+    found = contents(path)
+    return {name.removeprefix(AVERAGE): t for name, t in found.items() if name.startswith(AVERAGE)}
+
+
+def main_weights(path: Path) -> dict[str, Tensor]:
+    """The FP32 weights of a checkpoint whose optimizer state is laid out like the model."""
+    found = contents(path)
+    for prefix in ("optimizer.state.fp32_param.", "optimizer.state.param."):
+        if mains := {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}:
+            return mains
+    return {name: tensor for name, tensor in found.items() if torch.is_tensor(tensor)}
+
+
+def slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+def test_data_parallel_layouts_repeat_one_process_bit_for_bit() -> None:
+    """The same sums, whoever owns which part of a weight; and the average is read."""
+    flags = (*BF16.split(), *EMA.split())
+    one = train(1, *flags).losses
+    assert len(one) == 4
+    for sharded in ((), ("--use-distributed-optimizer",), OVERLAP):
+        assert train(2, *flags, *sharded).losses == one
+    nearest = train(1, *BF16.split(), "--fp4-recipe", "tetrajet").losses
+    # The average starts at the weights themselves, to which nearest rounding rounds too.
+    assert nearest[0] == one[0] and nearest[2:] != one[2:]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+CASES = {
+    "bf16": (1, BF16, ""),
+    "fp32": (1, SMALL, ""),
+    "fp16": (1, f"{SMALL} --fp16 --loss-scale 128", ""),
+    "sgd": (1, f"{BF16} --optimizer sgd", ""),
+    "torch": (1, BF16, TORCH),
+    "dp2-sharded": (2, BF16, "--use-distributed-optimizer"),
+    "dp2-sharded-fp32": (2, SMALL, "--use-distributed-optimizer"),
+    "dp2-reshardable": (2, BF16, SHARDED),
+    "dp2-overlapped": (2, BF16, OVERLAPPED),
+    "tp2": (2, BF16, TP2_SP),
+    "pp2": (2, BF16, PP2),
+    "ep2-reshardable": (2, BF16, f"{MOE} {EP2} {SHARDED}"),
+}
+
+
+@pytest.mark.parametrize("name", ["bf16", *map(slow, list(CASES)[1:])])
+def test_a_resumed_run_repeats_the_whole(name: str, tmp_path: Path) -> None:
+    processes, sizes, flags = CASES[name]
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    trainings = {
+        "whole": f"{EMA} {flags} {saving(whole)}",
+        "rest": f"{EMA} {flags} --load {whole} --ckpt-step 2 {saving(rest)}",
+    }
+    results = run_in_turn(processes, trainings, sizes)
+    assert [r.status for r in results.values()] == [0, 0], results["rest"].output[-3000:]
+    assert results["rest"].losses == results["whole"].losses[2:]
+    one, other = (leaves(contents(step(folder, 4))) for folder in (whole, rest))
+    assert one.keys() == other.keys() and any("fp4_average" in key for key in one)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def leaves(value: Any, name: str = "") -> dict[str, Tensor]:
+    """The tensors in nested containers, without random states and what a launch says of itself."""
+    if torch.is_tensor(value):
+        return {name: value}
+    if not isinstance(value, dict | list | tuple):
+        return {}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    found: dict[str, Tensor] = {}
+    for key, part in items:
+        if not str(key).startswith(("args", "rng_state", "rerun_state")):
+            found |= leaves(part, f"{name}/{key}")
+    return found
+
+
+# The layout that saves, and the one that goes on.
+CHAINS = {
+    "tp2-to-one": ((2, TP2_SP), (1, "")),
+    "one-to-tp2": ((1, ""), (2, TP2_SP)),
+    "tp2-to-pp2-sharded": ((2, f"{TP2_SP} {SHARDED}"), (2, f"{PP2} {SHARDED}")),
+    "dp2-to-tp2-sharded": ((2, SHARDED), (2, f"{TP2_SP} {SHARDED}")),
+    "ep2-to-one-sharded": ((2, f"{MOE} {EP2} {SHARDED}"), (1, f"{MOE} {SHARDED}")),
+}
+
+
+@pytest.mark.parametrize("name", ["tp2-to-one", *map(slow, list(CHAINS)[1:])])
+def test_another_layout_goes_on_with_the_same_averages(name: str, tmp_path: Path) -> None:
+    """What the second layout saves after one step is the formula's result of what the first saved
+    and of the new weights, element by element; SwiGLU's two halves of fc1 among them."""
+    (processes, flags), (others, other_flags) = CHAINS[name]
+    first, second = tmp_path / "first", tmp_path / "second"
+    saved = run_in_turn(
+        processes, {"first": f"{EMA} {flags} {saving(first)} --train-iters 2"}, BF16
+    )
+    going = f"{EMA} {other_flags} --load {first} {saving(second, 1)} --train-iters 3"
+    loaded = run_in_turn(others, {"second": f"{going} --override-opt_param-scheduler"}, BF16)
+    assert saved["first"].status == 0
+    assert loaded["second"].status == 0, loaded["second"].output[-3000:]
+    before, after = averages(step(first, 2)), averages(step(second, 3))
+    weights = main_weights(step(second, 3))
+    assert before.keys() == after.keys() and any("linear_fc1" in key for key in before)
+    for key, average in before.items():
+        wanted = average * BETA + weights[key].float() * (1 - BETA)
+        assert torch.equal(after[key], wanted), key
+        assert not torch.equal(average, after[key])  # the control: it moved
+
+
+def test_a_checkpoint_without_averages_starts_them_at_its_weights(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    results = run_in_turn(
+        1,
+        {
+            "first": f"--fp4-recipe tetrajet {saving(first)} --train-iters 2",
+            "second": f"{EMA} --load {first} {saving(second, 1)} --train-iters 3 "
+            "--override-opt_param-scheduler --fp4-load-anyway",
+        },
+        BF16,
+    )
+    assert [r.status for r in results.values()] == [0, 0], results["second"].output[-3000:]
+    assert "has no average of the weights: it starts at the weights" in results["second"].output
+    before, weights = main_weights(step(first, 2)), main_weights(step(second, 3))
+    for key, average in averages(step(second, 3)).items():
+        assert torch.equal(average, before[key] * BETA + weights[key] * (1 - BETA))
+
+
+def test_a_skipped_step_leaves_the_average(tmp_path: Path) -> None:
+    """The loss scale is too large for the first steps: the optimizer skips them."""
+    folder = tmp_path / "saved"
+    flags = f"{EMA} {saving(folder, 1)} --train-iters 5"
+    [result] = run_in_turn(
+        1, {"run": flags}, f"{SMALL} --fp16 --initial-loss-scale 8388608 --hysteresis 1"
+    ).values()
+    assert result.status == 0
+    found = [averages(step(folder, number)) for number in range(1, 6)]
+    taken = [len(steps) > 0 for steps in found]  # before a step there is no optimizer state
+    assert taken == sorted(taken) and not taken[0] and taken[-1]
+    first = taken.index(True)
+    moved = [any(not torch.equal(a[key], b[key]) for key in a)
+             for a, b in zip(found[first:], found[first + 1:], strict=False)]  # fmt: skip
+    assert moved and all(moved)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [("--ckpt-format torch --use-distributed-optimizer", "--ckpt-format torch and --use-dist")],
+)
+def test_what_cannot_keep_it_is_refused(flags: str, says: str) -> None:
+    [result] = run_in_turn(1, {"run": f"{EMA} {flags}"}, BF16).values()
+    assert says in told(result) and "recipe ema keeps average beside the weights" in told(result)
