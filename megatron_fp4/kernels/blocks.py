@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.formats import E2M1_MAX, SCALE_FLOATS
 from megatron_fp4.arithmetic.philox import Noise
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
-from megatron_fp4.kernels.encode import nearest, stochastic, two_a_byte
+from megatron_fp4.kernels.encode import nearest, pack, stochastic
 from megatron_fp4.kernels.launch import Launch, kernel, on, planned, tiles
 from megatron_fp4.kernels.philox import placed_in_tile, rest_of_tile
 from megatron_fp4.kernels.quantize import SILENCE, drawn, is_in_memory, signed
@@ -48,7 +48,7 @@ def _largest(v, ACROSS: tl.constexpr, ALONG: tl.constexpr):
 
 @triton.jit
 def _finite_or_0(largest):
-    """The bits of largest magnitudes, 0 for a block that is not finite."""
+    """The bits of blocks' largest magnitudes (`_largest`), 0 for a block with an Inf or a NaN."""
     return tl.where(largest < INFINITE, largest, 0)
 
 
@@ -93,21 +93,21 @@ def _scale_of(code, BIAS: tl.constexpr):
 
 @triton.jit
 def _scale_byte(code, finite, NAN: tl.constexpr):
-    """What is stored of a scale's code: NaN for a block that is not finite."""
+    """Bytes of the blocks' scales: their codes, NAN for a block that is not finite."""
     return tl.where(finite, code, NAN).to(tl.uint8)
 
 
 @triton.jit
 def _divisor(code, unit, BIAS: tl.constexpr):
-    """What elements are divided by under a scale; Inf for a scale of zero, whose block is all
-    zeros."""
+    """What a block's elements are divided by: the scale of this code times `unit`, the tensor's
+    scale. Inf if that is zero, so that all quotients are zero."""
     divisor = _scale_of(code, BIAS) * unit
     return tl.where(divisor > 0.0, divisor, float("inf"))
 
 
 @triton.jit
 def _saturated(magnitude):
-    """Magnitudes, at most E2M1's largest."""
+    """Scaled magnitudes, clamped to 6, the largest of E2M1."""
     return tl.minimum(magnitude, 6.0)
 
 
@@ -121,7 +121,8 @@ def _rest(
     INTERPRETED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The random integers of `stochastic` for a program's tile, AXIS last."""
+    """`rest` of `encode.stochastic` for the elements of a program's tile: int32 [TILE, TILE], AXIS
+    last. place: see `philox.placed`; noise: (step, the seed's words)."""
     row0, column0 = tl.program_id(0) * TILE, tl.program_id(1) * TILE
     index = placed_in_tile(place, row0, column0, TILE, TILE, HAS_GROUPS, INTERPRETED)
     rest = tl.reshape(rest_of_tile(index, noise, stream, INTERPRETED), (TILE, TILE))
@@ -206,7 +207,7 @@ def cast_kernel(
     along = along0 // 2 + tl.arange(0, TILE // 2)[None, :]
     there = (lines < n_lines) & (along < n_along // 2)
     places = lines.to(tl.int64) * (n_along // 2) + along
-    tl.store(codes_ptr + places, two_a_byte(low, high).to(tl.uint8), mask=there)
+    tl.store(codes_ptr + places, pack(low, high).to(tl.uint8), mask=there)
     lines = line0 // ACROSS + tl.arange(0, TILE // ACROSS)[:, None]
     along = along0 // ALONG + tl.arange(0, TILE // ALONG)[None, :]
     there = (lines < n_lines // ACROSS) & (along < n_along // ALONG)

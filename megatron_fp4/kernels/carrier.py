@@ -33,32 +33,36 @@ _WORDS = dict.fromkeys(
 
 @triton.jit
 def _row_fold(scales, TOP: tl.constexpr):
-    """Folds [rows] that bring each row's largest scale to the top of FP8's window. 2^(fold - 127)
-    is a normal number, which every unit multiplies alike."""
+    """Folds [rows] that bring each row's largest scale to the top of FP8's window. scales: E8M0
+    bytes [rows, blocks] as int32, of which NaN (255) does not count. TOP: the largest scale - fold
+    of the window. At least 1: 2^(fold - 127) is then a normal number, which every unit multiplies
+    alike."""
     return tl.maximum(tl.max(tl.where(scales == 255, 0, scales), 1) - TOP, 1)
 
 
 @triton.jit
 def _fits(scales, fold, LOWEST: tl.constexpr, TOP: tl.constexpr):
-    """Which blocks are right under a fold; NaN is under none."""
+    """Which blocks have right carriers under a fold, those of scale - fold in [LOWEST, TOP]. A
+    scale of NaN (255) has them under none."""
     return (scales >= fold + LOWEST) & (scales <= fold + TOP) & (scales < 255)
 
 
 @triton.jit
 def _of_scale_0(scales, there):
-    """Which blocks have the lowest scale, that of zeros."""
+    """Which of the blocks that are `there` have the lowest scale. A block of zeros has it too."""
     return there & (scales == 0)
 
 
 @triton.jit
 def _final_fold(wanted, fold, likely):
-    """The folds of rows: their own where they are written anew, else the one guessed for all."""
+    """The folds of rows: a row's own where its carriers are `wanted` anew, else `likely`, which was
+    guessed for all rows."""
     return tl.where(wanted, fold, likely)
 
 
 @triton.jit
 def _nonzero(words):
-    """How many of a word's eight codes are not zero."""
+    """How many of each word's eight codes are not zero; -0 is zero."""
     nonzero = (words | (words >> 1) | (words >> 2)) & 0x11111111
     return ((nonzero * 0x11111111) >> 28) & 15  # the sum of the digits
 

@@ -178,8 +178,9 @@ def stochastic(half, rest, PRESCALE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _is_between(rest, code, bits):
-    """Whether a value is none of the grid's. rest: how far above `code` it lies; bits: those of the
-    float32 that it was before it was scaled. What becomes too small for BF16 is no 0 for that."""
+    """Whether scaled magnitudes lie strictly between two values of E2M1. code: of the value at or
+    below; rest: the distance from it, in steps to the next code; bits: of the number as float32
+    before it was scaled. A number whose scaled BF16 underflows to 0 is between 0 and 1/2."""
     return (rest > 0) | ((code == 0) & ((bits & 0x7FFFFFFF) != 0))
 
 
@@ -213,8 +214,9 @@ def words(codes):
 
 
 @triton.jit
-def two_a_byte(low, high):
-    """Bytes of two codes each, by what their halves hold."""
+def pack(low, high):
+    """Bytes of two 4-bit codes each, in int32: `low` in the low nibble, `high` in the high one, as
+    `formats.pack` packs elements 2i and 2i + 1."""
     return low | (high << 4)
 
 

@@ -95,7 +95,7 @@ def quick_table(k, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _finite_or_0(magnitude):
-    """The bits of BF16 magnitudes, 0 for what is not finite."""
+    """The bits of BF16 magnitudes, 0 for Inf and NaN."""
     return tl.where(magnitude < 0x7F80, magnitude, 0)
 
 

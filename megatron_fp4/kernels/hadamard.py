@@ -61,7 +61,7 @@ def _entries(i, j, place, signs, GROUP: tl.constexpr):
 
 @triton.jit
 def _sum_and_difference(first, second):
-    """A transform of two: the sum and the difference, along a new last axis."""
+    """The Hadamard transform of two elements: [..., 2] of their sum and their difference."""
     return tl.join(first + second, first - second)
 
 

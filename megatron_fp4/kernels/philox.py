@@ -32,7 +32,7 @@ def philox(index, step, stream, seed_low, seed_high):
 
 @triton.jit
 def _signs_index(draw):
-    """The 64-bit index of a draw's signs: the draw in its high word."""
+    """The 64-bit index of a draw's signs: `draw` in the high word, 0 in the low word."""
     return draw.to(tl.int64) << 32
 
 

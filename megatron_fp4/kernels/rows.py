@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import element_max
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
-from megatron_fp4.kernels.encode import nearest, nearest_even, two_a_byte
+from megatron_fp4.kernels.encode import nearest, nearest_even, pack
 from megatron_fp4.kernels.launch import Launch, kernel, on, planned, tiles
 
 EXPONENTS = {"e4m3": (3, 7), "e5m2": (2, 15), "e2m1": (1, 1)}  # mantissa bits and bias
@@ -139,7 +139,7 @@ def cast_kernel(
     if E2M1:
         SHAPE: tl.constexpr = code.shape
         low, high = tl.split(tl.reshape(code, (SHAPE[0], SHAPE[1] // 2, 2)))
-        code, n_along = two_a_byte(low, high), n_along // 2
+        code, n_along = pack(low, high), n_along // 2
         ALONG: tl.constexpr = (TILE_COLUMNS if AXIS else TILE_ROWS) // 2
         along = tl.program_id(AXIS) * ALONG + tl.arange(0, ALONG)
     there = (lines < n_lines)[:, None] & (along < n_along)[None, :]
@@ -211,7 +211,7 @@ def transpose_kernel(
     to = tl.program_id(0) * (TILE_ROWS // 2) + tl.arange(0, TILE_ROWS // 2)
     there = (lines < 2 * n_bytes)[:, None] & (to < n_rows // 2)[None, :]
     places = lines[:, None].to(tl.int64) * (n_rows // 2) + to[None, :]
-    tl.store(out_ptr + places, two_a_byte(low, high).to(tl.uint8), mask=there)
+    tl.store(out_ptr + places, pack(low, high).to(tl.uint8), mask=there)
 
 
 def transposed(x: QuantizedTensor) -> QuantizedTensor:

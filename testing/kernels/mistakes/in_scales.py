@@ -32,9 +32,7 @@ ROW_SCALES = {
     "subnormal numbers are cut off": Mistake("", rows.fp8_code, _subnormal_cut_off),
     "a NaN is a number": Mistake("", rows._gamma, _all_finite),
     "nothing is folded": Mistake("", rows._folded, _folded_along_1_alone),
-    "the other half first": Mistake(
-        "", encode.two_a_byte, lambda right, low, high: right(high, low)
-    ),
+    "the other half first": Mistake("", encode.pack, lambda right, low, high: right(high, low)),
 }
 
 
