@@ -6,7 +6,7 @@ from testing.kernels.mistakes.in_carriers import CARRIERS
 from testing.kernels.mistakes.in_dge_occ import DGE_FACTOR, OUTLIER_CLAMP
 from testing.kernels.mistakes.in_mxfp4 import MXFP4
 from testing.kernels.mistakes.in_scales import BLOCK_SCALES, ROW_SCALES
-from testing.kernels.mistakes.injection import Mistake
+from testing.kernels.mistakes.injection import Mistake, bind
 
 MISTAKES: dict[str, dict[str, Mistake]] = {
     "mxfp4": MXFP4,
@@ -20,12 +20,14 @@ NONE = "none"
 
 
 def inject(comparison: str, name: str) -> None:
-    """Injects one of the comparison's mistakes. NONE: binds a function that calls the right helper
-    for each of the helpers that they replace, by which nothing may change."""
+    """Injects the comparison's mistake of this name, until the process ends.
+
+    NONE: replaces every helper that has a mistake by a function that only calls it, which must
+    change nothing. Raises KeyError where the comparison has no such mistake.
+    """
+    mistakes = MISTAKES[comparison]
     if name == NONE:
-        of_helpers = {mistake.helper: mistake for mistake in MISTAKES[comparison].values()}
-        for mistake in of_helpers.values():
-            mistake.inject(lambda right, *given: right(*given))
+        for helper in {mistake.helper for mistake in mistakes.values()}:
+            bind(helper, lambda right, *given: right(*given))
     else:
-        mistake = MISTAKES[comparison][name]
-        mistake.inject(mistake.wrong)
+        bind(mistakes[name].helper, mistakes[name].wrong)

@@ -53,6 +53,9 @@ CODES = {
     "no sign of odd columns": Mistake(
         NEAREST, encode.nearest_pairs, argument("signed", lambda pairs: pairs & 0xFFFF)
     ),
+    "no sign of odd elements": Mistake(
+        STOCHASTIC, encode.signs, argument("odd", lambda signs: signs * 0)
+    ),
     "no sign of zeros": Mistake(STOCHASTIC, encode.gathered, argument("pairs", _no_signs_of_zeros)),
     "1/2 is decoded as 3/4": Mistake(
         "packed",

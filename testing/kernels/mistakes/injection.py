@@ -31,20 +31,21 @@ class Mistake:
     helper: Any
     wrong: Callable[..., Any]
 
-    def inject(self, wrong: Callable[..., Any]) -> None:
-        """Binds `wrong` wherever a module of PACKAGE has the helper, until the process ends. Raises
-        LookupError where no module has it."""
-        places = [
-            (vars(module), name)
-            for path, module in sys.modules.items()
-            if path.startswith(PACKAGE)
-            for name, value in vars(module).items()
-            if value is self.helper
-        ]
-        if not places:
-            raise LookupError(f"no module of {PACKAGE} has {self.helper}")
-        for names, name in places:
-            names[name] = partial(wrong, self.helper)
+
+def bind(helper: Any, wrong: Callable[..., Any]) -> None:
+    """Replaces `helper` by `wrong`, with `helper` as its first argument, in every module of PACKAGE
+    that has it, until the process ends. Raises LookupError where no module has it."""
+    places = [
+        (vars(module), name)
+        for path, module in sys.modules.items()
+        if path.startswith(PACKAGE)
+        for name, value in vars(module).items()
+        if value is helper
+    ]
+    if not places:
+        raise LookupError(f"no module of {PACKAGE} has {helper}")
+    for names, name in places:
+        names[name] = partial(wrong, helper)
 
 
 def argument(name: str, wrong: Callable[[Any], Any]) -> Callable[..., Any]:
