@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.formats import E2M1_MAX, SCALE_FLOATS
 from megatron_fp4.arithmetic.philox import Noise
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
-from megatron_fp4.kernels.encode import nearest, stochastic
+from megatron_fp4.kernels.encode import nearest, pack, stochastic
 from megatron_fp4.kernels.launch import Launch, kernel, on, planned, tiles
 from megatron_fp4.kernels.philox import placed_in_tile, rest_of_tile
 from megatron_fp4.kernels.quantize import SILENCE, drawn, is_in_memory, signed
@@ -46,6 +46,12 @@ def _largest(v, ACROSS: tl.constexpr, ALONG: tl.constexpr):
     return tl.max(tl.max(tl.reshape(bits, (R // ACROSS, ACROSS, C // ALONG, ALONG)), 3), 1)
 
 
+@triton.jit
+def _finite_or_0(largest):
+    """The bits of blocks' largest magnitudes (`_largest`), 0 for a block with an Inf or a NaN."""
+    return tl.where(largest < INFINITE, largest, 0)
+
+
 @kernel(fp_fusion=True)
 def top_kernel(
     x_ptr,
@@ -61,8 +67,7 @@ def top_kernel(
     v = _loaded(x_ptr, n_rows, n_columns, TILE)
     if AXIS == 0:
         v = tl.trans(v)
-    largest = _largest(v, ACROSS, ALONG)
-    largest = tl.where(largest < INFINITE, largest, 0)
+    largest = _finite_or_0(_largest(v, ACROSS, ALONG))
     tl.atomic_max(top_ptr, tl.max(tl.max(largest, 1), 0))
 
 
@@ -84,6 +89,44 @@ def _scale_of(code, BIAS: tl.constexpr):
     """What they stand for."""
     normal = ((code << 20) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
     return tl.where(code < 8, code.to(tl.float32) * 2.0 ** (-BIAS - 2), normal)
+
+
+@triton.jit
+def _scale_byte(code, finite, NAN: tl.constexpr):
+    """Bytes of the blocks' scales: their codes, NAN for a block that is not finite."""
+    return tl.where(finite, code, NAN).to(tl.uint8)
+
+
+@triton.jit
+def _divisor(code, unit, BIAS: tl.constexpr):
+    """What a block's elements are divided by: the scale of this code times `unit`, the tensor's
+    scale. Inf if that is zero, so that all quotients are zero."""
+    divisor = _scale_of(code, BIAS) * unit
+    return tl.where(divisor > 0.0, divisor, float("inf"))
+
+
+@triton.jit
+def _saturated(magnitude):
+    """Scaled magnitudes, clamped to 6, the largest of E2M1."""
+    return tl.minimum(magnitude, 6.0)
+
+
+@triton.jit
+def _rest(
+    place,
+    noise,
+    stream,
+    AXIS: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """`rest` of `encode.stochastic` for the elements of a program's tile: int32 [TILE, TILE], AXIS
+    last. place: see `philox.placed`; noise: (step, the seed's words)."""
+    row0, column0 = tl.program_id(0) * TILE, tl.program_id(1) * TILE
+    index = placed_in_tile(place, row0, column0, TILE, TILE, HAS_GROUPS, INTERPRETED)
+    rest = tl.reshape(rest_of_tile(index, noise, stream, INTERPRETED), (TILE, TILE))
+    return tl.trans(rest) if AXIS == 0 else rest
 
 
 @kernel(fp_fusion=True, do_not_specialize=["stream", "per_row", "step", "seed_low", "seed_high"])
@@ -128,15 +171,11 @@ def cast_kernel(
         if IN_MEMORY:
             step = tl.load(step_ptr)
         noise = step, seed_low, seed_high
-        row0, column0 = tl.program_id(0) * TILE, tl.program_id(1) * TILE
-        index = placed_in_tile(place, row0, column0, TILE, TILE, HAS_GROUPS, INTERPRETED)
-        rest = tl.reshape(rest_of_tile(index, noise, stream, INTERPRETED), (TILE, TILE))
+        rest = _rest(place, noise, stream, AXIS, HAS_GROUPS, INTERPRETED, TILE)
     n_lines, n_along = n_rows, n_columns
     if AXIS == 0:
         v = tl.trans(v)
         n_lines, n_along = n_columns, n_rows
-        if STOCHASTIC:
-            rest = tl.trans(rest)
     unit = tl.full([], 1.0, tl.float32)
     if TENSOR_MAX > 0:
         top = tl.load(top_ptr).to(tl.float32, bitcast=True)
@@ -145,17 +184,16 @@ def cast_kernel(
         tl.store(unit_ptr, unit, mask=(tl.program_id(0) == 0) & (tl.program_id(1) == 0))
     largest = _largest(v, ACROSS, ALONG)
     finite = largest < INFINITE
-    amax = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
+    amax = _finite_or_0(largest).to(tl.float32, bitcast=True)
     wanted = tl.div_rn(amax, tl.broadcast_to(unit * 6.0, amax.shape)) * INFLATE
     scale = _scale_code(wanted, BIAS, MAX, UP)
-    divisor = _scale_of(scale, BIAS) * unit
-    divisor = tl.where(divisor > 0.0, divisor, float("inf"))  # a scale of zero: all zeros
+    divisor = _divisor(scale, unit, BIAS)
 
     BLOCKED: tl.constexpr = (TILE // ACROSS, ACROSS, TILE // ALONG, ALONG)
     divisor = tl.broadcast_to(divisor[:, None, :, None], BLOCKED)
     live = tl.broadcast_to(finite.to(tl.int32)[:, None, :, None], BLOCKED)
     scaled = tl.abs(tl.div_rn(v, tl.reshape(divisor, (TILE, TILE)))) * PRESCALE
-    scaled = tl.minimum(scaled, 6.0)
+    scaled = _saturated(scaled)
     if STOCHASTIC:
         code = ~(stochastic(scaled * 0.5, rest, 1.0, INTERPRETED) >> 24) & 7
     else:
@@ -169,12 +207,12 @@ def cast_kernel(
     along = along0 // 2 + tl.arange(0, TILE // 2)[None, :]
     there = (lines < n_lines) & (along < n_along // 2)
     places = lines.to(tl.int64) * (n_along // 2) + along
-    tl.store(codes_ptr + places, (low | (high << 4)).to(tl.uint8), mask=there)
+    tl.store(codes_ptr + places, pack(low, high).to(tl.uint8), mask=there)
     lines = line0 // ACROSS + tl.arange(0, TILE // ACROSS)[:, None]
     along = along0 // ALONG + tl.arange(0, TILE // ALONG)[None, :]
     there = (lines < n_lines // ACROSS) & (along < n_along // ALONG)
     places = lines.to(tl.int64) * (n_along // ALONG) + along
-    tl.store(scales_ptr + places, tl.where(finite, scale, NAN).to(tl.uint8), mask=there)
+    tl.store(scales_ptr + places, _scale_byte(scale, finite, NAN), mask=there)
 
 
 def quantize(

@@ -32,6 +32,42 @@ _WORDS = dict.fromkeys(
 
 
 @triton.jit
+def _row_fold(scales, TOP: tl.constexpr):
+    """Folds [rows] that bring each row's largest scale to the top of FP8's window. scales: E8M0
+    bytes [rows, blocks] as int32, of which NaN (255) does not count. TOP: the largest scale - fold
+    of the window. At least 1: 2^(fold - 127) is then a normal number, which every unit multiplies
+    alike."""
+    return tl.maximum(tl.max(tl.where(scales == 255, 0, scales), 1) - TOP, 1)
+
+
+@triton.jit
+def _fits(scales, fold, LOWEST: tl.constexpr, TOP: tl.constexpr):
+    """Which blocks have right carriers under a fold, those of scale - fold in [LOWEST, TOP]. A
+    scale of NaN (255) has them under none."""
+    return (scales >= fold + LOWEST) & (scales <= fold + TOP) & (scales < 255)
+
+
+@triton.jit
+def _of_scale_0(scales, there):
+    """Which of the blocks that are `there` have the lowest scale. A block of zeros has it too."""
+    return there & (scales == 0)
+
+
+@triton.jit
+def _final_fold(wanted, fold, likely):
+    """The folds of rows: a row's own where its carriers are `wanted` anew, else `likely`, which was
+    guessed for all rows."""
+    return tl.where(wanted, fold, likely)
+
+
+@triton.jit
+def _nonzero(words):
+    """How many of each word's eight codes are not zero; -0 is zero."""
+    nonzero = (words | (words >> 1) | (words >> 2)) & 0x11111111
+    return ((nonzero * 0x11111111) >> 28) & 15  # the sum of the digits
+
+
+@triton.jit
 def _carry(
     codes_ptr,
     scales_ptr,
@@ -74,9 +110,7 @@ def _carry(
     at = block0 * 8 + tl.arange(0, BLOCKS * 8)
     here = wanted[:, None] & (at < n_blocks * 8)[None, :]
     tl.store(out_ptr + at_rows * (n_blocks * 8) + at[None, :], out, mask=here)
-    nonzero = (words | (words >> 1) | (words >> 2)) & 0x11111111
-    eight = ((nonzero * 0x11111111) >> 28) & 15  # the sum of the digits
-    rounded = tl.where((k < BOTTOM)[:, :, None], eight, 0)
+    rounded = tl.where((k < BOTTOM)[:, :, None], _nonzero(words), 0)
     total = tl.sum(tl.reshape(rounded, (ROWS * BLOCKS * 4,)), 0)
     nans = tl.sum(tl.reshape((byte == 255).to(tl.int32), (ROWS * BLOCKS,)), 0)
     tl.atomic_add(tally_ptr, total, mask=total > 0)  # next to never
@@ -143,18 +177,17 @@ def _operand(
     there = (rows < n_rows)[:, None] & (every < n_blocks)[None, :]
     scales = tl.load(scales_ptr + at_rows * n_blocks + every[None, :], mask=there, other=0)
     scales = scales.to(tl.int32)
-    # 2^(fold - 127) is a normal number, which every unit multiplies alike.
-    fold = tl.maximum(tl.max(tl.where(scales == 255, 0, scales), 1) - TOP, 1)
+    fold = _row_fold(scales, TOP)
     if MENDS:
         likely = tl.load(tally_ptr + 2)
-        fits = (scales >= likely + LOWEST) & (scales <= likely + TOP) & (scales < 255)
-        lowest = there & (scales == 0)
+        fits = _fits(scales, likely, LOWEST, TOP)
+        lowest = _of_scale_0(scales, there)
         wrong = tl.max((there & ~fits & ~lowest).to(tl.int32), 1)
         if tl.max(tl.max(lowest.to(tl.int32), 1), 0) > 0:  # zeros are zeros under any fold
             for block0 in range(0, ALL_BLOCKS, BLOCKS):
                 wrong |= _holds_codes(codes_ptr, scales_ptr, rows, block0, n_rows, n_blocks, BLOCKS)
         wanted = wrong > 0
-        fold = tl.where(wanted, fold, likely)
+        fold = _final_fold(wanted, fold, likely)
         if tl.max(wrong, 0) > 0:
             for block0 in range(0, ALL_BLOCKS, BLOCKS):
                 _carry(

@@ -177,6 +177,14 @@ def stochastic(half, rest, PRESCALE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _is_between(rest, code, bits):
+    """Whether scaled magnitudes lie strictly between two values of E2M1. code: of the value at or
+    below; rest: the distance from it, in steps to the next code; bits: of the number as float32
+    before it was scaled. A number whose scaled BF16 underflows to 0 is between 0 and 1/2."""
+    return (rest > 0) | ((code == 0) & ((bits & 0x7FFFFFFF) != 0))
+
+
+@triton.jit
 def nearer(half, pairs, inverse, average):
     """Codes, as bits, of the half magnitudes of `pairs` scaled by `inverse` (`halved`): of the two
     on either side the one that the average, float32 and not yet scaled, is nearer to."""
@@ -192,9 +200,7 @@ def nearer(half, pairs, inverse, average):
     middle = tl.maximum(tl.maximum(midway * 0.25, midway * 0.5 - 1), midway - 4)
     nearest_up = (rest > 0.5) | ((rest == 0.5) & ((code & 1) == 1))
     up = tl.where(toward == middle, nearest_up, toward > middle)
-    # What becomes too small for BF16 is no 0 for that.
-    between = (rest > 0) | ((code == 0) & ((bits & 0x7FFFFFFF) != 0))
-    return code + (up & between).to(tl.int32)
+    return code + (up & _is_between(rest, code, bits)).to(tl.int32)
 
 
 @triton.jit
@@ -205,6 +211,13 @@ def words(codes):
     first, second = tl.split(odd * 16.0 + even)
     low, high = tl.split((second * 256.0 + first).to(tl.int32, bitcast=True))
     return low | (high << 16)
+
+
+@triton.jit
+def pack(low, high):
+    """Bytes of two 4-bit codes each, in int32: `low` in the low nibble, `high` in the high one, as
+    `formats.pack` packs elements 2i and 2i + 1."""
+    return low | (high << 4)
 
 
 @triton.jit

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_fp4.kernels.encode import nearest_even
+
 # Mantissa bits, bias, the code of NaN, and the window of k in which every code times 2^k is exact.
 FORMATS = {
     torch.float8_e4m3fn: (3, 7, 0x7F, -8, 6),
@@ -33,9 +35,7 @@ def table(power, SECOND: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexp
         else:
             magnitude = 0.5 * i
         bits = (power * (magnitude * 2.0 ** (BIAS - 127))).to(tl.int32, bitcast=True)
-        cut = 23 - MANTISSA
-        byte = (bits + ((1 << (cut - 1)) - 1) + ((bits >> cut) & 1)) >> cut
-        word |= byte << (8 * i)
+        word |= nearest_even(bits, 23 - MANTISSA) << (8 * i)
     return word
 
 
@@ -94,6 +94,12 @@ def quick_table(k, MANTISSA: tl.constexpr):
 
 
 @triton.jit
+def _finite_or_0(magnitude):
+    """The bits of BF16 magnitudes, 0 for Inf and NaN."""
+    return tl.where(magnitude < 0x7F80, magnitude, 0)
+
+
+@triton.jit
 def likely_fold(x_ptr, scales_ptr, n_rows, n_columns, MANTISSA: tl.constexpr, PACKED: tl.constexpr):
     """A fold that most rows of a matrix can share, by a sample of it: BF16, or where PACKED the
     scales of blocks of 32, of what is finite. All programs of a launch find the same."""
@@ -107,8 +113,7 @@ def likely_fold(x_ptr, scales_ptr, n_rows, n_columns, MANTISSA: tl.constexpr, PA
     else:
         at = rows * (n_columns // 2) + ((mixed * (n_columns // 2)) >> 16)
         pairs = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + at)
-        low, high = pairs & 0x7FFF, (pairs >> 16) & 0x7FFF
-        low, high = tl.where(low < 0x7F80, low, 0), tl.where(high < 0x7F80, high, 0)
+        low, high = _finite_or_0(pairs & 0x7FFF), _finite_or_0((pairs >> 16) & 0x7FFF)
         largest = (tl.max(tl.maximum(low, high), 0) >> 7) - 2
     # E4M3: seven binades for the larger, six for the smaller; E5M2: thirteen and thirteen.
     return tl.maximum(largest + 1 if MANTISSA == 3 else largest, 1)

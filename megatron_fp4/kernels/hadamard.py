@@ -60,6 +60,12 @@ def _entries(i, j, place, signs, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _sum_and_difference(first, second):
+    """The Hadamard transform of two elements: [..., 2] of their sum and their difference."""
+    return tl.join(first + second, first - second)
+
+
+@triton.jit
 def _summed(x, BITS: tl.constexpr, BUT: tl.constexpr):
     """x [2, ..., 2, rest], transformed over its first axes but one, which become the last."""
     for bit in tl.static_range(BITS):
@@ -67,7 +73,7 @@ def _summed(x, BITS: tl.constexpr, BUT: tl.constexpr):
         if bit == BUT:
             x = tl.join(first, second)
         else:
-            x = tl.join(first + second, first - second)
+            x = _sum_and_difference(first, second)
     return x
 
 

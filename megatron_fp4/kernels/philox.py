@@ -31,11 +31,17 @@ def philox(index, step, stream, seed_low, seed_high):
 
 
 @triton.jit
+def _signs_index(draw):
+    """The 64-bit index of a draw's signs: `draw` in the high word, 0 in the low word."""
+    return draw.to(tl.int64) << 32
+
+
+@triton.jit
 def sign_words(draw, stream, noise):
     """Those of the first 128 elements as bits of four words, 1 for -1; see `philox.random_signs`.
     noise: (step, the seed's words)."""
     step, seed_low, seed_high = noise
-    w0, w1, w2, w3 = philox(draw.to(tl.int64) << 32, step, stream, seed_low, seed_high)
+    w0, w1, w2, w3 = philox(_signs_index(draw), step, stream, seed_low, seed_high)
     return (
         w0.to(tl.int32, bitcast=True),
         w1.to(tl.int32, bitcast=True),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import element_max
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
-from megatron_fp4.kernels.encode import nearest
+from megatron_fp4.kernels.encode import nearest, nearest_even, pack
 from megatron_fp4.kernels.launch import Launch, kernel, on, planned, tiles
 
 EXPONENTS = {"e4m3": (3, 7), "e5m2": (2, 15), "e2m1": (1, 1)}  # mantissa bits and bias
@@ -88,9 +88,8 @@ def fp8_code(v, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """Codes of what is in range, to nearest even."""
     magnitude = tl.abs(v)
     CUT: tl.constexpr = 23 - MANTISSA
-    bits = magnitude.to(tl.int32, bitcast=True)
-    normal = bits + ((1 << (CUT - 1)) - 1) + ((bits >> CUT) & 1)
-    normal = (normal >> CUT) - ((127 - BIAS) << MANTISSA)
+    normal = nearest_even(magnitude.to(tl.int32, bitcast=True), CUT)
+    normal -= (127 - BIAS) << MANTISSA
     # Subnormal numbers have steps of one length: added to a number with that as its last place.
     anchor = 2.0 ** (24 - BIAS - MANTISSA)
     steps = (magnitude + anchor).to(tl.int32, bitcast=True) & ((2 << MANTISSA) - 1)
@@ -140,7 +139,7 @@ def cast_kernel(
     if E2M1:
         SHAPE: tl.constexpr = code.shape
         low, high = tl.split(tl.reshape(code, (SHAPE[0], SHAPE[1] // 2, 2)))
-        code, n_along = low | (high << 4), n_along // 2
+        code, n_along = pack(low, high), n_along // 2
         ALONG: tl.constexpr = (TILE_COLUMNS if AXIS else TILE_ROWS) // 2
         along = tl.program_id(AXIS) * ALONG + tl.arange(0, ALONG)
     there = (lines < n_lines)[:, None] & (along < n_along)[None, :]
@@ -212,7 +211,7 @@ def transpose_kernel(
     to = tl.program_id(0) * (TILE_ROWS // 2) + tl.arange(0, TILE_ROWS // 2)
     there = (lines < 2 * n_bytes)[:, None] & (to < n_rows // 2)[None, :]
     places = lines[:, None].to(tl.int64) * (n_rows // 2) + to[None, :]
-    tl.store(out_ptr + places, (low | (high << 4)).to(tl.uint8), mask=there)
+    tl.store(out_ptr + places, pack(low, high).to(tl.uint8), mask=there)
 
 
 def transposed(x: QuantizedTensor) -> QuantizedTensor:

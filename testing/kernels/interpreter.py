@@ -25,13 +25,15 @@ def _forking() -> subprocess.Popen[str]:
     )
 
 
-def differences(
-    path: Path | None = None, cases: str = "", comparison: str = "mxfp4", mistake: str = ""
-) -> list[str]:
-    """The lines that compare_<comparison>.py prints, with the packages that lie in `path` first."""
+def differences(comparison: str, cases: str = "", mistake: str = "") -> list[str]:
+    """The lines that compare_<comparison>.py prints, [""] where nothing differs.
+
+    cases: words that choose cases, "" for all; mistake: the name of one that is injected first, as
+    `mistakes.inject` takes it. Raises AssertionError where the comparison does not end.
+    """
     asked, answers = _forking().stdin, _forking().stdout
     assert asked is not None and answers is not None
-    print(json.dumps([comparison, cases, str(path or ""), mistake]), file=asked, flush=True)
+    print(json.dumps([comparison, cases, mistake]), file=asked, flush=True)
     status, out, errors = json.loads(answers.readline())
     assert status == 0, errors[-3000:]
     return out.split("\n")[:-1]

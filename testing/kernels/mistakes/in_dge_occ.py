@@ -8,22 +8,22 @@ import torch
 import triton.language as tl
 
 from megatron_fp4.kernels import encode, estimator, outliers
-from testing.kernels.mistakes.injection import Mistake
+from testing.kernels.mistakes.injection import Mistake, argument, result
 from testing.kernels.mistakes.rounding import halves_down
 
 DGE_FACTOR = {
     "of 3 the step of 4": Mistake(
         "",
         estimator._per_unit,
-        lambda right, x: right(tl.where(x < 3.0, x, tl.maximum(x, 4.0))),
+        argument("x", lambda x: tl.where(x < 3.0, x, tl.maximum(x, 4.0))),
     ),
     "the place in half a step": Mistake(
-        "", estimator._place, lambda right, x: (right(x) - 1.0) * 0.5
+        "", estimator._place, result(lambda place: (place - 1.0) * 0.5)
     ),
     "no NaN": Mistake(
         "",
         estimator._factor,
-        lambda right, x, *given: tl.where(x == x, right(x, *given), 0.0),
+        result(lambda factor: tl.where(factor == factor, factor, 0.0)),
     ),
 }
 
@@ -48,15 +48,11 @@ _CASES = "33 features, 0.9"
 OUTLIER_CLAMP = {
     "a rank too low": Mistake(_CASES, outliers.ranks, _low_rank_before),
     "a rank too high": Mistake(_CASES, outliers.ranks, _high_rank_after),
-    "no neighbour": Mistake(
-        _CASES,
-        outliers._next,
-        lambda right, keys, key, count, rank: right(keys, key, count, rank - 1),
-    ),
+    "no neighbour": Mistake(_CASES, outliers._next, argument("rank", lambda rank: rank - 1)),
     "negative numbers the other way": Mistake(
         _CASES,
         outliers._key,
-        lambda right, bits: tl.where(right(bits) < 0x8000, 0x7FFF - right(bits), right(bits)),
+        result(lambda key: tl.where(key < 0x8000, 0x7FFF - key, key)),
     ),
     "a negative NaN is the lowest": Mistake(
         _CASES,
@@ -69,27 +65,23 @@ OUTLIER_CLAMP = {
         lambda right, bits, there: tl.where(there, right(bits, there), 0x8000),
     ),
     "a bound in float32": Mistake(
-        "fine", outliers._number_of, lambda right, key: right(key).to(tl.float32)
+        "fine", outliers._number_of, result(lambda number: number.to(tl.float32))
     ),
     "a weight in float32": Mistake(
         "fine",
         outliers._float64_bits,
-        lambda right, x: right(torch.tensor(x, dtype=torch.float32).item()),
+        argument("x", lambda x: torch.tensor(x, dtype=torch.float32).item()),
     ),
     "a zero takes its bound's sign": Mistake(
         _CASES, outliers._own_zeros, lambda right, clamped, bits: clamped
     ),
     "a NaN bound clamps nothing": Mistake(
-        _CASES,
-        outliers._clamped,
-        lambda right, bits, low, high, invalid: right(bits, low, high, low < low),
+        _CASES, outliers._clamped, argument("invalid", lambda invalid: invalid & (invalid == 0))
     ),
     "Inf minus Inf is nothing": Mistake(_CASES, outliers._taken_off, _nothing_of_equals),
-    "slots from 1": Mistake(
-        _CASES, outliers._slots, lambda right, is_outlier: right(is_outlier) + 1
-    ),
+    "slots from 1": Mistake(_CASES, outliers._slots, result(lambda slot: slot + 1)),
     "slots that are left write over one": Mistake(
-        "2 features, 0.9", outliers._first, lambda right, at, taken: right(at, taken) * 0
+        "2 features, 0.9", outliers._first, result(lambda first: first * 0)
     ),
     "halves go down": Mistake("130 features", encode.nearest_even, halves_down),
 }

@@ -8,6 +8,7 @@ to the right one's name. Nothing depends on how the source is written.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,17 +31,36 @@ class Mistake:
     helper: Any
     wrong: Callable[..., Any]
 
-    def inject(self) -> None:
-        """Binds the wrong helper wherever a module of PACKAGE has the right one. It stays until
-        the process ends. Raises LookupError where no module has it."""
-        places = [
-            (vars(module), name)
-            for path, module in sys.modules.items()
-            if path.startswith(PACKAGE)
-            for name, value in vars(module).items()
-            if value is self.helper
-        ]
-        if not places:
-            raise LookupError(f"no module of {PACKAGE} has {self.helper}")
-        for names, name in places:
-            names[name] = partial(self.wrong, self.helper)
+
+def bind(helper: Any, wrong: Callable[..., Any]) -> None:
+    """Replaces `helper` by `wrong`, with `helper` as its first argument, in every module of PACKAGE
+    that has it, until the process ends. Raises LookupError where no module has it."""
+    places = [
+        (vars(module), name)
+        for path, module in sys.modules.items()
+        if path.startswith(PACKAGE)
+        for name, value in vars(module).items()
+        if value is helper
+    ]
+    if not places:
+        raise LookupError(f"no module of {PACKAGE} has {helper}")
+    for names, name in places:
+        names[name] = partial(wrong, helper)
+
+
+def argument(name: str, wrong: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A wrong helper: the right one, called with wrong(value) in place of the value of the argument
+    of this name."""
+
+    def called(right: Any, *given: Any) -> Any:
+        function = getattr(right, "fn", right)  # fn: of one that is jitted
+        call = inspect.signature(function).bind(*given)
+        call.arguments[name] = wrong(call.arguments[name])
+        return right(*call.args)
+
+    return called
+
+
+def result(wrong: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A wrong helper: it returns wrong(value) where the right one returns the value."""
+    return lambda right, *given: wrong(right(*given))

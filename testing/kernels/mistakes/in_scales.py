@@ -1,0 +1,85 @@
+"""Known mistakes in the kernels for float32 scales and for block scales in small floats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import triton.language as tl
+
+from megatron_fp4.kernels import blocks, encode, rows
+from testing.kernels.mistakes.injection import Mistake, argument, result
+from testing.kernels.mistakes.rounding import halves_down, halves_up
+
+
+def _subnormal_cut_off(right: Any, v: Any, MANTISSA: Any, BIAS: Any) -> Any:
+    subnormal = tl.abs(v) < 2.0 ** (1 - BIAS)
+    return right(tl.where(subnormal, v * 0.99, v), MANTISSA, BIAS)
+
+
+def _all_finite(right: Any, largest: Any, LIMIT: Any) -> Any:
+    gamma, _ = right(largest, LIMIT)
+    return gamma, largest >= 0
+
+
+def _folded_along_1_alone(right: Any, *given: Any) -> Any:
+    *others, AXIS, HAS_FOLD = given
+    return right(*others, AXIS, HAS_FOLD and AXIS == 1)
+
+
+ROW_SCALES = {
+    "halves go down": Mistake("", encode.nearest_even, halves_down),
+    "subnormal numbers are cut off": Mistake("", rows.fp8_code, _subnormal_cut_off),
+    "a NaN is a number": Mistake("", rows._gamma, _all_finite),
+    "nothing is folded": Mistake("", rows._folded, _folded_along_1_alone),
+    "the other half first": Mistake("", encode.pack, lambda right, low, high: right(high, low)),
+}
+
+
+def _subnormal_scales_down(right: Any, wanted: Any, BIAS: Any, *given: Any) -> Any:
+    step = 2.0 ** (-BIAS - 2)
+    subnormal = wanted < 2.0 ** (1 - BIAS)
+    return right(tl.where(subnormal, tl.floor(wanted / step) * step, wanted), BIAS, *given)
+
+
+def _subnormal_as_normal(right: Any, code: Any, BIAS: Any) -> Any:
+    return tl.where(code < 8, right(code + 8, BIAS) * 0.5, right(code, BIAS))
+
+
+def _least_of_rows(right: Any, v: Any, ACROSS: Any, ALONG: Any) -> Any:
+    by_row = right(v, 1, ALONG)
+    lines, count = by_row.shape
+    return tl.min(tl.reshape(by_row, (lines // ACROSS, ACROSS, count)), 1)
+
+
+BLOCK_SCALES = {
+    "up is nearest": Mistake("ue5m3-up", blocks._scale_code, argument("UP", lambda _: False)),
+    "subnormal scales go down": Mistake("e4m3-up-sr", blocks._scale_code, _subnormal_scales_down),
+    "a subnormal scale is a normal one": Mistake("e4m3", blocks._scale_of, _subnormal_as_normal),
+    "an overflow spoils the rest": Mistake(
+        "nvfp4", blocks._finite_or_0, lambda right, largest: largest
+    ),
+    "beyond 6": Mistake("e4m3", blocks._saturated, lambda right, magnitude: magnitude),
+    "not inflated": Mistake(
+        "nvfp4-17-16-sr",
+        blocks._launches,
+        argument("quantizer", lambda quantizer: replace(quantizer, inflate=1.0)),
+    ),
+    "not prescaled": Mistake(
+        "prescaled",
+        blocks._launches,
+        argument("quantizer", lambda quantizer: replace(quantizer, prescale=1.0)),
+    ),
+    "a vanished scale": Mistake(
+        "nvfp4",
+        blocks._divisor,
+        result(lambda divisor: tl.where(divisor < float("inf"), divisor, 1.0)),
+    ),
+    "another element's noise": Mistake("prescaled", blocks._rest, argument("AXIS", lambda _: 1)),
+    "no NaN": Mistake("ue5m3", blocks._scale_byte, argument("NAN", lambda _: 0)),
+    "one row's block": Mistake("2d", blocks._largest, _least_of_rows),
+    "ties of scales go up": Mistake("e4m3", encode.nearest_even, halves_up),
+    "ties go up": Mistake(
+        "e4m3", encode.nearest, argument("magnitudes", lambda given: given * 1.0000002)
+    ),
+}
