@@ -14,18 +14,32 @@ Operand = QuantizedTensor | Tensor
 
 
 class Carriers(NamedTuple):
-    """FP8 elements that a kernel wrote beside MXFP4 codes, with one guessed exponent for all rows.
+    """An operand in FP8: elements, and a factor for each row. docs/numerics.md, Carriers, defines
+    them.
 
-    `kernels.carrier.carried` corrects the rows for which the guessed row exponent was wrong.
-    docs/numerics.md, Carriers, defines the elements and row exponents.
+    A kernel can write the elements beside the codes, with one guessed row exponent for all rows.
+    They are multiplied after `kernels.carrier.carried` has corrected the rows for which the guess
+    was wrong, and has written the factors.
 
-    values: uint8 [rows, K], the bits of the FP8 elements. element: their FP8 dtype. counts: int32
-    [2], see `Decoded.tally`; the guessed exponent follows it in memory.
+    values: uint8 [rows, K], the bits of the FP8 elements. element: their FP8 dtype. outer: float32
+    [rows, 1], the factors, which multiply the product. counts: int32 [4]: the tally, the guessed
+    row exponent, and 0.
     """
 
     values: Tensor
     element: torch.dtype
+    outer: Tensor
     counts: Tensor
+
+    @property
+    def elements(self) -> Tensor:
+        """The FP8 elements [rows, K]."""
+        return self.values.view(self.element)
+
+    @property
+    def tally(self) -> Tensor:
+        """As `Decoded.tally`."""
+        return self.counts[:2]
 
 
 class Made(NamedTuple):
@@ -48,5 +62,6 @@ class Decoded(NamedTuple):
     tally: Tensor | None = None
 
 
-# What a multiplier reads: decoded values, or codes and scales where the tensor cores decode them.
-Form = Decoded | QuantizedTensor
+# What a multiplier reads: decoded values, FP8 carriers, or codes and scales where the tensor cores
+# decode them.
+Form = Decoded | Carriers | QuantizedTensor

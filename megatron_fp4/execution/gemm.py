@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Site
 from megatron_fp4.execution.weights import HeldWeight
-from megatron_fp4.operands import Decoded, Form, Made
+from megatron_fp4.operands import Carriers, Decoded, Form, Made
 from megatron_fp4.plan.data import GemmPlan, OperandPlan
 
 
@@ -48,7 +48,7 @@ def _show(plan: OperandPlan, made: Made, form: Form | None, site: Site) -> None:
     if plan.quantizer is None or site.observe is None:
         return
     assert isinstance(made.operand, QuantizedTensor)
-    counted = form.tally if isinstance(form, Decoded) else None
+    counted = form.tally if isinstance(form, Decoded | Carriers) else None
     site.observe(plan.gemm, plan.letter, made.operand.tally() if counted is None else counted)
 
 

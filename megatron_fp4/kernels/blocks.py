@@ -17,10 +17,11 @@ from torch import Tensor
 from megatron_fp4.arithmetic.formats import E2M1_MAX, SCALE_FLOATS
 from megatron_fp4.arithmetic.philox import Noise
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.kernels.arguments import Draws
 from megatron_fp4.kernels.encode import nearest, pack, stochastic
-from megatron_fp4.kernels.launch import Launch, kernel, on, planned, tiles
-from megatron_fp4.kernels.philox import placed_in_tile, rest_of_tile
-from megatron_fp4.kernels.quantize import SILENCE, drawn, is_in_memory, signed
+from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, planned, tiles
+from megatron_fp4.kernels.philox import noise_of, placed_in_tile, rest_of_tile
+from megatron_fp4.kernels.quantize import RANDOM, SILENCE, is_in_memory, random_of, signed
 from megatron_fp4.kernels.rows import INFINITE, fp8_code
 
 TILE, WARPS = 64, 4  # rows and columns of a program
@@ -129,7 +130,7 @@ def _rest(
     return tl.trans(rest) if AXIS == 0 else rest
 
 
-@kernel(fp_fusion=True, do_not_specialize=["stream", "per_row", "step", "seed_low", "seed_high"])
+@kernel(fp_fusion=True)
 def cast_kernel(
     x_ptr,
     top_ptr,
@@ -137,15 +138,9 @@ def cast_kernel(
     scales_ptr,
     unit_ptr,
     stream,
-    rows_ptr,
-    groups_ptr,
+    random,
     n_rows,
     n_columns,
-    per_row,
-    step,
-    step_ptr,
-    seed_low,
-    seed_high,
     AXIS: tl.constexpr,
     ACROSS: tl.constexpr,
     ALONG: tl.constexpr,
@@ -157,8 +152,7 @@ def cast_kernel(
     MAX: tl.constexpr,
     NAN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    IN_MEMORY: tl.constexpr,
-    HAS_GROUPS: tl.constexpr,
+    DRAWS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -167,11 +161,9 @@ def cast_kernel(
     v = _loaded(x_ptr, n_rows, n_columns, TILE)
     rest = 0
     if STOCHASTIC:
-        place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
-        if IN_MEMORY:
-            step = tl.load(step_ptr)
-        noise = step, seed_low, seed_high
-        rest = _rest(place, noise, stream, AXIS, HAS_GROUPS, INTERPRETED, TILE)
+        place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row
+        noise = noise_of(random, DRAWS.IN_MEMORY)
+        rest = _rest(place, noise, stream, AXIS, DRAWS.HAS_GROUPS, INTERPRETED, TILE)
     n_lines, n_along = n_rows, n_columns
     if AXIS == 0:
         v = tl.trans(v)
@@ -232,20 +224,18 @@ def quantize(
     scales = x.new_empty(others // across, k // along, dtype=torch.uint8)
     noise = noise or SILENCE
     in_memory = is_in_memory(noise.key.step)
-    place = drawn(x, quantizer, noise, in_memory, rows, columns)
+    random = random_of(x, noise, in_memory, rows, columns, places=quantizer.stochastic)
     has_groups = noise.placement.groups is not None
     find, cast = _launches(rows, columns, quantizer, axis, in_memory, has_groups)
-    top: Tensor = x
-    unit: Tensor | None = None
-    with on(x):
-        if quantizer.tensor_max:
-            unit = x.new_empty((), dtype=torch.float32)
-            if widest is None:
-                top = torch.zeros((), dtype=torch.int32, device=x.device)
-                find([x, top, rows, columns])
-            else:
-                top = widest.float().contiguous().view(torch.int32)
-        cast([x, top, codes, scales, x if unit is None else unit, signed(noise.stream), *place])
+    top = unit = None
+    if quantizer.tensor_max:
+        unit = x.new_empty((), dtype=torch.float32)
+        if widest is None:
+            top = torch.zeros((), dtype=torch.int32, device=x.device)
+            find(x, top, rows, columns)
+        else:
+            top = widest.float().contiguous().view(torch.int32)
+    cast(x, top, codes, scales, unit, signed(noise.stream), *random, rows, columns)
     return QuantizedTensor(codes, scales, unit, quantizer, x.shape, axis)
 
 
@@ -267,12 +257,15 @@ def _launches(
         MAX=scale.max,
         NAN=scale.nan,
         STOCHASTIC=quantizer.stochastic,
-        IN_MEMORY=in_memory,
-        HAS_GROUPS=has_groups,
-        INTERPRETED=triton.knobs.runtime.interpret,
+        DRAWS=Draws(in_memory, has_groups),
+        INTERPRETED=INTERPRETED,
     )
-    grid, bits = (tiles(rows, TILE), tiles(columns, TILE)), {"x_ptr": torch.int16}
+    grid, sizes = (tiles(rows, TILE), tiles(columns, TILE)), (rows, columns)
+    read, written = (torch.int16, torch.int32), (torch.uint8, torch.uint8, torch.float32)
     return (
-        Launch(top_kernel, grid, form, bits, num_warps=WARPS),
-        Launch(cast_kernel, grid, form | kind, bits, num_warps=WARPS),
-    )
+        Launch(top_kernel, grid, (*read, *sizes), form, num_warps=WARPS),
+        Launch(
+            cast_kernel, grid, (*read, *written, NUMBER, RANDOM, *sizes), form | kind,
+            num_warps=WARPS,
+        ),
+    )  # fmt: skip

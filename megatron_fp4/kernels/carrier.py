@@ -1,17 +1,19 @@
-"""MXFP4 codes as FP8 elements with a power of two for each row: what FP8 tensor cores multiply.
+"""Converts E2M1 codes with E8M0 scales to FP8 carriers, which FP8 tensor cores multiply.
 
-An element c 2^s of a row is carried as c 2^(s - f), with f such that the row's largest scale comes
-to the top of FP8's range; 2^f multiplies the product's rows. That is exact while s - f lies in the
-element's window; elements below it are rounded, and counted (docs/numerics.md, Carriers).
+An element c 2^s of a row is converted to c 2^(s - f), with a row exponent f that brings the row's
+largest scale to the top of FP8's window; 2^f multiplies the rows of the product. The conversion is
+exact while s - f lies in the window; elements below it are rounded, and counted (docs/numerics.md,
+Carriers).
 
-f is known when all of a row has been read. An operand that is multiplied as it is made is carried
-by the kernel that makes it, under one f for all rows that a sample suggests: where all of a row is
-exact under it the product is the same, and the other rows are mended here.
+f is known when all of a row has been read. The kernel that quantizes an operand can write its
+carriers too, with one row exponent for all rows, guessed from a sample. In rows that are exact
+under the guess the product is the same; the other rows are converted again here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,31 +22,67 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.kernels.fp8 import FORMATS, LOWEST, looked_up, table
-from megatron_fp4.kernels.launch import Launch, captured, kernel, planned, stream_of, tiles
-from megatron_fp4.operands import Carriers, Decoded
+from megatron_fp4.kernels.launch import INTERPRETED, Launch, kernel, planned, tiles
+from megatron_fp4.operands import Carriers
 
 ROWS, BLOCKS, WARPS = 1, 256, 2  # of a program, by what was fastest on an H200
-MENDED_ROWS, MENDED_BLOCKS = 8, 16  # where rows are mended a program goes over all blocks
+# Where rows are corrected, a program goes over all of their blocks.
+CORRECTED_ROWS, CORRECTED_BLOCKS = 8, 16
 HELD = 2048  # scales that such a program holds: more would leave registers for few programs
-_WORDS = dict.fromkeys(
-    ("a_codes_ptr", "a_out_ptr", "b_codes_ptr", "b_out_ptr"), torch.int32
-)  # what the kernel reads and writes in words of four bytes
+
+
+class Converted(NamedTuple):
+    """One operand of `carry_kernel`.
+
+    codes: words of eight codes [rows, K / 8]. scales: bytes [rows, n_blocks]. values: words of four
+    FP8 elements [rows, K / 4]. outer, counts: see `operands.Carriers`.
+    """
+
+    codes: Any
+    scales: Any
+    values: Any
+    outer: Any
+    counts: Any
+    rows: Any
+
+
+class Form(NamedTuple):
+    """How an operand is converted.
+
+    CORRECTS: whether its carriers are there already, and only wrong rows are converted. ROWS,
+    BLOCKS: what a program converts at a time. MANTISSA, BIAS, NAN: of the FP8 format. BOTTOM, TOP:
+    its window, between which all elements are exact. LOWEST: the least k of `fp8.quick_table`.
+    WORDS: the words of codes in a block.
+    """
+
+    CORRECTS: bool
+    ROWS: int
+    BLOCKS: int
+    MANTISSA: int
+    BIAS: int
+    NAN: int
+    BOTTOM: int
+    TOP: int
+    LOWEST: int
+    WORDS: int
 
 
 @triton.jit
-def _row_fold(scales, TOP: tl.constexpr):
-    """Folds [rows] that bring each row's largest scale to the top of FP8's window. scales: E8M0
-    bytes [rows, blocks] as int32, of which NaN (255) does not count. TOP: the largest scale - fold
-    of the window. At least 1: 2^(fold - 127) is then a normal number, which every unit multiplies
-    alike."""
+def _row_exponent(scales, TOP: tl.constexpr):
+    """Row exponents [rows] that bring each row's largest scale to the top of FP8's window.
+
+    scales: E8M0 bytes [rows, blocks] as int32, of which NaN (255) does not count. TOP: the largest
+    difference of scale and exponent in the window. The result is at least 1, so that the row factor
+    2^(exponent - 127) is a normal number.
+    """
     return tl.maximum(tl.max(tl.where(scales == 255, 0, scales), 1) - TOP, 1)
 
 
 @triton.jit
-def _fits(scales, fold, LOWEST: tl.constexpr, TOP: tl.constexpr):
-    """Which blocks have right carriers under a fold, those of scale - fold in [LOWEST, TOP]. A
-    scale of NaN (255) has them under none."""
-    return (scales >= fold + LOWEST) & (scales <= fold + TOP) & (scales < 255)
+def _fits(scales, exponent, LOWEST: tl.constexpr, TOP: tl.constexpr):
+    """Which blocks have right carriers under a row exponent: those with scale - exponent in
+    [LOWEST, TOP]. Blocks whose scale is NaN (255) have them under none."""
+    return (scales >= exponent + LOWEST) & (scales <= exponent + TOP) & (scales < 255)
 
 
 @triton.jit
@@ -54,10 +92,10 @@ def _of_scale_0(scales, there):
 
 
 @triton.jit
-def _final_fold(wanted, fold, likely):
-    """The folds of rows: a row's own where its carriers are `wanted` anew, else `likely`, which was
-    guessed for all rows."""
-    return tl.where(wanted, fold, likely)
+def _final_exponent(wanted, exponent, guess):
+    """The row exponents after correction: a row's own where its carriers are converted again
+    (`wanted`), else the one that was guessed for all rows."""
+    return tl.where(wanted, exponent, guess)
 
 
 @triton.jit
@@ -68,238 +106,206 @@ def _nonzero(words):
 
 
 @triton.jit
-def _carry(
-    codes_ptr,
-    scales_ptr,
-    out_ptr,
-    tally_ptr,
-    rows,
-    wanted,
-    fold,
-    block0,
-    n_blocks,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    NAN: tl.constexpr,
-    BOTTOM: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    BLOCKS: tl.constexpr,
+def _convert(
+    x, rows, wanted, exponent, block0, n_blocks, FORM: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """BLOCKS blocks of those rows that are wanted, and what is counted of them."""
-    ROWS: tl.constexpr = rows.shape[0]
+    """Converts FORM.BLOCKS blocks, from block0 on, of those rows that are wanted, and counts the
+    elements that are rounded and the blocks that are NaN. exponent: of each row."""
+    ROWS: tl.constexpr = FORM.ROWS
+    BLOCKS: tl.constexpr = FORM.BLOCKS
+    WORDS: tl.constexpr = FORM.WORDS
     at_rows = rows[:, None].to(tl.int64)
     blocks = block0 + tl.arange(0, BLOCKS)
     here = wanted[:, None] & (blocks < n_blocks)[None, :]
-    byte = tl.load(scales_ptr + at_rows * n_blocks + blocks[None, :], mask=here, other=0)
+    byte = tl.load(x.scales + at_rows * n_blocks + blocks[None, :], mask=here, other=0)
     byte = byte.to(tl.int32)
-    k = byte - fold[:, None]
+    k = byte - exponent[:, None]
     power = ((tl.maximum(k, -64) + 127) << 23).to(tl.float32, bitcast=True)
-    low = tl.where(byte == 255, NAN * 0x01010101, table(power, False, MANTISSA, BIAS))
-    high = tl.where(byte == 255, NAN * 0x01010101, table(power, True, MANTISSA, BIAS))
-    at = block0 * 4 + tl.arange(0, BLOCKS * 4)
-    here = wanted[:, None] & (at < n_blocks * 4)[None, :]
-    words = tl.load(codes_ptr + at_rows * (n_blocks * 4) + at[None, :], mask=here, other=0)
-    words = tl.reshape(words, (ROWS, BLOCKS, 4))
+    nan = FORM.NAN * 0x01010101
+    low = tl.where(byte == 255, nan, table(power, False, FORM.MANTISSA, FORM.BIAS))
+    high = tl.where(byte == 255, nan, table(power, True, FORM.MANTISSA, FORM.BIAS))
+    at = block0 * WORDS + tl.arange(0, BLOCKS * WORDS)
+    here = wanted[:, None] & (at < n_blocks * WORDS)[None, :]
+    words = tl.load(x.codes + at_rows * (n_blocks * WORDS) + at[None, :], mask=here, other=0)
+    words = tl.reshape(words, (ROWS, BLOCKS, WORDS))
     first, second = looked_up(
         words,
-        tl.broadcast_to(low[:, :, None], (ROWS, BLOCKS, 4)),
-        tl.broadcast_to(high[:, :, None], (ROWS, BLOCKS, 4)),
+        tl.broadcast_to(low[:, :, None], (ROWS, BLOCKS, WORDS)),
+        tl.broadcast_to(high[:, :, None], (ROWS, BLOCKS, WORDS)),
         INTERPRETED,
     )
-    out = tl.reshape(tl.join(first, second), (ROWS, BLOCKS * 8))
-    at = block0 * 8 + tl.arange(0, BLOCKS * 8)
-    here = wanted[:, None] & (at < n_blocks * 8)[None, :]
-    tl.store(out_ptr + at_rows * (n_blocks * 8) + at[None, :], out, mask=here)
-    rounded = tl.where((k < BOTTOM)[:, :, None], _nonzero(words), 0)
-    total = tl.sum(tl.reshape(rounded, (ROWS * BLOCKS * 4,)), 0)
+    out = tl.reshape(tl.join(first, second), (ROWS, BLOCKS * WORDS * 2))
+    at = block0 * (WORDS * 2) + tl.arange(0, BLOCKS * WORDS * 2)
+    here = wanted[:, None] & (at < n_blocks * (WORDS * 2))[None, :]
+    tl.store(x.values + at_rows * (n_blocks * (WORDS * 2)) + at[None, :], out, mask=here)
+    rounded = tl.where((k < FORM.BOTTOM)[:, :, None], _nonzero(words), 0)
+    total = tl.sum(tl.reshape(rounded, (ROWS * BLOCKS * WORDS,)), 0)
     nans = tl.sum(tl.reshape((byte == 255).to(tl.int32), (ROWS * BLOCKS,)), 0)
-    tl.atomic_add(tally_ptr, total, mask=total > 0)  # next to never
-    tl.atomic_add(tally_ptr + 1, nans, mask=nans > 0)
+    tl.atomic_add(x.counts, total, mask=total > 0)  # rarely
+    tl.atomic_add(x.counts + 1, nans, mask=nans > 0)
 
 
 @triton.jit
-def _holds_codes(codes_ptr, scales_ptr, rows, block0, n_rows, n_blocks, BLOCKS: tl.constexpr):
-    """In which rows one of BLOCKS blocks of scale 0 is not all zeros."""
-    ROWS: tl.constexpr = rows.shape[0]
+def _holds_codes(x, rows, block0, n_blocks, FORM: tl.constexpr):
+    """In which rows one of FORM.BLOCKS blocks of scale 0, from block0 on, is not all zeros."""
+    ROWS: tl.constexpr = FORM.ROWS
+    BLOCKS: tl.constexpr = FORM.BLOCKS
+    WORDS: tl.constexpr = FORM.WORDS
     at_rows = rows[:, None].to(tl.int64)
     blocks = block0 + tl.arange(0, BLOCKS)
-    here = (rows < n_rows)[:, None] & (blocks < n_blocks)[None, :]
-    byte = tl.load(scales_ptr + at_rows * n_blocks + blocks[None, :], mask=here, other=1)
-    lowest = tl.broadcast_to((byte == 0)[:, :, None], (ROWS, BLOCKS, 4))
-    at = block0 * 4 + tl.arange(0, BLOCKS * 4)
-    places = codes_ptr + at_rows * (n_blocks * 4) + at[None, :]
-    words = tl.load(places, mask=tl.reshape(lowest, (ROWS, BLOCKS * 4)), other=0)
+    here = (rows < x.rows)[:, None] & (blocks < n_blocks)[None, :]
+    byte = tl.load(x.scales + at_rows * n_blocks + blocks[None, :], mask=here, other=1)
+    lowest = tl.broadcast_to((byte == 0)[:, :, None], (ROWS, BLOCKS, WORDS))
+    at = block0 * WORDS + tl.arange(0, BLOCKS * WORDS)
+    places = x.codes + at_rows * (n_blocks * WORDS) + at[None, :]
+    words = tl.load(places, mask=tl.reshape(lowest, (ROWS, BLOCKS * WORDS)), other=0)
     return tl.max(((words & 0x77777777) != 0).to(tl.int32), 1)
 
 
 @triton.jit
 def _programs(n_rows, n_blocks, FORM: tl.constexpr):
-    """How many programs one operand takes: each all of its rows' blocks where it mends them."""
-    MENDS: tl.constexpr = FORM[0]
-    ROWS: tl.constexpr = FORM[1]
-    BLOCKS: tl.constexpr = FORM[2]
-    tiles = tl.cdiv(n_rows, ROWS)
-    return tiles if MENDS else tiles * tl.cdiv(n_blocks, BLOCKS)
+    """The number of programs of one operand. One that corrects rows takes all of their blocks."""
+    tiles = tl.cdiv(n_rows, FORM.ROWS)
+    return tiles if FORM.CORRECTS else tiles * tl.cdiv(n_blocks, FORM.BLOCKS)
 
 
 @triton.jit
 def _operand(
-    codes_ptr,
-    scales_ptr,
-    out_ptr,
-    fold_ptr,
-    tally_ptr,
-    n_rows,
+    x,
     n_blocks,
     program,
     FORM: tl.constexpr,
     INTERPRETED: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,
 ):
-    """One program's part of an operand; see `carry_kernel`."""
-    MENDS: tl.constexpr = FORM[0]
-    ROWS: tl.constexpr = FORM[1]
-    BLOCKS: tl.constexpr = FORM[2]
-    MANTISSA: tl.constexpr = FORM[3]
-    BIAS: tl.constexpr = FORM[4]
-    NAN: tl.constexpr = FORM[5]
-    BOTTOM: tl.constexpr = FORM[6]
-    TOP: tl.constexpr = FORM[7]
-    LOWEST: tl.constexpr = FORM[8]
-    across = 0
-    if not MENDS:
-        tiles = tl.cdiv(n_blocks, BLOCKS)
-        across = program % tiles
+    """The part of one program in the conversion of an operand; see `carry_kernel`."""
+    tile = 0
+    if not FORM.CORRECTS:
+        tiles = tl.cdiv(n_blocks, FORM.BLOCKS)
+        tile = program % tiles
         program = program // tiles
-    rows = program * ROWS + tl.arange(0, ROWS)
+    rows = program * FORM.ROWS + tl.arange(0, FORM.ROWS)
     at_rows = rows[:, None].to(tl.int64)
     every = tl.arange(0, ALL_BLOCKS)
-    there = (rows < n_rows)[:, None] & (every < n_blocks)[None, :]
-    scales = tl.load(scales_ptr + at_rows * n_blocks + every[None, :], mask=there, other=0)
+    there = (rows < x.rows)[:, None] & (every < n_blocks)[None, :]
+    scales = tl.load(x.scales + at_rows * n_blocks + every[None, :], mask=there, other=0)
     scales = scales.to(tl.int32)
-    fold = _row_fold(scales, TOP)
-    if MENDS:
-        likely = tl.load(tally_ptr + 2)
-        fits = _fits(scales, likely, LOWEST, TOP)
+    exponent = _row_exponent(scales, FORM.TOP)
+    if FORM.CORRECTS:
+        guess = tl.load(x.counts + 2)
+        fits = _fits(scales, guess, FORM.LOWEST, FORM.TOP)
         lowest = _of_scale_0(scales, there)
         wrong = tl.max((there & ~fits & ~lowest).to(tl.int32), 1)
-        if tl.max(tl.max(lowest.to(tl.int32), 1), 0) > 0:  # zeros are zeros under any fold
-            for block0 in range(0, ALL_BLOCKS, BLOCKS):
-                wrong |= _holds_codes(codes_ptr, scales_ptr, rows, block0, n_rows, n_blocks, BLOCKS)
+        if tl.max(tl.max(lowest.to(tl.int32), 1), 0) > 0:  # zeros are zeros under any exponent
+            for block0 in range(0, ALL_BLOCKS, FORM.BLOCKS):
+                wrong |= _holds_codes(x, rows, block0, n_blocks, FORM)
         wanted = wrong > 0
-        fold = _final_fold(wanted, fold, likely)
+        exponent = _final_exponent(wanted, exponent, guess)
         if tl.max(wrong, 0) > 0:
-            for block0 in range(0, ALL_BLOCKS, BLOCKS):
-                _carry(
-                    codes_ptr, scales_ptr, out_ptr, tally_ptr, rows, wanted, fold, block0, n_blocks,
-                    MANTISSA, BIAS, NAN, BOTTOM, INTERPRETED, BLOCKS,
-                )  # fmt: skip
+            for block0 in range(0, ALL_BLOCKS, FORM.BLOCKS):
+                _convert(x, rows, wanted, exponent, block0, n_blocks, FORM, INTERPRETED)
     else:
-        _carry(
-            codes_ptr, scales_ptr, out_ptr, tally_ptr, rows, rows < n_rows, fold,
-            across * BLOCKS, n_blocks, MANTISSA, BIAS, NAN, BOTTOM, INTERPRETED, BLOCKS,
-        )  # fmt: skip
-    tl.store(fold_ptr + rows, (fold << 23).to(tl.float32, bitcast=True), mask=rows < n_rows)
+        block0 = tile * FORM.BLOCKS
+        _convert(x, rows, rows < x.rows, exponent, block0, n_blocks, FORM, INTERPRETED)
+    tl.store(x.outer + rows, (exponent << 23).to(tl.float32, bitcast=True), mask=rows < x.rows)
 
 
 @kernel(fp_fusion=True)
 def carry_kernel(
-    a_codes_ptr,
-    a_scales_ptr,
-    a_out_ptr,
-    a_fold_ptr,
-    a_tally_ptr,
-    a_rows,
-    b_codes_ptr,
-    b_scales_ptr,
-    b_out_ptr,
-    b_fold_ptr,
-    b_tally_ptr,
-    b_rows,
+    a,
+    b,
     n_blocks,
     A: tl.constexpr,
     B: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """Both operands of a product, one after the other, or one (B: None): codes [n_rows,
-    4 * n_blocks] words of eight, scales [n_rows, n_blocks] -> out [n_rows, 8 * n_blocks] words of
-    four, fold [n_rows]. How many elements were rounded, and how many blocks are NaN, is added to
-    the tally. A, B: a `_form`. One that mends: out is there under the fold that stands in the
-    tally's third place, and a row is written anew where a block that is not all zeros is NaN, or
-    has k below LOWEST or above TOP."""
+    """Converts both operands of a product to FP8, one after the other, or one of them.
+
+    a, b: a Converted. A, B: a Form; B is None if there is one operand. Writes the carriers and the
+    row factors, and adds to the counts. If an operand is corrected, its carriers are there under
+    the row exponent in its counts; a row is converted again if one of its blocks that is not all
+    zeros is NaN, or has k below LOWEST or above TOP. ALL_BLOCKS: n_blocks, or the next power of
+    two.
+    """
     program = tl.program_id(0)
-    first = _programs(a_rows, n_blocks, A)
+    first = _programs(a.rows, n_blocks, A)
     if program < first:
-        _operand(
-            a_codes_ptr, a_scales_ptr, a_out_ptr, a_fold_ptr, a_tally_ptr, a_rows, n_blocks,
-            program, A, INTERPRETED, ALL_BLOCKS,
-        )  # fmt: skip
+        _operand(a, n_blocks, program, A, INTERPRETED, ALL_BLOCKS)
     elif B is not None:
-        _operand(
-            b_codes_ptr, b_scales_ptr, b_out_ptr, b_fold_ptr, b_tally_ptr, b_rows, n_blocks,
-            program - first, B, INTERPRETED, ALL_BLOCKS,
-        )  # fmt: skip
+        _operand(b, n_blocks, program - first, B, INTERPRETED, ALL_BLOCKS)
 
 
 def carried(
     operands: Sequence[tuple[QuantizedTensor, torch.dtype, Carriers | None]],
-) -> list[Decoded]:
-    """One MXFP4 operand, or both of a product, in FP8: values [rows, K], outer float32 [rows, 1].
+) -> list[Carriers]:
+    """Converts one operand, or both operands of a product, to FP8 carriers.
 
-    operands: codes with their scales, the FP8 dtype wanted, and the carriers that their maker wrote
-    too, if it did. Those are corrected in place, which may be done once: rows that do not fit into
-    the window of the exponent that was guessed for all rows are written anew. Values and row factor
-    may then have exchanged a power of two; their product is the same.
+    operands: codes [rows, K / 2] with scales [rows, K / 32] or [rows, K / 16], the FP8 dtype, and
+    the carriers that the maker wrote beside the codes, or None. Those are corrected in place, which
+    may be done once: rows that do not fit the window of the guessed row exponent are converted
+    again. Elements and row factor of a row may then have exchanged a power of two; their product is
+    the same.
     """
     given: list[Tensor | int | None] = []
-    kinds: list[tuple[int, torch.dtype, bool]] = []
-    made: list[Decoded] = []
+    kinds: list[tuple[int, int, torch.dtype, bool]] = []
+    made: list[Carriers] = []
     for operand, element, carriers in operands:
         codes, scales = operand.codes, operand.scales
-        rows, blocks = scales.shape
-        if carriers is not None:
-            out, element, tally = carriers
-        else:
-            out, tally = codes.new_empty(rows, 32 * blocks), tally_for(codes)
-        fold = codes.new_empty(rows, 1, dtype=torch.float32)
-        given += codes, scales, out, fold, tally, rows
-        kinds.append((rows, element, carriers is not None))
-        made.append(Decoded(out.view(element), fold, tally))
+        (rows, blocks), block = scales.shape, operand.quantizer.block[1]
+        written = carriers is not None
+        if carriers is None:
+            carriers = Carriers(
+                codes.new_empty(rows, block * blocks),
+                element,
+                codes.new_empty(rows, 1, dtype=torch.float32),
+                codes.new_zeros(4, dtype=torch.int32),
+            )
+        values, element, outer, counts = carriers
+        given += codes, scales, values, outer, counts, rows
+        kinds.append((rows, block, element, written))
+        made.append(carriers)
     if len(made) == 1:
         given += None, None, None, None, None, 0
-    given.append(blocks)
-    _launch(blocks, *kinds)(given)
+    _launch(blocks, *kinds)(*given, blocks)
     return made
 
 
 @planned
-def _launch(blocks: int, *kinds: tuple[int, torch.dtype, bool]) -> Launch:
+def _launch(blocks: int, *kinds: tuple[int, int, torch.dtype, bool]) -> Launch:
+    """kinds: for each operand its rows, block size, FP8 dtype, and whether it is corrected."""
     every = 1 << (blocks - 1).bit_length()
-    forms = [_form(every, element, mends) for _, element, mends in kinds]
-    constants = dict(
-        A=forms[0],
-        B=forms[1] if len(forms) > 1 else None,
-        INTERPRETED=triton.knobs.runtime.interpret,
-        ALL_BLOCKS=every,
-    )
+    forms = [_form(every, block, element, corrects) for _, block, element, corrects in kinds]
     programs = [
-        tiles(rows, form[1]) * (1 if mends else tiles(blocks, form[2]))
-        for (rows, _, mends), form in zip(kinds, forms, strict=True)
+        tiles(rows, form.ROWS) * (1 if form.CORRECTS else tiles(blocks, form.BLOCKS))
+        for (rows, *_), form in zip(kinds, forms, strict=True)
     ]
-    return Launch(carry_kernel, (sum(programs),), constants, _WORDS, num_warps=WARPS)
+    of_words = Converted(torch.int32, torch.uint8, torch.int32, torch.float32, torch.int32, 0)
+    rows = [kind[0] for kind in kinds] + [0]
+    return Launch(
+        carry_kernel,
+        (sum(programs),),
+        (of_words._replace(rows=rows[0]), of_words._replace(rows=rows[1]), blocks),
+        dict(
+            A=forms[0],
+            B=forms[1] if len(forms) > 1 else None,
+            ALL_BLOCKS=every,
+            INTERPRETED=INTERPRETED,
+        ),
+        num_warps=WARPS,
+    )
 
 
-def _form(every: int, element: torch.dtype, mends: bool) -> tuple[int, ...]:
-    """MENDS, ROWS, BLOCKS, MANTISSA, BIAS, NAN, BOTTOM, TOP, LOWEST of an operand."""
-    rows = max(1, min(MENDED_ROWS, HELD // every))
-    tile = (rows, MENDED_BLOCKS) if mends else (ROWS, min(BLOCKS, every))
-    return int(mends), *tile, *FORMATS[element], LOWEST[FORMATS[element][0]]
+def _form(every: int, block: int, element: torch.dtype, corrects: bool) -> Form:
+    rows = max(1, min(CORRECTED_ROWS, HELD // every))
+    tile = (rows, CORRECTED_BLOCKS) if corrects else (ROWS, min(BLOCKS, every))
+    mantissa, bias, nan, bottom, top = FORMATS[element]
+    return Form(corrects, *tile, mantissa, bias, nan, bottom, top, LOWEST[mantissa], block // 8)
 
 
 @kernel(fp_fusion=True)
 def elements_kernel(codes_ptr, out_ptr, n, INTERPRETED: tl.constexpr, TILE: tl.constexpr):
-    """n words of eight codes -> words of four E4M3."""
+    """Converts n words of eight codes to words of four E4M3 elements."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     words = tl.load(codes_ptr + at, mask=at < n, other=0)
     low, high = tl.full((TILE,), 0x3C383000, tl.int32), tl.full((TILE,), 0x4C484440, tl.int32)
@@ -310,37 +316,16 @@ def elements_kernel(codes_ptr, out_ptr, n, INTERPRETED: tl.constexpr, TILE: tl.c
 
 
 def elements(codes: Tensor) -> Tensor:
-    """E4M3 [rows, K] of E2M1 codes [rows, K / 2], two a byte and K a multiple of 8."""
+    """E4M3 [rows, K] of E2M1 codes [rows, K / 2], two in a byte. K is a multiple of 8."""
     rows, half = codes.shape
     out = codes.new_empty(rows, 2 * half)
     words = codes.numel() // 4
-    _elements(words)([codes, out, words])
+    _elements(words)(codes, out, words)
     return out.view(torch.float8_e4m3fn)
 
 
 @planned
 def _elements(words: int) -> Launch:
-    constants = dict(INTERPRETED=triton.knobs.runtime.interpret, TILE=1024)
-    seen_as = {"codes_ptr": torch.int32, "out_ptr": torch.int32}
-    return Launch(elements_kernel, (tiles(words, 1024),), constants, seen_as)
-
-
-_ZEROS: dict[tuple[int | None, int], list[Tensor]] = {}  # by GPU and stream
-
-
-def tally_for(x: Tensor) -> Tensor:
-    """int32 [2] of zeros beside x, to count on the current stream how many elements were rounded
-    and how many blocks are NaN. Behind them is room for the guess of `Carriers`."""
-    if captured(x):  # each run of the graph counts from zero
-        return torch.zeros(4, dtype=torch.int32, device=x.device)[:2]
-    place = x.device.index, stream_of(x)
-    left = _ZEROS.get(place)
-    if not left:  # zeros are made many at a time
-        left = _ZEROS[place] = _zeros(x.device)
-    return left.pop()
-
-
-def _zeros(device: torch.device) -> list[Tensor]:
-    """Sixteen bytes apart, as a kernel is compiled to find them."""
-    zeros = torch.zeros(1024, 4, dtype=torch.int32, device=device)
-    return list(zeros[:, :2].unbind())
+    constants = dict(INTERPRETED=INTERPRETED, TILE=1024)
+    types = torch.int32, torch.int32, words
+    return Launch(elements_kernel, (tiles(words, 1024),), types, constants)

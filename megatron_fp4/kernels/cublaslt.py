@@ -1,9 +1,10 @@
-"""FP8 products by cuBLASLt, which torch._scaled_mm calls too but not all of it: sums that go into a
-float32 matrix that is there already (beta = 1), and a scale for each row with float32 output.
+"""FP8 products on tensor cores by cuBLASLt.
 
     D[i, j] = alpha a_scale[i] b_scale[j] sum_k a[i, k] b[j, k] + beta D[i, j]
 
-cuBLAS counts columns first, so that D is computed as its transpose: its A is b and its B is a.
+torch._scaled_mm calls cuBLASLt too, but cannot add to a float32 matrix (beta = 1), nor write
+float32 with a scale for each row. cuBLAS matrices are column-major, so it computes the transpose of
+D: its A is b and its B is a.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from ctypes import (
 )
 from functools import cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.kernels.launch import kept, on, stream_of
+from megatron_fp4.kernels.launch import stream_of
 
-# Of cublasLt.h and library_types.h; the values have not changed since CUDA 12.
+# Values of cublasLt.h and library_types.h, unchanged since CUDA 12.
 _TYPES = {
     torch.float32: 0,
     torch.bfloat16: 14,
@@ -41,10 +42,9 @@ _COMPUTE_32F = 68
 _TRANSPOSED = 1
 _OUTER_VECTOR = 3  # CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
 _TRANSA, _A_SCALE, _B_SCALE, _FAST_ACCUM, _A_MODE, _B_MODE = 3, 17, 18, 25, 31, 32
-# Of a preference: bytes of workspace, and the alignments of A, B, C and D.
+# Attributes of a preference: bytes of workspace, and the alignments of A, B, C and D.
 _WORKSPACE_BYTES, _ALIGNMENTS = 1, (5, 6, 7, 8)
 WORKSPACE = 32 << 20  # what NVIDIA recommends for Hopper
-_WORKSPACE, _EIGHT = c_size_t(WORKSPACE), c_size_t(8)  # as arguments
 
 
 class _Heuristic(ctypes.Structure):
@@ -63,7 +63,7 @@ class CublasError(RuntimeError):
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The one that torch has loaded."""
+    """The library that torch has loaded."""
     assert torch.version.cuda is not None
     return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
 
@@ -76,7 +76,16 @@ def version() -> tuple[int, int]:
 
 @cache
 def _function(name: str) -> Any:
-    return getattr(_library(), name)
+    """A function of the library. The two that each product calls take plain integers."""
+    function = getattr(_library(), name)
+    function.argtypes = _ARGUMENTS.get(name)
+    return function
+
+
+_ARGUMENTS = {
+    "cublasLtMatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "cublasLtMatmul": [c_void_p] * 13 + [c_size_t, c_void_p],
+}
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -93,12 +102,16 @@ def _handle(device: int) -> c_void_p:
 
 
 class _Plan:
-    """Descriptors and algorithm for one kind of product."""
+    """Descriptors and algorithm for products of one shape, of these dtypes of a, b and D.
+
+    accumulates: whether beta is 1. alignment: of a, b and D, in bytes.
+    """
 
     def __init__(
         self,
         shape: tuple[int, int, int],
         types: tuple[torch.dtype, torch.dtype, torch.dtype],
+        alpha: float,
         accumulates: bool,
         alignment: int,
         device: int,
@@ -106,8 +119,10 @@ class _Plan:
         m, n, k = shape
         a, b, out = (_TYPES[dtype] for dtype in types)
         self.operation = c_void_p()
-        self._places = c_uint64(), c_uint64()
-        self._scales = [(_A_SCALE, byref(self._places[0])), (_B_SCALE, byref(self._places[1]))]
+        self._places = c_uint64(), c_uint64()  # of the scales
+        self._attributes = [(_A_SCALE, byref(self._places[0])), (_B_SCALE, byref(self._places[1]))]
+        self._set_attribute = _function("cublasLtMatmulDescSetAttribute")
+        self._multiply = _function("cublasLtMatmul")
         _call(
             "cublasLtMatmulDescCreate", byref(self.operation), _COMPUTE_32F, _TYPES[torch.float32]
         )
@@ -137,38 +152,33 @@ class _Plan:
         if not count.value or found.state:
             raise CublasError(f"cuBLASLt has no algorithm for {shape} {types}")
         self._found, beta = found, c_float(1.0 if accumulates else 0.0)
-        self._algorithm, self._beta = byref(found.algorithm), byref(beta)
+        self._alpha, self._beta = byref(c_float(alpha)), byref(beta)
+        self._algorithm = byref(found.algorithm)
         self._lock = Lock()
 
     def _set(self, attribute: int, value: ctypes._SimpleCData) -> None:  # type: ignore[type-arg]
-        _call(
-            "cublasLtMatmulDescSetAttribute", self.operation, attribute, byref(value),
-            c_size_t(ctypes.sizeof(value)),
-        )  # fmt: skip
+        size = c_size_t(ctypes.sizeof(value))
+        _call("cublasLtMatmulDescSetAttribute", self.operation, attribute, byref(value), size)
 
     def _scaled(self, a: int, b: int) -> None:
-        """Scales lie at these addresses: cuBLAS's A is our b."""
+        """Sets the addresses of the scales of a and b in the descriptor."""
         first, second = self._places
-        first.value, second.value = b, a
-        for attribute, place in self._scales:
-            _call("cublasLtMatmulDescSetAttribute", self.operation, attribute, place, _EIGHT)
+        first.value, second.value = b, a  # cuBLAS's A is our b
+        for attribute, place in self._attributes:
+            if self._set_attribute(self.operation, attribute, place, 8):
+                raise CublasError("cuBLASLt takes no scales: status not 0")
 
-    def run(
-        self, places: tuple[int, int, int, int, int], stream: int, workspace: int, alpha: float
-    ) -> None:
-        """Launch it. places: the addresses of a, b, their scales and the output."""
+    def run(self, places: tuple[int, int, int, int, int], stream: int, workspace: int) -> None:
+        """Launches the product. places: the addresses of a, b, their scales and D."""
         a, b, a_scale, b_scale, out = places
-        factor, to, (first, second) = c_float(alpha), c_void_p(out), self._places
-        with self._lock:  # the scales' addresses are the descriptor's; cuBLAS's A is our b
-            first.value, second.value = b_scale, a_scale
-            for attribute, place in self._scales:
-                _call("cublasLtMatmulDescSetAttribute", self.operation, attribute, place, _EIGHT)
-            _call(
-                "cublasLtMatmul", self.handle, self.operation,
-                byref(factor), c_void_p(b), self.a, c_void_p(a), self.b,
-                self._beta, to, self.out, to, self.out,
-                self._algorithm, c_void_p(workspace), _WORKSPACE, c_void_p(stream),
+        with self._lock:  # other threads share the descriptor
+            self._scaled(a_scale, b_scale)
+            status = self._multiply(
+                self.handle, self.operation, self._alpha, b, self.a, a, self.b, self._beta,
+                out, self.out, out, self.out, self._algorithm, workspace, WORKSPACE, stream,
             )  # fmt: skip
+        if status:
+            raise CublasError(f"cublasLtMatmul: status {status}")
 
 
 def _layout(dtype: int, rows: int, columns: int) -> c_void_p:
@@ -180,11 +190,50 @@ def _layout(dtype: int, rows: int, columns: int) -> c_void_p:
     return layout
 
 
-def _bytes(count: int, device: torch.device) -> Tensor:
-    return torch.empty(count, dtype=torch.uint8, device=device)
-
-
 _plan = cache(_Plan)
+_workspaces: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _workspace(device: torch.device, stream: int) -> Tensor:
+    """Memory that cuBLASLt may use on this stream. A CUDA graph gets its own."""
+    if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
+        return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+    place = device, stream
+    if place not in _workspaces:
+        _workspaces[place] = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+    return _workspaces[place]
+
+
+class Factor(NamedTuple):
+    """A matrix of a product.
+
+    values: the bits of elements of an FP8 dtype [rows, K]. scales: float32 [rows].
+    """
+
+    values: Tensor
+    dtype: torch.dtype
+    scales: Tensor
+
+
+def multiply(
+    a: Factor, b: Factor, out: Tensor, alpha: float = 1.0, accumulates: bool = False
+) -> None:
+    """Writes the product of a [M, K] and b [N, K] to `out` [M, N], or adds it; see `product`."""
+    device = out.device
+    if device.index not in (None, torch._C._cuda_getDevice()):  # cuBLAS uses the current GPU
+        with torch.cuda.device(device):
+            multiply(a, b, out, alpha, accumulates)
+        return
+    (m, k), (n, _) = a.values.shape, b.values.shape
+    first, second, place = a.values.data_ptr(), b.values.data_ptr(), out.data_ptr()
+    scales = a.scales.data_ptr(), b.scales.data_ptr()
+    at = first | second | place
+    alignment = at & -at if at % 256 else 256
+    types = a.dtype, b.dtype, out.dtype
+    plan = _plan((m, n, k), types, alpha, accumulates, alignment, device.index)
+    stream = stream_of(out)
+    workspace = _workspace(device, stream)  # a tensor, so that it lives until the launch
+    plan.run((first, second, *scales, place), stream, workspace.data_ptr())
 
 
 def product(
@@ -197,17 +246,12 @@ def product(
     alpha: float = 1.0,
     accumulates: bool = False,
 ) -> Tensor:
-    """a [M, K], b [N, K]: FP8, not both E5M2; a_scale [M], b_scale [N]: float32; out [M, N]: BF16
-    or float32, written or added to. All are row-major, and M, N and K multiples of 16. Returns out.
+    """Writes the product to `out`, or adds it, and returns `out`.
 
-    Raises CublasError where the library has no algorithm for it.
+    a [M, K], b [N, K]: FP8, not both E5M2. a_scale [M], b_scale [N]: float32. out [M, N]: BF16 or
+    float32. All are row-major, and M, N and K multiples of 16. Raises CublasError if the library
+    has no algorithm for it.
     """
-    places = a.data_ptr(), b.data_ptr(), a_scale.data_ptr(), b_scale.data_ptr(), out.data_ptr()
-    at = places[0] | places[1] | places[4]
-    types, alignment = (a.dtype, b.dtype, out.dtype), min(at & -at, 256)
-    (m, k), (n, _) = a.shape, b.shape
-    # A handle is made for the current device, and a product runs on it.
-    with on(a):
-        plan = _plan((m, n, k), types, accumulates, alignment, a.device.index)
-        plan.run(places, stream_of(a), kept(_bytes, WORKSPACE, a).data_ptr(), alpha)
+    factors = Factor(a, a.dtype, a_scale), Factor(b, b.dtype, b_scale)
+    multiply(*factors, out, alpha, accumulates)
     return out

@@ -33,13 +33,16 @@ def _four(words):
 
 
 @triton.jit
-def pairs(words, byte, INTERPRETED: tl.constexpr):
-    """Words of two BF16 [L, 8, 4 n] of words of eight codes [L, 8, n] in blocks of 32 with these
-    scales [L, 8, n / 4]. A scale of NaN makes NaN of its block, whose codes are 0."""
+def pairs(words, byte, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Decodes words of eight codes [L, 8, n] to words of two BF16 [L, 8, 4 n].
+
+    byte: the E8M0 scales of blocks of BLOCK elements, [L, 8, 8 n / BLOCK]. The codes of a block
+    whose scale is NaN are 0, and it is decoded to NaN.
+    """
     L: tl.constexpr = words.shape[0]
     N: tl.constexpr = words.shape[2]
     scale = tl.maximum(byte << 7, 0x40)  # 2^(byte - 127), subnormal for 0; 255 is infinite
-    scale = tl.broadcast_to(scale[:, :, :, None], (L, 8, N // 4, 16))
+    scale = tl.broadcast_to(scale[:, :, :, None], (L, 8, N * 8 // BLOCK, BLOCK // 2))
     scale = tl.reshape(scale, (L, 8, N * 4))
     if INTERPRETED:
         low, high = tl.split(tl.reshape(_plain(words), (L, 8, N * 4, 2)))

@@ -100,14 +100,19 @@ def _finite_or_0(magnitude):
 
 
 @triton.jit
-def likely_fold(x_ptr, scales_ptr, n_rows, n_columns, MANTISSA: tl.constexpr, PACKED: tl.constexpr):
-    """A fold that most rows of a matrix can share, by a sample of it: BF16, or where PACKED the
-    scales of blocks of 32, of what is finite. All programs of a launch find the same."""
+def likely_exponent(
+    x_ptr, scales_ptr, n_rows, n_columns, MANTISSA: tl.constexpr, PACKED: tl.constexpr
+):
+    """A row exponent that most rows of a matrix can share, guessed from a sample of the matrix.
+
+    x_ptr: BF16, which is sampled if PACKED is 0. scales_ptr: the scales of blocks of PACKED codes,
+    which are sampled otherwise. What is not finite is left out. All programs find the same.
+    """
     i = tl.arange(0, _SAMPLES).to(tl.int64)
     rows = (i * n_rows) // _SAMPLES
     mixed = ((i * 0x9E3779B1) & 0xFFFFFFFF) >> 16
-    if PACKED:
-        at = rows * (n_columns // 32) + ((mixed * (n_columns // 32)) >> 16)
+    if PACKED > 0:
+        at = rows * (n_columns // PACKED) + ((mixed * (n_columns // PACKED)) >> 16)
         byte = tl.load(scales_ptr + at).to(tl.int32)
         largest = tl.max(tl.where(byte == 255, 0, byte), 0)
     else:

@@ -16,8 +16,9 @@ import triton.language as tl
 
 from megatron_fp4.kernels.encode import bf16_bits
 from megatron_fp4.kernels.launch import kernel
-from megatron_fp4.kernels.mxfp4 import across, along, loaded
+from megatron_fp4.kernels.mxfp4 import loaded, quantize_along_columns, quantize_along_rows
 from megatron_fp4.kernels.philox import (
+    noise_of,
     placed,
     placed_in_tile,
     rest16,
@@ -102,7 +103,7 @@ def _matrices_along(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _turned_along(
+def _transformed_along(
     x_ptr,
     h,
     row0,
@@ -175,7 +176,7 @@ def _matrices_across(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _turned_across(
+def _transformed_across(
     x_ptr,
     h,
     row0,
@@ -206,86 +207,80 @@ def _turned_across(
     return _scaled(tl.reshape(product, (BATCH * 2, 8, 16, 2)), FACTOR, INTERPRETED)
 
 
-_NUMBERS = ["stream", "signs_stream", "draw", "per_row", "step", "seed_low", "seed_high"]
-
-
-@kernel(fp_fusion=True, do_not_specialize=_NUMBERS)
+@kernel(fp_fusion=True)
 def transform_kernel(
     x_ptr,
-    codes_ptr,
-    scales_ptr,
-    stream,
+    out,
     signs_stream,
     draw,
-    draw_ptr,
-    rows_ptr,
-    groups_ptr,
+    draw_in_memory,
+    random,
     n_rows,
     n_columns,
-    per_row,
-    step,
-    step_ptr,
-    seed_low,
-    seed_high,
     GROUP: tl.constexpr,
     FACTOR: tl.constexpr,
     AXIS: tl.constexpr,
     HAS_SIGNS: tl.constexpr,
-    IN_MEMORY: tl.constexpr,
-    CEIL: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    PRESCALE: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    DRAWS: tl.constexpr,
+    TILE: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    HAS_GROUPS: tl.constexpr,
-    EVEN: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
 ):
-    """The copy of BF16 x [n_rows, n_columns], row-major, along AXIS, which is transformed first.
-    Tiles are a window of columns by 16s of rows, or 32 columns by windows of rows. Of one warp:
-    what its threads hold no other's may."""
-    row0 = tl.program_id(0) * TILE_ROWS
-    column0 = tl.program_id(1) * TILE_COLUMNS
-    place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
-    if IN_MEMORY:
-        step = tl.load(step_ptr)
-        draw = tl.load(draw_ptr)
-    noise = step, seed_low, seed_high
+    """Transforms x in groups along AXIS and quantizes it in blocks along the same axis.
+
+    x_ptr: BF16 [n_rows, n_columns], row-major. out: an Output without carriers, for which no
+        registers are left.
+    signs_stream, draw, draw_in_memory: the stream and the draw of the random signs, if HAS_SIGNS;
+        the draw is int64 [] in memory if DRAWS.IN_MEMORY.
+    random, ROUNDING, DRAWS, TILE: see arguments.py.
+    FACTOR: multiplies the transformed values.
+
+    A program steps through its tile by 16 rows (AXIS 1) or by windows of rows (AXIS 0). It has one
+    warp, so that no data moves between warps.
+    """
+    row0 = tl.program_id(0) * TILE.ROWS
+    column0 = tl.program_id(1) * TILE.COLUMNS
+    place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row
+    noise = noise_of(random, DRAWS.IN_MEMORY)
+    if DRAWS.IN_MEMORY:
+        draw = tl.load(draw_in_memory)
     signs = 0, 0, 0, 0
     if HAS_SIGNS:
         signs = sign_words(draw, signs_stream, noise)
-    out = codes_ptr, scales_ptr, codes_ptr  # no carriers: there are no registers left for them
     if AXIS == 1:
         h = _matrices_along(signs, GROUP, INTERPRETED)
-        for i in range(TILE_ROWS // 16):
+        for i in range(TILE.ROWS // 16):
             first = row0 + 16 * i
             rows = first + 8 * tl.arange(0, 2)[:, None] + tl.arange(0, 8)[None, :]
-            pairs = _turned_along(
-                x_ptr, h, first, column0, n_rows, n_columns, 16, GROUP, FACTOR, EVEN, INTERPRETED
-            )
+            pairs = _transformed_along(
+                x_ptr, h, first, column0, n_rows, n_columns, 16, GROUP, FACTOR, TILE.EVEN,
+                INTERPRETED,
+            )  # fmt: skip
             rest = 0
-            if STOCHASTIC:
+            if ROUNDING.STOCHASTIC:
                 rest = _rest_along(
-                    place, first, column0, noise, stream, 16, TILE_COLUMNS // 32, HAS_GROUPS,
-                    INTERPRETED,
+                    place, first, column0, noise, out.stream, 16, TILE.COLUMNS // 32,
+                    DRAWS.HAS_GROUPS, INTERPRETED,
                 )  # fmt: skip
-            along(
+            quantize_along_rows(
                 pairs, rest, 0, out, 0, rows, column0, n_rows, n_columns,
-                0, CEIL, STOCHASTIC, False, PRESCALE, EVEN, INTERPRETED,
+                0, ROUNDING, TILE.EVEN, INTERPRETED,
             )  # fmt: skip
     else:
         WINDOW: tl.constexpr = 128 if GROUP == 128 else 64
         h = _matrices_across(signs, GROUP, INTERPRETED)
-        for i in range(TILE_ROWS // WINDOW):
+        for i in range(TILE.ROWS // WINDOW):
             first = row0 + WINDOW * i
-            pairs = _turned_across(
-                x_ptr, h, first, column0, n_rows, n_columns, GROUP, FACTOR, EVEN, INTERPRETED
+            pairs = _transformed_across(
+                x_ptr, h, first, column0, n_rows, n_columns, GROUP, FACTOR, TILE.EVEN, INTERPRETED
             )
             rest = 0
-            if STOCHASTIC:
-                index = placed_in_tile(place, first, column0, WINDOW, 32, HAS_GROUPS, INTERPRETED)
-                rest = rest_of_tile(index, noise, stream, INTERPRETED)
-            across(
+            if ROUNDING.STOCHASTIC:
+                index = placed_in_tile(
+                    place, first, column0, WINDOW, 32, DRAWS.HAS_GROUPS, INTERPRETED
+                )
+                rest = rest_of_tile(index, noise, out.stream, INTERPRETED)
+            quantize_along_columns(
                 pairs, rest, 0, out, 0, first, column0, n_rows, n_columns,
-                0, CEIL, STOCHASTIC, False, PRESCALE, EVEN, INTERPRETED,
+                0, ROUNDING, TILE.EVEN, INTERPRETED,
             )  # fmt: skip

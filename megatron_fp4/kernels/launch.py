@@ -1,32 +1,42 @@
-"""Starting Triton kernels with little work on the host.
+"""Launches Triton kernels with little host overhead.
 
-Triton looks at all arguments of every call to find the kernel that was compiled for their like,
-which takes longer than many a kernel runs. A Launch is made once for what calls have in common.
+Triton inspects all arguments of every launch to find the kernel that was compiled for such
+arguments, which takes longer than many a kernel runs. A `Launch` is made once for sizes and formats
+and states the types of its arguments. It compiles the kernel at its first call and passes plain
+addresses and integers to what was compiled at all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+# Whether Triton interprets the kernels on the CPU (TRITON_INTERPRET=1) instead of compiling them.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+# The type of an int32 argument for whose value the kernel is not compiled anew. See `Launch`.
+NUMBER = "number"
+_ANY_NUMBER = 3  # compiled for this one: Triton specializes for 1 and for multiples of 16
+# Functions that profilers add, which Triton calls before and after each launch.
+_HOOKS = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
 
 
 def kernel(
     *, fp_fusion: bool, do_not_specialize: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a Triton kernel of a function, as triton.jit does, and keeps what it says of fusion.
+    """A decorator that makes a Triton kernel, as triton.jit does, and stores `fp_fusion`.
 
-    fp_fusion: whether the compiler may fuse a product and the sum that it goes into, which are then
-    rounded once and not twice. Every kernel says so, since Triton's default changes between
-    versions and bits may hang on it: True where no code or scale does.
-    do_not_specialize: names of integer arguments whose values the kernel is not compiled anew for.
+    fp_fusion: whether the compiler may fuse a product and a sum, which are then rounded once
+        instead of twice. Triton's default changes between versions, so every kernel states it: True
+        where no code or scale depends on it.
+    do_not_specialize: names of integer arguments for whose values the kernel is not compiled anew.
     """
 
     def made(function: Callable[..., Any]) -> Any:
@@ -38,33 +48,38 @@ def kernel(
 
 
 def options_of(kernel: Any, **others: Any) -> dict[str, Any]:
-    """Options that a kernel is compiled with: `others` (num_warps, ...) and what it says itself.
-    Raises TypeError for a kernel that was not made by `kernel`."""
+    """The options with which a kernel is compiled: `others` (num_warps, ...) and its own fp_fusion.
+
+    Raises TypeError for a kernel that was not made by `kernel`.
+    """
     if not hasattr(kernel, "fp_fusion"):
         raise TypeError(f"{kernel} says nothing about fusion: make it by launch.kernel")
     return others | {"enable_fp_fusion": kernel.fp_fusion}
 
 
 def run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **constants: Any) -> Any:
-    """Starts a kernel as Triton does, and returns what was compiled. constants: its constants by
-    name, and options."""
+    """Launches a kernel through Triton, which inspects the arguments, and returns what it compiled.
+
+    constants: the constants of the kernel by name, and options (num_warps, ...).
+    """
     return kernel[grid](*arguments, **options_of(kernel, **constants))
 
 
 def planned[Plan: Callable[..., Any]](launches: Plan) -> Plan:
-    """Keeps what a function makes for sizes and kinds: as many as a run meets, where all tokens
-    are one microbatch's, and not one for each number of tokens that a router ever gave an expert.
+    """Caches what a function makes for sizes and formats.
+
+    The cache is bounded: a router may give an expert ever new numbers of tokens.
     """
     return lru_cache(4096)(launches)  # type: ignore[return-value]
 
 
 def tiles(size: int, tile: int) -> int:
-    """How many it takes to cover `size`."""
+    """The number of tiles that cover `size` elements."""
     return -(-size // tile)
 
 
 def on(x: Tensor) -> AbstractContextManager[Any]:
-    """While it is entered kernels start on x's GPU."""
+    """A context in which x's GPU is the current one."""
     if not x.is_cuda or x.device.index == torch._C._cuda_getDevice():
         return _HERE
     return torch.cuda.device(x.device)
@@ -74,86 +89,165 @@ _HERE = nullcontext()
 
 
 def stream_of(x: Tensor) -> int:
-    """The current stream of x's GPU; 0 on a CPU."""
+    """The handle of the current stream of x's GPU; 0 on a CPU."""
     return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
 
 
-def captured(x: Tensor) -> bool:
-    """Whether what is done with x becomes part of a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+_kept: dict[tuple[Any, ...], Tensor] = {}
 
 
 def kept(make: Callable[..., Tensor], number: int, like: Tensor) -> Tensor:
-    """make(number, device=like's), kept for like's stream. In a CUDA graph it is made there: what
-    one leaves in memory is no one else's."""
-    if captured(like):
-        return make(number, device=like.device)
-    return _kept(make, number, like.device, stream_of(like))
+    """make(number, device=like.device), made once for each stream of each GPU.
 
-
-@lru_cache(256)
-def _kept(make: Callable[..., Tensor], number: int, device: torch.device, stream: int) -> Tensor:
-    return make(number, device=device)
+    While a CUDA graph is captured it is made in the graph and not kept: a graph's memory is used
+    again by its other replays.
+    """
+    device = like.device
+    if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
+        return make(number, device=device)
+    place = make, number, device, stream_of(like)
+    if place not in _kept:
+        if len(_kept) >= 256:
+            _kept.clear()
+        _kept[place] = make(number, device=device)
+    return _kept[place]
 
 
 class Launch:
-    """A kernel with its grid, constants and options. Its calls differ in their tensors, not in
-    their dtypes, and in integers that are not specialized and fit 32 bits; others (sizes) are the
-    same in all.
+    """A kernel with its grid, the types of its arguments, its constants and options.
 
-    seen_as: what some pointers are to the kernel, by their names, where that is not their dtype.
+    types: one for each parameter that is no constant, in their order. A torch.dtype is a pointer to
+        such elements, whatever the dtype of the tensor. An integer is a size, for which the kernel
+        is compiled. NUMBER is an int32 for whose value it is not. A (named) tuple of these is one
+        parameter.
+    constants: the values of the kernel's constants by name.
+    options: num_warps, ...
     """
 
     def __init__(
         self,
         kernel: Any,
         grid: tuple[int, ...],
+        types: Sequence[Any],
         constants: dict[str, Any],
-        seen_as: dict[str, torch.dtype] | None = None,
         **options: Any,
     ) -> None:
-        self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
-        self._constants, self._options = constants, options_of(kernel, **options)
-        names = list(kernel.arg_names)
-        plain = [name for name in names if name not in constants]
-        assert names == plain + names[len(plain) :]  # constants come last
-        self._values = [constants[name] for name in names[len(plain) :]]
-        self._pointers = [i for i, name in enumerate(plain) if name.endswith("_ptr")]
-        self._seen_as = {plain.index(name): dtype for name, dtype in (seen_as or {}).items()}
-        self._interpreted = triton.knobs.runtime.interpret
-        self._started: dict[int, Any] = {}  # by device
+        self.kernel, self.types, self.constants = kernel, tuple(types), constants
+        self.options = options_of(kernel, **options)
+        self._grid = (*grid, 1, 1)[:3]
+        names = list(kernel.arg_names)[len(self.types) :]
+        if sorted(names) != sorted(constants):  # the constants come last
+            raise ValueError(f"{kernel}: its constants are {names}, not {list(constants)}")
+        self._values = [constants[name] for name in names]
+        self._flat = list(_flat(self.types))
+        self._pointers = [i for i, kind in enumerate(self._flat) if isinstance(kind, torch.dtype)]
+        self._parameters = list(_slices(self.types))
+        # By GPU, and whether all pointers are multiples of 16 bytes.
+        self._compiled: dict[tuple[int, bool], _Compiled] = {}
 
-    def __call__(self, arguments: list[Tensor | int | None]) -> None:
-        """Launch it on the current stream of the first tensor's GPU, with what is not constant; a
-        pointer that the kernel does not read may be None."""
-        if self._interpreted:
-            self._compiled(arguments)
+    def __call__(self, *arguments: Tensor | int | None) -> None:
+        """Launches the kernel on the current stream of the first tensor's GPU.
+
+        arguments: tensors and integers in the order of `types`, without the tuples. The first is a
+        tensor. A pointer that the kernel does not read may be None.
+        """
+        if INTERPRETED:
+            self._interpret(arguments)
             return
         device, index = torch._C._cuda_getDevice(), arguments[0].device.index  # type: ignore
         if index is not None and index != device:
             with torch.cuda.device(index):
-                self(arguments)
+                self(*arguments)
             return
-        places, given = 0, arguments.copy()
+        places, given = 0, list(arguments)
         for i in self._pointers:
-            if (tensor := given[i]) is None:
+            tensor = given[i]
+            if tensor is None:
                 given[i] = 0
             else:
-                place = tensor.data_ptr()  # type: ignore[union-attr]
+                given[i] = place = tensor.data_ptr()  # type: ignore[union-attr]
                 places |= place
-                given[i] = place  # a number takes Triton less time than a tensor
-        if places % 16:
-            self._compiled(arguments)
+        kind = device, places % 16 == 0
+        if kind not in self._compiled:
+            self._compiled[kind] = self._compile(aligned=kind[1])
+        compiled, stream = self._compiled[kind], torch._C._cuda_getCurrentRawStream(device)
+        nested = [given[at] for at in self._parameters]
+        if _HOOKS[0].calls or _HOOKS[1].calls:
+            compiled.kernel[self._grid](*nested, *self._values, stream=stream)
             return
-        start = self._started.get(device)
-        if start is None:
-            self._started[device] = self._compiled(arguments)[self._grid]
-            return
-        start(*given, *self._values, stream=torch._C._cuda_getCurrentRawStream(device))
+        compiled.launch(
+            *self._grid, stream, compiled.function, compiled.metadata, None, None, None,
+            *nested, *self._values,
+        )  # fmt: skip
 
-    def _compiled(self, arguments: list[Tensor | int | None]) -> Any:
-        """The kernel for these arguments, which it has been launched with."""
-        given = [arguments[0] if argument is None else argument for argument in arguments]
-        for i, dtype in self._seen_as.items():
-            given[i] = given[i].view(dtype)  # type: ignore[union-attr]
-        return self._kernel[self._grid](*given, **self._constants, **self._options)
+    def _interpret(self, arguments: Sequence[Tensor | int | None]) -> None:
+        """Runs the kernel in the interpreter, which takes tensors in the dtypes of their types."""
+        given = [
+            argument.view(kind) if isinstance(argument, Tensor) else argument
+            for kind, argument in zip(self._flat, arguments, strict=True)
+        ]
+        nested = [
+            given[at] if isinstance(at, int) else _like(kind, given[at])
+            for kind, at in zip(self.types, self._parameters, strict=True)
+        ]
+        self.kernel[self._grid](*nested, **self.constants, **self.options)
+
+    def _compile(self, aligned: bool) -> _Compiled:
+        """Compiles the kernel for the current GPU, and launches nothing."""
+        made = self.kernel.warmup(
+            *(_stand_in(each, aligned) for each in self.types),
+            grid=self._grid, **self.constants, **self.options,
+        )  # fmt: skip
+        launch = made.run  # loads the kernel, and with it the function
+        return _Compiled(made, launch, made.function, made.packed_metadata)
+
+
+class _Compiled(NamedTuple):
+    """What Triton compiled, and the parts of it that a launch needs."""
+
+    kernel: Any
+    launch: Any
+    function: Any
+    metadata: Any
+
+
+class _Pointer:
+    """Stands for a tensor when a kernel is compiled."""
+
+    def __init__(self, dtype: torch.dtype, aligned: bool) -> None:
+        self.dtype, self._address = dtype, 0 if aligned else 1
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def _stand_in(kind: Any, aligned: bool) -> Any:
+    """An argument of this type (`Launch.types`), for which Triton is to compile a kernel."""
+    if isinstance(kind, torch.dtype):
+        return _Pointer(kind, aligned)
+    if isinstance(kind, tuple):
+        return _like(kind, [_stand_in(each, aligned) for each in kind])
+    return _ANY_NUMBER if kind == NUMBER else kind
+
+
+def _like(kind: tuple[Any, ...], values: Sequence[Any]) -> tuple[Any, ...]:
+    """A tuple of these values, with the names of `kind` if it is a named tuple."""
+    return kind._make(values) if hasattr(kind, "_make") else tuple(values)
+
+
+def _flat(types: Sequence[Any]) -> Iterator[Any]:
+    """The types without the tuples."""
+    for kind in types:
+        if isinstance(kind, tuple):
+            yield from kind
+        else:
+            yield kind
+
+
+def _slices(types: Sequence[Any]) -> Iterator[int | slice]:
+    """Where the parameters stand among the arguments: an index, or the slice of a tuple."""
+    start = 0
+    for kind in types:
+        size = len(kind) if isinstance(kind, tuple) else 1
+        yield slice(start, start + size) if isinstance(kind, tuple) else start
+        start += size

@@ -1,11 +1,12 @@
-"""MXFP4 quantization in Triton: E2M1 codes two a byte and E8M0 scales, bit for bit the reference's.
+"""Quantization to E2M1 codes, two in a byte, with an E8M0 scale for each block of 16 or 32.
 
-The bits are those of docs/numerics.md; `quantizer.py` is the oracle. A tile of the matrix is read
-once, and cut into blocks of 32 along its rows, along its columns, or both.
+docs/numerics.md defines the bits, and arithmetic/quantizer.py is the oracle. A tile of the matrix
+is read once and quantized in blocks along its rows, along its columns, or both.
 
-Tiles are [R / 8, 8, C]. The threads of a warp go over the last axis and then over the first, by a
-hint (`loaded`), and each goes over the one between, so that a thread holds the eight rows, and the
-eight columns, that become one word of codes, and the 32 rows of a block lie in one warp.
+Tiles are [rows / 8, 8, columns]. The threads of a warp are spread over the last axis first and then
+over the first axis, by a hint (`loaded`), and each thread holds all of the middle axis. So a thread
+holds the eight rows, and the eight columns, of one word of codes, and the rows of a block lie in
+one warp.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import triton.language as tl
 
 from megatron_fp4.kernels import decode, encode, fp8
 from megatron_fp4.kernels.launch import kernel
-from megatron_fp4.kernels.philox import placed_in_tile, rest_of_tile
+from megatron_fp4.kernels.philox import noise_of, placed_in_tile, rest_of_tile
 
-BLOCK = 32  # elements that share a scale
 GROUP = 8  # elements that share a random draw, and a word
 
 
@@ -64,118 +64,120 @@ def _stored(values, ptr, rows, columns, n_rows, n_columns, EVEN: tl.constexpr):
 
 
 @triton.jit
-def along(
+def quantize_along_rows(
     pairs,
     rest,
     average,
     out,
-    fold,
+    exponent,
     rows,
     column0,
     n_rows,
     n_columns,
-    CARRIED: tl.constexpr,
-    CEIL: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    AVERAGED: tl.constexpr,
-    PRESCALE: tl.constexpr,
+    CARRIER: tl.constexpr,
+    ROUNDING: tl.constexpr,
     EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The copy with blocks along the rows of a tile: codes [rows, columns / 2]. out: where codes,
-    scales and carriers go; CARRIED: the mantissa bits of these, which are under `fold`, or 0."""
-    codes_ptr, scales_ptr, carriers_ptr = out
+    """Quantizes a tile in blocks along its rows, and writes codes [rows, columns / 2].
+
+    pairs: words of two BF16 [rows / 8, 8, columns / 2]. rest: random bits (`philox.rest16`), and
+    average: float32, both [rows / 8, 8, columns] where the rounding takes them. out: an Output.
+    exponent: the row exponent of all carriers. CARRIER: their mantissa bits; 0 writes none.
+    """
     L: tl.constexpr = pairs.shape[0]
     C: tl.constexpr = pairs.shape[2] * 2
-    blocked = tl.reshape(pairs, (L, 8, C // 32, 16))
+    B: tl.constexpr = ROUNDING.BLOCK
+    blocked = tl.reshape(pairs, (L, 8, C // B, B // 2))
     widest = _largest(blocked, 3, INTERPRETED)
-    turned = (widest << 16) | ((widest >> 16) & 0xFFFF)
-    widest = encode.larger_of(widest, turned, INTERPRETED)  # in both halves
-    byte, whole, half = encode.scales(widest, CEIL, INTERPRETED)
+    swapped = (widest << 16) | ((widest >> 16) & 0xFFFF)
+    widest = encode.larger_of(widest, swapped, INTERPRETED)  # in both halves
+    byte, whole, half = encode.scales(widest, ROUNDING.CEIL, INTERPRETED)
     byte, live = byte & 0xFF, encode.live(widest)
-    if AVERAGED:
-        live &= tl.max(_live(tl.reshape(average, (L, 8, C // 32, 32))), 3)
-    half = tl.broadcast_to(half[:, :, :, None], (L, 8, C // 32, 16))
-    clips: tl.constexpr = not CEIL and PRESCALE == 1.0
-    if STOCHASTIC or AVERAGED:
+    if ROUNDING.AVERAGED:
+        live &= tl.max(_live(tl.reshape(average, (L, 8, C // B, B))), 3)
+    half = tl.broadcast_to(half[:, :, :, None], (L, 8, C // B, B // 2))
+    clips: tl.constexpr = not ROUNDING.CEIL and ROUNDING.PRESCALE == 1.0
+    if ROUNDING.STOCHASTIC or ROUNDING.AVERAGED:
         scaled = encode.halved(blocked, half, clips, INTERPRETED)
-        if STOCHASTIC:
+        if ROUNDING.STOCHASTIC:
             eights = tl.reshape(encode.unpacked(scaled), (L, 8, C // 8, 2, 2, 2))
             rest = tl.reshape(rest, (L, 8, C // 8, 2, 2, 2))
-            codes = encode.stochastic(eights, rest, PRESCALE, INTERPRETED)
+            codes = encode.stochastic(eights, rest, ROUNDING.PRESCALE, INTERPRETED)
             words = encode.words_of_highest(codes, INTERPRETED)
         else:
-            average = tl.reshape(average, (L, 8, C // 32, 32))
+            average = tl.reshape(average, (L, 8, C // B, B))
             codes = encode.nearer(scaled, blocked, half, average)
             words = encode.words(tl.reshape(codes, (L, 8, C // 8, 2, 2, 2)))
         even, odd = encode.gathered(tl.reshape(pairs, (L, 8, C // 8, 2, 2)), INTERPRETED)
         words |= encode.signs(even, odd)
     else:
-        whole = tl.broadcast_to(whole[:, :, :, None], (L, 8, C // 32, 16))
+        whole = tl.broadcast_to(whole[:, :, :, None], (L, 8, C // B, B // 2))
         codes = encode.nearest_pairs(blocked & 0x7FFF7FFF, blocked, whole, half, clips, INTERPRETED)
         words = encode.words_of_pairs(tl.reshape(codes, (L, 8, C // 8, 2, 2)), INTERPRETED)
-    lives = tl.broadcast_to(live[:, :, :, None], (L, 8, C // 32, 16))
+    lives = tl.broadcast_to(live[:, :, :, None], (L, 8, C // B, B // 2))
     lives, _ = tl.split(tl.reshape(lives, (L, 8, C // 8, 2, 2)))
     lives, _ = tl.split(lives)
     words &= lives
     at = column0 // 8 + tl.arange(0, C // 8)[None, None, :]
-    _stored(words, codes_ptr, rows, at, n_rows, n_columns // 8, EVEN)
-    if CARRIED > 0:
-        k = tl.broadcast_to((byte - fold)[:, :, :, None], (L, 8, C // 32, 16))
+    _stored(words, out.codes, rows, at, n_rows, n_columns // 8, EVEN)
+    if CARRIER > 0:
+        k = tl.broadcast_to((byte - exponent)[:, :, :, None], (L, 8, C // B, B // 2))
         k, _ = tl.split(tl.reshape(k, (L, 8, C // 8, 2, 2)))
         k, _ = tl.split(k)
-        low, high = fp8.quick_table(k, CARRIED)
+        low, high = fp8.quick_table(k, CARRIER)
         first, second = fp8.looked_up(words, low, high, INTERPRETED)
         both = tl.reshape(tl.join(first, second), (L, 8, C // 4))
         at = column0 // 4 + tl.arange(0, C // 4)[None, None, :]
-        _stored(both, carriers_ptr, rows, at, n_rows, n_columns // 4, EVEN)
-    at = column0 // 32 + tl.arange(0, C // 32)[None, None, :]
+        _stored(both, out.carriers, rows, at, n_rows, n_columns // 4, EVEN)
+    at = column0 // B + tl.arange(0, C // B)[None, None, :]
     byte = (byte | ~live).to(tl.uint8)
-    _stored(byte, scales_ptr, rows, at, n_rows, n_columns // 32, EVEN)
+    _stored(byte, out.scales, rows, at, n_rows, n_columns // B, EVEN)
 
 
 @triton.jit
-def across(
+def quantize_along_columns(
     pairs,
     rest,
     average,
     out,
-    fold,
+    exponent,
     row0,
     column0,
     n_rows,
     n_columns,
-    CARRIED: tl.constexpr,
-    CEIL: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    AVERAGED: tl.constexpr,
-    PRESCALE: tl.constexpr,
+    CARRIER: tl.constexpr,
+    ROUNDING: tl.constexpr,
     EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The copy with blocks along the columns of a tile: codes [columns, rows / 2]."""
-    codes_ptr, scales_ptr, carriers_ptr = out
+    """Quantizes a tile in blocks along its columns, and writes codes [columns, rows / 2].
+
+    The arguments are those of `quantize_along_rows`.
+    """
     L: tl.constexpr = pairs.shape[0]
     C: tl.constexpr = pairs.shape[2] * 2
-    widest = tl.reshape(_largest(pairs, 1, INTERPRETED), (L // 4, 4, C // 2))
+    B: tl.constexpr = ROUNDING.BLOCK
+    E: tl.constexpr = B // 8  # rows of eight in a block
+    widest = tl.reshape(_largest(pairs, 1, INTERPRETED), (L // E, E, C // 2))
     widest = _largest(widest, 1, INTERPRETED)
-    byte, whole, half = encode.scales(widest, CEIL, INTERPRETED)
+    byte, whole, half = encode.scales(widest, ROUNDING.CEIL, INTERPRETED)
     low_live, high_live = encode.live(widest << 16), encode.live(widest)
-    if AVERAGED:
-        average = tl.reshape(average, (L // 4, 4, 8, C))
+    if ROUNDING.AVERAGED:
+        average = tl.reshape(average, (L // E, E, 8, C))
         alive = tl.max(tl.max(_live(average), 2), 1)
-        low, high = tl.split(tl.reshape(alive, (L // 4, C // 2, 2)))
+        low, high = tl.split(tl.reshape(alive, (L // E, C // 2, 2)))
         low_live, high_live = low_live & low, high_live & high
-    half = tl.broadcast_to(half[:, None, None, :], (L // 4, 4, 8, C // 2))
-    blocked = tl.reshape(pairs, (L // 4, 4, 8, C // 2))
-    clips: tl.constexpr = not CEIL and PRESCALE == 1.0
-    if STOCHASTIC or AVERAGED:
+    half = tl.broadcast_to(half[:, None, None, :], (L // E, E, 8, C // 2))
+    blocked = tl.reshape(pairs, (L // E, E, 8, C // 2))
+    clips: tl.constexpr = not ROUNDING.CEIL and ROUNDING.PRESCALE == 1.0
+    if ROUNDING.STOCHASTIC or ROUNDING.AVERAGED:
         scaled = encode.halved(blocked, half, clips, INTERPRETED)
-        if STOCHASTIC:
+        if ROUNDING.STOCHASTIC:
             eights = tl.reshape(encode.unpacked(scaled), (L, 2, 2, 2, C))
             eights = tl.permute(eights, (0, 4, 1, 2, 3))
             rest = tl.permute(tl.reshape(rest, (L, 2, 2, 2, C)), (0, 4, 1, 2, 3))
-            codes = encode.stochastic(eights, rest, PRESCALE, INTERPRETED)
+            codes = encode.stochastic(eights, rest, ROUNDING.PRESCALE, INTERPRETED)
             words = encode.words_of_highest(codes, INTERPRETED)
         else:
             codes = tl.reshape(encode.nearer(scaled, blocked, half, average), (L, 2, 2, 2, C))
@@ -186,37 +188,36 @@ def across(
         signs = tl.join(encode.signs(low_even, low_odd), encode.signs(high_even, high_odd))
         words |= tl.reshape(signs, (L, C))
     else:
-        whole = tl.broadcast_to(whole[:, None, None, :], (L // 4, 4, 8, C // 2))
-        # What is not finite would reach into its neighbour in the word.
-        kept = (low_live & 0xFFFF) | (high_live & -0x10000)
-        kept = tl.broadcast_to(kept[:, None, None, :], (L // 4, 4, 8, C // 2))
-        kept = blocked & 0x7FFF7FFF & kept
-        codes = encode.nearest_pairs(kept, blocked, whole, half, clips, INTERPRETED)
+        whole = tl.broadcast_to(whole[:, None, None, :], (L // E, E, 8, C // 2))
+        # A magnitude that is not finite would carry into the other half of the word.
+        finite = (low_live & 0xFFFF) | (high_live & -0x10000)
+        finite = tl.broadcast_to(finite[:, None, None, :], (L // E, E, 8, C // 2))
+        finite = blocked & 0x7FFF7FFF & finite
+        codes = encode.nearest_pairs(finite, blocked, whole, half, clips, INTERPRETED)
         codes = tl.permute(tl.reshape(codes, (L, 2, 2, 2, C // 2)), (0, 4, 1, 2, 3))
         words = encode.words_below(codes, INTERPRETED)
-    byte = tl.reshape(tl.join(byte & 0xFF, byte >> 16), (L // 4, 1, C))
-    live = tl.reshape(tl.join(low_live, high_live), (L // 4, 1, C))
-    words &= tl.reshape(tl.broadcast_to(live, (L // 4, 4, C)), (L, C))
+    byte = tl.reshape(tl.join(byte & 0xFF, byte >> 16), (L // E, 1, C))
+    live = tl.reshape(tl.join(low_live, high_live), (L // E, 1, C))
+    words &= tl.reshape(tl.broadcast_to(live, (L // E, E, C)), (L, C))
     columns = column0 + tl.arange(0, C)
     at = row0 // 8 + tl.arange(0, L)[None, :]
-    _stored(tl.trans(words), codes_ptr, columns, at, n_columns, n_rows // 8, EVEN)
-    if CARRIED > 0:
-        k = byte - fold
-        k = tl.reshape(tl.broadcast_to(k, (L // 4, 4, C)), (L, C))
-        low, high = fp8.quick_table(k, CARRIED)
+    _stored(tl.trans(words), out.codes, columns, at, n_columns, n_rows // 8, EVEN)
+    if CARRIER > 0:
+        k = byte - exponent
+        k = tl.reshape(tl.broadcast_to(k, (L // E, E, C)), (L, C))
+        low, high = fp8.quick_table(k, CARRIER)
         first, second = fp8.looked_up(words, low, high, INTERPRETED)
         both = tl.reshape(tl.permute(tl.join(first, second), (1, 0, 2)), (C, 2 * L))
         at = row0 // 4 + tl.arange(0, 2 * L)[None, :]
-        _stored(both, carriers_ptr, columns, at, n_columns, n_rows // 4, EVEN)
-    at = row0 // 32 + tl.arange(0, L // 4)[None, :]
-    byte = tl.trans(tl.reshape((byte | ~live).to(tl.uint8), (L // 4, C)))
-    _stored(byte, scales_ptr, columns, at, n_columns, n_rows // 32, EVEN)
+        _stored(both, out.carriers, columns, at, n_columns, n_rows // 4, EVEN)
+    at = row0 // B + tl.arange(0, L // E)[None, :]
+    byte = tl.trans(tl.reshape((byte | ~live).to(tl.uint8), (L // E, C)))
+    _stored(byte, out.scales, columns, at, n_columns, n_rows // B, EVEN)
 
 
 @triton.jit
 def _read(
-    x_ptr,
-    x_scales_ptr,
+    x,
     rows,
     column0,
     n_rows,
@@ -226,124 +227,98 @@ def _read(
     EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Words of two BF16 of a tile, of BF16 or of MXFP4 in blocks along its rows."""
+    """A tile of a Source as words of two BF16 [rows / 8, 8, COLUMNS / 2].
+
+    PACKED: the block size of its codes; 0 if it is BF16.
+    """
     at_rows = rows[:, :, None]
-    if PACKED:
+    if PACKED > 0:
         at = column0 // 8 + tl.arange(0, COLUMNS // 8)[None, None, :]
-        # A word a thread, as if their places were odd: more would be more than its eight columns.
+        # Without this hint a thread would load more than the one word of its eight columns.
         at = tl.multiple_of(at, [1, 1, 1])
-        words = loaded(x_ptr, at_rows, at, n_rows, n_columns // 8, EVEN)
-        at = column0 // 32 + tl.arange(0, COLUMNS // 32)[None, None, :]
-        byte = loaded(x_scales_ptr, at_rows, at, n_rows, n_columns // 32, EVEN)
-        return decode.pairs(words, byte.to(tl.int32), INTERPRETED)
+        words = loaded(x.values, at_rows, at, n_rows, n_columns // 8, EVEN)
+        at = column0 // PACKED + tl.arange(0, COLUMNS // PACKED)[None, None, :]
+        byte = loaded(x.scales, at_rows, at, n_rows, n_columns // PACKED, EVEN)
+        return decode.pairs(words, byte.to(tl.int32), PACKED, INTERPRETED)
     at = column0 // 2 + tl.arange(0, COLUMNS // 2)[None, None, :]
-    return loaded(x_ptr, at_rows, at, n_rows, n_columns // 2, EVEN)
+    return loaded(x.values, at_rows, at, n_rows, n_columns // 2, EVEN)
 
 
 @triton.jit
-def folded(
-    x_ptr, scales_ptr, tally_ptr, n_rows, n_columns, CARRIED: tl.constexpr, PACKED: tl.constexpr
-):
-    """The fold of all of a copy's carriers, if it has any, which goes to its tally."""
-    fold = 0
-    if CARRIED > 0:
-        fold = fp8.likely_fold(x_ptr, scales_ptr, n_rows, n_columns, CARRIED, PACKED)
+def _shared_exponent(x, counts_ptr, n_rows, n_columns, CARRIER: tl.constexpr, PACKED: tl.constexpr):
+    """The row exponent that all carriers of a copy share; 0 if it has none.
+
+    The first program writes it to the counts, after zeros for what `carry_kernel` counts.
+    """
+    exponent = 0
+    if CARRIER > 0:
+        exponent = fp8.likely_exponent(x.values, x.scales, n_rows, n_columns, CARRIER, PACKED)
         is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
-        tl.store(tally_ptr + 2, fold, mask=is_first)
-    return fold
+        i = tl.arange(0, 4)
+        tl.store(counts_ptr + i, tl.where(i == 2, exponent, 0), mask=is_first)
+    return exponent
 
 
-# Else every step, stream and seed that is 1 or a multiple of 16 would be another kernel.
-_NUMBERS = ["along_stream", "across_stream", "per_row", "step", "seed_low", "seed_high"]
-
-
-@kernel(fp_fusion=True, do_not_specialize=_NUMBERS)
+@kernel(fp_fusion=True)
 def quantize_kernel(
-    x_ptr,
-    x_scales_ptr,
-    along_codes_ptr,
-    along_scales_ptr,
-    along_carriers_ptr,
-    along_tally_ptr,
-    along_stream,
-    across_codes_ptr,
-    across_scales_ptr,
-    across_carriers_ptr,
-    across_tally_ptr,
-    across_stream,
+    x,
+    along_rows,
+    along_columns,
     average_ptr,
-    rows_ptr,
-    groups_ptr,
+    random,
     n_rows,
     n_columns,
-    per_row,
-    step,
-    step_ptr,
-    seed_low,
-    seed_high,
     PACKED: tl.constexpr,
-    ALONG: tl.constexpr,
-    ALONG_CARRIED: tl.constexpr,
-    ACROSS: tl.constexpr,
-    ACROSS_CARRIED: tl.constexpr,
-    CEIL: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    AVERAGED: tl.constexpr,
-    PRESCALE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    HAS_GROUPS: tl.constexpr,
-    EVEN: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
+    ROWS_CARRIER: tl.constexpr,
+    COLUMNS_CARRIER: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    DRAWS: tl.constexpr,
+    TILE: tl.constexpr,
     DOWN: tl.constexpr,
-    IN_MEMORY: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """x [n_rows, n_columns], row-major BF16 in words of two, is read once. PACKED: it is MXFP4, in
-    blocks along its rows. ALONG: blocks along its rows, codes [n_rows, n_columns / 2]; ACROSS:
-    blocks along its columns, codes [n_columns, n_rows / 2]. ..._CARRIED: the mantissa bits of FP8
-    carriers that are written too, or 0; see `carry_kernel`. AVERAGED: rounded towards float32
-    averages [n_rows, n_columns]."""
-    # Programs that run together have tiles below each other, or beside each other.
-    row0 = tl.program_id(0 if DOWN else 1) * TILE_ROWS
-    column0 = tl.program_id(1 if DOWN else 0) * TILE_COLUMNS
-    rows = row0 + 8 * tl.arange(0, TILE_ROWS // 8)[:, None] + tl.arange(0, 8)[None, :]
-    pairs = _read(
-        x_ptr, x_scales_ptr, rows, column0, n_rows, n_columns, PACKED, TILE_COLUMNS, EVEN,
-        INTERPRETED,
-    )  # fmt: skip
+    """Quantizes x [n_rows, n_columns], which is row-major and read once.
+
+    x: a Source. PACKED: the block size of its codes, which are blocked along the rows; 0 for BF16.
+    along_rows: an Output of blocks along the rows, with codes [n_rows, n_columns / 2].
+    along_columns: an Output of blocks along the columns, with codes [n_columns, n_rows / 2].
+    ROWS_CARRIER, COLUMNS_CARRIER: the mantissa bits of the FP8 carriers that the copy has, or 0;
+        None if there is no such copy.
+    average_ptr: float32 [n_rows, n_columns], towards which rounding ema rounds.
+    random, ROUNDING, DRAWS, TILE: see arguments.py. DOWN: whether programs that run together have
+        tiles below each other, instead of beside each other.
+    """
+    row0 = tl.program_id(0 if DOWN else 1) * TILE.ROWS
+    column0 = tl.program_id(1 if DOWN else 0) * TILE.COLUMNS
+    rows = row0 + 8 * tl.arange(0, TILE.ROWS // 8)[:, None] + tl.arange(0, 8)[None, :]
+    pairs = _read(x, rows, column0, n_rows, n_columns, PACKED, TILE.COLUMNS, TILE.EVEN, INTERPRETED)
     index = 0
     rest = 0
     average = 0
-    if AVERAGED:
-        at = column0 + tl.arange(0, TILE_COLUMNS)[None, None, :]
-        average = loaded(average_ptr, rows[:, :, None], at, n_rows, n_columns, EVEN)
-    if IN_MEMORY:
-        step = tl.load(step_ptr)
-    noise = step, seed_low, seed_high
-    if STOCHASTIC:
-        place = rows_ptr, groups_ptr, n_rows, n_columns // 8, per_row
+    if ROUNDING.AVERAGED:
+        at = column0 + tl.arange(0, TILE.COLUMNS)[None, None, :]
+        average = loaded(average_ptr, rows[:, :, None], at, n_rows, n_columns, TILE.EVEN)
+    noise = noise_of(random, DRAWS.IN_MEMORY)
+    if ROUNDING.STOCHASTIC:
+        place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row
         index = placed_in_tile(
-            place, row0, column0, TILE_ROWS, TILE_COLUMNS, HAS_GROUPS, INTERPRETED
+            place, row0, column0, TILE.ROWS, TILE.COLUMNS, DRAWS.HAS_GROUPS, INTERPRETED
         )
-    if ALONG:
-        if STOCHASTIC:
-            rest = rest_of_tile(index, noise, along_stream, INTERPRETED)
-        fold = folded(
-            x_ptr, x_scales_ptr, along_tally_ptr, n_rows, n_columns, ALONG_CARRIED, PACKED
-        )
-        out = along_codes_ptr, along_scales_ptr, along_carriers_ptr
-        along(
-            pairs, rest, average, out, fold, rows, column0, n_rows, n_columns,
-            ALONG_CARRIED, CEIL, STOCHASTIC, AVERAGED, PRESCALE, EVEN, INTERPRETED,
+    if ROWS_CARRIER is not None:
+        if ROUNDING.STOCHASTIC:
+            rest = rest_of_tile(index, noise, along_rows.stream, INTERPRETED)
+        exponent = _shared_exponent(x, along_rows.counts, n_rows, n_columns, ROWS_CARRIER, PACKED)
+        quantize_along_rows(
+            pairs, rest, average, along_rows, exponent, rows, column0, n_rows, n_columns,
+            ROWS_CARRIER, ROUNDING, TILE.EVEN, INTERPRETED,
         )  # fmt: skip
-    if ACROSS:
-        if STOCHASTIC:
-            rest = rest_of_tile(index, noise, across_stream, INTERPRETED)
-        fold = folded(
-            x_ptr, x_scales_ptr, across_tally_ptr, n_rows, n_columns, ACROSS_CARRIED, PACKED
+    if COLUMNS_CARRIER is not None:
+        if ROUNDING.STOCHASTIC:
+            rest = rest_of_tile(index, noise, along_columns.stream, INTERPRETED)
+        exponent = _shared_exponent(
+            x, along_columns.counts, n_rows, n_columns, COLUMNS_CARRIER, PACKED
         )
-        out = across_codes_ptr, across_scales_ptr, across_carriers_ptr
-        across(
-            pairs, rest, average, out, fold, row0, column0, n_rows, n_columns,
-            ACROSS_CARRIED, CEIL, STOCHASTIC, AVERAGED, PRESCALE, EVEN, INTERPRETED,
+        quantize_along_columns(
+            pairs, rest, average, along_columns, exponent, row0, column0, n_rows, n_columns,
+            COLUMNS_CARRIER, ROUNDING, TILE.EVEN, INTERPRETED,
         )  # fmt: skip

@@ -122,6 +122,15 @@ def placed_in_tile(
 
 
 @triton.jit
+def noise_of(random, IN_MEMORY: tl.constexpr):
+    """(step, the words of the seed) of a `Random`."""
+    step = random.step
+    if IN_MEMORY:
+        step = tl.load(random.step_in_memory)
+    return step, random.seed_low, random.seed_high
+
+
+@triton.jit
 def rest_of_tile(index, noise, stream, INTERPRETED: tl.constexpr):
     """`rest16` of its elements, [ROWS / 8, 8, COLUMNS]. noise: (step, the seed's words)."""
     step, seed_low, seed_high = noise

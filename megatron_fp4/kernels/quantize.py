@@ -1,34 +1,56 @@
-"""Launches the quantize kernels: matrices in, QuantizedTensors out, for one direction or both."""
+"""Launches the quantize kernels: a matrix in, one quantized copy or two out.
+
+A copy has blocks along one axis of the matrix. Both copies are made in one read.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import GROUP, Key, Noise, Placement, Signs, word
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, average_for
-from megatron_fp4.kernels.carrier import tally_for
+from megatron_fp4.kernels.arguments import Draws, Output, Random, Rounding, Source, Tile
 from megatron_fp4.kernels.fp8 import FORMATS
 from megatron_fp4.kernels.hadamard import transform_kernel
-from megatron_fp4.kernels.launch import VERSION, Launch, kept, planned, tiles
-from megatron_fp4.kernels.mxfp4 import BLOCK, quantize_kernel
+from megatron_fp4.kernels.launch import (
+    INTERPRETED,
+    NUMBER,
+    VERSION,
+    Launch,
+    kept,
+    planned,
+    tiles,
+)
+from megatron_fp4.kernels.mxfp4 import quantize_kernel
 from megatron_fp4.operands import Carriers, Made
 
 HADAMARD_GROUPS = (32, 64, 128)
+BLOCKS = (16, 32)  # block sizes
 _REGISTERS = 128 if VERSION < (3, 7) else 136  # what Triton 3.9 makes would spill with 128
 _MASK = 0xFFFFFFFF
+SILENCE = Noise(Key(0), 0)
+
+# The types of the kernels' arguments; see `Launch`.
+RANDOM = Random(torch.int64, torch.int64, NUMBER, NUMBER, torch.int64, NUMBER, NUMBER)
+_NO_RANDOM = Random(None, None, 0, 0, None, 0, 0)
+_SOURCE = Source(torch.int32, torch.uint8)
+_OUTPUT = Output(torch.int32, torch.uint8, torch.int32, torch.int32, NUMBER)
+_NO_OUTPUT = Output(None, None, None, None, 0)
 
 
 class Copy(NamedTuple):
-    """One copy of a matrix [rows, columns], blocked along `axis`. noise: for a stochastic
-    quantizer. signs: of the Hadamard transform, if it has any. carrier: the FP8 dtype in which its
-    elements are written too, which a transform leaves out."""
+    """One quantized copy of a matrix [rows, columns].
+
+    axis: the blocked axis. noise: for a stochastic quantizer. signs: the random signs of the
+    Hadamard transform, if it has any. carrier: the FP8 dtype of the carriers that are written too;
+    None, or a transform, writes none.
+    """
 
     axis: int
     noise: Noise | None = None
@@ -43,119 +65,135 @@ def quantize(
     group: int = 0,
     average: Tensor | None = None,
 ) -> list[Made]:
-    """The copies (one, or one for each axis) of x [rows, columns], which is read once, but for
-    each copy that is transformed. All share the quantizer, the transform's group and, where they
-    draw noise or signs, seed, step and placement. average: see `quantize_matrix`."""
-    average = None if quantizer.rounding != "ema" else average_for(x, quantizer, average)
+    """Quantizes a matrix to E2M1 codes with E8M0 scales, along one axis or along each.
+
+    x: BF16 [rows, columns], or codes with blocks along the rows. It is read once; a transform reads
+        it once for each copy.
+    quantizer, group: of all copies; a group is that of a Hadamard transform, 0 is none.
+    copies: one, or one for each axis. They share seed, step and placement.
+    average: float32 [rows, columns], for rounding ema.
+    """
     if isinstance(x, QuantizedTensor):
-        packed, source, x_scales = True, x.codes, x.scales
+        source, x_scales, packed = x.codes, x.scales, x.quantizer.block[1]
     else:
         if not x.is_contiguous() or x.storage_offset() % 2:
             x = x.clone(memory_format=torch.contiguous_format)  # words of two begin at even places
-        packed, source, x_scales = False, x, None
-    made = [_empty(source, x.shape, quantizer, copy, carries=not group) for copy in copies]
+        source, x_scales, packed = x, None, 0
     if group:
-        _transform(source, x.shape, quantizer, copies, group, made)
-    else:
-        _quantize(source, x_scales, x.shape, quantizer, copies, average, packed, made)
+        return _transform(source, x.shape, quantizer, copies, group)
+    rows, columns = x.shape
+    noise = copies[0].noise or SILENCE
+    in_memory, has_groups = type(noise.key.step) is not int, noise.placement.groups is not None
+    random: Sequence[Tensor | int | None] = _NO_RANDOM
+    if quantizer.stochastic:
+        random = random_of(source, noise, in_memory, rows, columns)
+    made: list[Made] = []
+    # Along the rows, and along the columns.
+    outputs: list[tuple[Tensor | int | None, ...]] = [_NO_OUTPUT, _NO_OUTPUT]
+    wanted: list[torch.dtype | bool] = [False, False]
+    for axis, drawn, _, carrier in copies:
+        codes, scales = _room(source, rows, columns, quantizer, axis)
+        stream = 0 if drawn is None else signed(drawn.stream)
+        carriers = values = counts = None
+        if carrier is not None:
+            carriers = _room_for_carriers(source, rows, columns, axis, carrier)
+            values, _, _, counts = carriers
+        made.append(Made(QuantizedTensor(codes, scales, None, quantizer, x.shape, axis), carriers))
+        outputs[1 - axis] = codes, scales, values, counts, stream
+        wanted[1 - axis] = carrier or True
+    copied = wanted[0], wanted[1]
+    start = _quantize_launch(rows, columns, quantizer, packed, *copied, in_memory, has_groups)
+    if quantizer.rounding == "ema":
+        average = average_for(x, quantizer, average)
+        assert average is not None
+        average = average.to(torch.float32).contiguous()
+    start(source, x_scales, *outputs[0], *outputs[1], average, *random, rows, columns)
     return made
 
 
 def _transform(
-    source: Tensor,
-    shape: torch.Size,
-    quantizer: Quantizer,
-    copies: Sequence[Copy],
-    group: int,
-    made: Sequence[Made],
-) -> None:
-    """Fills `made` with transformed copies."""
+    source: Tensor, shape: torch.Size, quantizer: Quantizer, copies: Sequence[Copy], group: int
+) -> list[Made]:
+    """Copies that are transformed before they are quantized, one launch for each."""
     rows, columns = shape
-    for copy, operand in zip(copies, made, strict=True):
-        signs = copy.signs or Signs((copy.noise or SILENCE).key, 0)
-        noise = copy.noise or Noise(signs.key, 0)
+    made = []
+    for axis, drawn, turned, _ in copies:
+        signs = turned or Signs((drawn or SILENCE).key, 0)
+        noise = drawn or Noise(signs.key, 0)
         in_memory = is_in_memory(noise.key.step, signs.draw)
-        form = copy.signs is not None, in_memory, noise.placement.groups is not None
-        start = _transform_launch(rows, columns, quantizer, copy.axis, group, *form)
-        codes, scales, *_, stream = _written(operand, copy)
-        turn = signed(signs.stream), *given(signs.draw, in_memory, source)
-        place = drawn(source, quantizer, noise, in_memory, rows, columns)
-        start([source, codes, scales, stream, *turn, *place])
+        codes, scales = _room(source, rows, columns, quantizer, axis)
+        form = turned is not None, in_memory, noise.placement.groups is not None
+        start = _transform_launch(rows, columns, quantizer, axis, group, *form)
+        output = codes, scales, None, None, signed(noise.stream)
+        draw = signed(signs.stream), *given(signs.draw, in_memory, source)
+        stochastic = quantizer.stochastic
+        random = random_of(source, noise, in_memory, rows, columns, places=stochastic)
+        start(source, *output, *draw, *random, rows, columns)
+        made.append(Made(QuantizedTensor(codes, scales, None, quantizer, shape, axis)))
+    return made
 
 
-def _quantize(
-    source: Tensor,
-    x_scales: Tensor | None,
-    shape: torch.Size,
-    quantizer: Quantizer,
-    copies: Sequence[Copy],
-    average: Tensor | None,
-    packed: bool,
-    made: Sequence[Made],
-) -> None:
-    """Fills `made` with copies that are not transformed."""
-    rows, columns = shape
-    operands: list[Tensor | int | None] = [source, x_scales, *_NOWHERE, *_NOWHERE]
-    wanted: list[torch.dtype | bool] = [False, False]  # along rows, across them
-    for copy, operand in zip(copies, made, strict=True):
-        place = 1 - copy.axis
-        operands[2 + 5 * place : 7 + 5 * place] = _written(operand, copy)
-        wanted[place] = copy.carrier or True
-    noise = copies[0].noise or SILENCE
-    in_memory, has_groups = type(noise.key.step) is not int, noise.placement.groups is not None
-    along, across = wanted
-    start = _quantize_launch(rows, columns, quantizer, packed, along, across, in_memory, has_groups)
-    operands.append(None if average is None else average.to(torch.float32).contiguous())
-    operands += drawn(source, quantizer, noise, in_memory, rows, columns)
-    start(operands)
+def _room(
+    like: Tensor, rows: int, columns: int, quantizer: Quantizer, axis: int
+) -> tuple[Tensor, Tensor]:
+    """Uninitialized codes and scales of a copy."""
+    k, others = (columns, rows) if axis else (rows, columns)
+    codes = like.new_empty((others, k // 2), dtype=torch.uint8)
+    return codes, codes.new_empty((others, k // quantizer.block[1]))
 
 
-_NOWHERE = None, None, None, None, 0  # codes, scales, carriers, tally, stream
+def _room_for_carriers(
+    like: Tensor, rows: int, columns: int, axis: int, element: torch.dtype
+) -> Carriers:
+    """Uninitialized carriers of a copy."""
+    k, others = (columns, rows) if axis else (rows, columns)
+    return Carriers(
+        like.new_empty((others, k), dtype=torch.uint8),
+        element,
+        like.new_empty((others, 1), dtype=torch.float32),
+        like.new_empty(4, dtype=torch.int32),
+    )
 
 
-def drawn(
-    source: Tensor,
-    quantizer: Quantizer,
+def random_of(
+    like: Tensor,
     noise: Noise,
     in_memory: bool,
     rows: int,
     columns: int,
-) -> list[Tensor | int | None]:
-    """What kernels are told of the noise of a matrix [rows, columns], but for the stream: where
-    rows and groups lie, its size, groups in a row, step and seed."""
+    places: bool = True,
+) -> tuple[Tensor | int | None, ...]:
+    """A kernel's `Random` argument for a matrix [rows, columns].
+
+    in_memory: whether the step is read from memory. places: False if only the signs of a transform
+    are random, which do not depend on the place.
+    """
     place, key = noise.placement, noise.key
-    at_rows = place.rows
-    if at_rows is None and quantizer.stochastic:
-        at_rows = _rows(source, rows, place)
+    at_rows = _rows(like, rows, place) if places else None
     groups = place.groups_per_row or columns // GROUP
-    return [
-        at_rows if quantizer.stochastic else None,
-        place.groups,
-        rows,
-        columns,
-        groups,
-        *given(key.step, in_memory, source),
-        *key.signed_words,
-    ]
+    return at_rows, place.groups, groups, *given(key.step, in_memory, like), *key.signed_words
 
 
 def is_in_memory(*numbers: int | Tensor) -> bool:
-    """Whether a kernel is to read one of these there, for a CUDA graph; a launch with numbers costs
-    less host time."""
+    """Whether a kernel reads these numbers from memory, as it must if one of them is a tensor (in a
+    CUDA graph). A launch that passes them as integers costs less host time."""
     return any(isinstance(number, Tensor) for number in numbers)
 
 
 def given(number: int | Tensor, in_memory: bool, like: Tensor) -> tuple[int, Tensor | None]:
-    """What a kernel is told of a number: it, and where it lies, of which one counts."""
+    """A 64-bit number for a kernel: (its low word as an int32, a tensor that holds it); the kernel
+    reads the latter if `in_memory`."""
     if isinstance(number, Tensor):
         assert number.dtype == torch.int64  # as kernels read it
         return 0, number
-    number &= _MASK
-    number = number - 2**32 if number >= 2**31 else number
+    number = signed(number & _MASK)
     return number, kept(word, number, like) if in_memory else None
 
 
-SILENCE = Noise(Key(0), 0)
+def signed(word: int) -> int:
+    """An unsigned 32-bit word as the int32 with the same bits: Triton types an integer by its
+    value, and would compile another kernel for one beyond int32."""
+    return word - 2**32 if word >= 2**31 else word
 
 
 @planned
@@ -163,33 +201,37 @@ def _quantize_launch(
     rows: int,
     columns: int,
     quantizer: Quantizer,
-    packed: bool,
-    along: torch.dtype | bool,
-    across: torch.dtype | bool,
+    packed: int,
+    along_rows: torch.dtype | bool,
+    along_columns: torch.dtype | bool,
     in_memory: bool,
     has_groups: bool,
 ) -> Launch:
-    """The kernel for one direction or both. along, across: whether there is such a copy, or the
-    elements of its carriers."""
-    has_along, has_across = along is not False, across is not False
-    carried = bool(_mantissa(along) or _mantissa(across))
-    height, width, warps, down, registers = tile(quantizer, packed, has_along, has_across, carried)
-    constants = dict(
-        PACKED=packed,
-        ALONG=has_along,
-        ALONG_CARRIED=_mantissa(along),
-        ACROSS=has_across,
-        ACROSS_CARRIED=_mantissa(across),
-        DOWN=down,
-        AVERAGED=quantizer.rounding == "ema",
+    """The launch for copies that are not transformed.
+
+    packed: the block size of the source's codes; 0 for BF16. along_rows, along_columns: whether
+    there is such a copy, or the dtype of its carriers.
+    """
+    wanted = along_rows, along_columns
+    carriers = [_mantissa(each) if each else None for each in wanted]
+    height, width, warps, down, registers = tile(
+        quantizer, bool(packed), bool(along_rows), bool(along_columns), any(carriers)
     )
-    constants |= _form(quantizer, in_memory, has_groups) | _tiled(rows, columns, height, width)
     grid = tiles(columns, width), tiles(rows, height)
     return Launch(
         quantize_kernel,
         grid[::-1] if down else grid,
-        constants,
-        _WORDS,
+        (_SOURCE, _OUTPUT, _OUTPUT, torch.float32, RANDOM, rows, columns),
+        dict(
+            PACKED=packed,
+            ROWS_CARRIER=carriers[0],
+            COLUMNS_CARRIER=carriers[1],
+            ROUNDING=rounding_of(quantizer),
+            DRAWS=Draws(in_memory, has_groups),
+            TILE=_tile(rows, columns, height, width),
+            DOWN=down,
+            INTERPRETED=INTERPRETED,
+        ),
         num_warps=warps,
         maxnreg=registers,
     )
@@ -206,86 +248,57 @@ def _transform_launch(
     in_memory: bool,
     has_groups: bool,
 ) -> Launch:
-    """The kernel for one copy. Two from one read would hold registers for both at once, and take
-    longer."""
+    """The launch for one transformed copy. Two copies from one read would need registers for both
+    at once, and take longer."""
     height, width = (64, max(64, group)) if axis == 1 else (128, 32)
-    factor = 1.0 if group == 64 else 1 / math.sqrt(group)
-    constants = dict(GROUP=group, FACTOR=factor, AXIS=axis, HAS_SIGNS=has_signs)
     return Launch(
         transform_kernel,
         (tiles(rows, height), tiles(columns, width)),
-        constants | _form(quantizer, in_memory, has_groups) | _tiled(rows, columns, height, width),
-        {"codes_ptr": torch.int32},
+        (torch.bfloat16, _OUTPUT, NUMBER, NUMBER, torch.int64, RANDOM, rows, columns),
+        dict(
+            GROUP=group,
+            FACTOR=1.0 if group == 64 else 1 / math.sqrt(group),
+            AXIS=axis,
+            HAS_SIGNS=has_signs,
+            ROUNDING=rounding_of(quantizer),
+            DRAWS=Draws(in_memory, has_groups),
+            TILE=_tile(rows, columns, height, width),
+            INTERPRETED=INTERPRETED,
+        ),
         num_warps=1,
         num_stages=1,  # loads that wait in shared memory only cost their way through it
         maxnreg=None if axis == 1 else 128 if group < 128 else 255,
     )
 
 
-# What the kernel reads and writes in words of four bytes.
-_WORDS = dict.fromkeys(
-    (
-        "x_ptr",
-        "along_codes_ptr",
-        "along_carriers_ptr",
-        "across_codes_ptr",
-        "across_carriers_ptr",
-    ),
-    torch.int32,
-)
-
-
-def _form(quantizer: Quantizer, in_memory: bool, has_groups: bool) -> dict[str, Any]:
-    return dict(
+def rounding_of(quantizer: Quantizer) -> Rounding:
+    """The kernels' constants for a quantizer with E8M0 scales."""
+    return Rounding(
+        BLOCK=quantizer.block[1],
         CEIL=quantizer.rule == "ceil",
         STOCHASTIC=quantizer.stochastic,
+        AVERAGED=quantizer.rounding == "ema",
         PRESCALE=quantizer.prescale,
-        INTERPRETED=triton.knobs.runtime.interpret,
-        IN_MEMORY=in_memory,
-        HAS_GROUPS=has_groups,
     )
 
 
-def _tiled(rows: int, columns: int, tile_rows: int, tile_columns: int) -> dict[str, Any]:
-    even = rows % tile_rows == columns % tile_columns == 0
-    return dict(EVEN=even, TILE_ROWS=tile_rows, TILE_COLUMNS=tile_columns)
-
-
-def _written(made: Made, copy: Copy) -> tuple[Tensor | int | None, ...]:
-    """Where a kernel puts a copy, and the stream of its noise."""
-    operand, carriers = made
-    stream = 0
-    if copy.noise is not None:
-        stream = copy.noise.stream
-        stream = stream - 2**32 if stream >= 2**31 else stream
-    codes, scales = operand.codes, operand.scales  # type: ignore[union-attr]
-    if carriers is None:
-        return codes, scales, None, None, stream
-    return codes, scales, carriers.values, carriers.counts, stream
-
-
-def _empty(
-    like: Tensor, shape: torch.Size, quantizer: Quantizer, copy: Copy, carries: bool
-) -> Made:
-    """Room for a copy; with its carriers, if they are asked for and `carries`."""
-    k, others = shape[copy.axis], shape[1 - copy.axis]
-    codes = like.new_empty(others, k // 2, dtype=torch.uint8)
-    scales = like.new_empty(others, k // BLOCK, dtype=torch.uint8)
-    operand = QuantizedTensor(codes, scales, None, quantizer, shape, copy.axis)
-    if copy.carrier is None or not carries:
-        return Made(operand)
-    return Made(operand, Carriers(codes.new_empty(others, k), copy.carrier, tally_for(codes)))
+def _tile(rows: int, columns: int, height: int, width: int) -> Tile:
+    return Tile(height, width, EVEN=rows % height == columns % width == 0)
 
 
 def _mantissa(carrier: torch.dtype | bool) -> int:
+    """The mantissa bits of an FP8 dtype; 0 if no carriers are written."""
     return FORMATS[carrier][0] if isinstance(carrier, torch.dtype) else 0
 
 
 def tile(
     quantizer: Quantizer, packed: bool, along: bool, across: bool, carried: bool
 ) -> tuple[int, int, int, bool, int | None]:
-    """(rows, columns, warps) of a program, whether those that run together have tiles below each
-    other, and the most registers of a thread, by what was fastest on an H200."""
+    """(rows, columns, warps, down, registers) of a program, by what was fastest on an H200.
+
+    down: whether programs that run together have tiles below each other. registers: the most that a
+    thread may use; None leaves it to the compiler.
+    """
     stochastic = quantizer.stochastic
     if quantizer.rounding == "ema":
         return 64, 64, 8, False, None  # as much as registers hold
@@ -301,24 +314,18 @@ def tile(
 
 
 def _rows(source: Tensor, rows: int, place: Placement) -> Tensor:
-    """Where the rows lie in the unsharded matrix."""
+    """int64: the places of the rows in the unsharded matrix."""
     if place.rows is not None:
         return place.rows
-    # In as many rows as a power of two: there are few of these to keep.
+    # Rounded up to a power of two, so that few tables serve all numbers of rows.
     return kept(_rows_from(place.first_row), 1 << (rows - 1).bit_length(), source)
 
 
 @cache
 def _rows_from(first: int) -> Callable[..., Tensor]:
-    """What makes `number` row indices from `first` on."""
+    """A function of `number` that makes as many row indices, from `first` on."""
 
     def rows(number: int, *, device: torch.device) -> Tensor:
         return torch.arange(first, first + number, device=device)
 
     return rows
-
-
-def signed(word: int) -> int:
-    """An unsigned 32-bit word as the int32 of the same bits: Triton types a number by its size,
-    and would compile anew for one beyond int32."""
-    return word - 2**32 if word >= 2**31 else word

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.formats import element_max
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.kernels.encode import nearest, nearest_even, pack
-from megatron_fp4.kernels.launch import Launch, kernel, on, planned, tiles
+from megatron_fp4.kernels.launch import Launch, kernel, planned, tiles
 
 EXPONENTS = {"e4m3": (3, 7), "e5m2": (2, 15), "e2m1": (1, 1)}  # mantissa bits and bias
 TILE_ROWS, TILE_COLUMNS, WARPS = 64, 64, 4
@@ -163,19 +163,16 @@ def quantize(
         lines, along // (2 if quantizer.element == "e2m1" else 1), dtype=torch.uint8
     )
     stored = x.new_empty(lines if quantizer.block[0] == 1 else 1, 1, dtype=torch.float32)
-    operands: list[Tensor | int | None] = [x, None if fold is None else fold.contiguous()]
+    if fold is not None:
+        fold = fold.float().contiguous()
     find, cast = _launches(rows, columns, quantizer, axis, fold is not None)
-    with on(x):
-        if widest is None:
-            largest = torch.zeros_like(stored, dtype=torch.int32)
-            find([*operands, largest, rows, columns])
-        else:
-            largest = widest.float().contiguous().view(torch.int32)
-        cast([*operands, largest, codes, stored, rows, columns])
+    if widest is None:
+        largest = torch.zeros_like(stored, dtype=torch.int32)
+        find(x, fold, largest, rows, columns)
+    else:
+        largest = widest.float().contiguous().view(torch.int32)
+    cast(x, fold, largest, codes, stored, rows, columns)
     return QuantizedTensor(codes, stored, None, quantizer, x.shape, axis)
-
-
-_BITS = {"x_ptr": torch.int16}
 
 
 @planned
@@ -189,9 +186,11 @@ def _launches(
     form = dict(AXIS=axis, PER_ROW=quantizer.block[0] == 1, HAS_FOLD=has_fold)
     form |= dict(TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS)
     kind = dict(LIMIT=element_max(element), E2M1=element == "e2m1", MANTISSA=mantissa, BIAS=bias)
+    matrix, sizes = (torch.int16, torch.float32, torch.int32), (rows, columns)
+    written = torch.uint8, torch.float32
     return (
-        Launch(largest_kernel, grid, form, _BITS, num_warps=WARPS),
-        Launch(cast_kernel, grid, form | kind, _BITS, num_warps=WARPS),
+        Launch(largest_kernel, grid, (*matrix, *sizes), form, num_warps=WARPS),
+        Launch(cast_kernel, grid, (*matrix, *written, *sizes), form | kind, num_warps=WARPS),
     )
 
 
@@ -218,8 +217,7 @@ def transposed(x: QuantizedTensor) -> QuantizedTensor:
     """x.along(the other axis)."""
     rows, half = x.codes.shape
     codes = x.codes.new_empty(2 * half, rows // 2)
-    with on(codes):
-        _transpose(rows, half)([x.codes.contiguous(), codes, rows, half])
+    _transpose(rows, half)(x.codes.contiguous(), codes, rows, half)
     return replace(x, codes=codes, axis=1 - x.axis)
 
 
@@ -227,4 +225,5 @@ def transposed(x: QuantizedTensor) -> QuantizedTensor:
 def _transpose(rows: int, half: int) -> Launch:
     grid = tiles(rows, TILE_ROWS), tiles(half, TILE_COLUMNS)
     tile = dict(TILE_ROWS=TILE_ROWS, TILE_BYTES=TILE_COLUMNS)
-    return Launch(transpose_kernel, grid, tile, num_warps=WARPS)
+    types = torch.uint8, torch.uint8, rows, half
+    return Launch(transpose_kernel, grid, types, tile, num_warps=WARPS)

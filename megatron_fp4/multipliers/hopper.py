@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,9 +23,13 @@ from torch import Tensor
 from megatron_fp4.arithmetic.formats import FP8_ELEMENTS
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.multipliers.base import Product, dtype_problem, finish
-from megatron_fp4.operands import Decoded, Form, Made
+from megatron_fp4.operands import Carriers, Decoded, Form, Made
 from megatron_fp4.target import Target, kernels_problem
 
+if TYPE_CHECKING:
+    from megatron_fp4.kernels.cublaslt import Factor
+
+BLOCKS = (16, 32)  # sizes that the carrier kernel takes
 ALIGNMENT = 16  # of M, N and K in an FP8 product
 
 
@@ -49,14 +54,17 @@ class Hopper:
     def decode(
         self, made: Sequence[Made], letters: Sequence[str], dtype: torch.dtype
     ) -> list[Form]:
-        kernels, blocked = _kernels(), []
+        blocked = []
         for each, letter in zip(made, letters, strict=True):
             assert isinstance(each.operand, QuantizedTensor)
             if not each.operand.quantizer.outer:
-                blocked.append((each.operand, self.carrier(letter), each.carriers))
-        carried = iter(kernels.carried(blocked)) if blocked else iter(())
+                element = torch.float8_e5m2 if letter == "dy" else torch.float8_e4m3fn
+                blocked.append((each.operand, element, each.carriers))
+        carried: list[Form] = list(_kernels().carried(blocked)) if blocked else []
+        if len(carried) == len(made):
+            return carried
         return [
-            _with_row_scales(each.operand) if each.operand.quantizer.outer else next(carried)  # type: ignore
+            _with_row_scales(each.operand) if each.operand.quantizer.outer else carried.pop(0)  # type: ignore[union-attr, arg-type]
             for each in made
         ]
 
@@ -71,14 +79,14 @@ class Hopper:
         out_dtype: torch.dtype,
         into: Tensor | None = None,
     ) -> Tensor:
-        assert isinstance(a, Decoded) and isinstance(b, Decoded)
+        first, second = _factor(a), _factor(b)
         out, adds = into, into is not None and _takes_sums(into)
         if out is None or not adds:
             wide = into is not None or out_dtype != torch.bfloat16
+            shape = len(first.values), len(second.values)
             dtype = torch.float32 if wide else torch.bfloat16
-            out = a.values.new_empty(a.values.shape[0], b.values.shape[0], dtype=dtype)
-        product = _gemm().product
-        product(a.values, b.values, _rows(a), _rows(b), out, alpha=correction, accumulates=adds)
+            out = first.values.new_empty(shape, dtype=dtype)
+        _gemm().multiply(first, second, out, correction, adds)
         return out if adds else finish(out, out_dtype, into)
 
 
@@ -98,12 +106,14 @@ def _formats_problem(product: Product) -> str | None:
 
 def _carrier_problem(quantizer: Quantizer) -> str | None:
     """Why the quantizer's operand cannot be converted to FP8; None if it can."""
-    if quantizer.scale == "fp32" or quantizer.mxfp4:
+    if quantizer.scale == "fp32":
         return None
     if quantizer.scale != "e8m0":
         return f"{quantizer.scale} scales of {quantizer.element} are not powers of two"
-    across, along = quantizer.block
-    return f"the carrier kernel takes blocks of 1 x 32, not of {across} x {along}"
+    height, length = quantizer.block
+    if height == 1 and length in BLOCKS:
+        return None
+    return f"the carrier kernel takes blocks of 1 x 16 and 1 x 32, not of {height} x {length}"
 
 
 @cache
@@ -140,8 +150,12 @@ def _takes_sums(out: Tensor) -> bool:
     return out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % ALIGNMENT == 0
 
 
-def _rows(operand: Decoded) -> Tensor:
-    """The factor of each row of the product: float32 [rows, 1]."""
-    assert operand.outer is not None
-    outer, rows = operand.outer, operand.values.shape[0]
-    return outer if outer.shape[0] == rows else outer.expand(rows, 1).contiguous()
+def _factor(form: Form) -> Factor:
+    """FP8 elements with their row factors, for cuBLASLt."""
+    if isinstance(form, Carriers):
+        return _gemm().Factor(form.values, form.element, form.outer)
+    assert isinstance(form, Decoded) and form.outer is not None
+    values, outer = form.values, form.outer
+    if len(outer) != len(values):
+        outer = outer.expand(len(values), 1).contiguous()
+    return _gemm().Factor(values, values.dtype, outer)

@@ -12,7 +12,6 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -65,8 +64,7 @@ def differences(device: str, of: str = "") -> Iterator[str]:
         else:
             forms = carried([(mine, kind, None) for kind in kinds])
         for element, form in zip(kinds, forms, strict=True):
-            values, fold, tally = form
-            assert fold is not None and tally is not None
+            values, fold, tally = form.elements, form.outer, form.tally
             bottom, top, dtype = ELEMENTS[element]
             largest = torch.where(scale == 255, 0, scale).amax(1, keepdim=True)
             exponent = (largest - top).clamp(min=1) - 127
@@ -95,9 +93,9 @@ def beside(device: str, of: str = "") -> Iterator[str]:
         [made] = quantize(x, quantizer, [Copy(1, carrier=element)])
         assert made.carriers is not None and isinstance(made.operand, QuantizedTensor)
         both = [(made.operand, element, made.carriers), (made.operand, element, None)]
-        forms: list[Any] = carried(both[::order])
-        one, two = (values.cpu().double() * fold.cpu() for values, fold, _ in forms)
-        tallies = [tally.tolist() for *_, tally in forms]
+        forms = carried(both[::order])
+        one, two = (form.elements.cpu().double() * form.outer.cpu() for form in forms)
+        tallies = [form.tally.tolist() for form in forms]
         if not torch.equal(one.nan_to_num(7e30), two.nan_to_num(7e30)) or tallies[0] != tallies[1]:
             yield f"{element}, mended {order}: differ, or count {tallies}"
 

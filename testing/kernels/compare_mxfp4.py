@@ -199,11 +199,8 @@ def difference(case: Case, device: str) -> str | None:
         if kernels.carriers is not None:
             carriers += _wrong_carriers(kernels)
             if case.filled in ("zeros in rows", "Inf in columns"):  # these rows need no mending
-                [(_, fold, _)] = carrier.carried(
-                    [(operand, kernels.carriers.element, kernels.carriers)]
-                )
-                assert fold is not None
-                carriers += len(fold[~(operand.scales == 255).any(1)].unique()) > 1
+                [form] = carrier.carried([(operand, kernels.carriers.element, kernels.carriers)])
+                carriers += len(form.outer[~(operand.scales == 255).any(1)].unique()) > 1
     # Codes after a transform may differ in 1e-4 of the elements: the order of its sums.
     allowed = len(case.axes) * x.shape.numel() * 1e-4 if case.group else 0
     if codes + scales <= allowed and not carriers:
@@ -217,7 +214,7 @@ def _wrong_carriers(made: Made) -> int:
     q, carriers = made.operand, made.carriers
     assert isinstance(q, QuantizedTensor) and carriers is not None
     [form] = carrier.carried([(q, carriers.element, carriers)])
-    elements, fold, counts = (t.cpu() for t in form if t is not None)
+    elements, fold, counts = (t.cpu() for t in (form.elements, form.outer, form.tally))
     plain = replace(
         q, codes=q.codes.cpu(), scales=q.scales.cpu(), axis=1,
         shape=torch.Size((len(q.codes), q.shape[q.axis])),

@@ -12,7 +12,7 @@ CARRIERS = {
     "halves go down": Mistake("48 x", encode.nearest_even, halves_down),
     "a NaN is the largest": Mistake(
         "16 x 96",
-        carrier._row_fold,
+        carrier._row_exponent,
         lambda right, scales, TOP: tl.maximum(tl.max(scales, 1) - TOP, 1),
     ),
     "zeros are counted": Mistake(
@@ -24,5 +24,5 @@ CARRIERS = {
     "the first operand's place": Mistake(
         "16 x 96", carrier._operand, argument("program", lambda _: tl.program_id(0))
     ),
-    "the first tile for all": Mistake("9632", carrier._carry, argument("block0", lambda _: 0)),
+    "the first tile for all": Mistake("9632", carrier._convert, argument("block0", lambda _: 0)),
 }

@@ -162,7 +162,7 @@ WRITTEN_CARRIERS = {
         "subnormal rows", carrier._holds_codes, result(lambda holds: holds * 0)
     ),
     "the rule's fold for all": Mistake(
-        CARRIED, carrier._final_fold, lambda right, wanted, fold, likely: fold
+        CARRIED, carrier._final_exponent, lambda right, wanted, exponent, guess: exponent
     ),
 }
 

@@ -1,0 +1,80 @@
+"""The arguments that several kernels take, as named tuples.
+
+Lower-case fields are pointers and integers, of which each launch has its own; upper-case ones are
+constants of the compiled kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Source(NamedTuple):
+    """The matrix that is quantized: BF16 in words of two, or words of eight codes with scales.
+
+    scales: pointer, or 0 for a BF16 matrix.
+    """
+
+    values: Any
+    scales: Any
+
+
+class Output(NamedTuple):
+    """Where one quantized copy of a matrix is written.
+
+    codes: words of eight codes. scales: bytes. carriers: words of four FP8 elements, and counts:
+    int32, see `operands.Carriers`; both 0 if no carriers are written. stream: the number of the
+    random stream that rounds this copy.
+    """
+
+    codes: Any
+    scales: Any
+    carriers: Any
+    counts: Any
+    stream: Any
+
+
+class Random(NamedTuple):
+    """What the random bits of a matrix depend on, beside the stream.
+
+    rows, groups: int64, the place of each row, and of each group of eight columns, in the unsharded
+    matrix. groups_per_row: of the unsharded matrix. step: the training step; step_in_memory: int64
+    [] that holds it, if IN_MEMORY. seed_low, seed_high: the words of the seed.
+    """
+
+    rows: Any
+    groups: Any
+    groups_per_row: Any
+    step: Any
+    step_in_memory: Any
+    seed_low: Any
+    seed_high: Any
+
+
+class Rounding(NamedTuple):
+    """How a matrix is quantized: the fields of `Quantizer` that the kernels read.
+
+    BLOCK: the elements that share a scale, 16 or 32. AVERAGED: rounding ema.
+    """
+
+    BLOCK: int
+    CEIL: bool
+    STOCHASTIC: bool
+    AVERAGED: bool
+    PRESCALE: float
+
+
+class Draws(NamedTuple):
+    """How random bits are drawn: whether the step is read from memory, and whether groups of
+    columns have places of their own."""
+
+    IN_MEMORY: bool
+    HAS_GROUPS: bool
+
+
+class Tile(NamedTuple):
+    """The part of a matrix that a program reads. EVEN: whether tiles fill the matrix."""
+
+    ROWS: int
+    COLUMNS: int
+    EVEN: bool
