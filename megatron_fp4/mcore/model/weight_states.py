@@ -236,7 +236,7 @@ class WeightStates:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of the states that optimizers and checkpoints have now; () before the first."""
+        """The keys of the states in optimizers and checkpoints; () while optimizers have none."""
         return tuple(map(key_of, self.names)) if self._in_optimizers else ()
 
     def has(self, weight: Tensor) -> bool:
