@@ -81,7 +81,7 @@ def _quiet() -> None:
         "Apex is not installed",
         "Only transformer-engine>=1.7.0 supports MoE experts, but your version is 0.0.0",
         "absl.logging is not installed",
-        "MimoModelConfig is experimental",  # 0.19.2 imports it for every model
+        "MimoModelConfig is experimental",  # Megatron-core 0.19.2 imports it for every model
         "torch.distributed is disabled, unavailable or uninitialized",  # from its checkpoints
         "The argument order of load has been changed",
         "Please use DTensor instead and we are deprecating ShardedTensor",

@@ -1,8 +1,8 @@
 """Compares the run that saved a checkpoint with the launch that loads it, by their arguments.
 
-Every checkpoint contains Megatron's arguments. Compared here is what the saved state has to fit:
-model, layout, optimizer and learning-rate schedule. compare_numerics.py compares the numerics. T
-stands for megatron/training.
+Every checkpoint contains Megatron's arguments. This module compares what the saved state has to
+fit: model, layout, optimizer and learning-rate schedule. compare_numerics.py compares the numerics.
+T stands for megatron/training.
 """
 
 import argparse

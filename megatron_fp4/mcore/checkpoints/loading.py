@@ -42,7 +42,7 @@ def install() -> None:
     saving.install()
 
 
-# --- the same numerics ---------------------------------------------------------------------------
+# --- numerics ------------------------------------------------------------------------------------
 
 
 def _comparing(upstream: Callable[..., None]) -> Callable[..., None]:
@@ -56,7 +56,7 @@ def _comparing(upstream: Callable[..., None]) -> Callable[..., None]:
     return check_checkpoint_args
 
 
-# --- a whole checkpoint --------------------------------------------------------------------------
+# --- complete and unchanged files ----------------------------------------------------------------
 
 
 def _if_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +76,8 @@ def _if_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if saved is not None:
             _of_checkpoint[:] = [saved]
             goes_on = not (args.finetune or release)
-            if goes_on and torch.distributed.is_initialized():  # all arguments are known by then
+            # Once process groups exist, all arguments of the launch are known.
+            if goes_on and torch.distributed.is_initialized():
                 compare_state.check_optimizer_state(saved, args)
                 compare_state.check_schedule(saved, args)
         return loaded
@@ -141,7 +142,7 @@ def _is_judged(args: argparse.Namespace) -> bool:
     return plain and args.ckpt_format in ("torch_dist", "torch")
 
 
-# --- what cannot be loaded, in one line ----------------------------------------------------------
+# --- errors in loading, as one line --------------------------------------------------------------
 
 
 def _in_one_line(upstream: Callable[..., Any]) -> Callable[..., Any]:

@@ -231,7 +231,7 @@ def _agree_on_rates(current: list[dict[str, Any]], saved: list[dict[str, Any]]) 
             target |= {rate: source[rate] for rate in _RATES if rate in source}
 
 
-# --- experts in an optimizer of their own ------------------------------------------------------
+# --- a separate optimizer for experts ----------------------------------------------------------
 
 
 def _of_other_experts(upstream: Callable[..., None]) -> Callable[..., None]:

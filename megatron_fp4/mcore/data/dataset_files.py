@@ -27,8 +27,8 @@ class _Head(NamedTuple):
     """The header of an .idx file.
 
     magic, version: of the file format. code: the tokens' dtype, as megatron.core's DType numbers
-    it. sequences, documents: how many the dataset has; `documents` is one more than the number of
-    documents, since the index stores their boundaries.
+    it. sequences: the number of sequences. documents: the number of document boundaries, which is
+    one more than the number of documents.
     """
 
     magic: bytes
@@ -104,7 +104,10 @@ def tokens_of(prefix: str) -> int | None:
 
 
 def largest_token(prefix: str) -> int | None:
-    """The largest of the first 65,536 tokens of a complete dataset; None in an object store."""
+    """The largest of the first 65,536 tokens of a complete dataset.
+
+    None if the dataset is in an object store.
+    """
     if is_object_storage_path(prefix):
         return None
     return int(numpy.fromfile(f"{prefix}.bin", _type_of(prefix), _TOKENS_SEEN).max())

@@ -40,7 +40,7 @@ from megatron_fp4.mcore.data.text import (
 )
 
 TOKENIZER_TEXT_BYTES = 64_000_000  # the tokenizer is trained on this much; more changes it little
-SMALLEST_VOCABULARY = 260  # 256 bytes, 3 control tokens and a character
+SMALLEST_VOCABULARY = 260  # a token for each of 256 bytes, 3 control tokens and one character
 LARGEST_VOCABULARY = 2**31 - 1  # SentencePiece counts in 32 bits
 
 

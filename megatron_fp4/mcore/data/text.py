@@ -131,8 +131,8 @@ def _folder_documents(root: Path, json_key: str, left_out: LeftOut) -> Iterator[
 def _files(root: Path, left_out: LeftOut) -> Iterator[Path]:
     """The files under `root` that may be text, at any depth; others are counted in `left_out`.
 
-    Left out are hidden files and folders, links to folders, the output of prepare_data, and folders
-    that cannot be read.
+    Hidden files and folders, links to folders, the output of prepare_data, and folders that cannot
+    be read are left out.
     """
 
     def unreadable(error: OSError) -> None:

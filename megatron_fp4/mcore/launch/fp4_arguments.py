@@ -50,9 +50,10 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def settle_layers_in_bf16(args: argparse.Namespace) -> None:
-    """Sets --num-layers-at-start-in-bf16 and its counterpart for the end to Megatron's default, 1.
+    """Sets Megatron's default, 1, for the numbers of layers at start and end to keep in BF16.
 
-    Values that the command line gives are kept; those that it does not give are None before.
+    Only for flags that were not given. The parser's default for them is None, so that
+    `fp4_flags.layers_in_bf16` can tell whether they were given.
     """
     for name in fp4_flags.LAYERS_IN_BF16:
         if getattr(args, name) is None:

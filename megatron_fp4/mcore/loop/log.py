@@ -44,9 +44,9 @@ _CHATTER: dict[str, tuple[str, ...]] = {
 class Start(io.TextIOBase):
     """Replaces sys.stdout until training starts, and holds back what Megatron prints until then.
 
-    Held back are, for example, Megatron's arguments and the sizes of datasets. Warnings, errors and
-    lines of this package are printed. What was held back is written to FILE beside the checkpoints.
-    It is printed instead with --fp4-verbose, and if the start fails with an error other than a
+    Megatron prints its arguments, the sizes of datasets and much else. Only warnings, errors and
+    lines of this package are let through. The rest is written to FILE beside the checkpoints. It is
+    printed instead with --fp4-verbose, and if the start fails with an error other than a
     ConfigError or an out-of-memory error. Use it as a context manager.
     """
 

@@ -41,7 +41,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype == self.weight.dtype and not self.zero_centered:
-            return self._norm(x, self.weight, self.bias)  # the kernel computes in FP32 itself
+            return self._norm(x, self.weight, self.bias)  # torch's CUDA kernel computes in FP32
         gain = widen(self.weight)
         gain = gain + 1 if self.zero_centered else gain
         bias = None if self.bias is None else widen(self.bias)

@@ -107,7 +107,7 @@ class Run:
             self._training = training
             self.weight_states.gather()
         if step != self._step:
-            self._tell(self.monitor.start_step(step + 1))  # as Megatron's log counts
+            self._tell(self.monitor.start_step(step + 1))  # Megatron's log counts steps from 1
             self._tell_of(self.monitor.rounding)
             self._step = step
             self._counts.clear()
@@ -128,7 +128,7 @@ class Run:
         """`recipe` as it is at this moment: its schedule may have returned GEMMs to BF16."""
         if recipe.bf16_after is None:
             return recipe
-        assert isinstance(moment.step, int)  # refusals/cuda_graphs.py
+        assert isinstance(moment.step, int)  # refusals/cuda_graphs.py refuses schedules in graphs
         return recipe.at(moment.step / max(self.args.train_iters or 1, 1))
 
     def key(self, moment: Moment) -> Key:
@@ -221,7 +221,7 @@ class Run:
         The rows are consecutive numbers in the order of the tokens. They are different for each
         microbatch and for each data-parallel copy of the expert.
         """
-        assert isinstance(moment.microbatch, int)  # refusals/cuda_graphs.py
+        assert isinstance(moment.microbatch, int)  # refusals/cuda_graphs.py refuses experts
         copies = mpu.get_expert_data_parallel_world_size()
         local = moment.microbatch // mpu.get_data_parallel_world_size()
         microbatch = local * copies + mpu.get_expert_data_parallel_rank()
@@ -242,7 +242,7 @@ class Run:
         self._clock = graphs.Clock(device)
         self.monitor.expect(linears * sum(map(len, OPERANDS.values())), device)
 
-    # --- health -----------------------------------------------------------------------------
+    # --- NaN, rounded elements, schedules in the log ----------------------------------------
 
     def _observe(self, module: str, gemm: str, operand: str, tally: Tensor) -> None:
         """Passes the tally of a linear's operand to the monitor.

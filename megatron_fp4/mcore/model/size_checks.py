@@ -96,7 +96,7 @@ def _refusal(error: SizeError, product: str, args: argparse.Namespace) -> Config
     def flag(match: re.Match[str]) -> str:
         name = match[1]
         if name == "num_query_groups" and not args.group_query_attention:
-            name = "num_attention_heads"  # a key and a value for each
+            name = "num_attention_heads"  # without groups each head has a key and a value
         return f"{flag_of(name)} {getattr(args, name)}"
 
     return ConfigError(

@@ -191,7 +191,7 @@ def _patch_megatron() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.training import initialize, training
 
-    jit.disable_jit_fuser()  # for the modules imported later
+    jit.disable_jit_fuser()  # for modules of Megatron that are imported later
     # Upstream's queues the call until CUDA is initialized, which never happens here.
     random._set_cuda_rng_state = _set_rng_state
 

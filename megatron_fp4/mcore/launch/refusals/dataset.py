@@ -129,7 +129,7 @@ def _instead(prefix: str, documents: int) -> str:
     own = "--train-data-path and --valid-data-path"
     if documents == 1:
         return own
-    percent = math.ceil(100 / documents)  # one document at least
+    percent = math.ceil(100 / documents)  # at least one document
     return f"another (such as {100 - percent},{percent},0), or {own}"
 
 

@@ -108,7 +108,7 @@ _IN_WORDS = {
 def megatrons_demands(while_building: bool = False) -> Iterator[None]:
     """A context in which errors of Megatron's checks are raised as ConfigErrors.
 
-    Converted are AssertionError, ValueError and NotImplementedError, and ImportError if Megatron's
+    AssertionError, ValueError and NotImplementedError are converted, and ImportError if Megatron's
     own code raises it.
 
     while_building: for the time while Megatron builds the model and the optimizer. Code of other

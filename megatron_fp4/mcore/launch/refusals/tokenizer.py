@@ -44,7 +44,7 @@ def choice(args: Namespace) -> Iterator[str]:
 
 
 def vocabulary(args: Namespace) -> Iterator[str]:
-    """Refuses an unknown padded vocabulary, or one that tensor-parallel ranks cannot share."""
+    """Refuses a padded vocabulary of unknown size, or not divisible by the tensor-parallel size."""
     rows, parts = args.padded_vocab_size, args.tensor_model_parallel_size
     if rows is None and not args.pad_vocab_size:
         yield (
