@@ -1,1 +1,1 @@
-"""All of the package that knows Megatron."""
+"""The part of the package that depends on Megatron: layers, launch, checkpoints, training loop."""

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node N pretrain_gpt.py <Megatron's flags>
     torchrun --nproc-per-node N -m megatron_fp4.mcore.pretrain <Megatron's flags>
 
-The second works away from the checkout.
-The same command trains on a CPU over gloo and on GPUs over NCCL. A mistake in what was asked for
-ends every rank with status 1 and is told once, in one line.
+The second form needs no checkout of the repository. The same command trains on GPUs over NCCL and,
+on a machine without a GPU, on the CPU over gloo. If the launch is refused (a ConfigError) or a GPU
+runs out of memory, the process exits with status 1, and one rank prints the error as one line.
 """
 
 import logging
@@ -30,21 +30,25 @@ LESS_MEMORY = (
 
 
 def main() -> None:
-    """Trains as sys.argv and the launcher's environment say."""
-    # T/arguments.py:validate_args demands it with tensor parallelism on Hopper and before; CUDA
-    # reads it when it starts. A value of the user's own stays.
+    """Trains a model. The flags are read from sys.argv, the ranks from torchrun's environment.
+
+    Exits with status 1, after one line to stderr, on a ConfigError and if a GPU is out of memory.
+    """
+    # megatron/training/arguments.py:validate_args requires 1 for tensor parallelism on Hopper and
+    # older GPUs. CUDA reads the variable when it is initialized. A value that the user set is kept.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _quiet()
     try:
         cpu.install()
-        # They import megatron, which must find a device.
+        # Imported after cpu.install(): these modules import megatron, which needs a device.
         from megatron_fp4.mcore.loop import gpt
         from megatron_fp4.mcore.model import graphs
 
         gpt.train()
         graphs.release()
     except ConfigError as error:
-        # C/transformer/spec_utils.py:build_module adds this at each level that it builds.
+        # megatron/core/transformer/spec_utils.py:build_module appends "when instantiating ..." to
+        # an error once for each nested module that it builds. Users do not need it.
         _end(re.sub(r"( when instantiating \w+)+$", "", str(error)))
     except torch.OutOfMemoryError as error:
         _end(f"{_first_sentence(error)} {LESS_MEMORY}")
@@ -59,22 +63,26 @@ def _end(text: str) -> NoReturn:
 
 
 def _first_sentence(error: Exception) -> str:
-    """What was asked for; the allocator's advice that follows is of other remedies."""
+    """The first sentence of an error's text: for an out-of-memory error, the size that did not fit.
+
+    The allocator's advice that follows is left out, since LESS_MEMORY gives other remedies.
+    """
     return re.split(r"(?<=\w\.) ", " ".join(str(error).split()))[0]
 
 
 def _quiet() -> None:
-    """Leaves out what Megatron and torch say about optional packages on every rank, at import.
+    """Suppresses the warnings about optional packages that Megatron and torch print on every rank.
 
-    What runs in their place is in the arguments that rank 0 prints.
+    Nothing is lost: Megatron's arguments, which rank 0 prints or writes to start.log, show what
+    runs instead of such a package.
     """
     for start in (
         "Transformer Engine and Apex are not installed",
         "Apex is not installed",
         "Only transformer-engine>=1.7.0 supports MoE experts, but your version is 0.0.0",
         "absl.logging is not installed",
-        "MimoModelConfig is experimental",  # 0.19.2 imports it for every model
-        "torch.distributed is disabled, unavailable or uninitialized",  # in torch's checkpoints
+        "MimoModelConfig is experimental",  # Megatron-core 0.19.2 imports it for every model
+        "torch.distributed is disabled, unavailable or uninitialized",  # from its checkpoints
         "The argument order of load has been changed",
         "Please use DTensor instead and we are deprecating ShardedTensor",
         "'pin_memory' argument is set as true but no accelerator is found",  # on a CPU
@@ -85,11 +93,13 @@ def _quiet() -> None:
 
 
 def _speaks() -> bool:
-    """True in one rank of those that failed, whichever comes first: torchrun ends the others as
-    soon as one has left, be it the one that was to speak."""
+    """Whether this rank is to print the error: True in the first rank that asks.
+
+    No rank is chosen in advance, because torchrun kills all other ranks as soon as one has exited.
+    """
     if torch.distributed.is_initialized():
         return once("error")
-    try:  # at torchrun's own store, which outlives its ranks
+    try:  # torchrun's own store, which exists longer than the ranks
         store = torch.distributed.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -98,7 +108,7 @@ def _speaks() -> bool:
         )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return store.add(f"megatron_fp4:error:{attempt}", 1) == 1
-    except (KeyError, torch.distributed.DistError):  # no launcher, or one that keeps no store
+    except (KeyError, torch.distributed.DistError):  # no launcher, or a launcher without a store
         return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 

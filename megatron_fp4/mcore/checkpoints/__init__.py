@@ -1,1 +1,1 @@
-"""Saving and loading: whole checkpoints, unchanged files, the same numerics."""
+"""Saves and loads checkpoints, and checks that they are complete, unchanged and fit the launch."""

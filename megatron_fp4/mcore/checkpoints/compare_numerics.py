@@ -1,6 +1,7 @@
-"""What a checkpoint was trained with against what a launch would go on with.
+"""Compares the numerics of a checkpoint with those of the launch that resumes from it.
 
-Both are Megatron's arguments: every checkpoint carries those of its run (launch/fp4_arguments.py).
+Both are read from Megatron's arguments. Every checkpoint contains those of the run that saved it,
+and launch/fp4_arguments.py adds the content of recipes to them.
 """
 
 import argparse
@@ -13,7 +14,8 @@ from megatron.training import print_rank_0
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import Recipe
 
-# What must be as it was, besides the content of the recipe, for the numbers to be the same.
+# Arguments that must not change if the results are to stay the same, besides the recipe, each with
+# its name in the message.
 _FLAGS = {
     "fp4_wgrad_fusion": "gradient accumulation fusion (off: --no-gradient-accumulation-fusion)",
     "fp4_plugin_version": "plugin version",
@@ -22,20 +24,22 @@ _FLAGS = {
     "first_last_layers_bf16": "--first-last-layers-bf16",
     "num_layers_at_start_in_bf16": "--num-layers-at-start-in-bf16",
     "num_layers_at_end_in_bf16": "--num-layers-at-end-in-bf16",
-    "micro_batch_size": "--micro-batch-size",  # moves the blocks of wgrad and the rows of noise
+    "micro_batch_size": "--micro-batch-size",  # changes wgrad's blocks and tokens' random bits
 }
-# Fields of a recipe with flags of their own, and those that change no number.
+# Fields of a recipe that have their own flags, and those that do not affect results.
 _SCHEDULE = {"bf16_after": "--fp4-bf16-after", "bf16_gemms": "--fp4-bf16-gemms"}
-_WORDS = ("name", "description", "paper")  # once a recipe had a description of its own
-_SHOWN = 3  # differing fields of a recipe that the line names
+_WORDS = ("name", "description", "paper")  # older versions had `description`
+_SHOWN = 3  # how many differing fields of a recipe the message names
 
 
 def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
-    """Compares a launch with `saved`, the arguments in the checkpoint that it goes on from.
+    """Checks that a launch resumes with the numerics of its checkpoint.
 
-    Raises ConfigError where its FP4 numerics or its padded vocabulary are others, unless
-    --fp4-load-anyway, which prints the difference. A change from or to high precision is what a
-    launch says itself: it is printed.
+    saved: the arguments in the checkpoint. launch: the arguments of the launch.
+
+    Raises ConfigError if the FP4 numerics or the padded vocabulary differ. With --fp4-load-anyway
+    the difference is printed instead. A change from a recipe to none, or the reverse, is always
+    only printed, since the command line shows it.
     """
     _compare_rows(saved, launch)
     then, now = (getattr(args, "fp4_recipe_content", None) for args in (saved, launch))
@@ -55,7 +59,8 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
 
 
 def _compare_rows(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
-    # Rows of padding take part in the softmax. torch_dist loads what fits and leaves the rest.
+    # Rows of padding take part in the softmax. With another number of them torch_dist would load
+    # the rows that both have, without an error.
     then, now = (getattr(args, "padded_vocab_size", None) for args in (saved, launch))
     if None in (then, now) or then == now:
         return
@@ -71,9 +76,11 @@ def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[
     found = []
     for name, flag in _FLAGS.items():
         found += _was_and_is(flag, getattr(saved, name, None), getattr(launch, name, None))
-    if any(_has_schedule(args) for args in (saved, launch)):  # in shares of training
+    # A schedule ends after a share of training, so the step depends on the number of iterations.
+    if any(_has_schedule(args) for args in (saved, launch)):
         found += _was_and_is("--train-iters", saved.train_iters, launch.train_iters)
-    # A file may change under its path, and a built-in recipe stand in a file: the content counts.
+    # Compare the contents of the recipes, not their names: a file may have changed, and the same
+    # recipe may be built in or in a file.
     old, new = (_fields(args.fp4_recipe_content) for args in (saved, launch))
     for name, flag in _SCHEDULE.items():
         found += _was_and_is(flag, old.pop(name, None), new.pop(name, None))
@@ -84,12 +91,12 @@ def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[
 
 def _module_differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[str]:
     was, is_ = (getattr(args, "fp4_module_recipe", []) for args in (saved, launch))
-    if not hasattr(saved, "fp4_module_contents"):  # an older checkpoint has their text alone
+    if not hasattr(saved, "fp4_module_contents"):  # older checkpoints have only the flags' text
         return _was_and_is("--fp4-module-recipe", was, is_)
     then, now = (_modules(args) for args in (saved, launch))
     if then == now:
         return []
-    # Where the texts are equal, what changed is in a file of theirs.
+    # If the flags are equal, a recipe file has changed. The changed fields are named.
     changed = "; ".join(_changed(a, b) for (_, a), (_, b) in zip(then, now, strict=False))
     shown = f" ({changed})" if changed else ""
     return [f"--fp4-module-recipe was {_said(was)} and is {_said(is_)}{shown}"]
@@ -102,12 +109,12 @@ def _has_schedule(args: argparse.Namespace) -> bool:
 
 
 def _was_and_is(what: str, old: Any, new: Any) -> list[str]:
-    # A flag that one of them has not got yet is as if left out.
+    # A flag that one of the two versions does not have counts as not given.
     return [f"{what} was {_said(old)} and is {_said(new)}"] if (old or 0) != (new or 0) else []
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """The first fields of a recipe that are others, as one text."""
+    """The fields that differ between two recipes, at most _SHOWN of them, as text."""
     found = []
     for name in sorted(old.keys() | new.keys()):
         found += _was_and_is(name, old.get(name), new.get(name))
@@ -115,28 +122,35 @@ def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def _modules(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
-    """Each --fp4-module-recipe: its glob and its recipe's fields; none of BF16."""
+    """(glob, fields of its recipe) for each --fp4-module-recipe; {} for BF16."""
     given = args.fp4_module_contents
     return [(glob, _fields(content) if content else {}) for glob, content in given]
 
 
 def _fields(content: str) -> dict[str, Any]:
-    """A recipe's content as one level of fields: fprop.a.rule and its like."""
+    """The fields of a recipe in one flat dict, with names such as "fprop.a.rule".
+
+    content: the recipe as JSON, from `fp4_recipe_content`.
+    """
     return _flat(_completed(json.loads(content), Recipe))
 
 
 def _completed(given: dict[str, Any], kind: Any) -> dict[str, Any]:
-    """`given` with the defaults of the fields of `kind` that its version had not got yet."""
+    """`given`, with defaults added for fields of the dataclass `kind` that it lacks.
+
+    These are fields that the version that wrote the checkpoint did not have. `given` is changed in
+    place.
+    """
     hints = get_type_hints(kind)
     for field in fields(kind):
-        parts = (hints[field.name], *get_args(hints[field.name]))  # of X | None
+        parts = (hints[field.name], *get_args(hints[field.name]))  # the type X | None has parts
         inner = next((part for part in parts if is_dataclass(part)), None)
         default: Any = field.default
         if inner and isinstance(given.get(field.name), dict):
             _completed(given[field.name], inner)
         elif field.name not in given and default is not MISSING:
             plain = asdict(default) if inner and default else default
-            given[field.name] = json.loads(json.dumps(plain))  # lists for tuples
+            given[field.name] = json.loads(json.dumps(plain))  # turns tuples into lists
     return given
 
 

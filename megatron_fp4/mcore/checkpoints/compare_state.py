@@ -1,8 +1,8 @@
-"""What differs between the run that saved a checkpoint and the launch that loads it.
+"""Compares the run that saved a checkpoint with the launch that loads it, by their arguments.
 
-Both are Megatron's arguments, which every checkpoint carries. Here they are compared for what the
-state must fit: the model, the layout, the optimizer and the schedule of the learning rate.
-compare_numerics.py compares the numerics. C stands for megatron/core, T for megatron/training.
+Every checkpoint contains Megatron's arguments. This module compares what the saved state has to
+fit: model, layout, optimizer and learning-rate schedule. compare_numerics.py compares the numerics.
+T stands for megatron/training.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from typing import Any
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch.flags import flag_of
 
-# Arguments that the shapes and the number of tensors follow from. Their flags are their names.
+# Arguments that determine the tensors of a checkpoint and their shapes.
 _MODEL = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
     "padded_vocab_size position_embedding_type max_position_embeddings normalization swiglu "
@@ -24,15 +24,15 @@ _LAYOUT = (
     "expert_tensor_parallel_size num_layers_per_virtual_pipeline_stage world_size"
 ).split()
 _OPTIMIZER = "optimizer use_distributed_optimizer bf16 fp16 use_precision_aware_optimizer".split()
-# Arguments that T/training.py:get_optimizer_param_scheduler makes the schedule of.
+# Arguments from which T/training.py:get_optimizer_param_scheduler makes the schedule.
 _SCHEDULE = (
     "train_iters train_samples global_batch_size lr min_lr decoupled_lr decoupled_min_lr "
     "lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples "
     "lr_warmup_fraction start_weight_decay end_weight_decay weight_decay_incr_style"
 ).split()
-# Those of them that Megatron's checkpoint of a schedule has not got, and so does not compare.
+# More of these. Megatron does not save them with the schedule, so it does not compare them.
 _WSD = "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples".split()
-# Where the flag is not the argument's name.
+# What the message calls an argument, where it is not the flag of the same name.
 _FLAGS = {
     "padded_vocab_size": "the vocabulary with its padding (--vocab-size, "
     "--make-vocab-size-divisible-by)",
@@ -44,13 +44,15 @@ _FLAGS = {
 
 
 def differences(saved: argparse.Namespace, launch: argparse.Namespace) -> str:
-    """What of the model, the layout and the optimizer differs, with the flags; "" if nothing."""
+    """The differences of model, layout and optimizer, as text with flags; "" if there are none."""
     return _differing([*_MODEL, *_LAYOUT, *_OPTIMIZER], saved, launch)
 
 
 def other_schedule(saved: argparse.Namespace, launch: argparse.Namespace) -> str:
-    """How the schedules of learning rate and weight decay differ, with the flags, and what to do;
-    "" if they do not."""
+    """The differences of the schedules of learning rate and weight decay, and what to do.
+
+    Text with flags for an error line; "" if there are no differences.
+    """
     changed = _differing([*_SCHEDULE, *_WSD], saved, launch)
     return changed and (
         f"was trained with another schedule: {changed}; add --override-opt_param-scheduler to go "
@@ -59,9 +61,9 @@ def other_schedule(saved: argparse.Namespace, launch: argparse.Namespace) -> str
 
 
 def check_optimizer_state(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
-    """Raises ConfigError if a checkpoint lacks the optimizer state that a launch goes on from.
+    """Raises ConfigError if a checkpoint does not have the optimizer state that the launch needs.
 
-    saved: the arguments of the run that saved it.
+    saved: the arguments in the checkpoint. launch: the arguments of the launch.
     """
     if launch.no_load_optim:
         return
@@ -82,7 +84,10 @@ def check_optimizer_state(saved: argparse.Namespace, launch: argparse.Namespace)
 
 
 def check_schedule(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
-    """Raises ConfigError if a launch goes on with another decay of a WSD schedule, unasked."""
+    """Raises ConfigError if a launch changes the decay of a WSD learning-rate schedule.
+
+    --override-opt_param-scheduler allows the change.
+    """
     if launch.no_load_optim or launch.override_opt_param_scheduler:
         return
     if launch.lr_decay_style == "WSD" and _differing(_WSD, saved, launch):
@@ -90,12 +95,15 @@ def check_schedule(saved: argparse.Namespace, launch: argparse.Namespace) -> Non
 
 
 def _has_main_weights(args: argparse.Namespace) -> bool:
-    """Whether the optimizer keeps FP32 copies of 16-bit weights, under names of their own."""
+    """Whether the optimizer keeps FP32 main weights beside 16-bit weights.
+
+    They have names of their own in a checkpoint.
+    """
     return args.bf16 or args.fp16
 
 
 def _is_reshardable(args: argparse.Namespace) -> bool:
-    """Whether main weights have the same names in every precision."""
+    """Whether the checkpoint names main weights alike for FP32, FP16 and BF16 training."""
     return args.use_distributed_optimizer and args.dist_ckpt_optim_fully_reshardable
 
 
@@ -104,7 +112,7 @@ def _differing(names: Iterable[str], saved: argparse.Namespace, launch: argparse
     found = []
     for name in names:
         was, now = getattr(saved, name, missing), getattr(launch, name, missing)
-        # An argument that one of the versions has not got cannot be compared.
+        # An argument that one of the two versions does not have is not compared.
         if missing not in (was, now) and (was or 0) != (now or 0):
             flag = _FLAGS.get(name, flag_of(name))
             found.append(f"{flag} was {_said(was)} and is {_said(now)}")

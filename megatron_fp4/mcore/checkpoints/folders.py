@@ -1,7 +1,8 @@
-"""Which checkpoint of a folder Megatron would load, whether it is whole, and what to do if not.
+"""Finds the checkpoint that Megatron would load from a folder, and whether it is complete.
 
-Everything here looks at files alone. A folder has a tracker file that names the newest iteration,
-and beside it one folder for each checkpoint. T stands for megatron/training.
+If it is not complete, the user is told what to do. A folder of checkpoints has a tracker file,
+which names the newest iteration, and one folder for each checkpoint. Only files are read here, no
+tensors. T stands for megatron/training.
 """
 
 import argparse
@@ -16,10 +17,14 @@ _ITERATION = re.compile(r"iter_(\d+)")
 
 
 def problem_in(folder: Path, step: int | None = None, beside: Path | None = None) -> str | None:
-    """Why a run cannot go on from `folder`, and what to do; None if it can, or finds nothing there.
+    """Why a run cannot resume from `folder`, and what to do, as text for an error line.
 
-    step: the iteration asked for, or None for the one that the tracker file names.
-    beside: the folder of non-persistent checkpoints, whose newest is loaded if it is not older.
+    None if it can resume, and if the folder has no checkpoint.
+
+    folder: the value of --load.
+    step: the iteration to load (--ckpt-step); None: the one that the tracker file names.
+    beside: the folder of non-persistent checkpoints, or None. Megatron loads the newest of them if
+        it is at least as new as that of `folder`.
     """
     if mistake := _mistake(folder):
         return mistake
@@ -31,8 +36,10 @@ def problem_in(folder: Path, step: int | None = None, beside: Path | None = None
 
 
 def chosen(folder: Path, step: int | None = None, beside: Path | None = None) -> Path | None:
-    """The checkpoint that Megatron would load where `problem_in` finds no problem; None if there
-    is none."""
+    """The folder of the checkpoint that Megatron would load; None if there is no checkpoint.
+
+    Takes the arguments of `problem_in`, which must have found no problem.
+    """
     if beside is not None and _goes_first(beside, folder, step):
         return _path(beside, None)
     return _path(folder, step)
@@ -41,10 +48,10 @@ def chosen(folder: Path, step: int | None = None, beside: Path | None = None) ->
 def remedy(
     folder: Path, step: int | None = None, beside: Path | None = None, damaged: Path | None = None
 ) -> str:
-    """What the user has to do so that the next launch loads the last whole checkpoint: text for an
-    error line. Takes the arguments of `problem_in`.
+    """What the user can do to resume from the last complete checkpoint, as text for an error line.
 
-    damaged: a checkpoint that is known not to be whole, though it seems so here.
+    Takes the arguments of `problem_in`. damaged: the folder of a checkpoint that is known to be
+    damaged although `flaw_of` finds nothing, for example by its SHA-256.
     """
     last = last_whole(folder, damaged)
     other = None if beside is None else last_whole(beside, damaged)
@@ -66,24 +73,30 @@ def remedy(
 
 
 def non_persistent_folder(args: argparse.Namespace, load_dir: Path | None = None) -> Path:
-    """Where Megatron saves non-persistent checkpoints, or looks for them beside `load_dir`."""
+    """The folder in which Megatron saves non-persistent checkpoints, or looks for them.
+
+    load_dir: the value of --load when loading; None when saving. args: Megatron's.
+    """
     inside = Path(load_dir or args.save) / checkpointing._NON_PERSISTENT_CKPT_SUBDIR
     return Path(args.non_persistent_global_ckpt_dir or inside)
 
 
 def tracker(folder: Path) -> Path:
-    """The file that names the newest iteration of a folder."""
+    """The path of the tracker file of `folder`, which names the newest iteration."""
     return Path(checkpointing.get_checkpoint_tracker_filename(folder))
 
 
 def named(folder: Path) -> str | None:
-    """What the tracker file of a folder says; None if there is none."""
+    """The text of the tracker file of `folder`; None if there is no such file."""
     path = tracker(folder)
     return path.read_text(errors="replace").strip() if path.is_file() else None
 
 
 def last_whole(folder: Path, damaged: Path | None = None) -> int | None:
-    """The newest iteration in `folder` whose checkpoint is whole and is not `damaged`."""
+    """The newest iteration in `folder` with a complete checkpoint; None if there is none.
+
+    damaged: the folder of a checkpoint that does not count.
+    """
     iterations = [int(path.name[5:]) for path in folder.glob("iter_*") if path.name[5:].isdecimal()]
     for iteration in sorted(iterations, reverse=True):
         path = folder / f"iter_{iteration:07d}"
@@ -93,17 +106,20 @@ def last_whole(folder: Path, damaged: Path | None = None) -> int | None:
 
 
 def flaw_of(path: Path) -> str | None:
-    """What a checkpoint lacks to be whole, None if nothing. The metadata of the format torch_dist
-    is read, and the sizes of its files."""
+    """Why the checkpoint in folder `path` is not complete; None if it is.
+
+    In the format torch_dist, the metadata are read, and each file must have the size that they
+    imply. A checkpoint of the format torch has no metadata and counts as complete.
+    """
     if any(path.glob("mp_rank_*")):
-        return None  # of the format torch, which has no metadata
+        return None  # the format torch, which has no metadata
     try:
         if not path.is_dir():
             return "it does not exist"
         if maybe_load_config(str(path)) is None:
             return "its save did not end (there is no metadata.json)"
         places = FileSystemReader(path).read_metadata().storage_data.values()
-    except Exception as error:  # as many kinds as there are ways to damage a file
+    except Exception as error:  # damaged pickles raise many kinds of exceptions
         return f"its metadata cannot be read ({type(error).__name__})"
     ends: dict[str, int] = {}
     for place in places:
@@ -120,7 +136,11 @@ def flaw_of(path: Path) -> str | None:
 
 
 def _mistake(folder: Path) -> str | None:
-    """What is wrong with `folder` itself as a value of --load."""
+    """Why `folder` is not usable as a value of --load, and what to give; None if it is.
+
+    For example it is a file, cannot be read, or is the folder of a single checkpoint. A folder that
+    does not exist is usable: training starts from the beginning.
+    """
     try:
         if not folder.exists():
             return None
@@ -143,8 +163,10 @@ def _mistake(folder: Path) -> str | None:
 
 
 def _path(folder: Path, step: int | None) -> Path | None:
-    """The folder of the checkpoint of iteration `step`, or of the iteration that the tracker file
-    names; None if there is neither."""
+    """The folder of the checkpoint of iteration `step`.
+
+    step: None: the iteration that the tracker file names. The result is None without either.
+    """
     text = named(folder)
     if text is None and step is None:
         return None
@@ -169,11 +191,14 @@ def _problem_of_named(folder: Path, step: int | None) -> str | None:
 
 
 def _goes_first(beside: Path, folder: Path, step: int | None) -> bool:
-    """Whether T/checkpointing.py:_load_base_checkpoint would load from `beside`, or would have if
-    its tracker were there and said something."""
+    """Whether T/checkpointing.py:_load_base_checkpoint would load from `beside`, not `folder`.
+
+    If the tracker file of `beside` is missing, whether it would load from there if the file were
+    right; if the tracker file names no iteration, True.
+    """
     persistent, newest = _iteration(named(folder)), _iteration(named(beside))
     if persistent is None:
-        return False  # a tracker that says nothing, which is read in any case
+        return False  # `folder` has an invalid tracker file, which Megatron reads in any case
     persistent = step or persistent
     if newest == -1:
         return (last_whole(beside) or -1) > persistent
@@ -181,7 +206,10 @@ def _goes_first(beside: Path, folder: Path, step: int | None) -> bool:
 
 
 def _iteration(text: str | None) -> int | None:
-    """The iteration that a tracker file names; -1 if there is no file, None if it names none."""
+    """The iteration in the text of a tracker file; 0 for "release".
+
+    -1 if there is no file (text is None), and None if the text is not a number.
+    """
     if text is None or text == "release":
         return -1 if text is None else 0
     return int(text) if text.isdecimal() else None

@@ -1,8 +1,8 @@
-"""Whether the files of a checkpoint are still what was saved: integrity.json has their SHA-256.
+"""Writes and verifies integrity.json, which contains the SHA-256 of every file of a checkpoint.
 
-The file is Megatron's own (C/dist_checkpointing/validation.py, --verify-integrity), and each reads
-the other's. Megatron's rank 0 hashes all files alone; here each rank hashes its share, and a
-checkpoint of the format torch has the file too.
+The file has the format of Megatron's --verify-integrity (C/dist_checkpointing/validation.py), so
+Megatron can verify it, and Megatron's file is verified here. In Megatron rank 0 hashes all files.
+Here each rank hashes a share of them, and checkpoints of --ckpt-format torch have the file too.
 
 C stands for megatron/core.
 """
@@ -20,13 +20,14 @@ from megatron.core.dist_checkpointing.validation import _HASH_ALGORITHM, INTEGRI
 
 from megatron_fp4.mcore.runtime.ranks import my_share, on_all, on_first
 
-THREADS = 4  # of a rank, each hashing a file; hashlib lets them run at once
+THREADS = 4  # files that a rank hashes at the same time; hashlib releases the GIL
 
 
 def write(path: Path) -> None:
-    """Hashes the files of the checkpoint `path`, and writes integrity.json when all are hashed.
+    """Hashes all files of the checkpoint in folder `path`, and writes integrity.json there.
 
-    All ranks must call it, after all files are written. Raises OSError on all ranks.
+    All ranks must call it, after all files are written. Raises OSError, on all ranks, if a file
+    cannot be read or integrity.json cannot be written.
     """
     names = on_first(lambda: _files(path))
     shares = on_all(lambda: _each(lambda name: (name, _hash(path / name)), my_share(names)))
@@ -35,14 +36,15 @@ def write(path: Path) -> None:
 
 
 def is_covered(path: Path) -> bool:
-    """Whether the checkpoint `path` has an integrity.json. All ranks must call it."""
+    """Whether the checkpoint in folder `path` has an integrity.json. All ranks must call it."""
     return on_first((path / INTEGRITY_FNAME).is_file)
 
 
 def flaw_of(path: Path) -> str | None:
-    """Which files of the checkpoint `path` are not what its integrity.json says; None if all are.
+    """Which files of a checkpoint are missing or changed, as text; None if all are as saved.
 
-    All ranks must call it, and get the same.
+    path: the folder of the checkpoint, which has an integrity.json. All ranks must call it, and all
+    get the same result.
     """
     try:
         digests = on_first(lambda: _digests(path))
@@ -58,7 +60,7 @@ def flaw_of(path: Path) -> str | None:
 
 
 def _each[T](function: Callable[[str], T], names: Iterable[str]) -> list[T]:
-    """function(name) of each name, in their order, on THREADS threads."""
+    """The results of `function` for each of `names`, in their order; runs on THREADS threads."""
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(function, names))
 
@@ -74,7 +76,7 @@ def _flaw(path: Path, name: str, digest: str) -> str | None:
 
 
 def _digests(path: Path) -> dict[str, str] | None:
-    """The digest of each file by its name; None if the manifest cannot be made sense of."""
+    """The SHA-256 of each file by name, from integrity.json; None if its content is invalid."""
     text = (path / INTEGRITY_FNAME).read_text(errors="replace")
     try:
         manifest: Any = json.loads(text)
@@ -87,7 +89,11 @@ def _digests(path: Path) -> dict[str, str] | None:
 
 
 def _put(path: Path, digests: dict[str, str]) -> None:
-    """Writes the manifest under another name first: a kill leaves a whole one or none."""
+    """Writes integrity.json.
+
+    The file is written under another name and then renamed, so that an interrupted process leaves
+    either a complete file or none.
+    """
     partial = path / f".{INTEGRITY_FNAME}.partial"
     with partial.open("w") as file:
         json.dump({"algorithm": _HASH_ALGORITHM, "files": digests}, file, indent=2)
@@ -102,8 +108,8 @@ def _files(path: Path) -> list[str]:
 
 
 def _order(name: str) -> tuple[bool, list[int], str]:
-    # Rank r writes __r_0.distcp and reads its own file, which is still in its host's memory; those
-    # without a number are small and come last.
+    # Sorted by number, rank r gets the file that it has written, __r_0.distcp, which is still in
+    # the page cache of its host. Files without a number are small and come last.
     numbers = [int(number) for number in re.findall(r"\d+", name)]
     return not numbers, numbers, name
 

@@ -1,8 +1,8 @@
-"""Loading: a run goes on from a checkpoint that is whole, with the numerics that made it, or stops.
+"""Loads checkpoints: checks that they are complete, unchanged and have the launch's numerics.
 
-Files that were lost or changed, a save that was killed, and a launch that does not fit are told in
-one line; files are judged before anything of them is loaded (folders.py, integrity.py). What made a
-checkpoint is in Megatron's arguments, which every checkpoint carries (launch/fp4_arguments.py).
+Otherwise the launch stops with one line. Files are checked before anything is loaded from them
+(folders.py, integrity.py). Every checkpoint contains the arguments of its run, which are compared
+with those of the launch (compare_numerics.py, compare_state.py).
 
 T stands for megatron/training.
 """
@@ -25,11 +25,11 @@ from megatron_fp4.mcore.checkpoints import compare_state, folders, integrity, sa
 from megatron_fp4.mcore.checkpoints.compare_numerics import compare
 from megatron_fp4.mcore.runtime.ranks import on_first
 
-_of_checkpoint: list[argparse.Namespace] = []  # the arguments of the one that is being loaded
+_of_checkpoint: list[argparse.Namespace] = []  # [arguments in the checkpoint that is being loaded]
 
 
 def install() -> None:
-    """Puts the checks into Megatron's loading and saving; harmless when called again."""
+    """Adds the checks to Megatron's functions that load and save checkpoints. Idempotent."""
     if hasattr(training.load_checkpoint, "__wrapped__"):
         return
     training.load_checkpoint = _in_one_line(training.load_checkpoint)
@@ -42,11 +42,12 @@ def install() -> None:
     saving.install()
 
 
-# --- the same numerics ---------------------------------------------------------------------------
+# --- numerics ------------------------------------------------------------------------------------
 
 
 def _comparing(upstream: Callable[..., None]) -> Callable[..., None]:
-    # T/checkpointing.py:load_checkpoint calls it once, on every rank, and not with --finetune.
+    # T/checkpointing.py:load_checkpoint calls check_checkpoint_args once on every rank, except with
+    # --finetune.
     @functools.wraps(upstream)
     def check_checkpoint_args(saved: argparse.Namespace, *args: Any, **kwargs: Any) -> None:
         upstream(saved, *args, **kwargs)
@@ -55,13 +56,13 @@ def _comparing(upstream: Callable[..., None]) -> Callable[..., None]:
     return check_checkpoint_args
 
 
-# --- a whole checkpoint --------------------------------------------------------------------------
+# --- complete and unchanged files ----------------------------------------------------------------
 
 
 def _if_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    # T/checkpointing.py reads what a checkpoint says of itself (rank0=True) before its tensors; of
-    # the format torch it reads all at once. A tracker that says nothing would end the run there
-    # with status 0, a missing one start it anew.
+    # T/checkpointing.py calls _load_base_checkpoint twice, first for the metadata (rank0=True) and
+    # then for the tensors; for the format torch it calls it once for both. There, an invalid
+    # tracker file would end the run with status 0, and without one training would start anew.
     @functools.wraps(upstream)
     def _load_base_checkpoint(
         load_dir: str | None, args: argparse.Namespace, rank0: bool = False, **kwargs: Any
@@ -75,7 +76,8 @@ def _if_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if saved is not None:
             _of_checkpoint[:] = [saved]
             goes_on = not (args.finetune or release)
-            if goes_on and torch.distributed.is_initialized():  # all arguments are known by then
+            # Once process groups exist, all arguments of the launch are known.
+            if goes_on and torch.distributed.is_initialized():
                 compare_state.check_optimizer_state(saved, args)
                 compare_state.check_schedule(saved, args)
         return loaded
@@ -84,7 +86,10 @@ def _if_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _judge(load_dir: Path, args: argparse.Namespace) -> None:
-    """Raises ConfigError where a run cannot go on from `load_dir`: on all ranks or on none."""
+    """Raises ConfigError if the launch cannot resume from `load_dir`, on all ranks or on none.
+
+    A folder without checkpoints is accepted, except with --exit-on-missing-checkpoint.
+    """
     beside = None
     if args.non_persistent_ckpt_type is not None:
         beside = folders.non_persistent_folder(args, load_dir)
@@ -119,8 +124,8 @@ def _is_misread(path: Path, args: argparse.Namespace) -> bool:
 
 
 def _changed(path: Path, args: argparse.Namespace) -> str | None:
-    # While arguments are parsed there are no process groups to share the hashing; the same
-    # checkpoint is loaded later.
+    # While arguments are parsed there are no process groups yet over which the hashing could be
+    # divided. The same checkpoint is loaded again later, and verified then.
     if not (args.fp4_verify_integrity and torch.distributed.is_initialized()):
         return None
     if integrity.is_covered(path):
@@ -137,12 +142,12 @@ def _is_judged(args: argparse.Namespace) -> bool:
     return plain and args.ckpt_format in ("torch_dist", "torch")
 
 
-# --- what cannot be loaded, in one line ----------------------------------------------------------
+# --- errors in loading, as one line --------------------------------------------------------------
 
 
 def _in_one_line(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    # T/training.py:setup_model_and_optimizer calls it: what cannot be read, or does not fit the
-    # model, would be a traceback from every rank, or an exit with status 0.
+    # T/training.py:setup_model_and_optimizer calls load_checkpoint. If a checkpoint cannot be read
+    # or does not fit the model, upstream prints a traceback on every rank or exits with status 0.
     @functools.wraps(upstream)
     def load_checkpoint(*args: Any, load_arg: str = "load", **kwargs: Any) -> Any:
         try:
@@ -151,14 +156,14 @@ def _in_one_line(upstream: Callable[..., Any]) -> Callable[..., Any]:
             raise
         except SystemExit as ended:
             raise ConfigError(_given_up(_folder(get_args(), load_arg), ended)) from ended
-        except (Exception, CheckpointException) as error:  # torch's is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
             raise ConfigError(_unfit(_folder(get_args(), load_arg), error)) from error
 
     return load_checkpoint
 
 
 def _in_one_line_at_parsing(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    # T/arguments.py:parse_and_validate_args calls it for --use-checkpoint-args.
+    # T/arguments.py:parse_and_validate_args calls this function for --use-checkpoint-args.
     @functools.wraps(upstream)
     def load_args_from_checkpoint(
         args: argparse.Namespace, load_arg: str = "load", **kwargs: Any
@@ -179,8 +184,8 @@ def _in_one_line_at_parsing(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _given_up(folder: str, ended: SystemExit) -> str:
-    """What there is to say where T/checkpointing.py calls sys.exit()."""
-    if ended.__context__ is None:  # not within an except clause, but after words of its own
+    """The error line for a sys.exit() in T/checkpointing.py. folder: the value of --load."""
+    if ended.__context__ is None:  # it exits after printing a message, not because of an exception
         return f"no checkpoint in {folder} can be loaded, as Megatron says above; load another"
     return (
         f"the checkpoint in {folder} cannot be loaded: {_cause(ended.__context__)}; load another, "
@@ -189,7 +194,10 @@ def _given_up(folder: str, ended: SystemExit) -> str:
 
 
 def _unfit(folder: str, error: BaseException) -> str:
-    """What there is to say where a checkpoint's state does not fit, or cannot be read."""
+    """The error line for a checkpoint whose state does not fit the launch, or cannot be read.
+
+    folder: the value of --load. Names the arguments that differ from those of the checkpoint.
+    """
     launch, cause = get_args(), _cause(error)
     saved = _of_checkpoint[0] if _of_checkpoint else None
     source = traceback.extract_tb(error.__traceback__)[-1].filename
@@ -197,7 +205,8 @@ def _unfit(folder: str, error: BaseException) -> str:
         return f"the checkpoint in {folder} {compare_state.other_schedule(saved, launch) or cause}"
     changed = compare_state.differences(saved, launch) if saved else ""
     remedy = "give what was, or load another" if changed else "load another"
-    if "optimizer.distributed.dp_group_idx" in cause:  # of shards as they were in memory
+    # The error is about optimizer state that was saved as it was sharded in memory.
+    if "optimizer.distributed.dp_group_idx" in cause:
         remedy = (
             f"{'give what was, ' if changed else ''}or save with "
             "--dist-ckpt-optim-fully-reshardable to change the layout "
@@ -212,16 +221,17 @@ def _folder(args: argparse.Namespace, load_arg: str) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # torch's, around what each rank raised
+    if isinstance(error, CheckpointException):  # contains the exception of each rank that failed
         error = next((failure for failure, _ in error.failures.values()), error)
-    # The advice of T/checkpointing.py:load_checkpoint is of an earlier format.
+    # T/checkpointing.py:load_checkpoint advises a flag of an older checkpoint format.
     text = str(error).replace("--ckpt-fully-parallel-save", "--dist-ckpt-optim-fully-reshardable")
     return f"{type(error).__name__}: {' '.join(text.split())[:400]}"
 
 
 def _without_advice(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    # Of a damaged file torch says that weights_only=False would read it, which runs whatever code
-    # the file holds. T/checkpointing.py prints that before anyone can mend it.
+    # For a damaged file torch.load advises weights_only=False, which would run code from the file.
+    # T/checkpointing.py prints that advice before this package could change it, so the text is
+    # replaced here.
     @functools.wraps(upstream)
     def load(*args: Any, **kwargs: Any) -> Any:
         try:

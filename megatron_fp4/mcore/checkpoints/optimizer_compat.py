@@ -1,8 +1,8 @@
-"""Mends how Megatron-core 0.19 saves and loads the state of optimizers.
+"""Fixes for how Megatron-core 0.19 saves and loads optimizer state.
 
-Upstream writes this code for runs in BF16 and for the fused optimizers of Transformer Engine and
-apex, which count steps once for each group of parameters. torch's count them once for each
-parameter, and all have no state before their first step.
+Upstream's code is written for BF16 and for the fused optimizers of Transformer Engine and apex,
+which count steps once for each parameter group. torch's optimizers count steps for each parameter,
+and have no state before their first step.
 
 C stands for megatron/core, T for megatron/training.
 """
@@ -25,7 +25,7 @@ from megatron.training import checkpointing, get_args, global_vars
 
 
 def install() -> None:
-    """Applies the mends; harmless when called again."""
+    """Applies the fixes to Megatron's classes. Idempotent."""
     if hasattr(ChainedOptimizer.load_state_dict, "__wrapped__"):
         return
     _mend_initial_state()
@@ -41,13 +41,17 @@ def install() -> None:
 
 
 def _mend_initial_state() -> None:
-    """Lets a checkpoint be saved, and loaded, before an optimizer's first step.
+    """Allows a checkpoint to be saved and loaded before an optimizer's first step.
 
-    C/optimizer/__init__.py:_get_megatron_optimizer_based_on_param_groups has no function that
-    allocates the state of SGD (TypeError on loading), and its function for Adam leaves out the
-    step count of torch's. C/optimizer/optimizer.py:sharded_state_dict allocates it for loading and
-    not for saving, and --fp16 takes no step until its loss scale fits: what was not saved is then
-    looked for (KeyError: optimizer.state.exp_avg...). A step count of 0 is not saved at all.
+    Upstream fails in these cases:
+
+    - C/optimizer/__init__.py:_get_megatron_optimizer_based_on_param_groups has no function that
+      allocates the state of SGD (TypeError in loading). The one for Adam leaves out the step count
+      of torch's Adam.
+    - C/optimizer/optimizer.py:sharded_state_dict allocates state for loading but not for saving.
+      With --fp16 no step is taken until the loss scale fits. A checkpoint saved before that has no
+      state, and loading looks for it (KeyError: optimizer.state.exp_avg...).
+    - A step count of 0 is not saved.
     """
     MegatronOptimizer.__init__ = _with_full_state(MegatronOptimizer.__init__)
     for kind in (Float16OptimizerWithFloat16Params, FP32Optimizer):
@@ -69,10 +73,9 @@ def _with_full_state(upstream: Callable[..., None]) -> Callable[..., None]:
 
 
 def init_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
-    """Gives every parameter that has no state yet the state that a first step starts from: zeros.
+    """Allocates the state, zeros, of every parameter that has none, as before a first step.
 
-    optimizer: torch's Adam or AdamW, or the SGD that Megatron has chosen. config: Megatron's, which
-    is not read.
+    optimizer: torch's Adam or AdamW, or Megatron's SGD. config: not used; Megatron passes it.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -91,8 +94,8 @@ def init_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
 def _allocated(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def method(self: MegatronOptimizer, *args: Any, **kwargs: Any) -> Any:
-        # Upstream's function calls that of Transformer Engine's precision-aware Adam with too few
-        # arguments.
+        # For Transformer Engine's precision-aware Adam upstream's init_state_fn fails: it calls a
+        # function of that optimizer with too few arguments.
         known = self.init_state_fn is not None and not self.config.use_precision_aware_optimizer
         if known and not self.is_stub_optimizer:
             self.init_state_fn(self.optimizer, self.config)
@@ -117,22 +120,22 @@ def _counting(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mend_fp32_shards() -> None:
-    """Lets C/optimizer/distrib_optimizer.py load into a model of FP32 weights.
+    """Allows C/optimizer/distrib_optimizer.py to load into a model with FP32 weights.
 
-    There the main weights are views of the model's weights, which require a gradient, and autograd
-    refuses to copy into them. Two of the four functions that load forget torch.no_grad.
+    The main weights of such a model are views of its weights, which require a gradient, so autograd
+    forbids copying into them. Two of upstream's four loading functions lack torch.no_grad.
     """
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
     DistributedOptimizer._set_main_param_and_optimizer_states = torch.no_grad()(set_states)
 
 
 def _mend_distributed_adam() -> None:
-    """Lets C/optimizer/distrib_optimizer.py load the step count of torch's Adam.
+    """Allows C/optimizer/distrib_optimizer.py to load the step count of torch's Adam.
 
-    load_state_dict gives all parameters one and the same tensor for it, to which Adam adds 1 in
-    place for each of them. _set_main_param_and_optimizer_states wants the count among a parameter's
-    own tensors, where a fully reshardable checkpoint has none (KeyError) and a dp_reshardable one
-    has the 0 from before loading.
+    Upstream's load_state_dict gives the same tensor to all parameters, and Adam adds 1 to it in
+    place for each of them. _set_main_param_and_optimizer_states expects the count among the tensors
+    of a parameter. There a fully reshardable checkpoint has none (KeyError), and a dp_reshardable
+    checkpoint has the 0 from before loading.
     """
     load = DistributedOptimizer.load_state_dict
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -148,17 +151,17 @@ def _mend_distributed_adam() -> None:
     def set_states_but_step(
         self: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Any]
     ) -> None:
-        set_states(self, parameter, tensors | {"step": None})  # what is no tensor is passed over
+        set_states(self, parameter, tensors | {"step": None})  # upstream skips non-tensors
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_step
     DistributedOptimizer.load_state_dict = load_state_dict
 
 
 def _mend_ckpt_step() -> None:
-    """Lets --ckpt-step choose the state of the distributed optimizer in --ckpt-format torch.
+    """Makes --ckpt-step select the distributed optimizer's state too, in --ckpt-format torch.
 
-    T/checkpointing.py:load_checkpoint takes the model of that step, then reads the tracker file
-    once more, loads the state of the step that is named there and goes on counting from it.
+    T/checkpointing.py:load_checkpoint loads the model of that step. It then reads the tracker file
+    again, loads the optimizer state of the step named there, and continues counting from that step.
     """
     upstream = checkpointing.read_metadata
 
@@ -180,11 +183,12 @@ _RATES = ("max_lr", "min_lr")
 
 
 def _mend_learning_rates() -> None:
-    """Lets a run go on with another --lr or --min-lr.
+    """Allows a run to resume with another --lr or --min-lr.
 
-    C/optimizer/optimizer.py:param_group_identifier_keys has the two rates among what tells groups
-    of parameters apart, so that no group of the checkpoint is found for any of the launch's
-    (ValueError, KeyError), whatever --override-opt_param-scheduler says.
+    Upstream identifies parameter groups by keys that include these two rates
+    (C/optimizer/optimizer.py:param_group_identifier_keys). With another rate it finds no group of
+    the checkpoint for those of the launch (ValueError or KeyError), even with
+    --override-opt_param-scheduler.
     """
     find = MegatronOptimizer._filter_and_reorder_param_groups
     load = DistributedOptimizer.load_state_dict
@@ -209,13 +213,16 @@ def _mend_learning_rates() -> None:
 
 
 def _agree_on_rates(current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """Gives each saved group the rates of the launch's group that is like it in all else; with
-    --use-checkpoint-opt_param-scheduler the reverse. Whether rates may change is for
-    C/optimizer_param_scheduler.py to say."""
+    """Copies learning rates between matching parameter groups, so that upstream can match them.
+
+    Groups match if all other identifying keys are equal. The rates of the launch are copied to the
+    saved groups or, with --use-checkpoint-opt_param-scheduler, the reverse. Whether rates may
+    change at all is checked in C/optimizer_param_scheduler.py.
+    """
     keys = [key for key in param_group_identifier_keys if key not in _RATES]
     by_key = {tuple(group.get(key) for key in keys): group for group in current}
     if len(by_key) < len(current):
-        return  # --decoupled-lr: the rates alone tell groups apart
+        return  # --decoupled-lr: some groups differ only in their rates
     for group in saved:
         own = by_key.get(tuple(group.get(key) for key in keys))
         if own is not None:
@@ -224,17 +231,18 @@ def _agree_on_rates(current: list[dict[str, Any]], saved: list[dict[str, Any]]) 
             target |= {rate: source[rate] for rate in _RATES if rate in source}
 
 
-# --- experts in an optimizer of their own ------------------------------------------------------
+# --- a separate optimizer for experts ----------------------------------------------------------
 
 
 def _of_other_experts(upstream: Callable[..., None]) -> Callable[..., None]:
-    # C/optimizer/__init__.py gives the parameters of experts an optimizer of their own where
-    # expert parallelism is on. Tensors are found by their names; what else an optimizer has lies
-    # under its number, or under none where it is alone, and is moved to where it is looked for.
+    # With expert parallelism C/optimizer/__init__.py makes a separate optimizer for the parameters
+    # of experts, so a checkpoint can have another number of optimizers than the launch. Tensors are
+    # found by their names. The other state of an optimizer is saved under its number, or without
+    # one if it is the only optimizer, and has to be moved to the place where it is looked for.
     @functools.wraps(upstream)
     def load_state_dict(self: ChainedOptimizer, state: Any) -> None:
         count = len(self.chained_optimizers)
-        if isinstance(state, dict):  # a list is of the format torch, which keeps its layout
+        if isinstance(state, dict):  # a list: the format torch, whose layout cannot change
             saved = [state] if _has_settings(state) else _numbered(state)
             if len(saved) != count:
                 own = [state] if count == 1 else _numbered(state)
@@ -247,7 +255,7 @@ def _of_other_experts(upstream: Callable[..., None]) -> Callable[..., None]:
 
 
 def _inner(state: dict[str, Any]) -> dict[str, Any]:
-    """What torch's optimizer has of a saved state: all of it where the weights are FP32."""
+    """The part of a saved state that belongs to torch's optimizer: all of it for FP32 weights."""
     return state.get("optimizer", state)
 
 
@@ -262,8 +270,12 @@ def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
 def _settle(
     state: dict[str, Any], saved: list[dict[str, Any]], groups: list[dict[str, Any]]
 ) -> None:
-    """Gives an optimizer's loaded tensors the rest of its state, and the saved settings of its
-    parameter groups, whichever optimizer had them."""
+    """Completes `state`, which has an optimizer's loaded tensors, with the rest of its state.
+
+    saved: the states of all optimizers in the checkpoint. The settings of each parameter group are
+    taken from the saved optimizer that has that group. groups: the optimizer's parameter groups in
+    this launch.
+    """
     _fill(state, saved[0])
     keys = [key for key in param_group_identifier_keys if key != "is_expert_parallel"]
     settings = {
@@ -276,7 +288,7 @@ def _settle(
         | {key: group[key] for key in ("params", "is_expert_parallel")}
         for group in groups
     ]
-    if "optimizer" in state:  # it may be another's as well
+    if "optimizer" in state:  # a new dict, since other optimizers may share this one
         state["optimizer"] = state["optimizer"] | {"param_groups": own}
     else:
         state["param_groups"] = own

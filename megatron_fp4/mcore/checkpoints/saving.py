@@ -1,7 +1,7 @@
-"""Saving: nothing of an older checkpoint stays under a new one, its files get a manifest, and a
-disk that takes no more ends the run in one line that says so.
+"""Saves checkpoints: removes older files first, writes integrity.json, reports failed writes.
 
-T stands for megatron/training, C for megatron/core.
+A failed write, for example because the disk is full, ends the run with one line. T stands for
+megatron/training, C for megatron/core.
 """
 
 import errno
@@ -24,28 +24,31 @@ from megatron_fp4.mcore.checkpoints import integrity
 from megatron_fp4.mcore.checkpoints.folders import last_whole, named, non_persistent_folder, tracker
 from megatron_fp4.mcore.runtime.ranks import on_all, on_first
 
-# The files of a torch_dist checkpoint, first those without which it is none.
+# The files of a torch_dist checkpoint, in the order in which they are deleted. Without the first
+# ones it is not a complete checkpoint.
 _FILES = ("metadata.json", ".metadata", "common.pt", integrity.INTEGRITY_FNAME, "*.distcp")
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
-_TRIED = 1 << 20  # bytes: more than a full disk has left once a file of a checkpoint did not fit
+# Bytes that are written to find out whether the disk is full: more than it can have left when a
+# file of a checkpoint did not fit.
+_TRIED = 1 << 20
 
 
 def install() -> None:
-    """Puts the checks into Megatron's saving."""
+    """Wraps Megatron's functions that save checkpoints. Call it once."""
     dist_checkpointing.save = _verifiable(dist_checkpointing.save)
     training.save_checkpoint = _whole_or_told(training.save_checkpoint)
     training.maybe_finalize_async_save = _told(training.maybe_finalize_async_save)
 
 
 def _verifiable(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    # T/checkpointing.py:save_checkpoint calls it for the format torch_dist.
+    # T/checkpointing.py:save_checkpoint calls dist_checkpointing.save for the format torch_dist.
     @functools.wraps(upstream)
     def save(state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
         request = upstream(state_dict, checkpoint_dir, *args, **kwargs)
         if get_args().fp4_verify_integrity:
             if request is None:
                 integrity.write(Path(checkpoint_dir))
-            else:  # of a save in the background, which is finalized when all ranks have written
+            else:  # --async-save: the functions run when all ranks have written their files
                 request.add_finalize_fn(functools.partial(integrity.write, Path(checkpoint_dir)))
         return request
 
@@ -62,7 +65,7 @@ def _whole_or_told(upstream: Callable[..., Any]) -> Callable[..., Any]:
             upstream, iteration, *args, non_persistent_ckpt=non_persistent_ckpt, **kwargs
         )
         is_local = non_persistent_ckpt and launch.non_persistent_ckpt_type == "local"
-        if is_local or launch.enable_msc:  # not in a folder that all ranks see
+        if is_local or launch.enable_msc:  # not saved in a folder that all ranks can read
             return save()
         folder = non_persistent_folder(launch) if non_persistent_ckpt else Path(launch.save)
         path = Path(checkpointing.get_checkpoint_name(folder, iteration, return_base_dir=True))
@@ -77,11 +80,12 @@ def _whole_or_told(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _empty(path: Path) -> None:
-    """Removes the checkpoint that `path` holds, if any. Raises OSError where none can be written.
+    """Deletes the checkpoint in folder `path`, if there is one. Raises OSError if it cannot.
 
-    T/checkpointing.py:save_checkpoint writes over the files of a folder that a killed run, or one
-    gone back by --ckpt-step, left. Killed there in turn, the old metadata would stand for a mixture
-    of old files and new. In the format torch, files of ranks that are no more would stay.
+    Files can be there if a run was killed while it saved, or went back with --ckpt-step.
+    T/checkpointing.py:save_checkpoint would overwrite them one by one. If that run were killed too,
+    the old metadata would describe a mixture of old and new files. In --ckpt-format torch, files of
+    ranks that no longer exist would remain.
     """
     path.mkdir(parents=True, exist_ok=True)
     for pattern in _FILES:
@@ -89,12 +93,15 @@ def _empty(path: Path) -> None:
             file.unlink()
     for part in path.glob("mp_rank_*"):
         shutil.rmtree(part)
-    if not any(path.iterdir()):  # Megatron makes it; before, it counts old ones to be removed
+    # Megatron creates the folder itself. An empty one that exists before would be counted when
+    # Megatron looks for old checkpoints to remove.
+    if not any(path.iterdir()):
         path.rmdir()
 
 
 def _told(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    # T/training.py:train calls it at every step; saves in the background fail there.
+    # T/training.py:train calls maybe_finalize_async_save in every step. It raises the errors of
+    # saves that run in the background.
     @functools.wraps(upstream)
     def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
         launch = get_args()
@@ -108,18 +115,21 @@ def _told(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _failure_told(what: str, folder: Path, path: Path | None = None) -> Iterator[None]:
-    """Turns an error of the file system into a ConfigError, on every rank that meets it.
+    """A context in which a failed write is raised as a ConfigError, on each rank where it failed.
 
-    what: the checkpoint that is saved to `path` in `folder`, in words.
+    The message says what failed and which checkpoint can be loaded.
+
+    what: the name of the checkpoint in the message. folder: the folder of all checkpoints.
+    path: the folder of the one that is saved, or None where it is unknown.
     """
     before = named(folder) if path is not None else None
     try:
         yield
-    except CheckpointException as error:  # raised on all ranks if a file of one was not written
+    except CheckpointException as error:  # raised on all ranks if any rank failed to write
         raise ConfigError(_unsaved(what, folder, path, _cause(folder, error))) from error
     except Exception as error:
-        # Only the rank that wrote knows; torchrun ends the others when it has left. What torch
-        # raises for its own files says nothing of the disk.
+        # Raised only on the rank that wrote; torchrun ends the others when that rank has exited.
+        # An error of torch.save does not say whether the disk is full, so _refusal tries it out.
         refusal = error if isinstance(error, OSError) else _refusal(folder)
         if refusal is None:
             raise
@@ -128,8 +138,11 @@ def _failure_told(what: str, folder: Path, path: Path | None = None) -> Iterator
 
 
 def _cause(folder: Path, error: CheckpointException) -> BaseException:
-    """What the file system refuses to a rank, or else what one failed with; on all ranks the same.
-    Rank 0's exception alone has what the ranks failed with, and in words."""
+    """Why a checkpoint was not written; the same exception on all ranks. All ranks must call it.
+
+    If the file system refuses a write on some rank, that OSError; else the exception with which a
+    rank failed. Only rank 0's CheckpointException contains the exceptions of the ranks.
+    """
     failures = [failure for failure, _ in error.failures.values()]
     shares = on_all(lambda: [_refusal(folder), *failures])
     found = [cause for share in shares for cause in share if cause is not None]
@@ -138,7 +151,7 @@ def _cause(folder: Path, error: CheckpointException) -> BaseException:
 
 
 def _refusal(folder: Path) -> OSError | None:
-    """What the file system says to one more file in `folder`; None if it takes it."""
+    """The OSError of writing another file to `folder`; None if it can be written."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_TRIED))
@@ -150,12 +163,16 @@ def _refusal(folder: Path) -> OSError | None:
 
 
 def _restore(folder: Path, before: str | None) -> None:
-    """Gives the tracker file back what it said: T/checkpointing.py empties it to write into it."""
+    """Writes `before` back to the tracker file of `folder` if that is empty. Only on rank 0.
+
+    T/checkpointing.py truncates the tracker file before it writes to it, so a failed write leaves
+    it empty.
+    """
     if before is not None and torch.distributed.get_rank() == 0 and named(folder) == "":
         try:
             tracker(folder).write_text(before)
         except OSError:
-            pass  # the launch that finds it empty says what to write there
+            pass  # a launch that finds the file empty tells the user what to write there
 
 
 def _unsaved(what: str, folder: Path, path: Path | None, error: BaseException) -> str:

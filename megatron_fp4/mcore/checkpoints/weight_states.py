@@ -1,4 +1,4 @@
-"""State beside weights in checkpoints.
+"""Saves and loads the state beside weights (model/weight_states.py) with Megatron's checkpoints.
 
 C stands for megatron/core.
 """
@@ -20,8 +20,11 @@ from megatron_fp4.mcore.runtime.ranks import on_first
 
 
 def are_saved(names: list[str], args: argparse.Namespace) -> bool:
-    """Whether the checkpoint that is about to be loaded has the states of these names in the
-    optimizer's state, by name; says so where it has not. Every rank calls it."""
+    """Whether the checkpoint that the launch will load has the states `names` beside weights.
+
+    False too if nothing is loaded, or no optimizer state. Prints a line if there is a checkpoint
+    without the states. Every rank must call it. args: Megatron's.
+    """
     if not args.load or args.no_load_optim or args.finetune or args.ckpt_format == "torch":
         return False
     path = on_first(lambda: folders.chosen(Path(args.load), args.ckpt_step))
@@ -46,11 +49,12 @@ def _has_keys(path: Path, keys: tuple[str, ...]) -> bool:
 
 
 def install() -> None:
-    """Lets C/optimizer/distrib_optimizer.py save and load more than the moments of Adam, of those
-    weights that have more; harmless when called again.
+    """Lets Megatron's distributed optimizer save and load the states beside weights. Idempotent.
 
-    It takes the names of an optimizer's state from a table, and wants all of them of every
-    parameter.
+    C/optimizer/distrib_optimizer.py has a fixed list of the tensors in an optimizer's state, such
+    as Adam's moments, and requires each of them for every parameter. The patched methods add the
+    states to that list. For weights without states they supply zeros where all parameters must have
+    the same tensors, and drop them again where a parameter is saved alone.
     """
     if hasattr(DistributedOptimizer._get_main_param_and_optimizer_states, "__wrapped__"):
         return
@@ -66,7 +70,7 @@ def install() -> None:
         self: DistributedOptimizer, weight: torch.nn.Parameter
     ) -> dict[str, Tensor]:
         found: dict[str, Tensor] = states_of(self, weight)
-        for key in _keys(self):  # of a bucket all elements are saved
+        for key in _keys(self):  # a bucket is saved as a whole, with all its parameters
             if key not in found:
                 found[key] = torch.zeros_like(found["param"], dtype=torch.float32)
         return found

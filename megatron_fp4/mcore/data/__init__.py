@@ -1,1 +1,1 @@
-"""Text to what Megatron trains on, and what a launch reads of it: files, splits, vocabulary."""
+"""Preparation of Megatron's datasets from text, and what a launch reads of those datasets."""

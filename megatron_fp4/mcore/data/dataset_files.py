@@ -1,7 +1,8 @@
-"""Indexed datasets as files: which ones a launch names, whether they are whole, what they hold.
+"""The files of Megatron's indexed datasets: which a launch uses, and whether they are complete.
 
-A dataset goes by its prefix: PREFIX.idx is Megatron's index of what PREFIX.bin holds, one token
-after the other. launch/refusals/dataset.py says which launches are refused for them.
+A dataset is named by its prefix. PREFIX.bin contains the tokens of all sequences, one after the
+other. PREFIX.idx is the index: the length of each sequence and its place in PREFIX.bin.
+launch/refusals/dataset.py refuses launches whose datasets cannot be used.
 """
 
 import argparse
@@ -15,12 +16,20 @@ from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
 from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.training.utils import get_blend_and_blend_per_split
 
-_INDEX = struct.Struct("<9sQBQQ")  # of an .idx: magic, version, tokens' type, sequences, documents
-_TOKENS_SEEN = 2**16  # of each dataset, before training: another tokenizer's show soon
+# The header of an .idx file: magic, version, code of the tokens' dtype, sequences, documents.
+_INDEX = struct.Struct("<9sQBQQ")
+# How many tokens at the start of a dataset are compared with the vocabulary before training. If a
+# tokenizer of a larger vocabulary made the data, one of these is normally beyond the vocabulary.
+_TOKENS_SEEN = 2**16
 
 
 class _Head(NamedTuple):
-    """The start of an .idx. code: of the tokens' type, in megatron.core's DType."""
+    """The header of an .idx file.
+
+    magic, version: of the file format. code: the tokens' dtype, as megatron.core's DType numbers
+    it. sequences: the number of sequences. documents: the number of document boundaries, which is
+    one more than the number of documents.
+    """
 
     magic: bytes
     version: int
@@ -30,14 +39,17 @@ class _Head(NamedTuple):
 
 
 def prefixes(args: argparse.Namespace) -> list[str]:
-    """The datasets that a launch names, of all splits. args: Megatron's."""
+    """The prefixes of all datasets that a launch uses, of all splits. args: Megatron's."""
     blend, per_split = get_blend_and_blend_per_split(args)
     blends = [one for one in [blend, *(per_split or [])] if one is not None]
     return [prefix for prefixes, _ in blends for prefix in prefixes]
 
 
 def is_list_of_splits(path: Path) -> bool:
-    """Whether a file is what --per-split-data-args-path names."""
+    """Whether a file has the format that --per-split-data-args-path expects.
+
+    That is a JSON object with a string or a list under each of "train", "valid" and "test".
+    """
     try:
         splits = json.loads(path.read_bytes())
         return all(isinstance(splits[name], str | list) for name in ("train", "valid", "test"))
@@ -46,8 +58,12 @@ def is_list_of_splits(path: Path) -> bool:
 
 
 def flaw_of(prefix: str) -> str | None:
-    """What a dataset lacks to be whole and of Megatron's making, and what to do; None if nothing,
-    or if it lies in an object store. Upstream would fail with an AttributeError."""
+    """Why a dataset cannot be read, and what to do, as text for an error line; None if it can.
+
+    Checks that both files exist, that the header is Megatron's, that neither file is truncated, and
+    that there is a sequence. Without this check upstream fails with an AttributeError. A dataset in
+    an object store is not checked: None.
+    """
     if is_object_storage_path(prefix):
         return None
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
@@ -72,20 +88,26 @@ def flaw_of(prefix: str) -> str | None:
 
 
 def sequences_of(prefix: str) -> int | None:
-    """The number of sequences in a whole dataset: its documents, where each is one sequence. None
-    if it lies in an object store."""
+    """The number of sequences of a complete dataset; None if it is in an object store.
+
+    That is also the number of its documents if each document is one sequence, as prepare_data.py
+    writes them.
+    """
     return None if is_object_storage_path(prefix) else _head_of(prefix).sequences
 
 
 def tokens_of(prefix: str) -> int | None:
-    """The number of tokens in a whole dataset; None if it lies in an object store."""
+    """The number of tokens of a complete dataset; None if it is in an object store."""
     if is_object_storage_path(prefix):
         return None
     return Path(f"{prefix}.bin").stat().st_size // DType.size(_type_of(prefix))
 
 
 def largest_token(prefix: str) -> int | None:
-    """The largest of a whole dataset's first tokens; None if it lies in an object store."""
+    """The largest of the first 65,536 tokens of a complete dataset.
+
+    None if the dataset is in an object store.
+    """
     if is_object_storage_path(prefix):
         return None
     return int(numpy.fromfile(f"{prefix}.bin", _type_of(prefix), _TOKENS_SEEN).max())
@@ -102,8 +124,12 @@ def _type_of(prefix: str) -> type[numpy.number]:
 
 
 def _end_of_data(index: Path, head: _Head) -> int:
-    """How many bytes the .bin of an index has. After its head, an .idx has the sequences' lengths
-    in int32, then their places in the .bin in int64: the last ones say where that ends."""
+    """The size in bytes that the .bin file should have, computed from the index.
+
+    After its header an .idx file has the length of each sequence (int32, in tokens), then the
+    offset of each sequence in the .bin file (int64, in bytes). The last sequence ends the .bin
+    file.
+    """
     length_at = _INDEX.size + 4 * head.sequences - 4
     start_at = _INDEX.size + 12 * head.sequences - 8
     [length] = numpy.fromfile(index, numpy.int32, 1, offset=length_at)

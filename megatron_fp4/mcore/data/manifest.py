@@ -1,4 +1,7 @@
-"""The record beside prepared data: what it was made of, and which files belong to it."""
+"""manifest.json beside prepared data: what the data were made from, and which files belong to them.
+
+prepare_data.py writes it. A launch reads it to see that its tokenizer is the one of the data.
+"""
 
 import hashlib
 import json
@@ -6,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 NAME = "manifest.json"
-# The datasets' prefixes, and what the manifest calls each.
+# The prefix of each dataset, and the manifest's key for it.
 PARTS = {"train_text_document": "train", "valid_text_document": "held_out"}
 OUTPUTS = [NAME, "tokenizer.model", *(f"{part}.{ext}" for part in PARTS for ext in ("bin", "idx"))]
 _KEYS = {"fingerprint", "options", "tokenizer_sha256", "train", "held_out"}
 
 
 class DamagedManifest(ValueError):
-    """A manifest that cannot be read; the message names it, and why."""
+    """A manifest cannot be read. The message has its path and the reason."""
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """The manifest in this folder; None if there is none, or one that is not of this project."""
+    """The manifest in `folder`; None if there is none, or if prepare_data.py did not write it."""
     try:
         found = json.loads((folder / NAME).read_text())
     except (OSError, ValueError, RecursionError):
@@ -26,23 +29,28 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def recorded(prefix: str) -> tuple[str, int] | None:
-    """The SHA-256 of the tokenizer, and the number of tokens, that the manifest beside a dataset
-    records of it; None where this project has recorded none. Raises DamagedManifest."""
+    """(SHA-256 of the tokenizer, number of tokens) of a dataset, from the manifest beside it.
+
+    None if there is no manifest that prepare_data.py wrote. Raises DamagedManifest if there is one
+    that cannot be read.
+    """
     part, path = PARTS.get(Path(prefix).name), Path(prefix).with_name(NAME)
     if part is None or not path.exists():
         return None
     try:
         found = json.loads(path.read_bytes())
         if "tokenizer_sha256" not in found:
-            return None  # another program's
+            return None  # another program wrote it
         return str(found["tokenizer_sha256"]), int(found[part]["tokens"])
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         raise DamagedManifest(f"{path} cannot be read ({error})") from error
 
 
 def describes(found: dict[str, Any], folder: Path) -> bool:
-    """Whether the folder's files are still those that the manifest was written for: all there, of
-    the same sizes, with the same tokenizer."""
+    """Whether the files in `folder` are still those that the manifest `found` describes.
+
+    Compares the size of every file, and the SHA-256 of the tokenizer.
+    """
     try:
         is_now = (sha256_of(folder / "tokenizer.model"), sizes(folder))
         return (found["tokenizer_sha256"], found.get("files")) == is_now
@@ -51,24 +59,32 @@ def describes(found: dict[str, Any], folder: Path) -> bool:
 
 
 def sha256_of(file: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal digits. Raises OSError."""
+    """The SHA-256 of a file's content, as hexadecimal digits. Raises OSError."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """The bytes of each file of prepared data, the manifest left out. Raises OSError."""
+    """The size in bytes of each file of prepared data by name, without the manifest.
+
+    Raises OSError if a file is missing.
+    """
     return {name: (folder / name).stat().st_size for name in OUTPUTS if name != NAME}
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """Writes the manifest under another name and renames it, so that a kill leaves a whole one or
-    none."""
+    """Writes `content` as the manifest of `folder`.
+
+    The file is written under another name and then renamed, so that an interrupted process leaves
+    either a complete manifest or none.
+    """
     partial = folder / f".{NAME}"
     partial.write_text(json.dumps(content, indent=2) + "\n")
     partial.replace(folder / NAME)
 
 
 def outputs_in(folder: Path) -> set[str]:
-    """The names of prepared data in this folder, with Megatron's folders of indices beside it;
-    empty without a manifest."""
+    """The names in `folder` that belong to prepared data; empty if it has no manifest.
+
+    They include the folders in which Megatron caches its shuffled indices.
+    """
     return {*OUTPUTS, *PARTS} if (folder / NAME).exists() and read(folder) else set()

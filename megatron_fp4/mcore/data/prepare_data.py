@@ -1,15 +1,15 @@
-"""Turns text into what Megatron trains on: a SentencePiece tokenizer and two indexed datasets.
+"""Makes Megatron's training data from text: a SentencePiece tokenizer and two indexed datasets.
 
     megatron-fp4-prepare-data [PATH ...] --output data
 
-A PATH is a folder, a text file, or JSON lines (.jsonl or .json), plain or as .gz; without one, the
-text is the source code of Python's own standard library, which lies on every machine. The output
-holds tokenizer.model, train_text_document.{bin,idx}, valid_text_document.{bin,idx} and
-manifest.json. What is held out are whole files, or whole JSON lines; a lone text file gives its
-end. All the text is kept in memory.
+A PATH is a folder, a text file, or JSON lines (.jsonl or .json), plain or as .gz. Without a PATH
+the text is the source code of Python's standard library, which every machine has. The output folder
+contains tokenizer.model, train_text_document.{bin,idx}, valid_text_document.{bin,idx} and
+manifest.json. Whole documents (files, or JSON lines) are held out for validation. If there is only
+one document, its end is held out. All text is kept in memory.
 
 Files of a folder that are not UTF-8 text are left out, and a line for each reason says how many. A
-JSON line that cannot be used stops the program, and its file and number are named.
+JSON line that cannot be used ends the program with an error that names its file and line number.
 """
 
 import argparse
@@ -39,13 +39,13 @@ from megatron_fp4.mcore.data.text import (
     shown,
 )
 
-TOKENIZER_TEXT_BYTES = 64_000_000  # more text than this changes a small vocabulary little
-SMALLEST_VOCABULARY = 260  # 256 bytes, 3 control tokens and a character
+TOKENIZER_TEXT_BYTES = 64_000_000  # the tokenizer is trained on this much; more changes it little
+SMALLEST_VOCABULARY = 260  # a token for each of 256 bytes, 3 control tokens and one character
 LARGEST_VOCABULARY = 2**31 - 1  # SentencePiece counts in 32 bits
 
 
 class VocabularyTooLarge(DataError):
-    """The text is too short for the vocabulary asked for; `most` fits."""
+    """The text is too short for the requested vocabulary. most: the largest size that fits."""
 
     def __init__(self, asked: int, most: int) -> None:
         super().__init__(f"--vocab-size {asked} is too large for this text: {most} at most")
@@ -54,7 +54,12 @@ class VocabularyTooLarge(DataError):
 
 @dataclass(frozen=True)
 class Options:
-    """What the prepared data depends on, beside the text itself."""
+    """The options that the prepared data depend on, besides the text.
+
+    vocab_size: tokens of the vocabulary. held_out_share: the share of the documents held out for
+    validation, between 0 and 1. max_bytes: about how much of the text is used; None: all.
+    json_key: the key of a JSON line's text. Raises DataError for values out of range.
+    """
 
     vocab_size: int = 2048
     held_out_share: float = 0.05
@@ -77,8 +82,11 @@ class Options:
 
 
 def choose(documents: Iterable[Document], max_bytes: int | None) -> list[Document]:
-    """The documents in the order of their keys' hashes, up to the one with which max_bytes is
-    reached. Raises DataError if there is none."""
+    """The documents to use, sorted by the hash of their keys.
+
+    max_bytes: the list ends with the document that brings the total size of the texts to this many
+    bytes or more; None: all documents. Raises DataError if there are no documents.
+    """
     kept = sorted(documents, key=lambda it: hashlib.sha256(it.key.encode()).digest())
     if not kept:
         raise DataError("the text is empty: no file with readable, non-blank UTF-8 text in it")
@@ -86,20 +94,23 @@ def choose(documents: Iterable[Document], max_bytes: int | None) -> list[Documen
 
 
 def split(documents: list[Document], share: float) -> tuple[list[str], list[str]]:
-    """The texts to train on and those held out, at least one each. The first documents, in the
-    order choose() gave them, are held out, each with all its copies: no text lies on both sides. Of
-    a single document it is the last lines, of a single line its end. Raises DataError if there is
-    nothing to hold out."""
+    """(texts to train on, texts held out), at least one each.
+
+    The first documents are held out, in the order that choose() gave them, until their number
+    reaches `share` of all. All copies of a held-out text are held out too, so no text is on both
+    sides. If there is only one document its last lines are held out, and if it has only one line
+    its last characters. Raises DataError if nothing can be held out.
+    """
     if len(documents) == 1:
         lines = documents[0].text.splitlines(keepends=True)
-        parts = lines if len(lines) > 1 else documents[0].text  # of a single line, its characters
+        parts = lines if len(lines) > 1 else documents[0].text  # a single line: its characters
         cut = min(round(len(parts) * (1 - share)), len(parts) - 1)
         if cut < 1:
             raise DataError("the text is a single character: nothing can be held out of it")
         return ["".join(parts[:cut])], ["".join(parts[cut:])]
     count = min(max(round(len(documents) * share), 1), len(documents) - 1)
     texts = [document.text for document in documents]
-    copies = Counter(texts)  # in the order of their first
+    copies = Counter(texts)  # ordered by the first copy of each text
     if len(copies) == 1:
         raise DataError("all documents are the same text: nothing can be held out")
     held_out: set[str] = set()
@@ -113,9 +124,12 @@ def split(documents: list[Document], share: float) -> tuple[list[str], list[str]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
-    """A SentencePiece BPE model: unknown characters fall back to bytes and white space is kept, so
-    that text is encoded without loss, but for U+2581, SentencePiece's own sign for a space, which
-    comes back as one. Raises DataError if vocab_size does not fit the text."""
+    """A serialized SentencePiece BPE model that is trained on `texts`.
+
+    Text is encoded without loss: unknown characters are encoded as bytes, and white space is kept.
+    The exception is U+2581, SentencePiece's own symbol for a space, which is decoded as a space.
+    Raises DataError if vocab_size does not fit the text; see VocabularyTooLarge.
+    """
     import sentencepiece
 
     sample = _up_to(TOKENIZER_TEXT_BYTES, texts, _size)
@@ -133,7 +147,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
             allow_whitespace_only_pieces=True,
             split_digits=True,
             max_sentence_length=2**30,
-            num_threads=1,  # the same model every time
+            num_threads=1,  # several threads may train another model each time
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -142,7 +156,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
 
 
 def _vocabulary_mistake(vocab_size: int, reason: str) -> DataError:
-    """SentencePiece's complaint in this tool's words: it gives the bound that was broken."""
+    """The DataError for SentencePiece's error text `reason`, with the bound that it contains."""
     if most := re.search(r"too high .*<= (\d+)", reason):
         return VocabularyTooLarge(vocab_size, int(most[1]))
     if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", reason):
@@ -153,8 +167,10 @@ def _vocabulary_mistake(vocab_size: int, reason: str) -> DataError:
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """A SentencePiece model. Raises DataError for a file that is none, or that has no token for the
-    end of a text."""
+    """The serialized SentencePiece model in the file `path`.
+
+    Raises DataError if it cannot be read, is not a SentencePiece model, or has no eos token.
+    """
     import sentencepiece
 
     try:
@@ -176,11 +192,14 @@ def _vocabulary_of(model: bytes) -> int:
 
 
 def write_dataset(prefix: Path, texts: list[str], tokenizer: Any) -> int:
-    """Writes prefix.bin and prefix.idx, one document a text, each closed by the end-of-text
-    token; returns the number of tokens."""
+    """Writes prefix.bin and prefix.idx, and returns the number of tokens.
+
+    Each text becomes one document, which ends with the end-of-text token. tokenizer: a
+    SentencePieceProcessor.
+    """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is told is of GPU libraries, which play no part here
+        warnings.simplefilter("ignore")  # about missing GPU libraries, which are not needed here
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     dtype = DType.optimal_dtype(tokenizer.vocab_size())
@@ -201,11 +220,14 @@ def prepare(
     say: Callable[[str], None] = print,
     tokenizer: Path | None = None,
 ) -> dict[str, Any]:
-    """Writes the tokenizer, both datasets and manifest.json into output and returns the manifest;
-    where the same text and options were prepared before, nothing is written again.
+    """Writes the tokenizer, both datasets and manifest.json to `output`; returns the manifest.
 
-    tokenizer: a SentencePiece model to take, as for a blend with other data; None: one is trained.
-    Raises DataError for text or options that cannot be used.
+    If `output` already has the data of the same text and options, nothing is written.
+
+    paths: folders and files to read; empty: Python's standard library.
+    say: called with each line for the user.
+    tokenizer: the file of a SentencePiece model to use; None: a model is trained.
+    Raises DataError for text or options that cannot be used, and if writing fails.
     """
     _check_output(output)
     own = None if tokenizer is None else read_tokenizer(tokenizer)
@@ -235,13 +257,13 @@ def prepare(
             "held_out": _write_part(output / held_out_part, held_out, model),
         }
         made["files"] = manifest.sizes(output)
-        manifest.write(output, made)  # last: an interruption leaves none behind
+        manifest.write(output, made)  # written last: its presence means that the data are complete
     say(f"Data: {shown(output)} is ready ({_summary(made)})")
     return made
 
 
 def _read(paths: list[Path], json_key: str, say: Callable[[str], None]) -> list[Document]:
-    """All documents; says what was left out of the paths, and why."""
+    """All documents of the paths; calls `say` with what was left out, and why."""
     left_out = LeftOut()
     found = [documents_at(path, json_key, left_out) for path in paths] or [library_documents()]
     documents = list(itertools.chain.from_iterable(found))
@@ -251,7 +273,7 @@ def _read(paths: list[Path], json_key: str, say: Callable[[str], None]) -> list[
 
 
 def _check_output(output: Path) -> None:
-    """Raises DataError where nothing can be written, before the text is read."""
+    """Raises DataError if `output` cannot be written to, or has another program's manifest.json."""
     there = next(path for path in (output, *output.absolute().parents) if os.path.lexists(path))
     if not os.path.isdir(there):
         raise DataError(f"--output {output}: {there} is not a folder; give another")
@@ -276,12 +298,12 @@ def _writing(output: Path) -> Iterator[None]:
 
 
 def _clear(output: Path) -> None:
-    """Makes the folder, and removes what says or assumes that its data are whole."""
+    """Creates the folder; removes the manifest and Megatron's cached indices of earlier data."""
     output.mkdir(parents=True, exist_ok=True)
     (output / manifest.NAME).unlink(missing_ok=True)
     for part in manifest.PARTS:
-        # Megatron keeps its shuffled indices in a directory of the dataset's own name, under a hash
-        # that knows nothing of the content: with new text they would point past the end of it.
+        # Megatron caches its shuffled indices in a folder named like the dataset, under a hash that
+        # does not depend on the content. With new text they could point past the end of the data.
         shutil.rmtree(output / part, ignore_errors=True)
 
 
@@ -304,7 +326,7 @@ def _fingerprint(documents: list[Document], options: Options, tokenizer: bytes |
 
 
 def _up_to[T](budget: int, items: list[T], size: Callable[[T], int]) -> list[T]:
-    """The first items, up to and with the one at which the sum of their sizes reaches budget."""
+    """The first items, up to and including the one at which the sum of sizes reaches `budget`."""
     sums = itertools.accumulate(map(size, items))
     return items[: 1 + sum(total < budget for total in sums)]
 
@@ -329,14 +351,14 @@ def _summary(made: dict[str, Any]) -> str:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that raises DataError for a mistake, without the usage before it."""
+    """A parser that raises DataError for a wrong command line, and does not print the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise DataError(message)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prepares the data the command line asks for; returns the exit status."""
+    """Runs the command line `arguments` (None: sys.argv); returns the exit status."""
     parser = OneLineParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add(
@@ -357,8 +379,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add("--max-bytes", type=int, help="take about this much of the text (all of it)")
     add("--json-key", default=Options.json_key, help="where a JSON line has its text (%(default)s)")
-    # Megatron imports it wherever it is installed; an index needs none of it, and on a node without
-    # its libraries that import fails.
+    # Megatron imports Transformer Engine if it is installed. Writing datasets does not need it, and
+    # on a node without a GPU the import can fail.
     sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
     try:
         given = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""What of the documents training, validation and test get by --split."""
+"""The share of a dataset's documents that --split gives to training, validation and test."""
 
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
@@ -6,14 +6,18 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 
 SPLITS = ("training", "validation", "test")
-DEFAULT = "969, 30, 1"  # of --data-path, T/arguments.py:validate_args
+DEFAULT = "969, 30, 1"  # megatron/training/arguments.py:validate_args, for --data-path
 
-Shares = list[tuple[float, float] | None]  # of each split: from where to where in 0 to 1
+# For each of SPLITS the begin and end of its documents, as fractions of all documents in 0 to 1;
+# None for a split without documents.
+Shares = list[tuple[float, float] | None]
 
 
 def shares_of(split: str) -> Shares | None:
-    """The share of the documents that each of SPLITS gets, None for one that gets none. None for
-    all of them if `split` is not three shares, such as "95,5,0"."""
+    """The shares of SPLITS that a value of --split such as "95,5,0" stands for.
+
+    Returns None if `split` is not three numbers of which Megatron can make shares.
+    """
     try:
         shares: Shares = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     except (AssertionError, ValueError):
@@ -22,8 +26,10 @@ def shares_of(split: str) -> Shares | None:
 
 
 def left_without(shares: Shares, documents: int) -> list[str]:
-    """Which of SPLITS have a share that comes to none of so many documents. Megatron would count
-    epochs of no tokens for them without end."""
+    """The names of SPLITS whose share is above 0 but, with this many documents, rounds to none.
+
+    Megatron would loop without end over such a split, adding epochs of no tokens.
+    """
     return [
         name
         for name, share in zip(SPLITS, shares, strict=True)

@@ -1,4 +1,7 @@
-"""Reads documents from files and folders: text, JSON lines, and either of them packed by gzip."""
+"""Reads documents from files and folders: plain text or JSON lines, each also compressed by gzip.
+
+JSON lines has one JSON object on each line, which contains a document's text under some key.
+"""
 
 import gzip
 import hashlib
@@ -14,12 +17,12 @@ from typing import IO, Any, NamedTuple
 
 from megatron_fp4.mcore.data import manifest
 
-# What lies among the library's sources and is not written as such: installed packages, tests, and
-# generated tables and text, of which one file may outweigh all the others held out.
+# Folders of the standard library that are not read: installed packages, tests, and generated tables
+# and text. A single generated file could be larger than all other files that are held out.
 NOT_LIBRARY = {"dist-packages", "site-packages", "__pycache__"}
 NOT_LIBRARY |= {"idle_test", "test", "tests", "encodings", "pydoc_data"}
 
-# Why something is not read, with the remedy where there is one.
+# The reasons for not reading a file or a document, with what the user can do about it.
 BINARY = "binary, with zero bytes (unpack archives first; of packed files only .gz is read)"
 NOT_UTF8 = "not UTF-8 text (convert it first, for example with iconv)"
 UNREADABLE = "not readable"
@@ -35,14 +38,17 @@ class DataError(ValueError):
 
 
 class Document(NamedTuple):
-    """A text that stays whole, and the key whose hash decides its place in the order."""
+    """One text of the data, which is not divided between training and validation.
+
+    key: a file's path, or the SHA-256 of a JSON line's text. Documents are sorted by its hash.
+    """
 
     key: str
     text: str
 
 
 class LeftOut:
-    """What was found and not read: for each reason how many, and the first few names."""
+    """Counts what was found and not read: for each reason the number, and the first few names."""
 
     NAMES = 3
 
@@ -50,12 +56,12 @@ class LeftOut:
         self._found: dict[str, tuple[int, list[str]]] = {}
 
     def add(self, reason: str, name: str) -> None:
-        """Counts one file, folder or JSON line."""
+        """Counts one file, folder or JSON line, called `name`, as left out for this reason."""
         count, names = self._found.get(reason, (0, []))
         self._found[reason] = (count + 1, [*names, name][: self.NAMES])
 
     def lines(self) -> list[str]:
-        """One line for each reason."""
+        """One line of text for each reason, for the user."""
         lines = []
         for reason, (count, names) in self._found.items():
             more = f" and {count - len(names)} more" if count > len(names) else ""
@@ -64,7 +70,10 @@ class LeftOut:
 
 
 class _Unusable(Exception):
-    """A file cannot be read as text: one of the reasons above, and more about this file."""
+    """A file cannot be read as text.
+
+    reason: one of the constants above, such as BINARY. detail: more about this file, or None.
+    """
 
     def __init__(self, reason: str, detail: str | None = None) -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -72,28 +81,28 @@ class _Unusable(Exception):
 
 
 def library_documents() -> Iterator[Document]:
-    """The standard library's .py files, its tests and generated files left out."""
+    """The .py files of Python's standard library, without its tests and generated files."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if NOT_LIBRARY.isdisjoint(name.parts):
             try:
                 yield from _file_documents(path, name.as_posix(), "", LeftOut())
-            except _Unusable:  # some distributions add files of their own
+            except _Unusable:  # some Linux distributions add files that are not readable text
                 continue
 
 
 def documents_at(path: Path, json_key: str, left_out: LeftOut) -> Iterator[Document]:
-    """The documents of a file, or of every file of text under a folder; blank ones are left out.
+    """The documents of the file `path`, or of every text file under the folder `path`.
 
-    A folder may hold other things beside text: they are counted in left_out. A .json file in it
-    that is not JSON lines is text like any other.
+    Blank documents, and files of a folder that cannot be read as text, are left out and counted in
+    `left_out`. A .json file of a folder that is not JSON lines is read as plain text.
 
-    Raises DataError for a path given by name that is not there or cannot be read, and for a line
-    of a JSON lines file that is not an object with text under json_key.
+    Raises DataError if `path` itself does not exist or cannot be read as text, and for a line of a
+    JSON lines file that is not an object with a string under `json_key`.
     """
     try:
-        if os.path.isdir(path):  # unlike Path.is_dir it does not raise
+        if os.path.isdir(path):  # does not raise, unlike Path.is_dir
             yield from _folder_documents(path, json_key, left_out)
             return
         _check_regular(path)
@@ -120,7 +129,11 @@ def _folder_documents(root: Path, json_key: str, left_out: LeftOut) -> Iterator[
 
 
 def _files(root: Path, left_out: LeftOut) -> Iterator[Path]:
-    """What lies under root and may be a file of text."""
+    """The files under `root` that may be text, at any depth; others are counted in `left_out`.
+
+    Hidden files and folders, links to folders, the output of prepare_data, and folders that cannot
+    be read are left out.
+    """
 
     def unreadable(error: OSError) -> None:
         name = shown(os.path.relpath(error.filename, root))
@@ -138,29 +151,33 @@ def _files(root: Path, left_out: LeftOut) -> Iterator[Path]:
                 left_out.add(PREPARED, shown(path.relative_to(root)))
             elif name not in inner:
                 yield path
-            elif path.is_symlink():  # it may lead back here
+            elif path.is_symlink():  # to a folder, perhaps one that contains this folder
                 left_out.add(LINKED_FOLDER, shown(path.relative_to(root)))
             else:
                 enter.append(name)
-        folders[:] = enter  # where os.walk goes on
+        folders[:] = enter  # os.walk enters the folders that remain in this list
 
 
 def shown(path: Path | str) -> str:
-    """The path as text to print and to hash, also where its bytes are not UTF-8."""
+    """The path as a string to print and to hash; bytes that are not UTF-8 become escapes."""
     return os.fsencode(Path(path).as_posix()).decode(errors="backslashreplace")
 
 
 def _check_regular(path: Path) -> None:
     try:
         mode = path.stat().st_mode
-    except OSError as error:  # not there, a link to nowhere, a loop of links, no permission
+    except OSError as error:  # missing, a broken link, a loop of links, no permission
         raise _Unusable(UNREADABLE, error.strerror) from error
-    if not stat.S_ISREG(mode):  # opening a pipe would wait for someone to write
+    if not stat.S_ISREG(mode):  # opening a pipe would wait until something writes to it
         raise _Unusable(NOT_A_FILE)
 
 
 def _file_documents(path: Path, key: str, json_key: str, left_out: LeftOut) -> Iterator[Document]:
-    """The file's documents that are not blank. Raises _Unusable, and DataError for a bad line."""
+    """The documents of one file; blank ones are counted in `left_out` instead.
+
+    key: the key of the document that a plain text file makes. Raises _Unusable if the file cannot
+    be read as text, and DataError for a line of a JSON lines file that has no text.
+    """
     if not _holds_json_lines(path):
         text = _whole_text(path)
         if text.strip():
@@ -173,7 +190,8 @@ def _file_documents(path: Path, key: str, json_key: str, left_out: LeftOut) -> I
         empty = False
         text = _json_text(line, json_key, f"{path}:{number}")
         if text.strip():
-            # Keyed by content: which texts are held out is not a matter of their order.
+            # The key is made from the text, not from the line number, so that the choice of the
+            # held-out texts does not depend on the order of the lines.
             yield Document(hashlib.sha256(text.encode()).hexdigest(), text)
         else:
             left_out.add(BLANK, f"{key}:{number}")
@@ -183,7 +201,10 @@ def _file_documents(path: Path, key: str, json_key: str, left_out: LeftOut) -> I
 
 @contextmanager
 def _opened(path: Path, mode: str, **text_mode: str) -> Iterator[IO[Any]]:
-    """The open file, unpacked if its name ends in .gz. Raises _Unusable where reading fails."""
+    """The open file, decompressed if its name ends in .gz.
+
+    Raises _Unusable if the file cannot be opened, or if reading it in the context fails.
+    """
     open_file: Any = gzip.open if path.suffix.lower() == ".gz" else open
     try:
         with open_file(path, mode, **text_mode) as file:
@@ -193,7 +214,7 @@ def _opened(path: Path, mode: str, **text_mode: str) -> Iterator[IO[Any]]:
 
 
 def _suffix(path: Path) -> str:
-    """What kind of text the name says, with or without .gz behind it: ".jsonl" of a.jsonl.gz."""
+    """The file name's extension in lower case, without a trailing .gz: ".jsonl" for a.jsonl.gz."""
     kind = path.suffix.lower()
     return Path(path.stem).suffix.lower() if kind == ".gz" else kind
 
@@ -204,7 +225,7 @@ def _whole_text(path: Path) -> str:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))  # text, with zero bytes in it
+        utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))  # its text contains zero bytes
         raise _Unusable(BINARY if b"\0" in content and not utf16 else NOT_UTF8) from error
     if "\0" in text:
         raise _Unusable(BINARY)
@@ -212,9 +233,11 @@ def _whole_text(path: Path) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that are not blank, with their numbers. What is not UTF-8 comes as surrogates, so
-    that the line can be named."""
-    # utf-8-sig: some editors write a mark at the start.
+    """(line number from 1, line) for the lines of a file that are not blank.
+
+    Bytes that are not UTF-8 become surrogate characters, so that `_json_text` can name the line.
+    """
+    # utf-8-sig: some editors write a byte order mark at the start of a file.
     with _opened(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -224,7 +247,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _holds_json_lines(path: Path) -> bool:
     if _suffix(path) != ".json":
         return _suffix(path) == ".jsonl"
-    first = next((line for _, line in _lines(path)), "")  # Megatron's own tool takes .json too
+    # Megatron's own tool reads JSON lines from .json files too.
+    first = next((line for _, line in _lines(path)), "")
     try:
         return isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
@@ -251,4 +275,4 @@ def _json_text(line: str, json_key: str, place: str) -> str:
         )
     if not isinstance(text, str):
         raise DataError(f'{place}: no text under the key "{json_key}"; name the key by --json-key')
-    return text.encode(errors="replace").decode()  # JSON can hold half a surrogate pair
+    return text.encode(errors="replace").decode()  # JSON can contain half of a surrogate pair

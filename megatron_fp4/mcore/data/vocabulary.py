@@ -1,4 +1,8 @@
-"""How many rows the embedding has: the same in every layout."""
+"""The padded size of the vocabulary, which is the number of rows of the embedding.
+
+It is the same in every parallel layout whose tensor-parallel size divides
+--make-vocab-size-divisible-by.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,21 @@ from megatron.core.tokenizers.utils import build_tokenizer
 
 
 def install() -> None:
-    """Makes Megatron pad the vocabulary by `padded_size`; harmless when called again.
+    """Makes Megatron pad the vocabulary to `padded_size` rows. Idempotent.
 
     Upstream rounds up to a multiple of --make-vocab-size-divisible-by times the tensor-parallel
-    size. The padding takes part in the softmax and in the initial weights, so that the same model
-    would have another loss under another tensor-parallel size.
+    size. The rows of padding take part in the softmax and in the initialization, so the loss of the
+    same model would depend on the tensor-parallel size.
     """
     build_tokenizer.vocab_size_with_padding = _padded_for
 
 
 def padded_size(tokens: int, divisor: int, tensor_parallel: int) -> int:
-    """The smallest number of rows, `tokens` or more, that `divisor` and the tensor-parallel size
-    both divide. It depends on the tensor-parallel size only where that does not divide `divisor`.
+    """The smallest number >= `tokens` that both `divisor` and `tensor_parallel` divide.
+
+    tokens: the size of the vocabulary. divisor: --make-vocab-size-divisible-by.
+    tensor_parallel: the tensor-parallel size. The result depends on it only if it does not divide
+    `divisor`.
     """
     multiple = math.lcm(divisor, tensor_parallel)
     return -(-tokens // multiple) * multiple

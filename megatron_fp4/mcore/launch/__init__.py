@@ -1,1 +1,1 @@
-"""From the command line to checked arguments, before anything is built."""
+"""Parses and checks the command line of a launch, before Megatron builds the model."""

@@ -1,8 +1,9 @@
-"""Megatron's command line, with defaults that run on the machine at hand.
+"""Parses Megatron's command line and the plugin's flags, with defaults that fit the machine.
 
-Megatron's own defaults ask for Transformer Engine, apex and NCCL. What the machine has not got is
-turned off here before parsing (machine.py), so that a launch names the model and nothing else; what
-a user asks for in so many words and cannot have is an error of one line (refusals/table.py).
+Megatron's own defaults require Transformer Engine, apex and NCCL. Defaults that need something this
+machine lacks are changed before parsing (machine.py), so that a launch has to describe only the
+model. A flag that the user gives and that cannot be used is refused with one line
+(refusals/table.py).
 """
 
 import argparse
@@ -21,10 +22,10 @@ from megatron_fp4.mcore.launch.refusals import checkpoints, fp4_flags
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_command_line, of_data, of_launch, refuse
 
-# Other defaults than Megatron's, on any machine.
+# Defaults that differ from Megatron's on every machine.
 _DEFAULTS: dict[str, Any] = {
-    # Without a mask, causal attention runs in its fastest kernel. Megatron's dataset makes a
-    # [sequence, sequence] mask for each sample unless told not to.
+    # Without a mask, causal attention runs in its fastest kernel. By default Megatron's dataset
+    # makes a [sequence, sequence] mask for each sample.
     "create_attention_mask_in_dataloader": False,
     "eval_interval": 1000,  # Megatron-core 0.19 has no default and divides by it
     **dict.fromkeys(fp4_flags.LAYERS_IN_BF16),  # None: not given
@@ -32,9 +33,11 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def parse() -> argparse.Namespace:
-    """Parses sys.argv and makes the result Megatron's global arguments, tokenizer and all.
+    """Parses and checks sys.argv; returns Megatron's arguments.
 
-    Raises ConfigError in place of Megatron's failed assertions, with their text.
+    The result is also set as Megatron's global arguments, and Megatron's tokenizer is built. Raises
+    ConfigError for arguments that this package refuses, and in place of the assertions by which
+    Megatron refuses them.
     """
     with megatrons_demands():
         args = parse_and_validate_args(extra_args_provider=add_arguments)
@@ -43,18 +46,26 @@ def parse() -> argparse.Namespace:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Megatron's `extra_args_provider`: sets the machine's defaults and checks what is parsed."""
+    """Adds the plugin's flags, defaults and checks to Megatron's parser; returns the parser.
+
+    Passed to Megatron as its `extra_args_provider`. The returned parser's `parse_args` raises
+    ConfigError for arguments that are refused.
+    """
     parser.set_defaults(**_DEFAULTS, **machine.defaults())
     flags.add_flags(parser)
     parser.error = _error_of(parser)  # type: ignore[method-assign, assignment]
     _mend_help(parser)
-    # Megatron validates, and opens the tokenizer, before anyone sees what was parsed.
+    # Megatron validates the arguments and opens the tokenizer right after parsing. Checks that have
+    # to come before that run inside parse_args.
     parser.parse_args = _checked(parser)  # type: ignore[method-assign, assignment]
     return parser
 
 
 def _error_of(parser: argparse.ArgumentParser) -> Callable[[str], NoReturn]:
-    """Raises what argparse says of a command line, and what may be meant or missing there."""
+    """A replacement for `parser.error` that raises ConfigError with argparse's message.
+
+    It adds what the user may have meant: the most similar flags, or that a value is missing.
+    """
 
     def error(message: str) -> NoReturn:
         if re.search("expected (one|at least one) argument", message):
@@ -68,8 +79,11 @@ def _error_of(parser: argparse.ArgumentParser) -> Callable[[str], NoReturn]:
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Lets --help work, on one rank: some of Megatron's flags have a bare % in their help, which
-    argparse takes for a placeholder, and the usage of all flags would fill screens."""
+    """Makes --help work, and print on one rank.
+
+    The help of some of Megatron's flags contains a bare %, which argparse reads as a placeholder.
+    The usage is shortened, because a list of all flags would fill several screens.
+    """
     for action in parser._actions:
         if action.help:
             action.help = re.sub(r"%%|%(?!\()", "%%", action.help)
@@ -81,7 +95,10 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_once(message: str, file: object = None) -> None:
-    """Help and version, from one rank and past what holds back the start (loop/log.py)."""
+    """Prints the text of --help or --version on rank 0.
+
+    Writes to the original stdout, since loop/log.py holds back what is printed during the start.
+    """
     if message and sys.__stdout__ and not int(os.environ.get("RANK", "0")):
         sys.__stdout__.write(message)
         sys.__stdout__.flush()
@@ -94,19 +111,19 @@ def _checked(parser: argparse.ArgumentParser) -> Callable[..., argparse.Namespac
         parsed = parse(*args, **kwargs)
         refuse(of_command_line(parser, parsed))
         fp4_arguments.settle_layers_in_bf16(parsed)
-        if parsed.reset_attention_mask:  # it exists in the mask alone
+        if parsed.reset_attention_mask:  # has an effect only if there is a mask
             parsed.create_attention_mask_in_dataloader = True
-        # The package's linears add dW to main_grad themselves; upstream's need apex for it.
+        # This package's linears add dW to main_grad without apex; upstream's need apex for it.
         parsed.fp4_wgrad_fusion = parsed.gradient_accumulation_fusion
         if not machine.installed("fused_weight_gradient_mlp_cuda"):
             parsed.gradient_accumulation_fusion = False
-        # The plugin verifies on all ranks (checkpoints/integrity.py), Megatron on rank 0 alone.
+        # The plugin verifies on all ranks (checkpoints/integrity.py), Megatron on rank 0 only.
         ours = parsed.ckpt_format in ("torch_dist", "torch") and not parsed.enable_msc
         parsed.fp4_verify_integrity = ours and parsed.verify_integrity is not False
         parsed.verify_integrity = bool(parsed.verify_integrity) and not ours
         fp4_arguments.settle(parsed)
         refuse(checkpoints.background_save(parsed))
-        if not (parsed.use_checkpoint_args or parsed.yaml_cfg):  # those bring arguments later
+        if not (parsed.use_checkpoint_args or parsed.yaml_cfg):  # else not all arguments are known
             refuse(of_launch(parsed))
         return parsed
 

@@ -1,4 +1,4 @@
-"""Megatron's CUDA graphs (--cuda-graph-impl local): whether a launch asks for them, or should."""
+"""Whether a launch uses Megatron's CUDA graphs (--cuda-graph-impl local), or should."""
 
 from argparse import Namespace
 from collections.abc import Iterable
@@ -8,13 +8,16 @@ from megatron_fp4.recipe import Recipe
 
 
 def wanted(args: Namespace) -> bool:
-    """Whether each layer is to be captured and replayed."""
+    """Whether the launch asks for CUDA graphs: each layer is captured and replayed."""
     return bool(args.cuda_graph_impl == "local")
 
 
 def advice(args: Namespace, recipes: Iterable[Recipe]) -> str | None:
-    """For a launch that could have graphs and may want them: tensor parallelism makes layers so
-    small that a GPU waits for its host to start them (docs/notes/host.md)."""
+    """A line that advises --cuda-graph-impl local; None where it would not help or is refused.
+
+    It helps under tensor parallelism. There the layers are so small that the GPU waits for the host
+    to launch kernels (docs/notes/host.md). recipes: the launch's, and those of single modules.
+    """
     if wanted(args) or args.tensor_model_parallel_size == 1:
         return None
     if any(captured_layers(Namespace(**vars(args) | {"fp4_weight_cache": None}), recipes)):

@@ -1,4 +1,4 @@
-"""The plugin's flags, and their reference in docs/flags.md. Imports nothing of Megatron's."""
+"""The plugin's flags, and the text of docs/flags.md. Does not import Megatron."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNSAID: tuple[object, ...] = (
     False,
     [],
     argparse.SUPPRESS,
-)  # defaults that a reference need not name
+)  # defaults that docs/flags.md does not show
 _HEAD = """# The plugin's flags
 
 Made from the parser by `python -m megatron_fp4 flags > docs/flags.md`. `pretrain_gpt.py --help` \
@@ -29,10 +29,11 @@ def flag_of(name: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the plugin's flags as the first group that --help shows.
+    """Adds the plugin's flags to `parser`, as the first group that --help shows; returns it.
 
-    Megatron's own --fp4-recipe, with its two choices, is replaced: a recipe is also a file or an
-    importable object, and `fp4_arguments.recipe_of` lists the known ones when it meets another.
+    Megatron's own --fp4-recipe, which has two choices, is replaced by one that takes any string,
+    because a recipe can also be a file or an importable object. `fp4_arguments.recipe_of` refuses
+    unknown recipes.
     """
     group = parser.add_argument_group(TITLE, conflict_handler="resolve")
     parser._action_groups.insert(0, parser._action_groups.pop())
@@ -110,7 +111,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="save checkpoints without the SHA-256 of their files, and load them unverified "
         "(--verify-integrity is the default)",
     )
-    parser.set_defaults(verify_integrity=None)  # as --verify-integrity, but not asked for
+    # None is treated as True, but shows that the user did not give --verify-integrity.
+    parser.set_defaults(verify_integrity=None)
     group.add_argument(
         "--fp4-verbose",
         action="store_true",
@@ -126,7 +128,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def reference() -> str:
-    """docs/flags.md: a table of the plugin's flags."""
+    """The text of docs/flags.md: a Markdown table of the plugin's flags."""
     parser = add_flags(argparse.ArgumentParser(add_help=False))
     lines = ["| flag | meaning |", "|---|---|"]
     for action in parser._actions:

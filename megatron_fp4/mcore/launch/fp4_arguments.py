@@ -1,5 +1,4 @@
-"""What the FP4 flags come to: the recipes that a launch asks for, and the arguments that its
-checkpoints carry."""
+"""The recipes that the FP4 flags ask for, and the FP4 arguments that are saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -18,22 +17,26 @@ from megatron_fp4.mcore.launch.refusals.weight_states import keepers
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import get_recipe
 
-_OFF = ("off", "bf16")  # values of --fp4-recipe that mean none
+_OFF = ("off", "bf16")  # values of --fp4-recipe that mean no recipe
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Gives parsed arguments their final FP4 values. Raises ConfigError for contradictions."""
+    """Replaces the FP4 values in parsed arguments by the values that are in force.
+
+    Sets the defaults that depend on other flags, and adds the arguments that checkpoints record:
+    versions and the content of recipes. Raises ConfigError for flags that contradict each other.
+    """
     if args.fp4_recipe in _OFF:
         args.fp4_recipe = None
     if args.fp4 is not None:
-        # Upstream's FP4, through Transformer Engine: not this package's affair.
+        # --fp4-format: upstream's FP4, in Transformer Engine. nvfp4 is upstream's default recipe.
         args.fp4_recipe = args.fp4_recipe or "nvfp4"
     refuse(fp4_flags.upstreams(args))
     recipe = recipe_of(args)
     if recipe is None:
         refuse(fp4_flags.without_recipe(args))
-    # Megatron writes its arguments into every checkpoint, and so the recipe, its options, the seed
-    # and these; checkpoints/compare_numerics.py compares them on loading.
+    # Megatron saves all arguments in every checkpoint, so the recipe, its options, the seed and the
+    # following are saved. checkpoints/compare_numerics.py compares them when loading.
     args.fp4_plugin_version = megatron_fp4.__version__
     args.fp4_numerics_version = NUMERICS_VERSION
     args.fp4_recipe_content = recipe and _content(recipe)
@@ -47,16 +50,23 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def settle_layers_in_bf16(args: argparse.Namespace) -> None:
-    """Sets each number of layers to keep in BF16 that the command line leaves out (None) to
-    Megatron's default, 1."""
+    """Sets Megatron's default, 1, for the numbers of layers at start and end to keep in BF16.
+
+    Only for flags that were not given. The parser's default for them is None, so that
+    `fp4_flags.layers_in_bf16` can tell whether they were given.
+    """
     for name in fp4_flags.LAYERS_IN_BF16:
         if getattr(args, name) is None:
             setattr(args, name, 1)
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe | None:
-    """The recipe that the arguments ask for, None if none. Raises ConfigError if it is wrong, or
-    if another flag (a checkpoint may bring some) cannot be honoured with it."""
+    """The launch's recipe with its options and schedule; None if the linears follow no recipe.
+
+    None too with --fp4-format, where Transformer Engine's linears do FP4. Raises ConfigError if the
+    recipe is unknown or invalid, and if another argument, which may come from a checkpoint, cannot
+    be combined with it.
+    """
     if args.fp4_recipe is None or args.fp4 is not None:
         return None
     recipe = _scheduled(get_recipe(args.fp4_recipe, **_options(args.fp4_recipe_option)), args)
@@ -69,7 +79,10 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
 
 
 def module_recipes(args: argparse.Namespace) -> list[tuple[str, Recipe | None]]:
-    """(glob on global module names, its recipe or None for BF16) of --fp4-module-recipe."""
+    """(glob for global module names, recipe or None for BF16) for each --fp4-module-recipe.
+
+    Raises ConfigError for a value that is not GLOB=RECIPE, and for an unknown or invalid recipe.
+    """
     found: list[tuple[str, Recipe | None]] = []
     for given in args.fp4_module_recipe:
         glob, equals, recipe = given.partition("=")
@@ -84,7 +97,7 @@ def module_recipes(args: argparse.Namespace) -> list[tuple[str, Recipe | None]]:
 
 
 def _scheduled(recipe: Recipe, args: argparse.Namespace) -> Recipe:
-    """`recipe` with the schedule that the flags give to every one."""
+    """`recipe` with the schedule of --fp4-bf16-after and --fp4-bf16-gemms, if they are given."""
     if args.fp4_bf16_after is not None:
         recipe = replace(recipe, bf16_after=args.fp4_bf16_after)
     if args.fp4_bf16_gemms is not None and recipe.bf16_after is not None:

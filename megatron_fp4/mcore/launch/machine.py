@@ -1,4 +1,4 @@
-"""What the machine at hand has, and the defaults of Megatron's arguments that follow from it."""
+"""Which packages and devices this machine has, and defaults for Megatron's arguments that fit."""
 
 import importlib.util
 from typing import Any
@@ -8,21 +8,21 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 
 
 def installed(package: str) -> bool:
-    """Whether a package is there to be imported."""
+    """Whether a package is installed, so that it can be imported."""
     return importlib.util.find_spec(package) is not None
 
 
 def defaults() -> dict[str, Any]:
-    """Megatron's arguments with other defaults than its own: what the machine lacks is turned off.
+    """New defaults, by name, for Megatron's arguments that need what this machine does not have.
 
-    Megatron's defaults ask for Transformer Engine, apex and NCCL.
+    Megatron's own defaults require Transformer Engine, apex and NCCL.
     """
     found: dict[str, Any] = {}
     if not HAVE_TE:
         found |= {"transformer_impl": "local", "apply_rope_fusion": False}
     if not installed("apex"):
         found |= {"no_persist_layer_norm": True, "masked_softmax_fusion": False}
-    if not installed("one_logger"):  # NVIDIA's own: on by default, a warning if missing
+    if not installed("one_logger"):  # NVIDIA's; upstream enables it and warns if it is missing
         found["enable_one_logger"] = False
     if not torch.cuda.is_available():
         found |= {
@@ -31,6 +31,6 @@ def defaults() -> dict[str, Any]:
             "bias_gelu_fusion": False,
             "bias_swiglu_fusion": False,
             "bias_dropout_fusion": False,
-            "num_workers": 0,  # a forked loader would have to start torch once more
+            "num_workers": 0,  # a worker process of the data loader would load torch again
         }
     return found

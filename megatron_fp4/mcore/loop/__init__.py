@@ -1,1 +1,1 @@
-"""Megatron's training loop: the model and its batches in it, its log, fixes for upstream."""
+"""Megatron's training loop with this package's model: batches, loss, log and fixes for upstream."""

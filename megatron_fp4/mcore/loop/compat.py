@@ -1,6 +1,6 @@
-"""Mends what Megatron-core 0.19's wheel gets wrong on any device.
+"""Fixes for errors of Megatron-core 0.19, and hooks of this package in Megatron's functions.
 
-C stands for megatron/core, T for megatron/training.
+They apply on every device. C stands for megatron/core, T for megatron/training.
 """
 
 import argparse
@@ -28,22 +28,22 @@ from megatron_fp4.mcore.model.spec import layer_spec, mtp_block_spec
 
 
 def install() -> None:
-    """Applies the mends that need no arguments; harmless when called again."""
-    # T/initialize.py:_compile_dependencies calls it to run `make` where the wheel ships no
-    # Makefile, and exits; the compiled helper is in the wheel.
+    """Applies all fixes that do not need parsed arguments. Idempotent."""
+    # T/initialize.py:_compile_dependencies calls compile_helpers, which runs `make` and exits if
+    # that fails. The wheel has no Makefile, and does not need one: it has the compiled helper.
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp"):
         dataset_utils.compile_helpers = lambda: None
-    # T/models/gpt.py:GPTModelBuilder.build_model builds multi-token prediction of stock layers,
-    # whatever transformer_layer_spec says.
+    # T/models/gpt.py:GPTModelBuilder.build_model builds multi-token prediction from upstream's
+    # layers and ignores transformer_layer_spec.
     if not hasattr(gpt.mtp_block_spec, "__wrapped__"):
         gpt.mtp_block_spec = _like_the_layers(gpt.mtp_block_spec)
-    # T/training.py:train saves to a path of None when a loss is NaN and --save was not given.
+    # When a loss is NaN, T/training.py:train saves a checkpoint. Without --save its path is None.
     if not hasattr(RerunStateMachine.should_checkpoint_and_exit, "__wrapped__"):
         RerunStateMachine.should_checkpoint_and_exit = _saving_where_told(
             RerunStateMachine.should_checkpoint_and_exit
         )
-    # T/ft_integration.py:setup parses the command line once more, with Megatron's own flags alone,
-    # and would refuse a recipe.
+    # T/ft_integration.py:setup parses the command line again without the plugin's flags, and would
+    # refuse a recipe.
     if not hasattr(arguments.parse_args, "__wrapped__"):
         arguments.parse_args = _knowing_recipes(arguments.parse_args)
     if not hasattr(arguments.validate_args, "__wrapped__"):
@@ -59,7 +59,10 @@ def install() -> None:
 
 
 def _follow_checkpoints() -> None:
-    """A linear that a checkpoint runs again repeats its first pass (replay.py)."""
+    """Makes Megatron's activation recomputation repeat the random bits of the first pass.
+
+    See megatron_fp4/replay.py.
+    """
     replay.follow(random.CheckpointFunction)
     checkpoint_once = random.CheckpointWithoutOutput.checkpoint
     if hasattr(checkpoint_once, "__wrapped__"):
@@ -82,7 +85,8 @@ def _like_the_layers(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _after_ours(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    # T/arguments.py:parse_and_validate_args calls it once a checkpoint has brought its arguments.
+    # T/arguments.py:parse_and_validate_args calls validate_args after it has read the arguments of
+    # a checkpoint (--use-checkpoint-args). Only then are all arguments known.
     @functools.wraps(upstream)
     def validate_args(args: argparse.Namespace, *others: Any, **kwargs: Any) -> Any:
         if args.use_checkpoint_args:
@@ -93,7 +97,7 @@ def _after_ours(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _demanding(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    # What Megatron demands of flags it may say as late as when it builds a layer or an optimizer.
+    # Some of Megatron's checks of flags run only when it builds a layer or an optimizer.
     @functools.wraps(upstream)
     def build(*args: Any, **kwargs: Any) -> Any:
         with megatrons_demands(while_building=True):
@@ -122,11 +126,14 @@ def _knowing_recipes(parse: Callable[..., argparse.Namespace]) -> Callable[..., 
 
 
 def mend_model_config(model: GPTModelConfig, args: argparse.Namespace) -> None:
-    """Gives `model` what T/argument_utils.py:gpt_config_from_args leaves out."""
-    # Without it, --rope-scaling-factor is read and ignored.
+    """Sets what T/argument_utils.py:gpt_config_from_args leaves out of `model`.
+
+    model: changed in place. args: Megatron's.
+    """
+    # Otherwise --rope-scaling-factor would have no effect.
     model.rope_scaling_factor = args.rope_scaling_factor
-    # T/models/dist_utils.py:prepare_existing_model_chunks_for_distributed_training takes
-    # --use-cpu-initialization to mean that the model stays on the CPU.
+    # With --use-cpu-initialization T/models/dist_utils.py does not move the model to the GPU
+    # (prepare_existing_model_chunks_for_distributed_training).
     if args.use_cpu_initialization and torch.cuda.is_available():
         model.pre_wrap_hooks.append(_to_gpu)
 

@@ -1,4 +1,4 @@
-"""A GPT or LLaMA model in Megatron's training loop: its data, its batches and its loss."""
+"""Trains a GPT or LLaMA model in Megatron's training loop: datasets, batches and loss."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -37,15 +37,20 @@ from megatron_fp4.mcore.model.attach import attach
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.spec import layer_spec
 
-SPIKE = 10  # --check-for-spiky-loss: this many times the largest loss so far, as upstream has it
+# --check-for-spiky-loss warns of a loss this many times as large as the largest so far. Upstream's
+# value.
+SPIKE = 10
 
 Datasets = tuple[Any, Any, Any]  # training, validation, test; any may be None
-Batch = dict[str, Any]  # tensors, or None where a stage needs none
+Batch = dict[str, Any]  # tensors by name; None for those that a pipeline stage does not need
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 def train() -> None:
-    """Runs `megatron.training.pretrain`, or its evaluation alone with --skip-train."""
+    """Trains with `megatron.training.pretrain`, from sys.argv; with --skip-train only evaluates.
+
+    Raises ConfigError for a launch that is refused.
+    """
     compat.install()
     log.install()
     with log.Start() as start:
@@ -61,7 +66,7 @@ def _train(start: log.Start) -> None:
         model = gpt_config_from_args(args)
         recipe = fp4_arguments.recipe_of(args)
         if recipe is not None or args.transformer_impl == "local":
-            model.transformer_layer_spec = layer_spec  # else upstream's, with its own FP8 and FP4
+            model.transformer_layer_spec = layer_spec  # else Transformer Engine's layers
         compat.mend_model_config(model, args)
         if recipe is not None:
             run = Run(recipe, args, fp4_arguments.module_recipes(args))
@@ -83,8 +88,10 @@ def _train(start: log.Start) -> None:
 
 @contextmanager
 def _followed_optimizer(run: Run | None, args: Any) -> Iterator[None]:
-    """While it is entered the optimizer that Megatron makes keeps the state beside weights that
-    recipes ask for."""
+    """A context in which the optimizer that Megatron makes will keep the state beside weights.
+
+    run: its recipes declare the states; None: a launch without a recipe. args: Megatron's.
+    """
     make = training.get_megatron_optimizer
 
     def made(*given: Any, **kwargs: Any) -> Any:
@@ -102,7 +109,11 @@ def _followed_optimizer(run: Run | None, args: Any) -> Iterator[None]:
 
 
 def datasets(num_samples: list[int], vp_stage: int | None = None) -> Datasets:
-    """Builds the splits with at least `num_samples` (training, validation, test) sequences each."""
+    """Builds the training, validation and test datasets, Megatron's `datasets provider`.
+
+    num_samples: how many sequences each has at least. Returns None in place of a dataset on ranks
+    that do not read data. Raises ConfigError if Megatron cannot write its index of the data.
+    """
     args = get_args()
     kind = MockGPTDataset if args.mock_data else GPTDataset
     print_rank_0("> building the datasets ...")
@@ -114,7 +125,7 @@ def datasets(num_samples: list[int], vp_stage: int | None = None) -> Datasets:
     except Exception as error:
         if not isinstance(error.__cause__, OSError):
             raise
-        raise ConfigError(  # its own text names no flag
+        raise ConfigError(  # upstream's message names no flag
             f"the index of the data cannot be written ({error.__cause__.strerror}): give "
             "--data-cache-path a folder that can be"
         ) from error
@@ -161,17 +172,17 @@ def _dataset_config(args: Any) -> GPTDatasetConfig:
 
 
 def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, LossFunction]:
-    """One microbatch through this pipeline stage.
+    """Runs the forward pass of one microbatch in this pipeline stage.
 
-    Returns the stage's output, [batch, sequence] losses on the last one, and the function that
-    makes the microbatch's loss of them.
+    Returns (output of the stage, function that computes the microbatch's loss from it). On the last
+    stage the output is the loss of each token, [batch, sequence].
     """
     stragglers, timers = StragglerDetector(), get_timers()
     timers("batch-generator", log_level=2).start()
     with stragglers(bdata=True):
         batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
-    loss_mask: Any = batch.get("loss_mask")  # None but on the stage that has the loss
+    loss_mask: Any = batch.get("loss_mask")  # None on stages that do not compute the loss
     with stragglers:
         output = model(
             batch.get("tokens"),
@@ -184,10 +195,14 @@ def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Loss
 
 
 def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None) -> Batch:
-    """This rank's part of the next microbatch: [batch, sequence / context-parallel size] each.
+    """This rank's part of the next microbatch, tensors of [batch, sequence].
 
-    Keys: tokens, labels, loss_mask, position_ids, attention_mask; empty where the pipeline stage
-    needs none. The first tensor-parallel rank reads the data and the others receive it.
+    With context parallelism, the sequence is divided by its size. The keys are tokens, labels,
+    loss_mask, position_ids and attention_mask (None if there is no mask). The result is {} on
+    pipeline stages that need no data. The first rank of each tensor-parallel group reads the data
+    and broadcasts it to the others. vp_stage: the virtual pipeline stage, or None.
+
+    Raises ConfigError for a token beyond the vocabulary.
     """
     has_mtp = _has_mtp(vp_stage)
     if not (is_first_or_last_pipeline_stage(vp_stage) or has_mtp):
@@ -195,9 +210,9 @@ def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None) -> Batch:
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     batch: Batch = {}
     if tp_rank == 0:
-        read = next(data_iterator)  # on the host
-        # A vocabulary that is split over ranks would take an unknown token for another rank's, and
-        # embed it as zeros.
+        read = next(data_iterator)  # tensors on the CPU
+        # With a vocabulary sharded over ranks, each rank would treat an unknown token as one of
+        # another rank, and its embedding would be zero.
         largest = max(int(read[key].max()) for key in ("tokens", "labels"))
         refuse(unknown_token(largest, args))
         batch = {"attention_mask": None} | {
@@ -230,17 +245,20 @@ def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None) -> Batch:
 
 
 def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The microbatch's loss, summed over its tokens, for Megatron's schedule to average.
+    """The loss of a microbatch, summed over its tokens; Megatron's schedule divides it.
 
-    Takes [batch, sequence] of mask and losses; returns the sum, the number of tokens in it, and
-    both as what the log shows. Upstream's checks see the sum on each rank before any reduction: a
-    loss that is NaN or infinite reruns the step to tell broken hardware from broken numerics and
-    ends the run (--no-check-for-nan-in-loss-and-grad turns that off); a spike is a warning.
+    loss_mask, losses: [batch, sequence]; tokens whose mask is 0 do not count.
+    Returns (sum of the losses, number of tokens that count, {"lm loss": both} for the log).
+
+    The sum is checked on each rank before any reduction. If it is NaN or infinite, upstream reruns
+    the step to tell faulty hardware from faulty numerics, and ends the run
+    (--no-check-for-nan-in-loss-and-grad disables this). With --check-for-spiky-loss a loss that is
+    unexpectedly large causes a warning.
     """
     args, mask = get_args(), loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
     tokens = mask.sum().detach().to(torch.int)
-    # A copy: the schedule divides the loss in place, and a rerun is compared with what was seen.
+    # A copy, since the schedule divides the loss in place, and a rerun is compared with this value.
     seen = loss.detach().clone()
     checks: list[tuple[str, Callable[[Tensor], Any], bool]] = []
     rerun = get_rerun_state_machine()

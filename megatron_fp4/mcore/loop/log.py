@@ -1,6 +1,7 @@
-"""What a launch prints: little while it starts, and a training log that resuming does not change.
+"""What a launch prints: few lines during the start, and Megatron's training log with two changes.
 
-T stands for megatron/training.
+The log's averages are the same in a resumed run as in an uninterrupted one, and each line has the
+time that is left. T stands for megatron/training.
 """
 
 import argparse
@@ -22,13 +23,13 @@ from megatron.training import training
 
 from megatron_fp4.errors import ConfigError
 
-FILE = "start.log"  # in the folder of the checkpoints
-# The first lines of what is printed while a launch starts, with the indented lines below them.
+FILE = "start.log"  # in the checkpoints' folder
+# Lines that are printed while a launch starts. Indented lines that follow one of them are too.
 _SHOWN = re.compile(
     r"megatron-fp4|using world size|.*\b(WARNING|Warning|ERROR|Error)\b"
     r"|.*[Ll]oad(ing|ed) .*checkpoint"
 )
-# Warnings of Megatron's that ask nothing of anyone: module and start of the message.
+# Warnings of Megatron's that users can ignore, by module: how the messages start.
 _CHATTER: dict[str, tuple[str, ...]] = {
     "megatron.core.models.gpt.gpt_model": ("GPTModel IS DEPRECATED",),
     "megatron.core.datasets.gpt_dataset": ("Unable to save MockGPTDataset indexes",),
@@ -41,18 +42,19 @@ _CHATTER: dict[str, tuple[str, ...]] = {
 
 
 class Start(io.TextIOBase):
-    """Stands in for stdout until training starts, and holds back what Megatron says on the way: its
-    arguments, its stages, its datasets' sizes. Warnings, errors and this package's lines pass.
+    """Replaces sys.stdout until training starts, and holds back what Megatron prints until then.
 
-    What is held back goes to FILE beside the checkpoints, or to stdout with --fp4-verbose and where
-    a launch fails otherwise than by a ConfigError.
+    Megatron prints its arguments, the sizes of datasets and much else. Only warnings, errors and
+    lines of this package are let through. The rest is written to FILE beside the checkpoints. It is
+    printed instead with --fp4-verbose, and if the start fails with an error other than a
+    ConfigError or an out-of-memory error. Use it as a context manager.
     """
 
     def __init__(self) -> None:
         self._stdout = sys.stdout
         self._held: list[str] = []
-        self._rest = ""  # of a line that has not ended
-        self._shows = False  # whether the line before was shown
+        self._rest = ""  # the begin of a line whose end was not written yet
+        self._shows = False  # whether the line before was printed
         self._args: argparse.Namespace | None = None
 
     def __enter__(self) -> "Start":
@@ -71,13 +73,13 @@ class Start(io.TextIOBase):
         self._end(shows=not isinstance(error, ConfigError | torch.OutOfMemoryError | None))
 
     def follow(self, args: argparse.Namespace) -> None:
-        """Does what the parsed arguments say: shows all, or knows the folder of the checkpoints."""
+        """Applies the parsed arguments: --fp4-verbose, and the checkpoints' folder (--save)."""
         self._args = args
         if args.fp4_verbose:
             self._end(shows=True)
 
     def before(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """`step`, with which the start ends."""
+        """`step`, wrapped so that its first call ends the start and restores sys.stdout."""
 
         @functools.wraps(step)
         def first(*args: Any, **kwargs: Any) -> Any:
@@ -110,12 +112,12 @@ class Start(io.TextIOBase):
             self._stdout.flush()
 
     def _tell(self) -> None:
-        """Says where the rest is, once the launch has started."""
+        """Writes FILE and prints where it is, on rank 0, unless the start has ended before."""
         if sys.stdout is self and self._args is not None and self._args.rank == 0:
             self._stdout.write(f"megatron-fp4: {self._keep(self._args.save)}\n")
 
     def _keep(self, folder: str | None) -> str:
-        """Writes what was held back beside the checkpoints; returns where it is, for the user."""
+        """Writes what was held back to FILE in `folder`; returns a line that says where it is."""
         if folder is None or is_object_storage_path(folder):
             return "Megatron's arguments and what it says at the start: add --fp4-verbose"
         try:
@@ -126,7 +128,7 @@ class Start(io.TextIOBase):
 
 
 def precision(args: argparse.Namespace) -> str:
-    """What a launch without a recipe of this package trains in, in a line."""
+    """A line with the precision of the linears, for a launch without a recipe of this package."""
     plain = "BF16" if args.bf16 else "FP16" if args.fp16 else "FP32"
     for upstreams in ("fp4", "fp8"):
         if getattr(args, upstreams) is not None:
@@ -135,7 +137,7 @@ def precision(args: argparse.Namespace) -> str:
 
 
 def install() -> None:
-    """Mends the training log; harmless when called again."""
+    """Applies the changes to the training log, and hides the warnings in _CHATTER. Idempotent."""
     if not hasattr(training.training_log, "__wrapped__"):
         for name, starts in _CHATTER.items():
             logging.getLogger(name).addFilter(partial(_says_something, starts))
@@ -148,8 +150,9 @@ def _says_something(chatter: tuple[str, ...], record: logging.LogRecord) -> bool
 
 
 def _from_the_start(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    # T/training.py:training_log logs the first step of a run and keeps its loss for the next line
-    # as well, since the interval has not ended. Where it has, that would be an average over two.
+    # T/training.py:training_log also logs the first step of a process. It then keeps that step's
+    # loss for the average of the next line, because the log interval has not ended. If it has ended
+    # in this step, the next line would average over one step too many.
     @functools.wraps(upstream)
     def training_log(*args: Any, is_first_iteration: bool = False, **kwargs: Any) -> Any:
         iteration, interval = args[3], training.get_args().log_interval
@@ -168,7 +171,10 @@ def _with_time_left(upstream: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def with_time_left(line: str) -> str:
-    """A line of Megatron's training log with the time that the remaining steps take at its pace."""
+    """A line of Megatron's training log, with the time that the remaining steps will take.
+
+    That is their number times the line's time per iteration. Other lines are returned unchanged.
+    """
     step = re.search(r" iteration +(\d+)/ *(\d+) \|", line)
     pace = re.search(r" elapsed time per iteration \(ms\): ([\d.]+) \|", line)
     if step is None or pace is None:

@@ -1,1 +1,1 @@
-"""The layers of a GPT model, what their linears follow, and the table that a run starts with."""
+"""The layers of a GPT model, the recipes of their linears, and the table printed at the start."""

@@ -26,10 +26,11 @@ Fp4Layer = Fp4ColumnParallelLinear | Fp4RowParallelLinear
 
 
 def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
-    """A pre-wrap hook of Megatron's model builder: every rank calls it with its chunks.
+    """Attaches recipes to the linears of a built model, and prints the start table on rank 0.
 
-    Raises ConfigError, on every rank alike, where a linear cannot follow the recipe, where none
-    would, or where two noise streams collide.
+    A pre-wrap hook of Megatron's model builder: every rank calls it with its model chunks, and gets
+    them back. Raises ConfigError, on all ranks, if a linear cannot follow its recipe, if no linear
+    would follow one, if an --fp4-module-recipe matches no linear, or if two random streams collide.
     """
     found = [linear for chunk in model for linear in _linears(chunk)]
     rows = _gather([_attach_one(run, *linear) for linear in found])
@@ -60,10 +61,12 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
 
 
 def _linears(chunk: MegatronModule) -> Iterator[tuple[str, Fp4Layer, int | None]]:
-    """(global name, linear, number of its decoder layer from 1) of this package's linears.
+    """(global name, linear, number of its decoder layer) for each of this package's linears.
 
-    Megatron numbers a stage's layers from 0; names that noise hangs on count over the model. The
-    layers of multi-token prediction are numbered by themselves and are none of the decoder's.
+    In module names Megatron numbers the layers of each pipeline stage from 0. Random bits depend on
+    the global name, in which layers are numbered over the whole model, also from 0. The number of
+    the decoder layer counts from 1. It is None in multi-token prediction, whose layers do not
+    belong to the decoder and have numbers of their own.
     """
     layers = {
         prefix: module.layer_number
@@ -83,7 +86,7 @@ def _linears(chunk: MegatronModule) -> Iterator[tuple[str, Fp4Layer, int | None]
 
 
 def _with_global_expert(name: str, config: TransformerConfig) -> str:
-    """Counts an expert over the expert-parallel ranks; each rank numbers its own from 0."""
+    """`name` with the expert's number in the whole model; each rank numbers its experts from 0."""
     ranks = mpu.get_expert_model_parallel_world_size()
     if ranks == 1 or ".local_experts." not in name:
         return name
@@ -103,7 +106,11 @@ def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> Row
 
 
 def _recipe_of(run: Run, name: str, number: int | None) -> Recipe | None:
-    """What a linear follows, None for BF16; its own glob counts more than its layer's place."""
+    """The recipe of a linear, or None for BF16. name: its global name. number: of its layer.
+
+    The last --fp4-module-recipe that matches the name decides; if none does, it is the launch's
+    recipe, or BF16 in the layers that --first-last-layers-bf16 keeps.
+    """
     for glob, recipe in reversed(run.modules):
         if fnmatchcase(name, glob):
             return recipe
@@ -111,7 +118,10 @@ def _recipe_of(run: Run, name: str, number: int | None) -> Recipe | None:
 
 
 def _kept_in_bf16(run: Run, number: int | None) -> bool:
-    """Upstream's --first-last-layers-bf16, which acts in Transformer Engine's context alone."""
+    """Whether --first-last-layers-bf16 keeps this decoder layer in BF16.
+
+    Upstream implements that flag only for Transformer Engine's linears.
+    """
     args = run.args
     if number is None or not args.first_last_layers_bf16:
         return False
@@ -120,7 +130,7 @@ def _kept_in_bf16(run: Run, number: int | None) -> bool:
 
 
 def _gather(rows: list[Row]) -> list[Row]:
-    """Every rank's rows, each once, in the order of their names."""
+    """The rows of all ranks, without duplicates, sorted by name and number."""
     everyone = {row for part in _of_all_ranks(rows) for row in part}
     return sorted(everyone, key=lambda row: start_table.kind(row.name))
 

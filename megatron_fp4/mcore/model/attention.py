@@ -1,7 +1,7 @@
-"""Core attention over torch's scaled_dot_product_attention.
+"""Core attention that calls torch's scaled_dot_product_attention.
 
-Megatron's own without Transformer Engine, DotProductAttention, writes the [sequence, sequence]
-scores to memory several times over.
+Without Transformer Engine, Megatron uses its DotProductAttention, which writes the
+[sequence, sequence] scores to memory several times.
 """
 
 import math
@@ -22,13 +22,15 @@ from megatron_fp4.mcore.launch.refusals.table import refuse
 
 
 class SdpaAttention(MegatronModule):
-    """Causal or masked attention with grouped queries, for Megatron's SelfAttention.
+    """Causal or masked attention, also with grouped queries, for Megatron's SelfAttention.
 
-    A drop-in for DotProductAttention, equal to it but for the order of floating-point sums; the
-    softmax is always in FP32. A query that may see no key at all gets zeros, where upstream gives
-    it the average of all values. Dropout draws from the tensor-parallel random stream. Raises
-    ConfigError for what it does not do: context parallelism, windows, softmax offsets, packed
-    sequences, attention bias.
+    It replaces DotProductAttention and computes the same, except for the order of floating-point
+    sums. The softmax is always computed in FP32. The output of a query that may attend to no key is
+    zero, where upstream's is the average of all values. Dropout draws from Megatron's random state
+    for tensor parallelism.
+
+    The arguments are those of DotProductAttention. Raises ConfigError for context parallelism,
+    sliding windows, softmax offsets, packed sequences and attention biases.
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class SdpaAttention(MegatronModule):
         refuse(refusals.attention(config, layer_number))
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        # apply_query_key_layer_scaling needs nothing here: upstream divides the scores by the layer
-        # number, and multiplies them again in FP32, where these scores are from the start.
+        # apply_query_key_layer_scaling needs no code here. With it upstream divides the scores by
+        # the layer number to keep them in the range of FP16, and multiplies them again in FP32.
+        # Here the scores are in FP32 from the start.
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -60,10 +63,14 @@ class SdpaAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[sq, batch, heads, d], twice [sk, batch, groups, d] → [sq, batch, heads·d].
+        """The attention's output, [sq, batch, heads * d].
 
-        `attention_mask` is boolean, True where a query must not look, and broadcasts to
-        [batch, heads, sq, sk]. A given mask stands alone; a causal one must hold the causal part.
+        query: [sq, batch, heads, d]. key, value: [sk, batch, groups, d].
+        attention_mask: bool, broadcast to [batch, heads, sq, sk]; True where a query must not
+            attend to a key. It is not combined with a causal mask: for causal attention it must
+            contain the causal mask. None: causal, or no mask, as `attn_mask_type` says.
+        attn_mask_type: replaces the type that was given to the constructor.
+        Raises ConfigError if attention_bias or packed_seq_params is given.
         """
         if attention_bias is not None:
             raise ConfigError(refusals.without_te("attention bias"))
@@ -86,7 +93,8 @@ class SdpaAttention(MegatronModule):
                 enable_gqa=query.size(1) != key.size(1),
             )
 
-        if dropout and not self.config.sequence_parallel:  # with it, the whole layer runs forked
+        # Under sequence parallelism Megatron already runs the whole layer in the forked state.
+        if dropout and not self.config.sequence_parallel:
             with get_cuda_rng_tracker().fork():
                 context = attend()
         else:

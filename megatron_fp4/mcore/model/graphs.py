@@ -1,6 +1,7 @@
-"""Megatron's CUDA graphs (--cuda-graph-impl local): each layer is captured when the first step has
-ended, and replayed from then on. Python runs no more; what changes from one microbatch to the next
-is read from memory.
+"""Support for Megatron's CUDA graphs (--cuda-graph-impl local).
+
+Megatron captures each layer after the first step and replays it from then on. A replay runs no
+Python code, so kernels read the step and the microbatch from GPU memory (`Clock`).
 """
 
 from __future__ import annotations
@@ -12,32 +13,46 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_w
 
 
 def captures() -> bool:
-    """Whether a layer that runs now is to be captured, or warmed up for that."""
+    """Whether Megatron is capturing the layer that runs now, or running its warm-up."""
     return bool(is_graph_capturing())
 
 
 def warms_up() -> bool:
-    """Whether it runs on anything that lies in memory, and for nothing."""
+    """Whether the layer that runs now is a warm-up before a capture.
+
+    The input of a warm-up is uninitialized memory, and its output is discarded.
+    """
     return bool(is_graph_warmup())
 
 
 def release() -> None:
-    """Before process groups are destroyed: NCCL waits, without end, for graphs that captured it to
-    be gone, and Megatron keeps its graphs."""
+    """Frees all CUDA graphs. Call it before process groups are destroyed.
+
+    Destroying an NCCL process group hangs while a graph exists that captured its collectives, and
+    Megatron keeps references to its graphs.
+    """
     for graph in [found for found in gc.get_objects() if type(found) is torch.cuda.CUDAGraph]:
         graph.reset()
 
 
 class Clock:
-    """Step and microbatch, where graphs read them."""
+    """The step and the microbatch in GPU memory, from where captured kernels read them.
+
+    step, microbatch: int64 [].
+    """
 
     def __init__(self, device: torch.device) -> None:
-        # Kernels are compiled for tensors that begin at multiples of 16 bytes.
+        # Kernels are compiled for tensors that begin at multiples of 16 bytes, so each of the two
+        # numbers has 16 bytes.
         words = torch.zeros(2, 2, dtype=torch.int64, device=device)
         self.step, self.microbatch = words[:, 0]
 
     def set(self, step: int, microbatch: int) -> None:
-        """For what starts from now on, without waiting for what runs: forward and backward of one
-        microbatch, since no pipeline has others under way."""
+        """Sets both numbers for the kernels that are launched from now on.
+
+        Does not wait for the GPU: the write is ordered after the kernels launched before. Forward
+        and backward of a microbatch read the same numbers, since without pipeline parallelism a
+        microbatch's backward runs before the next one's forward.
+        """
         self.step.fill_(step)
         self.microbatch.fill_(microbatch)

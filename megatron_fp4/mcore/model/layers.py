@@ -1,8 +1,8 @@
-"""Column- and row-parallel linears whose three GEMMs follow a recipe.
+"""Megatron's column- and row-parallel linears, with GEMMs that follow a recipe.
 
-They replace the product inside Megatron's own layers, and what travels around it under sequence
-parallelism: parameters, initialisation and checkpoints are upstream's
-(megatron/core/tensor_parallel/layers.py, `_forward_impl`).
+The classes derive from Megatron's. They replace only the GEMMs and their communication under
+sequence parallelism (megatron/core/tensor_parallel/layers.py, `_forward_impl`). Parameters,
+initialization and checkpoints are upstream's.
 """
 
 from __future__ import annotations
@@ -37,10 +37,14 @@ from megatron_fp4.replay import Replay
 
 @dataclass
 class Fp4State:
-    """What a linear needs beyond Megatron's own; `attach` fills it in once the model is built.
+    """What an FP4 linear has beyond Megatron's linear. `attach` makes it when the model is built.
 
-    site: its global module name, where its operands lie and which ranks share it. is_expert: its
-    tokens are those that a router sends, [tokens, in], and any number of them.
+    run: the training run. recipe: the linear's recipe, before its schedule.
+    site: its global name, the place of its operands in the unsharded tensors, its ranks.
+    is_expert: whether it belongs to an expert of a mixture. Its X is then [tokens, in] with the
+        tokens that the router sends, a different number in each call.
+    replay: gives a recomputed forward pass the counters of its first pass.
+    cache: W's operands of the current step.
     """
 
     run: Run
@@ -53,18 +57,25 @@ class Fp4State:
     _repeat: int = 0
 
     def in_force(self, training: bool) -> bool:
-        """Whether this forward pass follows the recipe; an evaluation may be asked for in BF16."""
+        """Whether this forward pass follows the recipe.
+
+        training: whether the module is in training mode. If not, this is an evaluation, which runs
+        in BF16 with --fp4-eval-forward bf16.
+        """
         return training or self.run.evaluates_in_fp4
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
-        """x W^T + bias of a microbatch: x [sequence, batch, in] -> [sequence, batch, out], with
-        this rank's part of the sequence where sequence parallelism leaves it one; an expert's x
-        is [tokens, in]."""
+        """Y = X W^T + bias for a microbatch, by the recipe that is in force now.
+
+        x: [sequence, batch, in], or [tokens, in] in an expert. Y has the same shape, with out
+        features. Under sequence parallelism a column-parallel linear takes this rank's part of the
+        sequence, and a row-parallel linear returns it. weight: [out, in]. bias: [out] or None.
+        """
         moment, repeat = self.replay.take(self._now)
         recipe = self.run.in_force(self.recipe, moment)
         if not self.is_expert:
             return self._product(x, weight, bias, recipe, moment, repeat, training)
-        # Rows of zeros fill the last block: they add nothing to any product.
+        # Rows of zeros fill the last block. They do not change any product.
         missing = -len(x) % token_multiple(recipe)
         padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
         return self._product(padded, weight, bias, recipe, moment, repeat, training)[: len(x)]
@@ -82,22 +93,25 @@ class Fp4State:
         microbatch, rows = self._tokens(x, moment)
         run, held = self.run, None
         if run.keeps_weights and training:
-            # Optimizers write parameters past their version counters: the epoch tells of those.
-            # Nothing tells of averaged weights that one evaluation after the other is given.
+            # Held operands are valid as long as this stamp stays the same. Optimizers can write to
+            # parameters without raising their version counter, so the stamp contains the epoch.
+            # Evaluation holds nothing: it may run with averaged weights, and nothing in the stamp
+            # would change between two evaluations with different averages.
             held = self.cache.at((run.epoch, weight._version, moment.step, id(recipe)))
         call = Call(run.key(moment), microbatch, repeat, rows)
         return quantized_linear(x, weight, bias, recipe, self.site, call, held)
 
     def _now(self) -> tuple[Moment, int]:
-        """The moment, and how often this linear was called in it before."""
-        if graphs.captures():  # one call after the other, of what runs once in a microbatch
+        """(the moment, how often this linear was already called in this microbatch)."""
+        # A captured layer runs once in a microbatch, though the capture calls it several times.
+        if graphs.captures():
             return self.run.now(), 0
         self._repeat = self._repeat + 1 if self._pass == self.run.passes else 0
         self._pass = self.run.passes
         return self.run.now(), self._repeat
 
     def _tokens(self, x: Tensor, moment: Moment) -> tuple[int | Tensor, Tensor]:
-        """(the microbatch, the rows of its tokens in the global batch)."""
+        """(index of the microbatch, int64 [tokens] with the tokens' rows in the global batch)."""
         if self.is_expert:
             return self.run.expert_rows(moment, len(x), x.device)
         sequence = whole_sequence(x.shape[0], self.site.sharding)
@@ -105,7 +119,7 @@ class Fp4State:
 
 
 class _FollowsRecipe:
-    """What both linears put in the place of upstream's product."""
+    """Mixin of both linears: replaces upstream's GEMMs where the linear follows a recipe."""
 
     training: bool
     weight: Tensor
@@ -115,8 +129,11 @@ class _FollowsRecipe:
     fp4: Fp4State | None = None  # None: this layer stays in high precision
 
     def plan(self) -> LinearPlan:
-        """What training runs here, for a microbatch of the launch's size or, in an expert, for as
-        many tokens as blocks take."""
+        """The plan that training executes for a microbatch of --micro-batch-size sequences.
+
+        In an expert, whose number of tokens varies, the plan for the smallest number of tokens that
+        blocks divide. Requires that `attach` was called.
+        """
         assert self.fp4 is not None
         site, recipe, run = self.fp4.site, self.fp4.recipe, self.fp4.run
         weight, dtype = self.weight, self.config.params_dtype
@@ -128,7 +145,7 @@ class _FollowsRecipe:
         )  # fmt: skip
 
     def tokens(self) -> int:
-        """How many tokens `plan` is for; see `Setting.tokens`."""
+        """The number of tokens that `plan` is for; see `Setting.tokens`."""
         assert self.fp4 is not None
         if self.fp4.is_expert:
             return token_multiple(self.fp4.recipe)
@@ -141,12 +158,18 @@ class _FollowsRecipe:
 
 
 class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
-    """Y = X W^T with W's rows sharded, and X's tokens under sequence parallelism."""
+    """Y = X W^T with the rows of W sharded over the tensor-parallel ranks.
+
+    Under sequence parallelism each rank has a part of X's tokens, and the codes are gathered.
+    """
 
     def attach(self, name: str, run: Run, recipe: Recipe) -> None:
-        """Follow `recipe` from now on. Raises ConfigError where it cannot."""
+        """Makes this linear follow `recipe`. name: its global module name.
+
+        Raises ConfigError if the recipe's blocks do not divide the linear's sizes.
+        """
         rank, ranks = self.tp_group.rank(), self.tp_group.size()
-        alone = self.explicit_expert_comm  # the token dispatcher does the rest
+        alone = self.explicit_expert_comm  # the token dispatcher communicates, not the linear
         sharding = column_parallel(
             ranks,
             sequence_parallel=self.sequence_parallel and not alone,
@@ -162,11 +185,18 @@ class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
 
 
 class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
-    """Y = X W^T with W's columns sharded. Upstream sums the partial outputs over the ranks; under
-    sequence parallelism the product does, so that dY comes back as each rank's tokens."""
+    """Y = X W^T with the columns of W sharded over the tensor-parallel ranks.
+
+    Each rank computes a partial sum of Y. Without sequence parallelism upstream's forward
+    all-reduces it. With sequence parallelism `Fp4State.product` reduce-scatters it, so that in
+    backward dY arrives as this rank's tokens and can be quantized before it is gathered.
+    """
 
     def attach(self, name: str, run: Run, recipe: Recipe) -> None:
-        """Follow `recipe` from now on. Raises ConfigError where it cannot."""
+        """Makes this linear follow `recipe`. name: its global module name.
+
+        Raises ConfigError if the recipe's blocks do not divide the linear's sizes.
+        """
         rank, ranks = self.tp_group.rank(), self.tp_group.size()
         length = self.input_size_per_partition
         sharding = row_parallel(
@@ -182,7 +212,10 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
         self.fp4 = Fp4State(run, recipe, site, self.is_expert)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As upstream's: (output, the bias where it is not added)."""
+        """(Y, bias), as upstream's forward. The bias is None if it was added to Y.
+
+        input_: [sequence, batch, in / ranks], or [tokens, in / ranks] in an expert.
+        """
         state = self.fp4
         if state is None or not state.in_force(self.training):
             return super().forward(input_)
@@ -195,5 +228,5 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
 
 
 def _ranks(group: torch.distributed.ProcessGroup, sharding: Sharding) -> TensorParallel | None:
-    """Those that share a linear; None where one rank holds all of it."""
+    """The communication between the ranks that share a linear; None if one rank has all of it."""
     return TensorParallel(group, sharding) if sharding.ranks > 1 else None

@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm that know sequence parallelism, without Transformer Engine or apex.
+"""RMSNorm and LayerNorm with sequence parallelism, without Transformer Engine or apex.
 
-Megatron's own fallback, WrappedTorchNorm (megatron/core/transformer/torch_norm.py), refuses to run
-under sequence parallelism and does not know zero-centred gains.
+Megatron's own fallback, WrappedTorchNorm (megatron/core/transformer/torch_norm.py), supports
+neither sequence parallelism nor zero-centered gains.
 """
 
 import torch
@@ -15,15 +15,16 @@ from megatron_fp4.mcore.launch.refusals.table import refuse
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last axis, as `config.normalization` says.
+    """RMSNorm or LayerNorm over the last axis, chosen by `config.normalization`.
 
-    Takes [..., hidden_size] in any floating-point type, computes in FP32 and rounds once, to the
-    parameters' type; the two differ under --fp32-residual-connection alone. With
-    `config.layernorm_zero_centered_gamma` the gain is 1 + weight. Under sequence parallelism each
-    rank sees a part of the tokens; the parameters' `.sequence_parallel` makes Megatron sum their
-    gradients over the tensor-parallel ranks.
+    The input is [..., hidden_size] in any floating-point dtype. The norm is computed in FP32 and
+    rounded once, to the dtype of the parameters. That differs from the input's dtype only under
+    --fp32-residual-connection. With `config.layernorm_zero_centered_gamma` the gain is 1 + weight.
+    Under sequence parallelism each rank has a part of the tokens. The attribute `sequence_parallel`
+    of the parameters makes Megatron sum their gradients over the tensor-parallel ranks.
 
-    Arguments are those of Megatron's LayerNormBuilder. Raises ConfigError for other norms.
+    The arguments are those of Megatron's LayerNormBuilder. Raises ConfigError if
+    `config.normalization` is neither RMSNorm nor LayerNorm.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -40,7 +41,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype == self.weight.dtype and not self.zero_centered:
-            return self._norm(x, self.weight, self.bias)  # the kernel computes in FP32 itself
+            return self._norm(x, self.weight, self.bias)  # torch's CUDA kernel computes in FP32
         gain = widen(self.weight)
         gain = gain + 1 if self.zero_centered else gain
         bias = None if self.bias is None else widen(self.bias)

@@ -1,4 +1,4 @@
-"""Where a training run stands: its recipe, seed, step and microbatch, and the tokens at hand."""
+"""The state of a training run: its recipes, step and microbatch, and the rows of its tokens."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ from megatron_fp4.monitor import NonFiniteMonitor, Rounding, Sighting
 from megatron_fp4.recipe import OPERANDS, Recipe
 
 MOST_PADDING = 1024  # more tokens than any block or Hadamard group holds
-_Shape = tuple[int, int, torch.device]  # of a microbatch: sequence, samples
+_Shape = tuple[int, int, torch.device]  # of a microbatch: length of a sequence, sequences, device
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What a forward pass takes from the clock, and its recomputation takes again.
+    """The step and the microbatch of a forward pass, which random bits depend on.
 
-    step: the training iteration. microbatch: its index among the global batch's, counted over
-    microbatches and data-parallel ranks, so that no two share noise. In a CUDA graph both are read
-    from memory: int64 [].
+    A recomputed forward pass uses the moment of its first pass.
+
+    step: the training iteration, from 0.
+    microbatch: the index of the microbatch in the global batch, over the microbatches of all
+        data-parallel ranks, so that each draws different random bits.
+    Both are integers or, in a CUDA graph, int64 tensors [] that kernels read.
     """
 
     step: int | Tensor
@@ -43,10 +46,12 @@ class Moment:
 
 
 class Run:
-    """One process's view of an FP4 training run.
+    """An FP4 training run, as one process sees it.
 
-    recipe: what linears follow. modules: (glob on global module names, another recipe or None for
-    BF16); the last that matches counts. args: Megatron's, read for the step and the seed.
+    recipe: the recipe of all linears that no glob in `modules` matches.
+    args: Megatron's arguments, from which the current step is read too.
+    modules: (glob for global module names, recipe or None for BF16) for each --fp4-module-recipe;
+        the last glob that matches decides.
     """
 
     def __init__(
@@ -60,30 +65,30 @@ class Run:
         self.args = args
         self.monitor = NonFiniteMonitor()
         self.weight_states = WeightStates()
-        self.passes = 0  # forward passes of microbatches through chunks so far
+        self.passes = 0  # calls of forward_step so far: one for each microbatch and model chunk
         self.epoch = 0  # changes whenever the optimizer may have changed the weights
         self._training = True
         self._counts: dict[int | None, int] = defaultdict(int)
         self._step = -1
         self._microbatch = 0
-        self._first_rows: dict[_Shape, Tensor] = {}  # of the first microbatch
-        self._rows: dict[_Shape, tuple[int, Tensor]] = {}  # of the latest one
+        self._first_rows: dict[_Shape, Tensor] = {}  # the token rows of microbatch 0
+        self._rows: dict[_Shape, tuple[int, Tensor]] = {}  # the latest microbatch, its token rows
         self._clock: graphs.Clock | None = None
-        self._ended: set[Recipe] = set()  # whose schedule is known to have ended
-        self._last_sighting = -2  # the step of it; -2 is not the one before any
+        self._ended: set[Recipe] = set()  # the recipes whose schedule was seen to have ended
+        self._last_sighting = -2  # the last step with a NaN or Inf; no step follows -2
 
     @property
     def recipes(self) -> list[Recipe]:
-        """The launch's, then those that some modules have."""
+        """The launch's recipe, then those that --fp4-module-recipe gives to single modules."""
         return [self.recipe, *(own for _, own in self.modules if own is not None)]
 
     # --- time -------------------------------------------------------------------------------
 
     def counting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """`forward_step` that tells the run of each microbatch as it starts.
+        """`forward_step`, wrapped so that the run counts the microbatches.
 
-        Megatron calls it for every microbatch of every model chunk of this rank, in order, under
-        every schedule.
+        Megatron calls it once for each microbatch and each model chunk of this rank. Within a chunk
+        the calls come in the order of the microbatches, under every pipeline schedule.
         """
 
         def counted(data_iterator: Any, model: Any) -> Any:
@@ -94,7 +99,7 @@ class Run:
         return counted
 
     def _start_microbatch(self, vp_stage: int | None, training: bool) -> None:
-        # With --skip-train no step is current, and the checkpoint's last one is evaluated.
+        # With --skip-train Megatron sets no current step. The last one of the checkpoint is taken.
         step = getattr(self.args, "curr_iteration", self.args.iteration - 1)
         self.passes += 1
         if step != self._step or training != self._training:
@@ -102,12 +107,12 @@ class Run:
             self._training = training
             self.weight_states.gather()
         if step != self._step:
-            self._tell(self.monitor.start_step(step + 1))  # as Megatron's log counts
+            self._tell(self.monitor.start_step(step + 1))  # Megatron's log counts steps from 1
             self._tell_of(self.monitor.rounding)
             self._step = step
             self._counts.clear()
             self._tell_of_schedules(training)
-        # Modulo, since upstream may run a step twice to tell a broken machine from a NaN.
+        # Modulo, because upstream may run a step again to tell faulty hardware from a real NaN.
         local = self._counts[vp_stage] % get_num_microbatches()
         self._counts[vp_stage] += 1
         self._microbatch = local * mpu.get_data_parallel_world_size() + mpu.get_data_parallel_rank()
@@ -120,10 +125,10 @@ class Run:
         return Moment(max(self._step, 0), self._microbatch)
 
     def in_force(self, recipe: Recipe, moment: Moment) -> Recipe:
-        """What is left of a recipe at a moment: its schedule may have ended."""
+        """`recipe` as it is at this moment: its schedule may have returned GEMMs to BF16."""
         if recipe.bf16_after is None:
             return recipe
-        assert isinstance(moment.step, int)  # refusals/cuda_graphs.py
+        assert isinstance(moment.step, int)  # refusals/cuda_graphs.py refuses schedules in graphs
         return recipe.at(moment.step / max(self.args.train_iters or 1, 1))
 
     def key(self, moment: Moment) -> Key:
@@ -141,7 +146,10 @@ class Run:
         parallel: TensorParallel | None,
         average: Tensor | None = None,
     ) -> Site:
-        """Of a linear by its global name; see `call.Site`."""
+        """The Site of the linear with this global name; see `execution.call.Site`.
+
+        average: float32 [out, in], the moving average of W that the recipe reads, or None.
+        """
         return Site(
             name=name,
             placements=placements,
@@ -153,27 +161,35 @@ class Run:
             observe=partial(self._observe, name),
         )
 
-    # --- what is kept, and where --------------------------------------------------------------
+    # --- what is kept, and in which form ------------------------------------------------------
 
     @property
     def keeps_weights(self) -> Literal["packed", "decoded"] | None:
-        """In which form W's operands are kept over a step's microbatches, "packed" or "decoded"
-        (--fp4-weight-cache); None: they are made anew."""
+        """In which form W's operands are held for all microbatches of a step (--fp4-weight-cache).
+
+        None: each microbatch makes them. See `Setting.keeps_w`.
+        """
         kept = self.args.fp4_weight_cache
         return None if kept == "off" else kept
 
     @property
     def packs_x(self) -> bool:
-        """Whether X is kept for backward as codes, where wgrad quantizes it (--fp4-saved-x)."""
+        """Whether X is saved for backward as wgrad's codes (--fp4-saved-x); see `Setting`."""
         return self.args.fp4_saved_x == "packed"
 
     @property
     def fuses_wgrad(self) -> bool:
-        """Whether dW is added to the FP32 main_grad without being rounded first."""
+        """Whether linears add dW to main_grad themselves (gradient accumulation fusion).
+
+        dW is then not rounded to the model's dtype first.
+        """
         return self.args.fp4_wgrad_fusion
 
     def main_grad(self, dtype: torch.dtype) -> torch.dtype | None:
-        """Of weights of a model in `dtype`, where dW is added to it; None where it is not."""
+        """The dtype of the main_grad to which linears add dW; None if they do not add it.
+
+        dtype: the dtype of the model's weights.
+        """
         if not self.fuses_wgrad:
             return None
         return torch.float32 if self.args.accumulate_allreduce_grads_in_fp32 else dtype
@@ -181,9 +197,12 @@ class Run:
     # --- tokens -----------------------------------------------------------------------------
 
     def token_rows(self, moment: Moment, sequence: int, batch: int, device: torch.device) -> Tensor:
-        """Global indices of a microbatch's tokens in Megatron's [sequence, batch] order:
-        int64 [sequence * batch], sample * sequence + position. All linears of the microbatch hold
-        the same tensor until its backward pass; in CUDA graphs each computes its own."""
+        """The rows of a microbatch's tokens in the global batch: int64 [sequence * batch].
+
+        The row of a token is (index of its sequence in the global batch) * sequence + position. The
+        result is in Megatron's [sequence, batch] order. All linears of a microbatch share one
+        tensor, and save it for backward. In a CUDA graph each linear computes its own.
+        """
         shape = (sequence, batch, device)
         if shape not in self._first_rows:
             position = torch.arange(sequence, device=device)[:, None]
@@ -197,13 +216,17 @@ class Run:
         return self._rows[shape][1]
 
     def expert_rows(self, moment: Moment, tokens: int, device: torch.device) -> tuple[int, Tensor]:
-        """(microbatch, rows) of the tokens that a router sent to an expert, in the order in which
-        they came: int64 [tokens]. No two microbatches or copies of the expert share any."""
-        assert isinstance(moment.microbatch, int)  # refusals/cuda_graphs.py
+        """(index of the microbatch, rows int64 [tokens]) of the tokens that an expert received.
+
+        The rows are consecutive numbers in the order of the tokens. They are different for each
+        microbatch and for each data-parallel copy of the expert.
+        """
+        assert isinstance(moment.microbatch, int)  # refusals/cuda_graphs.py refuses experts
         copies = mpu.get_expert_data_parallel_world_size()
         local = moment.microbatch // mpu.get_data_parallel_world_size()
         microbatch = local * copies + mpu.get_expert_data_parallel_rank()
-        # A token goes to an expert once; it comes from a rank that dispatches to it.
+        # The most tokens that an expert can receive: each rank that dispatches to it sends each of
+        # its tokens at most once.
         senders = mpu.get_expert_model_parallel_world_size()
         senders *= mpu.get_expert_tensor_parallel_world_size()
         most = self.args.micro_batch_size * self.args.seq_length * senders + MOST_PADDING
@@ -212,27 +235,36 @@ class Run:
     # --- CUDA graphs ------------------------------------------------------------------------
 
     def prepare_graphs(self, linears: int, device: torch.device) -> None:
-        """Before so many are captured."""
+        """Allocates what CUDA graphs read and write in GPU memory. Call it before any capture.
+
+        linears: how many FP4 linears this rank has, for the monitor's counts.
+        """
         self._clock = graphs.Clock(device)
         self.monitor.expect(linears * sum(map(len, OPERANDS.values())), device)
 
-    # --- health -----------------------------------------------------------------------------
+    # --- NaN, rounded elements, schedules in the log ----------------------------------------
 
     def _observe(self, module: str, gemm: str, operand: str, tally: Tensor) -> None:
-        """Show the monitor an operand of a linear: at once, or whenever the graph runs that is
-        being captured. A graph's warm-up runs on arbitrary memory, and shows nothing."""
+        """Passes the tally of a linear's operand to the monitor.
+
+        In a capture, each replay will add the tally to the monitor's totals. A warm-up runs on
+        uninitialized memory, so its tallies are dropped. tally: see `operands.Decoded.tally`.
+        """
         if not graphs.captures():
             self.monitor.observe(module, gemm, operand, tally)
         elif not graphs.warms_up():
             self.monitor.add(module, gemm, operand, tally)
 
     def report(self) -> None:
-        """Say where a NaN or Inf first stood, if one did since the step began."""
+        """Reports a NaN or Inf that was not reported yet, and rounded elements. Waits for the GPU.
+
+        Call it when training ends: during training the tallies of a step are read one step later.
+        """
         self._tell(self.monitor.look())
         self._tell_of(self.monitor.rounding)
 
     def _tell_of_schedules(self, training: bool) -> None:
-        """In the first step of this run that a recipe's schedule has returned to high precision."""
+        """Prints one line for a recipe in the first step in which its schedule has ended."""
         if not training:
             return
         now = self.now()
@@ -249,7 +281,7 @@ class Run:
             self._ended |= {recipe} if ended else set()
 
     def _tell_of(self, rounding: Rounding | None) -> None:
-        """As often as Megatron logs, and for each pipeline stage."""
+        """Writes how many elements were rounded, in steps that Megatron logs, for each stage."""
         if rounding is None or rounding.step % self.args.log_interval:
             return
         stage = mpu.get_pipeline_model_parallel_rank()
@@ -259,10 +291,11 @@ class Run:
     def _tell(self, seen: Sighting | None) -> None:
         if seen is None:
             return
-        # A run that is not stopped stays NaN: only the first of a row of bad steps is news.
+        # After a NaN all later steps normally have one: report only the first of successive steps.
         is_news, self._last_sighting = seen.step != self._last_sighting + 1, seen.step
-        # Once for each pipeline stage: its other ranks saw the same or its consequences.
+        # Once for each pipeline stage: its other ranks saw the same NaN, or one that it caused.
         stage = mpu.get_pipeline_model_parallel_rank()
         if is_news and once(f"nonfinite:{seen.step}:{stage}"):
             where = f"pipeline stage {stage}, rank {torch.distributed.get_rank()}"
-            sys.stderr.write(f"megatron-fp4: {seen} ({where})\n")  # at once: stages speak together
+            # One write for the whole line, since several stages may write at the same time.
+            sys.stderr.write(f"megatron-fp4: {seen} ({where})\n")

@@ -1,5 +1,7 @@
-"""Whether a recipe's blocks divide the sizes that a linear has on a rank, in terms of the flags
-that set those sizes."""
+"""Checks that a recipe's blocks divide the sizes of a linear on a rank.
+
+The error names the flags that set the size.
+"""
 
 import argparse
 import re
@@ -12,8 +14,8 @@ from megatron_fp4.plan.setting import UNSHARDED, Sharding
 from megatron_fp4.plan.sizes import check_sizes, token_tile
 from megatron_fp4.recipe import Recipe
 
-# What sets the inputs and outputs of a linear over all ranks, by the end of its name. Words in
-# braces are Megatron's arguments.
+# The (inputs, outputs) of a linear over all ranks as formulas, by the end of the linear's name.
+# Words in braces are Megatron's arguments.
 _HIDDEN, _FFN, _EXPERT = "{hidden_size}", "{ffn_hidden_size}", "{moe_ffn_hidden_size}"
 _SHARED = "{moe_shared_expert_intermediate_size}"
 _SET_BY = {
@@ -39,10 +41,13 @@ def check(
     sharding: Sharding,
     is_expert: bool,
 ) -> None:
-    """Raises ConfigError unless blocks, Hadamard groups and the features that share a random draw
-    tile what a rank has of a linear: [tokens, inputs] x [outputs, inputs].
+    """Raises ConfigError if a recipe cannot be applied to a linear because of its sizes.
 
-    args: Megatron's. is_expert: it takes any number of tokens.
+    The sizes on a rank must be multiples of the recipe's blocks and Hadamard groups, and inputs and
+    outputs of the number of features that share a random draw.
+
+    args: Megatron's. name: the linear's global name. inputs, outputs: W is [outputs, inputs] on
+    this rank. is_expert: the linear belongs to an expert, which pads its tokens to whole blocks.
     """
     tokens = None if is_expert else tokens_on_rank(args, UNSHARDED)
     try:
@@ -60,8 +65,11 @@ def check(
 
 
 def _check_parts(args: argparse.Namespace, recipe: Recipe, name: str, sharding: Sharding) -> None:
-    """Sequence parallelism leaves a column-parallel linear with a part of the tokens of its X,
-    which fprop takes in blocks; an evaluation may have others than a training step."""
+    """Raises ConfigError if blocks of fprop do not divide this rank's part of X's tokens.
+
+    A rank has a part of them in a column-parallel linear under sequence parallelism. Training and
+    evaluation are checked, since their micro-batch sizes may differ.
+    """
     parts, tile = sharding.ranks if sharding.tokens == "x" else 1, token_tile(recipe, "fprop", "x")
     for batch in ("micro_batch_size", "eval_micro_batch_size"):
         tokens = tokens_on_rank(args, sharding if parts > 1 else UNSHARDED, batch)
@@ -72,7 +80,7 @@ def _check_parts(args: argparse.Namespace, recipe: Recipe, name: str, sharding: 
 
 
 def _product(error: SizeError, sharding: Sharding, is_expert: bool) -> str:
-    """What makes a number of features, in the words of _SET_BY."""
+    """The formula, from _SET_BY, for the number of features that `error` is about."""
     end = re.sub(r"local_experts\.\d+", "local_experts", error.where)
     number = list(_FEATURES).index(error.axis)
     product = next(flags[number] for name, flags in _SET_BY.items() if end.endswith(name))
@@ -88,7 +96,7 @@ def _refusal(error: SizeError, product: str, args: argparse.Namespace) -> Config
     def flag(match: re.Match[str]) -> str:
         name = match[1]
         if name == "num_query_groups" and not args.group_query_attention:
-            name = "num_attention_heads"  # a key and a value for each
+            name = "num_attention_heads"  # without groups each head has a key and a value
         return f"{flag_of(name)} {getattr(args, name)}"
 
     return ConfigError(

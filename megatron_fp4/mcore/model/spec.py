@@ -1,7 +1,7 @@
-"""Which modules a GPT or LLaMA layer is built of.
+"""Specifies the modules of which Megatron builds a GPT or LLaMA layer.
 
-`layer_spec` is what Megatron's model builder calls. Embedding, head, scores and router are
-upstream's own and stay in high precision.
+Megatron's model builder calls `layer_spec`. Embedding, head, router and the GEMMs inside attention
+are not linears of this package and stay in high precision.
 """
 
 from functools import partial
@@ -42,11 +42,12 @@ from megatron_fp4.mcore.model.norm import Norm
 
 
 class Fp4SpecProvider(BackendSpecProvider):
-    """The building blocks of a layer: this package's linears, and around them the best there is.
+    """Chooses the classes of a layer's modules: linears, norms, attention and experts.
 
-    With `--transformer-impl transformer_engine` norm and attention are Transformer Engine's, else
-    this package's; its linears too where upstream's --fp4-format or --fp8-format asks for them. The
-    norm is never fused into a linear.
+    Linears are this package's if a recipe is given, and Megatron's without one. With
+    --transformer-impl transformer_engine, norms and attention are Transformer Engine's, else this
+    package's. With --fp4-format or --fp8-format the linears are Transformer Engine's too. A norm is
+    never fused with a linear.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -59,12 +60,12 @@ class Fp4SpecProvider(BackendSpecProvider):
 
     @property
     def quantizes(self) -> bool:
-        """Whether a recipe of this package was asked for, and not upstream's --fp4-format."""
+        """Whether the launch has a recipe of this package (not upstream's --fp4-format)."""
         return self.config.fp4 is None and self.config.fp4_recipe is not None
 
     @property
     def upstreams(self) -> BackendSpecProvider | None:
-        """Who has linears that take upstream's FP4 and FP8, where those were asked for."""
+        """Transformer Engine's provider if upstream's FP4 or FP8 is asked for, else None."""
         return None if self.config.fp4 is None and self.config.fp8 is None else self.te
 
     def column_parallel_linear(self) -> type:
@@ -86,7 +87,7 @@ class Fp4SpecProvider(BackendSpecProvider):
     def layer_norm(
         self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
     ) -> LayerNormBuilder:
-        """`Norm` asks the configuration which norm it is, as Transformer Engine's does."""
+        """The class of a norm. `Norm` reads from the configuration whether it is an RMSNorm."""
         if self.te is not None:
             return self.te.layer_norm(rms_norm=rms_norm, for_qk=for_qk, has_residual=has_residual)
         return Norm
@@ -110,9 +111,10 @@ class Fp4SpecProvider(BackendSpecProvider):
 
 
 def layer_spec(model: GPTModelConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm: GPTModelConfig.transformer_layer_spec.
+    """The specifications of the layers of this pipeline stage, and of the final norm.
 
-    Raises ConfigError for architectures that it does not build.
+    Set as GPTModelConfig.transformer_layer_spec. vp_stage: the virtual pipeline stage, if there is
+    one. Raises ConfigError for architectures that are not supported.
     """
     config = model.transformer
     layers = _decoder_layers(config)
@@ -131,7 +133,10 @@ def layer_spec(model: GPTModelConfig, vp_stage: int | None = None) -> Transforme
 def mtp_block_spec(
     model: GPTModelConfig, transformer_layer_spec: object, vp_stage: int | None = None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """The multi-token-prediction layers of this stage, each around a layer like the last one."""
+    """The specification of this stage's multi-token-prediction layers; None without them.
+
+    Each contains a layer like the last one of the decoder.
+    """
     config = model.transformer
     if config.mtp_num_layers is None:
         return None
@@ -141,13 +146,16 @@ def mtp_block_spec(
 
 
 def _decoder_layers(config: TransformerConfig) -> list[ModuleSpec]:
-    """One spec for each layer of the whole model."""
+    """The specification of each layer of the whole model."""
     refuse(refusals.architecture(config))
     return [_decoder_layer(config, is_moe) for is_moe in _moe_pattern(config)]
 
 
 def _moe_pattern(config: TransformerConfig) -> list[bool]:
-    """Which layers hold experts; `moe_layer_freq` N means every N-th, from the first on."""
+    """Whether each layer of the model has experts.
+
+    An integer `moe_layer_freq` N gives experts to every N-th layer, beginning with the first.
+    """
     if config.num_moe_experts is None:
         return [False] * config.num_layers
     if isinstance(config.moe_layer_freq, int):
@@ -164,8 +172,9 @@ def _decoder_layer(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
         qk_norm = L2Norm
     elif config.qk_layernorm:
         qk_norm = provider.layer_norm(for_qk=True)
-    # The keys under which Transformer Engine's fused layers save their norms: checkpoints load
-    # into upstream's layers and back. Upstream leaves the norm before experts by its own name.
+    # Norms are saved under the keys that Transformer Engine's fused layers use, so that upstream's
+    # layers can load these checkpoints, and the reverse. Upstream does not rename the norm before
+    # experts.
     saved_as = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if not is_moe:
         saved_as["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"

@@ -1,4 +1,4 @@
-"""What a training run prints before its first step: what each linear does, on what."""
+"""The table that a training run prints before its first step: what runs each linear's GEMMs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from megatron_fp4.plan.sizes import token_tile
 from megatron_fp4.plan.words import gemm_words, notes
 from megatron_fp4.recipe import GEMMS, Recipe
 
-LAYERS, EXPERTS = "layers.", "local_experts."  # what a number follows in a module's name
+LAYERS, EXPERTS = "layers.", "local_experts."  # in a module's name, a number follows these
 
 
 @dataclass(frozen=True)
 class Row:
-    """One linear of the table.
+    """What the table says of one linear.
 
-    local_shape: of W on this rank. precision: its recipe. gemms: what each of the three GEMMs
-    multiplies, on what; empty for a linear in high precision. notes: what is not used, and why.
-    refusal: why the linear cannot follow its recipe; None where it can.
+    name: its global name. local_shape: the shape of W on this rank, as text.
+    precision: the name of its recipe, or "high precision".
+    gemms: for each of the three GEMMs the operands' formats and the multiplier; empty for a linear
+        in high precision.
+    notes: which faster kernels and multipliers are not used, and why.
+    refusal: why the linear cannot follow its recipe; None if it can.
     """
 
     name: str
@@ -40,19 +43,19 @@ def unquantized(name: str, weight: Tensor) -> Row:
 
 
 def refused(name: str, weight: Tensor, recipe: Recipe, why: str) -> Row:
-    """The row of a linear that cannot follow its recipe."""
+    """The row of a linear that cannot follow its recipe. why: the refusal."""
     return Row(name, _shape(weight), recipe.name, (), (), why)
 
 
 def planned(name: str, weight: Tensor, plan: LinearPlan, tokens: int) -> Row:
-    """The row of a linear that follows a plan for so many tokens; see `Setting.tokens`."""
+    """The row of a linear that executes `plan`. tokens: see `Setting.tokens`."""
     gemms = tuple(gemm_words(plan, gemm) for gemm in plan.gemms)
     found = [*notes(plan), *_unpacked_x(name, plan, tokens)]
     return Row(name, _shape(weight), plan.recipe.name, gemms, tuple(found))
 
 
 def _unpacked_x(name: str, plan: LinearPlan, tokens: int) -> list[str]:
-    """The note about X that backward keeps in high precision though it was to be packed."""
+    """A note if X is saved in high precision although --fp4-saved-x asks for codes, else []."""
     wanted = plan.setting.packs_x and plan.wgrad is not None and plan.wgrad.b.quantizer is not None
     if not wanted or plan.saves_x != "model":
         return []
@@ -70,14 +73,20 @@ def _shape(weight: Tensor) -> str:
 
 
 def held(keeps: str | None, size: int) -> str:
-    """The line about what is kept of weights over a step: `size` bytes on the fullest rank."""
+    """The line about W's operands that are held over a step.
+
+    keeps: "packed", "decoded" or None; see `Setting.keeps_w`. size: bytes on the rank with most.
+    """
     if keeps is None:
         return "\n  weights are quantized for each microbatch anew"
     return f"\n  weights are quantized once a step and kept {keeps}: {_size(size)} on a rank"
 
 
 def states(recipes: Sequence[Recipe], size: int) -> str:
-    """The line about state beside weights, whose copies take `size` bytes on the fullest rank."""
+    """The line about state beside weights; "" if no recipe has one.
+
+    size: bytes of the layers' copies on the rank with most.
+    """
     names = sorted({name for recipe in recipes for name in recipe.weight_states})
     if not names:
         return ""
@@ -92,8 +101,12 @@ def _size(size: int) -> str:
 
 
 def table(recipes: Sequence[Recipe], rows: list[Row]) -> str:
-    """What runs: the recipes in words, and a line for each kind of linear with layers, local shape,
-    recipe and backends. recipes: the launch's, then those that some modules have."""
+    """The start table: the recipes in words, then one line for each kind of linear.
+
+    A line has the linear's name, its layers, the shape of W on a rank, its recipe, and the formats
+    and multiplier of each GEMM. Notes and schedules follow. recipes: the launch's recipe, then
+    those that --fp4-module-recipe gives to single modules.
+    """
     kinds: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     for row in rows:
         name, *numbers = kind(row.name)
@@ -123,7 +136,10 @@ def table(recipes: Sequence[Recipe], rows: list[Row]) -> str:
 
 
 def _alike(numbers: list[tuple[int, int]]) -> list[tuple[str, str]]:
-    """(experts, layers) of (layer, expert): the layers that have the same experts together."""
+    """(experts, layers) as ranges of numbers, from the (layer, expert) numbers of a kind of linear.
+
+    Layers that have the same experts are put together. A missing number is -1, as `kind` returns.
+    """
     of_layer: dict[int, set[int]] = {}
     for layer, expert in numbers:
         of_layer.setdefault(layer, set()).add(expert)
@@ -141,7 +157,7 @@ def _schedule(recipe: Recipe) -> list[str]:
 
 
 def kind(name: str) -> tuple[str, int, int]:
-    """(name with the numbers of layer and expert left open, those numbers; -1 where none is)."""
+    """(name with * for the numbers of layer and expert, layer, expert); -1 for a missing number."""
     numbers = []
     for start in (LAYERS, EXPERTS):
         match = re.search(rf"{re.escape(start)}(\d+)", name)
@@ -152,7 +168,7 @@ def kind(name: str) -> tuple[str, int, int]:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """0-3,7 of {0, 1, 2, 3, 7}."""
+    """The numbers as ranges, for example "0-3,7" for {0, 1, 2, 3, 7}."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:

@@ -1,13 +1,16 @@
-"""State beside weights, kept by Megatron's optimizers and read by linears.
+"""State beside weights: Megatron's optimizers keep it, and linears read it.
 
-A recipe declares it (`Recipe.weight_states`). Whoever owns a part of a FP32 main weight owns the
-same part of its state: with the distributed optimizer a flat range whose borders cut blocks, else
-the whole. The owner updates it after each optimizer step that was not skipped, and keeps it in the
-state of torch's optimizer, so that Megatron saves it and reshards it like the moments of Adam. Once
-a step the parts are gathered to each layer's own copy, which stays at one address, so that CUDA
-graphs can read it.
+An example is a moving average of W. A recipe declares its states (`Recipe.weight_states`). The rank
+that owns a part of the FP32 main weight owns the same part of the state. With the distributed
+optimizer the part is a range of the flattened weight, whose ends may lie inside a block. Otherwise
+every rank owns the whole state.
 
-C stands for megatron/core. What Megatron saves and loads of it: checkpoints/weight_states.py.
+The owner updates its part after each optimizer step that was not skipped. It keeps the part in the
+state of torch's optimizer, so Megatron saves and reshards it like the moments of Adam. Once a step
+the parts are gathered to a copy in each layer. The copy keeps its address, so that CUDA graphs can
+read it.
+
+checkpoints/weight_states.py saves and loads the states. C stands for megatron/core.
 """
 
 import functools
@@ -26,19 +29,22 @@ from megatron_fp4.recipe import Recipe
 
 
 def key_of(name: str) -> str:
-    """The key of a state in torch's optimizers and in checkpoints."""
+    """The key of the state called `name` in torch's optimizers and in checkpoints."""
     return f"fp4_{name}"
 
 
 @dataclass(eq=False)
 class Kept:
-    """The state beside one weight.
+    """The states beside one weight, by name.
 
-    layer: has the weight. copies: float32 of the weight's shape by name, what the layer reads.
-    inner, main: the torch optimizer and its FP32 main weight, or this rank's part of it; None where
-    this rank owns nothing of it. start, end: that part, in the flattened weight.
+    layer: the layer that has the weight.
+    states: how each state starts and is updated.
+    copies: what the layer reads of each state: float32, of the weight's shape on this rank.
+    inner, main: the torch optimizer that updates the weight, and the FP32 main weight in it, or
+        this rank's part of that; None where this rank owns no part.
+    start, end: the range of that part in the flattened weight.
     owners: (global rank, start, end) of all parts; empty where every rank owns the whole.
-    group: the ranks that own parts.
+    group: the process group of the ranks that own parts; None where every rank owns the whole.
     """
 
     layer: Any
@@ -52,7 +58,10 @@ class Kept:
     group: Any = None
 
     def own(self, name: str) -> Tensor | None:
-        """This rank's part of a state; None before it exists, or where the rank owns none."""
+        """This rank's part of the state `name`, from the optimizer.
+
+        None if the rank owns no part, or if the optimizer does not have the state yet.
+        """
         if self.inner is None or self.main is None:
             return None
         found: Tensor | None = self.inner.state[self.main].get(key_of(name))
@@ -60,17 +69,21 @@ class Kept:
 
 
 class WeightStates:
-    """The state beside all weights of this process."""
+    """The states beside all weights of this process."""
 
     def __init__(self) -> None:
         self._all: list[Kept] = []
         self._is_stale = True
-        self._in_optimizers = False  # on all ranks alike
-        self._in_checkpoint = False  # in the one that is about to be loaded
-        self._started: dict[tuple[Kept, str], Tensor] = {}  # until torch's optimizers have state
+        self._in_optimizers = False  # whether optimizers have the states; the same on all ranks
+        self._in_checkpoint = False  # whether the checkpoint to be loaded has them
+        self._started: dict[tuple[Kept, str], Tensor] = {}  # states that no optimizer has yet
 
     def add(self, layer: Any, recipe: Recipe) -> Tensor | None:
-        """Keep state beside the weight of a layer; returns the average that it reads, if any."""
+        """Adds the states that `recipe` declares to the weight of `layer`.
+
+        Returns the copy of the state "average", float32 of the weight's shape, which the layer
+        reads; None if the recipe does not declare one.
+        """
         if not recipe.weight_states:
             return None
         copies = {
@@ -82,7 +95,7 @@ class WeightStates:
 
     @property
     def bytes_of_copies(self) -> int:
-        """What the layers' copies take on this rank."""
+        """The bytes of all layers' copies on this rank."""
         return sum(4 * copy.numel() for kept in self._all for copy in kept.copies.values())
 
     @property
@@ -92,8 +105,11 @@ class WeightStates:
     # --- owners -----------------------------------------------------------------------------------
 
     def follow(self, optimizer: MegatronOptimizer, in_checkpoint: bool) -> None:
-        """Keep the state in this optimizer from now on. Every rank calls it, before a checkpoint is
-        loaded. in_checkpoint: whether that has the state."""
+        """Makes `optimizer` keep the states from now on.
+
+        Every rank must call it, before a checkpoint is loaded. in_checkpoint: whether that
+        checkpoint has the states.
+        """
         chained = isinstance(optimizer, ChainedOptimizer)
         optimizers = optimizer.chained_optimizers if chained else [optimizer]
         for each in optimizers:
@@ -139,12 +155,13 @@ class WeightStates:
     # --- once a step ------------------------------------------------------------------------------
 
     def _update(self, inner: torch.optim.Optimizer, *_: Any) -> None:
-        """After a step of one of torch's optimizers."""
+        """Updates this rank's parts of the states; torch calls it after each step of `inner`."""
         for kept, name, state in self._parts(inner):
             assert kept.main is not None
             if state is None:
                 state = self._started.pop((kept, name), None)
-                if state is None:  # C/optimizer/distrib_optimizer.py steps to allocate, on loading
+                # C/optimizer/distrib_optimizer.py also steps to allocate its state before loading.
+                if state is None:
                     continue
                 inner.state[kept.main][key_of(name)] = state
             kept.states[name].update(state, kept.main)
@@ -153,7 +170,11 @@ class WeightStates:
     def _parts(
         self, inner: torch.optim.Optimizer | None = None
     ) -> Iterator[tuple[Kept, str, Tensor | None]]:
-        """What this rank owns, of one of torch's optimizers or of all."""
+        """(Kept, name, state) for each part of a state that this rank owns.
+
+        The state is None before the optimizer has it. inner: restricts the result to the weights
+        that this torch optimizer updates.
+        """
         for kept in self._all:
             if kept.inner is not None and inner in (None, kept.inner):
                 for name in kept.states:
@@ -161,8 +182,10 @@ class WeightStates:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring the layers' copies up to date, if the optimizers have stepped. Every rank calls it,
-        before the first forward pass of a step."""
+        """Gathers the parts to the layers' copies, if optimizers stepped since the last call.
+
+        Every rank must call it, before the first forward pass of a step.
+        """
         if not self._is_stale:
             return
         works = []
@@ -180,7 +203,7 @@ class WeightStates:
         flat = copy.view(-1)
         if own is not None:
             flat[kept.start : kept.end].copy_(own.view(-1))
-        elif not kept.owners:  # a weight that nobody trains
+        elif not kept.owners:  # a weight that no optimizer updates
             copy.copy_(kept.states[name].start(kept.layer.weight))
         return [
             dist.broadcast(flat[start:end], owner, group=kept.group, async_op=True)
@@ -201,7 +224,7 @@ class WeightStates:
         return sharded_state_dict
 
     def _allocate(self, optimizer: MegatronOptimizer) -> None:
-        """Room for what is loaded."""
+        """Allocates zeros for the states in torch's optimizer, for a checkpoint to load into."""
         if optimizer.init_state_fn is not None:
             optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
         for kept, name, state in self._parts(optimizer.optimizer):
@@ -213,9 +236,9 @@ class WeightStates:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Those that optimizers have state by now, in checkpoints too."""
+        """The keys of the states in optimizers and checkpoints; () while optimizers have none."""
         return tuple(map(key_of, self.names)) if self._in_optimizers else ()
 
     def has(self, weight: Tensor) -> bool:
-        """Whether state is kept beside this weight."""
+        """Whether states are kept beside this weight."""
         return any(kept.layer.weight is weight for kept in self._all)

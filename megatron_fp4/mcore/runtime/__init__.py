@@ -1,1 +1,1 @@
-"""The process and its ranks: Megatron on a machine without a GPU, process groups, common work."""
+"""The process and its ranks: Megatron on a CPU, gloo's process groups, work that ranks share."""

@@ -1,4 +1,4 @@
-"""A mend for torch's gloo process groups, which can damage the heap of a busy process."""
+"""A workaround for a race in torch's gloo process groups that can corrupt the heap."""
 
 from typing import Any
 
@@ -8,14 +8,15 @@ _mended = False
 
 
 def use_one_worker() -> None:
-    """Gives every gloo process group made from now on one worker thread; torch gives it two.
-    Idempotent.
+    """Makes torch create gloo process groups with one worker thread instead of two. Idempotent.
 
-    A worker that ends a collective assigns the collective's name to a string of the group, without
-    a lock (torch 2.11 to 2.15, ProcessGroupGloo::runLoop). Where both workers do so at once, a name
-    that is too long to be stored inside the string object, such as ALLGATHER_COALESCED, is freed
-    twice. docs/notes/gloo.md has the evidence. With one worker the collectives of a group run in
-    the order in which they were started, as NCCL's do.
+    Groups that already exist keep their threads.
+
+    When a worker has finished a collective, it assigns the collective's name to a string of the
+    group without a lock (torch 2.11 to 2.15, ProcessGroupGloo::runLoop). If both workers do so at
+    once and the name is too long to be stored inside the string object, as ALLGATHER_COALESCED is,
+    its memory is freed twice. docs/notes/gloo.md has the evidence. With one worker, the collectives
+    of a group run in the order in which they were called, as with NCCL.
     """
     global _mended
     if _mended:

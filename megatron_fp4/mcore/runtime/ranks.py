@@ -1,5 +1,8 @@
-"""What the ranks of a run do in common: work on files that all go on from or all fail at, and lines
-that one of them prints."""
+"""Work that the ranks of a run do together, and lines that only one of them prints.
+
+An OSError on one rank, for example of the file system, is raised on all ranks, so that no rank
+waits for another that has failed.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,16 +10,17 @@ from dataclasses import dataclass
 import torch
 
 
+# An OSError that `work` raised on a rank, as it is sent to the other ranks.
 @dataclass(frozen=True)
 class _Raised:
     error: OSError
 
 
 def on_all[T](work: Callable[[], T]) -> list[T]:
-    """What `work` returned on each rank, by rank. All ranks must call it.
+    """The results of `work` on all ranks, in the order of the ranks. All ranks must call it.
 
-    Raises on every rank the OSError that it raised on the first rank where it did. Without process
-    groups, this process is the only rank.
+    If `work` raises an OSError on some ranks, that of the lowest rank is raised on every rank.
+    Without torch.distributed this process is the only rank. Results are pickled to be sent.
     """
     mine: T | _Raised
     try:
@@ -36,26 +40,30 @@ def on_all[T](work: Callable[[], T]) -> list[T]:
 
 
 def on_first[T](work: Callable[[], T]) -> T:
-    """What `work` returned on rank 0, the only one that runs it. All ranks must call it.
+    """The result of `work`, which runs on rank 0 only. All ranks must call it and get the result.
 
-    Raises on every rank the OSError that it raised there.
+    If `work` raises an OSError on rank 0, it is raised on every rank.
     """
     result = on_all(lambda: work() if _rank() == 0 else None)[0]
-    return result  # type: ignore[return-value]  # rank 0's
+    return result  # type: ignore[return-value]  # rank 0's result, which is not the None of others
 
 
 def my_share[T](items: list[T]) -> list[T]:
-    """Every how-many-ranks-th of `items`, beginning with this rank's number."""
+    """This rank's share of `items`: items[rank], items[rank + ranks], items[rank + 2 ranks], ...
+
+    `items` has to be the same on all ranks. Without torch.distributed it is returned whole.
+    """
     if not torch.distributed.is_initialized():
         return items
     return items[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
 
 
 def once(key: str) -> bool:
-    """True in the first process of the run that asks for `key`, False in the others: it may print.
+    """True in the first process of the run that asks for `key`, False in all others.
 
-    Needs the process group; where its store has gone with the process that kept it, True in all
-    that ask.
+    The process that gets True prints a line that is to be printed once. Needs torch.distributed's
+    default process group. If the group's store is gone, because the process that served it has
+    exited, every process gets True.
     """
     store = torch.distributed.distributed_c10d._get_default_store()
     try:

@@ -1,1 +1,1 @@
-"""What a launch asks for and cannot have, and why; table.py has the order of asking."""
+"""The checks that refuse a launch. table.py lists them in the order in which they run."""

@@ -1,6 +1,6 @@
-"""Saving that would write over another run, die in the background, or find no folder to write in.
+"""Refuses saving that would overwrite another run, fail in the background, or cannot be written.
 
-What a checkpoint itself does not fit is told when it is loaded (checkpoints/loading.py).
+Whether a checkpoint fits the launch is checked when it is loaded (checkpoints/loading.py).
 """
 
 import errno
@@ -18,14 +18,17 @@ from megatron_fp4.mcore.launch.flags import flag_of
 
 
 def background_save(args: Namespace) -> Iterator[str]:
-    """Refuses --async-save where its worker would die and the ranks wait for it, or Megatron stop
-    with a traceback once it has saved."""
+    """Refuses --async-save where it would hang or fail.
+
+    Without a GPU the worker process dies and the ranks wait for it. With other settings Megatron
+    stops with a traceback after the first save.
+    """
     if not args.async_save:
         return
     if args.ckpt_format == "torch":
         yield "--async-save does not save in --ckpt-format torch: leave out one"
     if not args.use_persistent_ckpt_worker:
-        return  # Megatron says that it leaves out the flag, and saves in the foreground
+        return  # Megatron prints that it ignores --async-save, and saves in the foreground
     if not torch.cuda.is_available():
         yield (
             "--async-save needs a GPU, which its worker asks for, and this machine shows none: "
@@ -39,7 +42,7 @@ def background_save(args: Namespace) -> Iterator[str]:
 
 
 def saving(args: Namespace) -> Iterator[str]:
-    """Refuses intervals that save nothing, and --save into a folder that another run saved in."""
+    """Refuses intervals that save nothing, and --save into a folder that another run saved to."""
     if args.save is None:
         return
     if args.non_persistent_save_interval and args.non_persistent_ckpt_type is None:
@@ -57,7 +60,7 @@ def saving(args: Namespace) -> Iterator[str]:
 
 
 def folders(args: Namespace) -> Iterator[str]:
-    """Refuses a folder that cannot be written in. Makes those that are not there."""
+    """Creates the folders that the launch writes to. Refuses one that cannot be written to."""
     for name in ("save", "tensorboard_dir", "wandb_save_dir", "data_cache_path"):
         folder = getattr(args, name)
         if folder is None or is_object_storage_path(folder):

@@ -1,6 +1,6 @@
-"""What Megatron's CUDA graphs (--cuda-graph-impl local) do not go together with.
+"""Refuses flags and recipes that cannot be combined with Megatron's CUDA graphs.
 
-C stands for megatron/core.
+These are the graphs of --cuda-graph-impl local. C stands for megatron/core.
 """
 
 from argparse import Namespace
@@ -12,23 +12,24 @@ _SET_TO_0 = ", or set it to 0 (Megatron's default is 0.1)"
 
 
 def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]:
-    """Refuses what would change after a layer's capture, or is not known then.
+    """Refuses everything that would need a layer to run differently from how it was captured.
 
-    args: of a launch with graphs. recipes: the launch's, and those that some modules have.
+    args: the arguments of a launch with CUDA graphs. recipes: the launch's recipe, and those that
+    --fp4-module-recipe gives to single modules.
     """
     problems = {
         "a recipe whose GEMMs return to BF16": any(r.bf16_after is not None for r in recipes),
-        # C/pipeline_parallel/schedules.py would free what a captured layer gives out, and asserts
-        # that it is no view.
+        # C/pipeline_parallel/schedules.py frees the output of a stage, and asserts that it is not a
+        # view. The output of a captured layer is one.
         "--pipeline-model-parallel-size": args.pipeline_model_parallel_size > 1,
         "--num-experts": args.num_experts,
         "--mtp-num-layers": args.mtp_num_layers,
-        # C/transformer/cuda_graphs.py replays in evaluation what training captured, and
-        # C/tensor_parallel/random.py:checkpoint recomputes nothing in a graph.
+        # C/transformer/cuda_graphs.py replays the graphs of training in evaluation too, where there
+        # must be no dropout. C/tensor_parallel/random.py:checkpoint does not recompute in a graph.
         "--hidden-dropout": args.hidden_dropout,
         "--attention-dropout": args.attention_dropout,
         "--recompute-granularity": args.recompute_granularity,
-        # Hooks on modules, which a graph does not run.
+        # These need hooks on modules, which a replay does not call.
         "--save-activations-interval": args.save_activations_interval,
         "--save-dgrads-interval": args.save_dgrads_interval,
         "--inference-cuda-graph-scope block": "block" in str(args.inference_cuda_graph_scope),

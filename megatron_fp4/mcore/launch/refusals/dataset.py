@@ -1,5 +1,4 @@
-"""Datasets that are missing or damaged, are shared out to no end, or were made with another
-tokenizer."""
+"""Refuses datasets that are missing, damaged, divided into empty splits or of another tokenizer."""
 
 import math
 from argparse import Namespace
@@ -15,8 +14,7 @@ from megatron_fp4.mcore.launch.flags import flag_of
 
 
 def files(args: Namespace) -> Iterator[str]:
-    """Refuses a launch without data, and a dataset that is missing, cut short or not of Megatron's
-    making."""
+    """Refuses a launch without data, and a dataset that is missing, truncated or not Megatron's."""
     for path in (args.data_args_path, args.per_split_data_args_path):
         if path is not None and not Path(path).is_file():
             yield f"no file {path}: it should list the datasets"
@@ -37,8 +35,7 @@ def files(args: Namespace) -> Iterator[str]:
 
 
 def splits(args: Namespace) -> Iterator[str]:
-    """Refuses training or validation without data, and flags of their shares that contradict each
-    other."""
+    """Refuses training or validation without data, and an invalid or unused --split."""
     for name in ("full_validation", "multiple_validation_sets"):
         if getattr(args, name):
             yield f"{flag_of(name)} is not supported: leave it out, and give --eval-iters N"
@@ -57,8 +54,10 @@ def splits(args: Namespace) -> Iterator[str]:
 
 
 def tokens(args: Namespace) -> Iterator[str]:
-    """Refuses a dataset that was made with another tokenizer than the launch's, or whose start
-    holds a token beyond the vocabulary. args: once Megatron has padded the vocabulary."""
+    """Refuses a dataset that was made with another tokenizer, or has tokens beyond the vocabulary.
+
+    Only tokens at the start of each dataset are read. args: after Megatron padded the vocabulary.
+    """
     yield from _tokenizers(args)
     for prefix in dataset_files.prefixes(args):
         yield from _flaw(prefix)
@@ -68,7 +67,7 @@ def tokens(args: Namespace) -> Iterator[str]:
 
 
 def unknown_token(token: int, args: Namespace) -> Iterator[str]:
-    """Refuses a token that the embedding has no row for."""
+    """Refuses a token that is not below the padded size of the vocabulary."""
     if token >= args.padded_vocab_size:
         yield (
             f"token {token} of the data is beyond the vocabulary of {args.padded_vocab_size}: "
@@ -82,7 +81,10 @@ def _flaw(prefix: str) -> Iterator[str]:
 
 
 def _shares(args: Namespace, prefixes: list[str]) -> Iterator[str]:
-    """Refuses shares that are not three, or of which one comes to no document of a dataset."""
+    """Refuses a --split that is not three shares, or leaves a split of a dataset without documents.
+
+    prefixes: the datasets of --data-path or --data-args-path.
+    """
     split = args.split or (DEFAULT if args.data_path is not None else None)
     if split is None:
         yield "--data-args-path needs --split, such as --split 95,5,0: add it"
@@ -105,7 +107,10 @@ def _shares(args: Namespace, prefixes: list[str]) -> Iterator[str]:
 
 
 def _without_data(args: Namespace, given: list[bool]) -> Iterator[str]:
-    """Refuses training or validation where `given`, of each split, says that it has no data."""
+    """Refuses training or evaluation without data.
+
+    given: whether there are data for training, validation and test.
+    """
     if not given[0] and not args.skip_train:
         yield "no data to train on: give --train-data-path, or a --split whose first share is not 0"
     if not given[1] and args.eval_iters:
@@ -116,7 +121,7 @@ def _without_data(args: Namespace, given: list[bool]) -> Iterator[str]:
 
 
 def _instead(prefix: str, documents: int) -> str:
-    """Flags that leave each split some of a dataset of so many documents."""
+    """Flags with which every split gets documents of a dataset that has this number of them."""
     train, held_out = manifest.PARTS
     beside = Path(prefix).with_name(held_out)
     if Path(prefix).name == train and beside.with_suffix(".idx").is_file():
@@ -124,14 +129,17 @@ def _instead(prefix: str, documents: int) -> str:
     own = "--train-data-path and --valid-data-path"
     if documents == 1:
         return own
-    percent = math.ceil(100 / documents)  # one document at least
+    percent = math.ceil(100 / documents)  # at least one document
     return f"another (such as {100 - percent},{percent},0), or {own}"
 
 
 def _tokenizers(args: Namespace) -> Iterator[str]:
-    """Compares the launch's tokenizer with those that the manifests beside its datasets name. Data
-    without a manifest may be anyone's. NullTokenizer takes data as numbers, whoever made them."""
-    made_by: dict[str, str] = {}  # sha256 of a tokenizer: the first dataset made with it
+    """Refuses a tokenizer other than the one that the manifests beside the datasets record.
+
+    Nothing is known about data without a manifest, so they are accepted. NullTokenizer is accepted
+    with all data.
+    """
+    made_by: dict[str, str] = {}  # by the SHA-256 of a tokenizer: the first dataset made with it
     for prefix in dataset_files.prefixes(args):
         yield from _flaw(prefix)
         yield from _record(prefix)
@@ -156,7 +164,7 @@ def _tokenizers(args: Namespace) -> Iterator[str]:
 
 
 def _record(prefix: str) -> Iterator[str]:
-    """Refuses a manifest that is damaged or tells of other data."""
+    """Refuses a manifest that is damaged, or that was written for other data."""
     remedy = "prepare the data again, or delete that file if you know the data's tokenizer"
     try:
         recorded = manifest.recorded(prefix)
@@ -172,7 +180,10 @@ def _record(prefix: str) -> Iterator[str]:
 
 
 def _own_tokenizer(prefix: str, sha256: str) -> str:
-    """Flags that take the tokenizer that a dataset was made with, where it lies beside it."""
+    """What to do so that the launch uses the tokenizer that the dataset was made with.
+
+    Names the file if it is beside the dataset. sha256: of that tokenizer.
+    """
     beside = Path(prefix).with_name("tokenizer.model")
     if beside.is_file() and manifest.sha256_of(beside) == sha256:
         return f"give --tokenizer-type SentencePieceTokenizer --tokenizer-model {beside}"

@@ -1,6 +1,7 @@
-"""The plugin's flags, and flags of Megatron's that cannot be honoured together with a recipe.
+"""Refuses plugin flags that do not fit together, and Megatron's flags that exclude a recipe.
 
-Each of the latter is refused, so that nothing runs in another precision than the user asked for.
+Flags of Megatron that a recipe cannot follow are refused instead of ignored, so that no GEMM runs
+in another precision than the user asked for.
 """
 
 from argparse import Namespace
@@ -14,7 +15,7 @@ from megatron_fp4.recipes import list_recipes
 UPSTREAM_RECIPES = ("nvfp4", "custom")
 LAYERS_IN_BF16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
-# What this version does not do together with a recipe, and what to do instead.
+# Megatron's flags that cannot be combined with a recipe, and what to do instead.
 NOT_WITH_A_RECIPE = {
     "--context-parallel-size": "use tensor, sequence or pipeline parallelism",
     "--use-megatron-fsdp": "use --use-distributed-optimizer",
@@ -58,7 +59,7 @@ NOT_WITH_A_RECIPE = {
     "--yaml-cfg": "give the flags on the command line",
 }
 _NO_GRAPHS = "leave it out, or use --fp4-recipe without --fp4-format"
-# The same for this package's recipes in Transformer Engine's linears.
+# The same for this package's quantizers in Transformer Engine's linears.
 _NOT_IN_TE = {
     "--add-bias-linear": "--disable-bias-linear, or --fp4-recipe without --fp4-format",
     "--add-qkv-bias": "use --fp4-recipe without --fp4-format",
@@ -69,7 +70,8 @@ _NOT_IN_TE = {
     "--external-cuda-graph": _NO_GRAPHS,
     "--fp4-param-gather": "leave it out, weights are gathered in BF16",
 }
-# Values of them that ask for nothing, where that is not a value that is false.
+# For some of these flags: whether their value has no effect, so that it is not refused. The other
+# flags have no effect if their value is false.
 _HARMLESS: dict[str, Callable[[Namespace], bool]] = {
     "--context-parallel-size": lambda args: args.context_parallel_size == 1,
     "--non-persistent-ckpt-type": lambda args: args.non_persistent_ckpt_type in (None, "global"),
@@ -85,9 +87,9 @@ _HARMLESS: dict[str, Callable[[Namespace], bool]] = {
         <= (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
     ),
 }
-# Where argparse puts what is named otherwise.
+# The argument that a flag sets, where it is not the flag's name.
 _DESTINATIONS = {"--fp8-format": "fp8", "--cuda-graph-scope": "cuda_graph_scope_deprecated"}
-# The plugin's arguments that mean nothing without a recipe, and their defaults.
+# The plugin's arguments that have no effect without a recipe, and their defaults.
 _NEEDS_A_RECIPE: dict[str, object] = {
     "fp4_recipe_option": [],
     "fp4_seed": None,
@@ -101,7 +103,7 @@ _NEEDS_A_RECIPE: dict[str, object] = {
 
 
 def layers_in_bf16(args: Namespace) -> Iterator[str]:
-    """Refuses a number of layers to keep in BF16 where the flag that keeps any is not given."""
+    """Refuses numbers of layers to keep in BF16 without --first-last-layers-bf16."""
     for name in LAYERS_IN_BF16:
         given = getattr(args, name)
         if given is not None and not args.first_last_layers_bf16:
@@ -109,8 +111,11 @@ def layers_in_bf16(args: Namespace) -> Iterator[str]:
 
 
 def upstreams(args: Namespace) -> Iterator[str]:
-    """Refuses upstream's FP4, through Transformer Engine, where it would do nothing, and a recipe
-    of this package beside it."""
+    """Refuses upstream's FP4 (--fp4-format) where it has no effect or meets this package's recipes.
+
+    It has no effect without Transformer Engine's linears. With this package's quantizers in those
+    linears, also refuses what they cannot do.
+    """
     if args.fp4 is None:
         if args.fp4_recipe in UPSTREAM_RECIPES:
             yield (
@@ -127,7 +132,7 @@ def upstreams(args: Namespace) -> Iterator[str]:
 
 
 def with_recipe(args: Namespace, recipe: Recipe) -> Iterator[str]:
-    """Refuses what a recipe cannot honour, and a recipe that does nothing."""
+    """Refuses flags that cannot be combined with a recipe, and a recipe that quantizes nothing."""
     if args.fp4_bf16_gemms is not None and recipe.bf16_after is None:
         yield "--fp4-bf16-gemms needs --fp4-bf16-after"
     if not any(recipe.at(0.0).gemm(gemm).quantized for gemm in GEMMS):
@@ -141,8 +146,10 @@ def with_recipe(args: Namespace, recipe: Recipe) -> Iterator[str]:
 
 
 def without_recipe(args: Namespace) -> Iterator[str]:
-    """Refuses upstream's FP8 where it would do nothing, and a flag that only a recipe gives a
-    meaning to."""
+    """Refuses, for a launch without a recipe, flags that would have no effect.
+
+    These are --fp8-format without Transformer Engine's linears, and plugin flags about a recipe.
+    """
     if args.fp8 is not None:
         yield from _without_te(args, "--fp8-format")
     for name, default in _NEEDS_A_RECIPE.items():
@@ -151,14 +158,16 @@ def without_recipe(args: Namespace) -> Iterator[str]:
 
 
 def seed(args: Namespace) -> Iterator[str]:
-    """Refuses a seed that is no unsigned 64-bit integer."""
+    """Refuses an --fp4-seed that is not an unsigned 64-bit integer."""
     if not 0 <= args.fp4_seed < 2**64:
         yield f"--fp4-seed is an integer from 0 to 2**64 - 1, not {args.fp4_seed}"
 
 
 def _quantizers(args: Namespace, name: str) -> Iterator[str]:
-    """Refuses what this package's quantizers cannot do in Transformer Engine's linears. name: of
-    the factory in megatron_fp4.te."""
+    """Refuses what this package's quantizers cannot do in Transformer Engine's linears.
+
+    name: the name of the quantizer factory in megatron_fp4.te.
+    """
     try:
         getattr(te, name)
     except AttributeError as error:
@@ -182,4 +191,4 @@ def _is_set(args: Namespace, flag: str) -> bool:
     if flag in _HARMLESS:
         return not _HARMLESS[flag](args)
     name = _DESTINATIONS.get(flag, flag[2:].replace("-", "_"))
-    return bool(getattr(args, name, None))  # Megatron deletes deprecated ones once it has read them
+    return bool(getattr(args, name, None))  # Megatron deletes deprecated arguments after use

@@ -1,4 +1,4 @@
-"""What needs a GPU, or a launcher."""
+"""Refuses flags that need a GPU on a machine without one, and a process without a launcher."""
 
 import os
 from argparse import Namespace
@@ -8,8 +8,7 @@ import torch
 
 
 def gpu(args: Namespace) -> Iterator[str]:
-    """Refuses NCCL, CUDA graphs and profiles of CUDA without a GPU, and a profile that would be
-    written nowhere."""
+    """Refuses NCCL, CUDA graphs and CUDA profiles without a GPU, and a profile without a folder."""
     has_gpu = torch.cuda.is_available()
     if not has_gpu and args.distributed_backend != "gloo":
         yield (
@@ -34,7 +33,9 @@ def gpu(args: Namespace) -> Iterator[str]:
 
 
 def launcher(args: Namespace) -> Iterator[str]:
-    """Refuses a process that no launcher started: torch.distributed meets the others at
-    MASTER_ADDR."""
+    """Refuses a process that was not started by a launcher such as torchrun.
+
+    torch.distributed needs the MASTER_ADDR that a launcher sets.
+    """
     if "MASTER_ADDR" not in os.environ:
         yield "no launcher: start this script by torchrun --nproc-per-node N"

@@ -1,6 +1,7 @@
-"""What Megatron demands of a configuration, as one line that says what to do.
+"""Rewords the errors of Megatron's own checks of its arguments to one line that says what to do.
 
-Its checks are assertions, some without a text; others name what they compare and no flag.
+Megatron's checks are mostly assertions. Some have no message; the message of others names variables
+and not flags.
 """
 
 import ast
@@ -18,8 +19,9 @@ import megatron.core
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch.flags import flag_of
 
-# What to say, by what Megatron says: a regular expression for its text or, where an assertion has
-# none, for its condition in source. Braces hold expressions of the function that raises.
+# New messages for Megatron's. A key is a regular expression that is searched for in the error's
+# message or, if it has none, in the source of the assertion's condition. Names in braces are local
+# variables, and their attributes, of the function that raises and of its callers.
 _IN_WORDS = {
     r"self\.lr_warmup_steps < self\.lr_decay_steps": (
         "the warm-up of the learning rate takes {self.lr_warmup_steps} samples and the whole "
@@ -104,10 +106,14 @@ _IN_WORDS = {
 
 @contextmanager
 def megatrons_demands(while_building: bool = False) -> Iterator[None]:
-    """Turns what Megatron's checks of a configuration raise into ConfigErrors.
+    """A context in which errors of Megatron's checks are raised as ConfigErrors.
 
-    while_building: only what is raised in Megatron's own lines, since others' run too by then; the
-    text says where.
+    AssertionError, ValueError and NotImplementedError are converted, and ImportError if Megatron's
+    own code raises it.
+
+    while_building: for the time while Megatron builds the model and the optimizer. Code of other
+    packages runs then too, so only errors that Megatron's own code raises are converted, and a
+    message that has no new wording also gives file and line.
     """
     try:
         yield
@@ -122,7 +128,7 @@ def megatrons_demands(while_building: bool = False) -> Iterator[None]:
 
 
 def _is_megatrons(source: str) -> bool:
-    """Whether a file of source is Megatron's."""
+    """Whether the source file `source` is part of Megatron."""
     return Path(source).is_relative_to(Path(megatron.core.__file__).parents[1])
 
 
@@ -131,7 +137,7 @@ def _told(error: Exception, frame: FrameType, line: int, says_where: bool) -> st
     condition = "" if text else _condition(frame, line)
     for pattern, words in _IN_WORDS.items():
         if re.search(pattern, text or condition):
-            with suppress(KeyError, AttributeError):  # where another version has other variables
+            with suppress(KeyError, AttributeError):  # another version may have other variables
                 return words.format_map(_variables(error))
     if not text:
         text = f"Megatron demands {_as_flags(condition)}{_values(condition, frame)}"
@@ -139,8 +145,10 @@ def _told(error: Exception, frame: FrameType, line: int, says_where: bool) -> st
 
 
 def _variables(error: Exception) -> dict[str, Any]:
-    """The local variables, by name, of the function that raised the error and of its callers. Where
-    several have one name, the function nearest to the error counts."""
+    """The local variables, by name, of the function that raised the error and of its callers.
+
+    If several functions have a variable of the same name, that of the innermost one is taken.
+    """
     found: dict[str, Any] = {}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         found |= frame.f_locals
@@ -148,7 +156,10 @@ def _variables(error: Exception) -> dict[str, Any]:
 
 
 def _condition(frame: FrameType, line: int) -> str:
-    """The condition of the assertion at `line`, in one line of source; else that line."""
+    """The source of the condition that is asserted at `line`, as one line of text.
+
+    If there is no assertion at that line: the line itself.
+    """
     lines = linecache.getlines(frame.f_code.co_filename)
     for node in ast.walk(ast.parse("".join(lines))):
         if isinstance(node, ast.Assert) and node.lineno <= line <= (node.end_lineno or line):
@@ -157,7 +168,10 @@ def _condition(frame: FrameType, line: int) -> str:
 
 
 def _values(condition: str, frame: FrameType) -> str:
-    """ ", and x is 1, y.z is 2" for the numbers and words that a condition names."""
+    """The values of the variables in a condition, as text: ", and x is 1, y.z is 2".
+
+    Only numbers, strings and None are included; "" if there are none.
+    """
     found = {}
     for name in re.findall(r"[a-zA-Z_][\w.]*", condition):
         first, *attributes = name.split(".")

@@ -1,6 +1,7 @@
-"""Layers, batches, experts and recomputation that do not run with what is installed.
+"""Refuses layers, batches, experts and recomputation that do not run, or not without an option.
 
-T stands for megatron/training.
+Whether they run may depend on installed packages and on the backend of torch.distributed. T stands
+for megatron/training.
 """
 
 from argparse import Namespace
@@ -14,8 +15,11 @@ from megatron_fp4.mcore.launch import machine
 
 
 def layers(args: Namespace) -> Iterator[str]:
-    """Refuses what needs Transformer Engine without it, what gloo has no collective for, and what
-    Megatron-core 0.19 reads and does not run."""
+    """Refuses features of layers and batches that would fail or have no effect.
+
+    They need Transformer Engine and it is missing, or a collective that gloo does not have, or
+    Megatron-core 0.19 accepts the flag and cannot run it.
+    """
     has_te = machine.HAVE_TE
     if args.transformer_impl != "local" and not has_te:
         yield (
@@ -27,7 +31,7 @@ def layers(args: Namespace) -> Iterator[str]:
             "--attention-backend local is not supported; leave it out: without Transformer Engine "
             "attention runs in torch's scaled_dot_product_attention"
         )
-    if args.rampup_batch_size is not None:  # T/global_vars.py builds its calculator without it
+    if args.rampup_batch_size is not None:  # T/global_vars.py ignores it
         yield "Megatron-core 0.19 drops --rampup-batch-size: use --step-batch-size-schedule"
     if args.use_precision_aware_optimizer and not has_te:
         yield "--use-precision-aware-optimizer needs Transformer Engine: leave it out"
@@ -35,37 +39,38 @@ def layers(args: Namespace) -> Iterator[str]:
     if alltoall and args.expert_model_parallel_size > 1 and args.distributed_backend == "gloo":
         yield "gloo has no all-to-all: use --moe-token-dispatcher-type allgather"
     spread = args.tensor_model_parallel_size > 1 and not args.sequence_parallel
-    if args.num_experts and spread and not args.skip_train:  # said in the first step, by each rank
+    if args.num_experts and spread and not args.skip_train:  # else each rank fails in step 1
         yield "experts under tensor parallelism need --sequence-parallel: add it"
     if "layernorm" in (args.recompute_modules or []) and not has_te:
         yield "--recompute-modules layernorm needs Transformer Engine: recompute other modules"
     mlp = args.recompute_granularity == "selective" and "mlp" in (args.recompute_modules or [])
     if mlp and args.add_bias_linear:
-        # The bias that it returns through its checkpoint leads back into it.
+        # The recomputed MLP returns its bias as an output of the checkpoint. Backward through that
+        # output enters the same checkpoint again.
         yield (
             "Megatron-core 0.19 recomputes an MLP with biases without end: recompute other modules "
             "than mlp, or add --disable-bias-linear"
         )
 
 
-# --- asked when a layer is built -----------------------------------------------------------------
+# --- checks that run when a layer is built -------------------------------------------------------
 
 
 def architecture(config: TransformerConfig) -> Iterator[str]:
-    """Refuses layers that this package's specification (model/spec.py) does not build."""
+    """Refuses kinds of attention for which model/spec.py has no layer specification."""
     if config.multi_latent_attention or config.experimental_attention_variant is not None:
         yield "multi-latent and experimental attention are not supported"
 
 
 def layers_of_experts(config: TransformerConfig) -> Iterator[str]:
-    """Refuses a list that says of more or fewer layers than there are whether they hold experts."""
+    """Refuses a --moe-layer-freq list whose length is not the number of layers."""
     layers = config.moe_layer_freq
     if not isinstance(layers, int) and len(layers) != config.num_layers:
         yield (f"--moe-layer-freq names {len(layers)} layers and the model has {config.num_layers}")
 
 
 def experts(moe_use_grouped_gemm: bool) -> Iterator[str]:
-    """Refuses grouped GEMMs of experts."""
+    """Refuses grouped GEMMs for experts."""
     if moe_use_grouped_gemm:
         yield "--moe-grouped-gemm is not supported; leave it out"
 
@@ -80,7 +85,10 @@ def norm(config: TransformerConfig) -> Iterator[str]:
 
 
 def attention(config: TransformerConfig, layer_number: int) -> Iterator[str]:
-    """Refuses what model/attention.py does not do in a layer. layer_number: from 1."""
+    """Refuses features of a layer's attention that model/attention.py does not have.
+
+    layer_number: counted from 1.
+    """
     if config.context_parallel_size > 1:
         yield without_te("context parallelism")
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
@@ -90,7 +98,7 @@ def attention(config: TransformerConfig, layer_number: int) -> Iterator[str]:
 
 
 def without_te(what: str) -> str:
-    """The line about something that attention does in Transformer Engine alone."""
+    """The refusal of a feature that attention has only in Transformer Engine. what: its name."""
     return (
         f"{what} is not supported without Transformer Engine; install it and use "
         "--transformer-impl transformer_engine"

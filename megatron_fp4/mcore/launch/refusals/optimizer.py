@@ -1,4 +1,4 @@
-"""Which optimizers run, with which precision, sharding and checkpoint format.
+"""Refuses optimizers that do not run with the given dtype, sharding or checkpoint format.
 
 C stands for megatron/core.
 """
@@ -14,7 +14,7 @@ from megatron_fp4.mcore.launch.flags import flag_of
 
 
 def choice(args: Namespace) -> Iterator[str]:
-    """Refuses an optimizer that does not run, or cannot be saved, as asked for."""
+    """Refuses an optimizer that would fail in training or in saving, with the other flags."""
     name, sharded = args.optimizer, args.use_distributed_optimizer
     for fsdp in ("use_torch_fsdp2", "use_megatron_fsdp"):
         if getattr(args, fsdp) and not torch.cuda.is_available():
@@ -45,7 +45,8 @@ def choice(args: Namespace) -> Iterator[str]:
             "--optimizer adaptive_muon of Megatron-core 0.19 does not run with the installed "
             "emerging-optimizers (0.3 changed it): use --optimizer muon"
         )
-    # C/dist_checkpointing/optimizer.py saves tensors of a weight's shape. SOAP's factors are none.
+    # C/dist_checkpointing/optimizer.py can save only tensors of the weight's shape. SOAP's factors
+    # have other shapes.
     keeps = args.load or (args.save and not args.no_save_optim)
     if name == "soap" and keeps and args.ckpt_format != "torch":
         yield (
@@ -55,6 +56,6 @@ def choice(args: Namespace) -> Iterator[str]:
 
 
 def _data_parallel_size(args: Namespace) -> int:
-    """Before Megatron has computed it."""
+    """The number of data-parallel ranks. Megatron computes args.data_parallel_size only later."""
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     return int(os.environ.get("WORLD_SIZE", "1")) // (model * args.context_parallel_size)

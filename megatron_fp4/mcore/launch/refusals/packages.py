@@ -1,5 +1,7 @@
-"""Optional packages, and flags, that flags of Megatron's need. Where one is missing Megatron drops
-the flag, or ends with the text of a failed import."""
+"""Refuses flags of Megatron that need an optional package, or another flag, that is missing.
+
+Megatron itself would ignore such a flag, or end with a failed import.
+"""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -7,7 +9,8 @@ from collections.abc import Iterator
 from megatron_fp4.mcore.launch import machine
 from megatron_fp4.mcore.launch.flags import flag_of
 
-# By Megatron's argument: what is imported, and how it is installed where a registry has it.
+# By Megatron's argument: the package that is imported, and its name for pip (None if a package
+# registry does not have it).
 _NEEDED = {
     "tensorboard_dir": ("tensorboard", "tensorboard"),
     "wandb_project": ("wandb", "wandb"),
@@ -19,7 +22,8 @@ _NEEDED = {
     "one_logger_run_name": ("one_logger", None),
     "one_logger_async": ("one_logger", None),
 }
-# What does nothing without another flag: Megatron writes to wandb where it writes to tensorboard.
+# Arguments that have no effect without --tensorboard-dir. Megatron writes to wandb only where it
+# writes to TensorBoard too.
 _NEEDS_TENSORBOARD = (
     "wandb_project",
     "log_timers_to_tensorboard",
@@ -30,7 +34,7 @@ _NEEDS_TENSORBOARD = (
 
 
 def needed(args: Namespace) -> Iterator[str]:
-    """Refuses a flag that would do nothing for want of a package or another flag."""
+    """Refuses a flag whose package is not installed, or that has no effect without another flag."""
     for name, (package, distribution) in _NEEDED.items():
         if getattr(args, name) and not machine.installed(package):
             yield _missing(flag_of(name), package, distribution)

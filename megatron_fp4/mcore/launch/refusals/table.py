@@ -1,30 +1,29 @@
-"""The table of refusals: what a launch asks for and cannot have, and why.
+"""The checks that refuse a launch: which ones there are, and when each of them runs.
 
-A refusal is one line for the user that says what is wrong and what to do. Each function of this
-package yields the refusals of one topic, in the order in which they are asked; `refuse` raises the
-first of them as a ConfigError.
+A refusal is one line for the user that says what is wrong and what to do. Each public function of
+this package checks one topic and yields its refusals. `refuse` raises the first as a ConfigError.
 
-    when                          refusals                     asked by
+    when                          checks                       called by
     the command line is parsed    of_command_line              launch/command_line.py
-    the FP4 flags settle          fp4_flags, cuda_graphs,      launch/fp4_arguments.py
+    the FP4 values are set        fp4_flags, cuda_graphs,      launch/fp4_arguments.py
                                     weight_states
-    then                          checkpoints.background_save  launch/command_line.py
+    after that                    checkpoints.background_save  launch/command_line.py
     all arguments are known       of_launch                    launch/command_line.py
-      from a checkpoint as well   of_launch                    loop/compat.py
+      some from a checkpoint      of_launch                    loop/compat.py
     Megatron has validated them   of_data                      launch/command_line.py
     a layer is built              model                        model/spec.py, norm.py, attention.py
     a microbatch is read          dataset.unknown_token        loop/gpt.py
 
-megatron_demands.py puts what Megatron's own checks raise into words of flags.
+megatron_demands.py rewords the errors of Megatron's own checks, so that they name flags.
 
-Refusals that are not about flags alone stay with what they are about:
+Checks that need more than the arguments are elsewhere:
 
-- how a value is spelt: launch/command_line.py (what argparse says), launch/fp4_arguments.py
-  (KEY=VALUE, GLOB=RECIPE), and megatron_fp4/recipe.py and recipes/ for a recipe's content;
-- a built model: model/attach.py (names of linears, noise streams, recipes that nothing follows) and
-  model/size_checks.py (sizes on a rank that blocks do not divide);
+- the syntax of a value: launch/command_line.py (argparse's errors), launch/fp4_arguments.py
+  (KEY=VALUE, GLOB=RECIPE), megatron_fp4/recipe.py and recipes/ (the content of a recipe);
+- a built model: model/attach.py (names of linears, random streams, recipes that no linear follows)
+  and model/size_checks.py (sizes on a rank that blocks do not divide);
 - a checkpoint: checkpoints/loading.py, compare_numerics.py and compare_state.py;
-- a file system that takes no more: checkpoints/saving.py, and loop/gpt.py for the data's index;
+- a failed write: checkpoints/saving.py, and loop/gpt.py for the index of the data;
 - a GPU that is not NVIDIA's: runtime/cpu.py, before Megatron is imported.
 """
 
@@ -47,23 +46,24 @@ from megatron_fp4.mcore.launch.refusals import (
 
 
 def refuse(refusals: Iterable[str]) -> None:
-    """Raises ConfigError with the first of the refusals, if there is any.
+    """Raises ConfigError with the first of `refusals`; returns if there are none.
 
-    Nothing is asked after the first: what follows a refusal in its function may rely on it.
+    A check does not run past its first refusal, so code after a `yield` may assume that the refused
+    case does not occur.
     """
     for refusal in refusals:
         raise ConfigError(refusal)
 
 
 def of_command_line(parser: ArgumentParser, args: Namespace) -> Iterator[str]:
-    """Asked of what `parser` parsed, before anything of it is changed."""
+    """The checks of the arguments as `parser` parsed them, before any of them is changed."""
     yield from values.of_flags(parser, args)
     yield from fp4_flags.layers_in_bf16(args)
     yield from values.config_file(args)
 
 
 def of_launch(args: Namespace) -> Iterator[str]:
-    """Asked when all arguments are known, before Megatron's own checks."""
+    """The checks that run when all arguments are known, before Megatron validates them."""
     yield from machine.gpu(args)
     yield from model.layers(args)
     yield from training.settings(args)
@@ -79,6 +79,6 @@ def of_launch(args: Namespace) -> Iterator[str]:
 
 
 def of_data(args: Namespace) -> Iterator[str]:
-    """Asked when Megatron has opened the tokenizer and padded the vocabulary."""
+    """The checks that run when Megatron has opened the tokenizer and padded the vocabulary."""
     yield from machine.launcher(args)
     yield from dataset.tokens(args)

@@ -1,4 +1,4 @@
-"""Tokenizers that cannot be opened, and vocabularies that ranks cannot share."""
+"""Refuses tokenizers that cannot be opened, and vocabularies that cannot be sharded over ranks."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import sentencepiece
 
 from megatron_fp4.mcore.launch import machine
 
-# By type: the package that reads it, and the flags that name its files.
+# By --tokenizer-type: the package that reads the tokenizer, and the flags that name its files.
 _READ_BY = {
     "HuggingFaceTokenizer": ("transformers", ["--tokenizer-model"]),
     "TikTokenizer": ("tiktoken", ["--tokenizer-model"]),
@@ -23,7 +23,7 @@ _READ_BY = {
 
 
 def choice(args: Namespace) -> Iterator[str]:
-    """Refuses a tokenizer whose type, package or files are missing."""
+    """Refuses a tokenizer without a type, or whose package or files are missing."""
     kind = args.tokenizer_type
     if kind is None:
         yield (
@@ -44,7 +44,7 @@ def choice(args: Namespace) -> Iterator[str]:
 
 
 def vocabulary(args: Namespace) -> Iterator[str]:
-    """Refuses a number of rows of the embedding that is left open or that ranks cannot share."""
+    """Refuses a padded vocabulary of unknown size, or not divisible by the tensor-parallel size."""
     rows, parts = args.padded_vocab_size, args.tensor_model_parallel_size
     if rows is None and not args.pad_vocab_size:
         yield (
@@ -61,7 +61,7 @@ def _path(kind: str, flag: str, path: str | None) -> Iterator[str]:
     if path is None:
         yield f"{kind} needs {flag} PATH"
         return
-    # Of Hugging Face's hub it may be a name, as in owner/name.
+    # It may be a name on Hugging Face's hub, such as owner/name.
     is_name = kind == "HuggingFaceTokenizer" and path[0] not in "./~" and path.count("/") < 2
     if not (is_name or Path(path).exists()):
         yield (

@@ -1,11 +1,11 @@
-"""What every training needs to be told, and what is no pretraining."""
+"""Refuses a launch that lacks a flag that every training needs, or that is not pretraining."""
 
 from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_fp4.mcore.launch.flags import flag_of
 
-# What Megatron asserts to be there, and has no default for; some go by an older name too.
+# Arguments that Megatron requires and has no default for, with the older name that some have.
 _REQUIRED = {
     "num_layers": "encoder_num_layers",
     "hidden_size": None,
@@ -17,8 +17,11 @@ _REQUIRED = {
 
 
 def settings(args: Namespace) -> Iterator[str]:
-    """Refuses a training without a length, a learning rate or a size of its model, with two
-    precisions, or with data that are not packed text."""
+    """Refuses missing, contradictory or unsupported settings of the training.
+
+    Missing: its length, the learning rate or a size of the model. Contradictory: two dtypes.
+    Unsupported: finetuning and other uses of data than plain pretraining, and in-process restart.
+    """
     if not (args.train_iters or args.train_samples or args.skip_train):
         yield "how long to train? give --train-iters or --train-samples"
     if args.lr is None and not args.skip_train:

@@ -1,7 +1,6 @@
-"""Which values a flag takes: no empty ones, no NaN or infinity, no numbers out of range, and no
-number that another one does not divide.
+"""Refuses values of flags that are empty, NaN, infinite, out of range or not the multiple needed.
 
-Megatron takes any number and divides by it, waits for it, or trains with it.
+Megatron itself accepts any number. It then fails later, hangs, or trains with that number.
 """
 
 import argparse
@@ -14,7 +13,7 @@ from megatron_fp4.mcore.launch.flags import flag_of
 
 
 class _Range(NamedTuple):
-    """Numbers from `low` to below `high`; `low` itself only where `takes_low`."""
+    """The numbers from `low` (included if `takes_low`) to `high` (excluded)."""
 
     low: float
     high: float = math.inf
@@ -32,7 +31,7 @@ class _Range(NamedTuple):
         return f"a number of at least {self.low} and below {self.high}"
 
 
-# By Megatron's names for its arguments; a flag is spelt with hyphens.
+# The range of each argument, by Megatron's name for it (flags have hyphens for the underscores).
 _RANGES = {
     _Range(1): """
         adlr_autoresume_interval check_weight_hash_across_dp_replicas_interval context_parallel_size
@@ -77,7 +76,10 @@ _INSTEAD = {
 
 
 def of_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Iterator[str]:
-    """Refuses a value that its flag cannot have. parser: whose flags `args` are the values of."""
+    """Refuses empty values, and numbers that are not finite or not in the range of their flag.
+
+    parser: the parser that parsed `args`. A value that is a flag's default is accepted.
+    """
     for action in parser._actions:
         for value in _each(getattr(args, action.dest, None)):
             if isinstance(value, str) and not value.strip() and value != action.default:
@@ -90,13 +92,17 @@ def of_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Itera
 
 
 def config_file(args: argparse.Namespace) -> Iterator[str]:
-    """Refuses --yaml-cfg with a file that is not there."""
+    """Refuses --yaml-cfg with a file that does not exist."""
     if args.yaml_cfg is not None and not Path(args.yaml_cfg).is_file():
         yield f"no file {args.yaml_cfg}: give --yaml-cfg one that exists"
 
 
 def multiples(args: argparse.Namespace) -> Iterator[str]:
-    """Refuses numbers that have to be multiples of others and are not."""
+    """Refuses numbers that are not multiples of others, as they have to be.
+
+    Examples are attention heads and tensor-parallel ranks. Also refuses a --moe-router-topk above
+    the number of experts.
+    """
     heads, ranks = "num_attention_heads", "tensor_model_parallel_size"
     pairs = [(heads, ranks)]
     if not args.num_experts:

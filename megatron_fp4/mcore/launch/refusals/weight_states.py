@@ -1,4 +1,4 @@
-"""What cannot keep the state that a recipe asks for beside weights."""
+"""Refuses optimizers and checkpoint formats that cannot keep the state beside weights."""
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
@@ -7,9 +7,10 @@ from megatron_fp4.recipe import Recipe
 
 
 def keepers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]:
-    """Refuses optimizers and checkpoint formats that have no room for the state.
+    """Refuses optimizers and checkpoint formats that cannot keep the state that a recipe asks for.
 
-    recipes: the launch's, and those that some modules have.
+    recipes: the launch's recipe, and those that --fp4-module-recipe gives to single modules. No
+    refusals if none of them has `Recipe.weight_states`.
     """
     recipe = next((recipe for recipe in recipes if recipe.weight_states), None)
     if recipe is None:
