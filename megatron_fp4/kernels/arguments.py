@@ -1,7 +1,8 @@
 """The arguments that several kernels take, as named tuples.
 
 Lower-case fields are pointers and integers, of which each launch has its own; upper-case ones are
-constants of the compiled kernel.
+constants of the compiled kernel. No field is called `values` or `type`, which are attributes of
+Triton's own tuples.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from typing import Any, NamedTuple
 
 
 class Source(NamedTuple):
-    """The matrix that is quantized: BF16 in words of two, or words of eight codes with scales.
+    """The matrix that is quantized.
 
-    scales: pointer, or 0 for a BF16 matrix.
+    matrix: BF16 in words of two, or words of eight codes. scales: of the codes.
     """
 
-    values: Any
+    matrix: Any
     scales: Any
 
 

@@ -27,23 +27,24 @@ from megatron_fp4.operands import Carriers
 
 ROWS, BLOCKS, WARPS = 1, 256, 2  # of a program, by what was fastest on an H200
 # Where rows are corrected, a program goes over all of their blocks.
-CORRECTED_ROWS, CORRECTED_BLOCKS = 8, 16
+CORRECTED_ROWS, CORRECTED_BLOCKS = 8, 8
 HELD = 2048  # scales that such a program holds: more would leave registers for few programs
 
 
 class Converted(NamedTuple):
     """One operand of `carry_kernel`.
 
-    codes: words of eight codes [rows, K / 8]. scales: bytes [rows, n_blocks]. values: words of four
-    FP8 elements [rows, K / 4]. outer, counts: see `operands.Carriers`.
+    codes: words of eight codes [rows, K / 8]. scales: bytes [rows, blocks]. elements: words of
+    four FP8 elements [rows, K / 4]. outer, counts: see `operands.Carriers`.
     """
 
     codes: Any
     scales: Any
-    values: Any
+    elements: Any
     outer: Any
     counts: Any
     rows: Any
+    blocks: Any
 
 
 class Form(NamedTuple):
@@ -52,7 +53,7 @@ class Form(NamedTuple):
     CORRECTS: whether its carriers are there already, and only wrong rows are converted. ROWS,
     BLOCKS: what a program converts at a time. MANTISSA, BIAS, NAN: of the FP8 format. BOTTOM, TOP:
     its window, between which all elements are exact. LOWEST: the least k of `fp8.quick_table`.
-    WORDS: the words of codes in a block.
+    WORDS: the words of codes in a block. ALL_BLOCKS: the blocks of a row, or the next power of two.
     """
 
     CORRECTS: bool
@@ -65,6 +66,7 @@ class Form(NamedTuple):
     TOP: int
     LOWEST: int
     WORDS: int
+    ALL_BLOCKS: int
 
 
 @triton.jit
@@ -106,9 +108,7 @@ def _nonzero(words):
 
 
 @triton.jit
-def _convert(
-    x, rows, wanted, exponent, block0, n_blocks, FORM: tl.constexpr, INTERPRETED: tl.constexpr
-):
+def _convert(x, rows, wanted, exponent, block0, FORM: tl.constexpr, INTERPRETED: tl.constexpr):
     """Converts FORM.BLOCKS blocks, from block0 on, of those rows that are wanted, and counts the
     elements that are rounded and the blocks that are NaN. exponent: of each row."""
     ROWS: tl.constexpr = FORM.ROWS
@@ -116,8 +116,8 @@ def _convert(
     WORDS: tl.constexpr = FORM.WORDS
     at_rows = rows[:, None].to(tl.int64)
     blocks = block0 + tl.arange(0, BLOCKS)
-    here = wanted[:, None] & (blocks < n_blocks)[None, :]
-    byte = tl.load(x.scales + at_rows * n_blocks + blocks[None, :], mask=here, other=0)
+    here = wanted[:, None] & (blocks < x.blocks)[None, :]
+    byte = tl.load(x.scales + at_rows * x.blocks + blocks[None, :], mask=here, other=0)
     byte = byte.to(tl.int32)
     k = byte - exponent[:, None]
     power = ((tl.maximum(k, -64) + 127) << 23).to(tl.float32, bitcast=True)
@@ -125,8 +125,8 @@ def _convert(
     low = tl.where(byte == 255, nan, table(power, False, FORM.MANTISSA, FORM.BIAS))
     high = tl.where(byte == 255, nan, table(power, True, FORM.MANTISSA, FORM.BIAS))
     at = block0 * WORDS + tl.arange(0, BLOCKS * WORDS)
-    here = wanted[:, None] & (at < n_blocks * WORDS)[None, :]
-    words = tl.load(x.codes + at_rows * (n_blocks * WORDS) + at[None, :], mask=here, other=0)
+    here = wanted[:, None] & (at < x.blocks * WORDS)[None, :]
+    words = tl.load(x.codes + at_rows * (x.blocks * WORDS) + at[None, :], mask=here, other=0)
     words = tl.reshape(words, (ROWS, BLOCKS, WORDS))
     first, second = looked_up(
         words,
@@ -136,8 +136,8 @@ def _convert(
     )
     out = tl.reshape(tl.join(first, second), (ROWS, BLOCKS * WORDS * 2))
     at = block0 * (WORDS * 2) + tl.arange(0, BLOCKS * WORDS * 2)
-    here = wanted[:, None] & (at < n_blocks * (WORDS * 2))[None, :]
-    tl.store(x.values + at_rows * (n_blocks * (WORDS * 2)) + at[None, :], out, mask=here)
+    here = wanted[:, None] & (at < x.blocks * (WORDS * 2))[None, :]
+    tl.store(x.elements + at_rows * (x.blocks * (WORDS * 2)) + at[None, :], out, mask=here)
     rounded = tl.where((k < FORM.BOTTOM)[:, :, None], _nonzero(words), 0)
     total = tl.sum(tl.reshape(rounded, (ROWS * BLOCKS * WORDS,)), 0)
     nans = tl.sum(tl.reshape((byte == 255).to(tl.int32), (ROWS * BLOCKS,)), 0)
@@ -146,49 +146,47 @@ def _convert(
 
 
 @triton.jit
-def _holds_codes(x, rows, block0, n_blocks, FORM: tl.constexpr):
+def _holds_codes(x, rows, block0, FORM: tl.constexpr):
     """In which rows one of FORM.BLOCKS blocks of scale 0, from block0 on, is not all zeros."""
     ROWS: tl.constexpr = FORM.ROWS
     BLOCKS: tl.constexpr = FORM.BLOCKS
     WORDS: tl.constexpr = FORM.WORDS
     at_rows = rows[:, None].to(tl.int64)
     blocks = block0 + tl.arange(0, BLOCKS)
-    here = (rows < x.rows)[:, None] & (blocks < n_blocks)[None, :]
-    byte = tl.load(x.scales + at_rows * n_blocks + blocks[None, :], mask=here, other=1)
+    here = (rows < x.rows)[:, None] & (blocks < x.blocks)[None, :]
+    byte = tl.load(x.scales + at_rows * x.blocks + blocks[None, :], mask=here, other=1)
     lowest = tl.broadcast_to((byte == 0)[:, :, None], (ROWS, BLOCKS, WORDS))
     at = block0 * WORDS + tl.arange(0, BLOCKS * WORDS)
-    places = x.codes + at_rows * (n_blocks * WORDS) + at[None, :]
+    places = x.codes + at_rows * (x.blocks * WORDS) + at[None, :]
     words = tl.load(places, mask=tl.reshape(lowest, (ROWS, BLOCKS * WORDS)), other=0)
     return tl.max(((words & 0x77777777) != 0).to(tl.int32), 1)
 
 
 @triton.jit
-def _programs(n_rows, n_blocks, FORM: tl.constexpr):
+def _programs(x, FORM: tl.constexpr):
     """The number of programs of one operand. One that corrects rows takes all of their blocks."""
-    tiles = tl.cdiv(n_rows, FORM.ROWS)
-    return tiles if FORM.CORRECTS else tiles * tl.cdiv(n_blocks, FORM.BLOCKS)
+    tiles = tl.cdiv(x.rows, FORM.ROWS)
+    return tiles if FORM.CORRECTS else tiles * tl.cdiv(x.blocks, FORM.BLOCKS)
 
 
 @triton.jit
 def _operand(
     x,
-    n_blocks,
     program,
     FORM: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    ALL_BLOCKS: tl.constexpr,
 ):
     """The part of one program in the conversion of an operand; see `carry_kernel`."""
     tile = 0
     if not FORM.CORRECTS:
-        tiles = tl.cdiv(n_blocks, FORM.BLOCKS)
+        tiles = tl.cdiv(x.blocks, FORM.BLOCKS)
         tile = program % tiles
         program = program // tiles
     rows = program * FORM.ROWS + tl.arange(0, FORM.ROWS)
     at_rows = rows[:, None].to(tl.int64)
-    every = tl.arange(0, ALL_BLOCKS)
-    there = (rows < x.rows)[:, None] & (every < n_blocks)[None, :]
-    scales = tl.load(x.scales + at_rows * n_blocks + every[None, :], mask=there, other=0)
+    every = tl.arange(0, FORM.ALL_BLOCKS)
+    there = (rows < x.rows)[:, None] & (every < x.blocks)[None, :]
+    scales = tl.load(x.scales + at_rows * x.blocks + every[None, :], mask=there, other=0)
     scales = scales.to(tl.int32)
     exponent = _row_exponent(scales, FORM.TOP)
     if FORM.CORRECTS:
@@ -197,16 +195,16 @@ def _operand(
         lowest = _of_scale_0(scales, there)
         wrong = tl.max((there & ~fits & ~lowest).to(tl.int32), 1)
         if tl.max(tl.max(lowest.to(tl.int32), 1), 0) > 0:  # zeros are zeros under any exponent
-            for block0 in range(0, ALL_BLOCKS, FORM.BLOCKS):
-                wrong |= _holds_codes(x, rows, block0, n_blocks, FORM)
+            for block0 in range(0, FORM.ALL_BLOCKS, FORM.BLOCKS):
+                wrong |= _holds_codes(x, rows, block0, FORM)
         wanted = wrong > 0
         exponent = _final_exponent(wanted, exponent, guess)
         if tl.max(wrong, 0) > 0:
-            for block0 in range(0, ALL_BLOCKS, FORM.BLOCKS):
-                _convert(x, rows, wanted, exponent, block0, n_blocks, FORM, INTERPRETED)
+            for block0 in range(0, FORM.ALL_BLOCKS, FORM.BLOCKS):
+                _convert(x, rows, wanted, exponent, block0, FORM, INTERPRETED)
     else:
         block0 = tile * FORM.BLOCKS
-        _convert(x, rows, rows < x.rows, exponent, block0, n_blocks, FORM, INTERPRETED)
+        _convert(x, rows, rows < x.rows, exponent, block0, FORM, INTERPRETED)
     tl.store(x.outer + rows, (exponent << 23).to(tl.float32, bitcast=True), mask=rows < x.rows)
 
 
@@ -214,10 +212,8 @@ def _operand(
 def carry_kernel(
     a,
     b,
-    n_blocks,
     A: tl.constexpr,
     B: tl.constexpr,
-    ALL_BLOCKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Converts both operands of a product to FP8, one after the other, or one of them.
@@ -225,15 +221,14 @@ def carry_kernel(
     a, b: a Converted. A, B: a Form; B is None if there is one operand. Writes the carriers and the
     row factors, and adds to the counts. If an operand is corrected, its carriers are there under
     the row exponent in its counts; a row is converted again if one of its blocks that is not all
-    zeros is NaN, or has k below LOWEST or above TOP. ALL_BLOCKS: n_blocks, or the next power of
-    two.
+    zeros is NaN, or has k below LOWEST or above TOP.
     """
     program = tl.program_id(0)
-    first = _programs(a.rows, n_blocks, A)
+    first = _programs(a, A)
     if program < first:
-        _operand(a, n_blocks, program, A, INTERPRETED, ALL_BLOCKS)
+        _operand(a, program, A, INTERPRETED)
     elif B is not None:
-        _operand(b, n_blocks, program - first, B, INTERPRETED, ALL_BLOCKS)
+        _operand(b, program - first, B, INTERPRETED)
 
 
 def carried(
@@ -248,7 +243,7 @@ def carried(
     the same.
     """
     given: list[Tensor | int | None] = []
-    kinds: list[tuple[int, int, torch.dtype, bool]] = []
+    kinds: list[Kind] = []
     made: list[Carriers] = []
     for operand, element, carriers in operands:
         codes, scales = operand.codes, operand.scales
@@ -262,45 +257,43 @@ def carried(
                 codes.new_zeros(4, dtype=torch.int32),
             )
         values, element, outer, counts = carriers
-        given += codes, scales, values, outer, counts, rows
-        kinds.append((rows, block, element, written))
+        given += codes, scales, values, outer, counts, rows, blocks
+        kinds.append((rows, blocks, block, element, written))
         made.append(carriers)
     if len(made) == 1:
-        given += None, None, None, None, None, 0
-    _launch(blocks, *kinds)(*given, blocks)
+        given += None, None, None, None, None, 0, 0
+    _launch(*kinds)(*given)
     return made
 
 
+# Of an operand: its rows, blocks in a row, block size, FP8 dtype, and whether it is corrected.
+Kind = tuple[int, int, int, torch.dtype, bool]
+
+
 @planned
-def _launch(blocks: int, *kinds: tuple[int, int, torch.dtype, bool]) -> Launch:
-    """kinds: for each operand its rows, block size, FP8 dtype, and whether it is corrected."""
-    every = 1 << (blocks - 1).bit_length()
-    forms = [_form(every, block, element, corrects) for _, block, element, corrects in kinds]
+def _launch(*kinds: Kind) -> Launch:
+    forms = [_form(kind) for kind in kinds]
     programs = [
         tiles(rows, form.ROWS) * (1 if form.CORRECTS else tiles(blocks, form.BLOCKS))
-        for (rows, *_), form in zip(kinds, forms, strict=True)
+        for (rows, blocks, *_), form in zip(kinds, forms, strict=True)
     ]
-    of_words = Converted(torch.int32, torch.uint8, torch.int32, torch.float32, torch.int32, 0)
-    rows = [kind[0] for kind in kinds] + [0]
-    return Launch(
-        carry_kernel,
-        (sum(programs),),
-        (of_words._replace(rows=rows[0]), of_words._replace(rows=rows[1]), blocks),
-        dict(
-            A=forms[0],
-            B=forms[1] if len(forms) > 1 else None,
-            ALL_BLOCKS=every,
-            INTERPRETED=INTERPRETED,
-        ),
-        num_warps=WARPS,
-    )
+    pointers = torch.int32, torch.uint8, torch.int32, torch.float32, torch.int32
+    types = [Converted(*pointers, rows, blocks) for rows, blocks, *_ in kinds]
+    if len(kinds) == 1:
+        types.append(Converted(*pointers, 0, 0))
+    second = forms[1] if len(forms) > 1 else None
+    constants = dict(A=forms[0], B=second, INTERPRETED=INTERPRETED)
+    return Launch(carry_kernel, (sum(programs),), types, constants, num_warps=WARPS)
 
 
-def _form(every: int, block: int, element: torch.dtype, corrects: bool) -> Form:
+def _form(kind: Kind) -> Form:
+    _, blocks, block, element, corrects = kind
+    every = 1 << (blocks - 1).bit_length()
     rows = max(1, min(CORRECTED_ROWS, HELD // every))
     tile = (rows, CORRECTED_BLOCKS) if corrects else (ROWS, min(BLOCKS, every))
     mantissa, bias, nan, bottom, top = FORMATS[element]
-    return Form(corrects, *tile, mantissa, bias, nan, bottom, top, LOWEST[mantissa], block // 8)
+    limits = bottom, top, LOWEST[mantissa]
+    return Form(corrects, *tile, mantissa, bias, nan, *limits, block // 8, every)
 
 
 @kernel(fp_fusion=True)

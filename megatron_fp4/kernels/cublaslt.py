@@ -220,7 +220,8 @@ def multiply(
 ) -> None:
     """Writes the product of a [M, K] and b [N, K] to `out` [M, N], or adds it; see `product`."""
     device = out.device
-    if device.index not in (None, torch._C._cuda_getDevice()):  # cuBLAS uses the current GPU
+    index = device.index
+    if index is not None and index != torch._C._cuda_getDevice():  # cuBLAS uses the current GPU
         with torch.cuda.device(device):
             multiply(a, b, out, alpha, accumulates)
         return
@@ -230,7 +231,7 @@ def multiply(
     at = first | second | place
     alignment = at & -at if at % 256 else 256
     types = a.dtype, b.dtype, out.dtype
-    plan = _plan((m, n, k), types, alpha, accumulates, alignment, device.index)
+    plan = _plan((m, n, k), types, alpha, accumulates, alignment, index)
     stream = stream_of(out)
     workspace = _workspace(device, stream)  # a tensor, so that it lives until the launch
     plan.run((first, second, *scales, place), stream, workspace.data_ptr())

@@ -236,12 +236,12 @@ def _read(
         at = column0 // 8 + tl.arange(0, COLUMNS // 8)[None, None, :]
         # Without this hint a thread would load more than the one word of its eight columns.
         at = tl.multiple_of(at, [1, 1, 1])
-        words = loaded(x.values, at_rows, at, n_rows, n_columns // 8, EVEN)
+        words = loaded(x.matrix, at_rows, at, n_rows, n_columns // 8, EVEN)
         at = column0 // PACKED + tl.arange(0, COLUMNS // PACKED)[None, None, :]
         byte = loaded(x.scales, at_rows, at, n_rows, n_columns // PACKED, EVEN)
         return decode.pairs(words, byte.to(tl.int32), PACKED, INTERPRETED)
     at = column0 // 2 + tl.arange(0, COLUMNS // 2)[None, None, :]
-    return loaded(x.values, at_rows, at, n_rows, n_columns // 2, EVEN)
+    return loaded(x.matrix, at_rows, at, n_rows, n_columns // 2, EVEN)
 
 
 @triton.jit
@@ -252,7 +252,7 @@ def _shared_exponent(x, counts_ptr, n_rows, n_columns, CARRIER: tl.constexpr, PA
     """
     exponent = 0
     if CARRIER > 0:
-        exponent = fp8.likely_exponent(x.values, x.scales, n_rows, n_columns, CARRIER, PACKED)
+        exponent = fp8.likely_exponent(x.matrix, x.scales, n_rows, n_columns, CARRIER, PACKED)
         is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         i = tl.arange(0, 4)
         tl.store(counts_ptr + i, tl.where(i == 2, exponent, 0), mask=is_first)

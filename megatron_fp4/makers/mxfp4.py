@@ -1,4 +1,4 @@
-"""The maker for MXFP4: a Triton kernel.
+"""The maker for MXFP4, and for E8M0 scales of blocks of 16: a Triton kernel.
 
 In one read of a matrix it makes the operands with blocks along its rows and along its columns, and
 can write FP8 carriers beside the codes. It also applies Hadamard transforms, and quantizes operands
@@ -14,23 +14,24 @@ from types import ModuleType
 import torch
 
 from megatron_fp4.arithmetic.philox import GROUP
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.makers.base import Given
 from megatron_fp4.operands import Made, Operand
 from megatron_fp4.plan.data import OperandPlan
 
 
 class Mxfp4Kernel:
-    """E2M1 codes with an E8M0 scale for each block of 32, from a BF16 matrix or from MXFP4 codes
-    with blocks along the rows."""
+    """E2M1 codes with an E8M0 scale for each block of 16 or 32, from a BF16 matrix or from such
+    codes with blocks along the rows."""
 
     name = "mxfp4 kernel"
 
     def refuses(self, operand: OperandPlan) -> str | None:
         quantizer, codes = operand.quantizer, operand.codes
-        if quantizer is None or not quantizer.mxfp4:
-            return "makes MXFP4 in blocks of 32 only"
-        if codes is not None and not codes.mxfp4:
-            return "reads MXFP4 in blocks of 32 only"
+        if quantizer is None or not _has_format(quantizer):
+            return f"makes {_FORMAT} only"
+        if codes is not None and not _has_format(codes):
+            return f"reads {_FORMAT} only"
         if codes is not None and (operand.group or quantizer.rounding == "ema"):
             return "neither transforms codes nor rounds them to an average"
         if codes is None and operand.dtype != torch.bfloat16:
@@ -67,6 +68,15 @@ class Mxfp4Kernel:
             matrix, first.quantizer, copies, first.group, given[0].average
         )
         return made
+
+
+_FORMAT = "E2M1 with E8M0 scales in blocks of 1 x 16 and 1 x 32"
+
+
+def _has_format(quantizer: Quantizer) -> bool:
+    height, length = quantizer.block
+    e8m0 = (quantizer.element, quantizer.scale) == ("e2m1", "e8m0")
+    return e8m0 and height == 1 and length in _kernels().BLOCKS
 
 
 def _size_problem(operand: OperandPlan, multiple: int) -> str | None:

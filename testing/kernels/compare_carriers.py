@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import get_quantizer
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, quantize_matrix
 from megatron_fp4.kernels.carrier import carried, elements
 from megatron_fp4.kernels.quantize import Copy, quantize
 
@@ -36,8 +36,9 @@ def matrix(rows: int, columns: int, spread: float) -> Tensor:
     """Blocks of all sizes, zeros, NaN, rows of subnormal and of the largest numbers."""
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, columns, generator=generator)
-    scales = torch.exp(spread * torch.randn(rows, columns // 32, generator=generator))
-    x *= scales.repeat_interleave(32, 1)
+    block = 32 if columns % 32 == 0 else 16
+    scales = torch.exp(spread * torch.randn(rows, columns // block, generator=generator))
+    x *= scales.repeat_interleave(block, 1)
     x[0, :32], x[1, 5], x[2] = -0.0, torch.nan, 0
     x[3] *= 1e-38 / scales.max()
     x[4] *= 1e37 / x[4].abs().max()
@@ -52,10 +53,12 @@ def differences(device: str, of: str = "") -> Iterator[str]:
     all_bytes = values.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     if (elements(codes.to(device)).cpu().view(torch.uint8).numpy() != all_bytes).any():
         yield "elements without scales"
-    for rows, columns, spread in MATRICES:
+    mxfp4, short = get_quantizer("mxfp4"), Quantizer(block=(1, 16))
+    cases = [(*sizes, mxfp4) for sizes in MATRICES] + [(48, 2096, 6.0, short), (16, 80, 1.5, short)]
+    for rows, columns, spread, quantizer in cases:
         if of not in f"{rows} x {columns}":
             continue
-        q = quantize_matrix(matrix(rows, columns, spread), get_quantizer("mxfp4"), axis=1)
+        q = quantize_matrix(matrix(rows, columns, spread), quantizer, axis=1)
         value, scale = q.dequantize(torch.float64), q.scales.int()
         mine = replace(q, codes=q.codes.to(device), scales=q.scales.to(device))
         kinds = list(ELEMENTS)[:: 1 if rows > 16 else -1]  # either one comes first
@@ -74,7 +77,7 @@ def differences(device: str, of: str = "") -> Iterator[str]:
             wrong = int((found[there] != wanted.view(np.uint8)[there]).sum())
             wrong += int((values.cpu().float().isnan().numpy() == there).sum())
             folds = int((fold.cpu().double() != torch.exp2(exponent.double())).sum())
-            below = (scale - 127 - exponent < bottom).repeat_interleave(32, 1)
+            below = (scale - 127 - exponent < bottom).repeat_interleave(quantizer.block[1], 1)
             count = int((below & (value != 0) & ~value.isnan()).sum())
             nans = int((scale == 255).sum())
             if wrong or folds or tally.tolist() != [count, nans]:
@@ -83,21 +86,25 @@ def differences(device: str, of: str = "") -> Iterator[str]:
 
 
 def beside(device: str, of: str = "") -> Iterator[str]:
-    """A line for each order and element in which an operand that is mended and one that is not, of
-    one launch, are not the same matrix."""
+    """A line for each pair of operands of one launch that is not converted as each is alone: one
+    that is corrected and one that is not, and blocks of 16 and of 32."""
     if of not in "beside":
         return
     x = matrix(16, 96, 1.5).bfloat16().to(device)
-    quantizer = get_quantizer("mxfp4-ceil")
-    for element, order in itertools.product(ELEMENTS, (1, -1)):
-        [made] = quantize(x, quantizer, [Copy(1, carrier=element)])
-        assert made.carriers is not None and isinstance(made.operand, QuantizedTensor)
-        both = [(made.operand, element, made.carriers), (made.operand, element, None)]
-        forms = carried(both[::order])
-        one, two = (form.elements.cpu().double() * form.outer.cpu() for form in forms)
-        tallies = [form.tally.tolist() for form in forms]
-        if not torch.equal(one.nan_to_num(7e30), two.nan_to_num(7e30)) or tallies[0] != tallies[1]:
-            yield f"{element}, mended {order}: differ, or count {tallies}"
+    kinds = itertools.product(ELEMENTS, (16, 32), (16, 32), (1, -1))
+    for element, block, other, order in kinds:
+        pair = []
+        for size, keeps in ((block, True), (other, False)):
+            quantizer = Quantizer(rule="ceil", block=(1, size))
+            [made] = quantize(x, quantizer, [Copy(1, carrier=element)])
+            assert isinstance(made.operand, QuantizedTensor)
+            pair.append((made.operand, element, made.carriers if keeps else None))
+        alone = [carried([(operand, element, None)])[0] for operand, *_ in pair]
+        for found, wanted in zip(carried(pair[::order])[::order], alone, strict=True):
+            one, two = (form.elements.cpu().double() * form.outer.cpu() for form in (found, wanted))
+            same = torch.equal(one.nan_to_num(7e30), two.nan_to_num(7e30))
+            if not same or found.tally.tolist() != wanted.tally.tolist():
+                yield f"{element}, blocks of {block} beside {other}, {order}: differ"
 
 
 if __name__ == "__main__":

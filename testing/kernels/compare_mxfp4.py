@@ -14,6 +14,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class Case:
     def __str__(self) -> str:
         q = self.quantizer
         words = [q.rule, q.rounding, str(q.prescale), f"axes {self.axes}"]
+        words += ["block 16"] * (q.block[1] == 16)
         words += [f"group {self.group}"] if self.group else []
         words += ["shard"] * self.is_shard + ["signs"] * self.signed + ["packed"] * self.packed
         words += [] if self.carrier is None else [str(self.carrier), self.filled]
@@ -57,7 +59,7 @@ class Case:
     def shape(self) -> tuple[int, int]:
         """Blocks and groups tile it; tiles do not, where one direction leaves the other free."""
         if self.group <= 32:
-            return 160, 96
+            return (160, 96) if self.quantizer.block[1] == 32 else (144, 112)
         sides = [self.group * 2 if axis in self.axes else 72 for axis in (0, 1)]
         return sides[0], sides[1]
 
@@ -105,6 +107,13 @@ def cases() -> Iterator[Case]:
     for rule in ("floor", "ceil"):
         for axes in ((0,), (1,), (1, 0)):
             yield Case(Quantizer(rule=rule, rounding="ema"), axes)  # type: ignore[arg-type]
+    short: dict[str, Any] = {"rule": "ceil", "block": (1, 16)}
+    for rounding in ("nearest", "stochastic", "ema"):
+        for axes in ((0,), (1,), (1, 0)):
+            yield Case(Quantizer(rounding=rounding, **short), axes)  # type: ignore[arg-type]
+    yield Case(Quantizer(rounding="stochastic", **short), (1, 0), packed=True)
+    for axes in ((0,), (1,)):
+        yield Case(Quantizer(rounding="stochastic", **short), axes, 64, signed=True)
     yield Case(noisy, (1, 0), in_memory=True)
     yield Case(noisy, (1, 0), 64, signed=True, in_memory=True)
 
@@ -177,7 +186,7 @@ def difference(case: Case, device: str) -> str | None:
     x: Tensor | QuantizedTensor = dense
     on_device: Tensor | QuantizedTensor = dense.to(device)
     if case.packed:
-        x = quantize_matrix(dense, Quantizer(rule="ceil"), axis=1)
+        x = quantize_matrix(dense, Quantizer(rule="ceil", block=case.quantizer.block), axis=1)
         on_device = replace(x, codes=x.codes.to(device), scales=x.scales.to(device))
     for axis in case.axes:
         assert Mxfp4Kernel().refuses(plan(x, case.quantizer, axis, group=case.group)) is None
@@ -223,7 +232,7 @@ def _wrong_carriers(made: Made) -> int:
     *_, bottom, top = FORMATS[carriers.element]
     largest = torch.where(scale == 255, 0, scale).amax(1, keepdim=True)
     rule = (largest - top).clamp(min=1) - 127
-    below = (scale - 127 - rule < bottom).repeat_interleave(32, 1)
+    below = (scale - 127 - rule < bottom).repeat_interleave(q.quantizer.block[1], 1)
     count = int((below & (value != 0) & ~value.isnan()).sum())
     wanted = torch.where(
         fold == torch.exp2(rule.double()),

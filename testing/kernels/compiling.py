@@ -1,5 +1,4 @@
-"""Compiles a kernel on a machine without a GPU, with the options that it is started with; and
-constants to compile the quantize kernel for."""
+"""Compiles kernels on a machine without a GPU, as they are launched."""
 
 from __future__ import annotations
 
@@ -9,44 +8,99 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_fp4.kernels.launch import options_of
+from megatron_fp4.arithmetic.quantizer import Quantizer
+from megatron_fp4.kernels import carrier
+from megatron_fp4.kernels.launch import NUMBER, Launch, options_of
+from megatron_fp4.kernels.quantize import _quantize_launch
 
-BOTH = {"ALONG": True, "ACROSS": True}
-CARRIER_TYPES = {
-    f"{side}_{name}_ptr": of
-    for side in "ab"
-    for name, of in {
-        "codes": "*i32", "scales": "*u8", "out": "*i32", "fold": "*fp32", "tally": "*i32"
-    }.items()
-}  # fmt: skip
-VARIANTS: dict[str, dict[str, Any]] = {
-    "nearest": BOTH | {"STOCHASTIC": False},
-    "stochastic": BOTH | {"STOCHASTIC": True},
-    "along": BOTH | {"STOCHASTIC": False, "ACROSS": False},
-    "across": BOTH | {"STOCHASTIC": True, "ALONG": False},
-    "carried": BOTH | {"STOCHASTIC": True, "ALONG_CARRIED": 2, "ACROSS_CARRIED": 3},
-    "carried along": BOTH | {"STOCHASTIC": False, "ALONG_CARRIED": 3, "ACROSS": False},
-    "of a graph": BOTH | {"STOCHASTIC": True, "IN_MEMORY": True},
-    "averaged": BOTH | {"STOCHASTIC": False, "AVERAGED": True, "ALONG_CARRIED": 3},
-    "packed": BOTH | {"STOCHASTIC": True, "ALONG": False, "PACKED": True},
+NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
 }
-SHARED = {"CEIL": True, "PRESCALE": 0.75, "INTERPRETED": False, "HAS_GROUPS": True}
-PLAIN = SHARED | {
-    "AVERAGED": False,
-    "ALONG_CARRIED": 0,
-    "ACROSS_CARRIED": 0,
-    "PACKED": False,
-    "EVEN": False,
-    "TILE_ROWS": 64,
-    "TILE_COLUMNS": 64,
-    "DOWN": True,
-    "IN_MEMORY": False,
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SIZES = 72, 96  # which no tile fills
+
+
+def quantize_launch(
+    rounding: str = "nearest",
+    along_rows: torch.dtype | bool = True,
+    along_columns: torch.dtype | bool = True,
+    *,
+    sizes: tuple[int, int] = SIZES,
+    packed: int = 0,
+    in_memory: bool = False,
+    **fields: Any,
+) -> Launch:
+    """A launch of the quantize kernel, for groups that have places of their own. fields: of the
+    quantizer."""
+    quantizer = Quantizer(rounding=rounding, **fields)  # type: ignore[arg-type]
+    return _quantize_launch(*sizes, quantizer, packed, along_rows, along_columns, in_memory, True)
+
+
+VARIANTS: dict[str, Launch] = {
+    "nearest": quantize_launch(),
+    "stochastic": quantize_launch("stochastic", prescale=0.75),
+    "along rows": quantize_launch(along_columns=False),
+    "along columns": quantize_launch("stochastic", False, rule="ceil"),
+    "carried": quantize_launch("stochastic", E5M2, E4M3, rule="ceil"),
+    "carried along rows": quantize_launch("nearest", E4M3, False),
+    "of a graph": quantize_launch("stochastic", in_memory=True),
+    "averaged": quantize_launch("ema", E4M3, rule="ceil"),
+    "packed": quantize_launch("stochastic", False, packed=32, prescale=0.75),
+    "blocks of 16": quantize_launch("stochastic", E5M2, E4M3, block=(1, 16)),
+    "packed blocks of 16": quantize_launch(along_rows=False, packed=16, block=(1, 16)),
 }
+
+
+def carry_launch(*kinds: carrier.Kind) -> Launch:
+    """A launch of the carry kernel; see `carrier.Kind`."""
+    return carrier._launch(*kinds)
+
+
+def compiled_launch(
+    start: Launch, capability: int, constants: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """What Triton makes of a launch's kernel, by name ("ptx", "ttgir", "cubin").
+
+    constants, options: replace those of the launch.
+    """
+    names = start.kernel.arg_names
+    values = start.constants | (constants or {})
+    signature = {name: _type_of(kind) for name, kind in zip(names, start.types, strict=False)}
+    signature |= dict.fromkeys(values, "constexpr")
+    found: dict[Any, Any] = dict(values)
+    attributes = {}
+    for i, kind in enumerate(start.types):
+        leaves = enumerate(kind) if isinstance(kind, tuple) else [(None, kind)]
+        for j, leaf in leaves:
+            path = (i,) if j is None else (i, j)
+            if leaf == 1:
+                found[path] = 1
+            elif isinstance(leaf, torch.dtype) or leaf != NUMBER and leaf % 16 == 0:
+                attributes[path] = [["tt.divisibility", 16]]
+    source = ASTSource(start.kernel, signature, found, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=start.options | options).asm
+
+
+def _type_of(kind: Any) -> Any:
+    """Triton's name of an argument's type; see `Launch`."""
+    if isinstance(kind, torch.dtype):
+        return "*" + NAMES[kind]
+    if isinstance(kind, tuple):
+        values = [_type_of(each) for each in kind]
+        return kind._make(values) if hasattr(kind, "_make") else tuple(values)
+    return "constexpr" if kind == 1 else "i32"  # Triton makes a constant of an argument that is 1
 
 
 def compiled(
@@ -57,7 +111,7 @@ def compiled(
     aligned: Iterable[str] = (),
     **options: Any,
 ) -> Any:
-    """What Triton makes of a kernel, by name ("ptx", "ttgir", "cubin").
+    """The same of a kernel that is launched by `launch.run`.
 
     types: Triton's type of each argument that is not an int32; constants: what the kernel has no
     parameter for is left out; aligned: arguments that are multiples of 16; options: num_warps, ...,

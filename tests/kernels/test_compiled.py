@@ -4,128 +4,97 @@ import re
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_fp4.arithmetic.quantizer import Quantizer
-from megatron_fp4.kernels import blocks, carrier
-from megatron_fp4.kernels.carrier import carry_kernel
+from megatron_fp4.kernels import blocks, carrier, rows
 from megatron_fp4.kernels.estimator import factor_kernel
 from megatron_fp4.kernels.fp8 import FORMATS
-from megatron_fp4.kernels.hadamard import transform_kernel
-from megatron_fp4.kernels.mxfp4 import quantize_kernel
 from megatron_fp4.kernels.outliers import split_kernel, warps
-from megatron_fp4.kernels.quantize import tile
-from megatron_fp4.kernels.rows import EXPONENTS, cast_kernel, largest_kernel
+from megatron_fp4.kernels.quantize import _transform_launch
 from testing.kernels.compiling import (
-    CARRIER_TYPES,
-    PLAIN,
-    SHARED,
+    E4M3,
+    E5M2,
     VARIANTS,
+    carry_launch,
     compiled,
+    compiled_launch,
     pointers,
+    quantize_launch,
     sass,
 )
-
-
-def assembly(
-    kernel: Any,
-    x: str,
-    capability: int,
-    constants: dict[str, Any],
-    warps: int,
-    rows: int = 64,
-    registers: int | None = None,
-) -> Any:
-    """registers: at most, with sizes that are multiples of 16."""
-    types = dict.fromkeys(("rows_ptr", "groups_ptr", "step_ptr", "draw_ptr"), "*i64")
-    types |= {"x_ptr": x, "average_ptr": "*fp32"}
-    types |= {name: "*i32" for name in kernel.arg_names if name.endswith("codes_ptr")}
-    types |= {name: "*u8" for name in kernel.arg_names if name.endswith("scales_ptr")}
-    types |= {n: "*i32" for n in kernel.arg_names if n.endswith(("carriers_ptr", "tally_ptr"))}
-    # Triton makes a constant of an argument that is 1.
-    constants = constants | ({"n_rows": 1} if rows == 1 else {})
-    aligned = pointers(kernel) + ([] if registers is None else ["n_rows", "n_columns"])
-    return compiled(
-        kernel, types, capability, constants, aligned, num_warps=warps, maxnreg=registers
-    )
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_kernel_compiles(variant: str, capability: int) -> None:
-    ptx = assembly(quantize_kernel, "*i32", capability, PLAIN | VARIANTS[variant], 4)["ptx"]
+    ptx = compiled_launch(VARIANTS[variant], capability)["ptx"]
     # Subnormal numbers are not flushed where the codes are made.
     assert ".ftz" not in ptx
     assert "prmt.b32" in ptx and "max.NaN.bf16x2" in ptx
 
 
-@pytest.mark.parametrize("variant", ["along", "carried along"])
-def test_a_kernel_compiles_for_one_row(variant: str) -> None:
-    assembly(quantize_kernel, "*i32", 90, PLAIN | VARIANTS[variant], 4, rows=1)
+@pytest.mark.parametrize("carries", [True, E4M3])
+def test_a_kernel_compiles_for_one_row(carries: Any) -> None:
+    compiled_launch(quantize_launch("nearest", carries, False, sizes=(1, 64)), 90)
 
 
-@pytest.mark.parametrize("even", [True, False])
-def test_an_average_fits_the_registers(even: bool) -> None:
-    rows, columns, warps, down, _ = tile(Quantizer(rounding="ema"), False, True, True, True)
-    sizes = {"TILE_ROWS": rows, "TILE_COLUMNS": columns, "DOWN": down, "EVEN": even}
-    constants = PLAIN | VARIANTS["averaged"] | sizes | {"CEIL": True, "PRESCALE": 1.0}
+@pytest.mark.parametrize("sizes", [(128, 128), (136, 96)])
+def test_an_average_fits_the_registers(sizes: tuple[int, int]) -> None:
+    start = quantize_launch("ema", E4M3, rule="ceil", sizes=sizes)
 
     def made(warps: int) -> str:
-        return sass(assembly(quantize_kernel, "*i32", 90, constants, warps)["cubin"])
+        return sass(compiled_launch(start, 90, num_warps=warps)["cubin"])
 
-    assert "STL" not in made(warps) and "LDG" in made(warps)
-    assert "STL" in made(warps // 4)  # Negative control: what nearest rounding takes.
+    assert "STL" not in made(start.options["num_warps"]) and "LDG" in made(8)
+    assert "STL" in made(2)  # Negative control: what nearest rounding takes.
 
 
-@pytest.mark.parametrize("carried", [0, 3])
-@pytest.mark.parametrize("form", ["along", "across", "both", "packed"])
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("form", ["along rows", "along columns", "both", "packed"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_tiles_fit_the_registers(rounding: Any, form: str, carried: int) -> None:
+def test_tiles_fit_the_registers(rounding: Any, form: str, carried: bool, block: int) -> None:
     """With as many as `tile` grants."""
-    along, across, packed = form in ("along", "both"), form != "along", form == "packed"
-    quantizer = Quantizer(rounding=rounding)
-    limits = tile(quantizer, packed, along, across, carried > 0)
-    rows, columns, warps, down, registers = limits
-    constants = PLAIN | {"TILE_ROWS": rows, "TILE_COLUMNS": columns, "DOWN": down, "EVEN": True}
-    constants |= {"ALONG": along, "ACROSS": across, "PACKED": packed, "PRESCALE": 1.0}
-    constants |= {"STOCHASTIC": rounding == "stochastic"}
-    constants |= {"ALONG_CARRIED": carried * along, "ACROSS_CARRIED": carried * across}
+    wanted: Any = E4M3 if carried else True
+    start = quantize_launch(
+        rounding,
+        wanted if form in ("along rows", "both") else False,
+        wanted if form != "along rows" else False,
+        sizes=(1024, 1024),
+        packed=block if form == "packed" else 0,
+        block=(1, block),
+    )
 
-    def spills(registers: int) -> bool:
-        made = assembly(quantize_kernel, "*i32", 90, constants, warps, registers=registers)
-        return "STL" in sass(made["cubin"])
+    def spills(**options: Any) -> bool:
+        return "STL" in sass(compiled_launch(start, 90, **options)["cubin"])
 
-    assert not spills(registers or 255)
-    assert form != "both" or carried or spills(48)  # Negative control.
+    assert not spills()
+    assert form != "both" or carried or spills(maxnreg=48)  # Negative control.
 
 
 def test_threads_go_over_the_axes_as_said() -> None:
     """Triton's own order of axes along which no addresses lie together is another in 3.9."""
-    sizes = {"TILE_ROWS": 128, "TILE_COLUMNS": 32, "EVEN": True}
-    ttgir = assembly(quantize_kernel, "*i32", 90, PLAIN | VARIANTS["across"] | sizes, 2)["ttgir"]
+    start = quantize_launch("stochastic", False, rule="ceil", sizes=(128, 96))
+    ttgir = compiled_launch(start, 90)["ttgir"]
     orders = dict(re.findall(r"^(#blocked\d*) = .*order = (\[.*?\])", ttgir, re.M))
     loads = re.findall(r"tt\.load .*?tensor<([\dx]+)x!tt.*(#blocked\d*)>", ttgir)
     assert [orders[layout] for shape, layout in loads[:2]] == ["[2, 0, 1]", "[0, 1, 2]"]
 
 
-@pytest.mark.parametrize("n_blocks", [1, 128, 256, 1024])
+@pytest.mark.parametrize("blocks", [1, 128, 256, 1024])
 @pytest.mark.parametrize("second", [None, False, True], ids=["alone", "beside", "both"])
-def test_rows_are_mended_without_spilling(second: bool | None, n_blocks: int) -> None:
-    """Launch's own constants: Triton tells of registers that did not suffice as local memory."""
-    kinds = [(4096, torch.float8_e5m2, True)]
-    kinds += [] if second is None else [(4096, torch.float8_e4m3fn, second)]
-    start = carrier._launch(n_blocks, *kinds)
+def test_rows_are_corrected_without_spilling(second: bool | None, blocks: int) -> None:
+    """Triton tells of registers that did not suffice as local memory."""
+    kinds: list[carrier.Kind] = [(4096, blocks, 32, E5M2, True)]
+    kinds += [] if second is None else [(4096, blocks, 32, E4M3, second)]
+    start = carry_launch(*kinds)
 
-    def made(constants: dict[str, Any]) -> str:
-        constants = start._constants | constants
-        even = pointers(carry_kernel)
-        asm = compiled(carry_kernel, CARRIER_TYPES, 90, constants, even, **start._options)
-        return sass(asm["cubin"])
+    def made(**constants: Any) -> str:
+        return sass(compiled_launch(start, 90, constants)["cubin"])
 
-    assert "STL" not in made({}) and "LDG" in made({})
-    if n_blocks == 256:  # Negative control: as many blocks at a time as where nothing is mended.
-        mends, rows, _, *rest = start._constants["A"]
-        assert "STL" in made({"A": (mends, rows, carrier.BLOCKS, *rest)})
+    assert "STL" not in made() and "LDG" in made()
+    if blocks == 256:  # Negative control: as many blocks at a time as where nothing is corrected.
+        assert "STL" in made(A=start.constants["A"]._replace(BLOCKS=carrier.BLOCKS))
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -133,14 +102,9 @@ def test_rows_are_mended_without_spilling(second: bool | None, n_blocks: int) ->
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("memory", [False, True])
 def test_a_transform_compiles(memory: bool, axis: int, group: int, capability: int) -> None:
-    constants = SHARED | {"STOCHASTIC": True, "AXIS": axis, "GROUP": group, "EVEN": True}
-    constants |= {
-        "FACTOR": 1.0 if group == 64 else group**-0.5,
-        "HAS_SIGNS": True,
-        "IN_MEMORY": memory,
-    }
-    constants |= {"TILE_ROWS": 128, "TILE_COLUMNS": max(64, group) if axis else 32}
-    asm = assembly(transform_kernel, "*bf16", capability, constants, 1)
+    noisy = Quantizer(rounding="stochastic", prescale=0.75)
+    start = _transform_launch(256, 256, noisy, axis, group, True, memory, True)
+    asm = compiled_launch(start, capability)
     assert "mma.sync.aligned.m16n8k16" in asm["ptx"] and ".ftz" not in asm["ptx"]
     # Nothing changes hands on the way to the tensor cores, nor back, nor the random bits: what goes
     # through shared memory are the matrices, and codes and scales on their way out.
@@ -151,38 +115,34 @@ def test_a_transform_compiles(memory: bool, axis: int, group: int, capability: i
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("element", EXPONENTS)
-def test_casts_with_float32_scales_compile(element: str, axis: int, capability: int) -> None:
-    mantissa, bias = EXPONENTS[element]
-    constants = {"AXIS": axis, "PER_ROW": True, "HAS_FOLD": True, "LIMIT": 6.0}
-    constants |= {"E2M1": element == "e2m1", "MANTISSA": mantissa, "BIAS": bias}
-    constants |= {"TILE_ROWS": 64, "TILE_COLUMNS": 64}
-    types = {"x_ptr": "*i16", "fold_ptr": "*fp32", "largest_ptr": "*i32", "codes_ptr": "*u8"}
-    types |= {"gamma_ptr": "*fp32"}
-    for kernel in (largest_kernel, cast_kernel):
-        ptx = compiled(kernel, types, capability, constants)["ptx"]
-        assert ".ftz" not in ptx
-        # The reference divides as IEEE 754 does; an approximate quotient would move codes.
-        assert kernel is largest_kernel or "div.rn.f32" in ptx and "div.full" not in ptx
+@pytest.mark.parametrize("element", rows.EXPONENTS)
+def test_casts_with_float32_scales_compile(element: Any, axis: int, capability: int) -> None:
+    quantizer = Quantizer(element=element, scale="fp32", block=(1, 0), rule="absmax")
+    find, cast = (
+        compiled_launch(start, capability)["ptx"]
+        for start in rows._launches(72, 96, quantizer, axis, True)
+    )
+    assert ".ftz" not in find + cast
+    # The reference divides as IEEE 754 does; an approximate quotient would move codes.
+    assert "div.rn.f32" in cast and "div.full" not in cast
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_casts_with_scales_in_small_floats_compile(
-    stochastic: bool, axis: int, capability: int
+    rounding: Any, axis: int, capability: int
 ) -> None:
-    constants: dict[str, Any] = {"AXIS": axis, "ACROSS": 16, "ALONG": 16, "TILE": 64}
-    constants |= {"TENSOR_MAX": 448.0, "INFLATE": 17 / 16, "PRESCALE": 0.9, "UP": False}
-    constants |= {"BIAS": 7, "MAX": 448.0, "NAN": 0x7F, "STOCHASTIC": stochastic}
-    constants |= {"HAS_GROUPS": True, "INTERPRETED": False, "IN_MEMORY": stochastic}
-    types = {"x_ptr": "*i16", "top_ptr": "*i32", "codes_ptr": "*u8", "scales_ptr": "*u8"}
-    types |= {"unit_ptr": "*fp32", "rows_ptr": "*i64", "groups_ptr": "*i64"}
-    types |= {"step_ptr": "*i64"}
-    for kernel in (blocks.top_kernel, blocks.cast_kernel):
-        ptx = compiled(kernel, types, capability, constants)["ptx"]
-        assert ".ftz" not in ptx
-        assert kernel is blocks.top_kernel or "div.rn.f32" in ptx and "div.full" not in ptx
+    quantizer = Quantizer(
+        scale="e4m3", block=(16, 16), rule="nearest", rounding=rounding, tensor_max=448.0,
+        inflate=17 / 16, prescale=0.9,
+    )  # fmt: skip
+    find, cast = (
+        compiled_launch(start, capability)["ptx"]
+        for start in blocks._launches(80, 96, quantizer, axis, rounding == "stochastic", True)
+    )
+    assert ".ftz" not in find + cast
+    assert "div.rn.f32" in cast and "div.full" not in cast
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -194,10 +154,13 @@ def test_the_estimator_compiles(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("element", FORMATS, ids=str)
-@pytest.mark.parametrize("mends", [False, True])
-def test_a_carrier_compiles(mends: bool, element: Any, capability: int) -> None:
-    start = carrier._launch(512, (4096, element, mends), (4096, torch.float8_e4m3fn, not mends))
-    ptx = compiled(carry_kernel, CARRIER_TYPES, capability, start._constants)["ptx"]
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("block", [16, 32])
+def test_a_carrier_compiles(block: int, corrects: bool, element: Any, capability: int) -> None:
+    start = carry_launch(
+        (4096, 512, block, element, corrects), (4096, 512, block, E4M3, not corrects)
+    )
+    ptx = compiled_launch(start, capability)["ptx"]
     assert "prmt.b32" in ptx and "mul.ftz" not in ptx
 
 

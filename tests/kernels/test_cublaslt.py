@@ -1,10 +1,8 @@
 """The numbers by which cuBLASLt is called, against NVIDIA's headers, and the calls themselves
 without a GPU."""
 
-import contextlib
 import ctypes
 import re
-import types
 from pathlib import Path
 from typing import Any
 
@@ -61,36 +59,36 @@ def test_the_heuristic_s_result_has_its_size() -> None:
     assert ctypes.sizeof(cublaslt._Heuristic) == 64 + 8 + 4 + 4 + 16
 
 
-def test_a_plan_is_made_once_and_the_scales_are_each_call_s(monkeypatch: Any) -> None:
+def test_a_plan_is_made_once_for_a_factor_and_the_scales_are_each_call_s(monkeypatch: Any) -> None:
     calls: list[tuple[str, tuple[Any, ...]]] = []
 
-    def call(name: str, *arguments: Any) -> None:
-        calls.append((name, arguments))
-        if name == "cublasLtMatmulAlgoGetHeuristic":
-            arguments[-1]._obj.value = 1  # one algorithm
+    def function(name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            calls.append((name, arguments))
+            if name == "cublasLtMatmulAlgoGetHeuristic":
+                arguments[-1]._obj.value = 1  # one algorithm
+            return 0
 
-    monkeypatch.setattr(cublaslt, "_call", call)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    stream = types.SimpleNamespace(cuda_stream=0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+        return call
+
+    monkeypatch.setattr(cublaslt, "_function", function)
     cublaslt._plan.cache_clear()
     a, b = torch.zeros(32, 64).to(torch.float8_e5m2), torch.zeros(48, 64).to(torch.float8_e4m3fn)
     out, rows, columns = torch.zeros(32, 48), torch.ones(32, 1), torch.ones(48, 1)
-    for alpha in (1.0, 2.0):
+    for alpha in (1.0, 2.0, 2.0):
         assert cublaslt.product(a, b, rows, columns, out, alpha=alpha, accumulates=True) is out
     names = [name for name, _ in calls]
-    assert names.count("cublasLtMatmulAlgoGetHeuristic") == 1
+    assert names.count("cublasLtMatmulAlgoGetHeuristic") == 2  # one for each alpha
     products = [arguments for name, arguments in calls if name == "cublasLtMatmul"]
-    assert [arguments[2]._obj.value for arguments in products] == [1.0, 2.0]
+    assert [arguments[2]._obj.value for arguments in products] == [1.0, 2.0, 2.0]
     for arguments in products:  # cuBLAS's A is b, its B is a, and C is D, with beta 1
-        addresses = [arguments[i].value for i in (3, 5, 8, 10)]
+        addresses = [arguments[i] for i in (3, 5, 8, 10)]
         assert addresses == [t.data_ptr() for t in (b, a, out, out)]
         assert arguments[7]._obj.value == 1.0 and len(arguments) == 16
     layouts = [args[1:] for name, args in calls if name == "cublasLtMatrixLayoutCreate"]
     # Columns first: type, rows, columns, leading dimension.
     assert [[getattr(x, "value", x) for x in layout] for layout in layouts] == [
         [28, 64, 48, 64], [29, 64, 32, 64], [0, 48, 32, 48],
-    ]  # fmt: skip
+    ] * 2  # fmt: skip
     cublaslt._plan.cache_clear()
     cublaslt._handle.cache_clear()

@@ -2,53 +2,50 @@
 
 import ast
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
 
-from megatron_fp4.kernels import launch
+from megatron_fp4.arithmetic.quantizer import NVFP4, Quantizer
+from megatron_fp4.kernels import blocks, carrier, launch, rows
 from megatron_fp4.kernels.launch import Launch
-from testing.kernels.compiling import CARRIER_TYPES, PLAIN, SHARED, VARIANTS, compiled, pointers
+from megatron_fp4.kernels.quantize import _transform_launch
+from testing.kernels.compiling import (
+    E4M3,
+    VARIANTS,
+    carry_launch,
+    compiled,
+    compiled_launch,
+    pointers,
+)
 
 FUSED = ("fma.rn.f32", "fma.rn.f64")
 
-CAST = {"AXIS": 1, "PER_ROW": True, "HAS_FOLD": True, "LIMIT": 6.0, "E2M1": True}
-CAST |= {"MANTISSA": 1, "BIAS": 1, "TILE_ROWS": 64, "TILE_COLUMNS": 64}
-BLOCKS: dict[str, Any] = {"AXIS": 1, "ACROSS": 1, "ALONG": 16, "TILE": 64, "TENSOR_MAX": 448.0}
-BLOCKS |= {"INFLATE": 17 / 16, "PRESCALE": 0.9, "UP": False, "BIAS": 7, "MAX": 448.0, "NAN": 0x7F}
-BLOCKS |= {"STOCHASTIC": False, "IN_MEMORY": False, "HAS_GROUPS": False, "INTERPRETED": False}
-TRANSFORM = SHARED | {"AXIS": 1, "GROUP": 32, "FACTOR": 32**-0.5, "STOCHASTIC": False}
-TRANSFORM |= {"PRESCALE": 1.0, "HAS_SIGNS": True, "IN_MEMORY": False, "EVEN": True}
-TRANSFORM |= {"TILE_ROWS": 64, "TILE_COLUMNS": 64}
+VECTOR = Quantizer(scale="fp32", block=(1, 0), rule="absmax")
+INFLATED = replace(NVFP4, inflate=17 / 16, tensor_max=256.0, prescale=0.9)
 PRODUCT = {"ADDS": True, "TILE_M": 64, "TILE_N": 64, "TILE_K": 64, "BAND": 8}
-CARRY = {"A": (0, 1, 256, 3, 7, 0x7F, -8, 6, -7), "B": None, "ALL_BLOCKS": 256}
-# Of pointers that are not to bytes, and of arguments that are not int32.
-TYPES = CARRIER_TYPES | {"x_ptr": "*i16", "weight_ptr": "*i16", "top_ptr": "*i32"}
-TYPES |= dict.fromkeys(["dw_ptr", "gamma_ptr", "fold_ptr", "unit_ptr", "average_ptr"], "*fp32")
-TYPES |= dict.fromkeys(["rows_ptr", "groups_ptr", "step_ptr"], "*i64") | {"largest_ptr": "*i32"}
-TYPES |= dict.fromkeys(["power", "share", "clip", "alpha"], "fp32")
-HALVES = dict.fromkeys(["clamped_ptr", "values_ptr", "places_ptr"], "*i16")
+HALVES = dict.fromkeys(["x_ptr", "clamped_ptr", "values_ptr", "places_ptr"], "*i16")
 WEIGHTS = dict.fromkeys(["low_weight", "high_weight"], "i64")
-WORDS = dict.fromkeys(["codes_ptr", "out_ptr", "x_ptr"], "*i32")
-WORDS |= {f"{copy}_{name}_ptr": "*i32" for copy in ("along", "across") for name in
-          ("codes", "carriers", "tally")}  # fmt: skip
-# Of each kernel: its types, beside TYPES, and constants for which it has something to fuse, if it
-# ever has.
-CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
-    "blocks.top_kernel": ({}, BLOCKS),
-    "blocks.cast_kernel": ({}, BLOCKS),
-    "carrier.carry_kernel": ({}, CARRY | {"INTERPRETED": False}),
-    "carrier.elements_kernel": (WORDS, {"INTERPRETED": False, "TILE": 1024}),
-    "estimator.factor_kernel": ({}, {"TILE": 2048}),
-    "hadamard.transform_kernel": (WORDS | {"x_ptr": "*bf16"}, TRANSFORM),
-    "mxfp4.quantize_kernel": (WORDS, PLAIN | VARIANTS["averaged"] | {"ALONG_CARRIED": 0}),
-    "native.product_kernel": ({"out_ptr": "*fp32"}, PRODUCT),
+FACTOR = {"dw_ptr": "*fp32", "gamma_ptr": "*fp32", "weight_ptr": "*i16"}
+FACTOR |= dict.fromkeys(["power", "share", "clip"], "fp32")
+# Of each kernel a launch, or the types of its arguments and constants, for which it has something
+# to fuse if it ever has.
+CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
+    "blocks.top_kernel": blocks._launches(64, 64, INFLATED, 1, False, False)[0],
+    "blocks.cast_kernel": blocks._launches(64, 64, INFLATED, 1, False, False)[1],
+    "carrier.carry_kernel": carry_launch((64, 256, 32, E4M3, False)),
+    "carrier.elements_kernel": carrier._elements(4096),
+    "estimator.factor_kernel": (FACTOR, {"TILE": 2048}),
+    "hadamard.transform_kernel": _transform_launch(64, 64, Quantizer(), 1, 32, True, False, False),
+    "mxfp4.quantize_kernel": VARIANTS["averaged"],
+    "native.product_kernel": ({"out_ptr": "*fp32", "alpha": "fp32"}, PRODUCT),
     "outliers.split_kernel": (HALVES | WEIGHTS, {"FEATURES": 64, "SLOTS": 16}),
-    "rows.largest_kernel": ({}, CAST),
-    "rows.cast_kernel": ({}, CAST),
-    "rows.transpose_kernel": ({}, {"TILE_ROWS": 64, "TILE_BYTES": 64}),
+    "rows.largest_kernel": rows._launches(64, 64, VECTOR, 1, True)[0],
+    "rows.cast_kernel": rows._launches(64, 64, VECTOR, 1, True)[1],
+    "rows.transpose_kernel": rows._transpose(64, 64),
 }
 
 
@@ -58,8 +55,12 @@ def kernel_of(name: str) -> Any:
 
 
 def ptx(name: str, **options: Any) -> str:
-    kernel, (types, constants) = kernel_of(name), CASES[name]
-    known = dict.fromkeys(pointers(kernel), "*u8") | TYPES | types
+    kernel, case = kernel_of(name), CASES[name]
+    if isinstance(case, Launch):
+        assert case.kernel is kernel
+        return compiled_launch(case, 90, **options)["ptx"]
+    types, constants = case
+    known = dict.fromkeys(pointers(kernel), "*u8") | types
     return compiled(kernel, known, 90, constants, pointers(kernel), **options)["ptx"]
 
 
@@ -102,7 +103,7 @@ def test_a_kernel_that_does_not_say_is_not_started() -> None:
         pass
 
     silent = triton.jit(silent_kernel)
-    for start in (lambda: Launch(silent, (1,), {}), lambda: launch.run(silent, (1,), [0])):
+    for start in (lambda: Launch(silent, (1,), [], {}), lambda: launch.run(silent, (1,), [0])):
         with pytest.raises(TypeError, match="silent_kernel.* says nothing about fusion"):
             start()
 

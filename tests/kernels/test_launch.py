@@ -1,160 +1,204 @@
-"""Which compiled kernel a launch takes, without a GPU, by kernels that only say what was asked."""
+"""Which compiled kernel a launch takes, without a GPU: stand-ins for kernels record what they are
+asked to compile and what they are launched with."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import triton
 from torch import Tensor
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
 
-from megatron_fp4.arithmetic.quantizer import get_quantizer
-from megatron_fp4.kernels.carrier import carry_kernel, tally_for
-from megatron_fp4.kernels.launch import Launch
-from megatron_fp4.kernels.quantize import _quantize_launch, quantize_kernel, transform_kernel
-from megatron_fp4.kernels.rows import cast_kernel, largest_kernel, transpose_kernel
-
-KERNELS = [
-    quantize_kernel,
-    transform_kernel,
-    carry_kernel,
-    cast_kernel,
-    largest_kernel,
-    transpose_kernel,
-]
+from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
+from megatron_fp4.kernels import launch
+from megatron_fp4.kernels.launch import NUMBER, Launch
+from megatron_fp4.kernels.quantize import Copy, _quantize_launch, quantize
+from testing.kernels.compiling import E4M3, E5M2, VARIANTS, carry_launch
 
 
 class Kernel:
-    """Stands for a Triton kernel: "compiles" one for each call that Triton would look at."""
+    """Stands for a Triton kernel."""
 
-    def __init__(self, like: Any) -> None:
-        self.params, self.arg_names = like.params, like.arg_names
-        self.fp_fusion = like.fp_fusion
-        self.compiled = 0
-        self.started: list[tuple[Any, ...]] = []
-        self.seen: list[tuple[Any, ...]] = []
+    fp_fusion = True
+
+    def __init__(self, arg_names: list[str]) -> None:
+        self.arg_names = arg_names
+        self.compiled: list[tuple[Any, ...]] = []  # the arguments, of each time
+        self.launched: list[tuple[Any, ...]] = []  # the number of the compiled kernel, and the rest
+        self.hooked = 0
+
+    def warmup(self, *arguments: Any, grid: Any, **constants: Any) -> Any:
+        assert len(grid) == 3
+        self.compiled.append(arguments)
+        return Compiled(self, len(self.compiled))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def compile_and_start(*arguments: Any, **constants: Any) -> Any:
-            self.compiled += 1
-            self.seen.append(arguments)
-            return Compiled(self, self.compiled)
-
-        return compile_and_start
+        return lambda *arguments, **constants: self.launched.append(arguments)
 
 
 class Compiled:
+    function, packed_metadata = "function", (4, 1, 0)
+
     def __init__(self, kernel: Kernel, number: int) -> None:
         self.kernel, self.number = kernel, number
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        assert len(grid) == 3
+    def run(self, *arguments: Any) -> None:
+        *grid, stream, function, metadata, told, enter, leave = arguments[:9]
+        assert grid == [2, 3, 1] and stream == 7 and function == "function"
+        assert (metadata, told, enter, leave) == ((4, 1, 0), None, None, None)
+        self.kernel.launched.append((self.number, *arguments[9:]))
 
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         def start(*arguments: Any, stream: int) -> None:
             assert stream == 7
-            self.kernel.started.append((self.number, *arguments))
+            self.kernel.hooked += 1
 
         return start
 
 
 @pytest.fixture(autouse=True)
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The current one is the number that it holds."""
+    """The number of the current GPU."""
     current = [0]
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     return current
 
 
-def arguments(kernel: Kernel, size: int, noise: int, tensor: Tensor) -> list[Any]:
-    """Of a call: tensors, sizes, and numbers that a kernel is not compiled anew for."""
-    plain = [p for p in kernel.params if not p.is_constexpr]
-    numbers = {p.name: noise if p.do_not_specialize else size for p in plain}
-    return [tensor if p.name.endswith("_ptr") else numbers[p.name] for p in plain]
+class Pair(NamedTuple):
+    codes: Any
+    stream: Any
 
 
-@pytest.mark.parametrize("like", KERNELS, ids=lambda kernel: kernel.fn.__name__)
-def test_one_is_compiled_for_all_calls_of_a_launch(like: Any, one_gpu: list[int]) -> None:
-    kernel, tensor = Kernel(like), torch.zeros(64, dtype=torch.uint8)
-    names = [p.name for p in kernel.params if p.is_constexpr]
-    constants = {name: 1 for name in reversed(names)}
-    start = Launch(kernel, (2, 3), constants, num_warps=1)
-    for noise in (3, 16, -1):
-        start(arguments(kernel, 64, noise, tensor))
-        assert kernel.compiled == 1
-    # It gets what this call was given, constants as its parameters have them.
-    number, *given = kernel.started[-1]
-    plain = [
-        argument.data_ptr() if isinstance(argument, Tensor) else argument
-        for argument in arguments(kernel, 64, -1, tensor)
-    ]
-    assert number == 1 and given == [*plain, *[1] * len(names)]
-    for count in (2, 3):  # not aligned: Triton is asked each time
-        start(arguments(kernel, 64, 3, tensor[1:]))
-        assert kernel.compiled == count
+TYPES = torch.int32, Pair(torch.uint8, NUMBER), NUMBER, 64
+NAMES = ["x_ptr", "out", "step", "n_rows", "FORM", "TILE"]
+
+
+def test_one_is_compiled_for_all_calls_of_a_launch(one_gpu: list[int]) -> None:
+    kernel, x, y = Kernel(NAMES), torch.zeros(64), torch.zeros(64, dtype=torch.uint8)
+    start = Launch(kernel, (2, 3), TYPES, {"TILE": 8, "FORM": "ceil"}, num_warps=1)
+    for number in (3, 16, 1, -1):
+        start(x, y, number, number, 64)
+        assert len(kernel.compiled) == 1
+        # Tuples are put together again, and constants stand in the order of the parameters.
+        given = x.data_ptr(), [y.data_ptr(), number], number, 64
+        assert kernel.launched[-1] == (1, *given, "ceil", 8)
+    start(x, None, 3, 3, 64)
+    assert kernel.launched[-1][2] == [0, 3] and len(kernel.compiled) == 1
+    for _ in range(2):  # not aligned: one more
+        start(x, y[1:], 3, 3, 64)
+        assert len(kernel.compiled) == 2 and kernel.launched[-1][0] == 2
     one_gpu[0] = 1  # another GPU has its own
     for _ in range(2):
-        start(arguments(kernel, 64, 3, tensor))
-    assert kernel.compiled == 4 and kernel.started[-1][0] == 4
+        start(x, y, 3, 3, 64)
+    assert len(kernel.compiled) == 3 and kernel.launched[-1][0] == 3
     one_gpu[0] = 0
-    start(arguments(kernel, 64, 3, tensor))
-    assert kernel.compiled == 4 and kernel.started[-1][0] == 1
+    start(x, y, 3, 3, 64)
+    assert len(kernel.compiled) == 3 and kernel.launched[-1][0] == 1
 
 
-@pytest.mark.parametrize("like", KERNELS, ids=lambda kernel: kernel.fn.__name__)
-def test_constants_come_last(like: Any) -> None:
-    assert Launch(like, (1,), {p.name: 1 for p in like.params if p.is_constexpr})
-    other = Kernel(like)
-    other.arg_names = list(reversed(like.arg_names))
-    with pytest.raises(AssertionError):
-        Launch(other, (1,), {p.name: 1 for p in like.params if p.is_constexpr})
+def test_a_kernel_is_compiled_for_types_and_not_for_numbers() -> None:
+    """What Triton itself finds of the arguments that stand for a launch's types."""
+    kernel, x = Kernel(NAMES), torch.zeros(64, dtype=torch.uint8)
+    start = Launch(kernel, (2, 3), TYPES, {"TILE": 8, "FORM": "ceil"})
+    start(x, x, 1, 16, 64)
+    start(x, x[1:], 1, 16, 64)
+    found = [[_seen(argument) for argument in given] for given in kernel.compiled]
+    pointers = ("*i32", "D"), ("*i32", "")
+    assert [given[0] for given in found] == list(pointers)
+    assert [given[1] for given in found] == [
+        (("*u8", "i32"), ("D", "")), (("*u8", "i32"), ("", "")),
+    ]  # fmt: skip
+    assert all(given[2:] == [("i32", ""), ("i32", "D")] for given in found)
+    # Negative control: a number of a call, within a tuple, would be a constant or a multiple of 16.
+    assert _seen(Pair(3, 1))[0] == ("i32", "constexpr") and _seen(Pair(3, 16))[1] == ("", "D")
 
 
-def test_a_pointer_is_seen_as_words() -> None:
-    """By Triton, which compiles for dtypes; what is compiled takes addresses."""
-    kernel, tensor = Kernel(transpose_kernel), torch.zeros(64, dtype=torch.uint8)
-    constants = dict(TILE_ROWS=64, TILE_BYTES=64)
-    start = Launch(kernel, (1,), constants, {"out_ptr": torch.int32}, num_warps=1)
-    for _ in range(2):
-        start([tensor, tensor, 64, 64])
-    [seen] = kernel.seen
-    assert [t.dtype for t in seen[:2]] == [torch.uint8, torch.int32]
-    assert kernel.started == [(1, tensor.data_ptr(), tensor.data_ptr(), 64, 64, 64, 64)]
+def _seen(argument: Any) -> Any:
+    return native_specialize_impl(CUDABackend, argument, False, True, True)
 
 
-def test_what_is_specialized_makes_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profiler_s_hooks_are_called() -> None:
+    kernel, x = Kernel(NAMES), torch.zeros(64, dtype=torch.uint8)
+    start = Launch(kernel, (2, 3), TYPES, {"TILE": 8, "FORM": "ceil"})
+    hook = triton.knobs.runtime.launch_enter_hook
+    start(x, x, 1, 16, 64)
+    hook.add(print)
+    try:
+        start(x, x, 1, 16, 64)
+    finally:
+        hook.remove(print)
+    assert kernel.hooked == 1 and len(kernel.launched) == 1
+
+
+def test_constants_come_last() -> None:
+    kernel = Kernel(NAMES)
+    for types, constants in ((TYPES[:3], {"TILE": 8, "FORM": 1}), (TYPES, {"TILE": 8})):
+        with pytest.raises(ValueError, match="its constants are"):
+            Launch(kernel, (1,), types, constants)
+
+
+LAUNCHES = {**VARIANTS, "carriers": carry_launch((64, 2, 32, E4M3, True))}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_types_have_a_parameter_each(name: str) -> None:
+    """Launch itself compares the constants; a type too few or too many would shift them."""
+    start = LAUNCHES[name]
+    plain = [p.name for p in start.kernel.params if not p.is_constexpr]
+    assert len(plain) == len(start.types)
+    for parameter, kind in zip(plain, start.types, strict=True):
+        assert isinstance(kind, torch.dtype) == parameter.endswith("_ptr")
+
+
+def test_what_is_given_fits_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pointer for each dtype, an integer for each other type."""
+    seen: list[tuple[Launch, tuple[Any, ...]]] = []
+    monkeypatch.setattr(Launch, "__call__", lambda self, *given: seen.append((self, given)))
+    x = torch.zeros(64, 64).bfloat16()
+    noisy = Quantizer(rounding="stochastic")
+    copies = [Copy(1, carrier=E4M3), Copy(0)]
+    quantize(x, Quantizer(), copies)
+    quantize(x, noisy, [Copy(0, carrier=E5M2)])
+    quantize(x, noisy, copies, group=64)
+    for start, given in seen:
+        assert len(given) == len(start._flat)
+        for kind, argument in zip(start._flat, given, strict=True):
+            if isinstance(kind, torch.dtype):
+                assert argument is None or isinstance(argument, Tensor)
+            else:
+                assert type(argument) is int and (kind == NUMBER or kind == argument)
+    assert len(seen) == 4
+
+
+def test_what_is_specialized_makes_another_plan() -> None:
     """Sizes, directions, rounding and carriers have a launch each, and graphs their own; noise and
     places have none."""
     made = [
         _quantize_launch(rows, 64, get_quantizer(name), packed, along, across, in_memory, False)
         for rows in (64, 96)
         for name in ("mxfp4", "mxfp4-sr", "mxfp4-ceil")
-        for packed in (False, True)
+        for packed in (0, 32)
         for in_memory in (False, True)
         for along, across in (
             (True, False), (False, True), (torch.float8_e5m2, True), (torch.float8_e4m3fn, True),
         )
     ]  # fmt: skip
     assert len(set(map(id, made))) == len(made) == 96
-    assert made[0] is _quantize_launch(
-        64, 64, get_quantizer("mxfp4"), False, True, False, False, False
-    )
-
-
-def test_tallies_are_aligned() -> None:
-    beside = torch.zeros(1)
-    tallies = [tally_for(beside) for _ in range(1030)]
-    assert {tally.data_ptr() % 16 for tally in tallies} == {0}
-    assert len({tally.data_ptr() for tally in tallies}) == 1030
-    assert not any(tally.any() for tally in tallies)
+    assert made[0] is _quantize_launch(64, 64, get_quantizer("mxfp4"), 0, True, False, False, False)
 
 
 def test_kernels_are_interpreted_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    kernel, tensor = Kernel(transpose_kernel), torch.zeros(64, dtype=torch.uint8)
-    start = Launch(kernel, (1,), dict(TILE_ROWS=64, TILE_BYTES=64), num_warps=1)
+    """The interpreter gets tensors, in the dtypes of the types, and the named tuples."""
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    kernel, x = Kernel(NAMES), torch.zeros(64, dtype=torch.uint8)
+    start = Launch(kernel, (2, 3), TYPES, {"TILE": 8, "FORM": "ceil"})
     for _ in range(2):
-        start(arguments(kernel, 64, 3, tensor))
-    assert kernel.compiled == 2 and not kernel.started
+        start(x, None, 5, 3, 64)
+    assert not kernel.compiled and len(kernel.launched) == 2
+    words, out, step, rows = kernel.launched[0]
+    assert words.dtype == torch.int32 and words.data_ptr() == x.data_ptr()
+    assert type(out) is Pair and out == Pair(None, 5) and (step, rows) == (3, 64)

@@ -48,14 +48,16 @@ def test_a_prescale_of_fp8(prescale: float) -> None:
 
 
 CODES = quantize_matrix(X, Quantizer(), axis=1)
+TALL = quantize_matrix(X, Quantizer(block=(32, 32)), axis=1)
 
 
 @pytest.mark.parametrize(
     ("x", "quantizer", "fields", "why"),
     [
         (X.float(), Quantizer(), {}, "reads BF16 only"),
-        (X, Quantizer(block=(1, 16)), {}, "makes MXFP4 in blocks of 32 only"),
-        (X, Quantizer(block=(32, 32)), {}, "makes MXFP4 in blocks of 32 only"),
+        (X, Quantizer(block=(1, 64)), {}, "makes E2M1 with E8M0 scales in blocks of 1 x 16 and"),
+        (X, Quantizer(block=(32, 32)), {}, "makes E2M1 with E8M0 scales in blocks of 1 x 16 and"),
+        (TALL, Quantizer(), {}, "reads E2M1 with E8M0 scales in blocks of 1 x 16 and 1 x 32 only"),
         (X[:, :48], Quantizer(), {}, "takes multiples of 32 along the contracted axis"),
         (X, Quantizer(), {"group": 16}, "transforms in groups of 32, 64, 128 only"),
         (X[:0], Quantizer(), {}, "there are no elements"),
@@ -68,7 +70,9 @@ def test_what_the_mxfp4_kernel_refuses(x: Any, quantizer: Any, fields: Any, why:
     maker, reason = told(x, quantizer, **fields)
     assert maker == "pytorch" and why in reason
     for group in (0, 64):
-        assert told(X, Quantizer(), 0, group=group) == ("mxfp4 kernel", "")  # the control
+        for block in (16, 32):  # the control
+            made = told(X, Quantizer(block=(1, block)), 0, group=group)
+            assert made == ("mxfp4 kernel", "")
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_names_are_unique(multiplier: Multiplier) -> None:
 @pytest.mark.parametrize(
     ("quantizer", "reason"),
     [
-        (Quantizer(block=(1, 16)), "takes blocks of 1 x 32, not of 1 x 16"),
+        (Quantizer(block=(1, 64)), "takes blocks of 1 x 16 and 1 x 32, not of 1 x 64"),
         (Quantizer(scale="ue5m3", rule="nearest"), "ue5m3 scales of e2m1 are not powers of two"),
     ],
     ids=["block", "format"],
@@ -70,6 +70,8 @@ def test_names_are_unique(multiplier: Multiplier) -> None:
 def test_hopper_tells_a_block_from_a_format(quantizer: Quantizer, reason: str) -> None:
     choice = choose(asked(quantizer, quantizer), Target("cuda", (9, 0)))
     assert choice.multiplier.name == "bf16" and reason in dict(choice.passed_over)["hopper"]
+    short = Quantizer(block=(1, 16))  # the control
+    assert choose(asked(short, Quantizer()), Target("cuda", (9, 0))).multiplier.name == "hopper"
 
 
 @pytest.mark.parametrize("shape", [(24, 256, 256), (256, 24, 256), (256, 256, 24), (0, 256, 256)])
