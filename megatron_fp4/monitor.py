@@ -12,7 +12,7 @@ from torch import Tensor
 
 # Tallies that are kept as separate tensors before they are stacked into one: each separate tensor
 # may take a whole block of the caching allocator.
-_FOLD = 1024
+_FOLD = 128
 
 Label = tuple[str, str, str]  # module, GEMM, operand
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,20 +21,25 @@ class Carriers(NamedTuple):
     They are multiplied after `kernels.carrier.carried` has corrected the rows for which the guess
     was wrong, and has written the factors.
 
-    values: uint8 [rows, K], the bits of the FP8 elements. element: their FP8 dtype. outer: float32
-    [rows, 1], the factors, which multiply the product. counts: int32 [4]: the tally, the guessed
-    row exponent, and 0.
+    values: uint8 [rows, K], the bits of the FP8 elements. element: their FP8 dtype. counts: int32
+    [4 + rows]: the tally, the guessed row exponent, 0, and the bits of the float32 row factors.
+    addresses: of the codes, their scales, `values` and `counts`; see `kernels.launch.address`.
     """
 
     values: Tensor
     element: torch.dtype
-    outer: Tensor
     counts: Tensor
+    addresses: tuple[Any, Any, Any, Any]
 
     @property
     def elements(self) -> Tensor:
         """The FP8 elements [rows, K]."""
         return self.values.view(self.element)
+
+    @property
+    def outer(self) -> Tensor:
+        """The row factors, float32 [rows, 1], which multiply the product."""
+        return self.counts[4:].view(torch.float32).view(-1, 1)
 
     @property
     def tally(self) -> Tensor:

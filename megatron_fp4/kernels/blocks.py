@@ -232,10 +232,11 @@ def quantize(
         unit = x.new_empty((), dtype=torch.float32)
         if widest is None:
             top = torch.zeros((), dtype=torch.int32, device=x.device)
-            find(x, top, rows, columns)
+            find(x.device, x, top, rows, columns)
         else:
             top = widest.float().contiguous().view(torch.int32)
-    cast(x, top, codes, scales, unit, signed(noise.stream), *random, rows, columns)
+    stream = signed(noise.stream)
+    cast(x.device, x, top, codes, scales, unit, stream, *random, rows, columns)
     return QuantizedTensor(codes, scales, unit, quantizer, x.shape, axis)
 
 

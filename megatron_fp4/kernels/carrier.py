@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.kernels.fp8 import FORMATS, LOWEST, looked_up, table
-from megatron_fp4.kernels.launch import INTERPRETED, Launch, kernel, planned, tiles
+from megatron_fp4.kernels.launch import INTERPRETED, Launch, address, kernel, planned, tiles
 from megatron_fp4.operands import Carriers
 
 ROWS, BLOCKS, WARPS = 1, 256, 2  # of a program, by what was fastest on an H200
@@ -35,13 +35,12 @@ class Converted(NamedTuple):
     """One operand of `carry_kernel`.
 
     codes: words of eight codes [rows, K / 8]. scales: bytes [rows, blocks]. elements: words of
-    four FP8 elements [rows, K / 4]. outer, counts: see `operands.Carriers`.
+    four FP8 elements [rows, K / 4]. counts: see `operands.Carriers`.
     """
 
     codes: Any
     scales: Any
     elements: Any
-    outer: Any
     counts: Any
     rows: Any
     blocks: Any
@@ -205,7 +204,8 @@ def _operand(
     else:
         block0 = tile * FORM.BLOCKS
         _convert(x, rows, rows < x.rows, exponent, block0, FORM, INTERPRETED)
-    tl.store(x.outer + rows, (exponent << 23).to(tl.float32, bitcast=True), mask=rows < x.rows)
+    factors = (x.counts + 4).to(tl.pointer_type(tl.float32), bitcast=True)
+    tl.store(factors + rows, (exponent << 23).to(tl.float32, bitcast=True), mask=rows < x.rows)
 
 
 @kernel(fp_fusion=True)
@@ -242,28 +242,33 @@ def carried(
     again. Elements and row factor of a row may then have exchanged a power of two; their product is
     the same.
     """
-    given: list[Tensor | int | None] = []
-    kinds: list[Kind] = []
+    given: tuple[Any, ...] = ()
+    kinds: tuple[Kind, ...] = ()
     made: list[Carriers] = []
     for operand, element, carriers in operands:
-        codes, scales = operand.codes, operand.scales
-        (rows, blocks), block = scales.shape, operand.quantizer.block[1]
-        written = carriers is not None
+        (rows, blocks), block = operand.scales.shape, operand.quantizer.block[1]
+        kinds += ((rows, blocks, block, element, carriers is not None),)
         if carriers is None:
-            carriers = Carriers(
-                codes.new_empty(rows, block * blocks),
-                element,
-                codes.new_empty(rows, 1, dtype=torch.float32),
-                codes.new_zeros(4, dtype=torch.int32),
-            )
-        values, element, outer, counts = carriers
-        given += codes, scales, values, outer, counts, rows, blocks
-        kinds.append((rows, blocks, block, element, written))
+            carriers = _room(operand, element)
+        given += *carriers.addresses, rows, blocks
         made.append(carriers)
-    if len(made) == 1:
-        given += None, None, None, None, None, 0, 0
-    _launch(*kinds)(*given)
+    if len(kinds) == 1:
+        given += _NOTHING
+    _launch(*kinds)(made[0].values.device, *given)
     return made
+
+
+_NOTHING = None, None, None, None, 0, 0
+
+
+def _room(operand: QuantizedTensor, element: torch.dtype) -> Carriers:
+    """Carriers of an operand, not converted yet."""
+    codes, scales = operand.codes, operand.scales
+    rows, blocks = scales.shape
+    values = codes.new_empty(rows, blocks * operand.quantizer.block[1])
+    counts = codes.new_zeros(4 + rows, dtype=torch.int32)
+    addresses = address(codes), address(scales), address(values), address(counts)
+    return Carriers(values, element, counts, addresses)
 
 
 # Of an operand: its rows, blocks in a row, block size, FP8 dtype, and whether it is corrected.
@@ -277,7 +282,7 @@ def _launch(*kinds: Kind) -> Launch:
         tiles(rows, form.ROWS) * (1 if form.CORRECTS else tiles(blocks, form.BLOCKS))
         for (rows, blocks, *_), form in zip(kinds, forms, strict=True)
     ]
-    pointers = torch.int32, torch.uint8, torch.int32, torch.float32, torch.int32
+    pointers = torch.int32, torch.uint8, torch.int32, torch.int32
     types = [Converted(*pointers, rows, blocks) for rows, blocks, *_ in kinds]
     if len(kinds) == 1:
         types.append(Converted(*pointers, 0, 0))
@@ -313,7 +318,7 @@ def elements(codes: Tensor) -> Tensor:
     rows, half = codes.shape
     out = codes.new_empty(rows, 2 * half)
     words = codes.numel() // 4
-    _elements(words)(codes, out, words)
+    _elements(words)(codes.device, codes, out, words)
     return out.view(torch.float8_e4m3fn)
 
 

@@ -24,12 +24,10 @@ from ctypes import (
 )
 from functools import cache
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from megatron_fp4.kernels.launch import stream_of
 
 # Values of cublasLt.h and library_types.h, unchanged since CUDA 12.
 _TYPES = {
@@ -204,37 +202,39 @@ def _workspace(device: torch.device, stream: int) -> Tensor:
     return _workspaces[place]
 
 
-class Factor(NamedTuple):
-    """A matrix of a product.
-
-    values: the bits of elements of an FP8 dtype [rows, K]. scales: float32 [rows].
-    """
-
-    values: Tensor
-    dtype: torch.dtype
-    scales: Tensor
+# A matrix [rows, K] of a product: its address and FP8 dtype, the address of its row scales, float32
+# [rows], and the tensor that holds these.
+Factor = tuple[int, torch.dtype, int, Tensor]
 
 
 def multiply(
-    a: Factor, b: Factor, out: Tensor, alpha: float = 1.0, accumulates: bool = False
+    a: Factor,
+    b: Factor,
+    shape: tuple[int, int, int],
+    out: Tensor,
+    alpha: float = 1.0,
+    accumulates: bool = False,
 ) -> None:
-    """Writes the product of a [M, K] and b [N, K] to `out` [M, N], or adds it; see `product`."""
+    """`product` of matrices whose addresses are known; they must live until it returns.
+
+    shape: M, N and K.
+    """
     device = out.device
     index = device.index
     if index is not None and index != torch._C._cuda_getDevice():  # cuBLAS uses the current GPU
         with torch.cuda.device(device):
-            multiply(a, b, out, alpha, accumulates)
+            multiply(a, b, shape, out, alpha, accumulates)
         return
-    (m, k), (n, _) = a.values.shape, b.values.shape
-    first, second, place = a.values.data_ptr(), b.values.data_ptr(), out.data_ptr()
-    scales = a.scales.data_ptr(), b.scales.data_ptr()
+    first, a_type, a_scales, _ = a
+    second, b_type, b_scales, _ = b
+    place = out.data_ptr()
     at = first | second | place
     alignment = at & -at if at % 256 else 256
-    types = a.dtype, b.dtype, out.dtype
-    plan = _plan((m, n, k), types, alpha, accumulates, alignment, index)
-    stream = stream_of(out)
+    types = a_type, b_type, out.dtype
+    plan = _plan(shape, types, alpha, accumulates, alignment, index)
+    stream = 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
     workspace = _workspace(device, stream)  # a tensor, so that it lives until the launch
-    plan.run((first, second, *scales, place), stream, workspace.data_ptr())
+    plan.run((first, second, a_scales, b_scales, place), stream, workspace.data_ptr())
 
 
 def product(
@@ -253,6 +253,7 @@ def product(
     float32. All are row-major, and M, N and K multiples of 16. Raises CublasError if the library
     has no algorithm for it.
     """
-    factors = Factor(a, a.dtype, a_scale), Factor(b, b.dtype, b_scale)
-    multiply(*factors, out, alpha, accumulates)
+    first = a.data_ptr(), a.dtype, a_scale.data_ptr(), a_scale
+    second = b.data_ptr(), b.dtype, b_scale.data_ptr(), b_scale
+    multiply(first, second, (len(a), len(b), a.shape[1]), out, alpha, accumulates)
     return out

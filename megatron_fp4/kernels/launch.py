@@ -113,6 +113,15 @@ def kept(make: Callable[..., Tensor], number: int, like: Tensor) -> Tensor:
     return _kept[place]
 
 
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+# The address of a tensor, for launches that take it several times. The tensor must live until the
+# last of them. The interpreter takes the tensor itself.
+address: Callable[[Tensor], Any] = _itself if INTERPRETED else Tensor.data_ptr
+
+
 class Launch:
     """A kernel with its grid, the types of its arguments, its constants and options.
 
@@ -145,28 +154,29 @@ class Launch:
         # By GPU, and whether all pointers are multiples of 16 bytes.
         self._compiled: dict[tuple[int, bool], _Compiled] = {}
 
-    def __call__(self, *arguments: Tensor | int | None) -> None:
-        """Launches the kernel on the current stream of the first tensor's GPU.
+    def __call__(self, where: torch.device, *arguments: Any) -> None:
+        """Launches the kernel on the current stream of a GPU.
 
-        arguments: tensors and integers in the order of `types`, without the tuples. The first is a
-        tensor. A pointer that the kernel does not read may be None.
+        arguments: tensors and integers in the order of `types`, without the tuples. A pointer may
+        also be given as an `address`, or as None if the kernel does not read it.
         """
         if INTERPRETED:
             self._interpret(arguments)
             return
-        device, index = torch._C._cuda_getDevice(), arguments[0].device.index  # type: ignore
+        device, index = torch._C._cuda_getDevice(), where.index
         if index is not None and index != device:
             with torch.cuda.device(index):
-                self(*arguments)
+                self(where, *arguments)
             return
-        places, given = 0, list(arguments)
+        places, given = 0, [*arguments]
         for i in self._pointers:
-            tensor = given[i]
-            if tensor is None:
-                given[i] = 0
-            else:
-                given[i] = place = tensor.data_ptr()  # type: ignore[union-attr]
-                places |= place
+            each = given[i]
+            if each is None:
+                each = 0
+            elif each.__class__ is not int:
+                each = each.data_ptr()
+            given[i] = each
+            places |= each
         kind = device, places % 16 == 0
         if kind not in self._compiled:
             self._compiled[kind] = self._compile(aligned=kind[1])

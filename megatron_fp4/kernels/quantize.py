@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from megatron_fp4.kernels.launch import (
     NUMBER,
     VERSION,
     Launch,
+    address,
     kept,
     planned,
     tiles,
@@ -88,26 +89,33 @@ def quantize(
     if quantizer.stochastic:
         random = random_of(source, noise, in_memory, rows, columns)
     made: list[Made] = []
-    # Along the rows, and along the columns.
-    outputs: list[tuple[Tensor | int | None, ...]] = [_NO_OUTPUT, _NO_OUTPUT]
+    outputs: list[tuple[Any, ...]] = [_NO_OUTPUT, _NO_OUTPUT]  # along the rows, along the columns
     wanted: list[torch.dtype | bool] = [False, False]
     for axis, drawn, _, carrier in copies:
-        codes, scales = _room(source, rows, columns, quantizer, axis)
+        k, others = (columns, rows) if axis else (rows, columns)
+        codes = source.new_empty((others, k // 2), dtype=torch.uint8)
+        scales = codes.new_empty((others, k // quantizer.block[1]))
         stream = 0 if drawn is None else signed(drawn.stream)
-        carriers = values = counts = None
-        if carrier is not None:
-            carriers = _room_for_carriers(source, rows, columns, axis, carrier)
-            values, _, _, counts = carriers
-        made.append(Made(QuantizedTensor(codes, scales, None, quantizer, x.shape, axis), carriers))
-        outputs[1 - axis] = codes, scales, values, counts, stream
+        operand = QuantizedTensor(codes, scales, None, quantizer, x.shape, axis)
+        if carrier is None:
+            made.append(Made(operand))
+            outputs[1 - axis] = codes, scales, None, None, stream
+        else:
+            values = codes.new_empty((others, k))
+            counts = codes.new_empty(4 + others, dtype=torch.int32)
+            addresses = address(codes), address(scales), address(values), address(counts)
+            made.append(Made(operand, Carriers(values, carrier, counts, addresses)))
+            outputs[1 - axis] = *addresses, stream
         wanted[1 - axis] = carrier or True
-    copied = wanted[0], wanted[1]
-    start = _quantize_launch(rows, columns, quantizer, packed, *copied, in_memory, has_groups)
     if quantizer.rounding == "ema":
         average = average_for(x, quantizer, average)
         assert average is not None
         average = average.to(torch.float32).contiguous()
-    start(source, x_scales, *outputs[0], *outputs[1], average, *random, rows, columns)
+    copied = wanted[0], wanted[1]
+    start = _quantize_launch(rows, columns, quantizer, packed, *copied, in_memory, has_groups)
+    start(
+        source.device, source, x_scales, *outputs[0], *outputs[1], average, *random, rows, columns
+    )
     return made
 
 
@@ -121,38 +129,18 @@ def _transform(
         signs = turned or Signs((drawn or SILENCE).key, 0)
         noise = drawn or Noise(signs.key, 0)
         in_memory = is_in_memory(noise.key.step, signs.draw)
-        codes, scales = _room(source, rows, columns, quantizer, axis)
+        k, others = (columns, rows) if axis else (rows, columns)
+        codes = source.new_empty((others, k // 2), dtype=torch.uint8)
+        scales = codes.new_empty((others, k // quantizer.block[1]))
         form = turned is not None, in_memory, noise.placement.groups is not None
         start = _transform_launch(rows, columns, quantizer, axis, group, *form)
         output = codes, scales, None, None, signed(noise.stream)
         draw = signed(signs.stream), *given(signs.draw, in_memory, source)
         stochastic = quantizer.stochastic
         random = random_of(source, noise, in_memory, rows, columns, places=stochastic)
-        start(source, *output, *draw, *random, rows, columns)
+        start(source.device, source, *output, *draw, *random, rows, columns)
         made.append(Made(QuantizedTensor(codes, scales, None, quantizer, shape, axis)))
     return made
-
-
-def _room(
-    like: Tensor, rows: int, columns: int, quantizer: Quantizer, axis: int
-) -> tuple[Tensor, Tensor]:
-    """Uninitialized codes and scales of a copy."""
-    k, others = (columns, rows) if axis else (rows, columns)
-    codes = like.new_empty((others, k // 2), dtype=torch.uint8)
-    return codes, codes.new_empty((others, k // quantizer.block[1]))
-
-
-def _room_for_carriers(
-    like: Tensor, rows: int, columns: int, axis: int, element: torch.dtype
-) -> Carriers:
-    """Uninitialized carriers of a copy."""
-    k, others = (columns, rows) if axis else (rows, columns)
-    return Carriers(
-        like.new_empty((others, k), dtype=torch.uint8),
-        element,
-        like.new_empty((others, 1), dtype=torch.float32),
-        like.new_empty(4, dtype=torch.int32),
-    )
 
 
 def random_of(

@@ -168,10 +168,10 @@ def quantize(
     find, cast = _launches(rows, columns, quantizer, axis, fold is not None)
     if widest is None:
         largest = torch.zeros_like(stored, dtype=torch.int32)
-        find(x, fold, largest, rows, columns)
+        find(x.device, x, fold, largest, rows, columns)
     else:
         largest = widest.float().contiguous().view(torch.int32)
-    cast(x, fold, largest, codes, stored, rows, columns)
+    cast(x.device, x, fold, largest, codes, stored, rows, columns)
     return QuantizedTensor(codes, stored, None, quantizer, x.shape, axis)
 
 
@@ -217,7 +217,7 @@ def transposed(x: QuantizedTensor) -> QuantizedTensor:
     """x.along(the other axis)."""
     rows, half = x.codes.shape
     codes = x.codes.new_empty(2 * half, rows // 2)
-    _transpose(rows, half)(x.codes.contiguous(), codes, rows, half)
+    _transpose(rows, half)(codes.device, x.codes.contiguous(), codes, rows, half)
     return replace(x, codes=codes, axis=1 - x.axis)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,10 +25,9 @@ from megatron_fp4.multipliers.base import Product, dtype_problem, finish
 from megatron_fp4.operands import Carriers, Decoded, Form, Made
 from megatron_fp4.target import Target, kernels_problem
 
-if TYPE_CHECKING:
-    from megatron_fp4.kernels.cublaslt import Factor
-
 BLOCKS = (16, 32)  # sizes that the carrier kernel takes
+_ELEMENTS = {"x": torch.float8_e4m3fn, "w": torch.float8_e4m3fn, "dy": torch.float8_e5m2}
+_FACTORS = 16  # bytes of `Carriers.counts` before the row factors
 ALIGNMENT = 16  # of M, N and K in an FP8 product
 
 
@@ -49,24 +47,23 @@ class Hopper:
         return problem or _formats_problem(product)
 
     def carrier(self, letter: str) -> torch.dtype | None:
-        return torch.float8_e5m2 if letter == "dy" else torch.float8_e4m3fn
+        return _ELEMENTS[letter]
 
     def decode(
         self, made: Sequence[Made], letters: Sequence[str], dtype: torch.dtype
     ) -> list[Form]:
         blocked = []
         for each, letter in zip(made, letters, strict=True):
-            assert isinstance(each.operand, QuantizedTensor)
-            if not each.operand.quantizer.outer:
-                element = torch.float8_e5m2 if letter == "dy" else torch.float8_e4m3fn
-                blocked.append((each.operand, element, each.carriers))
-        carried: list[Form] = list(_kernels().carried(blocked)) if blocked else []
-        if len(carried) == len(made):
+            operand, carriers = each
+            assert operand.__class__ is QuantizedTensor
+            if not operand.quantizer.outer:  # type: ignore[union-attr]
+                blocked.append((operand, _ELEMENTS[letter], carriers))
+        carried: list[Form] = _kernels().carried(blocked) if blocked else []
+        if len(blocked) == len(made):
             return carried
-        return [
-            _with_row_scales(each.operand) if each.operand.quantizer.outer else carried.pop(0)  # type: ignore[union-attr, arg-type]
-            for each in made
-        ]
+        forms = iter(carried)
+        operands = [each.operand for each in made]
+        return [_with_row_scales(x) if x.quantizer.outer else next(forms) for x in operands]  # type: ignore
 
     def form_bytes(self, dtype: torch.dtype) -> int:
         return 1
@@ -79,14 +76,13 @@ class Hopper:
         out_dtype: torch.dtype,
         into: Tensor | None = None,
     ) -> Tensor:
-        first, second = _factor(a), _factor(b)
+        assert isinstance(a, Carriers | Decoded) and isinstance(b, Carriers | Decoded)
+        (m, k), (n, _) = a.values.shape, b.values.shape
         out, adds = into, into is not None and _takes_sums(into)
         if out is None or not adds:
             wide = into is not None or out_dtype != torch.bfloat16
-            shape = len(first.values), len(second.values)
-            dtype = torch.float32 if wide else torch.bfloat16
-            out = first.values.new_empty(shape, dtype=dtype)
-        _gemm().multiply(first, second, out, correction, adds)
+            out = a.values.new_empty((m, n), dtype=torch.float32 if wide else torch.bfloat16)
+        _gemm().multiply(_factor(a), _factor(b), (m, n, k), out, correction, adds)
         return out if adds else finish(out, out_dtype, into)
 
 
@@ -150,12 +146,13 @@ def _takes_sums(out: Tensor) -> bool:
     return out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % ALIGNMENT == 0
 
 
-def _factor(form: Form) -> Factor:
-    """FP8 elements with their row factors, for cuBLASLt."""
+def _factor(form: Carriers | Decoded) -> tuple[int, torch.dtype, int, Tensor]:
+    """A `cublaslt.Factor`: FP8 elements and their row factors."""
     if isinstance(form, Carriers):
-        return _gemm().Factor(form.values, form.element, form.outer)
-    assert isinstance(form, Decoded) and form.outer is not None
+        *_, values, counts = form.addresses
+        return values, form.element, counts + _FACTORS, form.counts
     values, outer = form.values, form.outer
+    assert outer is not None
     if len(outer) != len(values):
         outer = outer.expand(len(values), 1).contiguous()
-    return _gemm().Factor(values, values.dtype, outer)
+    return values.data_ptr(), values.dtype, outer.data_ptr(), outer

@@ -81,22 +81,24 @@ def test_one_is_compiled_for_all_calls_of_a_launch(one_gpu: list[int]) -> None:
     kernel, x, y = Kernel(NAMES), torch.zeros(64), torch.zeros(64, dtype=torch.uint8)
     start = Launch(kernel, (2, 3), TYPES, {"TILE": 8, "FORM": "ceil"}, num_warps=1)
     for number in (3, 16, 1, -1):
-        start(x, y, number, number, 64)
+        start(x.device, x, y, number, number, 64)
         assert len(kernel.compiled) == 1
         # Tuples are put together again, and constants stand in the order of the parameters.
         given = x.data_ptr(), [y.data_ptr(), number], number, 64
         assert kernel.launched[-1] == (1, *given, "ceil", 8)
-    start(x, None, 3, 3, 64)
+    start(x.device, x, None, 3, 3, 64)
     assert kernel.launched[-1][2] == [0, 3] and len(kernel.compiled) == 1
+    start(x.device, x, launch.address(y), 3, 3, 64)  # in place of the tensor
+    assert kernel.launched[-1][2] == [y.data_ptr(), 3] and len(kernel.compiled) == 1
     for _ in range(2):  # not aligned: one more
-        start(x, y[1:], 3, 3, 64)
+        start(x.device, x, y[1:], 3, 3, 64)
         assert len(kernel.compiled) == 2 and kernel.launched[-1][0] == 2
     one_gpu[0] = 1  # another GPU has its own
     for _ in range(2):
-        start(x, y, 3, 3, 64)
+        start(x.device, x, y, 3, 3, 64)
     assert len(kernel.compiled) == 3 and kernel.launched[-1][0] == 3
     one_gpu[0] = 0
-    start(x, y, 3, 3, 64)
+    start(x.device, x, y, 3, 3, 64)
     assert len(kernel.compiled) == 3 and kernel.launched[-1][0] == 1
 
 
@@ -104,8 +106,8 @@ def test_a_kernel_is_compiled_for_types_and_not_for_numbers() -> None:
     """What Triton itself finds of the arguments that stand for a launch's types."""
     kernel, x = Kernel(NAMES), torch.zeros(64, dtype=torch.uint8)
     start = Launch(kernel, (2, 3), TYPES, {"TILE": 8, "FORM": "ceil"})
-    start(x, x, 1, 16, 64)
-    start(x, x[1:], 1, 16, 64)
+    start(x.device, x, x, 1, 16, 64)
+    start(x.device, x, x[1:], 1, 16, 64)
     found = [[_seen(argument) for argument in given] for given in kernel.compiled]
     pointers = ("*i32", "D"), ("*i32", "")
     assert [given[0] for given in found] == list(pointers)
@@ -125,10 +127,10 @@ def test_a_profiler_s_hooks_are_called() -> None:
     kernel, x = Kernel(NAMES), torch.zeros(64, dtype=torch.uint8)
     start = Launch(kernel, (2, 3), TYPES, {"TILE": 8, "FORM": "ceil"})
     hook = triton.knobs.runtime.launch_enter_hook
-    start(x, x, 1, 16, 64)
+    start(x.device, x, x, 1, 16, 64)
     hook.add(print)
     try:
-        start(x, x, 1, 16, 64)
+        start(x.device, x, x, 1, 16, 64)
     finally:
         hook.remove(print)
     assert kernel.hooked == 1 and len(kernel.launched) == 1
@@ -164,11 +166,11 @@ def test_what_is_given_fits_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
     quantize(x, Quantizer(), copies)
     quantize(x, noisy, [Copy(0, carrier=E5M2)])
     quantize(x, noisy, copies, group=64)
-    for start, given in seen:
+    for start, (_, *given) in seen:
         assert len(given) == len(start._flat)
         for kind, argument in zip(start._flat, given, strict=True):
             if isinstance(kind, torch.dtype):
-                assert argument is None or isinstance(argument, Tensor)
+                assert argument is None or isinstance(argument, Tensor | int)
             else:
                 assert type(argument) is int and (kind == NUMBER or kind == argument)
     assert len(seen) == 4
@@ -197,7 +199,7 @@ def test_kernels_are_interpreted_where_that_is_asked(monkeypatch: pytest.MonkeyP
     kernel, x = Kernel(NAMES), torch.zeros(64, dtype=torch.uint8)
     start = Launch(kernel, (2, 3), TYPES, {"TILE": 8, "FORM": "ceil"})
     for _ in range(2):
-        start(x, None, 5, 3, 64)
+        start(x.device, x, None, 5, 3, 64)
     assert not kernel.compiled and len(kernel.launched) == 2
     words, out, step, rows = kernel.launched[0]
     assert words.dtype == torch.int32 and words.data_ptr() == x.data_ptr()
