@@ -117,9 +117,10 @@ def kernel(x: torch.Tensor, made: Made) -> Callable[[], Any]:
     source = quantize(x, quantizer, [Copy(1)])[0].operand if made.packed else x
 
     def make() -> None:
-        for operand, carriers in quantize(source, quantizer, copies, group):
-            if carriers is not None and isinstance(operand, QuantizedTensor):
-                carried([(operand, carriers.element, carriers)])
+        for operand in quantize(source, quantizer, copies, group):
+            codes, carriers = operand.operand, operand.carriers
+            if carriers is not None and isinstance(codes, QuantizedTensor):
+                carried([(codes, carriers.element, carriers)])
 
     return make
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 Operand = QuantizedTensor | Tensor
 
 
-class Carriers(NamedTuple):
+@dataclass(slots=True)  # a named tuple costs twice the host time
+class Carriers:
     """An operand in FP8: elements, and a factor for each row. docs/numerics.md, Carriers, defines
     them.
 
@@ -47,7 +49,8 @@ class Carriers(NamedTuple):
         return self.counts[:2]
 
 
-class Made(NamedTuple):
+@dataclass(slots=True)
+class Made:
     """An operand as its maker returns it. carriers: None where the maker wrote none."""
 
     operand: Operand

@@ -32,11 +32,17 @@ def make_operands(
     for making in makings:
         operands = making.operands
         given = [
-            site.given(operand, call, folds.get(operand), widest.get(operand))
+            site.given(
+                operand,
+                call,
+                folds.get(operand) if folds else None,
+                widest.get(operand) if widest else None,
+            )
             for operand in operands
         ]
         found = making.maker.make(matrices[making.matrix], operands, given)
-        made.update(zip(operands, found, strict=True))
+        for operand, each in zip(operands, found, strict=True):
+            made[operand] = each
     return made
 
 

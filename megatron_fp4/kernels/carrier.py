@@ -251,7 +251,7 @@ def carried(
         if carriers is None:
             carriers = _room(operand, element)
         given += *carriers.addresses, rows, blocks
-        made.append(carriers)
+        made += (carriers,)
     if len(kinds) == 1:
         given += _NOTHING
     _launch(*kinds)(made[0].values.device, *given)

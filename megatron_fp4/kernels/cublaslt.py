@@ -164,7 +164,7 @@ class _Plan:
         first.value, second.value = b, a  # cuBLAS's A is our b
         for attribute, place in self._attributes:
             if self._set_attribute(self.operation, attribute, place, 8):
-                raise CublasError("cuBLASLt takes no scales: status not 0")
+                raise CublasError("cublasLtMatmulDescSetAttribute takes no scales")
 
     def run(self, places: tuple[int, int, int, int, int], stream: int, workspace: int) -> None:
         """Launches the product. places: the addresses of a, b, their scales and D."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,8 @@ _OUTPUT = Output(torch.int32, torch.uint8, torch.int32, torch.int32, NUMBER)
 _NO_OUTPUT = Output(None, None, None, None, 0)
 
 
-class Copy(NamedTuple):
+@dataclass(slots=True)
+class Copy:
     """One quantized copy of a matrix [rows, columns].
 
     axis: the blocked axis. noise: for a stochastic quantizer. signs: the random signs of the
@@ -91,7 +93,8 @@ def quantize(
     made: list[Made] = []
     outputs: list[tuple[Any, ...]] = [_NO_OUTPUT, _NO_OUTPUT]  # along the rows, along the columns
     wanted: list[torch.dtype | bool] = [False, False]
-    for axis, drawn, _, carrier in copies:
+    for copy in copies:
+        axis, drawn, carrier = copy.axis, copy.noise, copy.carrier
         k, others = (columns, rows) if axis else (rows, columns)
         codes = source.new_empty((others, k // 2), dtype=torch.uint8)
         scales = codes.new_empty((others, k // quantizer.block[1]))
@@ -125,14 +128,15 @@ def _transform(
     """Copies that are transformed before they are quantized, one launch for each."""
     rows, columns = shape
     made = []
-    for axis, drawn, turned, _ in copies:
-        signs = turned or Signs((drawn or SILENCE).key, 0)
-        noise = drawn or Noise(signs.key, 0)
+    for copy in copies:
+        axis = copy.axis
+        signs = copy.signs or Signs((copy.noise or SILENCE).key, 0)
+        noise = copy.noise or Noise(signs.key, 0)
         in_memory = is_in_memory(noise.key.step, signs.draw)
         k, others = (columns, rows) if axis else (rows, columns)
         codes = source.new_empty((others, k // 2), dtype=torch.uint8)
         scales = codes.new_empty((others, k // quantizer.block[1]))
-        form = turned is not None, in_memory, noise.placement.groups is not None
+        form = copy.signs is not None, in_memory, noise.placement.groups is not None
         start = _transform_launch(rows, columns, quantizer, axis, group, *form)
         output = codes, scales, None, None, signed(noise.stream)
         draw = signed(signs.stream), *given(signs.draw, in_memory, source)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -12,7 +13,8 @@ from megatron_fp4.operands import Made, Operand
 from megatron_fp4.plan.data import OperandPlan
 
 
-class Given(NamedTuple):
+@dataclass(slots=True)
+class Given:
     """The tensors and keys that one operand needs in one call, beside its plan and the matrix.
 
     fold: float32 or wider [K], multiplies the matrix along the contracted axis: the row scales of

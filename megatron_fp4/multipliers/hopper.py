@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,31 +53,26 @@ class Hopper:
     def decode(
         self, made: Sequence[Made], letters: Sequence[str], dtype: torch.dtype
     ) -> list[Form]:
-        blocked = []
-        for each, letter in zip(made, letters, strict=True):
-            operand, carriers = each
-            assert operand.__class__ is QuantizedTensor
-            if not operand.quantizer.outer:  # type: ignore[union-attr]
-                blocked.append((operand, _ELEMENTS[letter], carriers))
-        carried: list[Form] = _kernels().carried(blocked) if blocked else []
-        if len(blocked) == len(made):
-            return carried
-        forms = iter(carried)
-        operands = [each.operand for each in made]
-        return [_with_row_scales(x) if x.quantizer.outer else next(forms) for x in operands]  # type: ignore
+        operands: list[Any] = [each.operand for each in made]
+        blocked = [
+            (each.operand, _ELEMENTS[letter], each.carriers)
+            for each, letter in zip(made, letters, strict=True)
+            if not each.operand.quantizer.outer  # type: ignore[union-attr]
+        ]
+        carried = iter(_kernels().carried(blocked) if blocked else ())
+        return [_with_row_scales(x) if x.quantizer.outer else next(carried) for x in operands]
 
     def form_bytes(self, dtype: torch.dtype) -> int:
         return 1
 
     def multiply(
         self,
-        a: Form,
-        b: Form,
+        a: Any,
+        b: Any,
         correction: float,
         out_dtype: torch.dtype,
         into: Tensor | None = None,
     ) -> Tensor:
-        assert isinstance(a, Carriers | Decoded) and isinstance(b, Carriers | Decoded)
         (m, k), (n, _) = a.values.shape, b.values.shape
         out, adds = into, into is not None and _takes_sums(into)
         if out is None or not adds:
@@ -148,7 +144,7 @@ def _takes_sums(out: Tensor) -> bool:
 
 def _factor(form: Carriers | Decoded) -> tuple[int, torch.dtype, int, Tensor]:
     """A `cublaslt.Factor`: FP8 elements and their row factors."""
-    if isinstance(form, Carriers):
+    if form.__class__ is Carriers:
         *_, values, counts = form.addresses
         return values, form.element, counts + _FACTORS, form.counts
     values, outer = form.values, form.outer

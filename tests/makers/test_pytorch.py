@@ -33,8 +33,9 @@ def test_codes_are_the_quantizers(axis: int, name: str | None) -> None:
     quantizer = None if name is None else get_quantizer(name)
     stochastic = quantizer is not None and quantizer.stochastic
     noise = Noise(Key(3, 4), 5) if stochastic else None
-    [(found, carriers)] = PyTorch().make(x, [plan(x, quantizer, axis)], [Given(noise=noise)])
-    assert carriers is None
+    [made] = PyTorch().make(x, [plan(x, quantizer, axis)], [Given(noise=noise)])
+    found = made.operand
+    assert made.carriers is None
     if quantizer is None:
         assert torch.equal(found, x.movedim(axis, -1))  # type: ignore[arg-type]
         return
