@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Made:
 
     quantizer: the quantizer's name. axes: the contracted axis of each operand. group: of the
     Hadamard transform. carrier: the FP8 dtype of carriers that are written too. packed: whether it
-    reads codes.
+    reads codes. block: the elements that share a scale.
     """
 
     quantizer: str
@@ -45,29 +45,34 @@ class Made:
     group: int = 0
     carrier: torch.dtype | None = None
     packed: bool = False
+    block: int = 32
 
     @property
     def bytes(self) -> float:
-        """Of an element."""
-        written = PACKED + (self.carrier is not None)
-        return (PACKED if self.packed else 2) + len(self.axes) * written
+        """The bytes that are moved for each element of the matrix."""
+        codes = 0.5 + 1 / self.block
+        written = codes + (self.carrier is not None)
+        return (codes if self.packed else 2) + len(self.axes) * written
 
 
-PACKED = 4.25 / 8
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KERNELS = {
     "nearest, along rows": Made("mxfp4-ceil", (1,)),
-    "nearest, across": Made("mxfp4-ceil", (0,)),
+    "nearest, along columns": Made("mxfp4-ceil", (0,)),
     "nearest, both": Made("mxfp4-ceil", (1, 0)),
     "stochastic, along rows": Made("mxfp4-ceil-sr", (1,)),
-    "stochastic, across": Made("mxfp4-ceil-sr", (0,)),
+    "stochastic, along columns": Made("mxfp4-ceil-sr", (0,)),
     "stochastic, both": Made("mxfp4-ceil-sr", (1, 0)),
     "Hadamard 64 + stochastic, along rows": Made("mxfp4-sr", (1,), 64),
-    "Hadamard 64 + stochastic, across": Made("mxfp4-sr", (0,), 64),
+    "Hadamard 64 + stochastic, along columns": Made("mxfp4-sr", (0,), 64),
     "Hadamard 64 + stochastic, both": Made("mxfp4-sr", (1, 0), 64),
     "nearest, along rows, with E4M3": Made("mxfp4-ceil", (1,), carrier=E4M3),
-    "nearest, across, from codes, with E4M3": Made("mxfp4-ceil", (0,), carrier=E4M3, packed=True),
+    "nearest, along columns, from codes, with E4M3": Made(
+        "mxfp4-ceil", (0,), carrier=E4M3, packed=True
+    ),
     "stochastic, both, with E5M2": Made("mxfp4-ceil-sr", (1, 0), carrier=E5M2),
+    "nearest, both, blocks of 16": Made("mxfp4-ceil", (1, 0), block=16),
+    "stochastic, both, blocks of 16": Made("mxfp4-ceil-sr", (1, 0), block=16),
 }
 AIMS = {"nearest": 0.85, "stochastic": 0.70, "Hadamard": 0.60}  # of one direction
 BOTH = 0.65
@@ -103,7 +108,7 @@ def study() -> list[dict[str, Any]]:
 
 def kernel(x: torch.Tensor, made: Made) -> Callable[[], Any]:
     """A call as in training, with the random bits of the rows that a data-parallel rank holds."""
-    quantizer, group = get_quantizer(made.quantizer), made.group
+    quantizer, group = replace(get_quantizer(made.quantizer), block=(1, made.block)), made.group
     place = Placement(rows=torch.arange(len(x), device="cuda") + 3 * len(x))
     copies = [
         Copy(
