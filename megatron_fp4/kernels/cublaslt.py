@@ -82,7 +82,7 @@ def _function(name: str) -> Any:
 
 _ARGUMENTS = {
     "cublasLtMatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
-    "cublasLtMatmul": [c_void_p] * 13 + [c_size_t, c_void_p],
+    "cublasLtMatmul": [c_void_p] * 14 + [c_size_t, c_void_p],
 }
 
 

@@ -19,7 +19,7 @@ from megatron_fp4.multipliers import choose
 from megatron_fp4.multipliers.base import Product
 from megatron_fp4.multipliers.hopper import Hopper
 from megatron_fp4.multipliers.reference import Reference
-from megatron_fp4.operands import Decoded, Form, Made
+from megatron_fp4.operands import Carriers, Decoded, Form, Made
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.target import target_of
 from testing.builders.operand_plans import plan
@@ -68,8 +68,8 @@ def test_products(shape: tuple[int, int, int], gradient: bool) -> None:
     backend, expected = Hopper(), float64(a, b)
     forms = decoded(Made(a), Made(b), gradient)
     for form in forms:
-        assert isinstance(form, Decoded) and form.tally is not None and not form.tally.any()
-        assert form.values.dtype in (torch.float8_e5m2, torch.float8_e4m3fn)
+        assert isinstance(form, Carriers) and not form.tally.any()
+        assert form.element in (torch.float8_e5m2, torch.float8_e4m3fn)
     assert relative_error(backend.multiply(*forms, 1.0, torch.bfloat16), expected) < 2e-3
     assert relative_error(backend.multiply(*forms, 16 / 9, torch.float32), expected * 16 / 9) < 2e-4
     into = torch.full((m, n), 3.0, device="cuda")
@@ -88,7 +88,7 @@ def test_a_gradient_s_window_is_wider() -> None:
     errors, counts = [], []
     for gradient in (True, False):
         form, other = decoded(Made(a), Made(b), gradient)
-        assert isinstance(form, Decoded) and form.tally is not None
+        assert isinstance(form, Carriers)
         product = backend.multiply(form, other, 1.0, torch.float32)
         errors.append(relative_error(product, expected))
         counts.append(int(form.tally[0]))
@@ -137,7 +137,7 @@ def test_products_of_mended_carriers_are_those_of_the_rule_s_bit_for_bit() -> No
                     operands.append(made)
                 forms = decoded(operands[0], operands[1], gradient)
                 products.append(backend.multiply(forms[0], forms[1], 1.0, torch.float32))
-                assert isinstance(forms[0], Decoded) and forms[0].tally is not None
+                assert isinstance(forms[0], Carriers)
                 tallies.append(forms[0].tally.tolist())
             assert torch.equal(products[0].nan_to_num(7e30), products[1].nan_to_num(7e30))
             assert tallies[0] == tallies[1] and tallies[0][1] > 0
@@ -175,10 +175,12 @@ def test_a_linear_is_the_reference_s(recipe: Recipe, bias: bool) -> None:
 
 
 def test_a_reference_product_of_carriers() -> None:
-    """A carrier is an operand of every backend."""
+    """Carriers stand for their elements times the row factors."""
     a, b = quantized(64, 64, 0.0, 1), quantized(48, 64, 0.0, 2)
     forms = decoded(Made(a), Made(b))
-    found = Reference().multiply(*forms, 1.0, torch.float32)
+    assert isinstance(forms[0], Carriers) and isinstance(forms[1], Carriers)
+    first, second = (Decoded(form.elements, form.outer) for form in forms)
+    found = Reference().multiply(first, second, 1.0, torch.float32)
     assert relative_error(found, float64(a, b)) < 1e-6
 
 

@@ -47,6 +47,21 @@ def test_numbers_are_nvidia_s(file: str, name: str, value: int) -> None:
     assert found is not None and int(found[1]) == value
 
 
+@pytest.mark.parametrize("name", cublaslt._ARGUMENTS)
+def test_a_function_s_arguments_are_as_many_as_nvidia_s(name: str) -> None:
+    """ctypes passes arguments without a type as 32-bit integers, which cuts addresses off."""
+    declared = re.search(rf"CUBLASWINAPI {name}\((.*?)\);", header("cublasLt.h"), re.S)
+    assert declared is not None
+    parameters = declared[1].split(",")
+    types = cublaslt._ARGUMENTS[name]
+    assert len(types) == len(parameters)
+    for declaration, kind in zip(parameters, types, strict=True):
+        is_size = "size_t" in declaration
+        is_attribute = "Attributes_t" in declaration
+        wanted = ctypes.c_size_t if is_size else ctypes.c_int if is_attribute else ctypes.c_void_p
+        assert kind is wanted, declaration
+
+
 def test_the_heuristic_s_result_has_its_size() -> None:
     text = header("cublasLt.h")
     end = text.index("} cublasLtMatmulHeuristicResult_t")
