@@ -185,10 +185,7 @@ class Launch:
         if _HOOKS[0].calls or _HOOKS[1].calls:
             compiled.kernel[self._grid](*nested, *self._values, stream=stream)
             return
-        compiled.launch(
-            *self._grid, stream, compiled.function, compiled.metadata, None, None, None,
-            *nested, *self._values,
-        )  # fmt: skip
+        compiled.launch(*self._grid, stream, *compiled.head, *nested, *self._values)
 
     def _interpret(self, arguments: Sequence[Tensor | int | None]) -> None:
         """Runs the kernel in the interpreter, which takes tensors in the dtypes of their types."""
@@ -209,16 +206,21 @@ class Launch:
             grid=self._grid, **self.constants, **self.options,
         )  # fmt: skip
         launch = made.run  # loads the kernel, and with it the function
-        return _Compiled(made, launch, made.function, made.packed_metadata)
+        no_hooks = None, None, None
+        if VERSION == (3, 6) and not launch.global_scratch_size + launch.profile_scratch_size:
+            # What launch.__call__ passes on in this version, to a C function.
+            flags = launch.launch_cooperative_grid, launch.launch_pdl
+            head = made.function, *flags, None, None, made.packed_metadata, *no_hooks
+            return _Compiled(made, launch.launch, head)
+        return _Compiled(made, launch, (made.function, made.packed_metadata, *no_hooks))
 
 
 class _Compiled(NamedTuple):
-    """What Triton compiled, and the parts of it that a launch needs."""
+    """What Triton compiled. launch: called with grid, stream, `head` and the kernel's arguments."""
 
     kernel: Any
     launch: Any
-    function: Any
-    metadata: Any
+    head: tuple[Any, ...]
 
 
 class _Pointer:

@@ -101,13 +101,13 @@ def quantize(
         stream = 0 if drawn is None else signed(drawn.stream)
         operand = QuantizedTensor(codes, scales, None, quantizer, x.shape, axis)
         if carrier is None:
-            made.append(Made(operand))
+            made += (Made(operand),)
             outputs[1 - axis] = codes, scales, None, None, stream
         else:
             values = codes.new_empty((others, k))
             counts = codes.new_empty(4 + others, dtype=torch.int32)
             addresses = address(codes), address(scales), address(values), address(counts)
-            made.append(Made(operand, Carriers(values, carrier, counts, addresses)))
+            made += (Made(operand, Carriers(values, carrier, counts, addresses)),)
             outputs[1 - axis] = *addresses, stream
         wanted[1 - axis] = carrier or True
     if quantizer.rounding == "ema":
@@ -178,7 +178,8 @@ def given(number: int | Tensor, in_memory: bool, like: Tensor) -> tuple[int, Ten
     if isinstance(number, Tensor):
         assert number.dtype == torch.int64  # as kernels read it
         return 0, number
-    number = signed(number & _MASK)
+    number &= _MASK
+    number = number - 2**32 if number >= 2**31 else number
     return number, kept(word, number, like) if in_memory else None
 
 

@@ -178,8 +178,9 @@ def test_a_reference_product_of_carriers() -> None:
     """Carriers stand for their elements times the row factors."""
     a, b = quantized(64, 64, 0.0, 1), quantized(48, 64, 0.0, 2)
     forms = decoded(Made(a), Made(b))
-    assert isinstance(forms[0], Carriers) and isinstance(forms[1], Carriers)
-    first, second = (Decoded(form.elements, form.outer) for form in forms)
+    a_form, b_form = forms
+    assert isinstance(a_form, Carriers) and isinstance(b_form, Carriers)
+    first, second = (Decoded(form.elements, form.outer) for form in (a_form, b_form))
     found = Reference().multiply(first, second, 1.0, torch.float32)
     assert relative_error(found, float64(a, b)) < 1e-6
 
