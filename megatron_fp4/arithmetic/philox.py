@@ -116,8 +116,8 @@ class Key:
     @cached_property
     def signed_words(self) -> tuple[int, int]:
         """`words` as two signed 32-bit integers with the same bits."""
-        low, high = (word - 2**32 if word >= 2**31 else word for word in self.words)
-        return low, high
+        low, high = self.seed & _MASK, (self.seed >> 32) & _MASK
+        return low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 
 def word(number: int | Tensor, device: torch.device | str) -> Tensor:
