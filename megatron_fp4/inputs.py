@@ -88,6 +88,8 @@ def computes_in(tensor: Tensor) -> torch.dtype:
 def autocasts(device: str) -> bool:
     """Whether torch.autocast is enabled for a device type; False for types without autocast, such
     as "meta"."""
+    if not torch._C._is_any_autocast_enabled():  # the cheapest question first
+        return False
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 

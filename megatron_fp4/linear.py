@@ -163,20 +163,19 @@ def _save(ctx: Any, saved: Saved, held: HeldWeight | None) -> None:
     ctx.shared_w = None if held is None else saved.w
     parts = (saved.x, saved.w if held is None else None, saved.weight, saved.residual)
     tensors: list[Tensor | None] = []
-    ctx.builds = builds = []
-    for part in parts:
-        mine, build = ([], None) if part is None else take_apart(part)
-        tensors += mine
-        builds.append((len(mine), build))
+    # For each part: which of the saved tensors are its own, and what builds it from them.
+    ctx.builds = builds = [None, None, None, None]
+    for i, part in enumerate(parts):
+        if part is not None:
+            mine, build = take_apart(part)
+            builds[i] = slice(len(tensors), len(tensors) + len(mine)), build  # type: ignore
+            tensors += mine
     ctx.save_for_backward(*tensors)
 
 
 def _load(ctx: Any) -> Saved:
-    tensors, start = ctx.saved_tensors, 0
-    parts: list[Any] = []
-    for count, build in ctx.builds:
-        parts.append(None if build is None else build(*tensors[start : start + count]))
-        start += count
+    tensors = ctx.saved_tensors
+    parts: list[Any] = [None if each is None else each[1](*tensors[each[0]]) for each in ctx.builds]
     x, w, weight, residual = parts
     return Saved(x, w if ctx.shared_w is None else ctx.shared_w, weight, residual)
 

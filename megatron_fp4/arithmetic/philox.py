@@ -99,10 +99,10 @@ class Key:
     step: int | Tensor = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.seed, Integral) or not 0 <= self.seed < 2**64:
+        if not isinstance(self.seed, int | Integral) or not 0 <= self.seed < 2**64:
             raise ConfigError(f"a seed is an integer from 0 to 2**64 - 1, not {self.seed!r}")
         step = self.step
-        if not isinstance(step, Integral | Tensor):
+        if not isinstance(step, int | Integral | Tensor):
             raise ConfigError(f"a step is an integer or an int64 tensor [], not {step!r}")
         if isinstance(step, Tensor) and (step.dtype != torch.int64 or step.dim()):
             shape = list(step.shape)

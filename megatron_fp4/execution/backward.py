@@ -64,10 +64,13 @@ class Backward:
         self._make_at_start()
         if x is None and plan.wgrad is not None:
             x = self._send(plan.wgrad.b)
-        dys = {gemm.name: self._send(gemm.a) for gemm in plan.gemms[1:] if gemm.a in self._made}
+        dgrads = None if plan.dgrad is None else self._send(plan.dgrad.a)
+        wgrads = None
+        if plan.wgrad is not None and plan.wgrad.a in self._made:
+            wgrads = self._send(plan.wgrad.a)
         dx = dw = dgrads_dy = None
-        if plan.dgrad is not None:
-            a = dys.pop("dgrad").wait()
+        if plan.dgrad is not None and dgrads is not None:
+            a, dgrads = dgrads.wait(), None
             dx = self._sum(run_gemm(plan.dgrad, a, self._w(plan.dgrad), site, held=self.held))
             dgrads_dy = a.operand if plan.recipe.bias_gradient == "quantized" else None
             del a  # its memory is wgrad's to use
@@ -76,7 +79,7 @@ class Backward:
             b = x.wait()
             if plan.late:
                 b = self._make_late(plan.wgrad, b)
-            a = dys["wgrad"].wait() if "wgrad" in dys else self._made[plan.wgrad.a]
+            a = self._made[plan.wgrad.a] if wgrads is None else wgrads.wait()
             dw = self._dw(plan.wgrad, a, b, dy, residual, into)
         return Gradients(None if dx is None else dx.wait(), dw, dgrads_dy)
 

@@ -119,10 +119,9 @@ class Site:
     def _stream(self, operand: OperandPlan, call: Call) -> int:
         if call.repeat:
             return stream_id(self.label(operand, call))
-        stream = self._streams.get(operand)
-        if stream is None:
-            stream = self._streams[operand] = stream_id(self.label(operand, call))
-        return stream
+        if operand not in self._streams:
+            self._streams[operand] = stream_id(self.label(operand, call))
+        return self._streams[operand]
 
     def placement(self, operand: OperandPlan, call: Call) -> Placement:
         """Where the operand lies in the unsharded tensor, in this call."""

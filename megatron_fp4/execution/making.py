@@ -27,7 +27,7 @@ def make_operands(
     by row scales first (`OperandPlan.folds`), those scales. Where ranks share scales, the maxima of
     all operands are all-reduced by one collective.
     """
-    widest = _agreed(makings, matrices, folds, site, call)
+    widest = {} if site.parallel is None else _agreed(makings, matrices, folds, site, call)
     made: dict[OperandPlan, Made] = {}
     for making in makings:
         operands = making.operands
@@ -49,9 +49,9 @@ def make_operands(
 def _agreed(
     makings: Iterable[Making], matrices: Matrices, folds: Folds, site: Site, call: Call
 ) -> dict[OperandPlan, Tensor]:
-    """The largest magnitudes over all ranks, for each operand whose scales ranks share."""
-    if site.parallel is None:
-        return {}
+    """The largest magnitudes over all ranks, for each operand whose scales ranks share. The linear
+    is sharded."""
+    assert site.parallel is not None
     shared, maxima = [], []
     for making in makings:
         for operand in making.operands:

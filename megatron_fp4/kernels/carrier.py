@@ -252,7 +252,7 @@ def carried(
             carriers = _room(operand, element)
         given += *carriers.addresses, rows, blocks
         made += (carriers,)
-    if len(kinds) == 1:
+    if not kinds[1:]:
         given += _NOTHING
     _launch(*kinds)(made[0].values.device, *given)
     return made

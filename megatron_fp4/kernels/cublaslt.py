@@ -140,8 +140,9 @@ class _Plan:
                 "cublasLtMatmulPreferenceSetAttribute", preference, attribute, byref(value),
                 c_size_t(ctypes.sizeof(value)),
             )  # fmt: skip
-        # The heuristic asks whether there are scales at all.
-        self._scaled(1 << 20, 1 << 20)
+        for scale, (attribute, place) in zip(self._places, self._attributes, strict=True):
+            scale.value = 1 << 20  # the heuristic asks whether there are scales
+            _call("cublasLtMatmulDescSetAttribute", self.operation, attribute, place, 8)
         _call(
             "cublasLtMatmulAlgoGetHeuristic", self.handle, self.operation, self.a, self.b,
             self.out, self.out, preference, 1, byref(found), byref(count),
@@ -158,25 +159,21 @@ class _Plan:
         size = c_size_t(ctypes.sizeof(value))
         _call("cublasLtMatmulDescSetAttribute", self.operation, attribute, byref(value), size)
 
-    def _scaled(self, a: int, b: int) -> None:
-        """Sets the addresses of the scales of a and b in the descriptor."""
-        first, second = self._places
-        first.value, second.value = b, a  # cuBLAS's A is our b
-        for attribute, place in self._attributes:
-            if self._set_attribute(self.operation, attribute, place, 8):
-                raise CublasError("cublasLtMatmulDescSetAttribute takes no scales")
-
     def run(self, places: tuple[int, int, int, int, int], stream: int, workspace: int) -> None:
         """Launches the product. places: the addresses of a, b, their scales and D."""
         a, b, a_scale, b_scale, out = places
+        first, second = self._places
         with self._lock:  # other threads share the descriptor
-            self._scaled(a_scale, b_scale)
-            status = self._multiply(
+            first.value, second.value = b_scale, a_scale  # cuBLAS's A is our b
+            status = 0
+            for attribute, place in self._attributes:
+                status |= self._set_attribute(self.operation, attribute, place, 8)
+            status |= self._multiply(
                 self.handle, self.operation, self._alpha, b, self.a, a, self.b, self._beta,
                 out, self.out, out, self.out, self._algorithm, workspace, WORKSPACE, stream,
             )  # fmt: skip
         if status:
-            raise CublasError(f"cublasLtMatmul: status {status}")
+            raise CublasError(f"cublasLtMatmul or its scales: status {status}")
 
 
 def _layout(dtype: int, rows: int, columns: int) -> c_void_p:
@@ -189,17 +186,19 @@ def _layout(dtype: int, rows: int, columns: int) -> c_void_p:
 
 
 _plan = cache(_Plan)
-_workspaces: dict[tuple[torch.device, int], Tensor] = {}
+_workspaces: dict[tuple[torch.device, int], tuple[Tensor, int]] = {}
 
 
-def _workspace(device: torch.device, stream: int) -> Tensor:
-    """Memory that cuBLASLt may use on this stream. A CUDA graph gets its own."""
-    if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
-        return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+def _workspace(device: torch.device, stream: int) -> tuple[Tensor, int]:
+    """Memory that cuBLASLt may use on this stream, and its address. A CUDA graph gets its own."""
+    captures = device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing()
     place = device, stream
-    if place not in _workspaces:
-        _workspaces[place] = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-    return _workspaces[place]
+    if place in _workspaces and not captures:
+        return _workspaces[place]
+    made = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+    if not captures:
+        _workspaces[place] = made, made.data_ptr()
+    return made, made.data_ptr()
 
 
 # A matrix [rows, K] of a product: its address and FP8 dtype, the address of its row scales, float32
@@ -233,8 +232,9 @@ def multiply(
     types = a_type, b_type, out.dtype
     plan = _plan(shape, types, alpha, accumulates, alignment, index)
     stream = 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
-    workspace = _workspace(device, stream)  # a tensor, so that it lives until the launch
-    plan.run((first, second, a_scales, b_scales, place), stream, workspace.data_ptr())
+    alive, workspace = _workspace(device, stream)
+    plan.run((first, second, a_scales, b_scales, place), stream, workspace)
+    del alive  # a graph's own memory must live until the launch
 
 
 def product(

@@ -105,7 +105,8 @@ def kept(make: Callable[..., Tensor], number: int, like: Tensor) -> Tensor:
     device = like.device
     if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
         return make(number, device=device)
-    place = make, number, device, stream_of(like)
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    place = make, number, device, stream
     if place not in _kept:
         if len(_kept) >= 256:
             _kept.clear()

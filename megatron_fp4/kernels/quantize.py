@@ -76,7 +76,7 @@ def quantize(
     copies: one, or one for each axis. They share seed, step and placement.
     average: float32 [rows, columns], for rounding ema.
     """
-    if isinstance(x, QuantizedTensor):
+    if x.__class__ is not Tensor and isinstance(x, QuantizedTensor):
         source, x_scales, packed = x.codes, x.scales, x.quantizer.block[1]
     else:
         if not x.is_contiguous() or x.storage_offset() % 2:
@@ -98,7 +98,8 @@ def quantize(
         k, others = (columns, rows) if axis else (rows, columns)
         codes = source.new_empty((others, k // 2), dtype=torch.uint8)
         scales = codes.new_empty((others, k // quantizer.block[1]))
-        stream = 0 if drawn is None else signed(drawn.stream)
+        stream = 0 if drawn is None else drawn.stream
+        stream -= stream >> 31 << 32  # `signed`, without a call
         operand = QuantizedTensor(codes, scales, None, quantizer, x.shape, axis)
         if carrier is None:
             made += (Made(operand),)
@@ -175,7 +176,7 @@ def is_in_memory(*numbers: int | Tensor) -> bool:
 def given(number: int | Tensor, in_memory: bool, like: Tensor) -> tuple[int, Tensor | None]:
     """A 64-bit number for a kernel: (its low word as an int32, a tensor that holds it); the kernel
     reads the latter if `in_memory`."""
-    if isinstance(number, Tensor):
+    if number.__class__ is not int and isinstance(number, Tensor):
         assert number.dtype == torch.int64  # as kernels read it
         return 0, number
     number &= _MASK

@@ -59,8 +59,11 @@ class Hopper:
             for each, letter in zip(made, letters, strict=True)
             if not each.operand.quantizer.outer  # type: ignore[union-attr]
         ]
-        carried = iter(_kernels().carried(blocked) if blocked else ())
-        return [_with_row_scales(x) if x.quantizer.outer else next(carried) for x in operands]
+        carried: list[Any] = _kernels().carried(blocked) if blocked else []
+        if len(carried) == len(made):
+            return carried
+        rest = iter(carried)
+        return [_with_row_scales(x) if x.quantizer.outer else next(rest) for x in operands]
 
     def form_bytes(self, dtype: torch.dtype) -> int:
         return 1
@@ -79,7 +82,9 @@ class Hopper:
             wide = into is not None or out_dtype != torch.bfloat16
             out = a.values.new_empty((m, n), dtype=torch.float32 if wide else torch.bfloat16)
         _gemm().multiply(_factor(a), _factor(b), (m, n, k), out, correction, adds)
-        return out if adds else finish(out, out_dtype, into)
+        if adds or (into is None and out.dtype == out_dtype):
+            return out
+        return finish(out, out_dtype, into)
 
 
 def _formats_problem(product: Product) -> str | None:

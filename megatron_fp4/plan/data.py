@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -77,7 +78,7 @@ class OperandPlan:
         """Whether the operand is a QuantizedTensor."""
         return self.quantizer is not None or self.codes is not None
 
-    @property
+    @cached_property
     def group(self) -> int:
         """The group size of the Hadamard transform; 0 if there is none."""
         return 0 if self.hadamard is None else self.hadamard.group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.errors import SizeError
@@ -58,6 +58,7 @@ def token_multiple(recipe: Recipe) -> int:
     return math.lcm(*(token_tile(recipe, gemm, letter) for gemm, letter in operands))
 
 
+@lru_cache(4096)
 def check_sizes(recipe: Recipe, tokens: int | None, inputs: int, outputs: int, where: str) -> None:
     """Check that blocks and Hadamard groups tile a linear of these sizes on a rank.
 

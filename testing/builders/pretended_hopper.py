@@ -1,0 +1,55 @@
+"""A Hopper GPU that is not there: the host does what it would for one, and nothing is computed.
+
+For tests of what the host does. Plans are those of compute capability 9.0; kernels and cuBLASLt
+products are launched into the void, so that all results are uninitialized memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fp4.kernels import cublaslt, launch
+from megatron_fp4.plan import cache
+from megatron_fp4.target import Target
+
+
+def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans linears on the CPU for a Hopper GPU, until the test ends."""
+    compiled = launch._Compiled(None, _launched, ())
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch.Launch, "_compile", lambda self, aligned: compiled)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+    monkeypatch.setattr(cublaslt, "_function", _function)
+    # Memory on a CPU is not always aligned to 256 bytes, and another alignment is another plan.
+    monkeypatch.setattr(cublaslt, "_plan", _aligned(cublaslt._Plan))
+    monkeypatch.setattr(cache, "target_of", lambda device: Target("cuda", (9, 0), None))
+    cache.plan_for.cache_clear()
+
+
+def _launched(*arguments: Any) -> None:
+    pass
+
+
+def _function(name: str) -> Any:
+    def call(*arguments: Any) -> int:
+        if name == "cublasLtMatmulAlgoGetHeuristic":
+            arguments[-1]._obj.value = 1  # one algorithm is found
+        return 0
+
+    return call
+
+
+def _aligned(make: Any) -> Any:
+    plans: dict[Any, Any] = {}
+
+    def plan(shape: Any, types: Any, alpha: float, adds: bool, alignment: int, device: Any) -> Any:
+        kind = shape, types, alpha, adds
+        if kind not in plans:
+            plans[kind] = make(shape, types, alpha, adds, 256, device)
+        return plans[kind]
+
+    return plan

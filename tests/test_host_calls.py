@@ -1,0 +1,56 @@
+"""How many Python calls one linear takes, as a measure of its host overhead."""
+
+import cProfile
+import pstats
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from megatron_fp4 import get_recipe
+from megatron_fp4.arithmetic.philox import Key
+from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.linear import quantized_linear
+from megatron_fp4.plan import cache
+from testing.builders.pretended_hopper import pretend_hopper
+
+MOST = 400  # calls of Python functions and of C functions, by cProfile
+SIZE = 256
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    pretend_hopper(monkeypatch)
+    yield
+    cache.plan_for.cache_clear()
+
+
+def linear(name: str) -> Callable[[], None]:
+    """A forward and a backward pass of one linear, as Megatron's layers call it."""
+    x, w = (torch.zeros(SIZE, SIZE).bfloat16().requires_grad_() for _ in range(2))
+    dy = torch.zeros(SIZE, SIZE).bfloat16()
+    w.main_grad = torch.zeros(SIZE, SIZE)  # type: ignore[attr-defined]
+    recipe, site = get_recipe(name), Site("fc1", fuses=True)
+
+    def step() -> None:
+        y = quantized_linear(x, w, None, recipe, site, Call(Key(1, 2)))
+        torch.autograd.backward(y, dy)
+
+    return step
+
+
+def calls(step: Callable[[], None]) -> int:
+    with torch.autograd.set_multithreading_enabled(False):  # else backward is not profiled
+        profile = cProfile.Profile()
+        profile.enable()
+        step()
+        profile.disable()
+    return pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("recipe", ["tetrajet", "mxfp4"])
+def test_a_linear_on_a_warm_plan_takes_few_calls(recipe: str) -> None:
+    step = linear(recipe)
+    cold = calls(step)  # the negative control: it plans, and makes the launches
+    step()
+    assert calls(step) <= MOST < cold
