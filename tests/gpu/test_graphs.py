@@ -13,6 +13,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_fp4 import ConfigError, Linear, get_recipe, list_recipes
+from megatron_fp4.execution.call import Site
+from megatron_fp4.linear import quantized_linear
 from megatron_fp4.mcore.model import graphs
 from megatron_fp4.mcore.model.layers import Fp4State
 from megatron_fp4.mcore.model.run import Run
@@ -230,3 +232,29 @@ def test_graphs_resume(tmp_path: Path) -> None:
 def test_graphs_end_where_they_are_told_to() -> None:
     layout = ("--tensor-model-parallel-size", "2", "--exit-interval", "3")
     assert len(train(2, *FLAGS, NOISY, *layout, *GRAPHS).losses) == 3
+
+
+def test_a_graph_reads_the_average_of_each_step() -> None:
+    """A weight's average lies at one address; a replay rounds towards what lies there then."""
+    recipe = get_recipe(str(Path(__file__).parents[1] / "mcore" / "ema.yaml"))
+    x, w, dy = (matrix(seed, 128, 128) for seed in (1, 2, 3))
+    x.requires_grad_()
+    w.requires_grad_()
+    average = w.detach().float()
+    site = Site("fc1", average=average)
+
+    def passes() -> tuple[Tensor, ...]:
+        y = quantized_linear(x, w, None, recipe, site)
+        return y, *torch.autograd.grad(y, (x, w), dy)
+
+    passes()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = passes()
+    outputs = []
+    for factor in (1.0, 0.8, 1.3):
+        average.copy_(w.detach().float() * factor)
+        graph.replay()
+        assert all(map(torch.equal, found, passes()))
+        outputs.append(found[0].clone())
+    assert not torch.equal(outputs[0], outputs[1])  # Negative control: the average matters.

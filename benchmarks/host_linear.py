@@ -1,0 +1,106 @@
+"""Times a small linear, forward and backward, which takes the host longer than the GPU.
+
+    python -m benchmarks.host_linear
+
+Gives the time of a call by the clock, and the number of Python calls that it takes (cProfile), for
+each recipe and for BF16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.stamp import stamp
+from megatron_fp4 import get_recipe, linear, list_recipes
+
+SIZE = 512  # tokens, inputs and outputs
+WARM_UP, ROUNDS, EACH = 20, 25, 20
+
+
+def step_of(recipe: str | None) -> Callable[[], None]:
+    """A forward and a backward pass. recipe: its name; None is torch's linear in BF16."""
+    x, w, dy = (torch.randn(SIZE, SIZE, device="cuda").bfloat16() for _ in range(3))
+    x.requires_grad_()
+    w.requires_grad_()
+    found = None if recipe is None else get_recipe(recipe)
+
+    def step() -> None:
+        if found is None:
+            y = torch.nn.functional.linear(x, w)
+        else:
+            y = linear(x, w, recipe=found, seed=1, step=2)
+        torch.autograd.backward(y, dy)
+        x.grad = w.grad = None
+
+    for _ in range(WARM_UP):
+        step()
+    return step
+
+
+def seconds(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """The median time of a call of each, in alternating rounds."""
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(EACH):
+                step()
+            torch.cuda.synchronize()
+            taken[name].append((time.perf_counter() - start) / EACH)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def calls(step: Callable[[], None]) -> int:
+    """The Python and C functions that a call calls, by cProfile."""
+    with torch.autograd.set_multithreading_enabled(False):  # else backward is not profiled
+        step()
+        profile = cProfile.Profile()
+        profile.enable()
+        step()
+        profile.disable()
+    return pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+
+
+def study() -> list[dict[str, Any]]:
+    """A row for BF16 and for each recipe."""
+    steps = {name: step_of(None if name == "bf16" else name) for name in ("bf16", *list_recipes())}
+    taken = seconds(steps)
+    return [
+        {"recipe": name, "us": taken[name] * 1e6, "calls": calls(step)}
+        for name, step in steps.items()
+    ]
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The result as a Markdown table."""
+    lines = ["| recipe | µs | Python calls |", "|---|---|---|"]
+    return lines + [f"| {row['recipe']} | {row['us']:,.0f} | {row['calls']:,} |" for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/host_linear.json"))
+    parser.add_argument("--commit", help="where the tree has no git of its own")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("a linear is timed on a GPU, and this machine shows none")
+    rows = study()
+    result = {"what": "a small linear", "stamp": stamp(given.commit), "size": SIZE, "rows": rows}
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    main()
