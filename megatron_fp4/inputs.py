@@ -52,17 +52,17 @@ def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, name: str) ->
     Raises ConfigError unless each passes `check_tensor`, their shapes fit, and they share a device
     and, after autocast's casts, a dtype. name: how the message names the linear.
     """
-    given = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
-    for what, tensor in given.items():
+    given = [("x", x), ("weight", weight)] + ([] if bias is None else [("bias", bias)])
+    for what, tensor in given:
         check_tensor(tensor, f"{name}: {what}")
-    if weight.dim() != 2:
+    if weight.ndim != 2:
         raise ConfigError(f"{name}: weight is [out, in], not {list(weight.shape)}")
     outputs, inputs = weight.shape
-    if not x.dim() or x.shape[-1] != inputs:
+    if not x.ndim or x.shape[-1] != inputs:
         raise ConfigError(f"{name}: x is [..., {inputs}] under this weight, not {list(x.shape)}")
     if bias is not None and bias.shape != (outputs,):
         raise ConfigError(f"{name}: bias is [{outputs}] under this weight, not {list(bias.shape)}")
-    for what, tensor in given.items():
+    for what, tensor in given:
         if tensor.device != x.device:
             raise ConfigError(
                 f"{name}: x is on {x.device} and {what} on {tensor.device}; move one of them"

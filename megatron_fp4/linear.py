@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -64,8 +64,9 @@ class _Linear(torch.autograd.Function):
             ctx.accumulates_in = None if plan.setting.main_grad is None else weight
             if differentiates:
                 _save(ctx, saved, held)
-        leading = list(x.shape[:-1])
-        if leading and x.numel():  # sequence parallelism changes the number of tokens
+        leading = [*x.shape[:-1]]
+        if leading and site.parallel is not None and x.numel():
+            # Sequence parallelism changes the number of tokens.
             leading[0] = leading[0] * y.shape[0] // (x.numel() // x.shape[-1])
         return y.view(*leading, y.shape[-1])
 
@@ -287,5 +288,10 @@ def linear(
             raise ConfigError(f"{name}: its step is on {step.device} and x on {x.device}: move it")
         step = step.clone()  # backward reads it too, and by then the caller may have increased it
     replica = own_replica() if replica is None else replica
-    site = Site(name, replica_placements(replica))
-    return quantized_linear(x, weight, bias, recipe, site, Call(Key(seed, step), replica))
+    call = Call(Key(seed, step), replica)
+    return quantized_linear(x, weight, bias, recipe, _site(name, replica), call)
+
+
+@lru_cache(4096)
+def _site(name: str, replica: int) -> Site:
+    return Site(name, replica_placements(replica))

@@ -199,7 +199,8 @@ class Signs(NamedTuple):
         return random_signs(count, self.key, self.stream, self.draw, device)
 
 
-class Noise(NamedTuple):
+@dataclass(slots=True)  # a named tuple costs twice the host time
+class Noise:
     """What identifies the random bits of one operand; a maker draws them from it."""
 
     key: Key

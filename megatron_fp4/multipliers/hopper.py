@@ -81,7 +81,13 @@ class Hopper:
         if out is None or not adds:
             wide = into is not None or out_dtype != torch.bfloat16
             out = a.values.new_empty((m, n), dtype=torch.float32 if wide else torch.bfloat16)
-        _gemm().multiply(_factor(a), _factor(b), (m, n, k), out, correction, adds)
+        factors = [  # FP8 elements and their row factors, as `cublaslt.Factor`
+            (x.addresses[2], x.element, x.addresses[3] + _FACTORS, x.counts)
+            if x.__class__ is Carriers
+            else _factor(x)
+            for x in (a, b)
+        ]
+        _gemm().multiply(*factors, (m, n, k), out, correction, adds)
         if adds or (into is None and out.dtype == out_dtype):
             return out
         return finish(out, out_dtype, into)
@@ -147,11 +153,8 @@ def _takes_sums(out: Tensor) -> bool:
     return out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % ALIGNMENT == 0
 
 
-def _factor(form: Carriers | Decoded) -> tuple[int, torch.dtype, int, Tensor]:
-    """A `cublaslt.Factor`: FP8 elements and their row factors."""
-    if form.__class__ is Carriers:
-        *_, values, counts = form.addresses
-        return values, form.element, counts + _FACTORS, form.counts
+def _factor(form: Decoded) -> tuple[int, torch.dtype, int, Tensor]:
+    """A `cublaslt.Factor` of FP8 elements whose row factors are a tensor of their own."""
     values, outer = form.values, form.outer
     assert outer is not None
     if len(outer) != len(values):
