@@ -20,7 +20,7 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.kernels.arguments import Draws
 from megatron_fp4.kernels.encode import nearest, pack, stochastic
 from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, planned, tiles
-from megatron_fp4.kernels.philox import noise_of, placed_in_tile, rest_of_tile
+from megatron_fp4.kernels.philox import noise_of, rest_of_tile, tile_group_indices
 from megatron_fp4.kernels.quantize import RANDOM, SILENCE, is_in_memory, random_of, signed
 from megatron_fp4.kernels.rows import INFINITE, fp8_code
 
@@ -123,9 +123,9 @@ def _rest(
     TILE: tl.constexpr,
 ):
     """`rest` of `encode.stochastic` for the elements of a program's tile: int32 [TILE, TILE], AXIS
-    last. place: see `philox.placed`; noise: (step, the seed's words)."""
+    last. place: see `philox.group_indices`; noise: (step, the seed's words)."""
     row0, column0 = tl.program_id(0) * TILE, tl.program_id(1) * TILE
-    index = placed_in_tile(place, row0, column0, TILE, TILE, HAS_GROUPS, INTERPRETED)
+    index = tile_group_indices(place, row0, column0, TILE, TILE, HAS_GROUPS, INTERPRETED)
     rest = tl.reshape(rest_of_tile(index, noise, stream, INTERPRETED), (TILE, TILE))
     return tl.trans(rest) if AXIS == 0 else rest
 

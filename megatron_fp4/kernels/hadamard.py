@@ -18,12 +18,12 @@ from megatron_fp4.kernels.encode import bf16_bits
 from megatron_fp4.kernels.launch import kernel
 from megatron_fp4.kernels.mxfp4 import loaded, quantize_along_columns, quantize_along_rows
 from megatron_fp4.kernels.philox import (
+    group_indices,
     noise_of,
-    placed,
-    placed_in_tile,
     rest16,
     rest_of_tile,
     sign_words,
+    tile_group_indices,
 )
 
 
@@ -146,7 +146,7 @@ def _rest_along(
     i = tl.arange(0, ROWS // 8 * BLOCKS)[None, None, :]
     rows = row0 + tl.arange(0, 8)[None, :, None] + i // BLOCKS * 8
     groups = column0 // 8 + i % BLOCKS * 4 + tl.arange(0, 4)[:, None, None]
-    index = placed(place, rows, groups, HAS_GROUPS, INTERPRETED)
+    index = group_indices(place, rows, groups, HAS_GROUPS, INTERPRETED)
     step, seed_low, seed_high = noise
     rest = rest16(index, step, stream, seed_low, seed_high, INTERPRETED)
     rest = tl.permute(tl.reshape(rest, (4, 8, ROWS // 8, BLOCKS, 8)), (2, 1, 3, 0, 4))
@@ -276,7 +276,7 @@ def transform_kernel(
             )
             rest = 0
             if ROUNDING.STOCHASTIC:
-                index = placed_in_tile(
+                index = tile_group_indices(
                     place, first, column0, WINDOW, 32, DRAWS.HAS_GROUPS, INTERPRETED
                 )
                 rest = rest_of_tile(index, noise, out.stream, INTERPRETED)

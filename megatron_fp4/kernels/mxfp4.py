@@ -16,7 +16,7 @@ import triton.language as tl
 
 from megatron_fp4.kernels import decode, encode, fp8
 from megatron_fp4.kernels.launch import kernel
-from megatron_fp4.kernels.philox import noise_of, placed_in_tile, rest_of_tile
+from megatron_fp4.kernels.philox import noise_of, rest_of_tile, tile_group_indices
 
 GROUP = 8  # elements that share a random draw, and a word
 
@@ -109,7 +109,7 @@ def quantize_along_rows(
             average = tl.reshape(average, (L, 8, C // B, B))
             codes = encode.nearer(scaled, blocked, half, average)
             words = encode.words(tl.reshape(codes, (L, 8, C // 8, 2, 2, 2)))
-        even, odd = encode.gathered(tl.reshape(pairs, (L, 8, C // 8, 2, 2)), INTERPRETED)
+        even, odd = encode.sign_bytes(tl.reshape(pairs, (L, 8, C // 8, 2, 2)), INTERPRETED)
         words |= encode.signs(even, odd)
     else:
         whole = tl.broadcast_to(whole[:, :, :, None], (L, 8, C // B, B // 2))
@@ -183,8 +183,8 @@ def quantize_along_columns(
             codes = tl.reshape(encode.nearer(scaled, blocked, half, average), (L, 2, 2, 2, C))
             words = encode.words(tl.permute(codes, (0, 4, 1, 2, 3)))
         even, odd = tl.split(tl.permute(tl.reshape(pairs, (L, 2, 2, 2, C // 2)), (0, 4, 1, 2, 3)))
-        low_even, high_even = encode.gathered(even, INTERPRETED)
-        low_odd, high_odd = encode.gathered(odd, INTERPRETED)
+        low_even, high_even = encode.sign_bytes(even, INTERPRETED)
+        low_odd, high_odd = encode.sign_bytes(odd, INTERPRETED)
         signs = tl.join(encode.signs(low_even, low_odd), encode.signs(high_even, high_odd))
         words |= tl.reshape(signs, (L, C))
     else:
@@ -301,7 +301,7 @@ def quantize_kernel(
     noise = noise_of(random, DRAWS.IN_MEMORY)
     if ROUNDING.STOCHASTIC:
         place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row
-        index = placed_in_tile(
+        index = tile_group_indices(
             place, row0, column0, TILE.ROWS, TILE.COLUMNS, DRAWS.HAS_GROUPS, INTERPRETED
         )
     if ROWS_CARRIER is not None:
