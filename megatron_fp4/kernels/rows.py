@@ -39,7 +39,7 @@ def _folded(
 
     x_ptr: the bits of BF16 [n_rows, n_columns], int16.
     fold_ptr: float32 factors, [n_columns] for AXIS 1 and [n_rows] for AXIS 0; read if HAS_FOLD.
-        They are the row scales of the other operand (docs/numerics.md, The three GEMMs).
+        They are 1 / gamma of the other operand's rows (docs/numerics.md, The three GEMMs).
     rows, columns: int32, the indices of the tile's rows and columns.
     """
     there = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
@@ -67,11 +67,14 @@ def largest_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Finds the bits of the largest magnitude of each line along AXIS, or of the matrix.
+    """Finds the bits of the largest magnitude of x times `fold`, of each line or of the whole
+    matrix.
 
-    The magnitudes are of x times `fold`; see `_folded`. The bits of NaN are larger than those of
-    Inf.
-    largest_ptr: int32, 0 at the launch; [lines] if PER_ROW, else [1].
+    A line is a row of the operand: the elements of x along AXIS.
+
+    x_ptr, fold_ptr: see `_folded`.
+    largest_ptr: int32, 0 at the launch; [lines] if PER_ROW, else [1]. The bits of NaN are larger
+        than those of Inf.
     """
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
@@ -86,11 +89,10 @@ def largest_kernel(
 
 @triton.jit
 def _gamma(largest, LIMIT: tl.constexpr):
-    """(float32 factor that scales a line, whether the line is finite), as `scaling.gamma` defines
-    them.
+    """(factor, finite) of lines: float32 that scales a line, and whether the line is finite.
 
     largest: int32, the bits of the largest magnitudes of lines. LIMIT: the element format's largest
-        number.
+        number. The factor is that of `scaling.gamma`.
     """
     amax = largest.to(tl.float32, bitcast=True)
     ratio = tl.div_rn(tl.full(amax.shape, LIMIT, tl.float32), amax)
@@ -139,6 +141,9 @@ def cast_kernel(
 ):
     """Quantizes x times `fold` to codes with AXIS last, and writes the scale gamma of each line.
 
+    A line is a row of the operand: the elements of x along AXIS. If it holds an Inf or a NaN, its
+    codes are 0 and its gamma is NaN.
+
     x_ptr, fold_ptr: see `_folded`.
     largest_ptr: int32, the bits of the largest magnitudes, [lines] if PER_ROW, else [1].
     codes_ptr: uint8 [lines, n], with n the length of AXIS; [lines, n / 2], two codes in a byte, if
@@ -146,8 +151,6 @@ def cast_kernel(
     gamma_ptr: float32, of largest_ptr's size.
     LIMIT, MANTISSA, BIAS: of the element format, its largest number, mantissa bits and exponent
         bias.
-
-    A line with Inf or NaN gets codes 0 and a gamma of NaN.
     """
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
