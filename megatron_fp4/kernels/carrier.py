@@ -294,7 +294,7 @@ _NOTHING = None, None, None, None, 0, 0
 
 
 def _room(operand: QuantizedTensor, element: torch.dtype) -> Carriers:
-    """Carriers of an operand whose memory is allocated but not written; the counts are 0."""
+    """New carriers of an operand, which are not written yet; the counts are 0."""
     codes, scales = operand.codes, operand.scales
     rows, blocks = scales.shape
     values = codes.new_empty(rows, blocks * operand.quantizer.block[1])

@@ -200,13 +200,14 @@ def stochastic(half, rest, PRESCALE: tl.constexpr, INTERPRETED: tl.constexpr):
     rest: int32, 256 r + 0xF000083 for random integers r in [0, 65536), from `philox.rest16`.
     PRESCALE: multiplies the magnitudes before they are rounded.
 
-    Returns int32 of which the three lower bytes are undefined.
+    Returns int32 of which the three lower bytes are undefined. `words_of_highest` packs such words
+    and undoes the complement.
 
     Divided by 2^126, the grid point 1 is the smallest normal number of float32, and 1/2 is
     subnormal, as both are in E2M1. So the bits of such a magnitude are 2^22 times its position
     among the codes. The product is rounded up, so that a magnitude just above a threshold stays
-    above it. With f the fractional part of the position, the upper code is taken where f > (r +
-    1/2) / 65536.
+    above it. With f the fractional part of the position, the upper code is taken where 65536 f > r
+    + 1/2.
     """
     factor = tl.full(half.shape, PRESCALE * 2.0**-125, tl.float32)
     if INTERPRETED:
@@ -322,7 +323,7 @@ def words_below(codes, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _highest_bytes(codes, INTERPRETED: tl.constexpr):
-    """Words [...] of the highest bytes of four words [..., 2, 2]; that of the first is the lowest
+    """Words [...] of the highest bytes of four words [..., 2, 2], in row-major order from the low
     byte."""
     first, second = tl.split(codes)
     if INTERPRETED:

@@ -121,6 +121,8 @@ def likely_exponent(
 ):
     """A row exponent that most rows of a matrix can share, guessed from a sample of the matrix.
 
+    docs/numerics.md, Carriers, defines row exponents.
+
     x_ptr: BF16 [n_rows, n_columns], sampled at 128 pairs of neighbours if PACKED is 0.
     scales_ptr: the E8M0 scales of blocks of PACKED codes, of which 128 are sampled otherwise.
     MANTISSA: mantissa bits of the FP8 format.

@@ -202,9 +202,9 @@ def _rest_along(
 
 @triton.jit
 def _row_across(b, k, GROUP: tl.constexpr):
-    """The row, within a window along the columns, that is element k of the product with matrix b.
+    """Which row of a window along the columns is multiplied by column k of its b-th matrix of 16.
 
-    b: int32, 0 to window / 16 - 1. k: int32, 0 to 15.
+    b: int32, 0 to window / 16 - 1. k: int32, 0 to 15. Returns the row's index in the window, int32.
     """
     # The number of matrices whose products sums and differences combine.
     SUMS: tl.constexpr = 2 if GROUP == 32 else 4
@@ -216,7 +216,9 @@ def _matrices_across(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
     """The matrices of 16 for a window along the columns, [window / 16, 16, 16], with the random
     signs.
 
-    They differ by their signs. signs: four int32 words from `philox.sign_words`.
+    There is one for each 16 rows that a product combines (`_row_across`). They differ by their
+    signs.
+    signs: four int32 words from `philox.sign_words`.
     """
     b = tl.arange(0, 8 if GROUP == 128 else 4)[:, None, None]
     k = tl.arange(0, 16)[None, None, :]

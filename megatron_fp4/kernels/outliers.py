@@ -76,7 +76,7 @@ def _next(keys, key, count, rank):
 
 @triton.jit
 def _between(first, second, weight):
-    """A quantile, float32: the value at `weight` of the way between those of two keys.
+    """A quantile, float32: first + weight (second - first) in float64, of the values of two keys.
 
     weight: the bits of a float64, as an integer, since Triton would round a float to float32.
     """

@@ -67,12 +67,14 @@ def sign_words(draw, stream, noise):
 
 @triton.jit
 def rest16(index, step, stream, seed_low, seed_high, INTERPRETED: tl.constexpr):
-    """256 r + 0xF000083 for random integers r in [0, 65536), as `encode.stochastic` takes them.
+    """Random numbers for the eight elements of each group, as `encode.stochastic` takes them.
 
-    index: int64 [..., n], the index of each group of eight elements.
+    index: int64 [..., n], the index of each group.
+    step, stream, seed_low, seed_high: see `philox`.
 
-    Returns int32 [..., 8 n]. Element j of a group takes word j // 2 of the group's draw, its low
-    half if j is even and its high half if j is odd.
+    Returns 256 r + 0xF000083 for random integers r in [0, 65536), int32 [..., 8 n]. The r of
+    element j of a group is a half of word j // 2 of the group's draw: the low half if j is even,
+    the high half if j is odd.
     """
     w0, w1, w2, w3 = philox(index, step, stream, seed_low, seed_high)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [..., 2, 2], in order: w0, w1, w2, w3

@@ -254,8 +254,7 @@ def transpose_kernel(
 
 
 def transposed(x: QuantizedTensor) -> QuantizedTensor:
-    """x with its blocked axis and its other axis exchanged: what `x.along` returns for the other
-    axis.
+    """x with the other axis as its blocked axis, as `x.along` returns it: the codes are transposed.
 
     x: E2M1 codes [rows, K / 2] with one scale for the tensor; rows and K are even.
     """

@@ -1,7 +1,8 @@
 """GEMMs of NVFP4 operands by Transformer Engine, which calls cuBLASLt.
 
-E2M1 codes and E4M3 block scales for 16 elements are passed as they are. Transformer Engine takes
-the largest magnitude of the tensor (amax) in place of the tensor scale, amax / (6 * 448).
+E2M1 codes and the E4M3 scales of blocks of 16 are passed as they are. Transformer Engine takes the
+tensor's largest magnitude, amax, and derives the tensor scale amax / (6 * 448) from it. So amax is
+computed back from the tensor scale.
 """
 
 from __future__ import annotations
