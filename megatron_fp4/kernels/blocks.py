@@ -1,8 +1,9 @@
-"""E2M1 codes under block scales in small floats (E4M3, UE5M3), with or without a scale of the
-tensor above them, in Triton: NVFP4 and its kin, with blocks of one row or of several.
+"""Quantization to E2M1 with block scales in E4M3 or UE5M3, in Triton: NVFP4 and similar formats.
 
-One kernel finds the tensor's largest magnitude, where that is asked for, and another scales, rounds
-and, along the columns, turns. The bits are those of `scaling.py`.
+A block lies in one row or is a rectangle of several rows. There may be a float32 scale of the
+tensor above the block scales. One kernel finds the tensor's largest magnitude, where a tensor scale
+needs it. Another scales, rounds and, for blocks along the columns, transposes. The bits are those
+of arithmetic/scaling.py.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.kernels.arguments import Draws
 from megatron_fp4.kernels.encode import nearest, pack, stochastic
 from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, planned, tiles
-from megatron_fp4.kernels.philox import noise_of, placed_in_tile, rest_of_tile
+from megatron_fp4.kernels.philox import noise_of, rest_of_tile, tile_group_indices
 from megatron_fp4.kernels.quantize import RANDOM, SILENCE, is_in_memory, random_of, signed
 from megatron_fp4.kernels.rows import INFINITE, fp8_code
 
-TILE, WARPS = 64, 4  # rows and columns of a program
-MANTISSA = 3  # of both formats
+TILE, WARPS = 64, 4  # rows and columns of a program's tile
+MANTISSA = 3  # mantissa bits of both scale formats
 
 
 @triton.jit
 def _loaded(x_ptr, n_rows, n_columns, TILE: tl.constexpr):
-    """A program's tile of x as float32; zeros beyond it."""
+    """A program's tile of x, float32 [TILE, TILE], with zeros outside of the matrix.
+
+    x_ptr: the bits of BF16 [n_rows, n_columns], int16.
+    """
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
     there = (rows < n_rows) & (columns < n_columns)
@@ -40,7 +44,11 @@ def _loaded(x_ptr, n_rows, n_columns, TILE: tl.constexpr):
 
 @triton.jit
 def _largest(v, ACROSS: tl.constexpr, ALONG: tl.constexpr):
-    """The bits of the blocks' largest magnitudes; those of Inf and NaN are INFINITE or above."""
+    """The bits of the largest magnitude of each block of v: int32 [rows / ACROSS, columns / ALONG].
+
+    v: float32 [rows, columns]. A block has ACROSS rows and ALONG columns. If it holds an Inf or a
+        NaN the result is INFINITE or larger.
+    """
     R: tl.constexpr = v.shape[0]
     C: tl.constexpr = v.shape[1]
     bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -64,7 +72,12 @@ def top_kernel(
     ALONG: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The bits of the largest magnitude of all blocks that are finite."""
+    """Finds the bits of the largest magnitude in all blocks that are finite.
+
+    x_ptr: the bits of BF16 [n_rows, n_columns], int16.
+    top_ptr: int32 [], 0 at the launch; the maximum is written to it.
+    AXIS: the blocked axis. ACROSS, ALONG: the size of a block across this axis and along it.
+    """
     v = _loaded(x_ptr, n_rows, n_columns, TILE)
     if AXIS == 0:
         v = tl.trans(v)
@@ -74,7 +87,12 @@ def top_kernel(
 
 @triton.jit
 def _scale_code(wanted, BIAS: tl.constexpr, MAX: tl.constexpr, UP: tl.constexpr):
-    """Codes of floats with three bits of mantissa, to nearest even or up, saturated."""
+    """Codes of block scales in the scale format, which has 3 mantissa bits.
+
+    wanted: float32, not negative. Larger numbers than MAX, the format's largest, become MAX.
+    BIAS: the format's exponent bias.
+    UP: whether the scale is rounded up instead of to nearest even.
+    """
     magnitude = tl.minimum(wanted, MAX)
     if UP:
         normal = ((magnitude.to(tl.int32, bitcast=True) + 0xFFFFF) >> 20) - ((127 - BIAS) << 3)
@@ -87,21 +105,24 @@ def _scale_code(wanted, BIAS: tl.constexpr, MAX: tl.constexpr, UP: tl.constexpr)
 
 @triton.jit
 def _scale_of(code, BIAS: tl.constexpr):
-    """What they stand for."""
+    """The float32 value of each code of a block scale. BIAS: the scale format's exponent bias."""
     normal = ((code << 20) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
     return tl.where(code < 8, code.to(tl.float32) * 2.0 ** (-BIAS - 2), normal)
 
 
 @triton.jit
 def _scale_byte(code, finite, NAN: tl.constexpr):
-    """Bytes of the blocks' scales: their codes, NAN for a block that is not finite."""
+    """The bytes of block scales: the code, or NAN for a block that is not finite."""
     return tl.where(finite, code, NAN).to(tl.uint8)
 
 
 @triton.jit
 def _divisor(code, unit, BIAS: tl.constexpr):
-    """What a block's elements are divided by: the scale of this code times `unit`, the tensor's
-    scale. Inf if that is zero, so that all quotients are zero."""
+    """What a block's elements are divided by: the block scale times the tensor scale `unit`.
+
+    code: the code of the block scale. If the product is 0 the divisor is Inf, so that all quotients
+        are 0.
+    """
     divisor = _scale_of(code, BIAS) * unit
     return tl.where(divisor > 0.0, divisor, float("inf"))
 
@@ -122,10 +143,13 @@ def _rest(
     INTERPRETED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """`rest` of `encode.stochastic` for the elements of a program's tile: int32 [TILE, TILE], AXIS
-    last. place: see `philox.placed`; noise: (step, the seed's words)."""
+    """Random bits for the elements of a program's tile: int32 [TILE, TILE], AXIS last.
+
+    They are the argument `rest` of `encode.stochastic`. place: see `philox.group_indices`. noise:
+    (step, low and high word of the seed). stream: the number of the random stream.
+    """
     row0, column0 = tl.program_id(0) * TILE, tl.program_id(1) * TILE
-    index = placed_in_tile(place, row0, column0, TILE, TILE, HAS_GROUPS, INTERPRETED)
+    index = tile_group_indices(place, row0, column0, TILE, TILE, HAS_GROUPS, INTERPRETED)
     rest = tl.reshape(rest_of_tile(index, noise, stream, INTERPRETED), (TILE, TILE))
     return tl.trans(rest) if AXIS == 0 else rest
 
@@ -156,8 +180,23 @@ def cast_kernel(
     INTERPRETED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """BF16 x [n_rows, n_columns] -> codes two a byte and scales, AXIS last, and the tensor's scale
-    where TENSOR_MAX is not 0. A block that is not finite has codes 0 and a scale of NaN."""
+    """Quantizes BF16 x [n_rows, n_columns] to codes, two in a byte, and block scales, with AXIS
+    last.
+
+    top_ptr: int32 [], the bits of the largest finite magnitude; read if TENSOR_MAX is not 0.
+    codes_ptr: uint8 [others, n / 2], with n the length of AXIS and `others` that of the other axis.
+    scales_ptr: uint8 [others / ACROSS, n / ALONG].
+    unit_ptr: float32 [], where the tensor scale is written if TENSOR_MAX is not 0.
+    stream, random, DRAWS: what the random bits depend on (arguments.py); read if STOCHASTIC.
+    ACROSS, ALONG: the size of a block across AXIS and along it.
+    TENSOR_MAX: the largest block scale under a tensor scale; 0 if there is no tensor scale.
+    INFLATE: multiplies block scales before they are rounded. UP: whether they are rounded up.
+    PRESCALE: multiplies scaled elements before they are rounded.
+    BIAS, MAX, NAN: of the scale format, its exponent bias, largest number and byte of NaN.
+
+    docs/numerics.md, E4M3 and UE5M3, has the steps. A block with Inf or NaN gets codes 0 and the
+    scale NaN.
+    """
     v = _loaded(x_ptr, n_rows, n_columns, TILE)
     rest = 0
     if STOCHASTIC:
@@ -214,8 +253,13 @@ def quantize(
     noise: Noise | None = None,
     widest: Tensor | None = None,
 ) -> QuantizedTensor:
-    """x [rows, columns] along `axis`. noise: for a stochastic quantizer. widest: what ranks agreed
-    on; see `quantize_matrix`."""
+    """Quantizes x in blocks along `axis` to E2M1 codes with E4M3 or UE5M3 scales.
+
+    x: BF16 [rows, columns].
+    noise: the source of random bits of a stochastic quantizer.
+    widest: the maximum over the ranks that share the tensor scale; see `quantize_matrix`. None
+        takes that of x.
+    """
     x = x.contiguous()
     rows, columns = x.shape
     k, others = x.shape[axis], x.shape[1 - axis]
@@ -244,7 +288,7 @@ def quantize(
 def _launches(
     rows: int, columns: int, quantizer: Quantizer, axis: int, in_memory: bool, has_groups: bool
 ) -> tuple[Launch, Launch]:
-    """What finds the largest magnitude, and what casts by it."""
+    """The launch that finds the largest magnitude, and the launch that quantizes."""
     scale = SCALE_FLOATS[quantizer.scale]
     assert scale.mantissa_bits == MANTISSA and E2M1_MAX == 6
     across, along = quantizer.block

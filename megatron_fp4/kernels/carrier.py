@@ -1,13 +1,16 @@
 """Converts E2M1 codes with E8M0 scales to FP8 carriers, which FP8 tensor cores multiply.
 
-An element c 2^s of a row is converted to c 2^(s - f), with a row exponent f that brings the row's
-largest scale to the top of FP8's window; 2^f multiplies the rows of the product. The conversion is
-exact while s - f lies in the window; elements below it are rounded, and counted (docs/numerics.md,
+An element c 2^s of a row is converted to c 2^(s - f). The row exponent f brings the row's largest
+scale to the top of FP8's window, and 2^f multiplies the row of the product. The conversion is exact
+while s - f lies in the window. Elements below it are rounded, and counted (docs/numerics.md,
 Carriers).
 
-f is known when all of a row has been read. The kernel that quantizes an operand can write its
-carriers too, with one row exponent for all rows, guessed from a sample. In rows that are exact
-under the guess the product is the same; the other rows are converted again here.
+f is known only when the whole row has been read. The kernel that quantizes an operand can therefore
+write its carriers with a guess, one row exponent for all rows, from a sample of the matrix. Rows
+that are exact under the guess have the same product as under their own f. The other rows are
+converted again here, which is called correction.
+
+Exponents are stored as E8M0 bytes are, with a bias of 127.
 """
 
 from __future__ import annotations
@@ -25,17 +28,21 @@ from megatron_fp4.kernels.fp8 import FORMATS, LOWEST, looked_up, table
 from megatron_fp4.kernels.launch import INTERPRETED, Launch, address, kernel, planned, tiles
 from megatron_fp4.operands import Carriers
 
-ROWS, BLOCKS, WARPS = 1, 256, 2  # of a program, by what was fastest on an H200
-# Where rows are corrected, a program goes over all of their blocks.
+# What a program converts, and its warps: what was fastest on an H200.
+ROWS, BLOCKS, WARPS = 1, 256, 2
+# The same where rows are corrected. Such a program loops over all blocks of its rows.
 CORRECTED_ROWS, CORRECTED_BLOCKS = 8, 8
-HELD = 2048  # scales that such a program holds: more would leave registers for few programs
+HELD = 2048  # scales in registers of such a program: with more, fewer programs run at once
 
 
 class Converted(NamedTuple):
     """One operand of `carry_kernel`.
 
-    codes: words of eight codes [rows, K / 8]. scales: bytes [rows, blocks]. elements: words of
-    four FP8 elements [rows, K / 4]. counts: see `operands.Carriers`.
+    codes: words of eight codes [rows, K / 8].
+    scales: bytes [rows, blocks].
+    elements: words of four FP8 elements [rows, K / 4].
+    counts: see `operands.Carriers`.
+    rows, blocks: the number of rows, and of blocks in a row.
     """
 
     codes: Any
@@ -47,12 +54,15 @@ class Converted(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How an operand is converted.
+    """How an operand is converted: constants of the compiled kernel.
 
-    CORRECTS: whether its carriers are there already, and only wrong rows are converted. ROWS,
-    BLOCKS: what a program converts at a time. MANTISSA, BIAS, NAN: of the FP8 format. BOTTOM, TOP:
-    its window, between which all elements are exact. LOWEST: the least k of `fp8.quick_table`.
-    WORDS: the words of codes in a block. ALL_BLOCKS: the blocks of a row, or the next power of two.
+    CORRECTS: whether carriers have been written with a guess, and only wrong rows are converted.
+    ROWS, BLOCKS: the rows and blocks that a program converts at a time.
+    MANTISSA, BIAS, NAN: mantissa bits, exponent bias and the byte of NaN of the FP8 format.
+    BOTTOM, TOP: the lowest and the highest s - f of its window, in which all elements are exact.
+    LOWEST: the lowest s - f for which `fp8.quick_table` is right.
+    WORDS: words of codes in a block.
+    ALL_BLOCKS: blocks in a row, rounded up to a power of two.
     """
 
     CORRECTS: bool
@@ -70,11 +80,12 @@ class Form(NamedTuple):
 
 @triton.jit
 def _row_exponent(scales, TOP: tl.constexpr):
-    """Row exponents [rows] that bring each row's largest scale to the top of FP8's window.
+    """Row exponents, int32 [rows], that bring each row's largest scale to the top of FP8's window.
 
-    scales: E8M0 bytes [rows, blocks] as int32, of which NaN (255) does not count. TOP: the largest
-    difference of scale and exponent in the window. The result is at least 1, so that the row factor
-    2^(exponent - 127) is a normal number.
+    scales: E8M0 bytes [rows, blocks] as int32, of which NaN (255) does not count.
+    TOP: the largest difference of scale and exponent in the window.
+
+    The result is at least 1, so that the row factor 2^(exponent - 127) is a normal number.
     """
     return tl.maximum(tl.max(tl.where(scales == 255, 0, scales), 1) - TOP, 1)
 
@@ -88,7 +99,10 @@ def _fits(scales, exponent, LOWEST: tl.constexpr, TOP: tl.constexpr):
 
 @triton.jit
 def _of_scale_0(scales, there):
-    """Which of the blocks that are `there` have the lowest scale. A block of zeros has it too."""
+    """Which blocks have the lowest scale byte, 0, as blocks of zeros have too.
+
+    there: whether the block exists.
+    """
     return there & (scales == 0)
 
 
@@ -101,15 +115,22 @@ def _final_exponent(wanted, exponent, guess):
 
 @triton.jit
 def _nonzero(words):
-    """How many of each word's eight codes are not zero; -0 is zero."""
+    """The number of codes, of the eight in each word, that are not 0 or -0."""
     nonzero = (words | (words >> 1) | (words >> 2)) & 0x11111111
-    return ((nonzero * 0x11111111) >> 28) & 15  # the sum of the digits
+    # The highest digit of the product is the sum of the digits.
+    return ((nonzero * 0x11111111) >> 28) & 15
 
 
 @triton.jit
 def _convert(x, rows, wanted, exponent, block0, FORM: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Converts FORM.BLOCKS blocks, from block0 on, of those rows that are wanted, and counts the
-    elements that are rounded and the blocks that are NaN. exponent: of each row."""
+    """Converts FORM.BLOCKS blocks, from block0 on, of the rows that are `wanted`.
+
+    x: a Converted.
+    rows: int32 [FORM.ROWS], row indices.
+    wanted, exponent: for each row, whether it is converted, and its row exponent.
+
+    Adds the number of rounded elements and of NaN blocks to the counts.
+    """
     ROWS: tl.constexpr = FORM.ROWS
     BLOCKS: tl.constexpr = FORM.BLOCKS
     WORDS: tl.constexpr = FORM.WORDS
@@ -140,13 +161,16 @@ def _convert(x, rows, wanted, exponent, block0, FORM: tl.constexpr, INTERPRETED:
     rounded = tl.where((k < FORM.BOTTOM)[:, :, None], _nonzero(words), 0)
     total = tl.sum(tl.reshape(rounded, (ROWS * BLOCKS * WORDS,)), 0)
     nans = tl.sum(tl.reshape((byte == 255).to(tl.int32), (ROWS * BLOCKS,)), 0)
-    tl.atomic_add(x.counts, total, mask=total > 0)  # rarely
+    tl.atomic_add(x.counts, total, mask=total > 0)  # total is rarely above 0
     tl.atomic_add(x.counts + 1, nans, mask=nans > 0)
 
 
 @triton.jit
 def _holds_codes(x, rows, block0, FORM: tl.constexpr):
-    """In which rows one of FORM.BLOCKS blocks of scale 0, from block0 on, is not all zeros."""
+    """Whether a row has a block of scale 0 that is not all zeros, as int32 [FORM.ROWS], 1 or 0.
+
+    It looks at FORM.BLOCKS blocks of each row, from block0 on.
+    """
     ROWS: tl.constexpr = FORM.ROWS
     BLOCKS: tl.constexpr = FORM.BLOCKS
     WORDS: tl.constexpr = FORM.WORDS
@@ -163,7 +187,8 @@ def _holds_codes(x, rows, block0, FORM: tl.constexpr):
 
 @triton.jit
 def _programs(x, FORM: tl.constexpr):
-    """The number of programs of one operand. One that corrects rows takes all of their blocks."""
+    """The number of programs for one operand. When rows are corrected, each program takes whole
+    rows."""
     tiles = tl.cdiv(x.rows, FORM.ROWS)
     return tiles if FORM.CORRECTS else tiles * tl.cdiv(x.blocks, FORM.BLOCKS)
 
@@ -175,7 +200,10 @@ def _operand(
     FORM: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The part of one program in the conversion of an operand; see `carry_kernel`."""
+    """Executes one program of the conversion of an operand; see `carry_kernel`.
+
+    x: a Converted. program: its number among the programs of this operand.
+    """
     tile = 0
     if not FORM.CORRECTS:
         tiles = tl.cdiv(x.blocks, FORM.BLOCKS)
@@ -193,7 +221,7 @@ def _operand(
         fits = _fits(scales, guess, FORM.LOWEST, FORM.TOP)
         lowest = _of_scale_0(scales, there)
         wrong = tl.max((there & ~fits & ~lowest).to(tl.int32), 1)
-        if tl.max(tl.max(lowest.to(tl.int32), 1), 0) > 0:  # zeros are zeros under any exponent
+        if tl.max(tl.max(lowest.to(tl.int32), 1), 0) > 0:  # blocks of zeros fit any exponent
             for block0 in range(0, FORM.ALL_BLOCKS, FORM.BLOCKS):
                 wrong |= _holds_codes(x, rows, block0, FORM)
         wanted = wrong > 0
@@ -216,12 +244,14 @@ def carry_kernel(
     B: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Converts both operands of a product to FP8, one after the other, or one of them.
+    """Converts one operand of a product to FP8, or both in one launch.
 
     a, b: a Converted. A, B: a Form; B is None if there is one operand. Writes the carriers and the
-    row factors, and adds to the counts. If an operand is corrected, its carriers are there under
-    the row exponent in its counts; a row is converted again if one of its blocks that is not all
-    zeros is NaN, or has k below LOWEST or above TOP.
+        row factors, and adds to the counts.
+
+    If an operand is corrected, its carriers have been written under the row exponent in its counts.
+    A row is converted again if one of its blocks that is not all zeros is NaN or has a scale that
+    is not in [LOWEST, TOP] relative to this exponent.
     """
     program = tl.program_id(0)
     first = _programs(a, A)
@@ -236,11 +266,13 @@ def carried(
 ) -> list[Carriers]:
     """Converts one operand, or both operands of a product, to FP8 carriers.
 
-    operands: codes [rows, K / 2] with scales [rows, K / 32] or [rows, K / 16], the FP8 dtype, and
-    the carriers that the maker wrote beside the codes, or None. Those are corrected in place, which
-    may be done once: rows that do not fit the window of the guessed row exponent are converted
-    again. Elements and row factor of a row may then have exchanged a power of two; their product is
-    the same.
+    operands: for each, the codes [rows, K / 2] with scales [rows, K / 32] or [rows, K / 16], the
+        FP8 dtype, and the carriers that the maker wrote beside the codes, or None.
+
+    Carriers that the maker wrote are corrected in place, which may be done once: rows that do not
+    fit the window of the guessed row exponent are converted again. A row that is kept may differ
+    from the result of a conversion without a guess by a power of two, which its row factor undoes:
+    their product is the same.
     """
     given: tuple[Any, ...] = ()
     kinds: tuple[Kind, ...] = ()
@@ -262,7 +294,7 @@ _NOTHING = None, None, None, None, 0, 0
 
 
 def _room(operand: QuantizedTensor, element: torch.dtype) -> Carriers:
-    """Carriers of an operand, not converted yet."""
+    """New carriers of an operand, which are not written yet; the counts are 0."""
     codes, scales = operand.codes, operand.scales
     rows, blocks = scales.shape
     values = codes.new_empty(rows, blocks * operand.quantizer.block[1])
@@ -271,12 +303,13 @@ def _room(operand: QuantizedTensor, element: torch.dtype) -> Carriers:
     return Carriers(values, element, counts, addresses)
 
 
-# Of an operand: its rows, blocks in a row, block size, FP8 dtype, and whether it is corrected.
+# An operand: its rows, blocks in a row, block size, FP8 dtype, and whether it is corrected.
 Kind = tuple[int, int, int, torch.dtype, bool]
 
 
 @planned
 def _launch(*kinds: Kind) -> Launch:
+    """The launch of `carry_kernel` for one operand or two."""
     forms = [_form(kind) for kind in kinds]
     programs = [
         tiles(rows, form.ROWS) * (1 if form.CORRECTS else tiles(blocks, form.BLOCKS))
@@ -292,6 +325,7 @@ def _launch(*kinds: Kind) -> Launch:
 
 
 def _form(kind: Kind) -> Form:
+    """The Form of an operand. Tile sizes are those that were fastest on an H200."""
     _, blocks, block, element, corrects = kind
     every = 1 << (blocks - 1).bit_length()
     rows = max(1, min(CORRECTED_ROWS, HELD // every))
@@ -303,7 +337,7 @@ def _form(kind: Kind) -> Form:
 
 @kernel(fp_fusion=True)
 def elements_kernel(codes_ptr, out_ptr, n, INTERPRETED: tl.constexpr, TILE: tl.constexpr):
-    """Converts n words of eight codes to words of four E4M3 elements."""
+    """Converts n words of eight codes to 2 n words of four E4M3 elements, without scales."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     words = tl.load(codes_ptr + at, mask=at < n, other=0)
     low, high = tl.full((TILE,), 0x3C383000, tl.int32), tl.full((TILE,), 0x4C484440, tl.int32)
@@ -314,7 +348,7 @@ def elements_kernel(codes_ptr, out_ptr, n, INTERPRETED: tl.constexpr, TILE: tl.c
 
 
 def elements(codes: Tensor) -> Tensor:
-    """E4M3 [rows, K] of E2M1 codes [rows, K / 2], two in a byte. K is a multiple of 8."""
+    """E4M3 elements [rows, K] of E2M1 codes [rows, K / 2], without scales. K is a multiple of 8."""
     rows, half = codes.shape
     out = codes.new_empty(rows, 2 * half)
     words = codes.numel() // 4

@@ -1,4 +1,7 @@
-"""DGE's factor on the gradient of a weight, in Triton; see `estimators.DGE`."""
+"""Multiplies the gradient of a weight by the factor of the DGE estimator, in Triton.
+
+`arithmetic.estimators.DGE` defines the factor.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ TILE, WARPS = 2048, 4
 
 @triton.jit
 def _per_unit(x):
-    """How many steps of E2M1's grid a unit holds at the magnitudes x."""
+    """The number of E2M1 grid steps in an interval of length 1 at the magnitudes x: 2, 1 or 1/2."""
     return tl.where(x < 2.0, 2.0, tl.where(x < 4.0, 1.0, 0.5))
 
 
 @triton.jit
 def _place(x):
-    """Where magnitudes x lie between their neighbours on E2M1's grid, from -1 to 1."""
+    """The position u of magnitudes x between their neighbours on the E2M1 grid, from -1 to 1."""
     per_unit = _per_unit(x)
     steps = x * per_unit
     low = tl.minimum(tl.floor(steps), 4.0 * per_unit)  # 6 ends the last step
@@ -31,7 +34,7 @@ def _place(x):
 
 @triton.jit
 def _factor(x, power, share, clip):
-    """min(share |u|^power, clip) for magnitudes x with u = `_place`(x); NaN for NaN."""
+    """min(share |u|^power, clip) for magnitudes x, with u = `_place`(x). NaN for NaN."""
     u = tl.maximum(tl.abs(_place(x)), 1e-37)  # 0 has no logarithm
     factor = tl.minimum(tl.exp2(tl.log2(u) * power) * share, clip)
     return tl.where(x == x, factor, float("nan"))
@@ -48,8 +51,16 @@ def factor_kernel(
     clip,
     TILE: tl.constexpr,
 ):
-    """dw *= min(share |u|^power, clip), where u in [-1, 1] is the scaled weight's place between
-    its neighbours on E2M1's grid."""
+    """Multiplies dw in place by min(share |u|^power, clip).
+
+    u in [-1, 1] is the position of the scaled weight between its neighbours on the E2M1 grid.
+
+    dw_ptr: float32 [rows, n_columns].
+    weight_ptr: the bits of BF16 [rows, n_columns], int16.
+    gamma_ptr: float32 [rows], which multiplies the weights.
+    power, share, clip: 1/k - 1, 1/k, and the upper bound of the factor, of the estimator.
+    TILE: columns of a program, which has one row.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     there = at < n_columns
@@ -61,8 +72,12 @@ def factor_kernel(
 
 
 def scale(estimator: DGE, dw: Tensor, w: QuantizedTensor, weight: Tensor) -> Tensor:
-    """dw [out, in], float32 and contiguous, multiplied in place by the factor of `weight`, BF16, of
-    which `w` was made with a float32 scale for each row."""
+    """Multiplies dw in place by the DGE factor of the weight, and returns it.
+
+    dw: float32 [out, in], contiguous.
+    w: the quantized weight, with a float32 scale for each row.
+    weight: BF16 [out, in], from which `w` was made.
+    """
     rows, columns = dw.shape
     weight = weight.contiguous()
     with on(dw):

@@ -1,6 +1,7 @@
-"""FP8 bytes of E2M1 codes times a power of two, in Triton.
+"""Converts E2M1 codes, times a power of two, to FP8 bytes, in Triton.
 
-A word of eight codes chooses among the bytes of eight magnitudes, which a block shares.
+The elements of a block have eight magnitudes. Their FP8 bytes are computed once for the block, as
+two words (`table`, `quick_table`), and each code selects one of them (`looked_up`).
 """
 
 from __future__ import annotations
@@ -11,22 +12,29 @@ import triton.language as tl
 
 from megatron_fp4.kernels.encode import nearest_even
 
-# Mantissa bits, bias, the code of NaN, and the window of k in which every code times 2^k is exact.
+# Mantissa bits, exponent bias, the byte of NaN, and the window: the lowest and the highest k for
+# which every code times 2^k is exact.
 FORMATS = {
     torch.float8_e4m3fn: (3, 7, 0x7F, -8, 6),
     torch.float8_e5m2: (2, 15, 0x7F, -15, 13),
 }
-# By mantissa bits: the least k of `quick_table`.
+# The lowest k for which `quick_table` is right, by mantissa bits.
 LOWEST = {3: -7, 2: -13}
 _SAMPLES = tl.constexpr(128)
 
 
 @triton.jit
 def table(power, SECOND: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """FP8 bytes, in one word, of the first or the last four magnitudes of E2M1 times `power`.
+    """The FP8 bytes of four E2M1 magnitudes times `power`, in one word, the smallest in the lowest
+    byte.
 
-    Divided by 2^(127 - bias) a float32 has FP8's exponents, subnormal numbers included, so that
-    rounding to nearest even is an integer addition.
+    power: float32 powers of two.
+    SECOND: whether the magnitudes are 2, 3, 4 and 6; otherwise they are 0, 1/2, 1 and 3/2.
+    MANTISSA, BIAS: mantissa bits and exponent bias of the FP8 format.
+
+    Products are rounded to nearest even, to subnormal numbers too. None may exceed the format's
+    largest number. Divided by 2^(127 - BIAS), a float32 has the exponent bits of the FP8 number, so
+    that rounding is an integer addition.
     """
     word = tl.zeros(power.shape, tl.int32)
     for i in tl.static_range(4):
@@ -41,7 +49,11 @@ def table(power, SECOND: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexp
 
 @triton.jit
 def looked_up(words, low, high, INTERPRETED: tl.constexpr):
-    """The bytes of a word's eight codes, as two words: low and high hold those of magnitudes."""
+    """The FP8 bytes of a word's eight codes, as two words of four bytes in the order of the codes.
+
+    low, high: words with the bytes of the magnitudes 0, 1/2, 1, 3/2 and of 2, 3, 4, 6 (`table`).
+        The sign of a code becomes bit 7 of its byte.
+    """
     if INTERPRETED:
         first = tl.zeros(words.shape, tl.int32)
         second = tl.zeros(words.shape, tl.int32)
@@ -54,7 +66,8 @@ def looked_up(words, low, high, INTERPRETED: tl.constexpr):
             else:
                 second |= byte << (8 * i - 32)
         return first, second
-    # prmt takes a byte of a table of eight for each of four nibbles; so also for the signs.
+    # prmt selects a byte from a table of eight for each of four nibbles. The signs are bytes from a
+    # table of 0x00 and 0x80.
     return tl.inline_asm_elementwise(
         """
         {
@@ -82,8 +95,11 @@ def looked_up(words, low, high, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def quick_table(k, MANTISSA: tl.constexpr):
-    """Both words of `table` for 2^k, for other k some bytes: an addition to exponents, and where
-    the first of E4M3's magnitudes are subnormal a shift."""
+    """Both words of `table` for the power 2^k, from constants by integer operations.
+
+    k: int32. The bytes are right for k from LOWEST to the top of the format's window (FORMATS); for
+        other k they are arbitrary, and `carrier.carry_kernel` has to convert the block again.
+    """
     if MANTISSA == 3:
         k = tl.minimum(tl.maximum(k, -7), 6)
         subnormal = 0x0C080400 >> tl.maximum(-6 - k, 0)
@@ -105,8 +121,14 @@ def likely_exponent(
 ):
     """A row exponent that most rows of a matrix can share, guessed from a sample of the matrix.
 
-    x_ptr: BF16, which is sampled if PACKED is 0. scales_ptr: the scales of blocks of PACKED codes,
-    which are sampled otherwise. What is not finite is left out. All programs find the same.
+    docs/numerics.md, Carriers, defines row exponents.
+
+    x_ptr: BF16 [n_rows, n_columns], sampled at 128 pairs of neighbours if PACKED is 0.
+    scales_ptr: the E8M0 scales of blocks of PACKED codes, of which 128 are sampled otherwise.
+    MANTISSA: mantissa bits of the FP8 format.
+
+    Inf and NaN are ignored. Returns the exponent with its bias of 127, at least 1. All programs of
+    a launch get the same result.
     """
     i = tl.arange(0, _SAMPLES).to(tl.int64)
     rows = (i * n_rows) // _SAMPLES
@@ -120,5 +142,6 @@ def likely_exponent(
         pairs = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + at)
         low, high = _finite_or_0(pairs & 0x7FFF), _finite_or_0((pairs >> 16) & 0x7FFF)
         largest = (tl.max(tl.maximum(low, high), 0) >> 7) - 2
-    # E4M3: seven binades for the larger, six for the smaller; E5M2: thirteen and thirteen.
+    # Around the largest block of the sample E4M3 then holds blocks that are up to 7 binades larger
+    # and 6 smaller, and E5M2 13 larger and 13 smaller.
     return tl.maximum(largest + 1 if MANTISSA == 3 else largest, 1)

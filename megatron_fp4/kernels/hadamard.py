@@ -1,12 +1,15 @@
-"""MXFP4 quantization after a Hadamard transform, in Triton.
+"""Quantization to E2M1 codes with E8M0 scales after a Hadamard transform, in Triton.
 
-H of 64 is the product of six transforms of two, one for each bit of an element's index. Tensor
-cores make four of them, as a product with a matrix of 16; the others are sums and differences of
-what one thread holds. Which bits are which is chosen so that threads hold the product as the
-quantizer wants it, eight rows of eight columns, and X as memory gives it: nothing changes hands.
+A transform of 64 elements is the product of six transforms of two, one for each bit of an element's
+index. Tensor cores compute four of them, as a product with a matrix of 16. The others are sums and
+differences of values that one thread holds. The bits of the product are chosen so that each thread
+gets X as memory delivers it, and the result as the quantizer needs it, eight rows of eight columns.
+So no data move between threads. docs/notes/quantize-kernels.md has the measurements.
 
-Signs come before H: they are those of the matrices' entries. A group of 32 is half of a window of
-64, one of 128 a window of its own.
+The random signs, which multiply X before the transform, are multiplied into the matrices of 16.
+
+A window is the part of a row or column that one step transforms. It has 64 elements for groups of
+32 (two groups) and 64, and 128 elements for groups of 128.
 """
 
 from __future__ import annotations
@@ -18,18 +21,18 @@ from megatron_fp4.kernels.encode import bf16_bits
 from megatron_fp4.kernels.launch import kernel
 from megatron_fp4.kernels.mxfp4 import loaded, quantize_along_columns, quantize_along_rows
 from megatron_fp4.kernels.philox import (
+    group_indices,
     noise_of,
-    placed,
-    placed_in_tile,
     rest16,
     rest_of_tile,
     sign_words,
+    tile_group_indices,
 )
 
 
 @triton.jit
 def _rounded(low, high, INTERPRETED: tl.constexpr):
-    """Words of two float32 rounded to BF16."""
+    """Words of two BF16 values: `low` and `high`, float32, rounded to nearest even."""
     if INTERPRETED:
         return bf16_bits(low) | (bf16_bits(high) << 16)
     return tl.inline_asm_elementwise(
@@ -38,9 +41,11 @@ def _rounded(low, high, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _factor(x, INTERPRETED: tl.constexpr):
-    """A factor of a product, BF16. Triton's interpreter would multiply that as the integers of its
-    bits: float32 there."""
+def _dot_operand(x, INTERPRETED: tl.constexpr):
+    """BF16 x as an operand of tl.dot.
+
+    Triton's interpreter would multiply BF16 as the integers of its bits, so there it is float32.
+    """
     if INTERPRETED:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
         return bits.to(tl.float32, bitcast=True)
@@ -49,26 +54,39 @@ def _factor(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _entries(i, j, place, signs, GROUP: tl.constexpr):
-    """(-1)^popcount(i and j) with the sign at `place` of a group, one of 128 bits; over 8, the root
-    of 64, where that is the group. BF16."""
+    """Entries (i, j) of a Hadamard matrix of 16 in BF16, multiplied by random signs.
+
+    i, j: int32, row and column, 0 to 15.
+    place: the index, within its group, of the element whose sign multiplies the entry.
+    signs: four int32 words from `philox.sign_words`.
+    GROUP: the size of the group. For 64 the entries contain the factor 1 / sqrt(64), which is
+        exact; other groups take theirs after the product.
+    """
     w0, w1, w2, w3 = signs
     first = tl.where((place & 32) != 0, w1, w0)
     second = tl.where((place & 32) != 0, w3, w2)
     sign = tl.where((place & 64) != 0, second, first) >> (place & 31)
-    odd = 0x6996 >> (i & j)  # bit n: whether popcount(n) is
+    odd = 0x6996 >> (i & j)  # bit n of 0x6996: whether popcount(n) is odd
     one = 0x3E00 if GROUP == 64 else 0x3F80
     return (one | (((odd ^ sign) & 1) << 15)).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _sum_and_difference(first, second):
-    """The Hadamard transform of two elements: [..., 2] of their sum and their difference."""
+    """The Hadamard transform of two elements: [..., 2], their sum and their difference."""
     return tl.join(first + second, first - second)
 
 
 @triton.jit
-def _summed(x, BITS: tl.constexpr, BUT: tl.constexpr):
-    """x [2, ..., 2, rest], transformed over its first axes but one, which become the last."""
+def _butterflies(x, BITS: tl.constexpr, BUT: tl.constexpr):
+    """Hadamard transforms of two along the first axes of x, which become its last axes.
+
+    x: its elements in row-major order are [2, ..., 2, rest], with BITS axes of 2.
+    BUT: the index of one of these axes that is moved but not transformed; -1 if all are
+        transformed.
+
+    Returns the elements [rest, 2, ..., 2] in the shape [x.numel / 2, 2].
+    """
     for bit in tl.static_range(BITS):
         first, second = tl.split(tl.trans(tl.reshape(x, (2, x.numel // 2))))
         if bit == BUT:
@@ -80,26 +98,31 @@ def _summed(x, BITS: tl.constexpr, BUT: tl.constexpr):
 
 @triton.jit
 def _scaled(product, FACTOR: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Words of two neighbours of a product [..., 2]."""
+    """Words of two neighbours, float32 [..., 2], multiplied by FACTOR and rounded to BF16."""
     if FACTOR != 1.0:
         product *= FACTOR
     low, high = tl.split(product)
     return _rounded(low, high, INTERPRETED)
 
 
-# Bits of a column's index within its window, along the rows: 4 and 3 the thread, 1 and 0 with them
-# in the product, 2, 5 and 6 in sums. The product's index is (1, 4, 3, 0).
+# Along the rows. Of the bits of a column's index within its window the product transforms bits 4,
+# 3, 1 and 0, and sums and differences transform bits 2, 5 and 6. Bits 4 and 3 number the threads.
+# The index into a matrix of 16 has the bits (1, 4, 3, 0), highest first.
 
 
 @triton.jit
 def _matrices_along(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
-    """[2 * blocks, 16, 16], by bit 2 and the block of 32."""
+    """The matrices of 16 for a window along the rows, [2 * BLOCKS, 16, 16], with the random signs.
+
+    There is one for each value of bit 2 of the column and for each block of 32 columns of the
+    window; they differ by their signs. signs: four int32 words from `philox.sign_words`.
+    """
     BLOCKS: tl.constexpr = 4 if GROUP == 128 else 2
     b = tl.arange(0, 2 * BLOCKS)[:, None, None]
     k = tl.arange(0, 16)[None, :, None]
     place = b % BLOCKS * 32 + (k >> 1) % 4 * 8 + b // BLOCKS * 4 + (k >> 3) * 2 + k % 2
     entries = _entries(k, tl.arange(0, 16)[None, None, :], place % GROUP, signs, GROUP)
-    return _factor(entries, INTERPRETED)
+    return _dot_operand(entries, INTERPRETED)
 
 
 @triton.jit
@@ -116,16 +139,23 @@ def _transformed_along(
     EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A tile transformed along its rows: words of two BF16 [ROWS / 8, 8, window / 2]."""
+    """A tile of x transformed along its rows: words of two BF16 [ROWS / 8, 8, window / 2].
+
+    x_ptr: BF16 [n_rows, n_columns].
+    h: the matrices of 16, from `_matrices_along`.
+    row0, column0: the first row and column of the tile.
+    FACTOR: multiplies the result.
+    EVEN: whether tiles fill the matrix.
+    """
     BLOCKS: tl.constexpr = 4 if GROUP == 128 else 2
     rows = row0 + tl.arange(0, ROWS)[:, None, None]
     block = 32 * tl.arange(0, BLOCKS)[None, :, None]
     columns = column0 + block + tl.arange(0, 32)[None, None, :]
     x = loaded(x_ptr, rows, columns, n_rows, n_columns, EVEN)
     x = tl.permute(tl.reshape(x, (ROWS, BLOCKS, 4, 2, 2, 2)), (3, 1, 0, 4, 2, 5))
-    x = _factor(tl.reshape(x, (2 * BLOCKS, ROWS, 16)), INTERPRETED)
+    x = _dot_operand(tl.reshape(x, (2 * BLOCKS, ROWS, 16)), INTERPRETED)
     product = tl.dot(x, h, input_precision="ieee")
-    product = _summed(product, 3 if BLOCKS == 4 else 2, 1 if GROUP == 32 else -1)
+    product = _butterflies(product, 3 if BLOCKS == 4 else 2, 1 if GROUP == 32 else -1)
     product = tl.permute(tl.reshape(product, (ROWS, 2, 4, 2, 2, BLOCKS)), (0, 5, 2, 4, 1, 3))
     return _scaled(tl.reshape(product, (ROWS // 8, 8, BLOCKS * 16, 2)), FACTOR, INTERPRETED)
 
@@ -142,37 +172,59 @@ def _rest_along(
     HAS_GROUPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """`rest16` of such a tile, four threads to a row."""
+    """`philox.rest16` of a tile that is transformed along its rows.
+
+    place: see `philox.group_indices`.
+    row0, column0: the first row and column of the tile.
+    noise: (step, low and high word of the seed).
+    stream: the number of the random stream.
+    BLOCKS: the number of blocks of 32 columns in the tile.
+
+    Returns int32 [ROWS / 8, 8, BLOCKS * 32]. The bits of a row are drawn by the four threads that
+    hold the row after the transform.
+    """
     i = tl.arange(0, ROWS // 8 * BLOCKS)[None, None, :]
     rows = row0 + tl.arange(0, 8)[None, :, None] + i // BLOCKS * 8
     groups = column0 // 8 + i % BLOCKS * 4 + tl.arange(0, 4)[:, None, None]
-    index = placed(place, rows, groups, HAS_GROUPS, INTERPRETED)
+    index = group_indices(place, rows, groups, HAS_GROUPS, INTERPRETED)
     step, seed_low, seed_high = noise
     rest = rest16(index, step, stream, seed_low, seed_high, INTERPRETED)
     rest = tl.permute(tl.reshape(rest, (4, 8, ROWS // 8, BLOCKS, 8)), (2, 1, 3, 0, 4))
     return tl.reshape(rest, (ROWS // 8, 8, BLOCKS * 32))
 
 
-# Bits of a row's index within its window, along the columns: 5, 4, 3 and 0 in the product, 2, 1 and
-# 6 in sums; of a group of 32 4, 3, 2 and 0, and 1. Columns are a matrix's second factor, which
-# threads hold by the columns' bits 4, 3 and 2, and the product by 4 and 3.
+# Along the columns. Of the bits of a row's index within its window the product transforms bits 5,
+# 4, 3 and 0, and sums and differences transform bits 2, 1 and 6. For groups of 32 the product
+# transforms bits 4, 3, 2 and 0, and sums and differences bit 1. X is the second factor of the
+# product. Bits 4, 3 and 2 of a column's index number the threads that load it, and bits 4 and 3 the
+# threads that hold the product.
 
 
 @triton.jit
 def _row_across(b, k, GROUP: tl.constexpr):
-    """Which row is k in the matrix b of a window."""
-    SUMS: tl.constexpr = 2 if GROUP == 32 else 4  # that the lower bits make
+    """Which row of a window along the columns is multiplied by column k of its b-th matrix of 16.
+
+    b: int32, 0 to window / 16 - 1. k: int32, 0 to 15. Returns the row's index in the window, int32.
+    """
+    # The number of matrices whose products sums and differences combine.
+    SUMS: tl.constexpr = 2 if GROUP == 32 else 4
     return b // SUMS * (16 * SUMS) + k % 8 * (2 * SUMS) + b % SUMS * 2 + (k >> 3)
 
 
 @triton.jit
 def _matrices_across(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
-    """[window / 16, 16, 16]."""
+    """The matrices of 16 for a window along the columns, [window / 16, 16, 16], with the random
+    signs.
+
+    There is one for each 16 rows that a product combines (`_row_across`). They differ by their
+    signs.
+    signs: four int32 words from `philox.sign_words`.
+    """
     b = tl.arange(0, 8 if GROUP == 128 else 4)[:, None, None]
     k = tl.arange(0, 16)[None, None, :]
     place = _row_across(b, k, GROUP) % GROUP
     entries = _entries(tl.arange(0, 16)[None, :, None], k, place, signs, GROUP)
-    return _factor(entries, INTERPRETED)
+    return _dot_operand(entries, INTERPRETED)
 
 
 @triton.jit
@@ -188,20 +240,28 @@ def _transformed_across(
     EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A tile of 32 columns transformed along them: words of two neighbours in a row, BF16
-    [window / 8, 8, 16]."""
+    """A tile of 32 columns of x, transformed along its columns.
+
+    x_ptr: BF16 [n_rows, n_columns].
+    h: the matrices of 16, from `_matrices_across`.
+    row0, column0: the first row and column of the tile.
+    FACTOR: multiplies the result.
+    EVEN: whether tiles fill the matrix.
+
+    Returns words of two neighbours of a row, BF16 [window / 8, 8, 16].
+    """
     BATCH: tl.constexpr = 8 if GROUP == 128 else 4
     SUMS: tl.constexpr = 2 if GROUP == 32 else 4
-    # As memory is read the threads of a warp take four rows of eight times four columns.
+    # A warp loads four rows at a time: eight threads for a row, each with four columns.
     i = tl.arange(0, 16)[:, None, None]
     k = (i >> 3) * 8 + i % 4 * 2 + (i >> 2) % 2
     rows = row0 + _row_across(tl.arange(0, BATCH)[None, :, None], k, GROUP)
     columns = tl.multiple_of(column0 + tl.arange(0, 32)[None, None, :], [1, 1, 4])
     x = loaded(x_ptr, rows, columns, n_rows, n_columns, EVEN)
     x = tl.permute(tl.reshape(x, (2, 2, 4, BATCH, 8, 4)), (3, 0, 2, 1, 5, 4))
-    x = _factor(tl.reshape(x, (BATCH, 16, 32)), INTERPRETED)
+    x = _dot_operand(tl.reshape(x, (BATCH, 16, 32)), INTERPRETED)
     product = tl.dot(h, x, input_precision="ieee")
-    product = _summed(product, 3 if BATCH == 8 else 2, 0 if GROUP == 32 else -1)
+    product = _butterflies(product, 3 if BATCH == 8 else 2, 0 if GROUP == 32 else -1)
     product = tl.reshape(product, (2, 8, 4, 8, BATCH // SUMS, SUMS))
     product = tl.permute(product, (4, 1, 5, 0, 3, 2))
     return _scaled(tl.reshape(product, (BATCH * 2, 8, 16, 2)), FACTOR, INTERPRETED)
@@ -228,15 +288,16 @@ def transform_kernel(
 ):
     """Transforms x in groups along AXIS and quantizes it in blocks along the same axis.
 
-    x_ptr: BF16 [n_rows, n_columns], row-major. out: an Output without carriers, for which no
-        registers are left.
-    signs_stream, draw, draw_in_memory: the stream and the draw of the random signs, if HAS_SIGNS;
-        the draw is int64 [] in memory if DRAWS.IN_MEMORY.
+    x_ptr: BF16 [n_rows, n_columns], row-major.
+    out: an Output without carriers, since no registers are left to convert to FP8.
+    signs_stream, draw: stream and draw word of the random signs, read if HAS_SIGNS.
+    draw_in_memory: int64 [], holds the draw word instead if DRAWS.IN_MEMORY.
     random, ROUNDING, DRAWS, TILE: see arguments.py.
-    FACTOR: multiplies the transformed values.
+    GROUP: 32, 64 or 128. FACTOR: multiplies the transformed values; 1 for GROUP 64, whose matrices
+        contain it.
 
     A program steps through its tile by 16 rows (AXIS 1) or by windows of rows (AXIS 0). It has one
-    warp, so that no data moves between warps.
+    warp, so that no data move between warps.
     """
     row0 = tl.program_id(0) * TILE.ROWS
     column0 = tl.program_id(1) * TILE.COLUMNS
@@ -276,7 +337,7 @@ def transform_kernel(
             )
             rest = 0
             if ROUNDING.STOCHASTIC:
-                index = placed_in_tile(
+                index = tile_group_indices(
                     place, first, column0, WINDOW, 32, DRAWS.HAS_GROUPS, INTERPRETED
                 )
                 rest = rest_of_tile(index, noise, out.stream, INTERPRETED)

@@ -1,12 +1,12 @@
-"""Quantization to E2M1 codes, two in a byte, with an E8M0 scale for each block of 16 or 32.
+"""Quantization to E2M1 codes with an E8M0 scale for each block of 16 or 32, in Triton.
 
-docs/numerics.md defines the bits, and arithmetic/quantizer.py is the oracle. A tile of the matrix
-is read once and quantized in blocks along its rows, along its columns, or both.
+docs/numerics.md defines the bits, and arithmetic/quantizer.py is the reference. A tile of the
+matrix is read once and quantized in blocks along its rows, along its columns, or both.
 
-Tiles are [rows / 8, 8, columns]. The threads of a warp are spread over the last axis first and then
-over the first axis, by a hint (`loaded`), and each thread holds all of the middle axis. So a thread
-holds the eight rows, and the eight columns, of one word of codes, and the rows of a block lie in
-one warp.
+Tiles are [rows / 8, 8, columns]. A hint (`loaded`) spreads the threads of a warp over the last axis
+first and then over the first axis, and each thread holds all of the middle axis. So a thread holds
+eight rows of eight columns, which are one word of codes for each row and for each column, and the
+rows of a block lie in one warp.
 """
 
 from __future__ import annotations
@@ -16,30 +16,38 @@ import triton.language as tl
 
 from megatron_fp4.kernels import decode, encode, fp8
 from megatron_fp4.kernels.launch import kernel
-from megatron_fp4.kernels.philox import noise_of, placed_in_tile, rest_of_tile
+from megatron_fp4.kernels.philox import noise_of, rest_of_tile, tile_group_indices
 
-GROUP = 8  # elements that share a random draw, and a word
+GROUP = 8  # elements that share a random draw and a word of codes
 
 
 @triton.jit
 def loaded(ptr, rows, columns, n_rows, n_columns, EVEN: tl.constexpr):
-    """What stands at [rows, columns] of a row-major matrix, of three axes; zeros beyond it.
+    """The elements at [rows, columns] of a row-major matrix; zeros outside of it.
 
-    Threads of a warp go over the last axis and then over the first. Triton orders the axes by how
-    many addresses lie together along them, and what is equal by a rule that changed between 3.6
-    and 3.9: the hint says 2 of the first axis, which nothing else reads, so that none are equal.
+    rows, columns: int32 tensors of three axes, which are broadcast to each other. n_rows,
+        n_columns: the size of the matrix. EVEN: whether all indices are inside, so that no mask is
+        needed.
+
+    The hint to the compiler spreads the threads of a warp over the last axis and then over the
+    first. Triton orders the axes by how many addresses are contiguous along them, and the order of
+    axes with equal numbers differs between Triton 3.6 and 3.9. The hint says 2 for the first axis,
+    which nothing else reads, so that no two are equal.
     """
     K: tl.constexpr = columns.shape[2]
     places = ptr + rows.to(tl.int64) * n_columns + columns
     places = tl.max_contiguous(places, [2 if K > 2 else 1, 1, K])
-    if EVEN:  # tiles fill the matrix
+    if EVEN:
         return tl.load(places)
     return tl.load(places, mask=(rows < n_rows) & (columns < n_columns), other=0)
 
 
 @triton.jit
 def _largest(pairs, AXIS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The bits of the largest magnitudes along an axis, for each half of the words."""
+    """The largest magnitudes along AXIS of words of two BF16, for each half of the words.
+
+    NaN is larger than Inf. Returns words of two BF16 magnitudes.
+    """
     magnitudes = pairs & 0x7FFF7FFF
     if INTERPRETED:
         return tl.max(magnitudes & 0xFFFF, AXIS) | (tl.max(magnitudes >> 16, AXIS) << 16)
@@ -48,13 +56,16 @@ def _largest(pairs, AXIS: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _live(average):
-    """-1 where it is finite, else 0."""
+    """-1 (all bits set) where the float32 `average` is finite, else 0."""
     return encode.live(average.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _stored(values, ptr, rows, columns, n_rows, n_columns, EVEN: tl.constexpr):
-    """Stores values [..., i, j] at [rows[..., i], columns[j]] of a row-major matrix."""
+    """Stores values [..., i, j] at [rows[..., i], columns[j]] of a row-major matrix.
+
+    n_rows, n_columns: the size of the matrix. EVEN: whether all indices are inside.
+    """
     rows = tl.expand_dims(rows, len(rows.shape))
     places = ptr + rows.to(tl.int64) * n_columns + columns
     if EVEN:
@@ -79,11 +90,20 @@ def quantize_along_rows(
     EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Quantizes a tile in blocks along its rows, and writes codes [rows, columns / 2].
+    """Quantizes a tile in blocks along its rows, and stores codes, scales and carriers.
 
-    pairs: words of two BF16 [rows / 8, 8, columns / 2]. rest: random bits (`philox.rest16`), and
-    average: float32, both [rows / 8, 8, columns] where the rounding takes them. out: an Output.
-    exponent: the row exponent of all carriers. CARRIER: their mantissa bits; 0 writes none.
+    pairs: words of two BF16 [rows / 8, 8, columns / 2], the tile.
+    rest: int32 [rows / 8, 8, columns], random bits from `philox.rest16`; read by stochastic
+        rounding.
+    average: float32 [rows / 8, 8, columns]; read by rounding ema.
+    out: an Output, with codes [n_rows, n_columns / 2] and scales [n_rows, n_columns / BLOCK].
+    exponent: the row exponent of all carriers, with its bias of 127.
+    rows: int32 [rows / 8, 8], the indices of the tile's rows. column0: its first column.
+    CARRIER: the mantissa bits of the carriers' FP8 format; 0 writes none.
+    ROUNDING: a Rounding. EVEN: whether tiles fill the matrix.
+
+    A block with Inf or NaN, in the tile or in its average, gets codes 0 and the scale NaN (255).
+    Its carriers are left for `carrier.carry_kernel` to convert.
     """
     L: tl.constexpr = pairs.shape[0]
     C: tl.constexpr = pairs.shape[2] * 2
@@ -109,7 +129,7 @@ def quantize_along_rows(
             average = tl.reshape(average, (L, 8, C // B, B))
             codes = encode.nearer(scaled, blocked, half, average)
             words = encode.words(tl.reshape(codes, (L, 8, C // 8, 2, 2, 2)))
-        even, odd = encode.gathered(tl.reshape(pairs, (L, 8, C // 8, 2, 2)), INTERPRETED)
+        even, odd = encode.sign_bytes(tl.reshape(pairs, (L, 8, C // 8, 2, 2)), INTERPRETED)
         words |= encode.signs(even, odd)
     else:
         whole = tl.broadcast_to(whole[:, :, :, None], (L, 8, C // B, B // 2))
@@ -151,14 +171,18 @@ def quantize_along_columns(
     EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Quantizes a tile in blocks along its columns, and writes codes [columns, rows / 2].
+    """Quantizes a tile in blocks along its columns, and stores codes, scales and carriers
+    transposed.
 
-    The arguments are those of `quantize_along_rows`.
+    out: an Output, with codes [n_columns, n_rows / 2] and scales [n_columns, n_rows / BLOCK].
+    row0, column0: the first row and column of the tile.
+
+    The other arguments are as in `quantize_along_rows`, and so are blocks with Inf or NaN.
     """
     L: tl.constexpr = pairs.shape[0]
     C: tl.constexpr = pairs.shape[2] * 2
     B: tl.constexpr = ROUNDING.BLOCK
-    E: tl.constexpr = B // 8  # rows of eight in a block
+    E: tl.constexpr = B // 8  # groups of eight rows in a block
     widest = tl.reshape(_largest(pairs, 1, INTERPRETED), (L // E, E, C // 2))
     widest = _largest(widest, 1, INTERPRETED)
     byte, whole, half = encode.scales(widest, ROUNDING.CEIL, INTERPRETED)
@@ -183,13 +207,14 @@ def quantize_along_columns(
             codes = tl.reshape(encode.nearer(scaled, blocked, half, average), (L, 2, 2, 2, C))
             words = encode.words(tl.permute(codes, (0, 4, 1, 2, 3)))
         even, odd = tl.split(tl.permute(tl.reshape(pairs, (L, 2, 2, 2, C // 2)), (0, 4, 1, 2, 3)))
-        low_even, high_even = encode.gathered(even, INTERPRETED)
-        low_odd, high_odd = encode.gathered(odd, INTERPRETED)
+        low_even, high_even = encode.sign_bytes(even, INTERPRETED)
+        low_odd, high_odd = encode.sign_bytes(odd, INTERPRETED)
         signs = tl.join(encode.signs(low_even, low_odd), encode.signs(high_even, high_odd))
         words |= tl.reshape(signs, (L, C))
     else:
         whole = tl.broadcast_to(whole[:, None, None, :], (L // E, E, 8, C // 2))
-        # A magnitude that is not finite would carry into the other half of the word.
+        # The halves of a word belong to two blocks. Inf or NaN in one would change the codes of the
+        # other, so blocks that are not finite are set to zero.
         finite = (low_live & 0xFFFF) | (high_live & -0x10000)
         finite = tl.broadcast_to(finite[:, None, None, :], (L // E, E, 8, C // 2))
         finite = blocked & 0x7FFF7FFF & finite
@@ -229,7 +254,8 @@ def _read(
 ):
     """A tile of a Source as words of two BF16 [rows / 8, 8, COLUMNS / 2].
 
-    PACKED: the block size of its codes; 0 if it is BF16.
+    rows: int32 [rows / 8, 8], the indices of its rows. column0: its first column. PACKED: the block
+        size of the source's codes; 0 if it is BF16. EVEN: whether tiles fill the matrix.
     """
     at_rows = rows[:, :, None]
     if PACKED > 0:
@@ -246,9 +272,11 @@ def _read(
 
 @triton.jit
 def _shared_exponent(x, counts_ptr, n_rows, n_columns, CARRIER: tl.constexpr, PACKED: tl.constexpr):
-    """The row exponent that all carriers of a copy share; 0 if it has none.
+    """The row exponent that all carriers of a copy share, with its bias of 127; 0 without carriers.
 
-    The first program writes it to the counts, after zeros for what `carry_kernel` counts.
+    The first program of the launch writes it to the counts, and zeros to the counts that
+    `carry_kernel` adds to. CARRIER: the mantissa bits of the FP8 format, 0 for none. PACKED: the
+    block size of x's codes; 0 if x is BF16.
     """
     exponent = 0
     if CARRIER > 0:
@@ -277,16 +305,20 @@ def quantize_kernel(
     DOWN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Quantizes x [n_rows, n_columns], which is row-major and read once.
+    """Quantizes x [n_rows, n_columns], row-major, along its rows, along its columns, or both.
 
-    x: a Source. PACKED: the block size of its codes, which are blocked along the rows; 0 for BF16.
+    x: a Source, which is read once. PACKED: the block size of its codes, whose blocks lie along the
+        rows; 0 if it is BF16.
     along_rows: an Output of blocks along the rows, with codes [n_rows, n_columns / 2].
     along_columns: an Output of blocks along the columns, with codes [n_columns, n_rows / 2].
-    ROWS_CARRIER, COLUMNS_CARRIER: the mantissa bits of the FP8 carriers that the copy has, or 0;
-        None if there is no such copy.
-    average_ptr: float32 [n_rows, n_columns], towards which rounding ema rounds.
-    random, ROUNDING, DRAWS, TILE: see arguments.py. DOWN: whether programs that run together have
-        tiles below each other, instead of beside each other.
+    average_ptr: float32 [n_rows, n_columns], the average towards which rounding ema rounds.
+    ROWS_CARRIER, COLUMNS_CARRIER: mantissa bits of the FP8 carriers that are written with each
+        output; 0 for none. None if the output itself is not made.
+    random, ROUNDING, DRAWS, TILE: see arguments.py.
+    DOWN: whether programs with consecutive ids have tiles below each other, instead of beside each
+        other.
+
+    A program quantizes one tile.
     """
     row0 = tl.program_id(0 if DOWN else 1) * TILE.ROWS
     column0 = tl.program_id(1 if DOWN else 0) * TILE.COLUMNS
@@ -301,7 +333,7 @@ def quantize_kernel(
     noise = noise_of(random, DRAWS.IN_MEMORY)
     if ROUNDING.STOCHASTIC:
         place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row
-        index = placed_in_tile(
+        index = tile_group_indices(
             place, row0, column0, TILE.ROWS, TILE.COLUMNS, DRAWS.HAS_GROUPS, INTERPRETED
         )
     if ROWS_CARRIER is not None:

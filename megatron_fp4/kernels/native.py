@@ -1,9 +1,10 @@
-"""Products of MXFP4 operands on FP4 tensor cores, by Triton's dot_scaled.
+"""GEMMs of MXFP4 operands on FP4 tensor cores, by Triton's dot_scaled: D = alpha a b^T (+ D).
 
-    D = alpha a b^T (+ D), a [M, K] and b [N, K] in E2M1 with a scale in E8M0 for each 32 along K
+a is [M, K] and b is [N, K], both in E2M1 with an E8M0 scale for each 32 elements along K.
 
-For compute capability 10.x it compiles to tcgen05.mma of kind mxf4 with block scales, for 12.x to
-mma.sync of kind mxf4nvf4; elsewhere Triton decodes to BF16 first, which is exact and slow.
+For compute capability 10.x it compiles to tcgen05.mma of kind mxf4 with block scales, and for 12.x
+to mma.sync of kind mxf4nvf4. On other GPUs Triton decodes the operands to BF16 first, which is
+exact and slow.
 """
 
 from __future__ import annotations
@@ -15,13 +16,19 @@ from torch import Tensor
 from megatron_fp4.kernels.launch import kernel, on, run, tiles
 
 TILE_M, TILE_N, TILE_K = 128, 128, 128
-BAND = 8  # rows of tiles that go over the columns together, so that b's tiles stay in the cache
+BAND = 8  # rows of tiles that share each column of tiles, so that b's tiles stay in the cache
 WARPS, STAGES = 4, 3
 
 
 @triton.jit
 def _tile_of(n_rows, n_columns, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BAND: tl.constexpr):
-    """(row, column) of this program's tile."""
+    """(row, column) of this program's tile of D, counted in tiles.
+
+    n_rows, n_columns: the size of D.
+
+    Programs are ordered in bands of BAND rows of tiles. Within a band they take one column of tiles
+    after the other.
+    """
     across = tl.cdiv(n_columns, TILE_N)
     in_band = BAND * across
     first = (tl.program_id(0) // in_band) * BAND
@@ -32,8 +39,15 @@ def _tile_of(n_rows, n_columns, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BAND
 
 @triton.jit
 def _operand(codes_ptr, scales_ptr, rows, n_rows, start, k, TILE_K: tl.constexpr):
-    """Codes [rows, TILE_K / 2] and scales [rows, TILE_K / 32] from the element `start` on; codes
-    of 0 beyond the matrix."""
+    """Codes [rows, TILE_K / 2] and scales [rows, TILE_K / 32], uint8, of TILE_K elements of each
+    row.
+
+    rows: int32, the indices of the rows.
+    n_rows, k: the number of rows of the matrix, and the length of a row.
+    start: the first of the elements.
+
+    Codes and scale bytes outside of the matrix are 0.
+    """
     at = start // 2 + tl.arange(0, TILE_K // 2)
     there = (rows < n_rows)[:, None]
     rows = rows.to(tl.int64)[:, None]
@@ -64,7 +78,13 @@ def product_kernel(
     TILE_K: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """A tile of D. ADDS: to what is there."""
+    """Computes one tile of D = alpha a b^T.
+
+    a_ptr, b_ptr: codes uint8 [m, k / 2] and [n, k / 2].
+    a_scales_ptr, b_scales_ptr: uint8 [m, k / 32] and [n, k / 32].
+    out_ptr: D [m, n], BF16 or float32.
+    ADDS: whether the product is added to D instead of replacing it.
+    """
     row, column = _tile_of(m, n, TILE_M, TILE_N, BAND)
     rows = row * TILE_M + tl.arange(0, TILE_M)
     columns = column * TILE_N + tl.arange(0, TILE_N)
@@ -89,8 +109,12 @@ def product(
     alpha: float = 1.0,
     accumulates: bool = False,
 ) -> Tensor:
-    """a, b: (codes uint8 [rows, K / 2], scales uint8 [rows, K / 32]); out [M, N]: BF16 or float32,
-    row-major, written or added to. Returns out."""
+    """Writes alpha a b^T to `out`, or adds it, and returns `out`.
+
+    a, b: (codes uint8 [rows, K / 2], scales uint8 [rows, K / 32]).
+    out: BF16 or float32 [M, N], row-major.
+    accumulates: whether the product is added.
+    """
     (codes, scales), (others, other_scales) = a, b
     m, n, k = len(codes), len(others), 32 * scales.shape[1]
     grid = (tiles(m, TILE_M) * tiles(n, TILE_N),)

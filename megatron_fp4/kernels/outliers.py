@@ -1,9 +1,12 @@
-"""Tokens clamped to two of their quantiles, and what that took off, in Triton: `OutlierClamp.split`
-without a sort (docs/numerics.md, Outlier clamp).
+"""Clamps each token to two of its quantiles, in Triton, and returns what that changed, sparsely.
 
-BF16 has 2^16 numbers. As integers in their order, an order statistic is found bit by bit: the next
-bit is set where no more elements than its rank lie below. One program has a row in its registers,
-counts for both ends at once, and writes the few elements that were clamped by their running count.
+This is `OutlierClamp.split` without a sort; docs/numerics.md, Outlier clamp, defines it.
+
+BF16 has 2^16 numbers. They are mapped to integers in the same order, so that the element of a given
+rank is found bit by bit, from the highest bit: a bit is set if no more elements than the rank lie
+below the integer with this bit. One program holds a row in its registers and searches for both
+quantiles at once. It then stores the few elements that were clamped, each at the place given by a
+running count.
 """
 
 from __future__ import annotations
@@ -19,66 +22,77 @@ from megatron_fp4.arithmetic.outliers import OutlierClamp, Residual, index_dtype
 from megatron_fp4.kernels.encode import bf16_bits
 from megatron_fp4.kernels.launch import kernel, on, run
 
-WIDEST = torch.iinfo(torch.int16).max  # features: two counts share a word
-PER_WARP = 1024  # elements, 32 a thread
+WIDEST = torch.iinfo(torch.int16).max  # the most features, since two counts share a word
+PER_WARP = 1024  # elements: 32 for each thread
 
 
 @triton.jit
 def _number(bits):
-    """float32 of BF16's bits."""
+    """float32 values of BF16 bits (int32)."""
     return (bits << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _key(bits):
-    """Integers of 16 bits in the order of the numbers, any NaN last. -0 comes before 0: as
-    neighbours of a quantile the two are worth the same."""
+    """Integers from 0 to 0xFFFF in the order of BF16 numbers, from BF16 bits; 0xFFFF for any NaN.
+
+    -0 comes before 0, which does not change the value of a quantile.
+    """
     key = tl.where(bits < 0x8000, bits + 0x8000, 0xFFFF - bits)
     return tl.where((bits & 0x7FFF) > 0x7F80, 0xFFFF, key)
 
 
 @triton.jit
 def _keys(bits, there):
-    """`_key` of a row's elements, and above all of those what lies beyond the row."""
+    """`_key` of a row's elements, and 0x10000, which is above all keys, beyond the end of the row.
+
+    there: whether an element is in the row.
+    """
     return tl.where(there, _key(bits), 0x10000)
 
 
 @triton.jit
 def _number_of(key):
-    """float64 of the number that has a key."""
+    """The float64 value of the number with this key; see `_key`."""
     return _number(tl.where(key < 0x8000, 0xFFFF - key, key - 0x8000)).to(tl.float64)
 
 
 @triton.jit
 def _counted(low, high):
-    """How many elements are so, of two conditions, in the halves of one word."""
+    """The numbers of elements for which `low` and `high` are true, in the low and the high half of
+    a word."""
     return tl.sum(low.to(tl.int32) + (high.to(tl.int32) << 16), 0)
 
 
 @triton.jit
 def _next(keys, key, count, rank):
-    """The key of that rank, which is that of `key` or the next; count: of keys up to `key`."""
+    """The key of the element at `rank` (from 0), which is `key` or the next larger one.
+
+    keys: of all elements. count: how many keys are not above `key`.
+    """
     larger = tl.min(tl.where(keys > key, keys, 0x10000), 0)
     return tl.where(count > rank, key, larger)
 
 
 @triton.jit
 def _between(first, second, weight):
-    """The bound between two keys, float32. weight: the bits of a float64, which Triton would
-    round to float32."""
+    """A quantile, float32: first + weight (second - first) in float64, of the values of two keys.
+
+    weight: the bits of a float64, as an integer, since Triton would round a float to float32.
+    """
     a, b = _number_of(first), _number_of(second)
     return (a + (b - a) * weight.to(tl.int64).to(tl.float64, bitcast=True)).to(tl.float32)
 
 
 @triton.jit
 def _own_zeros(clamped, bits):
-    """The bits that were clamped; a zero that is clamped to a zero keeps its own sign."""
+    """`clamped`, but a zero that is clamped to a zero keeps its own sign. Both are BF16 bits."""
     return tl.where(_number(clamped) == _number(bits), bits, clamped)
 
 
 @triton.jit
 def _clamped(bits, low, high, invalid):
-    """BF16's bits clamped to float32 bounds; NaN where the bounds are invalid."""
+    """BF16 bits, clamped to the float32 bounds `low` and `high`; NaN where `invalid`."""
     x = _number(bits)
     clamped = tl.where(x < low, low, x)
     clamped = bf16_bits(tl.where(clamped > high, high, clamped))
@@ -88,27 +102,30 @@ def _clamped(bits, low, high, invalid):
 
 @triton.jit
 def _taken_off(bits, clamped):
-    """What clamping took off, float32; NaN for an infinite number that stays."""
+    """The difference between numbers and the clamped numbers, float32, from BF16 bits.
+
+    It is NaN for an infinite number that is not clamped.
+    """
     return _number(bits) - _number(clamped)
 
 
 @triton.jit
 def _slots(is_outlier):
-    """The place of each outlier among those of its row, from 0."""
+    """The index of each outlier among the outliers of its row, from 0."""
     return tl.cumsum(is_outlier.to(tl.int32), 0) - 1
 
 
 @triton.jit
 def _first(at, taken):
-    """What was taken off a row's first element."""
+    """The element of `taken` at index 0. at: the index of each element."""
     return tl.sum(tl.where(at == 0, taken.to(tl.int32), 0), 0)
 
 
-_PLAIN = ["low_below", "low_above", "low_weight", "high_below", "high_above", "high_weight"]
+_QUANTILES = ["low_below", "low_above", "low_weight", "high_below", "high_above", "high_weight"]
 
 
-# The contract's product is rounded before it is added to.
-@kernel(fp_fusion=False, do_not_specialize=[*_PLAIN, "n_slots"])
+# docs/numerics.md rounds the product in a quantile before the sum.
+@kernel(fp_fusion=False, do_not_specialize=[*_QUANTILES, "n_slots"])
 def split_kernel(
     x_ptr,
     clamped_ptr,
@@ -125,7 +142,20 @@ def split_kernel(
     FEATURES: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """x, clamped [rows, n_features]; values, places [rows, n_slots]: BF16's bits, and int16."""
+    """Clamps each row of x to two quantiles, and stores the differences of the elements it changed.
+
+    x_ptr, clamped_ptr: BF16 bits, int16 [rows, n_features].
+    values_ptr: BF16 bits, int16 [rows, n_slots], x minus clamped x for the changed elements.
+    places_ptr: int16 [rows, n_slots], the indices of these elements in the row, ascending.
+    low_below, low_above, low_weight: the lower quantile lies between the elements with these two
+        ranks, this fraction of the way from the first to the second (`outliers.ranks`); the
+        fraction is the bits of a float64.
+    high_below, high_above, high_weight: the upper quantile.
+    FEATURES, SLOTS: n_features and n_slots, rounded up to powers of two.
+
+    Unused slots repeat the difference of the row's first element, with the index 0. A row with a
+    bound that is NaN becomes NaN, and its differences are 0. Each program clamps one row.
+    """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * n_features
     clamped_ptr += row * n_features
@@ -155,7 +185,8 @@ def split_kernel(
     live = is_outlier & (slot < n_slots)
     tl.store(values_ptr + slot, taken, mask=live)
     tl.store(places_ptr + slot, at.to(tl.int16), mask=live)
-    # Slots that are left repeat the first element, clamped or not: all elements may be.
+    # Unused slots repeat the difference of the first element, whether or not it was clamped. An
+    # element that was not clamped, with the difference 0, need not exist.
     first = _first(at, taken)
     slots = tl.arange(0, SLOTS)
     left = (slots >= tl.sum(is_outlier.to(tl.int32), 0)) & (slots < n_slots)
@@ -164,7 +195,10 @@ def split_kernel(
 
 
 def split(x: Tensor, clamp: OutlierClamp) -> tuple[Tensor, Residual]:
-    """`clamp.split(x)` for x [tokens, features]. The residual's places ascend."""
+    """`clamp.split(x)` for BF16 x [tokens, features].
+
+    The places of the changed elements ascend in each row; unused slots follow, with the place 0.
+    """
     x = x.contiguous()
     tokens, features = x.shape
     slots = 2 * clamp.kept(features)
@@ -196,9 +230,10 @@ def split(x: Tensor, clamp: OutlierClamp) -> tuple[Tensor, Residual]:
 
 
 def warps(block: int) -> int:
-    """Of a program with a row of that many elements."""
+    """The number of warps of a program that holds a row of `block` elements."""
     return min(max(block // PER_WARP, 1), 16)
 
 
 def _float64_bits(x: float) -> int:
+    """The bits of x as a float64, as a signed integer."""
     return int(struct.unpack("<q", struct.pack("<d", x))[0])

@@ -1,4 +1,8 @@
-"""Philox-4x32-7 in Triton: the bits of megatron_fp4/philox.py."""
+"""Philox-4x32-7 in Triton, with the bits of megatron_fp4/arithmetic/philox.py.
+
+docs/numerics.md, Random bits, defines counters and streams. In this module `noise` is the tuple
+(step, low word of the seed, high word of the seed).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,14 @@ from megatron_fp4.kernels.encode import permuted
 
 @triton.jit
 def philox(index, step, stream, seed_low, seed_high):
-    """Four words of Philox-4x32-7 for each 64-bit index."""
+    """Four uint32 words of Philox-4x32-7 for each index.
+
+    index: int64 of any shape.
+    step, stream, seed_low, seed_high: integers, of which the lowest 32 bits are used.
+
+    The counter is (low word of the index, high word of the index, step, stream), and the key is the
+    seed.
+    """
     c0 = index.to(tl.uint32)
     c1 = (index >> 32).to(tl.uint32)
     c2 = tl.zeros_like(c0) + step.to(tl.uint32)
@@ -32,14 +43,18 @@ def philox(index, step, stream, seed_low, seed_high):
 
 @triton.jit
 def _signs_index(draw):
-    """The 64-bit index of a draw's signs: `draw` in the high word, 0 in the low word."""
+    """The 64-bit index of the first 128 signs of a draw: `draw` in the high word, 0 in the low
+    word."""
     return draw.to(tl.int64) << 32
 
 
 @triton.jit
 def sign_words(draw, stream, noise):
-    """Those of the first 128 elements as bits of four words, 1 for -1; see `philox.random_signs`.
-    noise: (step, the seed's words)."""
+    """The first 128 random signs of a draw, as the bits of four int32 words.
+
+    Sign i is bit i % 32 of word i // 32; a 1 is the sign -1. `arithmetic.philox.random_signs`
+    defines them. noise: (step, low and high word of the seed).
+    """
     step, seed_low, seed_high = noise
     w0, w1, w2, w3 = philox(_signs_index(draw), step, stream, seed_low, seed_high)
     return (
@@ -52,16 +67,22 @@ def sign_words(draw, stream, noise):
 
 @triton.jit
 def rest16(index, step, stream, seed_low, seed_high, INTERPRETED: tl.constexpr):
-    """256 r + 0xF000083 of random integers r in [0, 65536), eight for each group's index, along the
-    last axis. Element j takes word j // 2 of the draw, the low half if j is even, else the high
-    half. See `encode.stochastic`."""
+    """Random numbers for the eight elements of each group, as `encode.stochastic` takes them.
+
+    index: int64 [..., n], the index of each group.
+    step, stream, seed_low, seed_high: see `philox`.
+
+    Returns 256 r + 0xF000083 for random integers r in [0, 65536), int32 [..., 8 n]. The r of
+    element j of a group is a half of word j // 2 of the group's draw: the low half if j is even,
+    the high half if j is odd.
+    """
     w0, w1, w2, w3 = philox(index, step, stream, seed_low, seed_high)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [..., 2, 2]: w0 w1, w2 w3
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [..., 2, 2], in order: w0, w1, w2, w3
     words = words.to(tl.int32, bitcast=True)
     if INTERPRETED:
         low, high = ((words & 0xFFFF) << 8) + 0xF000083, ((words >> 8) & 0xFFFF00) + 0xF000083
     else:
-        added = tl.full(words.shape, 0xF83, tl.int32)  # the other two bytes
+        added = tl.full(words.shape, 0xF83, tl.int32)  # supplies the bytes 0x0F and 0x83
         low, high = permuted(words, added, 0x5104), permuted(words, added, 0x5324)
     SHAPE: tl.constexpr = index.shape
     return tl.reshape(tl.join(low, high), SHAPE[:-1] + (SHAPE[-1] * 8,))
@@ -69,9 +90,14 @@ def rest16(index, step, stream, seed_low, seed_high, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _hidden(x, beside, INTERPRETED: tl.constexpr):
-    """x for each element of `beside`, in whose order the compiler sees none: what it loads there
-    lies in its threads as a hint says, and not as the addresses do. It does not see either that x
-    repeats along an axis of `beside`, and loads it along all of them."""
+    """A copy of x that hides from the compiler how x was computed.
+
+    beside: any tensor of x's shape; it is not read.
+
+    Triton chooses the layout of a load from what it knows of the addresses: their order along each
+    axis and whether they repeat. With addresses computed from hidden indices it follows a hint
+    instead (`tl.max_contiguous`), and each element is loaded by the thread that needs it.
+    """
     if INTERPRETED:
         return x
     return tl.inline_asm_elementwise(
@@ -80,23 +106,29 @@ def _hidden(x, beside, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def placed(
+def group_indices(
     place,
     rows,
     groups,
     HAS_GROUPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Indices in the unsharded matrix of the groups of eight columns that share a draw, rows
-    [1, ...] by groups [G, 1 or ...]. place: (where the rows, and the groups, lie there, how many of
-    them are here, groups in one of its rows).
+    """Indices, int64 [G, ...], of groups of eight columns in the unsharded matrix.
 
-    The threads of a warp go over the first axis, then over the second.
+    All elements of a group share one random draw. The threads of a warp are spread over the first
+    axis, then over the second.
+
+    place: (rows_ptr, groups_ptr, n_rows, n_groups, per_row). rows_ptr: int64 [n_rows], the place of
+        each local row in the unsharded matrix. groups_ptr: int64 [n_groups], the place of each
+        local group in its unsharded row. per_row: the number of groups in an unsharded row.
+    rows, groups: int32 [1, ...] and [G, 1 or ...], which count in the local matrix and are
+        broadcast to each other.
+    HAS_GROUPS: whether groups_ptr is read; if not, the indices in `groups` are the places.
     """
     rows_ptr, groups_ptr, n_rows, n_groups, per_row = place
     rows = tl.broadcast_to(rows, groups.shape[:1] + rows.shape[1:])
     rows = _hidden(rows, tl.broadcast_to(groups, rows.shape), INTERPRETED)
-    # Threads go over the axes in this order: see `mxfp4.loaded`.
+    # This hint spreads threads over the axes in this order; see `mxfp4.loaded`.
     places = tl.max_contiguous(rows_ptr + rows, [4, 2, 1])
     at_rows = tl.load(places, mask=rows < n_rows, other=0)
     if HAS_GROUPS:
@@ -105,7 +137,7 @@ def placed(
 
 
 @triton.jit
-def placed_in_tile(
+def tile_group_indices(
     place,
     row0,
     column0,
@@ -114,16 +146,22 @@ def placed_in_tile(
     HAS_GROUPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The same for a tile whose threads hold eight rows of eight columns:
-    [COLUMNS / 8, ROWS / 8, 8]."""
+    """Group indices, int64 [COLUMNS / 8, ROWS / 8, 8], of a tile in which a thread holds eight rows
+    of eight columns.
+
+    place: see `group_indices`. row0, column0: the first row and column of the tile.
+    """
     rows = row0 + 8 * tl.arange(0, ROWS // 8)[None, :, None] + tl.arange(0, 8)[None, None, :]
     groups = column0 // 8 + tl.arange(0, COLUMNS // 8)[:, None, None]
-    return placed(place, rows, groups, HAS_GROUPS, INTERPRETED)
+    return group_indices(place, rows, groups, HAS_GROUPS, INTERPRETED)
 
 
 @triton.jit
 def noise_of(random, IN_MEMORY: tl.constexpr):
-    """(step, the words of the seed) of a `Random`."""
+    """(step, low word of the seed, high word of the seed) of a `Random`.
+
+    IN_MEMORY: whether the step is read from memory.
+    """
     step = random.step
     if IN_MEMORY:
         step = tl.load(random.step_in_memory)
@@ -132,7 +170,12 @@ def noise_of(random, IN_MEMORY: tl.constexpr):
 
 @triton.jit
 def rest_of_tile(index, noise, stream, INTERPRETED: tl.constexpr):
-    """`rest16` of its elements, [ROWS / 8, 8, COLUMNS]. noise: (step, the seed's words)."""
+    """`rest16` of a tile's elements, int32 [ROWS / 8, 8, COLUMNS].
+
+    index: int64 [COLUMNS / 8, ROWS / 8, 8], from `tile_group_indices`.
+    noise: (step, low and high word of the seed).
+    stream: the number of the random stream.
+    """
     step, seed_low, seed_high = noise
     rest = rest16(index, step, stream, seed_low, seed_high, INTERPRETED)
     COLUMNS: tl.constexpr = index.shape[0] * 8

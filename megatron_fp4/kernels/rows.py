@@ -1,7 +1,7 @@
-"""Elements with a float32 scale for each row of an operand, or for all of it, in Triton: FP8, and
-E2M1 two a byte.
+"""Quantization to FP8 or E2M1 with a float32 scale for each row of an operand, or for all of it.
 
-One kernel finds what is largest, and another scales, rounds and, along the columns, turns.
+docs/numerics.md, Float32, defines the scales. One Triton kernel finds the largest magnitudes.
+Another scales, rounds and, if the rows of the operand are columns of the matrix, transposes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,16 @@ def _folded(
     AXIS: tl.constexpr,
     HAS_FOLD: tl.constexpr,
 ):
-    """A tile of x, float32 [rows, columns], times what is folded into it along AXIS."""
+    """A tile of x, float32 [rows, columns], times a factor for each index along AXIS.
+
+    x_ptr: the bits of BF16 [n_rows, n_columns], int16.
+    fold_ptr: float32 factors, [n_columns] for AXIS 1 and [n_rows] for AXIS 0; read if HAS_FOLD.
+        They are 1 / gamma of the other operand's rows (docs/numerics.md, The three GEMMs).
+    rows, columns: int32, the indices of the tile's rows and columns.
+    """
     there = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
     at = rows[:, None].to(tl.int64) * n_columns + columns[None, :]
-    bits = tl.load(x_ptr + at, mask=there, other=0).to(tl.int32)  # those of BF16
+    bits = tl.load(x_ptr + at, mask=there, other=0).to(tl.int32)  # of BF16
     v = (bits << 16).to(tl.float32, bitcast=True)
     if HAS_FOLD:
         if AXIS == 1:
@@ -61,7 +67,15 @@ def largest_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """The bits of the largest magnitudes along AXIS, or of all; those of NaN are above Inf's."""
+    """Finds the bits of the largest magnitude of x times `fold`, of each line or of the whole
+    matrix.
+
+    A line is a row of the operand: the elements of x along AXIS.
+
+    x_ptr, fold_ptr: see `_folded`.
+    largest_ptr: int32, 0 at the launch; [lines] if PER_ROW, else [1]. The bits of NaN are larger
+        than those of Inf.
+    """
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     v = _folded(x_ptr, fold_ptr, rows, columns, n_rows, n_columns, AXIS, HAS_FOLD)
@@ -75,8 +89,11 @@ def largest_kernel(
 
 @triton.jit
 def _gamma(largest, LIMIT: tl.constexpr):
-    """(what multiplies, which lines are finite) of the bits of the largest magnitudes; see
-    `scaling.gamma`."""
+    """(factor, finite) of lines: float32 that scales a line, and whether the line is finite.
+
+    largest: int32, the bits of the largest magnitudes of lines. LIMIT: the element format's largest
+        number. The factor is that of `scaling.gamma`.
+    """
     amax = largest.to(tl.float32, bitcast=True)
     ratio = tl.div_rn(tl.full(amax.shape, LIMIT, tl.float32), amax)
     ratio = tl.minimum(ratio, LARGEST)
@@ -85,18 +102,24 @@ def _gamma(largest, LIMIT: tl.constexpr):
 
 @triton.jit
 def fp8_code(v, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Codes of what is in range, to nearest even."""
+    """FP8 codes without signs, int32, of |v| rounded to nearest even.
+
+    v: float32. Magnitudes must be in the format's range, since nothing is saturated.
+    MANTISSA, BIAS: mantissa bits and exponent bias of the format.
+    """
     magnitude = tl.abs(v)
     CUT: tl.constexpr = 23 - MANTISSA
     normal = nearest_even(magnitude.to(tl.int32, bitcast=True), CUT)
     normal -= (127 - BIAS) << MANTISSA
-    # Subnormal numbers have steps of one length: added to a number with that as its last place.
+    # All subnormal numbers have steps of one size. Adding a number whose last place has this size
+    # rounds to them.
     anchor = 2.0 ** (24 - BIAS - MANTISSA)
     steps = (magnitude + anchor).to(tl.int32, bitcast=True) & ((2 << MANTISSA) - 1)
     return tl.where(magnitude < 2.0 ** (1 - BIAS), steps, normal)
 
 
-# A product fused with the sum that rounds its codes would be rounded once, not twice.
+# If the product with gamma were fused with the sum that rounds to a code, it would be rounded once
+# instead of twice.
 @kernel(fp_fusion=False)
 def cast_kernel(
     x_ptr,
@@ -116,8 +139,19 @@ def cast_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Codes of x * fold * gamma, AXIS last, and gamma. A line that is not finite has codes 0 and a
-    gamma of NaN."""
+    """Quantizes x times `fold` to codes with AXIS last, and writes the scale gamma of each line.
+
+    A line is a row of the operand: the elements of x along AXIS. If it holds an Inf or a NaN, its
+    codes are 0 and its gamma is NaN.
+
+    x_ptr, fold_ptr: see `_folded`.
+    largest_ptr: int32, the bits of the largest magnitudes, [lines] if PER_ROW, else [1].
+    codes_ptr: uint8 [lines, n], with n the length of AXIS; [lines, n / 2], two codes in a byte, if
+        E2M1.
+    gamma_ptr: float32, of largest_ptr's size.
+    LIMIT, MANTISSA, BIAS: of the element format, its largest number, mantissa bits and exponent
+        bias.
+    """
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     v = _folded(x_ptr, fold_ptr, rows, columns, n_rows, n_columns, AXIS, HAS_FOLD)
@@ -154,8 +188,14 @@ def quantize(
     fold: Tensor | None = None,
     widest: Tensor | None = None,
 ) -> QuantizedTensor:
-    """x [rows, columns] along `axis`. fold: float32, multiplies along that axis. widest: what ranks
-    agreed on; see `quantize_matrix`."""
+    """Quantizes x along `axis` with a float32 scale for each row of the operand, or for all of it.
+
+    x: BF16 [rows, columns].
+    axis: the contracted axis, which is last in the result.
+    fold: float32, one factor for each index along `axis`, which multiplies x first; None for none.
+    widest: the maxima over the ranks that share a scale; see `quantize_matrix`. None takes those of
+        x.
+    """
     x = x.contiguous()
     rows, columns = x.shape
     lines, along = x.shape[1 - axis], x.shape[axis]
@@ -179,7 +219,7 @@ def quantize(
 def _launches(
     rows: int, columns: int, quantizer: Quantizer, axis: int, has_fold: bool
 ) -> tuple[Launch, Launch]:
-    """What finds the largest magnitudes, and what casts by them."""
+    """The launch that finds the largest magnitudes, and the launch that quantizes."""
     element = quantizer.element
     mantissa, bias = EXPONENTS[element]
     grid = tiles(rows, TILE_ROWS), tiles(columns, TILE_COLUMNS)
@@ -198,7 +238,7 @@ def _launches(
 def transpose_kernel(
     codes_ptr, out_ptr, n_rows, n_bytes, TILE_ROWS: tl.constexpr, TILE_BYTES: tl.constexpr
 ):
-    """codes [n_rows, n_bytes], two a byte -> [2 n_bytes, n_rows / 2]."""
+    """Transposes 4-bit codes: [n_rows, n_bytes] to [2 n_bytes, n_rows / 2], both two in a byte."""
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     at = tl.program_id(1) * TILE_BYTES + tl.arange(0, TILE_BYTES)
     there = (rows < n_rows)[:, None] & (at < n_bytes)[None, :]
@@ -214,7 +254,10 @@ def transpose_kernel(
 
 
 def transposed(x: QuantizedTensor) -> QuantizedTensor:
-    """x.along(the other axis)."""
+    """x with the other axis as its blocked axis, as `x.along` returns it: the codes are transposed.
+
+    x: E2M1 codes [rows, K / 2] with one scale for the tensor; rows and K are even.
+    """
     rows, half = x.codes.shape
     codes = x.codes.new_empty(2 * half, rows // 2)
     _transpose(rows, half)(codes.device, x.codes.contiguous(), codes, rows, half)

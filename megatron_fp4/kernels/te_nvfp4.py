@@ -1,7 +1,8 @@
-"""Products of NVFP4 operands by Transformer Engine's GEMM, which is cuBLASLt's.
+"""GEMMs of NVFP4 operands by Transformer Engine, which calls cuBLASLt.
 
-It takes E2M1 codes and E4M3 block scales of 16 as they are, and the tensor scale as the magnitude
-that Transformer Engine would have made it of: amax / (6 * 448).
+E2M1 codes and the E4M3 scales of blocks of 16 are passed as they are. Transformer Engine takes the
+tensor's largest magnitude, amax, and derives the tensor scale amax / (6 * 448) from it. So amax is
+computed back from the tensor scale.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 
-LARGEST = 6.0 * 448.0  # of codes and block scales: what a tensor scale of 1 can hold
+LARGEST = 6.0 * 448.0  # the largest code times the largest block scale
 
 
 def product(
@@ -25,10 +26,14 @@ def product(
     correction: float = 1.0,
     into: Tensor | None = None,
 ) -> Tensor:
-    """a b^T times `correction`, in `out_dtype` or added to `into`. a, b: [rows, K] in blocks of 16
-    along K."""
+    """a b^T times `correction`, in `out_dtype`, or added to `into`.
+
+    a, b: [M, K] and [N, K] in E2M1 with a scale for each block of 16 along K.
+    into: [M, N], to which the product is added; its dtype replaces `out_dtype`. None returns a new
+        tensor.
+    """
     out, *_ = general_gemm(
-        _operand(b),  # its matrices are columns first
+        _operand(b),  # cuBLAS matrices are column-major, so b comes first
         _operand(a, correction),
         out_dtype=out_dtype if into is None else into.dtype,
         layout="TN",
@@ -39,6 +44,7 @@ def product(
 
 
 def _operand(q: QuantizedTensor, factor: float = 1.0) -> NVFP4TensorStorage:
+    """q in Transformer Engine's class, its tensor scale multiplied by `factor`."""
     rows, blocks = q.scales.shape
     # Its swizzle kernel reads whole tiles of 128 rows and 4 blocks.
     scales = nn.functional.pad(q.scales, (0, -blocks % 4, 0, -rows % 128))

@@ -56,10 +56,12 @@ CODES = {
     "no sign of odd elements": Mistake(
         STOCHASTIC, encode.signs, argument("odd", lambda signs: signs * 0)
     ),
-    "no sign of zeros": Mistake(STOCHASTIC, encode.gathered, argument("pairs", _no_signs_of_zeros)),
+    "no sign of zeros": Mistake(
+        STOCHASTIC, encode.sign_bytes, argument("pairs", _no_signs_of_zeros)
+    ),
     "1/2 is decoded as 3/4": Mistake(
         "packed",
-        decode._plain,
+        decode._bf16_of_codes,
         result(lambda bits: bits + tl.where((bits & 0x7FFF) == 0x3F00, 0x40, 0)),
     ),
 }
@@ -110,7 +112,7 @@ def _low_halves_twice(rest: Any) -> Any:
 
 NOISE = {
     "a whole's noise": Mistake(  # as if this shard's groups were all of a row
-        STOCHASTIC, philox.placed, argument("place", lambda place: (*place[:4], place[3]))
+        STOCHASTIC, philox.group_indices, argument("place", lambda place: (*place[:4], place[3]))
     ),
     "words in another order": Mistake(
         STOCHASTIC, philox.philox, result(lambda words: [words[i] for i in (0, 2, 1, 3)])
