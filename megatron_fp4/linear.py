@@ -88,7 +88,8 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     into = None if weight is None else weight.main_grad
     with _plain_tensors():
         passed = Backward(plan, _load(ctx), ctx.site, ctx.call, ctx.held)
-        dx, dw, dy_operand = passed.gradients(dy, into)
+        made = passed.gradients(dy, into)
+        dx, dw, dy_operand = made.dx, made.dw, made.dy
         db = None
         if ctx.needs_input_grad[2]:
             # Where dX is not needed, dgrad quantizes no dY, and dY itself is summed.

@@ -7,7 +7,6 @@ is computed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -24,7 +23,8 @@ from megatron_fp4.operands import Decoded, Made, Operand
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, Source
 
 
-class Gradients(NamedTuple):
+@dataclass(slots=True)
+class Gradients:
     """The gradients of one backward pass; None where one is not asked for.
 
     dx: [tokens, in]. dw: [out, in], or the main_grad to which it was added. dy: dY as dgrad

@@ -6,7 +6,7 @@ gathered for the GEMM. What is saved for backward is of this rank's tokens only.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -20,7 +20,8 @@ from megatron_fp4.operands import Decoded, Made, Operand
 from megatron_fp4.plan.data import LinearPlan, OperandPlan, Source
 
 
-class Saved(NamedTuple):
+@dataclass(slots=True)
+class Saved:
     """What the forward pass saves for backward, of this rank's tokens.
 
     x: see `LinearPlan.saves_x`; None where W gets no gradient.
