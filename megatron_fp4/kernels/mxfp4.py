@@ -18,8 +18,6 @@ from megatron_fp4.kernels import decode, encode, fp8
 from megatron_fp4.kernels.launch import kernel
 from megatron_fp4.kernels.philox import noise_of, rest_of_tile, tile_group_indices
 
-GROUP = 8  # elements that share a random draw and a word of codes
-
 
 @triton.jit
 def loaded(ptr, rows, columns, n_rows, n_columns, EVEN: tl.constexpr):
