@@ -86,13 +86,6 @@ def on(x: Tensor) -> AbstractContextManager[Any]:
 
 
 _HERE = nullcontext()
-
-
-def stream_of(x: Tensor) -> int:
-    """The handle of the current stream of x's GPU; 0 on a CPU."""
-    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
-
-
 _kept: dict[tuple[Any, ...], Tensor] = {}
 
 
@@ -182,7 +175,8 @@ class Launch:
         if kind not in self._compiled:
             self._compiled[kind] = self._compile(aligned=kind[1])
         compiled, stream = self._compiled[kind], torch._C._cuda_getCurrentRawStream(device)
-        nested = [given[at] for at in self._parameters]
+        flat = (*given,)  # slices of it are tuples, as Triton takes them
+        nested = [flat[at] for at in self._parameters]
         if _HOOKS[0].calls or _HOOKS[1].calls:
             compiled.kernel[self._grid](*nested, *self._values, stream=stream)
             return

@@ -108,12 +108,12 @@ def test_one_is_compiled_for_all_calls_of_a_launch(
         start(x.device, x, y, number, number, 64)
         assert len(kernel.compiled) == 1
         # Tuples are put together again, and constants stand in the order of the parameters.
-        given = x.data_ptr(), [y.data_ptr(), number], number, 64
+        given = x.data_ptr(), (y.data_ptr(), number), number, 64
         assert kernel.launched[-1] == (1, *given, "ceil", 8)
     start(x.device, x, None, 3, 3, 64)
-    assert kernel.launched[-1][2] == [0, 3] and len(kernel.compiled) == 1
+    assert kernel.launched[-1][2] == (0, 3) and len(kernel.compiled) == 1
     start(x.device, x, launch.address(y), 3, 3, 64)  # in place of the tensor
-    assert kernel.launched[-1][2] == [y.data_ptr(), 3] and len(kernel.compiled) == 1
+    assert kernel.launched[-1][2] == (y.data_ptr(), 3) and len(kernel.compiled) == 1
     for _ in range(2):  # not aligned: one more
         start(x.device, x, y[1:], 3, 3, 64)
         assert len(kernel.compiled) == 2 and kernel.launched[-1][0] == 2
