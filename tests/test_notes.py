@@ -1,4 +1,4 @@
-"""Tables in docs/ are the committed results."""
+"""Tables and figures in docs/ are the committed results."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import linear, parallel_step, peers, quantize_kernels, training_step
+from megatron_fp4.arithmetic.outliers import OutlierClamp
 
 ROOT = Path(__file__).parents[1]
 PAGES: dict[str, tuple[str, Any]] = {
@@ -21,12 +22,163 @@ PAGES: dict[str, tuple[str, Any]] = {
     "parallel_step-graphs": ("docs/notes/host.md", parallel_step),
     "peers": ("docs/hopper.md", peers),
 }
+GRAPHS = "tetrajet --cuda-graph-impl local"
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+def steps(name: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of a parallel_step result by layout and recipe."""
+    return {(row["layout"], row["name"]): row for row in result(name)["rows"]}
+
+
+def quantize_ms(row: dict[str, Any]) -> float:
+    return row["gpu_ms"]["quantize"]
+
+
+def shares(name: str) -> dict[str, dict[str, Any]]:
+    """The rows of a quantize_kernels result on the first matrix, by kernel."""
+    rows = result(name)["rows"]
+    return {row["kernel"]: row for row in rows if row["shape"] == rows[0]["shape"]}
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_s_figures_are_the_committed_result(name: str) -> None:
     page, benchmark = PAGES[name]
-    result = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
-    stamp = result["stamp"]
+    found = result(name)
+    stamp = found["stamp"]
     assert set(stamp["device"]) == {"NVIDIA H200"} and len(stamp["commit"]) == 40
-    assert "\n".join(benchmark.table(result["rows"])) in (ROOT / page).read_text()
+    assert "\n".join(benchmark.table(found["rows"])) in (ROOT / page).read_text()
+
+
+# --- figures in running text ----------------------------------------------------------------------
+
+
+def of_a_linear() -> list[str]:
+    rows = {(row["in"], row["out"], row["recipe"]): row for row in result("linear")["rows"]}
+    ours = {key[:2]: row for key, row in rows.items() if key[2] == "tetrajet"}
+    more = {shape: row["ms"] / row["floor ms"] - 1 for shape, row in ours.items()}
+    gemms = [rows[(*at, "bf16")]["ms"] / row["products ms"] for at, row in ours.items()]
+    return [
+        f"takes {more[4096, 4096]:.0%} more time than its floor at 4096 × 4096, and "
+        f"{more[8192, 8192]:.0%} more at 8192 × 8192",
+        f"The FP8 products are {min(gemms):.1f} to {max(gemms):.1f} times as fast as BF16's",
+    ]
+
+
+def of_a_training_step() -> list[str]:
+    rows = [row["gpu_ms"] for row in result("training_step")["rows"]]
+    [optimizer] = {f"{spent['optimizer']:.0f}" for spent in rows}
+    own = {"gemm", "quantize", "carry", "attention", "optimizer"}
+    others = [sum(ms for kind, ms in spent.items() if kind not in own) for spent in rows]
+    alike = ([spent[kind] for spent in rows] for kind in ("attention", "optimizer"))
+    widest = max(1 - min(times) / max(times) for times in (*alike, others))
+    return [
+        f"differ by up to {widest:.0%} between the rows",
+        f"The optimizer takes {optimizer} ms",
+    ]
+
+
+def of_several_gpus() -> list[str]:
+    found = steps("parallel_step")
+    ours, bf16 = found["tp2-sp", "tetrajet"], found["tp2-sp", "bf16"]
+    made = sum(ours["gpu_ms"][kind] for kind in ("gemm", "quantize", "carry"))
+    sent = [f"{sum(row['sent'].values()) / 1e9:.1f} GB" for row in (ours, bf16)]
+    graphs = [f"{found[layout, GRAPHS]['ratio']:.2f}" for layout in ("tp2-sp", "tp4-sp")]
+    assert f"{found['tp4-sp', 'bf16']['ratio']:.1f}" == "0.6"
+    return [
+        f"`tetrajet` sends {sent[0]} where BF16's sends {sent[1]}, and its GEMMs with their "
+        f"operands take {made:.0f} ms where BF16's take {bf16['gpu_ms']['gemm']:.0f} ms",
+        "BF16 under TP4 loses two fifths of its speed",
+        f"{graphs[0]} times as fast as BF16 under TP2 with SP, and {graphs[1]} times under TP4",
+        f"TP2 with SP took {steps('parallel_step-after')['tp2-sp', 'tetrajet']['ms']:.0f} ms",
+    ]
+
+
+def of_other_packages() -> list[str]:
+    rows = {row["name"]: row.get("found") for row in result("peers")["rows"]}
+
+    def times(name: str, digits: int = 0) -> str:
+        """BF16's time as multiples, over the linears."""
+        slower = [1 / row["ratio"] for row in rows[name] or ()]
+        return f"{min(slower):.{digits}f} to {max(slower):.{digits}f} times"
+
+    [ours], [torchao] = rows["to MXFP4"], rows["torchao to MXFP4, floor"]
+    assert round(torchao["us"] / ours["us"]) == 70 and torchao["equal"] == 1
+    return [
+        f"takes {times('torchao QAT, MXFP4, compiled', 1)} BF16's time when compiled, and "
+        f"{times('torchao QAT, MXFP4')} when not",
+        f"takes {times('fouroversix, NVFP4')} BF16's time in NVFP4",
+        "those of torchao bit for bit, and are made seventy times as fast",
+    ]
+
+
+def of_the_host() -> list[str]:
+    before, after, now = (steps(f"parallel_step{part}") for part in ("-before", "-after", ""))
+    ours, bf16, captured = ("tp2-sp", "tetrajet"), ("tp2-sp", "bf16"), ("tp2-sp", GRAPHS)
+    graphs = steps("parallel_step-graphs")[captured]
+    four = now["tp4-sp", "tetrajet"]
+    along = [
+        shares(f"quantize_kernels{part}")["stochastic, along rows"] for part in ("-in-memory", "")
+    ]
+    anew = (quantize_ms(graphs) - quantize_ms(after[ours])) / graphs["ms"]
+    return [
+        f"took {before[ours]['ms']:,.0f} ms before and {after[ours]['ms']:.0f} ms after; BF16 took "
+        f"{after[bf16]['ms']:.0f} ms",
+        f"takes {now[ours]['ms']:,.0f} ms and TP4 with SP {four['ms']:,.0f} ms",
+        f"{now[ours]['ratio']:.2f} and {four['ratio']:.2f} times as fast as the fastest BF16",
+        f"takes {now[captured]['ms']:.0f} ms and {now['tp4-sp', GRAPHS]['ms']:.0f} ms",
+        f"took {graphs['ms']:.0f} ms with graphs. This is {after[bf16]['ms'] / graphs['ms']:.2f} "
+        f"times as fast as BF16 without graphs, and {graphs['ratio']:.2f} times",
+        f"({along[0]['share']:.0%} of the bandwidth of a copy and not {along[1]['share']:.0%}",
+        f"takes {anew:.0%} of a step here",
+    ]
+
+
+def of_the_quantize_kernels() -> list[str]:
+    [counted] = [
+        row for row in result("counters")["rows"] if row["kernel"] == "stochastic, along rows"
+    ]
+    both = shares("quantize_kernels")["stochastic, both"]
+    copied = both["us"] * both["share"]  # the bytes of this kernel, at the bandwidth of a copy
+    return [
+        f"{counted['alu pipe % of peak']:.0f}% of the peak of the units for logic",
+        f"{counted['fma heavy pipe % of peak']:.0f}% of the peak of the multipliers",
+        f"{counted['issue slots %']:.0f}% of all issue slots",
+        f"{counted['dram % of peak']:.0f}% of the peak of memory",
+        f"where a copy of as many bytes takes {copied:.0f} µs",
+    ]
+
+
+def of_bytes() -> list[str]:
+    hidden = result("bytes")["shape"]["hidden"]
+    outliers = 2 * OutlierClamp().kept(hidden)
+    token = hidden // 2 + 4 + 4 * outliers  # codes, a scale, and of outliers values and places
+    return [
+        f"there are {outliers} of them, {outliers // 2} at either end",
+        f"{token} bytes a token, {token / (2 * hidden):.3f} of the {2 * hidden:,} in BF16",
+    ]
+
+
+def of_checkpoints() -> list[str]:
+    return [f"each at {result('integrity')['median'] / 1e9:.1f} GB/s on an AMD EPYC core"]
+
+
+FIGURES: dict[str, list[Any]] = {
+    "docs/hopper.md": [of_a_linear, of_a_training_step, of_several_gpus, of_other_packages],
+    "docs/notes/host.md": [of_the_host],
+    "docs/notes/quantize-kernels.md": [of_the_quantize_kernels],
+    "docs/communication.md": [of_bytes],
+    "docs/training.md": [of_checkpoints],
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "figures"), [(page, each) for page, found in FIGURES.items() for each in found]
+)
+def test_figures_in_running_text_are_the_committed_result(page: str, figures: Any) -> None:
+    text = " ".join((ROOT / page).read_text().split())
+    for said in figures():
+        assert said in text, said

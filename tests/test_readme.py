@@ -3,15 +3,103 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
 
+def result(name: str) -> Any:
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+def by_name(name: str) -> dict[str, Any]:
+    """The rows of a result by the names of their recipes."""
+    return {row["name"]: row for row in result(name)["rows"]}
+
+
+def says(text: str) -> None:
+    """Asserts that the README has this text, whatever its line breaks."""
+    assert " ".join(text.split()) in " ".join((ROOT / "README.md").read_text().split())
+
+
 def test_the_loss_table_is_the_committed_result() -> None:
-    result = json.loads((ROOT / "benchmarks/results/held_out_loss.json").read_text())
-    assert "\n".join(result["table"]) in (ROOT / "README.md").read_text()
+    assert "\n".join(result("held_out_loss")["table"]) in (ROOT / "README.md").read_text()
+
+
+def test_the_model_of_the_loss_table_and_its_learning_rate() -> None:
+    found = result("held_out_loss")
+    model, training = found["model"], found["training"]
+    tokens = training["batch"] * model["sequence"]
+    says(
+        f"LLaMA of {model['layers']} layers of width {model['hidden']}, trained for "
+        f"{training['steps']} steps of {tokens:,} tokens on the demo's text, with "
+        f"{training['seeds']} seeds"
+    )
+    chosen, higher = training["learning_rate"], found["bf16_by_learning_rate"]
+    lower = result("bf16_learning_rates")["bf16_by_learning_rate"]
+    assert min(higher, key=higher.get) == min(lower, key=lower.get) == str(chosen)
+    assert str(2 * chosen) in higher and str(chosen / 2) in lower
+
+
+def test_the_training_step() -> None:
+    for name, text in {
+        "training_step": (
+            "is {tetrajet[ratio]:.2f} times as fast, with a peak memory of "
+            "{tetrajet[peak_gib]:.1f} GiB (BF16: {bf16[peak_gib]:.1f})"
+        ),
+        "training_step-four": (
+            "the peak of `tetrajet` is {tetrajet[peak_gib]:.1f} GiB. With CUDA graphs, which hold "
+            "no quantized weights, it is {graphs[peak_gib]:.1f} GiB. In BF16 it is "
+            "{bf16[peak_gib]:.1f} GiB"
+        ),
+    }.items():
+        rows = by_name(name)
+        says(text.format(**rows, graphs=rows.get("tetrajet --cuda-graph-impl local")))
+    rows = by_name("training_step")
+    says(
+        f"The other recipes, in the step of {result('training_step')['layers']} layers on one GPU: "
+        f"`mxfp4` {rows['mxfp4']['ratio']:.2f}, `mxfp4-rht-sr` {rows['mxfp4-rht-sr']['ratio']:.2f}"
+    )
+
+
+def test_the_table_of_training_steps() -> None:
+    graphs, layers = "tetrajet --cuda-graph-impl local", result("parallel_step")["layers"]
+    ratios = {(row["layout"], row["name"]): row["ratio"] for row in result("parallel_step")["rows"]}
+    alone = result("training_step")["layers"], by_name("training_step")["tetrajet"]["ratio"]
+    tensor = "tensor and sequence, `--cuda-graph-impl local`"
+    says(
+        f"| {alone[0]} | 1 | | {alone[1]:.2f} |"
+        f" | {layers} | 1 | | {ratios['one', 'tetrajet']:.2f} |"
+        f" | {layers} | 4 | data | {ratios['dp4', 'tetrajet']:.2f} |"
+        f" | {layers} | 2 | {tensor} | {ratios['tp2-sp', graphs]:.2f} |"
+        f" | {layers} | 4 | {tensor} | {ratios['tp4-sp', graphs]:.2f} |"
+    )
+    says(f"({ratios['tp2-sp', 'tetrajet']:.2f} times as fast on two GPUs)")
+
+
+def test_a_linear() -> None:
+    ratios: dict[str, list[float]] = {}
+    for row in result("linear")["rows"]:
+        ratios.setdefault(row["recipe"], []).append(row["ratio"])
+    (low, high), (least, most) = ((min(r), max(r)) for r in (ratios["tetrajet"], ratios["dge-occ"]))
+    says(f"a linear, forward and backward, is {low:.2f} to {high:.2f} times as fast")
+    says(f"A linear of `dge-occ` is {least:.2f} to {most:.2f} times as fast as in BF16")
+    says(f"`dge-occ` takes {1 / most:.1f} to {1 / least:.1f} times BF16's time for a linear")
+
+
+def test_the_bytes() -> None:
+    def ratios(table: str) -> list[str]:
+        """Of tetrajet's cells to BF16's, which a cell leaves out if it is 1."""
+        [line] = [line for line in result("bytes")["table"][table] if "| tetrajet |" in line]
+        return [(re.findall(r"\((.*)\)", cell) or ["1"])[0] for cell in line.split("|")[2:-1]]
+
+    scattered, whole = ratios("a step")
+    says(f"(4.25 bits an element, not 16) | {ratios('saved X')[0]} |")
+    says(f"two ranks with tensor and sequence parallelism | {scattered} |")
+    says(f"two ranks with tensor parallelism alone | {whole} |")
+    says(f"(`--fp4-weight-cache off` holds none) | {ratios('weights')[3]} of the weights in BF16 |")
 
 
 @pytest.mark.parametrize("file", ["constraints.txt", "constraints-newest.txt"])
