@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import linear, parallel_step, peers, quantize_kernels, training_step
+from benchmarks import host_linear, linear, parallel_step, peers, quantize_kernels, training_step
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 
 ROOT = Path(__file__).parents[1]
 PAGES: dict[str, tuple[str, Any]] = {
     "quantize_kernels": ("docs/notes/quantize-kernels.md", quantize_kernels),
+    "host_linear": ("docs/notes/host.md", host_linear),
+    "host_linear-before": ("docs/notes/host.md", host_linear),
     "linear": ("docs/hopper.md", linear),
     "training_step": ("docs/hopper.md", training_step),
     "training_step-four": ("docs/hopper.md", training_step),
