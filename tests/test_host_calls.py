@@ -11,8 +11,7 @@ from megatron_fp4 import get_recipe, linear
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.linear import quantized_linear
-from megatron_fp4.plan import cache
-from testing.builders.pretended_hopper import pretend_hopper
+from testing.builders.pretended_hopper import pretended_hopper
 
 MOST = 400  # calls of Python functions and of C functions, by cProfile
 SIZE = 256
@@ -20,9 +19,8 @@ SIZE = 256
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    pretend_hopper(monkeypatch)
-    yield
-    cache.plan_for.cache_clear()
+    with pretended_hopper(monkeypatch):
+        yield
 
 
 def of_megatron(name: str) -> Callable[[], None]:

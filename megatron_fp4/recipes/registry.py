@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -53,18 +54,24 @@ def get_recipe(name: str, **options: Any) -> Recipe:
     if not isinstance(name, str):
         raise ConfigError(f"a recipe goes by a name, not by {name!r}")
     if name in _FACTORIES:
-        return call_with_options(_FACTORIES[name], name, options)
+        return _shared(call_with_options(_FACTORIES[name], name, options))
     if name.endswith(SUFFIXES):
         from megatron_fp4.recipes.files import load_recipe_file
 
-        return load_recipe_file(Path(name), options)
+        return _shared(load_recipe_file(Path(name), options))
     if ":" in name:
-        return _imported(name, options)
+        return _shared(_imported(name, options))
     baseline = "; for a linear in BF16 use torch.nn.Linear" if name == "bf16" else ""
     raise ConfigError(
         f"unknown recipe {name!r}; known: {', '.join(list_recipes())}, a .yaml file, or "
         f"package.module:object{baseline}"
     )
+
+
+@cache
+def _shared(recipe: Recipe) -> Recipe:
+    """The first of all equal recipes, which lookups of plans then find by identity."""
+    return recipe
 
 
 def _imported(name: str, options: Mapping[str, Any]) -> Recipe:

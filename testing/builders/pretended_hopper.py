@@ -6,18 +6,22 @@ products are launched into the void, so that all results are uninitialized memor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_fp4.kernels import cublaslt, launch
+from megatron_fp4.kernels import carrier, cublaslt, launch
+from megatron_fp4.kernels.quantize import _quantize_launch, _transform_launch
 from megatron_fp4.plan import cache
 from megatron_fp4.target import Target
 
 
-def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans linears on the CPU for a Hopper GPU, until the test ends."""
+@contextmanager
+def pretended_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within it linears on the CPU are planned for a Hopper GPU."""
     compiled = launch._Compiled(None, _launched, ())
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(launch.Launch, "_compile", lambda self, aligned: compiled)
@@ -27,7 +31,16 @@ def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     # Memory on a CPU is not always aligned to 256 bytes, and another alignment is another plan.
     monkeypatch.setattr(cublaslt, "_plan", _aligned(cublaslt._Plan))
     monkeypatch.setattr(cache, "target_of", lambda device: Target("cuda", (9, 0), None))
-    cache.plan_for.cache_clear()
+    _forget()
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    """Clears the caches of plans and launches, which differ within and outside."""
+    caches: list[Any] = [cache.plan_for, _quantize_launch, _transform_launch, carrier._launch]
+    for each in caches:
+        each.cache_clear()
 
 
 def _launched(*arguments: Any) -> None:
