@@ -88,15 +88,15 @@ def quantizer_words(q: Quantizer) -> str:
 
 
 def _scales(q: Quantizer) -> str:
-    across, along = q.block
-    if along == WHOLE_AXIS:
-        return f"{q.scale.upper()} scale of the {'row' if across else 'tensor'}"
+    height, length = q.block
+    if length == WHOLE_AXIS:
+        return f"{q.scale.upper()} scale of the {'row' if height else 'tensor'}"
     rule: list[str] = [q.rule]
     if q.tensor_max:
         rule.append(f"tensor scale for {q.tensor_max:g}")
     if q.inflate != 1.0:
         rule.append(f"times {q.inflate:.4g}")
-    size = f"{along}" if across == 1 else f"{across} x {along}"
+    size = f"{length}" if height == 1 else f"{height} x {length}"
     return f"{q.scale.upper()} scales ({', '.join(rule)}) for blocks of {size}"
 
 

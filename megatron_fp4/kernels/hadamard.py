@@ -111,7 +111,7 @@ def _scaled(product, FACTOR: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _matrices_along(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
+def _matrices_along_rows(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
     """The matrices of 16 for a window along the rows, [2 * BLOCKS, 16, 16], with the random signs.
 
     There is one for each value of bit 2 of the column and for each block of 32 columns of the
@@ -126,7 +126,7 @@ def _matrices_along(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _transformed_along(
+def _transformed_along_rows(
     x_ptr,
     h,
     row0,
@@ -142,7 +142,7 @@ def _transformed_along(
     """A tile of x transformed along its rows: words of two BF16 [ROWS / 8, 8, window / 2].
 
     x_ptr: BF16 [n_rows, n_columns].
-    h: the matrices of 16, from `_matrices_along`.
+    h: the matrices of 16, from `_matrices_along_rows`.
     row0, column0: the first row and column of the tile.
     FACTOR: multiplies the result.
     EVEN: whether tiles fill the matrix.
@@ -161,7 +161,7 @@ def _transformed_along(
 
 
 @triton.jit
-def _rest_along(
+def _rest_along_rows(
     place,
     row0,
     column0,
@@ -201,7 +201,7 @@ def _rest_along(
 
 
 @triton.jit
-def _row_across(b, k, GROUP: tl.constexpr):
+def _row_along_columns(b, k, GROUP: tl.constexpr):
     """Which row of a window along the columns is multiplied by column k of its b-th matrix of 16.
 
     b: int32, 0 to window / 16 - 1. k: int32, 0 to 15. Returns the row's index in the window, int32.
@@ -212,23 +212,23 @@ def _row_across(b, k, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _matrices_across(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
+def _matrices_along_columns(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
     """The matrices of 16 for a window along the columns, [window / 16, 16, 16], with the random
     signs.
 
-    There is one for each 16 rows that a product combines (`_row_across`). They differ by their
-    signs.
+    There is one for each 16 rows that a product combines (`_row_along_columns`); they differ by
+    their signs.
     signs: four int32 words from `philox.sign_words`.
     """
     b = tl.arange(0, 8 if GROUP == 128 else 4)[:, None, None]
     k = tl.arange(0, 16)[None, None, :]
-    place = _row_across(b, k, GROUP) % GROUP
+    place = _row_along_columns(b, k, GROUP) % GROUP
     entries = _entries(tl.arange(0, 16)[None, :, None], k, place, signs, GROUP)
     return _dot_operand(entries, INTERPRETED)
 
 
 @triton.jit
-def _transformed_across(
+def _transformed_along_columns(
     x_ptr,
     h,
     row0,
@@ -243,7 +243,7 @@ def _transformed_across(
     """A tile of 32 columns of x, transformed along its columns.
 
     x_ptr: BF16 [n_rows, n_columns].
-    h: the matrices of 16, from `_matrices_across`.
+    h: the matrices of 16, from `_matrices_along_columns`.
     row0, column0: the first row and column of the tile.
     FACTOR: multiplies the result.
     EVEN: whether tiles fill the matrix.
@@ -255,7 +255,7 @@ def _transformed_across(
     # A warp loads four rows at a time: eight threads for a row, each with four columns.
     i = tl.arange(0, 16)[:, None, None]
     k = (i >> 3) * 8 + i % 4 * 2 + (i >> 2) % 2
-    rows = row0 + _row_across(tl.arange(0, BATCH)[None, :, None], k, GROUP)
+    rows = row0 + _row_along_columns(tl.arange(0, BATCH)[None, :, None], k, GROUP)
     columns = tl.multiple_of(column0 + tl.arange(0, 32)[None, None, :], [1, 1, 4])
     x = loaded(x_ptr, rows, columns, n_rows, n_columns, EVEN)
     x = tl.permute(tl.reshape(x, (2, 2, 4, BATCH, 8, 4)), (3, 0, 2, 1, 5, 4))
@@ -309,17 +309,17 @@ def transform_kernel(
     if HAS_SIGNS:
         signs = sign_words(draw, signs_stream, noise)
     if AXIS == 1:
-        h = _matrices_along(signs, GROUP, INTERPRETED)
+        h = _matrices_along_rows(signs, GROUP, INTERPRETED)
         for i in range(TILE.ROWS // 16):
             first = row0 + 16 * i
             rows = first + 8 * tl.arange(0, 2)[:, None] + tl.arange(0, 8)[None, :]
-            pairs = _transformed_along(
+            pairs = _transformed_along_rows(
                 x_ptr, h, first, column0, n_rows, n_columns, 16, GROUP, FACTOR, TILE.EVEN,
                 INTERPRETED,
             )  # fmt: skip
             rest = 0
             if ROUNDING.STOCHASTIC:
-                rest = _rest_along(
+                rest = _rest_along_rows(
                     place, first, column0, noise, out.stream, 16, TILE.COLUMNS // 32,
                     DRAWS.HAS_GROUPS, INTERPRETED,
                 )  # fmt: skip
@@ -329,10 +329,10 @@ def transform_kernel(
             )  # fmt: skip
     else:
         WINDOW: tl.constexpr = 128 if GROUP == 128 else 64
-        h = _matrices_across(signs, GROUP, INTERPRETED)
+        h = _matrices_along_columns(signs, GROUP, INTERPRETED)
         for i in range(TILE.ROWS // WINDOW):
             first = row0 + WINDOW * i
-            pairs = _transformed_across(
+            pairs = _transformed_along_columns(
                 x_ptr, h, first, column0, n_rows, n_columns, GROUP, FACTOR, TILE.EVEN, INTERPRETED
             )
             rest = 0

@@ -286,7 +286,7 @@ def _mantissa(carrier: torch.dtype | bool) -> int:
 
 
 def tile(
-    quantizer: Quantizer, packed: bool, along: bool, across: bool, carried: bool
+    quantizer: Quantizer, packed: bool, along_rows: bool, along_columns: bool, carried: bool
 ) -> tuple[int, int, int, bool, int | None]:
     """(rows, columns, warps, down, registers) of a program, by what was fastest on an H200.
 
@@ -296,8 +296,8 @@ def tile(
     stochastic = quantizer.stochastic
     if quantizer.rounding == "ema":
         return 64, 64, 8, False, None  # as much as registers hold
-    if across and not packed:
-        if along:
+    if along_columns and not packed:
+        if along_rows:
             return (128, 64, 4, False, None) if stochastic else (64, 128, 4, False, None)
         if stochastic:  # with more registers fewer programs run together; carriers would spill
             return 128, 32, 2, False, None if carried else _REGISTERS

@@ -135,7 +135,7 @@ NOISE = {
         lambda right, first, second: tl.join(first + second, first + second),
     ),
     "the next group's rows": Mistake(
-        "(0,) group 32", hadamard._row_across, argument("GROUP", lambda _: 64)
+        "(0,) group 32", hadamard._row_along_columns, argument("GROUP", lambda _: 64)
     ),
 }
 
