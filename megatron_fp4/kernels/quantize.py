@@ -140,7 +140,7 @@ def _transform(
         form = copy.signs is not None, in_memory, noise.placement.groups is not None
         start = _transform_launch(rows, columns, quantizer, axis, group, *form)
         output = codes, scales, None, None, signed(noise.stream)
-        draw = signed(signs.stream), *given(signs.draw, in_memory, source)
+        draw = signed(signs.stream), *_in_two_forms(signs.draw, in_memory, source)
         stochastic = quantizer.stochastic
         random = random_of(source, noise, in_memory, rows, columns, places=stochastic)
         start(source.device, source, *output, *draw, *random, rows, columns)
@@ -164,7 +164,13 @@ def random_of(
     place, key = noise.placement, noise.key
     at_rows = _rows(like, rows, place) if places else None
     groups = place.groups_per_row or columns // GROUP
-    return at_rows, place.groups, groups, *given(key.step, in_memory, like), *key.signed_words
+    return (
+        at_rows,
+        place.groups,
+        groups,
+        *_in_two_forms(key.step, in_memory, like),
+        *key.signed_words,
+    )
 
 
 def is_in_memory(*numbers: int | Tensor) -> bool:
@@ -173,7 +179,7 @@ def is_in_memory(*numbers: int | Tensor) -> bool:
     return any(isinstance(number, Tensor) for number in numbers)
 
 
-def given(number: int | Tensor, in_memory: bool, like: Tensor) -> tuple[int, Tensor | None]:
+def _in_two_forms(number: int | Tensor, in_memory: bool, like: Tensor) -> tuple[int, Tensor | None]:
     """A 64-bit number for a kernel: (its low word as an int32, a tensor that holds it); the kernel
     reads the latter if `in_memory`."""
     if number.__class__ is not int and isinstance(number, Tensor):
