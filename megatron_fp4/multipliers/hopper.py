@@ -94,7 +94,7 @@ class Hopper:
 
 
 def _formats_problem(product: Product) -> str | None:
-    """Why these operands have no product on FP8 tensor cores."""
+    """Why FP8 tensor cores cannot multiply these operands, in a few words; None if they can."""
     if product.quantizers is None:
         return "an operand is in high precision"
     if product.quantizers[1].element == "e5m2":  # the first operand may be dY, in E5M2
@@ -126,8 +126,10 @@ def _rows_can_be_scaled() -> bool:
 
 @cache
 def _kernels() -> ModuleType:
-    """kernels.carrier. It is cached, since an import statement costs more host time than most
-    calls here."""
+    """The module `kernels.carrier`, which imports Triton.
+
+    It is cached, since an import statement costs more host time than most calls here.
+    """
     from megatron_fp4.kernels import carrier  # imports Triton
 
     return carrier
