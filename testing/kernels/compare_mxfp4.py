@@ -57,7 +57,10 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Blocks and groups tile it; tiles do not, where one direction leaves the other free."""
+        """Rows and columns of the matrix: multiples of blocks and groups along the contracted axes.
+
+        Where it is possible they are no multiples of a program's tile.
+        """
         if self.group <= 32:
             return (160, 96) if self.quantizer.block[1] == 32 else (144, 112)
         sides = [self.group * 2 if axis in self.axes else 72 for axis in (0, 1)]
@@ -74,7 +77,7 @@ class Case:
         )
 
     def copy(self, axis: int, device: str) -> Copy:
-        """The wanted one along an axis."""
+        """The Copy that the kernel is to write along `axis`, with its random bits on `device`."""
         stream = 0xFFFFFFF0 + axis
         step: int | Tensor = STEP
         draw: int | Tensor = DRAW
