@@ -135,6 +135,9 @@ def _scale_fp32(
 def gamma(amax: Tensor, finite: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     """(factor, stored scale) of float32 scales, for blocks with the largest magnitudes `amax`.
 
+    amax: one element for each block. finite: bool, of the shape of amax: whether the block has
+    neither a NaN nor an Inf. Both results have this shape.
+
     The factor multiplies the values. It is stored as the scale, except that the stored scale of a
     block that is not finite is NaN.
     """

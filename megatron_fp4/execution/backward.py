@@ -135,7 +135,11 @@ class Backward:
         return self._made[wgrad.b]
 
     def _take_source(self, gemm: GemmPlan, kept: Operand, fprop: OperandPlan) -> None:
-        """Records what W's or X's operand is made from, and the scales that multiply dY."""
+        """Records the matrix from which b of `gemm` is made, and the row scales that multiply dY.
+
+        gemm: dgrad or wgrad, whose b is W or X. kept: what the forward pass saved of it. fprop: the
+        plan of fprop's operand of it. See `source_of`.
+        """
         matrix, fold = source_of(gemm.b, kept, fprop, self.site, self.call)
         if fold is not None and gemm.name == "wgrad" and gemm.a.is_part and self.site.parallel:
             fold = self.site.parallel.part(fold)
@@ -145,7 +149,7 @@ class Backward:
     def _make(self, makings: tuple[Making, ...]) -> None:
         self._made |= make_operands(makings, self._matrices, self._folds, self.site, self.call)
         for making in makings:
-            if making.matrix[0] != "dy":  # which outliers are multiplied by
+            if making.matrix[0] != "dy":  # kept, since the outliers of X are multiplied by it
                 self._matrices.pop(making.matrix, None)
 
     def _forget(self, gemm: GemmPlan) -> None:
@@ -175,7 +179,7 @@ class Backward:
     # --- products ---
 
     def _sum(self, dx: Tensor) -> Pending[Tensor]:
-        """Starts the sum of dX over the ranks, where the sharding asks for one."""
+        """Starts the reduce-scatter or all-reduce of dX; if there is none, the result is `dx`."""
         parallel, sharding = self.site.parallel, self.plan.setting.sharding
         if parallel is not None and sharding.tokens == "x":
             return parallel.scatter_sum(dx)

@@ -156,7 +156,10 @@ def _takes_sums(out: Tensor) -> bool:
 
 
 def _factor(form: Decoded) -> tuple[int, torch.dtype, int, Tensor]:
-    """A `cublaslt.Factor` of FP8 elements whose row factors are a tensor of their own."""
+    """Decoded FP8 elements [rows, K] as a `cublaslt.Factor`, with one row factor for each row.
+
+    A factor that belongs to the whole tensor is repeated for each row.
+    """
     values, outer = form.values, form.outer
     assert outer is not None
     if len(outer) != len(values):
