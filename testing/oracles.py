@@ -1,5 +1,7 @@
-"""Independent oracles: exact rational arithmetic and scalar code, written from the formats'
-definitions and sharing nothing with the package."""
+"""Expected results by exact rational arithmetic and scalar code.
+
+They are written from the definitions of the formats, and share no code with the package.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def element_bits(seed: int, step: int, stream: int, group: int, j: int) -> int:
 
 
 def matrix_bits(rows: int, columns: int, seed: int, step: int, stream: int) -> Tensor:
-    """The bits of a whole matrix."""
+    """The 16 random bits of each element of a matrix: int64 [rows, columns]."""
     groups = -(-columns // 8)
     return torch.tensor(
         [

@@ -1,7 +1,7 @@
-"""A Hopper GPU that is not there: the host does what it would for one, and nothing is computed.
+"""Lets tests run the host code for a Hopper GPU on a machine without one.
 
-For tests of what the host does. Plans are those of compute capability 9.0; kernels and cuBLASLt
-products are launched into the void, so that all results are uninitialized memory.
+Linears are planned for compute capability 9.0. Launches of kernels and calls of cuBLASLt do
+nothing, so all results are uninitialized memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_fp4.target import Target
 
 
 def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans linears on the CPU for a Hopper GPU, until the test ends."""
+    """Plans linears on the CPU as for a Hopper GPU, and launches nothing, until the test ends."""
     compiled = launch._Compiled(None, _launched, ())
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(launch.Launch, "_compile", lambda self, aligned: compiled)
