@@ -199,7 +199,7 @@ def kept_weights(linear: Any) -> list[Tensor]:
 
 @contextmanager
 def count_weights() -> Iterator[list[str]]:
-    """A context that gives a list; each time that W is quantized its GEMM is added to the list."""
+    """A context that gives a list, to which the name of the GEMM is added when a W is quantized."""
     labels: list[str] = []
 
     def counting(make: Any) -> Any:
@@ -221,7 +221,7 @@ def count_weights() -> Iterator[list[str]]:
 
 
 def build(case: Case, shape: Shape) -> Any:
-    """A model of one layer."""
+    """A LLaMA of one layer in BF16, whose linears follow the recipe of the case."""
     config = small_gpt.config(
         num_layers=1,
         hidden_size=shape.hidden,

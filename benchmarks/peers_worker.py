@@ -45,7 +45,11 @@ class Linear:
 
 @dataclass(frozen=True)
 class Quantizing:
-    """A package's quantizer along rows. values: decodes the result of `call`."""
+    """A package's quantizer along rows.
+
+    operation: what it computes, in words. call: quantizes a BF16 matrix. values: decodes the result
+    of `call`; None if it cannot be decoded.
+    """
 
     package: str
     operation: str
