@@ -106,7 +106,10 @@ def e8m0_byte(amax: float, rule: str) -> int:
 
 
 def mx_block(block: list[float], rule: str, prescale: Fraction = Fraction(1)) -> tuple[int, list]:
-    """(byte, codes) of one MX block, nearest rounding."""
+    """(E8M0 byte, E2M1 codes) of the values of one MXFP4 block, rounded to nearest.
+
+    rule: "floor" or "ceil".
+    """
     worst = max((abs(v) if not math.isnan(v) else math.inf) for v in block)
     byte = e8m0_byte(worst, rule)
     if byte == 0xFF:
@@ -122,7 +125,7 @@ def mx_block(block: list[float], rule: str, prescale: Fraction = Fraction(1)) ->
 
 
 def ue5m3_value(code: int) -> Fraction | None:
-    """What a UE5M3 code stands for; None of the NaNs (the whole top exponent)."""
+    """The value of a UE5M3 code; None for a NaN, which is any code with the top exponent."""
     field, fraction = divmod(code, 8)
     if field == 31:
         return None

@@ -41,8 +41,12 @@ def quantize_launch(
     in_memory: bool = False,
     **fields: Any,
 ) -> Launch:
-    """A launch of the quantize kernel, for groups that have places of their own. fields: of the
-    quantizer."""
+    """The Launch of the quantize kernel for a matrix whose placement lists its groups.
+
+    along_rows, along_columns: whether an operand with blocks along this axis is made, or the dtype
+    of its carriers. sizes: rows and columns. packed: the block size of the codes that are read; 0:
+    BF16 is read. in_memory: whether the step is read from memory. fields: of the quantizer.
+    """
     quantizer = Quantizer(rounding=rounding, **fields)  # type: ignore[arg-type]
     return _quantize_launch(*sizes, quantizer, packed, along_rows, along_columns, in_memory, True)
 

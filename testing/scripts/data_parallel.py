@@ -94,7 +94,7 @@ def network() -> nn.Module:
 
 
 def train(model: nn.Module, steps: range) -> None:
-    """Each rank has other data."""
+    """Trains for these steps; the data depend on the step and the rank."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in steps:
         optimizer.zero_grad()
@@ -130,7 +130,7 @@ def resuming_repeats(folder: Path) -> None:
 
 
 def fsdp_is_ddp(folder: Path) -> None:
-    """fully_shard gives forward passes plain tensors; torch.distributed.checkpoint keeps steps."""
+    """Checks that FSDP2 (fully_shard) trains as DDP does, and that its checkpoints keep `steps`."""
     ddp, sharded = DistributedDataParallel(network()), sharded_network()
     train(ddp, range(3))
     train(sharded, range(3))
