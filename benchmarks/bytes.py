@@ -47,7 +47,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One case: a recipe or "bf16", how it keeps X and W, and the layout."""
+    """What is measured: a recipe (or "bf16") with these flags, under tensor parallelism.
+
+    saved_x, weight_cache: as --fp4-saved-x and --fp4-weight-cache.
+    """
 
     recipe: str
     saved_x: str = "packed"
@@ -155,7 +158,10 @@ def saved_x_table(records: list[Record]) -> list[str]:
 
 
 def times_table(taken: dict[str, dict[str, float]]) -> list[str]:
-    """A Markdown table of ms for each microbatch, with ratios to the defaults."""
+    """A Markdown table of the milliseconds of a microbatch, with ratios to the default flags.
+
+    taken: from `bytes_time.times`.
+    """
     lines = _head(["recipe", *VARIANTS])
     for recipe, found in taken.items():
         base = found["both packed"]

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def measure(case: Case, shape: Shape) -> list[dict[str, Any]]:
-    """A record for each linear of the layer."""
+    """A record for each linear of the layer: the case, the linear's name, and `one_step`."""
     chunk = build(case, shape)
     run = None
     if case.recipe != "bf16":
@@ -114,7 +114,10 @@ def one_step(linear: Any, run: Run | None, chunk: Any, shape: Shape) -> dict[str
 
 
 def more(sent: list[dict[str, int]]) -> dict[str, int]:
-    """The bytes that the first microbatch sends more than the last."""
+    """By how many bytes the first microbatch sends more than the last, by collective.
+
+    sent: the bytes of each microbatch, by collective.
+    """
     return {kind: size - sent[-1].get(kind, 0) for kind, size in sent[0].items()}
 
 
@@ -173,7 +176,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def storages(tensors: list[Tensor]) -> dict[int, int]:
-    """The bytes of each storage that the tensors use, by its address."""
+    """{address: bytes} of each storage that the tensors use; shared storages count once."""
     found = [tensor.untyped_storage() for tensor in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
@@ -196,7 +199,7 @@ def kept_weights(linear: Any) -> list[Tensor]:
 
 @contextmanager
 def count_weights() -> Iterator[list[str]]:
-    """A context that gives a list; each time that W is quantized its GEMM is added to the list."""
+    """A context that gives a list, to which the name of the GEMM is added when a W is quantized."""
     labels: list[str] = []
 
     def counting(make: Any) -> Any:
@@ -218,7 +221,7 @@ def count_weights() -> Iterator[list[str]]:
 
 
 def build(case: Case, shape: Shape) -> Any:
-    """A model of one layer."""
+    """A LLaMA of one layer in BF16, whose linears follow the recipe of the case."""
     config = small_gpt.config(
         num_layers=1,
         hidden_size=shape.hidden,

@@ -88,7 +88,11 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def one(job: Job, args: argparse.Namespace, devices: Any) -> dict[str, float]:
-    """Trains one run and evaluates it; returns the losses with its own forward pass and BF16's."""
+    """Trains one run and evaluates it; returns its held-out losses and "ms a step".
+
+    "trained forward" is the loss with the forward pass of the training. A recipe is also evaluated
+    with a BF16 forward pass. devices: a queue of GPUs, of which the run takes one.
+    """
     model, training = MODELS[args.model]
     where = WORK / f"{job.recipe}-{job.learning_rate:g}-{job.seed}"
     settings = {"steps": args.steps, "seed": 1234 + job.seed, "learning_rate": job.learning_rate}

@@ -29,7 +29,10 @@ WARM_UP, ROUNDS, EACH = 20, 25, 20
 
 
 def step_of(recipe: str | None) -> Callable[[], None]:
-    """A forward and a backward pass. recipe: its name; None is torch's linear in BF16."""
+    """A function that runs a forward and a backward pass of a linear, after WARM_UP passes.
+
+    recipe: its name; None is torch's linear in BF16.
+    """
     x, w, dy = (torch.randn(SIZE, SIZE, device="cuda").bfloat16() for _ in range(3))
     x.requires_grad_()
     w.requires_grad_()
@@ -49,7 +52,7 @@ def step_of(recipe: str | None) -> Callable[[], None]:
 
 
 def seconds(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """The median time of a call of each, in alternating rounds."""
+    """The median seconds of a call of each function, measured in alternating rounds."""
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
         for name, step in steps.items():
@@ -63,7 +66,7 @@ def seconds(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
 
 
 def calls(step: Callable[[], None]) -> int:
-    """The Python and C functions that a call calls, by cProfile."""
+    """The number of Python and C functions that one call of `step` calls, by cProfile."""
     with torch.autograd.set_multithreading_enabled(False):  # else backward is not profiled
         step()
         profile = cProfile.Profile()
@@ -74,7 +77,7 @@ def calls(step: Callable[[], None]) -> int:
 
 
 def study() -> list[dict[str, Any]]:
-    """A row for BF16 and for each recipe."""
+    """A row for BF16 and for each recipe: microseconds ("us") and `calls` of a pass."""
     steps = {name: step_of(None if name == "bf16" else name) for name in ("bf16", *list_recipes())}
     taken = seconds(steps)
     return [

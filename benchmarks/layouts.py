@@ -32,7 +32,11 @@ OTHER = Path("runs/layouts.json")
 
 
 def study(names: list[str], folder: Path, at_once: int) -> Iterator[list[Row]]:
-    """The rows of all layouts, each with whether its statements `hold`, printed as they come."""
+    """Runs the layouts `names`, and yields the rows of each, with the key "holds" added.
+
+    Each row is also printed. folder: where processes write their steps. at_once: the number of
+    layouts that run at the same time.
+    """
     run_one(names, folder)
     with ThreadPoolExecutor(at_once) as pool:
         for found in pool.map(partial(rows_of, folder=folder), names):

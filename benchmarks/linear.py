@@ -77,7 +77,7 @@ def quantized(p: Problem, recipe: Recipe) -> Callable[[], None]:
 
 
 def products(p: Problem) -> Callable[[], None]:
-    """The three GEMMs on FP8 carriers."""
+    """A function that runs the three GEMMs of a linear on FP8 carriers, which are made before."""
     multiplier, quantizer = Hopper(), get_quantizer("mxfp4-ceil")
 
     def form(x: Tensor, axis: int, gradient: bool) -> Any:
@@ -126,7 +126,7 @@ def moved(recipe: Recipe, inputs: int, outputs: int) -> float:
 
 
 def study(names: list[str]) -> list[dict[str, Any]]:
-    """A row for each shape and recipe."""
+    """A row for each shape of SHAPES and each recipe in `names`."""
     rows = []
     for inputs, outputs in SHAPES:
         p = problem(inputs, outputs)

@@ -31,8 +31,11 @@ BITS = {"mxfp4": 4 + 8 / 32, "nvfp4": 4 + 8 / 16}  # of an element, with its sha
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of a package. make: gives the layer that replaces an nn.Linear; None: this package's
-    linear with `recipe`."""
+    """A linear of a package.
+
+    operation: what it computes, in words. make: replaces an nn.Linear by the package's linear;
+    None: this package's linear with `recipe`.
+    """
 
     package: str
     operation: str
@@ -42,7 +45,11 @@ class Linear:
 
 @dataclass(frozen=True)
 class Quantizing:
-    """A package's quantizer along rows. values: decodes the result of `call`."""
+    """A package's quantizer along rows.
+
+    operation: what it computes, in words. call: quantizes a BF16 matrix. values: decodes the result
+    of `call`; None if it cannot be decoded.
+    """
 
     package: str
     operation: str
@@ -212,8 +219,11 @@ for element, own in {"mxfp4": "mxfp4-ceil", "nvfp4": "nvfp4-four-over-six"}.item
 
 
 def step_of(peer: Linear, p: Problem) -> Callable[[], None]:
-    """The forward and backward pass of another package's linear. Its dW is a BF16 .grad, where
-    that of this package and of the BF16 linear is float32."""
+    """A function that runs the forward and backward pass of `peer` once, on the problem's tensors.
+
+    Another package's linear writes dW to a BF16 .grad. This package's linear and the BF16 linear
+    write it in float32.
+    """
     if peer.make is None:
         return quantized(p, get_recipe(peer.recipe))
     outputs, inputs = p.w.shape

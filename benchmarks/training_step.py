@@ -81,12 +81,15 @@ def measure(
 
 
 def asked(name: str) -> list[str]:
-    """The flags of a row's name."""
+    """The flags for a name: a key of PLAIN, or a recipe and further flags."""
     return PLAIN.get(name, ["--fp4-recipe", *name.split()])
 
 
 def study(names: list[str], layers: int, micro: int, batch: int) -> Iterator[dict[str, Any]]:
-    """A row for each name."""
+    """Measures a training step for each name (`asked`), and yields a row with the result.
+
+    layers: of the model. micro, batch: sequences in a microbatch and in a step.
+    """
     flags = ["--num-layers", str(layers), "--micro-batch-size", str(micro)]
     flags += ["--global-batch-size", str(batch)]
     for name in names:

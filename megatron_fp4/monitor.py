@@ -97,7 +97,10 @@ class NonFiniteMonitor:
             self._fold()
 
     def expect(self, operands: int, device: torch.device) -> None:
-        """Allocate the totals of up to `operands` operands that CUDA graphs capture (see `add`)."""
+        """Allocate, on `device`, the totals to which `add` adds when CUDA graphs are replayed.
+
+        operands: the largest number of operands that will be captured.
+        """
         self._totals = torch.zeros(operands, 2, dtype=torch.int64, device=device)
 
     def add(self, module: str, gemm: str, operand: str, tally: Tensor) -> None:

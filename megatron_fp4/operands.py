@@ -51,7 +51,11 @@ class Carriers:
 
 @dataclass(slots=True)
 class Made:
-    """An operand as its maker returns it. carriers: None where the maker wrote none."""
+    """An operand as its maker returns it.
+
+    operand: codes and scales, or a matrix in high precision. carriers: the same operand in FP8, if
+    the maker wrote it beside the codes; else None.
+    """
 
     operand: Operand
     carriers: Carriers | None = None

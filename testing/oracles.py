@@ -1,5 +1,7 @@
-"""Independent oracles: exact rational arithmetic and scalar code, written from the formats'
-definitions and sharing nothing with the package."""
+"""Expected results by exact rational arithmetic and scalar code.
+
+They are written from the definitions of the formats, and share no code with the package.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def element_bits(seed: int, step: int, stream: int, group: int, j: int) -> int:
 
 
 def matrix_bits(rows: int, columns: int, seed: int, step: int, stream: int) -> Tensor:
-    """The bits of a whole matrix."""
+    """The 16 random bits of each element of a matrix: int64 [rows, columns]."""
     groups = -(-columns // 8)
     return torch.tensor(
         [
@@ -104,7 +106,10 @@ def e8m0_byte(amax: float, rule: str) -> int:
 
 
 def mx_block(block: list[float], rule: str, prescale: Fraction = Fraction(1)) -> tuple[int, list]:
-    """(byte, codes) of one MX block, nearest rounding."""
+    """(E8M0 byte, E2M1 codes) of the values of one MXFP4 block, rounded to nearest.
+
+    rule: "floor" or "ceil".
+    """
     worst = max((abs(v) if not math.isnan(v) else math.inf) for v in block)
     byte = e8m0_byte(worst, rule)
     if byte == 0xFF:
@@ -120,7 +125,7 @@ def mx_block(block: list[float], rule: str, prescale: Fraction = Fraction(1)) ->
 
 
 def ue5m3_value(code: int) -> Fraction | None:
-    """What a UE5M3 code stands for; None of the NaNs (the whole top exponent)."""
+    """The value of a UE5M3 code; None for a NaN, which is any code with the top exponent."""
     field, fraction = divmod(code, 8)
     if field == 31:
         return None

@@ -1,4 +1,4 @@
-"""Replaces an attribute for the length of a with statement, where there is no pytest to do it."""
+"""Replaces an attribute inside a with statement, for programs that run without pytest."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class DGE:
     block scale.
 
     k: the steepness of the model, 1 or more. clip: the upper bound of f', above 0. Raises
-    ConfigError for others.
+    ConfigError for other values.
     """
 
     k: float = 5.0

@@ -135,6 +135,9 @@ def _scale_fp32(
 def gamma(amax: Tensor, finite: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     """(factor, stored scale) of float32 scales, for blocks with the largest magnitudes `amax`.
 
+    amax: one element for each block. finite: bool, of the shape of amax: whether the block has
+    neither a NaN nor an Inf. Both results have this shape.
+
     The factor multiplies the values. It is stored as the scale, except that the stored scale of a
     block that is not finite is NaN.
     """
@@ -164,12 +167,16 @@ def _scale_float(
     safe = torch.where(finite, amax, 0)
 
     def quantize_to(target: float) -> tuple[Tensor, Tensor]:
-        """(scaled values, scale codes) if each block's maximum is scaled to `target`."""
+        """The candidate whose block scales map each block's largest magnitude to `target`.
+
+        Returns (scaled values in the shape of `matrix`, uint8 scale codes, one for each block).
+        """
         scale_format = formats.SCALE_FLOATS[quantizer.scale]
         wanted = safe / (target * per_unit) * quantizer.inflate
         code = scale_format.encode(wanted, up=quantizer.rule == "up")
         divisor = scale_format.decode(code, matrix.dtype) * per_unit
-        divisor = torch.where(divisor > 0, divisor, math.inf)  # a scale of zero: all zeros
+        # A block whose scale is rounded to zero has elements of zero.
+        divisor = torch.where(divisor > 0, divisor, math.inf)
         return per_block(matrix, quantizer.block, divisor, torch.div), code
 
     scaled, code = quantize_to(limit)

@@ -26,20 +26,22 @@ class WeightState(Protocol):
         ...
 
     def update(self, state: Tensor, weight: Tensor) -> None:
-        """Update the state in place after an optimizer step; weight: its part of the main weight
-        after that step."""
+        """Update the state in place after an optimizer step.
+
+        state: from `start`, float32. weight: the same part of the FP32 main weight, after the step.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class WeightAverage:
-    """The exponential moving average of the main weights, towards which rounding ema rounds W.
+    """The exponential moving average of the main weights, towards which rounding `ema` rounds W.
 
     Source: Q-EMA in "Oscillation-Reduced MXFP4 Training for Vision Transformers", arXiv 2502.20853,
     section 4.2.
 
     beta: in [0, 1); an update sets average = beta * average + (1 - beta) * W. Raises ConfigError
-    for another.
+    for a beta outside of this range.
     """
 
     beta: float = 0.998

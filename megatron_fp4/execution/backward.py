@@ -27,8 +27,8 @@ from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, So
 class Gradients:
     """The gradients of one backward pass; None where one is not asked for.
 
-    dx: [tokens, in]. dw: [out, in], or the main_grad to which it was added. dy: dY as dgrad
-    multiplied it, if the recipe's bias gradient sums that.
+    dx: [tokens, in]. dw: [out, in], or the main_grad to which it was added. dy: dgrad's operand of
+    dY, [tokens, out], if the bias gradient is to be summed from it (`Recipe.bias_gradient`).
     """
 
     dx: Tensor | None
@@ -53,7 +53,11 @@ class Backward:
     _made: dict[OperandPlan, Made] = field(default_factory=dict)
 
     def gradients(self, dy: Tensor, into: Tensor | None) -> Gradients:
-        """The gradients for dY [tokens, out]. into: the main_grad to which dW is added, or None."""
+        """Runs dgrad and wgrad, as far as the plan has them.
+
+        dy: [tokens, out] in the model's dtype. into: the main_grad [out, in] to which dW is added,
+        or None.
+        """
         plan, site = self.plan, self.site
         x = self._send_kept_x()
         residual = None
@@ -86,10 +90,11 @@ class Backward:
     # --- operands ---
 
     def _send_kept_x(self) -> Pending[Made] | None:
-        """Starts to gather what was saved of X, where it is gathered as it was saved.
+        """Starts to gather X in the form in which it was saved for backward.
 
-        That is wgrad's packed operand, or the matrix or codes from which wgrad's operand is made
-        after the gather. None where the operand is made from this rank's part first.
+        This form is wgrad's operand, packed, or the matrix or codes from which wgrad's operand is
+        made after the gather. Returns None where nothing of it is gathered: wgrad's operand is then
+        made from this rank's part first.
         """
         plan, x = self.plan.wgrad, self.saved.x
         if plan is None or x is None:
@@ -130,7 +135,11 @@ class Backward:
         return self._made[wgrad.b]
 
     def _take_source(self, gemm: GemmPlan, kept: Operand, fprop: OperandPlan) -> None:
-        """Records what W's or X's operand is made from, and the scales that multiply dY."""
+        """Records the matrix from which b of `gemm` is made, and the row scales that multiply dY.
+
+        gemm: dgrad or wgrad, whose b is W or X. kept: what the forward pass saved of it. fprop: the
+        plan of fprop's operand of it. See `source_of`.
+        """
         matrix, fold = source_of(gemm.b, kept, fprop, self.site, self.call)
         if fold is not None and gemm.name == "wgrad" and gemm.a.is_part and self.site.parallel:
             fold = self.site.parallel.part(fold)
@@ -140,7 +149,7 @@ class Backward:
     def _make(self, makings: tuple[Making, ...]) -> None:
         self._made |= make_operands(makings, self._matrices, self._folds, self.site, self.call)
         for making in makings:
-            if making.matrix[0] != "dy":  # which outliers are multiplied by
+            if making.matrix[0] != "dy":  # kept, since the outliers of X are multiplied by it
                 self._matrices.pop(making.matrix, None)
 
     def _forget(self, gemm: GemmPlan) -> None:
@@ -162,7 +171,7 @@ class Backward:
         return self._send_operand(operand, self._made[operand])
 
     def _send_operand(self, plan: OperandPlan, made: Made) -> Pending[Made]:
-        """Starts to gather an operand whose codes are gathered; any other is returned at once."""
+        """Starts to gather `made` if its plan gathers codes; else the result is `made`, at once."""
         if plan.gathered != "after" or self.site.parallel is None:
             return Pending.of(made)
         return self.site.parallel.gather(made.operand).then(Made)
@@ -170,7 +179,7 @@ class Backward:
     # --- products ---
 
     def _sum(self, dx: Tensor) -> Pending[Tensor]:
-        """Starts the sum of dX over the ranks, where the sharding asks for one."""
+        """Starts the reduce-scatter or all-reduce of dX; if there is none, the result is `dx`."""
         parallel, sharding = self.site.parallel, self.plan.setting.sharding
         if parallel is not None and sharding.tokens == "x":
             return parallel.scatter_sum(dx)

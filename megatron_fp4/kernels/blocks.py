@@ -31,7 +31,7 @@ MANTISSA = 3  # mantissa bits of both scale formats
 
 @triton.jit
 def _loaded(x_ptr, n_rows, n_columns, TILE: tl.constexpr):
-    """A program's tile of x, float32 [TILE, TILE], with zeros outside of the matrix.
+    """The tile of x that this program handles, float32 [TILE, TILE], with zeros outside of x.
 
     x_ptr: the bits of BF16 [n_rows, n_columns], int16.
     """
@@ -288,7 +288,11 @@ def quantize(
 def _launches(
     rows: int, columns: int, quantizer: Quantizer, axis: int, in_memory: bool, has_groups: bool
 ) -> tuple[Launch, Launch]:
-    """The launch that finds the largest magnitude, and the launch that quantizes."""
+    """(launch that finds the largest magnitude of x, launch that quantizes x); see `quantize`.
+
+    rows, columns: of x. in_memory: whether the step is read from memory (`is_in_memory`).
+    has_groups: whether the placement lists the columns' groups.
+    """
     scale = SCALE_FLOATS[quantizer.scale]
     assert scale.mantissa_bits == MANTISSA and E2M1_MAX == 6
     across, along = quantizer.block

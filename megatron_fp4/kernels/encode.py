@@ -67,7 +67,11 @@ def larger(a, b):
 
 @triton.jit
 def smaller(a, b, INTERPRETED: tl.constexpr):
-    """The smaller of two BF16 magnitudes, for each half of words of two."""
+    """The smaller of two BF16 magnitudes, for each half of words of two.
+
+    If one is NaN the result is the other.
+    INTERPRETED: whether Triton's interpreter runs it, which has no inline assembly.
+    """
     if INTERPRETED:
         return tl.minimum(a & 0xFFFF, b & 0xFFFF) | (tl.minimum(a >> 16, b >> 16) << 16)
     return tl.inline_asm_elementwise(
@@ -77,7 +81,10 @@ def smaller(a, b, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def larger_of(a, b, INTERPRETED: tl.constexpr):
-    """As `larger`, but works in Triton's interpreter too."""
+    """As `larger`, but runs in Triton's interpreter too, if INTERPRETED.
+
+    In the interpreter magnitudes are compared as integers, where a NaN is above all numbers.
+    """
     if INTERPRETED:
         return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum(a >> 16, b >> 16) << 16)
     return larger(a, b)

@@ -112,10 +112,12 @@ def _scaled(product, FACTOR: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _matrices_along_rows(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The matrices of 16 for a window along the rows, [2 * BLOCKS, 16, 16], with the random signs.
+    """The 16 x 16 Hadamard matrices for a window along the rows, with the random signs.
 
-    There is one for each value of bit 2 of the column and for each block of 32 columns of the
-    window; they differ by their signs. signs: four int32 words from `philox.sign_words`.
+    signs: four int32 words from `philox.sign_words`.
+
+    Returns BF16 [2 * BLOCKS, 16, 16]: one matrix for each value of bit 2 of the column's index and
+    for each block of 32 columns of the window. The matrices differ only by their signs.
     """
     BLOCKS: tl.constexpr = 4 if GROUP == 128 else 2
     b = tl.arange(0, 2 * BLOCKS)[:, None, None]
@@ -213,12 +215,12 @@ def _row_along_columns(b, k, GROUP: tl.constexpr):
 
 @triton.jit
 def _matrices_along_columns(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The matrices of 16 for a window along the columns, [window / 16, 16, 16], with the random
-    signs.
+    """The 16 x 16 Hadamard matrices for a window along the columns, with the random signs.
 
-    There is one for each 16 rows that a product combines (`_row_along_columns`); they differ by
-    their signs.
     signs: four int32 words from `philox.sign_words`.
+
+    Returns BF16 [window / 16, 16, 16]: one matrix for each 16 rows of the window that a product
+    combines (`_row_along_columns` lists them). The matrices differ only by their signs.
     """
     b = tl.arange(0, 8 if GROUP == 128 else 4)[:, None, None]
     k = tl.arange(0, 16)[None, None, :]

@@ -183,7 +183,11 @@ class Launch:
         compiled.launch(*self._grid, stream, *compiled.head, *nested, *self._values)
 
     def _interpret(self, arguments: Sequence[Tensor | int | None]) -> None:
-        """Runs the kernel in the interpreter, which takes tensors in the dtypes of their types."""
+        """Runs the kernel in Triton's interpreter.
+
+        On a GPU a pointer has the dtype that `types` gives, whatever the tensor's. The interpreter
+        reads the dtype from the tensor, so tensors are viewed in the dtype of `types`.
+        """
         given = [
             argument.view(kind) if isinstance(argument, Tensor) else argument
             for kind, argument in zip(self._flat, arguments, strict=True)

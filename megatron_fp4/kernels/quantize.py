@@ -314,7 +314,7 @@ def tile(
 
 
 def _rows(source: Tensor, rows: int, place: Placement) -> Tensor:
-    """int64: the places of the rows in the unsharded matrix."""
+    """The row numbers of a part's rows in the unsharded matrix: int64, at least `rows` elements."""
     if place.rows is not None:
         return place.rows
     # Rounded up to a power of two, so that few tables serve all numbers of rows.

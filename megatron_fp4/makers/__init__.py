@@ -36,7 +36,10 @@ class Choice(NamedTuple):
 
 
 def choose(operand: OperandPlan, target: Target) -> Choice:
-    """The fastest maker of an operand on `target`."""
+    """The fastest maker of an operand on `target`, and why a faster one is not used.
+
+    Plain PyTorch makes what no kernel can make.
+    """
     if operand.quantizer is None:  # nothing to quantize: a view, or a transpose of codes
         on_gpu = kernels_problem(target) is None and operand.codes is not None
         transposes = on_gpu and TRANSPOSE.refuses(operand) is None

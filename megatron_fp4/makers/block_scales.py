@@ -14,9 +14,9 @@ from megatron_fp4.plan.data import OperandPlan
 
 
 class BlockScaleKernel:
-    """E2M1 codes of a BF16 matrix, with block scales that map each block's maximum to 6.
+    """Quantizes a BF16 matrix to E2M1, with E4M3 or UE5M3 scales that map a block's maximum to 6.
 
-    It does not make four-over-six, Hadamard transforms, or operands multiplied by row scales.
+    It refuses the rule four-over-six, Hadamard transforms, and operands times row scales.
     """
 
     name = "block scale kernel"

@@ -21,7 +21,10 @@ Estimate = Callable[[Tensor, QuantizedTensor, Tensor], Tensor]
 
 
 def choose(recipe: Recipe, setting: Setting) -> Estimate | None:
-    """The function that multiplies dW by the estimator's factor; None where the recipe has none."""
+    """The function that multiplies dW by the estimator's factor, see `Estimate`.
+
+    None where the recipe has no estimator.
+    """
     if recipe.estimator is None:
         return None
     quantizer = recipe.fprop.b

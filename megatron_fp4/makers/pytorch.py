@@ -39,7 +39,11 @@ class PyTorch:
 
 
 def made_of(matrix: Operand, operand: OperandPlan, given: Given) -> Operand:
-    """One operand, transformed and quantized, with the contracted axis last; see `Maker.make`."""
+    """The operand that plain PyTorch makes of `matrix`, with the contracted axis last.
+
+    matrix: [rows, columns] as the model holds it, or codes and scales of fprop. The matrix is
+    multiplied by row scales, transformed and quantized, as far as the plan `operand` says so.
+    """
     quantizer, axis = operand.quantizer, operand.axis
     if quantizer is None and isinstance(matrix, QuantizedTensor):
         return matrix.along(axis)
@@ -69,8 +73,10 @@ def largest_of(matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
 
 
 def _before_quantizer(matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
-    """The matrix that is quantized, after row scales and transform, [rows, columns] as the model
-    holds it."""
+    """What the quantizer reads: the matrix times row scales, transformed, if the plan says so.
+
+    Returns [rows, columns] as the model holds them. Codes of fprop are decoded first.
+    """
     axis = operand.axis
     x = matrix.dequantize(torch.bfloat16) if isinstance(matrix, QuantizedTensor) else matrix
     if given.fold is not None:

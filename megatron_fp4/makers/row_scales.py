@@ -13,7 +13,10 @@ from megatron_fp4.plan.data import OperandPlan
 
 
 class RowScaleKernel:
-    """E2M1 or FP8 codes of a BF16 matrix, with a scale for each row or one for the tensor."""
+    """Quantizes a BF16 matrix to E2M1 or FP8, rounded to nearest.
+
+    A float32 scale belongs to each row, or to the tensor.
+    """
 
     name = "row scale kernel"
 

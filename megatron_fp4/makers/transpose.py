@@ -11,7 +11,10 @@ from megatron_fp4.plan.data import OperandPlan
 
 
 class TransposeKernel:
-    """Transposes packed codes: [rows, columns / 2] to [columns, rows / 2]."""
+    """Makes a backward operand from fprop's E2M1 codes by transposing them; nothing is rounded.
+
+    The codes [rows, K / 2] become [K, rows / 2]. The scale of the tensor stays.
+    """
 
     name = "transpose kernel"
 

@@ -36,7 +36,7 @@ class Product:
 
     @property
     def quantizers(self) -> tuple[Quantizer, Quantizer] | None:
-        """Both quantizers; None where an operand is in high precision."""
+        """The quantizers of A and B; None if A or B is in high precision."""
         if isinstance(self.a, Quantizer) and isinstance(self.b, Quantizer):
             return self.a, self.b
         return None

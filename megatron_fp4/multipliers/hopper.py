@@ -94,7 +94,7 @@ class Hopper:
 
 
 def _formats_problem(product: Product) -> str | None:
-    """Why these operands have no product on FP8 tensor cores."""
+    """Why FP8 tensor cores cannot multiply these operands, in a few words; None if they can."""
     if product.quantizers is None:
         return "an operand is in high precision"
     if product.quantizers[1].element == "e5m2":  # the first operand may be dY, in E5M2
@@ -126,8 +126,10 @@ def _rows_can_be_scaled() -> bool:
 
 @cache
 def _kernels() -> ModuleType:
-    """kernels.carrier. It is cached, since an import statement costs more host time than most
-    calls here."""
+    """The module `kernels.carrier`, which imports Triton.
+
+    It is cached, since an import statement costs more host time than most calls here.
+    """
     from megatron_fp4.kernels import carrier  # imports Triton
 
     return carrier
@@ -154,7 +156,10 @@ def _takes_sums(out: Tensor) -> bool:
 
 
 def _factor(form: Decoded) -> tuple[int, torch.dtype, int, Tensor]:
-    """A `cublaslt.Factor` of FP8 elements whose row factors are a tensor of their own."""
+    """Decoded FP8 elements [rows, K] as a `cublaslt.Factor`, with one row factor for each row.
+
+    A factor that belongs to the whole tensor is repeated for each row.
+    """
     values, outer = form.values, form.outer
     assert outer is not None
     if len(outer) != len(values):

@@ -214,8 +214,11 @@ def _shared(quantizer: Quantizer) -> Quantizer:
 
 
 def makings(operands: Iterable[OperandPlan], setting: Setting) -> tuple[Making, ...]:
-    """The makers of these operands. Successive operands that are made from the same matrix are
-    made in one pass where their maker can do that."""
+    """Which maker makes each of these operands, in their order.
+
+    A Making is one call of a maker. Successive operands that are made from the same matrix share a
+    Making if their maker can make them in one pass.
+    """
     found: list[Making] = []
     for operand in operands:
         matrix, choice = (operand.letter, operand.source), makers.choose(operand, setting.target)

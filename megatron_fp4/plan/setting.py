@@ -40,13 +40,20 @@ UNSHARDED = Sharding()
 def column_parallel(
     ranks: int, *, sequence_parallel: bool = False, sums_dx: bool = False
 ) -> Sharding:
-    """The sharding of a column-parallel linear: W is sharded along its outputs."""
+    """The sharding of a column-parallel linear: W is sharded along its outputs.
+
+    ranks, sums_dx: see `Sharding`. sums_dx is False under sequence parallelism, where dX is
+    reduce-scattered, and where the caller sums dX itself.
+    """
     tokens: Literal["x"] | None = "x" if sequence_parallel else None
     return Sharding(ranks, w=0, dy=1, tokens=tokens, sums_dx=sums_dx)
 
 
 def row_parallel(ranks: int, *, sequence_parallel: bool = False) -> Sharding:
-    """The sharding of a row-parallel linear: W and X are sharded along the inputs."""
+    """The sharding of a row-parallel linear: W and X are sharded along the inputs.
+
+    ranks: see `Sharding`.
+    """
     return Sharding(ranks, x=1, w=1, tokens="dy" if sequence_parallel else None)
 
 

@@ -66,7 +66,7 @@ def _gemm(plan: LinearPlan, gemm: GemmPlan) -> Iterator[str]:
 
 
 def _operand(plan: LinearPlan, operand: OperandPlan) -> str:
-    """How an operand is made, step by step."""
+    """The words on an operand's line: how it is made, step by step, and its bytes."""
     made = _making(plan, operand)
     words = [_SOURCES[operand.source]]
     if operand.gathered == "before":

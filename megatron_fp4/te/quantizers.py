@@ -74,7 +74,11 @@ def make(recipe: Recipe, operand: str | None, name: str) -> Quantizer:
 
 
 class RecipeQuantizer(Quantizer):
-    """Quantizes X, W or dY for both GEMMs that multiply it."""
+    """Quantizes X, W or dY for both GEMMs that multiply it.
+
+    It implements Transformer Engine's interface of quantizers. recipe: how operands are made.
+    operand: "x", "w" or "dy". name: the module's, from which the random streams follow.
+    """
 
     custom = True
 
@@ -101,8 +105,8 @@ class RecipeQuantizer(Quantizer):
     ) -> RecipeTensor:
         """Quantizes `src` again into `dst`, for both GEMMs; returns `dst`.
 
-        Transformer Engine keeps a weight's RecipeTensor for several passes and updates it so.
-        Raises ConfigError for a `noop_flag`, by which CUDA graphs skip the update.
+        Transformer Engine keeps a weight's RecipeTensor for several passes, and updates it by this
+        call. Raises ConfigError for a `noop_flag`, by which CUDA graphs skip the update.
         """
         if noop_flag is not None:
             raise ConfigError("CUDA graphs cannot skip quantizing a weight: leave them out")
@@ -149,7 +153,7 @@ class RecipeQuantizer(Quantizer):
         return Setting(*sizes[self.operand], dtype, target, dtype, packs_x=False)
 
     def is_requantization_safe(self) -> bool:
-        """Whether quantizing X again in backward gives what forward multiplied."""
+        """Whether quantizing X again in the backward pass gives the codes that fprop multiplied."""
         quantizer = self.recipe.quantizer(ROWS[self.operand], self.operand)
         return quantizer is None or not quantizer.stochastic
 

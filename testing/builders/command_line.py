@@ -1,4 +1,4 @@
-"""The command line as it is parsed, without a launch, and the data that it names."""
+"""Parses a command line without a launch, and writes the data that it names."""
 
 import argparse
 from pathlib import Path
@@ -12,14 +12,14 @@ from testing.worlds.launch import TINY
 
 
 def parse(*flags: str, model: list[str] = TINY) -> argparse.Namespace:
-    """What the plugin and Megatron's parser make of `model` and `flags`, checked."""
+    """The arguments that Megatron's parser with the plugin returns for these flags, checked."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser = command_line.add_arguments(add_megatron_arguments(parser))
     return parser.parse_args([*model, *flags])
 
 
 def dataset(folder: Path, *documents: list[int]) -> str:
-    """The prefix of an indexed dataset of these documents."""
+    """Writes documents, lists of tokens, as an indexed dataset in `folder`; returns its prefix."""
     prefix = str(folder / "text")
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
     for document in documents:

@@ -16,7 +16,11 @@ from megatron_fp4.plan.data import OperandPlan
 
 
 def plan(x: Operand, quantizer: Quantizer | None, axis: int, **fields: Any) -> OperandPlan:
-    """Of an operand that is made of x [rows, columns] along `axis`. group: of a transform."""
+    """The OperandPlan of an operand that is made from `x` [rows, columns].
+
+    axis: the contracted axis. group: the size of Hadamard groups; left out: no transform. fields:
+    other fields of OperandPlan.
+    """
     group = fields.pop("group", 0)
     codes = x.quantizer if isinstance(x, QuantizedTensor) else None
     given: dict[str, Any] = {
@@ -38,7 +42,10 @@ def plan(x: Operand, quantizer: Quantizer | None, axis: int, **fields: Any) -> O
 def made_in_pytorch(
     x: Operand, quantizer: Quantizer, axis: int, group: int = 0, **given: Any
 ) -> QuantizedTensor:
-    """The operand that plain PyTorch makes of x; given: fields of Given."""
+    """The operand that plain PyTorch makes from `x` [rows, columns], blocked along `axis`.
+
+    group: the size of Hadamard groups; 0: no transform. given: fields of Given.
+    """
     wanted = plan(x, quantizer, axis, group=group, folds=given.get("fold") is not None)
     made = made_of(x, wanted, Given(**given))
     assert isinstance(made, QuantizedTensor)

@@ -1,7 +1,7 @@
-"""A Hopper GPU that is not there: the host does what it would for one, and nothing is computed.
+"""Lets tests run the host code for a Hopper GPU on a machine without one.
 
-For tests of what the host does. Plans are those of compute capability 9.0; kernels and cuBLASLt
-products are launched into the void, so that all results are uninitialized memory.
+Linears are planned for compute capability 9.0. Launches of kernels and calls of cuBLASLt do
+nothing, so all results are uninitialized memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_fp4.target import Target
 
 @contextmanager
 def pretended_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within it linears on the CPU are planned for a Hopper GPU."""
+    """A context in which linears on the CPU are planned for a Hopper GPU, and launch nothing."""
     compiled = launch._Compiled(None, _launched, ())
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(launch.Launch, "_compile", lambda self, aligned: compiled)

@@ -21,9 +21,9 @@ LLAMA: dict[str, Any] = {
 
 
 def config(**options: Any) -> TransformerConfig:
-    """LLaMA's, but for what the options say."""
+    """The TransformerConfig of a LLaMA with this package's linears. options: fields to replace."""
     common = {
-        "fp4_recipe": "a recipe",  # the run's; any will do to have this package's linears
+        "fp4_recipe": "a recipe",  # any name: the linears follow the run's recipe
         "use_cpu_initialization": True,
         "gradient_accumulation_fusion": False,
         "transformer_impl": "local",
@@ -38,7 +38,11 @@ def build(
     vp_stage: int | None = None,
     **options: Any,
 ) -> MegatronModule:
-    """One chunk of a model, without weights of its own. options: of Megatron's GPTModelConfig."""
+    """The part of a model that belongs to one pipeline stage, built by Megatron.
+
+    vocabulary: the number of tokens. sequence: the largest number of positions. vp_stage: the
+    virtual pipeline stage, if there is one. options: other fields of Megatron's GPTModelConfig.
+    """
     common = {
         "transformer_layer_spec": layer_spec,
         "position_embedding_type": "rope",

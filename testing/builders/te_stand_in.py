@@ -1,5 +1,8 @@
-"""A stand-in for Transformer Engine where it is not installed, with what its quantizer hook needs;
-and Transformer Engine's own linears on a machine without CUDA."""
+"""Two ways to test megatron_fp4.te without a GPU.
+
+`stand_in` replaces Transformer Engine by the few classes that its quantizer hook needs. `on_a_cpu`
+runs the linears of an installed Transformer Engine on a machine without CUDA.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def custom_gemm(
     use_split_accumulator: bool = False,
     grad: bool = False,
 ) -> Any:
-    """The signature of 2.20.2."""
+    """Calls the quantizer's `qgemm`, with the signature of Transformer Engine 2.20.2."""
     return B._quantizer.qgemm(), None, None, None
 
 
@@ -117,7 +120,10 @@ def _modules() -> dict[str, types.ModuleType]:
 
 @contextmanager
 def on_a_cpu() -> Iterator[None]:
-    """The real one's linears where there is no CUDA: what only asks for it is answered."""
+    """Lets the linears of the installed Transformer Engine run on a machine without CUDA.
+
+    Its questions about the GPU get the answers of one of compute capability 9.0.
+    """
     from transformer_engine.pytorch.cpp_extensions import gemm
     from transformer_engine.pytorch.module import base, linear
 

@@ -3,7 +3,7 @@ or in Triton's interpreter.
 
     TRITON_INTERPRET=1 python -m testing.kernels.compare_block_scales [e4m3]
 
-Prints a line for each matrix that differs, of the quantizers whose name holds the word.
+Prints a line for each case that differs. With a word: only the quantizers whose name contains it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ QUANTIZERS = {
 
 
 def matrix() -> Tensor:
-    """Of all sizes, so that scales saturate, are subnormal and vanish; ties, zeros, NaN, Inf."""
+    """BF16 [ROWS, COLUMNS] with magnitudes of all sizes, ties, zeros, NaN and Inf.
+
+    Some blocks need scales that saturate, that are subnormal, or that are rounded to zero.
+    """
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(ROWS, COLUMNS, generator=generator)
     x *= torch.exp(3 * torch.randn(ROWS, COLUMNS // 16, generator=generator)).repeat_interleave(

@@ -3,7 +3,8 @@ Triton's interpreter.
 
     TRITON_INTERPRET=1 python -m testing.kernels.compare_carriers [48 x]
 
-Prints a line for each matrix and FP8 format that differs, of the sizes that hold the words.
+Prints a line for each matrix and FP8 format that differs. With words: only the matrices whose size
+("48 x 2080") contains them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ MATRICES = ((16, 96, 1.5), (48, 2080, 6.0), (32, 32, 3.0), (16, 4160, 0.0), (16,
 
 
 def matrix(rows: int, columns: int, spread: float) -> Tensor:
-    """Blocks of all sizes, zeros, NaN, rows of subnormal and of the largest numbers."""
+    """float32 [rows, columns] with zeros, NaN, and rows of subnormal and of the largest numbers.
+
+    spread: the standard deviation of the logarithms of the blocks' scales.
+    """
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, columns, generator=generator)
     block = 32 if columns % 32 == 0 else 16
@@ -46,7 +50,7 @@ def matrix(rows: int, columns: int, spread: float) -> Tensor:
 
 
 def differences(device: str, of: str = "") -> Iterator[str]:
-    """A line for each matrix and element whose bytes, folds or counts are not the oracle's."""
+    """A line for each matrix and FP8 format whose bytes, row factors or counts are wrong."""
     codes = torch.arange(256).repeat(5, 9).to(torch.uint8)  # every byte of two codes
     zeros = quantize_matrix(torch.zeros(32, 32), get_quantizer("mxfp4"), axis=1)
     values = replace(zeros, codes=codes).elements(torch.float64)
@@ -86,8 +90,11 @@ def differences(device: str, of: str = "") -> Iterator[str]:
 
 
 def beside(device: str, of: str = "") -> Iterator[str]:
-    """A line for each pair of operands of one launch that is not converted as each is alone: one
-    that is corrected and one that is not, and blocks of 16 and of 32."""
+    """A line for each pair of operands that one launch converts otherwise than two launches do.
+
+    One operand has carriers from the quantize kernel and the other has none. Their blocks have 16
+    or 32 elements.
+    """
     if of not in "beside":
         return
     x = matrix(16, 96, 1.5).bfloat16().to(device)

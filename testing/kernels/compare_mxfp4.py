@@ -3,9 +3,10 @@ Triton's interpreter.
 
     TRITON_INTERPRET=1 python -m testing.kernels.compare_mxfp4 [floor nearest]
 
-Prints a line for each case that differs, of those whose name, with a dot at its end, holds the
-words. Cases are every combination of scale rule, rounding, prescale and direction, over matrices
-that hold what goes wrong. Tiles are not filled, and noise has the places of a shard.
+Prints a line for each case that differs. With words: only the cases whose name contains them; a dot
+is added to the name, so that "nearest." matches at its end. The cases combine scale rules,
+roundings, prescales and axes, with matrices that contain difficult values. Most matrices do not
+fill a program's tile, and random bits are those of a shard.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Blocks and groups tile it; tiles do not, where one direction leaves the other free."""
+        """Rows and columns of the matrix: multiples of blocks and groups along the contracted axes.
+
+        Where it is possible they are no multiples of a program's tile.
+        """
         if self.group <= 32:
             return (160, 96) if self.quantizer.block[1] == 32 else (144, 112)
         sides = [self.group * 2 if axis in self.axes else 72 for axis in (0, 1)]
@@ -74,7 +78,7 @@ class Case:
         )
 
     def copy(self, axis: int, device: str) -> Copy:
-        """The wanted one along an axis."""
+        """The Copy that the kernel is to write along `axis`, with its random bits on `device`."""
         stream = 0xFFFFFFF0 + axis
         step: int | Tensor = STEP
         draw: int | Tensor = DRAW
@@ -119,7 +123,7 @@ def cases() -> Iterator[Case]:
 
 
 def carried() -> Iterator[Case]:
-    """Cases of which carriers are written too."""
+    """Cases in which carriers are asked for too."""
     for case in cases():
         plain = not case.group and case.quantizer.prescale == 1.0 and case.quantizer.rule == "ceil"
         if plain and not case.is_shard:
@@ -127,16 +131,16 @@ def carried() -> Iterator[Case]:
             if len(case.axes) == 2 and not case.packed and case.quantizer.rounding == "nearest":
                 for filled in FILLED:
                     yield replace(case, carrier=torch.float8_e4m3fn, filled=filled)
-        if case.group == 64 and not case.signed:  # transforms write none
+        if case.group == 64 and not case.signed:  # the kernel with a transform writes none
             yield replace(case, carrier=torch.float8_e5m2)
 
 
-# What a sample cannot know, or must not be led astray by.
+# Values that the guess of the row exponent, made from a sample, cannot know or must ignore.
 FILLED = ("NaN", "NaN in rows", "Inf in columns", "zeros in rows", "subnormal rows", "huge")
 
 
 def filled(shape: tuple[int, int], what: str) -> Tensor:
-    """One of them in a matrix of normal numbers, or instead of one."""
+    """A matrix of normal numbers that has the values `what` of FILLED, in some places or in all."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(6))
     if what == "NaN in rows":
         x[8:16] = torch.nan
@@ -152,8 +156,11 @@ def filled(shape: tuple[int, int], what: str) -> Tensor:
 
 
 def matrix(shape: tuple[int, int], group: int) -> Tensor:
-    """Normal and wide, with ties, zeros of both signs, subnormal numbers, NaN, Inf and the largest
-    numbers. A transform's sums of the largest would depend on their order."""
+    """BF16 values of all sizes, with ties, zeros of both signs, subnormal numbers, NaN and Inf.
+
+    Without a transform (group 0) it has BF16's largest numbers too. With one their sums would
+    depend on the order.
+    """
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(shape, generator=generator)
     x *= torch.exp(2 * torch.randn(shape, generator=generator))
@@ -168,12 +175,15 @@ def matrix(shape: tuple[int, int], group: int) -> Tensor:
 
 
 def average(x: Tensor) -> Tensor:
-    """Of what x may have been: near to it and not, of the other sign, midway between codes, too
-    large or too small for a number of the grid, and of none."""
+    """An average for rounding `ema` of x: float32, of the shape of x, with difficult values.
+
+    Elements are near to x or not, have the other sign, are midway between codes, are above or below
+    all numbers of the grid, or are NaN or Inf.
+    """
     generator = torch.Generator().manual_seed(7)
     found = x.float() * (1 + 0.3 * torch.randn(x.shape, generator=generator))
     found = torch.where(torch.rand(x.shape, generator=generator) < 0.1, -found, found)
-    found[1, ::2], found[2, ::2], found[3, ::2] = 1.0, -1.0, 30.0  # of zeros, of subnormal numbers
+    found[1, ::2], found[2, ::2], found[3, ::2] = 1.0, -1.0, 30.0  # where x is zero or subnormal
     found[4:8] = torch.randint(-24, 25, (4, x.shape[1]), generator=generator) / 4
     found[60, ::3], found[61, ::3] = 3e38, 1e-45
     found[50, 3], found[70, 40], found[90, 80] = torch.nan, torch.inf, -torch.inf
@@ -181,7 +191,10 @@ def average(x: Tensor) -> Tensor:
 
 
 def difference(case: Case, device: str) -> str | None:
-    """How the kernel's codes and scales differ from the reference's on a CPU; None if not."""
+    """A line with the numbers of codes, scales and carriers that differ; None if none does.
+
+    The kernel runs on `device`, and the reference, with which it is compared, on the CPU.
+    """
     dense = filled(case.shape, case.filled) if case.filled else matrix(case.shape, case.group)
     x: Tensor | QuantizedTensor = dense
     on_device: Tensor | QuantizedTensor = dense.to(device)
@@ -207,7 +220,10 @@ def difference(case: Case, device: str) -> str | None:
         scales += int((operand.scales.cpu() != made.scales).sum())
         if kernels.carriers is not None:
             carriers += _wrong_carriers(kernels)
-            if case.filled in ("zeros in rows", "Inf in columns"):  # these rows need no mending
+            if case.filled in (
+                "zeros in rows",
+                "Inf in columns",
+            ):  # the guessed row exponent fits these rows
                 [form] = carrier.carried([(operand, kernels.carriers.element, kernels.carriers)])
                 carriers += len(form.outer[~(operand.scales == 255).any(1)].unique()) > 1
     # Codes after a transform may differ in 1e-4 of the elements: the order of its sums.
@@ -218,8 +234,11 @@ def difference(case: Case, device: str) -> str | None:
 
 
 def _wrong_carriers(made: Made) -> int:
-    """How many elements and counts are not as docs/numerics.md says, under the fold that it says;
-    under another none is rounded."""
+    """The number of carriers' elements that are wrong, plus 1 if the counts are.
+
+    Where a row has the row exponent of docs/numerics.md, Carriers, its elements are rounded to FP8.
+    Where it has another one, its elements must be exact.
+    """
     q, carriers = made.operand, made.carriers
     assert isinstance(q, QuantizedTensor) and carriers is not None
     [form] = carrier.carried([(q, carriers.element, carriers)])

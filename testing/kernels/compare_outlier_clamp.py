@@ -28,7 +28,7 @@ FINE = (
 
 
 def rows(features: int) -> dict[str, Tensor]:
-    """BF16 [features] each."""
+    """Rows of X that are difficult to clamp, by a name: BF16 [features] each."""
     generator = torch.Generator().manual_seed(features)
 
     def normal() -> Tensor:

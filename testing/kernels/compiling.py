@@ -41,8 +41,12 @@ def quantize_launch(
     in_memory: bool = False,
     **fields: Any,
 ) -> Launch:
-    """A launch of the quantize kernel, for groups that have places of their own. fields: of the
-    quantizer."""
+    """The Launch of the quantize kernel for a matrix whose placement lists its groups.
+
+    along_rows, along_columns: whether an operand with blocks along this axis is made, or the dtype
+    of its carriers. sizes: rows and columns. packed: the block size of the codes that are read; 0:
+    BF16 is read. in_memory: whether the step is read from memory. fields: of the quantizer.
+    """
     quantizer = Quantizer(rounding=rounding, **fields)  # type: ignore[arg-type]
     return _quantize_launch(*sizes, quantizer, packed, along_rows, along_columns, in_memory, True)
 
@@ -70,9 +74,9 @@ def carry_launch(*kinds: carrier.Kind) -> Launch:
 def compiled_launch(
     start: Launch, capability: int, constants: dict[str, Any] | None = None, **options: Any
 ) -> Any:
-    """What Triton makes of a launch's kernel, by name ("ptx", "ttgir", "cubin").
+    """What Triton compiles a launch's kernel to: "ptx", "ttgir" and "cubin", by these names.
 
-    constants, options: replace those of the launch.
+    capability: of the GPU, as 90 for 9.0. constants, options: replace those of the launch.
     """
     names = start.kernel.arg_names
     values = start.constants | (constants or {})
@@ -111,11 +115,12 @@ def compiled(
     aligned: Iterable[str] = (),
     **options: Any,
 ) -> Any:
-    """The same of a kernel that is launched by `launch.run`.
+    """As `compiled_launch`, for a kernel that is launched by `launch.run` and not by a Launch.
 
-    types: Triton's type of each argument that is not an int32; constants: what the kernel has no
-    parameter for is left out; aligned: arguments that are multiples of 16; options: num_warps, ...,
-    and those that are to replace the kernel's own.
+    types: Triton's type of each argument that is not an int32, by name.
+    constants: the kernel's constants by name; others are ignored.
+    aligned: the names of arguments that are multiples of 16.
+    options: num_warps and so on; they replace those of the kernel.
     """
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
@@ -130,12 +135,12 @@ def compiled(
 
 
 def pointers(kernel: Any) -> list[str]:
-    """Its pointers' names: PyTorch's memory is aligned."""
+    """The names of a kernel's pointers, for `aligned` of `compiled`: PyTorch aligns its memory."""
     return [name for name in kernel.arg_names if name.endswith("_ptr")]
 
 
 def sass(cubin: bytes) -> str:
-    """Its instructions, by the disassembler that comes with Triton."""
+    """The instructions of a cubin as text, by the disassembler that comes with Triton."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -23,7 +23,10 @@ import triton.language  # noqa: F401
 
 
 def run(comparison: str, cases: str, mistake: str, out: IO[str], errors: IO[str]) -> int:
-    """Its exit status."""
+    """Forks, injects `mistake` if it is not "", and runs compare_<comparison>.py with `cases`.
+
+    out, errors: files for the fork's standard output and standard error. Returns the exit status.
+    """
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -32,7 +35,9 @@ def run(comparison: str, cases: str, mistake: str, out: IO[str], errors: IO[str]
         os.dup2(out.fileno(), 1)
         os.dup2(errors.fileno(), 2)
         if mistake:
-            from testing.kernels import mistakes  # where Triton's interpreter has been chosen
+            from testing.kernels import (
+                mistakes,
+            )  # imports the kernels, which needs TRITON_INTERPRET
 
             mistakes.inject(comparison, mistake)
         module = f"testing.kernels.compare_{comparison}"

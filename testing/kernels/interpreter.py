@@ -14,7 +14,10 @@ ROOT = Path(__file__).parents[2]
 
 @cache
 def _forking() -> subprocess.Popen[str]:
-    """What starts them: importing torch and Triton takes longer than most of the cases."""
+    """The process that runs comparisons in forks (forked.py), started by the first call.
+
+    It imports torch and Triton once, which takes longer than most comparisons.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", "testing.kernels.forked"],
         cwd=ROOT,
@@ -28,8 +31,9 @@ def _forking() -> subprocess.Popen[str]:
 def differences(comparison: str, cases: str = "", mistake: str = "") -> list[str]:
     """The lines that compare_<comparison>.py prints, [""] where nothing differs.
 
-    cases: words that choose cases, "" for all; mistake: the name of one that is injected first, as
-    `mistakes.inject` takes it. Raises AssertionError where the comparison does not end.
+    cases: words that choose cases, "" for all. mistake: the name of a mistake to inject first,
+    as `mistakes.inject` takes it; "": none. Raises AssertionError, with the last errors, if the
+    comparison fails to run.
     """
     asked, answers = _forking().stdin, _forking().stdout
     assert asked is not None and answers is not None

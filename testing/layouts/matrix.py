@@ -18,8 +18,12 @@ Row = dict[str, Any]  # layout, model, recipe, mode, figures; see `holds`
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over tp * pp * dp processes; experts over ep of them, each expert over
-    etp (None: as many as tp). models: which of model.py's it trains."""
+    """How a model is distributed over tp * pp * dp processes.
+
+    vpp: virtual pipeline stages of a process. sp: sequence parallelism. ep: the number of processes
+    over which experts are distributed. etp: the tensor-parallel size of an expert; None: `tp`.
+    models: the models of model.py that are trained.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -68,13 +72,13 @@ LAYOUTS = {
 }
 
 RECIPES = ("mxfp4", "tetrajet", "mxfp4-rht-sr", "dge", "dge-occ", "stochastic")
-# Models that differ from another in a detail run what hangs on most: noise in all three GEMMs.
+# Models that differ from another in a detail run only the recipe with noise in all three GEMMs.
 SIDE_RECIPES = ("stochastic",)
 
-# In float64 the layouts' summation orders part by 1e-16, so no rounding decision of FP4 can change.
-# In float32 they part by 1e-7, and now and then a value lies so near to a rounding boundary that
-# its code moves. FP4 being discontinuous, what follows from it parts like trajectories, by 1e-3.
-# Where each operand is given one process's inputs, none can move, and float32 agrees too.
+# Layouts sum in different orders. In float64 their results differ by 1e-16, which changes no code.
+# In float32 they differ by 1e-7. Now and then a value is so near to a rounding boundary that its
+# code changes. The results then differ by 1e-3, since FP4 rounding is discontinuous. If each
+# operand is given the inputs that one process had, no code can change: float32 results agree too.
 FLOAT64, FLOAT32, PARTED = 1e-10, 1e-5, 1e-3
 # A known mistake must move more than this.
 NOTICED = {"differing codes": 100, "gradients": 1e-3, "shared noise rows": 100}
@@ -85,13 +89,19 @@ def recipes_of(model: str) -> tuple[str, ...]:
 
 
 def local_parts(layout: Layout, recipe: str) -> tuple[int, int]:
-    """In how many parts dge-occ takes its quantiles of a token whose features are sharded, and of
-    an expert's: by the contract those are the local shard's, and one process is to take them so."""
+    """The number of parts of a token that have their own quantiles: (dense linear, expert).
+
+    dge-occ takes the quantiles of a token over the local shard of its features (docs/numerics.md,
+    Across ranks). One process must take them over the same parts to be compared.
+    """
     return (layout.tp, layout.expert_tp) if recipe == "dge-occ" else (1, 1)
 
 
 def chosen(names: Iterable[str], processes: int) -> list[str]:
-    """The named layouts (all, if none is) that so many processes can run, the smallest first."""
+    """The named layouts, or all if no name is given, that need at most `processes` processes.
+
+    ONE is left out. The smallest come first.
+    """
     found = [name for name in names or LAYOUTS if name != ONE]
     return sorted(
         (name for name in found if LAYOUTS[name].processes <= processes),
@@ -100,7 +110,12 @@ def chosen(names: Iterable[str], processes: int) -> list[str]:
 
 
 def run_layout(name: str, folder: Path, *options: str) -> list[Row]:
-    """What worker.py finds about a layout. ONE must have run in `folder` with its models."""
+    """Runs worker.py in a torchrun world of this layout, and returns the rows that it wrote.
+
+    name: of the layout, in LAYOUTS. folder: where ONE wrote its steps for the models of this layout
+    (`run_one`). options: more arguments of worker.py. Raises RuntimeError with the traceback if the
+    world fails.
+    """
     run = spawn(LAYOUTS[name].processes, WORKER, str(folder), name, *options, timeout_s=900)
     if run.returncode:
         raise RuntimeError(f"{name}: {_first_traceback(run.stdout)}")
@@ -108,20 +123,26 @@ def run_layout(name: str, folder: Path, *options: str) -> list[Row]:
 
 
 def _first_traceback(output: str) -> str:
-    """Of the rank that told one first: the ranks' lines mix. All output where there is none."""
+    """The lines of the rank that printed a traceback first, since the lines of ranks are mixed.
+
+    All lines if there is no traceback. Only the last 6000 characters are returned.
+    """
     rank = re.search(r"^(\[rank\d+\]:) Traceback", output, re.MULTILINE)
     lines = [line for line in output.splitlines() if rank is None or line.startswith(rank[1])]
     return "\n".join(lines)[-6000:]
 
 
 def run_one(names: Iterable[str], folder: Path, *options: str) -> None:
-    """One process, with the models of these layouts."""
+    """Runs the layout ONE in `folder`, with the models of the layouts `names`; see `run_layout`."""
     models = dict.fromkeys(model for name in names for model in LAYOUTS[name].models)
     run_layout(ONE, folder, "--models", *models, *options)
 
 
 def holds(row: Row) -> bool:
-    """Whether a row's figures are what docs/numerics.md states."""
+    """Whether a row's figures are within the bounds of docs/numerics.md, Across ranks.
+
+    A row of mode "control" is a known mistake, and holds if its figures show the mistake.
+    """
     figures = row["figures"]
     if row["mode"] == "control":  # a known mistake, which must be noticed
         return all(value > NOTICED[name] for name, value in figures.items())

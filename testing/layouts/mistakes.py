@@ -1,4 +1,4 @@
-"""Known mistakes, made on purpose: the comparison of layouts must notice each."""
+"""Known mistakes, each of which the comparison of layouts must detect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from testing.patching import patched
 
 @contextmanager
 def noise_of_the_rank() -> Iterator[None]:
-    """Noise that ignores the data-parallel rank, the pipeline stage and SwiGLU's two ranges."""
+    """Random bits that ignore the data-parallel rank, the pipeline stage and SwiGLU's ranges."""
     attach = Fp4ColumnParallelLinear.attach
 
     def one_range(layer: Any, name: str, run: Any, recipe: Any) -> None:
@@ -39,10 +39,10 @@ def noise_of_the_rank() -> Iterator[None]:
 
 
 def no_replay() -> Any:
-    """A recomputed forward pass asks the clock, which has moved on."""
+    """A recomputed forward pass reads the current step and microbatch, not those of the first."""
     return patched(Replay, "take", lambda self, fresh: fresh())
 
 
 def repeats_share_noise() -> Any:
-    """A layer that is called twice in a microbatch draws the same bits twice."""
+    """A layer that is called twice in a microbatch draws the same random bits twice."""
     return patched(Fp4State, "_now", lambda state: (state.run.now(), 0))

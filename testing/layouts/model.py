@@ -82,7 +82,11 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 def build(
     model: str, layout: Layout, dtype: torch.dtype, run: Run, recompute: str | None = None
 ) -> list[DistributedDataParallel]:
-    """This rank's chunks, filled, following the run's recipe, in Megatron's own wrapper."""
+    """This rank's model chunks, one for each virtual stage, in Megatron's DistributedDataParallel.
+
+    Their parameters are set (`_fill`), and their linears follow the run's recipe. recompute: a key
+    of RECOMPUTE; None: nothing is recomputed.
+    """
     MTPLossLoggingHelper.tracker.clear()  # it holds as many depths as the last model had
     transformer = _transformer(model, layout, dtype, recompute)
     own = {"parallel_output": False} | MODELS[model][1]
@@ -132,8 +136,11 @@ def _transformer(
 
 
 def _cross_entropy(labels: Tensor, logits: Tensor) -> Tensor:
-    """[batch, sequence] of [sequence, batch, vocabulary], in the logits' own dtype; upstream's
-    rounds them to float32 first."""
+    """The loss of each token, [batch, sequence], in the dtype of `logits`.
+
+    labels: [batch, sequence]. logits: [sequence, batch, vocabulary]. Upstream's function converts
+    logits to float32 first, and so cannot be used in float64.
+    """
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.t().flatten(), reduction="none"
     )
@@ -144,8 +151,10 @@ def _cross_entropy(labels: Tensor, logits: Tensor) -> Tensor:
 
 
 def named_parameters(chunk: Any) -> list[tuple[str, Any]]:
-    """Parameters under names that count layers and experts over the whole model; tied weights have
-    one name on all stages."""
+    """(global name, parameter) of each parameter of a chunk.
+
+    Layers and experts are numbered over the whole model. Tied weights have one name on all stages.
+    """
     offsets = {
         prefix: f"decoder.layers.{layer.layer_number - 1}"
         for prefix, layer in chunk.named_modules()
@@ -168,7 +177,7 @@ def _global_expert(local: re.Match[str]) -> str:
 
 
 def _fill(name: str, parameter: Any) -> None:
-    """The shard of a tensor that is drawn from the name."""
+    """Sets a parameter to its shard of a random tensor, seeded by a hash of `name`; norms stay."""
     if "norm" in name:
         return
     axis, ranks, _ = _sharding(parameter)
@@ -180,14 +189,17 @@ def _fill(name: str, parameter: Any) -> None:
 
 
 def shard(whole: Tensor, parameter: Any) -> Tensor:
-    """This rank's part: with a stride of 2, its part of each half (SwiGLU's gate and up)."""
+    """This rank's shard of `whole`, as `parameter` is sharded.
+
+    With a partition_stride of 2 it is the rank's part of each half: SwiGLU's gate and up.
+    """
     axis, ranks, rank = _sharding(parameter)
     ranges = getattr(parameter, "partition_stride", 1)
     return torch.cat([part.chunk(ranks, axis)[rank] for part in whole.chunk(ranges, axis)], axis)
 
 
 def _sharding(parameter: Any) -> tuple[int, int, int]:
-    """(axis, ranks, rank); experts have ranks of their own."""
+    """(sharded axis, number of ranks, this rank) of a parameter; (0, 1, 0) if it is not sharded."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return 0, 1, 0
     is_expert = not getattr(parameter, "allreduce", True)

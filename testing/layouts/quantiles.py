@@ -1,5 +1,7 @@
-"""One process that takes dge-occ's quantiles of a token as tensor-parallel ranks do: each of the
-features that it holds."""
+"""Lets one process take dge-occ's quantiles of a token as tensor-parallel ranks take them.
+
+Each rank takes them over its shard of the features.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ Split = Callable[[Tensor], tuple[Tensor, Residual]]
 
 @contextmanager
 def quantiles_of_parts(dense: int, experts: int) -> Iterator[None]:
-    """dense, experts: how many ranks share the features of X, and those of an expert's."""
+    """A context in which quantiles are taken over so many parts of the features of X.
+
+    dense: the number of parts in a row-parallel linear. experts: in one of an expert.
+    """
     forward = linear.forward
 
     def with_parts(plan: Any, x: Tensor, weight: Tensor, bias: Any, site: Any, *rest: Any) -> Any:
@@ -39,7 +44,7 @@ def quantiles_of_parts(dense: int, experts: int) -> Iterator[None]:
 
 
 def _of_parts(split: Split, count: int, x: Tensor) -> tuple[Tensor, Residual]:
-    """What `split` takes off each of `count` parts of X's features."""
+    """Splits outliers from each of `count` parts of X's features; returns (clamped X, residual)."""
     pieces = [piece.contiguous() for piece in x.chunk(count, dim=1)]
     found = [split(piece) for piece in pieces]
     width = pieces[0].shape[1]

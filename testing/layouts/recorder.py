@@ -25,9 +25,14 @@ EXPERT = ".local_experts."
 
 @dataclass(frozen=True)
 class Place:
-    """Which operand, and where a rank's part lies in the unsharded one. microbatch: None for W,
-    which is the same in every microbatch of a step. scale: dY is 1/scale of the whole batch's: the
-    schedule divides a loss by the microbatches of a rank, which data parallelism makes fewer."""
+    """Which operand a rank's part belongs to, and its rows and columns in the unsharded operand.
+
+    label: of the operand's random stream. microbatch: None for W, which is the same in every
+    microbatch of a step. rows, columns: int64 indices.
+    scale: what dY must be multiplied by to be comparable between layouts; 1 for X and W. The
+    schedule divides the loss by the number of a rank's microbatches, which is smaller with data
+    parallelism.
+    """
 
     label: str
     microbatch: int | None
@@ -42,8 +47,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Record(Place):
-    """One operand as a rank holds it. codes, values, matrix: [rows, columns], the last what it was
-    made of; draws: whether noise rounded it."""
+    """A rank's part of one quantized operand.
+
+    codes, values, matrix: [rows, columns]: its codes, its decoded values, and the matrix from which
+    it was made. draws: whether it was rounded stochastically.
+    """
 
     codes: Tensor
     values: Tensor
@@ -55,8 +63,10 @@ Teacher = Callable[[Place, Tensor], Tensor]
 
 
 class Recorder:
-    """Keeps each quantized operand that is prepared while it is entered. teacher: gives the matrix
-    that one is to be made of, in place of its own."""
+    """A context that records each quantized operand that is made inside it, in `records`.
+
+    teacher: (place, matrix) -> the matrix from which the operand is made instead.
+    """
 
     def __init__(self, teacher: Teacher = lambda place, matrix: matrix) -> None:
         self.records: list[Record] = []
@@ -79,7 +89,7 @@ class Recorder:
 
     def _made(self, one: Any, matrix: Any, folds: Any, site: Any, call: Any) -> Any:
         places = [_place(operand, matrix, site, call) for operand in one.operands]
-        if isinstance(matrix, Tensor):  # else fprop's codes, compared there
+        if isinstance(matrix, Tensor):  # else the codes of fprop, which are compared there
             matrix = self.teacher(places[0], matrix)
         made = self._make([one], {one.matrix: matrix}, folds, site, call)
         for operand, place in zip(one.operands, places, strict=True):
@@ -123,13 +133,14 @@ def differing_codes(
     compared: Callable[[str], bool],
     strict: bool = True,
 ) -> int:
-    """How many elements of `many`'s shards differ from `one`'s whole operands, in their code or by
-    their scale, among the labels that are `compared`.
+    """The number of elements whose code or scale differs between one process and a layout.
 
-    Where a gradient is zero in exact arithmetic (the first token's query, whose softmax has one
-    entry), a block holds rounding noise alone and so do its codes: decoded values below 64 epsilons
-    of the model's dtype times the operand's largest do not count. strict: every shard belongs to
-    an operand of `one`, and each of those is found.
+    one: the records of one process. many: this rank's records. compared: which labels are compared.
+    strict: assert that every shard belongs to an operand of `one`, and that all of them are found.
+
+    A gradient can be zero in exact arithmetic, as that of the first token's query is, whose softmax
+    has one entry. Its blocks then contain only rounding errors. Values below 64 epsilons of `dtype`
+    (the model's) times the operand's largest value are therefore not counted.
     """
     whole = {record.key: record for record in one if compared(record.label)}
     differing, covered = 0, set()
@@ -164,10 +175,11 @@ def positions(haystack: Tensor, needles: Tensor) -> Tensor:
 def differing_tokens(
     one: Iterable[Record], many: Iterable[Record], compared: Callable[[str], bool]
 ) -> int:
-    """How many rows of experts' operands, as codes, one process and the layout do not share.
+    """The number of rows of experts' operands whose codes only one process or only the layout has.
 
-    Which call holds a token, and where, hangs on the layout: rows are matched by what they hold.
-    Each shard of the features is compared by itself; rows of zeros fill blocks.
+    The call that gets a token, and the token's row in it, depend on the layout. Rows are therefore
+    matched by their codes. Each shard of the features is compared by itself. Rows of zeros, which
+    fill the last block, are left out.
     """
     rank = mpu.get_expert_tensor_parallel_rank()
     mine: dict[Any, Counter[bytes]] = defaultdict(Counter)
@@ -196,8 +208,11 @@ def _tokens(record: Record, columns: Any = slice(None)) -> Counter[bytes]:
 
 
 def shared_noise_rows(records: Iterable[Record]) -> int:
-    """How many rows of random bits of X and dY two calls, microbatches or ranks draw, other than
-    the tensor-parallel ranks that hold parts of one operand."""
+    """The number of rows of random bits of X and dY that are drawn more than once.
+
+    Calls, microbatches and data-parallel ranks must draw different rows. Tensor-parallel ranks that
+    have parts of one operand share its rows, and are not counted.
+    """
     calls: Counter[str] = Counter()
     mine: list[tuple[str, tuple[int, int], list[int]]] = []
     for record in records:
@@ -209,7 +224,7 @@ def shared_noise_rows(records: Iterable[Record]) -> int:
     drawn: dict[str, dict[tuple[int, int], set[int]]] = defaultdict(lambda: defaultdict(set))
     for part in gathered(mine):
         for label, call, rows in part:
-            # Two operands of a GEMM may not share a stream; a repeated call has one of its own.
+            # Streams may not be shared by two operands. A repeated call has its own stream.
             drawn[label][call].update(rows)
     return sum(
         sum(map(len, of_label.values())) - len(set().union(*of_label.values()))
@@ -221,8 +236,10 @@ def shared_noise_rows(records: Iterable[Record]) -> int:
 
 
 def changed_codes(kept: Iterable[Record], again: Iterable[Record]) -> int:
-    """How many codes differ between two steps on one layout; a recomputed operand is recorded
-    twice, and both must be the original's."""
+    """The number of elements whose code or value differs between two steps on one layout.
+
+    A recomputed operand is recorded twice, and both records are compared with the original.
+    """
     wanted = {record.key: record for record in kept}
     found = {record.key for record in again}
     differing = sum(record.codes.numel() for key, record in wanted.items() if key not in found)

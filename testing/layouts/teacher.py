@@ -1,5 +1,8 @@
-"""Gives every operand of a layout the inputs that one process had, so that what it makes of them
-must be the same: in float32 a code moves only if its input did."""
+"""Gives each operand of a layout the matrix that it was made from in one process.
+
+Its codes must then be those of one process, in float32 too, where a layout's own inputs differ by
+the order of sums.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,23 @@ from torch import Tensor
 
 from testing.layouts.recorder import Place, Record, positions
 
-# How far apart two float32 layouts' inputs of a linear may be: sums of some hundred terms.
+# The relative difference that the inputs of a linear may have in two layouts in float32. They are
+# sums of some hundred terms.
 NEAR = 1e-4
 
 
 def teacher(
     one: Iterable[Record], in_place: Callable[[str], bool], as_tokens: Callable[[str], bool]
 ) -> Callable[[Place, Tensor], Tensor]:
-    """(where an operand lies, the matrix it would be made of) -> one process's own matrix there.
+    """A function: (place of an operand, its matrix) -> one process's matrix at that place.
 
-    in_place, as_tokens: the labels whose places are one process's, and those of experts, whose rows
-    are found by what they hold. Other operands keep their own.
+    one: the records of one process.
+    in_place: whether an operand, by its label, has the same place in all layouts.
+    as_tokens: whether it belongs to an expert, whose tokens can have any order. Each of its rows is
+        replaced by the most similar row of one process.
+
+    The function returns the matrix of any other operand unchanged. It asserts that the two matrices
+    differ by no more than NEAR.
     """
     whole = {record.key: record for record in one}
     labelled: dict[str, list[Record]] = defaultdict(list)

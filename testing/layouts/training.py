@@ -26,8 +26,11 @@ FIRST_STEP, LAST_STEP = 2, 10
 
 
 def recipe_called(name: str) -> Recipe:
-    """One of matrix.RECIPES. Hadamard groups of 64 do not divide these models' shards; token-wise
-    outlier quantiles depend on the tensor-parallel size, so there is dge-occ without them."""
+    """The recipe of a name in matrix.RECIPES.
+
+    "mxfp4-rht-sr" has Hadamard groups of 32, since 64 does not divide these models' shards. "dge"
+    is dge-occ without the outlier clamp, whose quantiles depend on the tensor-parallel size.
+    """
     if name == "mxfp4-rht-sr":
         return recipes.get_recipe(name, hadamard=32)
     if name == "dge":
@@ -40,8 +43,12 @@ def recipe_called(name: str) -> Recipe:
 
 @dataclass
 class Step:
-    """A training step on one rank. gradients: of the whole batch, this rank's shards, by global
-    name. parameters: whose they are; None where a step was read from a file."""
+    """The results of a training step on one rank.
+
+    loss: of the whole batch. gradients: this rank's shards of the gradients of the whole batch, by
+    global name. records: of the operands. parameters: by the same names; None in a step that was
+    read from a file.
+    """
 
     loss: float
     gradients: dict[str, Tensor]
@@ -88,7 +95,7 @@ class Training:
         self.optimizer = torch.optim.Adam(parameters, lr=1e-3)
 
     def step(self, *teacher: Teacher) -> Step:
-        """Forward and backward of the global batch; the optimizer waits for `update`."""
+        """Runs the global batch forward and backward; the optimizer steps only in `update`."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         with Recorder(*teacher) as recorder:

@@ -1,5 +1,7 @@
-"""One torchrun world of one layout: every recipe's first step against one process, recomputed, and
-resumed.
+"""Runs in a torchrun world of one layout, and compares its training steps, for every recipe.
+
+The first step is compared with that of one process, and with the same step with recomputed
+activations. A step after a checkpoint is compared with the step of the run that saved it.
 
     torchrun --nproc-per-node 2 -m testing.layouts.worker FOLDER tp2-sp
 
@@ -84,7 +86,7 @@ def main() -> None:
 def start_world(layout: Layout) -> None:
     if torch.cuda.is_available():
         take_gpu(int(os.environ["LOCAL_RANK"]))
-        # Sums by atomics are the one thing that a rerun would not repeat.
+        # Only sums by atomics would differ in a rerun.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -102,8 +104,11 @@ def start_world(layout: Layout) -> None:
 
 
 def take_gpu(rank: int) -> None:
-    """A GPU for this rank of the host. Where ranks share GPUs, which NCCL refuses within one host,
-    each says that it is a host of its own: NCCL then talks through sockets, and runs the same."""
+    """Selects a GPU for this rank of the host; ranks share GPUs if there are more ranks than GPUs.
+
+    NCCL refuses that two ranks of one host share a GPU. Each rank is therefore declared to be a
+    host of its own, and NCCL communicates through sockets.
+    """
     gpus = torch.cuda.device_count()
     torch.cuda.set_device(rank % gpus)
     if int(os.environ["LOCAL_WORLD_SIZE"]) > gpus:
@@ -112,8 +117,10 @@ def take_gpu(rank: int) -> None:
 
 
 class Trainer:
-    """Trains one model with one recipe in one layout, in every mode. folder: has one process's
-    steps."""
+    """Trains one model with one recipe in one layout, in every mode.
+
+    folder: where one process writes its steps (`write`) and other layouts read them.
+    """
 
     def __init__(self, layout: Layout, model: str, recipe: str, folder: Path) -> None:
         self.layout, self.model, self.name, self.folder = layout, model, recipe, folder
@@ -126,7 +133,7 @@ class Trainer:
         return Training(self.layout, self.model, self.recipe, dtype, recompute)
 
     def write(self) -> dict[str, Figures]:
-        """The first step in both dtypes, for the other layouts."""
+        """Saves the first step, in float64 and in float32, for comparisons with other layouts."""
         dtypes = torch.float64, torch.float32
         others = [layout for layout in LAYOUTS.values() if self.model in layout.models]
         for parts in {local_parts(layout, self.name) for layout in others}:
@@ -148,15 +155,18 @@ class Trainer:
         return found
 
     def sums_alike(self, recompute: str) -> Callable[[str], bool]:
-        """Which gradients upstream sums in the same order with and without recomputation: autograd
-        adds what the uses of a repeated layer's norms (and of the embedding that it reads) give
-        before or after their recomputations. The linears' dW goes to main_grad call by call."""
+        """(name of a parameter) -> whether recomputation leaves the order of its gradient's sum.
+
+        A repeated layer's norms, and the embedding that it reads, are used several times. Autograd
+        sums the gradients of these uses in another order with recomputation. The linears' dW is
+        added to main_grad call by call, in the same order.
+        """
         if recompute == "full" and self.model == "mtp-repeated":
             return lambda name: "norm" not in name and "embedding" not in name
         return lambda name: True
 
     def mistaken(self) -> Figures:
-        """How far a step in float64 is off one process's, where operands have the same names."""
+        """The differences of a step in float64 from one process's, for operands that both have."""
         one, many = self._read((1, 1))[torch.float64], self.train(torch.float64).step()
         differing = recorder.differing_codes(
             one.records, many.records, torch.float64, lambda label: True, strict=False
@@ -190,7 +200,10 @@ class Trainer:
         return {dtype: Step(**step) for dtype, step in steps.items()}
 
     def resumed(self, kept: Training) -> Figures:
-        """The step after an update, by `kept` itself and by one that loads what it saved."""
+        """Compares the step after an update by `kept` with that by a Training that loads its state.
+
+        kept: a Training that has run its first step.
+        """
         kept.update()
         saved = kept.save()
         second = kept.step()
@@ -200,11 +213,11 @@ class Trainer:
 
 
 class Compared:
-    """What of a first step hangs on the layout by no more than the order of sums.
+    """Which results of a first step must be equal in all layouts, except for the order of sums.
 
-    An expert's tokens come from a router, in an order and in calls that hang on the layout. Its
-    noise goes by that order, and its wgrad blocks and scales run along it: what they touch is
-    another draw, or another quantization, of the same thing.
+    The order of an expert's tokens, and the calls that get them, depend on the layout. The random
+    bits depend on that order, and wgrad's blocks and scales lie along it. So results that depend on
+    an expert's random bits or on its wgrad operands differ between layouts, and are left out.
     """
 
     def __init__(self, recipe: Recipe, model: str) -> None:
@@ -224,7 +237,7 @@ class Compared:
         return recorder.EXPERT not in label and (self.forward if gemm == "fprop" else self.backward)
 
     def as_tokens(self, label: str) -> bool:
-        """Whether the rows of an expert's operand are equal, wherever they lie."""
+        """Whether the rows of an expert's operand are equal, in some order."""
         gemm, operand = label.rsplit(":", 2)[1:]
         if recorder.EXPERT not in label or operand == "w" or gemm == "wgrad":
             return False
@@ -235,8 +248,12 @@ class Compared:
 
 
 def against_one(one: Step, many: Step, dtype: torch.dtype, compared: Compared) -> Figures:
-    """Differences from one process: elements whose code or scale is another (and rows of experts'
-    tokens), and relative ones of the loss and of the worst gradient, shard by shard."""
+    """The differences of a layout's step, `many`, from one process's step, `one`.
+
+    "differing codes": the number of elements whose code or scale differs, and of experts' tokens
+    that differ. "loss": the relative difference. "gradients": the relative difference of the
+    gradient shard that differs most.
+    """
     differing = recorder.differing_codes(one.records, many.records, dtype, compared.in_place)
     if any(recorder.EXPERT in name for name in one.gradients):
         differing += recorder.differing_tokens(one.records, many.records, compared.as_tokens)
@@ -262,7 +279,10 @@ def gradient_error(one: Step, many: Step, compared: Callable[[str], bool]) -> fl
 def changes(
     kept: Step, again: Step, compared: Callable[[str], bool] = lambda name: True
 ) -> Figures:
-    """What is not the same bit for bit: codes, elements of gradients, and the loss."""
+    """The differences of two steps on one layout: numbers of codes and of elements of gradients.
+
+    "loss" is the absolute difference. compared: which gradients are compared, by name.
+    """
     assert kept.gradients.keys() == again.gradients.keys()
     gradients = sum(
         int((again.gradients[name] != gradient).sum())
@@ -280,7 +300,7 @@ def changes(
 
 
 def controls(name: str, folder: Path, models: Sequence[str], recipes: Sequence[str]) -> list[Row]:
-    """A row for each mistake that shows in this layout."""
+    """Makes each known mistake that this layout can show, and returns a row for it."""
     layout, found = LAYOUTS[name], {}
     train = partial(Trainer, layout, folder=folder)
     if "llama" in models and "dge-occ" in recipes and layout.tp > 1:  # one process's mistake

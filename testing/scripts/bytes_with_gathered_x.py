@@ -1,5 +1,7 @@
-"""The count of benchmarks.bytes, with a known mistake in the package: X is gathered before it is
-kept for backward."""
+"""Runs benchmarks.bytes_worker with a known mistake in the package, which its counts must show.
+
+The mistake: X is gathered before it is saved for backward.
+"""
 
 from dataclasses import replace
 from importlib import import_module
@@ -13,7 +15,7 @@ save, load = linear._save, linear._load
 
 
 def keep_gathered(ctx: Any, saved: Any, held: Any) -> None:
-    ctx.part = saved.x  # what backward works on, so that it runs as ever
+    ctx.part = saved.x  # what backward reads, so that its results stay correct
     if ctx.plan.setting.has_part("x"):
         saved = replace(saved, x=ctx.site.parallel.gather(saved.x).wait())
     save(ctx, saved, held)

@@ -1,4 +1,4 @@
-"""Two ranks: what is gathered from parts of the tokens is what the whole would be.
+"""Checks on two ranks that operands gathered from parts of the tokens equal those of all tokens.
 
 torchrun --nproc-per-node 2 testing/scripts/communication.py
 """
@@ -86,7 +86,7 @@ def check_quantized(
 
 
 def check_residual(scope: Any, part: Tensor, parallel: TensorParallel) -> None:
-    """The outliers of every rank's part, at their places in the whole."""
+    """Checks that gathered outliers have the same places in X as in the ranks' parts of it."""
     _, residual = OutlierClamp(0.97, scope).split(part)
     found = parallel.gather_residual(residual).wait().dense()
     expected = parallel.gather(residual.dense()).wait()
@@ -94,7 +94,7 @@ def check_residual(scope: Any, part: Tensor, parallel: TensorParallel) -> None:
 
 
 def check_one_collective(parallel: TensorParallel) -> None:
-    """Maxima of several operands travel together."""
+    """Checks that the maxima of several operands need one all-reduce."""
     rank = dist.get_rank()
     with maxima() as calls:
         sent = [torch.tensor([[1.0], [2.0]]) * (rank + 1), torch.tensor(-rank)]
@@ -103,8 +103,12 @@ def check_one_collective(parallel: TensorParallel) -> None:
 
 
 def check_one_a_pass(parallel: TensorParallel) -> None:
-    """Each pass of a linear whose six operands have scales that ranks share agrees on them once,
-    also where W's are there from an earlier call of the step."""
+    """Checks that a pass of a linear needs at most one all-reduce for all scales that ranks share.
+
+    All six operands of the linear have such scales. A second call of the step, which uses W's
+    operands of the first, is checked too. Negative control: operands that are made one by one need
+    more.
+    """
     gemm = GemmRecipe(get_quantizer("nvfp4"), get_quantizer("nvfp4"))
     together = making.make_operands
     for keeps in ("forward", "raw"):
@@ -117,7 +121,7 @@ def check_one_a_pass(parallel: TensorParallel) -> None:
 
 
 def _each_by_itself(make: Any) -> Any:
-    """The known mistake."""
+    """The known mistake: each operand is made by a call of its own, with its own all-reduce."""
 
     def made(makings: Any, *given: Any) -> Any:
         found: dict[Any, Any] = {}
@@ -131,7 +135,7 @@ def _each_by_itself(make: Any) -> Any:
 def agreements(
     recipe: Recipe, parallel: TensorParallel, held: HeldWeight | None = None
 ) -> tuple[int, int]:
-    """How many maxima a linear's forward pass asks the ranks for, and its backward pass."""
+    """The number of all-reduces for a maximum: (forward pass, backward pass) of a linear."""
     x, w = (torch.randn(64, 64).requires_grad_() for _ in range(2))
     site = Site(parallel=parallel, keeps_w=None if held is None else "packed")
     with maxima() as forward:
@@ -143,7 +147,7 @@ def agreements(
 
 @contextmanager
 def maxima() -> Iterator[list[Any]]:
-    """The calls of all_reduce for a maximum."""
+    """A context that gives a list, to which each all-reduce for a maximum is added."""
     calls, all_reduce = [], dist.all_reduce
 
     def counting(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -> Any:

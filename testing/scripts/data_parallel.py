@@ -46,8 +46,11 @@ def drawn(seed: int) -> Tensor:
 
 
 def noise_averages_out_over_ranks() -> None:
-    """Equal data on both ranks. Of an averaged gradient the squared error is half of one rank's;
-    negative control: under shared noise it is all of it."""
+    """Checks that averaging over two ranks halves the squared error of a gradient.
+
+    Both ranks have the same data, so only the random bits differ. Negative control: if the ranks
+    share their random bits, the squared error stays as it is.
+    """
     ratios = error_ratios(replica=None)
     standard_error = ratios.std() / STEPS**0.5
     assert abs(ratios.mean() - 1 / 2) < 5 * standard_error, (ratios.mean(), standard_error)
@@ -56,7 +59,10 @@ def noise_averages_out_over_ranks() -> None:
 
 
 def error_ratios(replica: int | None) -> Tensor:
-    """Squared error of DDP's gradient over that of this rank's own, at each step."""
+    """The squared error of DDP's dW divided by that of this rank's own dW: float64 [STEPS].
+
+    replica: of both linears; None: the rank.
+    """
     torch.manual_seed(0)
     own = Linear(SIZE, SIZE, bias=False, recipe="tetrajet", replica=replica)
     shared = DistributedDataParallel(copy.deepcopy(own))
@@ -88,7 +94,7 @@ def network() -> nn.Module:
 
 
 def train(model: nn.Module, steps: range) -> None:
-    """Each rank has other data."""
+    """Trains for these steps; the data depend on the step and the rank."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in steps:
         optimizer.zero_grad()
@@ -124,7 +130,7 @@ def resuming_repeats(folder: Path) -> None:
 
 
 def fsdp_is_ddp(folder: Path) -> None:
-    """fully_shard gives forward passes plain tensors; torch.distributed.checkpoint keeps steps."""
+    """Checks that FSDP2 (fully_shard) trains as DDP does, and that its checkpoints keep `steps`."""
     ddp, sharded = DistributedDataParallel(network()), sharded_network()
     train(ddp, range(3))
     train(sharded, range(3))

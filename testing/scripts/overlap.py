@@ -1,5 +1,6 @@
-"""Two ranks: in which order a linear's backward pass starts its collectives and its GEMMs, and
-waits.
+"""Checks on two ranks that the collectives of a linear's backward pass overlap with its GEMMs.
+
+It logs in which order the pass starts collectives and GEMMs, and waits for collectives.
 
 torchrun --nproc-per-node 2 testing/scripts/overlap.py
 """
@@ -44,7 +45,7 @@ def main() -> None:
     for recipe in list_recipes():
         assert overlaps(backward(recipe, column, log)), (recipe, log)
         assert sums_beside_wgrad(backward(recipe, summing, log)), (recipe, log)
-    # The known mistakes: the sum of dX is waited for at once, X is.
+    # The known mistakes: the pass waits at once for the sum of dX, or for X.
     add = TensorParallel.sum
     TensorParallel.sum = lambda *args: _arrived(add(*args))  # type: ignore[method-assign]
     for recipe in list_recipes():
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def overlaps(log: Log) -> bool:
-    """Whether X travels while dX is computed, and the sum of dX while dW is."""
+    """Whether X is gathered while dgrad runs, and dX is reduce-scattered while wgrad runs."""
     dgrad, wgrad = products(log)
     gathers = [i for i, event in enumerate(log) if event == GATHER]
     arrivals = [i for i, event in enumerate(log) if event == f"wait {GATHER}"]
@@ -67,13 +68,16 @@ def overlaps(log: Log) -> bool:
 
 
 def sums_beside_wgrad(log: Log) -> bool:
-    """Whether the sum of dX over ranks that hold all tokens travels while dW is computed."""
+    """Whether dX is all-reduced while wgrad runs, without sequence parallelism."""
     (dgrad, wgrad), arrival = products(log), log.index(f"wait {SUM}")
     return log.index(SUM, dgrad) < wgrad < arrival
 
 
 def products(log: Log) -> list[int]:
-    """When dgrad's GEMM and wgrad's start; what compensates dW for outliers comes after."""
+    """The indices in the log of the starts of dgrad's GEMM and wgrad's.
+
+    The GEMM that adds the outliers' part of dW comes after these two.
+    """
     return [i for i, event in enumerate(log) if event == GEMM][:2]
 
 

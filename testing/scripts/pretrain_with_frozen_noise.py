@@ -1,5 +1,7 @@
-"""pretrain_gpt.py whose graphs run the first step's first microbatch again and again: a negative
-control of test_graphs.py."""
+"""Runs pretrain_gpt.py with a known mistake: all replays of CUDA graphs draw the same random bits.
+
+The step and the microbatch in GPU memory are not updated. A negative control of test_graphs.py.
+"""
 
 from megatron_fp4.mcore import pretrain
 from megatron_fp4.mcore.runtime import cpu

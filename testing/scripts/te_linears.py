@@ -1,5 +1,7 @@
-"""Run by torchrun: Transformer Engine's linears, sharded and under sequence parallelism, against
-one whole linear of this package."""
+"""Compares sharded linears of Transformer Engine with one unsharded linear of this package.
+
+Run by torchrun, with sequence parallelism. Transformer Engine follows RECIPE by megatron_fp4.te.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from testing.oracles import normal, relative_error
 IN, OUT, TOKENS = 128, 256, 128
 RECIPE = get_recipe("tetrajet", backward_rounding="nearest")
 ON_GPUS = torch.cuda.is_available()
-SUMMED = 4e-3  # a sum over ranks is of BF16 terms, and rounded again
+SUMMED = 4e-3  # a sum over ranks adds terms that were rounded to BF16, and is rounded again
 
 
 def part(whole: Tensor, axis: int) -> Tensor:
@@ -25,7 +27,11 @@ def part(whole: Tensor, axis: int) -> Tensor:
 
 
 def check(mode: str, device: str) -> None:
-    """column: Y and dW are whole products' parts, dX is summed; row: dX and dW, and Y is summed."""
+    """Checks Y, dX and dW of a linear that is sharded over the ranks.
+
+    mode: "column": Y and dW must equal this rank's part of the unsharded linear's, and dX, a sum
+    over ranks, must be within SUMMED. "row": the same for dX and dW, and Y is the sum.
+    """
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import CustomRecipe
 

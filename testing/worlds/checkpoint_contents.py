@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read without Megatron."""
+"""Reads what a checkpoint contains, without Megatron."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ def weights(path: Path) -> dict[str, Tensor]:
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """All that a checkpoint of the formats torch_dist and torch holds."""
+    """All that a checkpoint in the format torch_dist or torch contains.
+
+    torch_dist: tensors by name, and everything else as io.BytesIO by name. torch: what each .pt
+    file contains, by the file's path in `path`.
+    """
     if not (path / ".metadata").exists():
         files = sorted(path.rglob("*.pt"))
         return {str(f.relative_to(path)): torch.load(f, weights_only=False) for f in files}
@@ -41,7 +45,11 @@ def contents(path: Path) -> dict[str, Any]:
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested containers, without what is of a launch or a rank."""
+    """(path, value) of each leaf of nested dicts, lists and tuples; `name` begins each path.
+
+    Keys that begin with args, rng_state or rerun_state are left out: they belong to a launch or a
+    rank, and not to the model.
+    """
     if isinstance(value, dict | list | tuple):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             if not str(key).startswith(("args", "rng_state", "rerun_state")):

@@ -1,4 +1,4 @@
-"""Trainings that save and load checkpoints, each of them run once for all tests."""
+"""Trainings that save and load checkpoints. Each is run once, and used by all tests."""
 
 import functools
 import re
@@ -19,7 +19,9 @@ TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 TETRAJET = "--fp4-recipe tetrajet"
 SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
-ENDS = "--train-iters 2 --override-opt_param-scheduler"  # its schedule is another's beginning
+ENDS = (
+    "--train-iters 2 --override-opt_param-scheduler"  # the first steps of a longer run's schedule
+)
 TRACKER = "latest_checkpointed_iteration.txt"
 MOE = "--num-experts 4 --moe-token-dispatcher-type allgather --moe-ffn-hidden-size 128"
 EP2 = "--expert-model-parallel-size 2"
@@ -30,26 +32,33 @@ OTHERS = [name for name in list_recipes() if name != "tetrajet"]
 
 
 def run_in_turn(processes: int, trainings: dict[str, str], sizes: str = SIZES) -> dict[str, Result]:
-    """Runs the trainings one after the other. trainings: by name, the flags of each, which may
-    begin with a fault that pretrain_with_faults.py injects; sizes: flags of all of them."""
+    """Runs trainings one after the other; returns their results by name.
+
+    trainings: the flags of each, by name. They may begin with a fault that pretrain_with_faults.py
+    injects. sizes: flags that all of them get. Raises TimeoutError.
+    """
     results = {}
     for name, flags in trainings.items():
         first, *rest = shlex.split(flags)
         own = [first] if re.match(r"(dies|spoils|without)=", first) else []
         words = [*own, *TINY, *MOCK_DATA, *sizes.split(), *([] if own else [first]), *rest]
-        fresh = first == "dies=save"  # a launcher of its own sees its rank die
+        fresh = (
+            first == "dies=save"
+        )  # a rank that dies needs a torchrun of its own, which notices it
         done = spawn(processes, SCRIPT, *words, timeout_s=120, fresh=fresh)
         results[name] = result_of(done)
     return results
 
 
 def told(result: Result) -> str:
-    """The one line of a launch that stopped without having trained."""
+    """The error line of a launch that was refused; asserts that there is one, and no training."""
     lines = [line for line in result.output.splitlines() if "megatron-fp4: error:" in line]
     assert result.status == 1 and len(lines) == 1 and not result.has_traceback, result.output[
         -4000:
     ]
-    assert "megatron-fp4: Megatron's arguments and" not in result.output  # said at the first step
+    assert (
+        "megatron-fp4: Megatron's arguments and" not in result.output
+    )  # printed at the first step
     return lines[0]
 
 
@@ -65,7 +74,10 @@ def saving(folder: Path, step: int = 2) -> str:
 
 
 def again(folder: Path, step: int = 2) -> str:
-    """Loads the iteration and, where none is left to train, saves it as it was loaded."""
+    """Flags that load the iteration `step` from `folder`.
+
+    If no step is left to train, the training saves the checkpoint as it was loaded.
+    """
     return f"--load {folder} --ckpt-step {step} --save-interval 1000"
 
 

@@ -31,13 +31,13 @@ MOCK_DATA = "--tokenizer-type NullTokenizer --vocab-size 512 --mock-data".split(
 @dataclass(frozen=True)
 class Result:
     status: int  # torchrun's exit status
-    losses: list[float]  # what each logged iteration says
+    losses: list[float]  # of each logged iteration
     evaluations: list[float]  # losses on held-out data, in the order of the log
     output: str  # standard output and standard error
 
     @property
     def has_traceback(self) -> bool:
-        """Whether a Python traceback leads through the script; torchrun prints one of its own."""
+        """Whether a rank printed a Python traceback; that of torchrun itself does not count."""
         return '.py", line' in self.output.split("multiprocessing/api.py")[0]
 
 
@@ -50,7 +50,7 @@ def torchrun(
 ) -> Result:
     """Trains with TINY and `flags` in `processes` processes of one thread each; see `spawn`.
 
-    The data is mock data where no flag names any.
+    Mock data is used if no flag names a dataset. Raises TimeoutError.
     """
     data = [] if any(flag.endswith("data-path") for flag in flags) else MOCK_DATA
     # Megatron takes this schedule or --global-batch-size, which comes last.
@@ -60,7 +60,7 @@ def torchrun(
 
 
 def result_of(done: subprocess.CompletedProcess[str]) -> Result:
-    """What a training script's output says."""
+    """The exit status and the losses of a training script that has ended."""
     return Result(
         done.returncode,
         [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)],
@@ -72,12 +72,15 @@ def result_of(done: subprocess.CompletedProcess[str]) -> Result:
 def spawn(
     processes: int, script: Path, *arguments: str, timeout_s: float = 300, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Runs any script in a torchrun world, a thread a process; stdout holds both its streams.
+    """Runs any script in a torchrun world, with one thread for each process.
 
-    fresh: under a torchrun of its own, for what depends on the launcher, on the environment or on
-    what is imported first. Otherwise the script runs in forks of a world that stays (world.py),
-    which takes a fraction of the time; where there is a GPU, which a fork cannot use once CUDA has
-    started, every launch is fresh.
+    The result's stdout has standard output and standard error. Raises TimeoutError if the script is
+    still running after timeout_s seconds.
+
+    fresh: launch torchrun for this script alone, if the script depends on the launcher, on the
+    environment or on what is imported first. Otherwise it runs in forks of a world that keeps
+    running (world.py), which takes a fraction of the time. Where there is a GPU, every launch is
+    fresh: a fork cannot use a GPU once CUDA has been initialized.
     """
     if fresh or torch.cuda.is_available():
         return _launch(processes, script, *arguments, timeout_s=timeout_s)
@@ -110,7 +113,7 @@ def _launch(
 
 
 def train(processes: int, *flags: str) -> Result:
-    """`torchrun`, for a run that must end well."""
+    """As `torchrun`; asserts that the exit status is 0."""
     result = torchrun(processes, *flags)
     assert result.status == 0, result.output[-4000:]
     return result

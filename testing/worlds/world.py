@@ -1,11 +1,13 @@
-"""A torchrun world that stays: its processes have torch and Megatron imported, and fork for each
-script that they run. A launch of its own takes several times as long, nearly all of it imports.
+"""A torchrun world that keeps running, so that tests do not repeat the imports.
+
+Its processes have imported torch and Megatron, and fork for each script that they run. A launch of
+torchrun for one script takes several times as long, most of it for imports.
 
     torchrun ... world.py PORT
 
-PORT is that of the tests' store. There "job N" is a JSON list [script, arguments, output file];
-"N ended R" is the exit status of rank R, and "N failed" is there as soon as one is not 0. A job
-without a script ends the world.
+PORT is the port of a TCPStore in the process of the tests. Its keys are "job N", a JSON list
+[script, arguments, output file]; "N ended R", the exit status of rank R; and "N failed", which is
+set as soon as one status is not 0. An empty job ends the world.
 """
 
 from __future__ import annotations
@@ -34,17 +36,19 @@ from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parents[2]
 FOREVER = timedelta(days=1)
-GRACE_S = 10  # between SIGTERM and SIGKILL, for the ranks beside one that failed
+GRACE_S = 10  # seconds between SIGTERM and SIGKILL, for the other ranks when one has failed
 
 
 class World:
-    """Processes that run one script after the other, each script in a fork of every process."""
+    """Processes that run scripts, one after the other, each script in a fork of every process."""
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
         self._jobs = 0
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._log = NamedTemporaryFile("r", errors="replace")  # of the world, not of its jobs
+        self._log = NamedTemporaryFile(
+            "r", errors="replace"
+        )  # output of the world itself, not of its jobs
         self._launcher = subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -58,7 +62,10 @@ class World:
         atexit.register(self._end)
 
     def run(self, script: Path, arguments: list[str], timeout_s: float) -> tuple[int, str]:
-        """(torchrun's exit status, what the ranks printed) of a script. Raises TimeoutError."""
+        """Runs a script; returns (exit status, 0 or 1; what the ranks printed).
+
+        Raises TimeoutError, with the last output, if it is still running after timeout_s seconds.
+        """
         number = self._jobs
         with NamedTemporaryFile("r", errors="replace") as output:
             self._add([str(script), arguments, output.name])
@@ -86,7 +93,7 @@ class World:
 
 @cache
 def world(processes: int) -> World:
-    """The one of so many processes, started when it is first asked for."""
+    """The World of this many processes, which is started by the first call."""
     return World(processes)
 
 
@@ -94,7 +101,7 @@ def world(processes: int) -> World:
 
 
 def serve(jobs: TCPStore) -> None:
-    """Runs jobs until one is empty or the tests' process, which keeps their store, has gone."""
+    """Runs jobs until one is empty, or until the tests' process, which has the store, ends."""
     with suppress(torch.distributed.DistNetworkError):
         for number in count():
             job = json.loads(jobs.get(f"job {number}"))
@@ -105,7 +112,7 @@ def serve(jobs: TCPStore) -> None:
 
 def run_job(jobs: TCPStore, number: int, script: str, arguments: list[str], output: str) -> None:
     rank = os.environ["RANK"]
-    if rank == "0":  # the ranks meet at a store that outlives them, as torchrun's does
+    if rank == "0":  # for init_process_group; it outlives the ranks, as torchrun's store does
         store = TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
         jobs.set(f"{number} port", str(store.port))
     os.environ["MASTER_PORT"] = jobs.get(f"{number} port").decode()
@@ -121,7 +128,11 @@ def run_job(jobs: TCPStore, number: int, script: str, arguments: list[str], outp
 
 
 def end_of(child: int, jobs: TCPStore, failed: str) -> int:
-    """The child's exit status; it is ended, with what it started, once `failed` is set."""
+    """Waits for a child process and returns its exit status.
+
+    If the key `failed` is set, the child's process group is ended: by SIGTERM, and after GRACE_S
+    seconds by SIGKILL.
+    """
     told_at: float | None = None
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -157,8 +168,8 @@ def in_the_child(script: str, arguments: list[str], output: str) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        # As a script ends: without it the process that saving started would live on. What follows
-        # in a script would join the threads of the parent's store, which a fork has not got.
+        # A script that ends runs these functions too. They end the process that saving started.
+        # sys.exit would then join the threads of the parent's store, which a fork does not have.
         with suppress(BaseException):
             atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):

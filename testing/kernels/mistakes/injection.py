@@ -49,8 +49,10 @@ def bind(helper: Any, wrong: Callable[..., Any]) -> None:
 
 
 def argument(name: str, wrong: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A wrong helper: the right one, called with wrong(value) in place of the value of the argument
-    of this name."""
+    """A wrong helper, which calls the right one with a changed argument.
+
+    name: of the argument. wrong: changes its value.
+    """
 
     def called(right: Any, *given: Any) -> Any:
         function = getattr(right, "fn", right)  # fn: of one that is jitted
@@ -62,5 +64,5 @@ def argument(name: str, wrong: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 def result(wrong: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A wrong helper: it returns wrong(value) where the right one returns the value."""
+    """A wrong helper, which returns wrong(value) where the right one returns `value`."""
     return lambda right, *given: wrong(right(*given))
