@@ -203,12 +203,12 @@ def _workspace(device: torch.device, stream: int) -> tuple[Tensor, int]:
 
 # A matrix [rows, K] of a product: its address and FP8 dtype, the address of its row scales, float32
 # [rows], and the tensor that holds these.
-Factor = tuple[int, torch.dtype, int, Tensor]
+ScaledMatrix = tuple[int, torch.dtype, int, Tensor]
 
 
 def multiply(
-    a: Factor,
-    b: Factor,
+    a: ScaledMatrix,
+    b: ScaledMatrix,
     shape: tuple[int, int, int],
     out: Tensor,
     alpha: float = 1.0,

@@ -81,13 +81,13 @@ class Hopper:
         if out is None or not adds:
             wide = into is not None or out_dtype != torch.bfloat16
             out = a.values.new_empty((m, n), dtype=torch.float32 if wide else torch.bfloat16)
-        factors = [  # FP8 elements and their row factors, as `cublaslt.Factor`
+        matrices = [  # FP8 elements and their row factors, as `cublaslt.ScaledMatrix`
             (x.addresses[2], x.element, x.addresses[3] + _FACTORS, x.counts)
             if x.__class__ is Carriers
-            else _factor(x)
+            else _scaled_matrix(x)
             for x in (a, b)
         ]
-        _gemm().multiply(*factors, (m, n, k), out, correction, adds)
+        _gemm().multiply(*matrices, (m, n, k), out, correction, adds)
         if adds or (into is None and out.dtype == out_dtype):
             return out
         return finish(out, out_dtype, into)
@@ -155,8 +155,8 @@ def _takes_sums(out: Tensor) -> bool:
     return out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % ALIGNMENT == 0
 
 
-def _factor(form: Decoded) -> tuple[int, torch.dtype, int, Tensor]:
-    """Decoded FP8 elements [rows, K] as a `cublaslt.Factor`, with one row factor for each row.
+def _scaled_matrix(form: Decoded) -> tuple[int, torch.dtype, int, Tensor]:
+    """Decoded FP8 elements [rows, K] as a `cublaslt.ScaledMatrix`, with a factor for each row.
 
     A factor that belongs to the whole tensor is repeated for each row.
     """

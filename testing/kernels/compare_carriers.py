@@ -71,7 +71,7 @@ def differences(device: str, of: str = "") -> Iterator[str]:
         else:
             forms = carried([(mine, kind, None) for kind in kinds])
         for element, form in zip(kinds, forms, strict=True):
-            values, fold, tally = form.elements, form.outer, form.tally
+            values, factor, tally = form.elements, form.outer, form.tally
             bottom, top, dtype = ELEMENTS[element]
             largest = torch.where(scale == 255, 0, scale).amax(1, keepdim=True)
             exponent = (largest - top).clamp(min=1) - 127
@@ -80,13 +80,13 @@ def differences(device: str, of: str = "") -> Iterator[str]:
             found = values.cpu().view(torch.uint8).numpy()
             wrong = int((found[there] != wanted.view(np.uint8)[there]).sum())
             wrong += int((values.cpu().float().isnan().numpy() == there).sum())
-            folds = int((fold.cpu().double() != torch.exp2(exponent.double())).sum())
+            factors = int((factor.cpu().double() != torch.exp2(exponent.double())).sum())
             below = (scale - 127 - exponent < bottom).repeat_interleave(quantizer.block[1], 1)
             count = int((below & (value != 0) & ~value.isnan()).sum())
             nans = int((scale == 255).sum())
-            if wrong or folds or tally.tolist() != [count, nans]:
+            if wrong or factors or tally.tolist() != [count, nans]:
                 told = f"{tally.tolist()} of [{count}, {nans}] rounded and NaN"
-                yield f"{rows} x {columns} {element}: {wrong} bytes, {folds} folds, {told}"
+                yield f"{rows} x {columns} {element}: {wrong} bytes, {factors} factors, {told}"
 
 
 def beside(device: str, of: str = "") -> Iterator[str]:

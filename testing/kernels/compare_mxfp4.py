@@ -242,21 +242,21 @@ def _wrong_carriers(made: Made) -> int:
     q, carriers = made.operand, made.carriers
     assert isinstance(q, QuantizedTensor) and carriers is not None
     [form] = carrier.carried([(q, carriers.element, carriers)])
-    elements, fold, counts = (t.cpu() for t in (form.elements, form.outer, form.tally))
+    elements, factor, counts = (t.cpu() for t in (form.elements, form.outer, form.tally))
     plain = replace(
         q, codes=q.codes.cpu(), scales=q.scales.cpu(), axis=1,
         shape=torch.Size((len(q.codes), q.shape[q.axis])),
     )  # fmt: skip
-    value, scale, fold = plain.dequantize(torch.float64), plain.scales.int(), fold.double()
+    value, scale, factor = plain.dequantize(torch.float64), plain.scales.int(), factor.double()
     *_, bottom, top = FORMATS[carriers.element]
     largest = torch.where(scale == 255, 0, scale).amax(1, keepdim=True)
     rule = (largest - top).clamp(min=1) - 127
     below = (scale - 127 - rule < bottom).repeat_interleave(q.quantizer.block[1], 1)
     count = int((below & (value != 0) & ~value.isnan()).sum())
     wanted = torch.where(
-        fold == torch.exp2(rule.double()),
-        (value / fold).to(carriers.element).double(),
-        value / fold,
+        factor == torch.exp2(rule.double()),
+        (value / factor).to(carriers.element).double(),
+        value / factor,
     )
     found = elements.double()
     same = (found == wanted) & (found.signbit() == wanted.signbit()) | found.isnan() & value.isnan()

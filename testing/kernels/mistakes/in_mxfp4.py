@@ -163,7 +163,7 @@ WRITTEN_CARRIERS = {
     "the lowest block is of zeros": Mistake(
         "subnormal rows", carrier._holds_codes, result(lambda holds: holds * 0)
     ),
-    "the rule's fold for all": Mistake(
+    "the rule's exponent for all": Mistake(
         CARRIED, carrier._final_exponent, lambda right, wanted, exponent, guess: exponent
     ),
 }
