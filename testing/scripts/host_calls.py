@@ -1,0 +1,122 @@
+"""Counts the Python calls of one linear's forward and backward pass, as on a Hopper GPU.
+
+    python -m testing.scripts.host_calls
+
+No GPU is needed. Linears are planned for compute capability 9.0, and launches of kernels and calls
+of cuBLASLt do nothing, so all results are uninitialized memory. Prints JSON: for each recipe and
+each way to call a linear the number of calls, by cProfile, on a cold plan and on a warm one.
+
+It is a process of its own because what other tests leave behind, such as cached recipes and modes
+of torch, changes the number.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import json
+import pstats
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_fp4 import get_recipe, linear
+from megatron_fp4.arithmetic.philox import Key
+from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.kernels import cublaslt, launch
+from megatron_fp4.linear import quantized_linear
+from megatron_fp4.plan import cache
+from megatron_fp4.target import Target
+
+SIZE = 256
+RECIPES = ("tetrajet", "mxfp4")
+
+
+def pretend_hopper() -> None:
+    """Makes this process plan linears on the CPU for a Hopper GPU, and launch nothing."""
+    patched: Any = launch
+    patched.Launch._compile = lambda self, aligned: launch._Compiled(None, _launched, ())
+    patched = torch._C
+    patched._cuda_getDevice = lambda: 0
+    patched._cuda_getCurrentRawStream = lambda device: 0
+    patched = cublaslt
+    patched._function = _function
+    # Memory on a CPU is not always aligned to 256 bytes, and another alignment is another plan.
+    patched._plan = _aligned(cublaslt._Plan)
+    patched = cache
+    patched.target_of = lambda device: Target("cuda", (9, 0), None)
+
+
+def _launched(*arguments: Any) -> None:
+    pass
+
+
+def _function(name: str) -> Any:
+    """Stands for a function of cuBLASLt. Unlike a real one, its calls are counted."""
+
+    def call(*arguments: Any) -> int:
+        if name == "cublasLtMatmulAlgoGetHeuristic":
+            arguments[-1]._obj.value = 1  # one algorithm is found
+        return 0
+
+    return call
+
+
+def _aligned(make: Any) -> Any:
+    """`cublaslt._plan` for memory that is aligned to 256 bytes."""
+    plans: dict[Any, Any] = {}
+
+    def plan(shape: Any, types: Any, alpha: float, adds: bool, alignment: int, device: Any) -> Any:
+        kind = shape, types, alpha, adds
+        if kind not in plans:
+            plans[kind] = make(shape, types, alpha, adds, 256, device)
+        return plans[kind]
+
+    return plan
+
+
+def of_megatron(name: str) -> Callable[[], None]:
+    """A forward and a backward pass of one linear, as Megatron's layers call it."""
+    x, w = (torch.zeros(SIZE, SIZE).bfloat16().requires_grad_() for _ in range(2))
+    dy = torch.zeros(SIZE, SIZE).bfloat16()
+    w.main_grad = torch.zeros(SIZE, SIZE)  # type: ignore[attr-defined]
+    recipe, site = get_recipe(name), Site("fc1", fuses=True)
+
+    def step() -> None:
+        y = quantized_linear(x, w, None, recipe, site, Call(Key(1, 2)))
+        torch.autograd.backward(y, dy)
+
+    return step
+
+
+def public(name: str) -> Callable[[], None]:
+    """A forward and a backward pass by `linear`, which checks its arguments."""
+    x, w = (torch.zeros(SIZE, SIZE).bfloat16().requires_grad_() for _ in range(2))
+    dy, recipe = torch.zeros(SIZE, SIZE).bfloat16(), get_recipe(name)
+    return lambda: torch.autograd.backward(linear(x, w, recipe=recipe), dy)
+
+
+def calls(step: Callable[[], None]) -> int:
+    """The Python and C functions that a call of `step` calls."""
+    with torch.autograd.set_multithreading_enabled(False):  # else backward is not profiled
+        profile = cProfile.Profile()
+        profile.enable()
+        step()
+        profile.disable()
+    return pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    pretend_hopper()
+    found = {}
+    for make in (of_megatron, public):
+        for name in RECIPES:
+            step = make(name)
+            cold = calls(step)
+            step()
+            found[f"{make.__name__} {name}"] = cold, calls(step)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
