@@ -35,10 +35,10 @@ class PyTorch:
     def make(
         self, matrix: Operand, operands: Sequence[OperandPlan], given: Sequence[Given]
     ) -> list[Made]:
-        return [Made(made_of(matrix, *each)) for each in zip(operands, given, strict=True)]
+        return [Made(make_operand(matrix, *each)) for each in zip(operands, given, strict=True)]
 
 
-def made_of(matrix: Operand, operand: OperandPlan, given: Given) -> Operand:
+def make_operand(matrix: Operand, operand: OperandPlan, given: Given) -> Operand:
     """The operand that plain PyTorch makes of `matrix`, with the contracted axis last.
 
     matrix: [rows, columns] as the model holds it, or codes and scales of fprop. The matrix is

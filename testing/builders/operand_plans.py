@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.makers.base import Given
-from megatron_fp4.makers.pytorch import made_of
+from megatron_fp4.makers.pytorch import make_operand
 from megatron_fp4.operands import Operand
 from megatron_fp4.plan.data import OperandPlan
 
@@ -47,6 +47,6 @@ def made_in_pytorch(
     group: the size of Hadamard groups; 0: no transform. given: fields of Given.
     """
     wanted = plan(x, quantizer, axis, group=group, folds=given.get("fold") is not None)
-    made = made_of(x, wanted, Given(**given))
+    made = make_operand(x, wanted, Given(**given))
     assert isinstance(made, QuantizedTensor)
     return made

@@ -13,7 +13,7 @@ from megatron_fp4.arithmetic.hadamard import transform
 from megatron_fp4.arithmetic.philox import Key, Noise, Signs, random_bits16
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.makers.base import Given
-from megatron_fp4.makers.pytorch import PyTorch, largest_of, made_of
+from megatron_fp4.makers.pytorch import PyTorch, largest_of, make_operand
 from megatron_fp4.multipliers.reference import Reference
 from megatron_fp4.operands import Decoded
 from testing.builders.operand_plans import plan
@@ -23,7 +23,7 @@ FP8_TENSOR = Quantizer(element="e4m3", scale="fp32", block=(0, 0), rule="absmax"
 
 
 def made(x: Tensor, quantizer: Any, axis: int, group: int = 0, **given: Any) -> Any:
-    return made_of(x, plan(x, quantizer, axis, group=group), Given(**given))
+    return make_operand(x, plan(x, quantizer, axis, group=group), Given(**given))
 
 
 @pytest.mark.parametrize("axis", [0, 1], ids=["axis-0", "axis-1"])
