@@ -54,6 +54,15 @@ def slow(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.slow)
 
 
+def test_an_evaluation_alone_says_that_it_has_no_average(tmp_path: Path) -> None:
+    """Megatron makes no optimizer then, which would keep it."""
+    trained = train(1, *f"{EMA} {BF16} {saving(tmp_path)}".split())
+    assert "average of each weight in float32" in trained.output
+    evaluated = train(1, *f"{EMA} {BF16} --load {tmp_path} --skip-train".split())
+    assert "no average under --skip-train" in evaluated.output
+    assert "average of each weight in float32" not in evaluated.output
+
+
 # --- layouts --------------------------------------------------------------------------------------
 
 

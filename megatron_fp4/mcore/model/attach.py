@@ -55,7 +55,11 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
     held = max(_of_all_ranks(sum(map(held_bytes, plans))))
     states = max(_of_all_ranks(run.weight_states.bytes_of_copies))
     if torch.distributed.get_rank() == 0:
-        lines = start_table.held(run.keeps_weights, held), start_table.states(run.recipes, states)
+        trains = not run.args.skip_train
+        lines = (
+            start_table.held(run.keeps_weights, held),
+            start_table.states(run.recipes, states, trains),
+        )
         print(start_table.table(run.recipes, rows), "".join(lines), flush=True)
     return model
 

@@ -82,14 +82,20 @@ def held(keeps: str | None, size: int) -> str:
     return f"\n  weights are quantized once a step and kept {keeps}: {_size(size)} on a rank"
 
 
-def states(recipes: Sequence[Recipe], size: int) -> str:
+def states(recipes: Sequence[Recipe], size: int, trains: bool) -> str:
     """The line about state beside weights; "" if no recipe has one.
 
-    size: bytes of the layers' copies on the rank with most.
+    size: bytes of the layers' copies on the rank with most. trains: False under --skip-train, with
+    which Megatron makes no optimizer, and so nothing that keeps the state.
     """
     names = sorted({name for recipe in recipes for name in recipe.weight_states})
     if not names:
         return ""
+    if not trains:
+        return (
+            f"\n  no {' and '.join(names)} under --skip-train, which loads no optimizer state: "
+            "rounding ema rounds to nearest here"
+        )
     return (
         f"\n  {' and '.join(names)} of each weight in float32: copies of {_size(size)} on a rank, "
         "and as much as optimizer state, sharded like it"
