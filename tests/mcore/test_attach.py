@@ -51,7 +51,6 @@ def run(
         num_layers_at_start_in_bf16=start,
         num_layers_at_end_in_bf16=end,
         fp4_eval_forward="fp4",
-        skip_train=False,
         cuda_graph_impl="none",
         fp4_weight_cache="packed",
         fp4_saved_x="packed",

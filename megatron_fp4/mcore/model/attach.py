@@ -55,7 +55,7 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
     held = max(_of_all_ranks(sum(map(held_bytes, plans))))
     states = max(_of_all_ranks(run.weight_states.bytes_of_copies))
     if torch.distributed.get_rank() == 0:
-        trains = not run.args.skip_train
+        trains = not getattr(run.args, "skip_train", False)  # a model without a loop has none
         lines = (
             start_table.held(run.keeps_weights, held),
             start_table.states(run.recipes, states, trains),
