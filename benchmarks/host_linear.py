@@ -68,7 +68,6 @@ def seconds(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
 def calls(step: Callable[[], None]) -> int:
     """The number of Python and C functions that one call of `step` calls, by cProfile."""
     with torch.autograd.set_multithreading_enabled(False):  # else backward is not profiled
-        step()
         profile = cProfile.Profile()
         profile.enable()
         step()

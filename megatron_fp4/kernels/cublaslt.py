@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fp4.kernels.launch import kept
+
 # Values of cublasLt.h and library_types.h, unchanged since CUDA 12.
 _TYPES = {
     torch.float32: 0,
@@ -165,15 +167,15 @@ class _Plan:
         first, second = self._places
         with self._lock:  # other threads share the descriptor
             first.value, second.value = b_scale, a_scale  # cuBLAS's A is our b
-            status = 0
             for attribute, place in self._attributes:
-                status |= self._set_attribute(self.operation, attribute, place, 8)
-            status |= self._multiply(
+                if status := self._set_attribute(self.operation, attribute, place, 8):
+                    raise CublasError(f"cublasLtMatmulDescSetAttribute: status {status}")
+            status = self._multiply(
                 self.handle, self.operation, self._alpha, b, self.a, a, self.b, self._beta,
                 out, self.out, out, self.out, self._algorithm, workspace, WORKSPACE, stream,
             )  # fmt: skip
         if status:
-            raise CublasError(f"cublasLtMatmul or its scales: status {status}")
+            raise CublasError(f"cublasLtMatmul: status {status}")
 
 
 def _layout(dtype: int, rows: int, columns: int) -> c_void_p:
@@ -186,19 +188,11 @@ def _layout(dtype: int, rows: int, columns: int) -> c_void_p:
 
 
 _plan = cache(_Plan)
-_workspaces: dict[tuple[torch.device, int], tuple[Tensor, int]] = {}
 
 
-def _workspace(device: torch.device, stream: int) -> tuple[Tensor, int]:
-    """Memory that cuBLASLt may use on this stream, and its address. A CUDA graph gets its own."""
-    captures = device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing()
-    place = device, stream
-    if place in _workspaces and not captures:
-        return _workspaces[place]
-    made = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-    if not captures:
-        _workspaces[place] = made, made.data_ptr()
-    return made, made.data_ptr()
+def _bytes(count: int, *, device: torch.device) -> Tensor:
+    """Uninitialized memory."""
+    return torch.empty(count, dtype=torch.uint8, device=device)
 
 
 # A matrix [rows, K] of a product: its address and FP8 dtype, the address of its row scales, float32
@@ -232,9 +226,8 @@ def multiply(
     types = a_type, b_type, out.dtype
     plan = _plan(shape, types, alpha, accumulates, alignment, index)
     stream = 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
-    alive, workspace = _workspace(device, stream)
-    plan.run((first, second, a_scales, b_scales, place), stream, workspace)
-    del alive  # a graph's own memory must live until the launch
+    workspace = kept(_bytes, (WORKSPACE,), out)  # a graph's own must live until the launch
+    plan.run((first, second, a_scales, b_scales, place), stream, workspace.data_ptr())
 
 
 def product(

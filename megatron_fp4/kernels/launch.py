@@ -86,25 +86,28 @@ def on(x: Tensor) -> AbstractContextManager[Any]:
 
 
 _HERE = nullcontext()
-_kept: dict[tuple[Any, ...], Tensor] = {}
 
 
-def kept(make: Callable[..., Tensor], number: int, like: Tensor) -> Tensor:
-    """make(number, device=like.device), made once for each stream of each GPU.
+def kept(make: Callable[..., Tensor], arguments: tuple[int, ...], like: Tensor) -> Tensor:
+    """make(*arguments, device=like.device), made once for each stream of each GPU.
 
     While a CUDA graph is captured it is made in the graph and not kept: a graph's memory is used
     again by its other replays.
     """
     device = like.device
-    if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
-        return make(number, device=device)
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    place = make, number, device, stream
-    if place not in _kept:
-        if len(_kept) >= 256:
-            _kept.clear()
-        _kept[place] = make(number, device=device)
-    return _kept[place]
+    if device.type != "cuda":
+        return _kept(make, arguments, device, 0)
+    if torch._C._cuda_isCurrentStreamCapturing():
+        return make(*arguments, device=device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    return _kept(make, arguments, device, stream)
+
+
+@lru_cache(256)
+def _kept(
+    make: Callable[..., Tensor], arguments: tuple[int, ...], device: torch.device, stream: int
+) -> Tensor:
+    return make(*arguments, device=device)
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -6,9 +6,8 @@ A copy has blocks along one axis of the matrix. Both copies are made in one read
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -98,8 +97,7 @@ def quantize(
         k, others = (columns, rows) if axis else (rows, columns)
         codes = source.new_empty((others, k // 2), dtype=torch.uint8)
         scales = codes.new_empty((others, k // quantizer.block[1]))
-        stream = 0 if drawn is None else drawn.stream
-        stream -= stream >> 31 << 32  # `signed`, without a call
+        stream = 0 if drawn is None else signed(drawn.stream)
         operand = QuantizedTensor(codes, scales, None, quantizer, x.shape, axis)
         if carrier is None:
             made += (Made(operand),)
@@ -185,9 +183,8 @@ def _in_two_forms(number: int | Tensor, in_memory: bool, like: Tensor) -> tuple[
     if number.__class__ is not int and isinstance(number, Tensor):
         assert number.dtype == torch.int64  # as kernels read it
         return 0, number
-    number &= _MASK
-    number = number - 2**32 if number >= 2**31 else number
-    return number, kept(word, number, like) if in_memory else None
+    number = signed(number & _MASK)
+    return number, kept(word, (number,), like) if in_memory else None
 
 
 def signed(word: int) -> int:
@@ -318,14 +315,10 @@ def _rows(source: Tensor, rows: int, place: Placement) -> Tensor:
     if place.rows is not None:
         return place.rows
     # Rounded up to a power of two, so that few tables serve all numbers of rows.
-    return kept(_rows_from(place.first_row), 1 << (rows - 1).bit_length(), source)
+    count = 1 << (rows - 1).bit_length()
+    return kept(_indices, (place.first_row, count), source)
 
 
-@cache
-def _rows_from(first: int) -> Callable[..., Tensor]:
-    """A function of `number` that makes as many row indices, from `first` on."""
-
-    def rows(number: int, *, device: torch.device) -> Tensor:
-        return torch.arange(first, first + number, device=device)
-
-    return rows
+def _indices(first: int, count: int, *, device: torch.device) -> Tensor:
+    """int64 [count]: first, first + 1, ..."""
+    return torch.arange(first, first + count, device=device)

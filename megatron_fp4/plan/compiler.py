@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -201,16 +200,9 @@ def operand_plan(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> Op
         gathered=gathered,
         folds=letter == "dy" and _has_scales_to_fold(recipe, gemm, setting),
         hadamard=recipe.gemm(gemm).hadamard,
-        quantizer=None if quantizer is None else _shared(quantizer),
+        quantizer=quantizer,
         agrees=agrees,
     )
-
-
-@cache
-def _shared(quantizer: Quantizer) -> Quantizer:
-    """The first of all equal quantizers. Where it is a key of a cache, lookups find it by identity,
-    without a comparison of its fields in every call."""
-    return quantizer
 
 
 def makings(operands: Iterable[OperandPlan], setting: Setting) -> tuple[Making, ...]:

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.kernels import carrier
-from megatron_fp4.kernels.launch import NUMBER, Launch, options_of
+from megatron_fp4.kernels.launch import NUMBER, Launch, _like, options_of
 from megatron_fp4.kernels.quantize import _quantize_launch
 
 NAMES = {
@@ -102,8 +102,7 @@ def _type_of(kind: Any) -> Any:
     if isinstance(kind, torch.dtype):
         return "*" + NAMES[kind]
     if isinstance(kind, tuple):
-        values = [_type_of(each) for each in kind]
-        return kind._make(values) if hasattr(kind, "_make") else tuple(values)
+        return _like(kind, [_type_of(each) for each in kind])
     return "constexpr" if kind == 1 else "i32"  # Triton makes a constant of an argument that is 1
 
 

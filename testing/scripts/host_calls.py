@@ -12,14 +12,13 @@ of torch, changes the number.
 
 from __future__ import annotations
 
-import cProfile
 import json
-import pstats
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.host_linear import calls
 from megatron_fp4 import get_recipe, linear
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.execution.call import Call, Site
@@ -94,16 +93,6 @@ def public(name: str) -> Callable[[], None]:
     x, w = (torch.zeros(SIZE, SIZE).bfloat16().requires_grad_() for _ in range(2))
     dy, recipe = torch.zeros(SIZE, SIZE).bfloat16(), get_recipe(name)
     return lambda: torch.autograd.backward(linear(x, w, recipe=recipe), dy)
-
-
-def calls(step: Callable[[], None]) -> int:
-    """The Python and C functions that a call of `step` calls."""
-    with torch.autograd.set_multithreading_enabled(False):  # else backward is not profiled
-        profile = cProfile.Profile()
-        profile.enable()
-        step()
-        profile.disable()
-    return pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
 
 
 def main() -> None:

@@ -93,7 +93,7 @@ class World:
 
 @cache
 def world(processes: int) -> World:
-    """The World of this many processes, which is started by the first call."""
+    """Returns the running World with this many processes; the first call starts it."""
     return World(processes)
 
 
