@@ -15,6 +15,11 @@ from torch import Tensor
 from megatron_fp4.errors import ConfigError
 
 
+def key_of(name: str) -> str:
+    """The key of the state called `name` in torch's optimizers and in checkpoints."""
+    return f"fp4_{name}"
+
+
 class WeightState(Protocol):
     """One state: how it starts, and how an optimizer step changes it."""
 

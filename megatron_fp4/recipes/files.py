@@ -64,6 +64,18 @@ def load_recipe_file(
         raise ConfigError(f"recipe file {path}: {error}") from error
 
 
+def recipe_of_fields(content: Mapping[str, Any], where: str) -> Recipe:
+    """The Recipe of which `dataclasses.asdict` made `content`, such as a checkpoint records.
+
+    where: what has it, for messages. Raises ConfigError for an unknown key or value, as one of
+    another version of this package.
+    """
+    try:
+        return _recipe(dict(content), Path(where), {}, ())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
 def _recipe(
     content: dict[str, Any], path: Path, options: Mapping[str, Any], above: tuple[Path, ...]
 ) -> Recipe:

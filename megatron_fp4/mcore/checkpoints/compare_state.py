@@ -9,16 +9,10 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
+from megatron_fp4.convert.arguments import SHAPES
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch.flags import flag_of
 
-# Arguments that determine the tensors of a checkpoint and their shapes.
-_MODEL = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-    "padded_vocab_size position_embedding_type max_position_embeddings normalization swiglu "
-    "add_bias_linear add_qkv_bias qk_layernorm untie_embeddings_and_output_weights num_experts "
-    "moe_ffn_hidden_size moe_shared_expert_intermediate_size mtp_num_layers"
-).split()
 _LAYOUT = (
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
     "expert_tensor_parallel_size num_layers_per_virtual_pipeline_stage world_size"
@@ -45,7 +39,7 @@ _FLAGS = {
 
 def differences(saved: argparse.Namespace, launch: argparse.Namespace) -> str:
     """The differences of model, layout and optimizer, as text with flags; "" if there are none."""
-    return _differing([*_MODEL, *_LAYOUT, *_OPTIMIZER], saved, launch)
+    return _differing([*SHAPES, *_LAYOUT, *_OPTIMIZER], saved, launch)
 
 
 def other_schedule(saved: argparse.Namespace, launch: argparse.Namespace) -> str:

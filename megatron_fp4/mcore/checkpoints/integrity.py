@@ -14,10 +14,10 @@ import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from megatron.core.dist_checkpointing.validation import _HASH_ALGORITHM, INTEGRITY_FNAME
 
+from megatron_fp4.convert.integrity import parsed
 from megatron_fp4.mcore.runtime.ranks import my_share, on_all, on_first
 
 THREADS = 4  # files that a rank hashes at the same time; hashlib releases the GIL
@@ -77,15 +77,7 @@ def _flaw(path: Path, name: str, digest: str) -> str | None:
 
 def _digests(path: Path) -> dict[str, str] | None:
     """The SHA-256 of each file by name, from integrity.json; None if its content is invalid."""
-    text = (path / INTEGRITY_FNAME).read_text(errors="replace")
-    try:
-        manifest: Any = json.loads(text)
-        files = manifest["files"]
-        if manifest.get("algorithm", _HASH_ALGORITHM) != _HASH_ALGORITHM:
-            return None
-        return {str(name): str(digest) for name, digest in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
+    return parsed((path / INTEGRITY_FNAME).read_text(errors="replace"))
 
 
 def _put(path: Path, digests: dict[str, str]) -> None:

@@ -8,9 +8,11 @@ import errno
 import functools
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,8 @@ def _whole_or_told(upstream: Callable[..., Any]) -> Callable[..., Any]:
             return save()
         folder = non_persistent_folder(launch) if non_persistent_ckpt else Path(launch.save)
         path = Path(checkpointing.get_checkpoint_name(folder, iteration, return_base_dir=True))
-        with _failure_told(f"the checkpoint of iteration {iteration}", folder, path):
+        told = _failure_told(f"the checkpoint of iteration {iteration}", folder, path)
+        with told, _helpers_kept(launch):
             on_first(lambda: _empty(path))
             result = save()
             if launch.ckpt_format == "torch" and launch.fp4_verify_integrity:
@@ -77,6 +80,29 @@ def _whole_or_told(upstream: Callable[..., Any]) -> Callable[..., Any]:
             return result
 
     return save_checkpoint
+
+
+@contextmanager
+def _helpers_kept(launch: Any) -> Iterator[None]:
+    """A context whose new processes do not get --exit-signal, if --exit-signal-handler is given.
+
+    C/dist_checkpointing/strategies/filesystem_async.py starts a process in the first save, which
+    all saves need. A scheduler may send the signal to every process of a job, as Slurm does when it
+    preempts one. That process would die of it, and the rank could not save. A process that is
+    started inherits the signals that its parent's thread has blocked. The rank itself gets a
+    blocked signal when the context ends.
+
+    launch: Megatron's arguments.
+    """
+    if not launch.exit_signal_handler:
+        yield
+        return
+    resource_tracker.ensure_running()  # starting it unblocks SIGTERM
+    signal.pthread_sigmask(signal.SIG_BLOCK, {launch.exit_signal})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {launch.exit_signal})
 
 
 def _empty(path: Path) -> None:

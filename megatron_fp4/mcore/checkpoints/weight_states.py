@@ -14,8 +14,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import print_rank_0
 from torch import Tensor
 
+from megatron_fp4.arithmetic.weight_states import key_of
 from megatron_fp4.mcore.checkpoints import folders
-from megatron_fp4.mcore.model.weight_states import WeightStates, key_of
+from megatron_fp4.mcore.model.weight_states import WeightStates
 from megatron_fp4.mcore.runtime.ranks import on_first
 
 

@@ -1,0 +1,180 @@
+"""The weights of a checkpoint's linears as training's forward pass quantized them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, quantize
+from megatron_fp4.arithmetic.weight_states import key_of
+from megatron_fp4.convert.huggingface.layouts import Entry
+from megatron_fp4.convert.torch_dist import Checkpoint
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipes import content
+from megatron_fp4.recipes.assignment import recipe_for
+
+
+def is_expert(entry: Entry) -> bool:
+    """Whether this is the weight of an expert, other than a shared one."""
+    return entry.linear is not None and ".local_experts." in entry.linear
+
+
+class TrainedRecipes:
+    """The recipes of the run that saved a checkpoint, from the arguments in it."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._args = checkpoint.args()
+        own = getattr(self._args, "fp4_recipe_content", None)
+        modules = getattr(self._args, "fp4_module_contents", [])
+        self._recipe = content.read(own) if own else None
+        self._modules = [(glob, content.read(text) if text else None) for glob, text in modules]
+        steps = getattr(self._args, "train_iters", None) or 1
+        self._progress = max(checkpoint.common().get("iteration", 0) - 1, 0) / steps
+
+    def of(self, linear: str) -> Recipe | None:
+        """The recipe that was in force in the last step before the save; None for BF16.
+
+        linear: a global module name, such as "decoder.layers.3.mlp.linear_fc1".
+        """
+        if self._recipe is None:
+            return None
+        number = int(re.findall(r"\.layers\.(\d+)\.", linear)[0]) + 1
+        found = recipe_for(linear, number, self._recipe, self._modules, self._args)
+        return found and found.at(self._progress)
+
+    def keeps_in_bf16(self, linear: str) -> bool:
+        """Whether flags of an FP4 run keep this linear in BF16."""
+        return self._recipe is not None and self.of(linear) is None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the weight of a linear is quantized.
+
+    w: the quantizer of W. recipe: the recipe whose fprop has it; None if training did not quantize
+    the weight so.
+    """
+
+    w: Quantizer
+    recipe: Recipe | None
+
+
+class QuantizedWeights:
+    """Which weights of a checkpoint are exported in FP4, and their codes and scales.
+
+    entries: of the model. problem: why a format cannot hold what a quantizer makes, in a few words,
+    or "" if it can. form: the name of that format. quantize_as: the quantizer for weights that
+    training did not quantize, or None. These do not include linears that the run's flags keep in
+    BF16.
+
+    Raises ConfigError if the format cannot hold the codes of training, and if there are none.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        entries: Sequence[Entry],
+        problem: Callable[[Quantizer], str],
+        form: str,
+        quantize_as: Quantizer | None,
+    ) -> None:
+        self._checkpoint, self._problem, self._form = checkpoint, problem, form
+        self._recipes, self._quantize_as = TrainedRecipes(checkpoint), quantize_as
+        self.linears = [entry for entry in entries if entry.linear is not None]
+        found = {entry: self._choice(entry) for entry in self.linears}
+        self.choices = {entry: choice for entry, choice in found.items() if choice is not None}
+        self._latest: tuple[Entry, QuantizedTensor] | None = None
+        if not self.choices:
+            raise ConfigError(
+                f"{checkpoint.path} was trained without FP4 weights in the forward pass: use "
+                "--format plain, or --quantize-as mxfp4 to quantize the weights now"
+            )
+
+    def _choice(self, entry: Entry) -> Choice | None:
+        assert entry.linear is not None
+        recipe = self._recipes.of(entry.linear)
+        w = None if recipe is None else recipe.fprop.b
+        if recipe is not None and w is not None:
+            problem = self._obstacle(entry, recipe, w)
+            if not problem:
+                return Choice(w, recipe)
+            if self._quantize_as is None:
+                raise ConfigError(
+                    f"{entry.linear} follows {recipe.name}, with {problem}, which {self._form} "
+                    "cannot hold: use --format plain, or --quantize-as mxfp4 to quantize it anew"
+                )
+        if self._quantize_as is None or self._recipes.keeps_in_bf16(entry.linear):
+            return None
+        return Choice(self._quantize_as, None)
+
+    def _obstacle(self, entry: Entry, recipe: Recipe, w: Quantizer) -> str:
+        """Why the codes of training cannot be exported; "" if they can."""
+        if recipe.fprop.hadamard is not None:
+            return "a Hadamard transform of W"
+        if w.stochastic:
+            return "stochastic rounding of W"
+        if w.rounding == "ema" and self._average_key(entry) is None:
+            return (
+                "rounding towards an average of W, of which the checkpoint has none by weight (save"
+                " the optimizer, and if distributed with --dist-ckpt-optim-fully-reshardable)"
+            )
+        return self._problem(w)
+
+    def _average_key(self, entry: Entry) -> str | None:
+        ending = f".{key_of('average')}.{entry.key}"
+        keys = (key for key in self._checkpoint.tensors if key.endswith(ending))
+        return next(keys, None)
+
+    def shape(self, entry: Entry) -> torch.Size:
+        """[out, in] of a linear."""
+        return torch.Size(self._checkpoint.tensors[entry.key].shape[len(entry.index) :])
+
+    def quantized(self, entry: Entry) -> QuantizedTensor:
+        """Codes and scales of Megatron's weight [out, in] of a linear in `choices`.
+
+        The latest result is kept, since several tensors are made of one. Raises ConfigError for a
+        weight with a NaN or an Inf.
+        """
+        if self._latest is None or self._latest[0] != entry:
+            self._latest = entry, self._quantize(entry)
+        return self._latest[1]
+
+    def _quantize(self, entry: Entry) -> QuantizedTensor:
+        w = self.choices[entry].w
+        average = None
+        if w.rounding == "ema":
+            key = self._average_key(entry)
+            assert key is not None
+            average = self._checkpoint.tensor(key, entry.index)
+        try:
+            made = quantize(self._checkpoint.tensor(entry.key, entry.index), w, average=average)
+        except ConfigError as error:
+            raise ConfigError(f"{entry.linear}: {error}") from error
+        if made.tally()[1]:
+            raise ConfigError(f"{entry.linear} has a NaN or an Inf in its weight: export none")
+        return made
+
+    def summary(self) -> list[str]:
+        """Lines that tell which weights have the codes of training, and which have not."""
+        trained: dict[str, int] = {}
+        for choice in self.choices.values():
+            if choice.recipe is not None:
+                trained[choice.recipe.name] = trained.get(choice.recipe.name, 0) + 1
+        lines = [
+            f"{count} of {len(self.linears)} linears: the codes of recipe {name}'s forward pass"
+            for name, count in trained.items()
+        ]
+        if asked := sum(choice.recipe is None for choice in self.choices.values()):
+            lines.append(
+                f"{asked} of {len(self.linears)} linears: quantized now by --quantize-as; training "
+                "did not have these codes"
+            )
+        if kept := len(self.linears) - len(self.choices):
+            lines.append(
+                f"{kept} of {len(self.linears)} linears: in high precision, as in training"
+            )
+        return lines

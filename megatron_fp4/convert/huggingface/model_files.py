@@ -1,0 +1,105 @@
+"""The files of a model of `transformers` beside its weights: config.json, tokenizer, generation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fp4.convert.huggingface import sentencepiece_models as sentencepiece
+from megatron_fp4.convert.safetensors_files import PACKAGES
+from megatron_fp4.errors import ConfigError
+
+CONFIG = "config.json"
+# What is not copied with a model: its weights in all forms, and what is no part of it.
+_LEFT = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+TOKENIZER = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+FOLDER = "huggingface"  # in a folder of Megatron checkpoints: the files of the imported model
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json with the defaults of its class. Raises ConfigError if it cannot be read."""
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder} has no {CONFIG}: give the folder of a Hugging Face model")
+    auto = _transformers().AutoConfig
+    try:
+        config = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises exceptions of many kinds for a bad file
+        line = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{folder / CONFIG} cannot be read: {line}") from error
+    found: dict[str, Any] = config.to_dict()
+    if found.get("quantization_config"):
+        raise ConfigError(f"{folder} is quantized: give the model that it was made from")
+    return found
+
+
+def write_config(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Writes config.json: these fields, and for others the defaults of the class."""
+    auto = _transformers().AutoConfig
+    auto.for_model(**fields).save_pretrained(folder)
+
+
+def set_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Sets the dtype in the config.json of `folder`, under the name that it has there."""
+    config = json.loads((folder / CONFIG).read_text())
+    word = "torch_dtype" if "torch_dtype" in config else "dtype"
+    edit_config(folder, {word: str(dtype).removeprefix("torch.")})
+
+
+def edit_config(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Sets fields of the config.json in `folder`, which is not written if it has them already."""
+    path = folder / CONFIG
+    config = json.loads(path.read_text())
+    if config | dict(fields) != config:
+        path.write_text(json.dumps(config | dict(fields), indent=2) + "\n")
+
+
+def copy(source: Path, target: Path) -> list[str]:
+    """Copies all files of a model but its weights; returns their names. `target` is made."""
+    target.mkdir(parents=True, exist_ok=True)
+    names = [
+        file.name
+        for file in sorted(source.iterdir())
+        if file.is_file() and not file.name.endswith(_LEFT) and not file.name.startswith(".")
+    ]
+    for name in names:
+        shutil.copy(source / name, target / name)
+    return names
+
+
+def copy_tokenizer(args: argparse.Namespace, folder: Path) -> None:
+    """Writes the tokenizer of a Megatron run for transformers, or prints that it cannot.
+
+    args: the run's arguments. A SentencePiece model is converted by transformers.
+    """
+    kind = getattr(args, "tokenizer_type", None)
+    path = Path(getattr(args, "tokenizer_model", None) or "")
+    if kind == "HuggingFaceTokenizer" and path.is_dir():
+        for name in TOKENIZER:
+            if (path / name).is_file():
+                shutil.copy(path / name, folder / name)
+    elif kind == "SentencePieceTokenizer" and path.is_file():
+        sentencepiece.convert(path).save_pretrained(folder)
+    else:
+        print(f"tokenizer: none was written, since the run's ({kind}, {path}) is not here")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether transformers finds a tokenizer in `folder`."""
+    return any((folder / name).is_file() for name in TOKENIZER[:3])
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(f"transformers is not installed: {PACKAGES}") from None
+    return transformers

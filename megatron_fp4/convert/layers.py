@@ -1,0 +1,150 @@
+"""The ranges of a checkpoint's weights, layer by layer, and what quantizing them in FP4 loses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor
+
+from megatron_fp4.arithmetic.formats import element_max
+from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer, quantize_matrix
+from megatron_fp4.convert import keys
+from megatron_fp4.convert.blocks import ELEMENTS, blocks
+from megatron_fp4.convert.keys import Address, address
+from megatron_fp4.convert.torch_dist import Checkpoint
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipes.files import recipe_of_fields
+
+_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+@dataclass
+class Ranges:
+    """What the elements of a weight are; of an expert layer, those of all its experts.
+
+    nonfinite: how many are NaN or Inf; these are left out of the other numbers.
+    quantized: how many the recipe's quantizer of W in fprop takes. clipped: those of them whose
+    scaled value exceeds the format's largest. zeroed: those not zero that are rounded to zero.
+    """
+
+    elements: int = 0
+    nonfinite: int = 0
+    min: float = math.inf
+    max: float = -math.inf
+    squares: float = field(default=0.0, repr=False)
+    quantized: int = 0
+    clipped: int = 0
+    zeroed: int = 0
+
+    def add(self, x: Tensor) -> None:
+        """Counts the elements of `x`."""
+        for (block,) in blocks(x):
+            finite = block[block.isfinite()].double()
+            self.elements += block.numel()
+            self.nonfinite += block.numel() - finite.numel()
+            if finite.numel():
+                self.min = min(self.min, finite.min().item())
+                self.max = max(self.max, finite.max().item())
+                self.squares += finite.square().sum().item()
+
+    def quantize(self, w: Tensor, quantizer: Quantizer) -> None:
+        """Counts what quantizing W [out, in] to the nearest codes loses."""
+        for rows in _row_blocks(w, quantizer):
+            codes = quantize_matrix(rows, replace(quantizer, rounding="nearest"), axis=1)
+            scaled = codes.grid_coordinates(rows).abs()
+            self.quantized += rows.numel()
+            self.clipped += int((scaled > element_max(quantizer.element)).sum())
+            elements = codes.elements().view(rows.shape)
+            self.zeroed += int(((elements == 0) & (rows != 0)).sum())
+
+    def data(self) -> dict[str, Any]:
+        """These numbers as JSON data."""
+        found = asdict(self)
+        squares, finite = found.pop("squares"), self.elements - self.nonfinite
+        if not finite:
+            found |= {"min": None, "max": None}
+        found["absmax"] = max(abs(self.min), abs(self.max)) if finite else None
+        found["rms"] = math.sqrt(squares / finite) if finite else None
+        if not self.quantized:
+            del found["quantized"], found["clipped"], found["zeroed"]
+        return found
+
+
+def ranges(checkpoint: Checkpoint) -> Iterator[tuple[str, Ranges]]:
+    """(name with the layer's number, ranges) of each weight."""
+    args = checkpoint.args()
+    for key in sorted(key for key in checkpoint.tensors if keys.kind(key) == "weights"):
+        at, shape = address(key), checkpoint.tensors[key].shape
+        layers = range(shape[0]) if at.is_stacked else [at.layer]
+        experts = range(shape[at.leading - 1]) if at.has_experts else [None]
+        for layer in layers:
+            found = Ranges()
+            for expert in experts:
+                index = (layer if at.is_stacked else None, expert)
+                weight = checkpoint.tensor(key, tuple(i for i in index if i is not None))
+                found.add(weight)
+                quantizer = quantizer_of(args, at, layer, expert)
+                if quantizer is not None and weight.dim() == 2:
+                    found.quantize(weight, quantizer)
+            yield _numbered(at.name, layer), found
+
+
+def quantizer_of(
+    args: argparse.Namespace, at: Address, layer: int | None, expert: int | None
+) -> Quantizer | None:
+    """The quantizer of W in fprop of the linear at an address; None if it is not quantized.
+
+    args: of the run that saved. Raises ConfigError if its recipe cannot be read.
+    """
+    module, _, parameter = at.name.rpartition(".")
+    if layer is None or parameter != "weight" or module.rpartition(".")[2] not in _LINEARS:
+        return None
+    recipe = _recipe_of(args, _numbered(module, layer, expert), layer + 1)
+    return None if recipe is None else recipe.fprop.b
+
+
+def recipe_in(content: Any) -> Recipe | None:
+    """The recipe that is recorded as JSON; None for None. Raises ConfigError if it is invalid."""
+    try:
+        return recipe_of_fields(json.loads(content), "the checkpoint's recipe") if content else None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the checkpoint's recipe cannot be read: {error}") from error
+
+
+def _recipe_of(args: argparse.Namespace, name: str, number: int) -> Recipe | None:
+    """The recipe of a linear, by the rules of a launch: the last --fp4-module-recipe that matches
+    its global name, or the run's, but for the layers that are kept in BF16."""
+    for glob, content in reversed(getattr(args, "fp4_module_contents", None) or []):
+        if fnmatchcase(name, glob):
+            return recipe_in(content)
+    if getattr(args, "first_last_layers_bf16", False):
+        last = args.num_layers - args.num_layers_at_end_in_bf16
+        if number <= args.num_layers_at_start_in_bf16 or number > last:
+            return None
+    return recipe_in(getattr(args, "fp4_recipe_content", None))
+
+
+def _numbered(name: str, layer: int | None, expert: int | None = None) -> str:
+    """The name of a weight or module with the numbers of its layer and expert."""
+    if layer is not None:
+        name = re.sub(r"\blayers\.", f"layers.{layer}.", name, count=1)
+    if expert is not None:
+        name = name.replace(".experts.experts.", f".experts.local_experts.{expert}.")
+    return name
+
+
+def _row_blocks(w: Tensor, quantizer: Quantizer) -> Iterator[Tensor]:
+    """Rows of W that are quantized without the others."""
+    across = quantizer.block[0]
+    if quantizer.tensor_max or across == WHOLE_AXIS:
+        yield w
+        return
+    yield from w.split(max(ELEMENTS // w.shape[1] // across, 1) * across)
