@@ -1,32 +1,13 @@
-"""The entry point of a training process.
+"""The entry point of pretrain_gpt.py, this package's own training script.
 
     torchrun --nproc-per-node N pretrain_gpt.py <Megatron's flags>
     torchrun --nproc-per-node N -m megatron_fp4.mcore.pretrain <Megatron's flags>
 
-The second form needs no checkout of the repository. The same command trains on GPUs over NCCL and,
-on a machine without a GPU, on the CPU over gloo. If the launch is refused (a ConfigError) or a GPU
-runs out of memory, the process exits with status 1, and one rank prints the error as one line.
+The second form needs no checkout of the repository. megatron_fp4/run.py runs any other script. The
+same command trains on GPUs over NCCL and, on a machine without a GPU, on the CPU over gloo.
 """
 
-import logging
-import os
-import re
-import sys
-import warnings
-from datetime import timedelta
-from typing import NoReturn
-
-import torch
-
-from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.runtime import cpu
-from megatron_fp4.mcore.runtime.ranks import once
-
-LESS_MEMORY = (
-    "Lower --micro-batch-size, raise --tensor-model-parallel-size or "
-    "--pipeline-model-parallel-size, shard the optimizer (--use-distributed-optimizer), or "
-    "recompute activations (--recompute-activations)"
-)
+from megatron_fp4.mcore.runtime import process
 
 
 def main() -> None:
@@ -34,82 +15,14 @@ def main() -> None:
 
     Exits with status 1, after one line to stderr, on a ConfigError and if a GPU is out of memory.
     """
-    # megatron/training/arguments.py:validate_args requires 1 for tensor parallelism on Hopper and
-    # older GPUs. CUDA reads the variable when it is initialized. A value that the user set is kept.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    _quiet()
-    try:
-        cpu.install()
-        # Imported after cpu.install(): these modules import megatron, which needs a device.
+    with process.ending_in_one_line():
+        process.prepare(ours=True)
+        # Imported after that: these modules import megatron, which needs a device.
         from megatron_fp4.mcore.loop import gpt
         from megatron_fp4.mcore.model import graphs
 
         gpt.train()
         graphs.release()
-    except ConfigError as error:
-        # megatron/core/transformer/spec_utils.py:build_module appends "when instantiating ..." to
-        # an error once for each nested module that it builds. Users do not need it.
-        _end(re.sub(r"( when instantiating \w+)+$", "", str(error)))
-    except torch.OutOfMemoryError as error:
-        _end(f"{_first_sentence(error)} {LESS_MEMORY}")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-def _end(text: str) -> NoReturn:
-    if _speaks():
-        print(f"megatron-fp4: error: {text}", file=sys.stderr, flush=True)
-    sys.exit(1)
-
-
-def _first_sentence(error: Exception) -> str:
-    """The first sentence of an error's text: for an out-of-memory error, the size that did not fit.
-
-    The allocator's advice that follows is left out, since LESS_MEMORY gives other remedies.
-    """
-    return re.split(r"(?<=\w\.) ", " ".join(str(error).split()))[0]
-
-
-def _quiet() -> None:
-    """Suppresses the warnings about optional packages that Megatron and torch print on every rank.
-
-    Nothing is lost: Megatron's arguments, which rank 0 prints or writes to start.log, show what
-    runs instead of such a package.
-    """
-    for start in (
-        "Transformer Engine and Apex are not installed",
-        "Apex is not installed",
-        "Only transformer-engine>=1.7.0 supports MoE experts, but your version is 0.0.0",
-        "absl.logging is not installed",
-        "MimoModelConfig is experimental",  # Megatron-core 0.19.2 imports it for every model
-        "torch.distributed is disabled, unavailable or uninitialized",  # from its checkpoints
-        "The argument order of load has been changed",
-        "Please use DTensor instead and we are deprecating ShardedTensor",
-        "'pin_memory' argument is set as true but no accelerator is found",  # on a CPU
-    ):
-        warnings.filterwarnings("ignore", message=start)
-    if not torch.cuda.is_available():  # "No CUDA runtime is found, using CUDA_HOME=..."
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-
-
-def _speaks() -> bool:
-    """Whether this rank is to print the error: True in the first rank that asks.
-
-    No rank is chosen in advance, because torchrun kills all other ranks as soon as one has exited.
-    """
-    if torch.distributed.is_initialized():
-        return once("error")
-    try:  # torchrun's own store, which exists longer than the ranks
-        store = torch.distributed.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=5),
-        )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return store.add(f"megatron_fp4:error:{attempt}", 1) == 1
-    except (KeyError, torch.distributed.DistError):  # no launcher, or a launcher without a store
-        return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
 if __name__ == "__main__":

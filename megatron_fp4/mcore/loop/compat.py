@@ -1,4 +1,4 @@
-"""Fixes for errors of Megatron-core 0.19, and hooks of this package in Megatron's functions.
+"""Fixes for errors of Megatron-core 0.19. plugin.py has the hooks of this package.
 
 They apply on every device. C stands for megatron/core, T for megatron/training.
 """
@@ -20,10 +20,8 @@ from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_fp4 import replay
 from megatron_fp4.mcore.checkpoints import loading, optimizer_compat, weight_states
-from megatron_fp4.mcore.data import vocabulary
 from megatron_fp4.mcore.launch import flags
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
-from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
 from megatron_fp4.mcore.model.spec import layer_spec, mtp_block_spec
 
 
@@ -46,15 +44,12 @@ def install() -> None:
     # refuse a recipe.
     if not hasattr(arguments.parse_args, "__wrapped__"):
         arguments.parse_args = _knowing_recipes(arguments.parse_args)
-    if not hasattr(arguments.validate_args, "__wrapped__"):
-        arguments.validate_args = _after_ours(arguments.validate_args)
     for name in ("initialize_megatron", "setup_model_and_optimizer"):
         if not hasattr(getattr(training, name), "__wrapped__"):
             setattr(training, name, _demanding(getattr(training, name)))
     _follow_checkpoints()
     optimizer_compat.install()
     weight_states.install()
-    vocabulary.install()
     loading.install()
 
 
@@ -82,18 +77,6 @@ def _like_the_layers(upstream: Callable[..., Any]) -> Callable[..., Any]:
         return (mtp_block_spec if ours else upstream)(model, layers, vp_stage=vp_stage)
 
     return build
-
-
-def _after_ours(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    # T/arguments.py:parse_and_validate_args calls validate_args after it has read the arguments of
-    # a checkpoint (--use-checkpoint-args). Only then are all arguments known.
-    @functools.wraps(upstream)
-    def validate_args(args: argparse.Namespace, *others: Any, **kwargs: Any) -> Any:
-        if args.use_checkpoint_args:
-            refuse(of_launch(args))
-        return upstream(args, *others, **kwargs)
-
-    return validate_args
 
 
 def _demanding(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,18 +108,10 @@ def _knowing_recipes(parse: Callable[..., argparse.Namespace]) -> Callable[..., 
     return parse_args
 
 
-def mend_model_config(model: GPTModelConfig, args: argparse.Namespace) -> None:
-    """Sets what T/argument_utils.py:gpt_config_from_args leaves out of `model`.
+def to_gpu(model: list[MegatronModule]) -> list[MegatronModule]:
+    """Moves model chunks to the GPU, if there is one; a pre-wrap hook of Megatron's model builder.
 
-    model: changed in place. args: Megatron's.
+    With --use-cpu-initialization T/models/dist_utils.py does not move the model to the GPU
+    (prepare_existing_model_chunks_for_distributed_training), though T/training.py:get_model does.
     """
-    # Otherwise --rope-scaling-factor would have no effect.
-    model.rope_scaling_factor = args.rope_scaling_factor
-    # With --use-cpu-initialization T/models/dist_utils.py does not move the model to the GPU
-    # (prepare_existing_model_chunks_for_distributed_training).
-    if args.use_cpu_initialization and torch.cuda.is_available():
-        model.pre_wrap_hooks.append(_to_gpu)
-
-
-def _to_gpu(model: list[MegatronModule]) -> list[MegatronModule]:
-    return [chunk.cuda() for chunk in model]
+    return [chunk.cuda() for chunk in model] if torch.cuda.is_available() else model

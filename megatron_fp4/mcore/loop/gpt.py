@@ -1,8 +1,10 @@
-"""Trains a GPT or LLaMA model in Megatron's training loop: datasets, batches and loss."""
+"""This package's own training script: model, datasets, batches and loss in Megatron's loop.
+
+T stands for megatron/training.
+"""
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,21 +22,25 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0, training
+from megatron.training import (
+    arguments,
+    get_args,
+    get_timers,
+    get_tokenizer,
+    print_rank_0,
+    training,
+)
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.training import pretrain
+from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.checkpoints.weight_states import are_saved
-from megatron_fp4.mcore.launch import command_line, cuda_graphs, fp4_arguments
+from megatron_fp4.mcore.launch import fp4_arguments
 from megatron_fp4.mcore.launch.refusals.dataset import unknown_token
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import refuse
-from megatron_fp4.mcore.loop import compat, log
-from megatron_fp4.mcore.model.attach import attach
-from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.mcore.loop import log, plugin
 from megatron_fp4.mcore.model.spec import layer_spec
 
 # --check-for-spiky-loss warns of a loss this many times as large as the largest so far. Upstream's
@@ -51,61 +57,23 @@ def train() -> None:
 
     Raises ConfigError for a launch that is refused.
     """
-    compat.install()
-    log.install()
+    plugin.install(ours=True)
     with log.Start() as start:
-        _train(start)
+        args = arguments.parse_and_validate_args()
+        start.follow(args)
+        with megatrons_demands():
+            config = pretrain_cfg_container_from_args(args, _model(args))
+        kind = ModelType.encoder_or_decoder
+        training.pretrain(config, datasets, kind, start.before(forward_step))
 
 
-def _train(start: log.Start) -> None:
-    args = command_line.parse()
-    start.follow(args)
-    step: Callable[..., Any] = forward_step
-    run = None
-    with megatrons_demands():
-        model = gpt_config_from_args(args)
-        recipe = fp4_arguments.recipe_of(args)
-        if recipe is not None or args.transformer_impl == "local":
-            model.transformer_layer_spec = layer_spec  # else Transformer Engine's layers
-        compat.mend_model_config(model, args)
-        if recipe is not None:
-            run = Run(recipe, args, fp4_arguments.module_recipes(args))
-            advice = cuda_graphs.advice(args, run.recipes)
-            if advice is not None and args.rank == 0 and torch.cuda.is_available():
-                print(f"megatron-fp4: {advice}", flush=True)
-            model.pre_wrap_hooks.append(partial(attach, run))
-            step = run.counting(forward_step)
-        elif args.rank == 0:
-            print(log.precision(args), flush=True)
-        config = pretrain_cfg_container_from_args(args, model)
-    try:
-        with _followed_optimizer(run, args):
-            pretrain(config, datasets, ModelType.encoder_or_decoder, start.before(step))
-    finally:
-        if run is not None:
-            run.report()
-
-
-@contextmanager
-def _followed_optimizer(run: Run | None, args: Any) -> Iterator[None]:
-    """A context in which the optimizer that Megatron makes will keep the state beside weights.
-
-    run: its recipes declare the states; None: a launch without a recipe. args: Megatron's.
-    """
-    make = training.get_megatron_optimizer
-
-    def made(*given: Any, **kwargs: Any) -> Any:
-        optimizer = make(*given, **kwargs)
-        if run is not None and run.weight_states.names:
-            states = run.weight_states
-            states.follow(optimizer, are_saved(states.names, args))
-        return optimizer
-
-    training.get_megatron_optimizer = made
-    try:
-        yield
-    finally:
-        training.get_megatron_optimizer = make
+def _model(args: Any) -> GPTModelConfig:
+    model: GPTModelConfig = gpt_config_from_args(args)
+    if fp4_arguments.recipe_of(args) is not None or args.transformer_impl == "local":
+        model.transformer_layer_spec = layer_spec  # else Transformer Engine's layers
+    # T/argument_utils.py:gpt_config_from_args leaves it out, so that the flag would have no effect.
+    model.rope_scaling_factor = args.rope_scaling_factor
+    return model
 
 
 def datasets(num_samples: list[int], vp_stage: int | None = None) -> Datasets:

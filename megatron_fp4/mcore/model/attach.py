@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import cuda_graphs
@@ -19,10 +19,12 @@ from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParal
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.start_table import Row
 from megatron_fp4.plan.memory import held_bytes
-from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipes.assignment import recipe_for
 from megatron_fp4.streams import check_streams
 
 Fp4Layer = Fp4ColumnParallelLinear | Fp4RowParallelLinear
+# Classes of linears by name, so that Transformer Engine need not be there.
+_LINEARS = {"ColumnParallelLinear", "RowParallelLinear", "Linear", "TELinear", "LayerNormLinear"}
 
 
 def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
@@ -42,6 +44,14 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
         if row.refusal is not None:
             raise ConfigError(row.refusal)
     quantized = [row for row in rows if row.gemms]
+    stock = _gather([row for chunk in model for row in _stock_linears(chunk)])
+    if not rows:
+        names = sorted({start_table.kind(row.name)[0] for row in stock})
+        raise ConfigError(
+            f"no linear follows recipe {run.recipe.name}: the specification of the layers has no "
+            "ColumnParallelLinear or RowParallelLinear of Megatron's, nor a class that derives "
+            f"from one; linears of other classes are {', '.join(names) or 'not there either'}"
+        )
     if not quantized:
         raise ConfigError(
             f"recipe {run.recipe.name} would quantize no layer: all of them are kept in BF16; "
@@ -60,32 +70,51 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
             start_table.held(run.keeps_weights, held),
             start_table.states(run.recipes, states, trains),
         )
-        print(start_table.table(run.recipes, rows), "".join(lines), flush=True)
+        table = start_table.table(run.recipes, [*rows, *stock])
+        print(table, "".join(lines), flush=True)
     return model
 
 
 def _linears(chunk: MegatronModule) -> Iterator[tuple[str, Fp4Layer, int | None]]:
-    """(global name, linear, number of its decoder layer) for each of this package's linears.
+    """(global name, linear, number of its layer) for each of this package's linears."""
+    for name, module, number in _modules(chunk):
+        if isinstance(module, Fp4Layer):
+            yield name, module, number
+
+
+def _stock_linears(chunk: MegatronModule) -> Iterator[Row]:
+    """A row for each linear that no recipe can be given to.
+
+    These are linears of a user's layers that their specification does not name, or that do not
+    derive from Megatron's. The head is left out.
+    """
+    for name, module, _ in _modules(chunk):
+        is_linear = any(base.__name__ in _LINEARS for base in type(module).__mro__)
+        if is_linear and not isinstance(module, Fp4Layer) and name != "output_layer":
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, torch.Tensor):
+                yield start_table.stock(name, weight, type(module).__name__)
+
+
+def _modules(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Module, int | None]]:
+    """(global name, module, number of its layer) for each module of a chunk.
 
     In module names Megatron numbers the layers of each pipeline stage from 0. Random bits depend on
     the global name, in which layers are numbered over the whole model, also from 0. The number of
-    the decoder layer counts from 1. It is None in multi-token prediction, whose layers do not
-    belong to the decoder and have numbers of their own.
+    the layer counts from 1. It is None outside of layers, and in multi-token prediction, whose
+    layers do not belong to the decoder and have numbers of their own.
     """
     layers = {
-        prefix: module.layer_number
-        for prefix, module in chunk.named_modules()
-        if isinstance(module, TransformerLayer) and prefix.startswith("decoder.")
+        f"{block}.layers.{i}".lstrip("."): (f"{block}.layers.".lstrip("."), layer.layer_number)
+        for block, module in chunk.named_modules()
+        if isinstance(module, TransformerBlock)
+        for i, layer in enumerate(module.layers)
     }
     for name, module in chunk.named_modules():
-        if not isinstance(module, Fp4ColumnParallelLinear | Fp4RowParallelLinear):
-            continue
-        prefix = next((p for p in layers if name.startswith(f"{p}.")), None)
-        number = None
+        number, prefix = None, next((p for p in layers if name.startswith(f"{p}.")), None)
         if prefix is not None:
-            number = layers[prefix]
-            global_prefix = re.sub(r"layers\.\d+$", f"layers.{number - 1}", prefix)
-            name = global_prefix + name.removeprefix(prefix)
+            start, number = layers[prefix]
+            name = f"{start}{number - 1}{name.removeprefix(prefix)}"
         yield _with_global_expert(name, chunk.config), module, number
 
 
@@ -99,7 +128,7 @@ def _with_global_expert(name: str, config: TransformerConfig) -> str:
 
 
 def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> Row:
-    recipe = _recipe_of(run, name, number)
+    recipe = recipe_for(name, number, run.recipe, run.modules, run.args)
     if recipe is None:
         return start_table.unquantized(name, layer.weight)
     try:
@@ -107,30 +136,6 @@ def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> Row
     except ConfigError as error:
         return start_table.refused(name, layer.weight, recipe, str(error))
     return start_table.planned(name, layer.weight, layer.plan(), layer.tokens())
-
-
-def _recipe_of(run: Run, name: str, number: int | None) -> Recipe | None:
-    """The recipe of a linear, or None for BF16. name: its global name. number: of its layer.
-
-    The last --fp4-module-recipe that matches the name decides; if none does, it is the launch's
-    recipe, or BF16 in the layers that --first-last-layers-bf16 keeps.
-    """
-    for glob, recipe in reversed(run.modules):
-        if fnmatchcase(name, glob):
-            return recipe
-    return None if _kept_in_bf16(run, number) else run.recipe
-
-
-def _kept_in_bf16(run: Run, number: int | None) -> bool:
-    """Whether --first-last-layers-bf16 keeps this decoder layer in BF16.
-
-    Upstream implements that flag only for Transformer Engine's linears.
-    """
-    args = run.args
-    if number is None or not args.first_last_layers_bf16:
-        return False
-    last = args.num_layers - args.num_layers_at_end_in_bf16
-    return number <= args.num_layers_at_start_in_bf16 or number > last
 
 
 def _gather(rows: list[Row]) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Literal
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import Key, Placement
@@ -91,10 +92,13 @@ class Run:
         the calls come in the order of the microbatches, under every pipeline schedule.
         """
 
-        def counted(data_iterator: Any, model: Any) -> Any:
-            chunk = get_attr_wrapped_model(model, "vp_stage", return_model_obj=True)
-            self._start_microbatch(chunk.vp_stage, getattr(chunk, "training", True))
-            return forward_step(data_iterator, model)
+        @functools.wraps(forward_step)
+        def counted(data_iterator: Any, model: Any, *others: Any, **named: Any) -> Any:
+            chunk = unwrap_model(model)
+            self._start_microbatch(
+                getattr(chunk, "vp_stage", None), getattr(chunk, "training", True)
+            )
+            return forward_step(data_iterator, model, *others, **named)
 
         return counted
 

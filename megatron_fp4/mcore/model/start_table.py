@@ -42,6 +42,11 @@ def unquantized(name: str, weight: Tensor) -> Row:
     return Row(name, _shape(weight), "high precision", (), ())
 
 
+def stock(name: str, weight: Tensor, kind: str) -> Row:
+    """The row of a linear that no recipe can be given to. kind: the name of its class."""
+    return Row(name, _shape(weight), f"none: {kind}", (), ())
+
+
 def refused(name: str, weight: Tensor, recipe: Recipe, why: str) -> Row:
     """The row of a linear that cannot follow its recipe. why: the refusal."""
     return Row(name, _shape(weight), recipe.name, (), (), why)

@@ -24,13 +24,8 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_fp4.arithmetic.weight_states import WeightState
+from megatron_fp4.arithmetic.weight_states import WeightState, key_of
 from megatron_fp4.recipe import Recipe
-
-
-def key_of(name: str) -> str:
-    """The key of the state called `name` in torch's optimizers and in checkpoints."""
-    return f"fp4_{name}"
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,13 +25,36 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.runtime import gloo
 from megatron_fp4.target import ROCM
 
-_mode: "_HostIsTheDevice | None" = None  # not None once install() has run
+_mode: "_HostIsTheDevice | None" = None  # not None once the CPU stands in for device 0 in torch
+_is_in_megatron = False  # whether _patch_megatron has run
 
 
 def install() -> None:
     """Makes the CPU Megatron's device 0, on a machine without a GPU. Idempotent.
 
-    Call it before anything imports megatron. Raises ConfigError for GPUs that are not NVIDIA's.
+    Call it before anything imports megatron, or call `install_in_torch` before that. Raises
+    ConfigError for GPUs that are not NVIDIA's.
+    """
+    global _is_in_megatron
+    install_in_torch()
+    if _mode is None or _is_in_megatron:
+        return
+    # The import may call this function again (mcore/permanent.py).
+    import megatron.training  # noqa: F401
+
+    if not _is_in_megatron:
+        _is_in_megatron = True
+        _patch_megatron()
+        torch.compile = _compile
+
+
+def install_in_torch() -> None:
+    """The part of `install` that does not import megatron. Idempotent.
+
+    Until `install` is called, torch.compile returns functions uncompiled. C/jit.py applies it to
+    every fused function while megatron is imported. On a CPU the fused functions are not used.
+    Still, importing TorchInductor would take a second, and a fused function that did run would
+    spend half a minute on compiling C++.
     """
     global _mode
     if torch.cuda.is_available() and torch.version.hip is not None:
@@ -52,8 +75,7 @@ def install() -> None:
     # autograd functions of C/tensor_parallel/mappings.py that it calls need the mode.
     autograd._engine_run_backward = _under_mode(autograd._engine_run_backward)  # type: ignore
     gloo.use_one_worker()
-    with _without_compile():
-        _patch_megatron()
+    torch.compile = _as_it_is  # type: ignore[assignment]
 
 
 def _under_mode(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,20 +187,7 @@ _CUDA_STAND_INS: dict[str, Any] = {
 }
 
 
-@contextlib.contextmanager
-def _without_compile() -> Iterator[None]:
-    """A context in which torch.compile returns functions uncompiled.
-
-    C/jit.py applies torch.compile to every fused function while megatron is imported. On a CPU the
-    fused functions are not used. Still, importing TorchInductor would take a second, and a fused
-    function that did run would spend half a minute on compiling C++.
-    """
-    original = torch.compile
-    torch.compile = _as_it_is  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = original
+_compile = torch.compile
 
 
 # Stand-in for torch.compile, as a function and as a decorator.

@@ -1,0 +1,238 @@
+"""The plugin in Megatron's functions: any script that calls Megatron's `pretrain` follows it.
+
+`install` replaces functions of megatron.core and megatron.training before the script imports them.
+From then on
+
+    parse_and_validate_args   knows the plugin's flags, checks them, and makes the Run
+    TransformerBlock          builds this package's linears in place of those of its specification
+    pretrain, get_model       attach recipes to the linears of the model that was built, before it
+                              is wrapped, and count the script's forward steps
+    get_megatron_optimizer    makes an optimizer that keeps the state beside weights
+
+A launch without a recipe runs as it would without the plugin. pretrain_gpt.py (loop/gpt.py) is such
+a script too. C stands for megatron/core, T for megatron/training.
+"""
+
+import argparse
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import megatron.training as package
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.training import arguments, training
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.checkpoints.weight_states import are_saved
+from megatron_fp4.mcore.data import vocabulary
+from megatron_fp4.mcore.launch import command_line, cuda_graphs, fp4_arguments
+from megatron_fp4.mcore.launch.command_line import Script
+from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
+from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
+from megatron_fp4.mcore.loop import compat, log
+from megatron_fp4.mcore.model.attach import attach
+from megatron_fp4.mcore.model.replacement import followed
+from megatron_fp4.mcore.model.run import Run
+
+_UNFOLLOWED = (
+    "no linear follows recipe {recipe}: {what}; build the model by Megatron's GPTModel or another "
+    "model of its TransformerBlock, and train it by megatron.training's pretrain"
+)
+
+
+class Plugin:
+    """What the plugin knows of this process's launch.
+
+    ours: whether the script is pretrain_gpt.py and not a user's own.
+    args: Megatron's arguments; None before they are parsed.
+    run: the FP4 run; None without a recipe.
+    """
+
+    def __init__(self, ours: bool) -> None:
+        self.ours = ours
+        self.args: argparse.Namespace | None = None
+        self.run: Run | None = None
+        self._is_attached = False
+
+    def check_followed(self) -> None:
+        """Raises ConfigError if no model was built whose linears follow the recipe.
+
+        Call it when the script has ended.
+        """
+        if self.args is None:
+            raise ConfigError(
+                "the script parsed no arguments of Megatron's: call megatron.training.arguments' "
+                "parse_and_validate_args and megatron.training's pretrain in it"
+            )
+        self._refuse_unfollowed("the script trained no model")
+
+    def _refuse_unfollowed(self, what: str) -> None:
+        if self.run is not None and not self._is_attached:
+            raise ConfigError(_UNFOLLOWED.format(recipe=self.run.recipe.name, what=what))
+
+    # --- the command line -------------------------------------------------------------------------
+
+    def parse(
+        self,
+        extra_args_provider: Any = None,
+        ignore_unknown_args: bool = False,
+        args_defaults: Any = None,
+    ) -> argparse.Namespace:
+        """Replaces T/arguments.py:parse_and_validate_args, with the same arguments and result."""
+        script = Script(self.ours, extra_args_provider, args_defaults or {}, ignore_unknown_args)
+        self._begin(command_line.parse(script))
+        assert self.args is not None
+        return self.args
+
+    def _begin(self, args: argparse.Namespace) -> None:
+        self.args = args
+        with megatrons_demands():
+            recipe = fp4_arguments.recipe_of(args)
+        if recipe is None:
+            line = log.precision(args)
+        else:
+            self.run = Run(recipe, args, fp4_arguments.module_recipes(args))
+            advice = cuda_graphs.advice(args, self.run.recipes)
+            line = f"megatron-fp4: {advice}" if advice and torch.cuda.is_available() else ""
+        if self.ours or self.run is not None:
+            log.install()
+        if line and args.rank == 0:
+            print(line, flush=True)
+
+    def validating(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        # T/arguments.py:parse_and_validate_args calls validate_args after it has read the arguments
+        # of a checkpoint (--use-checkpoint-args). Only then are all arguments known.
+        @functools.wraps(upstream)
+        def validate_args(args: argparse.Namespace, defaults: Any = None) -> Any:
+            script = Script(self.ours, defaults=defaults or {})
+            if script.is_checked(args):
+                vocabulary.install()  # Megatron pads the vocabulary right after this function
+                if args.use_checkpoint_args:
+                    refuse(of_launch(script.settled(args), self.ours))
+            return upstream(args, defaults or {})
+
+        return validate_args
+
+    # --- the model --------------------------------------------------------------------------------
+
+    def following(self, upstream: Callable[..., None]) -> Callable[..., None]:
+        # `upstream` is the constructor of a block of layers.
+        @functools.wraps(upstream)
+        def build(block: Any, config: Any, spec: Any, *others: Any, **named: Any) -> None:
+            upstream(block, config, spec if self.run is None else followed(spec), *others, **named)
+
+        return build
+
+    def _hook_into(self, config: Any) -> None:
+        # T/training.py:setup_model_and_optimizer builds config.model, or calls get_model.
+        if self.args is None:
+            self._begin(training.get_args())
+        assert self.args is not None
+        model = getattr(config, "model", None)
+        if model is not None:
+            if self.args.use_cpu_initialization and not self.args.use_torch_fsdp2:
+                model.pre_wrap_hooks.append(compat.to_gpu)
+            model.pre_wrap_hooks.append(self._attach)
+
+    def _attach(self, model: list[MegatronModule]) -> list[MegatronModule]:
+        if self.run is not None:
+            attach(self.run, model)
+            self._is_attached = True
+        return model
+
+    def getting_model(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        # T/training.py:get_model calls the script's model provider once for each chunk, and wraps
+        # the chunks right after that.
+        @functools.wraps(upstream)
+        def get_model(model_provider_func: Any, *others: Any, **named: Any) -> Any:
+            if self.run is None:
+                return upstream(model_provider_func, *others, **named)
+            built: list[MegatronModule] = []
+
+            @functools.wraps(model_provider_func)
+            def provide(*given: Any, **options: Any) -> Any:
+                found = model_provider_func(*given, **options)
+                built.extend(found if isinstance(found, list) else [found])
+                if len(built) >= self._chunks():
+                    self._attach(compat.to_gpu(built))
+                return found
+
+            return upstream(provide, *others, **named)
+
+        return get_model
+
+    def _chunks(self) -> int:
+        """The number of model chunks on this rank."""
+        stages = getattr(self.args, "virtual_pipeline_model_parallel_size", None)
+        return stages or 1 if mpu.get_pipeline_model_parallel_world_size() > 1 else 1
+
+    # --- the training -----------------------------------------------------------------------------
+
+    def pretraining(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(upstream)
+
+        @functools.wraps(upstream)
+        def pretrain(*given: Any, **named: Any) -> Any:
+            call = signature.bind(*given, **named)
+            self._hook_into(call.arguments["cfg_container"])
+            if self.run is None:
+                return upstream(*call.args, **call.kwargs)
+            step = call.arguments["forward_step_func"]
+            call.arguments["forward_step_func"] = self._counting(self.run, step)
+            try:
+                return upstream(*call.args, **call.kwargs)
+            finally:
+                self.run.report()
+
+        return pretrain
+
+    def _counting(self, run: Run, step: Callable[..., Any]) -> Callable[..., Any]:
+        counted = run.counting(step)
+
+        @functools.wraps(step)
+        def forward_step(*given: Any, **named: Any) -> Any:
+            self._refuse_unfollowed("its builder attached no recipe to the model")
+            return counted(*given, **named)
+
+        return forward_step
+
+    def making_optimizer(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def get_megatron_optimizer(*given: Any, **named: Any) -> Any:
+            optimizer = upstream(*given, **named)
+            if self.run is not None and self.run.weight_states.names:
+                states = self.run.weight_states
+                states.follow(optimizer, are_saved(states.names, self.run.args))
+            return optimizer
+
+        return get_megatron_optimizer
+
+
+_installed: Plugin | None = None
+
+
+def install(ours: bool) -> Plugin:
+    """Puts the plugin into Megatron's functions; returns it. Call it before the script is imported.
+
+    ours: whether the script is pretrain_gpt.py. Idempotent: a second call changes `ours` alone.
+    """
+    global _installed
+    if _installed is not None:
+        _installed.ours = ours
+        return _installed
+    plugin = _installed = Plugin(ours)
+    compat.install()
+    arguments.parse_and_validate_args = plugin.parse
+    arguments.validate_args = plugin.validating(arguments.validate_args)
+    training.get_megatron_optimizer = plugin.making_optimizer(training.get_megatron_optimizer)
+    for module in (training, package):
+        module.pretrain = plugin.pretraining(module.pretrain)  # type: ignore[attr-defined]
+        module.get_model = plugin.getting_model(module.get_model)  # type: ignore[attr-defined]
+    for block in (TransformerBlock, MultiTokenPredictionBlock):
+        block.__init__ = plugin.following(block.__init__)
+    return plugin

@@ -1,0 +1,120 @@
+"""Replaces the linears in a specification of layers by this package's.
+
+A specification is a tree of Megatron's ModuleSpecs, dataclasses of submodules and functools.partial
+objects, whose leaves are classes. The classes are replaced before Megatron builds anything, so that
+initialization, process groups and checkpoints are those of the built modules from the start.
+C stands for megatron/core.
+"""
+
+import copy
+import functools
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from megatron.core.extensions import transformer_engine
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
+from megatron_fp4.mcore.model.norm_linear import Fp4NormColumnParallelLinear
+
+# Of Transformer Engine's linears in Megatron, by name in C/extensions/transformer_engine.py. The
+# first that a class derives from counts.
+_OF_TRANSFORMER_ENGINE = {
+    "TELayerNormColumnParallelLinear": Fp4NormColumnParallelLinear,
+    "TEColumnParallelLinear": Fp4ColumnParallelLinear,
+    "TERowParallelLinear": Fp4RowParallelLinear,
+}
+# Modules that multiply for themselves, in the same file, and what to do instead.
+_REFUSED = {
+    "TEGroupedLinear": "leave out --moe-grouped-gemm, the experts run one after the other",
+    "TEFusedMLP": "leave out --use-transformer-engine-op-fuser",
+}
+
+
+def followed[S](spec: S) -> S:
+    """A copy of `spec` whose column- and row-parallel linears are this package's.
+
+    These are Megatron's and Transformer Engine's, and classes that derive from Megatron's, which
+    keep what they change. A norm that is fused with a linear becomes a norm and a linear in one
+    module, with the same checkpoint keys. Everything else is the same object as in `spec`.
+
+    Raises ConfigError for a linear whose GEMM cannot be replaced.
+    """
+    return _followed(spec)
+
+
+def _followed(part: Any) -> Any:
+    if isinstance(part, type):
+        return _class_for(part)
+    if isinstance(part, functools.partial):
+        _refuse(getattr(part.func, "__self__", None))
+        given = {name: _followed(value) for name, value in part.keywords.items()}
+        return functools.partial(_followed(part.func), *map(_followed, part.args), **given)
+    if isinstance(part, list | tuple):
+        return type(part)(map(_followed, part))
+    if isinstance(part, ModuleSpec) and isinstance(part.module, tuple):
+        part = copy.copy(part)
+        part.module = import_module(part.module)
+    if is_dataclass(part):
+        made = copy.copy(part)
+        for field in fields(made):
+            value = getattr(part, field.name)
+            object.__setattr__(made, field.name, _followed(value))  # the dataclass may be frozen
+        return made
+    return part
+
+
+@functools.cache
+def _class_for(kind: type) -> type:
+    """The class that is built in place of `kind`: `kind` itself if it is no linear."""
+    _refuse(kind)
+    if issubclass(kind, Fp4ColumnParallelLinear | Fp4RowParallelLinear):
+        return kind
+    for stock, ours in (
+        (ColumnParallelLinear, Fp4ColumnParallelLinear),
+        (RowParallelLinear, Fp4RowParallelLinear),
+    ):
+        if issubclass(kind, stock):
+            return ours if kind is stock else _derived(kind, stock, ours)
+    for name, ours in _OF_TRANSFORMER_ENGINE.items():
+        if _derives(kind, name):
+            if kind.__module__ != transformer_engine.__name__:
+                raise ConfigError(
+                    f"{kind.__name__} changes Transformer Engine's {name}, which this package "
+                    "replaces as a whole: derive it from Megatron's ColumnParallelLinear or "
+                    "RowParallelLinear, or leave out the recipe"
+                )
+            return ours
+    return kind
+
+
+def _derived(kind: type, stock: type, ours: type) -> type:
+    """A class that is `kind`, a user's subclass of `stock`, with the GEMMs of `ours`.
+
+    Raises ConfigError if `kind` has replaced a method that `ours` replaces too.
+    """
+    for name in ("_forward_impl", "forward"):
+        replaced = getattr(ours, name) is not getattr(stock, name)
+        if replaced and getattr(kind, name) is not getattr(stock, name):
+            raise ConfigError(
+                f"{kind.__name__} has a {name} of its own, which this package replaces: move "
+                "the change to the module that calls the linear, or leave out the recipe"
+            )
+    return type(f"Fp4{kind.__name__}", (ours, kind), {})
+
+
+def _refuse(kind: Any) -> None:
+    for name, remedy in _REFUSED.items():
+        if _derives(kind, name):
+            raise ConfigError(f"the layers use {kind.__name__}, which follows no recipe: {remedy}")
+
+
+def _derives(kind: Any, name: str) -> bool:
+    """Whether `kind` is, or derives from, the class `name` of C/extensions/transformer_engine.py.
+
+    Without Transformer Engine that file has no such classes.
+    """
+    base = getattr(transformer_engine, name, None)
+    return isinstance(kind, type) and isinstance(base, type) and issubclass(kind, base)
