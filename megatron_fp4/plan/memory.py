@@ -28,18 +28,27 @@ def saved_bytes(plan: LinearPlan) -> int:
         total += operand_bytes(plan.fprop.a)
     elif plan.saves_x == "packed" and plan.wgrad is not None:
         total += operand_bytes(plan.wgrad.b)
-    if plan.residual_in_dw and plan.recipe.outliers is not None:
-        clamp = plan.recipe.outliers
-        lines, length = {
-            "token": (rows, columns),
-            "channel": (columns, rows),
-            "tensor": (1, rows * columns),
-        }[clamp.scope]
-        each = setting.dtype.itemsize + index_dtype(length).itemsize
-        total += lines * 2 * clamp.kept(length) * each
+    if plan.residual_in_dw:
+        total += outlier_bytes(plan)
     if plan.saves_w == "operand" and setting.keeps_w is None:
         total += operand_bytes(plan.fprop.b)
     return total
+
+
+def outlier_bytes(plan: LinearPlan) -> int:
+    """The bytes of the values and places of X's outliers, of this rank's tokens; 0 where the recipe
+    clamps nothing."""
+    setting, clamp = plan.setting, plan.recipe.outliers
+    if clamp is None:
+        return 0
+    rows, columns = setting.shape("x", is_part=setting.has_part("x"))
+    lines, length = {
+        "token": (rows, columns),
+        "channel": (columns, rows),
+        "tensor": (1, rows * columns),
+    }[clamp.scope]
+    each = setting.dtype.itemsize + index_dtype(length).itemsize
+    return lines * 2 * clamp.kept(length) * each
 
 
 def held_bytes(plan: LinearPlan) -> int:

@@ -1,0 +1,164 @@
+"""Compares megatron_fp4/estimate with every committed measurement on H200s.
+
+    python -m benchmarks.estimate_error
+
+For each measured step, linear and kernel: the estimate over the measurement. `fitted` uses the
+rates of rates.py. `left out` uses rates that are fitted without that row, and for rows of several
+GPUs without all rows of its layout; it is a prediction. Rows of earlier commits are fitted to
+never. Memory has no fitted number. Bytes are compared too, and must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.estimate_fit import fit
+from benchmarks.estimate_rows import Step, Timed, kernels, linears, steps
+from benchmarks.stamp import stamp
+from megatron_fp4.estimate.gpus import MEASURED
+from megatron_fp4.estimate.layout import stages
+from megatron_fp4.estimate.memory import ADAM, counted_with_graphs, memory, optimizer_bytes
+from megatron_fp4.estimate.rates import RATES, Rates, seconds
+from megatron_fp4.estimate.step import Time, step_time, work_of
+
+Row = dict[str, Any]
+GIB = 2.0**30
+
+
+def rows() -> list[Row]:
+    """A row for each committed measurement."""
+    return [*(of_step(step) for step in steps()), *(of_timed(x) for x in (*linears(), *kernels()))]
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def left_out(row: Step | Timed) -> Rates:
+    """The rates as fitted without a row, or without its layout on several GPUs."""
+    if isinstance(row, Step) and row.is_earlier:
+        return RATES
+    return fit(partial(_is_of, row))
+
+
+def _is_of(row: Step | Timed, other: Step | Timed) -> bool:
+    if isinstance(row, Step) and isinstance(other, Step) and row.layout.gpus > 1:
+        return row.layout_name == other.layout_name
+    return row is other
+
+
+def time_of(step: Step, rates: Rates = RATES) -> Time:
+    """The estimated time of a measured step."""
+    return step_time(step.model, step.layout, step.recipe, MEASURED, rates)
+
+
+def of_step(step: Step) -> Row:
+    """The row of a measured step."""
+    measured = step.row["ms"]
+    estimates = {"fitted": time_of(step), "left out": time_of(step, left_out(step))}
+    found: Row = {"file": step.file, "layout": step.layout_name, "name": step.name}
+    found |= {"measured ms": measured}
+    found |= {key: each.total * 1e3 / measured for key, each in estimates.items()}
+    found["peak GiB"], found["memory"] = step.row["peak_gib"], peak(step) / step.row["peak_gib"]
+    if step.row["sent"]:
+        found["bytes"] = {
+            kind: estimate / step.row["sent"][kind] for kind, estimate in sent(step).items()
+        }
+    return found
+
+
+def of_timed(row: Timed) -> Row:
+    """The row of a measured linear or kernel."""
+    found: Row = {"file": row.file, "name": row.name, "measured ms": row.seconds * 1e3}
+    used = {"fitted": RATES} if row.only else {"fitted": RATES, "left out": left_out(row)}
+    for key, rates in used.items():
+        estimate = sum(seconds(row.amounts, MEASURED, rates.seconds).values())
+        found[key] = estimate / row.seconds
+    return found
+
+
+# --- memory and bytes -----------------------------------------------------------------------------
+
+
+def peak(step: Step) -> float:
+    """The estimated peak memory in GiB, as torch's allocator counts it."""
+    found = []
+    for stage in stages(step.model, step.layout):
+        each = memory(step.model, step.layout, step.recipe, MEASURED.target, stage)
+        adam = optimizer_bytes(step.model, step.layout, stage, ADAM)
+        found.append(counted_with_graphs(each, adam) if step.layout.graphs else each.total)
+    return max(found) / GIB
+
+
+def sent(step: Step) -> dict[str, float]:
+    """The estimated bytes of a step by kind of collective: the most that any rank sends."""
+    found: dict[str, float] = {}
+    for work in work_of(step.model, step.layout, step.recipe, MEASURED):
+        micro = [*work.micro.forward.sent, *work.micro.backward.sent]
+        mine: dict[str, float] = {}
+        for each in [*(s.times(step.layout.microbatches) for s in micro), *work.sent_once]:
+            mine[each.kind] = mine.get(each.kind, 0.0) + each.sent
+        for kind, size in mine.items():
+            found[kind] = max(found.get(kind, 0.0), size)
+    return found
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def table(rows: list[Row]) -> list[str]:
+    """The steps as a Markdown table."""
+    head = ["result", "layout", "recipe", "ms measured", "estimated", "left out"]
+    head += ["GiB measured", "estimated"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        if "layout" not in row:
+            continue
+        cells = [row["file"], row["layout"], row["name"], f"{row['measured ms']:.0f}"]
+        cells += [f"{row['fitted']:.2f}", f"{row['left out']:.2f}"]
+        cells += [f"{row['peak GiB']:.1f}", f"{row['memory']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def summary(rows: list[Row]) -> list[str]:
+    """The errors of kinds of rows as a Markdown table."""
+    lines = ["| rows | number | median error | largest |", "|---|---|---|---|"]
+    for name, is_one in KINDS.items():
+        errors = [abs(row["left out"] - 1) for row in rows if is_one(row) and "left out" in row]
+        cells = [name, str(len(errors)), f"{statistics.median(errors):.1%}", f"{max(errors):.1%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _is_step(row: Row) -> bool:
+    return "layout" in row and row["file"] in ("training_step", "training_step-four", *_NOW)
+
+
+_NOW = ("parallel_step",)
+KINDS: dict[str, Callable[[Row], bool]] = {
+    "steps on one GPU": lambda row: _is_step(row) and row["layout"] == "one",
+    "steps on 2 or 4 GPUs": lambda row: _is_step(row) and row["layout"] != "one",
+    "steps at earlier commits": lambda row: "layout" in row and not _is_step(row),
+    "linears": lambda row: " × " in row["name"] and row["file"] in ("linear", "peers"),
+    "quantize kernels": lambda row: "quantize_kernels" in row["file"] or "to " in row["name"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    default = Path("benchmarks/results/estimate_error.json")
+    parser.add_argument("--out", type=Path, default=default)
+    args = parser.parse_args()
+    found = rows()
+    args.out.write_text(json.dumps({"stamp": stamp(), "rows": found}, indent=1) + "\n")
+    print("\n".join([*table(found), "", *summary(found)]))
+
+
+if __name__ == "__main__":
+    main()

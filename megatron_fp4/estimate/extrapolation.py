@@ -1,0 +1,40 @@
+"""What of an estimate was measured, and what is extrapolated."""
+
+from __future__ import annotations
+
+from megatron_fp4.estimate.gpus import MEASURED, Gpu
+from megatron_fp4.estimate.layout import Layout
+from megatron_fp4.estimate.model import Model
+from megatron_fp4.recipe import Recipe
+
+# Measured in training steps (benchmarks/results/training_step.json, parallel_step.json).
+RECIPES = ("bf16", "tetrajet", "mxfp4", "mxfp4-rht-sr")
+MOST_GPUS, MOST_TP, MOST_PP = 4, 4, 2
+LAYER = (4096, 14336, 32, 8)  # hidden and FFN size, heads and groups
+
+
+def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tuple[str, ...]:
+    """What of a layout's estimate was never measured, in words; nothing if all was."""
+    spread = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp))
+    notes = {
+        f"{gpu.name} was never measured: rates of an H200 are scaled by data sheets": (
+            gpu.name != MEASURED.name
+        ),
+        f"measured up to {MOST_GPUS} GPUs of one host; beyond that extrapolated": (
+            layout.gpus > MOST_GPUS
+        ),
+        "the network between hosts was never measured": layout.gpus > layout.node,
+        f"TP was measured up to {MOST_TP}": layout.tp > MOST_TP,
+        "TP was measured with SP only": layout.tp > 1 and not layout.sp,
+        f"PP was measured up to {MOST_PP}": layout.pp > MOST_PP,
+        "TP, PP and DP were measured one at a time": spread > 1,
+        "virtual pipeline stages were never measured": layout.vpp > 1,
+        "experts were never measured": model.experts > 0,
+        "recomputation was never measured": layout.recompute,
+        "the memory of CUDA graphs was never measured": layout.graphs,
+        f"steps of {recipe.name} were never measured": recipe.name not in RECIPES,
+        "layers of other sizes than LLaMA-8B's were not measured in steps": (
+            (model.hidden, model.ffn, model.heads, model.groups) != LAYER
+        ),
+    }
+    return tuple(note for note, is_so in notes.items() if is_so)

@@ -1,0 +1,211 @@
+"""Memory of a rank, by what it is for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_fp4.estimate.layout import Layout, Stage, parameters
+from megatron_fp4.estimate.model import Linear, Model
+from megatron_fp4.estimate.plans import plan
+from megatron_fp4.plan.data import LinearPlan
+from megatron_fp4.plan.memory import held_bytes, saved_bytes
+from megatron_fp4.recipe import Recipe
+from megatron_fp4.target import Target
+
+# Bytes of a logit while the loss is computed: the logits in BF16 and float32, and a gradient in
+# BF16.
+LOGIT = 2 + 4 + 2
+# Bytes of a parameter that torch's Adam takes while it runs: the denominator, in float32.
+ADAM = 4
+
+
+class Memory(NamedTuple):
+    """Bytes on a rank at the peak of a step.
+
+    weights: of the model, in BF16. gradients: in float32. optimizer: the float32 weights and both
+    moments of Adam, and states beside weights. activations: what microbatches in flight save.
+    held: quantized weights that are held over a step. temporary: what lives for one operation: of a
+    layer's backward pass, of the loss, or of the optimizer.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    held: float
+    temporary: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    @property
+    def state(self) -> float:
+        """What is there between steps."""
+        return self.weights + self.gradients + self.optimizer + self.held
+
+
+def memory(model: Model, layout: Layout, recipe: Recipe, target: Target, stage: Stage) -> Memory:
+    """The memory of a rank of a pipeline stage, at the peak of a step.
+
+    Without CUDA graphs the peak is in the backward pass or in the optimizer, which take their
+    memory one after the other. With graphs the activations have memory of their own, which the
+    optimizer cannot take.
+    """
+    weights, gradients, optimizer = states(model, layout, recipe, stage)
+    plans = LayerPlans(model, layout, recipe, target)
+    held = sum(plans.held(kind) for kind in stage.layers)
+    saved = activations(model, layout, plans, stage)
+    backward = max((plans.backward(kind) for kind in stage.layers), default=0.0)
+    if layout.recompute:  # of the layer whose activations are computed again
+        backward += max((plans.saved(kind) for kind in stage.layers), default=0.0)
+    working = max(backward, logits(model, layout) if stage.last else 0.0)
+    adam = optimizer_bytes(model, layout, stage, ADAM)
+    if layout.graphs:
+        temporary = max(working, adam)
+    elif adam > saved + working:
+        saved, temporary = 0.0, adam
+    else:
+        temporary = working
+    return Memory(weights, gradients, optimizer, saved, held, temporary)
+
+
+def counted_with_graphs(found: Memory, adam: float) -> float:
+    """What torch's allocator counts as its peak with CUDA graphs: it does not count the graphs' own
+    memory, so the peak is in the optimizer. adam: the optimizer's temporary bytes."""
+    return found.state + adam
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+def states(
+    model: Model, layout: Layout, recipe: Recipe, stage: Stage
+) -> tuple[float, float, float]:
+    """(weights, gradients, optimizer): bytes on a rank between steps, without quantized weights.
+
+    Megatron keeps for each parameter 2 bytes of weight in BF16, 4 of main_grad and, in the
+    optimizer, 4 of the float32 weight and 8 of Adam's moments. The distributed optimizer spreads
+    the last 12 over the data-parallel ranks. A state beside weights takes 4 bytes in the optimizer,
+    and 4 for the copy that the layer reads.
+    """
+    count, kinds = parameters(model, layout, stage).total, len(recipe.weight_states)
+    each = 4 + 8 + 4 * kinds
+    optimizer = optimizer_bytes(model, layout, stage, each)
+    return 2.0 * count, 4.0 * count, optimizer + 4.0 * kinds * count
+
+
+def optimizer_bytes(model: Model, layout: Layout, stage: Stage, each: float) -> float:
+    """Bytes on a rank of what takes `each` bytes for a parameter that the rank updates."""
+    held = parameters(model, layout, stage)
+    if not layout.sharded:
+        return each * held.total
+    return each * (held.dense / layout.dp + held.experts / layout.expert_dp)
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+def in_flight(layout: Layout, stage: Stage) -> int:
+    """The most microbatches whose activations one chunk's worth of a stage holds at a time, summed
+    over its chunks (1F1B, interleaved with virtual stages)."""
+    behind = layout.pp - stage.rank - 1
+    if layout.vpp == 1:
+        return min(layout.microbatches, behind + 1)
+    warm_up = 2 * behind + (layout.vpp - 1) * layout.pp
+    return min(layout.microbatches * layout.vpp, warm_up + 1)
+
+
+def activations(model: Model, layout: Layout, plans: LayerPlans, stage: Stage) -> float:
+    """Bytes that the microbatches in flight save for backward on a rank of a stage."""
+    if layout.recompute:
+        each = len(stage.layers) * plans.residual
+    else:
+        each = sum(plans.saved(kind) for kind in stage.layers)
+    ends = plans.residual if stage.first else 0.0  # the embedding's output
+    return (each + ends) / layout.vpp * in_flight(layout, stage)
+
+
+def logits(model: Model, layout: Layout) -> float:
+    """Bytes that the head and the loss take for a microbatch."""
+    tokens = layout.micro_batch * model.sequence
+    return LOGIT * tokens * model.padded_vocabulary(layout.tp) / layout.tp
+
+
+class LayerPlans:
+    """The plans of a layer's linears on a rank, and what the layer saves for a microbatch."""
+
+    def __init__(self, model: Model, layout: Layout, recipe: Recipe, target: Target) -> None:
+        self._model, self._layout = model, layout
+        self._of = {
+            kind: [(x, plan(x, model, layout, recipe, target)) for x in model.linears(kind)]
+            for kind in {model.has_experts(layer) for layer in range(model.layers)}
+        }
+        self.tokens = layout.micro_batch * model.sequence
+        self.own = self.tokens / (layout.tp if layout.sp else 1)
+        self.residual = 2.0 * self.own * model.hidden  # bytes of the layer's input on a rank
+
+    def linears(self, has_experts: bool) -> list[tuple[Linear, LinearPlan, int]]:
+        """(linear, its plan, how many of them a rank has) of one layer."""
+        local = self._model.experts // self._layout.ep
+        return [(one, made, local if one.expert else 1) for one, made in self._of[has_experts]]
+
+    def held(self, has_experts: bool) -> float:
+        """Bytes of the quantized weights that a layer holds over a step."""
+        return float(sum(held_bytes(made) * n for _, made, n in self.linears(has_experts)))
+
+    def saved(self, has_experts: bool) -> float:
+        """Bytes that a layer saves for the backward pass of a microbatch.
+
+        These are the inputs of linears as their plans save them; the inputs of both norms; the
+        projection to queries, keys and values, of which the values are a view; rotated queries and
+        keys, with sines and cosines; attention's output and its float32 sums; what the activation
+        function reads; the row of each token; and of experts what routing them saves.
+        """
+        model, tp = self._model, self._layout.tp
+        total = 2 * self.residual + 8 * self.tokens
+        width, keys = model.attention_width / tp, model.key_width / tp
+        per_token = 2 * (width + 2 * keys) + 4 * model.heads / tp
+        if model.rope:
+            per_token += 2 * (width + keys)
+            total += 2 * 2 * 2 * model.sequence * model.channels  # sines and cosines, of both
+        total += per_token * self.tokens
+        for linear, made, count in self.linears(has_experts):
+            kept = float(saved_bytes(made))
+            if linear.name == "linear_proj":
+                # Attention saves its output, which is X of linear_proj, in any case.
+                kept = max(2 * width * self.tokens, kept) + (0 if _keeps_x(made) else kept)
+            total += kept * count
+            if linear.name.endswith("linear_fc1"):
+                rows, columns = made.setting.shape("dy", is_part=False)
+                total += 2 * rows * columns * count
+        if has_experts:
+            total += self._routing(model)
+        return total
+
+    def _routing(self, model: Model) -> float:
+        """Scores of all experts in float32, and the experts' outputs, which their weights
+        multiply."""
+        return self.own * (3 * 4 * model.experts + 2 * model.top_k * model.hidden)
+
+    def backward(self, has_experts: bool) -> float:
+        """Bytes that the backward pass of a layer takes for a moment.
+
+        This is while fc1 runs: the gradients of fc1's output, of the activation function's output
+        and of both sums, and fc1's operands of dY in FP8 or BF16.
+        """
+        widest = 0.0
+        for linear, made, _ in self.linears(has_experts):
+            if not linear.name.endswith("linear_fc1"):
+                continue
+            rows, columns = made.setting.shape("dy", is_part=False)
+            gates = 2 if self._model.gated else 1
+            operands = [gemm.a for gemm in (made.dgrad, made.wgrad) if gemm is not None]
+            carriers = sum(1 for operand in operands if operand.carrier is not None)
+            widest = max(widest, rows * columns * (2 + 2 / gates + carriers))
+        return widest + 2 * self.residual
+
+
+def _keeps_x(made: LinearPlan) -> bool:
+    """Whether a linear saves X for backward in the model's dtype, and not as 4-bit codes."""
+    return made.saves_x == "model"

@@ -1,0 +1,86 @@
+"""The LinearPlan of each linear on a rank of a layout."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.estimate.layout import Layout
+from megatron_fp4.estimate.model import Linear, Model
+from megatron_fp4.plan.compiler import compile_plan
+from megatron_fp4.plan.data import LinearPlan
+from megatron_fp4.plan.setting import UNSHARDED, Setting, Sharding, column_parallel, row_parallel
+from megatron_fp4.plan.sizes import token_multiple
+from megatron_fp4.recipe import GEMMS, Recipe
+from megatron_fp4.recipes import get_recipe
+from megatron_fp4.target import Target, kernels_problem
+
+BF16 = Recipe("bf16")
+
+
+def recipe_named(name: str, **options: str) -> Recipe:
+    """The recipe of a name that --fp4-recipe takes; BF16, which quantizes nothing, for "bf16" and
+    "off". options: of the recipe."""
+    return BF16 if name in ("bf16", "off") else get_recipe(name, **options)
+
+
+def is_quantized(recipe: Recipe) -> bool:
+    """Whether a recipe quantizes an operand of any GEMM."""
+    return any(recipe.gemm(gemm).quantized for gemm in GEMMS)
+
+
+def check_target(recipe: Recipe, target: Target) -> None:
+    """Raises ConfigError if plans for `target` cannot be made here, since Triton is missing."""
+    problem = kernels_problem(target)
+    if problem is not None and is_quantized(recipe):
+        raise ConfigError(f"plans for a GPU need Triton, which need not run here: {problem}")
+
+
+def plan(
+    linear: Linear, model: Model, layout: Layout, recipe: Recipe, target: Target
+) -> LinearPlan:
+    """The plan of one linear on a rank. A linear of an expert gets its even share of the tokens,
+    padded to whole blocks."""
+    sharding = sharding_of(linear, layout)
+    inputs, outputs = shard(linear, layout)
+    setting = Setting(
+        tokens_on_rank(linear, model, layout, recipe), inputs, outputs,
+        torch.bfloat16, target, torch.bfloat16, sharding,
+        main_grad=torch.float32,
+        has_bias=model.biases or (model.qkv_bias and linear.name == "linear_qkv"),
+        keeps_w="packed" if is_quantized(recipe) and not layout.graphs else None,
+    )  # fmt: skip
+    return _compiled(recipe, setting)
+
+
+@lru_cache(4096)
+def _compiled(recipe: Recipe, setting: Setting) -> LinearPlan:
+    return compile_plan(recipe, setting)
+
+
+def sharding_of(linear: Linear, layout: Layout) -> Sharding:
+    """How tensor parallelism shards a linear."""
+    if linear.expert or layout.tp == 1:
+        return UNSHARDED
+    if linear.parallel == "row":
+        return row_parallel(layout.tp, sequence_parallel=layout.sp)
+    return column_parallel(layout.tp, sequence_parallel=layout.sp, sums_dx=not layout.sp)
+
+
+def shard(linear: Linear, layout: Layout) -> tuple[int, int]:
+    """(inputs, outputs) of a linear on a rank."""
+    ranks = sharding_of(linear, layout).ranks
+    if linear.parallel == "column":
+        return linear.inputs, linear.outputs // ranks
+    return linear.inputs // ranks, linear.outputs
+
+
+def tokens_on_rank(linear: Linear, model: Model, layout: Layout, recipe: Recipe) -> int:
+    """The tokens of a microbatch on a rank, as `Setting.tokens` counts them."""
+    tokens = layout.micro_batch * model.sequence // (layout.tp if layout.sp else 1)
+    if not linear.expert:
+        return tokens
+    multiple = token_multiple(recipe)
+    return -(-tokens * layout.ep * model.top_k // model.experts // multiple) * multiple

@@ -1,0 +1,242 @@
+"""Bytes that a rank sends in a step, by what they are for.
+
+Bytes are those of ring algorithms, as benchmarks/traffic.py counts them: of a tensor of S bytes,
+each of N ranks sends (N - 1) / N S to all-gather or reduce-scatter it, and twice that to all-reduce
+it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megatron_fp4.estimate.layout import Layout, Stage, parameters
+from megatron_fp4.estimate.model import Linear, Model, norm_parameters
+from megatron_fp4.plan.data import LinearPlan, OperandPlan
+from megatron_fp4.plan.memory import operand_bytes, outlier_bytes
+
+Group = Literal["tensor", "data", "expert data", "expert", "pipeline"]
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send", "broadcast"]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Collectives of one kind in one group of ranks: the bytes that a rank sends, how often."""
+
+    kind: Kind
+    group: Group
+    sent: float
+    calls: float = 1
+
+    def times(self, factor: float) -> Sent:
+        """What is sent if these collectives run `factor` times."""
+        return replace(self, sent=self.sent * factor, calls=self.calls * factor)
+
+
+def gather(part: float, ranks: int, group: Group = "tensor") -> Sent:
+    """An all-gather. part: bytes of a rank's part."""
+    return Sent("all-gather", group, part * (ranks - 1))
+
+
+def scatter(size: float, ranks: int, group: Group = "tensor") -> Sent:
+    """A reduce-scatter. size: bytes of the whole tensor."""
+    return Sent("reduce-scatter", group, size * (ranks - 1) / ranks)
+
+
+def reduce(size: float, ranks: int, group: Group = "tensor") -> Sent:
+    """An all-reduce. size: bytes of the tensor."""
+    return Sent("all-reduce", group, 2 * size * (ranks - 1) / ranks)
+
+
+# --- a linear -------------------------------------------------------------------------------------
+
+
+def of_forward(plan: LinearPlan) -> list[Sent]:
+    """What one linear sends in the forward pass of a microbatch.
+
+    The maximum that ranks agree on for W is not counted: it is sent once a step.
+    """
+    setting, found = plan.setting, []
+    ranks = setting.sharding.ranks
+    if ranks == 1:
+        return []
+    if plan.fprop.a.gathered:
+        found.append(gather(operand_bytes(plan.fprop.a), ranks))
+        if plan.compensation is not None:
+            found.append(gather(outlier_bytes(plan), ranks))
+    found += _maxima([plan.fprop.a], ranks)
+    rows, _ = setting.shape("dy", is_part=False)
+    y = rows * setting.outputs * setting.dtype.itemsize
+    if setting.sharding.tokens == "dy":
+        found.append(scatter(y, ranks))
+    elif setting.sharding.x is not None:
+        found.append(reduce(y, ranks))  # by Megatron's layer, not by the linear
+    return found
+
+
+def of_backward(plan: LinearPlan) -> list[Sent]:
+    """What one linear sends in the backward pass of a microbatch."""
+    setting, dgrad, wgrad = plan.setting, plan.dgrad, plan.wgrad
+    ranks = setting.sharding.ranks
+    if ranks == 1 or dgrad is None or wgrad is None:
+        return []
+    found = []
+    if wgrad.b.gathered:
+        found.append(gather(_kept_x(plan), ranks))
+        if plan.residual_in_dw:
+            found.append(gather(outlier_bytes(plan), ranks))
+    if dgrad.a.gathered == "before":
+        rows, columns = setting.shape("dy", is_part=True)
+        found.append(gather(rows * columns * setting.dtype.itemsize, ranks))
+    elif dgrad.a.gathered == "after":
+        found += [gather(operand_bytes(gemm.a), ranks) for gemm in (dgrad, wgrad)]
+    found += _maxima([dgrad.a, wgrad.a, wgrad.b], ranks)
+    rows, _ = setting.shape("x", is_part=False)
+    dx = rows * setting.inputs * setting.dtype.itemsize
+    if setting.sharding.tokens == "x":
+        found.append(scatter(dx, ranks))
+    elif setting.sharding.sums_dx:
+        found.append(reduce(dx, ranks))
+    return found
+
+
+def _kept_x(plan: LinearPlan) -> int:
+    """Bytes of what is gathered of X in backward, of this rank's tokens."""
+    assert plan.wgrad is not None
+    if plan.wgrad.b.gathered == "after":
+        return operand_bytes(plan.wgrad.b)
+    if plan.saves_x == "operand":
+        return operand_bytes(plan.fprop.a)
+    rows, columns = plan.setting.shape("x", is_part=True)
+    return rows * columns * plan.setting.dtype.itemsize
+
+
+def _maxima(operands: list[OperandPlan], ranks: int) -> list[Sent]:
+    """The all-reduce of the maxima on which the ranks agree, one float32 for each scale."""
+    rows = [operand.shape[1 - operand.axis] for operand in operands if operand.agrees]
+    return [reduce(4 * sum(rows), ranks)] if rows else []
+
+
+# --- the rest of a microbatch ---------------------------------------------------------------------
+
+
+def of_embedding(model: Model, layout: Layout) -> list[Sent]:
+    """What the embedding sends for a microbatch, forward and backward."""
+    if layout.tp == 1:
+        return []
+    size = 2 * layout.micro_batch * model.sequence * model.hidden
+    if layout.sp:
+        return [scatter(size, layout.tp), gather(size / layout.tp, layout.tp)]
+    return [reduce(size, layout.tp)]
+
+
+def of_head(model: Model, layout: Layout) -> list[Sent]:
+    """What the head and the loss send for a microbatch, forward and backward.
+
+    The loss all-reduces for each token the largest logit, the logit of the label and the sum of
+    exponentials, in float32.
+    """
+    if layout.tp == 1:
+        return []
+    tokens, ranks = layout.micro_batch * model.sequence, layout.tp
+    size = 2 * tokens * model.hidden
+    loss = [reduce(4 * tokens, ranks)] * 3
+    if not layout.sp:
+        return [reduce(size, ranks), *loss]
+    return [gather(size / ranks, ranks)] * 2 + [scatter(size, ranks), *loss]
+
+
+def of_batch(model: Model, layout: Layout) -> list[Sent]:
+    """The tokens of a microbatch, which the first tensor-parallel rank reads and broadcasts:
+    tokens, labels and positions as int64 and the loss mask as float32. The mean over the ranks."""
+    if layout.tp == 1:
+        return []
+    size = layout.micro_batch * model.sequence * (3 * 8 + 4)
+    return [Sent("broadcast", "tensor", size * (layout.tp - 1) / layout.tp)]
+
+
+def of_experts(model: Model, layout: Layout) -> list[Sent]:
+    """What one layer of experts sends in the forward pass, and as much in the backward pass: the
+    tokens to their experts and back."""
+    if layout.ep == 1:
+        return []
+    tokens = layout.micro_batch * model.sequence // (layout.tp if layout.sp else 1)
+    size = 2 * tokens * model.top_k * model.hidden
+    sent = size * (layout.ep - 1) / layout.ep
+    return [Sent("all-to-all", "expert", sent)] * 2
+
+
+def of_pipeline(model: Model, layout: Layout, stage: Stage) -> list[Sent]:
+    """The activations and gradients that a stage sends to its neighbours for a microbatch."""
+    if layout.pp == 1:
+        return []
+    size = 2 * layout.micro_batch * model.sequence * model.hidden
+    size //= layout.tp if layout.sp else 1
+    # Of its chunks, all but the last of the model send forward, and all but the first backward.
+    chunks = 2 * layout.vpp - (1 if stage.first else 0) - (1 if stage.last else 0)
+    return [Sent("send", "pipeline", size * chunks, chunks)]
+
+
+# --- once a step ----------------------------------------------------------------------------------
+
+
+def of_step(model: Model, layout: Layout, stage: Stage) -> list[Sent]:
+    """What a rank sends once a step: sums of gradients, and the updated weights.
+
+    Gradients are summed in float32. A distributed optimizer reduce-scatters them and all-gathers
+    the weights in BF16.
+    """
+    held, found = parameters(model, layout, stage), []
+    groups: list[tuple[Group, int, int]] = [
+        ("data", layout.dp, held.dense),
+        ("expert data", layout.expert_dp, held.experts),
+    ]
+    for group, ranks, count in groups:
+        if ranks == 1 or not count:
+            continue
+        if layout.sharded:
+            found += [scatter(4 * count, ranks, group), gather(2 * count / ranks, ranks, group)]
+        else:
+            found.append(reduce(4 * count, ranks, group))
+    if layout.sp:  # the gradients of norms, each rank's of its own tokens
+        norms = 2 * len(stage.layers) + stage.last
+        found.append(reduce(4 * norms * norm_parameters(model), layout.tp))
+    return found
+
+
+def sends_of(linear: Linear, plan: LinearPlan) -> tuple[list[Sent], list[Sent]]:
+    """(forward, backward) of one linear; an expert's linear sends nothing itself."""
+    return ([], []) if linear.expert else (of_forward(plan), of_backward(plan))
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+def ranks_of(group: Group, layout: Layout) -> tuple[int, int]:
+    """(ranks of a group, ranks of it on one host).
+
+    Megatron numbers ranks by tensor, then data, then pipeline parallelism; expert parallelism takes
+    successive ranks of a pipeline stage.
+    """
+    size, stride = {
+        "tensor": (layout.tp, 1),
+        "data": (layout.dp, layout.tp),
+        "expert": (layout.ep, 1),
+        "expert data": (layout.expert_dp, layout.ep),
+        "pipeline": (layout.pp, layout.tp * layout.dp),
+    }[group]
+    return size, max(1, min(size, layout.node // stride))
+
+
+def network_share(kind: Kind, group: Group, layout: Layout) -> float:
+    """The share of a rank's bytes that leave its host, as a mean over the host's ranks.
+
+    A ring through a host with n of the ranks leaves it once in n hops. All-to-all sends as many
+    bytes to each rank. Pipeline ranks send to their neighbours.
+    """
+    size, inside = ranks_of(group, layout)
+    if size == inside:
+        return 0.0
+    if kind == "all-to-all":
+        return (size - inside) / (size - 1)
+    return 1 / inside

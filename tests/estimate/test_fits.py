@@ -1,0 +1,140 @@
+"""Layouts that are left out are those that Megatron and this package refuse."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from megatron.training import arguments
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.estimate import fits, gpus
+from megatron_fp4.estimate.layout import Layout
+from megatron_fp4.estimate.model import Model
+from megatron_fp4.estimate.plans import BF16, recipe_named
+from megatron_fp4.estimate.search import Fixed, Job, layouts, search
+from megatron_fp4.mcore.launch.refusals.cuda_graphs import captured_layers
+from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
+from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
+from megatron_fp4.mcore.runtime import cpu
+from testing.builders.command_line import parse
+from testing.worlds.launch import MOCK_DATA
+
+DENSE = Model(6, 128, 384, 8, 4, 16, 512, 64)
+EXPERTS = replace(DENSE, experts=6, expert_ffn=192)
+TETRAJET = recipe_named("tetrajet")
+MODEL = """
+    --num-layers 6 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 8
+    --group-query-attention --num-query-groups 4 --normalization RMSNorm --swiglu
+    --position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear
+    --attention-dropout 0 --hidden-dropout 0 --seq-length 64 --max-position-embeddings 64
+    --train-iters 4 --lr 1e-3 --bf16 --fp4-recipe tetrajet
+""".split()
+OF_EXPERTS = "--num-experts 6 --moe-ffn-hidden-size 192".split()
+
+
+def every(model: Model, gpu_count: int) -> Iterator[Layout]:
+    job = Job(model, TETRAJET, gpus.MEASURED, gpu_count, 4, 24)
+    yield from layouts(job, Fixed(graphs=False, micro_batch=2, recompute=False))
+
+
+def refused_by_megatron(model: Model, layout: Layout) -> str:
+    """What Megatron's validation, with this package's, says of a layout; "" if it is fine."""
+    # Without a GPU there is no NCCL, and gloo has no all-to-all.
+    flags = " ".join(layout.flags(model.experts > 0)).replace("alltoall", "allgather").split()
+    try:
+        args = parse(*(OF_EXPERTS if model.experts else []), *flags, *MOCK_DATA, model=MODEL)
+        args.rank, args.world_size = 0, layout.gpus
+        refuse(of_launch(args, ours=True))
+        with megatrons_demands():
+            arguments.validate_args(args, {})
+            arguments.core_transformer_config_from_args(args)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a launch has it: on Hopper Megatron asks for this variable under tensor parallelism."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    cpu.install()
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu_count"),
+    [
+        (DENSE, 4),
+        pytest.param(DENSE, 24, marks=pytest.mark.slow),
+        pytest.param(EXPERTS, 4, marks=pytest.mark.slow),
+        pytest.param(EXPERTS, 24, marks=pytest.mark.slow),
+    ],
+)
+def test_megatron_refuses_the_same_layouts(model: Model, gpu_count: int, on_a_cpu: None) -> None:
+    seen = set()
+    for layout in every(model, gpu_count):
+        mine = next(fits.refusals(model, layout, TETRAJET), "")
+        if mine.endswith("as VPP needs") or re.match(r"EP \d+ times PP .* GPUs$", mine):
+            continue  # Megatron says it later: in the first step, and when it makes the groups
+        theirs = refused_by_megatron(model, layout)
+        assert bool(mine) == bool(theirs), (layout, mine, theirs)
+        seen.add(bool(mine))
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize(
+    "change", [{"pp": 2}, {"recompute": True}, {}], ids=["pipeline", "recompute", "plain"]
+)
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_graphs_are_refused_as_this_package_refuses_them(
+    model: Model, change: dict[str, Any]
+) -> None:
+    layout = Layout(2, 2, micro_batch=2, batch=24, graphs=True, **change)
+    args = Namespace(
+        pipeline_model_parallel_size=layout.pp,
+        num_experts=model.experts or None,
+        recompute_granularity="full" if layout.recompute else None,
+        micro_batch_size=2,
+    )
+    for name in (
+        *("mtp_num_layers", "hidden_dropout", "attention_dropout", "save_activations_interval"),
+        *("save_dgrads_interval", "inference_cuda_graph_scope", "fp4_eval_forward"),
+        *("fp4_weight_cache", "eval_micro_batch_size"),
+    ):
+        setattr(args, name, None)
+    theirs = any(captured_layers(args, [TETRAJET]))
+    assert any(fits.refusals(model, layout, TETRAJET)) == theirs
+    assert theirs == bool(change or model.experts)
+
+
+def test_blocks_that_do_not_divide_a_shard_are_said() -> None:
+    model = replace(DENSE, ffn=320)  # 80 on a rank
+    layout = Layout(4, 4, tp=4, sp=True, micro_batch=2, batch=24)
+    [problem] = fits.refusals(model, layout, TETRAJET)
+    assert problem == ("TP 4: mlp.linear_fc2 has 80 in features on a rank, not a multiple of 32")
+    assert not any(fits.refusals(model, layout, BF16))  # the control: BF16 has no blocks
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        (Fixed(tp=3), "no layout runs: TP 3 does not divide the attention heads \\(8\\)"),
+        (
+            Fixed(graphs=True, tp=1, pp=2, vpp=1, micro_batch=1),
+            "CUDA graphs do not go with pipeline parallelism",
+        ),
+    ],
+)
+def test_where_nothing_runs_the_reason_is_said(fixed: Fixed, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        search(Job(DENSE, TETRAJET, gpus.MEASURED, 4, 4, 24), fixed)
+
+
+def test_where_nothing_fits_the_smallest_is_said() -> None:
+    large = Model(96, 12288, 49152, 96, 96, 128, 50000, 2048)
+    with pytest.raises(ConfigError, match=r"the smallest takes \d+ GiB on a rank, and a h200 has"):
+        search(Job(large, BF16, gpus.MEASURED, 2, 2, 16), Fixed(micro_batch=1))

@@ -1,0 +1,200 @@
+"""Memory that is estimated is what was measured on H200s, and what Megatron allocates on a CPU."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.fusions import fused_bias_swiglu
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from benchmarks.estimate_error import peak
+from benchmarks.estimate_rows import Step, steps
+from megatron_fp4.estimate import memory
+from megatron_fp4.estimate.gpus import MEASURED
+from megatron_fp4.estimate.layout import Layout, parameters, stages
+from megatron_fp4.estimate.model import Model
+from megatron_fp4.estimate.plans import recipe_named
+from megatron_fp4.mcore.model import attach
+from megatron_fp4.mcore.model.norm import Norm
+from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.mcore.runtime import cpu
+from megatron_fp4.target import target_of
+from testing.builders import small_gpt
+
+EAGER = [step for step in steps() if not step.layout.graphs]
+GRAPHS = [step for step in steps() if step.layout.graphs]
+SMALL = Model(2, 64, 160, 4, 2, 16, 512, 64)
+
+
+def name(step: Step) -> str:
+    return f"{step.file}-{step.layout_name}-{step.name}"
+
+
+@pytest.mark.parametrize("step", EAGER, ids=name)
+def test_the_peak_is_the_measured_one(step: Step) -> None:
+    assert peak(step) == pytest.approx(step.row["peak_gib"], rel=0.02)
+
+
+@pytest.mark.parametrize("step", GRAPHS, ids=name)
+def test_with_graphs_the_counter_misses_the_activations(step: Step) -> None:
+    """torch counts less than the estimate of all memory, and more than that of states alone."""
+    every = [
+        memory.memory(step.model, step.layout, step.recipe, MEASURED.target, stage).total
+        for stage in stages(step.model, step.layout)
+    ]
+    assert 0.9 * step.row["peak_gib"] < peak(step) < step.row["peak_gib"] < max(every) / 2**30
+
+
+def test_an_optimizer_that_is_not_spread_over_ranks_is_noticed() -> None:
+    """The mistake: all 12 bytes of the optimizer's on each rank, with a distributed optimizer."""
+    for step in EAGER:
+        if step.layout.dp > 1:
+            wrong = replace(step, layout=replace(step.layout, sharded=False))
+            assert peak(wrong) > 1.2 * step.row["peak_gib"]
+
+
+def test_one_microbatch_in_flight_under_a_pipeline_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The mistake: forgetting that the first stage holds as many microbatches as stages follow."""
+    monkeypatch.setattr(memory, "in_flight", lambda layout, stage: 1)
+    for step in EAGER:
+        if step.layout.pp > 1:
+            assert peak(step) < 0.9 * step.row["peak_gib"]
+
+
+# --- Megatron's own tensors, on a CPU -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tied": True},
+        {"biases": True, "norm_vectors": 2},
+        {"qkv_bias": True, "qk_norm": True},
+        {"experts": 4, "expert_ffn": 96, "shared_ffn": 32},
+        {"experts": 4, "expert_ffn": 96, "moe_every": 2},
+        {},
+    ],
+    ids=lambda change: "-".join(change) or "llama",
+)
+def test_parameters_are_those_of_a_model_that_megatron_builds(
+    change: dict[str, Any], one_rank: None
+) -> None:
+    model = replace(SMALL, **change)
+    [stage] = stages(model, Layout(1))
+    built = sum(p.numel() for p in build(model).parameters())
+    assert parameters(model, Layout(1), stage).total == built
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One microbatch a step. The norm and the activation function are one operation each, as on a
+    GPU: on a CPU the norm takes a float32 copy of its input, and the function would be compiled."""
+    cpu.install()
+    monkeypatch.setattr(fused_bias_swiglu, "swiglu", gated)
+    monkeypatch.setattr(Norm, "forward", lambda norm, x: norm._norm(x, norm.weight, norm.bias))
+    calculator.init_num_microbatches_calculator(0, None, 2, 2, 1)
+    yield
+    calculator.destroy_num_microbatches_calculator()
+
+
+def gated(y: Tensor) -> Tensor:
+    gate, up = y.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tetrajet", "mxfp4", "mxfp4-rht-sr"])
+def test_a_layer_saves_what_autograd_saves(recipe: str, one_rank: None, as_on_a_gpu: None) -> None:
+    """The storages that two layers save more than one, except parameters.
+
+    The norm is LayerNorm, which torch fuses on a CPU too.
+    """
+    model = Model(2, 128, 384, 8, 4, 16, 512, 128, norm_vectors=2)
+    one, two = (saved(replace(model, layers=layers), recipe) for layers in (1, 2))
+    assert two - one == pytest.approx(estimated(model, recipe), rel=0.02)
+    # The control: what another precision saves is something else.
+    other = "tetrajet" if recipe == "bf16" else "bf16"
+    assert two - one != pytest.approx(estimated(model, other), rel=0.1)
+
+
+def estimated(model: Model, recipe: str) -> float:
+    target, layout = target_of(torch.device("cpu")), Layout(1, micro_batch=2)
+    return memory.LayerPlans(model, layout, recipe_named(recipe), target).saved(False)
+
+
+def build(model: Model, recipe: str = "bf16") -> Any:
+    """The model as Megatron builds it."""
+    biased = {"add_bias_linear": model.biases, "add_qkv_bias": model.biases or model.qkv_bias}
+    experts = {
+        "num_moe_experts": model.experts,
+        "moe_router_topk": model.top_k,
+        "moe_ffn_hidden_size": model.expert_ffn,
+        "moe_layer_freq": model.moe_every,
+        "moe_shared_expert_intermediate_size": model.shared_ffn or None,
+        "moe_grouped_gemm": False,
+        "moe_token_dispatcher_type": "allgather",
+    }
+    config = small_gpt.config(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        ffn_hidden_size=model.ffn,
+        num_attention_heads=model.heads,
+        num_query_groups=model.groups,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        normalization="RMSNorm" if model.norm_vectors == 1 else "LayerNorm",
+        qk_layernorm=model.qk_norm,
+        fp4_recipe=None if recipe == "bf16" else recipe,
+        bias_activation_fusion=not model.experts and not model.biases,
+        **biased,
+        **(experts if model.experts else {}),
+    )
+    tied = model.tied
+    return small_gpt.build(
+        config, model.vocabulary, model.sequence, share_embeddings_and_output_weights=tied
+    ).to(torch.bfloat16)
+
+
+def saved(model: Model, recipe: str) -> float:
+    """Bytes that a forward pass of two sequences saves for backward, without parameters."""
+    chunk = build(model, recipe)
+    run = None
+    if recipe != "bf16":
+        args = Namespace(
+            micro_batch_size=2, eval_micro_batch_size=None, seq_length=model.sequence, iteration=1,
+            train_iters=10, fp4_seed=1, fp4_eval_forward="fp4", cuda_graph_impl="none",
+            first_last_layers_bf16=False, fp4_weight_cache="packed", fp4_saved_x="packed",
+            fp4_wgrad_fusion=True, accumulate_allreduce_grads_in_fp32=True,
+        )  # fmt: skip
+        run = Run(recipe_named(recipe), args)
+        attach.attach(run, [chunk])
+    found: dict[int, int] = {}
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+        kept.append(tensor)
+        return tensor
+
+    tokens = torch.zeros(2, model.sequence, dtype=torch.long)
+
+    def forward(data: Any, chunk: Any) -> Any:
+        return chunk(tokens, torch.arange(model.sequence).expand(2, -1), None, labels=tokens)
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        chunk.vp_stage = None
+        loss = forward(None, chunk) if run is None else run.counting(forward)(None, chunk)
+    own = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
+    assert loss is not None
+    return float(sum(size for place, size in found.items() if place not in own))

@@ -1,0 +1,152 @@
+"""The time of a step: its pipeline against a simulated schedule, and known mistakes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.estimate_error import time_of
+from benchmarks.estimate_rows import Step, steps
+from megatron_fp4.estimate import search, step, traffic
+from megatron_fp4.estimate.gpus import GPUS, MEASURED
+from megatron_fp4.estimate.layout import Layout
+from megatron_fp4.estimate.model import Model
+from megatron_fp4.estimate.plans import recipe_named
+from megatron_fp4.estimate.rates import RATES
+
+NOW = steps(("parallel_step",))
+LLAMA = Model(32, 4096, 14336, 32, 8, 128, 32000, 4096)
+TETRAJET = recipe_named("tetrajet")
+
+
+def ratio(row: Step) -> float:
+    """The estimate over the measurement."""
+    return time_of(row).total * 1e3 / row.row["ms"]
+
+
+def of_layout(name: str) -> list[Step]:
+    return [row for row in NOW if row.layout_name == name]
+
+
+def simulated(forward: list[float], backward: list[float], microbatches: int) -> float:
+    """The time of 1F1B: each stage does its passes in their order, when their inputs are there."""
+    stages, done = len(forward), dict[tuple[str, int, int], float]()
+    order = []
+    for stage in range(stages):
+        warm = min(microbatches, stages - stage - 1)
+        passes = [("f", i) for i in range(warm)]
+        for i in range(microbatches - warm):
+            passes += [("f", warm + i), ("b", i)]
+        order.append(passes + [("b", i) for i in range(microbatches - warm, microbatches)])
+    free, places = [0.0] * stages, [0] * stages
+    while any(place < len(order[stage]) for stage, place in enumerate(places)):
+        for stage in range(stages):
+            if places[stage] == len(order[stage]):
+                continue
+            kind, i = order[stage][places[stage]]
+            before = (kind, i, stage - 1 if kind == "f" else stage + 1)
+            at_end = stage == (0 if kind == "f" else stages - 1)
+            if not at_end and before not in done:
+                continue
+            ready = done[("f", i, stage)] if at_end and kind == "b" else done.get(before, 0.0)
+            taken = forward[stage] if kind == "f" else backward[stage]
+            free[stage] = done[kind, i, stage] = max(free[stage], ready) + taken
+            places[stage] += 1
+    return max(free)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("microbatches", [8, 24])
+def test_a_pipeline_takes_as_long_as_the_simulated_one(stages: int, microbatches: int) -> None:
+    """Stages that take the same, and a last stage that takes longer, since it has the head."""
+    for last in (1.0, 1.5):
+        forward = [1.0] * (stages - 1) + [last]
+        exact = simulated(forward, [2 * each for each in forward], microbatches)
+        each = [3 * each for each in forward]
+        assert microbatches * max(each) + step.bubble(each, 1) == pytest.approx(exact, rel=0.02)
+        assert microbatches * max(each) != pytest.approx(exact, rel=0.02)  # without the bubble
+
+
+def test_bubble_and_microbatches_of_an_estimate() -> None:
+    """Twice the microbatches take the same bubble, and virtual stages divide it."""
+    layout = Layout(4, 8, pp=4, micro_batch=1, batch=16)
+    times = [
+        step.step_time(LLAMA, each, TETRAJET, MEASURED, RATES)
+        for each in (layout, replace(layout, batch=32), replace(layout, vpp=2))
+    ]
+    assert times[0].bubble == pytest.approx(times[1].bubble) and times[0].bubble > 0
+    assert 0.4 < times[2].bubble / times[0].bubble < 0.6
+
+
+def test_a_forgotten_bubble_is_noticed() -> None:
+    for row in of_layout("pp2"):
+        time = time_of(row)
+        assert abs(ratio(row) - 1) < 0.05
+        assert (time.total - time.bubble) * 1e3 < 0.93 * row.row["ms"]
+
+
+def test_hidden_communication_of_gradients_is_not_added() -> None:
+    """The mistake: adding all of it, though the backward pass hides most."""
+    wrong = RATES._replace(exposed=1.0, seconds=dict(RATES.seconds))
+    for row in of_layout("dp4"):
+        assert abs(ratio(row) - 1) < 0.02
+        assert time_of(row, wrong).total > time_of(row).total + 0.03
+
+
+def test_a_host_that_takes_no_time_is_noticed() -> None:
+    """The mistake: GPU time alone. Under TP4 without graphs GPUs wait for launches."""
+    fast = {
+        unit: 0.0 if unit in ("layer", "collective", "BF16 linear", "quantized linear") else rate
+        for unit, rate in RATES.seconds.items()
+    }
+    for row in of_layout("tp4-sp"):
+        if not row.layout.graphs:
+            wrong = time_of(row, RATES._replace(seconds=fast)).total * 1e3
+            assert wrong < 0.75 * row.row["ms"]
+
+
+def test_recomputation_takes_another_forward_pass() -> None:
+    layout = Layout(1, micro_batch=1, batch=8)
+    model = replace(LLAMA, layers=4)
+    plain, again = (
+        step.step_time(model, each, TETRAJET, MEASURED, RATES)
+        for each in (layout, replace(layout, recompute=True))
+    )
+    # A third of the operations of the layers, and none of the head's.
+    assert 1.2 < again.gemm / plain.gemm < 4 / 3
+    assert again.attention / plain.attention == pytest.approx(4.5 / 3.5)
+
+
+def test_the_network_takes_longer_than_nvlink() -> None:
+    layout = Layout(16, 8, micro_batch=1, batch=16, sharded=True)
+    [gradients] = [
+        each for each in traffic.of_step(LLAMA, layout, step.stages(LLAMA, layout)[0])
+        if each.kind == "reduce-scatter"
+    ]  # fmt: skip
+    near = step.sent_seconds([gradients], replace(layout, node=16), MEASURED, RATES.seconds)
+    far = step.sent_seconds([gradients], replace(layout, node=1), MEASURED, RATES.seconds)
+    # A host of one GPU sends all bytes through one adapter, at 80% of 50 GB/s.
+    assert far == pytest.approx(gradients.sent / 40e9) and far > near
+
+
+def test_a_thousand_gpus_are_searched_and_marked() -> None:
+    model = replace(LLAMA, layers=80, hidden=8192, ffn=28672, heads=64)
+    job = search.Job(model, TETRAJET, GPUS["b200"], 1024, 8, 1024)
+    found = search.search(job, search.Fixed(micro_batch=1, recompute=False, sp=True))
+    times = [each.time.total for each in found]
+    assert times == sorted(times) and all(math.isfinite(each) and each > 0 for each in times)
+    for each in found:
+        assert each.layout.tp * each.layout.pp * each.layout.dp == 1024
+        words = " ".join(each.extrapolated)
+        assert "b200 was never measured" in words and "beyond that extrapolated" in words
+
+
+def test_a_measured_layout_has_no_mark() -> None:
+    job = search.Job(replace(LLAMA, layers=8), TETRAJET, MEASURED, 4, 4, 64)
+    found = search.search(job, search.Fixed(micro_batch=2, recompute=False, graphs=False))
+    marks = {(each.layout.tp, each.layout.pp, each.layout.sp): each.extrapolated for each in found}
+    assert marks[1, 1, False] == marks[4, 1, True] == ()
+    assert marks[4, 1, False] == ("TP was measured with SP only",)
+    assert "PP was measured up to 2" in marks[1, 4, False]

@@ -1,0 +1,120 @@
+"""The command `python -m tools.choose_layout`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.estimate import huggingface
+from megatron_fp4.estimate.command import main, run
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[2]
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "vocab_size": 32000, "tie_word_embeddings": False,
+}  # fmt: skip
+FLAGS = """
+    --num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --normalization RMSNorm --swiglu
+    --position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear
+    --vocab-size 32000 --seq-length 4096
+""".split()
+JOB = "--gpu h200 --gpus 4 --recipe tetrajet --global-batch-size 64 --micro-batch-size 2".split()
+
+
+def config(folder: Path, **change: object) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(LLAMA | change))
+    return str(path)
+
+
+def test_flags_and_a_hugging_face_config_are_the_same_model(tmp_path: Path) -> None:
+    by_flags = json.loads(run([*JOB, *FLAGS, "--json"]))
+    hf = ["--hf-config", config(tmp_path), "--seq-length", "4096"]
+    assert json.loads(run([*JOB, *hf, "--json"])) == by_flags
+    assert by_flags["model"]["groups"] == 8
+
+
+def test_json_adds_up() -> None:
+    found = json.loads(run([*JOB, *FLAGS, "--json", "--top", "1000"]))
+    seconds = [each["seconds"]["total"] for each in found["layouts"]]
+    assert seconds == sorted(seconds) and len(seconds) > 20
+    for each in found["layouts"]:
+        for kind in ("memory", "seconds"):
+            parts = dict(each[kind])
+            assert parts.pop("total") == pytest.approx(sum(parts.values()))
+        assert each["tokens/s"] == pytest.approx(64 * 4096 / each["seconds"]["total"])
+        layout = each["layout"]
+        assert layout["tp"] * layout["pp"] * layout["dp"] == 4
+        assert f"--tensor-model-parallel-size {layout['tp']}" in each["flags"]
+        assert "--fp4-recipe tetrajet" in each["flags"]
+
+
+def test_the_command_prints_a_table() -> None:
+    command = [sys.executable, "-m", "tools.choose_layout", *JOB, *FLAGS, "--top", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[:6] == ["TP", "SP", "PP", "VPP", "DP", "EP"]
+    assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "3"]
+    assert "flags: --fp4-recipe tetrajet" in done.stdout and "sent by a rank" in done.stdout
+
+
+def test_dropout_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its masks would take memory that is not estimated."""
+    with pytest.raises(SystemExit):
+        run([*JOB, *FLAGS, "--hidden-dropout", "0.1"])
+    assert "--hidden-dropout: invalid choice: 0.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gpu", "v100"], "--gpu v100 is not known: give one of a100, h100"),
+        (["--gpus", "12"], "--gpus 12 is not a multiple of --gpus-per-node 8"),
+        (["--gpus", "0"], "--gpus is 0: give 1 or more"),
+        (["--recipe", "no"], "no"),
+        (["--num-attention-heads", "24"], "give --kv-channels"),
+        (["--hf-config", "/no/such"], "/no/such has no config.json"),
+        (
+            ["--max-position-embeddings", "8192", "--position-embedding-type", "learned_absolute"],
+            "--max-position-embeddings 8192 is not --seq-length 4096",
+        ),
+        (["--tensor-model-parallel-size", "3"], "no layout runs: TP 3 does not divide"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["choose_layout", *JOB, *FLAGS, *flags])
+    assert main() == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("megatron-fp4: error: ") and message in line
+
+
+def test_other_architectures_are_refused(tmp_path: Path) -> None:
+    path = Path(config(tmp_path, model_type="deepseek_v3"))
+    with pytest.raises(ConfigError, match="model_type deepseek_v3 is not known here"):
+        huggingface.read(path, 4096)
+
+
+def test_experts_of_a_config(tmp_path: Path) -> None:
+    path = Path(config(tmp_path, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2))
+    model, flags = huggingface.read(path, 4096)
+    assert (model.experts, model.top_k, model.expert_ffn) == (8, 2, 14336)
+    assert "--num-experts 8" in " ".join(flags)
+
+
+def test_flags_of_a_config_have_what_speed_does_not_depend_on(tmp_path: Path) -> None:
+    """The flags are to be pasted: the base of rotary positions is missing from no launch."""
+    _, flags = huggingface.read(Path(config(tmp_path, rope_theta=500000.0)), 4096)
+    assert "--rotary-base 500000" in " ".join(flags)
