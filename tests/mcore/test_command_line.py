@@ -44,18 +44,15 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
     ("flags", "remedy"),
     [
         ("--distributed-backend nccl", "use --distributed-backend gloo"),
-        ("--transformer-impl transformer_engine", r"install transformer-engine\[pytorch\]"),
+        ("--transformer-impl transformer_engine", r"pip install 'transformer-engine\[pytorch\]'"),
         ("--attention-backend local", "leave it out"),
+        ("--fp4-recipe tetrajet --spec some.module spec", "does not support --spec: leave it out"),
         ("--tokenizer-type SentencePieceTokenizer", "needs --tokenizer-model PATH"),
         ("--tokenizer-type Llama2Tokenizer --tokenizer-model no.model", "prepare_data"),
         ("--data-path 0.5 no/data 0.5 no/other", "no/data.idx does not exist"),
         ("--per-split-data-args-path no.json", "should list the datasets"),
         ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model PATH"),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /no/such", "no tokenizer at /no"),
-        (
-            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model own/name",
-            "install transformers",
-        ),
         ("--tokenizer-type GPT2BPETokenizer", "needs --vocab-file PATH"),
         ("--tokenizer-type GPT2BPETokenizer --vocab-file pyproject.toml", "needs --merge-file"),
         ("--tokenizer-type TikTokenizer --tokenizer-model no.json", "no tokenizer at no.json"),
@@ -93,7 +90,7 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
         ("--num-experts 4 --moe-router-topk 5", "above --num-experts 4: lower it"),
         ("--sft", "pretraining only"),
         ("--rampup-batch-size 2 2 8", "use --step-batch-size-schedule"),
-        ("--recompute-modules layernorm", "recompute other modules"),
+        ("--recompute-modules layernorm", "needs Transformer Engine"),
         ("--use-precision-aware-optimizer", "needs Transformer Engine"),
         (
             "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
@@ -282,7 +279,7 @@ def test_an_mlp_with_biases_is_not_recomputed() -> None:
     args = parse(*MOCK_DATA, *flags)
     args.add_bias_linear = True
     with pytest.raises(ConfigError, match="add --disable-bias-linear"):
-        refuse(of_launch(args))
+        refuse(of_launch(args, ours=True))
 
 
 def test_saving_in_the_background_needs_its_package_where_there_is_a_gpu(

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -12,9 +13,12 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.data import preprocess
 from megatron_fp4.mcore.data.prepare_data import Options, prepare
+from megatron_fp4.mcore.launch.refusals import dataset
 from megatron_fp4.mcore.launch.refusals.dataset import files, tokens
 from megatron_fp4.mcore.launch.refusals.table import refuse
+from testing.builders.corpus import hugging_face_tokenizer, texts, write_lines
 from testing.worlds.launch import torchrun
 
 TRAIN, VALID = "train_text_document", "valid_text_document"
@@ -88,8 +92,33 @@ def test_every_dataset_is_compared(data: Path) -> None:
     refused(other, "were made with different tokenizers: prepare one of the texts again")
 
 
-def test_another_kind_of_tokenizer_is_refused_and_numbers_are_numbers(data: Path) -> None:
+@pytest.mark.slow
+def test_a_launch_reads_a_corpus_of_a_hugging_face_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    own = hugging_face_tokenizer(tmp_path / "own")
+    other = hugging_face_tokenizer(tmp_path / "other", vocab_size=262)
+    write_lines(tmp_path / "text.jsonl", texts(200))
+    words = [tmp_path / "text.jsonl", "--tokenizer-model", own, "--output", tmp_path / "data"]
+    assert preprocess.main([*map(str, words), "--held-out-share", "0.2"]) == 0
+    flags = ["--train-data-path", str(tmp_path / "data" / TRAIN)]
+    flags += ["--valid-data-path", str(tmp_path / "data" / VALID)]
+    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
+    result = torchrun(1, *flags, str(own))
+    assert result.status == 0 and len(result.losses) == 4, result.output
+    result = torchrun(1, *flags, str(other))
+    told = [line for line in result.output.splitlines() if line.startswith("megatron-fp4: error:")]
+    assert len(told) == 1 and result.status != 0 and not result.has_traceback
+    assert f"give --tokenizer-type HuggingFaceTokenizer --tokenizer-model {own}" in told[0]
+    result = torchrun(1, *flags, str(own / "tokenizer.json"))
+    assert f"own/tokenizer.json is a file: give --tokenizer-model {own}" in result.output
+
+
+def test_another_kind_of_tokenizer_is_refused_and_numbers_are_numbers(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train = data / "small" / TRAIN
+    opened = SimpleNamespace(inv_vocab={0: "a"}, eod=0)
+    monkeypatch.setattr(dataset, "get_tokenizer", lambda: opened)
     refused(launch(train, kind="HuggingFaceTokenizer"), "than HuggingFaceTokenizer: give")
     refused(launch(train, tokenizer=data / "small", kind="TikTokenizer"), "give --tokenizer-type S")
     refuse(tokens(launch(train, tokenizer=data / "small", kind="Llama2Tokenizer")))

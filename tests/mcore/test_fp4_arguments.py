@@ -273,7 +273,6 @@ REFUSED = [
     "--fp8-format hybrid",
     "--te-precision-config-file some.yaml",
     "--fp4-quantizer-factory some.module.factory",
-    "--spec some.module spec",
     "--heterogeneous-layers-config-path some.json",
     "--heterogeneous-layers-config-encoded-json {}",
     "--linear-attention-freq 2",

@@ -94,6 +94,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         fp4_verify_integrity=True,
         async_save=True,
         enable_msc=False,
+        exit_signal_handler=False,
     )
     monkeypatch.setattr(saving, "get_args", lambda: args)
     return args

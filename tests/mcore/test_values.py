@@ -1,6 +1,7 @@
 """Values that no flag takes: each is told in a line."""
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,15 @@ def test_what_the_ranges_name_is_megatrons() -> None:
         ("--enable-ft-package", "pip install nvidia-resiliency-ext$"),
         ("--enable-msc", "pip install multi-storage-client$"),
         ("--one-logger-run-name x", "needs the package one_logger"),
+        ("--optimizer muon --bf16", "pip install emerging-optimizers$"),
+        (
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model own/name",
+            "HuggingFaceTokenizer needs transformers: pip install transformers$",
+        ),
+        (
+            "--tokenizer-type TikTokenizer --tokenizer-model {folder}",
+            "TikTokenizer needs tiktoken: pip install tiktoken$",
+        ),
     ],
 )
 def test_a_flag_whose_package_is_missing_is_not_dropped(
@@ -89,6 +99,36 @@ def test_a_flag_whose_package_is_missing_is_not_dropped(
     monkeypatch.setattr(machine, "installed", lambda package: False)
     with pytest.raises(ConfigError, match=f"^{words[0]} .*{remedy}"):
         parse(*MOCK_DATA, *words)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--transformer-impl transformer_engine",
+        "--use-precision-aware-optimizer",
+        "--use-transformer-engine-op-fuser",
+        "--te-rng-tracker",
+        "--te-precision-config-file some.yaml",
+        "--tp-comm-overlap --tensor-model-parallel-size 2 --sequence-parallel",
+        "--cpu-offloading-num-layers 1",
+        "--moe-permute-fusion --num-experts 4",
+        "--moe-router-fusion --num-experts 4",
+        "--use-flash-attn",
+        "--attention-backend flash",
+        "--attention-backend fused",
+        "--cross-entropy-fusion-impl te --cross-entropy-loss-fusion",
+        "--recompute-modules layernorm",
+    ],
+)
+def test_what_acts_in_transformer_engine_alone_names_its_installation(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "HAVE_TE", False)
+    remedy = re.escape("pip install 'transformer-engine[pytorch]'; or leave it out")
+    with pytest.raises(ConfigError, match=f"^{flags.split()[0]} .*{remedy}$"):
+        parse(*MOCK_DATA, *flags.split())
+    monkeypatch.setattr(machine, "HAVE_TE", True)
+    parse(*MOCK_DATA, *flags.split())  # with it, what remains is Megatron's to judge
 
 
 @pytest.mark.parametrize(

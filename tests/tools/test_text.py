@@ -3,12 +3,15 @@
 import gzip
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_fp4.mcore.data import text
-from megatron_fp4.mcore.data.text import DataError, Document, LeftOut, library_documents
+from megatron_fp4.mcore.data.errors import DataError
+from megatron_fp4.mcore.data.folders import LeftOut
+from megatron_fp4.mcore.data.text import Document, library_documents
 
 
 def documents_at(path: Path, json_key: str = "text") -> list[Document]:
@@ -150,3 +153,36 @@ def test_the_default_text_is_the_standard_library_without_its_tests() -> None:
     keys = [document.key for document in library_documents()]
     assert "argparse.py" in keys and "json/decoder.py" in keys and len(keys) > 300
     assert not any("/test" in f"/{key}" or "site-packages" in key for key in keys)
+
+
+def test_zst_and_parquet_are_read_as_what_they_hold(tmp_path: Path) -> None:
+    zstandard, parquet = pytest.importorskip("zstandard"), pytest.importorskip("pyarrow.parquet")
+    frames = [json.dumps({"text": word}).encode() + b"\n" for word in "ab"]
+    packed = b"".join(map(zstandard.ZstdCompressor().compress, frames))  # two frames
+    (tmp_path / "some.jsonl.zst").write_bytes(packed)
+    (tmp_path / "some.txt.zst").write_bytes(zstandard.ZstdCompressor().compress(b"whole"))
+    table = pytest.importorskip("pyarrow").table({"text": ["c", " ", "d"], "id": [1, 2, 3]})
+    parquet.write_table(table, tmp_path / "some.parquet", row_group_size=2)
+    assert sorted(it.text for it in documents_at(tmp_path)) == ["a", "b", "c", "d", "whole"]
+    assert left_out(tmp_path) == ["left out 1, blank: some.parquet:2"]
+    with pytest.raises(DataError, match='no column "body": name one of text, id by --json-key'):
+        documents_at(tmp_path / "some.parquet", "body")
+
+    for name in ("some.jsonl.zst", "some.parquet"):
+        cut = tmp_path / f"cut.{name}"
+        cut.write_bytes((tmp_path / name).read_bytes()[:-7])
+        with pytest.raises(DataError, match=f"{cut.name}: not readable: "):
+            documents_at(cut)
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("some.jsonl.zst", "zstandard"), ("some.parquet", "pyarrow")]
+)
+def test_a_missing_package_is_named(
+    name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / name).write_bytes(b"anything")
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(DataError, match=f"package {package}.*: pip install {package}"):
+            documents_at(path)

@@ -38,6 +38,11 @@ class _Head(NamedTuple):
     documents: int
 
 
+def head(dtype: type[numpy.number], sequences: int, boundaries: int) -> bytes:
+    """The header of an .idx file. dtype: of a token. boundaries: the number of documents plus 1."""
+    return _INDEX.pack(_INDEX_HEADER, 1, DType.code_from_dtype(dtype), sequences, boundaries)
+
+
 def prefixes(args: argparse.Namespace) -> list[str]:
     """The prefixes of all datasets that a launch uses, of all splits. args: Megatron's."""
     blend, per_split = get_blend_and_blend_per_split(args)
@@ -71,7 +76,7 @@ def flaw_of(prefix: str) -> str | None:
         if not file.is_file():
             return (
                 f"{file} does not exist; give the prefix of a .bin and .idx pair, as "
-                "tools/prepare_data.py writes them"
+                "tools/prepare_data.py and tools/preprocess.py write them"
             )
     head = _head_of(prefix)
     if head.magic != _INDEX_HEADER or head.version != 1 or head.code not in DType:

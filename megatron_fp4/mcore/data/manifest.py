@@ -1,17 +1,21 @@
 """manifest.json beside prepared data: what the data were made from, and which files belong to them.
 
-prepare_data.py writes it. A launch reads it to see that its tokenizer is the one of the data.
+prepare_data.py and preprocess.py write it. A launch reads it to see that its tokenizer is the one
+of the data.
 """
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 NAME = "manifest.json"
 # The prefix of each dataset, and the manifest's key for it.
 PARTS = {"train_text_document": "train", "valid_text_document": "held_out"}
 OUTPUTS = [NAME, "tokenizer.model", *(f"{part}.{ext}" for part in PARTS for ext in ("bin", "idx"))]
+LEFT_OUT = "left_out.txt"  # the lines and files that preprocess.py could not use
+PREPROCESS = "preprocess"  # the value of the manifest's key "command" in manifests of preprocess.py
 _KEYS = {"fingerprint", "options", "tokenizer_sha256", "train", "held_out"}
 
 
@@ -20,7 +24,7 @@ class DamagedManifest(ValueError):
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """The manifest in `folder`; None if there is none, or if prepare_data.py did not write it."""
+    """The manifest in `folder`; None if there is none, or if another program wrote it."""
     try:
         found = json.loads((folder / NAME).read_text())
     except (OSError, ValueError, RecursionError):
@@ -28,11 +32,17 @@ def read(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and found.keys() >= _KEYS else None
 
 
-def recorded(prefix: str) -> tuple[str, int] | None:
-    """(SHA-256 of the tokenizer, number of tokens) of a dataset, from the manifest beside it.
+class Record(NamedTuple):
+    """What a manifest tells of a dataset. tokenizer_sha256: of its tokenizer. tokens: how many."""
 
-    None if there is no manifest that prepare_data.py wrote. Raises DamagedManifest if there is one
-    that cannot be read.
+    tokenizer_sha256: str
+    tokens: int
+
+
+def recorded(prefix: str) -> Record | None:
+    """What the manifest beside a dataset tells of it; None if none of this package is there.
+
+    Raises DamagedManifest if there is one that cannot be read.
     """
     part, path = PARTS.get(Path(prefix).name), Path(prefix).with_name(NAME)
     if part is None or not path.exists():
@@ -41,19 +51,33 @@ def recorded(prefix: str) -> tuple[str, int] | None:
         found = json.loads(path.read_bytes())
         if "tokenizer_sha256" not in found:
             return None  # another program wrote it
-        return str(found["tokenizer_sha256"]), int(found[part]["tokens"])
+        return Record(str(found["tokenizer_sha256"]), int(found[part]["tokens"]))
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         raise DamagedManifest(f"{path} cannot be read ({error})") from error
+
+
+def tokenizer_flags(prefix: str) -> str | None:
+    """The flags of a launch for the tokenizer of a dataset, as preprocess.py recorded them.
+
+    None if its manifest records no path of the tokenizer.
+    """
+    found = (read(Path(prefix).parent) or {}).get("tokenizer")
+    if not isinstance(found, dict) or not {"type", "model"} <= found.keys():
+        return None
+    return f"--tokenizer-type {found['type']} --tokenizer-model {found['model']}"
 
 
 def describes(found: dict[str, Any], folder: Path) -> bool:
     """Whether the files in `folder` are still those that the manifest `found` describes.
 
-    Compares the size of every file, and the SHA-256 of the tokenizer.
+    Compares the size of every file, and the SHA-256 of the tokenizer if it is one of them.
     """
+    files = found.get("files") or {}
     try:
-        is_now = (sha256_of(folder / "tokenizer.model"), sizes(folder))
-        return (found["tokenizer_sha256"], found.get("files")) == is_now
+        if not files or sizes(folder, files) != files:
+            return False
+        tokenizer = folder / "tokenizer.model"
+        return tokenizer.name not in files or sha256_of(tokenizer) == found["tokenizer_sha256"]
     except OSError:
         return False
 
@@ -63,12 +87,9 @@ def sha256_of(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def sizes(folder: Path) -> dict[str, int]:
-    """The size in bytes of each file of prepared data by name, without the manifest.
-
-    Raises OSError if a file is missing.
-    """
-    return {name: (folder / name).stat().st_size for name in OUTPUTS if name != NAME}
+def sizes(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    """The size in bytes of each file in `folder`, by name. Raises OSError if one is missing."""
+    return {name: (folder / name).stat().st_size for name in names}
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
@@ -87,4 +108,4 @@ def outputs_in(folder: Path) -> set[str]:
 
     They include the folders in which Megatron caches its shuffled indices.
     """
-    return {*OUTPUTS, *PARTS} if (folder / NAME).exists() and read(folder) else set()
+    return {*OUTPUTS, LEFT_OUT, *PARTS} if (folder / NAME).exists() and read(folder) else set()

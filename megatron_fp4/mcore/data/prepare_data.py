@@ -2,42 +2,35 @@
 
     megatron-fp4-prepare-data [PATH ...] --output data
 
-A PATH is a folder, a text file, or JSON lines (.jsonl or .json), plain or as .gz. Without a PATH
-the text is the source code of Python's standard library, which every machine has. The output folder
-contains tokenizer.model, train_text_document.{bin,idx}, valid_text_document.{bin,idx} and
-manifest.json. Whole documents (files, or JSON lines) are held out for validation. If there is only
-one document, its end is held out. All text is kept in memory.
+A PATH is a folder, a text file, JSON lines (.jsonl or .json) or Parquet; text and JSON lines also
+as .gz or .zst. Without a PATH the text is the source code of Python's standard library, which every
+machine has. The output folder contains tokenizer.model, train_text_document.{bin,idx},
+valid_text_document.{bin,idx} and manifest.json. Whole documents (files, JSON lines, or rows) are
+held out for validation. If there is only one document, its end is held out.
+
+All text is kept in memory: this is for small texts, and for a tokenizer. preprocess.py takes a
+corpus of any size.
 
 Files of a folder that are not UTF-8 text are left out, and a line for each reason says how many. A
 JSON line that cannot be used ends the program with an error that names its file and line number.
 """
 
-import argparse
 import hashlib
 import io
 import itertools
-import logging
-import os
 import re
-import shutil
 import sys
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from megatron_fp4.mcore.data import manifest
-from megatron_fp4.mcore.data.text import (
-    DataError,
-    Document,
-    LeftOut,
-    documents_at,
-    library_documents,
-    shown,
-)
+from megatron_fp4.mcore.data import manifest, outputs
+from megatron_fp4.mcore.data.command import OneLineParser
+from megatron_fp4.mcore.data.errors import DataError
+from megatron_fp4.mcore.data.folders import LeftOut, shown
+from megatron_fp4.mcore.data.text import Document, documents_at, library_documents
 
 TOKENIZER_TEXT_BYTES = 64_000_000  # the tokenizer is trained on this much; more changes it little
 SMALLEST_VOCABULARY = 260  # a token for each of 256 bytes, 3 control tokens and one character
@@ -197,9 +190,7 @@ def write_dataset(prefix: Path, texts: list[str], tokenizer: Any) -> int:
     Each text becomes one document, which ends with the end-of-text token. tokenizer: a
     SentencePieceProcessor.
     """
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about missing GPU libraries, which are not needed here
+    with outputs.without_warnings():
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     dtype = DType.optimal_dtype(tokenizer.vocab_size())
@@ -229,7 +220,8 @@ def prepare(
     tokenizer: the file of a SentencePiece model to use; None: a model is trained.
     Raises DataError for text or options that cannot be used, and if writing fails.
     """
-    _check_output(output)
+    outputs.check(output)
+    _check_not_a_corpus(output)
     own = None if tokenizer is None else read_tokenizer(tokenizer)
     if own is not None:
         options = replace(options, vocab_size=_vocabulary_of(own))
@@ -242,8 +234,8 @@ def prepare(
     say(f"Data: {_count(documents)} of {_origin(paths)}")
     train, held_out = split(documents, options.held_out_share)
     model = train_tokenizer(train, options.vocab_size) if own is None else own
-    with _writing(output):
-        _clear(output)
+    with outputs.writing(output):
+        outputs.clear(output)
         (output / "tokenizer.model").write_bytes(model)
         train_part, held_out_part = manifest.PARTS
         made = {
@@ -256,7 +248,7 @@ def prepare(
             "train": _write_part(output / train_part, train, model),
             "held_out": _write_part(output / held_out_part, held_out, model),
         }
-        made["files"] = manifest.sizes(output)
+        made["files"] = manifest.sizes(output, manifest.OUTPUTS[1:])
         manifest.write(output, made)  # written last: its presence means that the data are complete
     say(f"Data: {shown(output)} is ready ({_summary(made)})")
     return made
@@ -272,39 +264,14 @@ def _read(paths: list[Path], json_key: str, say: Callable[[str], None]) -> list[
     return documents
 
 
-def _check_output(output: Path) -> None:
-    """Raises DataError if `output` cannot be written to, or has another program's manifest.json."""
-    there = next(path for path in (output, *output.absolute().parents) if os.path.lexists(path))
-    if not os.path.isdir(there):
-        raise DataError(f"--output {output}: {there} is not a folder; give another")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise DataError(f"--output {output}: no permission to write in {there}; give another")
-    if (output / manifest.NAME).exists() and manifest.read(output) is None:
+def _check_not_a_corpus(output: Path) -> None:
+    """Raises DataError if `output` has data of preprocess.py, which may have taken days to make."""
+    found = manifest.read(output)
+    if found and found.get("command") == manifest.PREPROCESS:
         raise DataError(
-            f"{output / manifest.NAME} was not written by this tool: give another --output, or "
+            f"{output} has data that megatron-fp4-preprocess wrote: give another --output, or "
             "delete it"
         )
-
-
-@contextmanager
-def _writing(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"cannot write {error.filename or output}: {error.strerror or error}; free space, or "
-            "give another --output"
-        ) from error
-
-
-def _clear(output: Path) -> None:
-    """Creates the folder; removes the manifest and Megatron's cached indices of earlier data."""
-    output.mkdir(parents=True, exist_ok=True)
-    (output / manifest.NAME).unlink(missing_ok=True)
-    for part in manifest.PARTS:
-        # Megatron caches its shuffled indices in a folder named like the dataset, under a hash that
-        # does not depend on the content. With new text they could point past the end of the data.
-        shutil.rmtree(output / part, ignore_errors=True)
 
 
 def _write_part(prefix: Path, texts: list[str], model: bytes) -> dict[str, int]:
@@ -350,13 +317,6 @@ def _summary(made: dict[str, Any]) -> str:
     return f"vocabulary {vocab_size}, {train:,} tokens to train on, {held_out:,} held out"
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """A parser that raises DataError for a wrong command line, and does not print the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise DataError(message)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line `arguments` (None: sys.argv); returns the exit status."""
     parser = OneLineParser(description=(__doc__ or "").partition("\n")[0])
@@ -365,8 +325,8 @@ def main(arguments: list[str] | None = None) -> int:
         "text",
         nargs="*",
         type=Path,
-        help="folders, text files, JSON lines (.jsonl, .json), each also as .gz; without any, the "
-        "sources of Python's standard library, to try it out",
+        help="folders, text files, JSON lines (.jsonl, .json), also as .gz and .zst, and Parquet; "
+        "without any, the sources of Python's standard library, to try it out",
     )
     add("--output", type=Path, default=Path("data"), help="where to write (data)")
     add("--vocab-size", type=int, default=Options.vocab_size, help="tokens in all (%(default)s)")
@@ -378,7 +338,11 @@ def main(arguments: list[str] | None = None) -> int:
         help="share of the documents kept for evaluation (%(default)s)",
     )
     add("--max-bytes", type=int, help="take about this much of the text (all of it)")
-    add("--json-key", default=Options.json_key, help="where a JSON line has its text (%(default)s)")
+    add(
+        "--json-key",
+        default=Options.json_key,
+        help="where a JSON line, or Parquet, has its text (%(default)s)",
+    )
     # Megatron imports Transformer Engine if it is installed. Writing datasets does not need it, and
     # on a node without a GPU the import can fail.
     sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]

@@ -11,7 +11,9 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.training.arguments import parse_and_validate_args
@@ -24,15 +26,42 @@ from megatron_fp4.mcore.launch.refusals.table import of_command_line, of_data, o
 
 # Defaults that differ from Megatron's on every machine.
 _DEFAULTS: dict[str, Any] = {
-    # Without a mask, causal attention runs in its fastest kernel. By default Megatron's dataset
-    # makes a [sequence, sequence] mask for each sample.
-    "create_attention_mask_in_dataloader": False,
     "eval_interval": 1000,  # Megatron-core 0.19 has no default and divides by it
     **dict.fromkeys(fp4_flags.LAYERS_IN_BF16),  # None: not given
 }
 
 
-def parse() -> argparse.Namespace:
+@dataclass(frozen=True)
+class Script:
+    """The training script whose command line is parsed, as Megatron's parser has to know it.
+
+    ours: whether it is pretrain_gpt.py, this package's own, and not a user's. A user's script
+        brings its layers, data and tasks, so checks of these do not apply to it. Without a recipe
+        nothing is checked in it but the flags about recipes.
+    add_flags: adds the script's own flags to the parser that it gets, and returns the parser.
+    defaults: values, by name, that Megatron sets after parsing where an argument is None.
+    ignores_unknown: whether unknown flags are not an error.
+    """
+
+    ours: bool
+    add_flags: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    ignores_unknown: bool = False
+
+    def is_checked(self, args: argparse.Namespace) -> bool:
+        """Whether the launch is checked: it has a recipe, or the script is pretrain_gpt.py."""
+        return self.ours or (args.fp4 is None and args.fp4_recipe not in (None, *fp4_arguments.OFF))
+
+    def settled(self, args: argparse.Namespace) -> argparse.Namespace:
+        """A copy of `args` in which `defaults` are set, as Megatron will set them."""
+        known = {name: value for name, value in vars(args).items() if value is not None}
+        return argparse.Namespace(**vars(args) | dict(self.defaults) | known)
+
+
+PRETRAIN_GPT = Script(ours=True)
+
+
+def parse(script: Script = PRETRAIN_GPT) -> argparse.Namespace:
     """Parses and checks sys.argv; returns Megatron's arguments.
 
     The result is also set as Megatron's global arguments, and Megatron's tokenizer is built. Raises
@@ -40,24 +69,51 @@ def parse() -> argparse.Namespace:
     Megatron refuses them.
     """
     with megatrons_demands():
-        args = parse_and_validate_args(extra_args_provider=add_arguments)
-    refuse(of_data(args))
+        args = parse_and_validate_args(
+            extra_args_provider=lambda parser: add_arguments(parser, script),
+            ignore_unknown_args=script.ignores_unknown,
+            args_defaults=dict(script.defaults),
+        )
+    if script.is_checked(args):
+        refuse(of_data(args, script.ours))
     return args
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the plugin's flags, defaults and checks to Megatron's parser; returns the parser.
+def add_arguments(
+    parser: argparse.ArgumentParser, script: Script = PRETRAIN_GPT
+) -> argparse.ArgumentParser:
+    """Adds the flags of the script and the plugin, defaults and checks to Megatron's parser.
 
-    Passed to Megatron as its `extra_args_provider`. The returned parser's `parse_args` raises
-    ConfigError for arguments that are refused.
+    Returns the parser, whose `parse_args` raises ConfigError for arguments that are refused.
+    Megatron calls this as its `extra_args_provider`.
     """
     parser.set_defaults(**_DEFAULTS, **machine.defaults())
+    if script.ours:
+        # Without a mask, causal attention runs in its fastest kernel. By default Megatron's dataset
+        # makes a [sequence, sequence] mask for each sample.
+        parser.set_defaults(create_attention_mask_in_dataloader=False)
+    if script.add_flags is not None:
+        parser = script.add_flags(parser)
     flags.add_flags(parser)
     parser.error = _error_of(parser)  # type: ignore[method-assign, assignment]
-    _mend_help(parser)
+    _mend_help(parser, script)
     # Megatron validates the arguments and opens the tokenizer right after parsing. Checks that have
     # to come before that run inside parse_args.
-    parser.parse_args = _checked(parser)  # type: ignore[method-assign, assignment]
+    if script.ignores_unknown:
+        known = parser.parse_known_args
+
+        def parse_known_args(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
+            parsed, unknown = known(*args, **kwargs)
+            return _checked(parser, parsed, script), unknown
+
+        parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
+    else:
+        every = parser.parse_args
+
+        def parse_args(*args: Any, **kwargs: Any) -> argparse.Namespace:
+            return _checked(parser, every(*args, **kwargs), script)
+
+        parser.parse_args = parse_args  # type: ignore[method-assign, assignment]
     return parser
 
 
@@ -78,7 +134,7 @@ def _error_of(parser: argparse.ArgumentParser) -> Callable[[str], NoReturn]:
     return error
 
 
-def _mend_help(parser: argparse.ArgumentParser) -> None:
+def _mend_help(parser: argparse.ArgumentParser, script: Script) -> None:
     """Makes --help work, and print on one rank.
 
     The help of some of Megatron's flags contains a bare %, which argparse reads as a placeholder.
@@ -87,10 +143,18 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if action.help:
             action.help = re.sub(r"%%|%(?!\()", "%%", action.help)
-    parser.usage = "torchrun --nproc-per-node N pretrain_gpt.py [flags]"
-    parser.description = (
-        "Pretrains a GPT or LLaMA model; all flags but the first group are Megatron's."
-    )
+    if script.ours:
+        parser.usage = "torchrun --nproc-per-node N pretrain_gpt.py [flags]"
+        parser.description = (
+            "Pretrains a GPT or LLaMA model; all flags but the first group are Megatron's."
+        )
+    else:
+        name = Path(sys.argv[0]).name
+        parser.usage = f"torchrun --nproc-per-node N -m megatron_fp4.run {name} [flags]"
+        parser.description = (
+            f"Runs {name} with this package's linears; all flags but the first group are those of "
+            "the script and Megatron's."
+        )
     parser._print_message = _print_once  # type: ignore[method-assign]
 
 
@@ -104,27 +168,36 @@ def _print_once(message: str, file: object = None) -> None:
         sys.__stdout__.flush()
 
 
-def _checked(parser: argparse.ArgumentParser) -> Callable[..., argparse.Namespace]:
-    parse = parser.parse_args
-
-    def parse_args(*args: Any, **kwargs: Any) -> argparse.Namespace:
-        parsed = parse(*args, **kwargs)
+def _checked(
+    parser: argparse.ArgumentParser, parsed: argparse.Namespace, script: Script
+) -> argparse.Namespace:
+    """`parsed` with the values that are in force; raises ConfigError if they are refused."""
+    is_checked = script.is_checked(parsed)
+    if is_checked:
         refuse(of_command_line(parser, parsed))
-        fp4_arguments.settle_layers_in_bf16(parsed)
-        if parsed.reset_attention_mask:  # has an effect only if there is a mask
-            parsed.create_attention_mask_in_dataloader = True
-        # This package's linears add dW to main_grad without apex; upstream's need apex for it.
-        parsed.fp4_wgrad_fusion = parsed.gradient_accumulation_fusion
-        if not machine.installed("fused_weight_gradient_mlp_cuda"):
-            parsed.gradient_accumulation_fusion = False
-        # The plugin verifies on all ranks (checkpoints/integrity.py), Megatron on rank 0 only.
-        ours = parsed.ckpt_format in ("torch_dist", "torch") and not parsed.enable_msc
-        parsed.fp4_verify_integrity = ours and parsed.verify_integrity is not False
-        parsed.verify_integrity = bool(parsed.verify_integrity) and not ours
-        fp4_arguments.settle(parsed)
+    fp4_arguments.settle_layers_in_bf16(parsed)
+    if script.ours and parsed.reset_attention_mask:  # has an effect only if there is a mask
+        parsed.create_attention_mask_in_dataloader = True
+    _settle_fusion(parsed, is_checked)
+    # The plugin verifies on all ranks (checkpoints/integrity.py), Megatron on rank 0 only.
+    ours = is_checked and parsed.ckpt_format in ("torch_dist", "torch") and not parsed.enable_msc
+    parsed.fp4_verify_integrity = ours and parsed.verify_integrity is not False
+    parsed.verify_integrity = bool(parsed.verify_integrity) and not ours
+    fp4_arguments.settle(parsed)
+    if is_checked:
         refuse(checkpoints.background_save(parsed))
         if not (parsed.use_checkpoint_args or parsed.yaml_cfg):  # else not all arguments are known
-            refuse(of_launch(parsed))
-        return parsed
+            refuse(of_launch(script.settled(parsed), script.ours))
+    return parsed
 
-    return parse_args
+
+def _settle_fusion(parsed: argparse.Namespace, is_checked: bool) -> None:
+    """Sets who adds dW to main_grad.
+
+    This package's linears do without apex; Megatron's need apex for it, and Transformer Engine's
+    are left as they are in a launch that is not checked.
+    """
+    parsed.fp4_wgrad_fusion = parsed.gradient_accumulation_fusion
+    stock = parsed.transformer_impl == "local"
+    if (is_checked or stock) and not machine.installed("fused_weight_gradient_mlp_cuda"):
+        parsed.gradient_accumulation_fusion = False

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import megatron_fp4
 from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
@@ -15,9 +14,9 @@ from megatron_fp4.mcore.launch.refusals.cuda_graphs import captured_layers
 from megatron_fp4.mcore.launch.refusals.table import refuse
 from megatron_fp4.mcore.launch.refusals.weight_states import keepers
 from megatron_fp4.recipe import Recipe
-from megatron_fp4.recipes import get_recipe
+from megatron_fp4.recipes import content, get_recipe
 
-_OFF = ("off", "bf16")  # values of --fp4-recipe that mean no recipe
+OFF = ("off", "bf16")  # values of --fp4-recipe that mean no recipe
 
 
 def settle(args: argparse.Namespace) -> None:
@@ -26,7 +25,7 @@ def settle(args: argparse.Namespace) -> None:
     Sets the defaults that depend on other flags, and adds the arguments that checkpoints record:
     versions and the content of recipes. Raises ConfigError for flags that contradict each other.
     """
-    if args.fp4_recipe in _OFF:
+    if args.fp4_recipe in OFF:
         args.fp4_recipe = None
     if args.fp4 is not None:
         # --fp4-format: upstream's FP4, in Transformer Engine. nvfp4 is upstream's default recipe.
@@ -39,9 +38,9 @@ def settle(args: argparse.Namespace) -> None:
     # following are saved. checkpoints/compare_numerics.py compares them when loading.
     args.fp4_plugin_version = megatron_fp4.__version__
     args.fp4_numerics_version = NUMERICS_VERSION
-    args.fp4_recipe_content = recipe and _content(recipe)
+    args.fp4_recipe_content = recipe and content.write(recipe)
     modules = [] if recipe is None else module_recipes(args)
-    args.fp4_module_contents = [(glob, own and _content(own)) for glob, own in modules]
+    args.fp4_module_contents = [(glob, own and content.write(own)) for glob, own in modules]
     if args.fp4_weight_cache is None:
         args.fp4_weight_cache = "off" if cuda_graphs.wanted(args) else "packed"
     if args.fp4_seed is None:
@@ -103,10 +102,6 @@ def _scheduled(recipe: Recipe, args: argparse.Namespace) -> Recipe:
     if args.fp4_bf16_gemms is not None and recipe.bf16_after is not None:
         recipe = replace(recipe, bf16_gemms=tuple(args.fp4_bf16_gemms))
     return recipe
-
-
-def _content(recipe: Recipe) -> str:
-    return json.dumps(asdict(recipe), default=repr)
 
 
 def _options(pairs: list[str]) -> dict[str, str]:

@@ -28,7 +28,6 @@ def defaults() -> dict[str, Any]:
         found |= {
             "distributed_backend": "gloo",
             "use_cpu_initialization": True,
-            "bias_gelu_fusion": False,
             "bias_swiglu_fusion": False,
             "bias_dropout_fusion": False,
             "num_workers": 0,  # a worker process of the data loader would load torch again

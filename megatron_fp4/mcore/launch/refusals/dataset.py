@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.core.tokenizers.utils.build_tokenizer import SP_TOKENIZERS
+from megatron.training.global_vars import get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_fp4.mcore.data import dataset_files, manifest
+from megatron_fp4.mcore.data.corpus.tokenizers import vocabulary_sha256
 from megatron_fp4.mcore.data.splits import DEFAULT, left_without, shares_of
-from megatron_fp4.mcore.launch.flags import flag_of
 
 
 def files(args: Namespace) -> Iterator[str]:
@@ -28,7 +29,8 @@ def files(args: Namespace) -> Iterator[str]:
     if not (prefixes or args.mock_data):
         yield (
             "no data: give --train-data-path and --valid-data-path (tools/prepare_data.py writes "
-            "both), --data-path PREFIX with --split, or --mock-data"
+            "both, tools/preprocess.py those of a large corpus), --data-path PREFIX with --split, "
+            "or --mock-data"
         )
     for prefix in prefixes:
         yield from _flaw(prefix)
@@ -36,9 +38,6 @@ def files(args: Namespace) -> Iterator[str]:
 
 def splits(args: Namespace) -> Iterator[str]:
     """Refuses training or validation without data, and an invalid or unused --split."""
-    for name in ("full_validation", "multiple_validation_sets"):
-        if getattr(args, name):
-            yield f"{flag_of(name)} is not supported: leave it out, and give --eval-iters N"
     if args.mock_data:
         return
     blend, per_split = get_blend_and_blend_per_split(args)
@@ -64,6 +63,11 @@ def tokens(args: Namespace) -> Iterator[str]:
         largest = dataset_files.largest_token(prefix)
         if largest is not None:
             yield from unknown_token(largest, args)
+
+
+def are_indexed(args: Namespace) -> bool:
+    """Whether all datasets that the arguments name are in Megatron's indexed format."""
+    return all(Path(f"{prefix}.idx").is_file() for prefix in dataset_files.prefixes(args))
 
 
 def unknown_token(token: int, args: Namespace) -> Iterator[str]:
@@ -144,23 +148,28 @@ def _tokenizers(args: Namespace) -> Iterator[str]:
         yield from _flaw(prefix)
         yield from _record(prefix)
         if recorded := manifest.recorded(prefix):
-            made_by.setdefault(recorded[0], prefix)
+            made_by.setdefault(recorded.tokenizer_sha256, prefix)
     if len(made_by) > 1:
         first, second, *_ = made_by.values()
         yield (
             f"{first} and {second} were made with different tokenizers: prepare one of the texts "
-            "again with the other's (tools/prepare_data.py --tokenizer-model PATH)"
+            "again with the other's (--tokenizer-model PATH)"
         )
     for sha256, prefix in made_by.items():
-        is_own = (
-            args.tokenizer_type in SP_TOKENIZERS
-            and manifest.sha256_of(Path(args.tokenizer_model)) == sha256
-        )
-        if not (is_own or args.tokenizer_type == "NullTokenizer"):
+        if args.tokenizer_type != "NullTokenizer" and _sha256(args) != sha256:
             yield (
                 f"{prefix} was made with another tokenizer than "
                 f"{args.tokenizer_model or args.tokenizer_type}: {_own_tokenizer(prefix, sha256)}"
             )
+
+
+def _sha256(args: Namespace) -> str | None:
+    """The SHA-256 that manifests record for the launch's tokenizer; None if its type has none."""
+    if args.tokenizer_type in SP_TOKENIZERS:
+        return manifest.sha256_of(Path(args.tokenizer_model))
+    if args.tokenizer_type == "HuggingFaceTokenizer":
+        return vocabulary_sha256(get_tokenizer())
+    return None
 
 
 def _record(prefix: str) -> Iterator[str]:
@@ -172,19 +181,21 @@ def _record(prefix: str) -> Iterator[str]:
         yield f"{error}: {remedy}"
         return
     there = dataset_files.tokens_of(prefix)
-    if recorded is not None and there is not None and recorded[1] != there:
+    if recorded is not None and there is not None and recorded.tokens != there:
         yield (
-            f"{Path(prefix).with_name(manifest.NAME)} tells of other data, of {recorded[1]} tokens "
-            f"where {prefix} has {there}: {remedy}"
+            f"{Path(prefix).with_name(manifest.NAME)} tells of other data, of {recorded.tokens} "
+            f"tokens where {prefix} has {there}: {remedy}"
         )
 
 
 def _own_tokenizer(prefix: str, sha256: str) -> str:
     """What to do so that the launch uses the tokenizer that the dataset was made with.
 
-    Names the file if it is beside the dataset. sha256: of that tokenizer.
+    Names the file if it is beside the dataset, or if the manifest does. sha256: of that tokenizer.
     """
     beside = Path(prefix).with_name("tokenizer.model")
     if beside.is_file() and manifest.sha256_of(beside) == sha256:
         return f"give --tokenizer-type SentencePieceTokenizer --tokenizer-model {beside}"
+    if flags := manifest.tokenizer_flags(prefix):
+        return f"give {flags}, which it was made with"
     return "give the one it was made with, or prepare the data again"

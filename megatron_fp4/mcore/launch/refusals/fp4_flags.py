@@ -45,7 +45,6 @@ NOT_WITH_A_RECIPE = {
     "--fp8-format": "choose FP8 or a recipe",
     "--te-precision-config-file": "use a recipe file",
     "--fp4-quantizer-factory": "use a recipe file",
-    "--spec": "leave it out, the layers are this package's",
     "--heterogeneous-layers-config-path": "leave it out",
     "--heterogeneous-layers-config-encoded-json": "leave it out",
     "--linear-attention-freq": "use grouped-query attention",

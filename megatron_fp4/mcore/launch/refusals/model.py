@@ -8,41 +8,25 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from megatron_fp4.mcore.launch import machine
+from megatron_fp4.mcore.launch.refusals.packages import TRANSFORMER_ENGINE
 
 
 def layers(args: Namespace) -> Iterator[str]:
     """Refuses features of layers and batches that would fail or have no effect.
 
-    They need Transformer Engine and it is missing, or a collective that gloo does not have, or
-    Megatron-core 0.19 accepts the flag and cannot run it.
+    They need a collective that gloo does not have, or Megatron-core 0.19 accepts the flag and
+    cannot run it.
     """
-    has_te = machine.HAVE_TE
-    if args.transformer_impl != "local" and not has_te:
-        yield (
-            f"--transformer-impl {args.transformer_impl} needs Transformer Engine and a GPU; "
-            "install transformer-engine[pytorch], or leave it out (local is the default here)"
-        )
-    if args.attention_backend == AttnBackend.local:
-        yield (
-            "--attention-backend local is not supported; leave it out: without Transformer Engine "
-            "attention runs in torch's scaled_dot_product_attention"
-        )
     if args.rampup_batch_size is not None:  # T/global_vars.py ignores it
         yield "Megatron-core 0.19 drops --rampup-batch-size: use --step-batch-size-schedule"
-    if args.use_precision_aware_optimizer and not has_te:
-        yield "--use-precision-aware-optimizer needs Transformer Engine: leave it out"
     alltoall = args.num_experts and args.moe_token_dispatcher_type == "alltoall"
     if alltoall and args.expert_model_parallel_size > 1 and args.distributed_backend == "gloo":
         yield "gloo has no all-to-all: use --moe-token-dispatcher-type allgather"
     spread = args.tensor_model_parallel_size > 1 and not args.sequence_parallel
     if args.num_experts and spread and not args.skip_train:  # else each rank fails in step 1
         yield "experts under tensor parallelism need --sequence-parallel: add it"
-    if "layernorm" in (args.recompute_modules or []) and not has_te:
-        yield "--recompute-modules layernorm needs Transformer Engine: recompute other modules"
     mlp = args.recompute_granularity == "selective" and "mlp" in (args.recompute_modules or [])
     if mlp and args.add_bias_linear:
         # The recomputed MLP returns its bias as an output of the checkpoint. Backward through that
@@ -100,6 +84,6 @@ def attention(config: TransformerConfig, layer_number: int) -> Iterator[str]:
 def without_te(what: str) -> str:
     """The refusal of a feature that attention has only in Transformer Engine. what: its name."""
     return (
-        f"{what} is not supported without Transformer Engine; install it and use "
+        f"{what} is not supported without {TRANSFORMER_ENGINE}, and use "
         "--transformer-impl transformer_engine"
     )

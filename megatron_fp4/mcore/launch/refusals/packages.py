@@ -6,6 +6,8 @@ Megatron itself would ignore such a flag, or end with a failed import.
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron.core.transformer.enums import AttnBackend
+
 from megatron_fp4.mcore.launch import machine
 from megatron_fp4.mcore.launch.flags import flag_of
 
@@ -22,6 +24,20 @@ _NEEDED = {
     "one_logger_run_name": ("one_logger", None),
     "one_logger_async": ("one_logger", None),
 }
+TRANSFORMER_ENGINE = "Transformer Engine and a GPU: pip install 'transformer-engine[pytorch]'"
+# Arguments that act in Transformer Engine alone. Without it Megatron ignores some of them, and ends
+# with an error while it builds the model, or in the first step, for the others.
+_NEEDS_TE = (
+    "use_precision_aware_optimizer",
+    "use_transformer_engine_op_fuser",
+    "te_rng_tracker",
+    "te_precision_config_file",
+    "tp_comm_overlap",
+    "cpu_offloading_num_layers",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "use_flash_attn",
+)
 # Arguments that have no effect without --tensorboard-dir. Megatron writes to wandb only where it
 # writes to TensorBoard too.
 _NEEDS_TENSORBOARD = (
@@ -38,6 +54,9 @@ def needed(args: Namespace) -> Iterator[str]:
     for name, (package, distribution) in _NEEDED.items():
         if getattr(args, name) and not machine.installed(package):
             yield _missing(flag_of(name), package, distribution)
+    if args.optimizer not in ("adam", "sgd") and not machine.installed("emerging_optimizers"):
+        flag = f"--optimizer {args.optimizer}"
+        yield _missing(flag, "emerging_optimizers", "emerging-optimizers")
     is_local = args.non_persistent_ckpt_type == "local"
     if is_local and not machine.installed("nvidia_resiliency_ext"):
         flag, package = "--non-persistent-ckpt-type local", "nvidia_resiliency_ext"
@@ -49,6 +68,23 @@ def needed(args: Namespace) -> Iterator[str]:
         yield "--wandb-project needs --wandb-exp-name NAME: add it"
     if args.wandb_project and not (args.wandb_save_dir or args.save):
         yield "--wandb-project needs --wandb-save-dir DIR, or --save: add one"
+
+
+def transformer_engine(args: Namespace) -> Iterator[str]:
+    """Refuses what only Transformer Engine can do if it is not installed."""
+    if machine.HAVE_TE:
+        return
+    given = [flag_of(name) for name in _NEEDS_TE if getattr(args, name)]
+    if args.transformer_impl != "local":
+        given.append(f"--transformer-impl {args.transformer_impl}")
+    if args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te":
+        given.append("--cross-entropy-fusion-impl te")
+    if args.attention_backend in (AttnBackend.flash, AttnBackend.fused):
+        given.append(f"--attention-backend {args.attention_backend.name}")
+    if "layernorm" in (args.recompute_modules or []):
+        given.append("--recompute-modules layernorm")
+    for flag in given:
+        yield f"{flag} needs {TRANSFORMER_ENGINE}; or leave it out"
 
 
 def _missing(flag: str, package: str, distribution: str | None) -> str:

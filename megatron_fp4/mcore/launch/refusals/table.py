@@ -9,10 +9,13 @@ this package checks one topic and yields its refusals. `refuse` raises the first
                                     weight_states
     after that                    checkpoints.background_save  launch/command_line.py
     all arguments are known       of_launch                    launch/command_line.py
-      some from a checkpoint      of_launch                    loop/compat.py
+      some from a checkpoint      of_launch                    loop/plugin.py
     Megatron has validated them   of_data                      launch/command_line.py
     a layer is built              model                        model/spec.py, norm.py, attention.py
     a microbatch is read          dataset.unknown_token        loop/gpt.py
+
+In a user's own script (megatron_fp4/run.py) the checks of its layers, tasks and data are left out,
+and without a recipe all of them but fp4_flags: such a launch runs as it would without this package.
 
 megatron_demands.py rewords the errors of Megatron's own checks, so that they name flags.
 
@@ -39,6 +42,7 @@ from megatron_fp4.mcore.launch.refusals import (
     model,
     optimizer,
     packages,
+    pretrain_gpt,
     tokenizer,
     training,
     values,
@@ -62,23 +66,37 @@ def of_command_line(parser: ArgumentParser, args: Namespace) -> Iterator[str]:
     yield from values.config_file(args)
 
 
-def of_launch(args: Namespace) -> Iterator[str]:
-    """The checks that run when all arguments are known, before Megatron validates them."""
+def of_launch(args: Namespace, ours: bool) -> Iterator[str]:
+    """The checks that run when all arguments are known, before Megatron validates them.
+
+    ours: whether the script is pretrain_gpt.py and not a user's own.
+    """
     yield from machine.gpu(args)
+    yield from packages.transformer_engine(args)
     yield from model.layers(args)
     yield from training.settings(args)
+    if ours:
+        yield from pretrain_gpt.layers(args)
+        yield from pretrain_gpt.tasks(args)
     yield from optimizer.choice(args)
-    yield from tokenizer.choice(args)
+    if ours or args.tokenizer_type in tokenizer.READ_BY:
+        yield from tokenizer.choice(args)
     yield from tokenizer.vocabulary(args)
     yield from values.multiples(args)
-    yield from dataset.files(args)
-    yield from dataset.splits(args)
+    if ours:
+        yield from dataset.files(args)
+        yield from dataset.splits(args)
     yield from checkpoints.saving(args)
     yield from checkpoints.folders(args)
     yield from packages.needed(args)
 
 
-def of_data(args: Namespace) -> Iterator[str]:
-    """The checks that run when Megatron has opened the tokenizer and padded the vocabulary."""
+def of_data(args: Namespace, ours: bool) -> Iterator[str]:
+    """The checks that run when Megatron has opened the tokenizer and padded the vocabulary.
+
+    ours: whether the script is pretrain_gpt.py. A user's own script may give the flags of data to
+    datasets of other formats, which are not checked.
+    """
     yield from machine.launcher(args)
-    yield from dataset.tokens(args)
+    if ours or dataset.are_indexed(args):
+        yield from dataset.tokens(args)

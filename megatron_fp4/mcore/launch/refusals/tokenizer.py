@@ -9,7 +9,7 @@ import sentencepiece
 from megatron_fp4.mcore.launch import machine
 
 # By --tokenizer-type: the package that reads the tokenizer, and the flags that name its files.
-_READ_BY = {
+READ_BY = {
     "HuggingFaceTokenizer": ("transformers", ["--tokenizer-model"]),
     "TikTokenizer": ("tiktoken", ["--tokenizer-model"]),
     "GPT2BPETokenizer": ("transformers", ["--vocab-file", "--merge-file"]),
@@ -30,11 +30,11 @@ def choice(args: Namespace) -> Iterator[str]:
             "no tokenizer: give --tokenizer-type SentencePieceTokenizer --tokenizer-model PATH, "
             "or --tokenizer-type NullTokenizer --vocab-size N for data that is already numbers"
         )
-    if kind not in _READ_BY:
+    if kind not in READ_BY:
         yield f"--tokenizer-type {kind} is not supported: use one of text"
     if kind == "NullTokenizer" and not args.vocab_size:
         yield "--tokenizer-type NullTokenizer needs --vocab-size"
-    package, flags = _READ_BY[kind]
+    package, flags = READ_BY[kind]
     for flag in flags:
         yield from _path(kind, flag, getattr(args, flag[2:].replace("-", "_")))
     if package is not None and not machine.installed(package):
@@ -61,6 +61,8 @@ def _path(kind: str, flag: str, path: str | None) -> Iterator[str]:
     if path is None:
         yield f"{kind} needs {flag} PATH"
         return
+    if kind == "HuggingFaceTokenizer" and Path(path).is_file():
+        yield f"{path} is a file: give {flag} {Path(path).parent}, the folder that it is in"
     # It may be a name on Hugging Face's hub, such as owner/name.
     is_name = kind == "HuggingFaceTokenizer" and path[0] not in "./~" and path.count("/") < 2
     if not (is_name or Path(path).exists()):

@@ -1,4 +1,4 @@
-"""Refuses a launch that lacks a flag that every training needs, or that is not pretraining."""
+"""Refuses a launch that lacks a flag that every training needs."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def settings(args: Namespace) -> Iterator[str]:
     """Refuses missing, contradictory or unsupported settings of the training.
 
     Missing: its length, the learning rate or a size of the model. Contradictory: two dtypes.
-    Unsupported: finetuning and other uses of data than plain pretraining, and in-process restart.
+    Unsupported: in-process restart.
     """
     if not (args.train_iters or args.train_samples or args.skip_train):
         yield "how long to train? give --train-iters or --train-samples"
@@ -31,8 +31,5 @@ def settings(args: Namespace) -> Iterator[str]:
             yield f"give {flag_of(name)} N: it has no default"
     if args.fp16 and args.bf16:
         yield "--fp16 and --bf16 contradict each other: choose one"
-    for option in ("sft", "fim_data", "dataloader_inter_document_masking"):
-        if getattr(args, option):
-            yield f"{flag_of(option)} is not supported: pretraining only"
     if args.inprocess_restart:
         yield "--inprocess-restart is not supported: leave it out"

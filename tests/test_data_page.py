@@ -1,0 +1,47 @@
+"""The commands of docs/data.md run as they are written."""
+
+import gzip
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_fp4.mcore.launch.refusals import dataset
+from megatron_fp4.mcore.launch.refusals.table import refuse
+from testing.builders.command_line import parse
+from testing.builders.corpus import texts, write_lines
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/data.md").read_text()
+
+
+def blocks() -> list[str]:
+    """The indented blocks of the page, each a string."""
+    lines = [line[4:] if line.startswith("    ") else "" for line in PAGE.splitlines()]
+    return [block.strip() for block in "\n".join(lines).split("\n\n") if block.strip()]
+
+
+@pytest.mark.slow
+def test_the_commands_run_and_a_launch_takes_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("sample", "corpus"):
+        (tmp_path / folder).mkdir()
+        lines = write_lines(tmp_path / folder / "a.jsonl", texts(200)).read_bytes()
+        (tmp_path / folder / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    commands, flags = blocks()
+    for command in commands.splitlines():
+        words = shlex.split(command)
+        assert words[0] == "python" and words[1].startswith("tools/")
+        program = [sys.executable, str(ROOT / words[1]), *words[2:]]
+        subprocess.run(program, check=True, capture_output=True)
+        assert ("--dry-run" in words) == ("preprocess" in command and not Path("data").exists())
+    made = json.loads(Path("data/manifest.json").read_text())
+    assert made["train"]["documents"] + made["held_out"]["documents"] == 400
+    args = parse(*shlex.split(flags.replace("\\\n", " ")), "--eval-iters", "1")
+    args.padded_vocab_size = 384
+    refuse(dataset.tokens(args))
