@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 # Two test files at a time; a file's tests share what it made.
 PYTEST := $(PYTHON) -m pytest -n 2 --dist loadfile
 
-.PHONY: help setup demo test test-slow test-all test-newest test-gpu layouts lint
+.PHONY: help setup demo test test-slow test-outside test-all test-newest test-gpu layouts lint
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -23,12 +23,15 @@ demo: $(INSTALLED)  ## pretrain in FP4 and in BF16 on real text, and compare (TE
 		$(if $(RECIPE),--recipe $(RECIPE))
 
 test: $(INSTALLED)  ## run the quick tests, of every part; no GPU needed
-	@$(PYTEST) -m "not (gpu or slow)"
+	@$(PYTEST) -m "not (gpu or slow or outside)"
 
 test-slow: $(INSTALLED)  ## run the slow tests: more layouts, known mistakes, every checkpoint
-	@$(PYTEST) -m "slow and not gpu"
+	@$(PYTEST) -m "slow and not (gpu or outside)"
 
-test-all: test test-slow test-newest layouts  ## run all that needs no GPU, for hours
+test-all: test test-slow test-outside test-newest layouts  ## run all that needs no GPU, for hours
+
+test-outside: $(INSTALLED)  ## test against clusters and other Megatron releases, which it installs
+	@$(PYTHON) -m pytest -m outside
 
 test-newest:  ## run the demo and the tests on the newest versions, in a .venv-newest of their own
 	@$(MAKE) VENV=.venv-newest CONSTRAINTS=constraints-newest.txt demo test test-slow

@@ -3,10 +3,14 @@
 oracles.py      independent results in exact arithmetic, which share no code with megatron_fp4
 builders/       small models, plans for single operands and products, command lines, a stand-in
                 for Transformer Engine
-worlds/         trainings and other programs in torchrun worlds on this machine
+worlds/         trainings and other programs in torchrun worlds on this machine, nodes with networks
+                of their own, a Slurm cluster
 scripts/        the programs that those worlds run
+own_megatron/   training scripts as users of Megatron write them, which know nothing of this package
 layouts/        every layout compared with one process, by tests and by benchmarks.layouts
 kernels/        the Triton kernels compared with the reference
+examples.py     the scripts of examples/ with small models
+launches.py     what the scripts of examples/ launch, without a cluster
 patching.py     a replaced attribute, in programs that run without pytest
 
 Tests and benchmarks import from here. Nothing here imports from tests/.

@@ -135,6 +135,10 @@ def test_the_wheel_is_used_away_from_the_checkout(wheel: Path, tmp_path: Path) -
         ".json",
         ".model",
     }
+    model = ("--tokenizer-model", "data/tokenizer.model")
+    assert "corpus is ready" in run(
+        programs / "megatron-fp4-preprocess", "text.txt", *model, "--output", "corpus"
+    )
     launcher = (programs / "python", "-m", "torch.distributed.run", "--standalone")
     flags = (*TINY, *MOCK_DATA, "--bf16", "--train-iters", "2", "--fp4-recipe", "tetrajet")
     trained = run(*launcher, "-m", "megatron_fp4.mcore.pretrain", *flags)
