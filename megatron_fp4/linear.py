@@ -165,12 +165,14 @@ def _save(ctx: Any, saved: Saved, held: HeldWeight | None) -> None:
     ctx.shared_w = None if held is None else saved.w
     parts = (saved.x, saved.w if held is None else None, saved.weight, saved.residual)
     tensors: list[Tensor | None] = []
+    end = 0
     # For each part: which of the saved tensors are its own, and what builds it from them.
     ctx.builds = builds = [None, None, None, None]
     for i, part in enumerate(parts):
         if part is not None:
             mine, build = take_apart(part)
-            builds[i] = slice(len(tensors), len(tensors) + len(mine)), build  # type: ignore
+            start, end = end, end + len(mine)
+            builds[i] = slice(start, end), build  # type: ignore
             tensors += mine
     ctx.save_for_backward(*tensors)
 

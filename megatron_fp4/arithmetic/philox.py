@@ -114,10 +114,14 @@ class Key:
         return self.seed & _MASK, (self.seed >> 32) & _MASK
 
     @cached_property
-    def signed_words(self) -> tuple[int, int]:
-        """`words` as two signed 32-bit integers with the same bits."""
+    def signed_words(self) -> tuple[int, int, int]:
+        """The step's low word and `words`, as signed 32-bit integers with the same bits.
+
+        The step's word is 0 where the step is a tensor.
+        """
+        step = 0 if isinstance(self.step, Tensor) else self.step & _MASK
         low, high = self.seed & _MASK, (self.seed >> 32) & _MASK
-        return low - (low >> 31 << 32), high - (high >> 31 << 32)
+        return step - (step >> 31 << 32), low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 
 def word(number: int | Tensor, device: torch.device | str) -> Tensor:

@@ -67,11 +67,11 @@ class Backward:
         self._matrices["dy", "model"] = dy
         self._make_at_start()
         if x is None and plan.wgrad is not None:
-            x = self._send(plan.wgrad.b)
-        dgrads = None if plan.dgrad is None else self._send(plan.dgrad.a)
+            x = self._send(plan.wgrad.b, self._made[plan.wgrad.b])
+        dgrads = None if plan.dgrad is None else self._send(plan.dgrad.a, self._made[plan.dgrad.a])
         wgrads = None
         if plan.wgrad is not None and plan.wgrad.a in self._made:
-            wgrads = self._send(plan.wgrad.a)
+            wgrads = self._send(plan.wgrad.a, self._made[plan.wgrad.a])
         dx = dw = dgrads_dy = None
         if plan.dgrad is not None and dgrads is not None:
             a, dgrads = dgrads.wait(), None
@@ -100,7 +100,7 @@ class Backward:
         if plan is None or x is None:
             return None
         if self.plan.saves_x == "packed":
-            return self._send_operand(plan.b, Made(x))
+            return self._send(plan.b, Made(x))
         if plan.b.gathered == "before" and self.site.parallel is not None:
             return self.site.parallel.gather(x).then(Made)
         return None
@@ -167,13 +167,10 @@ class Backward:
             held.made["dgrad"], held.folds["dgrad"] = Made(made.operand), self._folds[dgrad.a]
         return made
 
-    def _send(self, operand: OperandPlan) -> Pending[Made]:
-        return self._send_operand(operand, self._made[operand])
-
-    def _send_operand(self, plan: OperandPlan, made: Made) -> Pending[Made]:
+    def _send(self, plan: OperandPlan, made: Made) -> Pending[Made]:
         """Starts to gather `made` if its plan gathers codes; else the result is `made`, at once."""
         if plan.gathered != "after" or self.site.parallel is None:
-            return Pending.of(made)
+            return Pending(None, made)
         return self.site.parallel.gather(made.operand).then(Made)
 
     # --- products ---
@@ -183,7 +180,7 @@ class Backward:
         parallel, sharding = self.site.parallel, self.plan.setting.sharding
         if parallel is not None and sharding.tokens == "x":
             return parallel.scatter_sum(dx)
-        return parallel.sum(dx) if parallel is not None and sharding.sums_dx else Pending.of(dx)
+        return parallel.sum(dx) if parallel is not None and sharding.sums_dx else Pending(None, dx)
 
     def _dw(
         self,

@@ -68,8 +68,10 @@ class Site:
     fuses: bool = False
     average: Tensor | None = None
     observe: Callable[[str, str, Tensor], None] | None = None
-    # A cache of stream numbers, for calls with repeat 0.
-    _streams: dict[OperandPlan, int] = field(default_factory=dict, repr=False, compare=False)
+    # The stream and placement of operands, for calls that are no repeats and have no rows.
+    _streams: dict[OperandPlan, tuple[int, Placement]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def sharding(self) -> Sharding:
@@ -84,8 +86,7 @@ class Site:
         quantizer = operand.quantizer
         if quantizer is not None:
             if quantizer.stochastic:
-                stream, place = self._stream(operand, call), self.placement(operand, call)
-                noise = Noise(call.key, stream, place)
+                noise = self._noise(operand, call)
             elif quantizer.rounding == "ema":
                 average = self._average()
         if operand.hadamard is not None:
@@ -116,12 +117,16 @@ class Site:
         name = f"{self.name}#{call.repeat}" if repeats else self.name
         return stream_label(name, operand.gemm, operand.letter)
 
-    def _stream(self, operand: OperandPlan, call: Call) -> int:
-        if call.repeat:
-            return stream_id(self.label(operand, call))
+    def _noise(self, operand: OperandPlan, call: Call) -> Noise:
+        """The key of the operand's random bits in this call."""
+        if call.repeat or call.rows is not None:
+            stream = stream_id(self.label(operand, call))
+            return Noise(call.key, stream, self.placement(operand, call))
         if operand not in self._streams:
-            self._streams[operand] = stream_id(self.label(operand, call))
-        return self._streams[operand]
+            stream = stream_id(self.label(operand, call))
+            self._streams[operand] = stream, self.placement(operand, call)
+        stream, place = self._streams[operand]
+        return Noise(call.key, stream, place)
 
     def placement(self, operand: OperandPlan, call: Call) -> Placement:
         """Where the operand lies in the unsharded tensor, in this call."""

@@ -22,16 +22,12 @@ from megatron_fp4.plan.setting import Sharding
 class Pending[A]:
     """The result of an asynchronous operation; computation can go on until `wait` is called.
 
-    arrive: waits for the operation and returns its result; None if `value` is the result.
+    arrive: waits for the operation and returns its result; None where `value` is the result, which
+    is then ready.
     """
 
     def __init__(self, arrive: Callable[[], A] | None, value: A | None = None) -> None:
         self._arrive, self._value = arrive, value
-
-    @classmethod
-    def of[B](cls, value: B) -> Pending[B]:
-        """A Pending whose value is ready."""
-        return Pending(None, value)
 
     def wait(self) -> A:
         """Waits for the operation and returns its value; a second call returns it at once."""

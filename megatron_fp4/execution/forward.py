@@ -127,5 +127,5 @@ def _saved(
 def all_tokens(residual: Residual, plan: LinearPlan, site: Site) -> Pending[Residual]:
     """The outliers of X with the tokens of all ranks, gathered under sequence parallelism."""
     if site.parallel is None or not plan.setting.has_part("x"):
-        return Pending.of(residual)
+        return Pending(None, residual)
     return site.parallel.gather_residual(residual)

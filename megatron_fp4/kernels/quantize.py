@@ -34,7 +34,7 @@ from megatron_fp4.operands import Carriers, Made
 HADAMARD_GROUPS = (32, 64, 128)
 BLOCKS = (16, 32)  # block sizes
 _REGISTERS = 128 if VERSION < (3, 7) else 136  # what Triton 3.9 makes would spill with 128
-_MASK = 0xFFFFFFFF
+_MASK, _SIGN = 0xFFFFFFFF, 0x80000000
 SILENCE = Noise(Key(0), 0)
 
 # The types of the kernels' arguments; see `Launch`.
@@ -97,7 +97,7 @@ def quantize(
         k, others = (columns, rows) if axis else (rows, columns)
         codes = source.new_empty((others, k // 2), dtype=torch.uint8)
         scales = codes.new_empty((others, k // quantizer.block[1]))
-        stream = 0 if drawn is None else signed(drawn.stream)
+        stream = 0 if drawn is None else (drawn.stream ^ _SIGN) - _SIGN  # `signed`, without a call
         operand = QuantizedTensor(codes, scales, None, quantizer, x.shape, axis)
         if carrier is None:
             made += (Made(operand),)
@@ -162,13 +162,9 @@ def random_of(
     place, key = noise.placement, noise.key
     at_rows = _rows(like, rows, place) if places else None
     groups = place.groups_per_row or columns // GROUP
-    return (
-        at_rows,
-        place.groups,
-        groups,
-        *_in_two_forms(key.step, in_memory, like),
-        *key.signed_words,
-    )
+    step, low, high = key.signed_words
+    in_tensor = _in_two_forms(key.step, True, like)[1] if in_memory else None
+    return at_rows, place.groups, groups, step, in_tensor, low, high
 
 
 def is_in_memory(*numbers: int | Tensor) -> bool:
@@ -190,7 +186,7 @@ def _in_two_forms(number: int | Tensor, in_memory: bool, like: Tensor) -> tuple[
 def signed(word: int) -> int:
     """An unsigned 32-bit word as the int32 with the same bits: Triton types an integer by its
     value, and would compile another kernel for one beyond int32."""
-    return word - 2**32 if word >= 2**31 else word
+    return (word ^ _SIGN) - _SIGN
 
 
 @planned

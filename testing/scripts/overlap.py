@@ -50,9 +50,9 @@ def main() -> None:
     TensorParallel.sum = lambda *args: _arrived(add(*args))  # type: ignore[method-assign]
     for recipe in list_recipes():
         assert not sums_beside_wgrad(backward(recipe, summing, log)), (recipe, log)
-    kept, sent = Backward._send_kept_x, Backward._send_operand
+    kept, sent = Backward._send_kept_x, Backward._send
     Backward._send_kept_x = lambda self: _arrived(kept(self))  # type: ignore[method-assign]
-    Backward._send_operand = lambda *args: _arrived(sent(*args))  # type: ignore[method-assign]
+    Backward._send = lambda *args: _arrived(sent(*args))  # type: ignore[method-assign]
     for recipe in list_recipes():
         assert not overlaps(backward(recipe, column, log)), (recipe, log)
     dist.destroy_process_group()
