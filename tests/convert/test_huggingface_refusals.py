@@ -242,3 +242,20 @@ def test_a_killed_import_leaves_no_target(tmp_path: Path) -> None:
     assert command.main(words) == 0
     assert (tmp_path / "to" / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert not partial.exists()
+
+
+def test_a_checkpoint_that_has_changed_is_not_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("llama", tmp_path / "hf")
+    run, made = tmp_path / "run", tmp_path / "made"
+    assert command.main(["import-hf", str(tmp_path / "hf"), "--output", str(run)]) == 0
+    [file] = (run / "release").glob("*.distcp")
+    data = file.read_bytes()
+    at = len(data) // 2  # in the values of a weight
+    file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    words = ("export-hf", run, "--output", made)
+    assert "has changed since it was saved" in refused(capsys, *words)
+    assert not made.exists()
+    # The control: only the SHA-256 finds it.
+    assert command.main([str(word) for word in (*words, "--no-verify")]) == 0

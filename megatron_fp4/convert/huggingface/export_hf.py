@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import get_quantizer, list_quantizers
-from megatron_fp4.convert import keys, safetensors_files, torch_dist
+from megatron_fp4.convert import keys, rewrite, safetensors_files, torch_dist
 from megatron_fp4.convert.huggingface import compressed_tensors, families, model_files
 from megatron_fp4.convert.huggingface.compressed_tensors import CompressedTensors
 from megatron_fp4.convert.huggingface.gpt_oss import GptOssExperts
@@ -30,7 +30,6 @@ from megatron_fp4.convert.huggingface.layouts import Entry
 from megatron_fp4.convert.huggingface.settings import differences
 from megatron_fp4.convert.metadata import TensorInfo
 from megatron_fp4.convert.output import Progress, check_target, complete_folder
-from megatron_fp4.convert.rewrite import equal_bits
 from megatron_fp4.convert.safetensors_files import Folder, Named
 from megatron_fp4.convert.torch_dist import Checkpoint
 from megatron_fp4.errors import ConfigError
@@ -73,12 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shard-gb", type=float, default=2.0, help="size of a safetensors file (%(default)s)")
     add("--force", action="store_true", help="replace --output if it exists")
     add("--dry-run", action="store_true", help="check the checkpoint; write nothing")
+    rewrite.add_verify(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Exports a model. Raises ConfigError, before anything is written, if it cannot be."""
     path = torch_dist.find(args.checkpoint, args.step)
-    source = Source(path, args.like or _kept(path), args.vocab_size)
+    checkpoint = rewrite.source_of(path, args)
+    source = Source(checkpoint, args.like or _kept(path), args.vocab_size)
     form = _form(args, source)
     named = list(source.tensors(form))
     size = sum(tensor.info.bytes for tensor in named)
@@ -126,21 +127,23 @@ def _kept(path: Path) -> Path | None:
 
 def _check(named: list[Named], made: Folder) -> None:
     for tensor in named:
-        if not equal_bits(made.tensor(tensor.name), tensor.load()):
+        if not rewrite.equal_bits(made.tensor(tensor.name), tensor.load()):
             raise ConfigError(f"{tensor.name} was not read as it was written: check the disk")
 
 
 class Source:
     """A Megatron checkpoint as a model of `transformers`.
 
-    path: of one checkpoint. like: the folder of a model of the same architecture, or None.
+    like: the folder of a model of the same architecture, or None.
     vocab_size: tokens of the vocabulary; None: that of `like`, or of the run's arguments.
     Raises ConfigError if no family can express the model, if `like` has another architecture, and
     if the checkpoint does not have the tensors that its arguments imply.
     """
 
-    def __init__(self, path: Path, like: Path | None, vocab_size: int | None) -> None:
-        self.checkpoint, self.like = Checkpoint(path), like
+    def __init__(
+        self, checkpoint: Checkpoint, like: Path | None, vocab_size: int | None
+    ) -> None:
+        self.checkpoint, self.like = checkpoint, like
         self.args = self.checkpoint.args()
         config = None if like is None else model_files.read_config(like)
         self.vocab_size = vocab_size or (config or {}).get("vocab_size") or self._vocab_size()
