@@ -140,9 +140,7 @@ class Source:
     if the checkpoint does not have the tensors that its arguments imply.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, like: Path | None, vocab_size: int | None
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, like: Path | None, vocab_size: int | None) -> None:
         self.checkpoint, self.like = checkpoint, like
         self.args = self.checkpoint.args()
         config = None if like is None else model_files.read_config(like)

@@ -18,9 +18,10 @@ from megatron_fp4.errors import ConfigError
 CONFIG = "config.json"
 # What is not copied with a model: its weights in all forms, and what is no part of it.
 _LEFT = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a tokenizer has one of them
 TOKENIZER = (
-    "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    *_VOCABULARIES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
 FOLDER = "huggingface"  # in a folder of Megatron checkpoints: the files of the imported model
 
@@ -94,7 +95,7 @@ def copy_tokenizer(args: argparse.Namespace, folder: Path) -> None:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether transformers finds a tokenizer in `folder`."""
-    return any((folder / name).is_file() for name in TOKENIZER[:3])
+    return any((folder / name).is_file() for name in _VOCABULARIES)
 
 
 def _transformers() -> Any:

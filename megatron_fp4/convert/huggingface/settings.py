@@ -98,8 +98,6 @@ def of_args(args: argparse.Namespace) -> Settings:
     found: Settings = {name: getattr(args, name, default) for name, default in DEFAULTS.items()}
     if found["kv_channels"] is None:
         found["kv_channels"] = found["hidden_size"] // found["num_attention_heads"]
-    if not found["group_query_attention"]:
-        found["num_query_groups"] = found["num_attention_heads"]
     return normal(found)
 
 
@@ -107,8 +105,10 @@ def normal(settings: Mapping[str, Any]) -> Settings:
     """All settings, with Megatron's default for those that are missing or have no effect."""
     found: Settings = {**DEFAULTS, **settings}
     for name, switch in _ONLY_WITH.items():
-        if not found[switch] and name != "num_query_groups":
+        if not found[switch]:
             found[name] = DEFAULTS[name]
+    if not found["group_query_attention"]:  # each head has keys and values of its own
+        found["num_query_groups"] = found["num_attention_heads"]
     if found["swiglu"]:
         found["bias_gelu_fusion"] = DEFAULTS["bias_gelu_fusion"]
     if found["add_bias_linear"]:  # linear_qkv has a bias as all linears have
