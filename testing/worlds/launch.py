@@ -52,11 +52,16 @@ def torchrun(
 
     Mock data is used if no flag names a dataset. Raises TimeoutError.
     """
+    words = tiny_on_mock_data(*flags)
+    return result_of(spawn(processes, script, *words, timeout_s=timeout_s, fresh=fresh))
+
+
+def tiny_on_mock_data(*flags: str) -> list[str]:
+    """The flags of a launch: TINY, mock data if no flag names a dataset, then `flags`."""
     data = [] if any(flag.endswith("data-path") for flag in flags) else MOCK_DATA
     # Megatron takes this schedule or --global-batch-size, which comes last.
     tiny = TINY[:-2] if "--step-batch-size-schedule" in flags else TINY
-    done = spawn(processes, script, *tiny, *data, *flags, timeout_s=timeout_s, fresh=fresh)
-    return result_of(done)
+    return [*tiny, *data, *flags]
 
 
 def result_of(done: subprocess.CompletedProcess[str]) -> Result:

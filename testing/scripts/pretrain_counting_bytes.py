@@ -1,0 +1,58 @@
+"""pretrain_gpt.py, after which each rank tells the bytes of its weights, gradients and optimizer.
+
+torchrun ... pretrain_counting_bytes.py FLAGS ...
+
+Prints a line "rank R has W bytes of weights, G of gradients, O of the optimizer".
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import Tensor
+
+from megatron_fp4.mcore import pretrain
+from megatron_fp4.mcore.runtime import cpu
+
+
+def main() -> None:
+    cpu.install()
+    from megatron.training import training
+
+    made: list[Any] = []
+    setup = training.setup_model_and_optimizer
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        result = setup(*args, **kwargs)
+        made.extend(result[:2])
+        return result
+
+    training.setup_model_and_optimizer = kept
+    pretrain.main()
+    chunks, optimizer = made
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    counts = size(parameters), size([p.main_grad for p in parameters]), optimizer_size(optimizer)
+    words = "rank {} has {} bytes of weights, {} of gradients, {} of the optimizer\n"
+    os.write(1, words.format(os.environ["RANK"], *counts).encode())  # in one piece
+
+
+def optimizer_size(optimizer: Any) -> int:
+    """The bytes of float32 weights and of both moments, in all parts of Megatron's optimizer."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    found: list[Tensor] = []
+    for part in parts:
+        inner = part.optimizer
+        for group in inner.param_groups:
+            for weight in group["params"]:
+                moments = [x for x in inner.state[weight].values() if isinstance(x, Tensor)]
+                found += [weight, *(x for x in moments if x.shape == weight.shape)]
+    return size(found)
+
+
+def size(tensors: list[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+if __name__ == "__main__":
+    main()

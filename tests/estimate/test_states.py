@@ -1,0 +1,64 @@
+"""Weights, gradients and the optimizer's state on each rank are those of a run of Megatron's."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from megatron_fp4.estimate.layout import Layout, Stage, stages
+from megatron_fp4.estimate.memory import states
+from megatron_fp4.estimate.model import Model
+from megatron_fp4.estimate.plans import recipe_named
+from testing.worlds.launch import SCRIPTS, spawn, tiny_on_mock_data
+
+MODEL = Model(2, 64, 128, 4, 2, 16, 512, 64)  # TINY of testing.worlds.launch, with FFN
+FFN = ("--ffn-hidden-size", "128")
+EXPERTS = replace(MODEL, experts=4, expert_ffn=96)
+EXPERT_FLAGS = """
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96
+    --moe-token-dispatcher-type allgather
+""".split()  # gloo has no all-to-all
+LINE = re.compile(r"rank (\d+) has (\d+) bytes of weights, (\d+) of gradients, (\d+) of the opt")
+
+LAYOUTS = {
+    "tp2-sp": Layout(2, tp=2, sp=True, batch=4),
+    "pp2": Layout(2, pp=2, batch=4),
+    "dp2": Layout(2, batch=4, sharded=True),
+    "ep2": Layout(2, ep=2, batch=4, sharded=True),
+    "tp2-pp2": Layout(4, tp=2, pp=2, batch=4),
+    "tp2-sp-ep2-dp2": Layout(4, tp=2, sp=True, ep=2, batch=4, sharded=True),
+}
+
+
+def model_of(layout: Layout) -> Model:
+    return EXPERTS if layout.ep > 1 else MODEL
+
+
+def stage_of(layout: Layout, rank: int) -> Stage:
+    """The stage of a rank. Megatron numbers tensor-, then data-, then pipeline-parallel ranks."""
+    return stages(model_of(layout), layout)[rank // (layout.gpus // layout.pp)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_states_are_those_of_a_run(name: str) -> None:
+    layout = LAYOUTS[name]
+    model, recipe = model_of(layout), recipe_named("tetrajet")
+    flags = " ".join(layout.flags(bool(model.experts))).split()
+    words = [*flags, *FFN, *(EXPERT_FLAGS if model.experts else []), "--bf16", "--train-iters", "2"]
+    script = SCRIPTS / "pretrain_counting_bytes.py"
+    done = spawn(layout.gpus, script, *tiny_on_mock_data(*words, "--fp4-recipe", "tetrajet"))
+    assert done.returncode == 0, done.stdout[-4000:]
+    measured = {int(rank): list(map(int, rest)) for rank, *rest in LINE.findall(done.stdout)}
+    assert sorted(measured) == list(range(layout.gpus))
+    optimizer = 0.0
+    for rank, (weights, gradients, own) in measured.items():
+        estimate = states(model, layout, recipe, stage_of(layout, rank))
+        assert (weights, gradients) == estimate[:2]
+        # Shards of a distributed optimizer have one size with padding, which is not counted here.
+        assert own == (pytest.approx(estimate[2], rel=0.1) if layout.sharded else estimate[2])
+        optimizer += estimate[2]
+        # The control: the states of another layout are others.
+        other = replace(layout, tp=1, pp=1, ep=1, sharded=not layout.sharded)
+        assert states(model, other, recipe, stages(model, other)[0]) != estimate
+    assert sum(own for *_, own in measured.values()) == optimizer
