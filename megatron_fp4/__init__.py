@@ -14,7 +14,7 @@ from megatron_fp4.arithmetic.quantizer import (
 )
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.linear import linear
-from megatron_fp4.module import Linear, name_layers
+from megatron_fp4.module import Linear, name_layers, update_averages
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from megatron_fp4.recipes import get_recipe, list_recipes, recipe_options
 
@@ -35,4 +35,5 @@ __all__ = [
     "name_layers",
     "quantize",
     "recipe_options",
+    "update_averages",
 ]

@@ -30,7 +30,7 @@ def describe(recipe: Recipe) -> list[str]:
         dge = recipe.estimator
         lines.append(f"  gradient of W: times DGE's factor (k {dge.k:g}, clip {dge.clip:g})")
     if recipe.weight_average is not None:
-        lines.append(f"  average of W: of the FP32 weights, beta {recipe.weight_average.beta:g}")
+        lines.append(f"  average of W: of the FP32 weights, {recipe.weight_average}")
     if recipe.bias_gradient == "quantized":
         lines.append("  gradient of the bias: the sum of dgrad's quantized dY")
     return lines

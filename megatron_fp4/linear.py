@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from megatron_fp4.execution.backward import Backward
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.forward import Saved, forward
 from megatron_fp4.execution.weights import HeldWeight
-from megatron_fp4.inputs import autocasts, check_operands, computes_in
+from megatron_fp4.inputs import autocasts, check_operands, check_tensor, computes_in
 from megatron_fp4.operands import Operand
 from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.data import LinearPlan
@@ -241,6 +242,8 @@ def _product(
         x, weight = x.to(computes_in(x)), weight.to(computes_in(weight))
         with torch.autocast(device, enabled=False):
             return _product(x, weight, bias, recipe, site, call, held)
+    if recipe.weight_average is not None and site.average is None:
+        site = replace(site, average=weight.detach().float())  # as before the first update
     grad = torch.is_grad_enabled()
     return _Linear.apply(x, weight, bias, recipe, site, call, held, grad)
 
@@ -260,6 +263,7 @@ def linear(
     step: int | Tensor = 0,
     name: str = "linear",
     replica: int | None = None,
+    average: Tensor | None = None,
 ) -> Tensor:
     """Y = X W^T + bias with the three GEMMs (fprop, dgrad, wgrad) in the recipe's precision.
 
@@ -274,6 +278,8 @@ def linear(
         and dY with different random bits, so that their rounding errors average out. None: the
         rank in torch.distributed's default group, or 0 without one. Pass it where ranks of that
         group hold the same tokens.
+    average: float32 [out, in], the moving average towards which the recipe rounds W (Q-EMA). None:
+        the weight itself, as before the first update. Other recipes take none.
     torch.compile breaks its graph here: the linear runs between two compiled graphs, and under
     fullgraph=True the compiler raises.
     Raises ConfigError for unsupported tensors or shapes that do not fit, for an axis that is not a
@@ -292,7 +298,24 @@ def linear(
         step = step.clone()  # backward reads it too, and by then the caller may have increased it
     replica = own_replica() if replica is None else replica
     call = Call(Key(seed, step), replica)
-    return quantized_linear(x, weight, bias, recipe, _site(name, replica), call)
+    site = _site(name, replica)
+    if average is not None:
+        _check_average(average, weight, recipe, name)
+        site = replace(site, average=average)
+    return quantized_linear(x, weight, bias, recipe, site, call)
+
+
+def _check_average(average: Tensor, weight: Tensor, recipe: Recipe, name: str) -> None:
+    """Raises ConfigError unless the recipe reads such an average of such a weight."""
+    if recipe.weight_average is None:
+        raise ConfigError(f"{name}: recipe {recipe.name} reads no average of W: leave it out")
+    check_tensor(average, f"{name}: average")
+    same = average.shape == weight.shape and average.device == weight.device
+    if not same or average.dtype != torch.float32:
+        raise ConfigError(
+            f"{name}: an average is float32 {list(weight.shape)} on {weight.device}, not "
+            f"{average.dtype} {list(average.shape)} on {average.device}"
+        )
 
 
 @lru_cache(4096)

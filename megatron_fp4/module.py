@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp4.arithmetic.philox import Key
+from megatron_fp4.arithmetic.weight_states import OptimizerStep
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.linear import linear
 from megatron_fp4.plan.sizes import check_sizes
@@ -34,6 +35,9 @@ class Linear(nn.Linear):
         The count is part of the state dict (extra state, int64 []). Loading a state dict without
         it, such as nn.Linear's, leaves the count unchanged. Before a CUDA graph captures the layer,
         set it to an int64 tensor [] of its own on the weight's device: each replay increases it.
+    average: the moving average towards which the recipe rounds W (Q-EMA): a float32 buffer [out,
+        in], whatever the dtype of the layer; None where the recipe keeps none. It starts as the
+        weight of the first forward pass. `update_averages` updates it after each optimizer step.
     Raises ConfigError if in_features or out_features is not a multiple of a block or Hadamard
     group, for an invalid seed or replica, for an input that `linear` refuses, and where a captured
     graph would repeat the random bits of one step.
@@ -41,6 +45,7 @@ class Linear(nn.Linear):
 
     steps: int | Tensor
     replica: int | None
+    average: Tensor | None
 
     def __init__(
         self,
@@ -57,6 +62,8 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.seed, self.name, self.steps = Key(seed).seed, name, 0
+        self.register_buffer("average", None)
+        self._has_started = False  # whether the average is more than a copy of the weight
         self.recipe = recipe  # type: ignore[assignment]  # the setter takes a name too
         self.replica = replica
         if replica is not None:
@@ -78,6 +85,10 @@ class Linear(nn.Linear):
         followed = recipe if isinstance(recipe, Recipe) else get_recipe(recipe)
         check_sizes(followed, None, self.in_features, self.out_features, self.name)
         self._recipe = followed
+        if followed.weight_average is None:
+            self.average = None
+        elif self.average is None:
+            self.average, self._has_started = self.weight.detach().float().clone(), False
 
     def forward(self, input: Tensor) -> Tensor:
         product = _out_of_graphs if torch.compiler.is_compiling() else Linear._product
@@ -87,6 +98,8 @@ class Linear(nn.Linear):
         if self.training and self.recipe.draws:
             _claim_noise(self)
         step = self._replay.take(self._next_step)
+        if self.average is not None and not self._has_started:
+            self._start_average(self.average)
         return linear(
             input,
             self.weight,
@@ -96,7 +109,17 @@ class Linear(nn.Linear):
             step=step,
             name=self.name,
             replica=self.replica,
+            average=self.average,
         )
+
+    @torch.no_grad()
+    def _start_average(self, average: Tensor) -> None:
+        if self._is_captured():
+            raise ConfigError(
+                f"{self.name}: a CUDA graph would start its average anew whenever it runs: call "
+                "megatron_fp4.update_averages once before the capture"
+            )
+        average.copy_(self.weight)
 
     def _next_step(self) -> int | Tensor:
         step = self.steps
@@ -134,8 +157,21 @@ class Linear(nn.Linear):
     ) -> None:
         args = state_dict, prefix, local_metadata, strict, missing_keys, *others
         super()._load_from_state_dict(*args)  # type: ignore[arg-type]
-        if (steps := f"{prefix}_extra_state") in missing_keys:
-            missing_keys.remove(steps)  # checkpoints of nn.Linear, which lack it, load strictly
+        average = f"{prefix}average"
+        # State dicts of nn.Linear and of layers with another recipe load strictly too.
+        for key in (f"{prefix}_extra_state", average):
+            for keys in (missing_keys, others[0]):
+                if key in keys:
+                    keys.remove(key)
+        if self.average is not None:
+            self._has_started = average in state_dict
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Linear:
+        average = self.average
+        super()._apply(fn, recurse)
+        if average is not None and self.average is not None and self.average.dtype != average.dtype:
+            self.average = average.to(self.average.device)  # .bfloat16() leaves it in float32
+        return self
 
     def _replicate_for_data_parallel(self) -> nn.Module:
         raise ConfigError(
@@ -167,6 +203,22 @@ def name_layers(model: nn.Module) -> nn.Module:
     for name, layer in named.items():
         layer.name = name or layer.name  # "" is the model itself: it keeps its name
     return model
+
+
+@torch.no_grad()
+def update_averages(model: nn.Module, step: int, steps: int, rate: float = 1.0) -> None:
+    """Update the moving averages of all `Linear`s of a model. Call it after each optimizer step.
+
+    step: the number of the optimizer step, from 1. steps: the number of steps of the training.
+    rate: the step's learning rate as a share of the schedule's largest, for averages that follow
+    it. Megatron's optimizers do this by themselves.
+    """
+    time = OptimizerStep(step, steps, rate)
+    for layer in model.modules():
+        if isinstance(layer, Linear) and layer.average is not None:
+            assert layer.recipe.weight_average is not None
+            layer.recipe.weight_average.update(layer.average, layer.weight, time)
+            layer._has_started = True
 
 
 # By (seed, name): the layer that last drew the random bits of this key.

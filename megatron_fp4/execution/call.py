@@ -20,7 +20,6 @@ from megatron_fp4.arithmetic.philox import (
     stream_id,
     stream_label,
 )
-from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.makers.base import Given
 from megatron_fp4.plan.data import OperandPlan
@@ -54,8 +53,8 @@ class Site:
     parallel: the ranks over which it is sharded; None if it is not sharded.
     keeps_w, packs_x: see `plan.setting.Setting`.
     fuses: whether dW is added to weight.main_grad, if the weight has one.
-    average: float32 [out, in], the moving average towards which rounding ema rounds W; None where
-        the recipe keeps none. It is updated in place between steps.
+    average: float32 [out, in], the moving average towards which rounding ema rounds W. It is
+        updated in place between steps. None: W itself, or the recipe reads no average.
     observe: called with (gemm, letter, tally) for each quantized operand when it is multiplied, to
         watch for NaN and rounded elements; see `operands.Decoded.tally`.
     """
@@ -88,18 +87,10 @@ class Site:
             if quantizer.stochastic:
                 noise = self._noise(operand, call)
             elif quantizer.rounding == "ema":
-                average = self._average()
+                average = self.average
         if operand.hadamard is not None:
             signs = self.signs(operand.gemm, operand, call)
         return Given(fold, widest, noise, signs, average)
-
-    def _average(self) -> Tensor:
-        if self.average is None:
-            raise ConfigError(
-                f"{self.name}: its recipe keeps an average of the weights, which Megatron's "
-                "optimizers update: train under Megatron, or use another recipe"
-            )
-        return self.average
 
     def signs(self, gemm: str, operand: OperandPlan, call: Call) -> Signs | None:
         """The random signs of a GEMM's Hadamard transform; None where it has none."""

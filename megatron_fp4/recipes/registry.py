@@ -11,8 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipes import averaging
 
 SUFFIXES = (".yaml", ".yml")  # of recipe files
 _FACTORIES: dict[str, Callable[..., Recipe]] = {}
@@ -49,18 +51,38 @@ def get_recipe(name: str, **options: Any) -> Recipe:
     """The recipe called `name`: a built-in, a YAML file, or `package.module:object`.
 
     options: options of the recipe, by keyword. A string is converted to the type of its option.
+        Beside a recipe's own options there are those of `averaging.OPTIONS`.
     Raises ConfigError for an unknown name, option or value; the message lists the known ones.
     """
     if not isinstance(name, str):
         raise ConfigError(f"a recipe goes by a name, not by {name!r}")
+    average = _average_options(name, options)
+    return _shared(averaging.with_options(_found(name, options), average))
+
+
+def _average_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `averaging.OPTIONS`, converted to their types, and taken out of `options`."""
+    hints = get_type_hints(WeightAverage)
+    given = [option for option in options if option in averaging.OPTIONS]
+    try:
+        return {
+            option: typed(options.pop(option), hints[averaging.OPTIONS[option]], option)
+            for option in given
+        }
+    except ConfigError as error:
+        raise ConfigError(f"recipe {name!r}: {error}") from error
+
+
+def _found(name: str, options: Mapping[str, Any]) -> Recipe:
+    """The recipe of this name, with its own options."""
     if name in _FACTORIES:
-        return _shared(call_with_options(_FACTORIES[name], name, options))
+        return call_with_options(_FACTORIES[name], name, options)
     if name.endswith(SUFFIXES):
         from megatron_fp4.recipes.files import load_recipe_file
 
-        return _shared(load_recipe_file(Path(name), options))
+        return load_recipe_file(Path(name), options)
     if ":" in name:
-        return _shared(_imported(name, options))
+        return _imported(name, options)
     baseline = "; for a linear in BF16 use torch.nn.Linear" if name == "bf16" else ""
     raise ConfigError(
         f"unknown recipe {name!r}; known: {', '.join(list_recipes())}, a .yaml file, or "
@@ -102,7 +124,7 @@ def call_with_options(
         known, hints = inspect.signature(factory).parameters, get_type_hints(factory)
         unknown = [key for key in options if key not in known]
         if unknown:
-            listed = ", ".join(known) or "none"
+            listed = ", ".join([*known, *averaging.OPTIONS])
             raise ConfigError(f"no option {unknown[0]!r}; its options: {listed}")
         return factory(**{key: typed(value, hints.get(key), key) for key, value in options.items()})
     except ConfigError as error:

@@ -6,11 +6,35 @@ quantized in the forward pass. The straight-through gradient is then that of the
 forward pass computed. Q3 and Q5 quantize dY, for dgrad and wgrad.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.recipe import GemmRecipe, Recipe
+from megatron_fp4.recipes.averaging import DEFAULT, averaging
 from megatron_fp4.recipes.registry import register
+
+
+@register("tetrajet-ema")
+def tetrajet_ema(
+    *,
+    rule: Literal["ceil", "floor"] = "ceil",
+    backward_rounding: Literal["stochastic", "nearest"] = "stochastic",
+    double_quantization: bool = True,
+    bias_gradient: Literal["quantized", "raw"] = "quantized",
+) -> Recipe:
+    """TetraJet with Q-EMA, arXiv 2502.20853, section 4.2: Q2 rounds W towards its moving average.
+
+    The options are those of `tetrajet`; `averaging.OPTIONS` sets the average.
+    """
+    found = tetrajet(
+        rule=rule,
+        backward_rounding=backward_rounding,
+        double_quantization=double_quantization,
+        bias_gradient=bias_gradient,
+    )
+    paper = "arXiv 2502.20853, sections 3 and 4.2"
+    return replace(averaging(found, DEFAULT), paper=paper)
 
 
 @register("tetrajet")

@@ -94,6 +94,12 @@ def test_the_estimator_s_factor_is_the_reference_s() -> None:
     assert list(differences("cuda")) == []
 
 
+def test_averages_are_updated_as_by_the_reference() -> None:
+    from testing.kernels.compare_averages import differences
+
+    assert list(differences("cuda")) == []
+
+
 def test_outliers_are_the_reference_s_on_a_cpu() -> None:
     from testing.kernels.compare_outlier_clamp import NARROW, differences
 

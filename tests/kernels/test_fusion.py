@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
 
 from megatron_fp4.arithmetic.quantizer import NVFP4, Quantizer
-from megatron_fp4.kernels import blocks, carrier, launch, rows
+from megatron_fp4.kernels import averages, blocks, carrier, launch, rows
 from megatron_fp4.kernels.launch import Launch
 from megatron_fp4.kernels.quantize import _transform_launch
 from testing.kernels.compiling import (
@@ -34,6 +35,7 @@ FACTOR |= dict.fromkeys(["power", "share", "clip"], "fp32")
 # Of each kernel a launch, or the types of its arguments and constants, for which it has something
 # to fuse if it ever has.
 CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
+    "averages.blend_kernel": averages._launch(4, torch.float32),
     "blocks.top_kernel": blocks._launches(64, 64, INFLATED, 1, False, False)[0],
     "blocks.cast_kernel": blocks._launches(64, 64, INFLATED, 1, False, False)[1],
     "carrier.carry_kernel": carry_launch((64, 256, 32, E4M3, False)),

@@ -32,6 +32,7 @@ def test_all_codes_and_scales_are_the_reference_s(rule: str) -> None:
         "block_scales",
         "dge_factor",
         "outlier_clamp",
+        "averages",
     ],
 )
 def test_other_kernels_are_the_reference_s(comparison: str) -> None:

@@ -8,7 +8,14 @@ from testing.kernels.mistakes import MISTAKES, NONE
 
 # One of each kernel, for the quick tier.
 QUICK = {"ties go up", "a whole's noise", "sums for differences", "NaN fits"}
-QUICK |= {"midway goes down", "1/2 is decoded as 3/4", "halves go down", "no NaN", "up is nearest"}
+QUICK |= {
+    "midway goes down",
+    "1/2 is decoded as 3/4",
+    "halves go down",
+    "no NaN",
+    "up is nearest",
+    "rounded in another order",
+}
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ class Plugin:
             optimizer = upstream(*given, **named)
             if self.run is not None and self.run.weight_states.names:
                 states = self.run.weight_states
-                states.follow(optimizer, are_saved(states.names, self.run.args))
+                states.follow(optimizer, are_saved(states.names, self.run.args), self.run.args)
             return optimizer
 
         return get_megatron_optimizer

@@ -13,6 +13,7 @@ read it.
 checkpoints/weight_states.py saves and loads the states. C stands for megatron/core.
 """
 
+import argparse
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_fp4.arithmetic.weight_states import WeightState, key_of
+from megatron_fp4.arithmetic.weight_states import Blend, OptimizerStep, WeightState, blend, key_of
 from megatron_fp4.recipe import Recipe
 
 
@@ -71,6 +72,7 @@ class WeightStates:
         self._is_stale = True
         self._in_optimizers = False  # whether optimizers have the states; the same on all ranks
         self._in_checkpoint = False  # whether the checkpoint to be loaded has them
+        self._args = argparse.Namespace()  # Megatron's
         self._started: dict[tuple[Kept, str], Tensor] = {}  # states that no optimizer has yet
 
     def add(self, layer: Any, recipe: Recipe) -> Tensor | None:
@@ -99,12 +101,15 @@ class WeightStates:
 
     # --- owners -----------------------------------------------------------------------------------
 
-    def follow(self, optimizer: MegatronOptimizer, in_checkpoint: bool) -> None:
+    def follow(
+        self, optimizer: MegatronOptimizer, in_checkpoint: bool, args: argparse.Namespace
+    ) -> None:
         """Makes `optimizer` keep the states from now on.
 
         Every rank must call it, before a checkpoint is loaded. in_checkpoint: whether that
-        checkpoint has the states.
+        checkpoint has the states. args: Megatron's, from which updates read the current step.
         """
+        self._args = args
         chained = isinstance(optimizer, ChainedOptimizer)
         optimizers = optimizer.chained_optimizers if chained else [optimizer]
         for each in optimizers:
@@ -151,6 +156,7 @@ class WeightStates:
 
     def _update(self, inner: torch.optim.Optimizer, *_: Any) -> None:
         """Updates this rank's parts of the states; torch calls it after each step of `inner`."""
+        rates = {id(main): _rate(group) for group in inner.param_groups for main in group["params"]}
         for kept, name, state in self._parts(inner):
             assert kept.main is not None
             if state is None:
@@ -159,8 +165,13 @@ class WeightStates:
                 if state is None:
                     continue
                 inner.state[kept.main][key_of(name)] = state
-            kept.states[name].update(state, kept.main)
+            step = OptimizerStep(self._number(), self._args.train_iters, rates[id(kept.main)])
+            kept.states[name].update(state, kept.main, step, _blend_on(state.device))
         self._is_stale, self._in_optimizers = True, True
+
+    def _number(self) -> int:
+        """The number of the current step, from 1."""
+        return int(getattr(self._args, "curr_iteration", self._args.iteration)) + 1
 
     def _parts(
         self, inner: torch.optim.Optimizer | None = None
@@ -237,3 +248,18 @@ class WeightStates:
     def has(self, weight: Tensor) -> bool:
         """Whether states are kept beside this weight."""
         return any(kept.layer.weight is weight for kept in self._all)
+
+
+def _rate(group: dict[str, Any]) -> float:
+    """The learning rate of a group of parameters as a share of its schedule's largest."""
+    largest = group.get("max_lr") or group["lr"]
+    return float(group["lr"] / largest) if largest else 1.0
+
+
+def _blend_on(device: torch.device) -> Blend:
+    """The function `blend`, or the kernel with its bits."""
+    if device.type != "cuda":
+        return blend
+    from megatron_fp4.kernels import averages  # imports Triton
+
+    return averages.blend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from testing.kernels.mistakes.in_averages import AVERAGES
 from testing.kernels.mistakes.in_carriers import CARRIERS
 from testing.kernels.mistakes.in_dge_occ import DGE_FACTOR, OUTLIER_CLAMP
 from testing.kernels.mistakes.in_mxfp4 import MXFP4
@@ -15,6 +16,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
     "block_scales": BLOCK_SCALES,
     "dge_factor": DGE_FACTOR,
     "outlier_clamp": OUTLIER_CLAMP,
+    "averages": AVERAGES,
 }
 NONE = "none"
 
