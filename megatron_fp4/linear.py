@@ -193,7 +193,7 @@ def take_apart(
     Returns (tensors, build): build(*tensors) gives the part back. build itself references no
     tensor, so it keeps none of them alive.
     """
-    if isinstance(part, QuantizedTensor):
+    if type(part) is QuantizedTensor:
         build = partial(QuantizedTensor, quantizer=part.quantizer, shape=part.shape, axis=part.axis)
         return [part.codes, part.scales, part.tensor_scale], build
     if isinstance(part, Residual):

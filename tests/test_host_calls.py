@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-MOST = 400  # Python and C functions, by cProfile
+# Python and C functions, by cProfile. On a GPU a pass takes 14 more than counted here, which ask for
+# the stream, the device and whether a graph is captured: 400 in all.
+MOST = 400 - 14
 
 
 def test_a_linear_on_a_warm_plan_takes_few_calls() -> None:

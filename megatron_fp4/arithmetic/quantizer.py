@@ -7,9 +7,9 @@ docs/numerics.md is the specification.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 from zlib import crc32
 
 import torch
@@ -93,6 +93,11 @@ class Quantizer:
     def _hash(self) -> int:
         words = self.element, self.scale, self.block, self.rule, self.rounding
         return crc32(repr(words).encode())  # equal in every process, since pickling stores it
+
+    @cached_property
+    def fields(self) -> tuple[Any, ...]:
+        """The arguments of the constructor. Their hash takes no Python code."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     @cached_property
     def stochastic(self) -> bool:

@@ -49,7 +49,7 @@ class Backward:
     call: Call
     held: HeldWeight | None = None
     _matrices: dict[tuple[str, Source], Operand] = field(default_factory=dict)
-    _folds: dict[OperandPlan, Tensor | None] = field(default_factory=dict)
+    _folds: dict[OperandPlan, Tensor] = field(default_factory=dict)
     _made: dict[OperandPlan, Made] = field(default_factory=dict)
 
     def gradients(self, dy: Tensor, into: Tensor | None) -> Gradients:
@@ -120,7 +120,9 @@ class Backward:
         if plan.dgrad is not None:
             if self.held is not None and "dgrad" in self.held.made:
                 makings = tuple(m for m in makings if plan.dgrad.b not in m.operands)
-                self._folds[plan.dgrad.a] = self.held.folds["dgrad"]
+                fold = self.held.folds["dgrad"]
+                if fold is not None:
+                    self._folds[plan.dgrad.a] = fold
             else:
                 self._take_source(plan.dgrad, self.saved.w, plan.fprop.b)
         if plan.wgrad is not None and any(plan.wgrad.b in m.operands for m in makings):
@@ -144,7 +146,8 @@ class Backward:
         if fold is not None and gemm.name == "wgrad" and gemm.a.is_part and self.site.parallel:
             fold = self.site.parallel.part(fold)
         self._matrices[gemm.b.letter, gemm.b.source] = matrix
-        self._folds[gemm.a] = fold
+        if fold is not None:
+            self._folds[gemm.a] = fold
 
     def _make(self, makings: tuple[Making, ...]) -> None:
         self._made |= make_operands(makings, self._matrices, self._folds, self.site, self.call)
@@ -164,7 +167,7 @@ class Backward:
             return self._made[dgrad.b] if held is None else held.made["dgrad"]
         made = self._made[dgrad.b]
         if dgrad.holds_b:
-            held.made["dgrad"], held.folds["dgrad"] = Made(made.operand), self._folds[dgrad.a]
+            held.made["dgrad"], held.folds["dgrad"] = Made(made.operand), self._folds.get(dgrad.a)
         return made
 
     def _send(self, plan: OperandPlan, made: Made) -> Pending[Made]:

@@ -90,6 +90,8 @@ class Site:
                 average = self.average
         if operand.hadamard is not None:
             signs = self.signs(operand.gemm, operand, call)
+        if fold is widest is noise is signs is average is None:
+            return _NOTHING
         return Given(fold, widest, noise, signs, average)
 
     def signs(self, gemm: str, operand: OperandPlan, call: Call) -> Signs | None:
@@ -127,3 +129,6 @@ class Site:
         if operand.is_part and self.parallel is not None:
             rows = self.parallel.part(rows)
         return place._replace(rows=rows)
+
+
+_NOTHING = Given()

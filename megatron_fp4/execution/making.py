@@ -15,7 +15,7 @@ from megatron_fp4.operands import Made, Operand
 from megatron_fp4.plan.data import Making, OperandPlan, Source
 
 Matrices = Mapping[tuple[str, Source], Operand]
-Folds = Mapping[OperandPlan, Tensor | None]
+Folds = Mapping[OperandPlan, Tensor]
 
 
 def make_operands(
@@ -76,9 +76,9 @@ def source_of(
     if operand.source == "model":
         assert isinstance(kept, Tensor)
         return kept.to(operand.dtype), None
-    assert isinstance(kept, QuantizedTensor)
     if operand.source == "codes":
         return kept, None
+    assert isinstance(kept, QuantizedTensor)
     if operand.source == "elements":
         scales = kept.block_scales(wide(operand.dtype)).flatten()
         return kept.unscaled(), scales.expand(kept.shape[0])

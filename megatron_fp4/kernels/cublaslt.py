@@ -226,7 +226,7 @@ def multiply(
     types = a_type, b_type, out.dtype
     plan = _plan(shape, types, alpha, accumulates, alignment, index)
     stream = 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
-    workspace = kept(_bytes, (WORKSPACE,), out)  # a graph's own must live until the launch
+    workspace = kept(_bytes, (WORKSPACE,), out, stream)  # a graph's own must live until the launch
     plan.run((first, second, a_scales, b_scales, place), stream, workspace.data_ptr())
 
 

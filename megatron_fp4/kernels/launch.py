@@ -88,18 +88,21 @@ def on(x: Tensor) -> AbstractContextManager[Any]:
 _HERE = nullcontext()
 
 
-def kept(make: Callable[..., Tensor], arguments: tuple[int, ...], like: Tensor) -> Tensor:
+def kept(
+    make: Callable[..., Tensor], arguments: tuple[int, ...], like: Tensor, stream: int | None = None
+) -> Tensor:
     """make(*arguments, device=like.device), made once for each stream of each GPU.
 
     While a CUDA graph is captured it is made in the graph and not kept: a graph's memory is used
-    again by its other replays.
+    again by its other replays. stream: the handle of the current stream, if the caller has it.
     """
     device = like.device
     if device.type != "cuda":
         return _kept(make, arguments, device, 0)
     if torch._C._cuda_isCurrentStreamCapturing():
         return make(*arguments, device=device)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if stream is None:
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
     return _kept(make, arguments, device, stream)
 
 

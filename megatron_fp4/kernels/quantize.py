@@ -114,7 +114,8 @@ def quantize(
         assert average is not None
         average = average.to(torch.float32).contiguous()
     copied = wanted[0], wanted[1]
-    start = _quantize_launch(rows, columns, quantizer, packed, *copied, in_memory, has_groups)
+    fields = quantizer.fields
+    start = _quantize_launch(rows, columns, fields, packed, *copied, in_memory, has_groups)
     start(
         source.device, source, x_scales, *outputs[0], *outputs[1], average, *random, rows, columns
     )
@@ -193,7 +194,7 @@ def signed(word: int) -> int:
 def _quantize_launch(
     rows: int,
     columns: int,
-    quantizer: Quantizer,
+    fields: tuple[Any, ...],
     packed: int,
     along_rows: torch.dtype | bool,
     along_columns: torch.dtype | bool,
@@ -202,10 +203,10 @@ def _quantize_launch(
 ) -> Launch:
     """The launch for copies that are not transformed.
 
-    packed: the block size of the source's codes; 0 for BF16. along_rows, along_columns: whether
-    there is such a copy, or the dtype of its carriers.
+    fields: of the quantizer. packed: the block size of the source's codes; 0 for BF16.
+    along_rows, along_columns: whether there is such a copy, or the dtype of its carriers.
     """
-    wanted = along_rows, along_columns
+    quantizer, wanted = Quantizer(*fields), (along_rows, along_columns)
     carriers = [_mantissa(each) if each else None for each in wanted]
     height, width, warps, down, registers = tile(
         quantizer, bool(packed), bool(along_rows), bool(along_columns), any(carriers)

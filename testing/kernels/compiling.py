@@ -48,7 +48,9 @@ def quantize_launch(
     BF16 is read. in_memory: whether the step is read from memory. fields: of the quantizer.
     """
     quantizer = Quantizer(rounding=rounding, **fields)  # type: ignore[arg-type]
-    return _quantize_launch(*sizes, quantizer, packed, along_rows, along_columns, in_memory, True)
+    return _quantize_launch(
+        *sizes, quantizer.fields, packed, along_rows, along_columns, in_memory, True
+    )
 
 
 VARIANTS: dict[str, Launch] = {

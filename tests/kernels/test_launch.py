@@ -204,7 +204,9 @@ def test_what_is_specialized_makes_another_plan() -> None:
     """Sizes, directions, rounding and carriers have a launch each, and graphs their own; noise and
     places have none."""
     made = [
-        _quantize_launch(rows, 64, get_quantizer(name), packed, along, across, in_memory, False)
+        _quantize_launch(
+            rows, 64, get_quantizer(name).fields, packed, along, across, in_memory, False
+        )
         for rows in (64, 96)
         for name in ("mxfp4", "mxfp4-sr", "mxfp4-ceil")
         for packed in (0, 32)
@@ -214,7 +216,9 @@ def test_what_is_specialized_makes_another_plan() -> None:
         )
     ]  # fmt: skip
     assert len(set(map(id, made))) == len(made) == 96
-    assert made[0] is _quantize_launch(64, 64, get_quantizer("mxfp4"), 0, True, False, False, False)
+    assert made[0] is _quantize_launch(
+        64, 64, get_quantizer("mxfp4").fields, 0, True, False, False, False
+    )
 
 
 def test_kernels_are_interpreted_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
