@@ -158,22 +158,54 @@ def test_another_layout_goes_on_with_the_same_averages(name: str, tmp_path: Path
         assert not torch.equal(average, after[key])  # the control: it moved
 
 
-def test_a_checkpoint_without_averages_starts_them_at_its_weights(tmp_path: Path) -> None:
+# Of the checkpoint and of the launch that loads it, and what the launch says of the average.
+STARTS = "has no average of the weights: it starts at the weights"
+CHANGES = {
+    "tetrajet-to-ema": ("--fp4-recipe tetrajet", EMA, "kept from now on"),
+    "bf16-to-ema": ("", EMA, STARTS),
+    "ema-to-tetrajet": (EMA, "--fp4-recipe tetrajet", "its average of W is dropped"),
+    "ema-to-bf16": (EMA, "", "this launch has none"),
+}
+
+
+@pytest.mark.parametrize("sharded", ["", slow(SHARDED)])
+@pytest.mark.parametrize("name", CHANGES)
+def test_recipes_with_and_without_averages_load_each_other_s_checkpoints(
+    name: str, sharded: str, tmp_path: Path
+) -> None:
+    """An average that a checkpoint lacks starts at its weights; one that it has is left out."""
+    saved, launched, says = CHANGES[name]
     first, second = tmp_path / "first", tmp_path / "second"
     results = run_in_turn(
-        1,
+        2 if sharded else 1,
         {
-            "first": f"--fp4-recipe tetrajet {saving(first)} --train-iters 2",
-            "second": f"{EMA} --load {first} {saving(second, 1)} --train-iters 3 "
-            "--override-opt_param-scheduler --fp4-load-anyway",
+            "first": f"--bf16 {saved} {sharded} {saving(first)} --train-iters 2",
+            "second": f"--bf16 {launched} {sharded} --load {first} {saving(second, 1)} "
+            "--train-iters 3 --override-opt_param-scheduler",
         },
         BF16,
     )
     assert [r.status for r in results.values()] == [0, 0], results["second"].output[-3000:]
-    assert "has no average of the weights: it starts at the weights" in results["second"].output
+    assert says in results["second"].output
     before, weights = main_weights(step(first, 2)), main_weights(step(second, 3))
-    for key, average in averages(step(second, 3)).items():
+    found = averages(step(second, 3))
+    assert bool(found) == (launched == EMA)
+    assert (STARTS in results["second"].output) == bool(found)
+    for key, average in found.items():
         assert torch.equal(average, before[key] * BETA + weights[key] * (1 - BETA))
+
+
+def test_another_average_is_another_recipe(tmp_path: Path) -> None:
+    other = "--fp4-recipe tetrajet-ema --fp4-recipe-option ema_beta=0.5 --fp4-recipe-option"
+    results = run_in_turn(
+        1,
+        {
+            "first": f"{EMA} {saving(tmp_path)} --train-iters 2",
+            "second": f"{other} ema_delay=0 --load {tmp_path} --train-iters 3",
+        },
+        BF16,
+    )
+    assert "weight_average.beta was 0.75 and is 0.5" in told(results["second"])
 
 
 def test_a_skipped_step_leaves_the_average(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
 
     Raises ConfigError if the FP4 numerics or the padded vocabulary differ. With --fp4-load-anyway
     the difference is printed instead. A change from a recipe to none, or the reverse, is always
-    only printed, since the command line shows it.
+    only printed, since the command line shows it; so is one to or from a recipe that is the same
+    but for an average of W (`tetrajet` and `tetrajet-ema`).
     """
     _compare_rows(saved, launch)
     then, now = (getattr(args, "fp4_recipe_content", None) for args in (saved, launch))
@@ -56,6 +57,11 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
         )
     if differing:
         _tell(f"goes on from other numerics: {differing}")
+    was, is_ = (_keeps_average(_fields(content)) for content in (then, now))
+    if was != is_:
+        what = "its average of W is dropped" if was else "an average of W is kept from now on"
+        names = _spelled(saved), _spelled(launch)
+        _tell("the checkpoint was trained with {}, this launch has {}: {}".format(*names, what))
 
 
 def _compare_rows(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
@@ -82,6 +88,8 @@ def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[
     # Compare the contents of the recipes, not their names: a file may have changed, and the same
     # recipe may be built in or in a file.
     old, new = (_fields(args.fp4_recipe_content) for args in (saved, launch))
+    if _keeps_average(old) != _keeps_average(new):
+        old, new = _without_average(old), _without_average(new)
     for name, flag in _SCHEDULE.items():
         found += _was_and_is(flag, old.pop(name, None), new.pop(name, None))
     if changed := _changed(old, new):
@@ -100,6 +108,18 @@ def _module_differences(saved: argparse.Namespace, launch: argparse.Namespace) -
     changed = "; ".join(_changed(a, b) for (_, a), (_, b) in zip(then, now, strict=False))
     shown = f" ({changed})" if changed else ""
     return [f"--fp4-module-recipe was {_said(was)} and is {_said(is_)}{shown}"]
+
+
+def _keeps_average(recipe: dict[str, Any]) -> bool:
+    return any(name.startswith("weight_average.") for name in recipe)
+
+
+def _without_average(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe without those of its average of W. `ema` is then nearest rounding."""
+    rest = {name: value for name, value in recipe.items() if not name.startswith("weight_average")}
+    if rest.get("fprop.b.rounding") == "ema":
+        rest["fprop.b.rounding"] = "nearest"
+    return rest
 
 
 def _has_schedule(args: argparse.Namespace) -> bool:
