@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Python and C functions, by cProfile. On a GPU a pass takes 14 more than are counted here, which ask
-# for the stream, the device and whether a graph is captured: at most 400 in all.
+# Python and C functions, by cProfile. On a GPU a pass takes 14 more than are counted here: they ask
+# for the stream, the device and whether a graph is captured.
 MOST = 400 - 14
 
 
