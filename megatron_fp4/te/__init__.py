@@ -87,6 +87,8 @@ def _inexpressible(recipe: Recipe) -> str | None:
         return "multiplies dW by a factor of W (DGE)"
     if recipe.outliers is not None:
         return "splits outliers from X"
+    if recipe.weight_states:
+        return "keeps an average of W"
     if recipe.bf16_after is not None:
         return "changes in the course of training"
     for gemm in GEMMS:

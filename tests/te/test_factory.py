@@ -54,7 +54,12 @@ def test_a_recipe_by_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "word"), [("mxfp4_rht_sr", "signs that they share"), ("dge_occ", "DGE")]
+    ("name", "word"),
+    [
+        ("mxfp4_rht_sr", "signs that they share"),
+        ("dge_occ", "DGE"),
+        ("tetrajet_ema", "keeps an average of W"),
+    ],
 )
 def test_a_recipe_that_the_hook_cannot_express_is_refused_in_one_line(name: str, word: str) -> None:
     with pytest.raises(ConfigError, match="use --fp4-recipe") as caught:
