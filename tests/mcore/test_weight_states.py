@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -206,6 +207,37 @@ def test_another_average_is_another_recipe(tmp_path: Path) -> None:
         BF16,
     )
     assert "weight_average.beta was 0.75 and is 0.5" in told(results["second"])
+
+
+def test_beta_follows_the_steps_the_learning_rate_and_a_resume(tmp_path: Path) -> None:
+    """Against the formula of docs/numerics.md in numpy, with TINY's cosine schedule by hand."""
+    options = "ema_share=0.4 ema_follows_lr=true ema_warmup=3 ema_delay=1".split()
+    recipe = " ".join(f"--fp4-recipe-option {option}" for option in options)
+    going = f"--fp4-recipe tetrajet-ema {recipe} {saving(tmp_path, 1)}"
+    results = run_in_turn(
+        1,
+        {"first": f"{going} --train-iters 5 --exit-interval 3",
+         "second": f"{going} --train-iters 5 --load {tmp_path}",
+         "shorter": f"{going} --train-iters 4 --load {tmp_path} --ckpt-step 3"},
+        BF16,
+    )  # fmt: skip
+    assert [r.status for r in results.values()] == [0, 0, 1]
+    assert "--train-iters was 5 and is 4" in told(results["shorter"])
+    found = [averages(step(tmp_path, number)) for number in range(1, 6)]
+    mains = [main_weights(step(tmp_path, number)) for number in range(1, 6)]
+    for key in found[0]:
+        assert torch.equal(found[0][key], mains[0][key])  # the delay
+        wanted = mains[0][key].numpy()
+        for number in range(2, 6):
+            rate = 0.1 + 0.9 * 0.5 * (np.cos(np.pi * (number - 1) / 10) + 1)
+            window = 1 / (1 - 2 ** (-1 / (0.4 * 5))) / rate
+            if number - 1 < 3:
+                window = 1 + (window - 1) * (number - 1) / 3
+            beta = np.float32(1 - 1 / window), np.float32(1 / window)
+            wanted = beta[0] * wanted + beta[1] * mains[number - 1][key].numpy()
+            assert np.allclose(found[number - 1][key].numpy(), wanted, rtol=1e-6, atol=1e-9), number
+            constant = found[number - 2][key] * 0.998 + mains[number - 1][key] * 0.002
+            assert not torch.allclose(found[number - 1][key], constant, rtol=1e-6)  # the control
 
 
 def test_a_skipped_step_leaves_the_average(tmp_path: Path) -> None:

@@ -82,8 +82,8 @@ def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[
     found = []
     for name, flag in _FLAGS.items():
         found += _was_and_is(flag, getattr(saved, name, None), getattr(launch, name, None))
-    # A schedule ends after a share of training, so the step depends on the number of iterations.
-    if any(_has_schedule(args) for args in (saved, launch)):
+    # Shares of training are numbers of steps, which depend on the number of iterations.
+    if any(_has_shares(args) for args in (saved, launch)):
         found += _was_and_is("--train-iters", saved.train_iters, launch.train_iters)
     # Compare the contents of the recipes, not their names: a file may have changed, and the same
     # recipe may be built in or in a file.
@@ -122,10 +122,12 @@ def _without_average(recipe: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def _has_schedule(args: argparse.Namespace) -> bool:
+def _has_shares(args: argparse.Namespace) -> bool:
+    """Whether a recipe of the run has a schedule, or an average whose half-life is a share."""
     own = [content for _, content in getattr(args, "fp4_module_contents", [])]
     recipes = [_fields(content) for content in [args.fp4_recipe_content, *own] if content]
-    return any(recipe["bf16_after"] is not None for recipe in recipes)
+    shares = "bf16_after", "weight_average.half_life"
+    return any(recipe.get(name) is not None for recipe in recipes for name in shares)
 
 
 def _was_and_is(what: str, old: Any, new: Any) -> list[str]:
