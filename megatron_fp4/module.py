@@ -211,13 +211,16 @@ def update_averages(model: nn.Module, step: int, steps: int, rate: float = 1.0) 
 
     step: the number of the optimizer step, from 1. steps: the number of steps of the training.
     rate: the step's learning rate as a share of the schedule's largest, for averages that follow
-    it. Megatron's optimizers do this by themselves.
+    it. Weights that FSDP2 shards (fully_shard) are gathered one after the other, so every rank must
+    call it. Megatron's optimizers do this by themselves.
     """
     time = OptimizerStep(step, steps, rate)
     for layer in model.modules():
         if isinstance(layer, Linear) and layer.average is not None:
             assert layer.recipe.weight_average is not None
-            layer.recipe.weight_average.update(layer.average, layer.weight, time)
+            weight = layer.weight
+            whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+            layer.recipe.weight_average.update(layer.average, whole, time)
             layer._has_started = True
 
 

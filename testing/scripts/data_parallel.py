@@ -21,7 +21,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_fp4 import ConfigError, Linear, get_quantizer, linear, name_layers, quantize
+from megatron_fp4 import (
+    ConfigError,
+    Linear,
+    Recipe,
+    get_quantizer,
+    get_recipe,
+    linear,
+    name_layers,
+    quantize,
+    update_averages,
+)
 from megatron_fp4.arithmetic.quantizer import quantize_matrix
 from megatron_fp4.mcore.runtime import gloo
 
@@ -33,7 +43,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     noise_averages_out_over_ranks()
     resuming_repeats(Path(sys.argv[1]))
-    fsdp_is_ddp(Path(sys.argv[1]))
+    for recipe in (get_recipe("tetrajet"), get_recipe("tetrajet-ema", ema_beta=0.5, ema_delay=0)):
+        fsdp_is_ddp(Path(sys.argv[1]), recipe)
     dtensors_are_refused()
     dist.destroy_process_group()
 
@@ -87,9 +98,9 @@ def error_ratios(replica: int | None) -> Tensor:
 # --- resuming -------------------------------------------------------------------------------------
 
 
-def network() -> nn.Module:
+def network(recipe: Recipe | str = "tetrajet") -> nn.Module:
     torch.manual_seed(0)
-    layers = [Linear(SIZE, SIZE, recipe="tetrajet") for _ in range(2)]
+    layers = [Linear(SIZE, SIZE, recipe=recipe) for _ in range(2)]
     return name_layers(nn.Sequential(layers[0], nn.GELU(), layers[1]))
 
 
@@ -100,6 +111,7 @@ def train(model: nn.Module, steps: range) -> None:
         optimizer.zero_grad()
         model(drawn(10 + 2 * step + dist.get_rank())).square().mean().backward()
         optimizer.step()
+        update_averages(model, step + 1, 10)
 
 
 def full(model: nn.Module) -> list[Tensor]:
@@ -129,24 +141,26 @@ def resuming_repeats(folder: Path) -> None:
         assert equal(resumed, whole) != forgets_steps
 
 
-def fsdp_is_ddp(folder: Path) -> None:
-    """Checks that FSDP2 (fully_shard) trains as DDP does, and that its checkpoints keep `steps`."""
-    ddp, sharded = DistributedDataParallel(network()), sharded_network()
+def fsdp_is_ddp(folder: Path, recipe: Recipe) -> None:
+    """Checks that FSDP2 (fully_shard) trains as DDP does, and that its checkpoints keep `steps` and
+    averages of weights."""
+    ddp, sharded = DistributedDataParallel(network(recipe)), sharded_network(recipe)
     train(ddp, range(3))
     train(sharded, range(3))
     assert isinstance(next(sharded.parameters()), DTensor) and equal(ddp, sharded)
-    checkpoint.save(get_model_state_dict(sharded), checkpoint_id=folder / "sharded")
-    resumed = sharded_network()
+    place = folder / recipe.name
+    checkpoint.save(get_model_state_dict(sharded), checkpoint_id=place)
+    resumed = sharded_network(recipe)
     state = get_model_state_dict(resumed)
-    checkpoint.load(state, checkpoint_id=folder / "sharded")
+    checkpoint.load(state, checkpoint_id=place)
     set_model_state_dict(resumed, state)
     for model in (ddp, resumed):
         train(model, range(3, 5))
     assert equal(ddp, resumed)
 
 
-def sharded_network() -> nn.Module:
-    model = network()
+def sharded_network(recipe: Recipe) -> nn.Module:
+    model = network(recipe)
     mesh = init_device_mesh("cpu", (2,))
     for layer in model.children():
         if isinstance(layer, Linear):
