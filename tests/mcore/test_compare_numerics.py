@@ -41,6 +41,52 @@ def test_other_numerics_are_named_with_what_was_and_what_is(flags: str, differen
     compare(parse(*WAS.split()), parse(*flags.split(), "--fp4-load-anyway"))
 
 
+EMA = "--fp4-recipe tetrajet-ema --seed 5"
+
+
+@pytest.mark.parametrize(
+    ("was", "flags", "says"),
+    [
+        (WAS, EMA, "with tetrajet, this launch has tetrajet-ema: an average of W is kept from now"),
+        (EMA, WAS, "with tetrajet-ema, this launch has tetrajet: its average of W is dropped"),
+    ],
+)
+def test_an_average_of_w_comes_and_goes_without_being_forced(
+    was: str, flags: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare(parse(*was.split()), parse(*flags.split()))
+    assert says in capsys.readouterr().out
+    # The control: whatever else differs is refused.
+    with pytest.raises(ConfigError, match="dgrad.a.rounding was stochastic and is nearest"):
+        compare(
+            parse(*was.split()),
+            parse(*flags.split(), "--fp4-recipe-option", "backward_rounding=nearest"),
+        )
+
+
+@pytest.mark.parametrize(
+    ("option", "difference"),
+    [
+        ("ema_beta=0.5", "weight_average.beta was 0.998 and is 0.5"),
+        ("ema_share=0.5", "weight_average.half_life was none and is 0.5"),
+    ],
+)
+def test_another_average_of_w_is_another_recipe(option: str, difference: str) -> None:
+    with pytest.raises(ConfigError, match=difference):
+        compare(parse(*EMA.split()), parse(*EMA.split(), "--fp4-recipe-option", option))
+
+
+def test_a_half_life_belongs_to_a_number_of_steps() -> None:
+    share = "--fp4-recipe-option ema_share=0.01"
+    for flags, refused in ((f"{EMA} {share}", True), (EMA, False)):
+        saved, launch = (parse(*flags.split(), "--train-iters", n) for n in ("100", "200"))
+        if refused:
+            with pytest.raises(ConfigError, match="--train-iters was 100 and is 200"):
+                compare(saved, launch)
+        else:
+            compare(saved, launch)
+
+
 def test_another_version_of_the_numerics_is_named() -> None:
     saved, launch = parse(*WAS.split()), parse(*WAS.split())
     saved.fp4_numerics_version = 0
