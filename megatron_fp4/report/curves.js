@@ -2,7 +2,8 @@
 
 const MARGIN = { left: 62, right: 14, top: 8, bottom: 30 };
 
-// series: name, run (its number), steps, values, and dashed with dots if there are few of them.
+// series: name, run (its number), steps, values; dashed ones have dots if they are few.
+// options: zero, whether the axis begins at 0; mayBeWide, whether it may be logarithmic.
 function curves(title, series, options = {}) {
   const shown = series.filter((one) => extent([one.values]) !== null);
   const readout = element("div", { class: "readout" });
@@ -59,9 +60,9 @@ function curve(one, x, y) {
   group.append(shape("path", {
     class: `curve ${one.dashed ? "dashed" : ""}`, d: outline(one, x, y),
   }));
-  if (one.dashed || one.steps.length === 1) {
+  if (one.steps.length === 1 || (one.dashed && one.steps.length <= 40)) {
     one.steps.forEach((step, i) => {
-      if (one.values[i] === null || one.steps.length > 100) return;
+      if (one.values[i] === null) return;
       group.append(shape("circle", { class: "dot", cx: x(step), cy: y(one.values[i]), r: 3 }));
     });
   }

@@ -72,11 +72,23 @@ function valueAt(map, layer, column) {
   return column < 0 ? NaN : valuesOf(map, layer)[column] ?? NaN;
 }
 
-// Names of rows: of each layer where there is room, else of the first row of a numbered layer.
+// Names of rows, without the words that all of them begin with: of each layer where there is room,
+// else of the numbered layer that it is in.
 function rowNames(rows, layers) {
-  const each = rowHeight(rows.length) >= 11;
-  return rows.map((layer) => each ? layers[layer]
-    : layers[layer].match(/^.*?\d+(?=\.|$)/)?.[0] ?? layers[layer]);
+  const each = rowHeight(rows.length) >= 11, begin = commonWords(rows, layers).length;
+  return rows.map((layer) => {
+    const name = layers[layer].slice(begin);
+    return each ? name : name.match(/^.*?\d+(?=\.|$)/)?.[0] ?? name;
+  });
+}
+
+// The words that the names of all rows begin with: "decoder.layers.".
+function commonWords(rows, layers) {
+  const [first, ...others] = rows.map((layer) => layers[layer].split("."));
+  let count = 0;
+  while (others.length && count < first.length - 1
+    && others.every((words) => words.length > count + 1 && words[count] === first[count])) count++;
+  return count ? `${first.slice(0, count).join(".")}.` : "";
 }
 
 function rowHeight(rows) {
@@ -85,8 +97,8 @@ function rowHeight(rows) {
 
 // The width that names need; only the first of two maps has them.
 function namesWidth(rows, layers) {
-  const longest = rowNames(rows, layers).reduce((most, name) => Math.max(most, name.length), 0);
-  return Math.min(230, longest * 6.4 + 16);
+  const names = [`${commonWords(rows, layers)}*`, ...rowNames(rows, layers)];
+  return Math.min(230, Math.max(...names.map((name) => name.length)) * 6.4 + 16);
 }
 
 const BARE = 8;  // the left margin of a map without names
@@ -106,7 +118,8 @@ function heatMap(place, number, shared, layers, choice, pick) {
   canvas.style.cssText =
     `left: ${size.left}px; top: ${size.top}px; width: ${size.width}px; height: ${size.height}px`;
   const over = shape("svg", { width: place.clientWidth, height: size.top + size.height + 34 });
-  over.append(...(names ? labels(names, size) : []), ...stepAxis(shared, size, x));
+  over.append(...(names ? labels(names, commonWords(shared.rows, layers), size) : []));
+  over.append(...stepAxis(shared, size, x));
   over.append(...marks(shared.rows, size, x, choice));
   if (map) paint(canvas, map, shared, size);
   const cell = (event) => {
@@ -167,8 +180,9 @@ function paint(canvas, map, { rows, steps: [from, to], scale }, size) {
 }
 
 // Labels of rows, of equal names the first, and not closer to each other than a line of text.
-function labels(names, size) {
-  const drawn = [];
+function labels(names, begin, size) {
+  const below = begin ? shortened(`${begin}*`, size.left / 6.4) : "";
+  const drawn = [text(size.left - 8, size.top + size.height + 16, below, "end")];
   let last = -Infinity;
   names.forEach((name, row) => {
     const y = size.top + (row + 0.5) * size.row;

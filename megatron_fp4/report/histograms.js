@@ -50,14 +50,16 @@ function bars(width, found, there, name) {
   const height = 150, left = 40, right = width - 8, bottom = height - 32, top = 6;
   const step = there[0].width;
   const first = Math.min(...there.map((one) => one.first));
-  const bins = Math.round((Math.max(...there.map((one) => one.first + one.counts.length * step)) - first) / step);
+  const end = Math.max(...there.map((one) => one.first + one.counts.length * step));
+  const bins = Math.round((end - first) / step);
   const share = (one, bin) => {
     const count = one.counts[bin - Math.round((one.first - first) / step)];
     return count && one.total ? count / one.total : 0;
   };
   const highest = Math.max(...there.flatMap((one) => one.counts.map((count) => count / one.total)));
   const up = axis([0, highest], { count: 3 });
-  const x = (bin) => left + bin / bins * (right - left), y = (value) => bottom - up.at(value) * (bottom - top);
+  const x = (bin) => left + bin / bins * (right - left);
+  const y = (value) => bottom - up.at(value) * (bottom - top);
   const picture = shape("svg", { width, height });
   for (const value of up.ticks) {
     picture.append(line(left, y(value), right, y(value)),

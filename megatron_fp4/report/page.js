@@ -91,11 +91,17 @@ function mapSection() {
 }
 
 function noteOf(shown) {
-  const thin = shown.maps.filter((map) => map && map.all > map.steps.length)
-    .map((map) => `${map.steps.length} of ${map.all} steps are shown. `);
-  const without = shown.maps.flatMap((map, number) => (map ? [] : [`Run ${"AB"[number]} has no such metric. `]));
+  const thin = shown.maps.map((map, number) => (map ? thinWords(map, number) : ""));
+  const without = shown.maps.map((map, number) =>
+    (map ? "" : `Run ${"AB"[number]} has no such metric. `));
   const scale = shown.scale?.logarithmic ? "The scale of colours is logarithmic. " : "";
   return `${scale}${thin.join("")}${without.join("")}Click a cell to choose its layer and step.`;
+}
+
+// What to say of a map or histogram that has fewer steps here than in the run.
+function thinWords({ steps, all }, number) {
+  const run = two ? ` of run ${"AB"[number]}` : "";
+  return all > steps.length ? `${steps.length} of ${all} steps${run} are shown. ` : "";
 }
 
 function histogramSection() {
@@ -110,8 +116,10 @@ function histogramSection() {
   const slider = element("input", { type: "range", min: 0, max: steps.length - 1 });
   slider.addEventListener("input", () => pick({ step: steps[slider.value] }));
   const place = element("div", { class: "grid small" });
+  const thin = new Set(data.runs.flatMap((run, number) =>
+    run.histograms.map((one) => thinWords(one, number))));
   section("Histograms", element("div", { class: "controls" }, layer,
-    element("label", {}, "Step ", slider)), place);
+    element("label", {}, "Step ", slider)), place, element("p", { class: "quiet" }, [...thin].join("")));
   return function draw() {
     layer.lastChild.value = choice.layer;
     slider.value = nearest(steps, choice.step);

@@ -56,7 +56,8 @@ function settings(data, part) {
   const names = [...new Set(values.flatMap((one) => Object.keys(one)))].sort();
   if (!names.length) return element("p", { class: "quiet" }, `The run has logged no ${part}.`);
   const two = data.runs.length > 1;
-  const rows = names.map((name) => [name, ...values.map((one) => Object.hasOwn(one, name) ? one[name] : "(not set)")]);
+  const valueOf = (one, name) => (Object.hasOwn(one, name) ? one[name] : "(not set)");
+  const rows = names.map((name) => [name, ...values.map((one) => valueOf(one, name))]);
   const differing = rows.filter((row) => two && row[1] !== row[2]);
   const place = element("div", { class: "scroll" });
   const fillIn = (few) => place.replaceChildren(table(["name", ...(two ? ["A", "B"] : ["value"])],

@@ -59,6 +59,12 @@ try {
     metric.value = "gain";
     metric.dispatchEvent(new Event("change"));
     found.after = all("select")[1].selectedOptions[0]?.textContent;
+    const kind = all("select")[2];
+    kind.value = kind.options[1]?.value;
+    kind.dispatchEvent(new Event("change"));
+    const last = all("canvas.cells")[0];
+    last.dispatchEvent(new PointerEvent("pointermove", at(last, 0.99, 0.99)));
+    found.filtered = document.getElementById("tip").textContent;
     found.legend = all(".legend text").map((one) => one.textContent);
   }
 } catch (error) {
@@ -100,11 +106,11 @@ def test_a_run_is_drawn(tmp_path: Path) -> None:
     assert found["bars"] == 6 * 18 + 10 and found["warnings"] == 1
     assert found["colours"][0][0][3] == 255  # painted
     assert found["marks"] == 2 and found["after"].startswith("gain")
-    kinds = [f"decoder.layers.*.{name}" for name in ("linear_qkv", "linear_proj", "linear_fc1")]
-    assert [kind.rpartition(".")[2] for kind in found["options"][2][1:]] == [
-        kind.rpartition(".")[2] for kind in kinds
-    ]
+    kinds = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1")
+    assert found["options"][2] == ["all", *(f"decoder.layers.*.{kind}" for kind in kinds)]
     assert "wgrad.x" in found["options"][0] and "weights" in found["options"][0]
+    assert found["filtered"].startswith("decoder.layers.3.self_attention.linear_qkv\nstep 2000: ")
+    assert found["tips"][0][0].startswith("decoder.layers.2.self_attention.linear_qkv\n")
     # Negative control: a script that fails says so, and what it has not reached is not drawn.
     broken = shown(text.replace("function heatMap(", "function heatMop("), tmp_path)
     assert "heatMap is not defined" in broken["failures"][0] and broken["bars"] == 0
@@ -160,7 +166,8 @@ def test_what_is_missing_is_a_sentence(tmp_path: Path) -> None:
 
 def test_text_of_files_is_shown_and_not_run(tmp_path: Path) -> None:
     hostile = "</script><script>document.body.remove()</script><img src=x onerror=alert(1)>"
-    record = start(recipe=hostile, **{hostile: hostile})
+    record = start(recipe=hostile)
+    record["arguments"][hostile] = hostile
     record["lines"] = [hostile]
     warning = {"kind": "warning", "step": 1, "layer": hostile, "line": hostile}
     records = [record, operand(1, hostile, hostile, zeros=1.0), warning]

@@ -179,7 +179,8 @@ HOSTILE = "</script><script>document.title = 'broken'</script><img src=x onerror
 
 
 def test_text_of_files_cannot_end_the_script(tmp_path: Path) -> None:
-    record = start(recipe=HOSTILE, **{HOSTILE: HOSTILE})
+    record = start(recipe=HOSTILE)
+    record["arguments"][HOSTILE] = HOSTILE
     record["lines"] = [HOSTILE, "\u2028 \ud800 $title ${data}"]
     record["environment"][HOSTILE] = HOSTILE
     warning = {"kind": "warning", "step": 1, "layer": HOSTILE, "line": HOSTILE}
