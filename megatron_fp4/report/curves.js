@@ -36,7 +36,7 @@ function drawn(width, series, options, read) {
   const height = 230, right = width - MARGIN.right, bottom = height - MARGIN.bottom;
   const range = extent(series.map((one) => one.values));
   if (options.zero) range[0] = Math.min(range[0], 0);
-  const across = axis(extent(series.map((one) => one.steps)), { count: 6 });
+  const across = axis(extent(series.map((one) => one.steps)), { count: 6, least: 1 });
   const up = axis(range, { logarithmic: options.mayBeWide && isWide(range) });
   const x = (step) => MARGIN.left + across.at(step) * (right - MARGIN.left);
   const y = (value) => bottom - up.at(value) * (bottom - MARGIN.top);
@@ -107,7 +107,8 @@ function follower(picture, series, across, x, bottom, read) {
   picture.addEventListener("pointermove", (event) => {
     const place = (event.clientX - picture.getBoundingClientRect().left - x(across.low))
       / (x(across.high) - x(across.low));
-    const step = longest.steps[nearest(longest.steps, across.low + place * (across.high - across.low))];
+    const pointed = across.low + place * (across.high - across.low);
+    const step = longest.steps[nearest(longest.steps, pointed)];
     cursor.setAttribute("x1", x(step));
     cursor.setAttribute("x2", x(step));
     cursor.style.display = "";

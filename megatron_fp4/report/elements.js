@@ -9,7 +9,7 @@ window.addEventListener("error", (event) => {
 function fill(made, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) made.setAttribute(name, value);
+    else if (value !== null && value !== false) made.setAttribute(name, value);
   }
   made.append(...children.filter((child) => child !== null));
   return made;

@@ -2,27 +2,36 @@
 
 const GROUPS = { weight: "weights", gradient: "gradients" };
 const MEANINGS = {
-  "zeros": "share of codes that are zero",
-  "saturated": "share of codes of the largest magnitude",
+  "zeros": "share of nonzero elements that become 0",
+  "zeros_overall": "share of zeros after quantizing",
+  "underflow": "share of elements below half the smallest code",
   "clipped": "share of elements beyond the largest code",
+  "saturated": "share of codes that are the largest",
   "sqnr_db": "signal-to-quantization-noise ratio in dB",
-  "gain": "\u27e8q, x\u27e9 / \u27e8x, x\u27e9: below 1 the quantized operand is too small",
-  "outside_carrier": "elements outside the window of the FP8 carrier",
-  "r": "r(W), how far the weight moves in a step, relative to its norm",
-  "r_quantized": "r(W_Q), how far the quantized weight moves in a step",
-  "confidence": "mean QuantConf: distance from the nearest rounding threshold, 1 is the largest",
-  "oscillation": "mean R_w: way of the quantized weight over way of the weight",
-  "oscillating": "share of elements with R_w > 16",
-  "norm": "norm of the gradient",
-  "underflow": "share of elements that become zero",
+  "gain": "\u27e8q, x\u27e9 / \u27e8x, x\u27e9, 1 is unbiased",
+  "outside_carrier": "share of elements outside the FP8 carrier's window",
+  "r": "r(W), the weight's relative change in a step",
+  "r_quantized": "r(W_Q), the quantized weight's relative change in a step",
+  "confidence": "mean QuantConf, the distance from a rounding threshold",
+  "oscillation": "mean R_w, the way of the quantized weight over that of the weight",
+  "oscillating": "share of elements whose R_w is over 16",
+  "gradient norm": "L2 norm of dW",
+  "gradient zeros": "share of zeros in dW",
+  "gradient underflow": "share of dY, where wgrad quantizes it, below half the smallest code",
 };
 
-function groupWords(group) {
-  return GROUPS[group] ?? group;
+// The entry of a table, or null; names come from files.
+function entry(table, name) {
+  return Object.hasOwn(table, name) ? table[name] : null;
 }
 
-function metricWords(metric) {
-  return MEANINGS[metric] ? `${metric} \u2013 ${MEANINGS[metric]}` : metric;
+function groupWords(group) {
+  return entry(GROUPS, group) ?? group;
+}
+
+function metricWords(group, metric) {
+  const meaning = entry(MEANINGS, `${group} ${metric}`) ?? entry(MEANINGS, metric);
+  return meaning ? `${metric} \u2013 ${meaning}` : metric;
 }
 
 // The maps of one metric, one of each run (null where it has none), with what they share: rows (the
@@ -128,7 +137,8 @@ function heatMap(place, number, shared, layers, choice, pick) {
     const step = from + (event.clientX - box.left) / box.width * (to - from);
     return { layer: shared.rows[Math.min(Math.max(row, 0), shared.rows.length - 1)], step };
   };
-  canvas.addEventListener("pointermove", (event) => tip(event, described(shared, layers, cell(event))));
+  canvas.addEventListener("pointermove",
+    (event) => tip(event, described(shared, layers, cell(event))));
   canvas.addEventListener("pointerleave", (event) => tip(event, null));
   canvas.addEventListener("click", (event) => {
     const { layer, step } = cell(event);
@@ -200,7 +210,7 @@ function shortened(name, most) {
 
 function stepAxis(shared, size, x) {
   const bottom = size.top + size.height;
-  const ticks = multiples(...shared.steps, Math.max(2, size.width / 110));
+  const ticks = multiples(...shared.steps, Math.max(2, size.width / 110), 1);
   return [
     ...ticks.flatMap((step) => [line(x(step), bottom, x(step), bottom + 4),
       text(x(step), bottom + 16, step.toLocaleString("en-US"))]),

@@ -8,7 +8,9 @@ const AXES = {
 function histogramKeys(data) {
   const keys = new Map();
   for (const run of data.runs) {
-    for (const { group, metric } of run.histograms) keys.set(`${group} ${metric}`, { group, metric });
+    for (const { group, metric } of run.histograms) {
+      keys.set(`${group} ${metric}`, { group, metric });
+    }
   }
   return [...keys.values()];
 }
@@ -41,8 +43,10 @@ function histogram(data, key, choice) {
   const panel = element("div", { class: "panel" }, element("h3", {}, title),
     element("div", { class: "readout" }, ...said), place);
   const there = found.filter((one) => one?.total);
-  const draw = () => there.length
-    && place.replaceChildren(bars(place.clientWidth, found, there, AXES[key.metric] ?? key.metric));
+  const name = entry(AXES, key.metric) ?? key.metric;
+  const draw = () => {
+    if (there.length) place.replaceChildren(bars(place.clientWidth, found, there, name));
+  };
   return { panel, draw };
 }
 
@@ -56,8 +60,8 @@ function bars(width, found, there, name) {
     const count = one.counts[bin - Math.round((one.first - first) / step)];
     return count && one.total ? count / one.total : 0;
   };
-  const highest = Math.max(...there.flatMap((one) => one.counts.map((count) => count / one.total)));
-  const up = axis([0, highest], { count: 3 });
+  const shares = there.flatMap((one) => one.counts.map((count) => count / one.total));
+  const up = axis([0, Math.max(...shares)], { count: 3 });
   const x = (bin) => left + bin / bins * (right - left);
   const y = (value) => bottom - up.at(value) * (bottom - top);
   const picture = shape("svg", { width, height });

@@ -77,7 +77,7 @@ function mapSection() {
       controls.replaceChildren(
         choose("Operand", groups.map((group) => [group, groupWords(group)]), choice.group,
           (group) => pick({ group })),
-        choose("Metric", metrics.map((one) => [one, metricWords(one)]), choice.metric,
+        choose("Metric", metrics.map((one) => [one, metricWords(choice.group, one)]), choice.metric,
           (metric) => pick({ metric })),
         choose("Layers", [["", "all"], ...kinds.map((kind) => [kind, kind])], choice.kind,
           (kind) => pick({ kind })),
@@ -119,7 +119,8 @@ function histogramSection() {
   const thin = new Set(data.runs.flatMap((run, number) =>
     run.histograms.map((one) => thinWords(one, number))));
   section("Histograms", element("div", { class: "controls" }, layer,
-    element("label", {}, "Step ", slider)), place, element("p", { class: "quiet" }, [...thin].join("")));
+    element("label", {}, "Step ", slider)), place,
+  element("p", { class: "quiet" }, [...thin].join("")));
   return function draw() {
     layer.lastChild.value = choice.layer;
     slider.value = nearest(steps, choice.step);

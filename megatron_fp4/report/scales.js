@@ -29,7 +29,7 @@ function extent(lists) {
 
 // An axis from low to high: at(value) is its place in [0, 1], value(place) the reverse, ticks are
 // the values to be labelled.
-function axis([low, high], { logarithmic = false, count = 5 } = {}) {
+function axis([low, high], { logarithmic = false, count = 5, least = 0 } = {}) {
   if (low === high) {
     const margin = Math.abs(low) / 2 || 1;
     if (!logarithmic) [low, high] = [low - margin, high + margin];
@@ -39,13 +39,15 @@ function axis([low, high], { logarithmic = false, count = 5 } = {}) {
   const from = of(low), length = of(high) - from;
   const at = (value) => (of(value) - from) / length;
   const value = (place) => logarithmic ? 10 ** (from + place * length) : from + place * length;
-  const ticks = logarithmic ? powers(low, high, count) : multiples(low, high, count);
+  const ticks = logarithmic ? powers(low, high, count) : multiples(low, high, count, least);
   return { low, high, logarithmic, at, value, ticks };
 }
 
-function multiples(low, high, count) {
+// Multiples of 1, 2 or 5 times a power of ten that is at least `least`, about `count` of them.
+function multiples(low, high, count, least = 0) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
+  const factor = [1, 2, 5, 10].find((one) => one * power >= rough * 0.999);
+  const step = Math.max(factor * power, least);
   const ticks = [];
   for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) {
     ticks.push(Number((n * step).toPrecision(12)));

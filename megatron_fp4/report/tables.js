@@ -23,8 +23,9 @@ function startTables(data) {
   const last = data.runs.map((run) => run.starts.at(-1));
   return last.map((start, number) => {
     const others = last.filter((one, other) => one && other !== number);
-    const rows = (start?.lines ?? []).map((words) => element("span",
-      { class: others.length && !others.some((one) => one.lines.includes(words)) && "differs" }, words));
+    const differs = (words) => others.length > 0 && !others[0].lines.includes(words);
+    const rows = (start?.lines ?? []).map((words) =>
+      element("span", { class: differs(words) && "differs" }, words));
     return element("div", { class: "panel" }, runTitle(data, number), rows.length
       ? element("div", { class: "scroll" }, element("pre", {}, ...rows))
       : element("p", { class: "quiet" }, "The run has logged no start table."));
