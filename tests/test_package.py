@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp4 import __version__
+from megatron_fp4.report.page import SCRIPTS
 from testing.worlds.launch import MOCK_DATA, TINY
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +73,8 @@ def test_the_wheel_has_the_licence_and_the_types(wheel: Path) -> None:
     assert "megatron_fp4/py.typed" in names
     modules = {str(path.relative_to(ROOT)) for path in ROOT.glob("megatron_fp4/**/*.py")}
     assert {name for name in names if name.endswith(".py")} == modules
+    for part in (*SCRIPTS, "page.html", "page.css"):
+        assert f"megatron_fp4/report/{part}" in names
 
 
 def claims(packages: Path, name: str, version: str) -> None:
