@@ -1,5 +1,5 @@
 """The definition of every bit in plain PyTorch: formats, scales, quantizers, random bits,
-Hadamard transforms, outliers and gradient estimators.
+Hadamard transforms, outliers, gradient estimators, state beside weights, optimizer steps.
 
 docs/numerics.md is the specification. All kernels are compared with this code.
 """

@@ -1,0 +1,153 @@
+"""AdamW with Q-Ramping (ramping.py) as a torch optimizer, and the snapshot of one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.ramping import LONGEST, Adam, Ramped, update
+from megatron_fp4.arithmetic.weight_states import key_of
+from megatron_fp4.errors import ConfigError
+
+SUM, COUNT, PERIOD = map(key_of, ("ramping_sum", "ramping_count", "ramping_period"))
+
+_DTYPES = {COUNT: torch.int16, PERIOD: torch.int16}
+_UNKNOWN_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
+# Once an AdamW exists, torch has replaced AdamW.step by a function that also calls the optimizer's
+# hooks. It replaces this class's step too, and the hooks would be called twice.
+_adamw_step = inspect.unwrap(torch.optim.Adam.step)
+
+
+class RampingAdamW(torch.optim.AdamW):
+    """torch.optim.AdamW, in which weights may be updated at a period of their own.
+
+    A weight that `ramp` was called with takes the step of `ramping.update`, every other one that of
+    AdamW. Beside AdamW's own state such a weight has, of its shape, the sum (in its dtype) and the
+    count (int16) of the gradients since each element's last update, and the period (int16).
+
+    calibrates: while it is True all weights take AdamW's own step, and sums and counts stay.
+    """
+
+    calibrates = False
+
+    def ramp(self, weight: Tensor, period: Tensor) -> None:
+        """Sets the period of each element of `weight`, from the next step on.
+
+        Gradients that were summed under an earlier period are kept. weight: a parameter of this
+        optimizer, float32 (or float64, for tests). period: of its shape, integers in [1, 16383].
+        Raises ConfigError if they are not, or if AdamW has an option that Q-Ramping does not know.
+        """
+        self._check(weight, period)
+        state = self.state[weight]
+        state.setdefault("step", torch.tensor(0.0))
+        for key in ("exp_avg", "exp_avg_sq", SUM):
+            if key not in state:
+                state[key] = torch.zeros_like(weight)
+        if COUNT not in state:
+            state[COUNT] = torch.zeros_like(weight, dtype=torch.int16)
+        state[PERIOD] = period.to(weight.device, torch.int16, copy=True)
+
+    def _check(self, weight: Tensor, period: Tensor) -> None:
+        groups = [group for group in self.param_groups if any(p is weight for p in group["params"])]
+        if not groups:
+            raise ConfigError("Q-Ramping updates parameters of its optimizer; this is none of them")
+        for option in _UNKNOWN_OPTIONS:
+            if groups[0].get(option):
+                raise ConfigError(f"Q-Ramping is not defined with AdamW's {option}; leave it out")
+        if weight.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(
+                f"Q-Ramping updates float32 weights, not {weight.dtype}; give the optimizer the "
+                "main weights"
+            )
+        if period.shape != weight.shape:
+            shapes = f"{list(period.shape)}, and the weight's {list(weight.shape)}"
+            raise ConfigError(f"the shape of the periods is {shapes}")
+        if period.numel() and not 1 <= int(period.min()) <= int(period.max()) <= LONGEST:
+            raise ConfigError(f"a period is a number of steps in [1, {LONGEST}]; clamp the periods")
+
+    def _is_ramped(self, weight: Tensor) -> bool:
+        return not self.calibrates and PERIOD in self.state.get(weight, ())
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+        # Collects the parameters of AdamW's own step.
+        others = [weight for weight in group["params"] if not self._is_ramped(weight)]
+        return super()._init_group({**group, "params": others}, *lists)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One optimizer step, as of torch.optim.AdamW."""
+        loss = _adamw_step(self, closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None and self._is_ramped(weight):
+                    self._update(weight, group)
+        return loss
+
+    def _update(self, weight: Tensor, group: dict[str, Any]) -> None:
+        assert weight.grad is not None
+        state = self.state[weight]
+        state["step"] += 1
+        options = (float(group["lr"]), group["betas"], group["eps"], group["weight_decay"])
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        ramped = Ramped(weight, *moments, state[SUM], state[COUNT], state[PERIOD])
+        update(ramped, weight.grad, Adam(int(state["step"]), *options))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned, as torch.optim.AdamW does."""
+        super().load_state_dict(state_dict)
+        # torch converts a state to its parameter's dtype.
+        for state in self.state.values():
+            for key in _DTYPES.keys() & state.keys():
+                state[key] = state[key].to(_DTYPES[key])
+
+
+class Snapshot:
+    """The weights and the state of an optimizer at one moment, as copies on their devices."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self._weights = [(weight, weight.detach().clone()) for weight in weights]
+        self._states = {
+            weight: {name: _copy(value) for name, value in optimizer.state[weight].items()}
+            for weight in weights
+            if weight in optimizer.state
+        }
+        self._options = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Sets weights, state and options of the optimizer to what they were.
+
+        Weights and states that are there are written in place, so that other references to them
+        see the old values too.
+        """
+        for weight, old in self._weights:
+            weight.copy_(old)
+        for weight in list(self._optimizer.state):
+            if weight in self._states:
+                self._restore_state(self._optimizer.state[weight], self._states[weight])
+            else:
+                del self._optimizer.state[weight]
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            group.update(options)
+
+    def _restore_state(self, state: dict[str, Any], old: dict[str, Any]) -> None:
+        for name in state.keys() - old.keys():
+            del state[name]
+        for name, value in old.items():
+            if isinstance(value, Tensor) and name in state:
+                state[name].copy_(value)
+            else:
+                state[name] = _copy(value)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
