@@ -1,8 +1,8 @@
 """examples/vit/pretrain_vit.py with a measurement of oscillation; run by benchmarks/vit.py.
 
-The weights of the transformer's linears are compared before each of the last optimizer steps but
-one with those before the step before. They are the FP32 main weights, quantized as the forward pass
-quantizes W. Where a linear follows no recipe, they are quantized as `tetrajet` would.
+Before each of the last 201 optimizer steps it takes the FP32 main weights of the transformer's
+linears, and what the quantizer of the forward pass makes of them. Where the forward pass keeps W in
+high precision, it is the quantizer of `tetrajet`.
 """
 
 import argparse
@@ -55,9 +55,12 @@ class Meter:
 
 def quantized(layer: Any, weight: Tensor) -> Tensor:
     """Q(W) of a linear's FP32 weight, dequantized, by the quantizer of its forward pass."""
-    state = getattr(layer, "fp4", None)
-    quantizer = (state.recipe if state else get_recipe("tetrajet")).fprop.b
-    average = state.site.average if state else None
+    state: Any = getattr(layer, "fp4", None)
+    if state is None or state.recipe.fprop.b is None:
+        quantizer, average = get_recipe("tetrajet").fprop.b, None
+    else:
+        quantizer, average = state.recipe.fprop.b, state.site.average
+    assert quantizer is not None
     return quantize(weight, quantizer, average=average).dequantize()
 
 

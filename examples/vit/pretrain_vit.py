@@ -20,7 +20,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from torch import Tensor
 from torch.nn import functional as F
-from vit_data import Digits, Folder, HeldOutImages, Images, TrainingImages, batches, divide
+from vit_data import Digits, Folder, HeldOutImages, Images, TrainingImages, batches, divide, refusal
 from vit_model import ViTClassifier
 
 # Megatron's flags, of which it has no defaults or others. A patch is a token, and has no word.
@@ -69,17 +69,14 @@ def check(args: argparse.Namespace) -> None:
     """Raises SystemExit for sizes, folds or layouts that this model cannot have."""
     down, across = args.img_h // args.patch_dim, args.img_w // args.patch_dim
     if (down * args.patch_dim, across * args.patch_dim) != (args.img_h, args.img_w):
-        raise SystemExit("pretrain_vit.py: --img-h and --img-w are multiples of --patch-dim")
+        raise refusal("--img-h and --img-w are multiples of --patch-dim")
     if args.seq_length != down * across:
-        raise SystemExit(
-            f"pretrain_vit.py: an image has {down * across} patches: give --seq-length "
-            f"{down * across}"
-        )
+        raise refusal(f"an image has {down * across} patches: give --seq-length {down * across}")
     if not 0 <= args.fold < args.folds or args.folds < 2:
-        raise SystemExit("pretrain_vit.py: --fold is from 0 to --folds - 1, and --folds at least 2")
+        raise refusal("--fold is from 0 to --folds - 1, and --folds at least 2")
     if args.pipeline_model_parallel_size > 1 or args.sequence_parallel:
-        raise SystemExit(
-            "pretrain_vit.py: Megatron's vision model has neither pipeline nor sequence "
+        raise refusal(
+            "Megatron's vision model has neither pipeline nor sequence "
             "parallelism: leave out --pipeline-model-parallel-size and --sequence-parallel"
         )
 

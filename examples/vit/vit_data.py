@@ -5,6 +5,7 @@ images and folds alone, so every seed and recipe has the same folds.
 """
 
 import math
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,11 @@ import torch
 from megatron.core.datasets.utils import Split
 from torch import Tensor
 from torch.utils.data import Dataset
+
+
+def refusal(message: str) -> SystemExit:
+    """The end of a launch that cannot run; raise it on every rank. Rank 0 prints the line."""
+    return SystemExit(1 if int(os.environ.get("RANK", "0")) else f"pretrain_vit.py: {message}")
 
 
 class Images(Protocol):
@@ -40,8 +46,8 @@ class Digits:
         try:
             from sklearn.datasets import load_digits
         except ModuleNotFoundError:
-            raise SystemExit(
-                "pretrain_vit.py: the digits come with scikit-learn: pip install scikit-learn, or "
+            raise refusal(
+                "the digits come with scikit-learn: pip install scikit-learn, or "
                 "give --image-folder PATH"
             ) from None
         found = load_digits()
@@ -68,14 +74,14 @@ class Folder:
             from torchvision import transforms
             from torchvision.datasets import ImageFolder
         except ModuleNotFoundError:
-            raise SystemExit(
-                "pretrain_vit.py: --image-folder reads images by torchvision: pip install the "
+            raise refusal(
+                "--image-folder reads images by torchvision: pip install the "
                 f"torchvision that belongs to torch {torch.__version__}"
             ) from None
         try:
             self._found = ImageFolder(str(path))
         except FileNotFoundError as error:
-            raise SystemExit(f"pretrain_vit.py: --image-folder {path}: {error}") from None
+            raise refusal(f"--image-folder {path}: {error}") from None
         self.classes = len(self._found.classes)
         size = height, width
         end = [transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)]

@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "vit")
 import pretrain_vit  # noqa: E402  # found in the folder of the example alone
 from vit_data import TrainingImages  # noqa: E402
 
-BATCH = 16  # as --micro-batch-size
+BATCH = 8  # as --micro-batch-size
 
 
 class OneBatch(TrainingImages):
