@@ -164,6 +164,8 @@ def in_the_child(script: str, arguments: list[str], output: str) -> None:
         runpy.run_path(script, run_name="__main__")
         status = 0
     except SystemExit as ended:
+        if isinstance(ended.code, str):  # as Python itself does at the end
+            print(ended.code, file=sys.stderr)
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
