@@ -37,8 +37,8 @@ _SUMS = (
 # and a tensor scale in float32, and some to spare.
 _FIRST, _LAST = -192, 127
 WIDTH = len(_SUMS) + _LAST - _FIRST + 1
-# A magnitude beyond this times the largest element counts as clipped. Scales in float32 are rounded,
-# so that the largest magnitude of a block may become 6 (1 + 2^-24).
+# A magnitude beyond this times the largest element counts as clipped. Scales in float32 are
+# rounded, so that the largest magnitude of a block may become 6 (1 + 2^-24).
 _EXCESS = 1 + 2.0**-20
 _SMALLEST = {"e2m1": 0.5, "e4m3": 2.0**-9, "e5m2": 2.0**-16}  # the smallest positive elements
 
@@ -124,7 +124,7 @@ def rows_of(quantized: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
     rows: int64 [n], indices along the axis that is not blocked.
     """
     across, along = quantized.quantizer.block
-    scales = quantized.scales.view(-1, quantized.scales.shape[-1])
+    scales = quantized.scales.reshape(-1, quantized.scales.shape[-1])
     codes = quantized.codes[rows]
     size = torch.Size((len(rows), quantized.shape[quantized.axis]))
     return QuantizedTensor(

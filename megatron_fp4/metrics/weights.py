@@ -75,6 +75,11 @@ class Changes:
         self._paths: list[Tensor] = []  # of the same elements the sums |dW| and |dQ(W)|, float64
         self._steps: list[Tensor] = []
 
+    @property
+    def follows(self) -> bool:
+        """Whether it has taken a sample."""
+        return bool(self._last)
+
     def update(self, weights: list[Tensor], quantized: list[Tensor]) -> None:
         """Takes the samples of the next step.
 
