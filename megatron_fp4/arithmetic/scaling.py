@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_fp4.arithmetic.quantizer import Quantizer
 
 
-def _blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+def in_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
     """A [rows, K] matrix as [rows of blocks, block height, columns of blocks, block length]."""
     rows, k = matrix.shape
     across, along = block[0] or rows, block[1] or k
@@ -37,7 +37,7 @@ def per_block(
 
     scales: one for each block, of any shape with rows of blocks before columns of blocks.
     """
-    blocks = _blocks(matrix, block)
+    blocks = in_blocks(matrix, block)
     return op(blocks, scales.reshape(blocks.shape[0], 1, blocks.shape[2], 1)).reshape(matrix.shape)
 
 
@@ -46,7 +46,7 @@ def _block_max(matrix: Tensor, block: tuple[int, int]) -> Tensor:
 
     Inf if the block has an Inf or a NaN, and 0 if it has no elements.
     """
-    blocks = _blocks(matrix.abs(), block)
+    blocks = in_blocks(matrix.abs(), block)
     if blocks.numel() == 0:
         return blocks.new_zeros(blocks.shape[0], blocks.shape[2])
     amax = blocks.amax((1, 3))
@@ -204,7 +204,7 @@ def _smaller_error(
         rounded = formats.decode_e2m1(formats.encode_e2m1(scaled), torch.float64)
         scales = scale_format.decode(code, torch.float64) * per_unit.double()
         off = per_block(rounded, quantizer.block, scales, torch.mul) - matrix
-        return _blocks(off.square(), quantizer.block).sum((1, 3))
+        return in_blocks(off.square(), quantizer.block).sum((1, 3))
 
     use_four = error(four) < error(six)
     chosen = per_block(use_four.new_ones(matrix.shape), quantizer.block, use_four, torch.mul)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from megatron_fp4.arithmetic.philox import (
 )
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.makers.base import Given
+from megatron_fp4.operands import Made, Operand
 from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.plan.setting import UNSHARDED, Sharding
 
@@ -44,6 +45,22 @@ class Call(NamedTuple):
     rows: Tensor | None = None
 
 
+class Watch(Protocol):
+    """Sees each operand right after it was made; see `Site.watch`."""
+
+    def __call__(
+        self,
+        site: Site,
+        call: Call,
+        operand: OperandPlan,
+        matrix: Operand,
+        given: Given,
+        made: Made,
+    ) -> None:
+        """matrix, given: what the maker made the operand from; see `makers.base.Maker.make`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Site:
     """One linear of a model: what all its calls have in common, beside its plan.
@@ -57,6 +74,7 @@ class Site:
         updated in place between steps. None: W itself, or the recipe reads no average.
     observe: called with (gemm, letter, tally) for each quantized operand when it is multiplied, to
         watch for NaN and rounded elements; see `operands.Decoded.tally`.
+    watch: called for each operand when it was made; None: nobody looks.
     """
 
     name: str = "linear"
@@ -67,6 +85,7 @@ class Site:
     fuses: bool = False
     average: Tensor | None = None
     observe: Callable[[str, str, Tensor], None] | None = None
+    watch: Watch | None = None
     # The stream and placement of operands, for calls that are no repeats and have no rows.
     _streams: dict[OperandPlan, tuple[int, Placement]] = field(
         default_factory=dict, repr=False, compare=False

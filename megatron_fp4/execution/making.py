@@ -43,6 +43,9 @@ def make_operands(
         found = making.maker.make(matrices[making.matrix], operands, given)
         for operand, each in zip(operands, found, strict=True):
             made[operand] = each
+        if site.watch is not None:
+            for operand, its_given in zip(operands, given, strict=True):
+                site.watch(site, call, operand, matrices[making.matrix], its_given, made[operand])
     return made
 
 

@@ -49,7 +49,7 @@ def make_operand(matrix: Operand, operand: OperandPlan, given: Given) -> Operand
         return matrix.along(axis)
     # An average would need the same row scales and transform as its matrix; recipes have none such.
     assert given.average is None or not (operand.folds or operand.group)
-    x = _before_quantizer(matrix, operand, given)
+    x = before_quantizer(matrix, operand, given)
     if quantizer is None:
         return x.movedim(axis, -1)
     return quantize_matrix(
@@ -68,11 +68,11 @@ def largest_of(matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
     Their maximum over the ranks is `Given.widest`; see `quantizer.absolute_max`.
     """
     assert operand.quantizer is not None  # high precision has no scale to share
-    x = _before_quantizer(matrix, operand, given)
+    x = before_quantizer(matrix, operand, given)
     return absolute_max(x, operand.quantizer, operand.axis)
 
 
-def _before_quantizer(matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
+def before_quantizer(matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
     """What the quantizer reads: the matrix times row scales, transformed, if the plan says so.
 
     Returns [rows, columns] as the model holds them. Codes of fprop are decoded first.

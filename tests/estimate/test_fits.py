@@ -103,7 +103,7 @@ def test_graphs_are_refused_as_this_package_refuses_them(
     for name in (
         *("mtp_num_layers", "hidden_dropout", "attention_dropout", "save_activations_interval"),
         *("save_dgrads_interval", "inference_cuda_graph_scope", "fp4_eval_forward"),
-        *("fp4_weight_cache", "eval_micro_batch_size"),
+        *("fp4_weight_cache", "fp4_metrics_interval", "eval_micro_batch_size"),
     ):
         setattr(args, name, None)
     theirs = any(captured_layers(args, [TETRAJET]))

@@ -10,6 +10,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import machine
+from megatron_fp4.mcore.launch.flags import add_flags
 from megatron_fp4.mcore.launch.refusals import values
 from testing.builders.command_line import parse
 from testing.worlds.launch import MOCK_DATA
@@ -57,8 +58,8 @@ def test_a_number_out_of_range_is_told_with_the_range(flags: str, remedy: str) -
         parse(*MOCK_DATA, *flags.split())
 
 
-def test_what_the_ranges_name_is_megatrons() -> None:
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+def test_what_the_ranges_name_is_megatrons_or_the_plugins() -> None:
+    parser = add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     numbers = {action.dest: action for action in parser._actions if action.type in (int, float)}
     assert set(values._RANGE_OF) <= set(numbers)
     for name, range_ in values._RANGE_OF.items():  # what is not given is no mistake

@@ -100,6 +100,15 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="precision of the linears in evaluation",
     )
     group.add_argument(
+        "--fp4-metrics-interval",
+        type=int,
+        default=None,
+        metavar="N",
+        help="every N steps write metrics of all quantized operands, weights and gradients to "
+        "metrics.jsonl in the folder of --save (or of --tensorboard-dir), to TensorBoard and to "
+        "Weights & Biases; 0 is off (default: 100, and 0 with CUDA graphs)",
+    )
+    group.add_argument(
         "--fp4-load-anyway",
         action="store_true",
         help="go on from a checkpoint of another recipe, seed, schedule, version or vocabulary",

@@ -34,7 +34,7 @@ from megatron_fp4.mcore.launch import command_line, cuda_graphs, fp4_arguments
 from megatron_fp4.mcore.launch.command_line import Script
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
-from megatron_fp4.mcore.loop import compat, log
+from megatron_fp4.mcore.loop import compat, log, metrics
 from megatron_fp4.mcore.model.attach import attach
 from megatron_fp4.mcore.model.replacement import followed
 from megatron_fp4.mcore.model.run import Run
@@ -51,12 +51,14 @@ class Plugin:
     ours: whether the script is pretrain_gpt.py and not a user's own.
     args: Megatron's arguments; None before they are parsed.
     run: the FP4 run; None without a recipe.
+    metrics: what collects the metrics of the run; None where nothing does.
     """
 
     def __init__(self, ours: bool) -> None:
         self.ours = ours
         self.args: argparse.Namespace | None = None
         self.run: Run | None = None
+        self.metrics: metrics.Metrics | None = None
         self._is_attached = False
 
     def check_followed(self) -> None:
@@ -99,8 +101,12 @@ class Plugin:
             self.run = Run(recipe, args, fp4_arguments.module_recipes(args))
             advice = cuda_graphs.advice(args, self.run.recipes)
             line = f"megatron-fp4: {advice}" if advice and torch.cuda.is_available() else ""
+            line = "\n".join(filter(None, (line, metrics.advice(args))))
         if self.ours or self.run is not None:
             log.install()
+        if self.run is not None and (steps := metrics.interval(args)):
+            self.metrics = metrics.Metrics(self.run, steps)
+            self.metrics.install()
         if line and args.rank == 0:
             print(line, flush=True)
 
@@ -143,6 +149,8 @@ class Plugin:
         if self.run is not None:
             attach(self.run, model)
             self._is_attached = True
+            if self.metrics is not None:
+                self.metrics.follow_model(model)
         return model
 
     def getting_model(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,6 +216,8 @@ class Plugin:
             if self.run is not None and self.run.weight_states.names:
                 states = self.run.weight_states
                 states.follow(optimizer, are_saved(states.names, self.run.args), self.run.args)
+            if self.metrics is not None:
+                self.metrics.follow_optimizer(optimizer)
             return optimizer
 
         return get_megatron_optimizer

@@ -58,7 +58,8 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
             "leave out --fp4-module-recipe GLOB=bf16, or lower --num-layers-at-start-in-bf16 or "
             "--num-layers-at-end-in-bf16"
         )
-    check_streams(row.name for row in quantized)
+    run.linears = [row.name for row in quantized]
+    check_streams(run.linears)
     if cuda_graphs.wanted(run.args):
         run.prepare_graphs(len(found), found[0][1].weight.device)
     plans = [layer.plan() for _, layer, _ in found if layer.fp4 is not None]
@@ -70,8 +71,8 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
             start_table.held(run.keeps_weights, held),
             start_table.states(run.recipes, states, trains),
         )
-        table = start_table.table(run.recipes, [*rows, *stock])
-        print(table, "".join(lines), flush=True)
+        run.start_table = start_table.table(run.recipes, [*rows, *stock]) + "".join(lines)
+        print(run.start_table, flush=True)
     return model
 
 

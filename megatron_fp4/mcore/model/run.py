@@ -18,7 +18,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import Key, Placement
-from megatron_fp4.execution.call import Site
+from megatron_fp4.execution.call import Site, Watch
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.mcore.model import graphs
 from megatron_fp4.mcore.model.weight_states import WeightStates
@@ -66,6 +66,9 @@ class Run:
         self.args = args
         self.monitor = NonFiniteMonitor()
         self.weight_states = WeightStates()
+        self.watch: Watch | None = None  # of the sites that are made from now on
+        self.linears: list[str] = []  # the global names of all linears that follow a recipe
+        self.start_table = ""  # as rank 0 prints it
         self.passes = 0  # calls of forward_step so far: one for each microbatch and model chunk
         self.epoch = 0  # changes whenever the optimizer may have changed the weights
         self._training = True
@@ -135,6 +138,11 @@ class Run:
         assert isinstance(moment.step, int)  # refusals/cuda_graphs.py refuses schedules in graphs
         return recipe.at(moment.step / max(self.args.train_iters or 1, 1))
 
+    @property
+    def is_training(self) -> bool:
+        """Whether the forward passes that run now are of training, and not of an evaluation."""
+        return self._training
+
     def key(self, moment: Moment) -> Key:
         return Key(self.args.fp4_seed, moment.step)
 
@@ -163,6 +171,7 @@ class Run:
             fuses=self.fuses_wgrad,
             average=average,
             observe=partial(self._observe, name),
+            watch=self.watch,
         )
 
     # --- what is kept, and in which form ------------------------------------------------------

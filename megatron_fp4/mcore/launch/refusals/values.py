@@ -51,11 +51,11 @@ _RANGES = {
     _Range(0): """
         ckpt_step clip_grad decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         decoupled_lr decoupled_min_lr empty_unused_memory_level end_weight_decay eval_iters
-        init_method_std lr lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters
-        lr_wsd_decay_samples manual_gc_interval mid_level_dataset_surplus min_lr moe_aux_loss_coeff
-        moe_z_loss_coeff num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 num_workers seed
-        start_eval_at_iter start_weight_decay timing_log_level train_iters train_samples
-        weight_decay
+        fp4_metrics_interval init_method_std lr lr_warmup_init lr_warmup_iters lr_warmup_samples
+        lr_wsd_decay_iters lr_wsd_decay_samples manual_gc_interval mid_level_dataset_surplus min_lr
+        moe_aux_loss_coeff moe_z_loss_coeff num_layers_at_end_in_bf16 num_layers_at_start_in_bf16
+        num_workers seed start_eval_at_iter start_weight_decay timing_log_level train_iters
+        train_samples weight_decay
     """,
     _Range(0, 1): """
         adam_beta1 adam_beta2 attention_dropout hidden_dropout lion_beta1 lion_beta2

@@ -1,0 +1,160 @@
+"""Statistics of a weight W and its quantized value Q(W) over time, as TetraJet defines them.
+
+"Oscillation-Reduced MXFP4 Training for Vision Transformers" (arXiv 2502.20853), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.formats import E2M1_MAX, table
+from megatron_fp4.arithmetic.philox import stream_id
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.metrics.ratios import ratio
+
+SAMPLE = 8  # rows of each weight that are followed from step to step
+BINS = 10  # of the histogram of confidences
+OSCILLATING = 16  # an element oscillates if its R_w is above this
+CONFIDENCE_WIDTH = 2 + BINS
+CHANGE_WIDTH = 4  # sums for each step
+OSCILLATION_WIDTH = 3
+_EPSILON = 1e-8
+# Around E2M1's magnitudes in their order: the thresholds of rounding to nearest. The first and the
+# last make 0 and 6 midpoints of their intervals, so that they are the most confident values.
+_THRESHOLDS = (-0.25, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0)
+
+
+def sample_rows(name: str, rows: int) -> list[int]:
+    """The rows of a weight that are followed, in ascending order; all of them if they are few.
+
+    name: the global name of its linear. rows: how many the unsharded weight has. One row is taken
+    from each of SAMPLE equal ranges, so that all layouts follow the same rows.
+    """
+    if rows <= SAMPLE:
+        return list(range(rows))
+    starts = [i * rows // SAMPLE for i in range(SAMPLE + 1)]
+    return [
+        start + stream_id(f"{name}:row{i}") % (end - start)
+        for i, (start, end) in enumerate(zip(starts, starts[1:], strict=False))
+    ]
+
+
+def confidence_sums(w: Tensor, quantized: QuantizedTensor) -> Tensor:
+    """float64 [CONFIDENCE_WIDTH]: the number of elements of W, the sum of their QuantConf, and a
+    histogram of it in BINS bins over [0, 1].
+
+    QuantConf = min_i |w/S - threshold_i| / (the largest distance for the same code), with the
+    thresholds of rounding to nearest. Magnitudes that are clipped count as 6. W is quantized to
+    E2M1; elements of blocks whose scale is zero or NaN are left out.
+    """
+    scaled = quantized.grid_coordinates(w).double().abs().flatten()
+    counted = scaled.isfinite()
+    scaled = torch.where(counted, scaled, 0).clamp(max=E2M1_MAX)
+    thresholds = table(_THRESHOLDS, torch.float64, w.device)
+    upper = torch.bucketize(scaled, thresholds)
+    low, high = thresholds[upper - 1], thresholds[upper]
+    confidence = torch.minimum(scaled - low, high - scaled) / ((high - low) / 2)
+    bins = (confidence * BINS).long().clamp(max=BINS - 1)
+    ones = counted.double()
+    histogram = ones.new_zeros(BINS).index_add_(0, bins, ones)
+    return torch.cat((torch.stack((ones.sum(), (confidence * ones).sum())), histogram))
+
+
+class Changes:
+    """Follows samples of several weights and of their quantized values from step to step.
+
+    Keeps 24 bytes for each element of the samples.
+    """
+
+    def __init__(self) -> None:
+        self._last: list[Tensor] = []  # W's samples and then Q(W)'s, float32
+        self._paths: list[Tensor] = []  # of the same elements the sums |dW| and |dQ(W)|, float64
+        self._steps: list[Tensor] = []
+
+    @property
+    def follows(self) -> bool:
+        """Whether it has taken a sample."""
+        return bool(self._last)
+
+    def update(self, weights: list[Tensor], quantized: list[Tensor]) -> None:
+        """Takes the samples of the next step.
+
+        weights, quantized: the samples of W and of Q(W) of each weight, of the same shapes in each
+        step, of floats that float32 can represent.
+        """
+        now = [each.float() for each in (*weights, *quantized)]
+        if not self._last:
+            self._paths = [torch.zeros_like(each, dtype=torch.float64) for each in now]
+        else:
+            last = [each.double() for each in self._last]
+            changes = torch._foreach_sub([each.double() for each in now], last)
+            squares = [*torch._foreach_norm(changes), *torch._foreach_norm(last)]
+            self._steps.append(torch.stack(squares).view(CHANGE_WIDTH, -1).square())
+            torch._foreach_abs_(changes)
+            torch._foreach_add_(self._paths, changes)
+        self._last = now
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """(changes, oscillation) of each weight over the steps since the last call, in float64.
+
+        changes: [weights, steps, CHANGE_WIDTH]: for each step the sums of dW^2, dQ(W)^2, and of W^2
+        and Q(W)^2 before it. oscillation: [weights, OSCILLATION_WIDTH]: the number of elements, the
+        sum of their R_w, and how many have an R_w above OSCILLATING;
+        R_w = sum |dQ(W)| / (sum |dW| + 1e-8) over the steps. The sums begin anew after that.
+        """
+        weights = len(self._paths) // 2
+        oscillation = [
+            _oscillation(path, quantized)
+            for path, quantized in zip(self._paths[:weights], self._paths[weights:], strict=True)
+        ]
+        changes = torch.stack(self._steps).permute(2, 0, 1) if self._steps else None
+        found = torch.stack(oscillation)
+        if changes is None:
+            changes = found.new_zeros(weights, 0, CHANGE_WIDTH)
+        torch._foreach_zero_(self._paths)
+        self._steps = []
+        return changes, found
+
+
+def _oscillation(path: Tensor, quantized: Tensor) -> Tensor:
+    rates = quantized / (path + _EPSILON)
+    count = torch.full_like(rates.sum(), rates.numel())
+    return torch.stack((count, rates.sum(), (rates > OSCILLATING).sum().double()))
+
+
+def confidence_metrics(sums: Sequence[float]) -> dict[str, Any]:
+    """confidence: the mean QuantConf; confidences: its histogram over [0, 1]. {} of no elements."""
+    count, total, *counts = sums
+    if not count:
+        return {}
+    bins = {"first": 0.0, "width": 1 / BINS, "counts": [round(n) for n in counts]}
+    return {"confidence": ratio(total, count), "confidences": bins}
+
+
+def change_metrics(steps: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """r: the mean over the steps of r(W) = ||W_t - W_{t-1}|| / ||W_{t-1}||; r_quantized: of r(W_Q).
+
+    steps: `Changes.take`'s changes of one weight. {} without steps.
+    """
+    if not steps:
+        return {}
+    rates = [(ratio(dw, w), ratio(dq, q)) for dw, dq, w, q in steps]
+    return {
+        "r": _mean_root([r for r, _ in rates]),
+        "r_quantized": _mean_root([r for _, r in rates]),
+    }
+
+
+def oscillation_metrics(sums: Sequence[float]) -> dict[str, Any]:
+    """oscillation: the mean R_w; oscillating: the share of elements with R_w > OSCILLATING."""
+    count, total, above = sums
+    return {"oscillation": ratio(total, count), "oscillating": ratio(above, count)}
+
+
+def _mean_root(squares: list[float | None]) -> float | None:
+    roots = [square**0.5 for square in squares if square is not None]
+    return sum(roots) / len(roots) if roots else None

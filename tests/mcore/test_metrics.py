@@ -1,0 +1,287 @@
+"""--fp4-metrics-interval: against numpy in float64 over all tensors of a small run, by layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fp4.mcore.loop.metrics_log import append, log_record
+from megatron_fp4.metrics.weights import sample_rows
+from testing.worlds.checkpoints import PP2, SMALL, TP2_SP, same, told
+from testing.worlds.launch import SCRIPTS, Result, result_of, spawn, tiny_on_mock_data, torchrun
+
+RECORDING = SCRIPTS / "pretrain_recording_operands.py"
+FLAGS = f"{SMALL} --bf16 --fp4-recipe tetrajet"
+EVERY_2 = "--fp4-metrics-interval 2"
+LAYOUTS = {
+    "one": (1, ""),
+    "tp2": (2, TP2_SP),
+    "tp2-no-sp": (2, "--tensor-model-parallel-size 2"),
+    "pp2": (2, PP2),
+    "dp2": (2, ""),
+    "dp2-sharded": (2, "--use-distributed-optimizer"),
+}
+
+
+def slow(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def kinds(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [record for record in records if record["kind"] == kind]
+
+
+# --- against numpy --------------------------------------------------------------------------------
+
+
+class Whole:
+    """The unsharded operands of a run, from the parts of all ranks: float64 matrices."""
+
+    def __init__(self, folder: Path) -> None:
+        parts = defaultdict(list)
+        for file in folder.glob("*.pt"):
+            for part in torch.load(file):
+                parts[part["step"], part["name"], part["gemm"], part["letter"]].append(part)
+        self.operands = {key: _joined(found) for key, found in parts.items()}
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    rows, columns = (1 + max(int(p[key].max()) for p in parts) for key in ("rows", "columns"))
+    whole = {}
+    for key in ("exact", "decoded", "scale", "used"):
+        whole[key] = np.full((rows, columns), np.nan)
+        for part in parts:
+            whole[key][np.ix_(part["rows"].numpy(), part["columns"].numpy())] = part[key].numpy()
+    assert not np.isnan(whole["exact"]).any()  # the ranks have all of it
+    return whole
+
+
+def operand_by_numpy(whole: dict[str, np.ndarray]) -> dict[str, Any]:
+    x, q, s = (whole[key] for key in ("exact", "decoded", "scale"))
+    binades = np.log2(s[whole["used"] == 1]).astype(int)
+    counts = np.bincount(binades - binades.min()) // 32
+    return {
+        "zeros": ((x != 0) & (q == 0)).sum() / (x != 0).sum(),
+        "zeros_overall": (q == 0).mean(),
+        "underflow": ((x != 0) & (abs(x) < s / 4)).sum() / (x != 0).sum(),
+        "clipped": (abs(x) > 6 * s).mean(),
+        "saturated": (abs(q) == 6 * s).mean(),
+        "sqnr_db": 10 * math.log10((x**2).sum() / ((q - x) ** 2).sum()),
+        "gain": (q * x).sum() / (x * x).sum(),
+        "scales": {"first": binades.min(), "counts": counts.tolist()},
+    }
+
+
+def weight_by_numpy(whole: Whole, name: str, steps: list[int], last: int) -> dict[str, Any]:
+    """steps: the consecutive steps whose weights are followed. last: that of the report."""
+    found = [whole.operands[step, name, "fprop", "w"] for step in steps]
+    rows = sample_rows(name, len(found[0]["exact"]))
+    w, q = (np.stack([each[key][rows] for each in found]) for key in ("exact", "decoded"))
+    r_w = abs(np.diff(q, axis=0)).sum(0) / (abs(np.diff(w, axis=0)).sum(0) + 1e-8)
+    at = whole.operands[last, name, "fprop", "w"]
+    v = np.minimum(abs(at["exact"] / at["scale"]), 6)
+    thresholds = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
+    largest = np.array([0.25, 0.25, 0.25, 0.25, 0.375, 0.5, 0.75, 1])
+    distance = abs(v[..., None] - np.concatenate((thresholds, -thresholds))).min(-1)
+    confidence = distance / largest[np.searchsorted(thresholds, v)]
+    counts = np.bincount(np.minimum(confidence * 10, 9).astype(int).ravel(), minlength=10)
+    return {
+        "r": _r(w),
+        "r_quantized": _r(q),
+        "confidence": confidence.mean(),
+        "confidences": {"first": 0.0, "width": 0.1, "counts": counts.tolist()},
+        "oscillation": r_w.mean(),
+        "oscillating": (r_w > 16).mean(),
+    }
+
+
+def _r(x: np.ndarray) -> float:
+    pairs = zip(x[1:], x[:-1], strict=True)
+    return float(np.mean([np.linalg.norm(now - old) / np.linalg.norm(old) for now, old in pairs]))
+
+
+def gradients_by_numpy(folder: Path) -> dict[tuple[int, str], np.ndarray]:
+    """The gradients that Megatron saved (--save-wgrads-interval), by step and linear: the parts of
+    all tensor-parallel ranks, flattened."""
+    found = defaultdict(list)
+    for file in sorted(folder.glob("wgrads/iter_*/*.pth")):
+        step = int(file.parent.name.removeprefix("iter_"))
+        _, _, _, *stage = file.stem.split("_")
+        for chunk in torch.load(file, weights_only=False).values():
+            for name, gradient in chunk.items():
+                # A pipeline stage numbers its only layer from 0.
+                linear = name.removeprefix("module.").removesuffix(".weight")
+                if stage:
+                    linear = linear.replace("layers.0.", f"layers.{int(stage[0])}.")
+                found[step, linear].append(gradient.double().numpy().ravel())
+    return {key: np.concatenate(parts) for key, parts in found.items()}
+
+
+def run(name: str, folder: Path) -> Result:
+    processes, flags = LAYOUTS[name]
+    saving = f"--save {folder} --save-interval 1000 --eval-iters 1 --eval-interval 4"
+    saving += " --save-wgrads-interval 2"
+    words = tiny_on_mock_data(*f"{FLAGS} {flags} {EVERY_2} {saving}".split())
+    return result_of(spawn(processes, RECORDING, str(folder / "operands"), *words))
+
+
+@pytest.mark.parametrize("name", ["one", *slow("tp2", "tp2-no-sp", "pp2", "dp2", "dp2-sharded")])
+def test_the_metrics_of_a_run_are_those_of_numpy(name: str, tmp_path: Path) -> None:
+    result = run(name, tmp_path)
+    assert result.status == 0, result.output[-4000:]
+    whole, records = Whole(tmp_path / "operands"), read(tmp_path)
+    operands = kinds(records, "operand")
+    assert {(r["step"], r["layer"], r["gemm"], r["operand"]) for r in operands} == {
+        key for key in whole.operands if key[0] in (2, 4)
+    }
+    for record in operands:
+        key = (record["step"], record["layer"], record["gemm"], record["operand"])
+        expected, found = operand_by_numpy(whole.operands[key]), record["metrics"]
+        assert found.pop("scales") == expected.pop("scales"), key
+        assert found == pytest.approx(expected, rel=1e-9, abs=0), key
+    for record in kinds(records, "weight"):
+        step = record["step"]
+        steps = [1, 2] if step == 2 else [2, 3, 4]
+        expected, found = (
+            weight_by_numpy(whole, record["layer"], steps, step),
+            record["metrics"],
+        )
+        assert found.pop("confidences") == expected.pop("confidences")
+        assert found == pytest.approx(expected, rel=1e-9)
+    gradients = gradients_by_numpy(tmp_path)
+    for record in kinds(records, "gradient"):
+        gradient, found = gradients[record["step"], record["layer"]], record["metrics"]
+        dy = operand_by_numpy(whole.operands[record["step"], record["layer"], "wgrad", "dy"])
+        expected = {"norm": np.linalg.norm(gradient), "zeros": (gradient == 0).mean()}
+        assert found == pytest.approx(expected | {"underflow": dy["underflow"]}, rel=1e-9)
+    assert len(kinds(records, "weight")) == len(kinds(records, "gradient")) == 2 * 8
+
+
+# --- layouts and other runs -----------------------------------------------------------------------
+
+
+def by_place(folder: Path) -> dict[str, dict[str, Any]]:
+    """The metrics of a run, by what they are of."""
+    found = {}
+    for record in read(folder):
+        if "metrics" in record:
+            metrics = record.pop("metrics")
+            found[json.dumps(record)] = metrics
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dp2", "dp2-sharded"])
+def test_data_parallel_runs_have_the_numbers_of_one_process(name: str, tmp_path: Path) -> None:
+    """Their losses are the same bit for bit, so everything is; the reduced gradients too, of which
+    the ranks of the distributed optimizer have parts. But for dY: it is divided by the number of a
+    rank's microbatches, here 2 in one process and 1 in two."""
+    (processes, flags), one, other = LAYOUTS[name], tmp_path / "one", tmp_path / "other"
+    losses = []
+    for count, folder, own in ((1, one, ""), (processes, other, flags)):
+        words = f"{FLAGS} {EVERY_2} --tensorboard-dir {folder} {own}".split()
+        result = torchrun(count, *words)
+        assert result.status == 0, result.output[-4000:]
+        losses.append(result.losses)
+    found, expected = by_place(other), by_place(one)
+    assert losses[0] == losses[1] and found.keys() == expected.keys() and found
+    for key, metrics in expected.items():
+        if json.loads(key).get("operand") == "dy":
+            metrics["scales"]["first"] += 1
+        histograms = {name for name in metrics if name in ("scales", "confidences")}
+        assert all(found[key].pop(name) == metrics.pop(name) for name in histograms)
+        assert found[key] == pytest.approx(metrics, rel=1e-9)
+
+
+def test_a_run_is_the_same_with_and_without(tmp_path: Path) -> None:
+    results = {}
+    for steps in (1, 0):
+        folder = tmp_path / str(steps)
+        flags = f"{FLAGS} --fp4-metrics-interval {steps} --save {folder} --save-interval 4"
+        results[steps] = torchrun(1, *flags.split())
+        assert results[steps].status == 0, results[steps].output[-4000:]
+    assert results[0].losses == results[1].losses and len(results[0].losses) == 4
+    assert same(tmp_path / "0/iter_0000004", tmp_path / "1/iter_0000004")
+    assert not (tmp_path / "0/metrics.jsonl").exists()
+    records = read(tmp_path / "1")
+    first, logged = records[0], kinds(records, "step")
+    assert (first["kind"], first["version"], first["recipe"]) == ("run", 1, "tetrajet")
+    assert first["lines"][0].startswith("megatron-fp4: recipe tetrajet")
+    assert first["arguments"]["num_layers"] == 2 and first["environment"]["ranks"] == 1
+    assert [r["loss"] for r in logged] == results[1].losses
+    assert {(r["step"], r["tokens"]) for r in logged} == {(n, 4 * 64) for n in range(1, 5)}
+    assert {r["step"] for r in kinds(records, "operand")} == {1, 2, 3, 4}
+
+
+def test_nothing_is_written_without_a_folder() -> None:
+    told_of = "--fp4-metrics-interval writes nothing: add --save or --tensorboard-dir"
+    for flags, told_so in ((EVERY_2, 1), ("", 0)):
+        output = torchrun(1, *f"{FLAGS} {flags} --train-iters 1".split()).output
+        assert output.count(told_of) == told_so
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (f"{SMALL} --bf16 {EVERY_2}", "--fp4-metrics-interval needs a recipe"),
+        (f"{FLAGS} --fp4-metrics-interval -1", "give a number of at least 0"),
+        (f"{FLAGS} {EVERY_2} --cuda-graph-impl local", "does not go with --fp4-metrics-interval 2"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(flags: str, says: str) -> None:
+    assert says in told(torchrun(1, *flags.split()))
+
+
+# --- lines and files ------------------------------------------------------------------------------
+
+LINE = (
+    " [2026-01-01 00:00:00.000000] iteration       10/   50010 | consumed samples:           40 | "
+    "elapsed time per iteration (ms): 1500.0 | learning rate: 1.000000E-04 | global batch size:"
+    "     4 | lm loss: 6.000000E+00 | loss scale: 1.0 | grad norm: 0.778 | "
+)
+
+
+def test_lines_of_the_log() -> None:
+    assert log_record(LINE, 64) == {
+        "kind": "step",
+        "step": 10,
+        "loss": 6.0,
+        "grad_norm": 0.778,
+        "learning_rate": 1e-4,
+        "seconds": 1.5,
+        "tokens": 256,
+    }
+    first_stage = log_record(LINE.replace(" lm loss: 6.000000E+00 |", ""), 64)
+    assert first_stage is not None and first_stage["loss"] is None
+    validation = (
+        " validation loss at iteration 8{} | lm loss value: 5.5E+00 | lm loss PPL: 2E+02 | "
+    )
+    for where in ("", " on validation set"):
+        record = log_record(validation.format(where), 64)
+        assert record == {"kind": "evaluation", "step": 8, "loss": 5.5}
+    for other in (validation.format(" on test set"), "-" * 40, "(min, max) time across ranks"):
+        assert log_record(other, 64) is None
+
+
+def test_a_line_that_was_cut_off_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    append(path, [{"kind": "step", "loss": math.nan, "path": Path("x")}])
+    whole = path.read_text()
+    assert json.loads(whole) == {"kind": "step", "loss": None, "path": "x"}
+    path.write_text(whole + '{"kind": "st')
+    append(path, [{"kind": "evaluation"}])
+    assert path.read_text() == whole + '{"kind": "evaluation"}\n'
+    path.write_text('{"kind"')
+    append(path, [{"kind": "run"}])
+    assert path.read_text() == '{"kind": "run"}\n'
