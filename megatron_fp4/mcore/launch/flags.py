@@ -102,11 +102,11 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--fp4-metrics-interval",
         type=int,
-        default=None,
+        default=0,
         metavar="N",
         help="every N steps write metrics of all quantized operands, weights and gradients to "
         "metrics.jsonl in the folder of --save (or of --tensorboard-dir), to TensorBoard and to "
-        "Weights & Biases; 0 is off (default: 100, and 0 with CUDA graphs)",
+        "Weights & Biases; 0, the default, is off",
     )
     group.add_argument(
         "--fp4-load-anyway",

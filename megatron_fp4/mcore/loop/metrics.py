@@ -30,7 +30,6 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.makers.base import Given
 from megatron_fp4.makers.pytorch import before_quantizer
-from megatron_fp4.mcore.launch import cuda_graphs
 from megatron_fp4.mcore.loop.metrics_log import MetricsLog, Record, folder
 from megatron_fp4.mcore.model.attach import Fp4Layer
 from megatron_fp4.mcore.model.run import Run
@@ -39,7 +38,6 @@ from megatron_fp4.operands import Made, Operand
 from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.recipe import OPERANDS
 
-INTERVAL = 100
 # An operand of a microbatch with more elements than this is sampled: of its lines across the
 # blocked axis, every n-th of the unsharded operand. The cost is then that of launching kernels.
 MOST = 2**20
@@ -49,12 +47,7 @@ _PLACES = [(gemm, letter) for gemm, letters in OPERANDS.items() for letter in le
 
 def interval(args: argparse.Namespace) -> int:
     """The number of steps from one report to the next; 0: none."""
-    if folder(args) is None:
-        return 0
-    given: int | None = args.fp4_metrics_interval
-    if given is not None:
-        return given
-    return 0 if cuda_graphs.wanted(args) else INTERVAL
+    return 0 if folder(args) is None else int(args.fp4_metrics_interval)
 
 
 def advice(args: argparse.Namespace) -> str | None:
