@@ -102,7 +102,7 @@ def quantize(weight: np.ndarray, average: np.ndarray | None) -> np.ndarray:
     return (nearest * scale * np.sign(blocks)).reshape(weight.shape)
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("recipe", ["tetrajet", "tetrajet-ema"])
 def test_a_training_is_measured_from_its_main_weights(recipe: str, tmp_path: Path) -> None:
     """The steps 1 to 3 of a run against the weights and averages in its checkpoints."""

@@ -130,7 +130,7 @@ def with_x(model: Any, quantized: Any) -> Any:
     return model
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_transformers_quantizes_x_by_a_rule_of_its_own(tmp_path: Path) -> None:
     source = checkpoint(tmp_path, "llama", recorded(TETRAJET))
     found = logits(load(export(source, tmp_path / "out")))
@@ -182,7 +182,7 @@ def share_apart(found: Tensor, wanted: Tensor) -> float:
     return float((off > SUMS).float().mean())
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize(
     ("name", "rule"), [("llama", "ceil"), ("llama", "floor"), ("qwen2", "ceil"), ("qwen3", "ceil")]
 )

@@ -67,7 +67,7 @@ def difference(folder: Path, model: Any, processes: int = 1, *flags: str) -> flo
 
 
 slow_unless_quick = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.outside) for name in MODELS
 ]
 
 
@@ -76,7 +76,7 @@ def test_megatron_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     assert difference(tmp_path, imported(tmp_path, name)) < SUMS
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
 def test_two_ranks_give_the_same_logits(name: str, tmp_path: Path) -> None:
     model = imported(tmp_path, name)
@@ -85,7 +85,7 @@ def test_two_ranks_give_the_same_logits(name: str, tmp_path: Path) -> None:
     assert difference(tmp_path, model, 2, *layout) < SUMS
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gpt2"])
 def test_bf16_logits_differ_by_its_rounding(name: str, tmp_path: Path) -> None:
     # Some 12 results of a layer are rounded one after the other, each by up to 2**-9 of itself.
@@ -119,7 +119,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_layout_would_be_noticed(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -130,7 +130,7 @@ def test_a_wrong_layout_would_be_noticed(
     assert difference(tmp_path, imported(tmp_path, name)) > 100 * SUMS
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize(
     ("name", "setting", "value"),
     [
@@ -208,7 +208,7 @@ def test_gpt2_as_it_was_released(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_a_trained_model_is_exported(tmp_path: Path) -> None:
     """Two ranks train from a release; transformers then computes what Megatron does."""
     imported(tmp_path, "llama", torch.bfloat16, intermediate_size=192)

@@ -125,7 +125,7 @@ def test_each_rank_finds_its_part_in_one_file(folder: Path) -> None:
     assert {rank: sorted(files) for rank, files in read["old"].items()} == {0: [0, 1], 1: [0, 1]}
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("name", [name for name in RESHARDS if name != "tp2 to pp2"])
 def test_a_resharded_checkpoint_is_gone_on_from_as_the_original(folder: Path, name: str) -> None:
     read = check_reshard(folder, name)["new"]
@@ -134,7 +134,7 @@ def test_a_resharded_checkpoint_is_gone_on_from_as_the_original(folder: Path, na
         assert set(files) <= {rank, *shared}
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_four_ranks_find_their_parts(folder: Path) -> None:
     source, target = trained(folder, "tp2"), folder / "four"
     assert reshard(source, target, 2, 2) == 0
@@ -153,9 +153,9 @@ def test_four_ranks_find_their_parts(folder: Path) -> None:
     ("name", "sizes"),
     [
         ("tp2", (2, 1, 1)),
-        pytest.param("pp2", (1, 2, 1), marks=pytest.mark.slow),
-        pytest.param("gpt2-tp2", (2, 1, 1), marks=pytest.mark.slow),
-        pytest.param("tp2-pp2", (2, 2, 1), marks=pytest.mark.slow),
+        pytest.param("pp2", (1, 2, 1), marks=pytest.mark.outside),
+        pytest.param("gpt2-tp2", (2, 1, 1), marks=pytest.mark.outside),
+        pytest.param("tp2-pp2", (2, 2, 1), marks=pytest.mark.outside),
     ],
 )
 def test_shards_are_those_of_megatron(folder: Path, name: str, sizes: tuple[int, int, int]) -> None:
@@ -171,7 +171,7 @@ def test_shards_are_those_of_megatron(folder: Path, name: str, sizes: tuple[int,
     assert found > 36
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_state_that_only_its_own_layout_can_load_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,7 +202,7 @@ def test_a_stripped_checkpoint_is_loaded_without_optimizer(folder: Path) -> None
     assert "was saved with --no-save-optim" in refused and "add --no-load-optim" in refused
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("name", ["dp2", "ema", "fp16", "gpt2", "moe-ep2"])
 def test_any_stripped_checkpoint_is_finetuned_from(folder: Path, name: str) -> None:
     source, target = trained(folder, name), folder / f"{name}-stripped"
@@ -228,7 +228,7 @@ def test_stripped_arguments_are_those_of_megatron(folder: Path) -> None:
 # --- average ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_an_average_of_steps_is_loaded(folder: Path) -> None:
     source, target = trained(folder, "tp2"), folder / "averaged"
     assert tool("average", source, "--steps", 2, 4, "--weights", 1, 3, "--output", target) == 0
@@ -241,7 +241,7 @@ def test_an_average_of_steps_is_loaded(folder: Path) -> None:
     good(launch(TRAININGS["tp2"], f"--load {target} --finetune"))
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_models_that_differ_are_not_averaged(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,7 +267,7 @@ def legacy(source: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("command", ["strip", "reshard"])
 def test_older_files_are_read_and_stay_as_they_are(
     folder: Path, command: str, capsys: pytest.CaptureFixture[str]
@@ -305,7 +305,7 @@ def test_a_comparison_names_what_differs(folder: Path, capsys: pytest.CaptureFix
         assert numbers["relative_l2"] == pytest.approx(norm, rel=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_arguments_are_compared_by_what_they_are_of(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,7 +316,7 @@ def test_arguments_are_compared_by_what_they_are_of(
     assert "tensor_model_parallel_size: 2 | 1" in text
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_what_is_shown_is_what_megatron_saved(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -223,7 +223,7 @@ def test_memory_is_that_of_a_few_tensors(many: Path, tmp_path: Path, command: st
     assert peak("reshard", many, "--output", tmp_path / "new", *RESHARD) < LIMIT
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_memory_of_other_commands(many: Path, tmp_path: Path) -> None:
     values = lambda key, shape: torch.ones(shape)  # noqa: E731
     other = small(tmp_path / "b", shapes=MANY, values=values, args=arguments(num_layers=6))

@@ -69,9 +69,9 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("model", "gpu_count"),
     [
         (DENSE, 4),
-        pytest.param(DENSE, 24, marks=pytest.mark.slow),
-        pytest.param(EXPERTS, 4, marks=pytest.mark.slow),
-        pytest.param(EXPERTS, 24, marks=pytest.mark.slow),
+        pytest.param(DENSE, 24, marks=pytest.mark.outside),
+        pytest.param(EXPERTS, 4, marks=pytest.mark.outside),
+        pytest.param(EXPERTS, 24, marks=pytest.mark.outside),
     ],
 )
 def test_megatron_refuses_the_same_layouts(model: Model, gpu_count: int, on_a_cpu: None) -> None:

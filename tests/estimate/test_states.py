@@ -39,7 +39,7 @@ def stage_of(layout: Layout, rank: int) -> Stage:
     return stages(model_of(layout), layout)[rank // (layout.gpus // layout.pp)]
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_states_are_those_of_a_run(name: str) -> None:
     layout = LAYOUTS[name]

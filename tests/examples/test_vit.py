@@ -52,8 +52,8 @@ def learned(trained: Trained) -> bool:
     "recipe",
     [
         "bf16",
-        pytest.param("mxfp4", marks=pytest.mark.slow),
-        pytest.param("tetrajet", marks=pytest.mark.slow),
+        pytest.param("mxfp4", marks=pytest.mark.outside),
+        pytest.param("tetrajet", marks=pytest.mark.outside),
         "tetrajet-ema",
     ],
 )
@@ -73,7 +73,7 @@ def test_nothing_is_learned_without_a_learning_rate() -> None:
     assert not learned(train(ON_ONE_BATCH, *BY_HEART, "--lr", "1e-9", "--min-lr", "0"))
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_two_ranks_learn_it_too() -> None:
     """Tensor parallelism shards the linears; data parallelism, the batch."""
     flags = [*BY_HEART, *by("tetrajet")]

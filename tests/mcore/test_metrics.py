@@ -31,7 +31,7 @@ LAYOUTS = {
 
 
 def slow(*names: str) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=pytest.mark.outside) for name in names]
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -181,7 +181,7 @@ def by_place(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("name", ["dp2", "dp2-sharded"])
 def test_data_parallel_runs_have_the_numbers_of_one_process(name: str, tmp_path: Path) -> None:
     """Their losses are the same bit for bit, so everything is; the reduced gradients too, of which

@@ -55,11 +55,11 @@ def error_of(result: Result) -> str:
         ("te_layers.py", 2, TP2_SP),
         ("provider.py", 2, PP2),
         ("fork.py", 2, TP2_SP),
-        pytest.param("provider.py", 2, VPP2, marks=pytest.mark.slow),
-        pytest.param("builder.py", 2, VPP2, marks=pytest.mark.slow),
-        pytest.param("te_layers.py", 2, PP2, marks=pytest.mark.slow),
-        pytest.param("builder.py", 2, TP2_SP, marks=pytest.mark.slow),
-        pytest.param("fork.py", 2, SHARDED, marks=pytest.mark.slow),
+        pytest.param("provider.py", 2, VPP2, marks=pytest.mark.outside),
+        pytest.param("builder.py", 2, VPP2, marks=pytest.mark.outside),
+        pytest.param("te_layers.py", 2, PP2, marks=pytest.mark.outside),
+        pytest.param("builder.py", 2, TP2_SP, marks=pytest.mark.outside),
+        pytest.param("fork.py", 2, SHARDED, marks=pytest.mark.outside),
     ],
 )
 def test_a_script_repeats_the_losses_of_pretrain_gpt(
@@ -74,7 +74,7 @@ def test_a_script_repeats_the_losses_of_pretrain_gpt(
     assert ours(processes, *SIZES, *layout).losses != expected.losses  # the recipe shows in them
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_upstreams_own_layers_follow_a_recipe() -> None:
     """Those of --transformer-impl local, whose norm and attention are not pretrain_gpt.py's."""
     own, in_bf16 = run("engine.py", 2, *TETRAJET, *PP2), run("engine.py", 2, *SIZES, *PP2)
@@ -103,7 +103,7 @@ def test_what_a_fork_changes_in_a_linear_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["builder.py", pytest.param("provider.py", marks=pytest.mark.slow)]
+    "script", ["builder.py", pytest.param("provider.py", marks=pytest.mark.outside)]
 )
 def test_without_a_recipe_a_script_runs_as_without_the_plugin(script: str) -> None:
     own = run(script, 1, *SIZES)
@@ -117,7 +117,7 @@ def test_without_a_recipe_a_script_runs_as_without_the_plugin(script: str) -> No
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_checkpoints_are_pretrain_gpts(tmp_path: Path) -> None:
     """Of Transformer Engine's layers too: the norm inside a linear is saved under its key."""
     steps = ("--save-interval", "2")
