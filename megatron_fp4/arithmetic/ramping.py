@@ -22,6 +22,12 @@ from megatron_fp4.errors import ConfigError
 # period takes the place of a longer one.
 LONGEST = 16383
 _LEAST_MOVEMENT = 1e-8  # added to the divisor of a ratio
+# What an optimizer keeps beside a weight with periods; see `Ramped`.
+STATES = {
+    "ramping_sum": torch.float32,
+    "ramping_count": torch.int16,
+    "ramping_period": torch.int16,
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,17 @@ class Ramping:
             )
         if self.most is not None and not 1 <= self.most <= LONGEST:
             raise ConfigError(f"most is a number of steps in [1, {LONGEST}], not {self.most}")
+
+    def __str__(self) -> str:
+        """How weights are updated, in a few words."""
+        every = f"{self.interval} steps"
+        if self.interval_share is not None:
+            every = f"{self.interval_share:g} of training"
+        most = "the interval" if self.most is None else str(self.most)
+        return (
+            f"every {self.k2:g} * floor(R / {self.k1:g}) + 1 steps, at most {most}; R is measured "
+            f"over {self.calibration} steps every {every}"
+        )
 
     def interval_in(self, total: int) -> int:
         """The steps from one calibration to the next, in a training of `total` steps.

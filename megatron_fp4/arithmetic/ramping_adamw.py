@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.ramping import LONGEST, Adam, Ramped, update
+from megatron_fp4.arithmetic.ramping import LONGEST, STATES, Adam, Ramped, update
 from megatron_fp4.arithmetic.weight_states import key_of
 from megatron_fp4.errors import ConfigError
 
-SUM, COUNT, PERIOD = map(key_of, ("ramping_sum", "ramping_count", "ramping_period"))
+SUM, COUNT, PERIOD = map(key_of, STATES)
 
-_DTYPES = {COUNT: torch.int16, PERIOD: torch.int16}
 _UNKNOWN_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
 # Once an AdamW exists, torch has replaced AdamW.step by a function that also calls the optimizer's
 # hooks. It replaces this class's step too, and the hooks would be called twice.
@@ -27,31 +26,24 @@ class RampingAdamW(torch.optim.AdamW):
 
     A weight that `ramp` was called with takes the step of `ramping.update`, every other one that of
     AdamW. Beside AdamW's own state such a weight has, of its shape, the sum (in its dtype) and the
-    count (int16) of the gradients since each element's last update, and the period (int16).
+    count (int16) of the gradients since each element's last update, and the period (int16). The
+    state is made in the weight's first step, as AdamW's is.
 
     calibrates: while it is True all weights take AdamW's own step, and sums and counts stay.
     """
 
-    calibrates = False
+    def __init__(self, params: Any, **options: Any) -> None:
+        """params, options: as for torch.optim.AdamW."""
+        super().__init__(params, **options)
+        self.calibrates = False
+        self._ramped: set[Tensor] = set()
 
-    def ramp(self, weight: Tensor, period: Tensor) -> None:
-        """Sets the period of each element of `weight`, from the next step on.
+    def ramp(self, weight: Tensor) -> None:
+        """Gives each element of `weight` a period: 1 until `set_period`.
 
-        Gradients that were summed under an earlier period are kept. weight: a parameter of this
-        optimizer, float32 (or float64, for tests). period: of its shape, integers in [1, 16383].
-        Raises ConfigError if they are not, or if AdamW has an option that Q-Ramping does not know.
+        weight: a parameter of this optimizer, float32 (or float64, for tests). Raises ConfigError
+        if it is not, or if AdamW has an option that Q-Ramping does not know.
         """
-        self._check(weight, period)
-        state = self.state[weight]
-        state.setdefault("step", torch.tensor(0.0))
-        for key in ("exp_avg", "exp_avg_sq", SUM):
-            if key not in state:
-                state[key] = torch.zeros_like(weight)
-        if COUNT not in state:
-            state[COUNT] = torch.zeros_like(weight, dtype=torch.int16)
-        state[PERIOD] = period.to(weight.device, torch.int16, copy=True)
-
-    def _check(self, weight: Tensor, period: Tensor) -> None:
         groups = [group for group in self.param_groups if any(p is weight for p in group["params"])]
         if not groups:
             raise ConfigError("Q-Ramping updates parameters of its optimizer; this is none of them")
@@ -63,14 +55,39 @@ class RampingAdamW(torch.optim.AdamW):
                 f"Q-Ramping updates float32 weights, not {weight.dtype}; give the optimizer the "
                 "main weights"
             )
+        self._ramped.add(weight)
+
+    def set_period(self, weight: Tensor, period: Tensor) -> None:
+        """Sets the period of each element of `weight`, from the next step on.
+
+        Gradients that were summed under an earlier period are kept. weight: one that `ramp` was
+        called with. period: of its shape, integers in [1, 16383]. Raises ConfigError if they are
+        not.
+        """
+        if weight not in self._ramped:
+            raise ConfigError("this weight has no periods: call ramp with it first")
         if period.shape != weight.shape:
             shapes = f"{list(period.shape)}, and the weight's {list(weight.shape)}"
             raise ConfigError(f"the shape of the periods is {shapes}")
         if period.numel() and not 1 <= int(period.min()) <= int(period.max()) <= LONGEST:
             raise ConfigError(f"a period is a number of steps in [1, {LONGEST}]; clamp the periods")
+        self._start(weight)
+        self.state[weight][PERIOD].copy_(period)
+
+    def _start(self, weight: Tensor) -> None:
+        """Adds to the weight's state what is not there yet."""
+        state = self.state[weight]
+        state.setdefault("step", torch.tensor(0.0))
+        for key in ("exp_avg", "exp_avg_sq", SUM):
+            if key not in state:
+                state[key] = torch.zeros_like(weight)
+        if COUNT not in state:
+            state[COUNT] = torch.zeros_like(weight, dtype=torch.int16)
+        if PERIOD not in state:
+            state[PERIOD] = torch.ones_like(weight, dtype=torch.int16)
 
     def _is_ramped(self, weight: Tensor) -> bool:
-        return not self.calibrates and PERIOD in self.state.get(weight, ())
+        return not self.calibrates and weight in self._ramped
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
         # Collects the parameters of AdamW's own step.
@@ -85,10 +102,16 @@ class RampingAdamW(torch.optim.AdamW):
             for weight in group["params"]:
                 if weight.grad is not None and self._is_ramped(weight):
                     self._update(weight, group)
+            # Megatron reads the number of steps here where it would use a FusedAdam, as of
+            # Transformer Engine, and from the state where it would use torch's AdamW.
+            counts = [int(self.state[p]["step"]) for p in group["params"] if p in self.state]
+            if counts:
+                group["step"] = max(counts)
         return loss
 
     def _update(self, weight: Tensor, group: dict[str, Any]) -> None:
         assert weight.grad is not None
+        self._start(weight)
         state = self.state[weight]
         state["step"] += 1
         options = (float(group["lr"]), group["betas"], group["eps"], group["weight_decay"])
@@ -97,12 +120,22 @@ class RampingAdamW(torch.optim.AdamW):
         update(ramped, weight.grad, Adam(int(state["step"]), *options))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned, as torch.optim.AdamW does."""
-        super().load_state_dict(state_dict)
+        """Loads what `state_dict` returned, as torch.optim.AdamW does.
+
+        A weight whose state has no number of steps takes that of its group.
+        """
+        states = {}
+        for group in state_dict["param_groups"]:
+            for number in group["params"]:
+                if number in state_dict["state"]:
+                    steps = torch.tensor(float(group.get("step", 0)))
+                    states[number] = {"step": steps, **state_dict["state"][number]}
+        super().load_state_dict({**state_dict, "state": states})
         # torch converts a state to its parameter's dtype.
         for state in self.state.values():
-            for key in _DTYPES.keys() & state.keys():
-                state[key] = state[key].to(_DTYPES[key])
+            for key in (COUNT, PERIOD):
+                if key in state:
+                    state[key] = state[key].to(torch.int16)
 
 
 class Snapshot:
@@ -137,6 +170,8 @@ class Snapshot:
             else:
                 del self._optimizer.state[weight]
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            for name in group.keys() - options.keys() - {"params"}:
+                del group[name]
             group.update(options)
 
     def _restore_state(self, state: dict[str, Any], old: dict[str, Any]) -> None:

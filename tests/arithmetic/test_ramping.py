@@ -103,7 +103,7 @@ def trained(start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The same by the package."""
     weight = torch.nn.Parameter(torch.from_numpy(start.copy()))
     optimizer = RampingAdamW([weight], betas=BETAS, eps=EPS, weight_decay=DECAY)
-
+    optimizer.ramp(weight)
     periods = []
 
     def step(t: int) -> None:
@@ -120,8 +120,8 @@ def trained(start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
                 movement.add(weight, quantized(weight.detach()))
             snapshot.restore()
             optimizer.calibrates = False
-            optimizer.ramp(weight, RAMPING.periods(movement.ratio(), STEPS))
-            periods.append(optimizer.state[weight]["fp4_ramping_period"].numpy())
+            optimizer.set_period(weight, RAMPING.periods(movement.ratio(), STEPS))
+            periods.append(optimizer.state[weight]["fp4_ramping_period"].numpy().copy())
         step(t)
     return weight.detach().numpy(), np.stack(periods)
 

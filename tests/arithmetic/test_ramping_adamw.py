@@ -37,7 +37,8 @@ def train(optimizer: torch.optim.Optimizer, numbers: range) -> None:
 def ramping(params: list[torch.nn.Parameter]) -> RampingAdamW:
     """An optimizer of which the first weight has periods from 1 to 5."""
     optimizer = RampingAdamW(groups_of(params), **OPTIONS)
-    optimizer.ramp(params[0], torch.arange(params[0].numel()).view(params[0].shape) % 5 + 1)
+    optimizer.ramp(params[0])
+    optimizer.set_period(params[0], torch.arange(params[0].numel()).view(params[0].shape) % 5 + 1)
     return optimizer
 
 
@@ -142,6 +143,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit() -> None:
     second = [torch.nn.Parameter(param.detach().clone()) for param in first]
     groups = [{"params": second[:1]}, {"params": second[1:]}]
     resumed = RampingAdamW(groups, **OPTIONS)
+    resumed.ramp(second[0])
     resumed.load_state_dict(saved(optimizer))
     train(resumed, range(13, 31))
     assert all(map(torch.equal, second, whole))
@@ -164,8 +166,7 @@ def test_without_its_sums_a_resumed_run_differs() -> None:
     del found["state"][0][SUM]
     second = [torch.nn.Parameter(param.detach().clone()) for param in first]
     resumed = ramping(second)
-    resumed.load_state_dict(found)
-    resumed.ramp(second[0], resumed.state[second[0]][PERIOD])  # sums of zeros
+    resumed.load_state_dict(found)  # sums of zeros
     train(resumed, range(13, 31))
     assert not torch.equal(second[0], whole[0]) and torch.equal(second[1], whole[1])
 
@@ -203,22 +204,51 @@ def test_a_weight_without_a_gradient_rests() -> None:
     assert list(optimizer.state) == params[:1]  # Megatron expects a count of steps in each state
 
 
+def test_without_a_period_of_its_own_a_weight_is_updated_in_each_step() -> None:
+    mine, theirs = weights(), weights()
+    optimizer = RampingAdamW(groups_of(mine), **OPTIONS)
+    optimizer.ramp(mine[0])
+    assert not optimizer.state  # Megatron allocates state when it loads a checkpoint into none
+    train(optimizer, range(9))
+    train(adamw(theirs), range(9))
+    assert all(map(torch.equal, mine, theirs))
+    assert (optimizer.state[mine[0]][PERIOD] == 1).all()
+
+
+def test_the_number_of_steps_is_in_the_groups_too() -> None:
+    """Where Transformer Engine is installed, Megatron saves and loads that one alone."""
+    params = weights()
+    optimizer = ramping(params)
+    train(optimizer, range(7))
+    assert [group["step"] for group in optimizer.param_groups] == [7, 7]
+    found = saved(optimizer)
+    for state in found["state"].values():
+        del state["step"]
+    resumed = ramping(weights())
+    resumed.load_state_dict(found)
+    train(resumed, range(7, 9))
+    assert {float(state["step"]) for state in resumed.state.values()} == {9.0}
+
+
 def test_what_is_refused() -> None:
     weight = torch.nn.Parameter(normal((3, 4), 1))
     ones = torch.ones(3, 4, dtype=torch.int16)
     plain = RampingAdamW([weight], **OPTIONS)
     with pytest.raises(ConfigError, match="this is none of them"):
-        plain.ramp(torch.nn.Parameter(normal((3, 4), 1)), ones)
+        plain.ramp(torch.nn.Parameter(normal((3, 4), 1)))
+    with pytest.raises(ConfigError, match="has no periods: call ramp with it first"):
+        plain.set_period(weight, ones)
+    plain.ramp(weight)
     with pytest.raises(ConfigError, match=r"periods is \[4, 3\], and the weight's \[3, 4\]"):
-        plain.ramp(weight, ones.t())
+        plain.set_period(weight, ones.t())
     for wrong in (0 * ones, 16384 * ones.int()):
         with pytest.raises(ConfigError, match=r"a number of steps in \[1, 16383\]"):
-            plain.ramp(weight, wrong)
+            plain.set_period(weight, wrong)
     half = torch.nn.Parameter(weight.detach().bfloat16())
     with pytest.raises(ConfigError, match=r"float32 weights, not torch.bfloat16"):
-        RampingAdamW([half]).ramp(half, ones)
+        RampingAdamW([half]).ramp(half)
     for option in ("amsgrad", "maximize", "capturable", "differentiable"):
         with pytest.raises(ConfigError, match=f"not defined with AdamW's {option}; leave it out"):
             options: dict[str, Any] = {option: True}
-            RampingAdamW([weight], **options).ramp(weight, ones)
+            RampingAdamW([weight], **options).ramp(weight)
     assert not plain.state
