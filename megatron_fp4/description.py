@@ -19,7 +19,8 @@ def describe(recipe: Recipe) -> list[str]:
 
     The first line has the recipe's name, and its paper as `paper_of` returns it. Indented lines
     follow: one for each GEMM, with the formats, scales and rounding of its operands, and one each
-    for outliers, estimator, weight average and bias gradient where the recipe has them.
+    for outliers, estimator, weight average, updates of W and bias gradient where the recipe has
+    them.
     """
     paper = paper_of(recipe)
     lines = [f"recipe {recipe.name}{f' ({paper})' if paper else ''}"]
@@ -31,6 +32,8 @@ def describe(recipe: Recipe) -> list[str]:
         lines.append(f"  gradient of W: times DGE's factor (k {dge.k:g}, clip {dge.clip:g})")
     if recipe.weight_average is not None:
         lines.append(f"  average of W: of the FP32 weights, {recipe.weight_average}")
+    if recipe.ramping is not None:
+        lines.append(f"  updates of W: {recipe.ramping}")
     if recipe.bias_gradient == "quantized":
         lines.append("  gradient of the bias: the sum of dgrad's quantized dY")
     return lines

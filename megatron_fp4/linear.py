@@ -38,6 +38,10 @@ from megatron_fp4.replicas import own_replica, replica_placements
 # runtime installs one), calling it for each operation would cost more than most operations.
 _plain_tensors = torch._C.DisableTorchFunction
 _ANY_SITE, _ANY_CALL = Site(), Call()
+RAMPS = (
+    "{}: recipe {} updates weights at periods of their own, which Megatron's optimizers do here "
+    "and a linear cannot: give it a recipe without ramping"
+)
 
 
 class _Linear(torch.autograd.Function):
@@ -283,10 +287,13 @@ def linear(
     torch.compile breaks its graph here: the linear runs between two compiled graphs, and under
     fullgraph=True the compiler raises.
     Raises ConfigError for unsupported tensors or shapes that do not fit, for an axis that is not a
-    multiple of its block or Hadamard group, and for an invalid seed, step or replica.
+    multiple of its block or Hadamard group, for an invalid seed, step or replica, and for a recipe
+    with `Recipe.ramping`, which is the optimizer's.
     """
     if not isinstance(recipe, Recipe):
         recipe = get_recipe(recipe)
+    if recipe.ramping is not None:
+        raise ConfigError(RAMPS.format(name, recipe.name))
     check_operands(x, weight, bias, name)
     tokens = None  # unchecked: only wgrad contracts the tokens
     if torch.is_grad_enabled() and weight.requires_grad:

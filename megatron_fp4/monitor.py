@@ -126,6 +126,12 @@ class NonFiniteMonitor:
         self._step = step
         return seen
 
+    def drop(self) -> None:
+        """Forgets the tallies of the current step."""
+        self._labels, self._tallies, self._folded = [], [], []
+        if self._totals is not None:
+            self._totals.zero_()
+
     def look(self) -> Sighting | None:
         """The first non-finite operand that was not returned yet, with the current step included.
 

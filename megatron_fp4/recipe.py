@@ -14,10 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+import torch
+
 from megatron_fp4.arithmetic.estimators import DGE
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer
+from megatron_fp4.arithmetic.ramping import STATES, Ramping
 from megatron_fp4.arithmetic.weight_states import WeightAverage, WeightState
 from megatron_fp4.errors import ConfigError, check_choices
 
@@ -71,6 +74,8 @@ class Recipe:
         it ("quantized").
     weight_average: the moving average that is kept of each weight, for quantizers of W with
         rounding ema; None keeps none.
+    ramping: at which periods the optimizer updates elements of W that oscillate (Q-Ramping); None:
+        all in each step.
     bf16_after: the share of training, in [0, 1], after which the GEMMs in `bf16_gemms` return to
         high precision; None: never.
     Raises ConfigError for fields that contradict each other.
@@ -86,6 +91,7 @@ class Recipe:
     outliers: OutlierClamp | None = None
     bias_gradient: Literal["raw", "quantized"] = "raw"
     weight_average: WeightAverage | None = None
+    ramping: Ramping | None = None
     bf16_after: float | None = None
     bf16_gemms: tuple[str, ...] = field(default=GEMMS)
 
@@ -107,6 +113,7 @@ class Recipe:
 
     def _check_fields(self) -> None:
         self._check_average()
+        self._check_ramping()
         w = self.fprop.b
         if self.estimator and (w is None or w.element != "e2m1"):
             raise ConfigError("DGE needs an E2M1 quantizer of W in fprop")
@@ -152,10 +159,38 @@ class Recipe:
         if any(self.gemm(gemm).hadamard is not None for gemm, _ in rounded):
             raise ConfigError("rounding ema takes no Hadamard transform: leave one out")
 
+    def _check_ramping(self) -> None:
+        if self.ramping is None:
+            return
+        w = self.fprop.b
+        if w is None or self.fprop.hadamard or (w.element, w.scale) != ("e2m1", "e8m0"):
+            raise ConfigError(
+                "ramping follows the codes of W in fprop: give W a quantizer of E2M1 with E8M0 "
+                "scales there, and no Hadamard transform"
+            )
+        if w.rounding != "nearest":
+            raise ConfigError(
+                f"ramping follows a W that fprop rounds to nearest, not {w.rounding}; leave one out"
+            )
+        if self.bf16_after is not None and "fprop" in self.bf16_gemms:
+            raise ConfigError(
+                "ramping follows the codes of W, which fprop no longer has after bf16_after: leave "
+                "fprop out of bf16_gemms"
+            )
+
     @property
     def weight_states(self) -> dict[str, WeightState]:
-        """The element-wise state that is kept beside each weight, by name."""
+        """The state beside each weight that linears read, by name."""
         return {} if self.weight_average is None else {"average": self.weight_average}
+
+    @property
+    def kept_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of all that optimizers keep beside each weight for the recipe, by name.
+
+        Each has the weight's shape.
+        """
+        states = dict.fromkeys(self.weight_states, torch.float32)
+        return states if self.ramping is None else states | STATES
 
     def _check_correction(self, gemm: str) -> None:
         correction, needed = self.gemm(gemm).correction, 1 / _prescale(self.gemm(gemm))

@@ -28,6 +28,10 @@ STATES = {
     "ramping_count": torch.int16,
     "ramping_period": torch.int16,
 }
+STATE_BYTES = sum(dtype.itemsize for dtype in STATES.values())  # of an element
+# Of an element during a calibration: copies of W and of Adam's two moments, and what `Movement`
+# has, in float32.
+CALIBRATION_BYTES = 3 * 4 + 4 * 4
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,18 @@ class Ramping:
                 f"the {self.calibration} of a calibration; choose a larger share, or train longer"
             )
         return steps
+
+    def calibrates_before(self, step: int, total: int) -> bool:
+        """Whether a calibration precedes step `step`, from 0, of a training of `total` steps.
+
+        It does if the step is a multiple of the interval and not 0, and if no fewer steps are left
+        than a calibration takes, since the data may end. Raises ConfigError as `interval_in`.
+        """
+        return step > 0 and step % self.interval_in(total) == 0 and step + self.calibration <= total
+
+    def calibrations_in(self, total: int) -> int:
+        """The number of calibrations in a training of `total` steps."""
+        return max((total - self.calibration) // self.interval_in(total), 0)
 
     def periods(self, ratio: Tensor, total: int) -> Tensor:
         """The period of each element: int16, of the shape of `ratio`.

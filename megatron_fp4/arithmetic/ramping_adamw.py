@@ -13,7 +13,7 @@ from megatron_fp4.arithmetic.ramping import LONGEST, STATES, Adam, Ramped, updat
 from megatron_fp4.arithmetic.weight_states import key_of
 from megatron_fp4.errors import ConfigError
 
-SUM, COUNT, PERIOD = map(key_of, STATES)
+SUM, COUNT, PERIOD = _OWN = tuple(map(key_of, STATES))
 
 _UNKNOWN_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
 # Once an AdamW exists, torch has replaced AdamW.step by a function that also calls the optimizer's
@@ -139,14 +139,20 @@ class RampingAdamW(torch.optim.AdamW):
 
 
 class Snapshot:
-    """The weights and the state of an optimizer at one moment, as copies on their devices."""
+    """The weights and the state of an optimizer at one moment, but for Q-Ramping's own state, which
+    a calibration does not change."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, device: str | None = None) -> None:
+        """device: where the copies are; None: beside what they are copies of."""
         self._optimizer = optimizer
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        self._weights = [(weight, weight.detach().clone()) for weight in weights]
+        self._weights = [(weight, _copy(weight, device)) for weight in weights]
         self._states = {
-            weight: {name: _copy(value) for name, value in optimizer.state[weight].items()}
+            weight: {
+                name: _copy(value, device)
+                for name, value in optimizer.state[weight].items()
+                if name not in _OWN
+            }
             for weight in weights
             if weight in optimizer.state
         }
@@ -166,7 +172,7 @@ class Snapshot:
             weight.copy_(old)
         for weight in list(self._optimizer.state):
             if weight in self._states:
-                self._restore_state(self._optimizer.state[weight], self._states[weight])
+                _restore(self._optimizer.state[weight], self._states[weight])
             else:
                 del self._optimizer.state[weight]
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
@@ -174,15 +180,18 @@ class Snapshot:
                 del group[name]
             group.update(options)
 
-    def _restore_state(self, state: dict[str, Any], old: dict[str, Any]) -> None:
-        for name in state.keys() - old.keys():
-            del state[name]
-        for name, value in old.items():
-            if isinstance(value, Tensor) and name in state:
-                state[name].copy_(value)
-            else:
-                state[name] = _copy(value)
+
+def _restore(state: dict[str, Any], old: dict[str, Any]) -> None:
+    for name in state.keys() - old.keys() - set(_OWN):
+        del state[name]
+    for name, value in old.items():
+        if isinstance(value, Tensor):
+            state[name].copy_(value)
+        else:
+            state[name] = value
 
 
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+def _copy(value: Any, device: str | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(device or value.device, copy=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron_fp4.arithmetic.ramping import CALIBRATION_BYTES
 from megatron_fp4.estimate.layout import Layout, Stage, parameters
 from megatron_fp4.estimate.model import Linear, Model
 from megatron_fp4.estimate.plans import plan
@@ -86,13 +87,16 @@ def states(
 
     Megatron keeps for each parameter 2 bytes of weight in BF16, 4 of main_grad and, in the
     optimizer, 4 of the float32 weight and 8 of Adam's moments. The distributed optimizer spreads
-    the last 12 over the data-parallel ranks. A state beside weights takes 4 bytes in the optimizer,
-    and 4 for the copy that the layer reads.
+    the last 12 over the data-parallel ranks. A recipe's own state beside weights is the
+    optimizer's too (an average 4 bytes, Q-Ramping 8), and a layer reads a copy of an average, in 4
+    bytes. During a calibration of Q-Ramping the optimizer has 28 more.
     """
-    count, kinds = parameters(model, layout, stage).total, len(recipe.weight_states)
-    each = 4 + 8 + 4 * kinds
+    count, copies = parameters(model, layout, stage).total, len(recipe.weight_states)
+    each = 4 + 8 + sum(dtype.itemsize for dtype in recipe.kept_dtypes.values())
+    if recipe.ramping is not None:
+        each += CALIBRATION_BYTES
     optimizer = optimizer_bytes(model, layout, stage, each)
-    return 2.0 * count, 4.0 * count, optimizer + 4.0 * kinds * count
+    return 2.0 * count, 4.0 * count, optimizer + 4.0 * copies * count
 
 
 def optimizer_bytes(model: Model, layout: Layout, stage: Stage, each: float) -> float:

@@ -23,6 +23,7 @@ OPTIONS = {
     "ema_warmup": "warmup",
     "ema_delay": "delay",
 }
+FIELDS = WeightAverage
 DEFAULT = WeightAverage(delay=10)
 
 

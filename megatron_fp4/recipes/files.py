@@ -24,10 +24,19 @@ from megatron_fp4.arithmetic.estimators import DGE
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
+from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import GEMMS, GemmRecipe, Recipe
 from megatron_fp4.recipes.registry import SUFFIXES, get_recipe, typed
+
+# The keys whose values are mappings of the fields of a type.
+_PARTS = {
+    "estimator": DGE,
+    "outliers": OutlierClamp,
+    "weight_average": WeightAverage,
+    "ramping": Ramping,
+}
 
 
 class _NoRepeats(yaml.SafeLoader):
@@ -97,13 +106,9 @@ def _recipe(
     for gemm in GEMMS:
         if gemm in content:
             content[gemm] = _gemm(content[gemm], gemm)
-    if content.get("estimator") is not None:
-        content["estimator"] = _build(DGE, content["estimator"], "estimator")
-    if content.get("outliers") is not None:
-        content["outliers"] = _build(OutlierClamp, content["outliers"], "outliers")
-    if content.get("weight_average") is not None:
-        average = content["weight_average"]
-        content["weight_average"] = _build(WeightAverage, average, "weight_average")
+    for key, kind in _PARTS.items():
+        if content.get(key) is not None:
+            content[key] = _build(kind, content[key], key)
     if "bf16_gemms" in content:
         content["bf16_gemms"] = _tuple(content["bf16_gemms"], "bf16_gemms")
     return replace(start, **_typed_fields(content, Recipe))

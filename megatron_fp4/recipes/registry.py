@@ -9,14 +9,17 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import Recipe
-from megatron_fp4.recipes import averaging
+from megatron_fp4.recipes import averaging, ramping
 
 SUFFIXES = (".yaml", ".yml")  # of recipe files
+# Methods that are options of any recipe. Each module has OPTIONS, the type FIELDS of what they
+# set, and with_options.
+_METHODS = (averaging, ramping)
 _FACTORIES: dict[str, Callable[..., Recipe]] = {}
 
 
@@ -51,22 +54,25 @@ def get_recipe(name: str, **options: Any) -> Recipe:
     """The recipe called `name`: a built-in, a YAML file, or `package.module:object`.
 
     options: options of the recipe, by keyword. A string is converted to the type of its option.
-        Beside a recipe's own options there are those of `averaging.OPTIONS`.
+        Beside a recipe's own options there are those of `averaging.OPTIONS` and `ramping.OPTIONS`.
     Raises ConfigError for an unknown name, option or value; the message lists the known ones.
     """
     if not isinstance(name, str):
         raise ConfigError(f"a recipe goes by a name, not by {name!r}")
-    average = _average_options(name, options)
-    return _shared(averaging.with_options(_found(name, options), average))
+    given = {method: _taken(method, name, options) for method in _METHODS}
+    recipe = _found(name, options)
+    for method, chosen in given.items():
+        recipe = method.with_options(recipe, chosen)
+    return _shared(recipe)
 
 
-def _average_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of `averaging.OPTIONS`, converted to their types, and taken out of `options`."""
-    hints = get_type_hints(WeightAverage)
-    given = [option for option in options if option in averaging.OPTIONS]
+def _taken(method: ModuleType, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `method`, converted to their types, and taken out of `options`."""
+    hints = get_type_hints(method.FIELDS)
+    given = [option for option in options if option in method.OPTIONS]
     try:
         return {
-            option: typed(options.pop(option), hints[averaging.OPTIONS[option]], option)
+            option: typed(options.pop(option), hints[method.OPTIONS[option]], option)
             for option in given
         }
     except ConfigError as error:
@@ -124,7 +130,7 @@ def call_with_options(
         known, hints = inspect.signature(factory).parameters, get_type_hints(factory)
         unknown = [key for key in options if key not in known]
         if unknown:
-            listed = ", ".join([*known, *averaging.OPTIONS])
+            listed = ", ".join([*known, *(option for m in _METHODS for option in m.OPTIONS)])
             raise ConfigError(f"no option {unknown[0]!r}; its options: {listed}")
         return factory(**{key: typed(value, hints.get(key), key) for key, value in options.items()})
     except ConfigError as error:

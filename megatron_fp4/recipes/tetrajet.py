@@ -11,7 +11,7 @@ from typing import Literal
 
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.recipe import GemmRecipe, Recipe
-from megatron_fp4.recipes.averaging import DEFAULT, averaging
+from megatron_fp4.recipes import averaging, ramping
 from megatron_fp4.recipes.registry import register
 
 
@@ -34,7 +34,30 @@ def tetrajet_ema(
         bias_gradient=bias_gradient,
     )
     paper = "arXiv 2502.20853, sections 3 and 4.2"
-    return replace(averaging(found, DEFAULT), paper=paper)
+    return replace(averaging.averaging(found, averaging.DEFAULT), paper=paper)
+
+
+@register("tetrajet-ramping")
+def tetrajet_ramping(
+    *,
+    rule: Literal["ceil", "floor"] = "ceil",
+    backward_rounding: Literal["stochastic", "nearest"] = "stochastic",
+    double_quantization: bool = True,
+    bias_gradient: Literal["quantized", "raw"] = "quantized",
+) -> Recipe:
+    """TetraJet with Q-Ramping, arXiv 2502.20853, section 4.3: AdamW updates elements of W whose
+    codes oscillate less often, by more at once.
+
+    The options are those of `tetrajet`; `ramping.OPTIONS` sets the periods.
+    """
+    found = tetrajet(
+        rule=rule,
+        backward_rounding=backward_rounding,
+        double_quantization=double_quantization,
+        bias_gradient=bias_gradient,
+    )
+    paper = "arXiv 2502.20853, sections 3 and 4.3"
+    return replace(ramping.ramping(found, ramping.DEFAULT), paper=paper)
 
 
 @register("tetrajet")

@@ -89,6 +89,8 @@ def _inexpressible(recipe: Recipe) -> str | None:
         return "splits outliers from X"
     if recipe.weight_states:
         return "keeps an average of W"
+    if recipe.ramping is not None:
+        return "updates elements of W at periods of their own"
     if recipe.bf16_after is not None:
         return "changes in the course of training"
     for gemm in GEMMS:

@@ -47,8 +47,8 @@ EMA = "--fp4-recipe tetrajet-ema --seed 5"
 @pytest.mark.parametrize(
     ("was", "flags", "says"),
     [
-        (WAS, EMA, "with tetrajet, this launch has tetrajet-ema: an average of W is kept from now"),
-        (EMA, WAS, "with tetrajet-ema, this launch has tetrajet: its average of W is dropped"),
+        (WAS, EMA, "with tetrajet, this launch has tetrajet-ema: it goes on with averages of W"),
+        (EMA, WAS, "with tetrajet-ema, this launch has tetrajet: it goes on without averages of W"),
     ],
 )
 def test_an_average_of_w_comes_and_goes_without_being_forced(

@@ -164,7 +164,7 @@ STARTS = "has no average of the weights: it starts at the weights"
 CHANGES = {
     "tetrajet-to-ema": ("--fp4-recipe tetrajet", EMA, "kept from now on"),
     "bf16-to-ema": ("", EMA, STARTS),
-    "ema-to-tetrajet": (EMA, "--fp4-recipe tetrajet", "its average of W is dropped"),
+    "ema-to-tetrajet": (EMA, "--fp4-recipe tetrajet", "it goes on without averages of W"),
     "ema-to-bf16": (EMA, "", "this launch has none"),
 }
 

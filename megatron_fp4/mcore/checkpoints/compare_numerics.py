@@ -28,6 +28,8 @@ _FLAGS = {
 }
 # Fields of a recipe that have their own flags, and those that do not affect results.
 _SCHEDULE = {"bf16_after": "--fp4-bf16-after", "bf16_gemms": "--fp4-bf16-gemms"}
+# Methods that may come and go between runs, and what they keep of W.
+_METHODS = {"weight_average": "averages", "ramping": "periods"}
 _WORDS = ("name", "description", "paper")  # older versions had `description`
 _SHOWN = 3  # how many differing fields of a recipe the message names
 
@@ -40,7 +42,7 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
     Raises ConfigError if the FP4 numerics or the padded vocabulary differ. With --fp4-load-anyway
     the difference is printed instead. A change from a recipe to none, or the reverse, is always
     only printed, since the command line shows it; so is one to or from a recipe that is the same
-    but for an average of W (`tetrajet` and `tetrajet-ema`).
+    but for an average of W or for Q-Ramping (`tetrajet`, `tetrajet-ema` and `tetrajet-ramping`).
     """
     _compare_rows(saved, launch)
     then, now = (getattr(args, "fp4_recipe_content", None) for args in (saved, launch))
@@ -57,11 +59,14 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
         )
     if differing:
         _tell(f"goes on from other numerics: {differing}")
-    was, is_ = (_keeps_average(_fields(content)) for content in (then, now))
-    if was != is_:
-        what = "its average of W is dropped" if was else "an average of W is kept from now on"
-        names = _spelled(saved), _spelled(launch)
-        _tell("the checkpoint was trained with {}, this launch has {}: {}".format(*names, what))
+    for field, what in _METHODS.items():
+        was, is_ = (_has(_fields(content), field) for content in (then, now))
+        if was != is_:
+            change = f"it goes on {'without' if was else 'with'} {what} of W"
+            names = _spelled(saved), _spelled(launch)
+            _tell(
+                "the checkpoint was trained with {}, this launch has {}: {}".format(*names, change)
+            )
 
 
 def _compare_rows(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
@@ -88,8 +93,9 @@ def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[
     # Compare the contents of the recipes, not their names: a file may have changed, and the same
     # recipe may be built in or in a file.
     old, new = (_fields(args.fp4_recipe_content) for args in (saved, launch))
-    if _keeps_average(old) != _keeps_average(new):
-        old, new = _without_average(old), _without_average(new)
+    for field in _METHODS:
+        if _has(old, field) != _has(new, field):
+            old, new = _without(old, field), _without(new, field)
     for name, flag in _SCHEDULE.items():
         found += _was_and_is(flag, old.pop(name, None), new.pop(name, None))
     if changed := _changed(old, new):
@@ -110,23 +116,23 @@ def _module_differences(saved: argparse.Namespace, launch: argparse.Namespace) -
     return [f"--fp4-module-recipe was {_said(was)} and is {_said(is_)}{shown}"]
 
 
-def _keeps_average(recipe: dict[str, Any]) -> bool:
-    return any(name.startswith("weight_average.") for name in recipe)
+def _has(recipe: dict[str, Any], field: str) -> bool:
+    return any(name.startswith(f"{field}.") for name in recipe)
 
 
-def _without_average(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a recipe without those of its average of W. `ema` is then nearest rounding."""
-    rest = {name: value for name, value in recipe.items() if not name.startswith("weight_average")}
-    if rest.get("fprop.b.rounding") == "ema":
+def _without(recipe: dict[str, Any], field: str) -> dict[str, Any]:
+    """The fields of a recipe without those of one method. Without an average `ema` is nearest."""
+    rest = {name: value for name, value in recipe.items() if name.partition(".")[0] != field}
+    if field == "weight_average" and rest.get("fprop.b.rounding") == "ema":
         rest["fprop.b.rounding"] = "nearest"
     return rest
 
 
 def _has_shares(args: argparse.Namespace) -> bool:
-    """Whether a recipe of the run has a schedule, or an average whose half-life is a share."""
+    """Whether a recipe of the run has a schedule, or a half-life or an interval that is a share."""
     own = [content for _, content in getattr(args, "fp4_module_contents", [])]
     recipes = [_fields(content) for content in [args.fp4_recipe_content, *own] if content]
-    shares = "bf16_after", "weight_average.half_life"
+    shares = "bf16_after", "weight_average.half_life", "ramping.interval_share"
     return any(recipe.get(name) is not None for recipe in recipes for name in shares)
 
 

@@ -19,6 +19,12 @@ from megatron_fp4.mcore.checkpoints import folders
 from megatron_fp4.mcore.model.weight_states import WeightStates
 from megatron_fp4.mcore.runtime.ranks import on_first
 
+# What is said of a checkpoint that lacks a state.
+_STARTS = {
+    "average": "no average of the weights: it starts at the weights that are loaded",
+    "ramping_period": "no periods of the weights: they start at 1",
+}
+
 
 def are_saved(names: list[str], args: argparse.Namespace) -> bool:
     """Whether the checkpoint that the launch will load has the states `names` beside weights.
@@ -34,10 +40,8 @@ def are_saved(names: list[str], args: argparse.Namespace) -> bool:
     keys = tuple(f".{key_of(name)}" for name in names)
     saved = bool(on_first(lambda: _has_keys(path, keys)))
     if not saved:
-        print_rank_0(
-            f"megatron-fp4: {path} has no {' and '.join(names)} of the weights: it starts at the "
-            "weights that are loaded"
-        )
+        for name in _STARTS.keys() & set(names):
+            print_rank_0(f"megatron-fp4: {path} has {_STARTS[name]}")
     return saved
 
 

@@ -100,6 +100,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="precision of the linears in evaluation",
     )
     group.add_argument(
+        "--fp4-offload-calibration",
+        action="store_true",
+        help="keep what a calibration of Q-Ramping copies and sums (28 bytes a parameter) in the "
+        "host's memory; slower, with the same results",
+    )
+    group.add_argument(
         "--fp4-metrics-interval",
         type=int,
         default=0,

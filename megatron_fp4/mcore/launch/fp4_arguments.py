@@ -12,7 +12,7 @@ from megatron_fp4.mcore.launch import cuda_graphs
 from megatron_fp4.mcore.launch.refusals import fp4_flags
 from megatron_fp4.mcore.launch.refusals.cuda_graphs import captured_layers
 from megatron_fp4.mcore.launch.refusals.table import refuse
-from megatron_fp4.mcore.launch.refusals.weight_states import keepers
+from megatron_fp4.mcore.launch.refusals.weight_states import keepers, ramping
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import content, get_recipe
 
@@ -72,6 +72,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
     refuse(fp4_flags.with_recipe(args, recipe))
     recipes = [recipe, *(own for _, own in module_recipes(args) if own is not None)]
     refuse(keepers(args, recipes))
+    refuse(ramping(args, recipes))
     if cuda_graphs.wanted(args):
         refuse(captured_layers(args, recipes))
     return recipe

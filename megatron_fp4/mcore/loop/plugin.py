@@ -34,7 +34,7 @@ from megatron_fp4.mcore.launch import command_line, cuda_graphs, fp4_arguments
 from megatron_fp4.mcore.launch.command_line import Script
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
-from megatron_fp4.mcore.loop import compat, log, metrics
+from megatron_fp4.mcore.loop import compat, log, metrics, ramping
 from megatron_fp4.mcore.model.attach import attach
 from megatron_fp4.mcore.model.replacement import followed
 from megatron_fp4.mcore.model.run import Run
@@ -107,6 +107,8 @@ class Plugin:
         if self.run is not None and (steps := metrics.interval(args)):
             self.metrics = metrics.Metrics(self.run, steps)
             self.metrics.install()
+        if self.run is not None and self.run.ramping is not None:
+            ramping.Calibrations(self.run, self.run.ramping).install()
         if line and args.rank == 0:
             print(line, flush=True)
 
@@ -213,6 +215,8 @@ class Plugin:
         @functools.wraps(upstream)
         def get_megatron_optimizer(*given: Any, **named: Any) -> Any:
             optimizer = upstream(*given, **named)
+            if self.run is not None and self.run.ramping is not None:
+                ramping.replace_optimizers(optimizer)
             if self.run is not None and self.run.weight_states.names:
                 states = self.run.weight_states
                 states.follow(optimizer, are_saved(states.names, self.run.args), self.run.args)

@@ -65,11 +65,14 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
     plans = [layer.plan() for _, layer, _ in found if layer.fp4 is not None]
     held = max(_of_all_ranks(sum(map(held_bytes, plans))))
     states = max(_of_all_ranks(run.weight_states.bytes_of_copies))
+    ramped = max(_of_all_ranks(run.weight_states.ramped_elements))
     if torch.distributed.get_rank() == 0:
         trains = not getattr(run.args, "skip_train", False)  # a model without a loop has none
+        steps = getattr(run.args, "train_iters", None) if trains else None
         lines = (
             start_table.held(run.keeps_weights, held),
             start_table.states(run.recipes, states, trains),
+            start_table.calibrations(run.ramping, steps, ramped, run.args.fp4_offload_calibration),
         )
         run.start_table = start_table.table(run.recipes, [*rows, *stock]) + "".join(lines)
         print(run.start_table, flush=True)

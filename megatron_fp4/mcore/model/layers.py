@@ -15,10 +15,12 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.execution.weights import WeightCache
 from megatron_fp4.linear import quantized_linear
+from megatron_fp4.makers.base import Given
 from megatron_fp4.mcore.model import graphs, size_checks
 from megatron_fp4.mcore.model.run import Moment, Run
 from megatron_fp4.mcore.model.shards import (
@@ -143,6 +145,17 @@ class _FollowsRecipe:
             weight.dtype, site.sharding, run.main_grad(dtype), True, True, has_bias, site.keeps_w,
             site.packs_x,
         )  # fmt: skip
+
+    def quantized_weight(self) -> Tensor:
+        """W as the recipe's fprop would multiply it now: float32 [out, in].
+
+        Requires that `attach` was called, and that fprop rounds W to nearest in block scales.
+        """
+        plan = self.plan()
+        making = next(making for making in plan.forward if plan.fprop.b in making.operands)
+        made = making.maker.make(self.weight.detach(), [plan.fprop.b], [Given()])[0].operand
+        assert isinstance(made, QuantizedTensor)
+        return made.dequantize(torch.float32)
 
     def tokens(self) -> int:
         """The number of tokens that `plan` is for; see `Setting.tokens`."""

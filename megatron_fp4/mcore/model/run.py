@@ -18,6 +18,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import Key, Placement
+from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.execution.call import Site, Watch
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.mcore.model import graphs
@@ -26,6 +27,7 @@ from megatron_fp4.mcore.runtime.ranks import once
 from megatron_fp4.monitor import NonFiniteMonitor, Rounding, Sighting
 from megatron_fp4.recipe import OPERANDS, Recipe
 
+CALIBRATION = 2**31  # the first step whose random bits calibrations draw; trainings are shorter
 MOST_PADDING = 1024  # more tokens than any block or Hadamard group holds
 _Shape = tuple[int, int, torch.device]  # of a microbatch: length of a sequence, sequences, device
 
@@ -72,6 +74,7 @@ class Run:
         self.passes = 0  # calls of forward_step so far: one for each microbatch and model chunk
         self.epoch = 0  # changes whenever the optimizer may have changed the weights
         self._training = True
+        self._calibration: int | None = None  # the step of a calibration that runs now, from 0
         self._counts: dict[int | None, int] = defaultdict(int)
         self._step = -1
         self._microbatch = 0
@@ -124,7 +127,24 @@ class Run:
         self._counts[vp_stage] += 1
         self._microbatch = local * mpu.get_data_parallel_world_size() + mpu.get_data_parallel_rank()
         if self._clock is not None:
-            self._clock.set(max(self._step, 0), self._microbatch)
+            self._clock.set(self._drawn(max(self._step, 0)), self._microbatch)
+
+    def calibrate(self, number: int | None) -> None:
+        """Begins step `number`, from 0, of a calibration of Q-Ramping; None ends the calibration.
+
+        Each step draws random bits of its own, which no step of the training draws. The tallies of
+        a calibration are not reported.
+        """
+        if self._calibration is not None:
+            self.monitor.drop()
+        self._calibration = number
+        self.epoch += 1
+        self._counts.clear()
+
+    @property
+    def ramping(self) -> Ramping | None:
+        """How weights are updated at periods of their own, for all recipes that do; None: none."""
+        return next((recipe.ramping for recipe in self.recipes if recipe.ramping), None)
 
     def now(self) -> Moment:
         if self._clock is not None and graphs.captures():
@@ -140,11 +160,20 @@ class Run:
 
     @property
     def is_training(self) -> bool:
-        """Whether the forward passes that run now are of training, and not of an evaluation."""
-        return self._training
+        """Whether the forward passes that run now are of training, and not of an evaluation or of
+        a calibration."""
+        return self._training and self._calibration is None
 
     def key(self, moment: Moment) -> Key:
-        return Key(self.args.fp4_seed, moment.step)
+        """The key of the random bits. In a CUDA graph the clock has the step that is drawn."""
+        step = moment.step
+        if self._calibration is not None and not isinstance(step, Tensor):
+            step = self._drawn(step)
+        return Key(self.args.fp4_seed, step)
+
+    def _drawn(self, step: int) -> int:
+        """The step whose random bits step `step` draws; see docs/numerics.md, Random bits."""
+        return step if self._calibration is None else CALIBRATION + step + self._calibration
 
     @property
     def evaluates_in_fp4(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron_fp4.arithmetic.ramping import CALIBRATION_BYTES, STATE_BYTES, Ramping
 from megatron_fp4.description import describe
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.sizes import token_tile
@@ -88,7 +89,7 @@ def held(keeps: str | None, size: int) -> str:
 
 
 def states(recipes: Sequence[Recipe], size: int, trains: bool) -> str:
-    """The line about state beside weights; "" if no recipe has one.
+    """The line about averages of weights; "" if no recipe has one.
 
     size: bytes of the layers' copies on the rank with most. trains: False under --skip-train, with
     which Megatron makes no optimizer, and so nothing that keeps the state.
@@ -104,6 +105,29 @@ def states(recipes: Sequence[Recipe], size: int, trains: bool) -> str:
     return (
         f"\n  {' and '.join(names)} of each weight in float32: copies of {_size(size)} on a rank, "
         "and as much as optimizer state, sharded like it"
+    )
+
+
+def calibrations(ramping: Ramping | None, steps: int | None, elements: int, offloads: bool) -> str:
+    """The line about Q-Ramping; "" without it.
+
+    steps: of the training; None if there is none. elements: of the weights with periods, on the
+    rank with most, before the distributed optimizer shards them. offloads: whether a calibration
+    keeps its copies on the host.
+    """
+    if ramping is None or not steps:
+        return ""
+    number = ramping.calibrations_in(steps)
+    if not number:
+        return (
+            f"\n  Q-Ramping does nothing: {steps} steps end before a calibration after "
+            f"{ramping.interval_in(steps)}; give ramping_interval_share"
+        )
+    place = " on the host" if offloads else ""
+    return (
+        f"\n  Q-Ramping: sums, counts and periods of {_size(STATE_BYTES * elements)} on a rank, as "
+        f"optimizer state, sharded like it; {number} calibrations of {ramping.calibration} steps, "
+        f"each with {_size(CALIBRATION_BYTES * elements)} more{place}, sharded too"
     )
 
 

@@ -1,14 +1,16 @@
-"""State beside weights: Megatron's optimizers keep it, and linears read it.
+"""State beside weights, which Megatron's optimizers keep.
 
-An example is a moving average of W. A recipe declares its states (`Recipe.weight_states`). The rank
-that owns a part of the FP32 main weight owns the same part of the state. With the distributed
-optimizer the part is a range of the flattened weight, whose ends may lie inside a block. Otherwise
-every rank owns the whole state.
+A recipe declares its states (`Recipe.kept_dtypes`). The rank that owns a part of the FP32 main
+weight owns the same part of the state. With the distributed optimizer the part is a range of the
+flattened weight, whose ends may lie inside a block. Otherwise every rank owns the whole state. The
+owner keeps its part in the state of torch's optimizer, so Megatron saves and reshards it like the
+moments of Adam.
 
-The owner updates its part after each optimizer step that was not skipped. It keeps the part in the
-state of torch's optimizer, so Megatron saves and reshards it like the moments of Adam. Once a step
-the parts are gathered to a copy in each layer. The copy keeps its address, so that CUDA graphs can
-read it.
+There are two kinds. Linears read the states of `Recipe.weight_states`, such as a moving average of
+W: the owner updates its part after each optimizer step that was not skipped, and once a step the
+parts are gathered to a copy in each layer. The copy keeps its address, so that CUDA graphs can read
+it. The states of `Recipe.ramping` are the optimizer's alone, a `RampingAdamW`,
+which updates them in its own step.
 
 checkpoints/weight_states.py saves and loads the states. C stands for megatron/core.
 """
@@ -25,6 +27,8 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from torch import Tensor
 from torch import distributed as dist
 
+from megatron_fp4.arithmetic.ramping import STATES
+from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW
 from megatron_fp4.arithmetic.weight_states import Blend, OptimizerStep, WeightState, blend, key_of
 from megatron_fp4.recipe import Recipe
 
@@ -34,7 +38,8 @@ class Kept:
     """The states beside one weight, by name.
 
     layer: the layer that has the weight.
-    states: how each state starts and is updated.
+    dtypes: the dtype of each state.
+    states: how the states that the layer reads start and are updated.
     copies: what the layer reads of each state: float32, of the weight's shape on this rank.
     inner, main: the torch optimizer that updates the weight, and the FP32 main weight in it, or
         this rank's part of that; None where this rank owns no part.
@@ -44,6 +49,7 @@ class Kept:
     """
 
     layer: Any
+    dtypes: dict[str, torch.dtype]
     states: dict[str, WeightState]
     copies: dict[str, Tensor]
     inner: torch.optim.Optimizer | None = None
@@ -63,6 +69,11 @@ class Kept:
         found: Tensor | None = self.inner.state[self.main].get(key_of(name))
         return found
 
+    @property
+    def ramps(self) -> bool:
+        """Whether elements of the weight have periods (Q-Ramping)."""
+        return STATES.keys() <= self.dtypes.keys()
+
 
 class WeightStates:
     """The states beside all weights of this process."""
@@ -81,13 +92,13 @@ class WeightStates:
         Returns the copy of the state "average", float32 of the weight's shape, which the layer
         reads; None if the recipe does not declare one.
         """
-        if not recipe.weight_states:
+        if not recipe.kept_dtypes:
             return None
         copies = {
             name: torch.zeros(layer.weight.shape, dtype=torch.float32, device=layer.weight.device)
             for name in recipe.weight_states
         }
-        self._all.append(Kept(layer, recipe.weight_states, copies))
+        self._all.append(Kept(layer, recipe.kept_dtypes, recipe.weight_states, copies))
         return copies.get("average")
 
     @property
@@ -96,8 +107,18 @@ class WeightStates:
         return sum(4 * copy.numel() for kept in self._all for copy in kept.copies.values())
 
     @property
+    def ramped_elements(self) -> int:
+        """The elements of all weights of this rank that have periods."""
+        return sum(kept.layer.weight.numel() for kept in self._all if kept.ramps)
+
+    @property
     def names(self) -> list[str]:
-        return sorted({name for kept in self._all for name in kept.states})
+        return sorted({name for kept in self._all for name in kept.dtypes})
+
+    @property
+    def ramped(self) -> list[Kept]:
+        """The weights of which this rank updates a part at periods of their own."""
+        return [kept for kept in self._all if kept.ramps and kept.main is not None]
 
     # --- owners -----------------------------------------------------------------------------------
 
@@ -106,8 +127,9 @@ class WeightStates:
     ) -> None:
         """Makes `optimizer` keep the states from now on.
 
-        Every rank must call it, before a checkpoint is loaded. in_checkpoint: whether that
-        checkpoint has the states. args: Megatron's, from which updates read the current step.
+        Every rank must call it, before a checkpoint is loaded. optimizer: with a RampingAdamW where
+        weights have periods. in_checkpoint: whether the checkpoint has the states. args:
+        Megatron's, from which updates read the current step.
         """
         self._args = args
         chained = isinstance(optimizer, ChainedOptimizer)
@@ -121,6 +143,9 @@ class WeightStates:
                 each.optimizer.register_step_post_hook(self._update)
                 each.fp4_weight_states = self
                 each.sharded_state_dict = self._with_states(each, each.sharded_state_dict)
+        for kept in self.ramped:
+            assert isinstance(kept.inner, RampingAdamW) and kept.main is not None
+            kept.inner.ramp(kept.main)
         self._in_checkpoint = in_checkpoint
 
     def _own_whole(self, optimizer: MegatronOptimizer) -> None:
@@ -176,7 +201,7 @@ class WeightStates:
     def _parts(
         self, inner: torch.optim.Optimizer | None = None
     ) -> Iterator[tuple[Kept, str, Tensor | None]]:
-        """(Kept, name, state) for each part of a state that this rank owns.
+        """(Kept, name, state) for each part that this rank owns of a state that layers read.
 
         The state is None before the optimizer has it. inner: restricts the result to the weights
         that this torch optimizer updates.
@@ -233,11 +258,12 @@ class WeightStates:
         """Allocates zeros for the states in torch's optimizer, for a checkpoint to load into."""
         if optimizer.init_state_fn is not None:
             optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-        for kept, name, state in self._parts(optimizer.optimizer):
-            if state is None:
-                assert kept.inner is not None and kept.main is not None
-                empty = torch.zeros_like(kept.main, dtype=torch.float32)
-                kept.inner.state[kept.main][key_of(name)] = empty
+        for kept in self._all:
+            if kept.main is not None and kept.inner is optimizer.optimizer:
+                for name, dtype in kept.dtypes.items():
+                    if kept.own(name) is None:
+                        empty = torch.zeros_like(kept.main, dtype=dtype)
+                        kept.inner.state[kept.main][key_of(name)] = empty
         self._in_optimizers = True
 
     @property

@@ -1,0 +1,174 @@
+"""Q-Ramping in Megatron's loop: its optimizers, and its calibrations.
+
+Every so many steps a calibration runs some steps ahead with plain AdamW, on the data that comes
+next, and measures how far each weight and its quantized value move. Then it restores the state
+before them, and sets the periods at which `RampingAdamW` updates elements from then on.
+docs/notes/ramping.md has the reasons. T stands for megatron/training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import MegatronModule
+from megatron.training import print_rank_0, training
+from torch import Tensor
+from torch import distributed as dist
+
+from megatron_fp4.arithmetic.ramping import Movement, Ramping
+from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.checkpoints.optimizer_compat import init_state
+from megatron_fp4.mcore.loop.loop_state import LoopState, gather_weights, parts_of
+from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.mcore.model.weight_states import Kept
+
+# Arguments that make train_step write files in some iterations.
+_WRITES = (
+    "save_params_interval",
+    "save_activations_interval",
+    "save_tokens_per_expert_interval",
+    "save_wgrads_interval",
+    "save_dgrads_interval",
+)
+
+
+def replace_optimizers(optimizer: MegatronOptimizer) -> None:
+    """Puts a RampingAdamW, with the same groups of parameters, in the place of each inner AdamW.
+
+    The inner optimizer is torch's, or the FusedAdam of Transformer Engine or apex where one is
+    installed. Megatron looks it up at each use. Raises ConfigError for Adam without decoupled
+    weight decay.
+    """
+    for part in parts_of(optimizer):
+        if not part.config.decoupled_weight_decay:
+            raise ConfigError(
+                "Q-Ramping updates weights by AdamW: set decoupled_weight_decay of the optimizer's "
+                "configuration, or leave ramping out of the recipe"
+            )
+        part.optimizer = RampingAdamW(part.optimizer.param_groups)
+        part.init_state_fn = init_state
+
+
+class Calibrations:
+    """The calibrations of a run; `Ramping.calibrates_before` says before which steps."""
+
+    def __init__(self, run: Run, ramping: Ramping) -> None:
+        self._run, self._ramping = run, ramping
+
+    def install(self) -> None:
+        """Hooks into T/training.py:train, which calls train_step for each step."""
+        training.train_step = self._calibrating(training.train_step)
+
+    def _calibrating(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def train_step(
+            forward_step_func: Any,
+            data_iterator: Any,
+            model: list[MegatronModule],
+            optimizer: MegatronOptimizer,
+            opt_param_scheduler: Any,
+            *others: Any,
+            **named: Any,
+        ) -> Any:
+            def step() -> Any:
+                given = forward_step_func, data_iterator, model, optimizer, opt_param_scheduler
+                return upstream(*given, *others, **named)
+
+            if self._is_due():
+                device = "cpu" if self._run.args.fp4_offload_calibration else None
+                before = LoopState(model, optimizer, opt_param_scheduler, data_iterator, device)
+                exit = self._calibrate(step, model, optimizer, before, device)
+                if exit is not None:
+                    return exit
+            return step()
+
+        return train_step
+
+    def _is_due(self) -> bool:
+        args = self._run.args
+        return self._ramping.calibrates_before(args.curr_iteration, args.train_iters)
+
+    def _calibrate(
+        self,
+        step: Callable[[], Any],
+        model: list[MegatronModule],
+        optimizer: MegatronOptimizer,
+        before: LoopState,
+        device: str | None,
+    ) -> Any:
+        """Runs a calibration, restores `before`, and sets the periods.
+
+        step: runs a training step. device: where movements are kept; None: where the weights are.
+        Returns the result of a step after which Megatron wants to exit; else None.
+        """
+        start, run, exit = time.perf_counter(), self._run, None
+        inner = [part.optimizer for part in parts_of(optimizer)]
+        ramped = run.weight_states.ramped
+        movements = [Movement.start(*_moved(kept, device)) for kept in ramped]
+        for each in inner:
+            each.calibrates = True
+        with _writing_nothing(run.args):
+            for number in range(self._ramping.calibration):
+                run.calibrate(number)
+                result = step()
+                if result[3]:  # should_exit
+                    exit = result
+                    break
+                gather_weights(model)
+                for kept, movement in zip(ramped, movements, strict=True):
+                    movement.add(*_moved(kept, device))
+        run.calibrate(None)
+        before.restore()
+        for each in inner:
+            each.calibrates = False
+        if exit is None:
+            self._set_periods(ramped, movements, start)
+        return exit
+
+    @torch.no_grad()
+    def _set_periods(self, ramped: list[Kept], movements: list[Movement], start: float) -> None:
+        total, longer = self._run.args.train_iters, torch.zeros(2, dtype=torch.float64)
+        for kept, movement in zip(ramped, movements, strict=True):
+            assert kept.main is not None and isinstance(kept.inner, RampingAdamW)
+            periods = self._ramping.periods(movement.ratio(), total)
+            kept.inner.set_period(kept.main, periods.view(kept.main.shape))
+            longer += torch.tensor([int((periods > 1).sum()), periods.numel()])
+        longer = longer.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(longer)
+        share = float(longer[0] / longer[1].clamp(min=1))
+        print_rank_0(
+            f"megatron-fp4: calibrated over {self._ramping.calibration} steps in "
+            f"{time.perf_counter() - start:.1f} s, before iteration "
+            f"{self._run.args.curr_iteration + 1}: {share:.2%} of the weights' elements have periods "
+            "above 1"
+        )
+
+
+def _moved(kept: Kept, device: str | None) -> tuple[Tensor, Tensor]:
+    """(W, Q(W)) of the part of a weight that this rank updates, as vectors.
+
+    W is the float32 main weight, and Q(W) the model's weight as fprop multiplies it.
+    """
+    assert kept.main is not None
+    quantized = kept.layer.quantized_weight().flatten()[kept.start : kept.end]
+    weight = kept.main.detach().flatten()
+    return weight.to(device or weight.device), quantized.to(device or quantized.device)
+
+
+@contextmanager
+def _writing_nothing(args: argparse.Namespace) -> Iterator[None]:
+    """Megatron's arguments without those that make train_step write files."""
+    given = {name: getattr(args, name) for name in _WRITES if hasattr(args, name)}
+    vars(args).update(dict.fromkeys(given))
+    try:
+        yield
+    finally:
+        vars(args).update(given)
