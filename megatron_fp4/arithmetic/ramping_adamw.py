@@ -38,6 +38,19 @@ class RampingAdamW(torch.optim.AdamW):
         self.calibrates = False
         self._ramped: set[Tensor] = set()
 
+    @classmethod
+    def in_place_of(cls, optimizer: torch.optim.Optimizer) -> RampingAdamW:
+        """A RampingAdamW of the parameters of `optimizer`, with the very dictionaries of its groups.
+
+        Parameters may be views, which torch's constructor refuses.
+        """
+        found = cls([torch.nn.Parameter(torch.empty(0))])
+        found.param_groups = optimizer.param_groups
+        for group in found.param_groups:
+            for name, value in found.defaults.items():
+                group.setdefault(name, value)
+        return found
+
     def ramp(self, weight: Tensor) -> None:
         """Gives each element of `weight` a period: 1 until `set_period`.
 

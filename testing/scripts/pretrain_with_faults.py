@@ -1,9 +1,10 @@
 """pretrain_gpt.py for tests of checkpoints: as it is, or with a fault that is injected.
 
-    torchrun ... pretrain_with_faults.py [dies=step|dies=save|spoils=save|without=NAME] FLAGS ...
+    torchrun ... pretrain_with_faults.py [dies=PLACE|spoils=save|without=NAME] FLAGS ...
 
-`dies=step` or `dies=save`: rank 1 is killed within the third step, or with half of its file of the
-fourth written. `spoils=save`: within the third step, the folder of --save becomes a file.
+`dies=step`, `dies=calibration` or `dies=save`: rank 1 is killed within the third step, within the
+calibration after it, or with half of its file of the fourth written. `spoils=save`: within the
+third step, the folder of --save becomes a file.
 `without=NAME`: without _mend_NAME of optimizer_compat.py.
 """
 
@@ -19,13 +20,18 @@ from megatron_fp4.mcore import pretrain
 from megatron_fp4.mcore.runtime import cpu
 
 
+# The forward pass of a step of two microbatches: the second of the third step, and of the first
+# step of a calibration after it.
+PASSES = {"dies=step": 6, "dies=calibration": 8}
+
+
 def main() -> None:
     cpu.install()
     first = sys.argv[1]
     if first.startswith("dies=") and os.environ["RANK"] == "1":
-        in_third_step(die) if first == "dies=step" else die_in_save()
+        die_in_save() if first == "dies=save" else before_pass(PASSES[first], die)
     if first == "spoils=save" and os.environ["RANK"] == "0":
-        in_third_step(spoil)
+        before_pass(PASSES["dies=step"], spoil)
     if first.startswith("without="):
         from megatron_fp4.mcore.checkpoints import optimizer_compat
 
@@ -47,7 +53,8 @@ def spoil() -> None:
     Path(get_args().save).touch()
 
 
-def in_third_step(act: Callable[[], None]) -> None:
+def before_pass(number: int, act: Callable[[], None]) -> None:
+    """Acts before the forward pass `number`, from 1, of this rank."""
     from megatron_fp4.mcore.loop import gpt
 
     forward_step, calls = gpt.forward_step, 0
@@ -55,7 +62,7 @@ def in_third_step(act: Callable[[], None]) -> None:
     def forward(*args: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == 6:  # the second microbatch of the third step
+        if calls == number:
             act()
         return forward_step(*args)
 

@@ -162,7 +162,7 @@ def test_another_layout_goes_on_with_the_same_averages(name: str, tmp_path: Path
 # Of the checkpoint and of the launch that loads it, and what the launch says of the average.
 STARTS = "has no average of the weights: it starts at the weights"
 CHANGES = {
-    "tetrajet-to-ema": ("--fp4-recipe tetrajet", EMA, "kept from now on"),
+    "tetrajet-to-ema": ("--fp4-recipe tetrajet", EMA, "it goes on with averages of W"),
     "bf16-to-ema": ("", EMA, STARTS),
     "ema-to-tetrajet": (EMA, "--fp4-recipe tetrajet", "it goes on without averages of W"),
     "ema-to-bf16": (EMA, "", "this launch has none"),
@@ -253,4 +253,4 @@ def test_a_skipped_step_leaves_the_average(tmp_path: Path) -> None:
 )
 def test_what_cannot_keep_it_is_refused(flags: str, says: str) -> None:
     [result] = run_in_turn(1, {"run": f"{EMA} {flags}"}, BF16).values()
-    assert says in told(result) and "recipe ema keeps average beside the weights" in told(result)
+    assert says in told(result) and "recipe ema keeps an average beside the weights" in told(result)

@@ -75,9 +75,11 @@ def install() -> None:
         self: DistributedOptimizer, weight: torch.nn.Parameter
     ) -> dict[str, Tensor]:
         found: dict[str, Tensor] = states_of(self, weight)
-        for key in _keys(self):  # a bucket is saved as a whole, with all its parameters
-            if key not in found:
-                found[key] = torch.zeros_like(found["param"], dtype=torch.float32)
+        # A bucket is saved as a whole, with all its parameters, in float32.
+        for key in _keys(self):
+            own = found.get(key)
+            like = found["param"]
+            found[key] = torch.zeros_like(like).float() if own is None else own.float()
         return found
 
     @functools.wraps(fully_reshardable)

@@ -53,7 +53,7 @@ def replace_optimizers(optimizer: MegatronOptimizer) -> None:
                 "Q-Ramping updates weights by AdamW: set decoupled_weight_decay of the optimizer's "
                 "configuration, or leave ramping out of the recipe"
             )
-        part.optimizer = RampingAdamW(part.optimizer.param_groups)
+        part.optimizer = RampingAdamW.in_place_of(part.optimizer)
         part.init_state_fn = init_state
 
 

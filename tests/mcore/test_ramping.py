@@ -1,0 +1,281 @@
+"""Q-Ramping in Megatron's loop: its periods, its steps, and its state in checkpoints.
+
+test_calibrations.py shows that a calibration leaves everything else as it was.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fp4.mcore.model.run import CALIBRATION
+from testing.worlds.checkpoint_contents import weights
+from testing.worlds.checkpoints import (
+    EP2,
+    MOE,
+    PP2,
+    SHARDED,
+    SMALL,
+    TP2_SP,
+    run_in_turn,
+    saving,
+    told,
+)
+from testing.worlds.launch import OVERLAP, train
+
+HERE = Path(__file__).parent
+RAMPING, NEAREST = (f"--fp4-recipe {HERE / name}.yaml" for name in ("ramping", "ramping-nearest"))
+BF16 = f"{SMALL} --bf16 --train-iters 8"
+OVERLAPPED = " ".join(OVERLAP)
+K1, K2, MOST = 0.5, 2, 4  # of both recipes
+OF = "optimizer.state."
+MAINS = (f"{OF}fp32_param.", f"{OF}param.")
+
+
+def outside(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.outside)
+
+
+def step(folder: Path, number: int) -> Path:
+    return folder / f"iter_{number:07d}"
+
+
+def of(found: dict[str, torch.Tensor], prefix: str) -> dict[str, np.ndarray]:
+    """The tensors whose keys begin with `prefix`, by the names of their weights."""
+    return {k.removeprefix(prefix): t.numpy() for k, t in found.items() if k.startswith(prefix)}
+
+
+def mains(found: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return next(named for prefix in MAINS if (named := of(found, prefix)))
+
+
+def quantized(w: np.ndarray) -> np.ndarray:
+    """MXFP4's values of W in BF16, with OCP's scales, in numpy."""
+    rounded = torch.from_numpy(w).bfloat16().double().numpy().reshape(-1, 32)
+    scale = 2.0 ** (np.frexp(abs(rounded).max(1, keepdims=True))[1] - 1 - 2)
+    x = np.clip(rounded / scale, -6, 6)
+    spacing = np.select([abs(x) < 2, abs(x) < 4], [0.5, 1], 2)
+    # Even multiples of the spacing are even codes, so numpy's ties to even are those of codes.
+    return (np.rint(x / spacing) * spacing * scale).reshape(w.shape)
+
+
+# --- the periods ----------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "one": (1, ""),
+    "tp2": (2, TP2_SP),
+    "pp2": (2, PP2),
+    "dp2-sharded": (2, f"{SHARDED} --overlap-param-gather --overlap-grad-reduce"),
+    "ep2-sharded": (2, f"{MOE} {EP2} {SHARDED}"),
+}
+
+
+@pytest.mark.parametrize("name", ["one", *map(outside, list(LAYOUTS)[1:])])
+def test_periods_are_those_of_the_steps_that_follow(name: str, tmp_path: Path) -> None:
+    """Without random bits, the steps of a calibration are those of a run without Q-Ramping."""
+    processes, flags = LAYOUTS[name]
+    plain, ramped = tmp_path / "plain", tmp_path / "ramped"
+    runs = {
+        "plain": f"--fp4-recipe mxfp4 {flags} {saving(plain, 1)} --train-iters 5",
+        "ramped": f"{NEAREST} {flags} {saving(ramped, 1)} --train-iters 5",
+    }
+    results = run_in_turn(processes, runs, f"{SMALL} --bf16")
+    assert [r.status for r in results.values()] == [0, 0], results["ramped"].output[-3000:]
+    assert results["ramped"].losses[:4] == results["plain"].losses[:4]
+    after = [mains(weights(step(plain, number))) for number in (3, 4, 5)]
+    saved = [weights(step(ramped, number)) for number in (3, 4, 5)]
+    assert not any((p > 1).any() for p in of(saved[0], f"{OF}fp4_ramping_period.").values())
+    periods = of(saved[1], f"{OF}fp4_ramping_period.")
+    assert any("fc1" in key for key in periods) and not any("embedding" in key for key in periods)
+    for key, found in periods.items():
+        ws = [of_step[key].astype(np.float64) for of_step in after]
+        qs = [quantized(of_step[key]) for of_step in after]
+        moved = abs(ws[1] - ws[0]) + abs(ws[2] - ws[1])
+        ratio = (abs(qs[1] - qs[0]) + abs(qs[2] - qs[1])) / (moved + 1e-8) / K1
+        clear = abs(ratio - ratio.round()) > 1e-4 * ratio  # sums are in float32
+        wanted = np.minimum(K2 * np.floor(ratio) + 1, MOST)
+        assert (found == wanted)[clear | (ratio == 0)].all(), key
+        assert (found > 1).mean() > 0.02 and clear.mean() > 0.02
+        ended = abs(qs[2] - qs[0]) / (abs(ws[2] - ws[0]) + 1e-8) / K1  # the control: no sums
+        assert (found != np.minimum(K2 * np.floor(ended) + 1, MOST)).any()
+    check_steps(*map(mains, saved[1:]), *saved[1:])
+
+
+def check_steps(
+    before: dict[str, np.ndarray],
+    after: dict[str, np.ndarray],
+    saved: dict[str, torch.Tensor],
+    last: dict[str, torch.Tensor],
+) -> None:
+    """The two steps after the calibration: elements with a period of 2 or more were not due."""
+    rate = 1e-4 + 9e-4 * 0.5 * (1 + np.cos(np.pi * 4 / 10))  # of TINY in the fifth step
+    for key, period in of(saved, f"{OF}fp4_ramping_period.").items():
+        count, summed = (of(last, f"{OF}fp4_ramping_{what}.")[key] for what in ("count", "sum"))
+        waits = period > 2
+        assert (count[waits] == 2).all() and (summed[waits] != 0).mean() > 0.5
+        assert not count[period == 1].any() and not summed[period == 1].any()
+        decayed = before[key] * np.float32(1 - rate * 0.01)
+        np.testing.assert_allclose(after[key][waits], decayed[waits], rtol=2e-7)
+        assert (abs(after[key] - decayed) > 1e-6)[period == 1].mean() > 0.5
+
+
+def test_data_parallel_layouts_repeat_one_process_bit_for_bit() -> None:
+    flags = (*BF16.split(), *RAMPING.split())
+    one = train(1, *flags)
+    assert one.output.count("calibrated over 2 steps") == 2 and len(one.losses) == 8
+    assert "% of the weights' elements have periods above 1" in one.output
+    for sharded in ((), OVERLAP):
+        assert train(2, *flags, *sharded).losses == one.losses
+    assert train(1, *flags, "--fp4-offload-calibration").losses == one.losses
+    plain = train(1, *BF16.split(), "--fp4-recipe", "tetrajet").losses
+    assert plain[:4] == one.losses[:4] and plain[4:] != one.losses[4:]
+
+
+def test_a_calibration_draws_bits_that_no_step_draws() -> None:
+    """Of the steps before it, of the calibration before it, of its own other steps."""
+    interval, calibration = 40, 30
+    drawn = [s for s in range(0, 400)]
+    drawn += [CALIBRATION + s + k for s in range(interval, 400, interval)
+              for k in range(calibration)]  # fmt: skip
+    assert len({number & 0xFFFFFFFF for number in drawn}) == len(drawn)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+CASES = {
+    "bf16": (1, BF16, ""),
+    "fp32": (1, f"{SMALL} --train-iters 8", ""),
+    "fp16": (1, f"{SMALL} --train-iters 8 --fp16 --loss-scale 128", ""),
+    "torch": (1, BF16, "--ckpt-format torch"),
+    "dp2-sharded": (2, BF16, "--use-distributed-optimizer"),
+    "dp2-sharded-fp32": (2, f"{SMALL} --train-iters 8", "--use-distributed-optimizer"),
+    "dp2-reshardable": (2, BF16, SHARDED),
+    "dp2-overlapped": (2, BF16, OVERLAPPED),
+    "tp2": (2, BF16, TP2_SP),
+    "pp2": (2, BF16, PP2),
+    "ep2-reshardable": (2, BF16, f"{MOE} {EP2} {SHARDED}"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16", "dp2-overlapped", *map(outside, set(CASES) - {"bf16"})])
+def test_a_resumed_run_repeats_the_whole(name: str, tmp_path: Path) -> None:
+    """From between two updates of elements with long periods, over the next calibration."""
+    processes, sizes, flags = CASES[name]
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    runs = {
+        "whole": f"{RAMPING} {flags} {saving(whole, 5)}",
+        "rest": f"{RAMPING} {flags} --load {whole} --ckpt-step 5 {saving(rest, 5)}",
+    }
+    results = run_in_turn(processes, runs, sizes)
+    assert [r.status for r in results.values()] == [0, 0], results["rest"].output[-3000:]
+    assert results["rest"].losses == results["whole"].losses[5:]
+    if "torch" in flags:
+        return
+    one, other = weights(step(whole, 8)), weights(step(rest, 8))
+    assert one.keys() == other.keys() and any("fp4_ramping_count" in key for key in one)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_in_a_calibration_repeats_the_whole(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    flags = f"{RAMPING} {OVERLAPPED}"
+    runs = {
+        "whole": f"{flags} {saving(whole, 2)}",
+        "killed": f"dies=calibration {flags} {saving(killed, 2)}",
+        "rest": f"{flags} --load {killed} {saving(killed, 2)}",
+    }
+    results = run_in_turn(2, runs, BF16)
+    assert results["killed"].status and len(results["killed"].losses) == 3
+    assert results["rest"].losses == results["whole"].losses[2:]
+    one, other = weights(step(whole, 8)), weights(step(killed, 8))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+CHANGES = {
+    "tetrajet-to-ramping": ("--fp4-recipe tetrajet", RAMPING, "it goes on with periods of W"),
+    "bf16-to-ramping": ("", RAMPING, "has no periods of the weights: they start at 1"),
+    "ramping-to-tetrajet": (RAMPING, "--fp4-recipe tetrajet", "it goes on without periods of W"),
+    "ema-to-ramping": (f"--fp4-recipe {HERE / 'ema.yaml'}", RAMPING, "without averages of W"),
+    "ramping-to-bf16": (RAMPING, "", "this launch has none"),
+}
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("sharded", ["", SHARDED])
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_other_recipes_load_and_are_loaded(name: str, sharded: str, tmp_path: Path) -> None:
+    saved, launched, says = CHANGES[name]
+    first, second = tmp_path / "first", tmp_path / "second"
+    runs = {
+        "first": f"--bf16 {saved} {sharded} {saving(first)} --train-iters 4",
+        "second": f"--bf16 {launched} {sharded} --load {first} {saving(second, 1)} "
+        "--train-iters 8 --override-opt_param-scheduler",
+    }
+    results = run_in_turn(2 if sharded else 1, runs, SMALL)
+    assert [r.status for r in results.values()] == [0, 0], results["second"].output[-3000:]
+    assert says in results["second"].output
+    periods = of(weights(step(second, 8)), f"{OF}fp4_ramping_period.")
+    assert bool(periods) == (launched == RAMPING)
+    assert all((period > 1).any() for period in periods.values())
+
+
+CHAINS = {
+    "tp2-to-one": ((2, TP2_SP), (1, "")),
+    "tp2-to-pp2-sharded": ((2, f"{TP2_SP} {SHARDED}"), (2, f"{PP2} {SHARDED}")),
+    "dp2-to-tp2-sharded": ((2, SHARDED), (2, f"{TP2_SP} {SHARDED}")),
+    "ep2-to-one-sharded": ((2, f"{MOE} {EP2} {SHARDED}"), (1, f"{MOE} {SHARDED}")),
+}
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("name", list(CHAINS))
+def test_another_layout_goes_on_with_the_same_periods(name: str, tmp_path: Path) -> None:
+    """It loads and, without a step left to train, saves them again."""
+    (processes, flags), (others, other_flags) = CHAINS[name]
+    first, second = tmp_path / "first", tmp_path / "second"
+    sizes = f"{SMALL} --bf16 --train-iters 5"
+    run_in_turn(processes, {"first": f"{RAMPING} {flags} {saving(first, 5)}"}, sizes)
+    going = f"{RAMPING} {other_flags} --load {first} --save {second} --save-interval 5"
+    [result] = run_in_turn(others, {"second": going}, sizes).values()
+    assert result.status == 0, result.output[-3000:]
+    one, other = weights(step(first, 5)), weights(step(second, 5))
+    keys = [key for key in one if "fp4_ramping" in key]
+    assert keys and any(one[key].any() for key in keys if "sum" in key)
+    assert all(torch.equal(one[key].float(), other[key].float()) for key in keys)
+
+
+# --- what is said and refused ---------------------------------------------------------------------
+
+
+def test_the_start_table_has_its_memory(tmp_path: Path) -> None:
+    [result] = run_in_turn(1, {"run": f"{RAMPING} --train-iters 1"}, f"{SMALL} --bf16").values()
+    assert "Q-Ramping does nothing: 1 steps end before a calibration after 3" in result.output
+    shutil.rmtree(tmp_path)
+
+
+REFUSED = {
+    "--optimizer sgd": "which --optimizer sgd does not support",
+    "--use-precision-aware-optimizer --use-distributed-optimizer": "keeps periods beside the",
+    "--dataloader-type external": "which --dataloader-type external does not support",
+    "--fp4-module-recipe *fc1=tetrajet-ema": "the average of recipe tetrajet-ema does not support",
+    "--fp4-module-recipe *fc1=tetrajet-ramping": "calibrate in different ways",
+}
+
+
+@pytest.mark.parametrize("flags", list(REFUSED))
+def test_what_is_refused(flags: str) -> None:
+    [result] = run_in_turn(1, {"run": f"{RAMPING} {flags}"}, BF16).values()
+    assert REFUSED[flags] in told(result)
+
+
+def test_a_flag_without_a_calibration_is_refused() -> None:
+    flags = "--fp4-recipe tetrajet --fp4-offload-calibration"
+    [result] = run_in_turn(1, {"run": flags}, BF16).values()
+    assert "needs a recipe with ramping: leave it out" in told(result)
