@@ -12,6 +12,7 @@ from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, list_quantiz
 from megatron_fp4.arithmetic.estimators import DGE
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
+from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.arithmetic.weight_states import WeightAverage
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -23,6 +24,7 @@ SECTIONS = {
     "The estimator": DGE,
     "The outlier clamp": OutlierClamp,
     "The weight average": WeightAverage,
+    "Ramping": Ramping,
 }
 
 

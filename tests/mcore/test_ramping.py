@@ -162,8 +162,11 @@ CASES = {
 }
 
 
+QUICKER = ["bf16", "dp2-overlapped"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bf16", "dp2-overlapped", *map(outside, set(CASES) - {"bf16"})])
+@pytest.mark.parametrize("name", [*QUICKER, *(outside(n) for n in CASES if n not in QUICKER)])
 def test_a_resumed_run_repeats_the_whole(name: str, tmp_path: Path) -> None:
     """From between two updates of elements with long periods, over the next calibration."""
     processes, sizes, flags = CASES[name]
