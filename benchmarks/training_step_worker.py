@@ -29,7 +29,7 @@ KINDS = {
     "carry": ("carry_kernel", "elements_kernel", "transpose_kernel"),
     "attention": ("fmha", "flash", "attention", "cudnn"),
     "gemm": ("gemm", "nvjet", "cutlass", "xmma", "wgrad", "cublas"),
-    "optimizer": ("multi_tensor", "adam", "foreach", "blend_kernel"),
+    "optimizer": ("multi_tensor", "adam", "foreach", "blend_kernel", "ramp_kernel"),
     "communication": ("nccl",),
     "copies": ("memcpy", "memset"),
 }

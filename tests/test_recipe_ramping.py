@@ -71,7 +71,8 @@ def test_linears_without_an_optimizer_refuse_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "before"), [(10, []), (14, []), (15, [10]), (44, [10, 20, 30]), (45, [10, 20, 30, 40])]
+    ("total", "before"),
+    [(10, []), (14, []), (15, [10]), (44, [10, 20, 30]), (45, [10, 20, 30, 40])],
 )
 def test_calibrations_precede_the_multiples_of_the_interval(total: int, before: list[int]) -> None:
     """But for step 0, and where too few steps are left."""

@@ -21,6 +21,9 @@ _UNKNOWN_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fuse
 _adamw_step = inspect.unwrap(torch.optim.Adam.step)
 
 
+Update = Callable[[Ramped, Tensor, Adam], None]
+
+
 class RampingAdamW(torch.optim.AdamW):
     """torch.optim.AdamW, in which weights may be updated at a period of their own.
 
@@ -32,19 +35,20 @@ class RampingAdamW(torch.optim.AdamW):
     calibrates: while it is True all weights take AdamW's own step, and sums and counts stay.
     """
 
-    def __init__(self, params: Any, **options: Any) -> None:
-        """params, options: as for torch.optim.AdamW."""
+    def __init__(self, params: Any, update: Update = update, **options: Any) -> None:
+        """params, options: as for torch.optim.AdamW. update: `ramping.update`, or a kernel."""
         super().__init__(params, **options)
+        self._step = update
         self.calibrates = False
         self._ramped: set[Tensor] = set()
 
     @classmethod
-    def in_place_of(cls, optimizer: torch.optim.Optimizer) -> RampingAdamW:
-        """A RampingAdamW of the parameters of `optimizer`, with the very dictionaries of its groups.
+    def in_place_of(cls, optimizer: torch.optim.Optimizer, update: Update = update) -> RampingAdamW:
+        """A RampingAdamW of the parameters of `optimizer`, in the dictionaries of its groups.
 
-        Parameters may be views, which torch's constructor refuses.
+        Parameters may be views, which torch's constructor refuses. update: as for the constructor.
         """
-        found = cls([torch.nn.Parameter(torch.empty(0))])
+        found = cls([torch.nn.Parameter(torch.empty(0))], update)
         found.param_groups = optimizer.param_groups
         for group in found.param_groups:
             for name, value in found.defaults.items():
@@ -130,7 +134,7 @@ class RampingAdamW(torch.optim.AdamW):
         options = (float(group["lr"]), group["betas"], group["eps"], group["weight_decay"])
         moments = state["exp_avg"], state["exp_avg_sq"]
         ramped = Ramped(weight, *moments, state[SUM], state[COUNT], state[PERIOD])
-        update(ramped, weight.grad, Adam(int(state["step"]), *options))
+        self._step(ramped, weight.grad, Adam(int(state["step"]), *options))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned, as torch.optim.AdamW does.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import struct
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.kernels.launch import NUMBER, Launch, kernel, planned, tiles
+from megatron_fp4.kernels.launch import NUMBER, Launch, bits_of, kernel, planned, tiles
 
 _BLOCK = 2048
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,15 +40,10 @@ def blend(average: Tensor, weight: Tensor, beta: float) -> None:
     if not (average.is_contiguous() and weight.is_contiguous()) or weight.dtype not in _WEIGHTS:
         raise ValueError("averages are of contiguous weights in float32, BF16 or FP16")
     start = _launch(tiles(size, _BLOCK), weight.dtype)
-    start(average.device, average, weight.detach(), _bits(beta), _bits(1.0 - beta), size)
+    start(average.device, average, weight.detach(), bits_of(beta), bits_of(1.0 - beta), size)
 
 
 @planned
 def _launch(programs: int, dtype: torch.dtype) -> Launch:
     types = torch.float32, dtype, NUMBER, NUMBER, NUMBER
     return Launch(blend_kernel, (programs,), types, dict(BLOCK=_BLOCK), num_warps=4)
-
-
-def _bits(number: float) -> int:
-    """The bits of a number in float32, as an int32."""
-    return int(struct.unpack("<i", struct.pack("<f", number))[0])

@@ -8,6 +8,7 @@ addresses and integers to what was compiled at all others.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -45,6 +46,11 @@ def kernel(
         return jitted
 
     return made
+
+
+def bits_of(number: float) -> int:
+    """The bits of a number in float32, as an int32: a kernel gets numbers that way."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
 def options_of(kernel: Any, **others: Any) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from typing import Any
 from megatron_fp4.mcore import pretrain
 from megatron_fp4.mcore.runtime import cpu
 
-
 # The forward pass of a step of two microbatches: the second of the third step, and of the first
 # step of a calibration after it.
 PASSES = {"dies=step": 6, "dies=calibration": 8}

@@ -94,6 +94,12 @@ def test_the_estimator_s_factor_is_the_reference_s() -> None:
     assert list(differences("cuda")) == []
 
 
+def test_ramping_is_that_of_the_formulas() -> None:
+    from testing.kernels.compare_ramping import differences
+
+    assert list(differences("cuda")) == []
+
+
 def test_averages_are_updated_as_by_the_reference() -> None:
     from testing.kernels.compare_averages import differences
 

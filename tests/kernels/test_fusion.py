@@ -11,7 +11,7 @@ import torch
 import triton
 
 from megatron_fp4.arithmetic.quantizer import NVFP4, Quantizer
-from megatron_fp4.kernels import averages, blocks, carrier, launch, rows
+from megatron_fp4.kernels import averages, blocks, carrier, launch, ramping, rows
 from megatron_fp4.kernels.launch import Launch
 from megatron_fp4.kernels.quantize import _transform_launch
 from testing.kernels.compiling import (
@@ -45,6 +45,7 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "mxfp4.quantize_kernel": VARIANTS["averaged"],
     "native.product_kernel": ({"out_ptr": "*fp32", "alpha": "fp32"}, PRODUCT),
     "outliers.split_kernel": (HALVES | WEIGHTS, {"FEATURES": 64, "SLOTS": 16}),
+    "ramping.ramp_kernel": ramping._launch(4),
     "rows.largest_kernel": rows._launches(64, 64, VECTOR, 1, True)[0],
     "rows.cast_kernel": rows._launches(64, 64, VECTOR, 1, True)[1],
     "rows.transpose_kernel": rows._transpose(64, 64),

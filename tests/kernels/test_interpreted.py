@@ -33,6 +33,7 @@ def test_all_codes_and_scales_are_the_reference_s(rule: str) -> None:
         "dge_factor",
         "outlier_clamp",
         "averages",
+        "ramping",
     ],
 )
 def test_other_kernels_are_the_reference_s(comparison: str) -> None:

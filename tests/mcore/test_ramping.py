@@ -103,7 +103,8 @@ def test_periods_are_those_of_the_steps_that_follow(name: str, tmp_path: Path) -
         assert (found > 1).mean() > 0.02 and clear.mean() > 0.02
         ended = abs(qs[2] - qs[0]) / (abs(ws[2] - ws[0]) + 1e-8) / K1  # the control: no sums
         assert (found != np.minimum(K2 * np.floor(ended) + 1, MOST)).any()
-    check_steps(*map(mains, saved[1:]), *saved[1:])
+    before, after_next = map(mains, saved[1:])
+    check_steps(before, after_next, saved[1], saved[2])
 
 
 def check_steps(

@@ -22,8 +22,8 @@ from megatron.training import print_rank_0, training
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_fp4.arithmetic.ramping import Movement, Ramping
-from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW
+from megatron_fp4.arithmetic.ramping import Movement, Ramping, update
+from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW, Update
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints.optimizer_compat import init_state
 from megatron_fp4.mcore.loop.loop_state import LoopState, gather_weights, parts_of
@@ -53,8 +53,17 @@ def replace_optimizers(optimizer: MegatronOptimizer) -> None:
                 "Q-Ramping updates weights by AdamW: set decoupled_weight_decay of the optimizer's "
                 "configuration, or leave ramping out of the recipe"
             )
-        part.optimizer = RampingAdamW.in_place_of(part.optimizer)
+        part.optimizer = RampingAdamW.in_place_of(part.optimizer, _update())
         part.init_state_fn = init_state
+
+
+def _update() -> Update:
+    """The step of an element, as torch's operations or as a kernel."""
+    if not torch.cuda.is_available():
+        return update
+    from megatron_fp4.kernels import ramping  # imports Triton
+
+    return ramping.update
 
 
 class Calibrations:
@@ -144,10 +153,10 @@ class Calibrations:
         longer = longer.to("cuda" if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(longer)
         share = float(longer[0] / longer[1].clamp(min=1))
+        iteration, seconds = self._run.args.curr_iteration + 1, time.perf_counter() - start
         print_rank_0(
-            f"megatron-fp4: calibrated over {self._ramping.calibration} steps in "
-            f"{time.perf_counter() - start:.1f} s, before iteration "
-            f"{self._run.args.curr_iteration + 1}: {share:.2%} of the weights' elements have periods "
+            f"megatron-fp4: calibrated over {self._ramping.calibration} steps in {seconds:.1f} s, "
+            f"before iteration {iteration}: {share:.2%} of the weights' elements have periods "
             "above 1"
         )
 

@@ -6,6 +6,7 @@ from testing.kernels.mistakes.in_averages import AVERAGES
 from testing.kernels.mistakes.in_carriers import CARRIERS
 from testing.kernels.mistakes.in_dge_occ import DGE_FACTOR, OUTLIER_CLAMP
 from testing.kernels.mistakes.in_mxfp4 import MXFP4
+from testing.kernels.mistakes.in_ramping import RAMPING
 from testing.kernels.mistakes.in_scales import BLOCK_SCALES, ROW_SCALES
 from testing.kernels.mistakes.injection import Mistake, bind
 
@@ -17,6 +18,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
     "dge_factor": DGE_FACTOR,
     "outlier_clamp": OUTLIER_CLAMP,
     "averages": AVERAGES,
+    "ramping": RAMPING,
 }
 NONE = "none"
 
