@@ -189,7 +189,7 @@ def test_a_resumed_run_repeats_the_whole(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_was_killed_in_a_calibration_repeats_the_whole(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    flags = f"{RAMPING} {OVERLAPPED}"
+    flags = f"{RAMPING} {OVERLAPPED} --micro-batch-size 1"  # two microbatches a step on a rank
     runs = {
         "whole": f"{flags} {saving(whole, 2)}",
         "killed": f"dies=calibration {flags} {saving(killed, 2)}",
