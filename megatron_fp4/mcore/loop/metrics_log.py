@@ -25,10 +25,10 @@ from torch import distributed as dist
 
 from megatron_fp4 import __version__
 from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.metrics.records import Record
 
 FILE = "metrics.jsonl"
 VERSION = 1  # of the lines of FILE
-Record = dict[str, Any]
 _NUMBER = r"([-+.\deE]+|nan|inf)"
 _STEP = {  # what is read of a line of the training log, by key
     "step": rf" iteration +{_NUMBER}/",
