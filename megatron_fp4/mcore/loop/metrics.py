@@ -45,8 +45,6 @@ from megatron_fp4.metrics.records import PLACES, Record, layer_records
 from megatron_fp4.operands import Carriers, Made, Operand
 from megatron_fp4.plan.data import OperandPlan
 
-WINDOW = 200  # steps at most over which changes of weights are summed
-
 
 def interval(args: argparse.Namespace) -> int:
     """The number of steps from one report to the next; 0: none."""
@@ -226,10 +224,10 @@ class Metrics:
     def _end_step(self, step: int) -> None:
         self._log.begin()
         left = -step % self._steps
-        if left == WINDOW:
+        if left == weights.WINDOW:
             self._changes = weights.Changes()
         followed = [each for each in self._layers.values() if each.owns]
-        if left <= WINDOW and followed and all(each.w is not None for each in followed):
+        if left <= weights.WINDOW and followed and all(each.w is not None for each in followed):
             self._changes.update(
                 [each.w for each in followed if each.w is not None],
                 [each.quantized for each in followed if each.quantized is not None],
@@ -258,7 +256,7 @@ class Metrics:
         The changes are of min(WINDOW, steps) steps on every rank, the first of them zeros where
         fewer were seen.
         """
-        layers, steps = len(self._names), min(WINDOW, self._steps)
+        layers, steps = len(self._names), min(weights.WINDOW, self._steps)
         changes = self._operands.new_zeros(layers, steps, weights.CHANGE_WIDTH)
         oscillation = self._operands.new_zeros(layers, weights.OSCILLATION_WIDTH)
         if followed and self._changes.follows:
