@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_fp4.mcore.loop.metrics_log import append, log_record
-from testing.worlds.checkpoints import PP2, SMALL, TP2_SP, same, told
+from testing.worlds.checkpoints import EP2, MOE, PP2, SMALL, TP2_SP, same, told
 from testing.worlds.launch import SCRIPTS, Result, result_of, spawn, tiny_on_mock_data, torchrun
 from testing.worlds.metrics import (
     Whole,
@@ -23,7 +23,8 @@ from testing.worlds.metrics import (
 )
 
 RECORDING = SCRIPTS / "pretrain_recording_operands.py"
-FLAGS = f"{SMALL} --bf16 --fp4-recipe tetrajet"
+BF16, FP16 = "--bf16", "--fp16 --initial-loss-scale 1024"
+FLAGS = f"{SMALL} {BF16} --fp4-recipe tetrajet"
 EVERY_2 = "--fp4-metrics-interval 2"
 LAYOUTS = {
     "one": (1, ""),
@@ -32,7 +33,20 @@ LAYOUTS = {
     "pp2": (2, PP2),
     "dp2": (2, ""),
     "dp2-sharded": (2, "--use-distributed-optimizer"),
-}
+    "tp2-pp2": (4, f"{TP2_SP} {PP2}"),
+    "vpp": (2, f"{PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
+    "experts": (1, MOE),
+    "ep2": (2, f"{MOE} {EP2}"),
+    "recomputed": (1, "--recompute-granularity full --recompute-method uniform"
+                      " --recompute-num-layers 1"),
+    "recomputed-mlp": (1, "--recompute-granularity selective --recompute-modules mlp"),
+    "recomputed-pp2": (2, f"{PP2} --recompute-granularity full --recompute-method uniform"
+                          " --recompute-num-layers 1"),
+    "fp16": (1, FP16),
+    "fp16-sharded": (2, f"{FP16} --use-distributed-optimizer"),
+    "tied": (1, ""),
+    "tied-pp2": (2, PP2),
+}  # fmt: skip
 
 
 def slow(*names: str) -> list[Any]:
@@ -46,11 +60,14 @@ def run(name: str, folder: Path) -> Result:
     processes, flags = LAYOUTS[name]
     saving = f"--save {folder} --save-interval 1000 --eval-iters 1 --eval-interval 4"
     saving += " --save-wgrads-interval 2"
-    words = tiny_on_mock_data(*f"{FLAGS} {flags} {EVERY_2} {saving}".split())
+    common = FLAGS.replace(BF16, "") if "fp16" in name else FLAGS
+    words = tiny_on_mock_data(*f"{common} {flags} {EVERY_2} {saving}".split())
+    if "tied" in name:
+        words.remove("--untie-embeddings-and-output-weights")
     return result_of(spawn(processes, RECORDING, str(folder / "operands"), *words))
 
 
-@pytest.mark.parametrize("name", ["one", *slow("tp2", "tp2-no-sp", "pp2", "dp2", "dp2-sharded")])
+@pytest.mark.parametrize("name", ["one", *slow(*list(LAYOUTS)[1:])])
 def test_the_metrics_of_a_run_are_those_of_numpy(name: str, tmp_path: Path) -> None:
     result = run(name, tmp_path)
     assert result.status == 0, result.output[-4000:]
@@ -63,6 +80,8 @@ def test_the_metrics_of_a_run_are_those_of_numpy(name: str, tmp_path: Path) -> N
         key = (record["step"], record["layer"], record["gemm"], record["operand"])
         expected, found = operand_by_numpy(whole.operands[key]), record["metrics"]
         assert found.pop("scales") == expected.pop("scales"), key
+        for metric in [name for name, value in expected.items() if value is None]:
+            assert found.pop(metric) is expected.pop(metric), key
         assert found == pytest.approx(expected, rel=1e-9, abs=0), key
     for record in kinds(records, "weight"):
         step = record["step"]
@@ -73,13 +92,16 @@ def test_the_metrics_of_a_run_are_those_of_numpy(name: str, tmp_path: Path) -> N
         )
         assert found.pop("confidences") == expected.pop("confidences")
         assert found == pytest.approx(expected, rel=1e-9)
-    gradients = gradients_by_numpy(tmp_path)
+    stages, scale = 2 if PP2 in LAYOUTS[name][1] else 1, 1024 if "fp16" in name else 1
+    gradients = gradients_by_numpy(tmp_path, stages, scale)
     for record in kinds(records, "gradient"):
         gradient, found = gradients[record["step"], record["layer"]], record["metrics"]
         dy = operand_by_numpy(whole.operands[record["step"], record["layer"], "wgrad", "dy"])
         expected = {"norm": np.linalg.norm(gradient), "zeros": (gradient == 0).mean()}
         assert found == pytest.approx(expected | {"underflow": dy["underflow"]}, rel=1e-9)
-    assert len(kinds(records, "weight")) == len(kinds(records, "gradient")) == 2 * 8
+    linears = len({layer for _, layer, _, _ in whole.operands})
+    assert linears == (16 if name == "vpp" else 8)
+    assert len(kinds(records, "weight")) == len(kinds(records, "gradient")) == 2 * linears
 
 
 # --- layouts and other runs -----------------------------------------------------------------------
