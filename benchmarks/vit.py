@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.oscillation import STEPS
 from benchmarks.stamp import resumed, stamp
+from megatron_fp4.metrics.weights import WINDOW
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = Path("runs/vit")
@@ -98,7 +98,7 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
     common = common_flags(args)
     result: dict[str, Any] = {
         "what": "accuracy on held-out digits, and oscillation of the weights of the linears over "
-        f"{STEPS} steps at the end of training; see benchmarks/vit.py",
+        f"{WINDOW} steps at the end of training; see benchmarks/vit.py",
         "stamp": stamp(args.commit),
         "flags": common,
     }
@@ -159,7 +159,7 @@ def spread(values: list[float], form: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=300, help=f"more than {STEPS}")
+    parser.add_argument("--steps", type=int, default=300, help=f"more than {WINDOW}")
     parser.add_argument("--seeds", type=int, default=5, help="seeds, and folds: at least 2")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
@@ -167,8 +167,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vit.json"))
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()
-    if args.steps <= STEPS or args.seeds < 2:
-        parser.error(f"--steps is above {STEPS}, and --seeds at least 2")
+    if args.steps <= WINDOW or args.seeds < 2:
+        parser.error(f"--steps is above {WINDOW}, and --seeds at least 2")
     result = study(args)
     tables = {"table": table(result["rows"]), "by_seed": by_seed(result["rows"])}
     args.out.write_text(json.dumps(result | tables, indent=1) + "\n")

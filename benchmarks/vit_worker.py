@@ -19,8 +19,8 @@ from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 from torch import Tensor
 
-from benchmarks.oscillation import OSCILLATING, STEPS, Oscillation
 from megatron_fp4 import get_recipe, quantize
+from megatron_fp4.metrics.weights import WINDOW, Changes, change_metrics, oscillation_metrics
 
 VIT = Path(__file__).resolve().parents[1] / "examples" / "vit"
 sys.path.insert(0, str(VIT))
@@ -28,28 +28,29 @@ import pretrain_vit  # noqa: E402  # found in the folder of the example alone
 
 
 class Meter:
-    """The oscillation of all linears of a model in one process, by name."""
+    """The oscillation of all linears of a model in one process."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Oscillation] = {}
+        self._changes = Changes()
 
     @torch.no_grad()
     def add(self, model: torch.nn.Module) -> None:
         """Adds the weights as they are before an optimizer step."""
-        for name, layer in _linears(model):
-            weight = getattr(layer.weight, "main_param", layer.weight)
-            self.found.setdefault(name, Oscillation()).add(weight, quantized(layer, weight))
+        layers = list(_linears(model))
+        weights = [getattr(layer.weight, "main_param", layer.weight) for layer in layers]
+        self._changes.update(weights, list(map(quantized, layers, weights)))
 
     def result(self) -> dict[str, Any]:
         """Means over the linears, and the shares of all their elements together."""
-        each = list(self.found.values())
-        ratios = torch.cat([one.ratios().flatten() for one in each])
+        changes, oscillation = self._changes.take()
+        each = [change_metrics(steps) for steps in changes.tolist()]
+        of_all = oscillation_metrics(oscillation.sum(0).tolist())
         return {
-            "steps": each[0].steps,
-            "r(W)": sum(one.rate() for one in each) / len(each),
-            "r(W_Q)": sum(one.rate_quantized() for one in each) / len(each),
-            "R_w, mean": float(ratios.mean()),
-            "oscillating": float((ratios > OSCILLATING).double().mean()),
+            "steps": changes.shape[1],
+            "r(W)": sum(one["r"] for one in each) / len(each),
+            "r(W_Q)": sum(one["r_quantized"] for one in each) / len(each),
+            "R_w, mean": of_all["oscillation"],
+            "oscillating": of_all["oscillating"],
         }
 
 
@@ -64,14 +65,14 @@ def quantized(layer: Any, weight: Tensor) -> Tensor:
     return quantize(weight, quantizer, average=average).dequantize()
 
 
-def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, module in model.named_modules():
+def _linears(model: torch.nn.Module) -> Iterator[Any]:
+    for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            yield name, module
+            yield module
 
 
 def measured(meter: Meter) -> Any:
-    """The example's forward step, which adds to `meter` in the last STEPS + 1 steps."""
+    """The example's forward step, which adds to `meter` in the last WINDOW + 1 steps."""
     seen = -1
 
     @functools.wraps(pretrain_vit.forward_step)
@@ -79,7 +80,7 @@ def measured(meter: Meter) -> Any:
         nonlocal seen
         args, inner = get_args(), unwrap_model(model)
         step = args.curr_iteration
-        if inner.training and step != seen and step >= args.train_iters - STEPS - 1:
+        if inner.training and step != seen and step >= args.train_iters - WINDOW - 1:
             seen = step
             meter.add(inner)
         return pretrain_vit.forward_step(data_iterator, model)

@@ -22,7 +22,7 @@ from megatron_fp4.arithmetic.philox import (
 )
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.makers.base import Given
-from megatron_fp4.operands import Made, Operand
+from megatron_fp4.operands import Carriers, Made, Operand
 from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.plan.setting import UNSHARDED, Sharding
 
@@ -46,9 +46,9 @@ class Call(NamedTuple):
 
 
 class Watch(Protocol):
-    """Sees each operand right after it was made; see `Site.watch`."""
+    """Sees the operands of a linear; see `Site.watch`."""
 
-    def __call__(
+    def made(
         self,
         site: Site,
         call: Call,
@@ -57,7 +57,14 @@ class Watch(Protocol):
         given: Given,
         made: Made,
     ) -> None:
-        """matrix, given: what the maker made the operand from; see `makers.base.Maker.make`."""
+        """Called right after an operand was made.
+
+        matrix, given: what the maker made it from; see `makers.base.Maker.make`.
+        """
+        ...
+
+    def carried(self, site: Site, operand: OperandPlan, carriers: Carriers) -> None:
+        """Called when an operand is multiplied in FP8 carriers, with the tokens of all ranks."""
         ...
 
 
@@ -74,7 +81,7 @@ class Site:
         updated in place between steps. None: W itself, or the recipe reads no average.
     observe: called with (gemm, letter, tally) for each quantized operand when it is multiplied, to
         watch for NaN and rounded elements; see `operands.Decoded.tally`.
-    watch: called for each operand when it was made; None: nobody looks.
+    watch: sees each operand when it was made and when it is multiplied; None: nobody looks.
     """
 
     name: str = "linear"

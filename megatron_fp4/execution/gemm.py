@@ -41,13 +41,16 @@ def run_gemm(
 
 
 def _show(plan: OperandPlan, made: Made, form: Form | None, site: Site) -> None:
-    """Reports the tally of an operand to `Site.observe`, if the recipe quantizes it for this GEMM.
+    """Reports the tally of an operand to `Site.observe`, if the recipe quantizes it for this GEMM,
+    and its carriers to `Site.watch`.
 
     form: the operand as it is multiplied; None if it is multiplied later.
     """
     if plan.quantizer is None or site.observe is None:
         return
     assert isinstance(made.operand, QuantizedTensor)
+    if site.watch is not None and isinstance(form, Carriers):
+        site.watch.carried(site, plan, form)
     counted = form.tally if isinstance(form, Decoded | Carriers) else None
     site.observe(plan.gemm, plan.letter, made.operand.tally() if counted is None else counted)
 

@@ -45,7 +45,9 @@ def make_operands(
             made[operand] = each
         if site.watch is not None:
             for operand, its_given in zip(operands, given, strict=True):
-                site.watch(site, call, operand, matrices[making.matrix], its_given, made[operand])
+                site.watch.made(
+                    site, call, operand, matrices[making.matrix], its_given, made[operand]
+                )
     return made
 
 

@@ -19,6 +19,7 @@ from megatron_fp4.metrics.ratios import ratio
 SAMPLE = 8  # rows of each weight that are followed from step to step
 BINS = 10  # of the histogram of confidences
 OSCILLATING = 16  # an element oscillates if its R_w is above this
+WINDOW = 200  # steps at most over which changes are summed
 CONFIDENCE_WIDTH = 2 + BINS
 CHANGE_WIDTH = 4  # sums for each step
 OSCILLATION_WIDTH = 3
@@ -65,9 +66,9 @@ def confidence_sums(w: Tensor, quantized: QuantizedTensor) -> Tensor:
 
 
 class Changes:
-    """Follows samples of several weights and of their quantized values from step to step.
+    """Follows several weights, or rows of them, and their quantized values from step to step.
 
-    Keeps 24 bytes for each element of the samples.
+    Keeps 24 bytes for each element.
     """
 
     def __init__(self) -> None:
@@ -81,12 +82,12 @@ class Changes:
         return bool(self._last)
 
     def update(self, weights: list[Tensor], quantized: list[Tensor]) -> None:
-        """Takes the samples of the next step.
+        """Takes the values of the next step, which are copied.
 
-        weights, quantized: the samples of W and of Q(W) of each weight, of the same shapes in each
-        step, of floats that float32 can represent.
+        weights, quantized: W and Q(W) of each weight, of the same shapes in each step, of floats
+        that float32 can represent.
         """
-        now = [each.float() for each in (*weights, *quantized)]
+        now = [each.detach().to(torch.float32, copy=True) for each in (*weights, *quantized)]
         if not self._last:
             self._paths = [torch.zeros_like(each, dtype=torch.float64) for each in now]
         else:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.oscillation import STEPS
 from benchmarks.vit import FIRST_SEED, RECIPES, by_seed, evaluated, jobs, table
 from examples.vit.vit_data import divide
+from megatron_fp4.metrics.weights import WINDOW
 
 ROOT = Path(__file__).parents[2]
 RESULT: dict[str, Any] = json.loads((ROOT / "benchmarks/results/vit.json").read_text())
@@ -32,7 +32,7 @@ def test_the_result_has_every_run_once_and_every_fold() -> None:
     ]
     assert {fold for _, _, fold in found} == set(range(seeds))
     for row in RESULT["rows"]:
-        assert row["steps"] == STEPS
+        assert row["steps"] == WINDOW
         right = row["accuracy"] * len(divide(1797, seeds, row["fold"])[1])
         assert right == pytest.approx(round(right), abs=1e-3)  # a whole number of digits
 

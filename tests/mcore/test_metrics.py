@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_fp4.mcore.loop.metrics_log import append, log_record
-from megatron_fp4.metrics.weights import sample_rows
-from testing.worlds.checkpoints import PP2, SMALL, TP2_SP, same, told
+from testing.worlds.checkpoints import EP2, MOE, PP2, SMALL, TP2_SP, same, told
 from testing.worlds.launch import SCRIPTS, Result, result_of, spawn, tiny_on_mock_data, torchrun
+from testing.worlds.metrics import (
+    Whole,
+    gradients_by_numpy,
+    kinds,
+    operand_by_numpy,
+    read,
+    weight_by_numpy,
+)
 
 RECORDING = SCRIPTS / "pretrain_recording_operands.py"
-FLAGS = f"{SMALL} --bf16 --fp4-recipe tetrajet"
+BF16, FP16 = "--bf16", "--fp16 --initial-loss-scale 1024"
+FLAGS = f"{SMALL} {BF16} --fp4-recipe tetrajet"
 EVERY_2 = "--fp4-metrics-interval 2"
 LAYOUTS = {
     "one": (1, ""),
@@ -27,116 +33,41 @@ LAYOUTS = {
     "pp2": (2, PP2),
     "dp2": (2, ""),
     "dp2-sharded": (2, "--use-distributed-optimizer"),
-}
+    "tp2-pp2": (4, f"{TP2_SP} {PP2}"),
+    "vpp": (2, f"{PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
+    "experts": (1, MOE),
+    "ep2": (2, f"{MOE} {EP2}"),
+    "recomputed": (1, "--recompute-granularity full --recompute-method uniform"
+                      " --recompute-num-layers 1"),
+    "recomputed-mlp": (1, "--recompute-granularity selective --recompute-modules mlp"),
+    "recomputed-pp2": (2, f"{PP2} --recompute-granularity full --recompute-method uniform"
+                          " --recompute-num-layers 1"),
+    "fp16": (1, FP16),
+    "fp16-sharded": (2, f"{FP16} --use-distributed-optimizer"),
+    "tied": (1, ""),
+    "tied-pp2": (2, PP2),
+}  # fmt: skip
 
 
 def slow(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.outside) for name in names]
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def kinds(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [record for record in records if record["kind"] == kind]
-
-
 # --- against numpy --------------------------------------------------------------------------------
-
-
-class Whole:
-    """The unsharded operands of a run, from the parts of all ranks: float64 matrices."""
-
-    def __init__(self, folder: Path) -> None:
-        parts = defaultdict(list)
-        for file in folder.glob("*.pt"):
-            for part in torch.load(file):
-                parts[part["step"], part["name"], part["gemm"], part["letter"]].append(part)
-        self.operands = {key: _joined(found) for key, found in parts.items()}
-
-
-def _joined(parts: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    rows, columns = (1 + max(int(p[key].max()) for p in parts) for key in ("rows", "columns"))
-    whole = {}
-    for key in ("exact", "decoded", "scale", "used"):
-        whole[key] = np.full((rows, columns), np.nan)
-        for part in parts:
-            whole[key][np.ix_(part["rows"].numpy(), part["columns"].numpy())] = part[key].numpy()
-    assert not np.isnan(whole["exact"]).any()  # the ranks have all of it
-    return whole
-
-
-def operand_by_numpy(whole: dict[str, np.ndarray]) -> dict[str, Any]:
-    x, q, s = (whole[key] for key in ("exact", "decoded", "scale"))
-    binades = np.log2(s[whole["used"] == 1]).astype(int)
-    counts = np.bincount(binades - binades.min()) // 32
-    return {
-        "zeros": ((x != 0) & (q == 0)).sum() / (x != 0).sum(),
-        "zeros_overall": (q == 0).mean(),
-        "underflow": ((x != 0) & (abs(x) < s / 4)).sum() / (x != 0).sum(),
-        "clipped": (abs(x) > 6 * s).mean(),
-        "saturated": (abs(q) == 6 * s).mean(),
-        "sqnr_db": 10 * math.log10((x**2).sum() / ((q - x) ** 2).sum()),
-        "gain": (q * x).sum() / (x * x).sum(),
-        "scales": {"first": binades.min(), "counts": counts.tolist()},
-    }
-
-
-def weight_by_numpy(whole: Whole, name: str, steps: list[int], last: int) -> dict[str, Any]:
-    """steps: the consecutive steps whose weights are followed. last: that of the report."""
-    found = [whole.operands[step, name, "fprop", "w"] for step in steps]
-    rows = sample_rows(name, len(found[0]["exact"]))
-    w, q = (np.stack([each[key][rows] for each in found]) for key in ("exact", "decoded"))
-    r_w = abs(np.diff(q, axis=0)).sum(0) / (abs(np.diff(w, axis=0)).sum(0) + 1e-8)
-    at = whole.operands[last, name, "fprop", "w"]
-    v = np.minimum(abs(at["exact"] / at["scale"]), 6)
-    thresholds = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
-    largest = np.array([0.25, 0.25, 0.25, 0.25, 0.375, 0.5, 0.75, 1])
-    distance = abs(v[..., None] - np.concatenate((thresholds, -thresholds))).min(-1)
-    confidence = distance / largest[np.searchsorted(thresholds, v)]
-    counts = np.bincount(np.minimum(confidence * 10, 9).astype(int).ravel(), minlength=10)
-    return {
-        "r": _r(w),
-        "r_quantized": _r(q),
-        "confidence": confidence.mean(),
-        "confidences": {"first": 0.0, "width": 0.1, "counts": counts.tolist()},
-        "oscillation": r_w.mean(),
-        "oscillating": (r_w > 16).mean(),
-    }
-
-
-def _r(x: np.ndarray) -> float:
-    pairs = zip(x[1:], x[:-1], strict=True)
-    return float(np.mean([np.linalg.norm(now - old) / np.linalg.norm(old) for now, old in pairs]))
-
-
-def gradients_by_numpy(folder: Path) -> dict[tuple[int, str], np.ndarray]:
-    """The gradients that Megatron saved (--save-wgrads-interval), by step and linear: the parts of
-    all tensor-parallel ranks, flattened."""
-    found = defaultdict(list)
-    for file in sorted(folder.glob("wgrads/iter_*/*.pth")):
-        step = int(file.parent.name.removeprefix("iter_"))
-        _, _, _, *stage = file.stem.split("_")
-        for chunk in torch.load(file, weights_only=False).values():
-            for name, gradient in chunk.items():
-                # A pipeline stage numbers its only layer from 0.
-                linear = name.removeprefix("module.").removesuffix(".weight")
-                if stage:
-                    linear = linear.replace("layers.0.", f"layers.{int(stage[0])}.")
-                found[step, linear].append(gradient.double().numpy().ravel())
-    return {key: np.concatenate(parts) for key, parts in found.items()}
 
 
 def run(name: str, folder: Path) -> Result:
     processes, flags = LAYOUTS[name]
     saving = f"--save {folder} --save-interval 1000 --eval-iters 1 --eval-interval 4"
     saving += " --save-wgrads-interval 2"
-    words = tiny_on_mock_data(*f"{FLAGS} {flags} {EVERY_2} {saving}".split())
+    common = FLAGS.replace(BF16, "") if "fp16" in name else FLAGS
+    words = tiny_on_mock_data(*f"{common} {flags} {EVERY_2} {saving}".split())
+    if "tied" in name:
+        words.remove("--untie-embeddings-and-output-weights")
     return result_of(spawn(processes, RECORDING, str(folder / "operands"), *words))
 
 
-@pytest.mark.parametrize("name", ["one", *slow("tp2", "tp2-no-sp", "pp2", "dp2", "dp2-sharded")])
+@pytest.mark.parametrize("name", ["one", *slow(*list(LAYOUTS)[1:])])
 def test_the_metrics_of_a_run_are_those_of_numpy(name: str, tmp_path: Path) -> None:
     result = run(name, tmp_path)
     assert result.status == 0, result.output[-4000:]
@@ -149,6 +80,8 @@ def test_the_metrics_of_a_run_are_those_of_numpy(name: str, tmp_path: Path) -> N
         key = (record["step"], record["layer"], record["gemm"], record["operand"])
         expected, found = operand_by_numpy(whole.operands[key]), record["metrics"]
         assert found.pop("scales") == expected.pop("scales"), key
+        for metric in [name for name, value in expected.items() if value is None]:
+            assert found.pop(metric) is expected.pop(metric), key
         assert found == pytest.approx(expected, rel=1e-9, abs=0), key
     for record in kinds(records, "weight"):
         step = record["step"]
@@ -159,13 +92,16 @@ def test_the_metrics_of_a_run_are_those_of_numpy(name: str, tmp_path: Path) -> N
         )
         assert found.pop("confidences") == expected.pop("confidences")
         assert found == pytest.approx(expected, rel=1e-9)
-    gradients = gradients_by_numpy(tmp_path)
+    stages, scale = 2 if PP2 in LAYOUTS[name][1] else 1, 1024 if "fp16" in name else 1
+    gradients = gradients_by_numpy(tmp_path, stages, scale)
     for record in kinds(records, "gradient"):
         gradient, found = gradients[record["step"], record["layer"]], record["metrics"]
         dy = operand_by_numpy(whole.operands[record["step"], record["layer"], "wgrad", "dy"])
         expected = {"norm": np.linalg.norm(gradient), "zeros": (gradient == 0).mean()}
         assert found == pytest.approx(expected | {"underflow": dy["underflow"]}, rel=1e-9)
-    assert len(kinds(records, "weight")) == len(kinds(records, "gradient")) == 2 * 8
+    linears = len({layer for _, layer, _, _ in whole.operands})
+    assert linears == (16 if name == "vpp" else 8)
+    assert len(kinds(records, "weight")) == len(kinds(records, "gradient")) == 2 * linears
 
 
 # --- layouts and other runs -----------------------------------------------------------------------

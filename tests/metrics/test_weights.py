@@ -104,6 +104,8 @@ def test_changes_are_those_of_numpy() -> None:
         r_w = abs(dq).sum(0) / (abs(dw).sum(0) + 1e-8)
         expected = {"r": _r(w, dw), "r_quantized": _r(q, dq), "oscillation": r_w.mean()}
         assert found == pytest.approx(expected | {"oscillating": (r_w > 16).mean()}, rel=1e-12)
+        # Negative control: relative to the later norm.
+        assert found["r"] != pytest.approx(_r(w[::-1], dw[::-1]), rel=1e-6)
     assert changes[2].sum() == 0 and oscillation[2].tolist() == [0, 0, 0]
 
 
@@ -129,6 +131,24 @@ def test_a_weight_at_a_threshold_oscillates_and_one_that_moves_does_not() -> Non
     ends = quantize(w[[0, -1]], "mxfp4-ceil").dequantize()
     net = abs(ends[1] - ends[0]) / (abs(w[-1] - w[0]) + 1e-8)
     assert (net > 16).sum() == 0
+
+
+def test_a_weight_that_rests_does_not_oscillate() -> None:
+    following, w = Changes(), normal((2, 32), 1)
+    for _ in range(3):
+        following.update([w], [quantize(w, "mxfp4").dequantize()])
+    changes, oscillation = following.take()
+    assert change_metrics(changes[0].tolist()) == {"r": 0, "r_quantized": 0}
+    assert oscillation_metrics(oscillation[0].tolist()) == {"oscillation": 0, "oscillating": 0}
+
+
+def test_a_weight_that_changes_in_place_is_followed() -> None:
+    following, w = Changes(), torch.ones(3)
+    for _ in range(3):
+        following.update([w], [w])
+        w.add_(1)
+    changes, _ = following.take()
+    assert change_metrics(changes[0].tolist())["r"] == pytest.approx((1 / 1 + 1 / 2) / 2)
 
 
 def test_sums_begin_anew_and_steps_stay_consecutive() -> None:

@@ -1,48 +1,49 @@
 """Metrics of all FP4 linears of a run (--fp4-metrics-interval).
 
 Each rank counts and sums over what it holds of operands, weights and gradients. What several ranks
-hold is counted by the first of them alone. One all-reduce over all ranks then gives the sums of the
-unsharded model: the same numbers in every layout, up to the order of the sums. The experts of a
-layer are counted together, as "local_experts.*".
+hold is counted by the first of them alone; FP8 carriers, of which a share is reported, by all. One
+all-reduce over all ranks then gives the sums of the unsharded model: the same numbers in every
+layout, up to the order of the sums. The experts of a layer are counted together, as
+"local_experts.*".
 
-The scales of dY alone depend on the layout: Megatron divides the loss by the number of microbatches
-of a rank, and data-parallel ranks have fewer of them.
+Two numbers depend on the layout. Megatron divides the loss by the number of microbatches of a rank,
+of which data-parallel ranks have fewer: the scales of dY are as much larger. And a rank's FP8
+carriers have a window for each row of its own part, so that a row which tensor parallelism shards
+has several.
 """
 
 import argparse
 import functools
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state as mpu
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 from megatron.training import training
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_fp4.arithmetic.philox import GROUP
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.makers.base import Given
 from megatron_fp4.makers.pytorch import before_quantizer
-from megatron_fp4.mcore.loop.metrics_log import MetricsLog, Record, folder
+from megatron_fp4.mcore.loop.metrics_log import MetricsLog, folder
+from megatron_fp4.mcore.loop.metrics_shares import (
+    counts,
+    gradient_part,
+    is_first,
+    merged_name,
+    sample,
+    sampled_rows,
+)
 from megatron_fp4.mcore.model.attach import Fp4Layer
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.metrics import gradients, operands, weights
-from megatron_fp4.operands import Made, Operand
+from megatron_fp4.metrics.records import PLACES, Record, layer_records
+from megatron_fp4.operands import Carriers, Made, Operand
 from megatron_fp4.plan.data import OperandPlan
-from megatron_fp4.recipe import OPERANDS
-
-# An operand of a microbatch with more elements than this is sampled: of its lines across the
-# blocked axis, every n-th of the unsharded operand. The cost is then that of launching kernels.
-MOST = 2**20
-WINDOW = 200  # steps at most over which changes of weights are summed
-_PLACES = [(gemm, letter) for gemm, letters in OPERANDS.items() for letter in letters]
 
 
 def interval(args: argparse.Namespace) -> int:
@@ -87,7 +88,7 @@ class Metrics:
         self._layers: dict[str, _Followed] = {}
         self._seen: set[Any] = set()  # the operands of the step that were counted
         self._changes = weights.Changes()
-        run.watch = self._watch
+        run.watch = self
 
     def install(self) -> None:
         """Hooks into Megatron's log, which all ranks call in every step."""
@@ -96,13 +97,13 @@ class Metrics:
 
     def follow_model(self, model: list[MegatronModule]) -> None:
         """Takes the linears of the built model. Call it when recipes are attached to them."""
-        self._names = list(dict.fromkeys(map(_merged, self._run.linears)))
+        self._names = list(dict.fromkeys(map(merged_name, self._run.linears)))
         for chunk in model:
             for layer in chunk.modules():
                 if isinstance(layer, Fp4Layer) and layer.fp4 is not None:
                     name = layer.fp4.site.name
-                    row = self._names.index(_merged(name))
-                    self._layers[name] = _Followed(layer, row, _is_first(layer), _sample(layer))
+                    row = self._names.index(merged_name(name))
+                    self._layers[name] = _Followed(layer, row, is_first(layer), sample(layer))
         self._clear()
 
     def follow_optimizer(self, optimizer: MegatronOptimizer) -> None:
@@ -133,12 +134,12 @@ class Metrics:
     def _clear(self) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         layers, of = len(self._names), {"dtype": torch.float64, "device": device}
-        self._operands = torch.zeros(layers, len(_PLACES), operands.WIDTH, **of)  # type: ignore[call-overload]
+        self._operands = torch.zeros(layers, len(PLACES), operands.WIDTH, **of)  # type: ignore[call-overload]
         self._confidences = torch.zeros(layers, weights.CONFIDENCE_WIDTH, **of)  # type: ignore[call-overload]
         self._gradients = torch.zeros(layers, gradients.WIDTH, **of)  # type: ignore[call-overload]
         self._seen.clear()
 
-    def _watch(
+    def made(
         self,
         site: Site,
         call: Call,
@@ -147,7 +148,7 @@ class Metrics:
         given: Given,
         made: Made,
     ) -> None:
-        """Sees each operand when it was made; `execution.call.Watch`."""
+        """Counts an operand; see `execution.call.Watch`."""
         if not self._run.is_training:
             return
         followed, step, is_w = self._layers[site.name], self._now(), operand.letter == "w"
@@ -167,7 +168,7 @@ class Metrics:
             operand.letter,
             0 if is_w else (call.microbatch, call.repeat),
         )
-        if key in self._seen or not _counts(site, operand):
+        if key in self._seen or not counts(site, operand):
             return
         self._seen.add(key)
         assert isinstance(quantized, QuantizedTensor)
@@ -177,10 +178,22 @@ class Metrics:
             x, quantized = x.movedim(operand.axis, -1)[rows], operands.rows_of(quantized, rows)
         shared = operand.agrees and operand.quantizer.outer
         sums = operands.operand_sums(x, quantized, 1 / site.sharding.ranks if shared else 1.0)
-        place = _PLACES.index((operand.gemm, operand.letter))
+        place = PLACES.index((operand.gemm, operand.letter))
         self._operands[followed.row, place] += sums
         if is_w and operand.gemm == "fprop" and operand.quantizer.element == "e2m1":
             self._confidences[followed.row] += weights.confidence_sums(x, quantized)
+
+    def carried(self, site: Site, operand: OperandPlan, carriers: Carriers) -> None:
+        """Counts the elements of an operand that FP8 carriers rounded; see `execution.call.Watch`.
+
+        What several ranks hold is counted by each of them, and a forward pass that is recomputed is
+        counted again: the share that is reported is the same.
+        """
+        if self._run.is_training and self._is_due(self._now()):
+            place = self._layers[site.name].row, PLACES.index((operand.gemm, operand.letter))
+            self._operands[place] += operands.carrier_sums(
+                carriers.tally[0], carriers.values.numel()
+            )
 
     def _read_gradients(self, optimizers: list[Any], scale: Tensor) -> None:
         """Reads this rank's parts of the gradients that the optimizers get, before clipping.
@@ -190,7 +203,7 @@ class Metrics:
         for followed in self._layers.values():
             weight = followed.layer.weight
             gradient = getattr(weight, "main_grad", weight.grad)
-            part = _part(weight, followed.owns, optimizers)
+            part = gradient_part(weight, followed.owns, optimizers)
             if gradient is not None and part is not None:
                 sums = gradients.gradient_sums(gradient.detach().flatten()[part])
                 sums[0] /= scale.double().squeeze().square()
@@ -211,10 +224,10 @@ class Metrics:
     def _end_step(self, step: int) -> None:
         self._log.begin()
         left = -step % self._steps
-        if left == WINDOW:
+        if left == weights.WINDOW:
             self._changes = weights.Changes()
         followed = [each for each in self._layers.values() if each.owns]
-        if left <= WINDOW and followed and all(each.w is not None for each in followed):
+        if left <= weights.WINDOW and followed and all(each.w is not None for each in followed):
             self._changes.update(
                 [each.w for each in followed if each.w is not None],
                 [each.quantized for each in followed if each.quantized is not None],
@@ -235,7 +248,7 @@ class Metrics:
             for part, table in zip(flat.cpu().split(sizes), tables, strict=True)
         ]
         found = zip(self._names, *summed, strict=True)
-        return [record for layer in found for record in _records(step, *layer)]
+        return [record for layer in found for record in layer_records(step, *layer)]
 
     def _summed_changes(self, followed: list[_Followed]) -> tuple[Tensor, Tensor]:
         """(changes, oscillation) of this rank, for all layers of the model; see `Changes.take`.
@@ -243,7 +256,7 @@ class Metrics:
         The changes are of min(WINDOW, steps) steps on every rank, the first of them zeros where
         fewer were seen.
         """
-        layers, steps = len(self._names), min(WINDOW, self._steps)
+        layers, steps = len(self._names), min(weights.WINDOW, self._steps)
         changes = self._operands.new_zeros(layers, steps, weights.CHANGE_WIDTH)
         oscillation = self._operands.new_zeros(layers, weights.OSCILLATION_WIDTH)
         if followed and self._changes.follows:
@@ -255,64 +268,6 @@ class Metrics:
         return changes, oscillation
 
 
-def _records(
-    step: int,
-    name: str,
-    of_operands: list[list[float]],
-    confidence: list[float],
-    gradient: list[float],
-    changes: list[list[float]],
-    oscillation: list[float],
-) -> Iterator[Record]:
-    """The records of one layer from its sums over all ranks."""
-    underflow = None
-    for (gemm, letter), sums in zip(_PLACES, of_operands, strict=True):
-        if sums[0]:
-            metrics = operands.operand_metrics(sums)
-            place = {"layer": name, "gemm": gemm, "operand": letter}
-            yield {"kind": "operand", "step": step, **place, "metrics": metrics}
-            if (gemm, letter) == ("wgrad", "dy"):
-                underflow = metrics["underflow"]
-    steps = [each for each in changes if any(each)]  # the others were not seen
-    changed = weights.change_metrics(steps) | weights.confidence_metrics(confidence)
-    if steps and confidence[0]:
-        changed |= weights.oscillation_metrics(oscillation)
-    elif steps:
-        del changed["r_quantized"]  # fprop multiplies W itself
-    if changed:
-        yield {"kind": "weight", "step": step, "layer": name, "metrics": changed}
-    if gradient[1]:
-        metrics = gradients.gradient_metrics(gradient, underflow)
-        yield {"kind": "gradient", "step": step, "layer": name, "metrics": metrics}
-
-
-# --- who holds what -------------------------------------------------------------------------------
-
-
-def _merged(name: str) -> str:
-    """The name of a linear, with * for the number of its expert."""
-    return re.sub(r"(?<=local_experts\.)\d+", "*", name)
-
-
-def _is_first(layer: Fp4Layer) -> bool:
-    """Whether this is the first of the data-parallel ranks that have this part of the weight."""
-    assert layer.fp4 is not None
-    expert = layer.fp4.is_expert
-    rank = mpu.get_expert_data_parallel_rank() if expert else mpu.get_data_parallel_rank()
-    return int(rank) == 0
-
-
-def _sample(layer: Fp4Layer) -> Tensor:
-    """The rows of W on this rank that are in its sample; see `weights.sample_rows`."""
-    assert layer.fp4 is not None
-    site, device = layer.fp4.site, layer.weight.device
-    ranks = site.sharding.ranks if site.sharding.w == 0 else 1
-    sample = weights.sample_rows(site.name, len(layer.weight) * ranks)
-    place = site.placements["w"].rows
-    rows = torch.arange(len(layer.weight)) if place is None else place.cpu()
-    return torch.isin(rows, torch.tensor(sample)).nonzero().flatten().to(device)
-
-
 def _take_rows(followed: _Followed, w: Tensor, quantized: Operand) -> None:
     """Keeps the rows of the sample as they are in this step."""
     followed.w = w.detach()[followed.rows]
@@ -320,55 +275,3 @@ def _take_rows(followed: _Followed, w: Tensor, quantized: Operand) -> None:
         followed.quantized = operands.rows_of(quantized, followed.rows).dequantize()
     else:
         followed.quantized = followed.w
-
-
-def _part(weight: Tensor, owns: bool, optimizers: list[Any]) -> slice | None:
-    """The part of the flattened gradient that this rank counts; None: no part.
-
-    With the distributed optimizer a rank has the gradient of the part that it updates. owns:
-    whether it is the first of the ranks that have the same part of the weight.
-    """
-    for optimizer in optimizers:
-        if not isinstance(optimizer, DistributedOptimizer):
-            continue
-        if any(weight in buffer.param_index_map for buffer in optimizer.buffers):
-            place = optimizer.model_param_group_index_map.get(weight)
-            if place is None or optimizer.distributed_optimizer_instance_id:
-                return None
-            owned = optimizer._get_model_param_range_map(weight)["param"]
-            return slice(owned.start, owned.end)
-    return slice(None) if owns else None
-
-
-def _counts(site: Site, operand: OperandPlan) -> bool:
-    """Whether this rank counts the operand: it holds a part of its own, or is the first rank."""
-    if site.parallel is None or _is_sharded(site, operand):
-        return True
-    return dist.get_rank(site.parallel.group) == 0
-
-
-def _is_sharded(site: Site, operand: OperandPlan) -> bool:
-    return operand.is_part or site.sharding.axis(operand.letter) is not None
-
-
-def sampled_rows(site: Site, call: Call, operand: OperandPlan, x: Tensor) -> Tensor | None:
-    """The lines across the blocked axis that are counted, int64; None: all of them.
-
-    x: what is quantized, [rows, columns] as the model holds it.
-    """
-    assert operand.quantizer is not None
-    ranks = site.sharding.ranks if _is_sharded(site, operand) else 1
-    stride = -(-x.numel() * ranks // MOST)
-    if stride <= 1:
-        return None
-    place, height = site.placement(operand, call), operand.quantizer.block[0]
-    count = x.shape[1 - operand.axis]
-    if operand.axis == 1:
-        lines = place.rows
-    else:
-        within = torch.arange(GROUP, device=x.device)
-        groups = place.groups
-        lines = None if groups is None else (groups[:, None] * GROUP + within).flatten()[:count]
-    if lines is None:
-        lines = torch.arange(count, device=x.device)
-    return (lines // max(height, 1) % stride == 0).nonzero().flatten()

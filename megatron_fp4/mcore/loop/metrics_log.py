@@ -1,8 +1,8 @@
 """Where metrics are written: metrics.jsonl on rank 0, and Megatron's TensorBoard and W&B writers.
 
 A line of metrics.jsonl is one JSON object, which "kind" names: run (one for each start), step and
-evaluation (what Megatron's log says), operand, weight and gradient. NaN and infinities are null.
-T stands for megatron/training.
+evaluation (what Megatron's log says), operand, weight, gradient and warning. NaN and infinities are
+null. T stands for megatron/training.
 """
 
 import argparse
@@ -25,10 +25,11 @@ from torch import distributed as dist
 
 from megatron_fp4 import __version__
 from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.metrics.bands import KEPT, Bands, summary
+from megatron_fp4.metrics.records import Record
 
 FILE = "metrics.jsonl"
 VERSION = 1  # of the lines of FILE
-Record = dict[str, Any]
 _NUMBER = r"([-+.\deE]+|nan|inf)"
 _STEP = {  # what is read of a line of the training log, by key
     "step": rf" iteration +{_NUMBER}/",
@@ -38,6 +39,8 @@ _STEP = {  # what is read of a line of the training log, by key
     "seconds": rf" elapsed time per iteration \(ms\): {_NUMBER} \|",
     "tokens": rf" global batch size: +{_NUMBER} \|",
 }
+# Most lines of FILE need not be parsed to know that they are of other steps.
+_REPORTED = re.compile(rb'\{"kind": "(?:operand|weight|gradient|warning)", "step": (\d+),')
 _EVALUATION = re.compile(
     rf" validation\S* loss at iteration (\d+)(?: on validation set)? \| (?:[^:]+: {_NUMBER} )?"
 )
@@ -56,19 +59,32 @@ class MetricsLog:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._begun = False
+        self._bands = Bands()
         path = folder(run.args) if run.args.rank == 0 else None
         self._path = None if path is None else Path(path) / FILE
 
     def begin(self) -> None:
-        """Writes the record of the run, if it was not written yet."""
-        if not self._begun:
-            self._begun = True
-            self._append([run_record(self._run)])
+        """Writes the record of the run, if it was not written yet.
+
+        A run that is resumed takes up the bands of the launches before it.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        if self._path is not None and self._path.exists():
+            args = self._run.args
+            first = args.iteration - KEPT * args.fp4_metrics_interval + 1
+            self._bands.remember(reports(self._path, first, args.iteration))
+        self._append([run_record(self._run)])
 
     def write(self, records: list[Record]) -> None:
-        """Writes the records of operands, weights and gradients."""
+        """Writes the records of operands, weights and gradients, and the warnings about them."""
         self.begin()
-        self._append(records)
+        if self._path is not None:
+            warnings = self._bands.judge(records)
+            self._append([*warnings, *records])
+            for line in summary(warnings):
+                print(f"megatron-fp4: warning: {line}", flush=True)
         writer, wandb = get_tensorboard_writer(), get_wandb_writer()
         if writer is None and wandb is None:  # on all ranks but the last
             return
@@ -118,6 +134,24 @@ def append(path: Path, records: Iterable[Record]) -> None:
             end -= 1
         file.truncate(end)
         file.write(text.encode())
+
+
+def reports(path: Path, first: int, last: int) -> list[Record]:
+    """The records of operands, weights, gradients and warnings of the steps from `first` to `last`,
+    in the order of the steps. Of what was written again for a step, the last counts."""
+    found: dict[tuple[Any, ...], Record] = {}
+    with path.open("rb") as file:
+        for line in file:
+            start = _REPORTED.match(line)
+            if start is None or not first <= int(start[1]) <= last:
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:  # a line that was cut off
+                continue
+            names = [record.get(key) for key in ("kind", "layer", "gemm", "operand", "metric")]
+            found[record["step"], *names] = record
+    return sorted(found.values(), key=lambda each: (each["step"], each["kind"] != "warning"))
 
 
 def _byte(file: Any, place: int) -> bytes:

@@ -1,4 +1,4 @@
-"""R_w and r(X) are what numpy computes in float64, of hand-made weights and of a training's."""
+"""R_w and r(X) of a training of the ViT are what numpy computes in float64."""
 
 from __future__ import annotations
 
@@ -7,20 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from benchmarks.oscillation import OSCILLATING, Oscillation
 from testing.worlds.checkpoint_contents import contents
 from testing.worlds.vit import PRETRAIN_VIT, WORKER, train
 
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-
-
-def followed(weights: np.ndarray, quantized: np.ndarray) -> Oscillation:
-    found = Oscillation()
-    for w, q in zip(weights, quantized, strict=True):
-        found.add(torch.from_numpy(w), torch.from_numpy(q))
-    return found
 
 
 def ratios(weights: np.ndarray, quantized: np.ndarray) -> np.ndarray:
@@ -33,58 +24,6 @@ def rate(x: np.ndarray) -> float:
     """r(X) by its definition. x: float64 [steps, ...]."""
     pairs = zip(x[1:], x[:-1], strict=True)
     return float(np.mean([np.linalg.norm(new - old) / np.linalg.norm(old) for new, old in pairs]))
-
-
-def sequence(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(weights, quantized weights) of 201 steps, by hand."""
-    generator = np.random.default_rng(5)
-    steps = np.arange(201)
-    if name == "flips":  # across the midpoint of 0 and 0.5, and beside it
-        weights = np.stack([0.25 + 0.01 * (-1.0) ** steps, 0.35 + 0.01 * (-1.0) ** steps], axis=1)
-        return weights, np.where(weights > 0.25, 0.5, 0.0)
-    if name == "rests":  # nothing moves: the 1e-8 keeps R_w a number
-        weights = np.tile([0.3, 0.1], (201, 1))
-        return weights, np.tile([0.5, 0.0], (201, 1))
-    weights = 0.2 + generator.normal(size=(201, 4, 8)).cumsum(axis=0) * 1e-3
-    return weights, np.round(weights * 20) / 20
-
-
-@pytest.mark.parametrize("name", ["flips", "rests", "walks"])
-def test_hand_made_sequences(name: str) -> None:
-    weights, quantized = sequence(name)
-    found = followed(weights, quantized)
-    assert found.steps == 200
-    np.testing.assert_allclose(found.ratios().numpy(), ratios(weights, quantized), rtol=1e-12)
-    assert found.rate() == pytest.approx(rate(weights), rel=1e-12)
-    assert found.rate_quantized() == pytest.approx(rate(quantized), rel=1e-12)
-
-
-def test_a_weight_that_flips_oscillates_and_its_neighbour_does_not() -> None:
-    """Each step moves the first weight by 0.02 and its code by 0.5: R_w is 25."""
-    found = followed(*sequence("flips")).ratios()
-    np.testing.assert_allclose(found, [100 / (200 * 0.02 + 1e-8), 0], rtol=1e-9)
-    assert (found > OSCILLATING).tolist() == [True, False]
-
-
-def test_known_mistakes_show() -> None:
-    """The way between the ends alone, and relative to the later norm."""
-    weights, quantized = sequence("walks")
-    found = followed(weights, quantized)
-    ends = ratios(weights[[0, -1]], quantized[[0, -1]])
-    assert not np.allclose(found.ratios().numpy(), ends, rtol=1e-3)
-    later = rate(quantized[::-1])
-    assert found.rate_quantized() != pytest.approx(later, rel=1e-6)
-
-
-def test_a_tensor_that_changes_in_place_is_followed() -> None:
-    weight, found = torch.zeros(3, dtype=torch.float64) + 1, Oscillation()
-    for _ in range(3):
-        found.add(weight, weight)
-        weight.add_(1)
-    assert found.rate() == pytest.approx((1 / 1 + 1 / 2) / 2)
-
-
-# --- a training -----------------------------------------------------------------------------------
 
 
 def quantize(weight: np.ndarray, average: np.ndarray | None) -> np.ndarray:
