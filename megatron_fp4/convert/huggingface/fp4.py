@@ -120,7 +120,8 @@ class QuantizedWeights:
         if w.rounding == "ema" and self._average_key(entry) is None:
             return (
                 "rounding towards an average of W, of which the checkpoint has none by weight (save"
-                " the optimizer, and if distributed with --dist-ckpt-optim-fully-reshardable)"
+                " the optimizer, and if distributed with --dist-ckpt-optim-fully-reshardable; strip"
+                " with --keep-average)"
             )
         return self._problem(w)
 
