@@ -56,3 +56,21 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
                 yield from flat(part, f"{name}/{key}")
     else:
         yield name, value
+
+
+AVERAGE = "optimizer.state.fp4_average."
+
+
+def averages(path: Path) -> dict[str, Tensor]:
+    """The averages of a checkpoint, by their weights' names."""
+    found = contents(path)
+    return {name.removeprefix(AVERAGE): t for name, t in found.items() if name.startswith(AVERAGE)}
+
+
+def main_weights(path: Path) -> dict[str, Tensor]:
+    """The FP32 weights of a checkpoint whose optimizer state is laid out like the model."""
+    found = contents(path)
+    for prefix in ("optimizer.state.fp32_param.", "optimizer.state.param."):
+        if mains := {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}:
+            return mains
+    return {name: tensor for name, tensor in found.items() if torch.is_tensor(tensor)}
