@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ def with_states(source: Checkpoint, folder: Path, infix: str = "") -> Path:
     """
     chunks: list[Chunk] = []
     for key, info in source.tensors.items():
-        chunks.append(whole(key, info, lambda key=key: source.tensor(key)))
+        chunks.append(whole(key, info, partial(source.tensor, key)))
         for state in STATES if len(info.shape) > 1 else ():
             states = TensorInfo(info.shape, torch.float32)
             name = f"optimizer.state.{state}.{infix}{key}"
-            chunks.append(whole(name, states, lambda key=key: beside(source, key)))
+            chunks.append(whole(name, states, partial(beside, source, key)))
     objects = {key: source.raw(key) for key in source.objects}
     if COMMON not in objects:
         objects[COMMON] = saved(source.common())
