@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint
@@ -74,3 +75,20 @@ def main_weights(path: Path) -> dict[str, Tensor]:
         if mains := {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}:
             return mains
     return {name: tensor for name, tensor in found.items() if torch.is_tensor(tensor)}
+
+
+def is_blended(before: Path, after: Path, beta: float) -> bool:
+    """Whether the averages of a checkpoint are those of the step before it, blended with the
+    checkpoint's main weights, to the bit: numpy's beta * average + (1 - beta) * weight in float32.
+
+    beta: a number whose float32 is exact.
+    """
+    was, now, mains = averages(before), averages(after), main_weights(after)
+    assert was and was.keys() == now.keys()
+    old, new = np.float32(beta), np.float32(1 - beta)
+    for key, average in was.items():
+        wanted = old * average.numpy() + new * mains[key].numpy()
+        assert wanted.dtype == np.float32
+        if not (now[key].numpy() == wanted).all():
+            return False
+    return True

@@ -9,19 +9,19 @@ import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from testing.worlds.checkpoint_contents import averages, contents, flat, main_weights, weights
+from testing.worlds import checkpoint_contents
+from testing.worlds.checkpoint_contents import averages, contents, flat, weights
 from testing.worlds.checkpoints import EP2, MOE, PP2, SCRIPT, SHARDED, TP2_SP, good, saving
 from testing.worlds.conversions import GPT2, LLAMA
 from testing.worlds.launch import Result, result_of, spawn
 
 pytestmark = pytest.mark.outside
 
-BETA = np.float32(0.75)
+BETA = 0.75
 EMA = (
     "--fp4-recipe tetrajet-ema --fp4-recipe-option ema_beta=0.75 --fp4-recipe-option ema_delay=0 "
     "--clip-grad 0"  # a norm of gradients would be summed in another order in each layout
@@ -112,16 +112,7 @@ def step(path: Path, number: int) -> Path:
 
 
 def is_blended(before: Path, after: Path) -> bool:
-    """Whether the averages of a checkpoint are those of the step before it, blended with the
-    checkpoint's main weights, to the bit."""
-    was, now, mains = averages(before), averages(after), main_weights(after)
-    assert was.keys() == now.keys() and was
-    for key, average in was.items():
-        wanted = BETA * average.numpy() + np.float32(1 - BETA) * mains[key].numpy()
-        assert wanted.dtype == np.float32
-        if not (now[key].numpy() == wanted).all():
-            return False
-    return True
+    return checkpoint_contents.is_blended(before, after, BETA)
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
