@@ -56,7 +56,7 @@ def in_bfloat16() -> None:
 
 
 def before_the_step() -> None:
-    """The update reads the weight of before the optimizer's step."""
+    """Updates after the first read the weight of before the optimizer's step."""
     from megatron_fp4.mcore.model.weight_states import WeightStates
 
     follow = WeightStates.follow
@@ -65,7 +65,8 @@ def before_the_step() -> None:
         follow(self, optimizer, *others)
         inner = optimizer.chained_optimizers[0].optimizer
         inner._optimizer_step_post_hooks.clear()
-        inner.register_step_pre_hook(self._update)
+        inner.register_step_pre_hook(lambda *_: self._in_optimizers and self._update(inner) or None)
+        inner.register_step_post_hook(lambda *_: self._in_optimizers or self._update(inner))
 
     WeightStates.follow = wrong  # type: ignore[method-assign, assignment]
 

@@ -1,4 +1,4 @@
-"""Averages of weights in a stripped checkpoint: what an export of its codes needs."""
+"""Averages of weights, in whole and in stripped checkpoints: what an export of codes needs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ EMA = Path(__file__).parents[1] / "mcore" / "ema.yaml"
 STATES = ("exp_avg", "fp4_average", "fp4_other")
 
 
-def with_states(source: Checkpoint, folder: Path, infix: str = "") -> Path:
+def with_states(source: Checkpoint, folder: Path, infix: str = "", frozen: str = "-") -> Path:
     """A copy of a checkpoint with states of an optimizer for its matrices; returns its folder.
 
-    infix: in the keys of the states, before the weight's.
+    infix: in the keys of the states, before the weight's. frozen: in the keys of weights without
+    states.
     """
     chunks: list[Chunk] = []
     for key, info in source.tensors.items():
         chunks.append(whole(key, info, partial(source.tensor, key)))
-        for state in STATES if len(info.shape) > 1 else ():
+        for state in STATES if len(info.shape) > 1 and frozen not in key else ():
             states = TensorInfo(info.shape, torch.float32)
             name = f"optimizer.state.{state}.{infix}{key}"
             chunks.append(whole(name, states, partial(beside, source, key)))
@@ -75,6 +76,29 @@ def test_an_export_of_what_is_stripped_has_the_codes_of_the_whole(
     assert "an average of W" in refused and "strip with --keep-average" in refused
     anew = export(tmp_path / "bare", tmp_path / "c", "--quantize-as", "mxfp4-ceil")
     assert files(anew) != exported
+
+
+def test_a_frozen_weight_is_exported_as_training_rounded_it(full: Path, tmp_path: Path) -> None:
+    """The optimizer keeps no average of it. Training rounds it to nearest, as its average is the
+    weight."""
+    run("strip", full, "--output", tmp_path / "bare")
+    weights_alone = Checkpoint(find(tmp_path / "bare"))
+    frozen = with_states(weights_alone, tmp_path / "iter_0000003", frozen=".linear_fc2.")
+    ours = codes(export(frozen, tmp_path / "a"))
+    averaged = codes(export(full, tmp_path / "b"))
+    nearest = codes(export(tmp_path / "bare", tmp_path / "c", "--quantize-as", "mxfp4-ceil"))
+    assert ours.keys() == averaged.keys() == nearest.keys() and len(ours) > 8
+    for name, value in ours.items():
+        wanted, other = (nearest, averaged) if ".down_proj." in name else (averaged, nearest)
+        assert torch.equal(value, wanted[name]) and not torch.equal(value, other[name]), name
+
+
+def codes(folder: Path) -> dict[str, torch.Tensor]:
+    """The FP4 codes of an export, by name."""
+    from safetensors.torch import load_file
+
+    found = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    return {name: value for name, value in found.items() if name.endswith("weight_packed")}
 
 
 def test_the_averages_are_kept_and_no_other_state(full: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ EMA = (
 )
 OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 DEEP = f"{LLAMA} --num-layers 4"
+DIVIDED = f"{LLAMA} --num-layers 3"  # the halves of its parameters divide a linear's weight
 EXPERTS = f"{LLAMA} {MOE}"
 VPP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 TP2_DP2 = f"{TP2_SP} {SHARDED}"
@@ -54,9 +55,9 @@ class Case:
 
 CASES = {
     "dp2": Case(LLAMA, 2, ""),
-    "dp2-overlapped": Case(LLAMA, 2, OVERLAPPED),
-    "dp2-fp16": Case(LLAMA, 2, SHARDED, FP16, repeats=False),
-    "dp2-fp32": Case(LLAMA, 2, OVERLAPPED, ""),
+    "dp2-overlapped": Case(DIVIDED, 2, OVERLAPPED),
+    "dp2-fp16": Case(DIVIDED, 2, SHARDED, FP16, repeats=False),
+    "dp2-fp32": Case(DIVIDED, 2, OVERLAPPED, ""),
     "tp2": Case(LLAMA, 2, TP2_SP, repeats=False),
     "tp2-dp2": Case(LLAMA, 4, TP2_DP2, repeats=False),
     "pp2": Case(LLAMA, 2, PP2),
