@@ -1,6 +1,6 @@
 """A long run that is killed again and again ends where the undisturbed one does, bit for bit.
 
-Takes about 20 minutes on two busy cores (2000 steps of about 0.2 s, twice, and 9 starts).
+Takes about 20 minutes on two busy cores (2000 steps of about 0.2 s, twice, and 10 starts).
 """
 
 from __future__ import annotations
