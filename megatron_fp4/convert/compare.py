@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,22 +77,30 @@ def compare(a: Checkpoint, b: Checkpoint, weights_only: bool = False) -> dict[st
     return found
 
 
-def difference(pairs: Iterable[tuple[Tensor, Tensor]]) -> Difference:
-    """The difference of one tensor. pairs: (a, b) for each of its parts."""
-    largest = relative = 0.0
-    squares = total = 0.0
-    for a, b in pairs:
+class _Sums:
+    """Goes through the parts of one tensor, and adds up what its Difference is made of."""
+
+    def __init__(self) -> None:
+        self._largest = self._relative = 0.0
+        self._squares = self._total = 0.0
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """Adds a part of the tensor, of both checkpoints."""
         for one, other in blocks(a, b):
             x, y = one.double(), other.double()
             same = (x == y) | (x.isnan() & y.isnan())
             apart = (x - y).abs().masked_fill(same, 0.0)
             size = torch.maximum(x.abs(), y.abs())
-            largest = _max(largest, apart)
-            relative = _max(relative, torch.where(apart == 0, 0.0, apart / size))
-            squares += apart.square().sum().item()
-            total += x.square().sum().item()
-    root = math.sqrt(squares / total) if total > 0 else math.sqrt(squares) and math.inf
-    return Difference(largest, relative, root)
+            self._largest = _max(self._largest, apart)
+            self._relative = _max(self._relative, torch.where(apart == 0, 0.0, apart / size))
+            self._squares += apart.square().sum().item()
+            self._total += x.square().sum().item()
+
+    def difference(self) -> Difference:
+        """The difference of the parts that were added."""
+        squares, total = self._squares, self._total
+        root = math.sqrt(squares / total) if total > 0 else math.sqrt(squares) and math.inf
+        return Difference(self._largest, self._relative, root)
 
 
 def _max(largest: float, values: Tensor) -> float:
@@ -144,7 +151,10 @@ def _compare_tensor(
         progress.add(TensorInfo(region[1], a.tensors[key].dtype).bytes)
     if equal:
         return None
-    return difference((a.part(key, *region), b.part(key, *region)) for region in a.chunks(key))
+    sums = _Sums()
+    for region in a.chunks(key):  # of which one is in memory at a time
+        sums.add(a.part(key, *region), b.part(key, *region))
+    return sums.difference()
 
 
 def _objects(a: Checkpoint, b: Checkpoint) -> dict[str, list[str]]:

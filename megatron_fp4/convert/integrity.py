@@ -12,7 +12,7 @@ from megatron_fp4.convert.output import Progress
 from megatron_fp4.convert.torch_dist_writer import INTEGRITY
 from megatron_fp4.errors import ConfigError
 
-_STEP = 1 << 24  # bytes that are hashed at a time
+_STEP = 1 << 20  # bytes that are hashed at a time
 
 
 def verify(path: Path, names: Iterable[str]) -> None:

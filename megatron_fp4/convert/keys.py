@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_fp4.arithmetic.weight_states import key_of
+
 Kind = Literal["weights", "optimizer", "states"]
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<weight>.+)")
@@ -26,6 +28,11 @@ def kind(key: str) -> Kind:
     if _BESIDE.match(key):
         return "states"
     return "optimizer" if _OPTIMIZER.match(key) else "weights"
+
+
+def is_average(key: str) -> bool:
+    """Whether a tensor is of the averages of weights, one of the "states"."""
+    return kind(key) == "states" and key_of("average") in key.split(".")
 
 
 def is_of_model(key: str) -> bool:

@@ -1,11 +1,11 @@
 """pretrain_gpt.py for tests of checkpoints: as it is, or with a fault that is injected.
 
-    torchrun ... pretrain_with_faults.py [dies=PLACE|spoils=save|without=NAME] FLAGS ...
+    torchrun ... pretrain_with_faults.py [FAULT] FLAGS ...
 
 `dies=step`, `dies=calibration` or `dies=save`: rank 1 is killed within the third step, within the
 calibration after it, or with half of its file of the fourth written. `spoils=save`: within the
-third step, the folder of --save becomes a file.
-`without=NAME`: without _mend_NAME of optimizer_compat.py.
+third step, the folder of --save becomes a file. `without=NAME`: without _mend_NAME of
+optimizer_compat.py. `freezes=PART`: parameters with PART in their names get no gradient.
 """
 
 import os
@@ -35,9 +35,24 @@ def main() -> None:
         from megatron_fp4.mcore.checkpoints import optimizer_compat
 
         setattr(optimizer_compat, f"_mend_{first[8:]}", lambda: None)
+    if first.startswith("freezes="):
+        freeze(first.removeprefix("freezes="))
     if "=" in first:
         del sys.argv[1]
     pretrain.main()
+
+
+def freeze(part: str) -> None:
+    from megatron_fp4.mcore.loop import plugin
+
+    attach = plugin.attach
+
+    def attach_frozen(run: Any, model: list[Any]) -> list[Any]:
+        for name, parameter in (pair for chunk in model for pair in chunk.named_parameters()):
+            parameter.requires_grad = part not in name
+        return attach(run, model)
+
+    plugin.attach = attach_frozen
 
 
 def die() -> None:

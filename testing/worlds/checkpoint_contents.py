@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint
@@ -56,3 +57,38 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
                 yield from flat(part, f"{name}/{key}")
     else:
         yield name, value
+
+
+AVERAGE = "optimizer.state.fp4_average."
+
+
+def averages(path: Path) -> dict[str, Tensor]:
+    """The averages of a checkpoint, by their weights' names."""
+    found = contents(path)
+    return {name.removeprefix(AVERAGE): t for name, t in found.items() if name.startswith(AVERAGE)}
+
+
+def main_weights(path: Path) -> dict[str, Tensor]:
+    """The FP32 weights of a checkpoint whose optimizer state is laid out like the model."""
+    found = contents(path)
+    for prefix in ("optimizer.state.fp32_param.", "optimizer.state.param."):
+        if mains := {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}:
+            return mains
+    return {name: tensor for name, tensor in found.items() if torch.is_tensor(tensor)}
+
+
+def is_blended(before: Path, after: Path, beta: float) -> bool:
+    """Whether the averages of a checkpoint are those of the step before it, blended with the
+    checkpoint's main weights, to the bit: numpy's beta * average + (1 - beta) * weight in float32.
+
+    beta: a number whose float32 is exact.
+    """
+    was, now, mains = averages(before), averages(after), main_weights(after)
+    assert was and was.keys() == now.keys()
+    old, new = np.float32(beta), np.float32(1 - beta)
+    for key, average in was.items():
+        wanted = old * average.numpy() + new * mains[key].numpy()
+        assert wanted.dtype == np.float32
+        if not (now[key].numpy() == wanted).all():
+            return False
+    return True

@@ -32,17 +32,27 @@ def by_hand(v: Fraction, average: Fraction, negative: bool) -> int:
     return sign | (above if to_over < to_below else above - 1)
 
 
-def codes_by_hand(x: Tensor, average: Tensor, rule: str) -> Tensor:
+def codes_by_hand(x: Tensor, average: Tensor, rule: str, mistake: str = "") -> Tensor:
+    """The codes of x by the contract, or with one of MISTAKES."""
     codes = []
     for row, beside in zip(x.tolist(), average.tolist(), strict=True):
         for i in range(0, len(row), 32):
-            byte, _ = mx_block(row[i : i + 32], rule)
+            pairs = list(zip(row[i : i + 32], beside[i : i + 32], strict=True))
+            byte, _ = mx_block(
+                [e if mistake == "scale of the average" else v for v, e in pairs], rule
+            )
             scale = Fraction(2) ** (byte - 127)
-            codes += [
-                by_hand(Fraction(v) / scale, Fraction(e) / scale, math.copysign(1, v) < 0)
-                for v, e in zip(row[i : i + 32], beside[i : i + 32], strict=True)
-            ]
+            codes += [_code(Fraction(v), Fraction(e), v, e, scale, mistake) for v, e in pairs]
     return torch.tensor(codes, dtype=torch.uint8).view(x.shape)
+
+
+def _code(w: Fraction, average: Fraction, v: float, e: float, scale: Fraction, mistake: str) -> int:
+    """The code of w, whose float is v, beside an average, whose float is e."""
+    negative = math.copysign(1, e if mistake == "sign of the average" else v) < 0
+    if mistake == "code of the average":
+        return 8 * negative | e2m1_code(min(float(abs(average) / scale), 6.0))
+    beside = average if mistake == "average that is not scaled" else average / scale
+    return by_hand(w / scale, beside, negative)
 
 
 def pair(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -76,6 +86,24 @@ def test_codes_are_those_of_exact_arithmetic(rule: str, dtype: torch.dtype) -> N
     assert (of_average.codes != made.codes).float().mean() > 0.1
     assert not torch.equal(formats.unpack(of_average.codes) >> 3, wanted >> 3)
     assert not torch.equal(of_average.scales, made.scales)
+
+
+MISTAKES = (
+    "scale of the average",
+    "sign of the average",
+    "code of the average",
+    "average that is not scaled",
+)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("rule", ["floor", "ceil"])
+def test_a_known_mistake_makes_other_codes(rule: str, mistake: str) -> None:
+    """Each of them differs from the contract where the comparison above would show it."""
+    x, average = pair()
+    made = quantize(x, Quantizer(rule=rule, rounding="ema"), average=average)  # type: ignore[arg-type]
+    wrong = codes_by_hand(x, average, rule, mistake)
+    assert (formats.unpack(made.codes) != wrong).float().mean() > 0.01
 
 
 def test_an_average_of_what_is_there_rounds_to_nearest() -> None:

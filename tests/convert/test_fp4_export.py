@@ -17,7 +17,7 @@ from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.convert import command
 from megatron_fp4.convert.huggingface import compressed_tensors
 from megatron_fp4.convert.torch_dist import Checkpoint
-from testing.builders.fp4_checkpoint import checkpoint, export, recorded
+from testing.builders.fp4_checkpoint import checkpoint, export, recorded, run
 from testing.builders.small_hf import MODELS
 from testing.worlds.checkpoint_contents import weights
 from testing.worlds.launch import ROOT, train
@@ -335,6 +335,9 @@ def test_rounding_towards_the_average_of_a_run(processes: int, layout: str, tmp_
     train(processes, *f"{sizes} {layout} {save}".split())
     export(tmp_path / "run", tmp_path / "out")
     found = unpacked(tmp_path / "out")
+    run("strip", tmp_path / "run", "--output", tmp_path / "stripped", "--keep-average")
+    of_stripped = unpacked(export(tmp_path / "stripped", tmp_path / "out-of-stripped"))
+    assert all(torch.equal(of_stripped[name], value) for name, value in found.items())
     saved = weights(tmp_path / "run" / "iter_0000003")
     key = "decoder.layers.mlp.linear_fc2.weight"
     [average] = [value for name, value in saved.items() if name.endswith(f"fp4_average.{key}")]

@@ -15,7 +15,7 @@ import torch
 from megatron.core.dist_checkpointing import load_common_state_dict
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron_fp4.convert import shards
+from megatron_fp4.convert import keys, shards
 from megatron_fp4.convert.command import main
 from megatron_fp4.convert.torch_dist import COMMON, TRACKER, Checkpoint, find
 from testing.worlds.checkpoint_contents import contents, weights
@@ -203,10 +203,16 @@ def test_a_stripped_checkpoint_is_loaded_without_optimizer(folder: Path) -> None
 
 
 @pytest.mark.outside
-@pytest.mark.parametrize("name", ["dp2", "ema", "fp16", "gpt2", "moe-ep2"])
-def test_any_stripped_checkpoint_is_finetuned_from(folder: Path, name: str) -> None:
-    source, target = trained(folder, name), folder / f"{name}-stripped"
-    assert tool("strip", source, "--output", target) == 0
+@pytest.mark.parametrize(
+    "words",
+    ["dp2", "ema", "ema --keep-average", "fp16", "gpt2", "moe-ep2"],
+)
+def test_any_stripped_checkpoint_is_finetuned_from(folder: Path, words: str) -> None:
+    name, *more = words.split()
+    source, target = trained(folder, name), folder / f"{words}-stripped".replace(" ", "")
+    assert tool("strip", source, "--output", target, *more) == 0
+    states = any(keys.is_average(key) for key in weights(find(target)))
+    assert states == ("--keep-average" in more)
     old, new = (good(launch(TRAININGS[name], f"--load {run} --finetune")) for run in
                 (source, target))  # fmt: skip
     assert "at iteration 0" in new.output

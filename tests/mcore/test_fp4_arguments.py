@@ -296,6 +296,31 @@ def test_what_a_recipe_cannot_honour_is_refused_with_a_remedy(flags: str) -> Non
     assert re.match("use |leave |train |choose |give ", message.removeprefix(start))
 
 
+NO_KEEPERS = [
+    "--use-distributed-optimizer --optimizer muon",
+    "--use-distributed-optimizer --optimizer lion",
+    "--optimizer dist_muon",
+    "--use-precision-aware-optimizer",
+    "--optimizer-cpu-offload",
+    "--ckpt-format torch --use-distributed-optimizer",
+]
+
+
+@pytest.mark.parametrize("flags", NO_KEEPERS)
+def test_an_optimizer_that_cannot_keep_an_average_is_refused(flags: str) -> None:
+    parse("--fp4-recipe", "tetrajet", *flags.split())  # without an average it may run
+    asks = (("--fp4-recipe", "tetrajet-ema"), ("--fp4-module-recipe", "*fc1=tetrajet-ema"))
+    for recipe in (asks[0], ("--fp4-recipe", "tetrajet", *asks[1])):
+        message = refusal(*recipe, *flags.split())
+        assert "recipe tetrajet-ema keeps average beside the weights, which --" in message
+        assert flags.split()[0] in message and message.endswith("cannot keep: leave it out")
+
+
+@pytest.mark.parametrize("flags", ["--optimizer muon", "--optimizer sgd", "--fp16"])
+def test_other_optimizers_keep_it(flags: str) -> None:
+    parse("--fp4-recipe", "tetrajet-ema", *flags.split())
+
+
 GRAPHS = [
     "--fp4-bf16-after 0.5",
     "--pipeline-model-parallel-size 2",

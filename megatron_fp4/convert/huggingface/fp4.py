@@ -117,14 +117,16 @@ class QuantizedWeights:
             return "a Hadamard transform of W"
         if w.stochastic:
             return "stochastic rounding of W"
-        if w.rounding == "ema" and self._average_key(entry) is None:
+        if w.rounding == "ema" and not any(map(self._average_key, self.linears)):
             return (
                 "rounding towards an average of W, of which the checkpoint has none by weight (save"
-                " the optimizer, and if distributed with --dist-ckpt-optim-fully-reshardable)"
+                " the optimizer, and if distributed with --dist-ckpt-optim-fully-reshardable; strip"
+                " with --keep-average)"
             )
         return self._problem(w)
 
     def _average_key(self, entry: Entry) -> str | None:
+        """The key of a weight's average; None if the optimizer kept none, as of a frozen weight."""
         ending = f".{key_of('average')}.{entry.key}"
         keys = (key for key in self._checkpoint.tensors if key.endswith(ending))
         return next(keys, None)
@@ -145,13 +147,13 @@ class QuantizedWeights:
 
     def _quantize(self, entry: Entry) -> QuantizedTensor:
         w = self.choices[entry].w
+        weight = self._checkpoint.tensor(entry.key, entry.index)
         average = None
-        if w.rounding == "ema":
+        if w.rounding == "ema":  # the average of a frozen weight is the weight
             key = self._average_key(entry)
-            assert key is not None
-            average = self._checkpoint.tensor(key, entry.index)
+            average = weight.float() if key is None else self._checkpoint.tensor(key, entry.index)
         try:
-            made = quantize(self._checkpoint.tensor(entry.key, entry.index), w, average=average)
+            made = quantize(weight, w, average=average)
         except ConfigError as error:
             raise ConfigError(f"{entry.linear}: {error}") from error
         if made.tally()[1]:

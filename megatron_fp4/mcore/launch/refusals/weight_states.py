@@ -15,14 +15,16 @@ def keepers(args: Namespace, recipes: Sequence[Recipe]) -> Iterator[str]:
     recipe = next((recipe for recipe in recipes if recipe.kept_dtypes), None)
     if recipe is None:
         return
-    sharded_torch = args.use_distributed_optimizer and args.ckpt_format == "torch"
+    sharded = args.use_distributed_optimizer
+    # Megatron's layer-wise optimizer, which gives whole weights to single ranks.
+    layer_wise = sharded and args.optimizer not in ("adam", "sgd")
     problems = {
         "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
         "--optimizer-cpu-offload": args.optimizer_cpu_offload,
-        "--use-megatron-fsdp": args.use_megatron_fsdp,
-        "--use-torch-fsdp2": args.use_torch_fsdp2,
         "--optimizer dist_muon": args.optimizer == "dist_muon",
-        "--ckpt-format torch and --use-distributed-optimizer": sharded_torch,
+        f"--use-distributed-optimizer with --optimizer {args.optimizer}": layer_wise,
+        "--ckpt-format torch and --use-distributed-optimizer": sharded
+        and args.ckpt_format == "torch",
     }
     what = "periods" if recipe.ramping is not None else "an average"
     for flags, is_there in problems.items():
