@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from functools import cache
 from pathlib import Path
@@ -72,6 +73,19 @@ def test_a_run_with_calibrations_repeats_the_run_without(name: str, tmp_path: Pa
     own = {key for key in other if "fp4_ramping" in key}
     assert own and one.keys() == other.keys() - own
     assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("name", ["bf16", "dp2-overlapped"])
+def test_metrics_do_not_see_a_calibration(name: str, tmp_path: Path) -> None:
+    processes, flags = CASES[name]
+    found = []
+    for recipe in ("--fp4-recipe tetrajet", CALM):
+        folder = tmp_path / str(len(found))
+        launch(processes, f"{recipe} {flags} --save {folder} --fp4-metrics-interval 1")
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        found.append([line for line in lines if line["kind"] in ("operand", "weight", "gradient")])
+    assert len(found[0]) > 100 and found[0] == found[1]
 
 
 FORGOTTEN = {

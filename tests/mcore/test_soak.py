@@ -30,8 +30,12 @@ pytestmark = [
 STEPS, INTERVAL = 2000, 50  # of the run, and between two of its checkpoints
 KILLS = 6
 STALLED_S = 300  # without a logged step
-# A recipe, and a state that its optimizer keeps beside each weight.
-RECIPES = {"tetrajet-ema": "fp4_average"}
+# A recipe with its options, and a state that its optimizer keeps beside each weight. A third of the
+# steps that Q-Ramping takes are of calibrations.
+RECIPES = {
+    "tetrajet-ema": "fp4_average",
+    "tetrajet-ramping --fp4-recipe-option ramping_interval=60": "fp4_ramping_sum",
+}
 MODEL = """
     --ffn-hidden-size 128 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32
     --micro-batch-size 1 --global-batch-size 2 --bf16 --eval-iters 0 --lr-decay-iters 2000

@@ -114,7 +114,7 @@ class Metrics:
 
         @functools.wraps(upstream)
         def step(*args: Any, **kwargs: Any) -> Any:
-            if self._is_due(self._now()):
+            if self._run.is_training and self._is_due(self._now()):
                 self._read_gradients(parts, optimizer.get_loss_scale())
             return upstream(*args, **kwargs)
 
