@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.stamp import stamp
-from benchmarks.study import matrix, results, running, text
+from benchmarks.study import matrix, running, showing, text
 from benchmarks.study.errors import StudyError
 from megatron_fp4.mcore.data.errors import DataError
 
@@ -44,6 +44,13 @@ def run(args: argparse.Namespace) -> int:
     return UNFINISHED if left else 0
 
 
+def show(args: argparse.Namespace) -> int:
+    """Makes the tables and pictures of the matrix's results."""
+    found = matrix.read(args.matrix)
+    showing.show(found, args.results or default_results(found), args.page, args.pictures)
+    return 0
+
+
 def default_results(found: matrix.Matrix) -> Path:
     """Where the results of a matrix are, unless --results is given."""
     return Path(f"benchmarks/results/study-{found.name}.jsonl")
@@ -55,16 +62,18 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks.study", description=(__doc__ or "").partition("\n")[0]
     )
     commands = parser.add_subparsers(required=True)
-    for function in (run,):
+    for function in (run, show):
         command = commands.add_parser(function.__name__, help=(function.__doc__ or "").strip())
         command.set_defaults(function=function)
         command.add_argument("matrix", help=f"{', '.join(matrix.names())}, or a YAML file")
         command.add_argument("--results", type=Path, help="the result file (JSON lines)")
-    training = commands.choices["run"].add_argument
+    training, tables = (commands.choices[name].add_argument for name in ("run", "show"))
     training("--minutes", type=float, help="end after so long; runs go on in the next call")
     training("--at-once", type=int, default=1, help="runs side by side on a CPU (%(default)s)")
     training("--work", type=Path, default=Path("runs/study"), help="text, logs, checkpoints")
     training("--commit", help="where the tree has no git of its own")
+    tables("--page", type=Path, help="write the tables between the markers of this page")
+    tables("--pictures", type=Path, help="draw the pictures in this folder")
     args = parser.parse_args(arguments)
     try:
         return int(args.function(args))

@@ -62,8 +62,8 @@ class Gap:
 
 
 def bootstrap(values: list[float]) -> tuple[float, float]:
-    """The percentile interval, at LEVEL, of the mean of `values`: means of as many values, drawn
-    with replacement. It is too narrow for few values: 2 are seldom further apart than chance."""
+    """The percentile interval, at LEVEL, of the mean of `values`: of means of as many values, drawn
+    with replacement. Of 2 or 3 values it is from the smallest to the largest."""
     drawn = np.random.default_rng(_FIRST).choice(values, (DRAWS, len(values)))
     low, high = np.quantile(drawn.mean(axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
@@ -81,14 +81,17 @@ def cell_of(row: Row) -> Cell:
     return Cell(row["configuration"]["text"], point.size, point.steps, point.learning_rate)
 
 
+def runs_of(rows: Iterable[Row], cell: Cell, recipe: str) -> list[Row]:
+    """The finished runs of a recipe in a cell."""
+    return [r for r in rows if cell_of(r) == cell and r["configuration"]["recipe"] == recipe]
+
+
 def losses(rows: Iterable[Row], cell: Cell, recipe: str) -> dict[int, list[float]]:
     """The held-out losses at the end of the finished runs of a recipe: for each seed of the data
     those of its rounding seeds."""
     found: dict[int, list[float]] = {}
-    for row in rows:
-        point = point_of(row["configuration"])
-        if cell_of(row) == cell and point.recipe == recipe:
-            found.setdefault(point.seed, []).append(row["held_out"][-1][1])
+    for row in runs_of(rows, cell, recipe):
+        found.setdefault(row["configuration"]["seed"], []).append(row["held_out"][-1][1])
     return found
 
 

@@ -64,7 +64,9 @@ class Block:
         for size, seed, steps, rate, recipe in itertools.product(
             self.sizes, self.seeds, self.steps, self.learning_rates, self.recipes
         ):
-            own = [None] if recipe == BF16 else self.rounding_seeds or [seed]
+            own: list[int | None] = [None]
+            if recipe != BF16:
+                own = [*(self.rounding_seeds or [seed])]
             found += [Point(recipe, size, rate, steps, seed, rounding) for rounding in own]
         return found
 

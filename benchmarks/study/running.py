@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Session:
     text: dict[str, Any]
     deadline: float | None = None
     run: Runner = Launch.run
-    say: Callable[[str], None] = print
+    say: Callable[[str], None] = partial(print, flush=True)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopped: threading.Event = field(default_factory=threading.Event)
 

@@ -225,7 +225,7 @@ def prepare(
 
 
 def prepare_documents(
-    found: Iterable[Document],
+    given: Iterable[Document],
     origin: str,
     output: Path,
     options: Options,
@@ -234,14 +234,14 @@ def prepare_documents(
 ) -> dict[str, Any]:
     """`prepare` of documents that are already found.
 
-    found: is not read if `output` cannot be written. origin: what the manifest says they are.
+    given: is not read if `output` cannot be written. origin: what the manifest says they are.
     """
     outputs.check(output)
     _check_not_a_corpus(output)
     own = None if tokenizer is None else read_tokenizer(tokenizer)
     if own is not None:
         options = replace(options, vocab_size=_vocabulary_of(own))
-    documents = choose(found, options.max_bytes)
+    documents = choose(given, options.max_bytes)
     fingerprint = _fingerprint(documents, options, own)
     found = manifest.read(output)
     if found and found["fingerprint"] == fingerprint and manifest.describes(found, output):
