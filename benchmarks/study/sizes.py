@@ -36,6 +36,7 @@ SIZES = {
         runs.Model(layers=2, hidden=64, ffn=192, heads=4, query_groups=2, sequence=64),
         batch=8,
         micro_batch=8,
+        save_interval=50,
     ),
     "26M": Size(
         runs.Model(layers=8, hidden=512, ffn=1408, heads=8, query_groups=8, sequence=512),
