@@ -51,7 +51,7 @@ def gaps(rows: list[Row]) -> Any:
                 axes.plot(found.interval, [place, place], color=color, linewidth=1.6)
         axes.axvline(0, color="#888888", linewidth=0.8)
         axes.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
-        axes.set(xlabel="held-out loss minus BF16's (nats a token)")
+    figure.supxlabel("held-out loss minus BF16's (nats a token)", fontsize=9)
     return figure
 
 
@@ -69,10 +69,11 @@ def curves(rows: list[Row]) -> Any:
             for recipe in recipes(rows):
                 if series := mean(series_of(rows, cell, recipe)):
                     color = _color(rows, recipe)
-                    axes.plot(*zip(*series, strict=True), color=color, linewidth=1.2, label=recipe)
+                    mark = "." if len(series) < 20 else ""
+                    line_of = {"color": color, "linewidth": 1.2, "marker": mark}
+                    axes.plot(*zip(*series, strict=True), label=recipe, **line_of)
         line[0].set(ylabel=label)
-    for axes in panels[-1]:
-        axes.set(xlabel="step")
+    figure.supxlabel("step", fontsize=9)
     handles, labels = panels[1][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     return figure
@@ -122,6 +123,7 @@ def _panels(lines: int, found: list[Cell], height: float) -> tuple[Any, Any]:
         figsize=(2 + 2.6 * len(found), 0.8 + height),
         layout="constrained",
         squeeze=False,
+        sharex="col",
         sharey="row",
     )
     for cell, axes in zip(found, panels[0], strict=True):

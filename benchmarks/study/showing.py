@@ -33,11 +33,13 @@ def section(matrix: Matrix, rows: list[Row]) -> str:
         [*tables.about(finished, len(matrix.points())), *tables.failures(failed)],
         tables.amounts_table(finished),
         tables.loss_table(finished),
-        *(tables.gap_table(finished, recipe) for recipe in matrix.against),
     ]
-    if oscillation := tables.oscillation_table(finished):
-        parts += [[f"Of the weights, over the last {window} steps:"], oscillation]
-    return "\n\n".join("\n".join(part) for part in parts if part)
+    for recipe in matrix.against:
+        if gaps := tables.gap_table(finished, recipe):
+            parts += [[f"The held-out loss minus that of `{recipe}`, paired by seed:"], gaps]
+    if oscillation := tables.oscillation_table(finished, window):
+        parts += [[f"The linears' weights over the last {window} steps:"], oscillation]
+    return "\n\n".join("\n".join(part) for part in parts)
 
 
 def into(page: str, name: str, section: str) -> str:

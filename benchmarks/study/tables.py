@@ -14,7 +14,7 @@ from benchmarks.study.sizes import SIZES
 
 # r(W_Q) in arXiv 2502.20853 (a Vision Transformer on ImageNet), by the name of the recipe.
 PAPER = {"tetrajet": 0.0045, "tetrajet-ema": 0.0018}
-WINDOW = 200  # steps at most of which a report has r(W), r(W_Q) and R_w
+WINDOW = 200  # steps at most over which a report has r(W), r(W_Q) and R_w
 _PLACE = ["size", "steps", "learning rate", "recipe", "seeds"]
 
 
@@ -48,7 +48,13 @@ def loss_table(rows: list[Row]) -> list[str]:
 
 def gap_table(rows: list[Row], against: str) -> list[str]:
     """What each recipe's held-out loss is above that of `against`, paired by seed."""
-    heads = [*_PLACE, f"minus `{against}`", f"{LEVEL:.0%} interval", "spread of seeds", "it is"]
+    heads = [
+        *_PLACE,
+        f"minus `{against}`",
+        f"{LEVEL:.0%} interval",
+        "spread of seeds",
+        "the mean is",
+    ]
     body = []
     for cell, recipe, _ in _groups(rows):
         found = None if recipe == against else gap(rows, cell, recipe, against)
@@ -61,9 +67,14 @@ def gap_table(rows: list[Row], against: str) -> list[str]:
     return _table(heads, body) if body else []
 
 
-def oscillation_table(rows: list[Row]) -> list[str]:
-    """Movement of weights at the end of training; [] if no run has metrics."""
-    heads = [*_PLACE, "r(W)", "r(W_Q)", "R_w above 16, %", "QuantConf", "the paper's r(W_Q)"]
+def oscillation_table(rows: list[Row], window: int) -> list[str]:
+    """Movement of weights at the end of training; [] if no run has metrics.
+
+    window: the number of steps over which it is measured. The paper's figures stand beside those of
+    as many steps as the paper's.
+    """
+    heads = [*_PLACE, "r(W)", "r(W_Q)", "R_w above 16, %", "QuantConf"]
+    heads += ["the paper's r(W_Q)"] if window == WINDOW else []
     body = []
     for cell, recipe, _ in _groups(rows):
         own = [row for row in runs_of(rows, cell, recipe) if row["metrics"]]
@@ -76,7 +87,8 @@ def oscillation_table(rows: list[Row]) -> list[str]:
                 _mean(own, "oscillating", ".3f", 100),
                 _mean(own, "confidence", ".3f"),
             ]
-            body.append([*_place(cell, recipe, seeds), *numbers, _number(paper, ".4f")])
+            numbers += [_number(paper, ".4f")] if window == WINDOW else []
+            body.append([*_place(cell, recipe, seeds), *numbers])
     return _table(heads, body) if body else []
 
 
