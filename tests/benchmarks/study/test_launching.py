@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from benchmarks.study import results
+from benchmarks.study.__main__ import UNFINISHED
 from benchmarks.study.configuration import configuration, hash_of
 from benchmarks.study.launching import Launch, averaged, curves, error_line
 from benchmarks.study.matrix import Point
@@ -127,34 +129,44 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
+def start(folder: Path, name: str, steps: int, *more: str) -> subprocess.Popen[str]:
+    """Runs a matrix of one run; its results are in NAME.jsonl."""
+    block = {"recipes": ["tetrajet-ema"], "sizes": ["tiny"], "learning_rates": [4e-3]}
+    runs: list[Any] = [block | {"steps": [steps], "seeds": [1]}]
+    text = {"megabytes": 0.5, "vocabulary": 512}
+    matrix = folder / "one.yaml"
+    content = {"what": "a test", "text": text, "metrics_interval": 60, "runs": runs}
+    matrix.write_text(yaml.safe_dump(content))
+    words = [sys.executable, "-m", "benchmarks.study", "run", str(matrix), *more]
+    words += ["--work", str(folder / name), "--results", str(folder / f"{name}.jsonl")]
+    return subprocess.Popen(words, cwd=ROOT, text=True)
+
+
 @pytest.mark.outside
 def test_a_run_that_was_killed_goes_on_and_ends_as_if_it_was_not(tmp_path: Path) -> None:
-    block = {"recipes": ["tetrajet-ema"], "sizes": ["tiny"], "learning_rates": [4e-3],
-             "steps": [120], "seeds": [1]}  # fmt: skip
-    content = {"what": "a test", "text": {"megabytes": 0.5, "vocabulary": 512}, "runs": [block]}
-    content["metrics_interval"] = 60
-    matrix = tmp_path / "one.yaml"
-    matrix.write_text(yaml.safe_dump(content))
-
-    def start(name: str) -> subprocess.Popen[str]:
-        words = [sys.executable, "-m", "benchmarks.study", "run", str(matrix)]
-        words += ["--work", str(tmp_path / name), "--results", str(tmp_path / f"{name}.jsonl")]
-        return subprocess.Popen(words, cwd=ROOT, text=True)
-
-    killed = start("killed")
+    killed = start(tmp_path, "killed", 120)
     deadline = time.monotonic() + 300
     while not list((tmp_path / "killed").glob("*/checkpoints/latest_checkpointed_iteration.txt")):
         assert killed.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     kill(killed)
     assert results.read(tmp_path / "killed.jsonl") == []
-    assert start("killed").wait() == 0 and start("whole").wait() == 0
+    for name in ("killed", "whole"):
+        assert start(tmp_path, name, 120).wait() == 0
     [resumed], [whole] = (results.read(tmp_path / f"{name}.jsonl") for name in ("killed", "whole"))
     for key in ("hash", "configuration", "text", "held_out", "train", "grad_norms"):
         assert resumed[key] == whole[key], key
     assert resumed["metrics"]["fprop.w"] == whole["metrics"]["fprop.w"]
-    [folder] = [path.parent for path in (tmp_path / "killed").glob("*/train-02.log")]
-    assert "iteration       52/     120" in (folder / "train-02.log").read_text()
-    assert "iteration       48/     120" not in (folder / "train-02.log").read_text()
+    [log] = (tmp_path / "killed").glob("*/train-02.log")
+    [steps] = [re.findall(r"iteration +(\d+)/ +120 ", log.read_text())]
+    assert int(steps[0]) in (51, 52)  # not from the start
     assert whole["train"][0][1] > whole["train"][-1][1] + 0.5  # it learned
-    assert start("whole").wait() == 0 and len(results.read(tmp_path / "whole.jsonl")) == 1
+    assert start(tmp_path, "whole", 120).wait() == 0
+    assert len(results.read(tmp_path / "whole.jsonl")) == 1
+
+
+@pytest.mark.outside
+def test_a_run_that_is_longer_than_the_command_may_last_is_left(tmp_path: Path) -> None:
+    assert start(tmp_path, "long", 5000, "--minutes", "1.9").wait() == UNFINISHED
+    assert results.read(tmp_path / "long.jsonl") == []
+    assert list((tmp_path / "long").glob("*/checkpoints/latest_checkpointed_iteration.txt"))

@@ -25,8 +25,14 @@ TEXT = {"sha256": "5e4f", "held_out": {"tokens": 30_000}}
 
 
 def matrix(**block: Any) -> Matrix:
-    values = {"learning_rates": [1e-3], "steps": [60], "seeds": [1, 2], "sizes": ["tiny"]}
-    chosen = Block(**{"recipes": ["bf16", "tetrajet"]} | values | block)
+    values: dict[str, Any] = {
+        "learning_rates": [1e-3],
+        "steps": [60],
+        "seeds": [1, 2],
+        "sizes": ["tiny"],
+    }
+    values |= {"recipes": ["bf16", "tetrajet"]} | block
+    chosen = Block(**values)
     return Matrix("test", "a test", Text(2, 1024), [chosen])
 
 
