@@ -80,6 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (StudyError, DataError) as error:
         print(f"study: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -113,7 +113,11 @@ def read(given: str) -> Matrix:
 
 def _matrix(name: str, found: Any) -> Matrix:
     values = _checked("the matrix", Matrix, found, name=name)
-    text = Text(**_checked("text", Text, values["text"]))
+    amounts = _checked("text", Text, values["text"])
+    for key, value in [*amounts.items(), ("metrics_interval", values.get("metrics_interval", 0))]:
+        if not isinstance(value, int | float):
+            raise StudyError(f"{key} is a number, not {value!r}")
+    text = Text(**amounts)
     _ = text.options  # out of range: DataError
     if not isinstance(values["runs"], list):
         raise StudyError("runs is a list of blocks")

@@ -30,7 +30,11 @@ def section(matrix: Matrix, rows: list[Row]) -> str:
         raise StudyError(f"no run of {matrix.name} has finished: python -m benchmarks.study run")
     window = min(tables.WINDOW, matrix.metrics_interval)
     parts = [
-        [*tables.about(finished, len(matrix.points())), *tables.failures(failed)],
+        [
+            f"- The question: {matrix.what}.",
+            *tables.about(finished, len(matrix.points())),
+            *tables.failures(failed),
+        ],
         tables.amounts_table(finished),
         tables.loss_table(finished),
     ]

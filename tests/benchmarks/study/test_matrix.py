@@ -81,6 +81,8 @@ def changed(**block: Any) -> dict[str, Any]:
         (changed(learning_rates=["fast"]), "no number"),
         (GOOD | {"text": {"megabytes": 2}}, "text needs the key vocabulary"),
         (GOOD | {"text": {"megabytes": 2, "vocabulary": 2}}, "vocab-size 2 is not in"),
+        (GOOD | {"text": {"megabytes": "two", "vocabulary": 1024}}, "megabytes is a number"),
+        (GOOD | {"metrics_interval": "often"}, "metrics_interval is a number"),
         ([], "a mapping"),
     ],
 )  # fmt: skip
