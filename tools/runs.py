@@ -19,6 +19,7 @@ _ITERATION = re.compile(
     r"iteration +(\d+)/ *(\d+) \|.* elapsed time per iteration \(ms\): ([\d.]+) \|"
     r"(?:.* lm loss: (\S+) \|)?"  # Megatron's line has no loss where the loss is NaN
 )
+_GRAD_NORM = re.compile(r"\| grad norm: (\S+) \|")
 _HELD_OUT = re.compile(r"validation loss at iteration (\d+).* \| lm loss value: (\S+) \|")
 _RANK = re.compile(r"\[rank\d+\]:")
 _LAUNCHER = re.compile(r"^[EW]\d{4} .* torch/distributed/")
@@ -159,12 +160,13 @@ def shown(command: list[str]) -> str:
 class Log:
     """What was read of Megatron's log so far.
 
-    train, held_out: (step, loss) of each report. step, steps: the last step that was reported, and
-    the number of steps. milliseconds: the time of a step.
+    train, held_out: (step, loss) of each report. grad_norms: (step, norm). step, steps: the last
+    step that was reported, and the number of steps. milliseconds: the time of a step.
     """
 
     train: list[tuple[int, float]] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
+    grad_norms: list[tuple[int, float]] = field(default_factory=list)
     step: int = 0
     steps: int = 0
     milliseconds: float = 0.0  # without the time of evaluations
@@ -176,6 +178,8 @@ class Log:
             self.milliseconds = float(match[3])
             if match[4]:
                 self.train.append((self.step, float(match[4])))
+            if norm := _GRAD_NORM.search(line):
+                self.grad_norms.append((self.step, float(norm[1])))
         elif match := _HELD_OUT.search(line):
             self.held_out.append((int(match[1]), float(match[2])))
         return match is not None

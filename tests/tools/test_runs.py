@@ -33,6 +33,7 @@ def test_a_step_and_an_evaluation() -> None:
     )
     assert log.train == [(80, 5.125)]
     assert log.held_out == [(150, 4.25), (300, 4.0)]
+    assert log.grad_norms == [(80, 0.731)]
     assert (log.step, log.steps, log.milliseconds) == (80, 300, 97.5)
 
 

@@ -21,7 +21,7 @@ import itertools
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -220,18 +220,34 @@ def prepare(
     tokenizer: the file of a SentencePiece model to use; None: a model is trained.
     Raises DataError for text or options that cannot be used, and if writing fails.
     """
+    documents = _read(paths, options.json_key, say)
+    return prepare_documents(documents, _origin(paths), output, options, say, tokenizer)
+
+
+def prepare_documents(
+    given: Iterable[Document],
+    origin: str,
+    output: Path,
+    options: Options,
+    say: Callable[[str], None] = print,
+    tokenizer: Path | None = None,
+) -> dict[str, Any]:
+    """`prepare` of documents that are already found.
+
+    given: is not read if `output` cannot be written. origin: what the manifest says they are.
+    """
     outputs.check(output)
     _check_not_a_corpus(output)
     own = None if tokenizer is None else read_tokenizer(tokenizer)
     if own is not None:
         options = replace(options, vocab_size=_vocabulary_of(own))
-    documents = choose(_read(paths, options.json_key, say), options.max_bytes)
+    documents = choose(given, options.max_bytes)
     fingerprint = _fingerprint(documents, options, own)
     found = manifest.read(output)
     if found and found["fingerprint"] == fingerprint and manifest.describes(found, output):
         say(f"Data: {shown(output)} is up to date ({_summary(found)})")
         return found
-    say(f"Data: {_count(documents)} of {_origin(paths)}")
+    say(f"Data: {_count(documents)} of {origin}")
     train, held_out = split(documents, options.held_out_share)
     model = train_tokenizer(train, options.vocab_size) if own is None else own
     with outputs.writing(output):
@@ -239,7 +255,7 @@ def prepare(
         (output / "tokenizer.model").write_bytes(model)
         train_part, held_out_part = manifest.PARTS
         made = {
-            "source": _origin(paths),
+            "source": origin,
             "options": asdict(options),
             "fingerprint": fingerprint,
             "documents": len(documents),
@@ -254,14 +270,15 @@ def prepare(
     return made
 
 
-def _read(paths: list[Path], json_key: str, say: Callable[[str], None]) -> list[Document]:
-    """All documents of the paths; calls `say` with what was left out, and why."""
+def _read(paths: list[Path], json_key: str, say: Callable[[str], None]) -> Iterator[Document]:
+    """All documents of the paths; at the end calls `say` with what was left out, and why."""
     left_out = LeftOut()
-    found = [documents_at(path, json_key, left_out) for path in paths] or [library_documents()]
-    documents = list(itertools.chain.from_iterable(found))
+    for path in paths:
+        yield from documents_at(path, json_key, left_out)
+    if not paths:
+        yield from library_documents()
     for line in left_out.lines():
         say(f"Data: {line}")
-    return documents
 
 
 def _check_not_a_corpus(output: Path) -> None:

@@ -1,0 +1,88 @@
+"""Studies of pretraining: trains the runs of a matrix, and makes its tables and pictures.
+
+    python -m benchmarks.study run tiny [--minutes 9]
+    python -m benchmarks.study show tiny [--page docs/study.md] [--pictures runs/study]
+
+docs/study.md describes it.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.stamp import stamp
+from benchmarks.study import matrix, running, showing, text
+from benchmarks.study.errors import StudyError
+from megatron_fp4.mcore.data.errors import DataError
+
+UNFINISHED = 75  # the exit status when runs are left: EX_TEMPFAIL of sysexits.h
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains what is left of the matrix; the exit status."""
+    began = time.monotonic()
+    found = matrix.read(args.matrix)
+    work = Path(os.path.abspath(args.work))  # launches run in the repository's root
+    data = work / f"text-{found.text.megabytes:g}-{found.text.vocabulary}"
+    described = text.described(text.prepare(found.text, data))
+    deadline = None if args.minutes is None else began + 60 * args.minutes
+    session = running.Session(
+        args.results or default_results(found), work, data, stamp(args.commit), described, deadline
+    )
+    session.train(found, running.Machine(torch.cuda.device_count(), args.at_once))
+    left, failures = session.left(found), session.failures(found)
+    total = len(found.points())
+    if left:
+        print(f"study: {len(left)} of {total} runs are left: give the same command again")
+    if failures:
+        print(f"study: {len(failures)} of {total} runs failed: {running.told(failures[0])}")
+        return 1
+    return UNFINISHED if left else 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """Makes the tables and pictures of the matrix's results."""
+    found = matrix.read(args.matrix)
+    showing.show(found, args.results or default_results(found), args.page, args.pictures)
+    return 0
+
+
+def default_results(found: matrix.Matrix) -> Path:
+    """Where the results of a matrix are, unless --results is given."""
+    return Path(f"benchmarks/results/study-{found.name}.jsonl")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line `arguments` (None: sys.argv); returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.study", description=(__doc__ or "").partition("\n")[0]
+    )
+    commands = parser.add_subparsers(required=True)
+    for function in (run, show):
+        command = commands.add_parser(function.__name__, help=(function.__doc__ or "").strip())
+        command.set_defaults(function=function)
+        command.add_argument("matrix", help=f"{', '.join(matrix.names())}, or a YAML file")
+        command.add_argument("--results", type=Path, help="the result file (JSON lines)")
+    training, tables = (commands.choices[name].add_argument for name in ("run", "show"))
+    training("--minutes", type=float, help="end after so long; runs go on in the next call")
+    training("--at-once", type=int, default=1, help="runs side by side on a CPU (%(default)s)")
+    training("--work", type=Path, default=Path("runs/study"), help="text, logs, checkpoints")
+    training("--commit", help="where the tree has no git of its own")
+    tables("--page", type=Path, help="write the tables between the markers of this page")
+    tables("--pictures", type=Path, help="draw the pictures in this folder")
+    args = parser.parse_args(arguments)
+    try:
+        return int(args.function(args))
+    except (StudyError, DataError) as error:
+        print(f"study: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""What a recipe costs: held-out losses minus those of another recipe, paired by the data's seed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.study.configuration import point_of
+from benchmarks.study.results import Row
+
+DRAWS = 10_000  # resamples of the bootstrap
+LEVEL = 0.95  # of its interval
+_FIRST = 20_250_220  # the bootstrap's seed: the same rows give the same interval
+
+
+class Cell(NamedTuple):
+    """What runs have in common that are compared: all but recipe and seeds. text: its SHA-256."""
+
+    text: str
+    size: str
+    steps: int
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The differences of two recipes' held-out losses.
+
+    by_seed: for each seed of the data that both have, the difference of the means over the rounding
+    seeds.
+    """
+
+    by_seed: dict[int, float]
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.by_seed.values())
+
+    @property
+    def spread(self) -> float | None:
+        """The largest minus the smallest; None of one seed."""
+        return spread(self.by_seed.values())
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The bootstrap's interval of the mean; None of one seed."""
+        values = list(self.by_seed.values())
+        return bootstrap(values) if len(values) > 1 else None
+
+    @property
+    def verdict(self) -> str:
+        """What can be said: nothing about a mean that is no larger than the seeds' spread."""
+        if self.spread is None:
+            return "one seed"
+        if abs(self.mean) <= self.spread:
+            return "within the spread"
+        return "higher" if self.mean > 0 else "lower"
+
+
+def bootstrap(values: list[float]) -> tuple[float, float]:
+    """The percentile interval, at LEVEL, of the mean of `values`: of means of as many values, drawn
+    with replacement. Of 2 or 3 values it is from the smallest to the largest."""
+    drawn = np.random.default_rng(_FIRST).choice(values, (DRAWS, len(values)))
+    low, high = np.quantile(drawn.mean(axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def spread(values: Iterable[float]) -> float | None:
+    """The largest minus the smallest value; None of a single one."""
+    kept = list(values)
+    return max(kept) - min(kept) if len(kept) > 1 else None
+
+
+def cell_of(row: Row) -> Cell:
+    """What the runs that a finished run is compared with have in common with it."""
+    point = point_of(row["configuration"])
+    return Cell(row["configuration"]["text"], point.size, point.steps, point.learning_rate)
+
+
+def runs_of(rows: Iterable[Row], cell: Cell, recipe: str) -> list[Row]:
+    """The finished runs of a recipe in a cell."""
+    return [r for r in rows if cell_of(r) == cell and r["configuration"]["recipe"] == recipe]
+
+
+def losses(rows: Iterable[Row], cell: Cell, recipe: str) -> dict[int, list[float]]:
+    """The held-out losses at the end of the finished runs of a recipe: for each seed of the data
+    those of its rounding seeds."""
+    found: dict[int, list[float]] = {}
+    for row in runs_of(rows, cell, recipe):
+        found.setdefault(row["configuration"]["seed"], []).append(row["held_out"][-1][1])
+    return found
+
+
+def gap(rows: list[Row], cell: Cell, recipe: str, against: str) -> Gap | None:
+    """The gap of a recipe; None if no seed has both."""
+    own, other = losses(rows, cell, recipe), losses(rows, cell, against)
+    pairs = {
+        seed: statistics.mean(own[seed]) - statistics.mean(other[seed])
+        for seed in sorted(own.keys() & other.keys())
+    }
+    return Gap(pairs) if pairs else None

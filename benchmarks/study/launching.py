@@ -1,0 +1,139 @@
+"""One run of a study: launches pretrain_gpt.py, from its checkpoint if it has one; its row."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.study.configuration import hash_of
+from benchmarks.study.results import Row
+from benchmarks.study.sizes import SIZES
+from megatron_fp4.report import reading
+from tools import runs
+
+# For each group of metrics ("weight", "fprop.w") and metric: (step, mean over the linears).
+Metrics = dict[str, dict[str, list[tuple[int, float]]]]
+MARGIN = 0.5  # minutes of a launch in which it does not train: imports, its last checkpoint
+_STOPPED = "exiting program after"  # Megatron's line at the end of --exit-duration-in-mins
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A run, as it is launched.
+
+    configuration: of configuration(). work: the folder of the study's runs. data: the prepared
+    data's folder. devices: numbers of GPUs, such as "0,1"; "" for the CPU. processes: of the run.
+    """
+
+    configuration: dict[str, Any]
+    work: Path
+    data: Path
+    devices: str
+    processes: int = 1
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run: logs, metrics, and the checkpoint until it has finished."""
+        return self.work / hash_of(self.configuration)
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def flags(self, minutes: float | None) -> list[str]:
+        """All flags. minutes: after so many a checkpoint is saved and the launch ends."""
+        size = SIZES[self.configuration["size"]]
+        flags = [*self.configuration["flags"], *runs.data_flags(self.data)]
+        # Runs side by side would write the same file if they shared a cache of shuffled indices.
+        flags += ["--data-cache-path", str(self.folder / "cache")]
+        flags += ["--tensor-model-parallel-size", "1"]  # runs.launch shards tensors; here data
+        flags += ["--save", str(self._checkpoints), "--save-interval", str(size.save_interval)]
+        if (self._checkpoints / "latest_checkpointed_iteration.txt").exists():
+            flags += ["--load", str(self._checkpoints)]
+        if minutes is not None:
+            flags += ["--exit-duration-in-mins", str(math.floor(minutes - MARGIN))]
+        return flags
+
+    def run(self, minutes: float | None) -> Row | None:
+        """Trains to the end, or for `minutes`; the row of the result, None if there is more to do.
+
+        The checkpoint of a run that has finished is removed.
+        """
+        earlier = sorted(self.folder.glob("train-*.log"))
+        path = self.folder / f"train-{len(earlier) + 1:02}.log"
+        command = runs.launch(self.processes, self.flags(minutes))
+        environment = {"CUDA_VISIBLE_DEVICES": self.devices, "OMP_NUM_THREADS": "1"}
+        try:
+            runs.run(command, path, environment=environment)
+        except runs.RunFailed as failure:
+            if _STOPPED in path.read_text(errors="replace"):
+                return None
+            return self._row("failed") | {"error": error_line(failure)}
+        found = curves([*earlier, path])
+        held_out = dict(found["held_out"]).get(self.configuration["steps"])
+        if held_out is None:
+            return None
+        if not math.isfinite(held_out):
+            return self._row("failed") | {"error": f"the held-out loss is {held_out}"}
+        return self._row("finished") | found | {"metrics": self._metrics()}
+
+    def _row(self, status: str) -> Row:
+        return {
+            "hash": hash_of(self.configuration),
+            "status": status,
+            "configuration": self.configuration,
+            "processes": self.processes,
+        }
+
+    def _metrics(self) -> Metrics:
+        """The metrics of a run that has finished; removes what it does not need any more."""
+        kept = self.folder / reading.FILE
+        if (written := self._checkpoints / reading.FILE).exists():
+            written.replace(kept)
+        for name in ("checkpoints", "cache"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        return averaged(kept) if kept.exists() else {}
+
+
+def curves(paths: list[Path]) -> dict[str, Any]:
+    """What the logs of a run's launches say, in their order: the last of each step counts.
+
+    "train", "held_out" and "grad_norms" are lists of (step, number). Numbers that are not finite
+    are left out, but of held-out losses. "milliseconds" is the median time of a step.
+    """
+    log, times = runs.Log(), []
+    for path in paths:
+        for line in path.read_text(errors="replace").splitlines():
+            if log.read(line):
+                times.append(log.milliseconds)
+    found: dict[str, Any] = {"held_out": sorted(dict(log.held_out).items())}
+    for name in ("train", "grad_norms"):
+        last = dict(getattr(log, name))
+        found[name] = sorted(each for each in last.items() if math.isfinite(each[1]))
+    return found | {"milliseconds": statistics.median(times)}
+
+
+def averaged(path: Path) -> Metrics:
+    """The metrics of a metrics.jsonl. Histograms are left out."""
+    found: Metrics = {}
+    for (group, metric), points in reading.read(path).maps.items():
+        # What a resumed run wrote again replaces what was there.
+        last = dict(zip(zip(points.steps, points.layers, strict=True), points.values, strict=True))
+        by_step: dict[int, list[float]] = {}
+        for (step, _), value in last.items():
+            if math.isfinite(value):
+                by_step.setdefault(step, []).append(value)
+        means = [(step, sum(own) / len(own)) for step, own in sorted(by_step.items())]
+        found.setdefault(group, {})[metric] = means
+    return found
+
+
+def error_line(failure: runs.RunFailed) -> str:
+    """The last line of a failed launch's log, without this machine's paths."""
+    lines = [line for line in str(failure).splitlines()[:-1] if line.strip()]
+    line = lines[-1] if lines else "no output"
+    return line.replace(f"{runs.ROOT}/", "").strip()[:300]

@@ -1,0 +1,165 @@
+"""A matrix of runs: read from YAML, and expanded to the configuration of every run."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from benchmarks.study.errors import StudyError
+from benchmarks.study.sizes import SIZES
+from benchmarks.study.text import Text
+from megatron_fp4 import get_recipe
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.data.errors import DataError
+
+BF16 = "bf16"
+FOLDER = Path(__file__).parent
+
+
+class Point(NamedTuple):
+    """A point of a matrix, which is one run.
+
+    recipe: a recipe's name, perhaps with options ("tetrajet-ema,ema_share=0.02"), or BF16.
+    size: a name of SIZES. seed: of weights and of the order of the data. rounding_seed: of the
+    random bits of FP4; None for BF16, which has none.
+    """
+
+    recipe: str
+    size: str
+    learning_rate: float
+    steps: int
+    seed: int
+    rounding_seed: int | None
+
+    def flags(self) -> list[str]:
+        """The flags of the recipe."""
+        if self.recipe == BF16:
+            return []
+        name, *options = self.recipe.split(",")
+        chosen = [word for option in options for word in ("--fp4-recipe-option", option)]
+        return ["--fp4-recipe", name, *chosen, "--fp4-seed", str(self.rounding_seed)]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a matrix: all combinations of its values.
+
+    rounding_seeds: without any, a run's rounding seed is its seed.
+    """
+
+    recipes: list[str]
+    sizes: list[str]
+    learning_rates: list[float]
+    steps: list[int]
+    seeds: list[int]
+    rounding_seeds: list[int] | None = None
+
+    def points(self) -> list[Point]:
+        """Every run once, seed by seed, so that an interrupted study has whole seeds."""
+        found = []
+        for size, seed, steps, rate, recipe in itertools.product(
+            self.sizes, self.seeds, self.steps, self.learning_rates, self.recipes
+        ):
+            own: list[int | None] = [None]
+            if recipe != BF16:
+                own = [*(self.rounding_seeds or [seed])]
+            found += [Point(recipe, size, rate, steps, seed, rounding) for rounding in own]
+        return found
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A study.
+
+    what: its question. against: the recipes that the others are compared with.
+    metrics_interval: --fp4-metrics-interval of the runs in FP4; 0: no metrics.
+    """
+
+    name: str
+    what: str
+    text: Text
+    runs: list[Block]
+    against: list[str] = field(default_factory=lambda: [BF16])
+    metrics_interval: int = 0
+
+    def points(self) -> list[Point]:
+        """Every run once."""
+        return list(dict.fromkeys(point for block in self.runs for point in block.points()))
+
+
+def names() -> list[str]:
+    """The matrices of this package."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def read(given: str) -> Matrix:
+    """The matrix of a name of names(), or of a YAML file. Raises StudyError."""
+    path = FOLDER / f"{given}.yaml" if given in names() else Path(given)
+    try:
+        found = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise StudyError(f"{given} is neither a file nor a matrix: {', '.join(names())}") from error
+    except yaml.YAMLError as error:
+        raise StudyError(f"{path.name} is not YAML: {' '.join(str(error).split())}") from error
+    try:
+        return _matrix(path.stem, found)
+    except (StudyError, ConfigError, DataError) as error:
+        raise StudyError(f"{path.name}: {error}") from error
+
+
+def _matrix(name: str, found: Any) -> Matrix:
+    values = _checked("the matrix", Matrix, found, name=name)
+    amounts = _checked("text", Text, values["text"])
+    for key, value in [*amounts.items(), ("metrics_interval", values.get("metrics_interval", 0))]:
+        if not isinstance(value, int | float):
+            raise StudyError(f"{key} is a number, not {value!r}")
+    text = Text(**amounts)
+    _ = text.options  # out of range: DataError
+    if not isinstance(values["runs"], list):
+        raise StudyError("runs is a list of blocks")
+    matrix = Matrix(**values | {"text": text, "runs": [_block(each) for each in values["runs"]]})
+    for recipe in dict.fromkeys([*matrix.against, *(point.recipe for point in matrix.points())]):
+        _check_recipe(recipe)
+    return matrix
+
+
+def _block(found: Any) -> Block:
+    values = _checked("runs", Block, found)
+    for key, each in values.items():
+        if not isinstance(each, list) or not each:
+            raise StudyError(f"runs: {key} is a list, such as [{each}]")
+    for key in ("steps", "seeds", "rounding_seeds"):
+        if wrong := [each for each in values.get(key, []) if type(each) is not int]:
+            raise StudyError(f"runs: {wrong[0]} in {key} is no integer")
+    if unknown := [size for size in values["sizes"] if size not in SIZES]:
+        raise StudyError(f"runs: no size is called {unknown[0]}; there are {', '.join(SIZES)}")
+    try:  # YAML 1.1 reads 2e-3, without a point, as text
+        rates = [float(rate) for rate in values["learning_rates"]]
+    except (TypeError, ValueError) as error:
+        raise StudyError(f"runs: a learning rate is no number: {error}") from error
+    return Block(**values | {"learning_rates": rates})
+
+
+def _checked(where: str, kind: Any, found: Any, **given: Any) -> dict[str, Any]:
+    """The mapping `found` with `given`, if its keys are those of the dataclass `kind`."""
+    if not isinstance(found, dict):
+        raise StudyError(f"{where} is a mapping of keys to values")
+    values = found | given
+    known = [field.name for field in fields(kind)]
+    if unknown := [key for key in values if key not in known]:
+        raise StudyError(f"{where} has no key {unknown[0]}; there are {', '.join(known)}")
+    needed = [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]
+    if missing := [key for key in needed if key not in values]:
+        raise StudyError(f"{where} needs the key {missing[0]}")
+    return values
+
+
+def _check_recipe(recipe: str) -> None:
+    """Raises ConfigError if there is no such recipe or option."""
+    if recipe != BF16:
+        name, *options = recipe.split(",")
+        get_recipe(name, **dict(option.partition("=")[::2] for option in options))

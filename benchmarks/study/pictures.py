@@ -1,0 +1,138 @@
+"""The pictures of a study, as SVG."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.study.errors import StudyError
+from benchmarks.study.gaps import Cell, gap, runs_of
+from benchmarks.study.matrix import BF16
+from benchmarks.study.results import Row
+from benchmarks.study.tables import cells, recipes
+
+Series = list[tuple[int, float]]
+COLORS = "#4c72b0 #dd5533 #55a868 #8172b3 #937860 #da8bc3 #8c8c8c #ccb974 #64b5cd".split()
+
+
+def draw(rows: list[Row], folder: Path, name: str) -> list[Path]:
+    """Writes NAME-gaps.svg and NAME-curves.svg; returns their paths. rows: finished runs.
+
+    Raises StudyError if matplotlib is missing.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise StudyError("the pictures need matplotlib: pip install matplotlib")
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for kind, figure in (("gaps", gaps(rows)), ("curves", curves(rows))):
+        made.append(folder / f"{name}-{kind}.svg")
+        # Without a date the same rows make the same file.
+        figure.savefig(made[-1], metadata={"Date": None})
+    return made
+
+
+def gaps(rows: list[Row]) -> Any:
+    """The held-out loss of each recipe minus BF16's: means and intervals, and each seed's as a
+    small point. A panel for each cell."""
+    names = [recipe for recipe in recipes(rows) if recipe != BF16]
+    figure, panels = _panels(1, cells(rows), height=0.9 + 0.45 * len(names))
+    for cell, axes in zip(cells(rows), panels[0], strict=True):
+        for place, recipe in enumerate(names):
+            found, color = gap(rows, cell, recipe, BF16), _color(rows, recipe)
+            if found is None:
+                continue
+            own = list(found.by_seed.values())
+            axes.plot(own, [place] * len(own), "o", color=color, markersize=3, alpha=0.5)
+            axes.plot(found.mean, place, "D", color=color, markersize=6)
+            if found.interval is not None:
+                axes.plot(found.interval, [place, place], color=color, linewidth=1.6)
+        axes.axvline(0, color="#888888", linewidth=0.8)
+        axes.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
+    figure.supxlabel("held-out loss minus BF16's (nats a token)", fontsize=9)
+    return figure
+
+
+def curves(rows: list[Row]) -> Any:
+    """Training loss minus BF16's, gradient norm and r(W_Q) over the steps: means over the seeds."""
+    of: list[tuple[str, Callable[[list[Row], Cell, str], list[Series]]]] = [
+        ("training loss minus BF16's", _loss_gaps),
+        ("gradient norm", _norms),
+    ]
+    if any(row["metrics"] for row in rows):
+        of.append(("r(W_Q)", _rates))
+    figure, panels = _panels(len(of), cells(rows), height=2.4 * len(of))
+    for (label, series_of), line in zip(of, panels, strict=True):
+        for cell, axes in zip(cells(rows), line, strict=True):
+            for recipe in recipes(rows):
+                if series := mean(series_of(rows, cell, recipe)):
+                    color = _color(rows, recipe)
+                    mark = "." if len(series) < 20 else ""
+                    line_of = {"color": color, "linewidth": 1.2, "marker": mark}
+                    axes.plot(*zip(*series, strict=True), label=recipe, **line_of)
+        line[0].set(ylabel=label)
+    figure.supxlabel("step", fontsize=9)
+    handles, labels = panels[1][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def mean(series: list[Series]) -> Series:
+    """At each step that all series have the mean of their numbers."""
+    tables = [dict(each) for each in series]
+    steps = sorted(set.intersection(*map(set, tables))) if tables else []
+    return [(step, statistics.mean(table[step] for table in tables)) for step in steps]
+
+
+def _loss_gaps(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
+    """Of each run, whose batches are those of BF16's run of the same seed; [] for BF16."""
+    if recipe == BF16:
+        return []
+    base = {r["configuration"]["seed"]: dict(r["train"]) for r in runs_of(rows, cell, BF16)}
+    found = []
+    for row in runs_of(rows, cell, recipe):
+        if other := base.get(row["configuration"]["seed"]):
+            found.append(
+                [(step, loss - other[step]) for step, loss in row["train"] if step in other]
+            )
+    return found
+
+
+def _norms(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
+    return [row["grad_norms"] for row in runs_of(rows, cell, recipe)]
+
+
+def _rates(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
+    own = [row["metrics"] for row in runs_of(rows, cell, recipe)]
+    return [each["weight"]["r_quantized"] for each in own if each]
+
+
+def _panels(lines: int, found: list[Cell], height: float) -> tuple[Any, Any]:
+    """(figure, panels [lines][cells]), each column headed by its cell."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.hashsalt": "study", "svg.fonttype": "none", "font.size": 9}
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(
+        lines,
+        len(found),
+        figsize=(2 + 2.6 * len(found), 0.8 + height),
+        layout="constrained",
+        squeeze=False,
+        sharex="col",
+        sharey="row",
+    )
+    for cell, axes in zip(found, panels[0], strict=True):
+        axes.set_title(f"{cell.size}, {cell.steps} steps, lr {cell.learning_rate:g}", fontsize=9)
+    for axes in panels.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    return figure, panels
+
+
+def _color(rows: list[Row], recipe: str) -> str:
+    return COLORS[recipes(rows).index(recipe) % len(COLORS)]

@@ -1,0 +1,132 @@
+"""Runs what is left of a matrix, side by side on the GPUs of this machine."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.study import results
+from benchmarks.study.configuration import configuration, hash_of, point_of
+from benchmarks.study.launching import MARGIN, Launch
+from benchmarks.study.matrix import Matrix
+from benchmarks.study.sizes import SIZES
+
+Runner = Callable[[Launch, float | None], results.Row | None]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What runs are placed on. gpus: their number; 0: the CPU. at_once: runs at a time on a CPU."""
+
+    gpus: int
+    at_once: int = 1
+
+    def processes(self, size: str) -> int:
+        """The processes of a run: as many as its size may have, if there are GPUs for them."""
+        most = SIZES[size].gpus
+        return max(n for n in range(1, most + 1) if most % n == 0 and n <= max(self.gpus, 1))
+
+    def places(self, processes: int) -> list[str]:
+        """The devices of each run that goes on at a time, as CUDA_VISIBLE_DEVICES has them."""
+        if not self.gpus:
+            return [""] * self.at_once
+        starts = range(0, self.gpus - processes + 1, processes)
+        return [",".join(map(str, range(start, start + processes))) for start in starts]
+
+
+@dataclass
+class Session:
+    """One call of the command: where its results go, and when it ends.
+
+    stamp, text: recorded with each row. deadline: of time.monotonic(), or None. run: trains.
+    """
+
+    path: Path
+    work: Path
+    data: Path
+    stamp: dict[str, Any]
+    text: dict[str, Any]
+    deadline: float | None = None
+    run: Runner = Launch.run
+    say: Callable[[str], None] = partial(print, flush=True)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _stopped: threading.Event = field(default_factory=threading.Event)
+
+    def left(self, matrix: Matrix) -> list[dict[str, Any]]:
+        """The configurations that have neither finished nor failed for good."""
+        rows = results.read(self.path)
+        done = results.finished(rows) | results.failed(rows)
+        return [each for each in self.configurations(matrix) if hash_of(each) not in done]
+
+    def failures(self, matrix: Matrix) -> list[results.Row]:
+        """The rows of the matrix's runs that failed for good."""
+        failed = results.failed(results.read(self.path))
+        hashes = map(hash_of, self.configurations(matrix))
+        return [failed[key] for key in hashes if key in failed]
+
+    def configurations(self, matrix: Matrix) -> list[dict[str, Any]]:
+        """The configuration of each run of the matrix."""
+        interval = matrix.metrics_interval
+        return [configuration(point, interval, self.text) for point in matrix.points()]
+
+    def train(self, matrix: Matrix, machine: Machine) -> None:
+        """Trains what is left, until the deadline. A run that failed is tried once more."""
+        for _ in range(results.MOST_FAILURES):
+            by_processes: dict[int, list[dict[str, Any]]] = {}
+            for each in self.left(matrix):
+                by_processes.setdefault(machine.processes(each["size"]), []).append(each)
+            for processes, group in by_processes.items():
+                self._side_by_side(group, machine.places(processes), processes)
+
+    def _side_by_side(self, group: list[dict[str, Any]], places: list[str], processes: int) -> None:
+        free: queue.Queue[str] = queue.Queue()
+        for place in places:
+            free.put(place)
+
+        def one(each: dict[str, Any]) -> None:
+            devices = free.get()
+            try:
+                self._one(Launch(each, self.work, self.data, devices, processes))
+            finally:
+                free.put(devices)
+
+        with ThreadPoolExecutor(len(places)) as pool:
+            try:
+                list(pool.map(one, group))
+            except BaseException:  # also an interrupt: the runs end too, and did not fail
+                self._stopped.set()
+                raise
+
+    def _one(self, launch: Launch) -> None:
+        minutes = None if self.deadline is None else (self.deadline - time.monotonic()) / 60
+        if self._stopped.is_set() or (minutes is not None and minutes < 1 + MARGIN):
+            return
+        row = self.run(launch, minutes)
+        if row is None or self._stopped.is_set():
+            return
+        with self._lock:
+            results.append(self.path, row | {"stamp": self.stamp, "text": self.text})
+        self.say(told(row))
+
+
+def told(row: results.Row) -> str:
+    """A row as a line for the user."""
+    loss = f"held-out loss {row['held_out'][-1][1]:.4f}" if "held_out" in row else row["error"]
+    return f"study: {named(row)}: {row['status']}, {loss}"
+
+
+def named(row: results.Row) -> str:
+    """The run of a row, in words."""
+    point = point_of(row["configuration"])
+    rounding = "" if point.rounding_seed in (None, point.seed) else f"/{point.rounding_seed}"
+    return (
+        f"{point.recipe}, {point.size}, {point.steps} steps, learning rate "
+        f"{point.learning_rate:g}, seed {point.seed}{rounding}"
+    )

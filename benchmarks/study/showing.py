@@ -1,0 +1,74 @@
+"""The tables of a matrix's results, printed or between the markers of a page, and its pictures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from benchmarks.study import results, tables
+from benchmarks.study.configuration import point_of
+from benchmarks.study.errors import StudyError
+from benchmarks.study.matrix import Matrix
+from benchmarks.study.pictures import draw
+from benchmarks.study.results import Row
+
+
+def rows_of(matrix: Matrix, rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """(finished, failed) runs of the matrix, of a result file that may have other runs too."""
+    points = set(matrix.points())
+    finished, failed = (
+        [row for row in kind(rows).values() if point_of(row["configuration"]) in points]
+        for kind in (results.finished, results.failed)
+    )
+    return finished, failed
+
+
+def section(matrix: Matrix, rows: list[Row]) -> str:
+    """All tables, as Markdown. Raises StudyError if no run of the matrix has finished."""
+    finished, failed = rows_of(matrix, rows)
+    if not finished:
+        raise StudyError(f"no run of {matrix.name} has finished: python -m benchmarks.study run")
+    window = min(tables.WINDOW, matrix.metrics_interval)
+    parts = [
+        [
+            f"- The question: {matrix.what}.",
+            *tables.about(finished, len(matrix.points())),
+            *tables.failures(failed),
+        ],
+        tables.amounts_table(finished),
+        tables.loss_table(finished),
+    ]
+    for recipe in matrix.against:
+        if gaps := tables.gap_table(finished, recipe):
+            parts += [[f"The held-out loss minus that of `{recipe}`, paired by seed:"], gaps]
+    if oscillation := tables.oscillation_table(finished, window):
+        parts += [[f"The linears' weights over the last {window} steps:"], oscillation]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def into(page: str, name: str, section: str) -> str:
+    """The page with the section between the markers of the matrix. Raises StudyError."""
+    start, end = f"<!-- study: {name} -->", f"<!-- end of study: {name} -->"
+    pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
+    if not pattern.search(page):
+        raise StudyError(f"the page has no lines {start} and {end}: add them where the tables go")
+    return pattern.sub(lambda found: f"{start}\n\n{section}\n\n{end}", page)
+
+
+def show(matrix: Matrix, path: Path, page: Path | None, pictures: Path | None) -> None:
+    """Prints the tables, or writes them into `page`; draws the pictures in the folder `pictures`.
+
+    path: of the results. Raises StudyError.
+    """
+    rows = results.read(path)
+    found = section(matrix, rows)
+    if page is None:
+        print(found)
+    else:
+        try:
+            page.write_text(into(page.read_text(), matrix.name, found))
+        except OSError as error:
+            raise StudyError(f"--page {page}: {error.strerror}") from error
+    if pictures is not None:
+        for made in draw(rows_of(matrix, rows)[0], pictures, f"study-{matrix.name}"):
+            print(f"study: {made} is drawn")

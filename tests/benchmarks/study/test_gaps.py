@@ -1,0 +1,105 @@
+"""Gaps are paired by the data's seed, and their intervals are the bootstrap's."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.study.configuration import configuration, hash_of
+from benchmarks.study.gaps import Cell, Gap, bootstrap, gap, spread
+from benchmarks.study.matrix import Point
+
+TEXT = {"sha256": "5e4f", "held_out": {"tokens": 30_000}}
+CELL = Cell("5e4f", "tiny", 60, 1e-3)
+
+
+def row(recipe: str, seed: int, loss: float, rounding_seed: int | None = None) -> dict[str, Any]:
+    rounding = None if recipe == "bf16" else rounding_seed or seed
+    point = Point(recipe, "tiny", 1e-3, 60, seed, rounding)
+    found = configuration(point, 0, TEXT)
+    held_out = [[30, 9.0], [60, loss]]
+    return {"hash": hash_of(found), "configuration": found, "held_out": held_out}
+
+
+def test_gaps_are_paired_by_the_seed_of_the_data() -> None:
+    """Whatever the order of the rows; a seed that only one of the recipes has does not count."""
+    generator = np.random.default_rng(3)
+    base, own = generator.normal(5, 1, 4), generator.normal(5.1, 1, 4)
+    rows = [row("bf16", seed, loss) for seed, loss in enumerate(base)]
+    rows += reversed([row("tetrajet", seed, loss) for seed, loss in enumerate(own)])
+    rows.append(row("tetrajet", 9, 100.0))
+    found = gap(rows, CELL, "tetrajet", "bf16")
+    assert found is not None
+    assert found.by_seed == pytest.approx(dict(enumerate(own - base)))
+    assert found.mean == pytest.approx((own - base).mean())
+    assert found.spread == pytest.approx(np.ptp(own - base))
+    apart = np.ptp(own) + np.ptp(base)
+    assert found.spread != pytest.approx(apart)  # the control: not paired
+
+
+def test_other_cells_do_not_count() -> None:
+    rows = [row("bf16", 1, 5.0), row("tetrajet", 1, 5.1)]
+    for change in ({"steps": 61}, {"learning_rate": 2e-3}, {"text": "0"}, {"size": "26M"}):
+        assert gap(rows, CELL._replace(**change), "tetrajet", "bf16") is None
+
+
+def test_rounding_seeds_are_averaged_before_seeds_are_compared() -> None:
+    rows = [row("bf16", 1, 5.0), row("bf16", 2, 4.0)]
+    rows += [row("tetrajet", 1, 5.0 + extra, 7 + i) for i, extra in enumerate((0.1, 0.2, 0.6))]
+    rows.append(row("tetrajet", 2, 4.1))
+    found = gap(rows, CELL, "tetrajet", "bf16")
+    assert found is not None and found.by_seed == pytest.approx({1: 0.3, 2: 0.1})
+    assert found.mean == pytest.approx(0.2)  # the control: over all runs it is 0.25
+
+
+@pytest.mark.parametrize(
+    ("by_seed", "says"),
+    [
+        ({1: 0.5}, "one seed"),
+        ({1: 0.10, 2: 0.14}, "higher"),
+        ({1: -0.10, 2: -0.14}, "lower"),
+        ({1: 0.01, 2: 0.04}, "within the spread"),
+        ({1: -0.5, 2: 0.5}, "within the spread"),
+    ],
+)
+def test_nothing_is_said_about_less_than_the_spread(by_seed: dict[int, float], says: str) -> None:
+    assert Gap(by_seed).verdict == says
+    assert (Gap(by_seed).interval is None) == (len(by_seed) == 1)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_the_interval_is_that_of_all_resamples(count: int) -> None:
+    """Quantiles of the means of every sample with replacement; of 2 or 3 values they are the
+    smallest and the largest."""
+    values = list(np.random.default_rng(count).normal(0.05, 0.02, count))
+    every = np.sort([np.mean(each) for each in itertools.product(values, repeat=count)])
+    # DRAWS draws: 4 standard errors of a share of 0.025 are 0.0062.
+    for share, found in zip((0.025, 0.975), bootstrap(values), strict=True):
+        low, high = np.quantile(every, [share - 0.0063, share + 0.0063], method="inverted_cdf")
+        assert low - 1e-12 <= found <= high + 1e-12
+    ends = pytest.approx((min(values), max(values)), rel=1e-12)
+    assert (bootstrap(values) == ends) == (count <= 3)
+    assert bootstrap(values) == bootstrap(values)
+
+
+def test_the_interval_is_scipys() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    values = np.random.default_rng(8).normal(0.05, 0.02, 12)
+    other = stats.bootstrap(
+        (values,), np.mean, n_resamples=40_000, method="percentile", random_state=1
+    ).confidence_interval
+    # 4 standard errors of either quantile, about 0.05 of the mean's standard error, of 10,000 draws
+    bound = 4 * 0.03 * values.std() / 12**0.5
+    assert bootstrap(list(values)) == pytest.approx(tuple(other), abs=bound)
+    narrow = stats.bootstrap(
+        (values,), np.mean, confidence_level=0.9, method="percentile", random_state=1
+    ).confidence_interval
+    assert bootstrap(list(values)) != pytest.approx(tuple(narrow), abs=bound)  # the control
+
+
+def test_the_spread() -> None:
+    assert spread([3.0]) is None and spread([]) is None
+    assert spread([1.0, 4.0, 2.0]) == 3.0

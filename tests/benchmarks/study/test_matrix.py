@@ -1,0 +1,161 @@
+"""Matrices are expanded to every run once, and each configuration has a hash of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.study import matrix
+from benchmarks.study.configuration import configuration, hash_of, point_of
+from benchmarks.study.errors import StudyError
+from benchmarks.study.matrix import Block, Point
+from benchmarks.study.sizes import SIZES
+from tools import runs
+
+TEXT = {"sha256": "5e4f", "held_out": {"tokens": 30_000}}
+BLOCK = Block(["bf16", "tetrajet"], ["tiny"], [1e-3, 2e-3], [60, 240], [1, 2])
+POINT = Point("tetrajet", "tiny", 1e-3, 60, 1, 1)
+GOOD: dict[str, Any] = {
+    "what": "a test",
+    "text": {"megabytes": 2, "vocabulary": 1024},
+    "runs": [{"recipes": ["bf16"], "sizes": ["tiny"], "learning_rates": ["2e-3"],
+              "steps": [60], "seeds": [1]}],
+}  # fmt: skip
+
+
+def written(path: Path, content: Any) -> str:
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def test_a_block_is_every_combination_seed_by_seed() -> None:
+    points = BLOCK.points()
+    assert len(points) == len(set(points)) == 2 * 2 * 2 * 2
+    assert [point.seed for point in points] == [1] * 8 + [2] * 8
+    assert {p.rounding_seed for p in points if p.recipe == "bf16"} == {None}
+    assert all(p.rounding_seed == p.seed for p in points if p.recipe == "tetrajet")
+
+
+def test_bf16_has_no_rounding_seeds() -> None:
+    block = Block(["bf16", "tetrajet"], ["tiny"], [1e-3], [60], [1], rounding_seeds=[7, 8])
+    assert [(p.recipe, p.rounding_seed) for p in block.points()] == [
+        ("bf16", None), ("tetrajet", 7), ("tetrajet", 8),
+    ]  # fmt: skip
+
+
+def test_what_blocks_share_is_run_once(tmp_path: Path) -> None:
+    blocks = GOOD["runs"] + [GOOD["runs"][0] | {"seeds": [1, 2]}]
+    found = matrix.read(written(tmp_path / "two.yaml", GOOD | {"runs": blocks}))
+    assert [point.seed for point in found.points()] == [1, 2]
+    assert found.points()[0].learning_rate == 2e-3  # which YAML reads as text
+    assert found.against == ["bf16"]
+
+
+@pytest.mark.parametrize("name", matrix.names())
+def test_the_matrices_of_the_package(name: str) -> None:
+    found = matrix.read(name)
+    compared = {point.recipe for point in found.points()}
+    assert compared > set(found.against) and "bf16" in found.against
+    hashes = {hash_of(configuration(p, found.metrics_interval, TEXT)) for p in found.points()}
+    assert len(hashes) == len(found.points())
+
+
+def changed(**block: Any) -> dict[str, Any]:
+    return GOOD | {"runs": [GOOD["runs"][0] | block]}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (GOOD | {"seeds": [1]}, "the matrix has no key seeds"),
+        (changed(seed=[1]), "runs has no key seed"),
+        (changed(seeds=1), r"seeds is a list, such as \[1\]"),
+        (changed(steps=["60"]), "60 in steps is no integer"),
+        (changed(sizes=["7B"]), "no size is called 7B"),
+        (changed(recipes=["tetrajt"]), "tetrajt"),
+        (changed(recipes=["tetrajet,beta=1"]), "beta"),
+        (changed(learning_rates=["fast"]), "no number"),
+        (GOOD | {"text": {"megabytes": 2}}, "text needs the key vocabulary"),
+        (GOOD | {"text": {"megabytes": 2, "vocabulary": 2}}, "vocab-size 2 is not in"),
+        (GOOD | {"text": {"megabytes": "two", "vocabulary": 1024}}, "megabytes is a number"),
+        (GOOD | {"metrics_interval": "often"}, "metrics_interval is a number"),
+        ([], "a mapping"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_that_names_the_file(content: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(StudyError, match=says) as error:
+        matrix.read(written(tmp_path / "bad.yaml", content))
+    assert "\n" not in str(error.value) and "bad.yaml: " in str(error.value)
+
+
+def test_a_name_that_is_neither_a_matrix_nor_a_file() -> None:
+    with pytest.raises(StudyError, match="tini is neither a file nor a matrix: .*tiny"):
+        matrix.read("tini")
+
+
+# --- configurations -------------------------------------------------------------------------------
+
+
+def test_a_configuration_is_complete() -> None:
+    """The axes, the text, and every flag of the model, the training and the recipe."""
+    found = configuration(POINT, 50, TEXT)
+    flags = found["flags"]
+    for flag in [*SIZES["tiny"].model.flags(), *runs.Training(60, learning_rate=1e-3).flags()]:
+        assert not flag.startswith("--") or flag in flags
+    for words in (["--fp4-recipe", "tetrajet"], ["--fp4-seed", "1"], ["--seed", "1"]):
+        assert words in [flags[i : i + 2] for i in range(len(flags))]
+    assert flags[flags.index("--eval-iters") + 1] == str(30_000 // (8 * 64))
+    assert point_of(json.loads(json.dumps(found))) == POINT
+    assert hash_of(json.loads(json.dumps(found))) == hash_of(found)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"recipe": "mxfp4"},
+        {"recipe": "tetrajet,double_quantization=false"},
+        {"learning_rate": 1.1e-3},
+        {"steps": 61},
+        {"seed": 2},
+        {"rounding_seed": 2},
+    ],
+    ids=str,
+)
+def test_every_axis_changes_the_hash(change: dict[str, Any]) -> None:
+    other = configuration(POINT._replace(**change), 50, TEXT)
+    assert hash_of(other) != hash_of(configuration(POINT, 50, TEXT))
+
+
+def test_the_text_the_size_and_the_numerics_change_the_hash(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def found(interval: int = 50, text: dict[str, Any] = TEXT) -> str:
+        return hash_of(configuration(POINT, interval, text))
+
+    hashes = [found(), found(interval=60), found(text=TEXT | {"sha256": "5e50"})]
+    monkeypatch.setattr("benchmarks.study.configuration.NUMERICS_VERSION", 1000)
+    hashes.append(found())
+    monkeypatch.setitem(SIZES, "tiny", SIZES["26M"])
+    hashes.append(found())
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_metrics_do_not_change_bf16() -> None:
+    """Which has none: the same runs of BF16 serve several matrices."""
+    point = POINT._replace(recipe="bf16", rounding_seed=None)
+    assert configuration(point, 50, TEXT) == configuration(point, 0, TEXT)
+    assert "--fp4-seed" not in configuration(point, 50, TEXT)["flags"]
+
+
+def test_a_size_is_named_by_the_parameters_of_its_layers() -> None:
+    for name, millions in (("26M", 26), ("60M", 60)):
+        model = SIZES[name].model
+        head = model.hidden // model.heads
+        attention = 2 * model.hidden**2 + 2 * model.hidden * head * model.query_groups
+        layer = attention + 3 * model.hidden * model.ffn
+        assert model.layers * layer == pytest.approx(millions * 1e6, rel=0.015)
+    assert SIZES["26M"].tokens * 1525 == pytest.approx(200e6, rel=1e-3)

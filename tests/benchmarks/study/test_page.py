@@ -1,0 +1,137 @@
+"""docs/study.md has the committed result, and says what the matrices and sizes are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.study import matrix, pictures, results, showing, tables
+from benchmarks.study.__main__ import default_results, main
+from benchmarks.study.configuration import hash_of
+from benchmarks.study.errors import StudyError
+from benchmarks.study.gaps import gap
+from benchmarks.study.sizes import SIZES
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/study.md").read_text()
+TINY = matrix.read("tiny")
+ROWS = results.read(ROOT / default_results(TINY))
+
+
+def test_the_tables_are_the_committed_result() -> None:
+    assert showing.into(PAGE, "tiny", showing.section(TINY, ROWS)) == PAGE
+    changed = [row | {"held_out": [[240, row["held_out"][-1][1] + 0.01]]} for row in ROWS[:1]]
+    other = showing.section(TINY, changed + ROWS[1:])
+    assert showing.into(PAGE, "tiny", other) != PAGE  # the control
+
+
+def test_the_result_has_every_run_once_under_its_hash() -> None:
+    finished, failed = showing.rows_of(TINY, ROWS)
+    assert len(finished) == len(ROWS) == len(TINY.points()) and not failed
+    assert all(row["hash"] == hash_of(row["configuration"]) for row in ROWS)
+    assert len({row["hash"] for row in ROWS}) == len(ROWS)
+    assert all(row["stamp"]["device"][0].startswith("CPU") for row in ROWS)
+
+
+def test_no_path_of_a_machine_is_recorded() -> None:
+    content = (ROOT / default_results(TINY)).read_text()
+    assert not re.search(r"/(work|tmp|home|root|usr)\b", content)
+
+
+def test_the_page_lists_the_matrices_and_the_sizes() -> None:
+    for name in matrix.names():
+        assert f"| `{name}` | {len(matrix.read(name).points())} | " in PAGE
+    for name, size in SIZES.items():
+        gpus = "1 |" if size.gpus == 1 else f"up to {size.gpus}, which"
+        model = size.model
+        assert f"| `{name}` | {model.layers} | {model.hidden} | {size.tokens:,} | {gpus}" in PAGE
+
+
+def cells(lines: list[str], start: str) -> list[str]:
+    [line] = [line for line in lines if line.startswith(start)]
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def test_a_line_of_each_table_is_what_its_rows_say() -> None:
+    place = "| tiny | 240 | 0.004 | `mxfp4` |"
+    cell = next(c for c in tables.cells(ROWS) if (c.steps, c.learning_rate) == (240, 4e-3))
+    own, base = (
+        {
+            row["configuration"]["seed"]: row
+            for row in ROWS
+            if row["configuration"]["recipe"] == recipe
+            and row["configuration"]["steps"] == 240
+            and row["configuration"]["learning_rate"] == 4e-3
+        }
+        for recipe in ("mxfp4", "bf16")
+    )
+    losses = [own[seed]["held_out"][-1][1] for seed in (1, 2, 3)]
+    differences = [own[seed]["held_out"][-1][1] - base[seed]["held_out"][-1][1] for seed in own]
+    assert cells(tables.loss_table(ROWS), place)[4:] == [
+        "3", f"{sum(losses) / 3:.4f}", f"{max(losses) - min(losses):.4f}",
+    ]  # fmt: skip
+    found = cells(tables.gap_table(ROWS, "bf16"), place)
+    assert found[5] == f"{sum(differences) / 3:+.4f}"
+    assert found[6] == f"{min(differences):+.4f} to {max(differences):+.4f}"  # of 3 seeds
+    assert found[7:] == [f"{max(differences) - min(differences):.4f}", "higher"]
+    rates = [row["metrics"]["weight"]["r_quantized"][-1] for row in own.values()]
+    assert {step for step, _ in rates} == {240}
+    assert (
+        cells(tables.oscillation_table(ROWS, 60), place)[6] == f"{sum(r for _, r in rates) / 3:.4f}"
+    )
+    assert gap(ROWS, cell, "mxfp4", "bf16") is not None
+
+
+def test_the_papers_figures_stand_beside_its_window_alone() -> None:
+    for window, heads in ((60, 9), (200, 10)):
+        found = tables.oscillation_table(ROWS, window)
+        assert all(len(line.split("|")) == heads + 2 for line in found)
+    assert cells(found, "| tiny | 60 | 0.001 | `tetrajet` |")[-1] == "0.0045"
+
+
+def test_rounding_seeds_have_a_column_where_there_are_any() -> None:
+    row = next(row for row in ROWS if row["configuration"]["recipe"] == "mxfp4")
+    point = row["configuration"] | {"rounding_seed": 7}
+    again = row | {"configuration": point, "held_out": [[60, row["held_out"][-1][1] + 0.25]]}
+    assert "rounding" not in tables.loss_table(ROWS)[0]
+    found = tables.loss_table([*ROWS, again])
+    assert "rounding" in found[0]
+    assert cells(found, "| tiny | 60 | 0.001 | `mxfp4` |")[-1] == "0.2500"
+    assert cells(found, "| tiny | 60 | 0.001 | `tetrajet` |")[-1] == ""
+
+
+def test_failures_are_listed(tmp_path: Path) -> None:
+    point = ROWS[0]["configuration"] | {"recipe": "mxfp4", "rounding_seed": 1}
+    failed: dict[str, Any] = {
+        "hash": "f", "status": "failed", "configuration": point, "error": "RuntimeError: x",
+    }  # fmt: skip
+    found = showing.section(TINY, [ROWS[0], failed, failed])
+    assert "- Failed: mxfp4, tiny, 60 steps, learning rate 0.001, seed 1: RuntimeError: x" in found
+    assert "Failed" not in showing.section(TINY, [ROWS[0], failed])  # there is another try
+    with pytest.raises(StudyError, match="no run of tiny has finished"):
+        showing.section(TINY, [failed])
+
+
+def test_show_writes_a_page_and_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, out = tmp_path / "page.md", tmp_path / "pictures"
+    page.write_text("Before\n<!-- study: tiny -->\nold\n<!-- end of study: tiny -->\nAfter\n")
+    words = ["show", "tiny", "--results", str(ROOT / default_results(TINY)), "--page", str(page)]
+    assert main([*words, "--pictures", str(out)]) == 0
+    text = page.read_text()
+    assert text.startswith("Before\n") and text.endswith("\nAfter\n") and "old" not in text
+    drawn = sorted(out.iterdir())
+    assert [path.name for path in drawn] == ["study-tiny-curves.svg", "study-tiny-gaps.svg"]
+    assert all("tiny, 240 steps, lr 0.004" in path.read_text() for path in drawn)
+    page.write_text("no marks")
+    assert main(words) == 2
+    assert "<!-- study: tiny -->" in capsys.readouterr().err
+
+
+def test_a_curve_is_the_mean_where_all_runs_have_it() -> None:
+    assert pictures.mean([[(1, 2.0), (2, 4.0)], [(2, 5.0), (3, 9.0)]]) == [(2, 4.5)]
+    assert pictures.mean([]) == []
