@@ -27,9 +27,17 @@ from megatron_fp4.metrics.weights import WINDOW
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = Path("runs/vit")
-# A recipe, perhaps with options: recipe,option=value. The last one's average has a half-life of a
-# fiftieth of the training; the default's is longer than a short training.
-RECIPES = ("bf16", "mxfp4", "tetrajet", "tetrajet-ema", "tetrajet-ema,ema_share=0.02")
+# A recipe, perhaps with options: recipe,option=value. The default average of tetrajet-ema has a
+# half-life longer than a short training, and the default interval of tetrajet-ramping is longer
+# than that too.
+RECIPES = (
+    "bf16",
+    "mxfp4",
+    "tetrajet",
+    "tetrajet-ema",
+    "tetrajet-ema,ema_share=0.02",
+    "tetrajet-ramping,ramping_interval_share=0.25",
+)
 FIRST_SEED = 1234
 
 
