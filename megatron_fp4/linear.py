@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
@@ -38,10 +39,6 @@ from megatron_fp4.replicas import own_replica, replica_placements
 # runtime installs one), calling it for each operation would cost more than most operations.
 _plain_tensors = torch._C.DisableTorchFunction
 _ANY_SITE, _ANY_CALL = Site(), Call()
-RAMPS = (
-    "{}: recipe {} updates weights at periods of their own, which Megatron's optimizers do here "
-    "and a linear cannot: give it a recipe without ramping"
-)
 
 
 class _Linear(torch.autograd.Function):
@@ -287,13 +284,13 @@ def linear(
     torch.compile breaks its graph here: the linear runs between two compiled graphs, and under
     fullgraph=True the compiler raises.
     Raises ConfigError for unsupported tensors or shapes that do not fit, for an axis that is not a
-    multiple of its block or Hadamard group, for an invalid seed, step or replica, and for a recipe
-    with `Recipe.ramping`, which is the optimizer's.
+    multiple of its block or Hadamard group, and for an invalid seed, step or replica.
+    Warns of a recipe with `Recipe.ramping`, which is the optimizer's.
     """
     if not isinstance(recipe, Recipe):
         recipe = get_recipe(recipe)
     if recipe.ramping is not None:
-        raise ConfigError(RAMPS.format(name, recipe.name))
+        warn_of_ramping(recipe)
     check_operands(x, weight, bias, name)
     tokens = None  # unchecked: only wgrad contracts the tokens
     if torch.is_grad_enabled() and weight.requires_grad:
@@ -310,6 +307,15 @@ def linear(
         _check_average(average, weight, recipe, name)
         site = replace(site, average=average)
     return quantized_linear(x, weight, bias, recipe, site, call)
+
+
+def warn_of_ramping(recipe: Recipe) -> None:
+    """Warns, once in a process for each recipe, that a linear cannot do its ramping."""
+    warnings.warn(
+        f"recipe {recipe.name} updates weights at periods of their own, which Megatron's "
+        "optimizers do here and a linear cannot: it multiplies as without ramping",
+        stacklevel=3,
+    )
 
 
 def _check_average(average: Tensor, weight: Tensor, recipe: Recipe, name: str) -> None:

@@ -33,7 +33,7 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_flags_of_the_page_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("import-hf", "export-hf"):
+    for name in ("import-hf", "export-hf", "strip"):
         with pytest.raises(SystemExit):
             command.main([name, "--help"])
     ours = set(re.findall(r"--[\w-]+", capsys.readouterr().out))

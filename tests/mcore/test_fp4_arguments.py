@@ -312,7 +312,7 @@ def test_an_optimizer_that_cannot_keep_an_average_is_refused(flags: str) -> None
     asks = (("--fp4-recipe", "tetrajet-ema"), ("--fp4-module-recipe", "*fc1=tetrajet-ema"))
     for recipe in (asks[0], ("--fp4-recipe", "tetrajet", *asks[1])):
         message = refusal(*recipe, *flags.split())
-        assert "recipe tetrajet-ema keeps average beside the weights, which --" in message
+        assert "recipe tetrajet-ema keeps an average beside the weights, which --" in message
         assert flags.split()[0] in message and message.endswith("cannot keep: leave it out")
 
 

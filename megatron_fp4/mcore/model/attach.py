@@ -69,10 +69,11 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
     if torch.distributed.get_rank() == 0:
         trains = not getattr(run.args, "skip_train", False)  # a model without a loop has none
         steps = getattr(run.args, "train_iters", None) if trains else None
+        offloads = getattr(run.args, "fp4_offload_calibration", False)
         lines = (
             start_table.held(run.keeps_weights, held),
             start_table.states(run.recipes, states, trains),
-            start_table.calibrations(run.ramping, steps, ramped, run.args.fp4_offload_calibration),
+            start_table.calibrations(run.ramping, steps, ramped, offloads),
         )
         run.start_table = start_table.table(run.recipes, [*rows, *stock]) + "".join(lines)
         print(run.start_table, flush=True)
