@@ -79,7 +79,7 @@ def test_a_run_with_calibrations_repeats_the_run_without(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", ["bf16", "dp2-overlapped"])
 def test_metrics_do_not_see_a_calibration(name: str, tmp_path: Path) -> None:
     processes, flags = CASES[name]
-    found = []
+    found: list[list[dict[str, object]]] = []
     for recipe in ("--fp4-recipe tetrajet", CALM):
         folder = tmp_path / str(len(found))
         launch(processes, f"{recipe} {flags} --save {folder} --fp4-metrics-interval 1")
