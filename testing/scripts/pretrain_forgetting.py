@@ -1,4 +1,4 @@
-"""pretrain_gpt.py whose calibrations of Q-Ramping do not bring one thing back.
+"""pretrain_gpt.py whose calibrations of Q-Ramping forget one thing: most do not bring it back.
 
     torchrun ... pretrain_forgetting.py NAME FLAGS ...
 
@@ -7,6 +7,7 @@ NAME is one of FORGETS, or "nothing".
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron_fp4.mcore import pretrain
@@ -68,6 +69,18 @@ def gather() -> None:
     ramping.gather_weights = nothing
 
 
+def place() -> None:
+    """Where in the weight the rank's part begins."""
+    from megatron_fp4.mcore.loop import ramping
+
+    right = ramping._moved
+
+    def moved(kept: Any, device: Any) -> Any:
+        return right(replace(kept, start=0, end=kept.end - kept.start), device)
+
+    ramping._moved = moved
+
+
 def keep(owner: Callable[[Any], Any], names: tuple[str, ...]) -> None:
     """What restoring changes of these attributes is changed back."""
     from megatron_fp4.mcore.loop.loop_state import LoopState
@@ -86,7 +99,7 @@ def keep(owner: Callable[[Any], Any], names: tuple[str, ...]) -> None:
 FORGETS: dict[str, Callable[[], None]] = {
     forget.__name__: forget
     for forget in (
-        data, random_state, weights_and_moments, moments, rate, loss_scale, buffers, gather,
+        data, random_state, weights_and_moments, moments, rate, loss_scale, buffers, gather, place,
     )
 }  # fmt: skip
 

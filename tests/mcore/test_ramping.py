@@ -26,7 +26,7 @@ from testing.worlds.checkpoints import (
     saving,
     told,
 )
-from testing.worlds.launch import OVERLAP, train
+from testing.worlds.launch import OVERLAP, SCRIPTS, spawn, tiny_on_mock_data, train
 
 HERE = Path(__file__).parent
 RAMPING, NEAREST = (f"--fp4-recipe {HERE / name}.yaml" for name in ("ramping", "ramping-nearest"))
@@ -66,11 +66,14 @@ def quantized(w: np.ndarray) -> np.ndarray:
 
 # --- the periods ----------------------------------------------------------------------------------
 
+# With two layers the ranks' shares of the sharded optimizer end between two weights, with three
+# within one.
+THREE = "--num-layers 3"
 LAYOUTS = {
     "one": (1, ""),
     "tp2": (2, TP2_SP),
     "pp2": (2, PP2),
-    "dp2-sharded": (2, f"{SHARDED} --overlap-param-gather --overlap-grad-reduce"),
+    "dp2-sharded": (2, f"{SHARDED} --overlap-param-gather --overlap-grad-reduce {THREE}"),
     "ep2-sharded": (2, f"{MOE} {EP2} {SHARDED}"),
 }
 
@@ -125,16 +128,32 @@ def check_steps(
         assert (abs(after[key] - decayed) > 1e-6)[period == 1].mean() > 0.5
 
 
+@pytest.mark.slow
 def test_data_parallel_layouts_repeat_one_process_bit_for_bit() -> None:
-    flags = (*BF16.split(), *RAMPING.split())
+    flags = (*BF16.split(), *RAMPING.split(), *THREE.split())
     one = train(1, *flags)
     assert one.output.count("calibrated over 2 steps") == 2 and len(one.losses) == 8
     assert "% of the weights' elements have periods above 1" in one.output
     for sharded in ((), OVERLAP):
         assert train(2, *flags, *sharded).losses == one.losses
     assert train(1, *flags, "--fp4-offload-calibration").losses == one.losses
-    plain = train(1, *BF16.split(), "--fp4-recipe", "tetrajet").losses
+    plain = train(1, *BF16.split(), *THREE.split(), "--fp4-recipe", "tetrajet").losses
     assert plain[:4] == one.losses[:4] and plain[4:] != one.losses[4:]
+
+
+@pytest.mark.outside
+def test_movements_of_another_part_of_a_weight_are_noticed(tmp_path: Path) -> None:
+    """The control: Q(W) is cut as if each rank's part began where the weight does."""
+    processes, flags = LAYOUTS["dp2-sharded"]
+    periods = []
+    for forgets in ("nothing", "place"):
+        folder = tmp_path / forgets
+        words = f"{SMALL} --bf16 {NEAREST} {flags} {saving(folder, 4)} --train-iters 5"
+        given = forgets, *tiny_on_mock_data(*words.split())
+        assert not spawn(processes, SCRIPTS / "pretrain_forgetting.py", *given).returncode
+        periods.append(of(weights(step(folder, 4)), f"{OF}fp4_ramping_period."))
+    right, wrong = periods
+    assert any((right[key] != wrong[key]).any() for key in right)
 
 
 def test_a_calibration_draws_bits_that_no_step_draws() -> None:
