@@ -139,14 +139,15 @@ class RampingAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned, as torch.optim.AdamW does.
 
-        A weight whose state has no number of steps takes that of its group.
+        The number of steps is that of the group, where it has one.
         """
         states = {}
         for group in state_dict["param_groups"]:
             for number in group["params"]:
                 if number in state_dict["state"]:
-                    steps = torch.tensor(float(group.get("step", 0)))
-                    states[number] = {"step": steps, **state_dict["state"][number]}
+                    state = state_dict["state"][number]
+                    steps = float(group.get("step", state.get("step", 0)))
+                    states[number] = {**state, "step": torch.tensor(steps)}
         super().load_state_dict({**state_dict, "state": states})
         # torch converts a state to its parameter's dtype.
         for state in self.state.values():

@@ -26,7 +26,7 @@ from testing.worlds.checkpoints import (
     saving,
     told,
 )
-from testing.worlds.launch import OVERLAP, SCRIPTS, spawn, tiny_on_mock_data, train
+from testing.worlds.launch import OVERLAP, SCRIPTS, result_of, spawn, tiny_on_mock_data, train
 
 HERE = Path(__file__).parent
 RAMPING, NEAREST = (f"--fp4-recipe {HERE / name}.yaml" for name in ("ramping", "ramping-nearest"))
@@ -202,6 +202,21 @@ def test_a_resumed_run_repeats_the_whole(name: str, tmp_path: Path) -> None:
         return
     one, other = weights(step(whole, 8)), weights(step(rest, 8))
     assert one.keys() == other.keys() and any("fp4_ramping_count" in key for key in one)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("sharding", ["--use-distributed-optimizer", SHARDED])
+def test_a_run_resumes_where_transformer_engine_is_installed(sharding: str, tmp_path: Path) -> None:
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    losses = []
+    for flags in (saving(whole, 5), f"--load {whole} --ckpt-step 5 {saving(rest, 5)}"):
+        words = tiny_on_mock_data(*f"{BF16} {RAMPING} {sharding} {flags}".split())
+        done = result_of(spawn(2, SCRIPTS / "pretrain_as_with_fused_adam.py", *words))
+        assert done.status == 0, done.output[-3000:]
+        losses.append(done.losses)
+    assert losses[1] == losses[0][5:]
+    one, other = weights(step(whole, 8)), weights(step(rest, 8))
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 

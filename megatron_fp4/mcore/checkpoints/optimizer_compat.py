@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.optimizer import SGD, distrib_optimizer
+from megatron.core.optimizer import SGD
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -30,8 +30,7 @@ def install() -> None:
         return
     _mend_initial_state()
     _mend_fp32_shards()
-    if not distrib_optimizer.HAVE_APEX_OR_TE:
-        _mend_distributed_adam()
+    _mend_distributed_adam()
     _mend_ckpt_step()
     _mend_learning_rates()
     ChainedOptimizer.load_state_dict = _of_other_experts(ChainedOptimizer.load_state_dict)
@@ -135,7 +134,8 @@ def _mend_distributed_adam() -> None:
     Upstream's load_state_dict gives the same tensor to all parameters, and Adam adds 1 to it in
     place for each of them. _set_main_param_and_optimizer_states expects the count among the tensors
     of a parameter. There a fully reshardable checkpoint has none (KeyError), and a dp_reshardable
-    checkpoint has the 0 from before loading.
+    checkpoint has the 0 from before loading. Where Transformer Engine or apex is installed upstream
+    loads no count at all, since their FusedAdam has none, but Q-Ramping's optimizer is torch's.
     """
     load = DistributedOptimizer.load_state_dict
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -143,15 +143,18 @@ def _mend_distributed_adam() -> None:
     @functools.wraps(load)
     def load_state_dict(self: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
         load(self, state_dict)
-        step = float(state_dict["optimizer"]["param_groups"][0]["step"])
-        for state in self.optimizer.state.values():
-            state["step"] = torch.tensor(step)
+        if isinstance(self.optimizer, torch.optim.Adam):
+            step = float(state_dict["optimizer"]["param_groups"][0].get("step", 0))
+            for state in self.optimizer.state.values():
+                state["step"] = torch.tensor(step)
 
     @functools.wraps(set_states)
     def set_states_but_step(
         self: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Any]
     ) -> None:
-        set_states(self, parameter, tensors | {"step": None})  # upstream skips non-tensors
+        if isinstance(self.optimizer, torch.optim.Adam):
+            tensors = tensors | {"step": None}  # upstream skips what is no tensor
+        set_states(self, parameter, tensors)
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_step
     DistributedOptimizer.load_state_dict = load_state_dict
