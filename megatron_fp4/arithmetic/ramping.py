@@ -29,9 +29,9 @@ STATES = {
     "ramping_period": torch.int16,
 }
 STATE_BYTES = sum(dtype.itemsize for dtype in STATES.values())  # of an element
-# Of an element during a calibration: copies of W and of Adam's two moments, and what `Movement`
-# has, in float32.
-CALIBRATION_BYTES = 3 * 4 + 4 * 4
+# Of an element during a calibration: copies of any weight and of Adam's two moments, and what
+# `Movement` has of one with periods, in float32.
+SNAPSHOT_BYTES, MOVEMENT_BYTES = 3 * 4, 4 * 4
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from megatron_fp4.estimate.model import (
     Parameters,
     embedding_parameters,
     layer_parameters,
+    linear_parameters,
     norm_parameters,
     position_parameters,
 )
@@ -105,6 +106,12 @@ def stages(model: Model, layout: Layout) -> list[Stage]:
         kinds = tuple(model.has_experts(number) for number in numbers)
         found.append(Stage(rank, kinds, rank == 0, rank == pp - 1))
     return found
+
+
+def linears(model: Model, layout: Layout, stage: Stage) -> Parameters:
+    """The weights of the layers' linears on a rank of a stage, without biases."""
+    each = [linear_parameters(model, kind, layout.tp, layout.ep) for kind in stage.layers]
+    return Parameters(sum(one.dense for one in each), sum(one.experts for one in each))
 
 
 def parameters(model: Model, layout: Layout, stage: Stage) -> Parameters:

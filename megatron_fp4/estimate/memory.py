@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_fp4.arithmetic.ramping import CALIBRATION_BYTES
-from megatron_fp4.estimate.layout import Layout, Stage, parameters
-from megatron_fp4.estimate.model import Linear, Model
+from megatron_fp4.arithmetic.ramping import MOVEMENT_BYTES, SNAPSHOT_BYTES
+from megatron_fp4.estimate.layout import Layout, Stage, linears, parameters
+from megatron_fp4.estimate.model import Linear, Model, Parameters
 from megatron_fp4.estimate.plans import plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.memory import held_bytes, saved_bytes
@@ -54,6 +54,9 @@ def memory(model: Model, layout: Layout, recipe: Recipe, target: Target, stage: 
     optimizer cannot take.
     """
     weights, gradients, optimizer = states(model, layout, recipe, stage)
+    if recipe.ramping is not None:
+        optimizer += optimizer_bytes(parameters(model, layout, stage), layout, SNAPSHOT_BYTES)
+        optimizer += optimizer_bytes(linears(model, layout, stage), layout, MOVEMENT_BYTES)
     plans = LayerPlans(model, layout, recipe, target)
     held = sum(plans.held(kind) for kind in stage.layers)
     saved = activations(model, layout, plans, stage)
@@ -61,7 +64,7 @@ def memory(model: Model, layout: Layout, recipe: Recipe, target: Target, stage: 
     if layout.recompute:  # of the layer whose activations are computed again
         backward += max((plans.saved(kind) for kind in stage.layers), default=0.0)
     working = max(backward, logits(model, layout) if stage.last else 0.0)
-    adam = optimizer_bytes(model, layout, stage, ADAM)
+    adam = optimizer_bytes(parameters(model, layout, stage), layout, ADAM)
     if layout.graphs:
         temporary = max(working, adam)
     elif adam > saved + working:
@@ -89,19 +92,20 @@ def states(
     optimizer, 4 of the float32 weight and 8 of Adam's moments. The distributed optimizer spreads
     the last 12 over the data-parallel ranks. A recipe's own state beside weights is the
     optimizer's too (an average 4 bytes, Q-Ramping 8), and a layer reads a copy of an average, in 4
-    bytes. During a calibration of Q-Ramping the optimizer has 28 more.
+    bytes.
     """
-    count, copies = parameters(model, layout, stage).total, len(recipe.weight_states)
-    each = 4 + 8 + sum(dtype.itemsize for dtype in recipe.kept_dtypes.values())
-    if recipe.ramping is not None:
-        each += CALIBRATION_BYTES
-    optimizer = optimizer_bytes(model, layout, stage, each)
-    return 2.0 * count, 4.0 * count, optimizer + 4.0 * copies * count
+    held, own = parameters(model, layout, stage), linears(model, layout, stage)
+    kept = sum(dtype.itemsize for dtype in recipe.kept_dtypes.values())
+    optimizer = optimizer_bytes(held, layout, 4 + 8) + optimizer_bytes(own, layout, kept)
+    copies = 4.0 * len(recipe.weight_states) * own.total
+    return 2.0 * held.total, 4.0 * held.total, optimizer + copies
 
 
-def optimizer_bytes(model: Model, layout: Layout, stage: Stage, each: float) -> float:
-    """Bytes on a rank of what takes `each` bytes for a parameter that the rank updates."""
-    held = parameters(model, layout, stage)
+def optimizer_bytes(held: Parameters, layout: Layout, each: float) -> float:
+    """Bytes on a rank of what takes `each` bytes for a parameter that the rank updates.
+
+    held: the parameters on the rank.
+    """
     if not layout.sharded:
         return each * held.total
     return each * (held.dense / layout.dp + held.experts / layout.expert_dp)

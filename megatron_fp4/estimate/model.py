@@ -139,6 +139,17 @@ def layer_parameters(model: Model, has_experts: bool, tp: int, ep: int) -> Param
     return Parameters(dense, experts)
 
 
+def linear_parameters(model: Model, has_experts: bool, tp: int, ep: int) -> Parameters:
+    """The weights of one layer's linears on a rank, without biases."""
+    dense = experts = 0
+    for linear in model.linears(has_experts):
+        if linear.expert:
+            experts += linear.parameters * model.experts // ep
+        else:
+            dense += linear.parameters // tp
+    return Parameters(dense, experts)
+
+
 def norm_parameters(model: Model) -> int:
     """The parameters of one norm over the hidden size."""
     return model.norm_vectors * model.hidden

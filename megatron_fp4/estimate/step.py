@@ -78,8 +78,9 @@ def work_of(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> list[Stag
         micro.forward.sent += of_batch(model, layout)
         micro.backward.sent += of_pipeline(model, layout, stage)
         once = Amounts(micro.once)
-        once["parameter"] += parameters(model, layout, stage).total
-        once["parameter updated"] += optimizer_bytes(model, layout, stage, 1)
+        held = parameters(model, layout, stage)
+        once["parameter"] += held.total
+        once["parameter updated"] += optimizer_bytes(held, layout, 1)
         found.append(StageWork(stage, micro, once, of_step(model, layout, stage)))
     return found
 

@@ -69,6 +69,27 @@ def gather() -> None:
     ramping.gather_weights = nothing
 
 
+def calibrates() -> None:
+    """The steps of a calibration are Q-Ramping's, and change sums and counts."""
+    from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW
+
+    RampingAdamW._is_ramped = lambda self, weight: weight in self._ramped  # type: ignore[method-assign]
+
+
+def epoch() -> None:
+    """The steps of a calibration multiply the weights that were quantized before it."""
+    from megatron_fp4.mcore.model.run import Run
+
+    right = Run.calibrate
+
+    def calibrate(self: Any, number: int | None) -> None:
+        before = self.epoch
+        right(self, number)
+        self.epoch = before
+
+    Run.calibrate = calibrate  # type: ignore[method-assign]
+
+
 def place() -> None:
     """Where in the weight the rank's part begins."""
     from megatron_fp4.mcore.loop import ramping
@@ -99,7 +120,8 @@ def keep(owner: Callable[[Any], Any], names: tuple[str, ...]) -> None:
 FORGETS: dict[str, Callable[[], None]] = {
     forget.__name__: forget
     for forget in (
-        data, random_state, weights_and_moments, moments, rate, loss_scale, buffers, gather, place,
+        data, random_state, weights_and_moments, moments, rate, loss_scale, buffers, gather,
+        calibrates, epoch, place,
     )
 }  # fmt: skip
 

@@ -16,6 +16,8 @@ from testing.worlds.launch import OVERLAP, SCRIPTS, Result, result_of, spawn, ti
 
 HERE = Path(__file__).parent
 CALM, RAMPING = (f"--fp4-recipe {HERE / name}.yaml" for name in ("calm", "ramping"))
+UNTIED = "--untie-embeddings-and-output-weights"
+TIED = "tied"  # leaves UNTIED out
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 STEPS = f"{SMALL} --train-iters 8 --save-interval 4 {DROPOUT}"
 BIASED = f"{MOE} --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
@@ -25,6 +27,8 @@ VPP = f"{PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
 
 def launch(processes: int, flags: str, forgets: str = "nothing") -> Result:
     words = [forgets, *tiny_on_mock_data(*STEPS.split(), *shlex.split(flags))]
+    if TIED in words:
+        words = [word for word in words if word not in (TIED, UNTIED)]
     result = result_of(spawn(processes, SCRIPTS / "pretrain_forgetting.py", *words, timeout_s=120))
     assert result.status == 0, result.output[-4000:]
     return result
@@ -39,7 +43,8 @@ CASES = {
     "growing-batch": (1, "--bf16 --step-batch-size-schedule '0:2 640:4'"),
     "rerun": (1, "--bf16 --rerun-mode validate_results"),
     "experts": (1, f"--bf16 {BIASED}"),
-    "tied": (2, f"--bf16 {PP2} --use-distributed-optimizer"),
+    "tied": (2, f"--bf16 {PP2} --use-distributed-optimizer {TIED}"),
+    "skipped": (1, "--bf16 --iterations-to-skip 4"),
     "dp2": (2, "--bf16"),
     "dp2-overlapped": (2, f"--bf16 {' '.join(OVERLAP)}"),
     "dp2-overlapped-fp32": (2, " ".join(OVERLAP)),
@@ -49,7 +54,6 @@ CASES = {
     "ep2-sharded": (2, f"--bf16 {BIASED} {EP2} {SHARDED}"),
     "fp16-dp2-sharded": (2, f"{FP16} --use-distributed-optimizer"),
 }  # fmt: skip
-TIED = "--untie-embeddings-and-output-weights"
 
 
 @cache
@@ -99,11 +103,7 @@ FORGOTTEN = {
 }
 
 
-def slow(name: str) -> object:
-    return pytest.param(name, marks=pytest.mark.outside)
-
-
-@pytest.mark.parametrize("forgets", ["data", *map(slow, list(FORGOTTEN)[1:])])
+@pytest.mark.parametrize("forgets", ["data", *map(outside, list(FORGOTTEN)[1:])])
 def test_what_is_not_brought_back_is_noticed(forgets: str, tmp_path: Path) -> None:
     name = FORGOTTEN[forgets]
     processes, flags = CASES[name]
@@ -112,3 +112,21 @@ def test_what_is_not_brought_back_is_noticed(forgets: str, tmp_path: Path) -> No
     one, other = (weights(tmp_path / f / "iter_0000008") for f in ("without", "with"))
     assert found.losses[:3] == without.losses[:3]
     assert any(not torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("forgets", ["calibrates", "epoch"])
+def test_what_changes_periods_and_sums_is_noticed(forgets: str) -> None:
+    """AdamW's own step, and weights that are quantized anew, in a calibration."""
+    right, wrong = (launch(1, f"{RAMPING} --bf16", each) for each in ("nothing", forgets))
+    assert right.losses[:3] == wrong.losses[:3] and right.losses != wrong.losses
+
+
+@pytest.mark.outside
+def test_a_calibration_right_after_a_start_gathers_the_weights(tmp_path: Path) -> None:
+    """Megatron gathers none in the first iteration, even with --overlap-param-gather."""
+    flags = f"{RAMPING} {CASES['dp2-overlapped'][1]} --save {tmp_path} --save-interval 3"
+    whole = launch(2, flags)
+    going = f"{RAMPING} {CASES['dp2-overlapped'][1]} --load {tmp_path} --ckpt-step 3"
+    assert launch(2, going).losses == whole.losses[3:]
+    assert launch(2, going, "gather").losses != whole.losses[3:]

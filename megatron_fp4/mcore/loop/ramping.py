@@ -3,7 +3,7 @@
 Every so many steps a calibration runs some steps ahead with plain AdamW, on the data that comes
 next, and measures how far each weight and its quantized value move. Then it restores the state
 before them, and sets the periods at which `RampingAdamW` updates elements from then on.
-docs/notes/ramping.md has the reasons. T stands for megatron/training.
+docs/notes/ramping.md has the reasons. C stands for megatron/core, T for megatron/training.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 from megatron.core.transformer.module import MegatronModule
 from megatron.training import print_rank_0, training
 from torch import Tensor
@@ -73,8 +74,9 @@ class Calibrations:
         self._run, self._ramping = run, ramping
 
     def install(self) -> None:
-        """Hooks into T/training.py:train, which calls train_step for each step."""
-        training.train_step = self._calibrating(training.train_step)
+        """Hooks into T/training.py:train, which calls train_step for each step. Idempotent."""
+        if not hasattr(training.train_step, "__wrapped__"):
+            training.train_step = self._calibrating(training.train_step)
 
     def _calibrating(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
@@ -94,16 +96,25 @@ class Calibrations:
             if self._is_due():
                 device = "cpu" if self._run.args.fp4_offload_calibration else None
                 before = LoopState(model, optimizer, opt_param_scheduler, data_iterator, device)
-                exit = self._calibrate(step, model, optimizer, before, device)
-                if exit is not None:
-                    return exit
+                ended = self._calibrate(step, model, optimizer, before, device)
+                if ended is not None:
+                    return ended
             return step()
 
         return train_step
 
     def _is_due(self) -> bool:
-        args = self._run.args
-        return self._ramping.calibrates_before(args.curr_iteration, args.train_iters)
+        args, ramping = self._run.args, self._ramping
+        ramping.interval_in(args.train_iters)  # may raise: in the first step, not at the interval
+        # Megatron calls train_step for no iteration (from 1) of --iterations-to-skip.
+        first = args.curr_iteration
+        while first in args.iterations_to_skip:
+            first -= 1
+        steps = range(first, args.curr_iteration + 1)
+        if not any(ramping.calibrates_before(step, args.train_iters) for step in steps):
+            return False
+        # A step that failed is run again after a restart, and must be the first one then.
+        return get_rerun_state_machine().state == RerunState.NOT_RUNNING_YET
 
     def _calibrate(
         self,
@@ -118,18 +129,19 @@ class Calibrations:
         step: runs a training step. device: where movements are kept; None: where the weights are.
         Returns the result of a step after which Megatron wants to exit; else None.
         """
-        start, run, exit = time.perf_counter(), self._run, None
+        start, run, ended = time.perf_counter(), self._run, None
         inner = [part.optimizer for part in parts_of(optimizer)]
         ramped = run.weight_states.ramped
+        gather_weights(model)
         movements = [Movement.start(*_moved(kept, device)) for kept in ramped]
         for each in inner:
             each.calibrates = True
-        with _writing_nothing(run.args):
+        with _writing_nothing(run.args), _without_reruns():
             for number in range(self._ramping.calibration):
                 run.calibrate(number)
                 result = step()
                 if result[3]:  # should_exit
-                    exit = result
+                    ended = result
                     break
                 gather_weights(model)
                 for kept, movement in zip(ramped, movements, strict=True):
@@ -138,9 +150,9 @@ class Calibrations:
         before.restore()
         for each in inner:
             each.calibrates = False
-        if exit is None:
+        if ended is None:
             self._set_periods(ramped, movements, start)
-        return exit
+        return ended
 
     @torch.no_grad()
     def _set_periods(self, ramped: list[Kept], movements: list[Movement], start: float) -> None:
@@ -170,6 +182,23 @@ def _moved(kept: Kept, device: str | None) -> tuple[Tensor, Tensor]:
     quantized = kept.layer.quantized_weight().flatten()[kept.start : kept.end]
     weight = kept.main.detach().flatten()
     return weight.to(device or weight.device), quantized.to(device or quantized.device)
+
+
+@contextmanager
+def _without_reruns() -> Iterator[None]:
+    """Without the checks of C/rerun_state_machine.py.
+
+    After a NaN it would run a step of the calibration again, save a checkpoint in the middle of it,
+    or end the run. A loss of the calibration would count for what is usual.
+    """
+    machine = get_rerun_state_machine()
+    mode, machine.mode = machine.mode, RerunMode.DISABLED
+    machine.validate_result = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        machine.mode = mode
+        del machine.validate_result
 
 
 @contextmanager

@@ -65,15 +65,16 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
     plans = [layer.plan() for _, layer, _ in found if layer.fp4 is not None]
     held = max(_of_all_ranks(sum(map(held_bytes, plans))))
     states = max(_of_all_ranks(run.weight_states.bytes_of_copies))
-    ramped = max(_of_all_ranks(run.weight_states.ramped_elements))
+    everything = sum(weight.numel() for chunk in model for weight in chunk.parameters())
+    ramped = max(_of_all_ranks((run.weight_states.ramped_elements, everything)))
     if torch.distributed.get_rank() == 0:
         trains = not getattr(run.args, "skip_train", False)  # a model without a loop has none
-        steps = getattr(run.args, "train_iters", None) if trains else None
-        offloads = getattr(run.args, "fp4_offload_calibration", False)
         lines = (
             start_table.held(run.keeps_weights, held),
             start_table.states(run.recipes, states, trains),
-            start_table.calibrations(run.ramping, steps, ramped, offloads),
+            start_table.calibrations(run.ramping, run.args, *ramped)
+            if trains and run.ramping is not None
+            else "",
         )
         run.start_table = start_table.table(run.recipes, [*rows, *stock]) + "".join(lines)
         print(run.start_table, flush=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_fp4.arithmetic.ramping import CALIBRATION_BYTES, STATE_BYTES, Ramping
+from megatron_fp4.arithmetic.ramping import MOVEMENT_BYTES, SNAPSHOT_BYTES, STATE_BYTES, Ramping
 from megatron_fp4.description import describe
+from megatron_fp4.mcore.launch.refusals.weight_states import steps_of
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.sizes import token_tile
 from megatron_fp4.plan.words import gemm_words, notes
@@ -108,26 +110,27 @@ def states(recipes: Sequence[Recipe], size: int, trains: bool) -> str:
     )
 
 
-def calibrations(ramping: Ramping | None, steps: int | None, elements: int, offloads: bool) -> str:
-    """The line about Q-Ramping; "" without it.
+def calibrations(ramping: Ramping, args: Namespace, ramped: int, everything: int) -> str:
+    """The line about Q-Ramping. args: Megatron's.
 
-    steps: of the training; None if there is none. elements: of the weights with periods, on the
-    rank with most, before the distributed optimizer shards them. offloads: whether a calibration
-    keeps its copies on the host.
+    ramped, everything: the elements of the weights with periods, and of all weights, on the rank
+    with most, before the distributed optimizer shards them.
     """
-    if ramping is None or not steps:
-        return ""
-    number = ramping.calibrations_in(steps)
-    if not number:
-        return (
-            f"\n  Q-Ramping does nothing: {steps} steps end before a calibration after "
-            f"{ramping.interval_in(steps)}; give ramping_interval_share"
-        )
-    place = " on the host" if offloads else ""
+    kept, steps = _size(STATE_BYTES * ramped), steps_of(args)
+    size = _size(SNAPSHOT_BYTES * everything + MOVEMENT_BYTES * ramped)
+    number = ""
+    if steps is not None:
+        if not (found := ramping.calibrations_in(steps)):
+            return (
+                f"\n  Q-Ramping does nothing: {steps} steps end before a calibration after "
+                f"{ramping.interval_in(steps)}; give ramping_interval_share"
+            )
+        number = f"{found} "
+    place = " on the host" if args.fp4_offload_calibration else ""
     return (
-        f"\n  Q-Ramping: sums, counts and periods of {_size(STATE_BYTES * elements)} on a rank, as "
-        f"optimizer state, sharded like it; {number} calibrations of {ramping.calibration} steps, "
-        f"each with {_size(CALIBRATION_BYTES * elements)} more{place}, sharded too"
+        f"\n  Q-Ramping: sums, counts and periods of {kept} on a rank, as optimizer state, sharded "
+        f"like it; {number}calibrations of {ramping.calibration} steps, each with {size} "
+        f"more{place}, sharded too"
     )
 
 

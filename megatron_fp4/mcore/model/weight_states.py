@@ -181,6 +181,9 @@ class WeightStates:
 
     def _update(self, inner: torch.optim.Optimizer, *_: Any) -> None:
         """Updates this rank's parts of the states; torch calls it after each step of `inner`."""
+        if not any(kept.states for kept in self._all):
+            self._in_optimizers = True
+            return
         rates = {id(main): _rate(group) for group in inner.param_groups for main in group["params"]}
         for kept, name, state in self._parts(inner):
             assert kept.main is not None

@@ -11,6 +11,7 @@ C stands for megatron/core, T for megatron/training.
 
 import collections
 import contextlib
+import functools
 import logging
 import sys
 import types
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, autograd
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.runtime import gloo
@@ -224,3 +226,14 @@ def _patch_megatron() -> None:
     # T/initialize.py:set_jit_fusion_options warms up the compiled functions with ten calls of each
     # at full size. Here nothing is compiled.
     training.set_jit_fusion_options = lambda tp_size=None: None
+
+    # A loader draws a seed for its workers when it starts. On a GPU that does not change dropout,
+    # and a run that resumes, and so starts its loaders once more, repeats the dropout of the whole.
+    start = DataLoader.__iter__
+
+    @functools.wraps(start)
+    def __iter__(self: Any) -> Any:
+        with torch.random.fork_rng(devices=()):
+            return start(self)
+
+    DataLoader.__iter__ = __iter__  # type: ignore[method-assign]

@@ -47,8 +47,9 @@ def ramping(args: Namespace, recipes: Sequence[Recipe]) -> Iterator[str]:
             yield "--fp4-offload-calibration needs a recipe with ramping: leave it out"
         return
     first = ramped[0]
-    if args.train_iters and first.ramping is not None:
-        first.ramping.interval_in(args.train_iters)
+    steps = steps_of(args)
+    if steps and first.ramping is not None:
+        first.ramping.interval_in(steps)
     for other in recipes:
         if other.ramping not in (None, first.ramping):
             yield (
@@ -62,12 +63,21 @@ def ramping(args: Namespace, recipes: Sequence[Recipe]) -> Iterator[str]:
             )
     problems = {
         f"--optimizer {args.optimizer}": args.optimizer != "adam",
-        "--dataloader-type external": args.dataloader_type == "external",
-        "--hybrid-context-parallel": args.hybrid_context_parallel,
+        "--dataloader-type external": args.dataloader_type == "external",  # cannot be read twice
+        "--hybrid-context-parallel": args.hybrid_context_parallel,  # wraps the data in the loop
+        "--qk-clip": args.qk_clip,  # the model's weights are then not the main weights, rounded
+        "--enable-ft-package": args.enable_ft_package,  # a step may take no longer than others
     }
     for flags, is_there in problems.items():
         if is_there:
             yield (
-                f"recipe {first.name} calibrates its AdamW on data that it reads twice, which "
-                f"{flags} does not support: leave it out"
+                f"recipe {first.name} takes steps of AdamW ahead and undoes them, which {flags} "
+                "does not support: leave it out"
             )
+
+
+def steps_of(args: Namespace) -> int | None:
+    """The steps of the training; None if they are not known before Megatron has built it."""
+    if args.train_iters or not args.train_samples or args.step_batch_size_schedule:
+        return args.train_iters or None
+    return int(args.train_samples // args.global_batch_size) if args.global_batch_size else None
