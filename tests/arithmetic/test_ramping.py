@@ -256,15 +256,14 @@ def test_a_count_goes_on_under_another_period() -> None:
 
 def test_counts_fit_their_integers() -> None:
     """The largest count: one before an update under the longest period, then the next longest."""
-    of = fresh(1)
-    of.count.fill_(LONGEST - 1)
+    of, due = fresh(1), 2 * (LONGEST - 2)  # the first multiple above the count LONGEST - 1
     of.period.fill_(LONGEST - 2)
-    for n in range(LONGEST - 2):
-        assert of.count.item() == (LONGEST - 1 + n)
-        of.count.add_(1)  # without the rest of a step
-        if of.count.item() % of.period.item() == 0:
-            break
-    assert of.count.item() == 2 * (LONGEST - 2) <= torch.iinfo(torch.int16).max
+    of.count.fill_(due - 3)
+    counts = []
+    for n in range(3):
+        update(of, normal((1,), n), Adam(n + 1, 1e-2, BETAS, EPS, DECAY))
+        counts.append(of.count.item())
+    assert counts == [due - 2, due - 1, 0] and due <= torch.iinfo(torch.int16).max
 
 
 # --- periods and their measuring ------------------------------------------------------------------

@@ -42,6 +42,8 @@ def test_other_numerics_are_named_with_what_was_and_what_is(flags: str, differen
 
 
 EMA = "--fp4-recipe tetrajet-ema --seed 5"
+RAMPING = "--fp4-recipe tetrajet-ramping --seed 5"
+OF_FC1 = "--fp4-module-recipe *fc1=tetrajet"
 
 
 @pytest.mark.parametrize(
@@ -49,9 +51,17 @@ EMA = "--fp4-recipe tetrajet-ema --seed 5"
     [
         (WAS, EMA, "with tetrajet, this launch has tetrajet-ema: it goes on with averages of W"),
         (EMA, WAS, "with tetrajet-ema, this launch has tetrajet: it goes on without averages of W"),
+        (WAS, RAMPING, "this launch has tetrajet-ramping: it goes on with periods of W"),
+        (RAMPING, EMA, "this launch has tetrajet-ema: it goes on without periods of W"),
+        (RAMPING, EMA, "this launch has tetrajet-ema: it goes on with averages of W"),
+        (
+            f"{WAS} {OF_FC1}",
+            f"{WAS} {OF_FC1}-ramping",
+            "was *fc1=tetrajet and is *fc1=tetrajet-ramping: averages or periods of W come or go",
+        ),
     ],
 )
-def test_an_average_of_w_comes_and_goes_without_being_forced(
+def test_averages_and_periods_of_w_come_and_go_without_being_forced(
     was: str, flags: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compare(parse(*was.split()), parse(*flags.split()))

@@ -140,6 +140,14 @@ def test_a_mistake_is_told_once_in_one_line(flags: tuple[str, ...], remedy: str)
     assert not result.has_traceback
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_dropout_of_a_resumed_run_is_that_of_the_whole(processes: int, tmp_path: Path) -> None:
+    whole = train(processes, *DROPOUT, "--save", str(tmp_path), "--save-interval", "2")
+    rest = train(processes, *DROPOUT, "--load", str(tmp_path), "--ckpt-step", "2")
+    assert rest.losses == whole.losses[2:]
+
+
 def test_an_out_of_memory_error_is_one_line_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ test_calibrations.py shows that a calibration leaves everything else as it was.
 
 from __future__ import annotations
 
-import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.mcore.model.run import CALIBRATION
+from megatron_fp4.mcore.model.start_table import calibrations
 from testing.worlds.checkpoint_contents import weights
 from testing.worlds.checkpoints import (
     EP2,
@@ -26,7 +28,7 @@ from testing.worlds.checkpoints import (
     saving,
     told,
 )
-from testing.worlds.launch import OVERLAP, SCRIPTS, result_of, spawn, tiny_on_mock_data, train
+from testing.worlds.launch import OVERLAP, ROOT, SCRIPTS, result_of, spawn, tiny_on_mock_data, train
 
 HERE = Path(__file__).parent
 RAMPING, NEAREST = (f"--fp4-recipe {HERE / name}.yaml" for name in ("ramping", "ramping-nearest"))
@@ -292,10 +294,29 @@ def test_another_layout_goes_on_with_the_same_periods(name: str, tmp_path: Path)
 # --- what is said and refused ---------------------------------------------------------------------
 
 
-def test_the_start_table_has_its_memory(tmp_path: Path) -> None:
-    [result] = run_in_turn(1, {"run": f"{RAMPING} --train-iters 1"}, f"{SMALL} --bf16").values()
+def test_the_start_table_says_what_calibrations_take() -> None:
+    args = Namespace(train_iters=1000, train_samples=None, step_batch_size_schedule=None,
+                     global_batch_size=4, fp4_offload_calibration=False)  # fmt: skip
+    ramping, elements = Ramping(interval=100), (2**20, 3 * 2**20)
+    line = calibrations(ramping, args, *elements)
+    assert "sums, counts and periods of 8.0 MiB on a rank" in line
+    assert "9 calibrations of 30 steps, each with 52.0 MiB more, sharded" in line
+    args.train_iters, args.train_samples, args.fp4_offload_calibration = None, 2000, True
+    line = calibrations(ramping, args, *elements)
+    assert "4 calibrations of 30 steps, each with 52.0 MiB more on the host" in line
+    args.step_batch_size_schedule = "0:2 100:4"  # Megatron counts its steps later
+    assert "like it; calibrations of 30 steps" in calibrations(ramping, args, *elements)
+
+
+def test_a_training_without_a_calibration_says_so() -> None:
+    flags = f"{RAMPING} --train-samples 4 --lr-decay-samples 40"
+    sizes = f"{SMALL} --bf16"
+    words = [w for w in tiny_on_mock_data(*f"{flags} {sizes}".split())]
+    for name in ("--train-iters", "--lr-decay-iters"):
+        del words[words.index(name) : words.index(name) + 2]
+    result = result_of(spawn(1, ROOT / "pretrain_gpt.py", *words))
     assert "Q-Ramping does nothing: 1 steps end before a calibration after 3" in result.output
-    shutil.rmtree(tmp_path)
+    assert result.status == 0, result.output[-2000:]
 
 
 REFUSED = {

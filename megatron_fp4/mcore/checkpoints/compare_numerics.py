@@ -67,6 +67,11 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
             _tell(
                 "the checkpoint was trained with {}, this launch has {}: {}".format(*names, change)
             )
+    contents = [getattr(args, "fp4_module_contents", []) for args in (saved, launch)]
+    if contents[0] != contents[1] and not differing:
+        flags = (_said(args.fp4_module_recipe) for args in (saved, launch))
+        methods = " or ".join(_METHODS.values())
+        _tell("--fp4-module-recipe was {} and is {}: {} of W come or go".format(*flags, methods))
 
 
 def _compare_rows(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
@@ -88,14 +93,12 @@ def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[
     for name, flag in _FLAGS.items():
         found += _was_and_is(flag, getattr(saved, name, None), getattr(launch, name, None))
     # Shares of training are numbers of steps, which depend on the number of iterations.
-    if any(_has_shares(args) for args in (saved, launch)):
+    if all(_has_shares(args) for args in (saved, launch)):
         found += _was_and_is("--train-iters", saved.train_iters, launch.train_iters)
     # Compare the contents of the recipes, not their names: a file may have changed, and the same
     # recipe may be built in or in a file.
     old, new = (_fields(args.fp4_recipe_content) for args in (saved, launch))
-    for field in _METHODS:
-        if _has(old, field) != _has(new, field):
-            old, new = _without(old, field), _without(new, field)
+    old, new = _but_for_methods(old, new)
     for name, flag in _SCHEDULE.items():
         found += _was_and_is(flag, old.pop(name, None), new.pop(name, None))
     if changed := _changed(old, new):
@@ -108,12 +111,24 @@ def _module_differences(saved: argparse.Namespace, launch: argparse.Namespace) -
     if not hasattr(saved, "fp4_module_contents"):  # older checkpoints have only the flags' text
         return _was_and_is("--fp4-module-recipe", was, is_)
     then, now = (_modules(args) for args in (saved, launch))
-    if then == now:
+    globs = [[glob for glob, _ in each] for each in (then, now)]
+    pairs = [_but_for_methods(a, b) for (_, a), (_, b) in zip(then, now, strict=False)]
+    if globs[0] == globs[1] and all(a == b for a, b in pairs):
         return []
     # If the flags are equal, a recipe file has changed. The changed fields are named.
-    changed = "; ".join(_changed(a, b) for (_, a), (_, b) in zip(then, now, strict=False))
+    changed = "; ".join(_changed(a, b) for a, b in pairs)
     shown = f" ({changed})" if changed else ""
     return [f"--fp4-module-recipe was {_said(was)} and is {_said(is_)}{shown}"]
+
+
+def _but_for_methods(
+    old: dict[str, Any], new: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both recipes without the methods of _METHODS that one of them alone has."""
+    for field in _METHODS:
+        if _has(old, field) != _has(new, field):
+            old, new = _without(old, field), _without(new, field)
+    return old, new
 
 
 def _has(recipe: dict[str, Any], field: str) -> bool:

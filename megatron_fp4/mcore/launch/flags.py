@@ -102,8 +102,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--fp4-offload-calibration",
         action="store_true",
-        help="keep what a calibration of Q-Ramping copies and sums (28 bytes a parameter) in the "
-        "host's memory; slower, with the same results",
+        help="keep what a calibration of Q-Ramping copies and sums (12 to 28 bytes a parameter) in "
+        "the host's memory; slower, with the same results",
     )
     group.add_argument(
         "--fp4-metrics-interval",
