@@ -1,5 +1,7 @@
 """pretrain_gpt.py, after which each rank tells the bytes of its weights, gradients and optimizer.
 
+The averages that linears read count as the optimizer's.
+
 torchrun ... pretrain_counting_bytes.py FLAGS ...
 
 Prints a line "rank R has W bytes of weights, G of gradients, O of the optimizer".
@@ -32,13 +34,16 @@ def main() -> None:
     pretrain.main()
     chunks, optimizer = made
     parameters = [p for chunk in chunks for p in chunk.parameters()]
-    counts = size(parameters), size([p.main_grad for p in parameters]), optimizer_size(optimizer)
+    states = [m.fp4 for chunk in chunks for m in chunk.modules() if getattr(m, "fp4", None)]
+    copies = size([state.site.average for state in states if state.site.average is not None])
+    own = optimizer_size(optimizer) + copies
+    counts = size(parameters), size([p.main_grad for p in parameters]), own
     words = "rank {} has {} bytes of weights, {} of gradients, {} of the optimizer\n"
     os.write(1, words.format(os.environ["RANK"], *counts).encode())  # in one piece
 
 
 def optimizer_size(optimizer: Any) -> int:
-    """The bytes of float32 weights and of both moments, in all parts of Megatron's optimizer."""
+    """The bytes of float32 weights and of their state, in all parts of Megatron's optimizer."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     found: list[Tensor] = []
     for part in parts:

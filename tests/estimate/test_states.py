@@ -39,15 +39,20 @@ def stage_of(layout: Layout, rank: int) -> Stage:
     return stages(model_of(layout), layout)[rank // (layout.gpus // layout.pp)]
 
 
+CASES = [("tetrajet", name) for name in LAYOUTS]
+CASES += [(f"tetrajet-{method}", name) for method in ("ema", "ramping")
+          for name in ("tp2-sp", "dp2", "ep2")]  # fmt: skip
+
+
 @pytest.mark.outside
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_states_are_those_of_a_run(name: str) -> None:
+@pytest.mark.parametrize(("recipe_name", "name"), CASES)
+def test_states_are_those_of_a_run(recipe_name: str, name: str) -> None:
     layout = LAYOUTS[name]
-    model, recipe = model_of(layout), recipe_named("tetrajet")
+    model, recipe = model_of(layout), recipe_named(recipe_name)
     flags = " ".join(layout.flags(bool(model.experts))).split()
     words = [*flags, *FFN, *(EXPERT_FLAGS if model.experts else []), "--bf16", "--train-iters", "2"]
     script = SCRIPTS / "pretrain_counting_bytes.py"
-    done = spawn(layout.gpus, script, *tiny_on_mock_data(*words, "--fp4-recipe", "tetrajet"))
+    done = spawn(layout.gpus, script, *tiny_on_mock_data(*words, "--fp4-recipe", recipe_name))
     assert done.returncode == 0, done.stdout[-4000:]
     measured = {int(rank): list(map(int, rest)) for rank, *rest in LINE.findall(done.stdout)}
     assert sorted(measured) == list(range(layout.gpus))
