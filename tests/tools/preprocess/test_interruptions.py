@@ -101,8 +101,10 @@ def test_workers_end_with_their_process(
     time.sleep(0.3)  # the workers sleep in the middle of a block
     assert len(pids) == 2
     os.kill(process.pid, number)
-    process.join()
-    assert process.exitcode == status
+    process.join(20)
+    ended_with = process.exitcode
+    process.kill()
+    assert ended_with == status
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "a worker lives on"
         time.sleep(0.05)
