@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fp4.mcore.data.corpus import parts, preparing, workers
+from megatron_fp4.mcore.data.corpus import parts, preparing
 from megatron_fp4.mcore.data.preprocess import main
 from testing.builders.corpus import (
     megatrons_dataset,
@@ -101,8 +101,10 @@ def test_workers_end_with_their_process(
     time.sleep(0.3)  # the workers sleep in the middle of a block
     assert len(pids) == 2
     os.kill(process.pid, number)
-    process.join()
-    assert process.exitcode == status
+    process.join(20)
+    ended_with = process.exitcode
+    process.kill()
+    assert ended_with == status
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "a worker lives on"
         time.sleep(0.05)
@@ -244,7 +246,7 @@ def test_two_processes_do_not_write_to_one_folder(
         tmp_path / "data",
     )
     with monkeypatch.context() as patch:
-        patch.setattr(workers, "_encode", lambda block: time.sleep(60))
+        patch.setattr("megatron_fp4.mcore.data.corpus.encoding.write", lambda *_: time.sleep(60))
         process = start(*command)
         while not (tmp_path / "data" / ".parts" / "job.json").exists():
             time.sleep(0.02)

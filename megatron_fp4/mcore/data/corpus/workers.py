@@ -1,14 +1,21 @@
-"""Worker processes that tokenize blocks, several at a time and in their order."""
+"""Worker processes that tokenize blocks, several at a time and in their order.
+
+Each worker has a pipe of its own, and the main process has no thread besides. So a worker that is
+killed leaves no lock behind that another process or thread waits for, and nor does a
+KeyboardInterrupt of the main process.
+"""
 
 import multiprocessing
 import os
 import signal
 import threading
+import traceback
 from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 
 from megatron_fp4.mcore.data.corpus.blocks import Block
 from megatron_fp4.mcore.data.corpus.encoding import Encoder
@@ -16,54 +23,146 @@ from megatron_fp4.mcore.data.corpus.parts import Header
 from megatron_fp4.mcore.data.errors import DataError
 
 _BLOCKS_PER_WORKER = 2  # read ahead, so that no worker waits; this bounds the memory of all blocks
-_encoder: Encoder  # of a worker process
 
 
 def encoded(blocks: Iterator[Block], encoder: Encoder, workers: int) -> Generator[Header]:
     """The headers of the parts that `workers` processes write for `blocks`, in their order.
 
     Raises what Encoder.encode raises for the first block that fails, and DataError if a worker is
-    killed.
+    killed. No worker outlives the generator. It has to run in the main thread.
     """
-    waiting: deque[Future[Header]] = deque()
-    with _pool(encoder, workers) as pool:
+    with _workers(encoder, workers) as idle:
+        tasks = _Tasks(idle)
         for block in blocks:
-            waiting.append(pool.submit(_encode, block))
-            if len(waiting) >= _BLOCKS_PER_WORKER * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            tasks.add(block)
+            if len(tasks) >= _BLOCKS_PER_WORKER * workers:
+                yield tasks.next()
+        while tasks:
+            yield tasks.next()
+
+
+@dataclass
+class _Task:
+    """A block, until a worker has it, and later its header or what encoding it raised."""
+
+    block: Block | None
+    result: Header | Exception | None = None
+
+
+class _Tasks:
+    """Blocks whose headers have not been taken yet. idle: the pipes of the workers."""
+
+    def __init__(self, idle: list[Connection]) -> None:
+        self._idle, self._busy = idle, dict[Connection, _Task]()
+        self._all, self._waiting = deque[_Task](), deque[_Task]()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, block: Block) -> None:
+        """Adds a block, and gives blocks to workers that are idle, without waiting for others."""
+        task = _Task(block)
+        self._all.append(task)
+        self._waiting.append(task)
+        self._collect(timeout=0)
+        self._give()
+
+    def next(self) -> Header:
+        """The header of the first block, which is waited for and dropped, or what it raised."""
+        while (result := self._all[0].result) is None:
+            self._collect(timeout=None)
+            self._give()
+        self._all.popleft()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _collect(self, timeout: float | None) -> None:
+        for pipe in wait(list(self._busy), timeout):
+            assert isinstance(pipe, Connection)
+            with _worker_lives():
+                result = pipe.recv()
+            self._busy.pop(pipe).result = result
+            self._idle.append(pipe)
+
+    def _give(self) -> None:
+        while self._idle and self._waiting:
+            pipe, task = self._idle.pop(), self._waiting.popleft()
+            with _worker_lives():
+                pipe.send(task.block)  # waits only for the worker, which is about to receive it
+            task.block = None
+            self._busy[pipe] = task
 
 
 @contextmanager
-def _pool(encoder: Encoder, workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Workers, which are ended at once if the context ends by an exception.
+def _worker_lives() -> Iterator[None]:
+    """A context that uses the pipe of a worker. Raises DataError if the worker has ended."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise DataError(
+            "a worker was killed, perhaps since memory ran out: give the same command with fewer "
+            "--workers, and it goes on"
+        ) from error
+
+
+@contextmanager
+def _workers(encoder: Encoder, count: int) -> Iterator[list[Connection]]:
+    """The pipes of `count` workers, which are killed at the end of the context.
 
     They are forked, so that they share the memory of the tokenizer.
     """
-    others = set(multiprocessing.active_children())
-    fork = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(workers, fork, initializer=_start, initargs=(encoder,))
+    processes: list[ForkProcess] = []
+    pipes = []
     try:
-        yield pool
-    except BaseException as error:
-        for process in set(multiprocessing.active_children()) - others:
-            process.terminate()
-        if isinstance(error, BrokenProcessPool):
-            raise DataError(
-                "a worker was killed, perhaps since memory ran out: give the same command with "
-                "fewer --workers, and it goes on"
-            ) from error
-        raise
+        with _interrupt_later():
+            for _ in range(count):
+                here, there = multiprocessing.Pipe()
+                # A daemon, so that it is ended at exit whatever happens here.
+                process = ForkProcess(target=_work, args=(there, encoder), daemon=True)
+                process.start()
+                there.close()  # so that only the worker has it, and its end is the pipe's end
+                processes.append(process)
+                pipes.append(here)
+        yield pipes
     finally:
-        pool.shutdown(cancel_futures=True)
+        with _interrupt_later():
+            for process in processes:
+                process.kill()  # it has nothing to lose: an unfinished part is written anew
+            for process in processes:
+                process.join()
+        for pipe in pipes:
+            pipe.close()
 
 
-def _start(encoder: Encoder) -> None:
-    global _encoder
-    _encoder = encoder
+@contextmanager
+def _interrupt_later() -> Iterator[None]:
+    """A context at whose end a KeyboardInterrupt is raised if SIGINT came meanwhile.
+
+    Within fork() it would be lost, since Python ignores what is raised in callbacks of fork().
+    """
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
+
+
+def _work(pipe: Connection, encoder: Encoder) -> None:
+    """Encodes the blocks that come, until this process is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        block = pipe.recv()
+        try:
+            result: Header | Exception = encoder.encode(block)
+        except Exception as error:
+            error.add_note(f"In a worker:\n{traceback.format_exc()}")
+            result = error
+        pipe.send(result)
 
 
 def _end_with_parent() -> None:
@@ -72,7 +171,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _encode(block: Block) -> Header:
-    return _encoder.encode(block)
