@@ -1,5 +1,7 @@
 """Tokenizers and small blocks for the tests of preprocessing."""
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,3 +30,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "SMALLEST_BLOCK", 2000)
     monkeypatch.setattr(preparing, "LARGEST_BLOCK", 2000)
     monkeypatch.setattr(blocks, "_READ_BYTES", 500)
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Python's handler of SIGINT, which a shell ignores in commands that it runs in background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

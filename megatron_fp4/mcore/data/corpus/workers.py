@@ -43,10 +43,11 @@ def encoded(blocks: Iterator[Block], encoder: Encoder, workers: int) -> Generato
 
 @dataclass
 class _Task:
-    """A block, until a worker has it, and later its header or what encoding it raised."""
+    """A block, until a worker has it. When it is done, its header or what encoding it raised."""
 
     block: Block | None
     result: Header | Exception | None = None
+    is_done: bool = False
 
 
 class _Tasks:
@@ -69,12 +70,13 @@ class _Tasks:
 
     def next(self) -> Header:
         """The header of the first block, which is waited for and dropped, or what it raised."""
-        while (result := self._all[0].result) is None:
+        while not self._all[0].is_done:
             self._collect(timeout=None)
             self._give()
-        self._all.popleft()
+        result = self._all.popleft().result
         if isinstance(result, Exception):
             raise result
+        assert result is not None
         return result
 
     def _collect(self, timeout: float | None) -> None:
@@ -82,7 +84,8 @@ class _Tasks:
             assert isinstance(pipe, Connection)
             with _worker_lives():
                 result = pipe.recv()
-            self._busy.pop(pipe).result = result
+            task = self._busy.pop(pipe)
+            task.result, task.is_done = result, True
             self._idle.append(pipe)
 
     def _give(self) -> None:
