@@ -158,10 +158,12 @@ def shown(command: list[str]) -> str:
 
 @dataclass
 class Log:
-    """What was read of Megatron's log so far.
+    """The figures in the lines of a training log of Megatron's, as far as it was read.
 
-    train, held_out: (step, loss) of each report. grad_norms: (step, norm). step, steps: the last
-    step that was reported, and the number of steps. milliseconds: the time of a step.
+    train, held_out: (step, loss) of each line about training and about the held-out text.
+    grad_norms: (step, norm of the gradient) of each line about training.
+    step, steps: the latest step that has a line, and the number of steps of the training.
+    milliseconds: the time of that step.
     """
 
     train: list[tuple[int, float]] = field(default_factory=list)

@@ -118,7 +118,10 @@ def curves(paths: list[Path]) -> dict[str, Any]:
 
 
 def averaged(path: Path) -> Metrics:
-    """The metrics of a metrics.jsonl. Histograms are left out."""
+    """For each metric in a run's metrics.jsonl, (step, mean over the linears) of each report.
+
+    Numbers that are not finite do not count. Histograms are left out.
+    """
     found: Metrics = {}
     for (group, metric), points in reading.read(path).maps.items():
         # What a resumed run wrote again replaces what was there.

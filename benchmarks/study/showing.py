@@ -47,7 +47,10 @@ def section(matrix: Matrix, rows: list[Row]) -> str:
 
 
 def into(page: str, name: str, section: str) -> str:
-    """The page with the section between the markers of the matrix. Raises StudyError."""
+    """The text `page`, with `section` in place of what is between the two marker lines of a matrix.
+
+    name: of the matrix. Raises StudyError if the page has no such lines.
+    """
     start, end = f"<!-- study: {name} -->", f"<!-- end of study: {name} -->"
     pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
     if not pattern.search(page):

@@ -20,10 +20,10 @@ FACTOR = 2.0
 
 
 class Watched(NamedTuple):
-    """A rate that has a band.
+    """A rate of which early warnings tell: when, and in which words.
 
-    words: the elements that it counts. least: rises up to this are never told of. advice: what to
-    try; {layer} is the name of the linear.
+    words: what elements it is the rate of. least: a warning needs a rise by more than this above
+    the median. advice: what the user may try; {layer} stands for the linear's name.
     """
 
     words: str

@@ -6,13 +6,12 @@ E8M0 scales, rounded to nearest. arXiv 2502.20853, section 4.2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipes.method import Method
 
 # The fields of WeightAverage by the option that sets them. The authors' code begins to round
 # towards the average after 10 updates.
@@ -23,7 +22,6 @@ OPTIONS = {
     "ema_warmup": "warmup",
     "ema_delay": "delay",
 }
-FIELDS = WeightAverage
 DEFAULT = WeightAverage(delay=10)
 
 
@@ -44,22 +42,11 @@ def averaging(recipe: Recipe, average: WeightAverage) -> Recipe:
     return replace(recipe, name=name, fprop=fprop, weight_average=average)
 
 
-def with_options(recipe: Recipe, options: Mapping[str, Any]) -> Recipe:
-    """`recipe` with the options of OPTIONS, which change the average that it has, or give it one.
-
-    options: already of the types of WeightAverage's fields. Raises ConfigError for a value out of
-    range, and as `averaging`.
-    """
-    if not options:
-        return recipe
-    if options.get("ema_beta") is not None and options.get("ema_share") is not None:
-        raise ConfigError(
-            f"recipe {recipe.name!r}: ema_beta or ema_share sets the window: give one"
-        )
-    fields = {OPTIONS[name]: value for name, value in options.items()}
-    if options.get("ema_beta") is not None:
-        fields["half_life"] = None
-    try:
-        return averaging(recipe, replace(recipe.weight_average or DEFAULT, **fields))
-    except ConfigError as error:
-        raise ConfigError(f"recipe {recipe.name!r}: {error}") from error
+METHOD = Method(
+    field="weight_average",
+    default=DEFAULT,
+    options=OPTIONS,
+    applied=averaging,
+    either=("ema_beta", "ema_share"),
+    contradiction="ema_beta or ema_share sets the window: give one",
+)

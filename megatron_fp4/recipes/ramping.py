@@ -6,13 +6,11 @@ with E8M0 scales, rounded to nearest. arXiv 2502.20853, section 4.3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megatron_fp4.arithmetic.ramping import Ramping
-from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipes.method import Method
 
 # The fields of Ramping by the option that sets them.
 OPTIONS = {
@@ -23,7 +21,6 @@ OPTIONS = {
     "ramping_calibration": "calibration",
     "ramping_most": "most",
 }
-FIELDS = Ramping
 DEFAULT = Ramping()
 
 
@@ -36,21 +33,11 @@ def ramping(recipe: Recipe, periods: Ramping) -> Recipe:
     return replace(recipe, name=name, ramping=periods)
 
 
-def with_options(recipe: Recipe, options: Mapping[str, Any]) -> Recipe:
-    """`recipe` with the options of OPTIONS, which change the periods that it has, or give it some.
-
-    options: already of the types of Ramping's fields. Raises ConfigError for a value out of range,
-    and as `ramping`.
-    """
-    if not options:
-        return recipe
-    intervals = ("ramping_interval", "ramping_interval_share")
-    if all(options.get(name) is not None for name in intervals):
-        raise ConfigError(f"recipe {recipe.name!r}: give one of {' and '.join(intervals)}")
-    fields = {OPTIONS[name]: value for name, value in options.items()}
-    if options.get("ramping_interval") is not None:
-        fields["interval_share"] = None
-    try:
-        return ramping(recipe, replace(recipe.ramping or DEFAULT, **fields))
-    except ConfigError as error:
-        raise ConfigError(f"recipe {recipe.name!r}: {error}") from error
+METHOD = Method(
+    field="ramping",
+    default=DEFAULT,
+    options=OPTIONS,
+    applied=ramping,
+    either=("ramping_interval", "ramping_interval_share"),
+    contradiction="give one of ramping_interval and ramping_interval_share",
+)

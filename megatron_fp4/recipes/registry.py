@@ -9,17 +9,15 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import averaging, ramping
+from megatron_fp4.recipes.method import Method
 
 SUFFIXES = (".yaml", ".yml")  # of recipe files
-# Methods that are options of any recipe. Each module has OPTIONS, the type FIELDS of what they
-# set, and with_options.
-_METHODS = (averaging, ramping)
+_METHODS = (averaging.METHOD, ramping.METHOD)
 _FACTORIES: dict[str, Callable[..., Recipe]] = {}
 
 
@@ -59,20 +57,20 @@ def get_recipe(name: str, **options: Any) -> Recipe:
     """
     if not isinstance(name, str):
         raise ConfigError(f"a recipe goes by a name, not by {name!r}")
-    given = {method: _taken(method, name, options) for method in _METHODS}
+    given = [(method, _taken(method, name, options)) for method in _METHODS]
     recipe = _found(name, options)
-    for method, chosen in given.items():
+    for method, chosen in given:
         recipe = method.with_options(recipe, chosen)
     return _shared(recipe)
 
 
-def _taken(method: ModuleType, name: str, options: dict[str, Any]) -> dict[str, Any]:
+def _taken(method: Method, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options of `method`, converted to their types, and taken out of `options`."""
-    hints = get_type_hints(method.FIELDS)
-    given = [option for option in options if option in method.OPTIONS]
+    hints = get_type_hints(type(method.default))
+    given = [option for option in options if option in method.options]
     try:
         return {
-            option: typed(options.pop(option), hints[method.OPTIONS[option]], option)
+            option: typed(options.pop(option), hints[method.options[option]], option)
             for option in given
         }
     except ConfigError as error:
@@ -130,7 +128,7 @@ def call_with_options(
         known, hints = inspect.signature(factory).parameters, get_type_hints(factory)
         unknown = [key for key in options if key not in known]
         if unknown:
-            listed = ", ".join([*known, *(option for m in _METHODS for option in m.OPTIONS)])
+            listed = ", ".join([*known, *(option for m in _METHODS for option in m.options)])
             raise ConfigError(f"no option {unknown[0]!r}; its options: {listed}")
         return factory(**{key: typed(value, hints.get(key), key) for key, value in options.items()})
     except ConfigError as error:

@@ -6,58 +6,15 @@ quantized in the forward pass. The straight-through gradient is then that of the
 forward pass computed. Q3 and Q5 quantize dY, for dgrad and wgrad.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from functools import wraps
+from typing import Any, Literal
 
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from megatron_fp4.recipes import averaging, ramping
 from megatron_fp4.recipes.registry import register
-
-
-@register("tetrajet-ema")
-def tetrajet_ema(
-    *,
-    rule: Literal["ceil", "floor"] = "ceil",
-    backward_rounding: Literal["stochastic", "nearest"] = "stochastic",
-    double_quantization: bool = True,
-    bias_gradient: Literal["quantized", "raw"] = "quantized",
-) -> Recipe:
-    """TetraJet with Q-EMA, arXiv 2502.20853, section 4.2: Q2 rounds W towards its moving average.
-
-    The options are those of `tetrajet`; `averaging.OPTIONS` sets the average.
-    """
-    found = tetrajet(
-        rule=rule,
-        backward_rounding=backward_rounding,
-        double_quantization=double_quantization,
-        bias_gradient=bias_gradient,
-    )
-    paper = "arXiv 2502.20853, sections 3 and 4.2"
-    return replace(averaging.averaging(found, averaging.DEFAULT), paper=paper)
-
-
-@register("tetrajet-ramping")
-def tetrajet_ramping(
-    *,
-    rule: Literal["ceil", "floor"] = "ceil",
-    backward_rounding: Literal["stochastic", "nearest"] = "stochastic",
-    double_quantization: bool = True,
-    bias_gradient: Literal["quantized", "raw"] = "quantized",
-) -> Recipe:
-    """TetraJet with Q-Ramping, arXiv 2502.20853, section 4.3: AdamW updates elements of W whose
-    codes oscillate less often, by more at once.
-
-    The options are those of `tetrajet`; `ramping.OPTIONS` sets the periods.
-    """
-    found = tetrajet(
-        rule=rule,
-        backward_rounding=backward_rounding,
-        double_quantization=double_quantization,
-        bias_gradient=bias_gradient,
-    )
-    paper = "arXiv 2502.20853, sections 3 and 4.3"
-    return replace(ramping.ramping(found, ramping.DEFAULT), paper=paper)
 
 
 @register("tetrajet")
@@ -86,3 +43,31 @@ def tetrajet(
         backward="forward" if double_quantization else "raw",
         bias_gradient=bias_gradient,
     )
+
+
+def _variant(function: Callable[..., Recipe]) -> Callable[..., Recipe]:
+    """A decorator: the function has the options of `tetrajet`, by name and type."""
+    return wraps(tetrajet, assigned=("__annotations__",))(function)
+
+
+@register("tetrajet-ema")
+@_variant
+def tetrajet_ema(**options: Any) -> Recipe:
+    """TetraJet with Q-EMA, arXiv 2502.20853, section 4.2: Q2 rounds W towards its moving average.
+
+    options: those of `tetrajet`; `averaging.OPTIONS` sets the average.
+    """
+    found = averaging.averaging(tetrajet(**options), averaging.DEFAULT)
+    return replace(found, paper="arXiv 2502.20853, sections 3 and 4.2")
+
+
+@register("tetrajet-ramping")
+@_variant
+def tetrajet_ramping(**options: Any) -> Recipe:
+    """TetraJet with Q-Ramping, arXiv 2502.20853, section 4.3: AdamW updates elements of W whose
+    codes oscillate less often, by more at once.
+
+    options: those of `tetrajet`; `ramping.OPTIONS` sets the periods.
+    """
+    found = ramping.ramping(tetrajet(**options), ramping.DEFAULT)
+    return replace(found, paper="arXiv 2502.20853, sections 3 and 4.3")

@@ -123,7 +123,10 @@ def on_skipped_steps() -> None:
 
 
 def unread() -> None:
-    """Linears read the average as it was when training began."""
+    """Forward passes round W towards the average as it was when training began.
+
+    The optimizer goes on updating the average, but the linears never get a newer one.
+    """
     from megatron_fp4.mcore.model.weight_states import WeightStates
 
     gather = WeightStates.gather

@@ -69,7 +69,11 @@ def averages(path: Path) -> dict[str, Tensor]:
 
 
 def main_weights(path: Path) -> dict[str, Tensor]:
-    """The FP32 weights of a checkpoint whose optimizer state is laid out like the model."""
+    """The FP32 weights that the optimizer updates, by name.
+
+    path: of a checkpoint whose optimizer state has the model's names. In FP32 these are the model's
+    own weights.
+    """
     found = contents(path)
     for prefix in ("optimizer.state.fp32_param.", "optimizer.state.param."):
         if mains := {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -22,13 +22,12 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.ramping_adamw import Snapshot
 from megatron_fp4.mcore.loop.recording import recordings
+from megatron_fp4.mcore.model.optimizers import parts_of
 
 
-def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that `optimizer` consists of and that have parameters on this rank."""
-    chained = isinstance(optimizer, ChainedOptimizer)
-    each = optimizer.chained_optimizers if chained else [optimizer]
-    return [one for one in each if not one.is_stub_optimizer]
+def stepping_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The parts of `optimizer` that have parameters on this rank, and so a torch optimizer."""
+    return [part for part in parts_of(optimizer) if not part.is_stub_optimizer]
 
 
 class LoopState:
@@ -50,7 +49,7 @@ class LoopState:
         """data: what Megatron passes to train_step as data_iterator. device: where the copies of
         weights and optimizer state are; None: beside what they are copies of."""
         self._model, self._scheduler = model, scheduler
-        self._parts = parts_of(optimizer)
+        self._parts = stepping_parts(optimizer)
         self._snapshots = [Snapshot(part.optimizer, device) for part in self._parts]
         scalers = [getattr(part, "grad_scaler", None) for part in self._parts]
         self._scales = [(each, each.state_dict()) for each in scalers if each is not None]
@@ -84,7 +83,10 @@ class LoopState:
         self._scheduler.step(0)  # sets the rates of the groups
         get_rerun_state_machine().current_iteration = self._iteration
         for key, values in _logged():
-            values.copy_(self._logged[key]) if key in self._logged else values.zero_()
+            if key in self._logged:
+                values.copy_(self._logged[key])
+            else:
+                values.zero_()
         for recording in self._recordings:
             recording.rewind()
 

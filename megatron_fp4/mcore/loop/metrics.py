@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 from megatron.training import training
 from torch import Tensor
@@ -39,6 +39,7 @@ from megatron_fp4.mcore.loop.metrics_shares import (
     sampled_rows,
 )
 from megatron_fp4.mcore.model.attach import Fp4Layer
+from megatron_fp4.mcore.model.optimizers import parts_of
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.metrics import gradients, operands, weights
 from megatron_fp4.metrics.records import PLACES, Record, layer_records
@@ -108,9 +109,7 @@ class Metrics:
 
     def follow_optimizer(self, optimizer: MegatronOptimizer) -> None:
         """Reads the gradients before each step of the optimizer that is reported."""
-        chained = isinstance(optimizer, ChainedOptimizer)
-        parts = optimizer.chained_optimizers if chained else [optimizer]
-        upstream = optimizer.step
+        parts, upstream = parts_of(optimizer), optimizer.step
 
         @functools.wraps(upstream)
         def step(*args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ from megatron_fp4.arithmetic.ramping import Movement, Ramping, update
 from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW, Update
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints.optimizer_compat import init_state
-from megatron_fp4.mcore.loop.loop_state import LoopState, gather_weights, parts_of
+from megatron_fp4.mcore.loop.loop_state import LoopState, gather_weights, stepping_parts
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.weight_states import Kept
 
@@ -48,7 +48,7 @@ def replace_optimizers(optimizer: MegatronOptimizer) -> None:
     installed. Megatron looks it up at each use. Raises ConfigError for Adam without decoupled
     weight decay.
     """
-    for part in parts_of(optimizer):
+    for part in stepping_parts(optimizer):
         if not part.config.decoupled_weight_decay:
             raise ConfigError(
                 "Q-Ramping updates weights by AdamW: set decoupled_weight_decay of the optimizer's "
@@ -130,7 +130,7 @@ class Calibrations:
         Returns the result of a step after which Megatron wants to exit; else None.
         """
         start, run, ended = time.perf_counter(), self._run, None
-        inner = [part.optimizer for part in parts_of(optimizer)]
+        inner = [part.optimizer for part in stepping_parts(optimizer)]
         ramped = run.weight_states.ramped
         gather_weights(model)
         movements = [Movement.start(*_moved(kept, device)) for kept in ramped]

@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch import distributed as dist
 
 from megatron_fp4.arithmetic.ramping import STATES
 from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW
 from megatron_fp4.arithmetic.weight_states import Blend, OptimizerStep, WeightState, blend, key_of
+from megatron_fp4.mcore.model.optimizers import parts_of
 from megatron_fp4.recipe import Recipe
 
 
@@ -132,9 +133,7 @@ class WeightStates:
         Megatron's, from which updates read the current step.
         """
         self._args = args
-        chained = isinstance(optimizer, ChainedOptimizer)
-        optimizers = optimizer.chained_optimizers if chained else [optimizer]
-        for each in optimizers:
+        for each in parts_of(optimizer):
             if isinstance(each, DistributedOptimizer):
                 self._own_parts(each)
             elif not each.is_stub_optimizer:

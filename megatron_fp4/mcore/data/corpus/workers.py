@@ -51,7 +51,10 @@ class _Task:
 
 
 class _Tasks:
-    """Blocks whose headers have not been taken yet. idle: the pipes of the workers."""
+    """The blocks that are waiting for a worker, are being encoded, or are done, in their order.
+
+    `next` takes the header of the first one out. idle: a pipe to each worker, all without a block.
+    """
 
     def __init__(self, idle: list[Connection]) -> None:
         self._idle, self._busy = idle, dict[Connection, _Task]()
