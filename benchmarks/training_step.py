@@ -58,14 +58,33 @@ def measure(
     name: of the row. flags: Megatron's. gpus: the GPUs to run on, as in CUDA_VISIBLE_DEVICES.
     Raises RuntimeError with the last output of a failed run.
     """
+    output, found = launched(name, flags, processes, gpus)
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
+    return {"name": name, "ms": statistics.median(timed(output)), "losses": losses, "ranks": found}
+
+
+def timed(output: str) -> list[float]:
+    """The milliseconds of the steps that are timed, from Megatron's log."""
+    told = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)
+    return [float(ms) for ms in told[WARM + 1 : -1]]
+
+
+def launched(
+    name: str,
+    flags: list[str],
+    processes: int = 1,
+    gpus: str | None = None,
+    steps: int = STEPS,
+) -> tuple[str, list[dict[str, Any]]]:
+    """Megatron's output, and what training_step_worker.py found on each rank; see `measure`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(processes), "-m", "benchmarks.training_step_worker"]
-    command += [*MODEL, "--train-iters", str(STEPS), *flags]
+    command += [*MODEL, "--train-iters", str(steps), *flags]
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "FOUND": folder}
         # pretrain.py sets it too, but only after the worker has initialized CUDA.
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        environment |= {"PROFILED_STEP": str(WARM), "COUNTED_STEP": str(STEPS - 1)}
+        environment |= {"PROFILED_STEP": str(WARM), "COUNTED_STEP": str(steps - 1)}
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpus
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -74,10 +93,7 @@ def measure(
             own = [line for line in said if line.startswith(("[rank", "megatron-fp4: error"))]
             raise RuntimeError("\n".join([f"{name} failed:", *(own or said)[-30:]]))
         found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(processes)]
-    told = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", done.stdout)
-    taken = [float(ms) for ms in told[WARM + 1 : -1]]
-    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
-    return {"name": name, "ms": statistics.median(taken), "losses": losses, "ranks": found}
+    return done.stdout, found
 
 
 def asked(name: str) -> list[str]:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,9 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains what is left of the matrix; the exit status."""
     began = time.monotonic()
     found = matrix.read(args.matrix)
-    work = Path(os.path.abspath(args.work))  # launches run in the repository's root
-    data = work / f"text-{found.text.megabytes:g}-{found.text.vocabulary}"
-    described = text.described(text.prepare(found.text, data))
+    work, data, described = prepared(found, args.work)
     deadline = None if args.minutes is None else began + 60 * args.minutes
     session = running.Session(
         args.results or default_results(found), work, data, stamp(args.commit), described, deadline
@@ -42,6 +41,19 @@ def run(args: argparse.Namespace) -> int:
         print(f"study: {len(failures)} of {total} runs failed: {running.told(failures[0])}")
         return 1
     return UNFINISHED if left else 0
+
+
+def prepare(args: argparse.Namespace) -> int:
+    """Prepares the text of the matrix alone, where it is not there yet; `run` does it too."""
+    prepared(matrix.read(args.matrix), args.work)
+    return 0
+
+
+def prepared(found: matrix.Matrix, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
+    """(the absolute path of `folder`, that of the text in it, what results record of the text)."""
+    work = Path(os.path.abspath(folder))  # launches run in the repository's root
+    data = work / f"text-{found.text.megabytes:g}-{found.text.vocabulary}"
+    return work, data, text.described(text.prepare(found.text, data))
 
 
 def show(args: argparse.Namespace) -> int:
@@ -62,15 +74,18 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks.study", description=(__doc__ or "").partition("\n")[0]
     )
     commands = parser.add_subparsers(required=True)
-    for function in (run, show):
+    for function in (prepare, run, show):
         command = commands.add_parser(function.__name__, help=(function.__doc__ or "").strip())
         command.set_defaults(function=function)
         command.add_argument("matrix", help=f"{', '.join(matrix.names())}, or a YAML file")
-        command.add_argument("--results", type=Path, help="the result file (JSON lines)")
-    training, tables = (commands.choices[name].add_argument for name in ("run", "show"))
+    making, training, tables = (command.add_argument for command in commands.choices.values())
+    for add in (training, tables):
+        add("--results", type=Path, help="the result file (JSON lines)")
     training("--minutes", type=float, help="end after so long; runs go on in the next call")
-    training("--at-once", type=int, default=1, help="runs side by side on a CPU (%(default)s)")
-    training("--work", type=Path, default=Path("runs/study"), help="text, logs, checkpoints")
+    at_once = "runs side by side on each GPU, or on the CPU (%(default)s)"
+    training("--at-once", type=int, default=1, help=at_once)
+    for add in (making, training):
+        add("--work", type=Path, default=Path("runs/study"), help="text, logs, checkpoints")
     training("--commit", help="where the tree has no git of its own")
     tables("--page", type=Path, help="write the tables between the markers of this page")
     tables("--pictures", type=Path, help="draw the pictures in this folder")

@@ -23,7 +23,11 @@ Runner = Callable[[Launch, float | None], results.Row | None]
 
 @dataclass(frozen=True)
 class Machine:
-    """What runs are placed on. gpus: their number; 0: the CPU. at_once: runs at a time on a CPU."""
+    """What runs are placed on.
+
+    gpus: their number; 0: the CPU. at_once: runs at a time on each place: the CPU, a GPU, or the
+    GPUs of one run.
+    """
 
     gpus: int
     at_once: int = 1
@@ -35,10 +39,9 @@ class Machine:
 
     def places(self, processes: int) -> list[str]:
         """The devices of each run that goes on at a time, as CUDA_VISIBLE_DEVICES has them."""
-        if not self.gpus:
-            return [""] * self.at_once
         starts = range(0, self.gpus - processes + 1, processes)
-        return [",".join(map(str, range(start, start + processes))) for start in starts]
+        places = [",".join(map(str, range(start, start + processes))) for start in starts]
+        return (places or [""]) * self.at_once
 
 
 @dataclass

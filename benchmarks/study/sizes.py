@@ -38,6 +38,12 @@ SIZES = {
         micro_batch=8,
         save_interval=50,
     ),
+    "3M": Size(
+        runs.Model(layers=4, hidden=256, ffn=704, heads=4, query_groups=4, sequence=256),
+        batch=64,
+        micro_batch=64,
+        save_interval=500,
+    ),
     "26M": Size(
         runs.Model(layers=8, hidden=512, ffn=1408, heads=8, query_groups=8, sequence=512),
         batch=256,

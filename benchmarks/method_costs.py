@@ -1,0 +1,140 @@
+"""Times what Q-EMA, Q-Ramping and metrics add to a training step of tetrajet, on one GPU.
+
+    python -m benchmarks.method_costs
+
+The step is that of benchmarks/training_step.py. Every round runs all of ROWS, one after the other,
+and repeats "tetrajet" at its end, so that the spread of equal runs is seen. A row's ratio is to the
+mean of "tetrajet" in its round.
+
+"metrics, sampling" follows the sampled rows of the weights, as in all steps but every 100th under
+--fp4-metrics-interval 100. "metrics, every second step" reports in every second step. From both
+follows the cost at an interval of 100. A calibration's time is that in the log, less that of as
+many steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.stamp import stamp
+from benchmarks.training_step import WARM, launched, timed
+
+STEPS = 14
+CALIBRATION = 2  # steps
+_RAMPING = "--fp4-recipe tetrajet-ramping --fp4-recipe-option"
+_CALIBRATED = f"{_RAMPING} ramping_interval={WARM + 3} ramping_calibration={CALIBRATION}"
+_METRICS = "--fp4-recipe tetrajet --fp4-metrics-interval"
+
+
+class Row(NamedTuple):
+    """A row of the benchmark. flags: of the launch. period: the steps after which they repeat."""
+
+    name: str
+    flags: str
+    period: int = 1
+
+
+ROWS = (
+    Row("tetrajet", "--fp4-recipe tetrajet"),
+    Row("tetrajet-ema", "--fp4-recipe tetrajet-ema"),
+    Row("tetrajet-ramping", f"{_RAMPING} ramping_interval=1000"),
+    Row("metrics, sampling", f"{_METRICS} 100"),
+    Row("metrics, every second step", f"{_METRICS} 2", period=2),
+    Row("calibration", _CALIBRATED),
+    Row("calibration, offloaded", f"{_CALIBRATED} --fp4-offload-calibration"),
+)
+UPDATES = ("blend_kernel", "ramp_kernel")
+
+
+def measure(row: Row, flags: list[str]) -> dict[str, Any]:
+    """The milliseconds of a row's step, those of its update's kernel, and the peak of memory.
+
+    calibration_s: the seconds of the calibration, if there was one, without those of its steps.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        written = ["--tensorboard-dir", folder]  # metrics need a folder
+        output, (found,) = launched(row.name, [*flags, *written, *row.flags.split()], steps=STEPS)
+    times = timed(output)
+    ms = statistics.mean(statistics.median(times[i :: row.period]) for i in range(row.period))
+    kernels = {name: 0.0 for name in UPDATES}
+    for kernel_ms, _, name in found["largest"]:
+        if name in kernels:
+            kernels[name] += kernel_ms
+    result = {
+        "name": row.name,
+        "ms": ms,
+        "update ms": sum(kernels.values()),
+        "optimizer ms": found["gpu_ms"]["optimizer"],
+        "peak_gib": found["peak_gib"],
+    }
+    if told := re.search(r"calibrated over \d+ steps in ([\d.]+) s", output):
+        result["calibration_s"] = float(told[1]) - CALIBRATION * ms / 1e3
+    return result
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The result as a Markdown table: means over the rounds."""
+    by_name = defaultdict[str, list[dict[str, Any]]](list)
+    for row in rows:
+        by_name[row["name"]].append(row)
+    plain = statistics.mean(row["ms"] for row in by_name["tetrajet"])
+    lines = [
+        "| | ms a step | times `tetrajet` | update's kernel, ms | peak GiB | calibration, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, own in by_name.items():
+        ms = statistics.mean(row["ms"] for row in own)
+        low, high = (f(row["ms"] / plain for row in own) for f in (min, max))
+        update = statistics.mean(row["update ms"] for row in own)
+        seconds = [row["calibration_s"] for row in own if "calibration_s" in row]
+        cells = [name, f"{ms:.0f}", f"{ms / plain:.3f} ({low:.3f} to {high:.3f})"]
+        cells += [f"{update:.1f}" if update else "", f"{max(row['peak_gib'] for row in own):.1f}"]
+        cells.append(f"{statistics.mean(seconds):.1f}" if seconds else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def of_hundred_steps(rows: list[dict[str, Any]]) -> float:
+    """The cost of metrics at an interval of 100, as a share of the time of training without."""
+    ms = {
+        name: statistics.mean(row["ms"] for row in rows if row["name"] == name)
+        for name in ("tetrajet", "metrics, sampling", "metrics, every second step")
+    }
+    report = 2 * (ms["metrics, every second step"] - ms["metrics, sampling"])
+    return (ms["metrics, sampling"] + report / 100) / ms["tetrajet"] - 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    default = Path("benchmarks/results/method_costs.json")
+    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rows", nargs="+", default=[row.name for row in ROWS])
+    parser.add_argument("--commit", help="where the tree has no git of its own")
+    args = parser.parse_args()
+    flags = ["--num-layers", str(args.layers), "--micro-batch-size", str(args.micro_batch)]
+    flags += ["--global-batch-size", str(args.batch)]
+    rows: list[dict[str, Any]] = []
+    settings = {"layers": args.layers, "micro-batch": args.micro_batch, "batch": args.batch}
+    result = {"stamp": stamp(args.commit), **settings, "rows": rows}
+    chosen = [row for row in ROWS if row.name in args.rows]
+    for _ in range(args.rounds):
+        for row in (*chosen, ROWS[0]):
+            rows.append(measure(row, flags))
+            args.out.write_text(json.dumps(result, indent=1) + "\n")  # what is measured so far
+            print(json.dumps(rows[-1]), flush=True)
+    print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    main()
