@@ -28,8 +28,9 @@ from benchmarks.training_step import WARM, launched, timed
 
 STEPS = 14
 CALIBRATION = 2  # steps
-_RAMPING = "--fp4-recipe tetrajet-ramping --fp4-recipe-option"
-_CALIBRATED = f"{_RAMPING} ramping_interval={WARM + 3} ramping_calibration={CALIBRATION}"
+_OPTION = "--fp4-recipe-option"
+_RAMPING = f"--fp4-recipe tetrajet-ramping {_OPTION} ramping_interval"
+_CALIBRATED = f"{_RAMPING}={WARM + 3} {_OPTION} ramping_calibration={CALIBRATION}"
 _METRICS = "--fp4-recipe tetrajet --fp4-metrics-interval"
 
 
@@ -44,7 +45,7 @@ class Row(NamedTuple):
 ROWS = (
     Row("tetrajet", "--fp4-recipe tetrajet"),
     Row("tetrajet-ema", "--fp4-recipe tetrajet-ema"),
-    Row("tetrajet-ramping", f"{_RAMPING} ramping_interval=1000"),
+    Row("tetrajet-ramping", f"{_RAMPING}=1000"),
     Row("metrics, sampling", f"{_METRICS} 100"),
     Row("metrics, every second step", f"{_METRICS} 2", period=2),
     Row("calibration", _CALIBRATED),
