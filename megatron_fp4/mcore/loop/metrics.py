@@ -43,6 +43,7 @@ from megatron_fp4.mcore.model.optimizers import parts_of
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.metrics import gradients, operands, weights
 from megatron_fp4.metrics.records import PLACES, Record, layer_records
+from megatron_fp4.metrics.weights import WINDOW
 from megatron_fp4.operands import Carriers, Made, Operand
 from megatron_fp4.plan.data import OperandPlan
 
@@ -128,7 +129,11 @@ class Metrics:
         return step + 1
 
     def _is_due(self, step: int) -> bool:
-        return step % self._steps == 0
+        return not self._left(step)
+
+    def _left(self, step: int) -> int:
+        """The number of steps from `step` to the next that is reported."""
+        return -step % self._steps
 
     def _clear(self) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -153,7 +158,8 @@ class Metrics:
         followed, step, is_w = self._layers[site.name], self._now(), operand.letter == "w"
         if is_w and not followed.owns:
             return
-        if is_w and operand.gemm == "fprop" and followed.step != step:
+        is_followed = is_w and operand.gemm == "fprop" and self._left(step) <= WINDOW
+        if is_followed and followed.step != step:
             assert isinstance(matrix, Tensor)
             _take_rows(followed, matrix, made.operand)
             followed.step = step
@@ -222,11 +228,11 @@ class Metrics:
 
     def _end_step(self, step: int) -> None:
         self._log.begin()
-        left = -step % self._steps
-        if left == weights.WINDOW:
+        left = self._left(step)
+        if left == WINDOW:
             self._changes = weights.Changes()
         followed = [each for each in self._layers.values() if each.owns]
-        if left <= weights.WINDOW and followed and all(each.w is not None for each in followed):
+        if left <= WINDOW and followed and all(each.w is not None for each in followed):
             self._changes.update(
                 [each.w for each in followed if each.w is not None],
                 [each.quantized for each in followed if each.quantized is not None],
@@ -255,7 +261,7 @@ class Metrics:
         The changes are of min(WINDOW, steps) steps on every rank, the first of them zeros where
         fewer were seen.
         """
-        layers, steps = len(self._names), min(weights.WINDOW, self._steps)
+        layers, steps = len(self._names), min(WINDOW, self._steps)
         changes = self._operands.new_zeros(layers, steps, weights.CHANGE_WIDTH)
         oscillation = self._operands.new_zeros(layers, weights.OSCILLATION_WIDTH)
         if followed and self._changes.follows:
