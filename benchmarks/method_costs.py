@@ -1,15 +1,10 @@
-"""Times what Q-EMA, Q-Ramping and metrics add to a training step of tetrajet, on one GPU.
+"""Times what Q-EMA and Q-Ramping add to a training step of tetrajet, on one GPU.
 
     python -m benchmarks.method_costs
 
 The step is that of benchmarks/training_step.py. Every round runs all of ROWS, one after the other,
-and repeats "tetrajet" at its end, so that the spread of equal runs is seen. A row's ratio is to the
-mean of "tetrajet" in its round.
-
-"metrics, sampling" follows the sampled rows of the weights, as in all steps but every 100th under
---fp4-metrics-interval 100. "metrics, every second step" reports in every second step. From both
-follows the cost at an interval of 100. A calibration's time is that in the log, less that of as
-many steps.
+and repeats "tetrajet" at its end, so that the spread of equal runs is seen. Ratios are to the mean
+of "tetrajet". A calibration's time is that in the log, less that of as many steps.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ import argparse
 import json
 import re
 import statistics
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,23 +25,19 @@ CALIBRATION = 2  # steps
 _OPTION = "--fp4-recipe-option"
 _RAMPING = f"--fp4-recipe tetrajet-ramping {_OPTION} ramping_interval"
 _CALIBRATED = f"{_RAMPING}={WARM + 3} {_OPTION} ramping_calibration={CALIBRATION}"
-_METRICS = "--fp4-recipe tetrajet --fp4-metrics-interval"
 
 
 class Row(NamedTuple):
-    """A row of the benchmark. flags: of the launch. period: the steps after which they repeat."""
+    """A row of the benchmark, with the flags of its launch."""
 
     name: str
     flags: str
-    period: int = 1
 
 
 ROWS = (
     Row("tetrajet", "--fp4-recipe tetrajet"),
     Row("tetrajet-ema", "--fp4-recipe tetrajet-ema"),
     Row("tetrajet-ramping", f"{_RAMPING}=1000"),
-    Row("metrics, sampling", f"{_METRICS} 100"),
-    Row("metrics, every second step", f"{_METRICS} 2", period=2),
     Row("calibration", _CALIBRATED),
     Row("calibration, offloaded", f"{_CALIBRATED} --fp4-offload-calibration"),
 )
@@ -59,11 +49,8 @@ def measure(row: Row, flags: list[str]) -> dict[str, Any]:
 
     calibration_s: the seconds of the calibration, if there was one, without those of its steps.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        written = ["--tensorboard-dir", folder]  # metrics need a folder
-        output, (found,) = launched(row.name, [*flags, *written, *row.flags.split()], steps=STEPS)
-    times = timed(output)
-    ms = statistics.mean(statistics.median(times[i :: row.period]) for i in range(row.period))
+    output, (found,) = launched(row.name, [*flags, *row.flags.split()], steps=STEPS)
+    ms = statistics.median(timed(output))
     kernels = {name: 0.0 for name in UPDATES}
     for kernel_ms, _, name in found["largest"]:
         if name in kernels:
@@ -100,16 +87,6 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         cells.append(f"{statistics.mean(seconds):.1f}" if seconds else "")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-def of_hundred_steps(rows: list[dict[str, Any]]) -> float:
-    """The cost of metrics at an interval of 100, as a share of the time of training without."""
-    ms = {
-        name: statistics.mean(row["ms"] for row in rows if row["name"] == name)
-        for name in ("tetrajet", "metrics, sampling", "metrics, every second step")
-    }
-    report = 2 * (ms["metrics, every second step"] - ms["metrics, sampling"])
-    return (ms["metrics, sampling"] + report / 100) / ms["tetrajet"] - 1
 
 
 def main() -> None:

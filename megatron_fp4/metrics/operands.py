@@ -7,7 +7,6 @@ scale is NaN, which have a NaN or an Inf, are left out of all counts and sums.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,25 +115,6 @@ def operand_metrics(sums: Sequence[float]) -> dict[str, Any]:
     if of["carried"]:
         metrics["outside_carrier"] = ratio(of["outside"], of["carried"])
     return metrics
-
-
-def rows_of(quantized: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
-    """Some rows of a quantized matrix, as a matrix with the blocked axis last.
-
-    rows: int64 [n], indices along the axis that is not blocked.
-    """
-    across, along = quantized.quantizer.block
-    scales = quantized.scales.reshape(-1, quantized.scales.shape[-1])
-    codes = quantized.codes[rows]
-    size = torch.Size((len(rows), quantized.shape[quantized.axis]))
-    return QuantizedTensor(
-        codes=codes,
-        scales=scales[rows // across if across else torch.zeros_like(rows)],
-        tensor_scale=quantized.tensor_scale,
-        quantizer=replace(quantized.quantizer, block=(1, along)),
-        shape=size,
-        axis=1,
-    )
 
 
 def _rows(x: Tensor, axis: int) -> Tensor:

@@ -68,18 +68,20 @@ def confidence_sums(w: Tensor, quantized: QuantizedTensor) -> Tensor:
 class Changes:
     """Follows several weights, or rows of them, and their quantized values from step to step.
 
-    Keeps 24 bytes for each element.
+    Keeps 24 bytes for each element. All elements are in one vector, since each step would launch
+    many kernels for many small tensors.
     """
 
     def __init__(self) -> None:
-        self._last: list[Tensor] = []  # W's samples and then Q(W)'s, float32
-        self._paths: list[Tensor] = []  # of the same elements the sums |dW| and |dQ(W)|, float64
+        self._sizes: list[int] = []  # of W's samples and then of Q(W)'s, in elements
+        self._last: Tensor | None = None  # the samples, float32
+        self._paths: Tensor | None = None  # of the same elements the sums |dW|, |dQ(W)|, float64
         self._steps: list[Tensor] = []
 
     @property
     def follows(self) -> bool:
         """Whether it has taken a sample."""
-        return bool(self._last)
+        return self._last is not None
 
     def update(self, weights: list[Tensor], quantized: list[Tensor]) -> None:
         """Takes the values of the next step, which are copied.
@@ -87,16 +89,18 @@ class Changes:
         weights, quantized: W and Q(W) of each weight, of the same shapes in each step, of floats
         that float32 can represent.
         """
-        now = [each.detach().to(torch.float32, copy=True) for each in (*weights, *quantized)]
-        if not self._last:
-            self._paths = [torch.zeros_like(each, dtype=torch.float64) for each in now]
+        each = [part.detach().flatten() for part in (*weights, *quantized)]
+        now = torch.cat([part.float() for part in each])
+        if self._last is None or self._paths is None:
+            self._sizes = [len(part) for part in each]
+            self._paths = torch.zeros_like(now, dtype=torch.float64)
         else:
-            last = [each.double() for each in self._last]
-            changes = torch._foreach_sub([each.double() for each in now], last)
-            squares = [*torch._foreach_norm(changes), *torch._foreach_norm(last)]
-            self._steps.append(torch.stack(squares).view(CHANGE_WIDTH, -1).square())
-            torch._foreach_abs_(changes)
-            torch._foreach_add_(self._paths, changes)
+            last = self._last.double()
+            changes = now.double() - last
+            parts = (*changes.split(self._sizes), *last.split(self._sizes))
+            norms = torch.stack(torch._foreach_norm(parts))
+            self._steps.append(norms.view(CHANGE_WIDTH, -1).square())
+            self._paths += changes.abs_()
         self._last = now
 
     def take(self) -> tuple[Tensor, Tensor]:
@@ -107,16 +111,17 @@ class Changes:
         sum of their R_w, and how many have an R_w above OSCILLATING;
         R_w = sum |dQ(W)| / (sum |dW| + 1e-8) over the steps. The sums begin anew after that.
         """
-        weights = len(self._paths) // 2
+        assert self._paths is not None
+        paths, weights = self._paths.split(self._sizes), len(self._sizes) // 2
         oscillation = [
             _oscillation(path, quantized)
-            for path, quantized in zip(self._paths[:weights], self._paths[weights:], strict=True)
+            for path, quantized in zip(paths[:weights], paths[weights:], strict=True)
         ]
         changes = torch.stack(self._steps).permute(2, 0, 1) if self._steps else None
         found = torch.stack(oscillation)
         if changes is None:
             changes = found.new_zeros(weights, 0, CHANGE_WIDTH)
-        torch._foreach_zero_(self._paths)
+        self._paths.zero_()
         self._steps = []
         return changes, found
 

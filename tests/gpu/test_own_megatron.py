@@ -33,5 +33,6 @@ def test_transformer_engines_layers_follow_a_recipe(tmp_path: Path) -> None:
     keys = [set(weights(tmp_path / name / "iter_0000004")) for name in ("own", "ours")]
     assert keys[0] == keys[1]
     assert "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in keys[0]
-    in_bf16 = run("engine.py", 1, *SIZES, *ENGINE)
+    # Upstream's output layer demands Apex otherwise. Under a recipe this package's has no need.
+    in_bf16 = run("engine.py", 1, *SIZES, *ENGINE, "--no-gradient-accumulation-fusion")
     assert in_bf16.status == 0 and in_bf16.losses != own.losses

@@ -12,15 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4 import get_quantizer
+from megatron_fp4 import get_quantizer, get_recipe, list_recipes
 from megatron_fp4.arithmetic.philox import Placement
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.linear import quantized_linear
+from megatron_fp4.makers.base import Given
 from megatron_fp4.mcore.loop import metrics_shares
-from megatron_fp4.mcore.loop.metrics_shares import sampled_rows
-from megatron_fp4.metrics.operands import operand_metrics, operand_sums, rows_of
+from megatron_fp4.mcore.loop.metrics_shares import Samples
+from megatron_fp4.metrics.lines import rows_of
+from megatron_fp4.metrics.operands import operand_metrics, operand_sums
+from megatron_fp4.operands import Carriers, Made, Operand
 from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.plan.setting import Sharding, column_parallel, row_parallel
+from megatron_fp4.recipe import GEMMS, OPERANDS
 from testing.oracles import normal
 
 ROWS, COLUMNS, STRIDE = 256, 128, 3
@@ -83,7 +88,7 @@ def counted(
     """(lines of the unsharded matrix, their sums) that a rank counts."""
     own = x[mine[0]][:, mine[1]]
     call = Call(rows=None if plan.letter == "w" else torch.arange(ROWS) + FIRST)
-    lines = sampled_rows(site, call, plan, own)
+    lines = Samples().lines(site, call, plan, own)
     assert lines is not None
     quantized = rows_of(quantize_matrix(own, QUANTIZER, axis=plan.axis), lines)
     sums = operand_sums(own.movedim(plan.axis, -1)[lines], quantized)
@@ -133,4 +138,49 @@ def test_a_sample_of_local_lines_would_depend_on_the_layout(
 
 def test_small_operands_are_counted_whole() -> None:
     plan = operand("fprop", "w", 1, is_part=False)
-    assert sampled_rows(Site(), Call(), plan, normal((ROWS, COLUMNS), 3)) is None
+    assert Samples().lines(Site(), Call(), plan, normal((ROWS, COLUMNS), 3)) is None
+
+
+class Lines:
+    """A Watch that compares lines, picked first, with those of the whole operand."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def made(
+        self,
+        site: Site,
+        call: Call,
+        operand: OperandPlan,
+        matrix: Operand,
+        given: Given,
+        made: Made,
+    ) -> None:
+        if operand.quantizer is None:
+            return
+        assert isinstance(made.operand, QuantizedTensor)
+        lines = torch.tensor([1, 2, 30, 63])
+        x, quantized = metrics_shares.counted(matrix, operand, given, made.operand, lines)
+        whole, _ = metrics_shares.counted(matrix, operand, given, made.operand, None)
+        assert torch.equal(x, whole.movedim(operand.axis, -1)[lines])
+        values = made.operand.dequantize().movedim(operand.axis, -1)[lines]
+        assert torch.equal(quantized.dequantize(), values)
+        self.seen.append(f"{operand.gemm}.{operand.letter}")
+
+    def carried(self, site: Site, operand: OperandPlan, carriers: Carriers) -> None:
+        raise AssertionError("there are no carriers on a CPU")
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_lines_are_those_of_the_whole_operand(name: str) -> None:
+    """Also of operands that are transformed, made from codes, or multiplied by row scales."""
+    watch, recipe = Lines(), get_recipe(name)
+    x, w, dy = (normal((64, 64), seed).bfloat16() for seed in range(3))
+    average = w.float() if name == "tetrajet-ema" else None
+    y = quantized_linear(
+        x.requires_grad_(), w.requires_grad_(), None, recipe, Site(watch=watch, average=average)
+    )
+    y.backward(dy)
+    quantized = [f"{gemm}.{letter}" for gemm in GEMMS for letter in OPERANDS[gemm]
+                 if recipe.quantizer(gemm, letter) is not None]  # fmt: skip
+    assert sorted(watch.seen) == sorted(quantized) and len(quantized) >= 2

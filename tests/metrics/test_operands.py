@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megatron_fp4 import list_quantizers, quantize
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, get_quantizer
+from megatron_fp4.metrics.lines import rows_of
 from megatron_fp4.metrics.operands import (
     WIDTH,
     carrier_sums,
     operand_metrics,
     operand_sums,
-    rows_of,
 )
 from testing.oracles import normal
 
@@ -191,13 +191,3 @@ def test_carriers_are_counted_where_they_are_multiplied() -> None:
     assert "outside_carrier" not in operand_metrics(sums.tolist())
     with_carriers = sums + carrier_sums(torch.tensor(6, dtype=torch.int32), 600)
     assert operand_metrics(with_carriers.tolist())["outside_carrier"] == 0.01
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("name", CASES)
-def test_rows_of_a_quantized_matrix(name: str, axis: int) -> None:
-    quantized = quantize(matrix(), CASES[name], axis=axis, seed=7)
-    rows = torch.tensor([0, 5, 17, 63])
-    some = rows_of(quantized, rows)
-    expected = quantized.dequantize().movedim(axis, -1)[rows]
-    assert torch.equal(some.dequantize(), expected) and not torch.equal(expected[0], expected[1])

@@ -28,20 +28,21 @@ from torch import distributed as dist
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.makers.base import Given
-from megatron_fp4.makers.pytorch import before_quantizer
 from megatron_fp4.mcore.loop.metrics_log import MetricsLog, folder
 from megatron_fp4.mcore.loop.metrics_shares import (
+    Samples,
+    counted,
     counts,
     gradient_part,
     is_first,
     merged_name,
     sample,
-    sampled_rows,
 )
 from megatron_fp4.mcore.model.attach import Fp4Layer
 from megatron_fp4.mcore.model.optimizers import parts_of
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.metrics import gradients, operands, weights
+from megatron_fp4.metrics.lines import decoded, rows_of
 from megatron_fp4.metrics.records import PLACES, Record, layer_records
 from megatron_fp4.metrics.weights import WINDOW
 from megatron_fp4.operands import Carriers, Made, Operand
@@ -67,7 +68,7 @@ class _Followed:
     layer: the module. row: its place among the layers of the tables.
     owns: whether this rank counts its part of W, which data-parallel ranks have too.
     rows: int64, the rows of W on this rank that are followed from step to step.
-    w, quantized: these rows of W and of Q(W) as fprop multiplied it, in the step `step`.
+    w, quantized: these rows of W, and of Q(W) as fprop multiplied it, in the step `step`.
     """
 
     layer: Fp4Layer
@@ -75,7 +76,7 @@ class _Followed:
     owns: bool
     rows: Tensor
     w: Tensor | None = None
-    quantized: Tensor | None = None
+    quantized: Operand | None = None
     step: int = -1
 
 
@@ -90,6 +91,7 @@ class Metrics:
         self._layers: dict[str, _Followed] = {}
         self._seen: set[Any] = set()  # the operands of the step that were counted
         self._changes = weights.Changes()
+        self._samples = Samples()
         run.watch = self
 
     def install(self) -> None:
@@ -142,6 +144,7 @@ class Metrics:
         self._confidences = torch.zeros(layers, weights.CONFIDENCE_WIDTH, **of)  # type: ignore[call-overload]
         self._gradients = torch.zeros(layers, gradients.WIDTH, **of)  # type: ignore[call-overload]
         self._seen.clear()
+        self._samples.clear()
 
     def made(
         self,
@@ -163,8 +166,8 @@ class Metrics:
             assert isinstance(matrix, Tensor)
             _take_rows(followed, matrix, made.operand)
             followed.step = step
-        quantized = made.operand
-        if not self._is_due(step) or operand.quantizer is None:
+        quantized, quantizer = made.operand, operand.quantizer
+        if not self._is_due(step) or quantizer is None:
             return
         # A step may be run again, and a forward pass may be recomputed.
         key = (
@@ -177,15 +180,13 @@ class Metrics:
             return
         self._seen.add(key)
         assert isinstance(quantized, QuantizedTensor)
-        x = before_quantizer(matrix, operand, given)
-        rows = sampled_rows(site, call, operand, x)
-        if rows is not None:
-            x, quantized = x.movedim(operand.axis, -1)[rows], operands.rows_of(quantized, rows)
-        shared = operand.agrees and operand.quantizer.outer
+        lines = self._samples.lines(site, call, operand, matrix)
+        x, quantized = counted(matrix, operand, given, quantized, lines)
+        shared = operand.agrees and quantizer.outer
         sums = operands.operand_sums(x, quantized, 1 / site.sharding.ranks if shared else 1.0)
         place = PLACES.index((operand.gemm, operand.letter))
         self._operands[followed.row, place] += sums
-        if is_w and operand.gemm == "fprop" and operand.quantizer.element == "e2m1":
+        if is_w and operand.gemm == "fprop" and quantizer.element == "e2m1":
             self._confidences[followed.row] += weights.confidence_sums(x, quantized)
 
     def carried(self, site: Site, operand: OperandPlan, carriers: Carriers) -> None:
@@ -235,7 +236,7 @@ class Metrics:
         if left <= WINDOW and followed and all(each.w is not None for each in followed):
             self._changes.update(
                 [each.w for each in followed if each.w is not None],
-                [each.quantized for each in followed if each.quantized is not None],
+                decoded([each.quantized for each in followed if each.quantized is not None]),
             )
         if not left:
             self._log.write(self._report(step, followed))
@@ -277,6 +278,6 @@ def _take_rows(followed: _Followed, w: Tensor, quantized: Operand) -> None:
     """Keeps the rows of the sample as they are in this step."""
     followed.w = w.detach()[followed.rows]
     if isinstance(quantized, QuantizedTensor):
-        followed.quantized = operands.rows_of(quantized, followed.rows).dequantize()
+        followed.quantized = rows_of(quantized, followed.rows)
     else:
         followed.quantized = followed.w

@@ -1,6 +1,9 @@
 """Which parts of the unsharded operands, weights and gradients this rank counts for the metrics."""
 
+import math
 import re
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,14 +13,18 @@ from torch import Tensor
 from torch import distributed as dist
 
 from megatron_fp4.arithmetic.philox import GROUP
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.pytorch import before_quantizer
 from megatron_fp4.mcore.model.attach import Fp4Layer
 from megatron_fp4.metrics import weights
+from megatron_fp4.metrics.lines import lines_of, rows_of
 from megatron_fp4.plan.data import OperandPlan
 
 # An operand of a microbatch with more elements than this is sampled: of its lines across the
 # blocked axis, every n-th of the unsharded operand. The cost is then that of launching kernels.
-MOST = 2**20
+MOST = 2**18
 
 
 def merged_name(name: str) -> str:
@@ -73,24 +80,69 @@ def _is_sharded(site: Site, operand: OperandPlan) -> bool:
     return operand.is_part or site.sharding.axis(operand.letter) is not None
 
 
-def sampled_rows(site: Site, call: Call, operand: OperandPlan, x: Tensor) -> Tensor | None:
-    """The lines across the blocked axis that are counted, int64; None: all of them.
+class Samples:
+    """Finds the lines that are counted of each operand.
 
-    x: what is quantized, [rows, columns] as the model holds it.
+    They are found once for all operands of which they are the same, since this waits for the GPU.
     """
-    assert operand.quantizer is not None
-    ranks = site.sharding.ranks if _is_sharded(site, operand) else 1
-    stride = -(-x.numel() * ranks // MOST)
-    if stride <= 1:
-        return None
-    place, height = site.placement(operand, call), operand.quantizer.block[0]
-    count = x.shape[1 - operand.axis]
-    if operand.axis == 1:
-        lines = place.rows
-    else:
-        within = torch.arange(GROUP, device=x.device)
-        groups = place.groups
-        lines = None if groups is None else (groups[:, None] * GROUP + within).flatten()[:count]
-    if lines is None:
-        lines = torch.arange(count, device=x.device)
-    return (lines // max(height, 1) % stride == 0).nonzero().flatten()
+
+    def __init__(self) -> None:
+        # By where the placement of the lines lies in memory: this placement, and the lines.
+        self._of_tokens: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._of_features: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    def clear(self) -> None:
+        """Forgets the lines of tokens, which are others in each step."""
+        self._of_tokens.clear()
+
+    def lines(
+        self, site: Site, call: Call, operand: OperandPlan, x: QuantizedTensor | Tensor
+    ) -> Tensor | None:
+        """The lines across the blocked axis that are counted, int64; None: all of them.
+
+        x: what the operand is made of, [rows, columns] as the model holds it.
+        """
+        assert operand.quantizer is not None
+        ranks = site.sharding.ranks if _is_sharded(site, operand) else 1
+        stride = -(-math.prod(x.shape) * ranks // MOST)
+        if stride <= 1:
+            return None
+        place, height = site.placement(operand, call), max(operand.quantizer.block[0], 1)
+        count = x.shape[1 - operand.axis]
+        source = place.rows if operand.axis == 1 else place.groups
+        if source is None:
+            starts = torch.arange(0, count, height * stride, device=x.device)
+            return (starts[:, None] + torch.arange(height, device=x.device)).flatten()
+        of_tokens = operand.axis == 1 and operand.letter != "w"
+        found = self._of_tokens if of_tokens else self._of_features
+        key = source.data_ptr(), source.stride(), count, height, stride, operand.axis
+        if key not in found:
+            lines = source
+            if operand.axis == 0:
+                within = torch.arange(GROUP, device=x.device)
+                lines = (source[:, None] * GROUP + within).flatten()[:count]
+            found[key] = source, (lines // height % stride == 0).nonzero().flatten()
+        return found[key][1]
+
+
+def counted(
+    matrix: QuantizedTensor | Tensor,
+    operand: OperandPlan,
+    given: Given,
+    quantized: QuantizedTensor,
+    lines: Tensor | None,
+) -> tuple[Tensor, QuantizedTensor]:
+    """(what was quantized, what it became) at the lines that are counted.
+
+    matrix, operand, given: from which `quantized` was made. lines: of `Samples.lines`; None: all.
+    """
+    if lines is not None:
+        matrix = lines_of(matrix, operand.axis, lines)
+        operand, quantized = _in_rows(operand), rows_of(quantized, lines)
+    return before_quantizer(matrix, operand, given), quantized
+
+
+@cache
+def _in_rows(operand: OperandPlan) -> OperandPlan:
+    """The plan for a matrix with the blocked axis last."""
+    return replace(operand, axis=1)

@@ -1,0 +1,104 @@
+"""Times what --fp4-metrics-interval adds to a training step of tetrajet, on one GPU.
+
+    python -m benchmarks.metrics_costs
+
+The step is that of benchmarks/training_step.py. Each figure is from the steps of one launch, since
+two launches of the same flags may differ by 2%:
+
+- sampling: the rows of weights that are followed, in the last weights.WINDOW steps before a report.
+  A launch whose window begins in its middle has steps without and steps with it.
+- a report: a launch that reports every tenth step has steps with and without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.stamp import stamp
+from benchmarks.training_step import WARM, launched, timed
+from megatron_fp4.metrics.weights import WINDOW
+
+STEPS = 36
+FIRST = WARM + 2  # the number, from 1, of the first step that is timed
+MIDDLE = 20  # the first step with sampling
+EVERY = 10  # steps from one report to the next
+INTERVAL = 100  # for which the cost is computed
+
+
+def times(flags: list[str], interval: int) -> tuple[dict[int, float], float]:
+    """The milliseconds of each step that is timed, by its number, and the peak in GiB."""
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = ["--fp4-metrics-interval", str(interval), "--tensorboard-dir", folder]
+        given = [*flags, "--fp4-recipe", "tetrajet", *metrics]
+        output, (found,) = launched(f"an interval of {interval}", given, steps=STEPS)
+    return dict(enumerate(timed(output), FIRST)), found["peak_gib"]
+
+
+def sampling(ms: dict[int, float]) -> dict[str, float]:
+    """The median of a step without and with sampling, of a launch whose window begins at MIDDLE."""
+    without = [taken for step, taken in ms.items() if step < MIDDLE]
+    # The sums of the first sample are made at the end of its step, which Megatron times as part of
+    # the next one.
+    with_ = [taken for step, taken in ms.items() if step > MIDDLE]
+    return {"plain ms": statistics.median(without), "sampled ms": statistics.median(with_)}
+
+
+def report_ms(ms: dict[int, float]) -> float:
+    """What a report takes, of a launch with one every EVERY steps.
+
+    Megatron times the end of a step, where the report is written, as part of the next one.
+    """
+    usual = statistics.median(taken for step, taken in ms.items() if step % EVERY not in (0, 1))
+    reports = [step for step in ms if step % EVERY == 0 and step + 1 in ms]
+    return statistics.median(ms[step] + ms[step + 1] - 2 * usual for step in reports)
+
+
+def share(row: dict[str, float]) -> float:
+    """The cost at an interval of INTERVAL, as a share of the time without metrics."""
+    sampled = row["sampled ms"] - row["plain ms"]
+    return (sampled + row["report ms"] / INTERVAL) / row["plain ms"]
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The result as a Markdown table."""
+    lines = [
+        "| ms a step without | with sampling | ms of a report | all, every 100 steps | peak GiB |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [f"{row[name]:.1f}" for name in ("plain ms", "sampled ms", "report ms")]
+        cells += [f"{share(row):.2%}", f"{row['peak_gib']:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    default = Path("benchmarks/results/metrics_costs.json")
+    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--commit", help="where the tree has no git of its own")
+    args = parser.parse_args()
+    flags = ["--num-layers", str(args.layers), "--micro-batch-size", str(args.micro_batch)]
+    flags += ["--global-batch-size", str(args.batch)]
+    settings = {"layers": args.layers, "micro-batch": args.micro_batch, "batch": args.batch}
+    rows: list[dict[str, Any]] = []
+    for _ in range(args.rounds):
+        row: dict[str, Any] = dict(sampling(times(flags, WINDOW + MIDDLE)[0]))
+        ms, row["peak_gib"] = times(flags, EVERY)
+        rows.append(row | {"report ms": report_ms(ms)})
+        result = {"stamp": stamp(args.commit), **settings, "rows": rows}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        print("\n".join(table(rows)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
