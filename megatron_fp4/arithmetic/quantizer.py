@@ -135,7 +135,8 @@ class QuantizedTensor:
     scales: one for each block: [..., K / length], or [rows / height, K / length] where the block
         height is not 1. uint8 for E8M0, E4M3 and UE5M3. float32 scales are stored as the factor
         that multiplied the tensor: the decoded value is code / scale.
-    tensor_scale: a float32 scalar that multiplies every block scale, or None.
+    tensor_scale: a float32 scalar that multiplies every block scale, or None. [rows, 1] where the
+        rows are of several tensors.
     shape: the shape of the tensor that was quantized. axis: the blocked axis of that tensor.
     """
 
@@ -177,7 +178,7 @@ class QuantizedTensor:
             outer = self.block_scales(formats.wide(dtype)).view(-1, 1)
             return values, outer if self.tensor_scale is None else outer * self.tensor_scale
         values = per_block(values, self.quantizer.block, self.block_scales(dtype), torch.mul)
-        return values, None if self.tensor_scale is None else self.tensor_scale.view(1, 1)
+        return values, None if self.tensor_scale is None else self.tensor_scale.view(-1, 1)
 
     def unscaled(self) -> QuantizedTensor:
         """A tensor with float32 scales, with its scales replaced by one tensor-wide scale of 1."""

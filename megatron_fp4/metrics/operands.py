@@ -49,6 +49,14 @@ def operand_sums(x: Tensor, quantized: QuantizedTensor, share: float = 1.0) -> T
     `quantized` holds, for blocks that ranks share (1 / ranks); each rank then counts its share of
     the block's scale.
     """
+    return sums_of_parts(x, quantized, 1, share)[0]
+
+
+def sums_of_parts(x: Tensor, quantized: QuantizedTensor, parts: int, share: float) -> Tensor:
+    """The `operand_sums` of `parts` operands of one shape and quantizer, float64 [parts, WIDTH].
+
+    x, quantized: their rows as one matrix [rows, K]; any operand, if there is one.
+    """
     quantizer = quantized.quantizer
     scaled = quantized.grid_coordinates(x).abs()
     elements = quantized.elements(torch.float64).view(scaled.shape).abs()
@@ -70,9 +78,9 @@ def operand_sums(x: Tensor, quantized: QuantizedTensor, share: float = 1.0) -> T
         decoded * exact,
         (decoded - exact).square(),
     )
-    carried = exact.new_zeros(2)
-    summed = torch.stack([each.sum(dtype=torch.float64) for each in sums])
-    return torch.cat((summed, carried, _scale_counts(nonzero, quantized) * share))
+    carried = exact.new_zeros(parts, 2)
+    summed = torch.stack([each.reshape(parts, -1).sum(1, dtype=torch.float64) for each in sums], 1)
+    return torch.cat((summed, carried, _scale_counts(nonzero, quantized, parts) * share), 1)
 
 
 def carrier_sums(rounded: Tensor, elements: int) -> Tensor:
@@ -123,14 +131,15 @@ def _rows(x: Tensor, axis: int) -> Tensor:
     return moved.reshape(-1, moved.shape[-1])
 
 
-def _scale_counts(nonzero: Tensor, quantized: QuantizedTensor) -> Tensor:
-    """How many blocks with a nonzero element have a scale in each binade, float64."""
-    scales = quantized.block_scales(torch.float64).flatten()
+def _scale_counts(nonzero: Tensor, quantized: QuantizedTensor, parts: int) -> Tensor:
+    """How many blocks with a nonzero element have a scale in each binade, float64 [parts, ...]."""
+    scales = quantized.block_scales(torch.float64)
     if quantized.tensor_scale is not None:
         scales = scales * quantized.tensor_scale.double()
-    counted = in_blocks(nonzero, quantized.quantizer.block).any(3).any(1).flatten()
+    counted = in_blocks(nonzero, quantized.quantizer.block).any(3).any(1)
+    counted, scales = counted.reshape(parts, -1), scales.reshape(parts, -1)
     counted = counted & (scales > 0)  # so that a NaN is not counted
     binades = torch.frexp(scales)[1] - 1 - _FIRST
     binades = torch.where(counted, binades, 0).clamp(0, _LAST - _FIRST).long()
-    counts = scales.new_zeros(_LAST - _FIRST + 1)
-    return counts.index_add_(0, binades, counted.double())
+    counts = scales.new_zeros(parts, _LAST - _FIRST + 1)
+    return counts.scatter_add_(1, binades, counted.double())

@@ -41,9 +41,10 @@ from megatron_fp4.mcore.loop.metrics_shares import (
 from megatron_fp4.mcore.model.attach import Fp4Layer
 from megatron_fp4.mcore.model.optimizers import parts_of
 from megatron_fp4.mcore.model.run import Run
-from megatron_fp4.metrics import gradients, operands, weights
+from megatron_fp4.metrics import gradients, weights
 from megatron_fp4.metrics.lines import decoded, rows_of
 from megatron_fp4.metrics.records import PLACES, Record, layer_records
+from megatron_fp4.metrics.tally import Tally
 from megatron_fp4.metrics.weights import WINDOW
 from megatron_fp4.operands import Carriers, Made, Operand
 from megatron_fp4.plan.data import OperandPlan
@@ -140,7 +141,7 @@ class Metrics:
     def _clear(self) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         layers, of = len(self._names), {"dtype": torch.float64, "device": device}
-        self._operands = torch.zeros(layers, len(PLACES), operands.WIDTH, **of)  # type: ignore[call-overload]
+        self._operands = Tally(layers * len(PLACES), device)
         self._confidences = torch.zeros(layers, weights.CONFIDENCE_WIDTH, **of)  # type: ignore[call-overload]
         self._gradients = torch.zeros(layers, gradients.WIDTH, **of)  # type: ignore[call-overload]
         self._seen.clear()
@@ -183,9 +184,8 @@ class Metrics:
         lines = self._samples.lines(site, call, operand, matrix)
         x, quantized = counted(matrix, operand, given, quantized, lines)
         shared = operand.agrees and quantizer.outer
-        sums = operands.operand_sums(x, quantized, 1 / site.sharding.ranks if shared else 1.0)
-        place = PLACES.index((operand.gemm, operand.letter))
-        self._operands[followed.row, place] += sums
+        add = self._operands.add if lines is None else self._operands.add_rows
+        add(_place(followed, operand), x, quantized, 1 / site.sharding.ranks if shared else 1.0)
         if is_w and operand.gemm == "fprop" and quantizer.element == "e2m1":
             self._confidences[followed.row] += weights.confidence_sums(x, quantized)
 
@@ -196,10 +196,8 @@ class Metrics:
         counted again: the share that is reported is the same.
         """
         if self._run.is_training and self._is_due(self._now()):
-            place = self._layers[site.name].row, PLACES.index((operand.gemm, operand.letter))
-            self._operands[place] += operands.carrier_sums(
-                carriers.tally[0], carriers.values.numel()
-            )
+            place = _place(self._layers[site.name], operand)
+            self._operands.add_carriers(place, carriers.tally[0], carriers.values.numel())
 
     def _read_gradients(self, optimizers: list[Any], scale: Tensor) -> None:
         """Reads this rank's parts of the gradients that the optimizers get, before clipping.
@@ -245,7 +243,8 @@ class Metrics:
     def _report(self, step: int, followed: list[_Followed]) -> list[Record]:
         """The records of a step, on all ranks."""
         changes, oscillation = self._summed_changes(followed)
-        tables = [self._operands, self._confidences, self._gradients, changes, oscillation]
+        of_operands = self._operands.take().view(len(self._names), len(PLACES), -1)
+        tables = [of_operands, self._confidences, self._gradients, changes, oscillation]
         flat = torch.cat([table.flatten() for table in tables])
         dist.all_reduce(flat)
         sizes = [table.numel() for table in tables]
@@ -263,8 +262,8 @@ class Metrics:
         fewer were seen.
         """
         layers, steps = len(self._names), min(WINDOW, self._steps)
-        changes = self._operands.new_zeros(layers, steps, weights.CHANGE_WIDTH)
-        oscillation = self._operands.new_zeros(layers, weights.OSCILLATION_WIDTH)
+        changes = self._gradients.new_zeros(layers, steps, weights.CHANGE_WIDTH)
+        oscillation = self._gradients.new_zeros(layers, weights.OSCILLATION_WIDTH)
         if followed and self._changes.follows:
             rows = torch.tensor([each.row for each in followed], device=changes.device)
             of_steps, of_elements = self._changes.take()
@@ -272,6 +271,11 @@ class Metrics:
             changes[:, steps - seen :].index_add_(0, rows, of_steps)
             oscillation.index_add_(0, rows, of_elements)
         return changes, oscillation
+
+
+def _place(followed: _Followed, operand: OperandPlan) -> int:
+    """The row of the sums of an operand in the table of all operands."""
+    return followed.row * len(PLACES) + PLACES.index((operand.gemm, operand.letter))
 
 
 def _take_rows(followed: _Followed, w: Tensor, quantized: Operand) -> None:

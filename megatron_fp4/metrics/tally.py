@@ -1,0 +1,87 @@
+"""Sums of the operands of a whole step, with few launches of kernels."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.metrics import operands
+
+# Elements of one kind that wait at most. Their sums take some 100 bytes of memory for each.
+MOST_WAITING = 2**21
+
+
+@dataclass
+class _Waiting:
+    """Parts of operands of one shape and quantizer: the places of their sums, and the parts."""
+
+    places: list[int] = field(default_factory=list)
+    exact: list[Tensor] = field(default_factory=list)
+    quantized: list[QuantizedTensor] = field(default_factory=list)
+    elements: int = 0
+
+
+class Tally:
+    """A table of sums of operands (`operands.operand_sums`), to which parts of operands are added.
+
+    Parts of one shape wait for each other and are summed together, since the sums of one part
+    launch some sixty kernels, whatever its size.
+    """
+
+    def __init__(self, places: int, device: torch.device) -> None:
+        """places: the rows of the table."""
+        self._table = torch.zeros(places, operands.WIDTH, dtype=torch.float64, device=device)
+        self._waiting = defaultdict[Any, _Waiting](_Waiting)
+
+    def add(self, place: int, x: Tensor, quantized: QuantizedTensor, share: float) -> None:
+        """Adds a part that is small, or that is one of few; see `operands.operand_sums`."""
+        self._table[place] += operands.operand_sums(x, quantized, share)
+
+    def add_rows(self, place: int, x: Tensor, quantized: QuantizedTensor, share: float) -> None:
+        """Adds rows [n, K] of an operand, such as those of `lines.rows_of`."""
+        has_tensor_scale = quantized.tensor_scale is not None
+        kind = quantized.quantizer, quantized.shape, x.dtype, has_tensor_scale, share
+        waiting = self._waiting[kind]
+        waiting.places.append(place)
+        waiting.exact.append(x)
+        waiting.quantized.append(quantized)
+        waiting.elements += x.numel()
+        if waiting.elements >= MOST_WAITING:
+            self._sum(self._waiting.pop(kind), share)
+
+    def add_carriers(self, place: int, rounded: Tensor, elements: int) -> None:
+        """Adds what FP8 carriers rounded of an operand; see `operands.carrier_sums`."""
+        self._table[place] += operands.carrier_sums(rounded, elements)
+
+    def take(self) -> Tensor:
+        """The table, float64 [places, WIDTH]. It begins anew after that."""
+        for (*_, share), waiting in self._waiting.items():
+            self._sum(waiting, share)
+        self._waiting.clear()
+        found, self._table = self._table, torch.zeros_like(self._table)
+        return found
+
+    def _sum(self, waiting: _Waiting, share: float) -> None:
+        sums = operands.sums_of_parts(
+            torch.cat(waiting.exact), _stacked(waiting.quantized), len(waiting.places), share
+        )
+        for place, of_part in zip(waiting.places, sums, strict=True):
+            self._table[place] += of_part
+
+
+def _stacked(each: list[QuantizedTensor]) -> QuantizedTensor:
+    """The rows of several quantized matrices as one matrix."""
+    rows, k = each[0].shape
+    scales = [part.tensor_scale.expand(rows, 1) for part in each if part.tensor_scale is not None]
+    return replace(
+        each[0],
+        codes=torch.cat([part.codes for part in each]),
+        scales=torch.cat([part.scales for part in each]),
+        tensor_scale=torch.cat(scales) if scales else None,
+        shape=torch.Size((rows * len(each), k)),
+    )
