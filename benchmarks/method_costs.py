@@ -79,10 +79,11 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     ]
     for name, own in by_name.items():
         ms = statistics.mean(row["ms"] for row in own)
-        low, high = (f(row["ms"] / plain for row in own) for f in (min, max))
+        ratios = sorted(row["ms"] / plain for row in own)
+        spread = f" ({ratios[0]:.3f} to {ratios[-1]:.3f})" if len(own) > 1 else ""
         update = statistics.mean(row["update ms"] for row in own)
         seconds = [row["calibration_s"] for row in own if "calibration_s" in row]
-        cells = [name, f"{ms:.0f}", f"{ms / plain:.3f} ({low:.3f} to {high:.3f})"]
+        cells = [name, f"{ms:.0f}", f"{ms / plain:.3f}{spread}"]
         cells += [f"{update:.1f}" if update else "", f"{max(row['peak_gib'] for row in own):.1f}"]
         cells.append(f"{statistics.mean(seconds):.1f}" if seconds else "")
         lines.append(f"| {' | '.join(cells)} |")

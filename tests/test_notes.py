@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks import host_linear, linear, parallel_step, peers, quantize_kernels, training_step
+from benchmarks import (
+    host_linear,
+    linear,
+    method_costs,
+    metrics_costs,
+    parallel_step,
+    peers,
+    quantize_kernels,
+    training_step,
+)
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +32,8 @@ PAGES: dict[str, tuple[str, Any]] = {
     "parallel_step-apart": ("docs/notes/host.md", parallel_step),
     "parallel_step-graphs": ("docs/notes/host.md", parallel_step),
     "peers": ("docs/hopper.md", peers),
+    "method_costs": ("docs/notes/costs.md", method_costs),
+    "metrics_costs-before": ("docs/notes/costs.md", metrics_costs),
 }
 GRAPHS = "tetrajet --cuda-graph-impl local"
 
@@ -168,7 +179,20 @@ def of_checkpoints() -> list[str]:
     return [f"each at {result('integrity')['median'] / 1e9:.1f} GB/s on an AMD EPYC core"]
 
 
+def of_methods() -> list[str]:
+    rows = {row["name"]: row for row in result("method_costs")["rows"]}
+    plain, ema, ramped, calibrated = rows.values()
+    more = calibrated["peak_gib"] - ramped["peak_gib"]
+    return [
+        f"takes {ema['update ms'] / ema['ms']:.1%} of the step",
+        f"torch's AdamW takes {plain['optimizer ms']:.0f} ms here",
+        f"one kernel, which takes {ramped['update ms']:.0f} ms",
+        f"{calibrated['calibration_s']:.1f} s beside its steps, and {more:.0f} GiB for copies",
+    ]
+
+
 FIGURES: dict[str, list[Any]] = {
+    "docs/notes/costs.md": [of_methods],
     "docs/hopper.md": [of_a_linear, of_a_training_step, of_several_gpus, of_other_packages],
     "docs/notes/host.md": [of_the_host],
     "docs/notes/quantize-kernels.md": [of_the_quantize_kernels],
