@@ -18,6 +18,7 @@ from torch import Tensor
 
 import megatron_fp4
 from megatron_fp4.convert import integrity, metadata, pickles
+from megatron_fp4.convert.huggingface import model_files
 from megatron_fp4.convert.metadata import Region, TensorInfo
 from megatron_fp4.convert.output import Progress, check_target, complete_folder
 from megatron_fp4.convert.torch_dist import COMMON, COMMON_FILE, RELEASE, TRACKER, Checkpoint
@@ -143,20 +144,31 @@ def write_checkpoint(plan: Plan, args: argparse.Namespace) -> None:
         _write(plan, folder / name)
         number = _ITERATION.fullmatch(name)
         (folder / TRACKER).write_text(str(int(number[1])) if number else RELEASE)
+        kept = plan.source.path.resolve().parent / model_files.FOLDER
+        if kept.is_dir():  # of the model that the run began with; export-hf takes them from there
+            model_files.copy(kept, folder / model_files.FOLDER)
         _check(plan, folder / name)
     print(f"wrote {target / name}: {what} in {files} files; checked")
 
 
 def _write(plan: Plan, folder: Path) -> None:
     folder.mkdir()
-    sources = [str(source.path) for source in plan.sources]
-    note = {"command": plan.command, "version": megatron_fp4.__version__, "sources": sources}
-    (folder / MADE_BY).write_text(json.dumps(note, indent=2) + "\n")
+    note(folder, plan.command, [source.path for source in plan.sources])
     if plan.common_file is not None:
         (folder / COMMON_FILE).write_bytes(plan.common_file)
     progress = Progress("writing", plan.bytes)
     chunks = (_chunk(plan, part) for part in plan.parts)
     write(folder, chunks, plan.objects, lambda chunk: progress.add(chunk.bytes))
+
+
+def note(folder: Path, command: str, sources: Iterable[Path]) -> None:
+    """Writes down in a checkpoint's folder which command made it, and from what."""
+    content = {
+        "command": command,
+        "version": megatron_fp4.__version__,
+        "sources": list(map(str, sources)),
+    }
+    (folder / MADE_BY).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _chunk(plan: Plan, part: Part) -> Chunk:

@@ -113,15 +113,20 @@ def _text(found: dict[str, Any]) -> str:
     made_by = found["made_by"]
     if isinstance(made_by, dict):
         made_by = f"{made_by.get('command')} from {', '.join(map(str, made_by.get('sources', [])))}"
+    samples, optimizer, layout = (found[k] for k in ("consumed_samples", "optimizer", "layout"))
+    recipe = {k: v for k, v in found["recipe"].items() if k != "description"}
+    # A checkpoint that was imported has no samples, layout, optimizer and recipe.
     lines = [
         found["checkpoint"],
         f"made by {made_by}",
-        f"step {found['step']}, {found['consumed_samples']} samples",
+        f"step {found['step']}" + ("" if samples is None else f", {samples} samples"),
         f"model: {_pairs(found['model'])}",
-        f"layout: {_pairs(found['layout'])}",
-        f"optimizer: {found['optimizer']['name']}, state {found['optimizer']['state'] or 'whole'}",
+        *([f"layout: {_pairs(layout)}"] if layout else []),
+        f"optimizer: {optimizer['name']}, state {optimizer['state'] or 'whole'}"
+        if optimizer["name"]
+        else "optimizer: none",
         *found["recipe"]["description"],
-        f"  {_pairs({k: v for k, v in found['recipe'].items() if k != 'description'})}",
+        *([f"  {_pairs(recipe)}"] if recipe else []),
         f"{sizes['parameters']:,} parameters in {', '.join(sizes['dtypes'])}; "
         + ", ".join(
             f"{name} {rewrite.size_words(sizes[name])}"
@@ -133,7 +138,7 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
 
 
 def _line(name: str, data: dict[str, Any]) -> str:

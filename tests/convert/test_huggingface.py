@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.convert import command
-from megatron_fp4.convert.huggingface import decoder, gpt2, settings
+from megatron_fp4.convert.huggingface import decoder, gpt2, model_files, settings
 from megatron_fp4.convert.huggingface.import_hf import Source
 from megatron_fp4.convert.huggingface.layouts import Qkv, Rows
 from testing.builders.small_hf import MODELS, TOKENS, VOCABULARY, save, tokens
@@ -164,6 +164,32 @@ def test_the_round_trip_gives_the_same_files(name: str, dtype: torch.dtype, tmp_
     assert names == sorted(file.name for file in (tmp_path / "again").iterdir())
     same, *_ = filecmp.cmpfiles(tmp_path / "hf", tmp_path / "again", names, shallow=False)
     assert same == names
+
+
+def test_the_tokenizer_travels_through_every_command(tmp_path: Path) -> None:
+    """Its files are the released ones, byte by byte, also after a checkpoint was rewritten."""
+    save("llama", tmp_path / "hf")
+    own = {name: f"{name} of the model" for name in ("tokenizer.model", *model_files.TOKENIZER)}
+    for name, content in own.items():
+        (tmp_path / "hf" / name).write_text(content)
+    run("import-hf", tmp_path / "hf", "--output", tmp_path / "imported")
+    two = ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 1)
+    run("reshard", tmp_path / "imported", "--output", tmp_path / "resharded", *two)
+    run("strip", tmp_path / "resharded", "--output", tmp_path / "stripped")
+    run("export-hf", tmp_path / "stripped", "--output", tmp_path / "again")
+    assert {name: (tmp_path / "again" / name).read_text() for name in own} == own
+
+
+def test_show_tells_of_an_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    imported(tmp_path, "llama")
+    capsys.readouterr()
+    run("show", tmp_path / "megatron")
+    said = capsys.readouterr().out
+    assert f"made by import-hf from {tmp_path / 'hf'}" in said and "optimizer: none" in said
+    assert "None" not in said and all(line.strip() for line in said.splitlines())
+    # The note is among the files that a launch verifies.
+    listed = json.loads((tmp_path / "megatron/release/integrity.json").read_text())["files"]
+    assert "made_by.json" in listed
 
 
 @pytest.mark.parametrize("name", MODELS)

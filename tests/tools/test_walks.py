@@ -111,11 +111,12 @@ def is_in_fp4(folder: Path) -> None:
 @pytest.mark.outside
 def test_from_a_released_model_to_fp4(checkout: Path) -> None:
     release(checkout)
-    first, *rest = commands("finetune-to-fp4.md", FINETUNE)
+    first, *rest, last = commands("finetune-to-fp4.md", FINETUNE)
     said = run(first, checkout)
     flags = re.sub(r"\s*\\\n\s*", " ", said.partition("Megatron's flags for this model:")[2])
     flags = flags.strip().splitlines()[0]
     assert flags.startswith("--num-layers 2") and len(rest) == 4
+    assert last == "vllm serve fp4"
     for command in rest:
         printed = run(command.replace("FLAGS", flags), checkout)
     assert "def main" in printed

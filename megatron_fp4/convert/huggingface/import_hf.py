@@ -24,7 +24,7 @@ from megatron_fp4.convert.huggingface import families, model_files, settings
 from megatron_fp4.convert.huggingface.layouts import Entry
 from megatron_fp4.convert.metadata import TensorInfo
 from megatron_fp4.convert.output import Progress, check_target, complete_folder
-from megatron_fp4.convert.rewrite import equal_bits
+from megatron_fp4.convert.rewrite import equal_bits, note
 from megatron_fp4.convert.safetensors_files import Folder
 from megatron_fp4.convert.torch_dist import Checkpoint
 from megatron_fp4.convert.torch_dist_writer import Chunk
@@ -69,6 +69,8 @@ def _write(source: Source, output: Path, size: int) -> None:
     progress = Progress(f"import to {output}", size)
     with complete_folder(output) as folder:
         path = folder / torch_dist.RELEASE
+        path.mkdir()
+        note(path, "import-hf", [source.folder.path])
         torch_dist_writer.write(
             path, source.chunks(), source.objects(), lambda chunk: progress.add(chunk.bytes)
         )

@@ -90,7 +90,8 @@ def copy_tokenizer(args: argparse.Namespace, folder: Path) -> None:
     elif kind == "SentencePieceTokenizer" and path.is_file():
         sentencepiece.convert(path).save_pretrained(folder)
     else:
-        print(f"tokenizer: none was written, since the run's ({kind}, {path}) is not here")
+        named = "names none" if kind is None else f"names {kind} {path}, which is not here"
+        print(f"tokenizer: none was written, since the run {named}: give --like MODEL for another")
 
 
 def has_tokenizer(folder: Path) -> bool:

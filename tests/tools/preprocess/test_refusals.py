@@ -113,6 +113,16 @@ def test_strict_ends_at_the_first_of_them(
     )  # parts at hand
 
 
+def test_a_mistake_can_be_corrected_while_nothing_is_finished(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _ = write_corpus(tmp_path / "text", "parquet")
+    command = (source, "--tokenizer-model", models / "sp.model", "--output", tmp_path / "data")
+    assert 'no column "body"' in failure(capsys, *command, "--json-key", "body")
+    run(*command)
+    assert (tmp_path / "data" / "manifest.json").exists()
+
+
 def test_a_damaged_file_is_read_as_far_as_it_goes(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_fp4.mcore.data.corpus import parts
 from megatron_fp4.mcore.data.errors import DataError
 
 FOLDER = ".parts"
@@ -23,8 +24,8 @@ def fingerprint(job: dict[str, Any]) -> str:
 def opened(output: Path, job: dict[str, Any]) -> Iterator[Path]:
     """The folder for the parts of a job, which no other process uses at the same time.
 
-    Made if it does not exist. Raises DataError if it has parts of another job, or if another
-    process uses it.
+    Made if it does not exist. Raises DataError if it has finished parts of another job, or if
+    another process uses it.
     """
     folder = output / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,9 +46,10 @@ def exists(output: Path) -> bool:
 
 
 def _check_own(folder: Path, job: dict[str, Any]) -> None:
-    """Raises DataError if the folder has parts of another job; writes down the job if of none."""
+    """Raises DataError if the folder has finished parts of another job; writes down the job if of
+    none."""
     path = folder / _FILE
-    if not path.exists():
+    if not path.exists() or not parts.any_finished(folder):
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(job))
         partial.replace(path)

@@ -117,6 +117,11 @@ def finished(folder: Path, token_bytes: int) -> list[Header]:
     return found
 
 
+def any_finished(folder: Path) -> bool:
+    """Whether the folder has a complete part."""
+    return any(path.name.startswith(_PREFIX) for path in folder.iterdir())
+
+
 def drop_after(folder: Path, count: int) -> None:
     """Deletes all parts but the first `count`, and what interrupted writes have left."""
     for path in folder.iterdir():
