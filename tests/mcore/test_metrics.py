@@ -56,7 +56,7 @@ def slow(*names: str) -> list[Any]:
 # --- against numpy --------------------------------------------------------------------------------
 
 
-def run(name: str, folder: Path) -> Result:
+def run(name: str, folder: Path, script: Path = RECORDING) -> Result:
     processes, flags = LAYOUTS[name]
     saving = f"--save {folder} --save-interval 1000 --eval-iters 1 --eval-interval 4"
     saving += " --save-wgrads-interval 2"
@@ -64,7 +64,7 @@ def run(name: str, folder: Path) -> Result:
     words = tiny_on_mock_data(*f"{common} {flags} {EVERY_2} {saving}".split())
     if "tied" in name:
         words.remove("--untie-embeddings-and-output-weights")
-    return result_of(spawn(processes, RECORDING, str(folder / "operands"), *words))
+    return result_of(spawn(processes, script, str(folder / "operands"), *words))
 
 
 @pytest.mark.parametrize("name", ["one", *slow(*list(LAYOUTS)[1:])])
@@ -102,6 +102,32 @@ def test_the_metrics_of_a_run_are_those_of_numpy(name: str, tmp_path: Path) -> N
     linears = len({layer for _, layer, _, _ in whole.operands})
     assert linears == (16 if name == "vpp" else 8)
     assert len(kinds(records, "weight")) == len(kinds(records, "gradient")) == 2 * linears
+
+
+@pytest.mark.parametrize("name", ["one", *slow("tp2", "dp2", "pp2")])
+def test_of_large_operands_some_lines_are_counted(name: str, tmp_path: Path) -> None:
+    """Every n-th line of the unsharded operand, whichever rank and microbatch has it."""
+    result = run(name, tmp_path, SCRIPTS / "pretrain_recording_samples.py")
+    assert result.status == 0, result.output[-4000:]
+    whole, other = Whole(tmp_path / "operands"), 0
+    for record in kinds(read(tmp_path), "operand"):
+        key = (record["step"], record["layer"], record["gemm"], record["operand"])
+        every, found = whole.operands[key], record["metrics"]
+        sample = {name: _lines(matrix, *key[2:]) for name, matrix in every.items()}
+        assert sample["exact"].size < every["exact"].size
+        expected = operand_by_numpy(sample)
+        assert found.pop("scales") == expected.pop("scales"), key
+        known = {name: value for name, value in expected.items() if value is not None}
+        assert {name: found[name] for name in known} == pytest.approx(known, rel=1e-9), key
+        other += found["gain"] != pytest.approx(operand_by_numpy(every)["gain"], rel=1e-9)
+    assert other > 50  # the control: all lines together have other numbers
+
+
+def _lines(matrix: np.ndarray, gemm: str, letter: str) -> np.ndarray:
+    blocked = 0 if gemm == "wgrad" or (gemm, letter) == ("dgrad", "w") else 1
+    microbatches = 1 if letter == "w" else 2
+    stride = -(-matrix.size // microbatches // 1024)
+    return matrix.take(range(0, matrix.shape[1 - blocked], stride), axis=1 - blocked)
 
 
 # --- layouts and other runs -----------------------------------------------------------------------
