@@ -1,4 +1,4 @@
-"""Compares megatron_fp4/estimate with every committed measurement on H200s.
+"""Compares megatron_fp4/estimate with committed measurements on H200s.
 
     python -m benchmarks.estimate_error
 

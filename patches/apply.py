@@ -18,6 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,12 +139,23 @@ def is_wanted(yes: bool) -> bool:
     return input("change these files? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def write(file: Path, source: str) -> None:
-    """Replaces a file in one step, so that it is never half written."""
-    beside = file.with_name(f".{file.name}.megatron-fp4")
-    beside.write_bytes(source.encode())
-    beside.chmod(file.stat().st_mode)
-    os.replace(beside, file)
+def write(sources: dict[Path, str]) -> None:
+    """Replaces files by new ones with these sources.
+
+    All new files are written beside the old ones before the first is replaced, so that no file is
+    half written, and none is replaced where one of them cannot be written.
+    """
+    beside = {file: file.with_name(f".{file.name}.megatron-fp4") for file in sources}
+    try:
+        for file, source in sources.items():
+            beside[file].write_bytes(source.encode())
+            beside[file].chmod(file.stat().st_mode)
+        for file, new in beside.items():
+            os.replace(new, file)
+    finally:
+        for new in beside.values():
+            with suppress(OSError):  # it was never made, its folder being read-only
+                new.unlink(missing_ok=True)
 
 
 def main() -> None:
@@ -160,8 +172,13 @@ def main() -> None:
         if not found:
             print(f"nothing to do: the plugin is {'not ' * args.revert}in {args.checkout}")
         elif not args.dry_run and is_wanted(args.yes):
-            for file, _, wanted in found:
-                write(file, wanted)
+            try:
+                write({file: wanted for file, _, wanted in found})
+            except OSError as error:
+                raise ConfigError(
+                    f"{args.checkout} cannot be written: {error}: make it writable, with free "
+                    "space, and run the command again"
+                ) from error
             state = "out of" if args.revert else "in"
             print(f"changed {len(found)} files: the plugin is {state} {args.checkout}")
             if not args.revert:

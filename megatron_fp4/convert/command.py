@@ -8,6 +8,8 @@ help.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from types import ModuleType
 
@@ -29,7 +31,8 @@ SUBCOMMANDS: dict[str, ModuleType] = {
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line `arguments` (None: sys.argv); returns the exit status.
 
-    A ConfigError is printed as one line, and the status is 1.
+    A ConfigError is printed as one line, and the status is 1. If the reader of the output has
+    closed it, as `head` does, the command ends quietly, as one that SIGPIPE ends.
     """
     parser = argparse.ArgumentParser(
         prog="megatron-fp4-checkpoint",
@@ -48,10 +51,16 @@ def main(arguments: list[str] | None = None) -> int:
         added.set_defaults(run=module.run)
     args = parser.parse_args(arguments)
     try:
-        return int(args.run(args) or 0)
+        status = int(args.run(args) or 0)
+        sys.stdout.flush()
+        return status
     except ConfigError as error:
         print(f"megatron-fp4-checkpoint: error: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        # Python flushes stdout once more when it ends, which must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 130
 

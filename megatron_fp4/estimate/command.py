@@ -14,7 +14,7 @@ from megatron_fp4.estimate.report import as_json, text
 from megatron_fp4.estimate.search import search
 
 _ABOUT = """Estimates memory, communication and speed of parallel layouts, without a GPU.
-docs/choose-layout.md has the errors of the estimates against every committed measurement."""
+docs/choose-layout.md has the errors of the estimates against committed measurements."""
 
 
 def run(arguments: Sequence[str] | None = None) -> str:

@@ -13,6 +13,7 @@ from megatron_fp4.estimate.step import work_of
 from megatron_fp4.estimate.traffic import network_share
 
 _HEAD = ("", "TP", "SP", "PP", "VPP", "DP", "EP", "micro-batch", "recompute", "graphs")
+_ASSUMED = ("--bf16", "--attention-dropout 0", "--hidden-dropout 0")  # Megatron's default is 0.1
 
 
 def text(job: Job, found: list[Estimate], most: int) -> str:
@@ -54,9 +55,9 @@ def _detail(job: Job, best: Estimate) -> list[str]:
 
 
 def flags(job: Job, layout: Layout) -> list[str]:
-    """Megatron's flags for a layout, with the recipe's."""
+    """Megatron's flags for a layout, with the recipe's and those that every estimate assumes."""
     recipe = [] if job.recipe.name == "bf16" else [f"--fp4-recipe {job.recipe.name}"]
-    return recipe + layout.flags(job.model.experts > 0)
+    return [*recipe, *_ASSUMED, *layout.flags(job.model.experts > 0)]
 
 
 def sent(job: Job, layout: Layout) -> dict[str, Amounts]:

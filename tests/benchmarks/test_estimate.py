@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from benchmarks import estimate_error
 from benchmarks.estimate_fit import fit
-from benchmarks.estimate_rows import result, steps
+from benchmarks.estimate_rows import RESULTS, kernels, linears, result, steps
 from megatron_fp4.estimate.rates import ASSUMED, RATES, UNITS
 
 ROOT = Path(__file__).parents[2]
@@ -45,8 +47,23 @@ def test_the_committed_errors_are_those_of_this_code() -> None:
 
 def test_every_measured_step_is_compared() -> None:
     """A new result of steps that nothing estimates is noticed."""
-    files = {path.stem for path in (ROOT / "benchmarks/results").glob("*_step*.json")}
+    files = {path.stem for path in RESULTS.glob("*_step*.json")}
     assert files == {step.file for step in steps()}
+
+
+def test_every_result_of_an_h200_is_compared_or_named_as_not_compared() -> None:
+    """A new result that nothing estimates is noticed."""
+    measured = {path.stem for path in RESULTS.glob("*.json") if "H200" in _device(path)}
+    compared = {step.file for step in steps()} | {x.file for x in (*linears(), *kernels())}
+    named = set(re.findall(r"`([\w-]+)`", PAGE.split("**Not compared.**")[1].split("\n## ")[0]))
+    assert compared < measured
+    assert measured - compared - named == set()
+    assert named <= measured  # none is named that is gone
+    assert named & compared == {"peers"}  # a part of it is not compared
+
+
+def _device(path: Path) -> str:
+    return str(json.loads(path.read_text()).get("stamp", {}).get("device"))
 
 
 @pytest.mark.parametrize("table", [estimate_error.table, estimate_error.summary])

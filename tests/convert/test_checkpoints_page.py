@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,8 @@ from megatron_fp4.convert.command import SUBCOMMANDS, main
 from megatron_fp4.convert.torch_dist import TRACKER
 from testing.builders.checkpoints import small
 
-PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
 COMMANDS = re.findall(r"^    megatron-fp4-checkpoint (\S+) (.+)$", PAGE, re.MULTILINE)
 OWN = ("show", "compare", "strip", "average", "reshard")
 
@@ -50,3 +55,16 @@ def test_help_says_what_a_command_does(command: str, capsys: pytest.CaptureFixtu
     ours = {flag for flag in flags if f"{flag} " in text or f"{flag}\n" in text}
     launch = {"--finetune", "--no-load-optim", "--use-distributed-optimizer"}
     assert flags - ours <= launch | {"--dist-ckpt-optim-fully-reshardable"}
+
+
+def test_a_reader_that_has_closed_the_output_ends_a_command_quietly(folder: Path) -> None:
+    """As `show | head -1` does. The pipe has no reader from the start, so that nothing is raced."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = ["show", str(folder / "checkpoints"), "--no-verify"]
+    command = [sys.executable, "-m", "tools.checkpoint", *words]
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

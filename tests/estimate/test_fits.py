@@ -12,7 +12,7 @@ import pytest
 from megatron.training import arguments
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.estimate import fits, gpus
+from megatron_fp4.estimate import fits, gpus, report
 from megatron_fp4.estimate.layout import Layout
 from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import BF16, recipe_named
@@ -31,9 +31,9 @@ MODEL = """
     --num-layers 6 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 8
     --group-query-attention --num-query-groups 4 --normalization RMSNorm --swiglu
     --position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear
-    --attention-dropout 0 --hidden-dropout 0 --seq-length 64 --max-position-embeddings 64
-    --train-iters 4 --lr 1e-3 --bf16 --fp4-recipe tetrajet
+    --seq-length 64 --max-position-embeddings 64 --train-iters 4 --lr 1e-3
 """.split()
+LAUNCH = "--bf16 --attention-dropout 0 --hidden-dropout 0 --fp4-recipe tetrajet".split()
 OF_EXPERTS = "--num-experts 6 --moe-ffn-hidden-size 192".split()
 
 
@@ -42,13 +42,13 @@ def every(model: Model, gpu_count: int) -> Iterator[Layout]:
     yield from layouts(job, Fixed(graphs=False, micro_batch=2, recompute=False))
 
 
-def refused_by_megatron(model: Model, layout: Layout) -> str:
-    """What Megatron's validation, with this package's, says of a layout; "" if it is fine."""
+def refused_by_megatron(model: Model, gpu_count: int, flags: list[str]) -> str:
+    """What Megatron's validation, with this package's, says of a launch; "" if it is fine."""
     # Without a GPU there is no NCCL, and gloo has no all-to-all.
-    flags = " ".join(layout.flags(model.experts > 0)).replace("alltoall", "allgather").split()
+    given = " ".join(flags).replace("alltoall", "allgather").split()
     try:
-        args = parse(*(OF_EXPERTS if model.experts else []), *flags, *MOCK_DATA, model=MODEL)
-        args.rank, args.world_size = 0, layout.gpus
+        args = parse(*(OF_EXPERTS if model.experts else []), *given, *MOCK_DATA, model=MODEL)
+        args.rank, args.world_size = 0, gpu_count
         refuse(of_launch(args, ours=True))
         with megatrons_demands():
             arguments.validate_args(args, {})
@@ -80,10 +80,26 @@ def test_megatron_refuses_the_same_layouts(model: Model, gpu_count: int, on_a_cp
         mine = next(fits.refusals(model, layout, TETRAJET), "")
         if mine.endswith("as VPP needs") or re.match(r"EP \d+ times PP .* GPUs$", mine):
             continue  # Megatron says it later: in the first step, and when it makes the groups
-        theirs = refused_by_megatron(model, layout)
+        flags = [*LAUNCH, *layout.flags(model.experts > 0)]
+        theirs = refused_by_megatron(model, gpu_count, flags)
         assert bool(mine) == bool(theirs), (layout, mine, theirs)
         seen.add(bool(mine))
     assert seen == {True, False}
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_the_shown_flags_of_every_layout_can_be_pasted(model: Model, on_a_cpu: None) -> None:
+    job = Job(model, TETRAJET, gpus.MEASURED, 2, 2, 24)
+    found = [each.layout for each in search(job, Fixed(micro_batch=2, vpp=1))]
+    assert any(layout.graphs for layout in found) == (model is DENSE)
+    for layout in found:
+        flags = report.flags(job, layout)
+        assert {"--bf16", "--attention-dropout 0", "--hidden-dropout 0"} < set(flags)
+        said = refused_by_megatron(model, 2, flags)
+        # That comes after the recipe's refusals. The control shows that they see the flags.
+        assert said.startswith("--cuda-graph-impl local needs a GPU") if layout.graphs else not said
+        without = [flag for flag in flags if "dropout" not in flag]
+        assert ("dropout" in refused_by_megatron(model, 2, without)) == layout.graphs
 
 
 @pytest.mark.parametrize(

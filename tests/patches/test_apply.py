@@ -108,6 +108,32 @@ def test_what_it_does_not_know_is_refused_by_its_name(tmp_path: Path) -> None:
     assert all(ended.stderr.count("\n") == 1 for ended in (unknown, other, nothing))
 
 
+@pytest.mark.parametrize("flags", [("--yes",), ("--yes", "--revert")], ids=["in", "out"])
+def test_a_checkout_that_cannot_be_written_stays_as_it_is(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two files fails, as in a read-only folder; root could write there."""
+    folder = checkout(tmp_path)
+    if "--revert" in flags:
+        apply(folder, "--yes")
+    before = contents(folder)
+    write_bytes = Path.write_bytes
+
+    def write(path: Path, data: bytes) -> int:
+        if path.parent.name == "training":
+            raise PermissionError(13, "Permission denied", str(path))
+        return write_bytes(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", write)
+        refused = apply(folder, *flags)
+    assert refused.returncode == 1 and refused.stderr.count("\n") == 1
+    assert "Permission denied" in refused.stderr and "make it writable" in refused.stderr
+    assert contents(folder) == before
+    assert apply(folder, *flags).returncode == 0
+    assert contents(folder) != before
+
+
 def test_the_installed_release_has_its_places(tmp_path: Path) -> None:
     installed = Path(megatron.core.__file__).parents[1]
     for name in (*FILES, "core/package_info.py"):
