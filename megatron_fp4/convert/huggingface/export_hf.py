@@ -2,8 +2,9 @@
 
 The checkpoint has the format torch_dist. The family (LLaMA, Qwen3, Mixtral, GPT-2 and so on) is the
 first that can express the arguments of its run, or that of --like. Tensors are converted one at a
-time, so little memory is needed. config.json, the tokenizer and the generation config are those of
---like; without it, those that import-hf kept beside the checkpoint, or else new ones.
+time; memory holds those of one safetensors file (--shard-gb). config.json, the tokenizer and the
+generation config are those of --like; without it, those that import-hf kept beside the checkpoint,
+or else new ones.
 
 --format compressed-tensors exports the weights of linears as the FP4 codes and scales that training
 multiplied; gpt-oss-experts does so for experts, in the layout of gpt-oss. Weights that training did
