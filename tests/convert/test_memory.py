@@ -49,7 +49,7 @@ def model(folder: Path, layers: int) -> int:
     return sum(file.stat().st_size for file in (folder / "hf").glob("*.safetensors"))
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
     small, large = tmp_path / "small", tmp_path / "large"
     more = model(large, 10) - model(small, 1)
