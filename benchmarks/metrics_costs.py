@@ -49,9 +49,10 @@ def sampling(ms: dict[int, float]) -> dict[str, float]:
 
 
 def report_ms(ms: dict[int, float]) -> float:
-    """What a report takes, of a launch with one every EVERY steps.
+    """The milliseconds that writing one report adds to training.
 
-    Megatron times the end of a step, where the report is written, as part of the next one.
+    ms: the time of each step, of a launch that reports every EVERY steps. The report is written at
+    the end of its step, which Megatron times as part of the next one: both steps count.
     """
     usual = statistics.median(taken for step, taken in ms.items() if step % EVERY not in (0, 1))
     reports = [step for step in ms if step % EVERY == 0 and step + 1 in ms]

@@ -132,7 +132,8 @@ def _rows(x: Tensor, axis: int) -> Tensor:
 
 
 def _scale_counts(nonzero: Tensor, quantized: QuantizedTensor, parts: int) -> Tensor:
-    """How many blocks with a nonzero element have a scale in each binade, float64 [parts, ...]."""
+    """A histogram of the block scales of each part, float64 [parts, binades]: how many scales lie
+    between a power of two and the next. Blocks of zeros are not counted."""
     scales = quantized.block_scales(torch.float64)
     if quantized.tensor_scale is not None:
         scales = scales * quantized.tensor_scale.double()

@@ -34,7 +34,7 @@ class Tally:
     """
 
     def __init__(self, places: int, device: torch.device) -> None:
-        """places: the rows of the table."""
+        """places: the number of rows of the table. device: that of the operands."""
         self._table = torch.zeros(places, operands.WIDTH, dtype=torch.float64, device=device)
         self._waiting = defaultdict[Any, _Waiting](_Waiting)
 
@@ -75,7 +75,8 @@ class Tally:
 
 
 def _stacked(each: list[QuantizedTensor]) -> QuantizedTensor:
-    """The rows of several quantized matrices as one matrix."""
+    """One quantized matrix with the rows of several of one shape and quantizer, one below the
+    other. Each row keeps its own tensor scale."""
     rows, k = each[0].shape
     scales = [part.tensor_scale.expand(rows, 1) for part in each if part.tensor_scale is not None]
     return replace(

@@ -71,8 +71,8 @@ def averages(path: Path) -> dict[str, Tensor]:
 def main_weights(path: Path) -> dict[str, Tensor]:
     """The FP32 weights that the optimizer updates, by name.
 
-    path: of a checkpoint whose optimizer state has the model's names. In FP32 these are the model's
-    own weights.
+    path: of a checkpoint whose optimizer state is saved under the names of the model's weights. In
+    a run in FP32 the optimizer updates the model's own weights, which are then returned.
     """
     found = contents(path)
     for prefix in ("optimizer.state.fp32_param.", "optimizer.state.param."):

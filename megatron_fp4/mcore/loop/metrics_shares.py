@@ -92,7 +92,7 @@ class Samples:
         self._of_features: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def clear(self) -> None:
-        """Forgets the lines of tokens, which are others in each step."""
+        """Forgets the lines of X and dY. Call it after a report: later microbatches have other tokens."""
         self._of_tokens.clear()
 
     def lines(
@@ -144,5 +144,5 @@ def counted(
 
 @cache
 def _in_rows(operand: OperandPlan) -> OperandPlan:
-    """The plan for a matrix with the blocked axis last."""
+    """The same plan for a matrix of which each row is one of the operand's lines."""
     return replace(operand, axis=1)
