@@ -92,7 +92,7 @@ class Samples:
         self._of_features: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def clear(self) -> None:
-        """Forgets the lines of X and dY. Call it after a report: later microbatches have other tokens."""
+        """Forgets the lines of X and dY, whose tokens differ from step to step."""
         self._of_tokens.clear()
 
     def lines(
