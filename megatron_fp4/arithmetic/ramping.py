@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_fp4.arithmetic.offload import copy_of
 from megatron_fp4.errors import ConfigError
 
 # Counts and periods are int16. A count is below twice the longest period: it goes on when a shorter
@@ -128,7 +129,8 @@ class Movement:
 
     weight, quantized: after the last step, in a dtype of their own.
     of_weight, of_quantized: the sums of the distances of all steps so far.
-    All have one shape, the weight's or that of a part of it.
+    All have one shape, the weight's or that of a part of it. They may be in pinned memory of the
+    host (`copy_of`); the arithmetic is done where the weight is.
     """
 
     weight: Tensor
@@ -137,22 +139,32 @@ class Movement:
     of_quantized: Tensor
 
     @classmethod
-    def start(cls, weight: Tensor, quantized: Tensor) -> Movement:
-        """weight, quantized: before the first step, float32; copied."""
-        weight, quantized = weight.detach(), quantized.detach()
+    def start(cls, weight: Tensor, quantized: Tensor, offload: bool = False) -> Movement:
+        """weight, quantized: before the first step, float32; copied. offload: as in `copy_of`."""
         sums = torch.zeros_like(weight), torch.zeros_like(quantized)
-        return cls(weight.clone(), quantized.clone(), *sums)
+        return cls(*(copy_of(each, offload) for each in (weight, quantized, *sums)))
 
+    @torch.no_grad()
     def add(self, weight: Tensor, quantized: Tensor) -> None:
         """Adds a step. weight, quantized: after it."""
-        self.of_weight += (weight.detach() - self.weight).abs_()
-        self.of_quantized += (quantized.detach() - self.quantized).abs_()
-        self.weight.copy_(weight)
-        self.quantized.copy_(quantized)
+        _add_distance(self.of_weight, self.weight, weight)
+        _add_distance(self.of_quantized, self.quantized, quantized)
 
-    def ratio(self) -> Tensor:
-        """R: the distance of the quantized values for each unit of the weight's."""
-        return self.of_quantized / (self.of_weight + _LEAST_MOVEMENT)
+    def ratio(self, device: torch.device | None = None) -> Tensor:
+        """R: the distance of the quantized values for each unit of the weight's.
+
+        device: where R is computed; None: where the sums are.
+        """
+        device = device or self.of_weight.device
+        divisor = self.of_weight.to(device, non_blocking=True) + _LEAST_MOVEMENT
+        return self.of_quantized.to(device, non_blocking=True) / divisor
+
+
+def _add_distance(total: Tensor, old: Tensor, new: Tensor) -> None:
+    """Adds |new - old| to `total` and sets `old` to `new`, computing on the device of `new`."""
+    moved = (new - old.to(new.device, non_blocking=True)).abs_()
+    total.copy_(moved.add_(total.to(new.device, non_blocking=True)), non_blocking=True)
+    old.copy_(new, non_blocking=True)
 
 
 @dataclass(eq=False)

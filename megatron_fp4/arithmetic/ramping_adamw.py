@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fp4.arithmetic.offload import copy_of
 from megatron_fp4.arithmetic.ramping import LONGEST, STATES, Adam, Ramped, update
 from megatron_fp4.arithmetic.weight_states import key_of
 from megatron_fp4.errors import ConfigError
@@ -162,14 +163,14 @@ class Snapshot:
     """The weights and the state of an optimizer at one moment, but for Q-Ramping's own state, which
     a calibration does not change."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: str | None = None) -> None:
-        """device: where the copies are; None: beside what they are copies of."""
+    def __init__(self, optimizer: torch.optim.Optimizer, offload: bool = False) -> None:
+        """offload: whether the copies are kept in the host's memory, as in `copy_of`."""
         self._optimizer = optimizer
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        self._weights = [(weight, _copy(weight, device)) for weight in weights]
+        self._weights = [(weight, copy_of(weight, offload)) for weight in weights]
         self._states = {
             weight: {
-                name: _copy(value, device)
+                name: _copy(value, offload)
                 for name, value in optimizer.state[weight].items()
                 if name not in _OWN
             }
@@ -189,7 +190,7 @@ class Snapshot:
         see the old values too.
         """
         for weight, old in self._weights:
-            weight.copy_(old)
+            weight.copy_(old, non_blocking=True)
         for weight in list(self._optimizer.state):
             if weight in self._states:
                 _restore(self._optimizer.state[weight], self._states[weight])
@@ -206,12 +207,10 @@ def _restore(state: dict[str, Any], old: dict[str, Any]) -> None:
         del state[name]
     for name, value in old.items():
         if isinstance(value, Tensor):
-            state[name].copy_(value)
+            state[name].copy_(value, non_blocking=True)
         else:
             state[name] = value
 
 
-def _copy(value: Any, device: str | None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().to(device or value.device, copy=True)
+def _copy(value: Any, offload: bool) -> Any:
+    return copy_of(value, offload) if isinstance(value, Tensor) else value

@@ -91,13 +91,13 @@ def states(
     Megatron keeps for each parameter 2 bytes of weight in BF16, 4 of main_grad and, in the
     optimizer, 4 of the float32 weight and 8 of Adam's moments. The distributed optimizer spreads
     the last 12 over the data-parallel ranks. A recipe's own state beside weights is the
-    optimizer's too (an average 4 bytes, Q-Ramping 8), and a layer reads a copy of an average, in 4
-    bytes.
+    optimizer's too (an average 4 bytes, Q-Ramping 8). Where the distributed optimizer spreads it, a
+    layer reads a copy of the whole average, in 4 bytes more.
     """
     held, own = parameters(model, layout, stage), linears(model, layout, stage)
     kept = sum(dtype.itemsize for dtype in recipe.kept_dtypes.values())
     optimizer = optimizer_bytes(held, layout, 4 + 8) + optimizer_bytes(own, layout, kept)
-    copies = 4.0 * len(recipe.weight_states) * own.total
+    copies = 4.0 * len(recipe.weight_states) * own.total if layout.sharded else 0.0
     return 2.0 * held.total, 4.0 * held.total, optimizer + copies
 
 

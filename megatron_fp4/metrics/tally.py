@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,8 +70,25 @@ class Tally:
         sums = operands.sums_of_parts(
             torch.cat(waiting.exact), _stacked(waiting.quantized), len(waiting.places), share
         )
-        for place, of_part in zip(waiting.places, sums, strict=True):
-            self._table[place] += of_part
+        for parts in _turns(waiting.places):
+            places = [waiting.places[part] for part in parts]
+            self._table.index_add_(0, self._indices(places), sums[self._indices(parts)])
+
+    def _indices(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, device=self._table.device)
+
+
+def _turns(places: list[int]) -> list[list[int]]:
+    """The parts of each turn: in one turn every place has a part at most, so that the order of the
+    sums is the same in every run."""
+    turns: list[list[int]] = []
+    count = Counter[int]()
+    for part, place in enumerate(places):
+        if count[place] == len(turns):
+            turns.append([])
+        turns[count[place]].append(part)
+        count[place] += 1
+    return turns
 
 
 def _stacked(each: list[QuantizedTensor]) -> QuantizedTensor:

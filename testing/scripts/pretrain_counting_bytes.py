@@ -35,15 +35,15 @@ def main() -> None:
     chunks, optimizer = made
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     states = [m.fp4 for chunk in chunks for m in chunk.modules() if getattr(m, "fp4", None)]
-    copies = size([state.site.average for state in states if state.site.average is not None])
-    own = optimizer_size(optimizer) + copies
+    copies = [state.site.average for state in states if state.site.average is not None]
+    own = size([*optimizer_tensors(optimizer), *copies])
     counts = size(parameters), size([p.main_grad for p in parameters]), own
     words = "rank {} has {} bytes of weights, {} of gradients, {} of the optimizer\n"
     os.write(1, words.format(os.environ["RANK"], *counts).encode())  # in one piece
 
 
-def optimizer_size(optimizer: Any) -> int:
-    """The bytes of float32 weights and of their state, in all parts of Megatron's optimizer."""
+def optimizer_tensors(optimizer: Any) -> list[Tensor]:
+    """The float32 weights and their state, in all parts of Megatron's optimizer."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     found: list[Tensor] = []
     for part in parts:
@@ -52,11 +52,12 @@ def optimizer_size(optimizer: Any) -> int:
             for weight in group["params"]:
                 moments = [x for x in inner.state[weight].values() if isinstance(x, Tensor)]
                 found += [weight, *(x for x in moments if x.shape == weight.shape)]
-    return size(found)
+    return found
 
 
 def size(tensors: list[Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
+    """The bytes of all tensors. One that is another's view of equal size counts once."""
+    return sum({x.data_ptr(): x.numel() * x.element_size() for x in tensors}.values())
 
 
 if __name__ == "__main__":

@@ -96,8 +96,8 @@ def place() -> None:
 
     right = ramping._moved
 
-    def moved(kept: Any, device: Any) -> Any:
-        return right(replace(kept, start=0, end=kept.end - kept.start), device)
+    def moved(kept: Any) -> Any:
+        return right(replace(kept, start=0, end=kept.end - kept.start))
 
     ramping._moved = moved
 

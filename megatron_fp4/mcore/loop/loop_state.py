@@ -44,13 +44,13 @@ class LoopState:
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
         data: Any,
-        device: str | None = None,
+        offload: bool = False,
     ) -> None:
-        """data: what Megatron passes to train_step as data_iterator. device: where the copies of
-        weights and optimizer state are; None: beside what they are copies of."""
+        """data: what Megatron passes to train_step as data_iterator. offload: whether the
+        copies of weights and optimizer state are kept in the host's memory."""
         self._model, self._scheduler = model, scheduler
         self._parts = stepping_parts(optimizer)
-        self._snapshots = [Snapshot(part.optimizer, device) for part in self._parts]
+        self._snapshots = [Snapshot(part.optimizer, offload) for part in self._parts]
         scalers = [getattr(part, "grad_scaler", None) for part in self._parts]
         self._scales = [(each, each.state_dict()) for each in scalers if each is not None]
         # A MoE router counts tokens in buffers. DDP has an attribute `buffers` of its own.

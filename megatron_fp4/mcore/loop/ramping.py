@@ -94,9 +94,9 @@ class Calibrations:
                 return upstream(*given, *others, **named)
 
             if self._is_due():
-                device = "cpu" if self._run.args.fp4_offload_calibration else None
-                before = LoopState(model, optimizer, opt_param_scheduler, data_iterator, device)
-                ended = self._calibrate(step, model, optimizer, before, device)
+                offload = self._run.args.fp4_offload_calibration
+                before = LoopState(model, optimizer, opt_param_scheduler, data_iterator, offload)
+                ended = self._calibrate(step, model, optimizer, before)
                 if ended is not None:
                     return ended
             return step()
@@ -122,18 +122,19 @@ class Calibrations:
         model: list[MegatronModule],
         optimizer: MegatronOptimizer,
         before: LoopState,
-        device: str | None,
     ) -> Any:
         """Runs a calibration, restores `before`, and sets the periods.
 
-        step: runs a training step. device: where movements are kept; None: where the weights are.
-        Returns the result of a step after which Megatron wants to exit; else None.
+        step: runs a training step. Returns the result of a step after which Megatron wants to
+        exit; else None.
         """
         start, run, ended = time.perf_counter(), self._run, None
         inner = [part.optimizer for part in stepping_parts(optimizer)]
         ramped = run.weight_states.ramped
         gather_weights(model)
-        movements = [Movement.start(*_moved(kept, device)) for kept in ramped]
+        movements = [
+            Movement.start(*_moved(kept), run.args.fp4_offload_calibration) for kept in ramped
+        ]
         for each in inner:
             each.calibrates = True
         with _writing_nothing(run.args), _without_reruns():
@@ -145,7 +146,7 @@ class Calibrations:
                     break
                 gather_weights(model)
                 for kept, movement in zip(ramped, movements, strict=True):
-                    movement.add(*_moved(kept, device))
+                    movement.add(*_moved(kept))
         run.calibrate(None)
         before.restore()
         for each in inner:
@@ -159,7 +160,7 @@ class Calibrations:
         total, longer = self._run.args.train_iters, torch.zeros(2, dtype=torch.float64)
         for kept, movement in zip(ramped, movements, strict=True):
             assert kept.main is not None and isinstance(kept.inner, RampingAdamW)
-            periods = self._ramping.periods(movement.ratio(), total)
+            periods = self._ramping.periods(movement.ratio(kept.main.device), total)
             kept.inner.set_period(kept.main, periods.view(kept.main.shape))
             longer += torch.tensor([int((periods > 1).sum()), periods.numel()])
         longer = longer.to("cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -173,15 +174,14 @@ class Calibrations:
         )
 
 
-def _moved(kept: Kept, device: str | None) -> tuple[Tensor, Tensor]:
+def _moved(kept: Kept) -> tuple[Tensor, Tensor]:
     """(W, Q(W)) of the part of a weight that this rank updates, as vectors.
 
     W is the float32 main weight, and Q(W) the model's weight as fprop multiplies it.
     """
     assert kept.main is not None
     quantized = kept.layer.quantized_weight().flatten()[kept.start : kept.end]
-    weight = kept.main.detach().flatten()
-    return weight.to(device or weight.device), quantized.to(device or quantized.device)
+    return kept.main.detach().flatten(), quantized
 
 
 @contextmanager

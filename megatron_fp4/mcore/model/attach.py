@@ -68,12 +68,11 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
     everything = sum(weight.numel() for chunk in model for weight in chunk.parameters())
     ramped = max(_of_all_ranks((run.weight_states.ramped_elements, everything)))
     if torch.distributed.get_rank() == 0:
-        trains = not getattr(run.args, "skip_train", False)  # a model without a loop has none
         lines = (
             start_table.held(run.keeps_weights, held),
-            start_table.states(run.recipes, states, trains),
+            start_table.states(run.recipes, states, run.args),
             start_table.calibrations(run.ramping, run.args, *ramped)
-            if trains and run.ramping is not None
+            if start_table.trains(run.args) and run.ramping is not None
             else "",
         )
         run.start_table = start_table.table(run.recipes, [*rows, *stock]) + "".join(lines)

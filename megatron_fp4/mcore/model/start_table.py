@@ -90,24 +90,29 @@ def held(keeps: str | None, size: int) -> str:
     return f"\n  weights are quantized once a step and kept {keeps}: {_size(size)} on a rank"
 
 
-def states(recipes: Sequence[Recipe], size: int, trains: bool) -> str:
+def states(recipes: Sequence[Recipe], size: int, args: Namespace) -> str:
     """The line about averages of weights; "" if no recipe has one.
 
-    size: bytes of the layers' copies on the rank with most. trains: False under --skip-train, with
-    which Megatron makes no optimizer, and so nothing that keeps the state.
+    size: bytes of the layers' copies on the rank with most. args: Megatron's; under --skip-train it
+    makes no optimizer, and so nothing that keeps the state.
     """
     names = sorted({name for recipe in recipes for name in recipe.weight_states})
     if not names:
         return ""
-    if not trains:
+    if not trains(args):
         return (
             f"\n  no {' and '.join(names)} under --skip-train, which loads no optimizer state: "
             "rounding ema rounds to nearest here"
         )
-    return (
-        f"\n  {' and '.join(names)} of each weight in float32: copies of {_size(size)} on a rank, "
-        "and as much as optimizer state, sharded like it"
-    )
+    kept = "as optimizer state"
+    if getattr(args, "use_distributed_optimizer", False):
+        kept = "as copies for linears to read, and as much as optimizer state, sharded"
+    return f"\n  {' and '.join(names)} of each weight in float32: {_size(size)} on a rank, {kept}"
+
+
+def trains(args: Namespace) -> bool:
+    """Whether the launch trains, and does not only evaluate. args: Megatron's."""
+    return not getattr(args, "skip_train", False)
 
 
 def calibrations(ramping: Ramping, args: Namespace, ramped: int, everything: int) -> str:

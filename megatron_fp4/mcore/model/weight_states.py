@@ -9,8 +9,8 @@ moments of Adam.
 There are two kinds. Linears read the states of `Recipe.weight_states`, such as a moving average of
 W: the owner updates its part after each optimizer step that was not skipped, and once a step the
 parts are gathered to a copy in each layer. The copy keeps its address, so that CUDA graphs can read
-it. The states of `Recipe.ramping` are the optimizer's alone, a `RampingAdamW`,
-which updates them in its own step.
+it. Where every rank owns the whole state, the optimizer's tensor is a view of the copy. The states
+of `Recipe.ramping` are the optimizer's alone, a `RampingAdamW`, which updates them in its own step.
 
 checkpoints/weight_states.py saves and loads the states. C stands for megatron/core.
 """
@@ -233,15 +233,32 @@ class WeightStates:
         own = kept.own(name)
         if own is None and kept.main is not None:
             own = self._started.setdefault((kept, name), kept.states[name].start(kept.main))
-        flat = copy.view(-1)
         if own is not None:
-            flat[kept.start : kept.end].copy_(own.view(-1))
+            if kept.owners:
+                copy.view(-1)[kept.start : kept.end].copy_(own.view(-1))
+            else:
+                self._share(kept, name, own, copy)
         elif not kept.owners:  # a weight that no optimizer updates
             copy.copy_(kept.states[name].start(kept.layer.weight))
         return [
-            dist.broadcast(flat[start:end], owner, group=kept.group, async_op=True)
+            dist.broadcast(copy.view(-1)[start:end], owner, group=kept.group, async_op=True)
             for owner, start, end in kept.owners
         ]
+
+    def _share(self, kept: Kept, name: str, own: Tensor, copy: Tensor) -> None:
+        """Makes the optimizer's state `own` a view of `copy`, with its values.
+
+        It is one from the first call on, until a checkpoint is loaded: the optimizer then has a
+        tensor of its own again.
+        """
+        if own.data_ptr() == copy.data_ptr():
+            return
+        copy.view(-1).copy_(own.view(-1))
+        if kept.own(name) is None:
+            self._started[kept, name] = copy.view(own.shape)
+        else:
+            assert kept.inner is not None and kept.main is not None
+            kept.inner.state[kept.main][key_of(name)] = copy.view(own.shape)
 
     # --- checkpoints ------------------------------------------------------------------------------
 
