@@ -83,14 +83,14 @@ def sums_of_parts(x: Tensor, quantized: QuantizedTensor, parts: int, share: floa
     return torch.cat((summed, carried, _scale_counts(nonzero, quantized, parts) * share), 1)
 
 
-def carrier_sums(rounded: Tensor, elements: int) -> Tensor:
-    """What adds an operand's carriers to its sums, float64 [WIDTH].
+def carrier_sums(rounded: Tensor, elements: Tensor) -> Tensor:
+    """What adds carriers of n operands to the operands' sums, float64 [n, WIDTH].
 
-    rounded: [], how many elements the carriers rounded. elements: of the operand.
+    rounded: [n], how many elements the carriers rounded. elements: [n], of the operands.
     """
-    sums = torch.zeros(WIDTH, dtype=torch.float64, device=rounded.device)
-    sums[_SUMS.index("carried")] = elements
-    sums[_SUMS.index("outside")] = rounded
+    sums = torch.zeros(len(rounded), WIDTH, dtype=torch.float64, device=rounded.device)
+    sums[:, _SUMS.index("carried")] = elements.double()
+    sums[:, _SUMS.index("outside")] = rounded.double()
     return sums
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from megatron_fp4.metrics import operands
 
 # Elements of one kind that wait at most. Their sums take some 100 bytes of memory for each.
 MOST_WAITING = 2**21
+# Carriers that wait at most. A count that waits keeps the carriers' other counts, 4 bytes a row.
+MOST_CARRIERS = 256
 
 
 @dataclass
@@ -37,6 +40,7 @@ class Tally:
         """places: the number of rows of the table. device: that of the operands."""
         self._table = torch.zeros(places, operands.WIDTH, dtype=torch.float64, device=device)
         self._waiting = defaultdict[Any, _Waiting](_Waiting)
+        self._carriers: list[tuple[int, Tensor, int]] = []  # (place, rounded, elements)
 
     def add(self, place: int, x: Tensor, quantized: QuantizedTensor, share: float) -> None:
         """Adds a part that is small, or that is one of few; see `operands.operand_sums`."""
@@ -55,14 +59,18 @@ class Tally:
             self._sum(self._waiting.pop(kind), share)
 
     def add_carriers(self, place: int, rounded: Tensor, elements: int) -> None:
-        """Adds what FP8 carriers rounded of an operand; see `operands.carrier_sums`."""
-        self._table[place] += operands.carrier_sums(rounded, elements)
+        """Adds carriers of an operand. rounded: [], how many of the elements they rounded."""
+        self._carriers.append((place, rounded, elements))
+        if len(self._carriers) >= MOST_CARRIERS:
+            self._sum_carriers()
 
     def take(self) -> Tensor:
         """The table, float64 [places, WIDTH]. It begins anew after that."""
         for (*_, share), waiting in self._waiting.items():
             self._sum(waiting, share)
         self._waiting.clear()
+        if self._carriers:
+            self._sum_carriers()
         found, self._table = self._table, torch.zeros_like(self._table)
         return found
 
@@ -70,15 +78,24 @@ class Tally:
         sums = operands.sums_of_parts(
             torch.cat(waiting.exact), _stacked(waiting.quantized), len(waiting.places), share
         )
-        for parts in _turns(waiting.places):
-            places = [waiting.places[part] for part in parts]
-            self._table.index_add_(0, self._indices(places), sums[self._indices(parts)])
+        self._add(waiting.places, sums)
 
-    def _indices(self, numbers: list[int]) -> Tensor:
+    def _sum_carriers(self) -> None:
+        places, rounded, elements = zip(*self._carriers, strict=True)
+        self._add(places, operands.carrier_sums(torch.stack(rounded), self._tensor(elements)))
+        self._carriers.clear()
+
+    def _add(self, places: Sequence[int], sums: Tensor) -> None:
+        """Adds a row of `sums` to each place; a place may occur more than once."""
+        for parts in _turns(places):
+            rows = self._tensor([places[part] for part in parts])
+            self._table.index_add_(0, rows, sums[self._tensor(parts)])
+
+    def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, device=self._table.device)
 
 
-def _turns(places: list[int]) -> list[list[int]]:
+def _turns(places: Sequence[int]) -> list[list[int]]:
     """The parts of each turn: in one turn every place has a part at most, so that the order of the
     sums is the same in every run."""
     turns: list[list[int]] = []

@@ -189,5 +189,7 @@ def test_carriers_are_counted_where_they_are_multiplied() -> None:
     x = matrix()
     sums = operand_sums(x, quantize(x, "mxfp4"))
     assert "outside_carrier" not in operand_metrics(sums.tolist())
-    with_carriers = sums + carrier_sums(torch.tensor(6, dtype=torch.int32), 600)
+    with_carriers = (
+        sums + carrier_sums(torch.tensor([6], dtype=torch.int32), torch.tensor([600]))[0]
+    )
     assert operand_metrics(with_carriers.tolist())["outside_carrier"] == 0.01

@@ -11,7 +11,7 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.metrics import tally
 from megatron_fp4.metrics.lines import rows_of
 from megatron_fp4.metrics.operands import WIDTH, carrier_sums, operand_sums
-from megatron_fp4.metrics.tally import Tally
+from megatron_fp4.metrics.tally import MOST_CARRIERS, Tally
 from testing.oracles import normal
 
 CPU = torch.device("cpu")
@@ -55,5 +55,17 @@ def test_parts_of_other_kinds_do_not_mix() -> None:
     x, quantized = part("mxfp4", 9)
     found.add(0, x, quantized, 1.0)
     found.add_carriers(0, torch.tensor(3), 100)
-    expected[0] += operand_sums(x, quantized) + carrier_sums(torch.tensor(3), 100)
+    expected += operand_sums(x, quantized) + carrier_sums(torch.tensor([3]), torch.tensor([100]))
     torch.testing.assert_close(found.take(), expected, rtol=1e-14, atol=0)
+
+
+def test_carriers_of_a_place_are_summed() -> None:
+    """More than wait at a time; a place occurs in several of them."""
+    found, expected = Tally(3, CPU), torch.zeros(3, WIDTH, dtype=torch.float64)
+    for number in range(2 * MOST_CARRIERS + 5):
+        rounded, elements = number % 7, 1000 + number
+        found.add_carriers(number % 3, torch.tensor(rounded, dtype=torch.int32), elements)
+        of_one = carrier_sums(torch.tensor([rounded]), torch.tensor([elements]))
+        expected[number % 3] += of_one[0]
+    assert torch.equal(found.take(), expected) and expected.count_nonzero() == 6
+    assert found.take().count_nonzero() == 0  # it has begun anew

@@ -108,11 +108,11 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--fp4-metrics-interval",
         type=int,
-        default=0,
         metavar="N",
         help="every N steps write metrics of all quantized operands, weights and gradients to "
         "metrics.jsonl in the folder of --save (or of --tensorboard-dir), to TensorBoard and to "
-        "Weights & Biases; 0, the default, is off",
+        "Weights & Biases; 0 is off, which is the default without a folder and with CUDA graphs; "
+        "else the default is 100",
     )
     group.add_argument(
         "--fp4-load-anyway",

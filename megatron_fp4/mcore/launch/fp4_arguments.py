@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from megatron.core.datasets.object_storage_utils import is_object_storage_path
+
 import megatron_fp4
 from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
 from megatron_fp4.errors import ConfigError
@@ -17,6 +19,7 @@ from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import content, get_recipe
 
 OFF = ("off", "bf16")  # values of --fp4-recipe that mean no recipe
+METRICS_INTERVAL = 100  # the default
 
 
 def settle(args: argparse.Namespace) -> None:
@@ -43,6 +46,9 @@ def settle(args: argparse.Namespace) -> None:
     args.fp4_module_contents = [(glob, own and content.write(own)) for glob, own in modules]
     if args.fp4_weight_cache is None:
         args.fp4_weight_cache = "off" if cuda_graphs.wanted(args) else "packed"
+    if args.fp4_metrics_interval is None:
+        writes = recipe is not None and metrics_folder(args) and not cuda_graphs.wanted(args)
+        args.fp4_metrics_interval = METRICS_INTERVAL if writes else 0
     if args.fp4_seed is None:
         args.fp4_seed = args.seed
     refuse(fp4_flags.seed(args))
@@ -57,6 +63,13 @@ def settle_layers_in_bf16(args: argparse.Namespace) -> None:
     for name in fp4_flags.LAYERS_IN_BF16:
         if getattr(args, name) is None:
             setattr(args, name, 1)
+
+
+def metrics_folder(args: argparse.Namespace) -> str | None:
+    """The folder of metrics.jsonl: that of --save, or else of --tensorboard-dir; None where neither
+    is given, or is a folder that files can be appended in."""
+    named = (args.save, args.tensorboard_dir)
+    return next((path for path in named if path and not is_object_storage_path(path)), None)
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe | None:

@@ -16,6 +16,7 @@ import argparse
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from torch import distributed as dist
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.makers.base import Given
-from megatron_fp4.mcore.loop.metrics_log import MetricsLog, folder
+from megatron_fp4.mcore.launch.fp4_arguments import metrics_folder
+from megatron_fp4.mcore.loop.metrics_log import FILE, MetricsLog
 from megatron_fp4.mcore.loop.metrics_shares import (
     Samples,
     counted,
@@ -52,14 +54,21 @@ from megatron_fp4.plan.data import OperandPlan
 
 def interval(args: argparse.Namespace) -> int:
     """The number of steps from one report to the next; 0: none."""
-    return 0 if folder(args) is None else int(args.fp4_metrics_interval)
+    return 0 if metrics_folder(args) is None else int(args.fp4_metrics_interval)
 
 
-def advice(args: argparse.Namespace) -> str | None:
-    """A line for a launch whose --fp4-metrics-interval has no effect; None for others."""
-    if not args.fp4_metrics_interval or folder(args) is not None:
+def told(args: argparse.Namespace) -> str | None:
+    """A line for the user: where metrics go, or that they go nowhere; None without an interval."""
+    if not (steps := args.fp4_metrics_interval):
         return None
-    return "megatron-fp4: --fp4-metrics-interval writes nothing: add --save or --tensorboard-dir"
+    if (folder := metrics_folder(args)) is None:
+        return (
+            "megatron-fp4: --fp4-metrics-interval writes nothing: add --save or --tensorboard-dir"
+        )
+    return (
+        f"megatron-fp4: metrics every {steps} steps to {Path(folder, FILE)}; "
+        "--fp4-metrics-interval 0 leaves them out"
+    )
 
 
 @dataclass(eq=False)
@@ -112,13 +121,19 @@ class Metrics:
         self._clear()
 
     def follow_optimizer(self, optimizer: MegatronOptimizer) -> None:
-        """Reads the gradients before each step of the optimizer that is reported."""
+        """Reads weights and gradients before the optimizer's step.
+
+        The host is ahead of the GPU then, so that this takes no time of the GPU's. At the end of
+        the step the GPU would wait for the host.
+        """
         parts, upstream = parts_of(optimizer), optimizer.step
 
         @functools.wraps(upstream)
         def step(*args: Any, **kwargs: Any) -> Any:
-            if self._run.is_training and self._is_due(self._now()):
-                self._read_gradients(parts, optimizer.get_loss_scale())
+            if self._run.is_training:
+                self._follow_changes(self._now())
+                if self._is_due(self._now()):
+                    self._read_gradients(parts, optimizer.get_loss_scale())
             return upstream(*args, **kwargs)
 
         optimizer.step = step
@@ -199,6 +214,17 @@ class Metrics:
             place = _place(self._layers[site.name], operand)
             self._operands.add_carriers(place, carriers.tally[0], carriers.values.numel())
 
+    def _follow_changes(self, step: int) -> None:
+        """Takes the rows of W and Q(W) that forward passes of this step kept."""
+        left, followed = self._left(step), self._owned()
+        if left == WINDOW:
+            self._changes = weights.Changes()
+        if left <= WINDOW and followed and all(each.w is not None for each in followed):
+            self._changes.update(
+                [each.w for each in followed if each.w is not None],
+                decoded([each.quantized for each in followed if each.quantized is not None]),
+            )
+
     def _read_gradients(self, optimizers: list[Any], scale: Tensor) -> None:
         """Reads this rank's parts of the gradients that the optimizers get, before clipping.
 
@@ -227,22 +253,16 @@ class Metrics:
 
     def _end_step(self, step: int) -> None:
         self._log.begin()
-        left = self._left(step)
-        if left == WINDOW:
-            self._changes = weights.Changes()
-        followed = [each for each in self._layers.values() if each.owns]
-        if left <= WINDOW and followed and all(each.w is not None for each in followed):
-            self._changes.update(
-                [each.w for each in followed if each.w is not None],
-                decoded([each.quantized for each in followed if each.quantized is not None]),
-            )
-        if not left:
-            self._log.write(self._report(step, followed))
+        if self._is_due(step):
+            self._log.write(self._report(step))
             self._clear()
 
-    def _report(self, step: int, followed: list[_Followed]) -> list[Record]:
+    def _owned(self) -> list[_Followed]:
+        return [each for each in self._layers.values() if each.owns]
+
+    def _report(self, step: int) -> list[Record]:
         """The records of a step, on all ranks."""
-        changes, oscillation = self._summed_changes(followed)
+        changes, oscillation = self._summed_changes(self._owned())
         of_operands = self._operands.take().view(len(self._names), len(PLACES), -1)
         tables = [of_operands, self._confidences, self._gradients, changes, oscillation]
         flat = torch.cat([table.flatten() for table in tables])

@@ -5,7 +5,6 @@ evaluation (what Megatron's log says), operand, weight, gradient and warning. Na
 null. T stands for megatron/training.
 """
 
-import argparse
 import json
 import math
 import platform
@@ -19,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from torch import distributed as dist
 
 from megatron_fp4 import __version__
+from megatron_fp4.mcore.launch.fp4_arguments import metrics_folder
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.metrics.bands import KEPT, Bands, summary
 from megatron_fp4.metrics.records import Record
@@ -46,12 +45,6 @@ _EVALUATION = re.compile(
 )
 
 
-def folder(args: argparse.Namespace) -> str | None:
-    """The folder of FILE: that of --save, or else of --tensorboard-dir; None where neither is."""
-    named = (args.save, args.tensorboard_dir)
-    return next((path for path in named if path and not is_object_storage_path(path)), None)
-
-
 class MetricsLog:
     """Writes records. Every rank has one; that of rank 0 writes FILE, that of the last rank to
     Megatron's writers."""
@@ -60,7 +53,7 @@ class MetricsLog:
         self._run = run
         self._begun = False
         self._bands = Bands()
-        path = folder(run.args) if run.args.rank == 0 else None
+        path = metrics_folder(run.args) if run.args.rank == 0 else None
         self._path = None if path is None else Path(path) / FILE
 
     def begin(self) -> None:

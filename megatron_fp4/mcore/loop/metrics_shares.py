@@ -87,9 +87,10 @@ class Samples:
     """
 
     def __init__(self) -> None:
-        # By where the placement of the lines lies in memory: this placement, and the lines.
-        self._of_tokens: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
-        self._of_features: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        # By where the placement of the lines lies in memory: this placement, if there is one, and
+        # the lines.
+        self._of_tokens: dict[tuple[Any, ...], tuple[Tensor | None, Tensor]] = {}
+        self._of_features: dict[tuple[Any, ...], tuple[Tensor | None, Tensor]] = {}
 
     def clear(self) -> None:
         """Forgets the lines of X and dY, whose tokens differ from step to step."""
@@ -110,15 +111,13 @@ class Samples:
         place, height = site.placement(operand, call), max(operand.quantizer.block[0], 1)
         count = x.shape[1 - operand.axis]
         source = place.rows if operand.axis == 1 else place.groups
-        if source is None:
-            starts = torch.arange(0, count, height * stride, device=x.device)
-            return (starts[:, None] + torch.arange(height, device=x.device)).flatten()
         of_tokens = operand.axis == 1 and operand.letter != "w"
         found = self._of_tokens if of_tokens else self._of_features
-        key = source.data_ptr(), source.stride(), count, height, stride, operand.axis
+        memory = () if source is None else (source.data_ptr(), source.stride())
+        key = memory, count, height, stride, operand.axis
         if key not in found:
-            lines = source
-            if operand.axis == 0:
+            lines = torch.arange(count, device=x.device) if source is None else source
+            if operand.axis == 0 and source is not None:
                 within = torch.arange(GROUP, device=x.device)
                 lines = (source[:, None] * GROUP + within).flatten()[:count]
             found[key] = source, (lines // height % stride == 0).nonzero().flatten()

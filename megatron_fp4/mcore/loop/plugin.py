@@ -101,7 +101,7 @@ class Plugin:
             self.run = Run(recipe, args, fp4_arguments.module_recipes(args))
             advice = cuda_graphs.advice(args, self.run.recipes)
             line = f"megatron-fp4: {advice}" if advice and torch.cuda.is_available() else ""
-            line = "\n".join(filter(None, (line, metrics.advice(args))))
+            line = "\n".join(filter(None, (line, metrics.told(args))))
         if self.ours or self.run is not None:
             log.install()
         if self.run is not None and (steps := metrics.interval(args)):
