@@ -25,7 +25,7 @@ def configuration(point: Point, metrics_interval: int, text: dict[str, Any]) -> 
         seed=point.seed,
     )
     flags = [*size.flags(training), *point.flags()]
-    if metrics_interval and point.recipe != BF16:
+    if point.recipe != BF16:
         flags += ["--fp4-metrics-interval", str(metrics_interval)]
     found = {"flags": flags, "text": text["sha256"], "numerics": NUMERICS_VERSION}
     return point._asdict() | found

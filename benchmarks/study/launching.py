@@ -12,12 +12,14 @@ from typing import Any
 from benchmarks.study.configuration import hash_of
 from benchmarks.study.results import Row
 from benchmarks.study.sizes import SIZES
+from megatron_fp4.metrics.weights import window
 from megatron_fp4.report import reading
 from tools import runs
 
 # For each group of metrics ("weight", "fprop.w") and metric: (step, mean over the linears).
 Metrics = dict[str, dict[str, list[tuple[int, float]]]]
 MARGIN = 0.5  # minutes of a launch in which it does not train: imports, its last checkpoint
+_INTERVAL = "--fp4-metrics-interval"
 _STOPPED = "exiting program after"  # Megatron's line at the end of --exit-duration-in-mins
 
 
@@ -79,7 +81,9 @@ class Launch:
             return None
         if not math.isfinite(held_out):
             return self._row("failed") | {"error": f"the held-out loss is {held_out}"}
-        return self._row("finished") | found | {"metrics": self._metrics()}
+        return (
+            self._row("finished") | found | {"window": self._window(), "metrics": self._metrics()}
+        )
 
     def _row(self, status: str) -> Row:
         return {
@@ -88,6 +92,11 @@ class Launch:
             "configuration": self.configuration,
             "processes": self.processes,
         }
+
+    def _window(self) -> int:
+        """The steps over which metrics of weights are measured; 0 without metrics."""
+        flags = self.configuration["flags"]
+        return window(int(flags[flags.index(_INTERVAL) + 1])) if _INTERVAL in flags else 0
 
     def _metrics(self) -> Metrics:
         """The metrics of a run that has finished; removes what it does not need any more."""

@@ -28,7 +28,7 @@ def section(matrix: Matrix, rows: list[Row]) -> str:
     finished, failed = rows_of(matrix, rows)
     if not finished:
         raise StudyError(f"no run of {matrix.name} has finished: python -m benchmarks.study run")
-    window = min(tables.WINDOW, matrix.metrics_interval)
+    window = tables.window(finished, matrix.metrics_interval)
     parts = [
         [
             f"- The question: {matrix.what}.",

@@ -11,10 +11,10 @@ from benchmarks.study.matrix import BF16
 from benchmarks.study.results import Row
 from benchmarks.study.running import named
 from benchmarks.study.sizes import SIZES
+from megatron_fp4.metrics.weights import WINDOW
 
 # r(W_Q) in arXiv 2502.20853 (a Vision Transformer on ImageNet), by the name of the recipe.
-PAPER = {"tetrajet": 0.0045, "tetrajet-ema": 0.0018}
-WINDOW = 200  # steps at most over which a report has r(W), r(W_Q) and R_w
+PAPER = {"tetrajet": 0.0045, "tetrajet-ema": 0.0018, "tetrajet-ramping": 0.0028}
 _PLACE = ["size", "steps", "learning rate", "recipe", "seeds"]
 
 
@@ -65,6 +65,16 @@ def gap_table(rows: list[Row], against: str) -> list[str]:
             numbers = [f"{found.mean:+.4f}", interval, _number(found.spread, ".4f")]
             body.append([*place, *numbers, found.verdict])
     return _table(heads, body) if body else []
+
+
+def window(rows: Iterable[Row], interval: int) -> int:
+    """The number of steps over which r(W), r(W_Q) and R_w are measured; of several the smallest.
+
+    interval: the steps between reports. Rows from before `window` was recorded are of these steps,
+    200 at most.
+    """
+    measured = [row for row in rows if row["metrics"]]
+    return min((row.get("window", min(WINDOW, interval)) for row in measured), default=0)
 
 
 def oscillation_table(rows: list[Row], window: int) -> list[str]:

@@ -1,12 +1,14 @@
 """Early warnings: rates that leave the band in which they usually are.
 
 A rate is outside of its band if it is more than FACTOR times its median over the last KEPT reports,
-and has risen by more than its `Watched.least`. There is no band before ENOUGH reports. After a
-warning the band begins anew, so that a change is told of once, also where the rate stays high.
+and has risen by more than its `Watched.least`. There is no band before ENOUGH reports; until then a
+rate above its `Watched.limit` is told of, once. After a warning the band begins anew, so that a
+change is told of once, also where the rate stays high.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from statistics import median
@@ -23,36 +25,40 @@ class Watched(NamedTuple):
     """A rate of which early warnings tell: when, and in which words.
 
     words: what elements it is the rate of. least: a warning needs a rise by more than this above
-    the median. advice: what the user may try; {layer} stands for the linear's name.
+    the median. advice: what the user may try; {layer} stands for the linear's name. limit: what is
+    too much also before there is a band.
     """
 
     words: str
     least: float
     advice: str
+    limit: float = math.inf
 
 
-_IN_BF16 = "--fp4-module-recipe '{layer}=bf16'"
+# A checkpoint of other recipes is loaded with the second flag alone.
+_IN_BF16 = "--fp4-module-recipe '{layer}=bf16' (resume with --fp4-load-anyway)"
 WATCHED = {  # by kind of record and metric
     ("operand", "zeros"): Watched(
         "elements that became zero",
         0.01,
-        f"large elements hide the others of their blocks: try a recipe with a Hadamard transform "
-        f"(mxfp4-rht-sr), or {_IN_BF16}",
+        "large elements hide the others of their blocks: try a recipe with a Hadamard transform, "
+        f"if this one has none, or {_IN_BF16}",
     ),
     ("operand", "clipped"): Watched(
         "clipped elements",
         0.01,
-        f"try a recipe whose scales are rounded up (tetrajet), or {_IN_BF16}",
+        f"try a recipe whose scales are rounded up, if these are not, or {_IN_BF16}",
     ),
     ("operand", "outside_carrier"): Watched(
         "elements outside the FP8 carriers' window",
         0.0001,
         f"the scales of a row lie too far apart: look for outliers, or try {_IN_BF16}",
+        limit=0.01,
     ),
     ("weight", "oscillating"): Watched(
         "oscillating elements",
         0.01,
-        f"try --fp4-recipe tetrajet-ema, a lower learning rate, or {_IN_BF16}",
+        f"try a lower learning rate, or {_IN_BF16}",
     ),
     ("gradient", "zeros"): Watched(
         "zeros",
@@ -81,6 +87,7 @@ class Bands:
 
     def __init__(self) -> None:
         self._past: dict[_Rate, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self._told: set[_Rate] = set()  # of which there was a warning
 
     def judge(self, records: list[Record]) -> list[Record]:
         """The warnings about a report, records of kind "warning". The report is remembered.
@@ -90,11 +97,21 @@ class Bands:
         warnings = []
         for record in records:
             for rate, value in _rates(record):
-                past = self._past[rate]
-                if len(past) >= ENOUGH and _is_unusual(value, median(past), rate.watched.least):
-                    warnings.append(_warning(record["step"], rate, value, median(past)))
+                if (unusual := self._unusual(rate, value)) is not None:
+                    warnings.append(_warning(record["step"], rate, value, *unusual))
         self.remember([*warnings, *records])
         return warnings
+
+    def _unusual(self, rate: _Rate, value: float) -> tuple[float, str] | None:
+        """What `value` is compared with and exceeds, as a number and in words; else None."""
+        past, watched = self._past[rate], rate.watched
+        if len(past) >= ENOUGH:
+            usual = median(past)
+            if value > FACTOR * usual and value - usual > watched.least:
+                return usual, f"usually {usual:.3g}"
+        elif value > watched.limit and rate not in self._told:
+            return watched.limit, f"more than {watched.limit:g}"
+        return None
 
     def remember(self, records: Iterable[Record]) -> None:
         """Takes up records without judging them; a warning comes before the report it is about."""
@@ -103,13 +120,10 @@ class Bands:
                 kind = record["operand"] if "." not in record["operand"] else "operand"
                 rate = _Rate(record["layer"], kind, record["operand"], record["metric"])
                 self._past.pop(rate, None)
+                self._told.add(rate)
             else:
                 for rate, value in _rates(record):
                     self._past[rate].append(value)
-
-
-def _is_unusual(value: float, usual: float, least: float) -> bool:
-    return value > FACTOR * usual and value - usual > least
 
 
 def _rates(record: Record) -> Iterator[tuple[_Rate, float]]:
@@ -121,7 +135,8 @@ def _rates(record: Record) -> Iterator[tuple[_Rate, float]]:
             yield _Rate(record["layer"], kind, operand, metric), value
 
 
-def _warning(step: int, rate: _Rate, value: float, usual: float) -> Record:
+def _warning(step: int, rate: _Rate, value: float, usual: float, words: str) -> Record:
+    """words: what `usual` is, for the line."""
     watched, layer = rate.watched, rate.layer
     what = rate.operand if rate.kind == "operand" else f"the {rate.kind}"
     return {
@@ -132,8 +147,8 @@ def _warning(step: int, rate: _Rate, value: float, usual: float) -> Record:
         "metric": rate.metric,
         "value": value,
         "usual": usual,
-        "line": f"step {step}: {watched.words} in {what} of {layer}: {value:.3g}, usually "
-        f"{usual:.3g}; {watched.advice.format(layer=layer)}",
+        "line": f"step {step}: {watched.words} in {what} of {layer}: {value:.3g}, {words}; "
+        f"{watched.advice.format(layer=layer)}",
     }
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron_fp4.metrics.ratios import ratio
 SAMPLE = 8  # rows of each weight that are followed from step to step
 BINS = 10  # of the histogram of confidences
 OSCILLATING = 16  # an element oscillates if its R_w is above this
-WINDOW = 200  # steps at most over which changes are summed
+WINDOW = 200  # steps at most over which changes are summed: those of the paper's R_w
 CONFIDENCE_WIDTH = 2 + BINS
 CHANGE_WIDTH = 4  # sums for each step
 OSCILLATION_WIDTH = 3
@@ -27,6 +28,17 @@ _EPSILON = 1e-8
 # Around E2M1's magnitudes in their order: the thresholds of rounding to nearest. The first and the
 # last make 0 and 6 midpoints of their intervals, so that they are the most confident values.
 _THRESHOLDS = (-0.25, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0)
+
+
+def reports_in_window(interval: int) -> int:
+    """How many reports the steps of a window belong to: 2 if these are no more than WINDOW steps,
+    so that an interval of 100 has the paper's window, else 1. interval: steps between reports."""
+    return 2 if 2 * interval <= WINDOW else 1
+
+
+def window(interval: int) -> int:
+    """The number of steps over which changes are summed. interval: steps between reports."""
+    return min(WINDOW, reports_in_window(interval) * interval)
 
 
 def sample_rows(name: str, rows: int) -> list[int]:
@@ -68,11 +80,14 @@ def confidence_sums(w: Tensor, quantized: QuantizedTensor) -> Tensor:
 class Changes:
     """Follows several weights, or rows of them, and their quantized values from step to step.
 
-    Keeps 24 bytes for each element. All elements are in one vector, since each step would launch
-    many kernels for many small tensors.
+    Keeps 24 bytes for each element, and 16 more for each earlier report of a window. All elements
+    are in one vector, since each step would launch many kernels for many small tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reports: int = 1) -> None:
+        """reports: the calls of `take` whose steps are summed; see `reports_in_window`."""
+        # The paths and steps of the calls of `take` before, as far as the window goes back.
+        self._earlier: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=reports - 1)
         self._sizes: list[int] = []  # of W's samples and then of Q(W)'s, in elements
         self._last: Tensor | None = None  # the samples, float32
         self._paths: Tensor | None = None  # of the same elements the sums |dW|, |dQ(W)|, float64
@@ -104,25 +119,29 @@ class Changes:
         self._last = now
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """(changes, oscillation) of each weight over the steps since the last call, in float64.
+        """(changes, oscillation) of each weight over the steps of the window, in float64: those
+        since the last call or, of several reports, since an earlier one.
 
         changes: [weights, steps, CHANGE_WIDTH]: for each step the sums of dW^2, dQ(W)^2, and of W^2
         and Q(W)^2 before it. oscillation: [weights, OSCILLATION_WIDTH]: the number of elements, the
         sum of their R_w, and how many have an R_w above OSCILLATING;
-        R_w = sum |dQ(W)| / (sum |dW| + 1e-8) over the steps. The sums begin anew after that.
+        R_w = sum |dQ(W)| / (sum |dW| + 1e-8) over the steps.
         """
         assert self._paths is not None
-        paths, weights = self._paths.split(self._sizes), len(self._sizes) // 2
+        of_window = [*self._earlier, (self._paths, self._steps)]
+        summed = torch.stack([paths for paths, _ in of_window]).sum(0)
+        steps = [step for _, steps in of_window for step in steps]
+        paths, weights = summed.split(self._sizes), len(self._sizes) // 2
         oscillation = [
             _oscillation(path, quantized)
             for path, quantized in zip(paths[:weights], paths[weights:], strict=True)
         ]
-        changes = torch.stack(self._steps).permute(2, 0, 1) if self._steps else None
+        changes = torch.stack(steps).permute(2, 0, 1) if steps else None
         found = torch.stack(oscillation)
         if changes is None:
             changes = found.new_zeros(weights, 0, CHANGE_WIDTH)
-        self._paths.zero_()
-        self._steps = []
+        self._earlier.append((self._paths, self._steps))
+        self._paths, self._steps = torch.zeros_like(self._paths), []
         return changes, found
 
 

@@ -38,3 +38,10 @@ def test_periods_change_the_steps_after_a_calibration() -> None:
     ramped = train(1, *FLAGS, "--fp4-recipe", str(RECIPES / "ramping.yaml")).losses
     plain = train(1, *FLAGS, *NEVER).losses
     assert ramped[:4] == plain[:4] and ramped[4:] != plain[4:]
+
+
+def test_movements_on_the_host_give_the_same_periods() -> None:
+    flags = (*FLAGS, "--fp4-recipe", str(RECIPES / "ramping.yaml"))
+    offloaded = train(1, *flags, "--fp4-offload-calibration")
+    assert "calibrated over 2 steps" in offloaded.output
+    assert offloaded.losses == train(1, *flags).losses

@@ -360,6 +360,7 @@ def test_graphs_are_advised_where_they_can_be_had_and_help() -> None:
     launch = ("--hidden-dropout", "0", "--attention-dropout", "0")
     two = (*launch, "--tensor-model-parallel-size", "2")
     assert (advice(*two) or "").startswith("--cuda-graph-impl local may be faster")
+    assert advice(*two, "--save", "runs/a", "--save-interval", "10")  # it writes metrics
     assert advice(*launch) is None
     assert advice(*two, "--num-experts", "4") is None
     assert advice(*two, "--cuda-graph-impl", "local") is None

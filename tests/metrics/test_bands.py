@@ -38,7 +38,7 @@ def test_a_rate_that_doubles_is_told_of_once() -> None:
     assert line.startswith(
         f"step 9: elements that became zero in fprop.w of {LAYER}: 0.11, usually"
     )
-    assert line.endswith(f"--fp4-module-recipe '{LAYER}=bf16'") and "\n" not in line
+    assert f"or --fp4-module-recipe '{LAYER}=bf16' (resume with" in line and "\n" not in line
     # Controls: a little less than double, and a band that did not begin anew.
     assert told([0.05] * 8 + [0.099] * 20) == []
     bands = Bands()
@@ -70,12 +70,26 @@ def test_there_is_no_band_before_enough_reports() -> None:
     assert told([0.05] * (ENOUGH - 1) + [None] * 5 + [0.5]) == []
 
 
+def test_a_carrier_window_that_overflows_from_the_start_is_told_of_once() -> None:
+    bands, found = Bands(), []
+    for step, value in enumerate([0.009, 0.05, 0.05, 0.06, 0.05, 0.05, 0.05, 0.05, 0.05, 0.11]):
+        record = report(step, None, outside_carrier=value)
+        found += bands.judge([record | {"gemm": "dgrad", "operand": "dy"}])
+    assert [each["step"] for each in found] == [1, 9]  # then twice what had become usual
+    assert "0.05, more than 0.01; the scales of a row" in found[0]["line"]
+    assert found[0]["usual"] == 0.01
+    resumed = Bands()
+    resumed.remember(found[:1])
+    again = report(2, None, outside_carrier=0.05) | {"gemm": "dgrad", "operand": "dy"}
+    assert resumed.judge([again]) == [] and len(Bands().judge([again])) == 1  # the control
+
+
 @pytest.mark.parametrize(("kind", "metric"), WATCHED)
 def test_every_watched_rate_is_told_of_in_a_line(kind: str, metric: str) -> None:
     bands, place = Bands(), {"gemm": "wgrad", "operand": "dy"} if kind == "operand" else {}
     record: dict[str, Any] = {"kind": kind, "layer": LAYER, **place}
     for step in range(1, 10):
-        value = 0.4 if step == 9 else 0.1
+        value = 0.4 if step == 9 else 0.001
         found = bands.judge([record | {"step": step, "metrics": {metric: value}}])
         assert len(found) == (step == 9)
     operand = "wgrad.dy" if kind == "operand" else kind

@@ -16,6 +16,7 @@ from megatron_fp4.metrics.weights import (
     confidence_sums,
     oscillation_metrics,
     sample_rows,
+    window,
 )
 from testing.oracles import fnv1a, normal
 
@@ -163,6 +164,31 @@ def test_sums_begin_anew_and_steps_stay_consecutive() -> None:
     assert torch.equal(torch.cat([each for each, _ in taken], 1), changes)
     assert change_metrics(taken[0][0][0].tolist()) == {}  # one step has no change yet
     assert oscillation[0, 1] > 0 and taken[0][1][0, 1] == 0
+
+
+def test_a_window_may_have_the_steps_of_two_reports() -> None:
+    walk = [normal((4, 32), t) for t in range(7)]
+    two = Changes(2)
+    for t, w in enumerate(walk):
+        two.update([w], [quantize(w, "mxfp4").dequantize()])
+        if t in (2, 4):
+            two.take()
+    changes, oscillation = two.take()
+    whole, last = Changes(), Changes()
+    for t, w in enumerate(walk[2:], 2):
+        for following in (whole, last)[: 1 + (t >= 4)]:
+            following.update([w], [quantize(w, "mxfp4").dequantize()])
+    expected, of_last = whole.take(), last.take()
+    torch.testing.assert_close((changes, oscillation), expected, rtol=1e-12, atol=0)
+    # The control: the steps since the last report alone are others.
+    assert not torch.allclose(oscillation, of_last[1], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("interval", "steps"), [(1, 2), (60, 120), (100, 200), (101, 101), (200, 200), (1000, 200)]
+)
+def test_the_default_interval_has_the_papers_window(interval: int, steps: int) -> None:
+    assert window(interval) == steps
 
 
 # --- gradients ------------------------------------------------------------------------------------

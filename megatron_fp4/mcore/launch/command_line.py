@@ -184,6 +184,7 @@ def _checked(
     parsed.fp4_verify_integrity = ours and parsed.verify_integrity is not False
     parsed.verify_integrity = bool(parsed.verify_integrity) and not ours
     fp4_arguments.settle(parsed)
+    parsed.fp4_metrics_interval = fp4_arguments.metrics_interval(script.settled(parsed))
     if is_checked:
         refuse(checkpoints.background_save(parsed))
         if not (parsed.use_checkpoint_args or parsed.yaml_cfg):  # else not all arguments are known

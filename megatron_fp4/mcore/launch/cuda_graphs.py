@@ -20,7 +20,8 @@ def advice(args: Namespace, recipes: Iterable[Recipe]) -> str | None:
     """
     if wanted(args) or args.tensor_model_parallel_size == 1:
         return None
-    if any(captured_layers(Namespace(**vars(args) | {"fp4_weight_cache": None}), recipes)):
+    with_graphs = {"fp4_weight_cache": None, "fp4_metrics_interval": None}  # their defaults differ
+    if any(captured_layers(Namespace(**vars(args) | with_graphs), recipes)):
         return None
     return (
         "--cuda-graph-impl local may be faster: under tensor parallelism GPUs wait for their hosts"

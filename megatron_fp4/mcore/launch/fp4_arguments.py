@@ -46,9 +46,6 @@ def settle(args: argparse.Namespace) -> None:
     args.fp4_module_contents = [(glob, own and content.write(own)) for glob, own in modules]
     if args.fp4_weight_cache is None:
         args.fp4_weight_cache = "off" if cuda_graphs.wanted(args) else "packed"
-    if args.fp4_metrics_interval is None:
-        writes = recipe is not None and metrics_folder(args) and not cuda_graphs.wanted(args)
-        args.fp4_metrics_interval = METRICS_INTERVAL if writes else 0
     if args.fp4_seed is None:
         args.fp4_seed = args.seed
     refuse(fp4_flags.seed(args))
@@ -63,6 +60,15 @@ def settle_layers_in_bf16(args: argparse.Namespace) -> None:
     for name in fp4_flags.LAYERS_IN_BF16:
         if getattr(args, name) is None:
             setattr(args, name, 1)
+
+
+def metrics_interval(args: argparse.Namespace) -> int:
+    """The value of --fp4-metrics-interval that is in force. args: with the script's defaults."""
+    if args.fp4_metrics_interval is not None:
+        return int(args.fp4_metrics_interval)
+    has_recipe = args.fp4_recipe is not None and args.fp4 is None
+    writes = has_recipe and metrics_folder(args) and not cuda_graphs.wanted(args)
+    return METRICS_INTERVAL if writes else 0
 
 
 def metrics_folder(args: argparse.Namespace) -> str | None:

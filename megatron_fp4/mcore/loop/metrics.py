@@ -30,6 +30,7 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.makers.base import Given
 from megatron_fp4.mcore.launch.fp4_arguments import metrics_folder
+from megatron_fp4.mcore.launch.refusals.weight_states import steps_of
 from megatron_fp4.mcore.loop.metrics_log import FILE, MetricsLog
 from megatron_fp4.mcore.loop.metrics_shares import (
     Samples,
@@ -54,19 +55,23 @@ from megatron_fp4.plan.data import OperandPlan
 
 def interval(args: argparse.Namespace) -> int:
     """The number of steps from one report to the next; 0: none."""
-    return 0 if metrics_folder(args) is None else int(args.fp4_metrics_interval)
+    if metrics_folder(args) is None or args.skip_train:
+        return 0
+    return int(args.fp4_metrics_interval)
 
 
 def told(args: argparse.Namespace) -> str | None:
-    """A line for the user: where metrics go, or that they go nowhere; None without an interval."""
-    if not (steps := args.fp4_metrics_interval):
+    """A line for the user: where metrics go, or that they go nowhere; None without an interval, and
+    where the launch does not train."""
+    if not (steps := args.fp4_metrics_interval) or args.skip_train:
         return None
     if (folder := metrics_folder(args)) is None:
         return (
             "megatron-fp4: --fp4-metrics-interval writes nothing: add --save or --tensorboard-dir"
         )
+    ends = "; training ends before the first report" if (steps_of(args) or steps) < steps else ""
     return (
-        f"megatron-fp4: metrics every {steps} steps to {Path(folder, FILE)}; "
+        f"megatron-fp4: metrics every {steps} steps to {Path(folder, FILE)}{ends}; "
         "--fp4-metrics-interval 0 leaves them out"
     )
 
@@ -100,7 +105,7 @@ class Metrics:
         self._names: list[str] = []
         self._layers: dict[str, _Followed] = {}
         self._seen: set[Any] = set()  # the operands of the step that were counted
-        self._changes = weights.Changes()
+        self._changes = weights.Changes(weights.reports_in_window(steps))
         self._samples = Samples()
         run.watch = self
 
@@ -278,10 +283,10 @@ class Metrics:
     def _summed_changes(self, followed: list[_Followed]) -> tuple[Tensor, Tensor]:
         """(changes, oscillation) of this rank, for all layers of the model; see `Changes.take`.
 
-        The changes are of min(WINDOW, steps) steps on every rank, the first of them zeros where
-        fewer were seen.
+        The changes are of as many steps on every rank, the first of them zeros where fewer were
+        seen.
         """
-        layers, steps = len(self._names), min(WINDOW, self._steps)
+        layers, steps = len(self._names), weights.window(self._steps)
         changes = self._gradients.new_zeros(layers, steps, weights.CHANGE_WIDTH)
         oscillation = self._gradients.new_zeros(layers, weights.OSCILLATION_WIDTH)
         if followed and self._changes.follows:

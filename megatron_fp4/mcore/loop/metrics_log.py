@@ -64,10 +64,13 @@ class MetricsLog:
         if self._begun:
             return
         self._begun = True
+        args = self._run.args
         if self._path is not None and self._path.exists():
-            args = self._run.args
             first = args.iteration - KEPT * args.fp4_metrics_interval + 1
-            self._bands.remember(reports(self._path, first, args.iteration))
+            try:
+                self._bands.remember(reports(self._path, first, args.iteration))
+            except OSError as error:
+                self._end(error)
         self._append([run_record(self._run)])
 
     def write(self, records: list[Record]) -> None:
@@ -111,10 +114,11 @@ class MetricsLog:
         try:
             append(self._path, records)
         except OSError as error:
-            sys.stderr.write(
-                f"megatron-fp4: metrics are no longer written: {self._path}: {error.strerror}\n"
-            )
-            self._path = None
+            self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        sys.stderr.write(f"megatron-fp4: metrics are not written: {self._path}: {error.strerror}\n")
+        self._path = None
 
 
 def append(path: Path, records: Iterable[Record]) -> None:

@@ -17,27 +17,51 @@ from benchmarks.study.sizes import SIZES
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/study.md").read_text()
+# By committed result: the page with its tables, and the device of its runs.
+COMMITTED = {
+    "tiny": ("docs/study.md", "CPU"),
+    "windows": ("docs/notes/oscillation.md", "CPU"),
+    "delays": ("docs/notes/oscillation.md", "CPU"),
+    "oscillation-3M": ("docs/notes/oscillation.md", "NVIDIA H200"),
+}
+
+
+def rows_of(name: str) -> list[results.Row]:
+    return results.read(ROOT / default_results(matrix.read(name)))
+
+
 TINY = matrix.read("tiny")
-ROWS = results.read(ROOT / default_results(TINY))
+ROWS = rows_of("tiny")
 
 
-def test_the_tables_are_the_committed_result() -> None:
-    assert showing.into(PAGE, "tiny", showing.section(TINY, ROWS)) == PAGE
-    changed = [row | {"held_out": [[240, row["held_out"][-1][1] + 0.01]]} for row in ROWS[:1]]
-    other = showing.section(TINY, changed + ROWS[1:])
-    assert showing.into(PAGE, "tiny", other) != PAGE  # the control
+@pytest.mark.parametrize("name", COMMITTED)
+def test_the_tables_are_the_committed_result(name: str) -> None:
+    page, study, rows = (ROOT / COMMITTED[name][0]).read_text(), matrix.read(name), rows_of(name)
+    assert showing.into(page, name, showing.section(study, rows)) == page
+    last_step, loss = rows[0]["held_out"][-1]
+    changed = [row | {"held_out": [[last_step, loss + 0.01]]} for row in rows[:1]]
+    other = showing.section(study, changed + rows[1:])
+    assert showing.into(page, name, other) != page  # the control
 
 
-def test_the_result_has_every_run_once_under_its_hash() -> None:
-    finished, failed = showing.rows_of(TINY, ROWS)
-    assert len(finished) == len(ROWS) == len(TINY.points()) and not failed
-    assert all(row["hash"] == hash_of(row["configuration"]) for row in ROWS)
-    assert len({row["hash"] for row in ROWS}) == len(ROWS)
-    assert all(row["stamp"]["device"][0].startswith("CPU") for row in ROWS)
+@pytest.mark.parametrize("name", COMMITTED)
+def test_the_result_has_every_run_once_under_its_hash(name: str) -> None:
+    study, rows = matrix.read(name), rows_of(name)
+    finished, failed = showing.rows_of(study, rows)
+    assert len(finished) == len(rows) == len(study.points()) and not failed
+    assert all(row["hash"] == hash_of(row["configuration"]) for row in rows)
+    assert len({row["hash"] for row in rows}) == len(rows)
+    assert all(row["stamp"]["device"][0].startswith(COMMITTED[name][1]) for row in rows)
 
 
-def test_no_path_of_a_machine_is_recorded() -> None:
-    content = (ROOT / default_results(TINY)).read_text()
+def test_every_committed_result_is_in_a_page() -> None:
+    files = (ROOT / "benchmarks/results").glob("study-*.jsonl")
+    assert {path.stem.removeprefix("study-") for path in files} == COMMITTED.keys()
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_no_path_of_a_machine_is_recorded(name: str) -> None:
+    content = (ROOT / default_results(matrix.read(name))).read_text()
     assert not re.search(r"/(work|tmp|home|root|usr)\b", content)
 
 
