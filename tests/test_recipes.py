@@ -49,6 +49,15 @@ def test_naive_mxfp4() -> None:
     assert recipe.backward == "raw"
 
 
+def test_fp8() -> None:
+    recipe = get_recipe("fp8")
+    operand = Quantizer("e4m3", "fp32", (1, 0), "absmax")
+    assert recipe.fprop == GemmRecipe(operand, operand)
+    assert recipe.dgrad == recipe.wgrad
+    assert recipe.dgrad == GemmRecipe(Quantizer("e5m2", "fp32", (1, 0), "absmax"), operand)
+    assert recipe.backward == "raw"
+
+
 def test_dge_occ() -> None:
     recipe = get_recipe("dge-occ")
     x, w = recipe.fprop.a, recipe.fprop.b

@@ -4,7 +4,13 @@ Each is a function of keyword options with defaults that returns a Recipe; `regi
 name. `get_recipe` finds a recipe by name, and also takes a YAML file and `package.module:object`.
 """
 
-from megatron_fp4.recipes import dge_occ, mxfp4, mxfp4_rht_sr, tetrajet  # noqa: F401  (register)
+from megatron_fp4.recipes import (  # noqa: F401  (register)
+    dge_occ,
+    fp8,
+    mxfp4,
+    mxfp4_rht_sr,
+    tetrajet,
+)
 from megatron_fp4.recipes.registry import get_recipe, list_recipes, recipe_options
 
 __all__ = ["get_recipe", "list_recipes", "recipe_options"]
