@@ -57,13 +57,18 @@ def interval(args: argparse.Namespace) -> int:
     return 0 if metrics_folder(args) is None else int(args.fp4_metrics_interval)
 
 
-def told(args: argparse.Namespace) -> str | None:
+def told(args: argparse.Namespace, has_recipe: bool) -> str | None:
     """A line for the user: where metrics go, or that they go nowhere; None without an interval."""
     if not (steps := args.fp4_metrics_interval):
         return None
     if (folder := metrics_folder(args)) is None:
         return (
             "megatron-fp4: --fp4-metrics-interval writes nothing: add --save or --tensorboard-dir"
+        )
+    if not has_recipe:
+        return (
+            f"megatron-fp4: steps and evaluations go to {Path(folder, FILE)}; "
+            "a recipe adds the metrics of linears"
         )
     return (
         f"megatron-fp4: metrics every {steps} steps to {Path(folder, FILE)}; "
