@@ -150,6 +150,8 @@ def main(
     images: Images = (
         Folder(folder, args.img_h, args.img_w) if folder else Digits(args.img_h, args.img_w)
     )
+    if len(images) < args.folds:
+        raise refusal(f"--folds {args.folds} of {len(images)} images: give a smaller number")
     datasets = Datasets(images, args)
     # An evaluation takes each image of the fold once.
     args.eval_iters = batches(len(datasets.held_out), args.eval_global_batch_size)

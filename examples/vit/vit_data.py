@@ -66,7 +66,7 @@ class Folder:
     """Images in a folder for each class, as ImageNet's, read by torchvision.
 
     To train on, an image is cropped at random and mirrored at random; to evaluate, its centre is
-    cropped. Raises SystemExit without torchvision.
+    cropped. Raises SystemExit without torchvision, and for a folder that has no images.
     """
 
     def __init__(self, path: Path, height: int, width: int) -> None:
@@ -80,8 +80,12 @@ class Folder:
             ) from None
         try:
             self._found = ImageFolder(str(path))
-        except FileNotFoundError as error:
-            raise refusal(f"--image-folder {path}: {error}") from None
+        except OSError as error:
+            reason = error.strerror or str(error).rstrip(".")
+            raise refusal(
+                f"--image-folder {path}: {reason}; give a folder with a folder of images for each "
+                "class"
+            ) from None
         self.classes = len(self._found.classes)
         size = height, width
         end = [transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)]

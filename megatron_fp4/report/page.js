@@ -14,7 +14,7 @@ function heading() {
   data.runs.forEach((run, number) => {
     const start = run.starts.at(-1), steps = run.steps.step;
     const said = [
-      start ? `recipe ${start.recipe}` : null,
+      start ? (start.recipe ? `recipe ${start.recipe}` : "no recipe") : null,
       start?.time ? `started ${start.time}` : null,
       steps.length ? `steps ${steps[0]} to ${steps.at(-1)}` : "no steps",
       run.unreadable ? `${run.unreadable} damaged lines were left out` : null,

@@ -54,8 +54,8 @@ class Run:
 
     Groups of metrics are operands, "fprop.w", and "weight" and "gradient".
 
-    starts: each start of the run: time, step, recipe, lines (the start table), environment and
-        arguments, all as text but the step.
+    starts: each start of the run: time, step, recipe ("" without one), lines (the start table),
+        environment and arguments, all as text but the step.
     steps: loss, grad_norm, learning_rate and tokens_per_second of each step; None is not known.
     evaluations: the held-out loss by step.
     layers: the index of each layer's name.
@@ -148,7 +148,7 @@ def _add_run(run: Run, record: dict[str, Any]) -> None:
         {
             "time": _text(record.get("time", "")),
             "step": _step(record),
-            "recipe": _text(record.get("recipe", "")),
+            "recipe": _text(record.get("recipe") or ""),
             "lines": [_text(line) for line in record.get("lines", [])],
             "environment": _texts(record.get("environment", {})),
             "arguments": _texts(record.get("arguments", {})),

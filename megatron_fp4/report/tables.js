@@ -38,7 +38,7 @@ function startList(data) {
     element("div", { class: "panel" }, runTitle(data, number),
       element("p", {}, `The run was started ${run.starts.length} times.`),
       table(["time", "from step", "recipe", "what changed"], run.starts.map((start, i) => [
-        start.time, String(start.step), start.recipe,
+        start.time, String(start.step), start.recipe || "none",
         start.changes.join("; ") || (i ? "nothing" : ""),
       ]))),
   ]);

@@ -23,7 +23,7 @@ def write(folder: Path, records: Iterable[Record], end: str = "") -> Path:
     return folder
 
 
-def start(step: int = 0, recipe: str = "tetrajet", **arguments: Any) -> Record:
+def start(step: int = 0, recipe: str | None = "tetrajet", **arguments: Any) -> Record:
     """The line of a start of a run at this step, with these arguments."""
     return {
         "kind": "run",

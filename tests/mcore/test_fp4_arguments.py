@@ -65,6 +65,16 @@ def test_an_unknown_recipe_is_an_error_that_lists_the_known_ones() -> None:
     assert "'tetrajett'" in message and all(name in message for name in list_recipes())
 
 
+@pytest.mark.parametrize("flags", [(), ("--fp4-format", "e2m1")])
+@pytest.mark.parametrize(("given", "steps"), [(None, 0), ("0", 0), ("5", 5)])
+def test_without_a_recipe_metrics_are_off_unless_asked_for(
+    flags: tuple[str, ...], given: str | None, steps: int
+) -> None:
+    interval = () if given is None else ("--fp4-metrics-interval", given)
+    args = parse("--save", "runs/a", *flags, *interval)
+    assert args.fp4_metrics_interval == steps and fp4_arguments.recipe_of(args) is None
+
+
 # --- upstream's own FP4 ------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from testing.worlds.metrics import (
 RECORDING = SCRIPTS / "pretrain_recording_operands.py"
 BF16, FP16 = "--bf16", "--fp16 --initial-loss-scale 1024"
 FLAGS = f"{SMALL} {BF16} --fp4-recipe tetrajet"
+PLAIN = f"{SMALL} {BF16}"  # no recipe
 EVERY_2 = "--fp4-metrics-interval 2"
 LAYOUTS = {
     "one": (1, ""),
@@ -189,15 +190,50 @@ def test_a_run_is_the_same_with_and_without(tmp_path: Path) -> None:
 
 def test_nothing_is_written_without_a_folder() -> None:
     told_of = "--fp4-metrics-interval writes nothing: add --save or --tensorboard-dir"
-    for flags, told_so in ((EVERY_2, 1), ("", 0)):
-        output = torchrun(1, *f"{FLAGS} {flags} --train-iters 1".split()).output
+    for flags, told_so in ((f"{FLAGS} {EVERY_2}", 1), (FLAGS, 0), (f"{PLAIN} {EVERY_2}", 1)):
+        output = torchrun(1, *f"{flags} --train-iters 1".split()).output
         assert output.count(told_of) == told_so
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_without_a_recipe_steps_and_evaluations_are_written(processes: int, tmp_path: Path) -> None:
+    """On two ranks, which are two stages, the last has the loss."""
+    layout = PP2 if processes == 2 else ""
+    flags = f"{PLAIN} {layout} --eval-iters 1 --eval-interval 2 --tensorboard-dir {tmp_path}"
+    plain = torchrun(processes, *flags.split())
+    assert plain.status == 0 and not (tmp_path / "metrics.jsonl").exists()
+    result = torchrun(processes, *f"{flags} --fp4-metrics-interval 3".split())
+    assert result.output.count("metrics.jsonl") == 1
+    line = f"steps and evaluations go to {tmp_path}/metrics.jsonl; a recipe adds the metrics"
+    assert f"megatron-fp4: {line} of linears\n" in result.output
+    records = read(tmp_path)
+    assert [r["kind"] for r in records[:2]] == ["run", "step"]
+    first = records[0]
+    assert first["recipe"] is None and first["arguments"]["fp4_metrics_interval"] == 3
+    assert first["lines"] == ["megatron-fp4: no recipe (--fp4-recipe): linears run in BF16"]
+    evaluations = [(r["step"], r["loss"]) for r in kinds(records, "evaluation")]
+    steps = [(r["step"], r["loss"]) for r in kinds(records, "step")]
+    assert len(records) == 1 + len(steps) + len(evaluations)
+    assert result.losses == plain.losses and len(steps) == 4
+    assert steps == list(enumerate(result.losses, 1))
+    # The last evaluation of the log is of the test set.
+    assert evaluations == list(zip((2, 4, 4), result.evaluations[:-1], strict=True))
+
+
+def test_a_resumed_run_without_a_recipe_goes_on_in_the_file(tmp_path: Path) -> None:
+    flags = f"{PLAIN} --save {tmp_path} --save-interval 2 {EVERY_2}"
+    assert torchrun(1, *f"{flags} --exit-interval 2".split()).status == 0
+    resumed = torchrun(1, *f"{flags} --load {tmp_path}".split())
+    assert resumed.status == 0, resumed.output[-4000:]
+    found = [(r["kind"], r["step"]) for r in read(tmp_path)]
+    steps = [[("step", number) for number in numbers] for numbers in ((1, 2), (3, 4))]
+    assert found == [("run", 0), *steps[0], ("run", 2), *steps[1]]
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (f"{SMALL} --bf16 {EVERY_2}", "--fp4-metrics-interval needs a recipe"),
+        (f"{SMALL} --bf16 --fp4-metrics-interval -1", "give a number of at least 0"),
         (f"{FLAGS} --fp4-metrics-interval -1", "give a number of at least 0"),
         (f"{FLAGS} {EVERY_2} --cuda-graph-impl local", "does not go with --fp4-metrics-interval 2"),
     ],

@@ -164,6 +164,20 @@ def test_what_is_missing_is_a_sentence(tmp_path: Path) -> None:
     assert "There are no warnings." in found["notes"]
 
 
+def test_a_run_without_a_recipe_is_drawn_alone_and_beside_another(tmp_path: Path) -> None:
+    steps = [{"kind": "step", "step": number, "loss": 3.0} for number in (100, 200)]
+    plain = read(write(tmp_path / "a", [start(recipe=None), *steps]))
+    found = shown(page([plain]), tmp_path)
+    assert found["failures"] == [] and found["curves"] == 1 and found["bars"] == 0
+    assert found["notes"][0].startswith("no recipe · ")
+    other = read(write(tmp_path / "b", whole_run(layers=1, points=2)))
+    found = shown(page([plain, other]), tmp_path)
+    # B has four curves, and lines in the histograms of six operands and QuantConf.
+    assert found["failures"] == [] and found["curves"] == 1 + 4 + 7 and found["bars"] == 0
+    assert [note.split(" · ")[0] for note in found["notes"][:2]] == ["no recipe", "recipe tetrajet"]
+    assert any("Run A has no such metric." in note for note in found["notes"])
+
+
 def test_text_of_files_is_shown_and_not_run(tmp_path: Path) -> None:
     hostile = "</script><script>document.body.remove()</script><img src=x onerror=alert(1)>"
     record = start(recipe=hostile)

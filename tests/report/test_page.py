@@ -175,6 +175,17 @@ def test_what_a_resumed_run_changed_is_told(tmp_path: Path) -> None:
     ]
 
 
+def test_a_run_without_a_recipe_is_beside_one_with_a_recipe(tmp_path: Path) -> None:
+    steps = [{"kind": "step", "step": number, "loss": 3.0 / number} for number in (1, 2)]
+    plain = [start(recipe=None), *steps, {"kind": "evaluation", "step": 2, "loss": 2.0}]
+    a, b = write(tmp_path / "a", plain), write(tmp_path / "b", whole_run(layers=1, points=2))
+    for data in (data_of(a), data_of(a, b)):
+        run = data["runs"][0]
+        assert run["starts"][0]["recipe"] == "" and run["maps"] == run["histograms"] == []
+        assert run["steps"]["loss"] == [3.0, 1.5] and run["evaluations"]["loss"] == [2.0]
+    assert data["runs"][1]["starts"][0]["recipe"] == "tetrajet" and data["runs"][1]["maps"]
+
+
 HOSTILE = "</script><script>document.title = 'broken'</script><img src=x onerror=alert(1)>&amp;"
 
 

@@ -111,8 +111,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="N",
         help="every N steps write metrics of all quantized operands, weights and gradients to "
         "metrics.jsonl in the folder of --save (or of --tensorboard-dir), to TensorBoard and to "
-        "Weights & Biases; 0 is off, which is the default without a folder and with CUDA graphs; "
-        "else the default is 100",
+        "Weights & Biases; 0 is off, which is the default without a folder, with CUDA graphs and "
+        "without a recipe; else the default is 100. Without a recipe any N but 0 writes the log's "
+        "steps and evaluations to metrics.jsonl, and nothing else",
     )
     group.add_argument(
         "--fp4-load-anyway",

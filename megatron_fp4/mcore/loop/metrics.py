@@ -60,7 +60,7 @@ def interval(args: argparse.Namespace) -> int:
     return int(args.fp4_metrics_interval)
 
 
-def told(args: argparse.Namespace) -> str | None:
+def told(args: argparse.Namespace, has_recipe: bool) -> str | None:
     """A line for the user: where metrics go, or that they go nowhere; None without an interval, and
     where the launch does not train."""
     if not (steps := args.fp4_metrics_interval) or args.skip_train:
@@ -68,6 +68,11 @@ def told(args: argparse.Namespace) -> str | None:
     if (folder := metrics_folder(args)) is None:
         return (
             "megatron-fp4: --fp4-metrics-interval writes nothing: add --save or --tensorboard-dir"
+        )
+    if not has_recipe:
+        return (
+            f"megatron-fp4: steps and evaluations go to {Path(folder, FILE)}; "
+            "a recipe adds the metrics of linears"
         )
     ends = "; training ends before the first report" if (steps_of(args) or steps) < steps else ""
     return (

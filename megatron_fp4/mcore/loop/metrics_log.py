@@ -1,16 +1,18 @@
 """Where metrics are written: metrics.jsonl on rank 0, and Megatron's TensorBoard and W&B writers.
 
 A line of metrics.jsonl is one JSON object, which "kind" names: run (one for each start), step and
-evaluation (what Megatron's log says), operand, weight, gradient and warning. NaN and infinities are
-null. T stands for megatron/training.
+evaluation (what Megatron's log says), operand, weight, gradient and warning; without a recipe, the
+first three. NaN and infinities are null. T stands for megatron/training.
 """
 
+import argparse
 import json
 import math
 import platform
 import re
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import wraps
 from importlib.metadata import version
@@ -45,11 +47,19 @@ _EVALUATION = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class WithoutRecipe:
+    """What is logged of a launch that has no Run. start_table: what it prints when it starts."""
+
+    args: argparse.Namespace
+    start_table: str
+
+
 class MetricsLog:
     """Writes records. Every rank has one; that of rank 0 writes FILE, that of the last rank to
     Megatron's writers."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run | WithoutRecipe) -> None:
         self._run = run
         self._begun = False
         self._bands = Bands()
@@ -168,15 +178,15 @@ def finite(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def run_record(run: Run) -> Record:
-    """The record of a start of the run."""
+def run_record(run: Run | WithoutRecipe) -> Record:
+    """The record of a start of the run. With --fp4-format its recipe is upstream's."""
     gpu = torch.cuda.is_available()
     return {
         "kind": "run",
         "version": VERSION,
         "time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "step": run.args.iteration,
-        "recipe": run.recipe.name,
+        "recipe": run.recipe.name if isinstance(run, Run) else run.args.fp4_recipe,
         "lines": run.start_table.splitlines(),
         "environment": {
             "megatron-fp4": __version__,

@@ -9,8 +9,9 @@ From then on
                               is wrapped, and count the script's forward steps
     get_megatron_optimizer    makes an optimizer that keeps the state beside weights
 
-A launch without a recipe runs as it would without the plugin. pretrain_gpt.py (loop/gpt.py) is such
-a script too. C stands for megatron/core, T for megatron/training.
+A launch without a recipe runs as it would without the plugin; --fp4-metrics-interval adds a file
+with the steps of its log. pretrain_gpt.py (loop/gpt.py) is such a script too. C stands for
+megatron/core, T for megatron/training.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from megatron_fp4.mcore.launch.command_line import Script
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
 from megatron_fp4.mcore.loop import compat, log, metrics, ramping
+from megatron_fp4.mcore.loop.metrics_log import MetricsLog, WithoutRecipe
 from megatron_fp4.mcore.model.attach import attach
 from megatron_fp4.mcore.model.replacement import followed
 from megatron_fp4.mcore.model.run import Run
@@ -51,7 +53,7 @@ class Plugin:
     ours: whether the script is pretrain_gpt.py and not a user's own.
     args: Megatron's arguments; None before they are parsed.
     run: the FP4 run; None without a recipe.
-    metrics: what collects the metrics of the run; None where nothing does.
+    metrics: what collects the metrics of the linears; None where nothing does.
     """
 
     def __init__(self, ours: bool) -> None:
@@ -101,16 +103,24 @@ class Plugin:
             self.run = Run(recipe, args, fp4_arguments.module_recipes(args))
             advice = cuda_graphs.advice(args, self.run.recipes)
             line = f"megatron-fp4: {advice}" if advice and torch.cuda.is_available() else ""
-            line = "\n".join(filter(None, (line, metrics.told(args))))
         if self.ours or self.run is not None:
             log.install()
-        if self.run is not None and (steps := metrics.interval(args)):
-            self.metrics = metrics.Metrics(self.run, steps)
-            self.metrics.install()
+        if steps := metrics.interval(args):
+            self._measure(args, steps, line)
         if self.run is not None and self.run.ramping is not None:
             ramping.Calibrations(self.run, self.run.ramping).install()
-        if line and args.rank == 0:
-            print(line, flush=True)
+        lines = [each for each in (line, metrics.told(args, self.run is not None)) if each]
+        if lines and args.rank == 0:
+            print(*lines, sep="\n", flush=True)
+
+    def _measure(self, args: argparse.Namespace, steps: int, line: str) -> None:
+        # line: what a launch without a recipe prints. It has no metrics of linears.
+        if self.run is None:
+            steps_alone = MetricsLog(WithoutRecipe(args, line))
+            training.print_rank_last = steps_alone.following(training.print_rank_last)
+        else:
+            self.metrics = metrics.Metrics(self.run, steps)
+            self.metrics.install()
 
     def validating(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         # T/arguments.py:parse_and_validate_args calls validate_args after it has read the arguments

@@ -99,7 +99,6 @@ _NEEDS_A_RECIPE: dict[str, object] = {
     "fp4_weight_cache": None,
     "fp4_saved_x": "packed",
     "fp4_offload_calibration": False,
-    "fp4_metrics_interval": None,
 }
 
 
