@@ -29,6 +29,7 @@ STATES = {
     "ramping_count": torch.int16,
     "ramping_period": torch.int16,
 }
+FIRST = {"ramping_sum": 0, "ramping_count": 0, "ramping_period": 1}  # before the first step
 STATE_BYTES = sum(dtype.itemsize for dtype in STATES.values())  # of an element
 # Of an element during a calibration: copies of any weight and of Adam's two moments, and what
 # `Movement` has of one with periods, in float32.

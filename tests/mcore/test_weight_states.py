@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from testing.worlds.checkpoint_contents import averages, contents, main_weights
+from testing.worlds.checkpoint_contents import averages, contents, main_weights, weights
 from testing.worlds.checkpoints import (
     EP2,
     MOE,
@@ -179,6 +180,145 @@ def test_recipes_with_and_without_averages_load_each_other_s_checkpoints(
     assert (STARTS in results["second"].output) == bool(found)
     for key, average in found.items():
         assert torch.equal(average, before[key] * BETA + weights[key] * (1 - BETA))
+
+
+# --- states of some weights -----------------------------------------------------------------------
+
+HERE = Path(__file__).parent
+# Recipes of a run in which only some weights have a state, and of one in which all have: the second
+# part of each is a module recipe. By kind of linear, and by layer.
+PARTS = {
+    "kinds": ("tetrajet --fp4-module-recipe *linear_fc1={0}",
+              "{0} --fp4-module-recipe *linear_fc1={0}", 6),
+    "layers": ("{0} --fp4-module-recipe decoder.layers.0.*=tetrajet",
+               "{0} --fp4-module-recipe decoder.layers.0.*={0}", 4),
+}  # fmt: skip
+FORMATS = {"whole": (1, ""), "sharded": (2, "--use-distributed-optimizer"), "named": (2, SHARDED)}
+STATE = "optimizer.state.fp4_"
+PARTIAL = [("kinds", "whole"), *(
+    pytest.param(*pair, marks=pytest.mark.outside)
+    for pair in product(PARTS, FORMATS) if pair != ("kinds", "whole")
+)]  # fmt: skip
+
+
+def had_in(parts: str, key: str) -> np.ndarray:
+    """Which layers of a stacked weight had a state, as a mask [layers, 1, 1]."""
+    mask = [True, True] if parts == "kinds" and "linear_fc1" in key else [False, parts == "layers"]
+    return np.array(mask).reshape(2, 1, 1)
+
+
+def goes_on(parts: str, kind: str, recipe: str, steps: int, folder: Path) -> tuple[list[Path], str]:
+    """Trains `steps` steps with a recipe's state of some weights, one with that of all, and one of
+    some again; returns the checkpoints and what the second launch printed.
+
+    The states in the checkpoints are under the weights' names. With the distributed optimizer's
+    default format the launches load others, of the same trainings, which have them in buckets.
+    """
+    processes, flags = FORMATS[kind]
+    named = SHARDED if flags else ""
+    some, everything, _ = PARTS[parts]
+    path = HERE / f"{recipe}.yaml"
+    trainings, source = {}, ""
+    for number, recipes in enumerate((some, everything, some)):
+        last = steps + number
+        each = (
+            f"--fp4-recipe {recipes.format(path)} {source} --exit-interval {last} --train-iters 12"
+        )
+        for name, format_flags in {"named": named, "loaded": flags}.items():
+            if name == "named" or flags != named:
+                saved = folder / f"{number}-{name}"
+                trainings[f"{number}-{name}"] = f"{each} {format_flags} {saving(saved, last)}"
+        source = f"--load {folder / list(trainings)[-1]}"
+    results = run_in_turn(processes, trainings, BF16)
+    for name, result in results.items():
+        assert result.status == 0, (name, result.output[-3000:])
+    paths = [step(folder / f"{number}-named", steps + number) for number in range(3)]
+    return paths, results["1-named"].output
+
+
+@pytest.mark.parametrize(("parts", "kind"), PARTIAL)
+def test_averages_that_only_some_weights_had(parts: str, kind: str, tmp_path: Path) -> None:
+    """The others' start at the loaded weights; a launch that wants fewer leaves the rest out."""
+    (first, second, third), output = goes_on(parts, kind, "ema", 2, tmp_path)
+    assert f"no average of {PARTS[parts][2]} of 8 weights (decoder.layers.0." in output
+    assert "they start at the weights that are loaded" in output
+    before, after, last = averages(first), averages(second), averages(third)
+    mains = [main_weights(path) for path in (first, second, third)]
+    assert len(after) == 4 and len(last) == (1 if parts == "kinds" else 4)
+    assert before.keys() == last.keys()
+    old, new = np.float32(BETA), np.float32(1 - BETA)
+    for key, average in after.items():
+        had, weight = had_in(parts, key), mains[1][key].numpy()
+        was = before[key].numpy() if key in before else np.zeros_like(weight)
+        assert not was[~had[:, 0, 0]].any()  # zeros, if anything, are saved for the others
+        begins = np.where(had, was, mains[0][key].numpy())
+        wanted = old * begins + new * weight
+        assert (average.numpy() == wanted).all(), key
+        # The controls: zeros would be noticed, and so would an average that starts anew.
+        assert had.all() or not (average.numpy() == old * was + new * weight).all()
+        anew = old * mains[0][key].numpy() + new * weight
+        assert not had.any() or not (average.numpy() == anew).all()
+        if key in last:
+            going = old * average.numpy() + new * mains[2][key].numpy()
+            assert (last[key].numpy() == np.where(had, going, 0)).all()
+
+
+def ramping_states(path: Path) -> dict[str, np.ndarray]:
+    found = weights(path)
+    return {key: found[key].numpy() for key in found if key.startswith(f"{STATE}ramping_")}
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(("parts", "kind"), list(product(PARTS, FORMATS)))
+def test_periods_that_only_some_weights_had(parts: str, kind: str, tmp_path: Path) -> None:
+    """The others have the period 1, and no sums; four steps with a calibration before the last."""
+    (first, second, _), output = goes_on(parts, kind, "ramping", 4, tmp_path)
+    assert f"no periods of {PARTS[parts][2]} of 8 weights (decoder.layers.0." in output
+    before, after = map(ramping_states, (first, second))
+    longer = 0
+    periods = [key for key in after if key.startswith(f"{STATE}ramping_period.")]
+    assert len(periods) == 4
+    for key in periods:
+        had, period = had_in(parts, key), after[key]
+        was = before.get(key, np.zeros_like(period))
+        assert (period == np.where(had, was, 1)).all()
+        longer += int((period > 1).sum())
+        counting = key.replace("period", "count")
+        count = np.where(had, before.get(counting, 0), 0) + 1
+        assert (after[counting] == np.where(count % period == 0, 0, count)).all()
+        sums = after[key.replace("period", "sum")]
+        assert (sums[after[counting] == 0] == 0).all()
+    assert longer > 0
+
+
+WITHOUT = {
+    "--no-load-optim": "is loaded without its optimizer: no average of the weights: it starts at",
+    "--finetune": "is loaded without its optimizer: no average of the weights: it starts at",
+    TORCH: "has no average of the weights: it starts at the weights that are loaded",
+}
+
+
+@pytest.mark.parametrize(
+    "flags", ["--no-load-optim", *(pytest.param(f, marks=pytest.mark.outside) for f in WITHOUT
+                                   if f != "--no-load-optim")]
+)  # fmt: skip
+def test_a_launch_says_that_its_average_starts_anew(flags: str, tmp_path: Path) -> None:
+    saved, of_format = ("--fp4-recipe tetrajet", TORCH) if flags == TORCH else (EMA, "")
+    results = run_in_turn(
+        1,
+        {
+            "first": f"{saved} {of_format} {saving(tmp_path)} --exit-interval 2",
+            "second": f"{EMA} {flags} --load {tmp_path}",
+            "nothing": f"{EMA} {flags} --load {tmp_path / 'nothing'}",
+        },
+        BF16,
+    )
+    assert [r.status for r in results.values()] == [0, 0, 0], results["second"].output[-3000:]
+    assert WITHOUT[flags] in results["second"].output
+    assert "no average" not in results["nothing"].output + results["first"].output
+
+
+# --- updates --------------------------------------------------------------------------------------
 
 
 def test_beta_follows_the_steps_the_learning_rate_and_a_resume(tmp_path: Path) -> None:

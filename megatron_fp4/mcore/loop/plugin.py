@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training import arguments, training
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.checkpoints.weight_states import are_saved
+from megatron_fp4.mcore.checkpoints.weight_states import complete, saved_states
 from megatron_fp4.mcore.data import vocabulary
 from megatron_fp4.mcore.launch import command_line, cuda_graphs, fp4_arguments
 from megatron_fp4.mcore.launch.command_line import Script
@@ -227,14 +227,24 @@ class Plugin:
             optimizer = upstream(*given, **named)
             if self.run is not None and self.run.ramping is not None:
                 ramping.replace_optimizers(optimizer)
-            if self.run is not None and self.run.weight_states.names:
-                states = self.run.weight_states
-                states.follow(optimizer, are_saved(states.names, self.run.args), self.run.args)
+            if self.run is not None and self.run.kept:
+                args = self.run.args
+                self.run.weight_states.follow(optimizer, saved_states(self.run.kept, args), args)
             if self.metrics is not None:
                 self.metrics.follow_optimizer(optimizer)
             return optimizer
 
         return get_megatron_optimizer
+
+    def loading(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def load_checkpoint(*given: Any, **named: Any) -> Any:
+            loaded = upstream(*given, **named)
+            if self.run is not None and self.run.kept:
+                complete(self.run.weight_states, self.run.args)
+            return loaded
+
+        return load_checkpoint
 
 
 _installed: Plugin | None = None
@@ -254,6 +264,7 @@ def install(ours: bool) -> Plugin:
     arguments.parse_and_validate_args = plugin.parse
     arguments.validate_args = plugin.validating(arguments.validate_args)
     training.get_megatron_optimizer = plugin.making_optimizer(training.get_megatron_optimizer)
+    training.load_checkpoint = plugin.loading(training.load_checkpoint)
     for module in (training, package):
         module.pretrain = plugin.pretraining(module.pretrain)  # type: ignore[attr-defined]
         module.get_model = plugin.getting_model(module.get_model)  # type: ignore[attr-defined]

@@ -28,8 +28,8 @@ from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW, Update
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints.optimizer_compat import init_state
 from megatron_fp4.mcore.loop.loop_state import LoopState, gather_weights, stepping_parts
+from megatron_fp4.mcore.model.kept import Kept
 from megatron_fp4.mcore.model.run import Run
-from megatron_fp4.mcore.model.weight_states import Kept
 
 # Arguments that make train_step write files in some iterations.
 _WRITES = (

@@ -177,9 +177,10 @@ class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
     """
 
     def attach(self, name: str, run: Run, recipe: Recipe) -> None:
-        """Makes this linear follow `recipe`. name: its global module name.
+        """Makes this linear follow `recipe`, once `run` has the state beside its weight.
 
-        Raises ConfigError if the recipe's blocks do not divide the linear's sizes.
+        name: its global module name. Raises ConfigError if the recipe's blocks do not divide the
+        linear's sizes.
         """
         rank, ranks = self.tp_group.rank(), self.tp_group.size()
         alone = self.explicit_expert_comm  # the token dispatcher communicates, not the linear
@@ -192,7 +193,7 @@ class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
         length = self.output_size_per_partition // ranges
         size_checks.check(run.args, recipe, name, self.input_size, length, sharding, self.is_expert)
         placements = column_parallel_placements(rank, ranks, length, ranges, self.weight.device)
-        average = run.weight_states.add(self, recipe)
+        average = run.weight_states.average_of(self)
         site = run.site(name, placements, _ranks(self.tp_group, sharding), average)
         self.fp4 = Fp4State(run, recipe, site, self.is_expert)
 
@@ -206,9 +207,10 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
     """
 
     def attach(self, name: str, run: Run, recipe: Recipe) -> None:
-        """Makes this linear follow `recipe`. name: its global module name.
+        """Makes this linear follow `recipe`, once `run` has the state beside its weight.
 
-        Raises ConfigError if the recipe's blocks do not divide the linear's sizes.
+        name: its global module name. Raises ConfigError if the recipe's blocks do not divide the
+        linear's sizes.
         """
         rank, ranks = self.tp_group.rank(), self.tp_group.size()
         length = self.input_size_per_partition
@@ -220,7 +222,7 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
             run.args, recipe, name, length, self.output_size, sharding, self.is_expert
         )
         placements = row_parallel_placements(rank, ranks, length, self.weight.device)
-        average = run.weight_states.add(self, recipe)
+        average = run.weight_states.average_of(self)
         site = run.site(name, placements, _ranks(self.tp_group, sharding), average)
         self.fp4 = Fp4State(run, recipe, site, self.is_expert)
 

@@ -89,6 +89,11 @@ class Run:
         """The launch's recipe, then those that --fp4-module-recipe gives to single modules."""
         return [self.recipe, *(own for _, own in self.modules if own is not None)]
 
+    @property
+    def kept(self) -> list[str]:
+        """The names of the states that recipes keep beside weights, on whichever rank."""
+        return sorted({name for recipe in self.recipes for name in recipe.kept_dtypes})
+
     # --- time -------------------------------------------------------------------------------
 
     def counting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:

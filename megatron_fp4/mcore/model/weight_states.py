@@ -12,13 +12,15 @@ parts are gathered to a copy in each layer. The copy keeps its address, so that 
 it. Where every rank owns the whole state, the optimizer's tensor is a view of the copy. The states
 of `Recipe.ramping` are the optimizer's alone, a `RampingAdamW`, which updates them in its own step.
 
-checkpoints/weight_states.py saves and loads the states. C stands for megatron/core.
+checkpoints/weight_states.py saves and loads the states; saved_states.py knows which weights have
+them in a checkpoint. A weight without a state is saved with zeros where Megatron saves it in one
+tensor with weights that have it. C stands for megatron/core.
 """
 
 import argparse
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,53 +29,13 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_fp4.arithmetic.ramping import STATES
 from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW
-from megatron_fp4.arithmetic.weight_states import Blend, OptimizerStep, WeightState, blend, key_of
+from megatron_fp4.arithmetic.weight_states import Blend, OptimizerStep, blend, key_of
+from megatron_fp4.mcore.model.kept import Kept
 from megatron_fp4.mcore.model.optimizers import parts_of
+from megatron_fp4.mcore.model.saved_states import SavedStates, stack_of
+from megatron_fp4.mcore.runtime.ranks import on_all
 from megatron_fp4.recipe import Recipe
-
-
-@dataclass(eq=False)
-class Kept:
-    """The states beside one weight, by name.
-
-    layer: the layer that has the weight.
-    dtypes: the dtype of each state.
-    states: how the states that the layer reads start and are updated.
-    copies: what the layer reads of each state: float32, of the weight's shape on this rank.
-    inner, main: the torch optimizer that updates the weight, and the FP32 main weight in it, or
-        this rank's part of that; None where this rank owns no part.
-    start, end: the range of that part in the flattened weight.
-    owners: (global rank, start, end) of all parts; empty where every rank owns the whole.
-    group: the process group of the ranks that own parts; None where every rank owns the whole.
-    """
-
-    layer: Any
-    dtypes: dict[str, torch.dtype]
-    states: dict[str, WeightState]
-    copies: dict[str, Tensor]
-    inner: torch.optim.Optimizer | None = None
-    main: Tensor | None = None
-    start: int = 0
-    end: int = 0
-    owners: list[tuple[int, int, int]] = field(default_factory=list)
-    group: Any = None
-
-    def own(self, name: str) -> Tensor | None:
-        """This rank's part of the state `name`, from the optimizer.
-
-        None if the rank owns no part, or if the optimizer does not have the state yet.
-        """
-        if self.inner is None or self.main is None:
-            return None
-        found: Tensor | None = self.inner.state[self.main].get(key_of(name))
-        return found
-
-    @property
-    def ramps(self) -> bool:
-        """Whether elements of the weight have periods (Q-Ramping)."""
-        return STATES.keys() <= self.dtypes.keys()
 
 
 class WeightStates:
@@ -83,24 +45,32 @@ class WeightStates:
         self._all: list[Kept] = []
         self._is_stale = True
         self._in_optimizers = False  # whether optimizers have the states; the same on all ranks
-        self._in_checkpoint = False  # whether the checkpoint to be loaded has them
+        self._saved = SavedStates()  # of the checkpoint to be loaded
+        self._is_loading = False  # whether optimizers are being loaded with them
         self._args = argparse.Namespace()  # Megatron's
         self._started: dict[tuple[Kept, str], Tensor] = {}  # states that no optimizer has yet
 
-    def add(self, layer: Any, recipe: Recipe) -> Tensor | None:
+    def add(self, layer: Any, name: str, number: int | None, recipe: Recipe | None) -> None:
         """Adds the states that `recipe` declares to the weight of `layer`.
 
-        Returns the copy of the state "average", float32 of the weight's shape, which the layer
-        reads; None if the recipe does not declare one.
+        Call it for linears without states too, since they may be saved in one tensor with others.
+        name, number: the layer's global module name, and the number of its decoder layer, from 1.
+        recipe: None for BF16.
         """
-        if not recipe.kept_dtypes:
-            return None
+        states = {} if recipe is None else recipe.weight_states
+        dtypes = {} if recipe is None else recipe.kept_dtypes
         copies = {
-            name: torch.zeros(layer.weight.shape, dtype=torch.float32, device=layer.weight.device)
-            for name in recipe.weight_states
+            state: torch.zeros(layer.weight.shape, dtype=torch.float32, device=layer.weight.device)
+            for state in states
         }
-        self._all.append(Kept(layer, recipe.kept_dtypes, recipe.weight_states, copies))
-        return copies.get("average")
+        self._all.append(Kept(layer, name, number, dtypes, states, copies))
+
+    def average_of(self, layer: Any) -> Tensor | None:
+        """The copy of the state "average", float32 of the weight's shape, which `layer` reads.
+
+        None if its recipe does not declare one.
+        """
+        return next(kept.copies.get("average") for kept in self._all if kept.layer is layer)
 
     @property
     def bytes_of_copies(self) -> int:
@@ -114,7 +84,8 @@ class WeightStates:
 
     @property
     def names(self) -> list[str]:
-        return sorted({name for kept in self._all for name in kept.dtypes})
+        """The states of this rank's weights, in memory or in a checkpoint."""
+        return sorted({name for kept in self._all for name in kept.dtypes | kept.padded})
 
     @property
     def ramped(self) -> list[Kept]:
@@ -124,15 +95,21 @@ class WeightStates:
     # --- owners -----------------------------------------------------------------------------------
 
     def follow(
-        self, optimizer: MegatronOptimizer, in_checkpoint: bool, args: argparse.Namespace
+        self, optimizer: MegatronOptimizer, saved: SavedStates, args: argparse.Namespace
     ) -> None:
         """Makes `optimizer` keep the states from now on.
 
         Every rank must call it, before a checkpoint is loaded. optimizer: with a RampingAdamW where
-        weights have periods. in_checkpoint: whether the checkpoint has the states. args:
-        Megatron's, from which updates read the current step.
+        weights have periods. saved: the states in the checkpoint. args: Megatron's, from which
+        updates read the current step.
         """
-        self._args = args
+        self._args, self._saved = args, saved
+        mine = {(stack_of(kept.name), *one) for kept in self._all for one in kept.dtypes.items()}
+        everywhere = set().union(*on_all(lambda: mine))
+        for kept in self._all:
+            kept.saved = saved.names_of(kept.name, kept.number)
+            of_stack = {name: d for stack, name, d in everywhere if stack == stack_of(kept.name)}
+            kept.padded = {n: d for n, d in of_stack.items() if n not in kept.dtypes}
         for each in parts_of(optimizer):
             if isinstance(each, DistributedOptimizer):
                 self._own_parts(each)
@@ -145,7 +122,6 @@ class WeightStates:
         for kept in self.ramped:
             assert isinstance(kept.inner, RampingAdamW) and kept.main is not None
             kept.inner.ramp(kept.main)
-        self._in_checkpoint = in_checkpoint
 
     def _own_whole(self, optimizer: MegatronOptimizer) -> None:
         inner = optimizer.optimizer
@@ -267,32 +243,118 @@ class WeightStates:
     ) -> Callable[..., Any]:
         @functools.wraps(upstream)
         def sharded_state_dict(model: Any, is_loading: bool = False, *args: Any, **kw: Any) -> Any:
-            if is_loading and self._in_checkpoint:
+            if is_loading and self._saved.keys:
                 self._allocate(optimizer)
-            return upstream(model, is_loading, *args, **kw)
+            if isinstance(optimizer, DistributedOptimizer) or not self._in_optimizers:
+                return upstream(model, is_loading, *args, **kw)
+            with self._padded(optimizer):
+                found = upstream(model, is_loading, *args, **kw)
+            if is_loading:
+                for state in found.get("optimizer", found)["state"].values():
+                    if isinstance(state, dict):  # and not the count of steps
+                        self.keep_saved(state)
+            return found
 
         return sharded_state_dict
+
+    @contextmanager
+    def _padded(self, optimizer: MegatronOptimizer) -> Iterator[None]:
+        """With the zeros in torch's optimizer that weights without a state are saved with."""
+        zeros = [
+            (kept.inner.state[kept.main], key_of(name), torch.zeros_like(kept.main, dtype=dtype))
+            for kept in self._of(optimizer)
+            for name, dtype in kept.padded.items()
+        ]
+        for state, key, padding in zeros:
+            state[key] = padding
+        try:
+            yield
+        finally:
+            for state, key, _ in zeros:
+                del state[key]
+
+    def _of(self, optimizer: MegatronOptimizer) -> list[Any]:
+        """The weights of which `optimizer` updates a part on this rank, with or without states."""
+        return [
+            kept
+            for kept in self._all
+            if kept.main is not None and kept.inner is optimizer.optimizer
+        ]
 
     def _allocate(self, optimizer: MegatronOptimizer) -> None:
         """Allocates zeros for the states in torch's optimizer, for a checkpoint to load into."""
         if optimizer.init_state_fn is not None:
             optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        for kept in self._of(optimizer):
+            for name, dtype in kept.dtypes.items():
+                if kept.own(name) is None:
+                    empty = torch.zeros_like(kept.main, dtype=dtype)
+                    kept.inner.state[kept.main][key_of(name)] = empty
+        self._in_optimizers = self._is_loading = True
+
+    def keep_saved(self, state: dict[str, Any]) -> None:
+        """Removes from the sharded state of one weight, to be loaded, what the checkpoint lacks."""
+        for key in set(map(key_of, self.names)) & state.keys():
+            if not self._saved.has_tensor(state[key].key):
+                del state[key]
+
+    def drop_lacking(self, weight: Tensor, loaded: dict[str, Any]) -> None:
+        """Removes from the optimizer the states of a weight that `loaded`, by key, has not."""
         for kept in self._all:
-            if kept.main is not None and kept.inner is optimizer.optimizer:
-                for name, dtype in kept.dtypes.items():
-                    if kept.own(name) is None:
-                        empty = torch.zeros_like(kept.main, dtype=dtype)
-                        kept.inner.state[kept.main][key_of(name)] = empty
-        self._in_optimizers = True
+            if kept.layer.weight is weight and kept.inner is not None and kept.main is not None:
+                for key in map(key_of, kept.dtypes):
+                    if key not in loaded:
+                        kept.inner.state[kept.main].pop(key, None)
+
+    def complete(self) -> dict[str, dict[str, bool]]:
+        """Starts the states that a loaded checkpoint lacks, at the weights that were loaded.
+
+        Every rank must call it after loading. Returns, for each state, whether it was loaded for
+        each of the whole model's linears that have it, by global name. Optimizers that were not
+        loaded start their states themselves, in their first step.
+        """
+        mine = []
+        for kept in self._all:
+            if kept.inner is None or kept.main is None:
+                continue
+            state = kept.inner.state.get(kept.main, {})
+            for name in kept.padded:
+                state.pop(key_of(name), None)  # what was loaded as padding
+            for name in kept.dtypes:
+                is_loaded = key_of(name) in state and not (
+                    self._is_loading and name not in kept.saved
+                )
+                mine.append((name, kept.name, is_loaded))
+                if state and not is_loaded:
+                    state[key_of(name)] = kept.start_of(name)
+        self._is_loading, self._is_stale = False, True
+        found: dict[str, dict[str, bool]] = {}
+        for name, linear, is_loaded in sorted(one for part in on_all(lambda: mine) for one in part):
+            of_name = found.setdefault(name, {})
+            of_name[linear] = is_loaded and of_name.get(linear, True)
+        return found
+
+    def keys_of(self, optimizer: DistributedOptimizer) -> tuple[str, ...]:
+        """The keys of the states in `optimizer` and in its checkpoints; () while it has none."""
+        if not self._in_optimizers:
+            return ()
+        names = self.names
+        if self._is_loading:
+            saved = self._saved.names_for(optimizer.data_parallel_group_idx)
+            names = [name for name in names if name in saved]
+        return tuple(map(key_of, names))
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of the states in optimizers and checkpoints; () while optimizers have none."""
-        return tuple(map(key_of, self.names)) if self._in_optimizers else ()
+    def is_loading(self) -> bool:
+        """Whether optimizers are being loaded from a checkpoint that has states."""
+        return self._is_loading
 
-    def has(self, weight: Tensor) -> bool:
-        """Whether states are kept beside this weight."""
-        return any(kept.layer.weight is weight for kept in self._all)
+    def saves(self, weight: Tensor, key: str) -> bool:
+        """Whether this weight is saved with the state of this key."""
+        return any(
+            kept.layer.weight is weight and key in map(key_of, kept.dtypes | kept.padded)
+            for kept in self._all
+        )
 
 
 def _rate(group: dict[str, Any]) -> float:
