@@ -25,12 +25,12 @@ demo: $(INSTALLED)  ## pretrain in FP4 and in BF16 on real text, and compare (TE
 test: $(INSTALLED)  ## run the quick tests, of every part; no GPU needed
 	@$(PYTEST) -m "not (gpu or slow or outside)"
 
-test-slow: $(INSTALLED)  ## run the slow tests: more layouts, known mistakes, every checkpoint
+test-slow: $(INSTALLED)  ## run the slow tests: more layouts, checkpoints, known mistakes
 	@$(PYTEST) -m "slow and not (gpu or outside)"
 
 test-all: test test-slow test-outside test-newest layouts  ## run all that needs no GPU, for hours
 
-test-outside: $(INSTALLED)  ## test against clusters and other Megatron releases, which it installs
+test-outside: $(INSTALLED)  ## run matrices of cases; test against clusters and other releases
 	@$(PYTHON) -m pytest -m outside
 
 test-newest:  ## run the demo and the tests on the newest versions, in a .venv-newest of their own

@@ -226,26 +226,26 @@ def test_fp32_goes_on_bit_for_bit(folder: Path) -> None:
     check(folder, QUICK, run_in_turn(1, twice([QUICK], folder), sizes=SMALL)[str(QUICK)])
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("case", ON_ONE, ids=str)
 def test_one_process_goes_on_bit_for_bit(folder: Path, one: Runs, case: Case) -> None:
     check(folder, case, one[str(case)])
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("case", ON_TWO, ids=str)
 def test_two_processes_go_on_bit_for_bit(folder: Path, two: Runs, case: Case) -> None:
     check(folder, case, two[str(case)])
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.skipif(not HAS_EMERGING, reason="emerging-optimizers is not installed")
 @pytest.mark.parametrize("case", OF_EMERGING, ids=str)
 def test_emerging_optimizers_go_on_bit_for_bit(folder: Path, emerging: Runs, case: Case) -> None:
     check(folder, case, emerging[str(case)])
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_fp16_is_saved_before_its_first_step(folder: Path, one: Runs) -> None:
     """The case fp16 is what it is meant to be: the step count is 0 at the second iteration."""
     case = Case("fp16", "adam")
@@ -255,37 +255,37 @@ def test_fp16_is_saved_before_its_first_step(folder: Path, one: Runs) -> None:
     assert [float(state[name]) for state in states] == [0, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_cannot_be_saved_is_refused(folder: Path, one: Runs, flags: str) -> None:
     assert REFUSED[flags] in told(one[flags])
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("name", MENDS)
 def test_without_a_mend_the_checkpoint_cannot_be_loaded(folder: Path, one: Runs, name: str) -> None:
     assert MENDS[name][1] in told(one[name])
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_gloo_has_no_gather_of_unequal_shards(two: Runs) -> None:
     assert "use --optimizer muon without --use-distributed-optimizer" in told(two["unequal"])
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_ckpt_step_chooses_the_state_of_the_distributed_optimizer(one: Runs) -> None:
     assert "] at iteration 2\n" in good(one[str(STEP)]).output
     assert "] at iteration 4\n" in good(one["ckpt_step"]).output  # the control
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_a_launch_that_does_not_fit_a_checkpoint_is_told_how_to(folder: Path, one: Runs) -> None:
     for flags, text in MISFITS.items():
         assert text in told(one[f"misfit {flags}"])
     assert "add --no-load-optim" in told(one["bare"])
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("case", RATES, ids=str)
 def test_a_run_goes_on_with_another_learning_rate(folder: Path, one: Runs, case: Case) -> None:
     good(one[f"{case} rate"])
@@ -297,14 +297,14 @@ def test_a_run_goes_on_with_another_learning_rate(folder: Path, one: Runs, case:
     assert list(rates) == [pytest.approx(1e-4 + 0.95e-3 * (1 + math.cos(math.pi * 0.4)))]
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_a_run_goes_on_with_the_rates_of_its_checkpoint(folder: Path, one: Runs) -> None:
     good(one["saved rate"])
     there, here = (folder / name / "iter_0000004" for name in (str(QUICK), "saved-rate"))
     assert differences(there, here) == []
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("layout", ["dp2", "pp2"])
 @pytest.mark.parametrize("precision", RESHARDED)
 def test_another_layout_loads_the_same_state(
