@@ -21,7 +21,9 @@ QUICK |= {
 @pytest.mark.parametrize(
     ("comparison", "name"),
     [
-        pytest.param(of, name, id=f"{of}-{name}", marks=() if name in QUICK else pytest.mark.outside)
+        pytest.param(
+            of, name, id=f"{of}-{name}", marks=() if name in QUICK else pytest.mark.outside
+        )
         for of, mistakes in MISTAKES.items()
         for name in mistakes
     ],
