@@ -27,6 +27,7 @@ def parse(*flags: str) -> argparse.Namespace:
     """What Megatron's parser makes of the flags, settled."""
     args = parser().parse_args(list(flags))
     fp4_arguments.settle(args)
+    args.fp4_metrics_interval = fp4_arguments.metrics_interval(args)
     return args
 
 
