@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()
     flags = ["--num-layers", str(args.layers), "--micro-batch-size", str(args.micro_batch)]
