@@ -94,7 +94,8 @@ class Launch:
         }
 
     def _window(self) -> int:
-        """The steps over which metrics of weights are measured; 0 without metrics."""
+        """The number of steps over which r(W), r(W_Q) and R_w are measured; 0 for a run without
+        metrics."""
         flags = self.configuration["flags"]
         return window(int(flags[flags.index(_INTERVAL) + 1])) if _INTERVAL in flags else 0
 

@@ -103,7 +103,8 @@ class Bands:
         return warnings
 
     def _unusual(self, rate: _Rate, value: float) -> tuple[float, str] | None:
-        """What `value` is compared with and exceeds, as a number and in words; else None."""
+        """The usual value or limit that `value` exceeds, as a number and in the words of a
+        warning; None if nothing is unusual."""
         past, watched = self._past[rate], rate.watched
         if len(past) >= ENOUGH:
             usual = median(past)

@@ -86,7 +86,7 @@ class Tally:
         self._carriers.clear()
 
     def _add(self, places: Sequence[int], sums: Tensor) -> None:
-        """Adds a row of `sums` to each place; a place may occur more than once."""
+        """Adds row i of `sums` to row places[i] of the table. A place may occur more than once."""
         for parts in _turns(places):
             rows = self._tensor([places[part] for part in parts])
             self._table.index_add_(0, rows, sums[self._tensor(parts)])

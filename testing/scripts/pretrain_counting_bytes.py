@@ -56,7 +56,7 @@ def optimizer_tensors(optimizer: Any) -> list[Tensor]:
 
 
 def size(tensors: list[Tensor]) -> int:
-    """The bytes of all tensors. One that is another's view of equal size counts once."""
+    """The bytes of all tensors. Tensors that begin at the same address count once."""
     return sum({x.data_ptr(): x.numel() * x.element_size() for x in tensors}.values())
 
 

@@ -29,10 +29,10 @@ _SHOWN = 3  # how many linears a line names
 
 
 def saved_states(names: list[str], args: argparse.Namespace) -> SavedStates:
-    """Which of the states `names` the checkpoint has that the launch will load.
+    """Which of the states `names` are in the checkpoint that the launch will load.
 
-    None of them if no optimizer state is loaded, and for the format torch, whose optimizers take
-    what is there. Every rank must call it. args: Megatron's.
+    The result is empty if no optimizer state is loaded, and for the format torch, where an
+    optimizer takes whatever state the file has. Every rank must call it. args: Megatron's.
     """
     if not args.load or args.no_load_optim or args.finetune or args.ckpt_format == "torch":
         return SavedStates()

@@ -44,6 +44,7 @@ from megatron_fp4.mcore.loop.metrics_shares import (
 from megatron_fp4.mcore.model.attach import Fp4Layer
 from megatron_fp4.mcore.model.optimizers import parts_of
 from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.mcore.model.start_table import trains
 from megatron_fp4.metrics import gradients, weights
 from megatron_fp4.metrics.lines import decoded, rows_of
 from megatron_fp4.metrics.records import PLACES, Record, layer_records
@@ -55,7 +56,7 @@ from megatron_fp4.plan.data import OperandPlan
 
 def interval(args: argparse.Namespace) -> int:
     """The number of steps from one report to the next; 0: none."""
-    if metrics_folder(args) is None or args.skip_train:
+    if metrics_folder(args) is None or not trains(args):
         return 0
     return int(args.fp4_metrics_interval)
 
@@ -63,7 +64,7 @@ def interval(args: argparse.Namespace) -> int:
 def told(args: argparse.Namespace, has_recipe: bool) -> str | None:
     """A line for the user: where metrics go, or that they go nowhere; None without an interval, and
     where the launch does not train."""
-    if not (steps := args.fp4_metrics_interval) or args.skip_train:
+    if not (steps := args.fp4_metrics_interval) or not trains(args):
         return None
     if (folder := metrics_folder(args)) is None:
         return (

@@ -8,6 +8,7 @@ From then on
     pretrain, get_model       attach recipes to the linears of the model that was built, before it
                               is wrapped, and count the script's forward steps
     get_megatron_optimizer    makes an optimizer that keeps the state beside weights
+    load_checkpoint           starts the state that the checkpoint lacks
 
 A launch without a recipe runs as it would without the plugin; --fp4-metrics-interval adds a file
 with the steps of its log. pretrain_gpt.py (loop/gpt.py) is such a script too. C stands for
@@ -114,7 +115,10 @@ class Plugin:
             print(*lines, sep="\n", flush=True)
 
     def _measure(self, args: argparse.Namespace, steps: int, line: str) -> None:
-        # line: what a launch without a recipe prints. It has no metrics of linears.
+        """Starts metrics.jsonl: of the log alone where there is no recipe, else of linears too.
+
+        line: what a launch without a recipe prints at its start.
+        """
         if self.run is None:
             steps_alone = MetricsLog(WithoutRecipe(args, line))
             training.print_rank_last = steps_alone.following(training.print_rank_last)

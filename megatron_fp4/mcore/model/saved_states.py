@@ -17,12 +17,12 @@ _BUCKETS = "optimizer.distributed.dp_group_idx_"
 
 @dataclass(frozen=True)
 class SavedStates:
-    """The states beside weights in a checkpoint.
+    """Which states beside weights (such as averages) a checkpoint has.
 
-    keys: of the checkpoint's tensors that contain them; empty if it has none, or if no optimizer
-        state is loaded.
-    names: the states that were looked for.
-    args: those of the run that saved.
+    keys: the names of the checkpoint's tensors that contain states; empty if there are none, or if
+        the launch loads no optimizer state.
+    names: the states that the launch looked for.
+    args: Megatron's arguments of the run that saved the checkpoint.
     """
 
     keys: frozenset[str] = frozenset()

@@ -112,7 +112,7 @@ def states(recipes: Sequence[Recipe], size: int, args: Namespace) -> str:
 
 def trains(args: Namespace) -> bool:
     """Whether the launch trains, and does not only evaluate. args: Megatron's."""
-    return not getattr(args, "skip_train", False)
+    return not getattr(args, "skip_train", False)  # a model without a loop has none
 
 
 def calibrations(ramping: Ramping, args: Namespace, ramped: int, everything: int) -> str:

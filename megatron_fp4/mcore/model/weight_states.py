@@ -99,8 +99,8 @@ class WeightStates:
     ) -> None:
         """Makes `optimizer` keep the states from now on.
 
-        Every rank must call it, before a checkpoint is loaded. optimizer: with a RampingAdamW where
-        weights have periods. saved: the states in the checkpoint. args: Megatron's, from which
+        Every rank must call it, before a checkpoint is loaded. optimizer: has a RampingAdamW where
+        weights have periods. saved: which states the checkpoint has. args: Megatron's, from which
         updates read the current step.
         """
         self._args, self._saved = args, saved
@@ -208,7 +208,7 @@ class WeightStates:
     def _gather_one(self, kept: Kept, name: str, copy: Tensor) -> list[dist.Work]:
         own = kept.own(name)
         if own is None and kept.main is not None:
-            own = self._started.setdefault((kept, name), kept.states[name].start(kept.main))
+            own = self._started.setdefault((kept, name), kept.start_of(name))
         if own is not None:
             if kept.owners:
                 copy.view(-1)[kept.start : kept.end].copy_(own.view(-1))
@@ -307,11 +307,11 @@ class WeightStates:
                         kept.inner.state[kept.main].pop(key, None)
 
     def complete(self) -> dict[str, dict[str, bool]]:
-        """Starts the states that a loaded checkpoint lacks, at the weights that were loaded.
+        """Starts the states that a loaded checkpoint lacks, from the weights that were loaded.
 
-        Every rank must call it after loading. Returns, for each state, whether it was loaded for
-        each of the whole model's linears that have it, by global name. Optimizers that were not
-        loaded start their states themselves, in their first step.
+        Every rank must call it after loading. Returns a dict for each name of a state: by the
+        global name of each linear that has the state, whether the checkpoint had it too.
+        Optimizers that were not loaded start their states themselves, in their first step.
         """
         mine = []
         for kept in self._all:
