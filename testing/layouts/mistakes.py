@@ -19,10 +19,10 @@ def noise_of_the_rank() -> Iterator[None]:
     """Random bits that ignore the data-parallel rank, the pipeline stage and SwiGLU's ranges."""
     attach = Fp4ColumnParallelLinear.attach
 
-    def one_range(layer: Any, name: str, run: Any, recipe: Any) -> None:
+    def one_range(layer: Any, *given: Any) -> None:
         ranges = getattr(layer.weight, "partition_stride", 1)
         layer.weight.partition_stride = 1
-        attach(layer, name, run, recipe)
+        attach(layer, *given)
         layer.weight.partition_stride = ranges
 
     def local_names(chunk: Any) -> Iterator[Any]:

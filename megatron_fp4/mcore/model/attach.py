@@ -134,11 +134,11 @@ def _with_global_expert(name: str, config: TransformerConfig) -> str:
 
 def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> Row:
     recipe = recipe_for(name, number, run.recipe, run.modules, run.args)
-    run.weight_states.add(layer, name, number, recipe)
+    average = run.weight_states.add(layer, name, number, recipe)
     if recipe is None:
         return start_table.unquantized(name, layer.weight)
     try:
-        layer.attach(name, run, recipe)
+        layer.attach(name, run, recipe, average)
     except ConfigError as error:
         return start_table.refused(name, layer.weight, recipe, str(error))
     return start_table.planned(name, layer.weight, layer.plan(), layer.tokens())

@@ -176,11 +176,11 @@ class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
     Under sequence parallelism each rank has a part of X's tokens, and the codes are gathered.
     """
 
-    def attach(self, name: str, run: Run, recipe: Recipe) -> None:
-        """Makes this linear follow `recipe`, once `run` has the state beside its weight.
+    def attach(self, name: str, run: Run, recipe: Recipe, average: Tensor | None) -> None:
+        """Makes this linear follow `recipe`.
 
-        name: its global module name. Raises ConfigError if the recipe's blocks do not divide the
-        linear's sizes.
+        name: its global module name. average: of its weight, which `WeightStates.add` returns.
+        Raises ConfigError if the recipe's blocks do not divide the linear's sizes.
         """
         rank, ranks = self.tp_group.rank(), self.tp_group.size()
         alone = self.explicit_expert_comm  # the token dispatcher communicates, not the linear
@@ -193,7 +193,6 @@ class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
         length = self.output_size_per_partition // ranges
         size_checks.check(run.args, recipe, name, self.input_size, length, sharding, self.is_expert)
         placements = column_parallel_placements(rank, ranks, length, ranges, self.weight.device)
-        average = run.weight_states.average_of(self)
         site = run.site(name, placements, _ranks(self.tp_group, sharding), average)
         self.fp4 = Fp4State(run, recipe, site, self.is_expert)
 
@@ -206,11 +205,11 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
     backward dY arrives as this rank's tokens and can be quantized before it is gathered.
     """
 
-    def attach(self, name: str, run: Run, recipe: Recipe) -> None:
-        """Makes this linear follow `recipe`, once `run` has the state beside its weight.
+    def attach(self, name: str, run: Run, recipe: Recipe, average: Tensor | None) -> None:
+        """Makes this linear follow `recipe`.
 
-        name: its global module name. Raises ConfigError if the recipe's blocks do not divide the
-        linear's sizes.
+        name: its global module name. average: of its weight, which `WeightStates.add` returns.
+        Raises ConfigError if the recipe's blocks do not divide the linear's sizes.
         """
         rank, ranks = self.tp_group.rank(), self.tp_group.size()
         length = self.input_size_per_partition
@@ -222,7 +221,6 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
             run.args, recipe, name, length, self.output_size, sharding, self.is_expert
         )
         placements = row_parallel_placements(rank, ranks, length, self.weight.device)
-        average = run.weight_states.average_of(self)
         site = run.site(name, placements, _ranks(self.tp_group, sharding), average)
         self.fp4 = Fp4State(run, recipe, site, self.is_expert)
 

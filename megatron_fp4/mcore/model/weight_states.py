@@ -50,12 +50,15 @@ class WeightStates:
         self._args = argparse.Namespace()  # Megatron's
         self._started: dict[tuple[Kept, str], Tensor] = {}  # states that no optimizer has yet
 
-    def add(self, layer: Any, name: str, number: int | None, recipe: Recipe | None) -> None:
+    def add(
+        self, layer: Any, name: str, number: int | None, recipe: Recipe | None
+    ) -> Tensor | None:
         """Adds the states that `recipe` declares to the weight of `layer`.
 
         Call it for linears without states too, since they may be saved in one tensor with others.
         name, number: the layer's global module name, and the number of its decoder layer, from 1.
-        recipe: None for BF16.
+        recipe: None for BF16. Returns the copy of the state "average", float32 of the weight's
+        shape, which the layer reads; None if the recipe does not declare one.
         """
         states = {} if recipe is None else recipe.weight_states
         dtypes = {} if recipe is None else recipe.kept_dtypes
@@ -64,13 +67,7 @@ class WeightStates:
             for state in states
         }
         self._all.append(Kept(layer, name, number, dtypes, states, copies))
-
-    def average_of(self, layer: Any) -> Tensor | None:
-        """The copy of the state "average", float32 of the weight's shape, which `layer` reads.
-
-        None if its recipe does not declare one.
-        """
-        return next(kept.copies.get("average") for kept in self._all if kept.layer is layer)
+        return copies.get("average")
 
     @property
     def bytes_of_copies(self) -> int:
