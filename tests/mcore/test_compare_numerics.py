@@ -11,7 +11,7 @@ import pytest
 import megatron_fp4
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints.compare_numerics import compare
-from tests.mcore.test_fp4_arguments import parse
+from testing.builders.fp4_arguments import parse
 
 WAS = "--fp4-recipe tetrajet --seed 5"
 YAML = "base: tetrajet\n"

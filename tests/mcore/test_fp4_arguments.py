@@ -1,48 +1,17 @@
 """The FP4 flags, through Megatron's own parser: what they mean, and what is refused in one line."""
 
-import argparse
-import functools
-import re
 from pathlib import Path
 
 import pytest
-from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fp4 import get_recipe, list_recipes
-from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.launch import cuda_graphs, flags, fp4_arguments
-from megatron_fp4.mcore.launch.refusals.fp4_flags import NOT_WITH_A_RECIPE, UPSTREAM_RECIPES
-from megatron_fp4.recipe import GEMMS, Recipe
+from megatron_fp4.mcore.launch import fp4_arguments
+from megatron_fp4.mcore.launch.refusals.fp4_flags import UPSTREAM_RECIPES
+from megatron_fp4.recipe import GEMMS
+from testing.builders.fp4_arguments import parse, recipe, refusal
 
 PLAIN_OBJECT = 4
 SOME_RECIPE = get_recipe("tetrajet", rule="floor")
-
-
-@functools.cache
-def parser() -> argparse.ArgumentParser:
-    return flags.add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-
-
-def parse(*flags: str) -> argparse.Namespace:
-    """What Megatron's parser makes of the flags, settled."""
-    args = parser().parse_args(list(flags))
-    fp4_arguments.settle(args)
-    args.fp4_metrics_interval = fp4_arguments.metrics_interval(args)
-    return args
-
-
-def recipe(*flags: str) -> Recipe:
-    found = fp4_arguments.recipe_of(parse("--fp4-recipe", *flags))
-    assert found is not None
-    return found
-
-
-def refusal(*flags: str) -> str:
-    with pytest.raises(ConfigError) as raised:
-        parse(*flags)
-    message = str(raised.value)
-    assert "\n" not in message
-    return message
 
 
 @pytest.mark.parametrize("flags", [(), ("--fp4-recipe", "off"), ("--fp4-recipe", "bf16")])
@@ -251,154 +220,3 @@ def test_the_seed_of_the_noise_is_the_run_s_unless_given() -> None:
 def test_a_flag_that_needs_a_recipe_is_refused_without_one(flags: str) -> None:
     message = refusal(*flags.split())
     assert flags.split()[0] in message and "add --fp4-recipe" in message
-
-
-# --- what cannot work together -----------------------------------------------------------------
-
-REFUSED = [
-    "--context-parallel-size 2",
-    "--use-megatron-fsdp",
-    "--use-torch-fsdp2",
-    "--moe-grouped-gemm",
-    "--use-grouped-gemm-for-dense-mlp",
-    "--use-grouped-gemm-for-shared-expert",
-    "--moe-token-dispatcher-type flex",
-    "--moe-latent-size 32",
-    "--moe-shared-expert-overlap",
-    "--moe-router-padding-for-quantization",
-    "--moe-router-padding-for-fp8",
-    "--hybrid-layer-pattern M*",
-    "--multi-latent-attention",
-    "--cuda-graph-impl transformer_engine",
-    "--cuda-graph-modules attn",
-    "--cuda-graph-scope attn",
-    "--optimizer-cuda-graph",
-    "--enable-cuda-graph",
-    "--external-cuda-graph",
-    "--delay-wgrad-compute",
-    "--tensor-parallel-num-weight-shards 2",
-    "--expert-tensor-parallel-num-weight-shards 2",
-    "--overlap-moe-expert-parallel-comm",
-    "--cpu-offloading-num-layers 1",
-    "--tp-comm-overlap",
-    "--fp8-format hybrid",
-    "--te-precision-config-file some.yaml",
-    "--fp4-quantizer-factory some.module.factory",
-    "--heterogeneous-layers-config-path some.json",
-    "--heterogeneous-layers-config-encoded-json {}",
-    "--linear-attention-freq 2",
-    "--use-kitchen-attention",
-    "--use-transformer-engine-op-fuser",
-    "--fused-residual-rmsnorm",
-    "--mlp-chunks-for-training 2",
-    "--init-model-with-meta-device",
-    "--freeze-all-layers",
-    "--non-persistent-ckpt-type local",
-    "--non-persistent-ckpt-type in_memory",
-    "--yaml-cfg some.yaml",
-]
-
-
-@pytest.mark.parametrize("flags", REFUSED)
-def test_what_a_recipe_cannot_honour_is_refused_with_a_remedy(flags: str) -> None:
-    parse(*flags.split())  # without a recipe it is Megatron's to judge
-    message = refusal("--fp4-recipe", "tetrajet", *flags.split())
-    start = f"recipe tetrajet does not support {flags.split()[0]}: "
-    assert re.match("use |leave |train |choose |give ", message.removeprefix(start))
-
-
-NO_KEEPERS = [
-    "--use-distributed-optimizer --optimizer muon",
-    "--use-distributed-optimizer --optimizer lion",
-    "--optimizer dist_muon",
-    "--use-precision-aware-optimizer",
-    "--optimizer-cpu-offload",
-    "--ckpt-format torch --use-distributed-optimizer",
-]
-
-
-@pytest.mark.parametrize("flags", NO_KEEPERS)
-def test_an_optimizer_that_cannot_keep_an_average_is_refused(flags: str) -> None:
-    parse("--fp4-recipe", "tetrajet", *flags.split())  # without an average it may run
-    asks = (("--fp4-recipe", "tetrajet-ema"), ("--fp4-module-recipe", "*fc1=tetrajet-ema"))
-    for recipe in (asks[0], ("--fp4-recipe", "tetrajet", *asks[1])):
-        message = refusal(*recipe, *flags.split())
-        assert "recipe tetrajet-ema keeps an average beside the weights, which --" in message
-        assert flags.split()[0] in message and message.endswith("cannot keep: leave it out")
-
-
-@pytest.mark.parametrize("flags", ["--optimizer muon", "--optimizer sgd", "--fp16"])
-def test_other_optimizers_keep_it(flags: str) -> None:
-    parse("--fp4-recipe", "tetrajet-ema", *flags.split())
-
-
-GRAPHS = [
-    "--fp4-bf16-after 0.5",
-    "--pipeline-model-parallel-size 2",
-    "--hidden-dropout 0.1",
-    "--attention-dropout 0.1",
-    "--recompute-granularity selective",
-    "--save-activations-interval 2",
-    "--save-dgrads-interval 2",
-    "--inference-cuda-graph-scope block",
-    "--num-experts 4",
-    "--mtp-num-layers 1",
-    "--fp4-eval-forward bf16",
-    "--fp4-weight-cache packed",
-    "--eval-micro-batch-size 3",
-]
-
-
-@pytest.mark.parametrize("flags", GRAPHS)
-def test_what_a_captured_layer_cannot_follow_is_refused(flags: str) -> None:
-    recipe = ("--fp4-recipe", "tetrajet", "--hidden-dropout", "0", "--attention-dropout", "0")
-    graphs = (*recipe, "--cuda-graph-impl", "local")
-    assert parse(*graphs).fp4_weight_cache == "off"
-    if "cuda-graph" not in flags:
-        parse(*recipe, *flags.split())
-    message = refusal(*graphs, *flags.split())
-    named = "return to BF16" if "after" in flags else flags.split()[0]
-    assert named in message and "leave out one of them" in message
-
-
-def test_graphs_are_advised_where_they_can_be_had_and_help() -> None:
-    def advice(*flags: str) -> str | None:
-        args = parse("--fp4-recipe", "tetrajet", *flags)
-        recipe = fp4_arguments.recipe_of(args)
-        assert recipe is not None
-        return cuda_graphs.advice(args, [recipe])
-
-    launch = ("--hidden-dropout", "0", "--attention-dropout", "0")
-    two = (*launch, "--tensor-model-parallel-size", "2")
-    assert (advice(*two) or "").startswith("--cuda-graph-impl local may be faster")
-    assert advice(*two, "--save", "runs/a", "--save-interval", "10")  # it writes metrics
-    assert advice(*launch) is None
-    assert advice(*two, "--num-experts", "4") is None
-    assert advice(*two, "--cuda-graph-impl", "local") is None
-
-
-def test_what_a_checkpoint_brings_a_captured_layer_is_refused_too() -> None:
-    graphs = ("--cuda-graph-impl", "local", "--hidden-dropout", "0", "--attention-dropout", "0")
-    args = parse("--fp4-recipe", "tetrajet", *graphs)
-    assert fp4_arguments.recipe_of(args) is not None
-    args.num_experts = 4
-    with pytest.raises(ConfigError, match="--num-experts: leave out one of them"):
-        fp4_arguments.recipe_of(args)
-
-
-def test_every_refusal_is_tried() -> None:
-    tried = {flags.split()[0] for flags in REFUSED}
-    assert set(NOT_WITH_A_RECIPE) == tried
-
-
-def test_as_many_weight_shards_as_tensor_parallel_ranks_are_plain_tensor_parallelism() -> None:
-    """So Megatron's validation fills the flag in, and the refusals are asked again after it."""
-    both = ("--tensor-parallel-num-weight-shards", "2", "--tensor-model-parallel-size", "2")
-    assert parse("--fp4-recipe", "tetrajet", *both).fp4_recipe == "tetrajet"
-
-
-def test_what_a_checkpoint_s_arguments_bring_is_refused_too() -> None:
-    args = parse("--fp4-recipe", "tetrajet", "--use-checkpoint-args")
-    args.multi_latent_attention = True
-    with pytest.raises(ConfigError, match="--multi-latent-attention: use grouped-query attention"):
-        fp4_arguments.recipe_of(args)
