@@ -133,7 +133,7 @@ def moved(recipe: Recipe, inputs: int, outputs: int) -> float:
 
 
 def is_mxfp4(recipe: Recipe) -> bool:
-    """Whether all operands of the recipe are MXFP4, so that `products` and `moved` are its floor."""
+    """Whether all operands are MXFP4, so that `products` and `moved` give the floor."""
     each = [recipe.quantizer(gemm, operand) for gemm in GEMMS for operand in OPERANDS[gemm]]
     return all(quantizer is not None and quantizer.mxfp4 for quantizer in each)
 

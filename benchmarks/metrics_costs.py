@@ -2,11 +2,13 @@
 
     python -m benchmarks.metrics_costs
 
-The step is that of benchmarks/training_step.py. Each figure is from the steps of one launch, since
-two launches of the same flags may differ by 2%:
+The step is that of benchmarks/training_step.py. Two launches of the same flags may differ by 2%,
+so that each figure comes from differences within a launch:
 
 - sampling: the rows of weights that are followed, in the last weights.WINDOW steps before a report.
-  A launch whose window begins in its middle has steps without and steps with it.
+  A launch whose window begins in its middle has steps without and steps with it. The steps of a
+  launch become slower or faster with time, so that the same difference of a launch without metrics
+  is subtracted.
 - a report: a launch that reports every tenth step has steps with and without one.
 """
 
@@ -17,7 +19,6 @@ import json
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from benchmarks.stamp import stamp
 from benchmarks.training_step import WARM, launched, timed
@@ -39,13 +40,13 @@ def times(flags: list[str], interval: int) -> tuple[dict[int, float], float]:
     return dict(enumerate(timed(output), FIRST)), found["peak_gib"]
 
 
-def sampling(ms: dict[int, float]) -> dict[str, float]:
-    """The median of a step without and with sampling, of a launch whose window begins at MIDDLE."""
-    without = [taken for step, taken in ms.items() if step < MIDDLE]
+def halves(ms: dict[int, float]) -> tuple[float, float]:
+    """The median time of the steps before MIDDLE, and of those after it."""
+    before = [taken for step, taken in ms.items() if step < MIDDLE]
     # The sums of the first sample are made at the end of its step, which Megatron times as part of
     # the next one.
-    with_ = [taken for step, taken in ms.items() if step > MIDDLE]
-    return {"plain ms": statistics.median(without), "sampled ms": statistics.median(with_)}
+    after = [taken for step, taken in ms.items() if step > MIDDLE]
+    return statistics.median(before), statistics.median(after)
 
 
 def report_ms(ms: dict[int, float]) -> float:
@@ -59,24 +60,35 @@ def report_ms(ms: dict[int, float]) -> float:
     return statistics.median(ms[step] + ms[step + 1] - 2 * usual for step in reports)
 
 
+def measured(flags: list[str]) -> dict[str, float]:
+    """The row of one round."""
+    plain, later = halves(times(flags, 0)[0])
+    before, sampled = halves(times(flags, WINDOW + MIDDLE)[0])
+    ms, peak = times(flags, EVERY)
+    return {
+        "plain ms": plain,
+        "drift ms": later - plain,
+        "sampling ms": (sampled - before) - (later - plain),
+        "report ms": report_ms(ms),
+        "peak_gib": peak,
+    }
+
+
 def share(row: dict[str, float]) -> float:
-    """The cost at an interval of INTERVAL, as a share of the time without metrics.
-
-    Sampling that seems to save time costs nothing: the steps of a launch differ by more.
-    """
-    sampled = max(row["sampled ms"] - row["plain ms"], 0.0)
-    return (sampled + row["report ms"] / INTERVAL) / row["plain ms"]
+    """The cost at an interval of INTERVAL, as a share of the time without metrics."""
+    return (row["sampling ms"] + row["report ms"] / INTERVAL) / row["plain ms"]
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The result as a Markdown table."""
+def table(rows: list[dict[str, float]]) -> list[str]:
+    """The result as a Markdown table, with the mean over the rounds in its last row."""
     lines = [
-        "| ms a step without | with sampling | ms of a report | all, every 100 steps | peak GiB |",
-        "|---|---|---|---|---|",
+        "| round | ms a step | ms of sampling | ms of a report | all, every 100 steps | peak GiB |",
+        "|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        cells = [f"{row[name]:.1f}" for name in ("plain ms", "sampled ms", "report ms")]
-        cells += [f"{share(row):.2%}", f"{row['peak_gib']:.1f}"]
+    mean = {name: statistics.mean(row[name] for row in rows) for name in rows[0]}
+    for number, row in [*enumerate(rows, 1), ("mean", mean)]:
+        cells = [str(number), f"{row['plain ms']:.1f}", f"{row['sampling ms']:+.1f}"]
+        cells += [f"{row['report ms']:.0f}", f"{share(row):.2%}", f"{row['peak_gib']:.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -94,11 +106,9 @@ def main() -> None:
     flags = ["--num-layers", str(args.layers), "--micro-batch-size", str(args.micro_batch)]
     flags += ["--global-batch-size", str(args.batch)]
     settings = {"layers": args.layers, "micro-batch": args.micro_batch, "batch": args.batch}
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, float]] = []
     for _ in range(args.rounds):
-        row: dict[str, Any] = dict(sampling(times(flags, WINDOW + MIDDLE)[0]))
-        ms, row["peak_gib"] = times(flags, EVERY)
-        rows.append(row | {"report ms": report_ms(ms)})
+        rows.append(measured(flags))
         result = {"stamp": stamp(args.commit), **settings, "rows": rows}
         args.out.write_text(json.dumps(result, indent=1) + "\n")
         print("\n".join(table(rows)), flush=True)

@@ -24,7 +24,7 @@ from megatron_fp4.plan.data import OperandPlan
 
 # An operand of a microbatch with more elements than this is sampled: of its lines across the
 # blocked axis, every n-th of the unsharded operand. The cost is then that of launching kernels.
-MOST = 2**17
+MOST = 2**16
 
 
 def merged_name(name: str) -> str:
