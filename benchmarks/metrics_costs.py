@@ -3,75 +3,67 @@
     python -m benchmarks.metrics_costs
 
 The step is that of benchmarks/training_step.py. Two launches of the same flags may differ by 2%,
-so that each figure comes from differences within a launch:
-
-- sampling: the rows of weights that are followed, in the last weights.WINDOW steps before a report.
-  A launch whose window begins in its middle has steps without and steps with it. The steps of a
-  launch become slower or faster with time, so that the same difference of a launch without metrics
-  is subtracted.
-- a report: a launch that reports every tenth step has steps with and without one.
+and the steps of a launch become slower or faster with time. So each launch has cycles of EVERY
+steps: first steps without metrics, then steps in which the rows of weights are followed
+(metrics_costs_worker.py shortens the window of weights.WINDOW for it), and at last a report. Every
+cycle is a row of the result.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 from pathlib import Path
 
 from benchmarks.stamp import stamp
 from benchmarks.training_step import WARM, launched, timed
-from megatron_fp4.metrics.weights import WINDOW
 
-STEPS = 36
 FIRST = WARM + 2  # the number, from 1, of the first step that is timed
-MIDDLE = 20  # the first step with sampling
-EVERY = 10  # steps from one report to the next
+EVERY = 10  # steps of a cycle, from one report to the next
+FOLLOWED = 5  # steps before a report in which rows are followed
+CYCLES = 5  # of a launch, after a first one that is not timed
 INTERVAL = 100  # for which the cost is computed
 
 
-def times(flags: list[str], interval: int) -> tuple[dict[int, float], float]:
-    """The milliseconds of each step that is timed, by its number, and the peak in GiB."""
+def times(flags: list[str]) -> tuple[dict[int, float], float]:
+    """The milliseconds of each step of a launch, by its number, and the peak in GiB."""
+    os.environ["FOLLOWED"] = str(FOLLOWED)
     with tempfile.TemporaryDirectory() as folder:
-        metrics = ["--fp4-metrics-interval", str(interval), "--tensorboard-dir", folder]
-        given = [*flags, "--fp4-recipe", "tetrajet", *metrics]
-        output, (found,) = launched(f"an interval of {interval}", given, steps=STEPS)
+        metrics = ["--fp4-metrics-interval", str(EVERY), "--tensorboard-dir", folder]
+        output, (found,) = launched(
+            "tetrajet",
+            [*flags, "--fp4-recipe", "tetrajet", *metrics],
+            steps=(CYCLES + 1) * EVERY + 2,
+            worker="metrics_costs_worker",
+            profiled=-1,
+        )
     return dict(enumerate(timed(output), FIRST)), found["peak_gib"]
 
 
-def halves(ms: dict[int, float]) -> tuple[float, float]:
-    """The median time of the steps before MIDDLE, and of those after it."""
-    before = [taken for step, taken in ms.items() if step < MIDDLE]
-    # The sums of the first sample are made at the end of its step, which Megatron times as part of
-    # the next one.
-    after = [taken for step, taken in ms.items() if step > MIDDLE]
-    return statistics.median(before), statistics.median(after)
+def cycle(ms: dict[int, float], last: int) -> dict[str, float]:
+    """The row of the cycle whose report is that of step `last`.
 
-
-def report_ms(ms: dict[int, float]) -> float:
-    """The milliseconds that writing one report adds to training.
-
-    ms: the time of each step, of a launch that reports every EVERY steps. The report is written at
-    the end of its step, which Megatron times as part of the next one: both steps count.
+    The end of a step, where its report is written and where the sums of its sample are made, is
+    timed by Megatron as part of the next step.
     """
-    usual = statistics.median(taken for step, taken in ms.items() if step % EVERY not in (0, 1))
-    reports = [step for step in ms if step % EVERY == 0 and step + 1 in ms]
-    return statistics.median(ms[step] + ms[step + 1] - 2 * usual for step in reports)
-
-
-def measured(flags: list[str]) -> dict[str, float]:
-    """The row of one round."""
-    plain, later = halves(times(flags, 0)[0])
-    before, sampled = halves(times(flags, WINDOW + MIDDLE)[0])
-    ms, peak = times(flags, EVERY)
+    before = [ms[step] for step in range(last - EVERY + 2, last - FOLLOWED)]
+    followed = [ms[step] for step in range(last - FOLLOWED + 1, last)]
+    plain, sampled = statistics.median(before), statistics.median(followed)
     return {
         "plain ms": plain,
-        "drift ms": later - plain,
-        "sampling ms": (sampled - before) - (later - plain),
-        "report ms": report_ms(ms),
-        "peak_gib": peak,
+        "sampling ms": sampled - plain,
+        "report ms": ms[last] + ms[last + 1] - sampled - plain,
     }
+
+
+def measured(flags: list[str]) -> list[dict[str, float]]:
+    """The rows of one launch."""
+    ms, peak = times(flags)
+    ends = range(2 * EVERY, (CYCLES + 1) * EVERY + 1, EVERY)
+    return [cycle(ms, last) | {"peak_gib": peak} for last in ends]
 
 
 def share(row: dict[str, float]) -> float:
@@ -79,17 +71,25 @@ def share(row: dict[str, float]) -> float:
     return (row["sampling ms"] + row["report ms"] / INTERVAL) / row["plain ms"]
 
 
+def mean(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each figure over the rows."""
+    return {name: statistics.mean(row[name] for row in rows) for name in rows[0]}
+
+
 def table(rows: list[dict[str, float]]) -> list[str]:
-    """The result as a Markdown table, with the mean over the rounds in its last row."""
+    """The result as a Markdown table: the mean over all cycles, and the least and the most."""
     lines = [
-        "| round | ms a step | ms of sampling | ms of a report | all, every 100 steps | peak GiB |",
+        "| | ms a step | ms of following rows | ms of a report | all, every 100 steps | peak GiB |",
         "|---|---|---|---|---|---|",
     ]
-    mean = {name: statistics.mean(row[name] for row in rows) for name in rows[0]}
-    for number, row in [*enumerate(rows, 1), ("mean", mean)]:
-        cells = [str(number), f"{row['plain ms']:.1f}", f"{row['sampling ms']:+.1f}"]
-        cells += [f"{row['report ms']:.0f}", f"{share(row):.2%}", f"{row['peak_gib']:.1f}"]
-        lines.append(f"| {' | '.join(cells)} |")
+    each = [("mean", mean(rows))]
+    for word, choose in (("least", min), ("most", max)):
+        each.append((word, {name: choose(row[name] for row in rows) for name in rows[0]}))
+        each[-1][1]["share"] = choose(share(row) for row in rows)
+    for word, row in each:
+        cells = [word, f"{row['plain ms']:.1f}", f"{row['sampling ms']:.1f}"]
+        cells += [f"{row['report ms']:.0f}", f"{row.get('share', share(row)):.2%}"]
+        lines.append(f"| {' | '.join([*cells, f'{row["peak_gib"]:.1f}'])} |")
     return lines
 
 
@@ -100,15 +100,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()
     flags = ["--num-layers", str(args.layers), "--micro-batch-size", str(args.micro_batch)]
     flags += ["--global-batch-size", str(args.batch)]
     settings = {"layers": args.layers, "micro-batch": args.micro_batch, "batch": args.batch}
     rows: list[dict[str, float]] = []
-    for _ in range(args.rounds):
-        rows.append(measured(flags))
+    for _ in range(args.launches):
+        rows += measured(flags)
         result = {"stamp": stamp(args.commit), **settings, "rows": rows}
         args.out.write_text(json.dumps(result, indent=1) + "\n")
         print("\n".join(table(rows)), flush=True)

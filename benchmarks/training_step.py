@@ -75,16 +75,22 @@ def launched(
     processes: int = 1,
     gpus: str | None = None,
     steps: int = STEPS,
+    worker: str = "training_step_worker",
+    profiled: int = WARM,
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Megatron's output, and what training_step_worker.py found on each rank; see `measure`."""
+    """Megatron's output, and what the worker found on each rank; see `measure`.
+
+    worker: training_step_worker.py, or a module that runs it. profiled: the number of the step that
+    is profiled, from 0; -1: none. All launches after it take longer, since the profiler stays.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), "-m", "benchmarks.training_step_worker"]
+    command += ["--nproc-per-node", str(processes), "-m", f"benchmarks.{worker}"]
     command += [*MODEL, "--train-iters", str(steps), *flags]
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "FOUND": folder}
         # pretrain.py sets it too, but only after the worker has initialized CUDA.
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        environment |= {"PROFILED_STEP": str(WARM), "COUNTED_STEP": str(steps - 1)}
+        environment |= {"PROFILED_STEP": str(profiled), "COUNTED_STEP": str(steps - 1)}
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpus
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
