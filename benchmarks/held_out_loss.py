@@ -21,8 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.gpus import visible_gpus
 from benchmarks.stamp import stamp
 from megatron_fp4 import list_recipes
 from megatron_fp4.mcore.data import prepare_data
@@ -59,8 +58,8 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
     """The whole result: settings, stamp, the sweep, and each recipe's losses, seed by seed."""
     manifest = prepare_data.prepare([], WORK / "data", prepare_data.Options())
     devices: queue.Queue[str] = queue.Queue()
-    for index in range(torch.cuda.device_count()) or [""]:
-        devices.put(str(index))
+    for gpu in visible_gpus() or ("",):
+        devices.put(gpu)
     with ThreadPoolExecutor(devices.qsize()) as pool:
         run = partial(one, args=args, devices=devices)
         # The best rate for BF16, so that no recipe has an advantage by a better learning rate.

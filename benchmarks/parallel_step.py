@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpus import visible_gpus
 from benchmarks.stamp import resumed, stamp
 from benchmarks.training_step import GRAPHS, PLAIN, SEQUENCE, asked, measure
 
@@ -126,10 +126,8 @@ def study(groups: list[list[Case]], model: list[str], batch: int) -> Iterator[Ro
 
     A case that fails is reported, and has no row.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    every = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     for group in groups:
-        free = iter(every)
+        free = iter(visible_gpus())
         with ThreadPoolExecutor(len(group)) as pool:
             jobs = []
             for case in group:

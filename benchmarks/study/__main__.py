@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.gpus import visible_gpus
 from benchmarks.stamp import stamp
 from benchmarks.study import matrix, running, showing, text
 from benchmarks.study.errors import StudyError
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     session = running.Session(
         args.results or default_results(found), work, data, stamp(args.commit), described, deadline
     )
-    session.train(found, running.Machine(torch.cuda.device_count(), args.at_once))
+    session.train(found, running.Machine(visible_gpus(), args.at_once))
     left, failures = session.left(found), session.failures(found)
     total = len(found.points())
     if left:

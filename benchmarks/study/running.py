@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,22 +25,22 @@ Runner = Callable[[Launch, float | None], results.Row | None]
 class Machine:
     """What runs are placed on.
 
-    gpus: their number; 0: the CPU. at_once: runs at a time on each place: the CPU, a GPU, or the
-    GPUs of one run.
+    gpus: of `gpus.visible_gpus`; empty: the CPU. at_once: runs at a time on each place: the CPU, a
+    GPU, or the GPUs of one run.
     """
 
-    gpus: int
+    gpus: Sequence[str]
     at_once: int = 1
 
     def processes(self, size: str) -> int:
         """The processes of a run: as many as its size may have, if there are GPUs for them."""
         most = SIZES[size].gpus
-        return max(n for n in range(1, most + 1) if most % n == 0 and n <= max(self.gpus, 1))
+        return max(n for n in range(1, most + 1) if most % n == 0 and n <= max(len(self.gpus), 1))
 
     def places(self, processes: int) -> list[str]:
         """The devices of each run that goes on at a time, as CUDA_VISIBLE_DEVICES has them."""
-        starts = range(0, self.gpus - processes + 1, processes)
-        places = [",".join(map(str, range(start, start + processes))) for start in starts]
+        starts = range(0, len(self.gpus) - processes + 1, processes)
+        places = [",".join(self.gpus[start : start + processes]) for start in starts]
         return (places or [""]) * self.at_once
 
 

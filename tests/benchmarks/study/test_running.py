@@ -70,11 +70,11 @@ def session(folder: Path, run: running.Runner, minutes: float | None = None) -> 
 
 def test_a_finished_run_is_not_run_again_and_a_changed_one_is(tmp_path: Path) -> None:
     first, second, third = StandIn(), StandIn(), StandIn()
-    session(tmp_path, first).train(matrix(), Machine(0))
+    session(tmp_path, first).train(matrix(), Machine(()))
     assert len(first.launched) == 4
-    session(tmp_path, second).train(matrix(), Machine(0))
+    session(tmp_path, second).train(matrix(), Machine(()))
     assert second.launched == []
-    session(tmp_path, third).train(matrix(seeds=[2, 3], recipes=["tetrajet"]), Machine(0))
+    session(tmp_path, third).train(matrix(seeds=[2, 3], recipes=["tetrajet"]), Machine(()))
     assert len(third.launched) == 1
     rows = results.read(tmp_path / "r.jsonl")
     assert [row["hash"] for row in rows] == first.launched + third.launched
@@ -84,10 +84,10 @@ def test_a_finished_run_is_not_run_again_and_a_changed_one_is(tmp_path: Path) ->
 def test_an_unfinished_run_has_no_row_and_is_run_again(tmp_path: Path) -> None:
     run = StandIn(unfinished=3)
     once = session(tmp_path, run)
-    once.train(matrix(seeds=[1]), Machine(0))
+    once.train(matrix(seeds=[1]), Machine(()))
     assert results.read(tmp_path / "r.jsonl") == []
     assert len(once.left(matrix(seeds=[1]))) == 2 and once.failures(matrix(seeds=[1])) == []
-    session(tmp_path, run).train(matrix(seeds=[1]), Machine(0))
+    session(tmp_path, run).train(matrix(seeds=[1]), Machine(()))
     assert Counter(run.launched).most_common(1)[0][1] == 4
     assert session(tmp_path, run).left(matrix(seeds=[1])) == []
 
@@ -95,7 +95,7 @@ def test_an_unfinished_run_has_no_row_and_is_run_again(tmp_path: Path) -> None:
 def test_a_failed_run_is_tried_twice_and_then_no_more(tmp_path: Path) -> None:
     run = StandIn(fails=("tetrajet",))
     for _ in range(3):
-        session(tmp_path, run).train(matrix(seeds=[1]), Machine(0))
+        session(tmp_path, run).train(matrix(seeds=[1]), Machine(()))
     assert sorted(Counter(run.launched).values()) == [1, 2]
     found = session(tmp_path, run)
     [row] = found.failures(matrix(seeds=[1]))
@@ -103,15 +103,15 @@ def test_a_failed_run_is_tried_twice_and_then_no_more(tmp_path: Path) -> None:
     assert found.failures(matrix(seeds=[2])) == []  # of other matrices in the same file
     recovered = StandIn()
     (tmp_path / "r.jsonl").write_text(json.dumps(row) + "\n")  # one failure: there is another try
-    session(tmp_path, recovered).train(matrix(seeds=[1]), Machine(0))
+    session(tmp_path, recovered).train(matrix(seeds=[1]), Machine(()))
     assert session(tmp_path, recovered).failures(matrix(seeds=[1])) == []
 
 
 def test_no_run_is_started_near_the_deadline(tmp_path: Path) -> None:
     late, early = StandIn(), StandIn()
-    session(tmp_path, late, minutes=1.4).train(matrix(), Machine(0))
+    session(tmp_path, late, minutes=1.4).train(matrix(), Machine(()))
     assert late.launched == []
-    session(tmp_path, early, minutes=3).train(matrix(), Machine(0))
+    session(tmp_path, early, minutes=3).train(matrix(), Machine(()))
     assert all(minutes is not None and 2.9 < minutes <= 3 for minutes in early.minutes)
     assert len(early.minutes) == 4
 
@@ -127,7 +127,7 @@ def test_an_interrupt_is_not_a_failure(tmp_path: Path) -> None:
         return failing(launch, minutes)
 
     with pytest.raises(KeyboardInterrupt):
-        session(tmp_path, run).train(matrix(), Machine(0, at_once=2))
+        session(tmp_path, run).train(matrix(), Machine((), at_once=2))
     assert results.read(tmp_path / "r.jsonl") == []
 
 
@@ -147,7 +147,7 @@ def test_an_interrupt_is_not_a_failure(tmp_path: Path) -> None:
     ],
 )
 def test_where_runs_are_placed(gpus: int, size: str, places: list[str]) -> None:
-    machine = Machine(gpus)
+    machine = Machine([*map(str, range(gpus))])
     assert machine.places(machine.processes(size)) == places
 
 
@@ -163,7 +163,7 @@ def test_one_run_a_gpu_at_a_time(tmp_path: Path) -> None:
         busy[launch.devices] -= 1
         return stand_in(launch, minutes)
 
-    session(tmp_path, run).train(matrix(seeds=list(range(8))), Machine(4))
+    session(tmp_path, run).train(matrix(seeds=list(range(8))), Machine([*"0123"]))
     assert most == dict.fromkeys("0123", 1)
     assert len(results.read(tmp_path / "r.jsonl")) == 16
 
