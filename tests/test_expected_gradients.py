@@ -150,9 +150,10 @@ def test_tetrajet_mistakes_fail(options: dict, gradient: str) -> None:
 
 
 def test_one_noise_for_q5_and_q6_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both operands of wgrad draw one stream: their rounding errors multiply to a bias of dW."""
+    """Both operands of wgrad draw one stream: their rounding errors multiply to a bias of dW. That
+    dY has one stream in both products gives none."""
     monkeypatch.setattr(
-        call, "stream_id", lambda name: stream_id(name.replace("wgrad:x", "wgrad:dy"))
+        call, "stream_id", lambda name: stream_id(name.replace("wgrad:x", "dgrad:dy"))
     )
     _site.cache_clear()  # whose streams are known
     expected = forward_quantized(TETRAJET)

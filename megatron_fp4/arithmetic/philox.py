@@ -55,7 +55,13 @@ def philox4x32(
 
 def stream_label(module: str, gemm: str, operand: str = "") -> str:
     """The name of a random stream: "<module>:<gemm>:<operand>" for the rounding of an operand, or
-    "<module>:<gemm>" for the Hadamard signs of a GEMM."""
+    "<module>:<gemm>" for the Hadamard signs of a GEMM.
+
+    dY has one stream in dgrad and wgrad, that of dgrad. Its two operands are never multiplied by
+    each other, so that each product is unbiased, and the bits are drawn once for both.
+    """
+    if operand == "dy":
+        gemm = "dgrad"
     return f"{module}:{gemm}:{operand}" if operand else f"{module}:{gemm}"
 
 

@@ -66,11 +66,13 @@ class Rounding(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """How random bits are drawn: whether the step is read from memory, and whether groups of
-    columns have places of their own."""
+    """How random bits are drawn: whether the step is read from memory, whether groups of columns
+    have places of their own, and whether both copies of the matrix draw the same bits (the stream
+    is then that of the copy along the rows)."""
 
     IN_MEMORY: bool
     HAS_GROUPS: bool
+    SHARED: bool = False
 
 
 class Tile(NamedTuple):

@@ -343,7 +343,7 @@ def quantize_kernel(
             ROWS_CARRIER, ROUNDING, TILE.EVEN, INTERPRETED,
         )  # fmt: skip
     if COLUMNS_CARRIER is not None:
-        if ROUNDING.STOCHASTIC:
+        if ROUNDING.STOCHASTIC and not DRAWS.SHARED:
             rest = rest_of_tile(index, noise, along_columns.stream, INTERPRETED)
         exponent = _shared_exponent(
             x, along_columns.counts, n_rows, n_columns, COLUMNS_CARRIER, PACKED

@@ -114,8 +114,9 @@ def quantize(
         assert average is not None
         average = average.to(torch.float32).contiguous()
     copied = wanted[0], wanted[1]
-    fields = quantizer.fields
-    start = _quantize_launch(rows, columns, fields, packed, *copied, in_memory, has_groups)
+    shared = quantizer.stochastic and len(copies) == 2 and outputs[0][4] == outputs[1][4]
+    draws = in_memory, has_groups, shared
+    start = _quantize_launch(rows, columns, quantizer.fields, packed, *copied, *draws)
     start(
         source.device, source, x_scales, *outputs[0], *outputs[1], average, *random, rows, columns
     )
@@ -200,11 +201,13 @@ def _quantize_launch(
     along_columns: torch.dtype | bool,
     in_memory: bool,
     has_groups: bool,
+    shared: bool,
 ) -> Launch:
     """The launch for copies that are not transformed.
 
     fields: of the quantizer. packed: the block size of the source's codes; 0 for BF16.
     along_rows, along_columns: whether there is such a copy, or the dtype of its carriers.
+    in_memory, has_groups, shared: the fields of `Draws`.
     """
     quantizer, wanted = Quantizer(*fields), (along_rows, along_columns)
     carriers = [_mantissa(each) if each else None for each in wanted]
@@ -221,7 +224,7 @@ def _quantize_launch(
             ROWS_CARRIER=carriers[0],
             COLUMNS_CARRIER=carriers[1],
             ROUNDING=rounding_of(quantizer),
-            DRAWS=Draws(in_memory, has_groups),
+            DRAWS=Draws(in_memory, has_groups, shared),
             TILE=_tile(rows, columns, height, width),
             DOWN=down,
             INTERPRETED=INTERPRETED,
@@ -298,7 +301,9 @@ def tile(
         return 64, 64, 8, False, None  # as much as registers hold
     if along_columns and not packed:
         if along_rows:
-            return (128, 64, 4, False, None) if stochastic else (64, 128, 4, False, None)
+            # With 168 registers three programs run at once, also where the random bits stay in
+            # registers for the second copy.
+            return (128, 64, 4, False, 168) if stochastic else (64, 128, 4, False, None)
         if stochastic:  # with more registers fewer programs run together; carriers would spill
             return 128, 32, 2, False, None if carried else _REGISTERS
         return 128, 64, 4, False, None

@@ -44,6 +44,7 @@ class Case:
     filled: str = ""  # with what, if not with `matrix`
     in_memory: bool = False  # where step and draw lie; its rows are those of some replica
     unsigned: int | None = None  # the axis of a copy without signs beside one with signs
+    one_draw: bool = False  # whether both copies have one stream
 
     def __str__(self) -> str:
         q = self.quantizer
@@ -52,7 +53,7 @@ class Case:
         words += [f"group {self.group}"] if self.group else []
         words += ["shard"] * self.is_shard + ["signs"] * self.signed + ["packed"] * self.packed
         words += [] if self.carrier is None else [str(self.carrier), self.filled]
-        words += ["in memory"] * self.in_memory
+        words += ["in memory"] * self.in_memory + ["one draw"] * self.one_draw
         words += [] if self.unsigned is None else [f"no signs along {self.unsigned}"]
         return " ".join(words)
 
@@ -79,7 +80,7 @@ class Case:
 
     def copy(self, axis: int, device: str) -> Copy:
         """The Copy that the kernel is to write along `axis`, with its random bits on `device`."""
-        stream = 0xFFFFFFF0 + axis
+        stream = 0xFFFFFFF0 + (0 if self.one_draw else axis)
         step: int | Tensor = STEP
         draw: int | Tensor = DRAW
         if self.in_memory:
@@ -118,6 +119,13 @@ def cases() -> Iterator[Case]:
     yield Case(Quantizer(rounding="stochastic", **short), (1, 0), packed=True)
     for axes in ((0,), (1,)):
         yield Case(Quantizer(rounding="stochastic", **short), axes, 64, signed=True)
+    one: dict[str, Any] = {"axes": (1, 0), "one_draw": True}
+    yield Case(Quantizer(rule="ceil", rounding="stochastic"), **one)
+    yield Case(Quantizer(rounding="stochastic", **short), **one)
+    yield Case(Quantizer(rule="ceil", rounding="stochastic"), **one, packed=True)
+    yield Case(noisy, **one, is_shard=True)
+    yield Case(noisy, **one, in_memory=True)
+    yield Case(noisy, **one, group=64, signed=True)
     yield Case(noisy, (1, 0), in_memory=True)
     yield Case(noisy, (1, 0), 64, signed=True, in_memory=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
@@ -39,23 +40,26 @@ def quantize_launch(
     sizes: tuple[int, int] = SIZES,
     packed: int = 0,
     in_memory: bool = False,
+    shared: bool = False,
     **fields: Any,
 ) -> Launch:
     """The Launch of the quantize kernel for a matrix whose placement lists its groups.
 
     along_rows, along_columns: whether an operand with blocks along this axis is made, or the dtype
     of its carriers. sizes: rows and columns. packed: the block size of the codes that are read; 0:
-    BF16 is read. in_memory: whether the step is read from memory. fields: of the quantizer.
+    BF16 is read. in_memory: whether the step is read from memory. shared: whether both copies draw
+    the same bits. fields: of the quantizer.
     """
     quantizer = Quantizer(rounding=rounding, **fields)  # type: ignore[arg-type]
     return _quantize_launch(
-        *sizes, quantizer.fields, packed, along_rows, along_columns, in_memory, True
+        *sizes, quantizer.fields, packed, along_rows, along_columns, in_memory, True, shared
     )
 
 
 VARIANTS: dict[str, Launch] = {
     "nearest": quantize_launch(),
     "stochastic": quantize_launch("stochastic", prescale=0.75),
+    "one draw": quantize_launch("stochastic", E5M2, E5M2, rule="ceil", shared=True),
     "along rows": quantize_launch(along_columns=False),
     "along columns": quantize_launch("stochastic", False, rule="ceil"),
     "carried": quantize_launch("stochastic", E5M2, E4M3, rule="ceil"),
@@ -141,9 +145,21 @@ def pointers(kernel: Any) -> list[str]:
 
 
 def sass(cubin: bytes) -> str:
-    """The instructions of a cubin as text, by the disassembler that comes with Triton."""
+    """The instructions of a cubin as text."""
+    return _told("nvdisasm", cubin, "-c")
+
+
+def registers(cubin: bytes) -> int:
+    """The registers that a thread of a cubin's kernel takes."""
+    found = re.search(r"REG:(\d+)", _told("cuobjdump", cubin, "-res-usage"))
+    assert found is not None
+    return int(found[1])
+
+
+def _told(tool: str, cubin: bytes, option: str) -> str:
+    """What a tool that comes with Triton prints of a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        tool = Path(nvidia.__file__).parent / "bin/nvdisasm"
-        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True).stdout
+        path = Path(nvidia.__file__).parent / "bin" / tool
+        return subprocess.run([path, option, file.name], capture_output=True, text=True).stdout

@@ -20,6 +20,7 @@ from testing.kernels.compiling import (
     compiled_launch,
     pointers,
     quantize_launch,
+    registers,
     sass,
 )
 
@@ -51,17 +52,18 @@ def test_an_average_fits_the_registers(sizes: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("carried", [False, True])
-@pytest.mark.parametrize("form", ["along rows", "along columns", "both", "packed"])
+@pytest.mark.parametrize("form", ["along rows", "along columns", "both", "one draw", "packed"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_tiles_fit_the_registers(rounding: Any, form: str, carried: bool, block: int) -> None:
-    """With as many as `tile` grants."""
-    wanted: Any = E4M3 if carried else True
+    """With as many as `tile` grants. One draw is for both copies of dY, whose carriers are E5M2."""
+    wanted: Any = (E5M2 if form == "one draw" else E4M3) if carried else True
     start = quantize_launch(
         rounding,
-        wanted if form in ("along rows", "both") else False,
+        wanted if form in ("along rows", "both", "one draw") else False,
         wanted if form != "along rows" else False,
         sizes=(1024, 1024),
         packed=block if form == "packed" else 0,
+        shared=form == "one draw",
         block=(1, block),
     )
 
@@ -70,6 +72,22 @@ def test_tiles_fit_the_registers(rounding: Any, form: str, carried: bool, block:
 
     assert not spills()
     assert form != "both" or carried or spills(maxnreg=48)  # Negative control.
+
+
+@pytest.mark.parametrize("carrier", [True, E5M2])
+def test_one_draw_for_both_copies_saves_instructions(carrier: Any) -> None:
+    """A tenth at least. Three programs of four warps share the registers of a multiprocessor."""
+
+    def made(shared: bool) -> tuple[int, int]:
+        start = quantize_launch(
+            "stochastic", carrier, carrier, rule="ceil", sizes=(1024, 1024), shared=shared
+        )
+        cubin = compiled_launch(start, 90)["cubin"]
+        return len(re.findall(r"^\s+.*;$", sass(cubin), re.M)), registers(cubin)
+
+    (two, _), (one, used) = made(False), made(True)
+    assert one < two * 0.9
+    assert 3 * 4 * 32 * used <= 2**16
 
 
 def test_threads_go_over_the_axes_as_said() -> None:

@@ -4,12 +4,14 @@ import pytest
 
 from testing.kernels.interpreter import differences
 
-# Nearest and stochastic rounding, a transform with signs, and codes that are quantized again.
+# Nearest and stochastic rounding, a transform with signs, codes that are quantized again, and both
+# copies with one draw.
 QUICK = (
     "ceil nearest 1.0 axes (1, 0).",
     "ceil stochastic 1.0 axes (1, 0) shard",
     "axes (1, 0) group 64 shard signs",
     "stochastic 1.0 axes (0,) packed.",
+    "one draw",
 )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import triton.language as tl
 
-from megatron_fp4.kernels import carrier, decode, encode, fp8, hadamard, mxfp4, philox
+from megatron_fp4.kernels import carrier, decode, encode, fp8, hadamard, mxfp4, philox, quantize
 from testing.kernels.mistakes.injection import Mistake, argument, result
 
 # Words that choose cases; one case is enough for most mistakes.
@@ -118,6 +118,9 @@ NOISE = {
         STOCHASTIC, philox.philox, result(lambda words: [words[i] for i in (0, 2, 1, 3)])
     ),
     "half a draw twice": Mistake(STOCHASTIC, philox.rest16, result(_low_halves_twice)),
+    "one draw for two streams": Mistake(
+        STOCHASTIC, quantize._quantize_launch, argument("shared", lambda _: True)
+    ),
     "no step in memory": Mistake("memory", philox.rest_of_tile, argument("noise", _without_step)),
     "no draw in memory": Mistake(
         "memory", philox.sign_words, argument("draw", lambda draw: draw * 0)
