@@ -29,14 +29,16 @@ from megatron_fp4 import list_recipes
 
 ROOT = Path(__file__).parents[1]
 SEQUENCE = 4096
+DATA = """
+    --tokenizer-type NullTokenizer --vocab-size 32000 --mock-data
+    --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-decay-iters 1000
+    --log-interval 1 --eval-interval 1000 --eval-iters 0
+""".split()
 MODEL = f"""
     --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
     --num-query-groups 8 --normalization RMSNorm --swiglu --position-embedding-type rope
     --untie-embeddings-and-output-weights --disable-bias-linear --attention-dropout 0
     --hidden-dropout 0 --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --bf16
-    --tokenizer-type NullTokenizer --vocab-size 32000 --mock-data
-    --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-decay-iters 1000
-    --log-interval 1 --eval-interval 1000 --eval-iters 0
 """.split()
 PLAIN: dict[str, list[str]] = {
     "upstream bf16": [],
@@ -77,15 +79,17 @@ def launched(
     steps: int = STEPS,
     worker: str = "training_step_worker",
     profiled: int = WARM,
+    model: list[str] = MODEL,
 ) -> tuple[str, list[dict[str, Any]]]:
     """Megatron's output, and what the worker found on each rank; see `measure`.
 
     worker: training_step_worker.py, or a module that runs it. profiled: the number of the step that
     is profiled, from 0; -1: none. All launches after it take longer, since the profiler stays.
+    model: the flags of the model.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(processes), "-m", f"benchmarks.{worker}"]
-    command += [*MODEL, "--train-iters", str(steps), *flags]
+    command += [*model, *DATA, "--train-iters", str(steps), *flags]
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "FOUND": folder}
         # pretrain.py sets it too, but only after the worker has initialized CUDA.

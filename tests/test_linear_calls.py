@@ -100,10 +100,8 @@ def test_a_forward_transform_is_turned_back(signs: Any) -> None:
     x, w = (q1 @ s.t()).float(), (q2 @ s.t()).float()
     found = run(p, recipe)
     assert relative_error(found["y"], q1 @ q2.t()) < BOUND[torch.float32]
-    q3, q4 = (
-        q(t, a, f"linear:dgrad:{n}", rule="ceil") for t, a, n in ((p.dy, 1, "dy"), (w, 0, "w"))
-    )
-    q5, q6 = (q(t, 0, f"linear:wgrad:{n}", rule="ceil") for t, n in ((p.dy, "dy"), (x, "x")))
+    q3, q5 = (q(p.dy, axis, "linear:dgrad:dy", rule="ceil") for axis in (1, 0))  # one draw
+    q4, q6 = q(w, 0, "linear:dgrad:w", rule="ceil"), q(x, 0, "linear:wgrad:x", rule="ceil")
     assert relative_error(found["dx"], value(q3) @ value(q4)) < BOUND[torch.float32]
     assert relative_error(found["dw"], value(q5).t() @ value(q6)) < BOUND[torch.float32]
 

@@ -1,0 +1,143 @@
+"""Times linears of the model that pretrain_gpt.py builds; a process of benchmarks/host.py.
+
+Training does not begin: in its place the first layer's MLP linears run forward and backward, again
+and again, beside torch's own linear of the same sizes in BF16. The model is Megatron's, with its
+DistributedDataParallel, so that hooks on gradients count.
+
+    FOUND=DIR torchrun -m benchmarks.host_worker <Megatron's flags>
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.mcore import pretrain
+from megatron_fp4.mcore.runtime import cpu
+
+LINEARS = ("linear_fc1", "linear_fc2")  # column- and row-parallel
+WARM_UP, ROUNDS, EACH = 20, 25, 20
+
+
+class Timed(Exception):
+    """Ends the launch where training would begin."""
+
+
+def passes(layer: Any, tokens: int) -> Callable[[], None]:
+    """A function that runs a forward and a backward pass of one of Megatron's linears.
+
+    tokens: of this rank's X, which is [tokens, 1, in].
+    """
+    weight = layer.weight
+    x = torch.randn(tokens, 1, weight.shape[1], device=weight.device, dtype=weight.dtype)
+    x.requires_grad_()
+    dy = torch.randn_like(layer(x)[0])
+    run = None if getattr(layer, "fp4", None) is None else layer.fp4.run
+
+    def once() -> None:
+        if run is not None:
+            run.passes += 1  # as for another microbatch
+        y, _ = layer(x)
+        torch.autograd.backward(y, dy)
+        x.grad = None
+
+    return once
+
+
+def plain(tokens: int, weight: Tensor) -> Callable[[], None]:
+    """The same of torch's linear, whose weight has no main_grad."""
+    x = torch.randn(tokens, weight.shape[1], device=weight.device, dtype=weight.dtype)
+    w = torch.randn_like(weight).requires_grad_()
+    x.requires_grad_()
+    dy = torch.randn(tokens, len(weight), device=weight.device, dtype=weight.dtype)
+
+    def once() -> None:
+        torch.autograd.backward(torch.nn.functional.linear(x, w), dy)
+        x.grad = w.grad = None
+
+    return once
+
+
+def microseconds(
+    steps: dict[str, Callable[[], None]], drop: Callable[[], None]
+) -> dict[str, float]:
+    """The median time of a call of each function, in alternating rounds. drop: called after each
+    round, and not timed."""
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step()
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            _wait()
+            start = time.perf_counter()
+            for _ in range(EACH):
+                step()
+            _wait()
+            taken[name].append((time.perf_counter() - start) / EACH)
+        drop()
+    return {name: statistics.median(times) * 1e6 for name, times in taken.items()}
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def linears(model: list[Any]) -> Iterator[tuple[str, Any]]:
+    """(name, module) of the first of each of LINEARS."""
+    modules = [each for chunk in model for each in chunk.named_modules()]
+    for name in LINEARS:
+        yield name, next(module for path, module in modules if path.endswith(name))
+
+
+def train(forward_step: Any, model: list[Any], *others: Any, **named: Any) -> None:
+    """What runs in place of Megatron's `train`; raises Timed when it has written its result."""
+    from megatron.training import get_args
+
+    args = get_args()
+    args.curr_iteration = args.iteration = 1  # not the first step, so that schedules have ended
+    tokens = args.seq_length * args.micro_batch_size
+    if args.sequence_parallel:
+        tokens //= args.tensor_model_parallel_size
+    steps, runs = {}, []
+    for name, layer in linears(model):
+        # Under sequence parallelism a row-parallel linear has the tokens of all ranks.
+        whole = name == "linear_fc2" and args.sequence_parallel
+        own = tokens * (args.tensor_model_parallel_size if whole else 1)
+        steps[name] = passes(layer, own)
+        steps[f"torch {name}"] = plain(own, layer.weight)
+        if getattr(layer, "fp4", None) is not None:
+            runs.append(layer.fp4.run)
+
+    def drop() -> None:
+        for run in runs:
+            run.monitor.drop()
+
+    found = microseconds(steps, drop)
+    Path(os.environ["FOUND"], os.environ["RANK"]).write_text(json.dumps(found))
+    raise Timed
+
+
+def main() -> None:
+    cpu.install()
+    from megatron.training import training
+
+    training.train = train
+    try:
+        pretrain.main()
+    except Timed:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
