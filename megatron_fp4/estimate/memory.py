@@ -163,33 +163,40 @@ class LayerPlans:
         return float(sum(held_bytes(made) * n for _, made, n in self.linears(has_experts)))
 
     def saved(self, has_experts: bool) -> float:
-        """Bytes that a layer saves for the backward pass of a microbatch.
+        """Bytes that a layer saves for the backward pass of a microbatch."""
+        return sum(self.saved_tensors(has_experts).values())
 
-        These are the inputs of linears as their plans save them; the inputs of both norms; the
-        projection to queries, keys and values, of which the values are a view; rotated queries and
-        keys, with sines and cosines; attention's output and its float32 sums; what the activation
-        function reads; the row of each token; and of experts what routing them saves.
+    def saved_tensors(self, has_experts: bool) -> dict[str, float]:
+        """The bytes of each tensor that a layer saves for the backward pass of a microbatch.
+
+        The inputs of linears are saved as their plans say. The values of attention are a view of
+        the projection to queries, keys and values.
         """
         model, tp = self._model, self._layout.tp
-        total = 2 * self.residual + 8 * self.tokens
         width, keys = model.attention_width / tp, model.key_width / tp
-        per_token = 2 * (width + 2 * keys) + 4 * model.heads / tp
+        attended = 2 * width * self.tokens
+        found = {
+            "inputs of norms": 2 * self.residual,
+            "queries, keys and values": 2 * (width + 2 * keys) * self.tokens,
+        }
         if model.rope:
-            per_token += 2 * (width + keys)
-            total += 2 * 2 * 2 * model.sequence * model.channels  # sines and cosines, of both
-        total += per_token * self.tokens
+            found["rotated queries and keys"] = 2 * (width + keys) * self.tokens
+            found["sines and cosines"] = 2.0 * 2 * 2 * model.sequence * model.channels
+        found["float32 sums of attention"] = 4 * model.heads / tp * self.tokens
         for linear, made, count in self.linears(has_experts):
             kept = float(saved_bytes(made))
             if linear.name == "linear_proj":
                 # Attention saves its output, which is X of linear_proj, in any case.
-                kept = max(2 * width * self.tokens, kept) + (0 if _keeps_x(made) else kept)
-            total += kept * count
+                found["output of attention"] = attended
+                kept = max(kept - attended, 0.0) if _keeps_x(made) else kept
+            found[f"X of {linear.name}"] = kept * count
             if linear.name.endswith("linear_fc1"):
                 rows, columns = made.setting.shape("dy", is_part=False)
-                total += 2 * rows * columns * count
+                found[f"output of {linear.name}"] = 2.0 * rows * columns * count
+        found["rows of tokens"] = 8.0 * self.tokens
         if has_experts:
-            total += self._routing(model)
-        return total
+            found["routing"] = self._routing(model)
+        return {name: size for name, size in found.items() if size}
 
     def _routing(self, model: Model) -> float:
         """Scores of all experts in float32, and the experts' outputs, which their weights

@@ -128,7 +128,8 @@ def _kept(plan: LinearPlan) -> Iterator[str]:
     x = {"operand": plan.fprop.a, "packed": plan.wgrad and plan.wgrad.b}.get(plan.saves_x)
     rows, columns = setting.shape("x", is_part=setting.has_part("x"))
     if x:
-        words.append(f"X as codes of {x.gemm}, {_size(operand_bytes(x))}")
+        whole = f"{_size(rows * columns * setting.dtype.itemsize)} in {_short(setting.dtype)}"
+        words.append(f"X as codes of {x.gemm}, {_size(operand_bytes(x))} (X itself: {whole})")
     elif plan.saves_x:
         words.append(f"X, {_size(rows * columns * setting.dtype.itemsize)}")
     if setting.keeps_w is None:

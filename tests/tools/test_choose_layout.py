@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,3 +119,32 @@ def test_flags_of_a_config_have_what_speed_does_not_depend_on(tmp_path: Path) ->
     """The flags are to be pasted: the base of rotary positions is missing from no launch."""
     _, flags = huggingface.read(Path(config(tmp_path, rope_theta=500000.0)), 4096)
     assert "--rotary-base 500000" in " ".join(flags)
+
+
+def test_an_excerpt_in_the_docs_is_what_is_printed() -> None:
+    page = (ROOT / "docs/hopper.md").read_text()
+    [(flags, excerpt)] = re.findall(
+        r"^    python -m tools.choose_layout ((?:.*\\\n)*.*)\n\nAn excerpt.*\n\n((?:    .*\n)+)",
+        page,
+        re.MULTILINE,
+    )
+    text = run(flags.replace("\\\n", "").split())
+    lines = [line[4:] for line in excerpt.splitlines()]
+    assert len(lines) > 8 and all(line in text.splitlines() for line in lines)
+
+
+def test_what_a_layer_saves_adds_up() -> None:
+    """To the activations of a model of one more layer."""
+    given = [*JOB[:2], "--gpus", "1", *JOB[4:], *FLAGS, "--recompute-granularity", "none"]
+    given += ["--cuda-graph-impl", "none", "--json"]
+    [eight] = json.loads(run(given))["layouts"]
+    given[given.index("--num-layers") + 1] = "9"
+    [nine] = json.loads(run(given))["layouts"]
+    tensors = eight["saved by a layer"]["dense"]
+    more = nine["memory"]["activations"] - eight["memory"]["activations"]
+    assert sum(sizes["own"] for sizes in tensors.values()) == pytest.approx(more)
+    tokens = 2 * 4096
+    assert tensors["X of mlp.linear_fc2"] == {
+        "own": tokens * 14336 * 17 / 32,
+        "bf16": tokens * 14336 * 2,
+    }
