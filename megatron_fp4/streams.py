@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from megatron_fp4.arithmetic.philox import stream_id, stream_label
+from megatron_fp4.arithmetic.philox import rounding_label, stream_id, stream_label
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import GEMMS, OPERANDS
 
@@ -16,8 +16,8 @@ def check_streams(names: Iterable[str]) -> None:
     seen: dict[int, str] = {}
     for name in names:
         for gemm in GEMMS:
-            for operand in ("", *OPERANDS[gemm]):
-                label = stream_label(name, gemm, operand)
+            labels = [rounding_label(name, gemm, operand) for operand in OPERANDS[gemm]]
+            for label in (stream_label(name, gemm), *labels):
                 other = seen.setdefault(stream_id(label), label)
                 if other != label:
                     raise ConfigError(

@@ -54,15 +54,18 @@ def philox4x32(
 
 
 def stream_label(module: str, gemm: str, operand: str = "") -> str:
-    """The name of a random stream: "<module>:<gemm>:<operand>" for the rounding of an operand, or
-    "<module>:<gemm>" for the Hadamard signs of a GEMM.
+    """The name of an operand, "<module>:<gemm>:<operand>", or of the Hadamard signs of a GEMM,
+    "<module>:<gemm>", and of its random stream; but see `rounding_label`."""
+    return f"{module}:{gemm}:{operand}" if operand else f"{module}:{gemm}"
+
+
+def rounding_label(module: str, gemm: str, operand: str) -> str:
+    """The name of the random stream that rounds an operand.
 
     dY has one stream in dgrad and wgrad, that of dgrad. Its two operands are never multiplied by
     each other, so that each product is unbiased, and the bits are drawn once for both.
     """
-    if operand == "dy":
-        gemm = "dgrad"
-    return f"{module}:{gemm}:{operand}" if operand else f"{module}:{gemm}"
+    return stream_label(module, "dgrad" if operand == "dy" else gemm, operand)
 
 
 @cache  # called for each operand of each call; a model has a fixed set of names

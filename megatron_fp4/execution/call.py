@@ -17,6 +17,7 @@ from megatron_fp4.arithmetic.philox import (
     Noise,
     Placement,
     Signs,
+    rounding_label,
     stream_id,
     stream_label,
 )
@@ -93,7 +94,7 @@ class Site:
     average: Tensor | None = None
     observe: Callable[[str, str, Tensor], None] | None = None
     watch: Watch | None = None
-    # The stream and placement of operands, for calls that are no repeats and have no rows.
+    # The stream of operands in calls that are no repeats, and their placement without rows.
     _streams: dict[OperandPlan, tuple[int, Placement]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -130,21 +131,26 @@ class Site:
         return Signs(call.key, stream_id(stream_label(self.name, gemm)), draw)
 
     def label(self, operand: OperandPlan, call: Call) -> str:
-        """The name of the operand's random stream; see `stream_label`."""
+        """The name of the operand in this call; see `stream_label`."""
+        return stream_label(self._called(operand, call), operand.gemm, operand.letter)
+
+    def _called(self, operand: OperandPlan, call: Call) -> str:
+        """The name of the linear for this call of the operand."""
         # W is quantized once a step, whichever call comes first.
         repeats = call.repeat and operand.letter != "w"
-        name = f"{self.name}#{call.repeat}" if repeats else self.name
-        return stream_label(name, operand.gemm, operand.letter)
+        return f"{self.name}#{call.repeat}" if repeats else self.name
 
     def _noise(self, operand: OperandPlan, call: Call) -> Noise:
         """The key of the operand's random bits in this call."""
-        if call.repeat or call.rows is not None:
-            stream = stream_id(self.label(operand, call))
+        if call.repeat:
+            stream = _stream(self._called(operand, call), operand)
             return Noise(call.key, stream, self.placement(operand, call))
         if operand not in self._streams:
-            stream = stream_id(self.label(operand, call))
-            self._streams[operand] = stream, self.placement(operand, call)
+            place = self.placements.get(operand.letter, WHOLE)
+            self._streams[operand] = _stream(self.name, operand), place
         stream, place = self._streams[operand]
+        if call.rows is not None:
+            place = self.placement(operand, call)
         return Noise(call.key, stream, place)
 
     def placement(self, operand: OperandPlan, call: Call) -> Placement:
@@ -155,6 +161,11 @@ class Site:
         if operand.is_part and self.parallel is not None:
             rows = self.parallel.part(rows)
         return place._replace(rows=rows)
+
+
+def _stream(name: str, operand: OperandPlan) -> int:
+    """The number of the stream that rounds an operand of the linear `name`."""
+    return stream_id(rounding_label(name, operand.gemm, operand.letter))
 
 
 _NOTHING = Given()

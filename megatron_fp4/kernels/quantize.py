@@ -87,7 +87,8 @@ def quantize(
     noise = copies[0].noise or SILENCE
     in_memory, has_groups = type(noise.key.step) is not int, noise.placement.groups is not None
     random: Sequence[Tensor | int | None] = _NO_RANDOM
-    if quantizer.stochastic:
+    stochastic = quantizer.stochastic
+    if stochastic:
         random = random_of(source, noise, in_memory, rows, columns)
     made: list[Made] = []
     outputs: list[tuple[Any, ...]] = [_NO_OUTPUT, _NO_OUTPUT]  # along the rows, along the columns
@@ -114,7 +115,8 @@ def quantize(
         assert average is not None
         average = average.to(torch.float32).contiguous()
     copied = wanted[0], wanted[1]
-    shared = quantizer.stochastic and len(copies) == 2 and outputs[0][4] == outputs[1][4]
+    both = wanted[0] is not False and wanted[1] is not False
+    shared = stochastic and both and outputs[0][4] == outputs[1][4]
     draws = in_memory, has_groups, shared
     start = _quantize_launch(rows, columns, quantizer.fields, packed, *copied, *draws)
     start(
