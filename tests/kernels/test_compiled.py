@@ -25,7 +25,7 @@ from testing.kernels.compiling import (
 )
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_kernel_compiles(variant: str, capability: int) -> None:
     ptx = compiled_launch(VARIANTS[variant], capability)["ptx"]
@@ -115,7 +115,7 @@ def test_rows_are_corrected_without_spilling(second: bool | None, blocks: int) -
         assert "STL" in made(A=start.constants["A"]._replace(BLOCKS=carrier.BLOCKS))
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("memory", [False, True])
@@ -131,7 +131,7 @@ def test_a_transform_compiles(memory: bool, axis: int, group: int, capability: i
     assert widest
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("element", rows.EXPONENTS)
 def test_casts_with_float32_scales_compile(element: Any, axis: int, capability: int) -> None:
@@ -145,7 +145,7 @@ def test_casts_with_float32_scales_compile(element: Any, axis: int, capability: 
     assert "div.rn.f32" in cast and "div.full" not in cast
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_casts_with_scales_in_small_floats_compile(
@@ -163,14 +163,14 @@ def test_casts_with_scales_in_small_floats_compile(
     assert "div.rn.f32" in cast and "div.full" not in cast
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_the_estimator_compiles(capability: int) -> None:
     types = {"dw_ptr": "*fp32", "weight_ptr": "*i16", "gamma_ptr": "*fp32", "power": "fp32"}
     types |= {"share": "fp32", "clip": "fp32"}
     assert "ex2.approx" in compiled(factor_kernel, types, capability, {"TILE": 2048})["ptx"]
 
 
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("capability", [90, 100, 120])
 @pytest.mark.parametrize("element", FORMATS, ids=str)
 @pytest.mark.parametrize("corrects", [False, True])
 @pytest.mark.parametrize("block", [16, 32])
@@ -182,7 +182,7 @@ def test_a_carrier_compiles(block: int, corrects: bool, element: Any, capability
     assert "prmt.b32" in ptx and "mul.ftz" not in ptx
 
 
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("capability", [90, 100, 120])
 @pytest.mark.parametrize("features", [64, 4096, 16384])
 def test_an_outlier_clamp_compiles(features: int, capability: int) -> None:
     constants = {"FEATURES": features, "SLOTS": 256}
