@@ -4,7 +4,7 @@
 
 For GPUs on which this package has not run, such as Blackwell; it runs on every NVIDIA GPU. Each
 part runs in a process of its own, so that a kernel that crashes or hangs does not affect the
-others. docs/how-it-works.md, A new GPU, describes the file.
+others. docs/how-it-works.md, On other devices, describes it.
 """
 
 from __future__ import annotations

@@ -1,20 +1,27 @@
 """MXFP4 products on FP4 tensor cores (compute capability 10.x and 12.x), by a Triton kernel.
 
 The kernel reads codes and block scales, and can add to a float32 main_grad. Tests check the
-instructions that it compiles to; no Blackwell GPU has run it yet.
+instructions that it compiles to. No Blackwell GPU has run it yet, so its products are compared with
+float64 first, once in a process and device. If they differ, or it raises, the multiplier is not
+used, and the plan gives the reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
 from megatron_fp4.multipliers.base import Product, codes_of, dtype_problem, finish
+from megatron_fp4.multipliers.trial import trial
 from megatron_fp4.operands import Form, Made
 from megatron_fp4.target import Target, kernels_problem
+
+# The M, N, K that are compared: whole tiles of the kernel, tiles partly filled, and the smallest.
+TRIED = ((256, 512, 1024), (200, 176, 416), (1, 16, 32))
 
 
 class Blackwell:
@@ -31,7 +38,9 @@ class Blackwell:
             return "an operand is in high precision"
         if not all(quantizer.mxfp4 for quantizer in product.quantizers):
             return "an operand is not MXFP4 in blocks of 32"
-        return None if all(product.shape) else "there are no tokens"
+        if not all(product.shape):
+            return "there are no tokens"
+        return None if target.device is None else problem_on(target.device)
 
     def carrier(self, letter: str) -> torch.dtype | None:
         return None
@@ -61,3 +70,31 @@ class Blackwell:
         dtype = out_dtype if into is None and out_dtype == torch.bfloat16 else torch.float32
         out = a.codes.new_empty(len(a.codes), len(b.codes), dtype=dtype)
         return finish(product(*operands, out, alpha=correction), out_dtype, into)
+
+
+@cache
+def problem_on(device: torch.device) -> str | None:
+    """Why the kernel cannot be used on `device`, in one line; None if its products are correct: in
+    BF16, in float32 with a factor, and added to a float32 matrix."""
+    from megatron_fp4.kernels.native import product
+
+    def made(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        alpha = 1.0 if dtype == torch.bfloat16 else 0.5  # doubling it again is exact
+        out = torch.empty(len(a.codes), len(b.codes), dtype=dtype, device=device)
+        return product((a.codes, a.scales), (b.codes, b.scales), out, alpha=alpha) / alpha
+
+    def added(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+        out = torch.ones(len(a.codes), len(b.codes), device=device)
+        return product((a.codes, a.scales), (b.codes, b.scales), out, accumulates=True) - 1
+
+    products = {
+        "in bfloat16": lambda a, b: made(a, b, torch.bfloat16),
+        "in float32": lambda a, b: made(a, b, torch.float32),
+        "added to float32": added,
+    }
+    quantizer = get_quantizer("mxfp4-ceil")
+    tried = (
+        trial(f"Triton's product {name}", each, quantizer, TRIED, device)
+        for name, each in products.items()
+    )
+    return next((problem for problem in tried if problem is not None), None)

@@ -65,7 +65,7 @@ class Raising(Bf16):
 
 
 class Wrong(Bf16):
-    """Leaves out one of K's blocks, or gives NaN."""
+    """Multiplies by a factor too much, or by NaN."""
 
     name = "wrong"
 

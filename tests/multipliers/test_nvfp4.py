@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_quantizer
 from megatron_fp4.arithmetic.quantizer import NVFP4, QuantizedTensor, quantize_matrix
-from megatron_fp4.multipliers import choose, nvfp4
+from megatron_fp4.multipliers import blackwell, choose, nvfp4
 from megatron_fp4.multipliers.nvfp4 import TRIED, Nvfp4, problem_on
 from megatron_fp4.operands import Made
 from megatron_fp4.target import Target, target_of
@@ -199,6 +199,7 @@ def test_who_is_chosen(
     gemm(general_gemm)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(nvfp4, "problem_on", lambda device: problem_on(CPU))
+    monkeypatch.setattr(blackwell, "problem_on", lambda device: None)
     monkeypatch.setattr("megatron_fp4.multipliers.hopper._rows_can_be_scaled", lambda: True)
     assert choose(asked(*operands), target_of(GPU)).multiplier.name == name
     if name == "nvfp4":  # where the GEMM is wrong

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_fp4 import get_quantizer
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.kernels.scaled_mm import swizzle
-from megatron_fp4.multipliers import choose, sm100
+from megatron_fp4.multipliers import blackwell, choose, sm100
 from megatron_fp4.multipliers.sm100 import TRIED, Sm100, problem_on
 from megatron_fp4.target import Target, target_of
 from testing.builders.products import asked
@@ -190,6 +190,7 @@ def test_who_is_chosen(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(nn.functional, "scaled_mm", gemm)
     monkeypatch.setattr(sm100, "problem_on", lambda device: problem_on(CPU))
+    monkeypatch.setattr(blackwell, "problem_on", lambda device: None)
     monkeypatch.setattr("megatron_fp4.multipliers.hopper._rows_can_be_scaled", lambda: True)
     choice = choose(asked(), target_of(GPU))
     assert choice.multiplier.name == name
