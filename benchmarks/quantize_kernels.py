@@ -37,7 +37,8 @@ class Made:
 
     quantizer: the quantizer's name. axes: the contracted axis of each operand. group: of the
     Hadamard transform. carrier: the FP8 dtype of carriers that are written too. packed: whether it
-    reads codes. block: the elements that share a scale.
+    reads codes. block: the elements that share a scale. two_draws: whether each operand has random
+    bits of its own; both of dY have the same.
     """
 
     quantizer: str
@@ -46,6 +47,7 @@ class Made:
     carrier: torch.dtype | None = None
     packed: bool = False
     block: int = 32
+    two_draws: bool = False
 
     @property
     def bytes(self) -> float:
@@ -63,6 +65,7 @@ KERNELS = {
     "stochastic, along rows": Made("mxfp4-ceil-sr", (1,)),
     "stochastic, along columns": Made("mxfp4-ceil-sr", (0,)),
     "stochastic, both": Made("mxfp4-ceil-sr", (1, 0)),
+    "stochastic, both, two draws": Made("mxfp4-ceil-sr", (1, 0), two_draws=True),
     "Hadamard 64 + stochastic, along rows": Made("mxfp4-sr", (1,), 64),
     "Hadamard 64 + stochastic, along columns": Made("mxfp4-sr", (0,), 64),
     "Hadamard 64 + stochastic, both": Made("mxfp4-sr", (1, 0), 64),
@@ -113,7 +116,7 @@ def kernel(x: torch.Tensor, made: Made) -> Callable[[], Any]:
     copies = [
         Copy(
             axis,
-            Noise(Key(7, 3), 5 + axis, place) if quantizer.stochastic else None,
+            Noise(Key(7, 3), 5 + axis * made.two_draws, place) if quantizer.stochastic else None,
             Signs(Key(7), 9 + axis) if group else None,
             made.carrier,
         )
