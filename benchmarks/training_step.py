@@ -84,7 +84,7 @@ def launched(
     """Megatron's output, and what the worker found on each rank; see `measure`.
 
     worker: training_step_worker.py, or a module that runs it. profiled: the number of the step that
-    is profiled, from 0; -1: none. All launches after it take longer, since the profiler stays.
+    is profiled, from 0; -1: none. What the host launches after it seems to take longer.
     model: the flags of the model.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
