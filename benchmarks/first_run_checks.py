@@ -178,7 +178,10 @@ OUTPUTS = {
 
 
 def asked(form: str, output: Output, shape: tuple[int, int, int]) -> Product:
-    """The product of two operands in the format `form`, as a plan asks a multiplier for it."""
+    """The description of a product by which a multiplier says whether it takes it.
+
+    form: the format of both operands, a key of FORMATS. shape: M, N and K.
+    """
     quantizer, model = FORMATS[form], torch.bfloat16
     return Product(quantizer, quantizer, shape, model, output.dtype, output.adds, output.correction)
 
@@ -200,7 +203,8 @@ def operands(
 
 
 def decoded(multiplier: Multiplier, a: QuantizedTensor, b: QuantizedTensor) -> list[Form]:
-    """Both operands in the form that `multiplier` reads."""
+    """a [M, K] and b [N, K] in the form that `multiplier` reads: codes, FP8 elements or decoded
+    values, by the multiplier."""
     return multiplier.decode([Made(a), Made(b)], ["x", "w"], torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""The GPUs that a benchmark may use."""
+"""Names of the GPUs that a benchmark may use, for the launches that it starts."""
 
 from __future__ import annotations
 

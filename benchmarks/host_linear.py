@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks.stamp import stamp
+from benchmarks.timing import host_medians
 from megatron_fp4 import get_recipe, linear, list_recipes
 
 SIZE = 512  # tokens, inputs and outputs
-WARM_UP, ROUNDS, EACH = 20, 25, 20
+WARM_UP = 20
 
 
 def step_of(recipe: str | None) -> Callable[[], None]:
@@ -50,20 +49,6 @@ def step_of(recipe: str | None) -> Callable[[], None]:
     return step
 
 
-def seconds(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """The median seconds of a call of each function, measured in alternating rounds."""
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(ROUNDS):
-        for name, step in steps.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(EACH):
-                step()
-            torch.cuda.synchronize()
-            taken[name].append((time.perf_counter() - start) / EACH)
-    return {name: statistics.median(times) for name, times in taken.items()}
-
-
 def calls(step: Callable[[], None]) -> int:
     """The number of Python and C functions that one call of `step` calls, by cProfile."""
     with torch.autograd.set_multithreading_enabled(False):  # else backward is not profiled
@@ -79,7 +64,7 @@ def calls(step: Callable[[], None]) -> int:
 def study() -> list[dict[str, Any]]:
     """A row for BF16 and for each recipe: microseconds ("us") and `calls` of a pass."""
     steps = {name: step_of(None if name == "bf16" else name) for name in ("bf16", *list_recipes())}
-    taken = seconds(steps)
+    taken = host_medians(steps)
     return [
         {"recipe": name, "us": taken[name] * 1e6, "calls": calls(step)}
         for name, step in steps.items()

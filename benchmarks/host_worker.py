@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.timing import host_medians
 from megatron_fp4.mcore import pretrain
 from megatron_fp4.mcore.runtime import cpu
 
 LINEARS = ("linear_fc1", "linear_fc2")  # column- and row-parallel
-WARM_UP, ROUNDS, EACH = 20, 25, 20
+WARM_UP = 20  # passes before those that are timed
 
 
 class Timed(Exception):
@@ -32,7 +31,7 @@ class Timed(Exception):
 
 
 def passes(layer: Any, tokens: int) -> Callable[[], None]:
-    """A function that runs a forward and a backward pass of one of Megatron's linears.
+    """A function that runs a forward and a backward pass of `layer`, one of Megatron's linears.
 
     tokens: of this rank's X, which is [tokens, 1, in].
     """
@@ -53,7 +52,11 @@ def passes(layer: Any, tokens: int) -> Callable[[], None]:
 
 
 def plain(tokens: int, weight: Tensor) -> Callable[[], None]:
-    """The same of torch's linear, whose weight has no main_grad."""
+    """A function that runs a forward and a backward pass of torch's linear.
+
+    tokens: of X [tokens, in]. weight: [out, in], of which the sizes, the dtype and the device are
+    taken. dW goes to `grad`, and not to a main_grad as in Megatron.
+    """
     x = torch.randn(tokens, weight.shape[1], device=weight.device, dtype=weight.dtype)
     w = torch.randn_like(weight).requires_grad_()
     x.requires_grad_()
@@ -66,32 +69,6 @@ def plain(tokens: int, weight: Tensor) -> Callable[[], None]:
     return once
 
 
-def microseconds(
-    steps: dict[str, Callable[[], None]], drop: Callable[[], None]
-) -> dict[str, float]:
-    """The median time of a call of each function, in alternating rounds. drop: called after each
-    round, and not timed."""
-    for step in steps.values():
-        for _ in range(WARM_UP):
-            step()
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(ROUNDS):
-        for name, step in steps.items():
-            _wait()
-            start = time.perf_counter()
-            for _ in range(EACH):
-                step()
-            _wait()
-            taken[name].append((time.perf_counter() - start) / EACH)
-        drop()
-    return {name: statistics.median(times) * 1e6 for name, times in taken.items()}
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def linears(model: list[Any]) -> Iterator[tuple[str, Any]]:
     """(name, module) of the first of each of LINEARS."""
     modules = [each for chunk in model for each in chunk.named_modules()]
@@ -100,7 +77,8 @@ def linears(model: list[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def train(forward_step: Any, model: list[Any], *others: Any, **named: Any) -> None:
-    """What runs in place of Megatron's `train`; raises Timed when it has written its result."""
+    """Times the linears, in place of Megatron's `train`, and writes the microseconds of each to
+    the folder FOUND; then raises Timed, which ends the launch."""
     from megatron.training import get_args
 
     args = get_args()
@@ -119,10 +97,15 @@ def train(forward_step: Any, model: list[Any], *others: Any, **named: Any) -> No
             runs.append(layer.fp4.run)
 
     def drop() -> None:
+        """Drops what a training step would report, so that memory does not grow."""
         for run in runs:
             run.monitor.drop()
 
-    found = microseconds(steps, drop)
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step()
+    seconds = host_medians(steps, after_round=drop)
+    found = {name: taken * 1e6 for name, taken in seconds.items()}
     Path(os.environ["FOUND"], os.environ["RANK"]).write_text(json.dumps(found))
     raise Timed
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -30,7 +29,6 @@ INTERVAL = 100  # for which the cost is computed
 
 def times(flags: list[str]) -> tuple[dict[int, float], float]:
     """The milliseconds of each step of a launch, by its number, and the peak in GiB."""
-    os.environ["FOLLOWED"] = str(FOLLOWED)
     with tempfile.TemporaryDirectory() as folder:
         metrics = ["--fp4-metrics-interval", str(EVERY), "--tensorboard-dir", folder]
         output, (found,) = launched(

@@ -2,14 +2,13 @@
 
 Runs pretrain_gpt.py as benchmarks/training_step_worker.py does.
 
-    FOLLOWED=5 torchrun -m benchmarks.metrics_costs_worker <Megatron's flags>
+    torchrun -m benchmarks.metrics_costs_worker <Megatron's flags>
 """
 
 from __future__ import annotations
 
-import os
-
 from benchmarks import training_step_worker
+from benchmarks.metrics_costs import FOLLOWED
 from megatron_fp4.mcore.runtime import cpu
 
 
@@ -18,7 +17,7 @@ def main() -> None:
     from megatron_fp4.mcore.loop import metrics
     from megatron_fp4.metrics import weights
 
-    metrics.WINDOW = weights.WINDOW = int(os.environ["FOLLOWED"])
+    metrics.WINDOW = weights.WINDOW = FOLLOWED
     training_step_worker.main()
 
 

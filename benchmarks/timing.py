@@ -1,8 +1,9 @@
-"""Measures times of GPU work."""
+"""Measures times: of GPU work, and of calls by the clock of the host."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -41,6 +42,35 @@ def medians(
             torch.cuda.synchronize()
             taken[name].append(start.elapsed_time(end) / 1e3 / each)
     return {name: statistics.median(found) for name, found in taken.items()}
+
+
+def host_medians(
+    calls: Mapping[str, Callable[[], None]],
+    each: int = 20,
+    rounds: int = 25,
+    after_round: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """The median time of each call in seconds, by the clock of the host.
+
+    For calls that take the host longer than the GPU. They are made `each` times in turn, `rounds`
+    times, and the GPU, if there is one, is waited for before and after. after_round: is called
+    after each round, outside of the measured time. Warm the calls up first.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            _wait()
+            start = time.perf_counter()
+            _repeat(call, each)
+            _wait()
+            taken[name].append((time.perf_counter() - start) / each)
+        after_round()
+    return {name: statistics.median(found) for name, found in taken.items()}
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _repeat(call: Callable[[], Any], times: int) -> None:

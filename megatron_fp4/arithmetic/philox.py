@@ -55,7 +55,10 @@ def philox4x32(
 
 def stream_label(module: str, gemm: str, operand: str = "") -> str:
     """The name of an operand, "<module>:<gemm>:<operand>", or of the Hadamard signs of a GEMM,
-    "<module>:<gemm>", and of its random stream; but see `rounding_label`."""
+    "<module>:<gemm>".
+
+    The random stream of the signs has this name. That of an operand has its `rounding_label`.
+    """
     return f"{module}:{gemm}:{operand}" if operand else f"{module}:{gemm}"
 
 
@@ -70,7 +73,7 @@ def rounding_label(module: str, gemm: str, operand: str) -> str:
 
 @cache  # called for each operand of each call; a model has a fixed set of names
 def stream_id(name: str) -> int:
-    """The 32-bit FNV-1a hash of a `stream_label`: the stream's number in the Philox counter."""
+    """The 32-bit FNV-1a hash of a stream's name: the stream's number in the Philox counter."""
     digest = 0x811C9DC5
     for byte in name.encode():
         digest = ((digest ^ byte) * 0x01000193) & _MASK

@@ -60,9 +60,8 @@ def _detail(job: Job, best: Estimate) -> list[str]:
 def _saved(job: Job, layout: Layout) -> list[str]:
     """What a layer saves, by tensor, as a table; of a model with experts also the other layers."""
     lines = []
-    for has_experts, tensors in saved_by_layer(job, layout).items():
-        which = "a layer with experts" if has_experts else "a layer"
-        lines.append(f"  saved by {which} for the backward pass of a microbatch, MB (in BF16):")
+    for kind, tensors in saved_by_layer(job, layout).items():
+        lines.append(f"  saved by {kind} for the backward pass of a microbatch, MB (in BF16):")
         total = {name: sum(sizes[name] for sizes in tensors.values()) for name in ("own", "bf16")}
         for tensor, sizes in [*tensors.items(), ("all", total)]:
             own, plain = (f"{sizes[name] / 1e6:,.1f}" for name in ("own", "bf16"))
@@ -70,16 +69,18 @@ def _saved(job: Job, layout: Layout) -> list[str]:
     return lines
 
 
-def saved_by_layer(job: Job, layout: Layout) -> dict[bool, dict[str, dict[str, float]]]:
-    """For layers without and with experts, as far as the model has them, the bytes of each tensor
-    that a layer saves for the backward pass of a microbatch: "own" with the job's recipe, and
-    "bf16"."""
+def saved_by_layer(job: Job, layout: Layout) -> dict[str, dict[str, dict[str, float]]]:
+    """The bytes of each tensor that a layer saves for the backward pass of a microbatch.
+
+    By the kind of layer, "a layer" or "a layer with experts", as far as the model has them; then by
+    the name of the tensor; then with the job's recipe ("own") and in BF16 ("bf16").
+    """
     model, target = job.model, job.gpu.target
     own, plain = (LayerPlans(model, layout, recipe, target) for recipe in (job.recipe, BF16))
     found = {}
     for kind in sorted({model.has_experts(layer) for layer in range(model.layers)}):
         sizes = own.saved_tensors(kind), plain.saved_tensors(kind)
-        found[kind] = {
+        found["a layer with experts" if kind else "a layer"] = {
             name: {"own": sizes[0].get(name, 0.0), "bf16": sizes[1].get(name, 0.0)}
             for name in sizes[0] | sizes[1]
         }
@@ -124,10 +125,7 @@ def _as_json(job: Job, each: Estimate) -> dict[str, Any]:
         "layout": asdict(each.layout) | {"dp": each.layout.dp},
         "memory": each.memory._asdict() | {"total": each.memory.total},
         "seconds": each.time._asdict() | {"total": each.time.total},
-        "saved by a layer": {
-            "with experts" if kind else "dense": tensors
-            for kind, tensors in saved_by_layer(job, each.layout).items()
-        },
+        "saved": saved_by_layer(job, each.layout),
         "sent": sent(job, each.layout),
         "tokens/s": each.tokens_per_second(job.model.sequence),
         "extrapolated": list(each.extrapolated),

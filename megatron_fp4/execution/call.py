@@ -164,7 +164,8 @@ class Site:
 
 
 def _stream(name: str, operand: OperandPlan) -> int:
-    """The number of the stream that rounds an operand of the linear `name`."""
+    """The number of the random stream from which an operand of the linear `name` draws the bits of
+    its stochastic rounding; see `rounding_label`."""
     return stream_id(rounding_label(name, operand.gemm, operand.letter))
 
 

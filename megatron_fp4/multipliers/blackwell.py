@@ -16,12 +16,9 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
 from megatron_fp4.multipliers.base import Product, codes_of, dtype_problem, finish
-from megatron_fp4.multipliers.trial import trial
+from megatron_fp4.multipliers.trial import TRIED, trial
 from megatron_fp4.operands import Form, Made
 from megatron_fp4.target import Target, kernels_problem
-
-# The M, N, K that are compared: whole tiles of the kernel, tiles partly filled, and the smallest.
-TRIED = ((256, 512, 1024), (200, 176, 416), (1, 16, 32))
 
 
 class Blackwell:
@@ -74,8 +71,11 @@ class Blackwell:
 
 @cache
 def problem_on(device: torch.device) -> str | None:
-    """Why the kernel cannot be used on `device`, in one line; None if its products are correct: in
-    BF16, in float32 with a factor, and added to a float32 matrix."""
+    """Why the kernel cannot be used on `device`, in one line; None if it can.
+
+    Its products are compared with float64 (`trial`): in BF16, in float32 with a factor, and added
+    to a float32 matrix.
+    """
     from megatron_fp4.kernels.native import product
 
     def made(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor:

@@ -16,14 +16,11 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
 from megatron_fp4.multipliers.base import Product, codes_of, dtype_problem
-from megatron_fp4.multipliers.trial import trial
+from megatron_fp4.multipliers.trial import TRIED, trial
 from megatron_fp4.operands import Form, Made
 from megatron_fp4.target import Target, kernels_problem
 
 ALIGNMENT = 16  # N, the rows of B, must be a multiple of this
-# The M, N, K that are compared: sizes that fill the tiles of scales, sizes that leave tiles partly
-# filled in both directions, and the smallest.
-TRIED = ((256, 512, 1024), (200, 176, 416), (1, 16, 32))
 
 
 class Sm100:

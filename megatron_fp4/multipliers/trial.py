@@ -15,6 +15,10 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, quanti
 # Relative Frobenius errors that docs/numerics.md allows.
 BOUND = {torch.bfloat16: 2e-3, torch.float32: 2e-4}
 
+# The M, N, K that are compared for MXFP4: sizes that fill the tiles of scales and of GEMMs, sizes
+# that leave tiles partly filled in both directions, and the smallest.
+TRIED = ((256, 512, 1024), (200, 176, 416), (1, 16, 32))
+
 
 def trial(
     name: str,

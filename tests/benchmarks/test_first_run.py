@@ -72,15 +72,8 @@ class Wrong(Bf16):
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
-    def multiply(
-        self,
-        a: Form,
-        b: Form,
-        correction: float,
-        out_dtype: torch.dtype,
-        into: Tensor | None = None,
-    ) -> Tensor:
-        return super().multiply(a, b, correction * self.factor, out_dtype, into)
+    def multiply(self, a: Form, b: Form, correction: float, *output: Any, **named: Any) -> Tensor:
+        return super().multiply(a, b, correction * self.factor, *output, **named)
 
 
 # --- codes ----------------------------------------------------------------------------------------

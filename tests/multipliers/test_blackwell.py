@@ -13,7 +13,8 @@ from torch import Tensor
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
 from megatron_fp4.kernels import native
 from megatron_fp4.multipliers import blackwell, choose
-from megatron_fp4.multipliers.blackwell import TRIED, problem_on
+from megatron_fp4.multipliers.blackwell import problem_on
+from megatron_fp4.multipliers.trial import TRIED
 from megatron_fp4.target import target_of
 from testing.builders.products import asked
 

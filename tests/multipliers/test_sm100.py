@@ -16,7 +16,8 @@ from megatron_fp4 import get_quantizer
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.kernels.scaled_mm import swizzle
 from megatron_fp4.multipliers import blackwell, choose, sm100
-from megatron_fp4.multipliers.sm100 import TRIED, Sm100, problem_on
+from megatron_fp4.multipliers.sm100 import Sm100, problem_on
+from megatron_fp4.multipliers.trial import TRIED
 from megatron_fp4.target import Target, target_of
 from testing.builders.products import asked
 from testing.oracles import normal, relative_error

@@ -140,7 +140,7 @@ def test_what_a_layer_saves_adds_up() -> None:
     [eight] = json.loads(run(given))["layouts"]
     given[given.index("--num-layers") + 1] = "9"
     [nine] = json.loads(run(given))["layouts"]
-    tensors = eight["saved by a layer"]["dense"]
+    tensors = eight["saved"]["a layer"]
     more = nine["memory"]["activations"] - eight["memory"]["activations"]
     assert sum(sizes["own"] for sizes in tensors.values()) == pytest.approx(more)
     tokens = 2 * 4096

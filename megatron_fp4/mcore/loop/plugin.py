@@ -115,9 +115,11 @@ class Plugin:
             print(*lines, sep="\n", flush=True)
 
     def _measure(self, args: argparse.Namespace, steps: int, line: str) -> None:
-        """Starts metrics.jsonl: of the log alone where there is no recipe, else of linears too.
+        """Makes the launch write metrics.jsonl from now on.
 
-        line: what a launch without a recipe prints at its start.
+        With a recipe the file has the metrics of linears and what Megatron's log says of steps and
+        evaluations, without one the latter alone. steps: from one report to the next. line: what a
+        launch without a recipe prints at its start, which the file has too.
         """
         if self.run is None:
             steps_alone = MetricsLog(WithoutRecipe(args, line))

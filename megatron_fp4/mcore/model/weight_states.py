@@ -306,9 +306,10 @@ class WeightStates:
     def complete(self) -> dict[str, dict[str, bool]]:
         """Starts the states that a loaded checkpoint lacks, from the weights that were loaded.
 
-        Every rank must call it after loading. Returns a dict for each name of a state: by the
-        global name of each linear that has the state, whether the checkpoint had it too.
-        Optimizers that were not loaded start their states themselves, in their first step.
+        Every rank must call it after loading. Returns {state: {linear: loaded}} for the whole
+        model: the name of the state, such as "average"; the global name of each linear that has it;
+        and whether it was loaded, or else started. Optimizers that were not loaded start their
+        states themselves, in their first step.
         """
         mine = []
         for kept in self._all:
