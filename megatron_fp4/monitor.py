@@ -6,6 +6,7 @@ The host does not wait for the GPU: counts of a step are read while the next ste
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +84,8 @@ class NonFiniteMonitor:
         self._totals: Tensor | None = None  # of operands in CUDA graphs, int64 [operands, 2]
         self._rows: dict[Label, Tensor] = {}  # each operand's row of the totals
         self._verdict: _Verdict | None = None
+        self.native: Any = None  # collects tallies of passes that run in C++; see `_take_native`
+        self._known: list[Label] = []  # by the numbers that `native` knows
         self.rounding: Rounding | None = None  # of the last step that was read; None: no rounding
 
     def observe(self, module: str, gemm: str, operand: str, tally: Tensor) -> None:
@@ -91,10 +94,16 @@ class NonFiniteMonitor:
         tally: int32 [2], how many elements were rounded and how many blocks are NaN. It is read
         only after the step has ended.
         """
+        self._take_native()
         self._labels.append((module, gemm, operand))
         self._tallies.append(tally)
         if len(self._tallies) == _FOLD:
             self._fold()
+
+    def label(self, module: str, gemm: str, operand: str) -> int:
+        """A number for an operand, by which `native` knows it."""
+        self._known.append((module, gemm, operand))
+        return len(self._known) - 1
 
     def expect(self, operands: int, device: torch.device) -> None:
         """Allocate, on `device`, the totals to which `add` adds when CUDA graphs are replayed.
@@ -128,6 +137,7 @@ class NonFiniteMonitor:
 
     def drop(self) -> None:
         """Forgets the tallies of the current step."""
+        self._take_native()
         self._labels, self._tallies, self._folded = [], [], []
         if self._totals is not None:
             self._totals.zero_()
@@ -144,6 +154,16 @@ class NonFiniteMonitor:
         self.rounding = self.rounding or rounding
         return seen or last
 
+    def _take_native(self) -> None:
+        """Adds the tallies that passes in C++ have collected, after those that came before them."""
+        if self.native is None:
+            return
+        labels, tallies = self.native.take()
+        if labels:
+            self._fold()
+            self._labels += [self._known[label] for label in labels]
+            self._folded += tallies
+
     def _fold(self) -> None:
         if self._tallies:
             self._folded.append(torch.stack(self._tallies))
@@ -151,6 +171,7 @@ class NonFiniteMonitor:
 
     def _close(self) -> None:
         """Start the copy of the step's tallies to the host."""
+        self._take_native()
         self._fold()
         if self._totals is not None and self._rows:
             self._folded.append(self._totals[: len(self._rows)].clone())

@@ -14,6 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatron_fp4.recording import told
+
 NUMERICS_VERSION = 3  # of docs/numerics.md; a change of any rule there increases it
 
 E2M1_MAX = 6.0
@@ -37,9 +39,13 @@ def widen(x: Tensor) -> Tensor:
     return x.to(wide(x.dtype))
 
 
-@cache
 def table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A constant tensor on a device. It is cached, since a copy from the host waits for the GPU."""
+    return told(_table(values, dtype, device))
+
+
+@cache
+def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -46,8 +46,26 @@ class Call(NamedTuple):
     rows: Tensor | None = None
 
 
+class Tallies(Protocol):
+    """Takes tallies from C++; see `Site.tallies`.
+
+    native: an object of the extension in C++ that collects them; None if there is no extension.
+    """
+
+    native: Any
+
+    def label(self, module: str, gemm: str, operand: str) -> int:
+        """A number for an operand of a linear, by which `native` knows it."""
+        ...
+
+
 class Watch(Protocol):
     """Sees the operands of a linear; see `Site.watch`."""
+
+    def looks(self, makes_w: bool) -> bool:
+        """Whether it has to see the operands of the pass that begins now, which must then run in
+        Python. makes_w: whether fprop's operand of W is made in this pass."""
+        ...
 
     def made(
         self,
@@ -82,7 +100,10 @@ class Site:
         updated in place between steps. None: W itself, or the recipe reads no average.
     observe: called with (gemm, letter, tally) for each quantized operand when it is multiplied, to
         watch for NaN and rounded elements; see `operands.Decoded.tally`.
+    tallies: where passes that run in C++ add tallies, in place of calls of `observe`; None: where
+        there is `observe`, passes run in Python.
     watch: sees each operand when it was made and when it is multiplied; None: nobody looks.
+    kinds: what native/executor.py knows of the calls of this linear.
     """
 
     name: str = "linear"
@@ -93,7 +114,9 @@ class Site:
     fuses: bool = False
     average: Tensor | None = None
     observe: Callable[[str, str, Tensor], None] | None = None
+    tallies: Tallies | None = None
     watch: Watch | None = None
+    kinds: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     # The stream of operands in calls that are no repeats, and their placement without rows.
     _streams: dict[OperandPlan, tuple[int, Placement]] = field(
         default_factory=dict, repr=False, compare=False

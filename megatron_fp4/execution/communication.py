@@ -17,6 +17,7 @@ from megatron_fp4.arithmetic.outliers import Residual
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, QuantizedTensor
 from megatron_fp4.operands import Operand
 from megatron_fp4.plan.setting import Sharding
+from megatron_fp4.recording import current
 
 
 class Pending[A]:
@@ -58,7 +59,9 @@ class TensorParallel:
     def maximum(self, maxima: list[Tensor]) -> list[Tensor]:
         """The elementwise maximum of each tensor over the ranks, by one collective for all."""
         flat = torch.cat([m.flatten() for m in maxima])
-        dist.all_reduce(flat, dist.ReduceOp.MAX, group=self.group)
+        _after(
+            dist.all_reduce(flat, dist.ReduceOp.MAX, group=self.group, async_op=True), flat
+        ).wait()
         sizes = [m.numel() for m in maxima]
         return [f.view(m.shape) for f, m in zip(flat.split(sizes), maxima, strict=True)]
 
@@ -111,10 +114,10 @@ class TensorParallel:
         parts = [part.contiguous() for part in parts]
         wholes = [part.new_empty(self.size * len(part), *part.shape[1:]) for part in parts]
         received, sent = ([t.view(torch.uint8) for t in side] for side in (wholes, parts))
-        work = self.group.allgather_into_tensor_coalesced(received, sent)
+        wait = _started(self.group.allgather_into_tensor_coalesced(received, sent))
 
         def arrive() -> list[Tensor]:
-            work.wait()
+            wait()
             if axis == 0:
                 return wholes
             return [torch.cat(whole.chunk(self.size), axis) for whole in wholes]
@@ -135,8 +138,24 @@ class TensorParallel:
 
 
 def _after(work: dist.Work, value: Tensor) -> Pending[Tensor]:
+    wait = _started(work)
+
     def arrive() -> Tensor:
-        work.wait()
+        wait()
         return value
 
     return Pending(arrive)
+
+
+def _started(work: dist.Work) -> Callable[[], None]:
+    """A function that waits for a collective which was just started, and tells the recorder."""
+    recorder = current.recorder
+    if recorder is None:
+        return work.wait  # type: ignore[return-value]
+    collective = recorder.started()
+
+    def wait() -> None:
+        work.wait()
+        recorder.waited(collective)
+
+    return wait

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from megatron_fp4.operands import Form, Made
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.execution.parts import take_apart
+from megatron_fp4.operands import Carriers, Decoded, Form, Made
+
+GEMMS = "fprop", "dgrad"  # those that multiply W
 
 
 @dataclass
@@ -18,11 +24,97 @@ class HeldWeight:
     folds: the row scales by which dY is multiplied before it is quantized for it; None: none.
     forms: the operands in the form that the multiplier reads, where the plan holds that
         (`GemmPlan.holds_form`).
+    native: the same operands as tensors, for the passes that run in C++ (native/executor.py): those
+        that they read, and those that they made; None before the first. rebuilds: what adds the
+        latter here, by GEMM; see `rebuild`.
     """
 
     made: dict[str, Made] = field(default_factory=dict)
     folds: dict[str, Tensor | None] = field(default_factory=dict)
     forms: dict[str, Form] = field(default_factory=dict)
+    native: Any = None
+    rebuilds: dict[str, Callable[[HeldWeight, Sequence[Tensor]], None]] = field(
+        default_factory=dict
+    )
+
+    def has(self, gemm: str) -> bool:
+        """Whether the operand of a GEMM has been made, in Python or in C++."""
+        made = gemm in self.made
+        return made or (self.native is not None and getattr(self.native, gemm) is not None)
+
+    def to_cpp(self) -> None:
+        """Adds to `native` what Python has made."""
+        for gemm in self.made:
+            if getattr(self.native, gemm) is None:
+                setattr(self.native, gemm, self.tensors(gemm))
+
+    def to_python(self) -> None:
+        """Adds to `made`, `folds` and `forms` what programs have made."""
+        for gemm in GEMMS:
+            tensors = None if self.native is None else getattr(self.native, gemm)
+            if tensors is not None and gemm not in self.made:
+                self.rebuilds[gemm](self, tensors)
+
+    def tensors(self, gemm: str) -> list[Tensor]:
+        """All tensors of the operand of a GEMM, which has been made."""
+        found, _ = take_apart(self.made[gemm].operand)
+        found = [*found, self.folds.get(gemm), *_parts(self.forms.get(gemm))]
+        return [each for each in found if each is not None]
+
+    def rebuild(self, gemm: str) -> Callable[[HeldWeight, Sequence[Tensor]], None]:
+        """A function that adds the operand of a GEMM to another HeldWeight, from its `tensors`.
+
+        It references no tensor of this one.
+        """
+        operand, build = take_apart(self.made[gemm].operand)
+        form = self.forms.get(gemm)
+        there = [each is not None for each in [*operand, self.folds.get(gemm), *_parts(form)]]
+        built = None if form is None else _form(form)
+        return partial(_rebuilt, gemm, len(operand), there, build, built, gemm in self.folds)
+
+
+def _rebuilt(
+    gemm: str,
+    size: int,
+    there: list[bool],
+    build: Callable[..., Any],
+    form: Callable[..., Form] | None,
+    folds: bool,
+    held: HeldWeight,
+    tensors: Sequence[Tensor],
+) -> None:
+    """Adds an operand to `held`; see `HeldWeight.rebuild`."""
+    rest = iter(tensors)
+    parts = [next(rest) if each else None for each in there]
+    held.made[gemm] = Made(build(*parts[:size]))
+    if folds:
+        held.folds[gemm] = parts[size]
+    if form is not None:
+        held.forms[gemm] = form(*parts[size + 1 :])
+
+
+def _parts(form: Form | None) -> list[Tensor | None]:
+    match form:
+        case None:
+            return []
+        case Carriers():
+            return [form.values, form.counts]
+        case Decoded():
+            return [form.values, form.outer, form.tally]
+        case QuantizedTensor():
+            return take_apart(form)[0]
+
+
+def _form(form: Form) -> Callable[..., Form]:
+    """A function that builds such a form from its `_parts`."""
+    if isinstance(form, Carriers):
+        return partial(_carriers, form.element)
+    return Decoded if isinstance(form, Decoded) else take_apart(form)[1]
+
+
+def _carriers(element: Any, values: Tensor, counts: Tensor) -> Carriers:
+    """Carriers that are multiplied, and not made or corrected: these need no codes."""
+    return Carriers(values, element, counts, (0, 0, values.data_ptr(), counts.data_ptr()))
 
 
 class WeightCache:

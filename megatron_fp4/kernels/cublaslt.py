@@ -24,12 +24,13 @@ from ctypes import (
 )
 from functools import cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_fp4.kernels.launch import kept
+from megatron_fp4.recording import current
 
 # Values of cublasLt.h and library_types.h, unchanged since CUDA 12.
 _TYPES = {
@@ -152,14 +153,34 @@ class _Plan:
         _call("cublasLtMatmulPreferenceDestroy", preference)
         if not count.value or found.state:
             raise CublasError(f"cuBLASLt has no algorithm for {shape} {types}")
-        self._found, beta = found, c_float(1.0 if accumulates else 0.0)
-        self._alpha, self._beta = byref(c_float(alpha)), byref(beta)
+        self._found = found
+        self._factors = c_float(alpha), c_float(1.0 if accumulates else 0.0)
+        self._alpha, self._beta = map(byref, self._factors)
         self._algorithm = byref(found.algorithm)
         self._lock = Lock()
 
     def _set(self, attribute: int, value: ctypes._SimpleCData) -> None:  # type: ignore[type-arg]
         size = c_size_t(ctypes.sizeof(value))
         _call("cublasLtMatmulDescSetAttribute", self.operation, attribute, byref(value), size)
+
+    def numbers(self) -> dict[str, Any]:
+        """What a program in C++ needs for the product: addresses of functions of cuBLASLt, of the
+        descriptors and the algorithm, and numbers."""
+        return dict(
+            set_attribute=_address(_function("cublasLtMatmulDescSetAttribute")),
+            multiply=_address(_function("cublasLtMatmul")),
+            handle=self.handle.value or 0,
+            operation=self.operation.value or 0,
+            a_layout=self.a.value or 0,
+            b_layout=self.b.value or 0,
+            out_layout=self.out.value or 0,
+            algorithm=ctypes.addressof(self._found.algorithm),
+            a_scale_attribute=_A_SCALE,
+            b_scale_attribute=_B_SCALE,
+            alpha=self._factors[0].value,
+            beta=self._factors[1].value,
+            workspace_bytes=WORKSPACE,
+        )
 
     def run(self, places: tuple[int, int, int, int, int], stream: int, workspace: int) -> None:
         """Launches the product. places: the addresses of a, b, their scales and D."""
@@ -176,6 +197,10 @@ class _Plan:
             )  # fmt: skip
         if status:
             raise CublasError(f"cublasLtMatmul: status {status}")
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, c_void_p).value or 0
 
 
 def _layout(dtype: int, rows: int, columns: int) -> c_void_p:
@@ -227,7 +252,33 @@ def multiply(
     plan = _plan(shape, types, alpha, accumulates, alignment, index)
     stream = 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
     workspace = kept(_bytes, (WORKSPACE,), out, stream)  # a graph's own must live until the launch
-    plan.run((first, second, a_scales, b_scales, place), stream, workspace.data_ptr())
+    room = workspace.data_ptr()
+    plan.run((first, second, a_scales, b_scales, place), stream, room)
+    if current.recorder is not None:
+        addresses = dict(
+            a=first, b=second, a_scale=a_scales, b_scale=b_scales, out=place, workspace=room
+        )
+        form = shape, types, alpha, accumulates, alignment, index
+        current.recorder.multiplied(Launched(form, addresses))
+
+
+class Launched(NamedTuple):
+    """A product that was launched.
+
+    form: the arguments of its `_Plan`. addresses: of a, b, their scales, out and the workspace, by
+    these names.
+    """
+
+    form: tuple[Any, ...]
+    addresses: dict[str, int]
+
+    def descriptors(self) -> tuple[_Plan, dict[str, Any]]:
+        """New descriptors for such products, as plain numbers, and what owns them.
+
+        The products of `_plan` share theirs, and change them under a lock.
+        """
+        plan = _Plan(*self.form)
+        return plan, plan.numbers()
 
 
 def product(

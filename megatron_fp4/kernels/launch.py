@@ -18,12 +18,16 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron_fp4.recording import WORDS, current, told
+
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # Whether Triton interprets the kernels on the CPU (TRITON_INTERPRET=1) instead of compiling them.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
-# The type of an int32 argument for whose value the kernel is not compiled anew. See `Launch`.
+# The type of an int32 argument for whose value the kernel is not compiled anew. See `Launch`. An
+# argument that differs between the calls of a linear has one of `recording.WORDS` as its type.
 NUMBER = "number"
+NUMBERS = NUMBER, *WORDS
 _ANY_NUMBER = 3  # compiled for this one: Triton specializes for 1 and for multiples of 16
 # Functions that profilers add, which Triton calls before and after each launch.
 _HOOKS = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
@@ -68,6 +72,8 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **constant
 
     constants: the constants of the kernel by name, and options (num_warps, ...).
     """
+    if current.recorder is not None:
+        current.recorder.refuse(f"Triton's own launcher runs {kernel.__name__}")
     return kernel[grid](*arguments, **options_of(kernel, **constants))
 
 
@@ -104,12 +110,12 @@ def kept(
     """
     device = like.device
     if device.type != "cuda":
-        return _kept(make, arguments, device, 0)
+        return told(_kept(make, arguments, device, 0))
     if torch._C._cuda_isCurrentStreamCapturing():
         return make(*arguments, device=device)
     if stream is None:
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-    return _kept(make, arguments, device, stream)
+    return told(_kept(make, arguments, device, stream))
 
 
 @lru_cache(256)
@@ -154,8 +160,10 @@ class Launch:
         if sorted(names) != sorted(constants):  # the constants come last
             raise ValueError(f"{kernel}: its constants are {names}, not {list(constants)}")
         self._values = [constants[name] for name in names]
-        self._flat = list(_flat(self.types))
-        self._pointers = [i for i, kind in enumerate(self._flat) if isinstance(kind, torch.dtype)]
+        self.flat_types = list(_flat(self.types))
+        self._pointers = [
+            i for i, kind in enumerate(self.flat_types) if isinstance(kind, torch.dtype)
+        ]
         self._parameters = list(_slices(self.types))
         # By GPU, and whether all pointers are multiples of 16 bytes.
         self._compiled: dict[tuple[int, bool], _Compiled] = {}
@@ -166,14 +174,20 @@ class Launch:
         arguments: tensors and integers in the order of `types`, without the tuples. A pointer may
         also be given as an `address`, or as None if the kernel does not read it.
         """
+        if current.recorder is not None:
+            current.recorder.launched(self, arguments)
         if INTERPRETED:
             self._interpret(arguments)
             return
         device, index = torch._C._cuda_getDevice(), where.index
         if index is not None and index != device:
             with torch.cuda.device(index):
-                self(where, *arguments)
+                self._start(arguments, index)
             return
+        self._start(arguments, device)
+
+    def _start(self, arguments: Sequence[Any], device: int) -> None:
+        """Launches the kernel on the current GPU, which is `device`."""
         places, given = 0, [*arguments]
         for i in self._pointers:
             each = given[i]
@@ -194,6 +208,18 @@ class Launch:
             return
         compiled.launch(*self._grid, stream, *compiled.head, *nested, *self._values)
 
+    def compiled(self, device: int, aligned: bool) -> Any:
+        """What Triton compiled for a GPU, in a call that this launch has had there.
+
+        aligned: whether all pointers are multiples of 16 bytes.
+        """
+        return self._compiled[device, aligned].kernel
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The number of programs along each of three axes."""
+        return self._grid
+
     def _interpret(self, arguments: Sequence[Tensor | int | None]) -> None:
         """Runs the kernel in Triton's interpreter.
 
@@ -202,7 +228,7 @@ class Launch:
         """
         given = [
             argument.view(kind) if isinstance(argument, Tensor) else argument
-            for kind, argument in zip(self._flat, arguments, strict=True)
+            for kind, argument in zip(self.flat_types, arguments, strict=True)
         ]
         nested = [
             given[at] if isinstance(at, int) else _like(kind, given[at])
@@ -250,7 +276,7 @@ def _stand_in(kind: Any, aligned: bool) -> Any:
         return _Pointer(kind, aligned)
     if isinstance(kind, tuple):
         return _like(kind, [_stand_in(each, aligned) for each in kind])
-    return _ANY_NUMBER if kind == NUMBER else kind
+    return _ANY_NUMBER if kind in NUMBERS else kind
 
 
 def _like(kind: tuple[Any, ...], values: Sequence[Any]) -> tuple[Any, ...]:

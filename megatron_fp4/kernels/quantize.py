@@ -30,6 +30,7 @@ from megatron_fp4.kernels.launch import (
 )
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
 from megatron_fp4.operands import Carriers, Made
+from megatron_fp4.recording import DRAW, SEED_HIGH, SEED_LOW, STEP
 
 HADAMARD_GROUPS = (32, 64, 128)
 BLOCKS = (16, 32)  # block sizes
@@ -38,7 +39,7 @@ _MASK, _SIGN = 0xFFFFFFFF, 0x80000000
 SILENCE = Noise(Key(0), 0)
 
 # The types of the kernels' arguments; see `Launch`.
-RANDOM = Random(torch.int64, torch.int64, NUMBER, NUMBER, torch.int64, NUMBER, NUMBER)
+RANDOM = Random(torch.int64, torch.int64, NUMBER, STEP, torch.int64, SEED_LOW, SEED_HIGH)
 _NO_RANDOM = Random(None, None, 0, 0, None, 0, 0)
 _SOURCE = Source(torch.int32, torch.uint8)
 _OUTPUT = Output(torch.int32, torch.uint8, torch.int32, torch.int32, NUMBER)
@@ -253,7 +254,7 @@ def _transform_launch(
     return Launch(
         transform_kernel,
         (tiles(rows, height), tiles(columns, width)),
-        (torch.bfloat16, _OUTPUT, NUMBER, NUMBER, torch.int64, RANDOM, rows, columns),
+        (torch.bfloat16, _OUTPUT, NUMBER, DRAW, torch.int64, RANDOM, rows, columns),
         dict(
             GROUP=group,
             FACTOR=1.0 if group == 64 else 1 / math.sqrt(group),

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.kernels import carrier
-from megatron_fp4.kernels.launch import NUMBER, Launch, _like, options_of
+from megatron_fp4.kernels.launch import NUMBERS, Launch, _like, options_of
 from megatron_fp4.kernels.quantize import _quantize_launch
 
 NAMES = {
@@ -96,7 +96,7 @@ def compiled_launch(
             path = (i,) if j is None else (i, j)
             if leaf == 1:
                 found[path] = 1
-            elif isinstance(leaf, torch.dtype) or leaf != NUMBER and leaf % 16 == 0:
+            elif isinstance(leaf, torch.dtype) or leaf not in NUMBERS and leaf % 16 == 0:
                 attributes[path] = [["tt.divisibility", 16]]
     source = ASTSource(start.kernel, signature, found, attributes)
     target = GPUTarget("cuda", capability, 32)

@@ -191,8 +191,8 @@ def test_what_is_given_fits_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
     quantize(x, noisy, [Copy(0, carrier=E5M2)])
     quantize(x, noisy, copies, group=64)
     for start, (_, *given) in seen:
-        assert len(given) == len(start._flat)
-        for kind, argument in zip(start._flat, given, strict=True):
+        assert len(given) == len(start.flat_types)
+        for kind, argument in zip(start.flat_types, given, strict=True):
             if isinstance(kind, torch.dtype):
                 assert argument is None or isinstance(argument, Tensor | int)
             else:

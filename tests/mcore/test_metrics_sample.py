@@ -147,6 +147,9 @@ class Lines:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
+    def looks(self, makes_w: bool) -> bool:
+        return True
+
     def made(
         self,
         site: Site,

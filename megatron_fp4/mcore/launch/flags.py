@@ -116,6 +116,14 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "steps and evaluations to metrics.jsonl, and nothing else",
     )
     group.add_argument(
+        "--fp4-executor",
+        choices=("auto", "python"),
+        default="auto",
+        help="what runs the passes of linears on a GPU: an extension in C++, which is built in "
+        "about a minute the first time, where a C++ compiler is there, or Python, with the same "
+        "bits and more host time",
+    )
+    group.add_argument(
         "--fp4-load-anyway",
         action="store_true",
         help="go on from a checkpoint of another recipe, seed, schedule, version or vocabulary",

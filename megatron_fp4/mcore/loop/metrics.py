@@ -173,6 +173,14 @@ class Metrics:
         self._seen.clear()
         self._samples.clear()
 
+    def looks(self, makes_w: bool) -> bool:
+        """See `execution.call.Watch`: in steps that are reported, and before them at W alone, of
+        which rows are followed."""
+        if not self._run.is_training:
+            return False
+        left = self._left(self._now())
+        return left == 0 or (makes_w and left <= WINDOW)
+
     def made(
         self,
         site: Site,

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import cuda_graphs
-from megatron_fp4.mcore.model import start_table
+from megatron_fp4.mcore.model import executor, start_table
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.start_table import Row
@@ -67,6 +67,7 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
     states = max(_of_all_ranks(run.weight_states.bytes_of_copies))
     everything = sum(weight.numel() for chunk in model for weight in chunk.parameters())
     ramped = max(_of_all_ranks((run.weight_states.ramped_elements, everything)))
+    problems = [each for each in _of_all_ranks(executor.start(run)) if each is not None]
     if torch.distributed.get_rank() == 0:
         lines = (
             start_table.held(run.keeps_weights, held),
@@ -74,6 +75,7 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
             start_table.calibrations(run.ramping, run.args, *ramped)
             if start_table.trains(run.args) and run.ramping is not None
             else "",
+            executor.line(problems[0] if problems else None),
         )
         run.start_table = start_table.table(run.recipes, [*rows, *stock]) + "".join(lines)
         print(run.start_table, flush=True)

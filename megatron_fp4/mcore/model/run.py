@@ -205,6 +205,7 @@ class Run:
             fuses=self.fuses_wgrad,
             average=average,
             observe=partial(self._observe, name),
+            tallies=self.monitor,
             watch=self.watch,
         )
 

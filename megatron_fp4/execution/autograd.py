@@ -1,0 +1,229 @@
+"""The linear as an autograd function that executes its plan in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_fp4.arithmetic.formats import wide
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.execution.backward import Backward
+from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.follow import Follower
+from megatron_fp4.execution.forward import Saved, forward
+from megatron_fp4.execution.parts import Build, Parts, take_apart
+from megatron_fp4.execution.weights import HeldWeight
+from megatron_fp4.inputs import autocasts
+from megatron_fp4.operands import Operand
+from megatron_fp4.plan.cache import plan_for, tokens_of_plan
+from megatron_fp4.plan.data import LinearPlan
+from megatron_fp4.recipe import Recipe
+
+# Disables torch function modes inside a linear, to reduce host overhead. A call runs hundreds of
+# small torch operations, none of which a mode has to change. Where a mode is active (the CPU
+# runtime installs one), calling it for each operation would cost more than most operations.
+_plain_tensors = torch._C.DisableTorchFunction
+
+
+@dataclass(slots=True)
+class Passed:
+    """A forward pass, as its backward pass needs it beside the tensors that are saved.
+
+    builds: for each field of `Saved`, which of the saved tensors are its own, and what builds it
+        from them; None where there is none.
+    shared_w: W's operand where the calls of a step share it, and it is not saved; else None.
+    x_shape: the shape of X.
+    bias_dtype: of the bias, if its gradient is asked for; else None.
+    weight: the parameter to whose main_grad dW is added; None where dW is returned.
+    """
+
+    plan: LinearPlan
+    site: Site
+    call: Call
+    held: HeldWeight | None
+    builds: tuple[tuple[slice, Build] | None, ...]
+    shared_w: Operand | None
+    x_shape: torch.Size
+    bias_dtype: torch.dtype | None
+    weight: Tensor | None
+
+
+class Linear(torch.autograd.Function):
+    """The three GEMMs of one linear, executed as its plan says."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        site: Site,
+        call: Call,
+        held: HeldWeight | None,
+        differentiates: bool,
+        follower: Follower | None,
+    ) -> Tensor:
+        needs = ctx.needs_input_grad if differentiates else (False, False, False)
+        matrix = x.reshape(-1, x.shape[-1])
+        plan = _plan(matrix, weight, bias, recipe, site, needs)
+
+        def run(site: Site) -> tuple[Tensor, Passed, Parts]:
+            y, saved = forward(plan, matrix, weight, bias, site, call, held)
+            shares_w = held is not None and plan.saves_w == "operand"
+            tensors, builds = _taken_apart(saved, shares_w) if differentiates else ([], ())
+            passed = Passed(
+                plan, site, call, held, builds,
+                shared_w=saved.w if shares_w else None,
+                x_shape=x.shape,
+                bias_dtype=bias.dtype if needs[2] and bias is not None else None,
+                weight=None if plan.setting.main_grad is None else weight,
+            )  # fmt: skip
+            return y, passed, tensors
+
+        with _plain_tensors():
+            if follower is None:
+                y, passed, tensors = run(site)
+            else:
+                y, passed, tensors = follower.forward(run, matrix, weight, bias)
+        ctx.passed, ctx.follower = passed, follower
+        ctx.save_for_backward(*tensors)
+        leading = [*x.shape[:-1]]
+        if leading and site.parallel is not None and x.numel():
+            # Sequence parallelism changes the number of tokens.
+            leading[0] = leading[0] * y.shape[0] // (x.numel() // x.shape[-1])
+        return y.view(*leading, y.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # Autocast may be enabled around backward, and must not change the dtypes of the plan.
+        device = dy.device.type
+        if autocasts(device):
+            with torch.autocast(device, enabled=False):
+                found = gradients(ctx.passed, ctx.saved_tensors, dy, ctx.follower)
+        else:
+            found = gradients(ctx.passed, ctx.saved_tensors, dy, ctx.follower)
+        return *found, None, None, None, None, None, None
+
+
+def gradients(
+    passed: Passed, tensors: Sequence[Tensor | None], dy: Tensor, follower: Follower | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of X, W and the bias; None for those that are not asked for.
+
+    tensors: what the forward pass saved. dy: of Y's shape. follower: follows the pass, or None.
+    """
+    weight = passed.weight
+    dy = dy.reshape(-1, dy.shape[-1])
+    into = None if weight is None else weight.main_grad  # type: ignore[attr-defined]
+
+    def run(site: Site) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        saved = _put_together(passed, tensors)
+        made = Backward(passed.plan, saved, site, passed.call, passed.held).gradients(dy, into)
+        db = None
+        if passed.bias_dtype is not None:
+            # Where dX is not needed, dgrad quantizes no dY, and dY itself is summed.
+            quantized = passed.plan.recipe.bias_gradient == "quantized"
+            summed = made.dy if quantized and made.dy is not None else dy
+            db = _bias_gradient(summed, dy.dtype).to(passed.bias_dtype)
+        return made.dx, made.dw, db
+
+    with _plain_tensors():
+        if follower is None:
+            dx, dw, db = run(passed.site)
+        else:
+            dx, dw, db = follower.backward(run, passed.held, dy, into, tensors)
+    if dw is not None and weight is not None:
+        dw = _added_to_main_grad(weight)
+    return None if dx is None else dx.view(passed.x_shape), dw, db
+
+
+def _plan(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    site: Site,
+    needs: Sequence[bool],
+) -> LinearPlan:
+    """The plan for x [tokens, in], the part of X that this rank holds.
+
+    needs: whether X and W need gradients, in this order.
+    """
+    sharding = site.sharding
+    tokens = x.shape[0] // (sharding.ranks if sharding.tokens == "dy" else 1)
+    main_grad = getattr(weight, "main_grad", None) if site.fuses and needs[1] else None
+    return plan_for(
+        recipe,
+        tokens_of_plan(recipe, tokens),
+        weight.shape,
+        x.dtype,
+        x.device,
+        weight.dtype,
+        sharding,
+        main_grad.dtype if isinstance(main_grad, Tensor) else None,
+        needs[0],
+        needs[1],
+        bias is not None,
+        site.keeps_w,
+        site.packs_x,
+    )
+
+
+def _bias_gradient(dy: Operand, dtype: torch.dtype) -> Tensor:
+    if isinstance(dy, QuantizedTensor):
+        return dy.dequantize(wide(dtype)).sum(0)
+    return dy.to(wide(dtype)).sum(0)
+
+
+def _added_to_main_grad(weight: Tensor) -> Tensor:
+    """Tells Megatron's DistributedDataParallel that dW was already added to main_grad.
+
+    Returns the gradient that autograd still expects: zeros where Megatron reads it
+    (`zero_out_wgrad`), else uninitialized memory that is never read.
+    """
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return unread(weight.shape, weight.dtype, weight.device).detach()  # all share its memory
+
+
+@cache
+def unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialized memory: a gradient that autograd expects and nobody reads."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _taken_apart(
+    saved: Saved, shares_w: bool
+) -> tuple[Parts, tuple[tuple[slice, Build] | None, ...]]:
+    """(tensors, `Passed.builds`) of what the forward pass saved.
+
+    They are for save_for_backward, so that hooks on saved tensors see them. shares_w: whether the
+    calls of a step share W's operand, which is then not among them.
+    """
+    tensors: Parts = []
+    builds: list[tuple[slice, Build] | None] = []
+    for part in (saved.x, None if shares_w else saved.w, saved.weight, saved.residual):
+        if part is None:
+            builds.append(None)
+            continue
+        mine, build = take_apart(part)
+        builds.append((slice(len(tensors), len(tensors) + len(mine)), build))
+        tensors += mine
+    return tensors, tuple(builds)
+
+
+def _put_together(passed: Passed, tensors: Sequence[Tensor | None]) -> Saved:
+    parts: list[Any] = [
+        None if each is None else each[1](*tensors[each[0]]) for each in passed.builds
+    ]
+    x, w, weight, residual = parts
+    return Saved(x, w if passed.shared_w is None else passed.shared_w, weight, residual)

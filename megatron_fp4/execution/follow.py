@@ -1,0 +1,33 @@
+"""Follower: the interface of what records the passes of a linear while they run in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_fp4.execution.call import Site
+from megatron_fp4.execution.weights import HeldWeight
+
+
+class Follower(Protocol):
+    """Runs a pass and records what it does; native/executor.py has one."""
+
+    def forward(
+        self, run: Callable[[Site], Any], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Any:
+        """run(site), which returns Y, a `Passed` and the tensors that are saved, for a site of the
+        follower's. x: [tokens, in]."""
+        ...
+
+    def backward(
+        self,
+        run: Callable[[Site], Any],
+        held: HeldWeight | None,
+        dy: Tensor,
+        main_grad: Tensor | None,
+        saved: Sequence[Tensor | None],
+    ) -> Any:
+        """run(site), which returns the gradients of X, W and the bias. dy: [tokens, out]."""
+        ...

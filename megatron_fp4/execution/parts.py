@@ -1,0 +1,35 @@
+"""Splits operands and residuals into plain tensors, and builds them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megatron_fp4.arithmetic.outliers import Residual
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.operands import Operand
+
+Parts = list[Tensor | None]
+Build = Callable[..., Any]
+
+
+def take_apart(part: Operand | Residual | None) -> tuple[Parts, Build]:
+    """Splits an operand or residual into tensors that save_for_backward can take.
+
+    Returns (tensors, build): build(*tensors) gives the part back. build itself references no
+    tensor, so it keeps none of them alive.
+    """
+    if type(part) is QuantizedTensor:
+        build = partial(QuantizedTensor, quantizer=part.quantizer, shape=part.shape, axis=part.axis)
+        return [part.codes, part.scales, part.tensor_scale], build
+    if isinstance(part, Residual):
+        return [part.values, part.places], partial(Residual, scope=part.scope, shape=part.shape)
+    assert part is None or isinstance(part, Tensor)
+    return [part], _itself
+
+
+def _itself(tensor: Tensor | None) -> Tensor | None:
+    return tensor

@@ -1,0 +1,162 @@
+"""Runs the passes of linears as Programs, in C++, once they have been recorded.
+
+A kind of call is what a pass depends on beside the values of its tensors and words: recipe, shapes,
+dtypes, which gradients are asked for. The first call of a kind runs in Python. From the second on
+it is recorded, forward and backward, and what was recorded is run from then on. Where a recording
+cannot be repeated, that kind stays in Python; `Kind.problem` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.execution.autograd import Linear as PythonLinear
+from megatron_fp4.execution.autograd import Passed, gradients, unread
+from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.weights import HeldWeight
+from megatron_fp4.native.following import Follower, Kind, others, words
+from megatron_fp4.recipe import Recipe
+
+KINDS = 64  # of one linear that are remembered: a router may give an expert ever new numbers
+PLAIN_CALLS = 1  # of a kind, before it is recorded: many a kind has one call alone
+
+
+@dataclass
+class NativeExecutor:
+    """Executes linears; `linear.execute_by` takes it.
+
+    extension: the module in C++. on_cpu: whether it runs linears on a CPU too, whose host time
+    nobody measures; for tests.
+    """
+
+    extension: Any
+    on_cpu: bool = False
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        site: Site,
+        call: Call,
+        held: HeldWeight | None,
+    ) -> Tensor:
+        """Y of `linear.quantized_linear`: in C++ where the kind of this call was recorded, else in
+        Python."""
+        grad, follower = torch.is_grad_enabled(), None
+        if self._may_follow(x, weight, site, call, held):
+            kind = _kind(x, weight, bias, recipe, site, call, held, grad)
+            if kind.problem is None and kind.calls >= PLAIN_CALLS:
+                y = self._in_cpp(kind, x, weight, bias, site, call, held)
+                if y is not None:
+                    return y
+                follower = Follower(self.extension, kind, site, call, held)
+            kind.calls += 1
+        if held is not None:
+            held.to_python()
+        return PythonLinear.apply(x, weight, bias, recipe, site, call, held, grad, follower)  # type: ignore[no-any-return]
+
+    def _may_follow(
+        self, x: Tensor, weight: Tensor, site: Site, call: Call, held: HeldWeight | None
+    ) -> bool:
+        """Whether C++ may run this call, if its kind has been recorded."""
+        if not x.is_cuda:
+            if not self.on_cpu:
+                return False
+        elif torch._C._cuda_isCurrentStreamCapturing():
+            return False
+        if call.key.step.__class__ is not int or call.microbatch.__class__ is not int:
+            return False  # tensors that a CUDA graph reads
+        makes_w = held is None or not held.has("fprop")
+        if site.watch is not None and site.watch.looks(makes_w):
+            return False
+        if site.observe is not None and (site.tallies is None or site.tallies.native is None):
+            return False
+        if torch._C._len_torch_dispatch_stack():
+            return False
+        return x.is_contiguous() and weight.is_contiguous()
+
+    def _in_cpp(
+        self,
+        kind: Kind,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        site: Site,
+        call: Call,
+        held: HeldWeight | None,
+    ) -> Tensor | None:
+        """Y by a Program, or None where none takes this call."""
+        template = kind.passed
+        if template is None:
+            return None
+        native = None
+        if held is not None:
+            if held.native is None:
+                held.native = self.extension.Held()
+            native = held.native
+            held.to_cpp()
+            held.rebuilds.update(kind.rebuilds)
+        parameter = weight if kind.adds else None
+        passed = replace(template, call=call, held=held, weight=parameter)
+        made = self.extension.Call(
+            kind.passes,
+            words(call),
+            others(site, call),
+            native,
+            None if site.tallies is None else site.tallies.native,
+            parameter,
+            unread(weight.shape, weight.dtype, weight.device) if kind.adds else None,
+            partial(self._backward, kind, passed),
+        )
+        return self.extension.linear(x, weight, bias, made)  # type: ignore[no-any-return]
+
+    def _backward(
+        self, kind: Kind, passed: Passed, saved: Sequence[Tensor | None], dy: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of a call that no Program takes, in Python."""
+        held, follower = passed.held, None
+        if held is not None:
+            held.to_python()
+            if passed.plan.saves_w == "operand":
+                passed = replace(passed, shared_w=held.made["fprop"].operand)
+        if kind.problem is None and dy.is_contiguous():
+            follower = Follower(self.extension, kind, passed.site, passed.call, held)
+        return gradients(passed, saved, dy, follower)
+
+
+def _kind(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    site: Site,
+    call: Call,
+    held: HeldWeight | None,
+    grad: bool,
+) -> Kind:
+    """The kind of this call, among those of its site."""
+    device, stream = x.device, 0
+    if device.type == "cuda":
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+    key = (
+        id(recipe), x.shape, x.dtype, weight.shape, weight.dtype, device, stream,
+        grad and x.requires_grad, grad and weight.requires_grad,
+        None if bias is None else grad and bias.requires_grad,
+        site.fuses and hasattr(weight, "main_grad"), call.repeat, call.rows is None, held is None,
+    )  # fmt: skip
+    kinds = site.kinds
+    found = kinds.get(key)
+    if found is None:
+        if len(kinds) >= KINDS:
+            del kinds[next(iter(kinds))]
+        found = kinds[key] = Kind(recipe)
+    return found  # type: ignore[no-any-return]

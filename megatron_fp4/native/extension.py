@@ -1,0 +1,82 @@
+"""Builds and loads the extension in C++ that runs Programs.
+
+It needs a C++ compiler and ninja, but no CUDA toolkit. The first process of a host builds it, which
+takes about a minute, into torch's folder of extensions (TORCH_EXTENSIONS_DIR); others wait, and
+later launches load it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fp4.linear import execute_by
+
+SOURCES = Path(__file__).parent / "csrc"
+FLAGS = ["-O2", "-fvisibility=hidden"]
+
+
+class CannotBuild(Exception):
+    """The extension cannot be built or loaded. str() is the reason, in one line."""
+
+
+@cache
+def load() -> Any:
+    """The extension, which is built if this host has not built it for this torch and these sources.
+
+    Raises CannotBuild.
+    """
+    from torch.utils import cpp_extension  # imports setuptools
+
+    name = f"megatron_fp4_native_{_version()}"
+    folder = Path(cpp_extension._get_build_directory(name, verbose=False))
+    with _alone(folder):
+        if not (folder / f"{name}.so").exists():
+            sys.stderr.write("megatron-fp4: builds its executor in C++, once, in about a minute\n")
+        (folder / "lock").unlink(missing_ok=True)  # of a process that was killed
+        try:
+            return cpp_extension.load(
+                name,
+                [str(path) for path in sorted(SOURCES.glob("*.cpp"))],
+                extra_cflags=FLAGS,
+                build_directory=str(folder),
+                with_cuda=False,
+            )
+        except (RuntimeError, OSError, ImportError) as error:
+            raise CannotBuild(str(error).strip().splitlines()[0]) from error
+
+
+def start() -> Any:
+    """Makes all linears of this process run in C++ where they can; returns the extension.
+
+    Raises CannotBuild.
+    """
+    from megatron_fp4.native.executor import NativeExecutor  # imports Triton
+
+    execute_by(NativeExecutor(load()))
+    return load()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """The context in which no other process of this host builds in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "alone").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # ends with the process that holds it
+        yield
+
+
+def _version() -> str:
+    """Differs for other sources, flags and versions of torch."""
+    digest = hashlib.sha256(f"{torch.__version__} {FLAGS}".encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]

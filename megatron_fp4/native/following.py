@@ -1,0 +1,181 @@
+"""Records the passes of a kind of call, and makes Programs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_fp4.execution.autograd import Passed
+from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.parts import Parts
+from megatron_fp4.execution.weights import HeldWeight
+from megatron_fp4.makers import PYTORCH
+from megatron_fp4.native.lowering import CannotLower, Outcome, lower
+from megatron_fp4.native.recorder import following
+from megatron_fp4.plan.data import LinearPlan
+from megatron_fp4.recipe import Recipe
+
+Words = tuple[int, int, int, int]
+
+
+@dataclass
+class Kind:
+    """The calls of one linear that run the same passes.
+
+    recipe: kept, so that its id stays its own. calls: how many ran in Python.
+    passes: forward and backward, each first as it makes W's operands and then as it reads held
+        ones; None: not recorded yet.
+    passed: of the call that was recorded, without what differs between calls. adds: whether dW is
+        added to main_grad. rebuilds: see `HeldWeight.rebuilds`.
+    problem: why its calls run in Python; None if they need not.
+    """
+
+    recipe: Recipe
+    calls: int = 0
+    passes: list[Any] = field(default_factory=lambda: [None] * 4)
+    passed: Passed | None = None
+    adds: bool = False
+    rebuilds: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+    _owners: list[Any] = field(default_factory=list)  # of memory that Programs point to
+
+    def add(self, place: int, made: Any, owners: list[Any]) -> None:
+        """Adds a pass. owners: of memory that its Program points to."""
+        self.passes[place] = made
+        self._owners += owners
+
+
+class Follower:
+    """Records the passes of one call, which runs in Python; see `execution.follow.Follower`."""
+
+    def __init__(
+        self, extension: Any, kind: Kind, site: Site, call: Call, held: HeldWeight | None
+    ) -> None:
+        self._extension, self._kind = extension, kind
+        self._site, self._call, self._held = site, call, held
+
+    def forward(
+        self, run: Callable[[Site], Any], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Any:
+        held = self._held
+        reads = held is not None and held.has("fprop")
+
+        def outcome(found: tuple[Tensor, Passed, Parts]) -> Outcome:
+            y, passed, saved = found
+            if (problem := refusal(passed.plan)) is not None:
+                raise CannotLower(problem)
+            self._kind.passed = replace(passed, call=Call(), held=None, shared_w=None, weight=None)
+            self._kind.adds = passed.weight is not None
+            return Outcome([y], saved, [] if reads else self._taken("fprop"))
+
+        inputs = [x, weight, bias, *others(self._site, self._call), *self._given("fprop", reads)]
+        return self._followed(int(reads), run, inputs, outcome)
+
+    def backward(
+        self,
+        run: Callable[[Site], Any],
+        held: HeldWeight | None,
+        dy: Tensor,
+        main_grad: Tensor | None,
+        saved: Sequence[Tensor | None],
+    ) -> Any:
+        reads = held is not None and held.has("dgrad")
+
+        def outcome(found: tuple[Tensor | None, ...]) -> Outcome:
+            dx, dw, db = found
+            own = [dx, dw if main_grad is None else None, db]
+            return Outcome(own, [], [] if reads else self._taken("dgrad"))
+
+        inputs = [
+            dy, main_grad, *saved, *others(self._site, self._call),
+            *self._given("fprop", held is not None), *self._given("dgrad", reads),
+        ]  # fmt: skip
+        return self._followed(2 + reads, run, inputs, outcome)
+
+    def _followed(
+        self,
+        place: int,
+        run: Callable[[Site], Any],
+        inputs: Sequence[Tensor | None],
+        outcome: Callable[[Any], Outcome],
+    ) -> Any:
+        """Runs a pass, and records it unless its kind has such a pass."""
+        kind, site = self._kind, self._site
+        if kind.problem is not None or kind.passes[place] is not None:
+            return run(site)
+        labels: list[int] = []
+        tallies: list[Tensor] = []
+
+        def observe(gemm: str, letter: str, tally: Tensor) -> None:
+            assert site.observe is not None and site.tallies is not None
+            with _disable_current_modes():  # what the observer runs is none of the pass
+                site.observe(gemm, letter, tally)
+            labels.append(site.tallies.label(site.name, gemm, letter))
+            tallies.append(tally)
+
+        followed = site if site.observe is None else replace(site, observe=observe)
+        reads = [
+            each
+            for placement in site.placements.values()
+            for each in (placement.rows, placement.groups)
+            if each is not None
+        ]
+        with following(inputs, reads) as recording:
+            found = run(followed)
+        try:
+            results = outcome(found)
+            lowered = lower(
+                self._extension, recording, replace(results, tallies=tallies), words(self._call)
+            )
+        except CannotLower as error:
+            kind.problem = str(error)
+            return found
+        made = self._extension.Pass(lowered.program, len(results.saved), len(results.held), labels)
+        kind.add(place, made, lowered.owners)
+        return found
+
+    def _given(self, gemm: str, reads: bool) -> list[Tensor]:
+        """The tensors of a held operand, if the pass reads it and it was made."""
+        held = self._held
+        return held.tensors(gemm) if reads and held is not None and gemm in held.made else []
+
+    def _taken(self, gemm: str) -> list[Tensor]:
+        """The tensors of an operand of W that the pass has made, if it is held."""
+        held = self._held
+        if held is None or gemm not in held.made:
+            return []
+        self._kind.rebuilds[gemm] = held.rebuild(gemm)
+        return held.tensors(gemm)
+
+
+def words(call: Call) -> Words:
+    """The numbers that differ between calls, in the order of `recording.WORDS`."""
+    draw = int(call.microbatch) & 0xFFFFFFFF
+    return *call.key.signed_words, draw - (draw >> 31 << 32)
+
+
+def others(site: Site, call: Call) -> list[Tensor]:
+    """The tensors that both passes read beside those of the linear."""
+    return [each for each in (call.rows, site.average) if each is not None]
+
+
+def refusal(plan: LinearPlan) -> str | None:
+    """Why the passes of a plan cannot be recorded; None if they can.
+
+    What PyTorch draws from the step and the microbatch would be a constant of the recording.
+    """
+    for making in plan.makings:
+        for operand in making.operands:
+            quantizer, hadamard = operand.quantizer, operand.hadamard
+            draws = quantizer is not None and quantizer.stochastic
+            draws |= hadamard is not None and hadamard.signs == "random"
+            if draws and making.maker is PYTORCH:
+                return f"PyTorch draws the random bits of {operand.letter} in {operand.gemm}"
+            fprop = plan.fprop.b if operand.letter == "w" else plan.fprop.a
+            if operand.source == "decoded" and fprop.hadamard is not None:
+                return "PyTorch draws the random signs of fprop"
+    return None

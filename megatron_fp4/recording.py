@@ -1,0 +1,71 @@
+"""Who records what a pass of a linear runs, where somebody does.
+
+Kernels, products and collectives tell the recorder of their thread what they launch;
+native/recorder.py is one. Operators of PyTorch need not: a recorder sees them by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+# What an int32 argument of a kernel is, where it differs between the calls of a linear: the low
+# word of the step, the words of the seed, and the microbatch of a Hadamard transform's signs.
+WORDS = STEP, SEED_LOW, SEED_HIGH, DRAW = "step", "seed low", "seed high", "draw"
+
+
+class Recorder(Protocol):
+    """Notes what is launched, in order."""
+
+    def launched(self, launch: Any, arguments: Sequence[Any]) -> None:
+        """`launch` (a `kernels.launch.Launch`) was called with these arguments: tensors, addresses,
+        integers and None."""
+        ...
+
+    def multiplied(self, product: Any) -> None:
+        """cuBLASLt ran `product` (a `kernels.cublaslt.Call`)."""
+        ...
+
+    def started(self) -> int:
+        """The operator that was called last has started a collective. Returns a number for it."""
+        ...
+
+    def waited(self, collective: int) -> None:
+        """That collective was waited for."""
+        ...
+
+    def read(self, tensor: Tensor) -> None:
+        """`tensor` was made before and stays as it is: the pass reads it in each of its calls."""
+        ...
+
+    def refuse(self, reason: str) -> None:
+        """The pass did something that cannot be recorded. reason: in a few words."""
+        ...
+
+
+class _Current(threading.local):
+    recorder: Recorder | None = None
+
+
+current = _Current()
+
+
+def told[T: Tensor](tensor: T) -> T:
+    """`tensor`, of which the recorder is told that it stays as it is, if there is a recorder."""
+    if current.recorder is not None:
+        current.recorder.read(tensor)
+    return tensor
+
+
+@contextmanager
+def recorded_by(recorder: Recorder) -> Iterator[None]:
+    """The context of a pass that `recorder` follows."""
+    before, current.recorder = current.recorder, recorder
+    try:
+        yield
+    finally:
+        current.recorder = before
