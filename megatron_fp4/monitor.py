@@ -84,8 +84,8 @@ class NonFiniteMonitor:
         self._totals: Tensor | None = None  # of operands in CUDA graphs, int64 [operands, 2]
         self._rows: dict[Label, Tensor] = {}  # each operand's row of the totals
         self._verdict: _Verdict | None = None
-        self.native: Any = None  # collects tallies of passes that run in C++; see `_take_native`
-        self._known: list[Label] = []  # by the numbers that `native` knows
+        self.from_cpp: Any = None  # collects the tallies of passes in C++
+        self._known: list[Label] = []  # by the numbers that `from_cpp` knows
         self.rounding: Rounding | None = None  # of the last step that was read; None: no rounding
 
     def observe(self, module: str, gemm: str, operand: str, tally: Tensor) -> None:
@@ -94,14 +94,14 @@ class NonFiniteMonitor:
         tally: int32 [2], how many elements were rounded and how many blocks are NaN. It is read
         only after the step has ended.
         """
-        self._take_native()
+        self._take_from_cpp()
         self._labels.append((module, gemm, operand))
         self._tallies.append(tally)
         if len(self._tallies) == _FOLD:
             self._fold()
 
     def label(self, module: str, gemm: str, operand: str) -> int:
-        """A number for an operand, by which `native` knows it."""
+        """A number for an operand, by which `from_cpp` knows it."""
         self._known.append((module, gemm, operand))
         return len(self._known) - 1
 
@@ -137,7 +137,7 @@ class NonFiniteMonitor:
 
     def drop(self) -> None:
         """Forgets the tallies of the current step."""
-        self._take_native()
+        self._take_from_cpp()
         self._labels, self._tallies, self._folded = [], [], []
         if self._totals is not None:
             self._totals.zero_()
@@ -154,11 +154,11 @@ class NonFiniteMonitor:
         self.rounding = self.rounding or rounding
         return seen or last
 
-    def _take_native(self) -> None:
+    def _take_from_cpp(self) -> None:
         """Adds the tallies that passes in C++ have collected, after those that came before them."""
-        if self.native is None:
+        if self.from_cpp is None:
             return
-        labels, tallies = self.native.take()
+        labels, tallies = self.from_cpp.take()
         if labels:
             self._fold()
             self._labels += [self._known[label] for label in labels]
@@ -171,7 +171,7 @@ class NonFiniteMonitor:
 
     def _close(self) -> None:
         """Start the copy of the step's tallies to the host."""
-        self._take_native()
+        self._take_from_cpp()
         self._fold()
         if self._totals is not None and self._rows:
             self._folded.append(self._totals[: len(self._rows)].clone())

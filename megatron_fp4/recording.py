@@ -1,7 +1,7 @@
 """Who records what a pass of a linear runs, where somebody does.
 
 Kernels, products and collectives tell the recorder of their thread what they launch;
-native/recorder.py is one. Operators of PyTorch need not: a recorder sees them by itself.
+cpp/recorder.py is one. Operators of PyTorch need not: a recorder sees them by itself.
 """
 
 from __future__ import annotations

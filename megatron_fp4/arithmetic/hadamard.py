@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import widen
 from megatron_fp4.errors import ConfigError, check_choices
+from megatron_fp4.recording import told
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,16 @@ class Hadamard:
             raise ConfigError(f"hadamard group {self.group} is not a power of two, 2 or more")
 
 
-@cache
 def hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The Hadamard matrix [size, size] in natural (Sylvester) order, with entries +1 and -1.
 
     size: a power of two.
     """
+    return told(_hadamard_matrix(size, dtype, device))
+
+
+@cache
+def _hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     h = torch.ones(1, 1, dtype=dtype, device=device)
     while h.shape[0] < size:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))

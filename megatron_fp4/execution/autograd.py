@@ -74,8 +74,8 @@ class Linear(torch.autograd.Function):
         matrix = x.reshape(-1, x.shape[-1])
         plan = _plan(matrix, weight, bias, recipe, site, needs)
 
-        def run(site: Site) -> tuple[Tensor, Passed, Parts]:
-            y, saved = forward(plan, matrix, weight, bias, site, call, held)
+        def run(followed: Site) -> tuple[Tensor, Passed, Parts]:
+            y, saved = forward(plan, matrix, weight, bias, followed, call, held)
             shares_w = held is not None and plan.saves_w == "operand"
             tensors, builds = _taken_apart(saved, shares_w) if differentiates else ([], ())
             passed = Passed(
@@ -210,15 +210,17 @@ def _taken_apart(
     calls of a step share W's operand, which is then not among them.
     """
     tensors: Parts = []
-    builds: list[tuple[slice, Build] | None] = []
+    builds: tuple[tuple[slice, Build] | None, ...] = ()
+    end = 0
     for part in (saved.x, None if shares_w else saved.w, saved.weight, saved.residual):
         if part is None:
-            builds.append(None)
+            builds += (None,)
             continue
         mine, build = take_apart(part)
-        builds.append((slice(len(tensors), len(tensors) + len(mine)), build))
+        start, end = end, end + len(mine)
+        builds += ((slice(start, end), build),)
         tensors += mine
-    return tensors, tuple(builds)
+    return tensors, builds
 
 
 def _put_together(passed: Passed, tensors: Sequence[Tensor | None]) -> Saved:

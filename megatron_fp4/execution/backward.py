@@ -125,7 +125,7 @@ class Backward:
                     self._folds[plan.dgrad.a] = fold
             else:
                 self._take_source(plan.dgrad, self.saved.w, plan.fprop.b)
-        if plan.wgrad is not None and any(plan.wgrad.b in m.operands for m in makings):
+        if plan.wgrad is not None and plan.makes_x_at_start:
             assert self.saved.x is not None
             self._take_source(plan.wgrad, self.saved.x, plan.fprop.a)
         self._make(makings)

@@ -49,13 +49,13 @@ class Call(NamedTuple):
 class Tallies(Protocol):
     """Takes tallies from C++; see `Site.tallies`.
 
-    native: an object of the extension in C++ that collects them; None if there is no extension.
+    from_cpp: an object of the extension in C++ that collects them; None if there is no extension.
     """
 
-    native: Any
+    from_cpp: Any
 
     def label(self, module: str, gemm: str, operand: str) -> int:
-        """A number for an operand of a linear, by which `native` knows it."""
+        """A number for an operand of a linear, by which `from_cpp` knows it."""
         ...
 
 
@@ -103,7 +103,7 @@ class Site:
     tallies: where passes that run in C++ add tallies, in place of calls of `observe`; None: where
         there is `observe`, passes run in Python.
     watch: sees each operand when it was made and when it is multiplied; None: nobody looks.
-    kinds: what native/executor.py knows of the calls of this linear.
+    kinds: what cpp/executor.py knows of the calls of this linear.
     """
 
     name: str = "linear"

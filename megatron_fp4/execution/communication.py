@@ -12,6 +12,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fp4.arithmetic.outliers import Residual
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, QuantizedTensor
@@ -155,7 +156,8 @@ def _started(work: dist.Work) -> Callable[[], None]:
     collective = recorder.started()
 
     def wait() -> None:
-        work.wait()
+        with _disable_current_modes():  # gloo copies, which is the collective's own business
+            work.wait()
         recorder.waited(collective)
 
     return wait

@@ -24,7 +24,7 @@ class HeldWeight:
     folds: the row scales by which dY is multiplied before it is quantized for it; None: none.
     forms: the operands in the form that the multiplier reads, where the plan holds that
         (`GemmPlan.holds_form`).
-    native: the same operands as tensors, for the passes that run in C++ (native/executor.py): those
+    in_cpp: the same operands as tensors, for the passes that run in C++ (cpp/executor.py): those
         that they read, and those that they made; None before the first. rebuilds: what adds the
         latter here, by GEMM; see `rebuild`.
     """
@@ -32,7 +32,7 @@ class HeldWeight:
     made: dict[str, Made] = field(default_factory=dict)
     folds: dict[str, Tensor | None] = field(default_factory=dict)
     forms: dict[str, Form] = field(default_factory=dict)
-    native: Any = None
+    in_cpp: Any = None
     rebuilds: dict[str, Callable[[HeldWeight, Sequence[Tensor]], None]] = field(
         default_factory=dict
     )
@@ -40,18 +40,18 @@ class HeldWeight:
     def has(self, gemm: str) -> bool:
         """Whether the operand of a GEMM has been made, in Python or in C++."""
         made = gemm in self.made
-        return made or (self.native is not None and getattr(self.native, gemm) is not None)
+        return made or (self.in_cpp is not None and getattr(self.in_cpp, gemm) is not None)
 
     def to_cpp(self) -> None:
-        """Adds to `native` what Python has made."""
+        """Adds to `in_cpp` what Python has made."""
         for gemm in self.made:
-            if getattr(self.native, gemm) is None:
-                setattr(self.native, gemm, self.tensors(gemm))
+            if getattr(self.in_cpp, gemm) is None:
+                setattr(self.in_cpp, gemm, self.tensors(gemm))
 
     def to_python(self) -> None:
         """Adds to `made`, `folds` and `forms` what programs have made."""
         for gemm in GEMMS:
-            tensors = None if self.native is None else getattr(self.native, gemm)
+            tensors = None if self.in_cpp is None else getattr(self.in_cpp, gemm)
             if tensors is not None and gemm not in self.made:
                 self.rebuilds[gemm](self, tensors)
 

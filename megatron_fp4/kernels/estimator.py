@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.estimators import DGE
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
-from megatron_fp4.kernels.launch import kernel, on, run, tiles
+from megatron_fp4.kernels.launch import Launch, kernel, planned, tiles
 
 TILE, WARPS = 2048, 4
 
@@ -46,19 +46,19 @@ def factor_kernel(
     weight_ptr,
     gamma_ptr,
     n_columns,
-    power,
-    share,
-    clip,
+    POWER: tl.constexpr,
+    SHARE: tl.constexpr,
+    CLIP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Multiplies dw in place by min(share |u|^power, clip).
+    """Multiplies dw in place by min(SHARE |u|^POWER, CLIP).
 
     u in [-1, 1] is the position of the scaled weight between its neighbours on the E2M1 grid.
 
     dw_ptr: float32 [rows, n_columns].
     weight_ptr: the bits of BF16 [rows, n_columns], int16.
     gamma_ptr: float32 [rows], which multiplies the weights.
-    power, share, clip: 1/k - 1, 1/k, and the upper bound of the factor, of the estimator.
+    POWER, SHARE, CLIP: 1/k - 1, 1/k, and the upper bound of the factor, of the estimator.
     TILE: columns of a program, which has one row.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -66,7 +66,7 @@ def factor_kernel(
     there = at < n_columns
     bits = tl.load(weight_ptr + row * n_columns + at, mask=there, other=0).to(tl.int32)  # of BF16
     x = tl.abs((bits << 16).to(tl.float32, bitcast=True) * tl.load(gamma_ptr + row))
-    factor = _factor(x, power, share, clip)
+    factor = _factor(x, POWER, SHARE, CLIP)
     places = dw_ptr + row * n_columns + at
     tl.store(places, tl.load(places, mask=there) * factor, mask=there)
 
@@ -79,21 +79,14 @@ def scale(estimator: DGE, dw: Tensor, w: QuantizedTensor, weight: Tensor) -> Ten
     weight: BF16 [out, in], from which `w` was made.
     """
     rows, columns = dw.shape
-    weight = weight.contiguous()
-    with on(dw):
-        run(
-            factor_kernel,
-            (rows, tiles(columns, TILE)),
-            [
-                dw,
-                weight.view(torch.int16),
-                w.scales,
-                columns,
-                1 / estimator.k - 1,
-                1 / estimator.k,
-                estimator.clip,
-            ],
-            TILE=TILE,
-            num_warps=WARPS,
-        )
+    _launch(rows, columns, estimator)(dw.device, dw, weight.contiguous(), w.scales, columns)
     return dw
+
+
+@planned
+def _launch(rows: int, columns: int, estimator: DGE) -> Launch:
+    constants = dict(
+        POWER=1 / estimator.k - 1, SHARE=1 / estimator.k, CLIP=estimator.clip, TILE=TILE
+    )
+    types = torch.float32, torch.int16, torch.float32, columns
+    return Launch(factor_kernel, (rows, tiles(columns, TILE)), types, constants, num_warps=WARPS)

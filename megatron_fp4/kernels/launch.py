@@ -110,12 +110,13 @@ def kept(
     """
     device = like.device
     if device.type != "cuda":
-        return told(_kept(make, arguments, device, 0))
-    if torch._C._cuda_isCurrentStreamCapturing():
+        stream = 0
+    elif torch._C._cuda_isCurrentStreamCapturing():
         return make(*arguments, device=device)
-    if stream is None:
+    elif stream is None:
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-    return told(_kept(make, arguments, device, stream))
+    tensor = _kept(make, arguments, device, stream)
+    return tensor if current.recorder is None else told(tensor)
 
 
 @lru_cache(256)
@@ -174,20 +175,18 @@ class Launch:
         arguments: tensors and integers in the order of `types`, without the tuples. A pointer may
         also be given as an `address`, or as None if the kernel does not read it.
         """
-        if current.recorder is not None:
-            current.recorder.launched(self, arguments)
         if INTERPRETED:
+            if current.recorder is not None:
+                current.recorder.launched(self, arguments)
             self._interpret(arguments)
             return
         device, index = torch._C._cuda_getDevice(), where.index
         if index is not None and index != device:
             with torch.cuda.device(index):
-                self._start(arguments, index)
+                self(where, *arguments)
             return
-        self._start(arguments, device)
-
-    def _start(self, arguments: Sequence[Any], device: int) -> None:
-        """Launches the kernel on the current GPU, which is `device`."""
+        if current.recorder is not None:
+            current.recorder.launched(self, arguments)
         places, given = 0, [*arguments]
         for i in self._pointers:
             each = given[i]

@@ -12,6 +12,7 @@ running count.
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.outliers import OutlierClamp, Residual, index_dtype, ranks
 from megatron_fp4.kernels.encode import bf16_bits
-from megatron_fp4.kernels.launch import kernel, on, run
+from megatron_fp4.kernels.launch import Launch, kernel, planned
 
 WIDEST = torch.iinfo(torch.int16).max  # the most features, since two counts share a word
 PER_WARP = 1024  # elements: 32 for each thread
@@ -78,10 +79,10 @@ def _next(keys, key, count, rank):
 def _between(first, second, weight):
     """A quantile, float32: first + weight (second - first) in float64, of the values of two keys.
 
-    weight: the bits of a float64, as an integer, since Triton would round a float to float32.
+    weight: the bits of a float64, as an integer; see Quantile.
     """
     a, b = _number_of(first), _number_of(second)
-    return (a + (b - a) * weight.to(tl.int64).to(tl.float64, bitcast=True)).to(tl.float32)
+    return (a + (b - a) * tl.full([], weight, tl.int64).to(tl.float64, bitcast=True)).to(tl.float32)
 
 
 @triton.jit
@@ -121,24 +122,27 @@ def _first(at, taken):
     return tl.sum(tl.where(at == 0, taken.to(tl.int32), 0), 0)
 
 
-_QUANTILES = ["low_below", "low_above", "low_weight", "high_below", "high_above", "high_weight"]
+class Quantile(NamedTuple):
+    """A quantile lies between the elements with the ranks BELOW and ABOVE, a fraction of the way
+    from the first to the second (`outliers.ranks`). WEIGHT: the bits of this fraction in float64,
+    as an integer, since Triton would round a float to float32."""
+
+    BELOW: int
+    ABOVE: int
+    WEIGHT: int
 
 
 # docs/numerics.md rounds the product in a quantile before the sum.
-@kernel(fp_fusion=False, do_not_specialize=[*_QUANTILES, "n_slots"])
+@kernel(fp_fusion=False)
 def split_kernel(
     x_ptr,
     clamped_ptr,
     values_ptr,
     places_ptr,
-    low_below,
-    low_above,
-    low_weight,
-    high_below,
-    high_above,
-    high_weight,
     n_slots,
     n_features,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
     FEATURES: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -147,10 +151,7 @@ def split_kernel(
     x_ptr, clamped_ptr: BF16 bits, int16 [rows, n_features].
     values_ptr: BF16 bits, int16 [rows, n_slots], x minus clamped x for the changed elements.
     places_ptr: int16 [rows, n_slots], the indices of these elements in the row, ascending.
-    low_below, low_above, low_weight: the lower quantile lies between the elements with these two
-        ranks, this fraction of the way from the first to the second (`outliers.ranks`); the
-        fraction is the bits of a float64.
-    high_below, high_above, high_weight: the upper quantile.
+    LOW, HIGH: the lower and the upper Quantile.
     FEATURES, SLOTS: n_features and n_slots, rounded up to powers of two.
 
     Unused slots repeat the difference of the row's first element, with the index 0. A row with a
@@ -170,11 +171,11 @@ def split_kernel(
     for i in range(16):
         bit = 0x8000 >> i
         count = _counted(keys < (low | bit), keys < (high | bit))
-        low = tl.where((count & 0xFFFF) <= low_below, low | bit, low)
-        high = tl.where((count >> 16) <= high_below, high | bit, high)
+        low = tl.where((count & 0xFFFF) <= LOW.BELOW, low | bit, low)
+        high = tl.where((count >> 16) <= HIGH.BELOW, high | bit, high)
     count = _counted(keys <= low, keys <= high)
-    low = _between(low, _next(keys, low, count & 0xFFFF, low_above), low_weight)
-    high = _between(high, _next(keys, high, count >> 16, high_above), high_weight)
+    low = _between(low, _next(keys, low, count & 0xFFFF, LOW.ABOVE), LOW.WEIGHT)
+    high = _between(high, _next(keys, high, count >> 16, HIGH.ABOVE), HIGH.WEIGHT)
     invalid = (low != low) | (high != high)
     clamped = _clamped(bits, low, high, invalid)
     tl.store(clamped_ptr + at, clamped.to(tl.int16), mask=there)
@@ -204,28 +205,7 @@ def split(x: Tensor, clamp: OutlierClamp) -> tuple[Tensor, Residual]:
     slots = 2 * clamp.kept(features)
     clamped, values = torch.empty_like(x), x.new_empty(tokens, slots)
     places = x.new_empty(tokens, slots, dtype=index_dtype(features))
-    low, high = ranks(1 - clamp.alpha, features), ranks(clamp.alpha, features)
-    block = triton.next_power_of_2(features)
-    with on(x):
-        run(
-            split_kernel,
-            (tokens,),
-            [
-                x.view(torch.int16),
-                clamped.view(torch.int16),
-                values.view(torch.int16),
-                places,
-                *low[:2],
-                _float64_bits(low[2]),
-                *high[:2],
-                _float64_bits(high[2]),
-                slots,
-                features,
-            ],
-            FEATURES=block,
-            SLOTS=triton.next_power_of_2(slots),
-            num_warps=warps(block),
-        )
+    _launch(tokens, features, clamp)(x.device, x, clamped, values, places, slots, features)
     return clamped, Residual(values, places, "token", x.shape)
 
 
@@ -234,6 +214,24 @@ def warps(block: int) -> int:
     return min(max(block // PER_WARP, 1), 16)
 
 
-def _float64_bits(x: float) -> int:
+@planned
+def _launch(tokens: int, features: int, clamp: OutlierClamp) -> Launch:
+    slots, block = 2 * clamp.kept(features), triton.next_power_of_2(features)
+    constants = dict(
+        LOW=_quantile(1 - clamp.alpha, features),
+        HIGH=_quantile(clamp.alpha, features),
+        FEATURES=block,
+        SLOTS=triton.next_power_of_2(slots),
+    )
+    types = *(torch.int16,) * 4, slots, features
+    return Launch(split_kernel, (tokens,), types, constants, num_warps=warps(block))
+
+
+def _quantile(q: float, features: int) -> Quantile:
+    below, above, weight = ranks(q, features)
+    return Quantile(below, above, _bits(weight))
+
+
+def _bits(x: float) -> int:
     """The bits of x as a float64, as a signed integer."""
     return int(struct.unpack("<q", struct.pack("<d", x))[0])

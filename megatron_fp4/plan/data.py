@@ -154,6 +154,11 @@ class LinearPlan:
     shows_packed_x: bool
     estimate: Callable[[Tensor, QuantizedTensor, Tensor], Tensor] | None
 
+    @cached_property
+    def makes_x_at_start(self) -> bool:
+        """Whether wgrad's operand of X is made at the start of the backward pass."""
+        return self.wgrad is not None and any(self.wgrad.b in m.operands for m in self.backward)
+
     @property
     def gemms(self) -> tuple[GemmPlan, ...]:
         """The GEMMs that run, in the order fprop, dgrad, wgrad."""

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_fp4.cpp import lowering
 from megatron_fp4.kernels import carrier, cublaslt, launch, quantize
 from megatron_fp4.kernels.launch import NUMBERS, Launch, _like
-from megatron_fp4.native import lowering
 from megatron_fp4.plan import cache as plan_cache
 from megatron_fp4.target import Target
 

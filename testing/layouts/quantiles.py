@@ -9,17 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.outliers import Residual
+from megatron_fp4.execution import autograd
 from testing.layouts.recorder import EXPERT
 from testing.patching import patched
 
-linear = import_module("megatron_fp4.linear")  # the package has a function of that name
 ROW_PARALLEL = ("linear_proj", "linear_fc2")  # whose X is sharded along its features
 Split = Callable[[Tensor], tuple[Tensor, Residual]]
 
@@ -30,7 +29,7 @@ def quantiles_of_parts(dense: int, experts: int) -> Iterator[None]:
 
     dense: the number of parts in a row-parallel linear. experts: in one of an expert.
     """
-    forward = linear.forward
+    forward = autograd.forward
 
     def with_parts(plan: Any, x: Tensor, weight: Tensor, bias: Any, site: Any, *rest: Any) -> Any:
         sharded = site.name.rsplit(".", 1)[-1] in ROW_PARALLEL
@@ -39,7 +38,7 @@ def quantiles_of_parts(dense: int, experts: int) -> Iterator[None]:
             plan = replace(plan, split=partial(_of_parts, plan.split, count))
         return forward(plan, x, weight, bias, site, *rest)
 
-    with patched(linear, "forward", with_parts):
+    with patched(autograd, "forward", with_parts):
         yield
 
 

@@ -85,6 +85,7 @@ class Training:
             first_last_layers_bf16=False,
             fp4_weight_cache="packed",
             fp4_saved_x="packed",
+            fp4_executor="auto",
             fp4_wgrad_fusion=True,
             accumulate_allreduce_grads_in_fp32=True,
         )

@@ -69,8 +69,8 @@ def overlaps(log: Log) -> bool:
 
 def sums_beside_wgrad(log: Log) -> bool:
     """Whether dX is all-reduced while wgrad runs, without sequence parallelism."""
-    (dgrad, wgrad), arrival = products(log), log.index(f"wait {SUM}")
-    return log.index(SUM, dgrad) < wgrad < arrival
+    dgrad, wgrad = products(log)  # before them ranks may agree on scales
+    return log.index(SUM, dgrad) < wgrad < log.index(f"wait {SUM}", dgrad)
 
 
 def products(log: Log) -> list[int]:

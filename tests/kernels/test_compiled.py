@@ -5,20 +5,18 @@ from typing import Any
 
 import pytest
 
+from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer
-from megatron_fp4.kernels import blocks, carrier, rows
-from megatron_fp4.kernels.estimator import factor_kernel
+from megatron_fp4.kernels import blocks, carrier, estimator, outliers, rows
 from megatron_fp4.kernels.fp8 import FORMATS
-from megatron_fp4.kernels.outliers import split_kernel, warps
 from megatron_fp4.kernels.quantize import _transform_launch
 from testing.kernels.compiling import (
     E4M3,
     E5M2,
     VARIANTS,
     carry_launch,
-    compiled,
     compiled_launch,
-    pointers,
     quantize_launch,
     registers,
     sass,
@@ -165,9 +163,8 @@ def test_casts_with_scales_in_small_floats_compile(
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_the_estimator_compiles(capability: int) -> None:
-    types = {"dw_ptr": "*fp32", "weight_ptr": "*i16", "gamma_ptr": "*fp32", "power": "fp32"}
-    types |= {"share": "fp32", "clip": "fp32"}
-    assert "ex2.approx" in compiled(factor_kernel, types, capability, {"TILE": 2048})["ptx"]
+    start = estimator._launch(64, 4096, DGE())
+    assert "ex2.approx" in compiled_launch(start, capability)["ptx"]
 
 
 @pytest.mark.parametrize("capability", [90, 100, 120])
@@ -185,14 +182,10 @@ def test_a_carrier_compiles(block: int, corrects: bool, element: Any, capability
 @pytest.mark.parametrize("capability", [90, 100, 120])
 @pytest.mark.parametrize("features", [64, 4096, 16384])
 def test_an_outlier_clamp_compiles(features: int, capability: int) -> None:
-    constants = {"FEATURES": features, "SLOTS": 256}
-    types = dict.fromkeys(pointers(split_kernel), "*i16")
-    types |= {name: "i64" for name in split_kernel.arg_names if name.endswith("weight")}
-    even = [*pointers(split_kernel), "n_features"]
+    start = outliers._launch(64, features, OutlierClamp())
 
     def made(**options: Any) -> str:
-        options |= {"num_warps": warps(features)}
-        return compiled(split_kernel, types, capability, constants, even, **options)["ptx"]
+        return str(compiled_launch(start, capability, **options)["ptx"])
 
     ptx = made()
     assert "mul.rn.f64" in ptx and "fma.rn.f64" not in ptx and ".ftz" not in ptx

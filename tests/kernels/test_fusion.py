@@ -10,8 +10,19 @@ import pytest
 import torch
 import triton
 
+from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import NVFP4, Quantizer
-from megatron_fp4.kernels import averages, blocks, carrier, launch, ramping, rows
+from megatron_fp4.kernels import (
+    averages,
+    blocks,
+    carrier,
+    estimator,
+    launch,
+    outliers,
+    ramping,
+    rows,
+)
 from megatron_fp4.kernels.launch import Launch
 from megatron_fp4.kernels.quantize import _transform_launch
 from testing.kernels.compiling import (
@@ -28,10 +39,6 @@ FUSED = ("fma.rn.f32", "fma.rn.f64")
 VECTOR = Quantizer(scale="fp32", block=(1, 0), rule="absmax")
 INFLATED = replace(NVFP4, inflate=17 / 16, tensor_max=256.0, prescale=0.9)
 PRODUCT = {"ADDS": True, "TILE_M": 64, "TILE_N": 64, "TILE_K": 64, "BAND": 8}
-HALVES = dict.fromkeys(["x_ptr", "clamped_ptr", "values_ptr", "places_ptr"], "*i16")
-WEIGHTS = dict.fromkeys(["low_weight", "high_weight"], "i64")
-FACTOR = {"dw_ptr": "*fp32", "gamma_ptr": "*fp32", "weight_ptr": "*i16"}
-FACTOR |= dict.fromkeys(["power", "share", "clip"], "fp32")
 # Of each kernel a launch, or the types of its arguments and constants, for which it has something
 # to fuse if it ever has.
 CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
@@ -40,11 +47,11 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "blocks.cast_kernel": blocks._launches(64, 64, INFLATED, 1, False, False)[1],
     "carrier.carry_kernel": carry_launch((64, 256, 32, E4M3, False)),
     "carrier.elements_kernel": carrier._elements(4096),
-    "estimator.factor_kernel": (FACTOR, {"TILE": 2048}),
+    "estimator.factor_kernel": estimator._launch(64, 4096, DGE()),
     "hadamard.transform_kernel": _transform_launch(64, 64, Quantizer(), 1, 32, True, False, False),
     "mxfp4.quantize_kernel": VARIANTS["averaged"],
     "native.product_kernel": ({"out_ptr": "*fp32", "alpha": "fp32"}, PRODUCT),
-    "outliers.split_kernel": (HALVES | WEIGHTS, {"FEATURES": 64, "SLOTS": 16}),
+    "outliers.split_kernel": outliers._launch(64, 64, OutlierClamp()),
     "ramping.ramp_kernel": ramping._launch(4),
     "rows.largest_kernel": rows._launches(64, 64, VECTOR, 1, True)[0],
     "rows.cast_kernel": rows._launches(64, 64, VECTOR, 1, True)[1],

@@ -54,6 +54,7 @@ def run(
         cuda_graph_impl="none",
         fp4_weight_cache="packed",
         fp4_saved_x="packed",
+        fp4_executor="auto",
         fp4_wgrad_fusion=True,
         accumulate_allreduce_grads_in_fp32=True,
     )

@@ -38,7 +38,12 @@ def microbatches() -> Iterator[None]:
 
 def run_of(recipe: Recipe = EVERYWHERE, **args: Any) -> Run:
     given = {"iteration": 1, "train_iters": 10, "fp4_seed": 2**40 + 7, "fp4_eval_forward": "fp4"}
-    given |= {"fp4_weight_cache": "packed", "fp4_saved_x": "packed", "fp4_wgrad_fusion": True}
+    given |= {
+        "fp4_weight_cache": "packed",
+        "fp4_saved_x": "packed",
+        "fp4_executor": "auto",
+        "fp4_wgrad_fusion": True,
+    }
     return Run(recipe, argparse.Namespace(**given | args))
 
 

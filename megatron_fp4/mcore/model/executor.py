@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_fp4.cpp import extension
 from megatron_fp4.mcore.model.run import Run
-from megatron_fp4.native import extension
 
 
 def start(run: Run) -> str | None:
@@ -19,7 +19,7 @@ def start(run: Run) -> str | None:
     if not torch.cuda.is_available():
         return None
     try:
-        run.monitor.native = extension.start().Tallies()
+        run.monitor.from_cpp = extension.start().Tallies()
     except extension.CannotBuild as error:
         return f"the executor in C++ cannot be built: {error}"
     return None

@@ -69,7 +69,7 @@ OUTLIER_CLAMP = {
     ),
     "a weight in float32": Mistake(
         "fine",
-        outliers._float64_bits,
+        outliers._bits,
         argument("x", lambda x: torch.tensor(x, dtype=torch.float32).item()),
     ),
     "a zero takes its bound's sign": Mistake(

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_fp4.cpp.lowering import CannotLower, Outcome, lower
+from megatron_fp4.cpp.recorder import following
 from megatron_fp4.execution.autograd import Passed
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.parts import Parts
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.makers import PYTORCH
-from megatron_fp4.native.lowering import CannotLower, Outcome, lower
-from megatron_fp4.native.recorder import following
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.recipe import Recipe
 

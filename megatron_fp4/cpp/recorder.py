@@ -1,4 +1,4 @@
-"""Records what one pass of a linear runs, so that native/lowering.py can make a Program of it.
+"""Records what one pass of a linear runs, so that cpp/lowering.py can make a Program of it.
 
 The pass runs as always, in Python. Its steps are the operators of PyTorch, which a dispatch mode
 sees, and the launches, products and waits of which recording.py tells. Memory is known by its
@@ -151,7 +151,8 @@ class PassRecorder(TorchDispatchMode):
             if tag in func.tags and not _indexes_by_numbers(func, args):
                 self.refuse(f"{func} {reason}")
         results = result if isinstance(result, tuple | list) else (result,)
-        if not func._schema.is_mutable and not _tensors(results):
+        collects = any(isinstance(each, torch.ScriptObject) for each in results)
+        if not func._schema.is_mutable and not collects and not _tensors(results):
             return  # a question about a tensor, such as its device
         if func in _ALLOCATIONS:
             memory = self.recording.add(result, "allocation")

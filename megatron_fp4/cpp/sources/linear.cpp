@@ -124,6 +124,7 @@ struct Linear : torch::autograd::Function<Linear> {
     leading.back() = y.size(-1);
     // Sequence parallelism changes the number of tokens.
     if (leading.size() > 1) leading[0] = leading[0] * y.size(0) / (x.numel() / x.size(-1));
+    const at::AutoDispatchBelowADInplaceOrView below;  // or autograd would call Y a view
     return {y.view(leading)};
   }
 

@@ -20,7 +20,7 @@ import torch
 
 from megatron_fp4.linear import execute_by
 
-SOURCES = Path(__file__).parent / "csrc"
+SOURCES = Path(__file__).parent / "sources"
 FLAGS = ["-O2", "-fvisibility=hidden"]
 
 
@@ -36,7 +36,7 @@ def load() -> Any:
     """
     from torch.utils import cpp_extension  # imports setuptools
 
-    name = f"megatron_fp4_native_{_version()}"
+    name = f"megatron_fp4_cpp_{_version()}"
     folder = Path(cpp_extension._get_build_directory(name, verbose=False))
     with _alone(folder):
         if not (folder / f"{name}.so").exists():
@@ -59,9 +59,9 @@ def start() -> Any:
 
     Raises CannotBuild.
     """
-    from megatron_fp4.native.executor import NativeExecutor  # imports Triton
+    from megatron_fp4.cpp.executor import CppExecutor  # imports Triton
 
-    execute_by(NativeExecutor(load()))
+    execute_by(CppExecutor(load()))
     return load()
 
 

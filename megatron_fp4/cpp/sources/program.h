@@ -1,6 +1,6 @@
 // A Program: what one pass of a linear does, as a list of steps on memory that is numbered.
 //
-// megatron_fp4/native/lowering.py builds it from a recorded pass, and linear.cpp runs it.
+// megatron_fp4/cpp/lowering.py builds it from a recorded pass, and linear.cpp runs it.
 
 #pragma once
 

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.kernels import launch as launching
-from megatron_fp4.kernels.launch import NUMBERS
-from megatron_fp4.native.recorder import (
+from megatron_fp4.cpp.recorder import (
     Allocated,
     Called,
     Launched,
@@ -29,6 +27,8 @@ from megatron_fp4.native.recorder import (
     Step,
     Waited,
 )
+from megatron_fp4.kernels import launch as launching
+from megatron_fp4.kernels.launch import NUMBERS
 from megatron_fp4.recording import WORDS
 
 ALIGNMENT = 512  # of allocations, as torch's own: cuBLASLt chooses algorithms by it
@@ -232,7 +232,10 @@ class _Lowering:
                     [-1 if each is None else each for each in results],
                 )  # fmt: skip
             case Waited(memory):
-                made.wait(memory)
+                self._wait(made, memory)
+
+    def _wait(self, made: Any, memory: int) -> None:
+        made.wait(memory)
 
     def _launch(self, made: Any, step: Launched) -> None:
         start = step.launch

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fp4.cpp.following import Follower, Kind, others, words
 from megatron_fp4.execution.autograd import Linear as PythonLinear
 from megatron_fp4.execution.autograd import Passed, gradients, unread
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
-from megatron_fp4.native.following import Follower, Kind, others, words
 from megatron_fp4.recipe import Recipe
 
 KINDS = 64  # of one linear that are remembered: a router may give an expert ever new numbers
@@ -28,7 +28,7 @@ PLAIN_CALLS = 1  # of a kind, before it is recorded: many a kind has one call al
 
 
 @dataclass
-class NativeExecutor:
+class CppExecutor:
     """Executes linears; `linear.execute_by` takes it.
 
     extension: the module in C++. on_cpu: whether it runs linears on a CPU too, whose host time
@@ -78,7 +78,7 @@ class NativeExecutor:
         makes_w = held is None or not held.has("fprop")
         if site.watch is not None and site.watch.looks(makes_w):
             return False
-        if site.observe is not None and (site.tallies is None or site.tallies.native is None):
+        if site.observe is not None and (site.tallies is None or site.tallies.from_cpp is None):
             return False
         if torch._C._len_torch_dispatch_stack():
             return False
@@ -98,11 +98,11 @@ class NativeExecutor:
         template = kind.passed
         if template is None:
             return None
-        native = None
+        in_cpp = None
         if held is not None:
-            if held.native is None:
-                held.native = self.extension.Held()
-            native = held.native
+            if held.in_cpp is None:
+                held.in_cpp = self.extension.Held()
+            in_cpp = held.in_cpp
             held.to_cpp()
             held.rebuilds.update(kind.rebuilds)
         parameter = weight if kind.adds else None
@@ -111,8 +111,8 @@ class NativeExecutor:
             kind.passes,
             words(call),
             others(site, call),
-            native,
-            None if site.tallies is None else site.tallies.native,
+            in_cpp,
+            None if site.tallies is None else site.tallies.from_cpp,
             parameter,
             unread(weight.shape, weight.dtype, weight.device) if kind.adds else None,
             partial(self._backward, kind, passed),

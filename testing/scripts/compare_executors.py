@@ -1,0 +1,202 @@
+"""Compares the executor in C++ with the one in Python: all results must have the same bits.
+
+    python testing/scripts/compare_executors.py RECIPE...
+    torchrun --nproc-per-node 2 testing/scripts/compare_executors.py RECIPE...
+
+On a CPU operators of PyTorch make and multiply the operands. With TRITON_INTERPRET=1 they run as on
+a Hopper GPU (testing/kernels/pretend_gpu.py). On a GPU they run there. Several ranks shard the
+linear by sequence parallelism, as a column-parallel and as a row-parallel linear.
+
+--mistake NAME makes a known mistake in the executor in C++. Prints JSON: for each case whether the
+results are equal, how many forward and backward passes ran in C++, and why not all did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from megatron_fp4 import get_recipe
+from megatron_fp4.arithmetic.philox import Key, Placement
+from megatron_fp4.cpp import extension, lowering
+from megatron_fp4.cpp.executor import CppExecutor
+from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.communication import TensorParallel
+from megatron_fp4.execution.weights import WeightCache
+from megatron_fp4.linear import execute_by, in_python, quantized_linear
+from megatron_fp4.mcore.runtime import gloo
+from megatron_fp4.monitor import NonFiniteMonitor
+from megatron_fp4.plan.setting import column_parallel, row_parallel
+
+TOKENS, INPUTS, OUTPUTS = 128, 64, 128  # on each rank
+STEPS, MICROBATCHES = 3, 2
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def no_words(self: Any, word: int, argument: int) -> bool:
+    return False
+
+
+def no_last_use(self: Any) -> dict[int, tuple[int, int]]:
+    first = _uses(self)
+    return {memory: (begin, begin) for memory, (begin, _) in first.items()}
+
+
+_uses = lowering._Lowering._uses
+# What each replaces in `lowering._Lowering`.
+MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "a step that stays": ("_is_word", no_words),
+    "memory that is used again too early": ("_uses", no_last_use),
+    "nothing is waited for": ("_wait", lambda self, made, memory: None),
+}
+
+
+@dataclass
+class Case:
+    """One linear. kind: "alone", "column" or "row". held: whether the microbatches of a step share
+    W's operands. fuses: whether dW is added to main_grad. has_bias: of the linear."""
+
+    recipe: str
+    kind: str
+    held: bool
+    fuses: bool
+    has_bias: bool
+    device: str
+
+    def site(self, monitor: NonFiniteMonitor, average: Tensor | None) -> Site:
+        parallel, places = None, {}
+        if self.kind != "alone":
+            sharded = column_parallel if self.kind == "column" else row_parallel
+            ranks, group = dist.get_world_size(), dist.group.WORLD
+            assert group is not None
+            parallel = TensorParallel(group, sharded(ranks, sequence_parallel=True))
+            places = {"w": Placement(first_row=OUTPUTS * dist.get_rank())}
+
+        def observe(gemm: str, letter: str, tally: Tensor) -> None:
+            monitor.observe("fc", gemm, letter, tally)
+
+        return Site(
+            "fc", places, parallel, "packed" if self.held else None, fuses=self.fuses,
+            average=average, observe=observe, tallies=monitor,
+        )  # fmt: skip
+
+
+@dataclass
+class Found:
+    """What a linear computed. tensors: Y and all gradients of all passes. tallies: of the monitor.
+    kinds: what the executor in C++ knows of its calls."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    tallies: list[Any] = field(default_factory=list)
+    kinds: list[Any] = field(default_factory=list)
+
+
+def run(case: Case, executor: Callable[..., Tensor], tallies: Any) -> Found:
+    """Trains nothing: runs the passes of some steps, with other data in each."""
+    execute_by(executor)
+    random = torch.Generator(case.device).manual_seed(_rank())
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, device=case.device).bfloat16()
+
+    recipe, monitor, cache = get_recipe(case.recipe), NonFiniteMonitor(), WeightCache()
+    monitor.from_cpp = tallies
+    weight = normal(OUTPUTS, INPUTS).requires_grad_()
+    weight.main_grad = torch.zeros(OUTPUTS, INPUTS, device=case.device)  # type: ignore[attr-defined]
+    bias = normal(OUTPUTS).requires_grad_() if case.has_bias else None
+    average = None if recipe.weight_average is None else weight.detach().float() * 1.01
+    site, found = case.site(monitor, average), Found()
+    ranks = 1 if case.kind == "alone" else dist.get_world_size()
+    tokens = TOKENS * (ranks if case.kind == "row" else 1)
+    for step, microbatch in itertools.product(range(1, STEPS + 1), range(MICROBATCHES)):
+        held = cache.at(step) if case.held else None
+        rows = torch.arange(TOKENS * ranks, device=case.device) + 1000 * microbatch
+        x = normal(tokens // 4, 4, INPUTS).requires_grad_()
+        call = Call(Key(2**40 + 7, step), microbatch, 0, rows)
+        y = quantized_linear(x, weight, bias, recipe, site, call, held)
+        torch.autograd.backward(y, normal(*y.shape))
+        gradient = weight.main_grad.clone() if case.fuses else weight.grad  # type: ignore[attr-defined]
+        found.tensors += [y.detach(), x.grad, gradient]  # type: ignore[list-item]
+        assert getattr(weight, "grad_added_to_main_grad", False) == case.fuses
+        assert weight.grad is not None  # Megatron's hooks demand it
+        weight.grad = None
+        if bias is not None:
+            found.tensors.append(bias.grad)  # type: ignore[arg-type]
+            bias.grad = None
+    monitor._close()
+    assert monitor._verdict is not None
+    found.tallies = [monitor._verdict.labels, monitor._verdict.tallies.tolist()]
+    found.kinds = list(site.kinds.values())
+    return found
+
+
+def compared(case: Case, loaded: Any) -> dict[str, Any]:
+    expected = run(case, in_python, None)
+    executor = CppExecutor(loaded, on_cpu=True)
+    found = run(case, executor, loaded.Tallies())
+    pairs = list(zip(expected.tensors, found.tensors, strict=True))
+    return {
+        "equal": all(torch.equal(a, b) for a, b in pairs) and expected.tallies == found.tallies,
+        "passes": STEPS * MICROBATCHES,
+        "in C++": STEPS * MICROBATCHES - sum(kind.calls for kind in found.kinds),
+        "recorded": [sum(each is not None for each in kind.passes) for kind in found.kinds],
+        "problems": [kind.problem for kind in found.kinds if kind.problem is not None],
+    }
+
+
+def cases(recipes: list[str]) -> list[Case]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kinds = ["column", "row"] if dist.is_initialized() else ["alone"]
+    return [
+        Case(recipe, kind, held, fuses, has_bias=not held, device=device)
+        for recipe in recipes
+        for kind in kinds
+        for held, fuses in ((False, True), (True, True), (True, False))
+    ]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("recipes", nargs="+")
+    parser.add_argument("--mistake", choices=MISTAKES)
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        gloo.use_one_worker()
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if INTERPRETED:
+        from testing.kernels import pretend_gpu
+
+        pretend_gpu.install()
+    if args.mistake is not None:
+        setattr(lowering._Lowering, *MISTAKES[args.mistake])
+    loaded = extension.load()
+    found = {
+        f"{case.recipe} {case.kind}{' held' * case.held}{' fused' * case.fuses}": compared(
+            case, loaded
+        )
+        for case in cases(args.recipes)
+    }
+    if not _rank():
+        json.dump(found, sys.stdout)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

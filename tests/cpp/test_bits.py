@@ -1,0 +1,63 @@
+"""The executor in C++ computes the bits of the one in Python, and known mistakes do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from megatron_fp4 import list_recipes
+from testing.worlds.launch import ROOT
+
+SCRIPT = "testing/scripts/compare_executors.py"
+
+
+def compared(*words: str, ranks: int = 1, interpreted: bool = False) -> dict[str, Any]:
+    """What the script says of each case."""
+    launch = [sys.executable, "-W", "ignore"]
+    if ranks > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    ran = subprocess.run(
+        [*launch, SCRIPT, *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": str(int(interpreted))},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return dict(json.loads(ran.stdout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_operators_of_pytorch_and_collectives(ranks: int) -> None:
+    found = compared("fp8", ranks=ranks)
+    assert len(found) == (3 if ranks == 1 else 6)
+    for name, case in found.items():
+        assert case["equal"] and not case["problems"], (name, case)
+        assert case["in C++"] >= case["passes"] // 2, (name, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [name for name in list_recipes() if name != "fp8"])
+def test_kernels_and_products_of_cublas(recipe: str) -> None:
+    for name, case in compared(recipe, interpreted=True).items():
+        assert case["equal"] and not case["problems"], (name, case)
+        assert case["in C++"] >= case["passes"] // 2, (name, case)
+
+
+@pytest.mark.slow
+def test_codes_on_two_ranks() -> None:
+    for name, case in compared("tetrajet", ranks=2, interpreted=True).items():
+        assert case["equal"] and not case["problems"], (name, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["a step that stays", "memory that is used again too early"])
+def test_known_mistakes_are_noticed(mistake: str) -> None:
+    found = compared("tetrajet", "--mistake", mistake, interpreted=True)
+    assert not any(case["equal"] for case in found.values()), found
