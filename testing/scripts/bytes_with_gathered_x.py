@@ -10,8 +10,9 @@ from torch import Tensor
 
 from benchmarks import bytes_worker
 from benchmarks.bytes import Case
-from megatron_fp4.execution import autograd
+from megatron_fp4.execution import autograd as passes
 
+autograd: Any = passes
 run, put_together = autograd.forward, autograd._put_together
 parts: dict[int, Any] = {}  # of X, by the address of the gathered X
 

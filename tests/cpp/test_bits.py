@@ -42,15 +42,24 @@ def test_operators_of_pytorch_and_collectives(ranks: int) -> None:
         assert case["in C++"] >= case["passes"] // 2, (name, case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [name for name in list_recipes() if name != "fp8"])
+USUAL = ["tetrajet", "mxfp4-rht-sr", "dge-occ"]
+OTHERS = [name for name in list_recipes() if name not in (*USUAL, "fp8")]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in USUAL),
+        *(pytest.param(name, marks=pytest.mark.outside) for name in OTHERS),
+    ],
+)
 def test_kernels_and_products_of_cublas(recipe: str) -> None:
     for name, case in compared(recipe, interpreted=True).items():
         assert case["equal"] and not case["problems"], (name, case)
         assert case["in C++"] >= case["passes"] // 2, (name, case)
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_codes_on_two_ranks() -> None:
     for name, case in compared("tetrajet", ranks=2, interpreted=True).items():
         assert case["equal"] and not case["problems"], (name, case)

@@ -15,7 +15,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 
 from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
 from megatron_fp4.kernels import launch
-from megatron_fp4.kernels.launch import NUMBER, Launch
+from megatron_fp4.kernels.launch import NUMBER, NUMBERS, Launch
 from megatron_fp4.kernels.quantize import Copy, _quantize_launch, quantize
 from testing.kernels.compiling import E4M3, E5M2, VARIANTS, carry_launch
 
@@ -196,7 +196,7 @@ def test_what_is_given_fits_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
             if isinstance(kind, torch.dtype):
                 assert argument is None or isinstance(argument, Tensor | int)
             else:
-                assert type(argument) is int and (kind == NUMBER or kind == argument)
+                assert type(argument) is int and (kind in NUMBERS or kind == argument)
     assert len(seen) == 4
 
 

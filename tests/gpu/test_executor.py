@@ -1,0 +1,32 @@
+"""On a GPU the executor in C++ computes the bits of the one in Python."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fp4 import list_recipes
+from testing.worlds.launch import ROOT
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_both_executors_compute_the_same_bits(ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip("needs another GPU")
+    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    launch = [*launch, f"--nproc-per-node={ranks}"] if ranks > 1 else launch[:3]
+    script = str(ROOT / "testing/scripts/compare_executors.py")
+    ran = subprocess.run(
+        [*launch, script, *list_recipes()], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, Any] = json.loads(ran.stdout)
+    assert len(found) == 3 * ranks * len(list_recipes())
+    for name, case in found.items():
+        assert case["equal"] and not case["problems"], (name, case)
+        assert case["in C++"] >= case["passes"] // 2, (name, case)
