@@ -1,6 +1,7 @@
 """On a GPU the executor in C++ computes the bits of the one in Python."""
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -21,8 +22,13 @@ def test_both_executors_compute_the_same_bits(ranks: int) -> None:
     launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     launch = [*launch, f"--nproc-per-node={ranks}"] if ranks > 1 else launch[:3]
     script = str(ROOT / "testing/scripts/compare_executors.py")
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [*launch, script, *list_recipes()], cwd=ROOT, capture_output=True, text=True
+        [*launch, script, *list_recipes()],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
     )
     assert ran.returncode == 0, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)
