@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import (
+    host,
     host_linear,
     linear,
     method_costs,
@@ -26,6 +27,8 @@ PAGES: dict[str, tuple[str, Any]] = {
     "host_linear-before": ("docs/notes/host.md", host_linear),
     "linear": ("docs/hopper.md", linear),
     "linear-fp8": ("docs/hopper.md", linear),
+    "training_step-fp8": ("docs/hopper.md", training_step),
+    "host": ("docs/notes/host.md", host),
     "training_step": ("docs/hopper.md", training_step),
     "training_step-four": ("docs/hopper.md", training_step),
     "parallel_step": ("docs/hopper.md", parallel_step),

@@ -73,6 +73,8 @@ def test_the_wheel_has_the_licence_and_the_types(wheel: Path) -> None:
     assert "megatron_fp4/py.typed" in names
     modules = {str(path.relative_to(ROOT)) for path in ROOT.glob("megatron_fp4/**/*.py")}
     assert {name for name in names if name.endswith(".py")} == modules
+    sources = {str(path.relative_to(ROOT)) for path in ROOT.glob("megatron_fp4/cpp/sources/*")}
+    assert sources and sources <= set(names)
     for part in (*SCRIPTS, "page.html", "page.css"):
         assert f"megatron_fp4/report/{part}" in names
 
