@@ -22,12 +22,12 @@ from megatron_fp4.arithmetic.outliers import OutlierClamp
 
 ROOT = Path(__file__).parents[1]
 PAGES: dict[str, tuple[str, Any]] = {
-    "quantize_kernels": ("docs/notes/quantize-kernels.md", quantize_kernels),
+    "quantize_kernels-one-draw": ("docs/notes/quantize-kernels.md", quantize_kernels),
     "host_linear": ("docs/notes/host.md", host_linear),
     "host_linear-before": ("docs/notes/host.md", host_linear),
     "linear": ("docs/hopper.md", linear),
     "linear-fp8": ("docs/hopper.md", linear),
-    "training_step-fp8": ("docs/hopper.md", training_step),
+    "fp8-step": ("docs/hopper.md", training_step),
     "host": ("docs/notes/host.md", host),
     "training_step": ("docs/hopper.md", training_step),
     "training_step-four": ("docs/hopper.md", training_step),
@@ -167,7 +167,7 @@ def of_the_quantize_kernels() -> list[str]:
     [counted] = [
         row for row in result("counters")["rows"] if row["kernel"] == "stochastic, along rows"
     ]
-    both = shares("quantize_kernels")["stochastic, both"]
+    both = shares("quantize_kernels-one-draw")["stochastic, both"]
     copied = both["us"] * both["share"]  # the bytes of this kernel, at the bandwidth of a copy
     return [
         f"{counted['alu pipe % of peak']:.0f}% of the peak of the units for logic",
