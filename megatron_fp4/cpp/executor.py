@@ -104,7 +104,8 @@ class CppExecutor:
                 held.in_cpp = self.extension.Held()
             in_cpp = held.in_cpp
             held.to_cpp()
-            held.rebuilds.update(kind.rebuilds)
+            if not any(known is kind.rebuilds for known in held.rebuilds):
+                held.rebuilds.append(kind.rebuilds)
         parameter = weight if kind.adds else None
         passed = replace(template, call=call, held=held, weight=parameter)
         made = self.extension.Call(

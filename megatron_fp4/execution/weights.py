@@ -26,15 +26,15 @@ class HeldWeight:
         (`GemmPlan.holds_form`).
     in_cpp: the same operands as tensors, for the passes that run in C++ (cpp/executor.py): those
         that they read, and those that they made; None before the first. rebuilds: what adds the
-        latter here, by GEMM; see `rebuild`.
+        latter here (see `rebuild`), by GEMM, for each kind of call that may have made them.
     """
 
     made: dict[str, Made] = field(default_factory=dict)
     folds: dict[str, Tensor | None] = field(default_factory=dict)
     forms: dict[str, Form] = field(default_factory=dict)
     in_cpp: Any = None
-    rebuilds: dict[str, Callable[[HeldWeight, Sequence[Tensor]], None]] = field(
-        default_factory=dict
+    rebuilds: list[dict[str, Callable[[HeldWeight, Sequence[Tensor]], None]]] = field(
+        default_factory=list
     )
 
     def has(self, gemm: str) -> bool:
@@ -53,7 +53,7 @@ class HeldWeight:
         for gemm in GEMMS:
             tensors = None if self.in_cpp is None else getattr(self.in_cpp, gemm)
             if tensors is not None and gemm not in self.made:
-                self.rebuilds[gemm](self, tensors)
+                next(kind[gemm] for kind in self.rebuilds if gemm in kind)(self, tensors)
 
     def tensors(self, gemm: str) -> list[Tensor]:
         """All tensors of the operand of a GEMM, which has been made."""

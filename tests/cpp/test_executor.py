@@ -261,6 +261,20 @@ def test_y_may_be_changed_in_place(loaded: Any) -> None:
     assert equal([y.detach() - 1, x.grad, layer.weight.grad], [wanted[0] + 1 - 1, *wanted[1:]])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize("calls", [0, 2])
+def test_what_was_saved_may_not_be_changed_in_place(loaded: Any, calls: int) -> None:
+    """W, which backward reads. calls: 0 runs in Python."""
+    layer = linear()
+    for _ in range(calls):
+        torch.autograd.backward(y := layer(matrix()), torch.ones_like(y))
+    y = layer(matrix())
+    assert layer.in_python == max(calls, 1)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(y, torch.ones_like(y))
+
+
 def test_the_monitor_has_all_tallies_in_order(loaded: Any) -> None:
     monitor = NonFiniteMonitor()
     monitor.from_cpp = loaded.Tallies()

@@ -58,6 +58,7 @@ bool is_wrapped(const at::Tensor& tensor) {
 // The memory of one run.
 struct Program::Frame {
   const Words& words;
+  int inputs;
   void* stream;
   std::vector<char*> starts;          // by memory
   std::vector<at::Tensor> tensors;    // what owns it; undefined for parts
@@ -76,7 +77,11 @@ struct Program::Frame {
     const int memory = view.place.memory;
     if (memory < 0) return at::Tensor();
     const auto& owner = tensors[owners[memory]];
-    return view_of(owner, starts[memory], view.place.offset, view);
+    auto tensor = view_of(owner, starts[memory], view.place.offset, view);
+    if (memory < inputs)  // so that autograd notices if a saved input is changed in place
+      tensor.unsafeGetTensorImpl()->set_version_counter(
+          owner.unsafeGetTensorImpl()->version_counter());
+    return tensor;
   }
 };
 
@@ -196,7 +201,7 @@ std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& inputs,
                                      const Words& words) const {
   const c10::DeviceGuard guard(device_);
   const at::AutoDispatchBelowADInplaceOrView below;
-  Frame frame{words, nullptr, std::vector<char*>(memories_), std::vector<at::Tensor>(memories_),
+  Frame frame{words, inputs_, nullptr, std::vector<char*>(memories_), std::vector<at::Tensor>(memories_),
               std::vector<int>(memories_), std::vector<c10::IValue>(memories_)};
   if (device_.is_cuda()) {
     const c10::impl::VirtualGuardImpl streams(device_.type());
