@@ -204,15 +204,19 @@ def random_signs(
 
 
 class Signs(NamedTuple):
-    """The random signs of one GEMM's Hadamard transform; see `random_signs`."""
+    """The random signs of one GEMM's Hadamard transform; see `random_signs`.
+
+    draw: None is 0 in all calls, where another number may differ between them.
+    """
 
     key: Key
     stream: int
-    draw: int | Tensor = 0
+    draw: int | Tensor | None = None
 
     def vector(self, count: int, device: torch.device | str = "cpu") -> Tensor:
         """The first `count` signs: float32 [count], +1 or -1."""
-        return random_signs(count, self.key, self.stream, self.draw, device)
+        draw = 0 if self.draw is None else self.draw
+        return random_signs(count, self.key, self.stream, draw, device)
 
 
 @dataclass(slots=True)  # a named tuple costs twice the host time

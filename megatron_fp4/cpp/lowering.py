@@ -168,6 +168,7 @@ class _Lowering:
         """(offset of each part, bytes of the arena). shares: whether parts that are not used at the
         same time may have the same bytes."""
         uses, offsets, size = self._uses(), dict[int, int](), 0
+        uses |= {i: (0, 0) for i in parts if i not in uses}  # never used
         sizes = {i: _rounded(self._recording.memories[i].size) for i in parts}  # type: ignore[union-attr]
         for i in sorted(parts, key=lambda part: -sizes[part]):
             begin, end = uses[i]
@@ -281,8 +282,10 @@ def _used(step: Step) -> list[int]:
         case Called():
             made = [each for each in step.results if each is not None]
             return [*(each.memory for each in step.places), *made]
-        case _:
+        case Waited():
             return [step.memory]
+        case Allocated():
+            return []  # its use begins with what is written there
 
 
 @dataclass(frozen=True)

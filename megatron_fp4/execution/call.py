@@ -150,7 +150,7 @@ class Site:
             return None
         # W is quantized once a step. The signs that X or dY shares with it therefore stay the same
         # for all microbatches of a step.
-        draw = call.microbatch if gemm == "wgrad" else 0
+        draw = call.microbatch if gemm == "wgrad" else None
         return Signs(call.key, stream_id(stream_label(self.name, gemm)), draw)
 
     def label(self, operand: OperandPlan, call: Call) -> str:

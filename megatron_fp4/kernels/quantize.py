@@ -136,14 +136,16 @@ def _transform(
         axis = copy.axis
         signs = copy.signs or Signs((copy.noise or SILENCE).key, 0)
         noise = copy.noise or Noise(signs.key, 0)
-        in_memory = is_in_memory(noise.key.step, signs.draw)
+        number = 0 if signs.draw is None else signs.draw
+        in_memory = is_in_memory(noise.key.step, number)
         k, others = (columns, rows) if axis else (rows, columns)
         codes = source.new_empty((others, k // 2), dtype=torch.uint8)
         scales = codes.new_empty((others, k // quantizer.block[1]))
-        form = copy.signs is not None, in_memory, noise.placement.groups is not None
+        varies = signs.draw is not None
+        form = copy.signs is not None, in_memory, noise.placement.groups is not None, varies
         start = _transform_launch(rows, columns, quantizer, axis, group, *form)
         output = codes, scales, None, None, signed(noise.stream)
-        draw = signed(signs.stream), *_in_two_forms(signs.draw, in_memory, source)
+        draw = signed(signs.stream), *_in_two_forms(number, in_memory, source)
         stochastic = quantizer.stochastic
         random = random_of(source, noise, in_memory, rows, columns, places=stochastic)
         start(source.device, source, *output, *draw, *random, rows, columns)
@@ -247,14 +249,19 @@ def _transform_launch(
     has_signs: bool,
     in_memory: bool,
     has_groups: bool,
+    varies: bool = True,
 ) -> Launch:
     """The launch for one transformed copy. Two copies from one read would need registers for both
-    at once, and take longer."""
+    at once, and take longer.
+
+    varies: whether the number of the draw of signs differs between calls.
+    """
     height, width = (64, max(64, group)) if axis == 1 else (128, 32)
+    sign_draw = DRAW if varies else NUMBER
     return Launch(
         transform_kernel,
         (tiles(rows, height), tiles(columns, width)),
-        (torch.bfloat16, _OUTPUT, NUMBER, DRAW, torch.int64, RANDOM, rows, columns),
+        (torch.bfloat16, _OUTPUT, NUMBER, sign_draw, torch.int64, RANDOM, rows, columns),
         dict(
             GROUP=group,
             FACTOR=1.0 if group == 64 else 1 / math.sqrt(group),

@@ -120,7 +120,8 @@ def run(case: Case, executor: Callable[..., Tensor], tallies: Any) -> Found:
     site, found = case.site(monitor, average), Found()
     ranks = 1 if case.kind == "alone" else dist.get_world_size()
     tokens = TOKENS * (ranks if case.kind == "row" else 1)
-    for step, microbatch in itertools.product(range(1, STEPS + 1), range(MICROBATCHES)):
+    for step, i in itertools.product(range(1, STEPS + 1), range(MICROBATCHES)):
+        microbatch = (step + i) % MICROBATCHES  # not that of the call that was recorded
         held = cache.at(step) if case.held else None
         rows = torch.arange(TOKENS * ranks, device=case.device) + 1000 * microbatch
         x = normal(tokens // 4, 4, INPUTS).requires_grad_()
