@@ -233,10 +233,7 @@ class _Lowering:
                     [-1 if each is None else each for each in results],
                 )  # fmt: skip
             case Waited(memory):
-                self._wait(made, memory)
-
-    def _wait(self, made: Any, memory: int) -> None:
-        made.wait(memory)
+                made.wait(memory)
 
     def _launch(self, made: Any, step: Launched) -> None:
         start = step.launch

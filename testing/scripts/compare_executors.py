@@ -59,7 +59,6 @@ _uses = lowering._Lowering._uses
 MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
     "a step that stays": ("_is_word", no_words),
     "memory that is used again too early": ("_uses", no_last_use),
-    "nothing is waited for": ("_wait", lambda self, made, memory: None),
 }
 
 
