@@ -9,7 +9,7 @@ cannot be repeated, that kind stays in Python; `Kind.problem` says why.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,6 @@ class CppExecutor:
 
     extension: Any
     on_cpu: bool = False
-    problems: dict[str, str] = field(default_factory=dict)
 
     def __call__(
         self,

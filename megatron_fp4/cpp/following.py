@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
+from torch import distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fp4.cpp.lowering import CannotLower, Outcome, lower
@@ -133,6 +135,7 @@ class Follower:
             )
         except CannotLower as error:
             kind.problem = str(error)
+            _tell(site.name, kind.problem)
             return found
         made = self._extension.Pass(lowered.program, len(results.saved), len(results.held), labels)
         kind.add(place, made, lowered.owners)
@@ -150,6 +153,18 @@ class Follower:
             return []
         self._kind.rebuilds[gemm] = held.rebuild(gemm)
         return held.tensors(gemm)
+
+
+_told: set[str] = set()
+
+
+def _tell(name: str, problem: str) -> None:
+    """Says on rank 0, once for each problem, that a linear stays in Python."""
+    if dist.is_initialized() and dist.get_rank():
+        return
+    if problem not in _told:
+        _told.add(problem)
+        sys.stderr.write(f"megatron-fp4: {name} and others like it run in Python: {problem}\n")
 
 
 def words(call: Call) -> Words:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.philox import Key
-from megatron_fp4.cpp import extension
+from megatron_fp4.cpp import extension, following
 from megatron_fp4.cpp.executor import KINDS, CppExecutor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.linear import execute_by, in_python, quantized_linear
@@ -301,7 +301,10 @@ def test_the_monitor_has_all_tallies_in_order(loaded: Any) -> None:
     assert seen is not None and (seen.step, seen.gemm, seen.operand) == (3, "fprop", "x")
 
 
-def test_what_draws_by_pytorch_stays_in_python(loaded: Any) -> None:
+def test_what_draws_by_pytorch_stays_in_python(
+    loaded: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "_told", set[str]())
     site, x = Site("fc1"), matrix(64)
     weight = torch.randn(64, INPUTS).bfloat16().requires_grad_()
     for step in range(3):
@@ -309,6 +312,8 @@ def test_what_draws_by_pytorch_stays_in_python(loaded: Any) -> None:
         torch.autograd.backward(y, torch.ones_like(y))
     [kind] = site.kinds.values()
     assert kind.calls == 3 and kind.problem == "PyTorch draws the random bits of w in dgrad"
+    line = f"megatron-fp4: fc1 and others like it run in Python: {kind.problem}\n"
+    assert capsys.readouterr().err == line
 
 
 def test_tensors_of_a_captured_graph_stay_in_python(loaded: Any) -> None:
