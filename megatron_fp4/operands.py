@@ -14,6 +14,40 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 Operand = QuantizedTensor | Tensor
 
 
+@dataclass(slots=True)
+class Swiglu:
+    """The matrix swiglu(y), [rows, n], which has not been computed; see arithmetic/swiglu.py.
+
+    y: [rows, 2 n].
+    """
+
+    y: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        rows, columns = self.y.shape
+        return torch.Size((rows, columns // 2))
+
+
+@dataclass(slots=True)
+class SwigluGradient:
+    """The gradient of y, [rows, 2 n], which has not been computed.
+
+    gradient: of swiglu(y), [rows, n].
+    """
+
+    gradient: Tensor
+    y: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.y.shape
+
+
+# What operands are made from: a matrix as the model holds it, codes, or a matrix to be computed.
+Matrix = Operand | Swiglu | SwigluGradient
+
+
 @dataclass(slots=True)  # a named tuple costs twice the host time
 class Carriers:
     """An operand in FP8: elements, and a factor for each row. docs/numerics.md, Carriers, defines

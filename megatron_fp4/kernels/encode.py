@@ -40,6 +40,16 @@ def bf16_bits(x):
 
 
 @triton.jit
+def rounded_pairs(low, high, INTERPRETED: tl.constexpr):
+    """Words of two BF16 values: `low` and `high`, float32, rounded to nearest even."""
+    if INTERPRETED:
+        return bf16_bits(low) | (bf16_bits(high) << 16)
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def permuted(a, b, selector):
     """A word of four bytes selected from the words a and b (PTX prmt).
 

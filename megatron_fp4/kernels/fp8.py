@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron_fp4.kernels.encode import nearest_even
+from megatron_fp4.kernels.source import sampled
 
 # Mantissa bits, exponent bias, the byte of NaN, and the window: the lowest and the highest k for
 # which every code times 2^k is exact.
@@ -117,14 +118,20 @@ def _finite_or_0(magnitude):
 
 @triton.jit
 def likely_exponent(
-    x_ptr, scales_ptr, n_rows, n_columns, MANTISSA: tl.constexpr, PACKED: tl.constexpr
+    x,
+    n_rows,
+    n_columns,
+    MANTISSA: tl.constexpr,
+    PACKED: tl.constexpr,
+    READS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """A row exponent that most rows of a matrix can share, guessed from a sample of the matrix.
 
     docs/numerics.md, Carriers, defines row exponents.
 
-    x_ptr: BF16 [n_rows, n_columns], sampled at 128 pairs of neighbours if PACKED is 0.
-    scales_ptr: the E8M0 scales of blocks of PACKED codes, of which 128 are sampled otherwise.
+    x: a Source [n_rows, n_columns]. PACKED: the block size of its codes, of whose scales 128 are
+        sampled; 0 if it is BF16, of which 128 pairs of neighbours are. READS: see source.py.
     MANTISSA: mantissa bits of the FP8 format.
 
     Inf and NaN are ignored. Returns the exponent with its bias of 127, at least 1. All programs of
@@ -135,11 +142,11 @@ def likely_exponent(
     mixed = ((i * 0x9E3779B1) & 0xFFFFFFFF) >> 16
     if PACKED > 0:
         at = rows * (n_columns // PACKED) + ((mixed * (n_columns // PACKED)) >> 16)
-        byte = tl.load(scales_ptr + at).to(tl.int32)
+        byte = tl.load(x.scales + at).to(tl.int32)
         largest = tl.max(tl.where(byte == 255, 0, byte), 0)
     else:
-        at = rows * (n_columns // 2) + ((mixed * (n_columns // 2)) >> 16)
-        pairs = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + at)
+        words = (mixed * (n_columns // 2)) >> 16
+        pairs = sampled(x, rows, words, n_columns, READS, INTERPRETED)
         low, high = _finite_or_0(pairs & 0x7FFF), _finite_or_0((pairs >> 16) & 0x7FFF)
         largest = (tl.max(tl.maximum(low, high), 0) >> 7) - 2
     # Around the largest block of the sample E4M3 then holds blocks that are up to 7 binades larger

@@ -17,9 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fp4.kernels.encode import bf16_bits
+from megatron_fp4.kernels.encode import rounded_pairs
 from megatron_fp4.kernels.launch import kernel
-from megatron_fp4.kernels.mxfp4 import loaded, quantize_along_columns, quantize_along_rows
+from megatron_fp4.kernels.mxfp4 import quantize_along_columns, quantize_along_rows
 from megatron_fp4.kernels.philox import (
     group_indices,
     noise_of,
@@ -28,16 +28,7 @@ from megatron_fp4.kernels.philox import (
     sign_words,
     tile_group_indices,
 )
-
-
-@triton.jit
-def _rounded(low, high, INTERPRETED: tl.constexpr):
-    """Words of two BF16 values: `low` and `high`, float32, rounded to nearest even."""
-    if INTERPRETED:
-        return bf16_bits(low) | (bf16_bits(high) << 16)
-    return tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
-    )
+from megatron_fp4.kernels.source import loaded
 
 
 @triton.jit
@@ -102,7 +93,7 @@ def _scaled(product, FACTOR: tl.constexpr, INTERPRETED: tl.constexpr):
     if FACTOR != 1.0:
         product *= FACTOR
     low, high = tl.split(product)
-    return _rounded(low, high, INTERPRETED)
+    return rounded_pairs(low, high, INTERPRETED)
 
 
 # Along the rows. Of the bits of a column's index within its window the product transforms bits 4,

@@ -14,30 +14,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fp4.kernels import decode, encode, fp8
+from megatron_fp4.kernels import encode, fp8
 from megatron_fp4.kernels.launch import kernel
 from megatron_fp4.kernels.philox import noise_of, rest_of_tile, tile_group_indices
-
-
-@triton.jit
-def loaded(ptr, rows, columns, n_rows, n_columns, EVEN: tl.constexpr):
-    """The elements at [rows, columns] of a row-major matrix; zeros outside of it.
-
-    rows, columns: int32 tensors of three axes, which are broadcast to each other. n_rows,
-        n_columns: the size of the matrix. EVEN: whether all indices are inside, so that no mask is
-        needed.
-
-    The hint to the compiler spreads the threads of a warp over the last axis and then over the
-    first. Triton orders the axes by how many addresses are contiguous along them, and the order of
-    axes with equal numbers differs between Triton 3.6 and 3.9. The hint says 2 for the first axis,
-    which nothing else reads, so that no two are equal.
-    """
-    K: tl.constexpr = columns.shape[2]
-    places = ptr + rows.to(tl.int64) * n_columns + columns
-    places = tl.max_contiguous(places, [2 if K > 2 else 1, 1, K])
-    if EVEN:
-        return tl.load(places)
-    return tl.load(places, mask=(rows < n_rows) & (columns < n_columns), other=0)
+from megatron_fp4.kernels.source import loaded, read_tiles
 
 
 @triton.jit
@@ -239,37 +219,16 @@ def quantize_along_columns(
 
 
 @triton.jit
-def _read(
+def _shared_exponent(
     x,
-    rows,
-    column0,
+    counts_ptr,
     n_rows,
     n_columns,
+    CARRIER: tl.constexpr,
     PACKED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
+    READS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A tile of a Source as words of two BF16 [rows / 8, 8, COLUMNS / 2].
-
-    rows: int32 [rows / 8, 8], the indices of its rows. column0: its first column. PACKED: the block
-        size of the source's codes; 0 if it is BF16. EVEN: whether tiles fill the matrix.
-    """
-    at_rows = rows[:, :, None]
-    if PACKED > 0:
-        at = column0 // 8 + tl.arange(0, COLUMNS // 8)[None, None, :]
-        # Without this hint a thread would load more than the one word of its eight columns.
-        at = tl.multiple_of(at, [1, 1, 1])
-        words = loaded(x.matrix, at_rows, at, n_rows, n_columns // 8, EVEN)
-        at = column0 // PACKED + tl.arange(0, COLUMNS // PACKED)[None, None, :]
-        byte = loaded(x.scales, at_rows, at, n_rows, n_columns // PACKED, EVEN)
-        return decode.pairs(words, byte.to(tl.int32), PACKED, INTERPRETED)
-    at = column0 // 2 + tl.arange(0, COLUMNS // 2)[None, None, :]
-    return loaded(x.matrix, at_rows, at, n_rows, n_columns // 2, EVEN)
-
-
-@triton.jit
-def _shared_exponent(x, counts_ptr, n_rows, n_columns, CARRIER: tl.constexpr, PACKED: tl.constexpr):
     """The row exponent that all carriers of a copy share, with its bias of 127; 0 without carriers.
 
     The first program of the launch writes it to the counts, and zeros to the counts that
@@ -277,8 +236,10 @@ def _shared_exponent(x, counts_ptr, n_rows, n_columns, CARRIER: tl.constexpr, PA
     block size of x's codes; 0 if x is BF16.
     """
     exponent = 0
-    if CARRIER > 0:
-        exponent = fp8.likely_exponent(x.matrix, x.scales, n_rows, n_columns, CARRIER, PACKED)
+    if CARRIER is not None and CARRIER > 0:
+        exponent = fp8.likely_exponent(
+            x, n_rows, n_columns, CARRIER, PACKED, READS, INTERPRETED
+        )
         is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         i = tl.arange(0, 4)
         tl.store(counts_ptr + i, tl.where(i == 2, exponent, 0), mask=is_first)
@@ -295,6 +256,7 @@ def quantize_kernel(
     n_rows,
     n_columns,
     PACKED: tl.constexpr,
+    READS: tl.constexpr,
     ROWS_CARRIER: tl.constexpr,
     COLUMNS_CARRIER: tl.constexpr,
     ROUNDING: tl.constexpr,
@@ -306,7 +268,7 @@ def quantize_kernel(
     """Quantizes x [n_rows, n_columns], row-major, along its rows, along its columns, or both.
 
     x: a Source, which is read once. PACKED: the block size of its codes, whose blocks lie along the
-        rows; 0 if it is BF16.
+        rows; 0 if it is BF16. READS: what is computed as it is read; see source.py.
     along_rows: an Output of blocks along the rows, with codes [n_rows, n_columns / 2].
     along_columns: an Output of blocks along the columns, with codes [n_columns, n_rows / 2].
     average_ptr: float32 [n_rows, n_columns], the average towards which rounding ema rounds.
@@ -316,39 +278,47 @@ def quantize_kernel(
     DOWN: whether programs with consecutive ids have tiles below each other, instead of beside each
         other.
 
-    A program quantizes one tile.
+    A program quantizes one tile, or one of each half of a row (`source.read_tiles`).
     """
     row0 = tl.program_id(0 if DOWN else 1) * TILE.ROWS
     column0 = tl.program_id(1 if DOWN else 0) * TILE.COLUMNS
     rows = row0 + 8 * tl.arange(0, TILE.ROWS // 8)[:, None] + tl.arange(0, 8)[None, :]
-    pairs = _read(x, rows, column0, n_rows, n_columns, PACKED, TILE.COLUMNS, TILE.EVEN, INTERPRETED)
-    index = 0
-    rest = 0
-    average = 0
-    if ROUNDING.AVERAGED:
-        at = column0 + tl.arange(0, TILE.COLUMNS)[None, None, :]
-        average = loaded(average_ptr, rows[:, :, None], at, n_rows, n_columns, TILE.EVEN)
+    pairs, others = read_tiles(
+        x, rows, column0, n_rows, n_columns, PACKED, READS, TILE.COLUMNS, TILE.EVEN, INTERPRETED
+    )
     noise = noise_of(random, DRAWS.IN_MEMORY)
-    if ROUNDING.STOCHASTIC:
-        place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row
-        index = tile_group_indices(
-            place, row0, column0, TILE.ROWS, TILE.COLUMNS, DRAWS.HAS_GROUPS, INTERPRETED
-        )
-    if ROWS_CARRIER is not None:
+    along_rows_exponent = _shared_exponent(
+        x, along_rows.counts, n_rows, n_columns, ROWS_CARRIER, PACKED, READS, INTERPRETED
+    )
+    along_columns_exponent = _shared_exponent(
+        x, along_columns.counts, n_rows, n_columns, COLUMNS_CARRIER, PACKED, READS, INTERPRETED
+    )
+    HALVES: tl.constexpr = 2 if READS == "swiglu gradient" else 1
+    for _ in range(HALVES):
+        index = 0
+        rest = 0
+        average = 0
+        if ROUNDING.AVERAGED:
+            at = column0 + tl.arange(0, TILE.COLUMNS)[None, None, :]
+            average = loaded(average_ptr, rows[:, :, None], at, n_rows, n_columns, TILE.EVEN)
         if ROUNDING.STOCHASTIC:
-            rest = rest_of_tile(index, noise, along_rows.stream, INTERPRETED)
-        exponent = _shared_exponent(x, along_rows.counts, n_rows, n_columns, ROWS_CARRIER, PACKED)
-        quantize_along_rows(
-            pairs, rest, average, along_rows, exponent, rows, column0, n_rows, n_columns,
-            ROWS_CARRIER, ROUNDING, TILE.EVEN, INTERPRETED,
-        )  # fmt: skip
-    if COLUMNS_CARRIER is not None:
-        if ROUNDING.STOCHASTIC and not DRAWS.SHARED:
-            rest = rest_of_tile(index, noise, along_columns.stream, INTERPRETED)
-        exponent = _shared_exponent(
-            x, along_columns.counts, n_rows, n_columns, COLUMNS_CARRIER, PACKED
-        )
-        quantize_along_columns(
-            pairs, rest, average, along_columns, exponent, row0, column0, n_rows, n_columns,
-            COLUMNS_CARRIER, ROUNDING, TILE.EVEN, INTERPRETED,
-        )  # fmt: skip
+            place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row
+            index = tile_group_indices(
+                place, row0, column0, TILE.ROWS, TILE.COLUMNS, DRAWS.HAS_GROUPS, INTERPRETED
+            )
+        if ROWS_CARRIER is not None:
+            if ROUNDING.STOCHASTIC:
+                rest = rest_of_tile(index, noise, along_rows.stream, INTERPRETED)
+            quantize_along_rows(
+                pairs, rest, average, along_rows, along_rows_exponent, rows, column0,
+                n_rows, n_columns, ROWS_CARRIER, ROUNDING, TILE.EVEN, INTERPRETED,
+            )  # fmt: skip
+        if COLUMNS_CARRIER is not None:
+            if ROUNDING.STOCHASTIC and not DRAWS.SHARED:
+                rest = rest_of_tile(index, noise, along_columns.stream, INTERPRETED)
+            quantize_along_columns(
+                pairs, rest, average, along_columns, along_columns_exponent, row0, column0,
+                n_rows, n_columns, COLUMNS_CARRIER, ROUNDING, TILE.EVEN, INTERPRETED,
+            )  # fmt: skip
+        pairs, others = others, pairs
+        column0 += n_columns // 2

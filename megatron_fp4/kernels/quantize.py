@@ -29,7 +29,7 @@ from megatron_fp4.kernels.launch import (
     tiles,
 )
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
-from megatron_fp4.operands import Carriers, Made
+from megatron_fp4.operands import Carriers, Made, Matrix, Swiglu
 from megatron_fp4.recording import DRAW, SEED_HIGH, SEED_LOW, STEP
 
 HADAMARD_GROUPS = (32, 64, 128)
@@ -41,7 +41,7 @@ SILENCE = Noise(Key(0), 0)
 # The types of the kernels' arguments; see `Launch`.
 RANDOM = Random(torch.int64, torch.int64, NUMBER, STEP, torch.int64, SEED_LOW, SEED_HIGH)
 _NO_RANDOM = Random(None, None, 0, 0, None, 0, 0)
-_SOURCE = Source(torch.int32, torch.uint8)
+_SOURCE = Source(torch.int32, torch.uint8, torch.int32)
 _OUTPUT = Output(torch.int32, torch.uint8, torch.int32, torch.int32, NUMBER)
 _NO_OUTPUT = Output(None, None, None, None, 0)
 
@@ -62,7 +62,7 @@ class Copy:
 
 
 def quantize(
-    x: Tensor | QuantizedTensor,
+    x: Matrix,
     quantizer: Quantizer,
     copies: Sequence[Copy],
     group: int = 0,
@@ -70,18 +70,22 @@ def quantize(
 ) -> list[Made]:
     """Quantizes a matrix to E2M1 codes with E8M0 scales, along one axis or along each.
 
-    x: BF16 [rows, columns], or codes with blocks along the rows. It is read once; a transform reads
-        it once for each copy.
+    x: BF16 [rows, columns], codes with blocks along the rows, or a SwiGLU or the gradient of one,
+        of BF16, which is computed as it is read (SWIGLU_COLUMNS). It is read once; a transform
+        reads it once for each copy.
     quantizer, group: of all copies; a group is that of a Hadamard transform, 0 is none.
     copies: one, or one for each axis. They share seed, step and placement.
     average: float32 [rows, columns], for rounding ema.
     """
-    if x.__class__ is not Tensor and isinstance(x, QuantizedTensor):
+    x_scales, y, packed, reads = None, None, 0, ""
+    if isinstance(x, Tensor):
+        source = _in_words(x)
+    elif isinstance(x, QuantizedTensor):
         source, x_scales, packed = x.codes, x.scales, x.quantizer.block[1]
+    elif isinstance(x, Swiglu):
+        source, reads = _in_words(x.y), "swiglu"
     else:
-        if not x.is_contiguous() or x.storage_offset() % 2:
-            x = x.clone(memory_format=torch.contiguous_format)  # words of two begin at even places
-        source, x_scales, packed = x, None, 0
+        source, y, reads = _in_words(x.gradient), _in_words(x.y), "swiglu gradient"
     if group:
         return _transform(source, x.shape, quantizer, copies, group)
     rows, columns = x.shape
@@ -112,6 +116,7 @@ def quantize(
             outputs[1 - axis] = *addresses, stream
         wanted[1 - axis] = carrier or True
     if quantizer.rounding == "ema":
+        assert isinstance(x, Tensor | QuantizedTensor)
         average = average_for(x, quantizer, average)
         assert average is not None
         average = average.to(torch.float32).contiguous()
@@ -119,11 +124,23 @@ def quantize(
     both = wanted[0] is not False and wanted[1] is not False
     shared = stochastic and both and outputs[0][4] == outputs[1][4]
     draws = in_memory, has_groups, shared
-    start = _quantize_launch(rows, columns, quantizer.fields, packed, *copied, *draws)
+    start = _quantize_launch(rows, columns, quantizer.fields, packed, reads, *copied, *draws)
     start(
-        source.device, source, x_scales, *outputs[0], *outputs[1], average, *random, rows, columns
-    )
+        source.device, source, x_scales, y,
+        *outputs[0], *outputs[1], average, *random, rows, columns,
+    )  # fmt: skip
     return made
+
+
+SWIGLU_COLUMNS = 128  # whose multiples the kernel takes as the columns of a SwiGLU
+
+
+def _in_words(x: Tensor) -> Tensor:
+    """x, or a copy of it, whose elements are contiguous and begin at an even place: kernels read
+    words of two."""
+    if not x.is_contiguous() or x.storage_offset() % 2:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def _transform(
@@ -202,6 +219,7 @@ def _quantize_launch(
     columns: int,
     fields: tuple[Any, ...],
     packed: int,
+    reads: str,
     along_rows: torch.dtype | bool,
     along_columns: torch.dtype | bool,
     in_memory: bool,
@@ -210,7 +228,8 @@ def _quantize_launch(
 ) -> Launch:
     """The launch for copies that are not transformed.
 
-    fields: of the quantizer. packed: the block size of the source's codes; 0 for BF16.
+    fields: of the quantizer. packed: the block size of the source's codes; 0 for BF16. reads: what
+        is computed of the source as it is read; see source.py.
     along_rows, along_columns: whether there is such a copy, or the dtype of its carriers.
     in_memory, has_groups, shared: the fields of `Draws`.
     """
@@ -219,13 +238,15 @@ def _quantize_launch(
     height, width, warps, down, registers = tile(
         quantizer, bool(packed), bool(along_rows), bool(along_columns), any(carriers)
     )
-    grid = tiles(columns, width), tiles(rows, height)
+    halves = 2 if reads == "swiglu gradient" else 1  # a program quantizes a tile of each
+    grid = tiles(columns // halves, width), tiles(rows, height)
     return Launch(
         quantize_kernel,
         grid[::-1] if down else grid,
         (_SOURCE, _OUTPUT, _OUTPUT, torch.float32, RANDOM, rows, columns),
         dict(
             PACKED=packed,
+            READS=reads,
             ROWS_CARRIER=carriers[0],
             COLUMNS_CARRIER=carriers[1],
             ROUNDING=rounding_of(quantizer),

@@ -39,6 +39,7 @@ def quantize_launch(
     *,
     sizes: tuple[int, int] = SIZES,
     packed: int = 0,
+    reads: str = "",
     in_memory: bool = False,
     shared: bool = False,
     **fields: Any,
@@ -47,12 +48,12 @@ def quantize_launch(
 
     along_rows, along_columns: whether an operand with blocks along this axis is made, or the dtype
     of its carriers. sizes: rows and columns. packed: the block size of the codes that are read; 0:
-    BF16 is read. in_memory: whether the step is read from memory. shared: whether both copies draw
+    BF16 is read. reads: what is computed of it; see kernels/source.py. in_memory: whether the step is read from memory. shared: whether both copies draw
     the same bits. fields: of the quantizer.
     """
     quantizer = Quantizer(rounding=rounding, **fields)  # type: ignore[arg-type]
     return _quantize_launch(
-        *sizes, quantizer.fields, packed, along_rows, along_columns, in_memory, True, shared
+        *sizes, quantizer.fields, packed, reads, along_rows, along_columns, in_memory, True, shared
     )
 
 
@@ -68,6 +69,11 @@ VARIANTS: dict[str, Launch] = {
     "averaged": quantize_launch("ema", E4M3, rule="ceil"),
     "packed": quantize_launch("stochastic", False, packed=32, prescale=0.75),
     "blocks of 16": quantize_launch("stochastic", E5M2, E4M3, block=(1, 16)),
+    "of a swiglu": quantize_launch("nearest", E4M3, False, rule="ceil", reads="swiglu"),
+    "of a swiglu, both": quantize_launch(reads="swiglu", sizes=(72, 128)),
+    "of a swiglu's gradient": quantize_launch(
+        "stochastic", E5M2, E5M2, rule="ceil", sizes=(72, 256), reads="swiglu gradient", shared=True
+    ),
     "packed blocks of 16": quantize_launch(along_rows=False, packed=16, block=(1, 16)),
 }
 

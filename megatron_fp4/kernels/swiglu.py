@@ -1,0 +1,150 @@
+"""SwiGLU and its gradient in Triton, as arithmetic/swiglu.py defines them.
+
+The quantize kernel computes them as it reads a matrix, so that the matrix itself need not be in
+memory (`kernels/mxfp4.py`). Where something else reads it, the kernels here write it.
+
+Matrices are read as words of two BF16. Numbers are computed in float32 and rounded once to BF16.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_fp4.kernels.encode import rounded_pairs
+from megatron_fp4.kernels.launch import INTERPRETED, Launch, kernel, planned, tiles
+
+_WORDS, _WARPS = 1024, 4  # words of the result that a program writes
+
+
+@triton.jit
+def _halves(words):
+    """The two BF16 of each word, in float32: those of the low halves, those of the high ones."""
+    low = (words << 16).to(tl.float32, bitcast=True)
+    return low, (words & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _sigmoid(x, INTERPRETED: tl.constexpr):
+    """1 / (1 + exp(-x)), float32, to a few units in the last place; 0 where it is below 2^-126.
+
+    The GPU's own approximations take four instructions, and an exact division some ten more.
+    """
+    power = x * -1.4426950408889634  # exp(-x) is 2 to this power
+    if INTERPRETED:
+        return 1.0 / (1.0 + tl.exp2(power))
+    power = tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [power], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _activated(gate, up, INTERPRETED: tl.constexpr):
+    """silu(gate) * up, float32."""
+    return gate * _sigmoid(gate, INTERPRETED) * up
+
+
+@triton.jit
+def activated_words(gate, up, INTERPRETED: tl.constexpr):
+    """Words of two BF16: the SwiGLU of two words of the gate and of two of `up`."""
+    gate_low, gate_high = _halves(gate)
+    up_low, up_high = _halves(up)
+    low = _activated(gate_low, up_low, INTERPRETED)
+    high = _activated(gate_high, up_high, INTERPRETED)
+    return rounded_pairs(low, high, INTERPRETED)
+
+
+@triton.jit
+def _gradients(gradient, gate, up, INTERPRETED: tl.constexpr):
+    """The gradients of the gate and of `up`, float32, from that of the SwiGLU."""
+    sigmoid = _sigmoid(gate, INTERPRETED)
+    silu = gate * sigmoid
+    return gradient * up * (sigmoid + silu * (1.0 - sigmoid)), gradient * silu
+
+
+@triton.jit
+def gradient_words(gradient, gate, up, INTERPRETED: tl.constexpr):
+    """(words of the gradient of the gate, words of that of `up`), from words of two BF16.
+
+    gradient: that of the SwiGLU.
+    """
+    low, high = _halves(gradient)
+    gate_low, gate_high = _halves(gate)
+    up_low, up_high = _halves(up)
+    of_gate_low, of_up_low = _gradients(low, gate_low, up_low, INTERPRETED)
+    of_gate_high, of_up_high = _gradients(high, gate_high, up_high, INTERPRETED)
+    of_gate = rounded_pairs(of_gate_low, of_gate_high, INTERPRETED)
+    return of_gate, rounded_pairs(of_up_low, of_up_high, INTERPRETED)
+
+
+@triton.jit
+def _flat(words, WORDS: tl.constexpr):
+    """(row, index in the row, whether it is inside) of the words of a program.
+
+    words: in a row of the result; the second axis of the grid goes over them, and the first over
+    the rows.
+    """
+    at = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    return tl.program_id(0).to(tl.int64), at, at < words
+
+
+@kernel(fp_fusion=True)
+def swiglu_kernel(y_ptr, out_ptr, words, WORDS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The SwiGLU of y [rows, 4 * words] BF16: out, [rows, 2 * words] BF16.
+
+    words: of a row of `out`.
+    """
+    row, at, inside = _flat(words, WORDS)
+    gate = tl.load(y_ptr + row * (2 * words) + at, mask=inside, other=0)
+    up = tl.load(y_ptr + row * (2 * words) + words + at, mask=inside, other=0)
+    tl.store(out_ptr + row * words + at, activated_words(gate, up, INTERPRETED), mask=inside)
+
+
+@kernel(fp_fusion=True)
+def swiglu_gradient_kernel(
+    gradient_ptr, y_ptr, out_ptr, words, WORDS: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """The gradient of y [rows, 4 * words] BF16, from that of its SwiGLU, [rows, 2 * words]."""
+    row, at, inside = _flat(words, WORDS)
+    gradient = tl.load(gradient_ptr + row * words + at, mask=inside, other=0)
+    place = row * (2 * words) + at
+    gate = tl.load(y_ptr + place, mask=inside, other=0)
+    up = tl.load(y_ptr + place + words, mask=inside, other=0)
+    of_gate, of_up = gradient_words(gradient, gate, up, INTERPRETED)
+    tl.store(out_ptr + place, of_gate, mask=inside)
+    tl.store(out_ptr + place + words, of_up, mask=inside)
+
+
+def swiglu(y: Tensor) -> Tensor:
+    """The SwiGLU of y, BF16 [rows, 2 n] with n even: BF16 [rows, n]."""
+    rows, words = y.shape[0], y.shape[1] // 4
+    out = y.new_empty((rows, 2 * words))
+    if rows:
+        _launch(swiglu_kernel, rows, words)(y.device, y, out, words)
+    return out
+
+
+def swiglu_gradient(gradient: Tensor, y: Tensor) -> Tensor:
+    """The gradient of y, BF16 [rows, 2 n] with n even, from `gradient`, that of its SwiGLU."""
+    rows, words = y.shape[0], y.shape[1] // 4
+    out = torch.empty_like(y)
+    if rows:
+        _launch(swiglu_gradient_kernel, rows, words)(y.device, gradient, y, out, words)
+    return out
+
+
+@planned
+def _launch(kernel: triton.JITFunction, rows: int, words: int) -> Launch:
+    pointers = 2 if kernel is swiglu_kernel else 3
+    return Launch(
+        kernel,
+        (rows, tiles(words, _WORDS)),
+        (*[torch.int32] * pointers, words),
+        dict(WORDS=_WORDS, INTERPRETED=INTERPRETED),
+        num_warps=_WARPS,
+    )
