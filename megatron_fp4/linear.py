@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,10 @@ from torch import Tensor
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.autograd import Linear
-from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.call import ALONE, BEFORE, Beside, Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.inputs import autocasts, check_operands, check_tensor, computes_in
+from megatron_fp4.operands import Activated
 from megatron_fp4.plan.sizes import check_sizes
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import get_recipe
@@ -36,16 +38,18 @@ def in_python(
     site: Site,
     call: Call,
     held: HeldWeight | None,
-) -> Tensor:
-    """Y of `quantized_linear`, by the executor in Python."""
+    beside: Beside = ALONE,
+) -> Any:
+    """Y of `quantized_linear`, by the executor in Python; (Y, result) where a SwiGLU follows, see
+    `operands.Activated`."""
     grad = torch.is_grad_enabled()
-    return Linear.apply(x, weight, bias, recipe, site, call, held, grad, None)  # type: ignore[no-any-return]
+    return Linear.apply(x, weight, bias, recipe, site, call, held, grad, None, beside)
 
 
-_execute: Callable[..., Tensor] = in_python
+_execute: Callable[..., Any] = in_python
 
 
-def execute_by(executor: Callable[..., Tensor]) -> None:
+def execute_by(executor: Callable[..., Any]) -> None:
     """Makes `executor` run all linears of this process from now on.
 
     It takes the arguments of `in_python` and returns the same bits.
@@ -73,7 +77,36 @@ def quantized_linear(
     breaks its graph here and runs the linear eagerly. The arguments are not checked.
     """
     product = _out_of_graphs if torch.compiler.is_compiling() else _product
-    return product(x, weight, bias, recipe, site, call, held)
+    return product(x, weight, bias, recipe, site, call, held, ALONE)  # type: ignore[no-any-return]
+
+
+def linear_before_swiglu(
+    x: Tensor, weight: Tensor, recipe: Recipe, site: Site, call: Call, held: HeldWeight | None
+) -> Activated:
+    """The SwiGLU of X W^T, for `linear_after_swiglu`, which computes it.
+
+    The arguments are those of `quantized_linear`; W is [2 n, in]. The gradient of the SwiGLU is
+    computed with that of this linear, so that dY need not be in memory.
+    """
+    product = _out_of_graphs if torch.compiler.is_compiling() else _product
+    return Activated(*product(x, weight, None, recipe, site, call, held, BEFORE))
+
+
+def linear_after_swiglu(
+    activated: Activated,
+    weight: Tensor,
+    recipe: Recipe,
+    site: Site,
+    call: Call,
+    held: HeldWeight | None,
+) -> Tensor:
+    """Y = X W^T, where X is the SwiGLU of `linear_before_swiglu`, computed as it is quantized.
+
+    The other arguments are those of `quantized_linear`; W is [out, n].
+    """
+    product = _out_of_graphs if torch.compiler.is_compiling() else _product
+    beside = Beside("after", activated.y)
+    return product(activated.result, weight, None, recipe, site, call, held, beside)  # type: ignore[no-any-return]
 
 
 def _product(
@@ -84,15 +117,16 @@ def _product(
     site: Site,
     call: Call,
     held: HeldWeight | None,
-) -> Tensor:
+    beside: Beside,
+) -> Any:
     device = x.device.type
     if autocasts(device):
         x, weight = x.to(computes_in(x)), weight.to(computes_in(weight))
         with torch.autocast(device, enabled=False):
-            return _product(x, weight, bias, recipe, site, call, held)
+            return _product(x, weight, bias, recipe, site, call, held, beside)
     if recipe.weight_average is not None and site.average is None:
         site = replace(site, average=weight.detach().float())  # as before the first update
-    return _execute(x, weight, bias, recipe, site, call, held)
+    return _execute(x, weight, bias, recipe, site, call, held, beside)
 
 
 # torch.compile must not trace the Python state behind a call: random streams, held weights and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.swiglu import swiglu, swiglu_gradient
 
 # [rows, K] with the contracted axis last: quantized, or in high precision.
 Operand = QuantizedTensor | Tensor
@@ -16,36 +18,102 @@ Operand = QuantizedTensor | Tensor
 
 @dataclass(slots=True)
 class Swiglu:
-    """The matrix swiglu(y), [rows, n], which has not been computed; see arithmetic/swiglu.py.
+    """The matrix swiglu(y), [rows, n], which is computed where it is read; see arithmetic/swiglu.py.
 
     y: [rows, 2 n].
     """
 
     y: Tensor
+    _found: Tensor | None = None
+
+    def by(self, compute: Compute) -> Tensor:
+        """The matrix, which `compute` computes the first time."""
+        if self._found is None:
+            self._found = compute(self)
+        return self._found
 
     @property
     def shape(self) -> torch.Size:
         rows, columns = self.y.shape
         return torch.Size((rows, columns // 2))
 
+    @property
+    def device(self) -> torch.device:
+        return self.y.device
+
+    def computed(self) -> Tensor:
+        """The matrix, computed by PyTorch."""
+        return swiglu(self.y)
+
+    def lines(self, axis: int, lines: Tensor) -> Tensor:
+        """Some lines along `axis` of the matrix, [k, K] with that axis last, computed by PyTorch.
+
+        lines: int64 [k], their indices along the other axis.
+        """
+        if axis == 1:
+            return swiglu(self.y[lines])
+        return swiglu(_columns_of_halves(self.y, lines)).t()
+
 
 @dataclass(slots=True)
 class SwigluGradient:
-    """The gradient of y, [rows, 2 n], which has not been computed.
+    """The gradient of y, [rows, 2 n], which is computed where it is read.
 
     gradient: of swiglu(y), [rows, n].
     """
 
     gradient: Tensor
     y: Tensor
+    _found: Tensor | None = None
+
+    def by(self, compute: Compute) -> Tensor:
+        """As `Swiglu.by`."""
+        if self._found is None:
+            self._found = compute(self)
+        return self._found
 
     @property
     def shape(self) -> torch.Size:
         return self.y.shape
 
+    @property
+    def device(self) -> torch.device:
+        return self.y.device
+
+    def computed(self) -> Tensor:
+        """The gradient, computed by PyTorch."""
+        return swiglu_gradient(self.gradient, self.y)
+
+    def lines(self, axis: int, lines: Tensor) -> Tensor:
+        """As `Swiglu.lines`."""
+        if axis == 1:
+            return swiglu_gradient(self.gradient[lines], self.y[lines])
+        half = self.gradient.shape[1]
+        within = lines % half
+        both = swiglu_gradient(self.gradient[:, within], _columns_of_halves(self.y, within))
+        left, right = both.chunk(2, -1)
+        return torch.where(lines < half, left, right).t()
+
+
+def _columns_of_halves(y: Tensor, columns: Tensor) -> Tensor:
+    """[rows, 2 k]: k columns of the left half of y [rows, 2 n], then the same of the right half."""
+    return torch.cat([y[:, columns], y[:, columns + y.shape[1] // 2]], 1)
+
 
 # What operands are made from: a matrix as the model holds it, codes, or a matrix to be computed.
 Matrix = Operand | Swiglu | SwigluGradient
+Compute = Callable[[Swiglu | SwigluGradient], Tensor]
+
+
+class Activated(NamedTuple):
+    """The SwiGLU of a linear's output y, for the next linear, which computes it.
+
+    y: [..., 2 n]. result: stands for the SwiGLU in autograd: a tensor of its shape [..., n], which
+    gets its gradient. All its elements are one number that nobody may read.
+    """
+
+    y: Tensor
+    result: Tensor
 
 
 @dataclass(slots=True)  # a named tuple costs twice the host time

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_fp4.cpp.following import Follower, Kind, others, words
 from megatron_fp4.execution.autograd import Linear as PythonLinear
 from megatron_fp4.execution.autograd import Passed, gradients, unread
-from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.call import ALONE, Beside, Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.recipe import Recipe
 
@@ -47,26 +47,30 @@ class CppExecutor:
         site: Site,
         call: Call,
         held: HeldWeight | None,
-    ) -> Tensor:
-        """Y of `linear.quantized_linear`: in C++ where the kind of this call was recorded, else in
+        beside: Beside = ALONE,
+    ) -> Any:
+        """What `linear.in_python` returns: in C++ where the kind of this call was recorded, else in
         Python."""
         grad, follower = torch.is_grad_enabled(), None
-        if self._may_follow(x, weight, site, call, held):
-            kind = _kind(x, weight, bias, recipe, site, call, held, grad)
+        if self._may_follow(x if beside.y is None else beside.y, weight, site, call, held):
+            kind = _kind(x, weight, bias, recipe, site, call, held, beside, grad)
             if kind.problem is None and kind.calls >= PLAIN_CALLS:
-                y = self._in_cpp(kind, x, weight, bias, site, call, held)
-                if y is not None:
-                    return y
+                found = self._in_cpp(kind, x, weight, bias, site, call, held, beside)
+                if found:
+                    return found if beside.place == "before" else found[0]
                 follower = Follower(self.extension, kind, site, call, held)
             kind.calls += 1
         if held is not None:
             held.to_python()
-        return PythonLinear.apply(x, weight, bias, recipe, site, call, held, grad, follower)  # type: ignore[no-any-return]
+        return PythonLinear.apply(x, weight, bias, recipe, site, call, held, grad, follower, beside)
 
     def _may_follow(
         self, x: Tensor, weight: Tensor, site: Site, call: Call, held: HeldWeight | None
     ) -> bool:
-        """Whether C++ may run this call, if its kind has been recorded."""
+        """Whether C++ may run this call, if its kind has been recorded.
+
+        x: X, or what goes through a SwiGLU before the linear.
+        """
         if not x.is_cuda:
             if not self.on_cpu:
                 return False
@@ -92,11 +96,13 @@ class CppExecutor:
         site: Site,
         call: Call,
         held: HeldWeight | None,
-    ) -> Tensor | None:
-        """Y by a Program, or None where none takes this call."""
+        beside: Beside,
+    ) -> list[Tensor]:
+        """What a Program returns, [Y] or [Y, the result of a SwiGLU]; [] where none takes this
+        call."""
         template = kind.passed
         if template is None:
-            return None
+            return []
         in_cpp = None
         if held is not None:
             if held.in_cpp is None:
@@ -116,6 +122,8 @@ class CppExecutor:
             parameter,
             unread(weight.shape, weight.dtype, weight.device) if kind.adds else None,
             partial(self._backward, kind, passed),
+            beside.y,
+            beside.place == "before",
         )
         return self.extension.linear(x, weight, bias, made)  # type: ignore[no-any-return]
 
@@ -141,6 +149,7 @@ def _kind(
     site: Site,
     call: Call,
     held: HeldWeight | None,
+    beside: Beside,
     grad: bool,
 ) -> Kind:
     """The kind of this call, among those of its site."""
@@ -152,6 +161,7 @@ def _kind(
         grad and x.requires_grad, grad and weight.requires_grad,
         None if bias is None else grad and bias.requires_grad,
         site.fuses and hasattr(weight, "main_grad"), call.repeat, call.rows is None, held is None,
+        beside.place,
     )  # fmt: skip
     kinds = site.kinds
     found = kinds.get(key)

@@ -14,15 +14,16 @@ from torch.autograd.function import once_differentiable
 from megatron_fp4.arithmetic.formats import wide
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.backward import Backward
-from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.call import Beside, Call, Site
 from megatron_fp4.execution.follow import Follower
 from megatron_fp4.execution.forward import Saved, forward
 from megatron_fp4.execution.parts import Build, Parts, take_apart
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.inputs import autocasts
-from megatron_fp4.operands import Operand
+from megatron_fp4.operands import Operand, Swiglu
 from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.data import LinearPlan
+from megatron_fp4.plan.setting import Swiglu as SwigluPlace
 from megatron_fp4.recipe import Recipe
 
 # Disables torch function modes inside a linear, to reduce host overhead. A call runs hundreds of
@@ -69,10 +70,13 @@ class Linear(torch.autograd.Function):
         held: HeldWeight | None,
         differentiates: bool,
         follower: Follower | None,
-    ) -> Tensor:
+        beside: Beside,
+    ) -> Any:
         needs = ctx.needs_input_grad if differentiates else (False, False, False)
-        matrix = x.reshape(-1, x.shape[-1])
-        plan = _plan(matrix, weight, bias, recipe, site, needs)
+        given = x if beside.y is None else beside.y
+        given = given.reshape(-1, given.shape[-1])
+        matrix = given if beside.y is None else Swiglu(given)
+        plan = _plan(given, weight, bias, recipe, site, needs, beside.place)
 
         def run(followed: Site) -> tuple[Tensor, Passed, Parts]:
             y, saved = forward(plan, matrix, weight, bias, followed, call, held)
@@ -91,18 +95,24 @@ class Linear(torch.autograd.Function):
             if follower is None:
                 y, passed, tensors = run(site)
             else:
-                y, passed, tensors = follower.forward(run, matrix, weight, bias)
+                y, passed, tensors = follower.forward(run, given, weight, bias)
         ctx.passed, ctx.follower = passed, follower
         ctx.save_for_backward(*tensors)
         leading = [*x.shape[:-1]]
         if leading and site.parallel is not None and x.numel():
             # Sequence parallelism changes the number of tokens.
             leading[0] = leading[0] * y.shape[0] // (x.numel() // x.shape[-1])
-        return y.view(*leading, y.shape[-1])
+        y = y.view(*leading, y.shape[-1])
+        if beside.place != "before":
+            return y
+        ctx.mark_non_differentiable(y)
+        ctx.set_materialize_grads(False)  # or autograd would fill a gradient of y with zeros
+        return y, result_of(y)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dy = dys[-1]  # of Y, or of the result of the SwiGLU that follows
         # Autocast may be enabled around backward, and must not change the dtypes of the plan.
         device = dy.device.type
         if autocasts(device):
@@ -110,7 +120,7 @@ class Linear(torch.autograd.Function):
                 found = gradients(ctx.passed, ctx.saved_tensors, dy, ctx.follower)
         else:
             found = gradients(ctx.passed, ctx.saved_tensors, dy, ctx.follower)
-        return *found, None, None, None, None, None, None
+        return *found, None, None, None, None, None, None, None
 
 
 def gradients(
@@ -152,10 +162,12 @@ def _plan(
     recipe: Recipe,
     site: Site,
     needs: Sequence[bool],
+    swiglu: SwigluPlace,
 ) -> LinearPlan:
     """The plan for x [tokens, in], the part of X that this rank holds.
 
-    needs: whether X and W need gradients, in this order.
+    needs: whether X and W need gradients, in this order. swiglu: see `Setting.swiglu`; x is then
+    what goes through the SwiGLU.
     """
     sharding = site.sharding
     tokens = x.shape[0] // (sharding.ranks if sharding.tokens == "dy" else 1)
@@ -174,7 +186,17 @@ def _plan(
         bias is not None,
         site.keeps_w,
         site.packs_x,
+        swiglu,
     )
+
+
+def result_of(y: Tensor) -> Tensor:
+    """What stands for the SwiGLU of y [..., 2 n] in autograd: [..., n], of one element's memory.
+
+    See `operands.Activated`.
+    """
+    shape = (*y.shape[:-1], y.shape[-1] // 2)
+    return torch.empty_strided(shape, (0,) * len(shape), dtype=y.dtype, device=y.device)
 
 
 def _bias_gradient(dy: Operand, dtype: torch.dtype) -> Tensor:
@@ -212,7 +234,7 @@ def _taken_apart(
     tensors: Parts = []
     builds: tuple[tuple[slice, Build] | None, ...] = ()
     end = 0
-    for part in (saved.x, None if shares_w else saved.w, saved.weight, saved.residual):
+    for part in (saved.x, None if shares_w else saved.w, saved.weight, saved.residual, saved.y):
         if part is None:
             builds += (None,)
             continue
@@ -227,5 +249,5 @@ def _put_together(passed: Passed, tensors: Sequence[Tensor | None]) -> Saved:
     parts: list[Any] = [
         None if each is None else each[1](*tensors[each[0]]) for each in passed.builds
     ]
-    x, w, weight, residual = parts
-    return Saved(x, w if passed.shared_w is None else passed.shared_w, weight, residual)
+    x, w, weight, residual, y = parts
+    return Saved(x, w if passed.shared_w is None else passed.shared_w, weight, residual, y)

@@ -16,10 +16,10 @@ from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import Pending
 from megatron_fp4.execution.forward import Saved, all_tokens
 from megatron_fp4.execution.gemm import run_gemm
-from megatron_fp4.execution.making import make_operands, source_of
+from megatron_fp4.execution.making import computed, make_operands, source_of
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.multipliers.base import finish
-from megatron_fp4.operands import Decoded, Made, Operand
+from megatron_fp4.operands import Decoded, Made, Matrix, Operand, SwigluGradient
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, Source
 
 
@@ -48,23 +48,25 @@ class Backward:
     site: Site
     call: Call
     held: HeldWeight | None = None
-    _matrices: dict[tuple[str, Source], Operand] = field(default_factory=dict)
+    _matrices: dict[tuple[str, Source], Matrix] = field(default_factory=dict)
     _folds: dict[OperandPlan, Tensor] = field(default_factory=dict)
     _made: dict[OperandPlan, Made] = field(default_factory=dict)
 
     def gradients(self, dy: Tensor, into: Tensor | None) -> Gradients:
         """Runs dgrad and wgrad, as far as the plan has them.
 
-        dy: [tokens, out] in the model's dtype. into: the main_grad [out, in] to which dW is added,
-        or None.
+        dy: [tokens, out] in the model's dtype, or, where a SwiGLU follows, the gradient of its
+        result, [tokens, out / 2]. into: the main_grad [out, in] to which dW is added, or None.
         """
         plan, site = self.plan, self.site
         x = self._send_kept_x()
         residual = None
         if self.saved.residual is not None:
             residual = all_tokens(self.saved.residual, plan, site)
-        dy = self._gather_before(dy)
-        self._matrices["dy", "model"] = dy
+        if self.saved.y is not None:
+            self._matrices["dy", "swiglu"] = SwigluGradient(dy, self.saved.y)
+        else:
+            self._matrices["dy", "model"] = self._gather_before(dy)
         self._make_at_start()
         if x is None and plan.wgrad is not None:
             x = self._send(plan.wgrad.b, self._made[plan.wgrad.b])
@@ -84,7 +86,7 @@ class Backward:
             if plan.late:
                 b = self._make_late(plan.wgrad, b)
             a = self._made[plan.wgrad.a] if wgrads is None else wgrads.wait()
-            dw = self._dw(plan.wgrad, a, b, dy, residual, into)
+            dw = self._dw(plan.wgrad, a, b, residual, into)
         return Gradients(None if dx is None else dx.wait(), dw, dgrads_dy)
 
     # --- operands ---
@@ -155,6 +157,14 @@ class Backward:
             if making.matrix[0] != "dy":  # kept, since the outliers of X are multiplied by it
                 self._matrices.pop(making.matrix, None)
 
+    def _dy(self, wgrad: GemmPlan) -> Tensor:
+        """dY in the model's dtype."""
+        makings = self.plan.backward + self.plan.late
+        making = next(making for making in makings if wgrad.a in making.operands)
+        dy = computed(making, self._matrices)
+        assert isinstance(dy, Tensor)
+        return dy
+
     def _forget(self, gemm: GemmPlan) -> None:
         """Frees the operands of a GEMM that has run."""
         self._made.pop(gemm.a, None)
@@ -190,7 +200,6 @@ class Backward:
         wgrad: GemmPlan,
         a: Made,
         b: Made,
-        dy: Tensor,
         residual: Pending[Residual] | None,
         into: Tensor | None,
     ) -> Tensor:
@@ -202,9 +211,10 @@ class Backward:
         if plan.estimate is not None:
             # Recipe checks that an estimator comes with a quantized W.
             assert isinstance(saved.w, QuantizedTensor) and saved.weight is not None
-            dw = plan.estimate(dw, saved.w, saved.weight.to(dy.dtype))
+            dw = plan.estimate(dw, saved.w, saved.weight.to(plan.setting.dtype))
         if residual is not None and plan.compensation is not None:
             # Fprop multiplied the outliers by the unquantized W, so no estimator applies here.
             outliers = Decoded(residual.wait().dense().t())
-            dw = plan.compensation.multiply(Decoded(dy.t()), outliers, 1.0, dw.dtype, dw)
+            dy = Decoded(self._dy(wgrad).t())
+            dw = plan.compensation.multiply(dy, outliers, 1.0, dw.dtype, dw)
         return finish(dw, plan.setting.main_grad or plan.setting.weight_dtype, into)

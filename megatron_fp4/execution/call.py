@@ -23,9 +23,9 @@ from megatron_fp4.arithmetic.philox import (
 )
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.makers.base import Given
-from megatron_fp4.operands import Carriers, Made, Operand
+from megatron_fp4.operands import Carriers, Made, Matrix
 from megatron_fp4.plan.data import OperandPlan
-from megatron_fp4.plan.setting import UNSHARDED, Sharding
+from megatron_fp4.plan.setting import UNSHARDED, Sharding, Swiglu
 
 
 class Call(NamedTuple):
@@ -44,6 +44,20 @@ class Call(NamedTuple):
     microbatch: int | Tensor = 0
     repeat: int = 0
     rows: Tensor | None = None
+
+
+class Beside(NamedTuple):
+    """Where a call of a linear stands beside a SwiGLU.
+
+    place: see `plan.setting.Swiglu`. y: what goes through the SwiGLU before the linear, [..., 2 in],
+    if the place is "after"; else None.
+    """
+
+    place: Swiglu = ""
+    y: Tensor | None = None
+
+
+ALONE, BEFORE = Beside(), Beside("before")
 
 
 class Tallies(Protocol):
@@ -72,7 +86,7 @@ class Watch(Protocol):
         site: Site,
         call: Call,
         operand: OperandPlan,
-        matrix: Operand,
+        matrix: Matrix,
         given: Given,
         made: Made,
     ) -> None:

@@ -14,9 +14,9 @@ from megatron_fp4.arithmetic.outliers import Residual
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import Pending
 from megatron_fp4.execution.gemm import run_gemm, show_codes
-from megatron_fp4.execution.making import make_operands
+from megatron_fp4.execution.making import Matrices, make_operands
 from megatron_fp4.execution.weights import HeldWeight
-from megatron_fp4.operands import Decoded, Made, Operand
+from megatron_fp4.operands import Decoded, Made, Matrix, Operand, Swiglu
 from megatron_fp4.plan.data import LinearPlan, OperandPlan, Source
 
 
@@ -28,17 +28,19 @@ class Saved:
     w: see `LinearPlan.saves_w`.
     weight: W, if the recipe has an estimator, which reads it; else None.
     residual: the outliers of X, if dW contains a product with them; else None.
+    y: Y, if the gradient of a SwiGLU of it arrives in backward; else None.
     """
 
     x: Operand | None
     w: Operand
     weight: Tensor | None
     residual: Residual | None
+    y: Tensor | None
 
 
 def forward(
     plan: LinearPlan,
-    x: Tensor,
+    x: Tensor | Swiglu,
     weight: Tensor,
     bias: Tensor | None,
     site: Site,
@@ -47,33 +49,38 @@ def forward(
 ) -> tuple[Tensor, Saved]:
     """(Y [tokens, out], Saved) for X [tokens, in], W [out, in] and bias [out] or None.
 
+    X may be a SwiGLU that is computed here (`Setting.swiglu`).
+
     The product, the bias and the product of the outliers are summed before Y is rounded to X's
     dtype. held: W's operands, where the calls of a step share them: read if they were made before,
     else made and stored here.
     """
-    clamped, residual = (x, None) if plan.split is None else plan.split(x)
-    made = _operands(plan, x, clamped, weight, site, call, held)
+    dtype = plan.setting.dtype
+    matrices: dict[tuple[str, Source], Matrix] = {("w", "model"): weight.to(dtype)}
+    matrices["x", "swiglu" if plan.setting.swiglu == "after" else "model"] = x
+    residual = None
+    if plan.split is not None:
+        matrices["x", "clamped"], residual = plan.split(x)
+    made = _operands(plan, matrices, site, call, held)
     a, b = made[plan.fprop.a], made[plan.fprop.b]
     if plan.fprop.a.gathered and site.parallel is not None:
         a = Made(site.parallel.gather(a.operand).wait())
     y = run_gemm(plan.fprop, a, b, site, held=held)
     if residual is not None and plan.compensation is not None:
         dense = all_tokens(residual, plan, site).wait().dense()
-        outliers, w = Decoded(dense), Decoded(weight.to(x.dtype))
+        outliers, w = Decoded(dense), Decoded(weight.to(dtype))
         y = plan.compensation.multiply(outliers, w, 1.0, y.dtype, y)
     if bias is not None:
         y += bias
-    y = y.to(x.dtype)
+    y = y.to(dtype)
     if site.parallel is not None and plan.setting.has_part("dy"):
         y = site.parallel.scatter_sum(y).wait()
-    return y, _saved(plan, x, weight, made, residual)
+    return y, _saved(plan, x, weight, made, residual, y)
 
 
 def _operands(
     plan: LinearPlan,
-    x: Tensor,
-    clamped: Tensor,
-    weight: Tensor,
+    matrices: Matrices,
     site: Site,
     call: Call,
     held: HeldWeight | None,
@@ -83,11 +90,6 @@ def _operands(
     W's operand comes from an earlier call of the step if it is held. wgrad's operand of X is
     included where the plan packs X for backward.
     """
-    matrices: dict[tuple[str, Source], Operand] = {
-        ("x", "model"): x,
-        ("x", "clamped"): clamped,
-        ("w", "model"): weight.to(x.dtype),
-    }
     w, makings = plan.fprop.b, plan.forward
     is_held = held is not None and "fprop" in held.made
     if is_held:
@@ -104,10 +106,11 @@ def _operands(
 
 def _saved(
     plan: LinearPlan,
-    x: Tensor,
+    x: Tensor | Swiglu,
     weight: Tensor,
     made: dict[OperandPlan, Made],
     residual: Residual | None,
+    y: Tensor,
 ) -> Saved:
     kept_x: Operand | None = None
     if plan.saves_x == "operand":
@@ -115,12 +118,13 @@ def _saved(
     elif plan.saves_x == "packed" and plan.wgrad is not None:
         kept_x = made[plan.wgrad.b].operand
     elif plan.saves_x == "model":
-        kept_x = x
+        kept_x = x.y if isinstance(x, Swiglu) else x
     return Saved(
         x=kept_x,
         w=made[plan.fprop.b].operand if plan.saves_w == "operand" else weight,
         weight=None if plan.estimate is None else weight,
         residual=residual if plan.residual_in_dw else None,
+        y=y if plan.setting.swiglu == "before" else None,
     )
 
 

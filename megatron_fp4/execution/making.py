@@ -11,11 +11,21 @@ from megatron_fp4.arithmetic.hadamard import inverse
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.makers.pytorch import largest_of
-from megatron_fp4.operands import Made, Operand
+from megatron_fp4.operands import Made, Matrix, Operand, Swiglu, SwigluGradient
 from megatron_fp4.plan.data import Making, OperandPlan, Source
 
-Matrices = Mapping[tuple[str, Source], Operand]
+Matrices = Mapping[tuple[str, Source], Matrix]
 Folds = Mapping[OperandPlan, Tensor]
+
+
+def computed(making: Making, matrices: Matrices) -> Operand:
+    """The matrix of `making`, computed where it is a SwiGLU or the gradient of one."""
+    matrix = matrices[making.matrix]
+    if making.compute is None:
+        assert not isinstance(matrix, Swiglu | SwigluGradient)
+        return matrix
+    assert isinstance(matrix, Swiglu | SwigluGradient)
+    return matrix.by(making.compute)
 
 
 def make_operands(
@@ -40,14 +50,13 @@ def make_operands(
             )
             for operand in operands
         ]
-        found = making.maker.make(matrices[making.matrix], operands, given)
+        matrix = matrices[making.matrix] if making.activates else computed(making, matrices)
+        found = making.maker.make(matrix, operands, given)
         for operand, each in zip(operands, found, strict=True):
             made[operand] = each
         if site.watch is not None:
             for operand, its_given in zip(operands, given, strict=True):
-                site.watch.made(
-                    site, call, operand, matrices[making.matrix], its_given, made[operand]
-                )
+                site.watch.made(site, call, operand, matrix, its_given, made[operand])
     return made
 
 
@@ -63,7 +72,7 @@ def _agreed(
             if operand.agrees:
                 given = site.given(operand, call, folds.get(operand), None)
                 shared.append(operand)
-                maxima.append(largest_of(matrices[making.matrix], operand, given))
+                maxima.append(largest_of(computed(making, matrices), operand, given))
     if not shared:
         return {}
     return dict(zip(shared, site.parallel.maximum(maxima), strict=True))
@@ -71,7 +80,7 @@ def _agreed(
 
 def source_of(
     operand: OperandPlan, kept: Operand, fprop: OperandPlan, site: Site, call: Call
-) -> tuple[Operand, Tensor | None]:
+) -> tuple[Matrix, Tensor | None]:
     """(matrix, scales): the matrix from which a backward GEMM's operand of W or X is made, and the
     row scales by which dY must be multiplied, float32 or wider [K], or None.
 
@@ -81,6 +90,9 @@ def source_of(
     if operand.source == "model":
         assert isinstance(kept, Tensor)
         return kept.to(operand.dtype), None
+    if operand.source == "swiglu":
+        assert isinstance(kept, Tensor)
+        return Swiglu(kept), None
     if operand.source == "codes":
         return kept, None
     assert isinstance(kept, QuantizedTensor)

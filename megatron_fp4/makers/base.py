@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import Noise, Signs
-from megatron_fp4.operands import Made, Operand
+from megatron_fp4.operands import Made, Matrix
 from megatron_fp4.plan.data import OperandPlan
 
 
@@ -49,16 +49,22 @@ class Maker(Protocol):
         """Whether it can write FP8 carriers beside this operand's codes; see `Carriers`."""
         ...
 
+    def activates(self, operand: OperandPlan) -> bool:
+        """Whether it can compute a SwiGLU, or the gradient of one, as it reads the matrix of this
+        operand; see `operands.Swiglu`."""
+        ...
+
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
         """Whether it can make both operands, which share a matrix, in one pass over it."""
         ...
 
     def make(
-        self, matrix: Operand, operands: Sequence[OperandPlan], given: Sequence[Given]
+        self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]
     ) -> list[Made]:
         """Makes operands from one matrix.
 
-        matrix: [rows, columns] as the model holds it, or codes and scales of fprop.
+        matrix: [rows, columns] as the model holds it, codes and scales of fprop, or, if `activates`
+            allows it, a matrix that is to be computed.
         operands: their plans; several only if `joins` allows it. given: one for each of them.
         Returns one Made for each: transformed and quantized, with the contracted axis last.
         """

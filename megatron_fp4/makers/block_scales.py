@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import GROUP
 from megatron_fp4.makers.base import Given
-from megatron_fp4.operands import Made, Operand
+from megatron_fp4.operands import Made, Matrix
 from megatron_fp4.plan.data import OperandPlan
 
 
@@ -47,11 +47,14 @@ class BlockScaleKernel:
     def writes_carriers(self, operand: OperandPlan) -> bool:
         return False
 
+    def activates(self, operand: OperandPlan) -> bool:
+        return False
+
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
         return False
 
     def make(
-        self, matrix: Operand, operands: Sequence[OperandPlan], given: Sequence[Given]
+        self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]
     ) -> list[Made]:
         from megatron_fp4.kernels import blocks  # imports Triton
 

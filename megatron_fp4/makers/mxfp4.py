@@ -16,7 +16,7 @@ import torch
 from megatron_fp4.arithmetic.philox import GROUP
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.makers.base import Given
-from megatron_fp4.operands import Made, Operand
+from megatron_fp4.operands import Made, Matrix
 from megatron_fp4.plan.data import OperandPlan
 
 
@@ -52,12 +52,16 @@ class Mxfp4Kernel:
     def writes_carriers(self, operand: OperandPlan) -> bool:
         return not operand.group
 
+    def activates(self, operand: OperandPlan) -> bool:
+        columns = operand.shape[1] // (2 if operand.letter == "dy" else 1)
+        return not operand.group and columns % _kernels().SWIGLU_COLUMNS == 0
+
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
         forms = [(p.letter, p.quantizer, p.group, p.is_part) for p in (one, other)]
         return one.axis != other.axis and forms[0] == forms[1]
 
     def make(
-        self, matrix: Operand, operands: Sequence[OperandPlan], given: Sequence[Given]
+        self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]
     ) -> list[Made]:
         kernels, first = _kernels(), operands[0]
         copies = [

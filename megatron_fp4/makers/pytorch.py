@@ -14,7 +14,7 @@ from megatron_fp4.arithmetic.formats import widen
 from megatron_fp4.arithmetic.hadamard import transform
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, absolute_max, quantize_matrix
 from megatron_fp4.makers.base import Given
-from megatron_fp4.operands import Made, Operand
+from megatron_fp4.operands import Made, Matrix, Operand
 from megatron_fp4.plan.data import OperandPlan
 
 
@@ -29,12 +29,16 @@ class PyTorch:
     def writes_carriers(self, operand: OperandPlan) -> bool:
         return False
 
+    def activates(self, operand: OperandPlan) -> bool:
+        return False
+
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
         return False
 
     def make(
-        self, matrix: Operand, operands: Sequence[OperandPlan], given: Sequence[Given]
+        self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]
     ) -> list[Made]:
+        assert isinstance(matrix, Tensor | QuantizedTensor)
         return [Made(make_operand(matrix, *each)) for each in zip(operands, given, strict=True)]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.makers.base import Given
-from megatron_fp4.operands import Made, Operand
+from megatron_fp4.operands import Made, Matrix
 from megatron_fp4.plan.data import OperandPlan
 
 
@@ -36,11 +36,14 @@ class RowScaleKernel:
     def writes_carriers(self, operand: OperandPlan) -> bool:
         return False
 
+    def activates(self, operand: OperandPlan) -> bool:
+        return False
+
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
         return False
 
     def make(
-        self, matrix: Operand, operands: Sequence[OperandPlan], given: Sequence[Given]
+        self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]
     ) -> list[Made]:
         from megatron_fp4.kernels import rows  # imports Triton
 

@@ -18,14 +18,16 @@ from torch.nn.functional import pad
 
 from megatron_fp4.arithmetic.formats import pack
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, QuantizedTensor, Quantizer
-from megatron_fp4.operands import Operand
+from megatron_fp4.operands import Matrix, Swiglu, SwigluGradient
 
 
-def lines_of(matrix: Operand, axis: int, lines: Tensor) -> Tensor:
+def lines_of(matrix: Matrix, axis: int, lines: Tensor) -> Tensor:
     """Some lines along `axis` of a matrix, [n, K] with that axis last. Codes are decoded to BF16.
 
     lines: int64 [n], their indices along the other axis.
     """
+    if isinstance(matrix, Swiglu | SwigluGradient):
+        return matrix.lines(axis, lines)
     if not isinstance(matrix, QuantizedTensor):
         return matrix.movedim(axis, -1)[lines]
     if matrix.axis == axis:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.setting import Setting, Sharding
+from megatron_fp4.plan.setting import Setting, Sharding, Swiglu
 from megatron_fp4.plan.sizes import token_multiple
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.target import target_of
@@ -33,6 +33,7 @@ def plan_for(
     has_bias: bool,
     keeps_w: Literal["packed", "decoded"] | None,
     packs_x: bool,
+    swiglu: Swiglu = "",
 ) -> LinearPlan:
     """The plan of a linear on `device`. weight: the shape [out, in]; the others are as in Setting.
 
@@ -41,7 +42,7 @@ def plan_for(
     outputs, inputs = weight
     setting = Setting(
         tokens, inputs, outputs, dtype, target_of(device), weight_dtype, sharding, main_grad,
-        dx, dw, has_bias, keeps_w, packs_x,
+        dx, dw, has_bias, keeps_w, packs_x, swiglu,
     )  # fmt: skip
     return compile_plan(recipe, setting)
 

@@ -6,16 +6,18 @@ and when, what is kept, and which multiplier runs each GEMM. A call of a linear 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from megatron_fp4 import makers, multipliers
 from megatron_fp4.arithmetic.formats import wide
+from megatron_fp4.arithmetic.outliers import Residual
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
-from megatron_fp4.makers import estimator, outliers
+from megatron_fp4.makers import estimator, outliers, swiglu
 from megatron_fp4.multipliers.base import Multiplier, Product
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, Source
 from megatron_fp4.plan.setting import Setting
@@ -55,7 +57,7 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
         late=makings(late, setting),
         saves_x=saves_x,
         saves_w="operand" if _is_forwards(recipe, "w") else "model",
-        split=outliers.choose(recipe, setting),
+        split=_split(recipe, setting, fprop.a),
         compensation=_compensation(setting) if _compensates(recipe) else None,
         residual_in_dw=setting.dw and _residual_in_dw(recipe),
         shows_packed_x=saves_x == "packed" and recipe.fprop.a is None,
@@ -82,6 +84,17 @@ def _saves_x(recipe: Recipe, setting: Setting) -> Literal["operand", "packed", "
 
 
 # --- outliers -------------------------------------------------------------------------------------
+
+
+def _split(
+    recipe: Recipe, setting: Setting, x: OperandPlan
+) -> Callable[[Any], tuple[Tensor, Residual]] | None:
+    """What splits X as recipe.outliers says, after a SwiGLU if X is the result of one."""
+    split = outliers.choose(recipe, setting)
+    if split is None or setting.swiglu != "after":
+        return split
+    compute = swiglu.choose(x, setting.target)
+    return lambda matrix: split(matrix.by(compute))
 
 
 def _compensates(recipe: Recipe) -> bool:
@@ -119,7 +132,8 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
     if (gemm, letter) == ("fprop", "x") and recipe.outliers is not None:
         return _From("clamped", dtype)
     if gemm == "fprop" or letter == "dy" or not _is_forwards(recipe, letter):
-        return _From("model", dtype)
+        activated = {"before": "dy", "after": "x"}.get(setting.swiglu)
+        return _From("swiglu" if letter == activated else "model", dtype)
     left, own = recipe.quantizer("fprop", letter), recipe.gemm(gemm)
     assert left is not None
     transformed = recipe.fprop.hadamard is not None
@@ -219,7 +233,13 @@ def makings(operands: Iterable[OperandPlan], setting: Setting) -> tuple[Making, 
             if all(choice.maker.joins(other, operand) for other in last.operands):
                 found[-1] = replace(last, operands=(*last.operands, operand))
                 continue
-        found.append(Making(matrix, choice.maker, (operand,), choice.passed_over))
+        compute, activates = None, False
+        if operand.source == "swiglu":
+            compute = swiglu.choose(operand, setting.target)
+            activates = choice.maker.activates(operand)
+        found.append(
+            Making(matrix, choice.maker, (operand,), choice.passed_over, compute, activates)
+        )
     return tuple(found)
 
 

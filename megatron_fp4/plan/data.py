@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import Residual
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.operands import Compute
 from megatron_fp4.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 # What an operand is made from.
 #   model     X, W or dY as the model holds it
+#   swiglu    X, which is the SwiGLU of what the model holds; or dY, the gradient of what a SwiGLU
+#             reads, of which the model holds the gradient of the result
 #   clamped   X without its outliers
 #   codes     fprop's operand, as codes and scales
 #   decoded   fprop's operand, decoded to `OperandPlan.dtype`; if fprop transformed it, after the
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 #   values    fprop's operand, decoded without the scale of a whole row or tensor, which is
 #             multiplied into dY instead
 #   elements  fprop's codes without any scale; the scale of a whole row is multiplied into dY
-Source = Literal["model", "clamped", "codes", "decoded", "values", "elements"]
+Source = Literal["model", "swiglu", "clamped", "codes", "decoded", "values", "elements"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,12 +93,16 @@ class Making:
 
     matrix: the matrix, as (letter, source). passed_over: (name, reason) of each faster maker that
     cannot make them.
+    compute: for source "swiglu", computes the matrix, which the maker is then given; None for other
+    sources. activates: whether the maker computes it instead, as it reads what the model holds.
     """
 
     matrix: tuple[str, Source]
     maker: Maker
     operands: tuple[OperandPlan, ...]
     passed_over: tuple[tuple[str, str], ...]
+    compute: Compute | None = None
+    activates: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +134,7 @@ class LinearPlan:
     forward, backward: what is made at the start of the forward and of the backward pass.
     late: what is made after dgrad's product, because it depends on the gathered X.
     saves_x: what is saved of X for backward: fprop's operand ("operand"), wgrad's operand
-        ("packed"), X itself ("model"), or nothing ("").
+        ("packed"), X itself, or that whose SwiGLU it is ("model"), or nothing ("").
     saves_w: what is saved of W: fprop's operand ("operand"), or W itself ("model").
     split: splits X into clamped X and outliers as recipe.outliers says; None where the recipe
         clamps nothing.
@@ -148,7 +155,7 @@ class LinearPlan:
     late: tuple[Making, ...]
     saves_x: Literal["operand", "packed", "model", ""]
     saves_w: Literal["operand", "model"]
-    split: Callable[[Tensor], tuple[Tensor, Residual]] | None
+    split: Callable[[Any], tuple[Tensor, Residual]] | None
     compensation: Multiplier | None
     residual_in_dw: bool
     shows_packed_x: bool

@@ -36,6 +36,12 @@ class Sharding(NamedTuple):
 
 UNSHARDED = Sharding()
 
+# Where a linear stands beside a SwiGLU (arithmetic/swiglu.py) that it computes itself.
+#   ""        nowhere: it takes X and returns Y
+#   "before"  its Y goes through a SwiGLU, and the gradient of that arrives in place of dY
+#   "after"   what it takes goes through a SwiGLU first, whose result is X
+Swiglu = Literal["", "before", "after"]
+
 
 def column_parallel(
     ranks: int, *, sequence_parallel: bool = False, sums_dx: bool = False
@@ -73,6 +79,7 @@ class Setting:
     keeps_w: how W's operands are held for all microbatches of a step: as codes ("packed"), or also
         in the form that the multiplier reads ("decoded"); None: each call makes them.
     packs_x: whether X is saved for backward as wgrad's codes, where wgrad quantizes the original X.
+    swiglu: where the linear stands beside a SwiGLU.
     """
 
     tokens: int
@@ -88,6 +95,7 @@ class Setting:
     has_bias: bool = False
     keeps_w: Literal["packed", "decoded"] | None = None
     packs_x: bool = True
+    swiglu: Swiglu = ""
 
     def has_part(self, letter: str) -> bool:
         """Whether this rank holds only a part of the operand's tokens."""

@@ -35,16 +35,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init([](std::array<std::shared_ptr<Pass>, 4> passes, Words words,
                        std::vector<at::Tensor> others, std::shared_ptr<Held> held,
                        std::shared_ptr<Tallies> tallies, py::object weight,
-                       std::optional<at::Tensor> unread, py::object fallback) {
+                       std::optional<at::Tensor> unread, py::object fallback,
+                       std::optional<at::Tensor> before, bool swiglu_follows) {
         return std::make_shared<CallOfLinear>(CallOfLinear{
             {passes[0], passes[1]}, {passes[2], passes[3]}, words, std::move(others),
             std::move(held), std::move(tallies), std::move(weight),
-            unread.value_or(at::Tensor()), std::move(fallback)});
+            unread.value_or(at::Tensor()), std::move(fallback), before.value_or(at::Tensor()),
+            swiglu_follows});
       }));
   module.def("linear", [](const at::Tensor& x, const at::Tensor& weight,
                           const std::optional<at::Tensor>& bias,
-                          std::shared_ptr<CallOfLinear> call) -> std::optional<at::Tensor> {
-    auto y = linear(x, weight, bias, std::move(call));
-    return y.defined() ? std::optional<at::Tensor>(y) : std::nullopt;
+                          std::shared_ptr<CallOfLinear> call) {
+    return linear(x, weight, bias, std::move(call));
   });
 }

@@ -46,7 +46,8 @@ void hand_on(std::vector<at::Tensor>& results, const Pass& pass, CallOfLinear& c
 std::vector<at::Tensor> forward_inputs(const at::Tensor& x, const at::Tensor& weight,
                                        const std::optional<at::Tensor>& bias,
                                        const CallOfLinear& call) {
-  std::vector<at::Tensor> inputs{x, weight, bias.value_or(at::Tensor())};
+  std::vector<at::Tensor> inputs{call.before.defined() ? call.before : x, weight,
+                                 bias.value_or(at::Tensor())};
   append(inputs, call.others);
   if (call.held && call.held->fprop) append(inputs, *call.held->fprop);
   return inputs;
@@ -125,14 +126,20 @@ struct Linear : torch::autograd::Function<Linear> {
     // Sequence parallelism changes the number of tokens.
     if (leading.size() > 1) leading[0] = leading[0] * y.size(0) / (x.numel() / x.size(-1));
     const at::AutoDispatchBelowADInplaceOrView below;  // or autograd would call Y a view
-    return {y.view(leading)};
+    y = y.view(leading);
+    if (!call->swiglu_follows) return {y};
+    leading.back() /= 2;
+    auto result = at::empty_strided(leading, std::vector<int64_t>(leading.size(), 0), y.options());
+    ctx->mark_non_differentiable({y});
+    ctx->set_materialize_grads(false);  // or autograd would fill a gradient of Y with zeros
+    return {y, result};
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list given) {
     const auto capsule = ctx->saved_data["call"].toCapsule();
     auto& call = *static_cast<Capsule*>(capsule.get())->call;
     const auto saved = ctx->get_saved_variables();
-    const auto& dy = given[0];
+    const auto& dy = given.back();  // of Y, or of the result of the SwiGLU that follows
     variable_list gradients;
     {
       const at::AutoGradMode grad(false);
@@ -176,13 +183,13 @@ std::pair<std::vector<int>, std::vector<at::Tensor>> Tallies::take() {
   return {std::exchange(labels_, {}), std::exchange(folded_, {})};
 }
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
+std::vector<at::Tensor> linear(const at::Tensor& x, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias, std::shared_ptr<CallOfLinear> call) {
   const auto pass = call->forward.of(call->held && call->held->fprop);
-  if (!pass) return at::Tensor();
+  if (!pass) return {};
   auto inputs = forward_inputs(x.detach(), weight.detach(), bias, *call);
-  if (!pass->program->takes(inputs)) return at::Tensor();
-  return Linear::apply(x, weight, bias, Prepared{pass, std::move(inputs), std::move(call)})[0];
+  if (!pass->program->takes(inputs)) return {};
+  return Linear::apply(x, weight, bias, Prepared{pass, std::move(inputs), std::move(call)});
 }
 
 }  // namespace megatron_fp4

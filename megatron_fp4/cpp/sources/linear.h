@@ -49,6 +49,8 @@ struct Passes {
 // weight: the parameter to whose main_grad dW is added, or None. unread: for such a parameter, the
 // gradient that autograd expects and nobody reads.
 // fallback: fallback(saved, dY) runs the backward pass in Python where no program takes it.
+// before: what goes through a SwiGLU whose result is X, or undefined. swiglu_follows: whether Y goes
+// through a SwiGLU, the gradient of whose result arrives in place of dY.
 struct __attribute__((visibility("hidden"))) CallOfLinear {
   Passes forward, backward;
   Words words;
@@ -58,11 +60,14 @@ struct __attribute__((visibility("hidden"))) CallOfLinear {
   py::object weight;
   at::Tensor unread;
   py::object fallback;
+  at::Tensor before;
+  bool swiglu_follows = false;
 };
 
-// Y [..., out], differentiable in X [..., in], W and the bias. X is contiguous. Returns an undefined
-// tensor where no program takes these inputs; nothing has been computed then.
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
+// Y [..., out], differentiable in X [..., in], W and the bias. X is contiguous. Where a SwiGLU follows:
+// Y, which is not differentiable, and what stands for the result of the SwiGLU in autograd. Returns
+// nothing where no program takes these inputs; nothing has been computed then.
+std::vector<at::Tensor> linear(const at::Tensor& x, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias, std::shared_ptr<CallOfLinear> call);
 
 }  // namespace megatron_fp4

@@ -186,7 +186,7 @@ class Metrics:
         site: Site,
         call: Call,
         operand: OperandPlan,
-        matrix: Operand,
+        matrix: Matrix,
         given: Given,
         made: Made,
     ) -> None:

@@ -97,7 +97,7 @@ class Samples:
         self._of_tokens.clear()
 
     def lines(
-        self, site: Site, call: Call, operand: OperandPlan, x: QuantizedTensor | Tensor
+        self, site: Site, call: Call, operand: OperandPlan, x: Matrix
     ) -> Tensor | None:
         """The lines across the blocked axis that are counted, int64; None: all of them.
 
@@ -125,7 +125,7 @@ class Samples:
 
 
 def counted(
-    matrix: QuantizedTensor | Tensor,
+    matrix: Matrix,
     operand: OperandPlan,
     given: Given,
     quantized: QuantizedTensor,
@@ -138,6 +138,8 @@ def counted(
     if lines is not None:
         matrix = lines_of(matrix, operand.axis, lines)
         operand, quantized = _in_rows(operand), rows_of(quantized, lines)
+    elif isinstance(matrix, Swiglu | SwigluGradient):
+        matrix = matrix.computed()
     return before_quantizer(matrix, operand, given), quantized
 
 
