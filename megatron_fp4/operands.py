@@ -33,6 +33,12 @@ class Swiglu:
         return self._found
 
     @property
+    def result(self) -> Tensor:
+        """The matrix, which has been computed (`by`)."""
+        assert self._found is not None
+        return self._found
+
+    @property
     def shape(self) -> torch.Size:
         rows, columns = self.y.shape
         return torch.Size((rows, columns // 2))

@@ -118,7 +118,7 @@ def _saved(
     elif plan.saves_x == "packed" and plan.wgrad is not None:
         kept_x = made[plan.wgrad.b].operand
     elif plan.saves_x == "model":
-        kept_x = x.y if isinstance(x, Swiglu) else x
+        kept_x = _kept_x(plan, x)
     return Saved(
         x=kept_x,
         w=made[plan.fprop.b].operand if plan.saves_w == "operand" else weight,
@@ -126,6 +126,15 @@ def _saved(
         residual=residual if plan.residual_in_dw else None,
         y=y if plan.setting.swiglu == "before" else None,
     )
+
+
+def _kept_x(plan: LinearPlan, x: Tensor | Swiglu) -> Tensor:
+    """X as it is kept in high precision: of a SwiGLU what it is computed from, if wgrad's operand is
+    to be made of that, else its result."""
+    if not isinstance(x, Swiglu):
+        return x
+    is_computed_again = plan.wgrad is not None and plan.wgrad.b.source == "swiglu"
+    return x.y if is_computed_again else x.result
 
 
 def all_tokens(residual: Residual, plan: LinearPlan, site: Site) -> Pending[Residual]:

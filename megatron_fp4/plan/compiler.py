@@ -132,8 +132,7 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
     if (gemm, letter) == ("fprop", "x") and recipe.outliers is not None:
         return _From("clamped", dtype)
     if gemm == "fprop" or letter == "dy" or not _is_forwards(recipe, letter):
-        activated = {"before": "dy", "after": "x"}.get(setting.swiglu)
-        return _From("swiglu" if letter == activated else "model", dtype)
+        return _From("swiglu" if _is_swiglu(recipe, gemm, letter, setting) else "model", dtype)
     left, own = recipe.quantizer("fprop", letter), recipe.gemm(gemm)
     assert left is not None
     transformed = recipe.fprop.hadamard is not None
@@ -148,6 +147,24 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
     if narrow and own.b is not None:
         return _From("codes", dtype, left)
     return _From("decoded", dtype if narrow else wide(dtype))
+
+
+def _is_swiglu(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> bool:
+    """Whether an operand of the model's X or dY is made of a matrix that is computed for it: the
+    SwiGLU of what the linear is given, or the gradient of one.
+
+    X is the result itself in backward if the forward pass has had to compute it, and keeps it.
+    """
+    if letter == "dy":
+        return setting.swiglu == "before"
+    if letter != "x" or setting.swiglu != "after":
+        return False
+    if gemm == "fprop" or _saves_x(recipe, setting) == "packed":
+        return True
+    if recipe.outliers is not None:
+        return False
+    fprop = operand_plan(recipe, "fprop", "x", setting)
+    return makers.choose(fprop, setting.target).maker.activates(fprop)
 
 
 def _has_scales_to_fold(recipe: Recipe, gemm: str, setting: Setting) -> bool:

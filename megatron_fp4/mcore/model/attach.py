@@ -16,6 +16,7 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import cuda_graphs
 from megatron_fp4.mcore.model import executor, start_table
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
+from megatron_fp4.mcore.model.mlp import GatedMLP
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.start_table import Row
 from megatron_fp4.plan.memory import held_bytes
@@ -35,7 +36,11 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
     would follow one, if an --fp4-module-recipe matches no linear, or if two random streams collide.
     """
     found = [linear for chunk in model for linear in _linears(chunk)]
-    rows = _gather([_attach_one(run, *linear) for linear in found])
+    refused = {name: _attach_one(run, name, layer, number) for name, layer, number in found}
+    for module in (module for chunk in model for module in chunk.modules()):
+        if isinstance(module, GatedMLP):
+            module.join()
+    rows = _gather([_row(run, name, layer, number, refused[name]) for name, layer, number in found])
     for glob, _ in run.modules:
         if not any(fnmatchcase(row.name, glob) for row in rows):
             some = ", ".join(sorted({start_table.kind(row.name)[0] for row in rows}))
@@ -134,15 +139,27 @@ def _with_global_expert(name: str, config: TransformerConfig) -> str:
     return re.sub(r"(?<=local_experts\.)\d+", lambda found: str(first + int(found[0])), name)
 
 
-def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> Row:
+def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> str | None:
+    """Makes a linear follow its recipe, if it has one. Returns why it cannot, or None."""
     recipe = recipe_for(name, number, run.recipe, run.modules, run.args)
     average = run.weight_states.add(layer, name, number, recipe)
     if recipe is None:
-        return start_table.unquantized(name, layer.weight)
+        return None
     try:
         layer.attach(name, run, recipe, average)
     except ConfigError as error:
-        return start_table.refused(name, layer.weight, recipe, str(error))
+        return str(error)
+    return None
+
+
+def _row(run: Run, name: str, layer: Fp4Layer, number: int | None, refusal: str | None) -> Row:
+    """The row of the start table for a linear. refusal: what `_attach_one` returned."""
+    if refusal is not None:
+        recipe = recipe_for(name, number, run.recipe, run.modules, run.args)
+        assert recipe is not None
+        return start_table.refused(name, layer.weight, recipe, refusal)
+    if layer.fp4 is None:
+        return start_table.unquantized(name, layer.weight)
     return start_table.planned(name, layer.weight, layer.plan(), layer.tokens())
 
 

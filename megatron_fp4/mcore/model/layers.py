@@ -19,7 +19,7 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.execution.weights import WeightCache
-from megatron_fp4.linear import quantized_linear
+from megatron_fp4.linear import linear_after_swiglu, linear_before_swiglu, quantized_linear
 from megatron_fp4.makers.base import Given
 from megatron_fp4.mcore.model import graphs, size_checks
 from megatron_fp4.mcore.model.run import Moment, Run
@@ -29,9 +29,10 @@ from megatron_fp4.mcore.model.shards import (
     tokens_on_rank,
     whole_sequence,
 )
+from megatron_fp4.operands import Activated
 from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.setting import Sharding, column_parallel, row_parallel
+from megatron_fp4.plan.setting import Sharding, Swiglu, column_parallel, row_parallel
 from megatron_fp4.plan.sizes import token_multiple
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.replay import Replay
@@ -45,6 +46,7 @@ class Fp4State:
     site: its global name, the place of its operands in the unsharded tensors, its ranks.
     is_expert: whether it belongs to an expert of a mixture. Its X is then [tokens, in] with the
         tokens that the router sends, a different number in each call.
+    swiglu: where the linear stands beside a SwiGLU that is computed with it; see `GatedMLP.join`.
     replay: gives a recomputed forward pass the counters of its first pass.
     cache: W's operands of the current step.
     """
@@ -53,6 +55,7 @@ class Fp4State:
     recipe: Recipe
     site: Site
     is_expert: bool = False
+    swiglu: Swiglu = ""
     replay: Replay = field(default_factory=Replay)
     cache: WeightCache = field(default_factory=WeightCache)
     _pass: int = -1
@@ -66,33 +69,40 @@ class Fp4State:
         """
         return training or self.run.evaluates_in_fp4
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
+    def product(
+        self, x: Tensor | Activated, weight: Tensor, bias: Tensor | None, training: bool
+    ) -> Tensor | Activated:
         """Y = X W^T + bias for a microbatch, by the recipe that is in force now.
 
         x: [sequence, batch, in], or [tokens, in] in an expert. Y has the same shape, with out
         features. Under sequence parallelism a column-parallel linear takes this rank's part of the
         sequence, and a row-parallel linear returns it. weight: [out, in]. bias: [out] or None.
+        After a SwiGLU x is an Activated; before one the result is.
         """
         moment, repeat = self.replay.take(self._now)
         recipe = self.run.in_force(self.recipe, moment)
         if not self.is_expert:
             return self._product(x, weight, bias, recipe, moment, repeat, training)
+        assert isinstance(x, Tensor)
         # Rows of zeros fill the last block. They do not change any product.
         missing = -len(x) % token_multiple(recipe)
         padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
-        return self._product(padded, weight, bias, recipe, moment, repeat, training)[: len(x)]
+        y = self._product(padded, weight, bias, recipe, moment, repeat, training)
+        assert isinstance(y, Tensor)
+        return y[: len(x)]
 
     def _product(
         self,
-        x: Tensor,
+        x: Tensor | Activated,
         weight: Tensor,
         bias: Tensor | None,
         recipe: Recipe,
         moment: Moment,
         repeat: int,
         training: bool,
-    ) -> Tensor:
-        microbatch, rows = self._tokens(x, moment)
+    ) -> Tensor | Activated:
+        shape = x.result if isinstance(x, Activated) else x
+        microbatch, rows = self._tokens(shape, moment)
         run, held = self.run, None
         if run.keeps_weights and training:
             # Held operands are valid as long as this stamp stays the same. Optimizers can write to
@@ -101,6 +111,10 @@ class Fp4State:
             # would change between two evaluations with different averages.
             held = self.cache.at((run.epoch, weight._version, moment.step, id(recipe)))
         call = Call(run.key(moment), microbatch, repeat, rows)
+        if isinstance(x, Activated):
+            return linear_after_swiglu(x, weight, recipe, self.site, call, held)
+        if self.swiglu == "before":
+            return linear_before_swiglu(x, weight, recipe, self.site, call, held)
         return quantized_linear(x, weight, bias, recipe, self.site, call, held)
 
     def _now(self) -> tuple[Moment, int]:
@@ -143,7 +157,7 @@ class _FollowsRecipe:
         return plan_for(
             recipe, tokens_of_plan(recipe, self.tokens()), weight.shape, dtype, weight.device,
             weight.dtype, site.sharding, run.main_grad(dtype), True, True, has_bias, site.keeps_w,
-            site.packs_x,
+            site.packs_x, self.fp4.swiglu,
         )  # fmt: skip
 
     def quantized_weight(self) -> Tensor:
@@ -157,6 +171,10 @@ class _FollowsRecipe:
         assert isinstance(made, QuantizedTensor)
         return made.dequantize(torch.float32)
 
+    def follows(self) -> bool:
+        """Whether the next forward pass follows a recipe."""
+        return self.fp4 is not None and self.fp4.in_force(self.training)
+
     def tokens(self) -> int:
         """The number of tokens that `plan` is for; see `Setting.tokens`."""
         assert self.fp4 is not None
@@ -164,8 +182,8 @@ class _FollowsRecipe:
             return token_multiple(self.fp4.recipe)
         return tokens_on_rank(self.fp4.run.args, self.fp4.site.sharding)
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.fp4 is None or not self.fp4.in_force(self.training):
+    def _forward_impl(self, input: Any, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.fp4 is None or not self.follows():
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         return self.fp4.product(input, weight, kwargs["bias"], self.training)
 
@@ -224,7 +242,7 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
         site = run.site(name, placements, _ranks(self.tp_group, sharding), average)
         self.fp4 = Fp4State(run, recipe, site, self.is_expert)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor | Activated) -> tuple[Tensor, Tensor | None]:
         """(Y, bias), as upstream's forward. The bias is None if it was added to Y.
 
         input_: [sequence, batch, in / ranks], or [tokens, in / ranks] in an expert.
@@ -235,6 +253,7 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
         if state.site.sharding.tokens is None:
             return super().forward(input_)
         output = state.product(input_, self.weight, None, self.training)
+        assert isinstance(output, Tensor)  # no SwiGLU follows
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias, None

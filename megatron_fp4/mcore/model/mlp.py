@@ -1,0 +1,54 @@
+"""Megatron's MLP, whose linears can compute the SwiGLU between them."""
+
+from typing import Any
+
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
+
+
+class GatedMLP(MLP):
+    """An MLP with a SwiGLU that need not be in memory.
+
+    If both linears follow recipes, fc2 computes the SwiGLU as it quantizes its X, and fc1 the
+    gradient of it as it quantizes its dY (`operands.Activated`). Otherwise, and for other
+    activations, it is upstream's MLP. Parameters and checkpoints are upstream's.
+    """
+
+    def join(self) -> None:
+        """Makes the linears compute the SwiGLU, if there is one and both follow recipes.
+
+        Call it when recipes have been attached to the linears.
+        """
+        first, second = self.linear_fc1, self.linear_fc2
+        if not isinstance(first, Fp4ColumnParallelLinear):
+            return
+        if not isinstance(second, Fp4RowParallelLinear) or not self._has_plain_swiglu():
+            return
+        if first.fp4 is not None and second.fp4 is not None and first.bias is None:
+            first.fp4.swiglu, second.fp4.swiglu = "before", "after"
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **others: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """(output, bias that the caller adds), as upstream's forward."""
+        if not self._joins_now():
+            return super().forward(hidden_states, per_token_scale, **others)
+        activated, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(activated)
+
+    def _has_plain_swiglu(self) -> bool:
+        """Whether the activation is silu(gate) * up: not clamped, shifted or kept in FP8, nor of an
+        expert, where the router weights it."""
+        config, is_expert = self.config, self.linear_fc1.is_expert
+        is_swiglu = config.gated_linear_unit and config.activation_func is F.silu
+        changed = config.activation_func_clamp_value is not None or config.glu_linear_offset
+        is_plain = not (changed or config.activation_func_fp8_input_store or is_expert)
+        return bool(is_swiglu and is_plain and not config.use_te_activation_func)
+
+    def _joins_now(self) -> bool:
+        """Whether the linears compute the SwiGLU in the forward pass that begins now."""
+        state = getattr(self.linear_fc1, "fp4", None)
+        return state is not None and state.swiglu == "before" and self.linear_fc1.follows()
