@@ -1,5 +1,6 @@
-"""Megatron's MLP, whose linears can compute the SwiGLU between them."""
+"""Megatron's MLP, whose gated activation can be one kernel, or a part of its linears."""
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.transformer.mlp import MLP
@@ -10,15 +11,23 @@ from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParal
 
 
 class GatedMLP(MLP):
-    """An MLP with a SwiGLU that need not be in memory.
+    """An MLP whose activation upstream, one kernel, or its linears compute.
 
-    If both linears follow recipes, fc2 computes the SwiGLU as it quantizes its X, and fc1 the
-    gradient of it as it quantizes its dY (`operands.Activated`). Otherwise, and for other
-    activations, it is upstream's MLP. Parameters and checkpoints are upstream's.
+    If both linears follow recipes and the activation is SwiGLU, fc2 computes it as it quantizes its
+    X, and fc1 its gradient as it quantizes its dY (`operands.Activated`). Neither is then in
+    memory. Otherwise the module calls `activation`.
+
+    activation: [..., 2 n] -> [..., n], as `liger.swiglu`; None: upstream's activation. It may
+        overwrite its input in backward: fc1's output is this module's own, and fc1 does not keep
+        it. `fused_kernels.attach` sets it for SwiGLU without a bias.
+
+    Parameters and checkpoints are upstream's.
     """
 
+    activation: Callable[[Tensor], Tensor] | None = None
+
     def join(self) -> None:
-        """Makes the linears compute the SwiGLU, if there is one and both follow recipes.
+        """Makes the linears compute the activation, if it is a SwiGLU and both follow recipes.
 
         Call it when recipes have been attached to the linears.
         """
@@ -34,10 +43,14 @@ class GatedMLP(MLP):
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **others: Any
     ) -> tuple[Tensor, Tensor | None]:
         """(output, bias that the caller adds), as upstream's forward."""
-        if not self._joins_now():
+        joins = self._joins_now()
+        if per_token_scale is not None or (self.activation is None and not joins):
             return super().forward(hidden_states, per_token_scale, **others)
-        activated, _ = self.linear_fc1(hidden_states)
-        return self.linear_fc2(activated)
+        y, _ = self.linear_fc1(hidden_states)
+        if not joins:
+            assert self.activation is not None
+            y = self.activation(y)
+        return self.linear_fc2(y)
 
     def _has_plain_swiglu(self) -> bool:
         """Whether the activation is silu(gate) * up: not clamped, shifted or kept in FP8, nor of an
@@ -49,6 +62,6 @@ class GatedMLP(MLP):
         return bool(is_swiglu and is_plain and not config.use_te_activation_func)
 
     def _joins_now(self) -> bool:
-        """Whether the linears compute the SwiGLU in the forward pass that begins now."""
+        """Whether the linears compute the activation in the forward pass that begins now."""
         state = getattr(self.linear_fc1, "fp4", None)
         return state is not None and state.swiglu == "before" and self.linear_fc1.follows()
