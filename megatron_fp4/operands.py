@@ -18,7 +18,7 @@ Operand = QuantizedTensor | Tensor
 
 @dataclass(slots=True)
 class Swiglu:
-    """The matrix swiglu(y), [rows, n], which is computed where it is read; see arithmetic/swiglu.py.
+    """The matrix swiglu(y), [rows, n], which is computed where it is read (arithmetic/swiglu.py).
 
     y: [rows, 2 n].
     """

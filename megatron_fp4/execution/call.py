@@ -49,8 +49,8 @@ class Call(NamedTuple):
 class Beside(NamedTuple):
     """Where a call of a linear stands beside a SwiGLU.
 
-    place: see `plan.setting.Swiglu`. y: what goes through the SwiGLU before the linear, [..., 2 in],
-    if the place is "after"; else None.
+    place: see `plan.setting.Swiglu`.
+    y: what goes through the SwiGLU, [..., 2 in], if the place is "after"; else None.
     """
 
     place: Swiglu = ""

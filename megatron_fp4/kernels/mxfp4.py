@@ -237,9 +237,7 @@ def _shared_exponent(
     """
     exponent = 0
     if CARRIER is not None and CARRIER > 0:
-        exponent = fp8.likely_exponent(
-            x, n_rows, n_columns, CARRIER, PACKED, READS, INTERPRETED
-        )
+        exponent = fp8.likely_exponent(x, n_rows, n_columns, CARRIER, PACKED, READS, INTERPRETED)
         is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         i = tl.arange(0, 4)
         tl.store(counts_ptr + i, tl.where(i == 2, exponent, 0), mask=is_first)

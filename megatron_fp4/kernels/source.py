@@ -52,10 +52,11 @@ def read_tiles(
     EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Two tiles of a Source with n_columns columns, as words of two BF16 [rows / 8, 8, COLUMNS / 2].
+    """Two tiles of a Source with n_columns columns, each in words [rows / 8, 8, COLUMNS / 2] of two
+    BF16.
 
-    The second tile is the first one again, but for a gradient: both halves of its row are computed
-    from the same numbers, so the second tile is the same columns of the right half.
+    Of the gradient of a SwiGLU the second tile is the same columns of the right half, which are
+    computed from the same numbers as those of the left half. Otherwise it is the first one again.
 
     rows: int32 [rows / 8, 8], the indices of the tiles' rows. column0: the first column. PACKED:
     the block size of the source's codes; 0 if it is BF16. EVEN: whether tiles fill the matrix.

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from megatron_fp4.arithmetic.formats import pack
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, QuantizedTensor, Quantizer
-from megatron_fp4.operands import Matrix, Swiglu, SwigluGradient
+from megatron_fp4.operands import Matrix, Operand, Swiglu, SwigluGradient
 
 
 def lines_of(matrix: Matrix, axis: int, lines: Tensor) -> Tensor:

@@ -48,8 +48,9 @@ def quantize_launch(
 
     along_rows, along_columns: whether an operand with blocks along this axis is made, or the dtype
     of its carriers. sizes: rows and columns. packed: the block size of the codes that are read; 0:
-    BF16 is read. reads: what is computed of it; see kernels/source.py. in_memory: whether the step is read from memory. shared: whether both copies draw
-    the same bits. fields: of the quantizer.
+    BF16 is read. reads: what is computed of it as it is read; see kernels/source.py. in_memory:
+    whether the step is read from memory. shared: whether both copies draw the same bits. fields: of
+    the quantizer.
     """
     quantizer = Quantizer(rounding=rounding, **fields)  # type: ignore[arg-type]
     return _quantize_launch(

@@ -33,7 +33,7 @@ from megatron_fp4.makers.pytorch import PyTorch
 from megatron_fp4.multipliers.bf16 import Bf16
 from megatron_fp4.multipliers.reference import Reference
 from megatron_fp4.multipliers.sm100 import Sm100
-from megatron_fp4.operands import Form, Made, Operand
+from megatron_fp4.operands import Form, Made, Matrix
 from megatron_fp4.plan.data import OperandPlan
 from testing.builders.operand_plans import plan
 
@@ -48,7 +48,7 @@ class OneWrongCode(PyTorch):
         self.of = of
 
     def make(
-        self, matrix: Operand, operands: Sequence[OperandPlan], given: Sequence[Given]
+        self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]
     ) -> list[Made]:
         [made] = super().make(matrix, operands, given)
         assert isinstance(made.operand, QuantizedTensor)

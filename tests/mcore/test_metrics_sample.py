@@ -22,7 +22,7 @@ from megatron_fp4.mcore.loop import metrics_shares
 from megatron_fp4.mcore.loop.metrics_shares import Samples
 from megatron_fp4.metrics.lines import rows_of
 from megatron_fp4.metrics.operands import operand_metrics, operand_sums
-from megatron_fp4.operands import Carriers, Made, Operand
+from megatron_fp4.operands import Carriers, Made, Matrix
 from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.plan.setting import Sharding, column_parallel, row_parallel
 from megatron_fp4.recipe import GEMMS, OPERANDS
@@ -155,7 +155,7 @@ class Lines:
         site: Site,
         call: Call,
         operand: OperandPlan,
-        matrix: Operand,
+        matrix: Matrix,
         given: Given,
         made: Made,
     ) -> None:

@@ -50,7 +50,7 @@ from megatron_fp4.metrics.lines import decoded, rows_of
 from megatron_fp4.metrics.records import PLACES, Record, layer_records
 from megatron_fp4.metrics.tally import Tally
 from megatron_fp4.metrics.weights import WINDOW
-from megatron_fp4.operands import Carriers, Made, Operand
+from megatron_fp4.operands import Carriers, Made, Matrix, Operand
 from megatron_fp4.plan.data import OperandPlan
 
 

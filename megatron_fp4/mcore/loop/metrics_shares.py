@@ -20,6 +20,7 @@ from megatron_fp4.makers.pytorch import before_quantizer
 from megatron_fp4.mcore.model.attach import Fp4Layer
 from megatron_fp4.metrics import weights
 from megatron_fp4.metrics.lines import lines_of, rows_of
+from megatron_fp4.operands import Matrix, Swiglu, SwigluGradient
 from megatron_fp4.plan.data import OperandPlan
 
 # An operand of a microbatch with more elements than this is sampled: of its lines across the
@@ -96,9 +97,7 @@ class Samples:
         """Forgets the lines of X and dY, whose tokens differ from step to step."""
         self._of_tokens.clear()
 
-    def lines(
-        self, site: Site, call: Call, operand: OperandPlan, x: Matrix
-    ) -> Tensor | None:
+    def lines(self, site: Site, call: Call, operand: OperandPlan, x: Matrix) -> Tensor | None:
         """The lines across the blocked axis that are counted, int64; None: all of them.
 
         x: what the operand is made of, [rows, columns] as the model holds it.
