@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import te
-from benchmarks.stamp import stamp
+from benchmarks.stamp import resumed, stamp
 from megatron_fp4 import list_recipes
 
 ROOT = Path(__file__).parents[1]
@@ -128,12 +128,17 @@ def asked(name: str) -> list[str]:
 def study(names: list[str], layers: int, micro: int, batch: int) -> Iterator[dict[str, Any]]:
     """Measures a training step for each name (`asked`), and yields a row with the result.
 
+    A launch that fails is reported, and has no row.
     layers: of the model. micro, batch: sequences in a microbatch and in a step.
     """
     flags = ["--num-layers", str(layers), "--micro-batch-size", str(micro)]
     flags += ["--global-batch-size", str(batch)]
     for name in names:
-        row = measure(name, flags + asked(name))
+        try:
+            row = measure(name, flags + asked(name))
+        except RuntimeError as error:
+            print(error, file=sys.stderr, flush=True)
+            continue
         (alone,) = row.pop("ranks")
         yield row | alone | {"tokens/s": batch * SEQUENCE / row["ms"] * 1e3}
 
@@ -162,6 +167,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -172,16 +178,17 @@ def main() -> None:
         "batch": args.batch,
         "rows": rows,
     }
-    try:
-        for row in study(te.present(args.recipes), args.layers, args.micro_batch, args.batch):
-            rows.append(row)
-            bf16 = max((r["tokens/s"] for r in rows if r["name"] in PLAIN), default=row["tokens/s"])
-            for each in rows:
-                each["ratio"] = each["tokens/s"] / bf16
-            args.out.write_text(json.dumps(result, indent=1) + "\n")  # what is measured so far
-            print("\n".join(table(rows)), flush=True)
-    except RuntimeError as error:
-        sys.exit(str(error))
+    if args.resume:
+        rows += resumed(args.out, result)
+    found = [row["name"] for row in rows]
+    names = te.present([name for name in args.recipes if name not in found])
+    for row in study(names, args.layers, args.micro_batch, args.batch):
+        rows.append(row)
+        bf16 = max((r["tokens/s"] for r in rows if r["name"] in PLAIN), default=row["tokens/s"])
+        for each in rows:
+            each["ratio"] = each["tokens/s"] / bf16
+        args.out.write_text(json.dumps(result, indent=1) + "\n")  # what is measured so far
+        print("\n".join(table(rows)), flush=True)
 
 
 if __name__ == "__main__":

@@ -109,15 +109,18 @@ def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
     return (t * scale).to(dtype).float() / scale
 
 
+def drawn(seed: int) -> Tensor:
+    return normal((128, 128), seed, torch.bfloat16)
+
+
 def results(x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
     return [x @ w.t(), dy @ w, dy.t() @ x]
 
 
 @pytest.mark.parametrize("name", te.ROWS)
 def test_a_linear_s_results_are_those_of_its_format(name: str) -> None:
-    drawn = [normal((128, 128), seed, torch.bfloat16) for seed in range(3)]
-    p = linear.Problem(*drawn, main_grad=torch.empty(0))
-    x, w, dy = (t.float() for t in drawn)
+    p = linear.Problem(drawn(1), drawn(2), drawn(3), torch.empty(0))
+    x, w, dy = (t.float() for t in (p.x, p.w, p.dy))
     in_bf16 = [t.bfloat16() for t in results(x, w, dy)]
     in_fp8 = results(
         rounded(x, torch.float8_e4m3fn),
