@@ -7,9 +7,9 @@ to a float32 main_grad, as in BF16. A lower bound, the "floor", is measured in t
 the three FP8 products on operands that are quantized already, plus the bytes that quantization must
 move at the bandwidth of a copy.
 
-The rows "te ..." are Transformer Engine's linear, in BF16 and in FP8 recipes with the settings of
-Megatron's --fp8-format hybrid. One that a CUDA graph cannot capture is marked "eager": the host
-launches its kernels while the GPU is still busy with others. Ratios are to the faster BF16.
+The rows "te ..." are Transformer Engine's linear, in BF16 and in FP8 recipes with Megatron's
+settings. One that a CUDA graph cannot capture is marked "eager": the host launches its kernels
+while the GPU is still busy with others. Ratios are to the faster BF16.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ def engine(p: Problem, name: str) -> Callable[[], tuple[Tensor, Tensor]]:
         "tensorwise": recipes.Float8CurrentScaling,
         "blockwise": recipes.Float8BlockScaling,
     }
-    recipe = made[te.FP8[name]](fp8_format=recipes.Format.HYBRID) if name in te.FP8 else None
+    recipe = None
+    if name in te.FP8:
+        kind, form = te.FP8[name]
+        recipe = made[kind](fp8_format=recipes.Format[form.upper()])
     FP8GlobalStateManager.reset()  # else each step updates delayed scales of earlier linears too
     outputs, inputs = p.w.shape
     linear = transformer_engine.Linear(

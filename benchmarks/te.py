@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 BF16 = "te bf16"
-FP8 = {  # by the name of the row: Megatron's --fp8-recipe
-    "te fp8 delayed": "delayed",
-    "te fp8 tensorwise": "tensorwise",
-    "te fp8 blockwise": "blockwise",
+FP8 = {  # by the name of the row: Megatron's --fp8-recipe and --fp8-format
+    "te fp8 delayed": ("delayed", "hybrid"),
+    "te fp8 tensorwise": ("tensorwise", "hybrid"),
+    "te fp8 blockwise": ("blockwise", "e4m3"),  # Transformer Engine's own choice for blocks
 }
 ROWS = (BF16, *FP8)
 LAYERS = ["--transformer-impl", "transformer_engine"]
@@ -28,8 +28,10 @@ GRAPHS, EAGER = "graphs", "eager"
 
 def flags(name: str) -> list[str]:
     """Megatron's flags for one of ROWS."""
-    fp8 = ["--fp8-format", "hybrid", "--fp8-recipe", FP8[name]] if name in FP8 else []
-    return [*LAYERS, *fp8]
+    if name not in FP8:
+        return LAYERS
+    recipe, form = FP8[name]
+    return [*LAYERS, "--fp8-format", form, "--fp8-recipe", recipe]
 
 
 @cache

@@ -37,8 +37,10 @@ def parsed(flags: list[str]) -> Any:
 def test_megatron_reads_the_recipe(name: str, installed: None) -> None:
     args = parsed(asked(name))
     assert args.transformer_impl == "transformer_engine" and args.fp4_recipe is None
-    assert args.fp8 == ("hybrid" if name in te.FP8 else None)
-    assert args.fp8_recipe == te.FP8.get(name, args.fp8_recipe)
+    if name in te.FP8:
+        assert (args.fp8_recipe, args.fp8) == te.FP8[name]
+    else:
+        assert args.fp8 is None
 
 
 @without_a_gpu
