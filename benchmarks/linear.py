@@ -6,6 +6,10 @@ The time is that of a whole step of the linear: all operands are quantized, W's 
 to a float32 main_grad, as in BF16. A lower bound, the "floor", is measured in the same run:
 the three FP8 products on operands that are quantized already, plus the bytes that quantization must
 move at the bandwidth of a copy.
+
+The rows "te ..." are Transformer Engine's linear, in BF16 and in FP8 recipes with Megatron's
+settings. One that a CUDA graph cannot capture is marked "eager": the host launches its kernels
+while the GPU is still busy with others. Ratios are to the faster BF16.
 """
 
 from __future__ import annotations
@@ -15,12 +19,14 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks import te
 from benchmarks.stamp import stamp
 from benchmarks.timing import medians
 from megatron_fp4 import get_recipe, list_recipes
@@ -49,12 +55,12 @@ class Problem:
     main_grad: Tensor
 
 
-def problem(inputs: int, outputs: int) -> Problem:
-    x = torch.randn(TOKENS, inputs, device="cuda").bfloat16().requires_grad_()
+def problem(inputs: int, outputs: int, tokens: int = TOKENS) -> Problem:
+    x = torch.randn(tokens, inputs, device="cuda").bfloat16().requires_grad_()
     w = (torch.randn(outputs, inputs, device="cuda") / inputs**0.5).bfloat16().requires_grad_()
     main_grad = torch.zeros(outputs, inputs, device="cuda")
     w.main_grad = main_grad  # type: ignore[attr-defined]
-    return Problem(x, w, torch.randn(TOKENS, outputs, device="cuda").bfloat16(), main_grad)
+    return Problem(x, w, torch.randn(tokens, outputs, device="cuda").bfloat16(), main_grad)
 
 
 def bf16(p: Problem) -> Callable[[], None]:
@@ -73,6 +79,46 @@ def quantized(p: Problem, recipe: Recipe) -> Callable[[], None]:
         y = quantized_linear(p.x, p.w, None, recipe, Site(fuses=True))
         torch.autograd.backward(y, p.dy, inputs=[p.x, p.w])
         p.x.grad = p.w.grad = None
+
+    return step
+
+
+def engine(p: Problem, name: str) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A function that runs Transformer Engine's linear, forward and backward; it returns Y and dX.
+
+    name: one of te.ROWS.
+    """
+    import transformer_engine.pytorch as transformer_engine
+    from transformer_engine.common import recipe as recipes
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    # As Megatron makes them.
+    made: dict[str, Callable[..., Any]] = {
+        "delayed": partial(
+            recipes.DelayedScaling, amax_history_len=1, amax_compute_algo="most_recent"
+        ),
+        "tensorwise": recipes.Float8CurrentScaling,
+        "blockwise": recipes.Float8BlockScaling,
+    }
+    recipe = None
+    if name in te.FP8:
+        kind, form = te.FP8[name]
+        recipe = made[kind](fp8_format=recipes.Format[form.upper()])
+    FP8GlobalStateManager.reset()  # else each step updates delayed scales of earlier linears too
+    outputs, inputs = p.w.shape
+    linear = transformer_engine.Linear(
+        inputs, outputs, bias=False, params_dtype=p.w.dtype, fuse_wgrad_accumulation=True
+    )
+    linear.weight.data.copy_(p.w.detach())
+    linear.weight.main_grad = p.main_grad
+
+    def step() -> tuple[Tensor, Tensor]:
+        with transformer_engine.autocast(enabled=recipe is not None, recipe=recipe):
+            y = linear(p.x)  # without is_first_microbatch it quantizes W in each step
+        torch.autograd.backward(y, p.dy, inputs=[p.x, linear.weight])
+        dx, p.x.grad = p.x.grad, None
+        assert dx is not None
+        return y, dx
 
     return step
 
@@ -133,25 +179,35 @@ def is_mxfp4(recipe: Recipe) -> bool:
 
 
 def study(names: list[str]) -> list[dict[str, Any]]:
-    """A row for each shape and each recipe in `names`."""
+    """A row for each shape and each name: of a recipe, or one of te.ROWS."""
     rows = []
+    engines = [name for name in names if name in te.ROWS]
+    eager = [name for name in engines if te.tried(name) == te.EAGER]
     for inputs, outputs in (*SHAPES, *OTHER_SHAPES):
         p = problem(inputs, outputs)
-        recipes = {name: get_recipe(name.split(":")[0], **OPTIONS.get(name, {})) for name in names}
-        calls = {"bf16": bf16(p), "products": products(p)}
+        recipes = {
+            name: get_recipe(name.split(":")[0], **OPTIONS.get(name, {}))
+            for name in names
+            if name not in engines
+        }
+        calls: dict[str, Callable[[], Any]] = {"bf16": bf16(p), "products": products(p)}
         calls |= {name: quantized(p, recipe) for name, recipe in recipes.items()}
+        calls |= {name: engine(p, name) for name in engines}
         there, source = torch.empty_like(p.dy), p.dy
-        calls["copy"] = lambda there=there, source=source: there.copy_(source)  # type: ignore
-        taken = medians(calls, each=3)
+        calls["copy"] = partial(there.copy_, source)
+        taken = medians(calls, each=3, eager=eager)
+        plain = min(taken[name] for name in ("bf16", te.BF16) if name in taken)
         speed = 4 * p.dy.numel() / taken["copy"]
         for name in ("bf16", *names):
             row: dict[str, Any] = {"in": inputs, "out": outputs, "recipe": name}
-            row |= {"ms": taken[name] * 1e3, "ratio": taken["bf16"] / taken[name]}
+            row |= {"ms": taken[name] * 1e3, "ratio": plain / taken[name]}
+            if name in eager:
+                row["timed"] = te.EAGER
             recipe = recipes.get(name)
             if recipe is not None and is_mxfp4(recipe):
                 floor = taken["products"] + moved(recipe, inputs, outputs) / speed
                 row |= {"products ms": taken["products"] * 1e3, "floor ms": floor * 1e3}
-                row |= {"ratio of the floor": taken["bf16"] / floor}
+                row |= {"ratio of the floor": plain / floor}
             if name == "tetrajet" and (inputs, outputs) in AIMS:
                 row["aim"] = AIMS[inputs, outputs]
             rows.append(row)
@@ -164,7 +220,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     head = "| in × out | recipe | ms | times BF16 | products alone | floor | its ratio | aim |"
     lines = [head, "|---" * 8 + "|"]
     for row in rows:
-        cells = [f"{row['in']} × {row['out']}", row["recipe"], f"{row['ms']:.2f}"]
+        recipe = f"{row['recipe']}, {row['timed']}" if "timed" in row else row["recipe"]
+        cells = [f"{row['in']} × {row['out']}", recipe, f"{row['ms']:.2f}"]
         cells.append(f"{row['ratio']:.2f}")
         cells += [f"{row[key]:.2f}" if key in row else "" for key in ("products ms", "floor ms")]
         cells += [f"{row[key]:.2f}" if key in row else "" for key in ("ratio of the floor", "aim")]
@@ -176,13 +233,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     default = Path("benchmarks/results/linear.json")
     parser.add_argument("--out", type=Path, default=default)
-    parser.add_argument("--recipes", nargs="+", default=[*list_recipes(), *OPTIONS])
+    parser.add_argument("--recipes", nargs="+", default=[*list_recipes(), *OPTIONS, *te.ROWS])
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("the linear is timed on a GPU, and this machine shows none")
     stamped = stamp(args.commit)
-    rows = study(args.recipes)
+    rows = study(te.present(args.recipes))
     result = {"stamp": stamped, "tokens": TOKENS, "rows": rows}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join(table(rows)))

@@ -30,9 +30,10 @@ from typing import Any
 
 import torch
 
+from benchmarks import te
 from benchmarks.gpus import visible_gpus
 from benchmarks.stamp import resumed, stamp
-from benchmarks.training_step import GRAPHS, PLAIN, SEQUENCE, asked, measure
+from benchmarks.training_step import GRAPHS, PLAIN, SEQUENCE, TE_LAYERS, asked, measure
 
 Row = dict[str, Any]
 Case = tuple[str, str]  # a layout's name and a recipe's
@@ -175,7 +176,8 @@ def main() -> None:
     default = Path("benchmarks/results/parallel_step.json")
     parser.add_argument("--out", type=Path, default=default)
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--recipes", nargs="+", default=[*PLAIN, "tetrajet", GRAPHS])
+    everything = [*PLAIN, "tetrajet", GRAPHS, TE_LAYERS, *te.FP8]
+    parser.add_argument("--recipes", nargs="+", default=everything)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--batch", type=int, default=16, help="of a data-parallel rank")
@@ -196,7 +198,7 @@ def main() -> None:
         if name not in fit:
             print(f"{name} is left out: it needs {LAYOUTS[name].gpus} GPUs, and here are {gpus}")
     found = [(row["layout"], row["name"]) for row in rows]
-    cases = [case for case in product(fit, args.recipes) if case not in found]
+    cases = [case for case in product(fit, te.present(args.recipes)) if case not in found]
     groups = grouped(cases, gpus) if args.side_by_side else [[case] for case in cases]
     model = ["--num-layers", str(args.layers), "--micro-batch-size", str(args.micro_batch)]
     for row in study(groups, model, args.batch):

@@ -244,7 +244,7 @@ def linear_rows(name: str, graphs: bool) -> list[dict[str, Any]]:
     for inputs, outputs in SHAPES:
         p = problem(inputs, outputs)
         calls = {"bf16": bf16(p), name: step_of(LINEARS[name], p)}
-        taken = medians(calls, each=3, graphs=graphs)
+        taken = medians(calls, each=3, eager=() if graphs else calls)
         row = {"in": inputs, "out": outputs, "ms": taken[name] * 1e3}
         rows.append(row | {"bf16 ms": taken["bf16"] * 1e3, "ratio": taken["bf16"] / taken[name]})
     return rows
@@ -275,7 +275,7 @@ def quantizer_rows(name: str, graphs: bool) -> list[dict[str, Any]]:
     """The time of a quantizer, and GB/s of the bytes that it must at least move: 16 bits read and
     the format's bits written for each element."""
     peer, x = QUANTIZERS[name], sample(SIDE, SIDE, "cuda")
-    taken = medians({name: partial(peer.call, x)}, each=3, graphs=graphs)[name]
+    taken = medians({name: partial(peer.call, x)}, each=3, eager=() if graphs else [name])[name]
     moved = x.numel() * (16 + BITS[peer.ours.split("-")[0]]) / 8
     return [{"us": taken * 1e6, "GB/s": moved / taken / 1e9, "equal": equal(peer, x)}]
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
+BUSY = 50_000_000  # GPU cycles, some 30 ms: more than the host takes to launch three linears
+
 
 def medians(
-    calls: Mapping[str, Callable[[], Any]], each: int = 10, rounds: int = 15, graphs: bool = True
+    calls: Mapping[str, Callable[[], Any]],
+    each: int = 10,
+    rounds: int = 15,
+    eager: Collection[str] = (),
 ) -> dict[str, float]:
     """The median time of each call in seconds.
 
     Each call is captured `each` times in a CUDA graph, which leaves out host overhead. The graphs
     of all calls are replayed in turn, `rounds` times, so that changes in the GPU's speed affect all
-    of them alike. graphs: False for calls that wait for the GPU and so cannot be captured; the host
-    then launches each kernel.
+    of them alike.
+
+    eager: the names of calls that cannot be captured. The host launches their kernels while the GPU
+    is busy, so that its time is left out here too, but for calls that wait for the GPU.
     """
     repeats: dict[str, Callable[[], Any]] = {}
     for name, call in calls.items():
@@ -27,7 +34,7 @@ def medians(
             call()
         torch.cuda.synchronize()
         repeats[name] = partial(_repeat, call, each)
-        if graphs:
+        if name not in eager:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 repeats[name]()
@@ -36,6 +43,8 @@ def medians(
     for _ in range(rounds):
         for name, repeat in repeats.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if name in eager:
+                torch.cuda._sleep(BUSY)
             start.record()
             repeat()
             end.record()

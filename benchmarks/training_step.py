@@ -3,11 +3,17 @@
     python -m benchmarks.training_step
 
 LLaMA-8B-shaped layers (hidden 4,096, SwiGLU of 14,336, 32 heads over 8 groups), sequences of 4,096,
-SDPA attention, mock data, as pretrain_gpt.py trains them. There are three BF16 rows. "upstream
-bf16" is Megatron without this package, which without Apex does not add dW to main_grad in the GEMM.
-"upstream bf16, graphs" is the same with Megatron's CUDA graphs. "bf16" is this package's linear
-after a recipe's return to BF16, which adds dW to main_grad in the GEMM. Ratios are to the fastest
-BF16 row that was measured.
+mock data, as pretrain_gpt.py trains them. There are four BF16 rows. "upstream bf16" is Megatron
+without this package, which without Apex does not add dW to main_grad in the GEMM. "upstream bf16,
+graphs" is the same with Megatron's CUDA graphs. "bf16" is this package's linear after a recipe's
+return to BF16, which adds dW to main_grad in the GEMM. "te bf16" is Megatron without this package
+with the layers of Transformer Engine. Ratios are to the fastest BF16 row that was measured.
+
+Attention is SDPA, and norms and rotary embedding are not fused, in all rows but those of
+Transformer Engine. These are "te bf16", "te fp8 ..." with its FP8 recipes, and recipes with
+--transformer-impl transformer_engine, whose linears are this package's. In "te ..." dW is added to
+main_grad in the GEMM, as with Apex (stand_ins/). Where Transformer Engine is installed, Megatron
+takes the optimizer from it in every row.
 """
 
 from __future__ import annotations
@@ -24,7 +30,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stamp import stamp
+from benchmarks import te
+from benchmarks.stamp import resumed, stamp
 from megatron_fp4 import list_recipes
 
 ROOT = Path(__file__).parents[1]
@@ -44,9 +51,13 @@ PLAIN: dict[str, list[str]] = {
     "upstream bf16": [],
     "bf16": ["--fp4-recipe", "mxfp4", "--fp4-bf16-after", "1e-9"],
     "upstream bf16, graphs": ["--cuda-graph-impl", "local"],
+    te.BF16: te.flags(te.BF16),
 }
+# Megatron's defaults, but where Transformer Engine is installed.
+LOCAL = ["--transformer-impl", "local", "--no-rope-fusion"]
 DECODED = "tetrajet --fp4-weight-cache decoded"
 GRAPHS = "tetrajet --cuda-graph-impl local"
+TE_LAYERS = f"tetrajet {' '.join(te.LAYERS)}"
 # The number of steps, and of warm-up steps at the start, which are not timed. The step after the
 # warm-up is profiled. Bytes are counted in the last step. These two are not timed either.
 STEPS, WARM = 8, 3
@@ -107,19 +118,27 @@ def launched(
 
 
 def asked(name: str) -> list[str]:
-    """The flags for a name: a key of PLAIN, or a recipe and further flags."""
-    return PLAIN.get(name, ["--fp4-recipe", *name.split()])
+    """The flags for a name: a key of PLAIN or te.FP8, or a recipe and further flags."""
+    if name in te.FP8:
+        return te.flags(name)
+    flags = PLAIN.get(name, ["--fp4-recipe", *name.split()])
+    return flags if "--transformer-impl" in flags else [*LOCAL, *flags]
 
 
 def study(names: list[str], layers: int, micro: int, batch: int) -> Iterator[dict[str, Any]]:
     """Measures a training step for each name (`asked`), and yields a row with the result.
 
+    A launch that fails is reported, and has no row.
     layers: of the model. micro, batch: sequences in a microbatch and in a step.
     """
     flags = ["--num-layers", str(layers), "--micro-batch-size", str(micro)]
     flags += ["--global-batch-size", str(batch)]
     for name in names:
-        row = measure(name, flags + asked(name))
+        try:
+            row = measure(name, flags + asked(name))
+        except RuntimeError as error:
+            print(error, file=sys.stderr, flush=True)
+            continue
         (alone,) = row.pop("ranks")
         yield row | alone | {"tokens/s": batch * SEQUENCE / row["ms"] * 1e3}
 
@@ -143,11 +162,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     default = Path("benchmarks/results/training_step.json")
     parser.add_argument("--out", type=Path, default=default)
-    everything = [*PLAIN, *list_recipes(), DECODED, GRAPHS]
+    everything = [*PLAIN, *list_recipes(), DECODED, GRAPHS, TE_LAYERS, *te.FP8]
     parser.add_argument("--recipes", nargs="+", default=everything)
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -158,16 +178,17 @@ def main() -> None:
         "batch": args.batch,
         "rows": rows,
     }
-    try:
-        for row in study(args.recipes, args.layers, args.micro_batch, args.batch):
-            rows.append(row)
-            bf16 = max((r["tokens/s"] for r in rows if r["name"] in PLAIN), default=row["tokens/s"])
-            for each in rows:
-                each["ratio"] = each["tokens/s"] / bf16
-            args.out.write_text(json.dumps(result, indent=1) + "\n")  # what is measured so far
-            print("\n".join(table(rows)), flush=True)
-    except RuntimeError as error:
-        sys.exit(str(error))
+    if args.resume:
+        rows += resumed(args.out, result)
+    found = [row["name"] for row in rows]
+    names = te.present([name for name in args.recipes if name not in found])
+    for row in study(names, args.layers, args.micro_batch, args.batch):
+        rows.append(row)
+        bf16 = max((r["tokens/s"] for r in rows if r["name"] in PLAIN), default=row["tokens/s"])
+        for each in rows:
+            each["ratio"] = each["tokens/s"] / bf16
+        args.out.write_text(json.dumps(result, indent=1) + "\n")  # what is measured so far
+        print("\n".join(table(rows)), flush=True)
 
 
 if __name__ == "__main__":

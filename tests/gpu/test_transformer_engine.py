@@ -6,6 +6,7 @@ import importlib.util
 import pytest
 import torch
 
+from benchmarks import te
 from megatron_fp4 import list_recipes
 from testing.worlds.launch import Result, train
 
@@ -45,6 +46,24 @@ def test_two_gpus_learn(recipe: str) -> None:
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     losses = run(2, "transformer_engine", recipe, *layout).losses
     assert len(losses) == 8 and losses[-1] < losses[0]
+
+
+# --- the rows of the benchmarks -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", te.ROWS)
+def test_a_linear_of_the_benchmarks_has_the_results_of_its_format(name: str) -> None:
+    assert te.tried(name) in (te.GRAPHS, te.EAGER)
+
+
+@pytest.mark.parametrize("name", te.FP8)
+def test_its_fp8_learns(name: str) -> None:
+    """As BF16 does, apart from rounding: the same initial weights."""
+    plain = run(1, "transformer_engine", None).losses
+    losses = run(1, "transformer_engine", None, *te.flags(name)).losses
+    assert len(losses) == 8 and losses[-1] < losses[0]
+    assert losses == pytest.approx(plain, rel=5e-2)
+    assert losses[0] != plain[0]  # the control
 
 
 # --- its own linears ------------------------------------------------------------------------------
