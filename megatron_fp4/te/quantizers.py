@@ -126,7 +126,7 @@ class RecipeQuantizer(Quantizer):
             for where in (ROWS, COLUMNS)
         )
         site, call = Site(self.name or "linear"), Call(_next_key())
-        matrices: dict[tuple[str, Source], Operand] = {(self.operand, "model"): matrix}
+        matrices: dict[tuple[str, Source], Matrix] = {(self.operand, "model"): matrix}
         if second.source == "model":
             wanted = [first] * rows + [second] * columns
             made = make_operands(makings(wanted, setting), matrices, {}, site, call)

@@ -22,6 +22,7 @@ from megatron_fp4.kernels import (
     outliers,
     ramping,
     rows,
+    swiglu,
 )
 from megatron_fp4.kernels.launch import Launch
 from megatron_fp4.kernels.quantize import _transform_launch
@@ -53,6 +54,8 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "native.product_kernel": ({"out_ptr": "*fp32", "alpha": "fp32"}, PRODUCT),
     "outliers.split_kernel": outliers._launch(64, 64, OutlierClamp()),
     "ramping.ramp_kernel": ramping._launch(4),
+    "swiglu.swiglu_kernel": swiglu._launch(swiglu.swiglu_kernel, 64, 64),
+    "swiglu.swiglu_gradient_kernel": swiglu._launch(swiglu.swiglu_gradient_kernel, 64, 64),
     "rows.largest_kernel": rows._launches(64, 64, VECTOR, 1, True)[0],
     "rows.cast_kernel": rows._launches(64, 64, VECTOR, 1, True)[1],
     "rows.transpose_kernel": rows._transpose(64, 64),

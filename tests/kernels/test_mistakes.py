@@ -21,6 +21,8 @@ QUICK |= {
     "no NaN",
     "up is nearest",
     "rounded in another order",
+    "gradients in each other's half",
+    "not rounded to nearest",
 }
 
 

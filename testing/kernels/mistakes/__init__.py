@@ -8,6 +8,7 @@ from testing.kernels.mistakes.in_dge_occ import DGE_FACTOR, OUTLIER_CLAMP
 from testing.kernels.mistakes.in_mxfp4 import MXFP4
 from testing.kernels.mistakes.in_ramping import RAMPING
 from testing.kernels.mistakes.in_scales import BLOCK_SCALES, ROW_SCALES
+from testing.kernels.mistakes.in_swiglu import SWIGLU
 from testing.kernels.mistakes.injection import Mistake, bind
 
 MISTAKES: dict[str, dict[str, Mistake]] = {
@@ -19,6 +20,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
     "outlier_clamp": OUTLIER_CLAMP,
     "averages": AVERAGES,
     "ramping": RAMPING,
+    "swiglu": SWIGLU,
 }
 NONE = "none"
 

@@ -1,0 +1,42 @@
+"""Known mistakes in the SwiGLU that kernels compute, and in its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_fp4.kernels import encode, source, swiglu
+from testing.kernels.mistakes.injection import Mistake, argument
+
+QUANTIZED = "result 96 x 256 ceil nearest axes (1,)"
+GRADIENT = "gradient 96 x 256 ceil stochastic axes (1, 0)"
+
+
+def _without_the_slope(right: Any, gradient: Any, gate: Any, up: Any, *given: Any) -> Any:
+    """As if silu were gate times a constant."""
+    sigmoid = swiglu._sigmoid(gate, *given)
+    return gradient * up * sigmoid, gradient * (gate * sigmoid)
+
+
+def _halves_exchanged(right: Any, *given: Any) -> Any:
+    left, other = right(*given)
+    return other, left
+
+
+SWIGLU = {
+    "the gate is the right half": Mistake(
+        QUANTIZED, swiglu._activated, lambda right, gate, up, *given: right(up, gate, *given)
+    ),
+    "not rounded to nearest": Mistake(
+        QUANTIZED,
+        encode.rounded_pairs,
+        lambda right, low, high, *given: right(low - low * 2.0**-8, high, *given),
+    ),
+    "a gate without a slope": Mistake(GRADIENT, swiglu._gradients, _without_the_slope),
+    "gradients in each other's half": Mistake(GRADIENT, swiglu.gradient_words, _halves_exchanged),
+    "one half twice": Mistake(
+        GRADIENT, source.read_tiles, lambda right, *given: (right(*given)[0],) * 2
+    ),
+    "a row of the other width": Mistake(
+        "result 10 x 2058", swiglu._flat, argument("words", lambda words: words - 1)
+    ),
+}
