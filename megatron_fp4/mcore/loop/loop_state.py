@@ -22,12 +22,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.ramping_adamw import Snapshot
 from megatron_fp4.mcore.loop.recording import recordings
-from megatron_fp4.mcore.model.optimizers import parts_of
-
-
-def stepping_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The parts of `optimizer` that have parameters on this rank, and so a torch optimizer."""
-    return [part for part in parts_of(optimizer) if not part.is_stub_optimizer]
+from megatron_fp4.mcore.model.optimizers import stepping_parts
 
 
 class LoopState:

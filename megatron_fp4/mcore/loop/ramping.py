@@ -27,8 +27,9 @@ from megatron_fp4.arithmetic.ramping import Movement, Ramping, update
 from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW, Update
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints.optimizer_compat import init_state
-from megatron_fp4.mcore.loop.loop_state import LoopState, gather_weights, stepping_parts
+from megatron_fp4.mcore.loop.loop_state import LoopState, gather_weights
 from megatron_fp4.mcore.model.kept import Kept
+from megatron_fp4.mcore.model.optimizers import stepping_parts
 from megatron_fp4.mcore.model.run import Run
 
 # Arguments that make train_step write files in some iterations.
