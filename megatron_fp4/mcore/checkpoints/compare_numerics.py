@@ -42,9 +42,11 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
     Raises ConfigError if the FP4 numerics or the padded vocabulary differ. With --fp4-load-anyway
     the difference is printed instead. A change from a recipe to none, or the reverse, is always
     only printed, since the command line shows it; so is one to or from a recipe that is the same
-    but for an average of W or for Q-Ramping (`tetrajet`, `tetrajet-ema` and `tetrajet-ramping`).
+    but for an average of W or for Q-Ramping (`tetrajet`, `tetrajet-ema` and `tetrajet-ramping`),
+    and a change of fused kernels, which define no numerics.
     """
     _compare_rows(saved, launch)
+    _compare_kernels(saved, launch)
     then, now = (getattr(args, "fp4_recipe_content", None) for args in (saved, launch))
     if not (then and now):
         if then or now:
@@ -86,6 +88,22 @@ def _compare_rows(saved: argparse.Namespace, launch: argparse.Namespace) -> None
             f"{difference}: give --padded-vocab-size {then}, or --fp4-load-anyway to go on"
         )
     _tell(difference)
+
+
+def _compare_kernels(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
+    # Another order of sums is no other numerics, but the run does not repeat what it was.
+    then, now = (_kernels(args) for args in (saved, launch))
+    if then != now:
+        _tell(
+            f"the checkpoint was trained with fused kernels of {then}, this launch has {now} "
+            "(--fp4-fused-kernels): results differ in their last bits"
+        )
+
+
+def _kernels(args: argparse.Namespace) -> str:
+    liger, adamw = (getattr(args, name, None) for name in ("fp4_liger", "fp4_fused_adamw"))
+    names = [f"Liger-Kernel {liger}"] * bool(liger) + ["torch's AdamW"] * bool(adamw)
+    return " and ".join(names) or "none"
 
 
 def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.launch import flags, fp4_arguments, machine
+from megatron_fp4.mcore.launch import flags, fp4_arguments, fused_kernels, machine
 from megatron_fp4.mcore.launch.refusals import checkpoints, fp4_flags
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_command_line, of_data, of_launch, refuse
@@ -184,6 +184,8 @@ def _checked(
     parsed.fp4_verify_integrity = ours and parsed.verify_integrity is not False
     parsed.verify_integrity = bool(parsed.verify_integrity) and not ours
     fp4_arguments.settle(parsed)
+    refuse(fused_kernels.refusals(parsed))
+    fused_kernels.settle(parsed, is_checked)
     parsed.fp4_metrics_interval = fp4_arguments.metrics_interval(script.settled(parsed))
     if is_checked:
         refuse(checkpoints.background_save(parsed))

@@ -124,6 +124,16 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "bits and more host time",
     )
     group.add_argument(
+        "--fp4-fused-kernels",
+        choices=("auto", "liger", "off"),
+        default="auto",
+        help="fused kernels outside the linears, without Transformer Engine: Liger-Kernel's for "
+        "rotary embedding, SwiGLU, RMSNorm and cross-entropy, and torch's for AdamW; auto takes on "
+        "a GPU those that are installed and fit the model, liger refuses a launch that cannot "
+        "have all of Liger-Kernel's, and off takes none",
+    )
+    parser.set_defaults(fp4_liger=None, fp4_fused_adamw=False)  # what fused_kernels.settle sets
+    group.add_argument(
         "--fp4-load-anyway",
         action="store_true",
         help="go on from a checkpoint of another recipe, seed, schedule, version or vocabulary",

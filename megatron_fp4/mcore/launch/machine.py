@@ -1,6 +1,7 @@
 """Which packages and devices this machine has, and defaults for Megatron's arguments that fit."""
 
 import importlib.util
+import os
 from typing import Any
 
 import torch
@@ -10,6 +11,11 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 def installed(package: str) -> bool:
     """Whether a package is installed, so that it can be imported."""
     return importlib.util.find_spec(package) is not None
+
+
+def runs_triton() -> bool:
+    """Whether Triton's kernels run here: there is a GPU, or they are interpreted, as in tests."""
+    return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def defaults() -> dict[str, Any]:

@@ -4,15 +4,17 @@
 From then on
 
     parse_and_validate_args   knows the plugin's flags, checks them, and makes the Run
-    TransformerBlock          builds this package's linears in place of those of its specification
-    pretrain, get_model       attach recipes to the linears of the model that was built, before it
-                              is wrapped, and count the script's forward steps
-    get_megatron_optimizer    makes an optimizer that keeps the state beside weights
+    TransformerBlock          builds this package's linears in place of those of its specification,
+                              and modules that can be given fused kernels
+    pretrain, get_model       attach recipes to the linears of the model that was built, and fused
+                              kernels, before it is wrapped, and count the script's forward steps
+    get_megatron_optimizer    makes an optimizer that keeps the state beside weights, and that has
+                              fused kernels
     load_checkpoint           starts the state that the checkpoint lacks
 
 A launch without a recipe runs as it would without the plugin; --fp4-metrics-interval adds a file
-with the steps of its log. pretrain_gpt.py (loop/gpt.py) is such a script too. C stands for
-megatron/core, T for megatron/training.
+with the steps of its log, and --fp4-fused-kernels liger adds fused kernels. pretrain_gpt.py
+(loop/gpt.py) is such a script too. C stands for megatron/core, T for megatron/training.
 """
 
 import argparse
@@ -38,8 +40,9 @@ from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demand
 from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
 from megatron_fp4.mcore.loop import compat, log, metrics, ramping
 from megatron_fp4.mcore.loop.metrics_log import MetricsLog, WithoutRecipe
+from megatron_fp4.mcore.model import fused_kernels, optimizers
 from megatron_fp4.mcore.model.attach import attach
-from megatron_fp4.mcore.model.replacement import followed
+from megatron_fp4.mcore.model.replacement import followed, fusable
 from megatron_fp4.mcore.model.run import Run
 
 _UNFOLLOWED = (
@@ -102,6 +105,8 @@ class Plugin:
             line = log.precision(args)
         else:
             self.run = Run(recipe, args, fp4_arguments.module_recipes(args))
+            if self.run.ramping is not None:
+                args.fp4_fused_adamw = False  # Q-Ramping has an AdamW of its own
             advice = cuda_graphs.advice(args, self.run.recipes)
             line = f"megatron-fp4: {advice}" if advice and torch.cuda.is_available() else ""
         if self.ours or self.run is not None:
@@ -148,7 +153,11 @@ class Plugin:
         # `upstream` is the constructor of a block of layers.
         @functools.wraps(upstream)
         def build(block: Any, config: Any, spec: Any, *others: Any, **named: Any) -> None:
-            upstream(block, config, spec if self.run is None else followed(spec), *others, **named)
+            if self.run is not None:
+                spec = followed(spec)
+            if self.args is not None and self.args.fp4_liger is not None:
+                spec = fusable(spec)
+            upstream(block, config, spec, *others, **named)
 
         return build
 
@@ -164,8 +173,13 @@ class Plugin:
             model.pre_wrap_hooks.append(self._attach)
 
     def _attach(self, model: list[MegatronModule]) -> list[MegatronModule]:
-        if self.run is not None:
-            attach(self.run, model)
+        assert self.args is not None
+        kernels = fused_kernels.attach(self.args, model) if self._may_fuse() else ""
+        if self.run is None:
+            if kernels and self.args.rank == 0:
+                print(f"megatron-fp4: {kernels}", flush=True)
+        else:
+            attach(self.run, model, kernels)
             self._is_attached = True
             if self.metrics is not None:
                 self.metrics.follow_model(model)
@@ -176,7 +190,7 @@ class Plugin:
         # the chunks right after that.
         @functools.wraps(upstream)
         def get_model(model_provider_func: Any, *others: Any, **named: Any) -> Any:
-            if self.run is None:
+            if self.run is None and not self._may_fuse():
                 return upstream(model_provider_func, *others, **named)
             built: list[MegatronModule] = []
 
@@ -191,6 +205,11 @@ class Plugin:
             return upstream(provide, *others, **named)
 
         return get_model
+
+    def _may_fuse(self) -> bool:
+        """Whether the start says what Liger-Kernel runs: a user's script may run without both."""
+        assert self.args is not None
+        return self.ours or self.run is not None or self.args.fp4_liger is not None
 
     def _chunks(self) -> int:
         """The number of model chunks on this rank."""
@@ -231,6 +250,8 @@ class Plugin:
         @functools.wraps(upstream)
         def get_megatron_optimizer(*given: Any, **named: Any) -> Any:
             optimizer = upstream(*given, **named)
+            if self.args is not None and self.args.fp4_fused_adamw:
+                optimizers.fuse(optimizer)
             if self.run is not None and self.run.ramping is not None:
                 ramping.replace_optimizers(optimizer)
             if self.run is not None and self.run.kept:

@@ -27,8 +27,10 @@ Fp4Layer = Fp4ColumnParallelLinear | Fp4RowParallelLinear
 _LINEARS = {"ColumnParallelLinear", "RowParallelLinear", "Linear", "TELinear", "LayerNormLinear"}
 
 
-def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
+def attach(run: Run, model: list[MegatronModule], fused_kernels: str = "") -> list[MegatronModule]:
     """Attaches recipes to the linears of a built model, and prints the start table on rank 0.
+
+    fused_kernels: a line for the table, which `fused_kernels.attach` returns.
 
     A pre-wrap hook of Megatron's model builder: every rank calls it with its model chunks, and gets
     them back. Raises ConfigError, on all ranks, if a linear cannot follow its recipe, if no linear
@@ -76,6 +78,7 @@ def attach(run: Run, model: list[MegatronModule]) -> list[MegatronModule]:
             if start_table.trains(run.args) and run.ramping is not None
             else "",
             executor.line(problems[0] if problems else None),
+            fused_kernels and f"\n  {fused_kernels}",
         )
         run.start_table = start_table.table(run.recipes, [*rows, *stock]) + "".join(lines)
         print(run.start_table, flush=True)

@@ -4,6 +4,8 @@ Megatron's own fallback, WrappedTorchNorm (megatron/core/transformer/torch_norm.
 neither sequence parallelism nor zero-centered gains.
 """
 
+from collections.abc import Callable
+
 import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
@@ -23,9 +25,14 @@ class Norm(nn.Module):
     Under sequence parallelism each rank has a part of the tokens. The attribute `sequence_parallel`
     of the parameters makes Megatron sum their gradients over the tensor-parallel ranks.
 
+    fused: an RMSNorm in one kernel that takes (x, weight, eps, offset), as `liger.rms_norm`; None:
+        torch's kernels. It is called for inputs in the dtype of the parameters.
+
     The arguments are those of Megatron's LayerNormBuilder. Raises ConfigError if
     `config.normalization` is neither RMSNorm nor LayerNorm.
     """
+
+    fused: Callable[[Tensor, Tensor, float, float], Tensor] | None = None
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -40,6 +47,8 @@ class Norm(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fused is not None and x.dtype == self.weight.dtype:
+            return self.fused(x, self.weight, self.eps, float(self.zero_centered))
         if x.is_cuda and x.dtype == self.weight.dtype and not self.zero_centered:
             return self._norm(x, self.weight, self.bias)  # torch's CUDA kernel computes in FP32
         gain = widen(self.weight)

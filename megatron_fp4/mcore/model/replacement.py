@@ -1,4 +1,4 @@
-"""Replaces the linears in a specification of layers by this package's.
+"""Replaces linears, and modules for fused kernels, in a specification of layers by this package's.
 
 A specification is a tree of Megatron's ModuleSpecs, dataclasses of submodules and functools.partial
 objects, whose leaves are classes. The classes are replaced before Megatron builds anything, so that
@@ -8,16 +8,24 @@ C stands for megatron/core.
 
 import copy
 import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from megatron.core.extensions import transformer_engine
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
+from megatron_fp4.mcore.model.mlp import GatedMLP
+from megatron_fp4.mcore.model.norm import Norm
 from megatron_fp4.mcore.model.norm_linear import Fp4NormColumnParallelLinear
+from megatron_fp4.mcore.model.self_attention import RotatingSelfAttention
 
 # Of Transformer Engine's linears in Megatron, by name in C/extensions/transformer_engine.py. The
 # first that a class derives from counts.
@@ -25,6 +33,11 @@ _OF_TRANSFORMER_ENGINE = {
     "TELayerNormColumnParallelLinear": Fp4NormColumnParallelLinear,
     "TEColumnParallelLinear": Fp4ColumnParallelLinear,
     "TERowParallelLinear": Fp4RowParallelLinear,
+}
+_FUSABLE: dict[type, type] = {
+    SelfAttention: RotatingSelfAttention,
+    MLP: GatedMLP,
+    WrappedTorchNorm: Norm,
 }
 # Modules that multiply for themselves, in the same file, and what to do instead.
 _REFUSED = {
@@ -42,26 +55,38 @@ def followed[S](spec: S) -> S:
 
     Raises ConfigError for a linear whose GEMM cannot be replaced.
     """
-    return _followed(spec)
+    return _replaced(spec, _class_for)
 
 
-def _followed(part: Any) -> Any:
+def fusable[S](spec: S) -> S:
+    """A copy of `spec` whose modules can be given fused kernels (model/fused_kernels.py).
+
+    These are Megatron's own self-attention, MLP and norm of torch. Classes that derive from them
+    stay as they are.
+    """
+    return _replaced(spec, lambda kind: _FUSABLE.get(kind, kind))
+
+
+def _replaced(part: Any, class_for: Callable[[type], type]) -> Any:
+    """A copy of `part`, in which each class is the one that `class_for` returns for it."""
     if isinstance(part, type):
-        return _class_for(part)
+        return class_for(part)
+    if inspect.ismethod(part) and isinstance(part.__self__, type):
+        return getattr(class_for(part.__self__), part.__name__)
     if isinstance(part, functools.partial):
-        _refuse(getattr(part.func, "__self__", None))
-        given = {name: _followed(value) for name, value in part.keywords.items()}
-        return functools.partial(_followed(part.func), *map(_followed, part.args), **given)
+        given = {name: _replaced(value, class_for) for name, value in part.keywords.items()}
+        func = _replaced(part.func, class_for)
+        return functools.partial(func, *(_replaced(each, class_for) for each in part.args), **given)
     if isinstance(part, list | tuple):
-        return type(part)(map(_followed, part))
+        return type(part)(_replaced(each, class_for) for each in part)
     if isinstance(part, ModuleSpec) and isinstance(part.module, tuple):
         part = copy.copy(part)
         part.module = import_module(part.module)
     if is_dataclass(part):
         made = copy.copy(part)
         for field in fields(made):
-            value = getattr(part, field.name)
-            object.__setattr__(made, field.name, _followed(value))  # the dataclass may be frozen
+            value = _replaced(getattr(part, field.name), class_for)
+            object.__setattr__(made, field.name, value)  # the dataclass may be frozen
         return made
     return part
 

@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules, TEActivationFunctionBuilder
@@ -39,6 +39,8 @@ from megatron_fp4.mcore.launch.refusals.table import refuse
 from megatron_fp4.mcore.model.attention import SdpaAttention
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
 from megatron_fp4.mcore.model.norm import Norm
+from megatron_fp4.mcore.model.replacement import fusable
+from megatron_fp4.mcore.model.self_attention import RotatingSelfAttention
 
 
 class Fp4SpecProvider(BackendSpecProvider):
@@ -183,7 +185,7 @@ def _decoder_layer(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
-                module=SelfAttention,
+                module=RotatingSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=provider.column_parallel_linear(),
@@ -195,11 +197,13 @@ def _decoder_layer(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=get_mlp_module_spec_for_backend(
-                backend=provider,
-                num_experts=config.num_moe_experts if is_moe else None,
-                moe_grouped_gemm=config.moe_grouped_gemm,
-                use_te_activation_func=config.use_te_activation_func,
+            mlp=fusable(
+                get_mlp_module_spec_for_backend(
+                    backend=provider,
+                    num_experts=config.num_moe_experts if is_moe else None,
+                    moe_grouped_gemm=config.moe_grouped_gemm,
+                    use_te_activation_func=config.use_te_activation_func,
+                )
             ),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=saved_as,

@@ -1,0 +1,50 @@
+"""Which fused kernels a launch may use (--fp4-fused-kernels): Liger-Kernel's, and torch's AdamW."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import torch
+
+from megatron_fp4.mcore.launch import machine
+
+INSTALL = "pip install liger-kernel"
+
+
+def refusals(args: Namespace) -> Iterator[str]:
+    """Refuses --fp4-fused-kernels liger where the package, a GPU or the layers are missing."""
+    if args.fp4_fused_kernels != "liger":
+        return
+    flag = "--fp4-fused-kernels liger"
+    if not machine.installed("liger_kernel"):
+        yield f"{flag} needs the package liger_kernel, which is not installed: {INSTALL}"
+    if not machine.runs_triton():
+        yield f"{flag} needs a GPU: leave it out"
+    if args.transformer_impl != "local":
+        yield (
+            f"{flag} needs --transformer-impl local: {args.transformer_impl} has fused kernels of "
+            "its own; leave one of them out"
+        )
+
+
+def settle(args: Namespace, is_checked: bool) -> None:
+    """Sets the arguments that say what is in force, which checkpoints record.
+
+    fp4_liger is the version of Liger-Kernel, or None; which of its kernels run is known once the
+    model is built (model/fused_kernels.py). fp4_fused_adamw is whether torch's AdamW updates a
+    weight by one kernel. is_checked: see `Script.is_checked`; other launches get what they ask for.
+    """
+    wanted = args.fp4_fused_kernels
+    if wanted == "auto" and not is_checked:
+        wanted = "off"
+    can = machine.installed("liger_kernel") and machine.runs_triton()
+    has_liger = wanted != "off" and can and args.transformer_impl == "local"
+    args.fp4_liger = version("liger-kernel") if has_liger else None
+    args.fp4_fused_adamw = wanted != "off" and torch.cuda.is_available() and _has_adamw(args)
+
+
+def _has_adamw(args: Namespace) -> bool:
+    """Whether Megatron makes torch's AdamW, with all of its state on the GPU."""
+    has_another = machine.HAVE_TE or machine.installed("apex")  # whose FusedAdam Megatron uses
+    is_plain = not (args.optimizer_cpu_offload or args.optimizer_cuda_graph)
+    return args.optimizer == "adam" and is_plain and not has_another
