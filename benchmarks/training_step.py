@@ -4,10 +4,13 @@
 
 LLaMA-8B-shaped layers (hidden 4,096, SwiGLU of 14,336, 32 heads over 8 groups), sequences of 4,096,
 SDPA attention, mock data, as pretrain_gpt.py trains them. There are three BF16 rows. "upstream
-bf16" is Megatron without this package, which without Apex does not add dW to main_grad in the GEMM.
-"upstream bf16, graphs" is the same with Megatron's CUDA graphs. "bf16" is this package's linear
-after a recipe's return to BF16, which adds dW to main_grad in the GEMM. Ratios are to the fastest
-BF16 row that was measured.
+bf16" has Megatron's linears, which without Apex do not add dW to main_grad in the GEMM. "upstream
+bf16, graphs" is the same with Megatron's CUDA graphs. "bf16" is this package's linear after a
+recipe's return to BF16, which adds dW to main_grad in the GEMM. Ratios are to the fastest BF16 row
+that was measured.
+
+All rows have the same kernels outside the linears: Liger-Kernel's, where it is installed, and
+torch's fused AdamW (--fp4-fused-kernels).
 """
 
 from __future__ import annotations

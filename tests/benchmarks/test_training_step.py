@@ -20,3 +20,18 @@ def test_every_kernel_of_the_package_is_told_apart() -> None:
     assert len(found) >= 10 and set(found.values()) == {"quantize", "carry"}, found
     assert kind("void at::native::vectorized_elementwise_kernel<4>") == "other"
     assert kind("nvjet_sm90_qqtst_128x256") == "gemm"
+
+
+def test_kernels_outside_the_linears_are_told_apart() -> None:
+    """By the names of Liger-Kernel 0.8.5, of torch, and of TorchInductor."""
+    names = {
+        "_triton_rope": "rotary",
+        "_swiglu_fused_gate_up_backward_kernel": "swiglu",
+        "_rms_norm_forward_kernel": "norm",
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel": "norm",
+        "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate": "norm",
+        "liger_vocab_parallel_ce_forward_kernel": "cross-entropy",
+        "multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>": "optimizer",
+        "triton_poi_fused_mul_silu_split_0": "other",
+    }
+    assert {name: kind(name) for name in names} == names

@@ -46,12 +46,12 @@ ALL = "rotary embedding, SwiGLU, norms, cross-entropy"
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the command line believe in a GPU and in packages."""
 
-    def believe(*packages: str) -> None:
+    def believe(*packages: str, version: str = "0.8.5") -> None:
         monkeypatch.setattr(machine, "runs_triton", lambda: True)
         monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(machine, "installed", lambda name: name in packages)
         monkeypatch.setattr(machine, "HAVE_TE", False)
-        monkeypatch.setattr(launch, "version", lambda name: "0.8.5")
+        monkeypatch.setattr(launch, "version", lambda name: version)
 
     return believe
 
@@ -93,6 +93,8 @@ def test_auto_takes_what_is_there(gpu: Callable[..., None]) -> None:
     assert settled(given(), is_checked=False) == (None, False)
     assert settled(given(fp4_fused_kernels="liger"), is_checked=False) == ("0.8.5", True)
     gpu()
+    assert settled(given()) == (None, True)
+    gpu("liger_kernel", version="0.8.4")
     assert settled(given()) == (None, True)
     gpu("liger_kernel", "apex")
     assert settled(given()) == ("0.8.5", False)
