@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from megatron_fp4.mcore.launch import machine
 
-OLDEST = "0.8.5"  # the first with SwiGLU of one tensor and a loss of a sharded vocabulary
+OLDEST = "0.8.5"  # of the versions that were tried
 INSTALL = f"pip install 'liger-kernel>={OLDEST}'"
 
 
