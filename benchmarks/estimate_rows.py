@@ -26,6 +26,8 @@ RESULTS = Path(__file__).parent / "results"
 STEPS = ("training_step", "training_step-four", "parallel_step")
 # Measured at earlier commits, when the host took longer to launch a linear.
 EARLIER = tuple(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs"))
+# Kinds of kernels outside the linears that later results tell apart; `step.Time` does not.
+_OUTSIDE = ("copies", "rotary", "swiglu", "norm", "cross-entropy")
 
 
 @cache
@@ -58,7 +60,7 @@ class Step:
         """Measured seconds of the GPU by the kinds of `step.Time`."""
         found = {kind: ms / 1e3 for kind, ms in self.row["gpu_ms"].items()}
         found["quantize"] = found.get("quantize", 0.0) + found.pop("carry", 0.0)
-        found["other"] = found.pop("other") + found.pop("copies")
+        found["other"] = sum(found.pop(kind, 0.0) for kind in ("other", *_OUTSIDE))
         return found
 
 

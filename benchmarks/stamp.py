@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "numpy")
+PACKAGES = ("torch", "triton", "megatron-core", "liger-kernel", "transformer-engine", "numpy")
 
 
 def stamp(commit: str | None = None) -> dict[str, Any]:

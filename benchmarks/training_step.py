@@ -9,8 +9,9 @@ graphs" is the same with Megatron's CUDA graphs. "bf16" is this package's linear
 return to BF16, which adds dW to main_grad in the GEMM. "te bf16" is Megatron without this package
 with the layers of Transformer Engine. Ratios are to the fastest BF16 row that was measured.
 
-Attention is SDPA, and norms and rotary embedding are not fused, in all rows but those of
-Transformer Engine. These are "te bf16", "te fp8 ..." with its FP8 recipes, and recipes with
+In all rows but those of Transformer Engine attention is SDPA, and the kernels outside the linears
+are the same: Liger-Kernel's, where it is installed, and torch's fused AdamW (--fp4-fused-kernels).
+Those of Transformer Engine are "te bf16", "te fp8 ..." with its FP8 recipes, and recipes with
 --transformer-impl transformer_engine, whose linears are this package's. In "te ..." dW is added to
 main_grad in the GEMM, as with Apex (stand_ins/). Where Transformer Engine is installed, Megatron
 takes the optimizer from it in every row.

@@ -26,7 +26,10 @@ from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.target import ROCM, target_of
 
-PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "sentencepiece")
+PACKAGES = (
+    *("torch", "triton", "megatron-core", "transformer-engine", "apex", "liger-kernel"),
+    "sentencepiece",
+)
 
 
 def info() -> str:

@@ -20,5 +20,5 @@ echo "Installing the requirements into $venv (a few minutes the first time)"
 # variable there, newer ones the second.
 export PIP_CONSTRAINT="$constraints" PIP_BUILD_CONSTRAINT="$constraints"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-"$venv/bin/python" -m pip install --quiet --editable ".[convert,data,demo,dev,logging,vision]"
+"$venv/bin/python" -m pip install --quiet --editable ".[convert,data,demo,dev,liger,logging,vision]"
 touch "$stamp"

@@ -18,10 +18,11 @@ def _forking() -> subprocess.Popen[str]:
 
     It imports torch and Triton once, which takes longer than most comparisons.
     """
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, "-m", "testing.kernels.forked"],
         cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

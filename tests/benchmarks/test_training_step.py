@@ -38,3 +38,18 @@ def test_a_launch_that_fails_leaves_the_other_rows(
     rows = list(training_step.study(["bf16", "mxfp4", "tetrajet"], layers=1, micro=1, batch=1))
     assert [row["name"] for row in rows] == ["bf16", "tetrajet"]
     assert capsys.readouterr().err == "mxfp4 failed: out of memory\n"
+
+
+def test_kernels_outside_the_linears_are_told_apart() -> None:
+    """By the names of Liger-Kernel 0.8.5, of torch, and of TorchInductor."""
+    names = {
+        "_triton_rope": "rotary",
+        "_swiglu_fused_gate_up_backward_kernel": "swiglu",
+        "_rms_norm_forward_kernel": "norm",
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel": "norm",
+        "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate": "norm",
+        "liger_vocab_parallel_ce_forward_kernel": "cross-entropy",
+        "multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>": "optimizer",
+        "triton_poi_fused_mul_silu_split_0": "other",
+    }
+    assert {name: kind(name) for name in names} == names

@@ -205,7 +205,8 @@ def test_what_is_specialized_makes_another_plan() -> None:
     own; noise and places have none."""
     made = [
         _quantize_launch(
-            rows, 64, get_quantizer(name).fields, packed, reads, along, across, in_memory, False, shared
+            rows, 64, get_quantizer(name).fields, packed, reads, along, across, in_memory, False,
+            shared,
         )
         for rows in (64, 96)
         for name in ("mxfp4", "mxfp4-sr", "mxfp4-ceil")

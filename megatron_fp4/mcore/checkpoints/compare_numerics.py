@@ -101,8 +101,10 @@ def _compare_kernels(saved: argparse.Namespace, launch: argparse.Namespace) -> N
 
 
 def _kernels(args: argparse.Namespace) -> str:
-    liger, adamw = (getattr(args, name, None) for name in ("fp4_liger", "fp4_fused_adamw"))
-    names = [f"Liger-Kernel {liger}"] * bool(liger) + ["torch's AdamW"] * bool(adamw)
+    liger = getattr(args, "fp4_liger", None)
+    names = [f"Liger-Kernel {liger}"] * bool(liger)
+    names += ["torch's AdamW"] * bool(getattr(args, "fp4_fused_adamw", False))
+    names += ["linears with SwiGLU"] * bool(getattr(args, "fp4_joins_swiglu", False))
     return " and ".join(names) or "none"
 
 

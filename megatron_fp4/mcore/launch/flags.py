@@ -132,7 +132,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "a GPU those that are installed and fit the model, liger refuses a launch that cannot "
         "have all of Liger-Kernel's, and off takes none",
     )
-    parser.set_defaults(fp4_liger=None, fp4_fused_adamw=False)  # what fused_kernels.settle sets
+    parser.set_defaults(
+        fp4_liger=None, fp4_fused_adamw=False, fp4_joins_swiglu=False
+    )  # what fused_kernels.settle sets
     group.add_argument(
         "--fp4-load-anyway",
         action="store_true",

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from importlib.metadata import version
 
 import torch
+from packaging.version import Version
 
 from megatron_fp4.mcore.launch import machine
 
-INSTALL = "pip install liger-kernel"
+OLDEST = "0.8.5"  # of the versions that were tried
+INSTALL = f"pip install 'liger-kernel>={OLDEST}'"
 
 
 def refusals(args: Namespace) -> Iterator[str]:
@@ -16,8 +18,8 @@ def refusals(args: Namespace) -> Iterator[str]:
     if args.fp4_fused_kernels != "liger":
         return
     flag = "--fp4-fused-kernels liger"
-    if not machine.installed("liger_kernel"):
-        yield f"{flag} needs the package liger_kernel, which is not installed: {INSTALL}"
+    if not _installed():
+        yield f"{flag} needs the package liger_kernel {OLDEST} or newer: {INSTALL}"
     if not machine.runs_triton():
         yield f"{flag} needs a GPU: leave it out"
     if args.transformer_impl != "local":
@@ -32,14 +34,27 @@ def settle(args: Namespace, is_checked: bool) -> None:
 
     fp4_liger is the version of Liger-Kernel, or None; which of its kernels run is known once the
     model is built (model/fused_kernels.py). fp4_fused_adamw is whether torch's AdamW updates a
-    weight by one kernel. is_checked: see `Script.is_checked`; other launches get what they ask for.
+    weight by one kernel, and fp4_joins_swiglu whether linears compute the SwiGLU between them, where
+    they can (model/mlp.py). is_checked: see `Script.is_checked`; other launches get what they ask for.
     """
     wanted = args.fp4_fused_kernels
     if wanted == "auto" and not is_checked:
         wanted = "off"
-    can = machine.installed("liger_kernel") and machine.runs_triton()
+    can = _installed() and machine.runs_triton()
     has_liger = wanted != "off" and can and args.transformer_impl == "local"
     args.fp4_liger = version("liger-kernel") if has_liger else None
+    args.fp4_joins_swiglu = wanted != "off"
+    args.fp4_fused_adamw = wanted != "off" and torch.cuda.is_available() and _has_adamw(args)
+
+
+def _installed() -> bool:
+    if not machine.installed("liger_kernel"):
+        return False
+    return Version(version("liger-kernel")) >= Version(OLDEST)
+
+
+def _has_adamw(args: Namespace) -> bool:
+    """Whether Megatron makes torch's AdamW, with all of its state on the GPU."""
     has_another = machine.HAVE_TE or machine.installed("apex")  # whose FusedAdam Megatron uses
-    is_torchs = args.optimizer == "adam" and not has_another
-    args.fp4_fused_adamw = wanted != "off" and is_torchs and torch.cuda.is_available()
+    is_plain = not (args.optimizer_cpu_offload or args.optimizer_cuda_graph)
+    return args.optimizer == "adam" and is_plain and not has_another

@@ -105,6 +105,8 @@ class Plugin:
             line = log.precision(args)
         else:
             self.run = Run(recipe, args, fp4_arguments.module_recipes(args))
+            if self.run.ramping is not None:
+                args.fp4_fused_adamw = False  # Q-Ramping has an AdamW of its own
             advice = cuda_graphs.advice(args, self.run.recipes)
             line = f"megatron-fp4: {advice}" if advice and torch.cuda.is_available() else ""
         if self.ours or self.run is not None:
@@ -172,12 +174,14 @@ class Plugin:
 
     def _attach(self, model: list[MegatronModule]) -> list[MegatronModule]:
         assert self.args is not None
-        kernels = fused_kernels.attach(self.args, model) if self._may_fuse() else ""
+        fuse = (
+            functools.partial(fused_kernels.attach, self.args, model) if self._may_fuse() else str
+        )
         if self.run is None:
-            if kernels and self.args.rank == 0:
+            if (kernels := fuse()) and self.args.rank == 0:
                 print(f"megatron-fp4: {kernels}", flush=True)
         else:
-            attach(self.run, model, kernels)
+            attach(self.run, model, fuse)
             self._is_attached = True
             if self.metrics is not None:
                 self.metrics.follow_model(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
 import torch
@@ -24,14 +24,19 @@ from megatron_fp4.recipes.assignment import recipe_for
 from megatron_fp4.streams import check_streams
 
 Fp4Layer = Fp4ColumnParallelLinear | Fp4RowParallelLinear
+_JOINED = (
+    "\n  SwiGLU is computed by mlp.linear_fc2, and its gradient by mlp.linear_fc1, as they quantize"
+)
 # Classes of linears by name, so that Transformer Engine need not be there.
 _LINEARS = {"ColumnParallelLinear", "RowParallelLinear", "Linear", "TELinear", "LayerNormLinear"}
 
 
-def attach(run: Run, model: list[MegatronModule], fused_kernels: str = "") -> list[MegatronModule]:
+def attach(
+    run: Run, model: list[MegatronModule], fuse: Callable[[], str] = str
+) -> list[MegatronModule]:
     """Attaches recipes to the linears of a built model, and prints the start table on rank 0.
 
-    fused_kernels: a line for the table, which `fused_kernels.attach` returns.
+    fuse: `fused_kernels.attach` for this model, which returns a line for the table.
 
     A pre-wrap hook of Megatron's model builder: every rank calls it with its model chunks, and gets
     them back. Raises ConfigError, on all ranks, if a linear cannot follow its recipe, if no linear
@@ -40,7 +45,7 @@ def attach(run: Run, model: list[MegatronModule], fused_kernels: str = "") -> li
     found = [linear for chunk in model for linear in _linears(chunk)]
     refused = {name: _attach_one(run, name, layer, number) for name, layer, number in found}
     for module in (module for chunk in model for module in chunk.modules()):
-        if isinstance(module, GatedMLP):
+        if isinstance(module, GatedMLP) and run.args.fp4_joins_swiglu:
             module.join()
     rows = _gather([_row(run, name, layer, number, refused[name]) for name, layer, number in found])
     for glob, _ in run.modules:
@@ -75,6 +80,8 @@ def attach(run: Run, model: list[MegatronModule], fused_kernels: str = "") -> li
     everything = sum(weight.numel() for chunk in model for weight in chunk.parameters())
     ramped = max(_of_all_ranks((run.weight_states.ramped_elements, everything)))
     problems = [each for each in _of_all_ranks(executor.start(run)) if each is not None]
+    joined = _of_all_ranks(any(_are_joined(model)))
+    kernels = fuse()
     if torch.distributed.get_rank() == 0:
         lines = (
             start_table.held(run.keeps_weights, held),
@@ -83,11 +90,18 @@ def attach(run: Run, model: list[MegatronModule], fused_kernels: str = "") -> li
             if start_table.trains(run.args) and run.ramping is not None
             else "",
             executor.line(problems[0] if problems else None),
-            fused_kernels and f"\n  {fused_kernels}",
+            _JOINED * any(joined),
+            kernels and f"\n  {kernels}",
         )
         run.start_table = start_table.table(run.recipes, [*rows, *stock]) + "".join(lines)
         print(run.start_table, flush=True)
     return model
+
+
+def _are_joined(model: list[MegatronModule]) -> Iterator[bool]:
+    """Whether linears compute the activation, for each MLP that may be so."""
+    for chunk in model:
+        yield from (m.is_joined for m in chunk.modules() if isinstance(m, GatedMLP))
 
 
 def _linears(chunk: MegatronModule) -> Iterator[tuple[str, Fp4Layer, int | None]]:

@@ -25,14 +25,28 @@ _LONGEST = 65536  # elements of a row that one of Liger's kernels takes at once
 
 
 def attach(args: Namespace, model: list[MegatronModule]) -> str:
-    """Sets Liger's functions in `model`; returns the line about it for the start table.
+    """Sets Liger's functions in `model`; returns the line for the start table, without an indent.
 
     args: Megatron's. Every rank calls this with its model chunks, before they are wrapped. The line
     is "" where there is nothing to say, as on a CPU. With --fp4-fused-kernels liger raises
     ConfigError, on all ranks, for an operation of the model that Liger's kernels do not take.
     """
-    if args.fp4_liger is None:
-        return _without_liger(args)
+    words = [_without_liger(args) if args.fp4_liger is None else _with_liger(args, model)]
+    if args.fp4_fused_adamw:
+        words.append("AdamW in torch's fused kernel")
+    return "; ".join(filter(None, words))
+
+
+def _without_liger(args: Namespace) -> str:
+    if not torch.cuda.is_available() or args.transformer_impl != "local":
+        return ""
+    why = f"Liger-Kernel fuses their kernels: {fused_kernels.INSTALL}"
+    if args.fp4_fused_kernels == "off":
+        why = "--fp4-fused-kernels off"
+    return f"{', '.join(_OPERATIONS)} in torch's kernels ({why})"
+
+
+def _with_liger(args: Namespace, model: list[MegatronModule]) -> str:
     refused = _refused(model[0].config)
     set_here = {name for chunk in model for name in _set(chunk, refused)}
     found = set().union(*on_all(lambda: set_here))
@@ -45,16 +59,7 @@ def attach(args: Namespace, model: list[MegatronModule]) -> str:
             f"({why}); leave it out"
         )
     rest = "".join(f"; not {name} ({why})" for name, why in others.items())
-    return f"Liger-Kernel {args.fp4_liger} runs {', '.join(ours) or 'nothing'}{rest}"
-
-
-def _without_liger(args: Namespace) -> str:
-    if not torch.cuda.is_available() or args.transformer_impl != "local":
-        return ""
-    why = "--fp4-fused-kernels off"
-    if args.fp4_fused_kernels != "off":
-        why = f"Liger-Kernel would fuse their kernels: {fused_kernels.INSTALL}"
-    return f"torch runs {', '.join(_OPERATIONS)} ({why})"
+    return f"{', '.join(ours) or 'nothing'} in kernels of Liger-Kernel {args.fp4_liger}{rest}"
 
 
 def _refused(config: TransformerConfig) -> dict[str, str]:
@@ -86,7 +91,8 @@ def _refused(config: TransformerConfig) -> dict[str, str]:
 def _set(chunk: MegatronModule, refused: dict[str, str]) -> set[str]:
     """Sets the functions in one model chunk, but for those that are refused.
 
-    Returns the operations of the chunk for which Liger has kernels, the refused ones too.
+    Returns the operations of the chunk for which Liger has kernels, the refused ones too, but not a
+    SwiGLU that linears compute: where these run in BF16, as in some evaluations, Liger's kernel does.
     """
     from megatron_fp4.mcore.model import liger  # needs the package liger_kernel
 
@@ -104,7 +110,11 @@ def _set(chunk: MegatronModule, refused: dict[str, str]) -> set[str]:
     for operation, module, attribute, value in modules:
         if operation not in refused:
             setattr(module, attribute, value)
-    return {operation for operation, *_ in modules}
+    return {
+        operation
+        for operation, module, *_ in modules
+        if not (isinstance(module, GatedMLP) and module.is_joined)
+    }
 
 
 def _rotates(chunk: MegatronModule, module: RotatingSelfAttention) -> bool:

@@ -25,15 +25,15 @@ def rotate(query: Tensor, key: Tensor, freqs: Tensor, scale: float) -> tuple[Ten
     A contiguous query or key is overwritten, as are their gradients in backward. The caller must
     not need them.
     """
-    tokens, rotated = query.shape[:2], freqs.shape[-1]
-    # In Liger's order of axes a token of the sequence is a batch, since only then it lets the
-    # angles differ between the rows of what is contiguous here.
-    angles = freqs[..., 0, : rotated // 2].float().expand(*tokens, -1)
-    cos, sin = torch.cos(angles) * scale, torch.sin(angles) * scale
-    turned = LigerRopeFunction.apply(
-        query.transpose(1, 2), key.transpose(1, 2), cos, sin, None, 1, rotated
-    )
-    return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+    (sequence, batch), rotated = query.shape[:2], freqs.shape[-1]
+    # Liger takes the distance between tokens from the stride of its second axis of tokens, which
+    # torch may set to anything where that axis has one element. So all tokens are on that axis.
+    angles = freqs[..., 0, : rotated // 2].float().expand(sequence, batch, -1).flatten(0, 1)
+    tables = torch.cos(angles) * scale, torch.sin(angles) * scale
+    heads = [t.flatten(0, 1).transpose(0, 1)[None] for t in (query, key)]
+    turned = LigerRopeFunction.apply(*heads, *tables, None, 1, rotated)
+    made = [t[0].transpose(0, 1).unflatten(0, (sequence, batch)) for t in turned]
+    return made[0], made[1]
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:

@@ -26,6 +26,12 @@ class GatedMLP(MLP):
 
     activation: Callable[[Tensor], Tensor] | None = None
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether the linears compute the activation; see `join`."""
+        state = getattr(self.linear_fc1, "fp4", None)
+        return state is not None and state.swiglu == "before"
+
     def join(self) -> None:
         """Makes the linears compute the activation, if it is a SwiGLU and both follow recipes.
 
@@ -43,7 +49,7 @@ class GatedMLP(MLP):
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **others: Any
     ) -> tuple[Tensor, Tensor | None]:
         """(output, bias that the caller adds), as upstream's forward."""
-        joins = self._joins_now()
+        joins = self.is_joined and self.linear_fc1.follows()  # evaluation may run in BF16
         if per_token_scale is not None or (self.activation is None and not joins):
             return super().forward(hidden_states, per_token_scale, **others)
         y, _ = self.linear_fc1(hidden_states)
@@ -60,8 +66,3 @@ class GatedMLP(MLP):
         changed = config.activation_func_clamp_value is not None or config.glu_linear_offset
         is_plain = not (changed or config.activation_func_fp8_input_store or is_expert)
         return bool(is_swiglu and is_plain and not config.use_te_activation_func)
-
-    def _joins_now(self) -> bool:
-        """Whether the linears compute the activation in the forward pass that begins now."""
-        state = getattr(self.linear_fc1, "fp4", None)
-        return state is not None and state.swiglu == "before" and self.linear_fc1.follows()

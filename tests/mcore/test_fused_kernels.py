@@ -1,0 +1,336 @@
+"""Which fused kernels a launch takes, what it says of them, and what they compute in a model."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.checkpoints.compare_numerics import compare
+from megatron_fp4.mcore.launch import fused_kernels as launch
+from megatron_fp4.mcore.launch import machine
+from megatron_fp4.mcore.model import fused_kernels
+from megatron_fp4.mcore.model.mlp import GatedMLP
+from megatron_fp4.mcore.model.norm import Norm
+from megatron_fp4.mcore.model.replacement import fusable
+from megatron_fp4.mcore.model.self_attention import RotatingSelfAttention
+from testing.builders import command_line, small_gpt
+from testing.worlds.launch import (
+    MOCK_DATA,
+    SCRIPTS,
+    Result,
+    result_of,
+    spawn,
+    tiny_on_mock_data,
+    torchrun,
+)
+
+needs_liger = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="no liger_kernel")
+ALL = "rotary embedding, SwiGLU, norms, cross-entropy"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes the command line believe in a GPU and in packages."""
+
+    def believe(*packages: str, version: str = "0.8.5") -> None:
+        monkeypatch.setattr(machine, "runs_triton", lambda: True)
+        monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(machine, "installed", lambda name: name in packages)
+        monkeypatch.setattr(machine, "HAVE_TE", False)
+        monkeypatch.setattr(launch, "version", lambda name: version)
+
+    return believe
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    return command_line.parse(*MOCK_DATA, *flags)
+
+
+def given(**values: Any) -> argparse.Namespace:
+    plain = {
+        "fp4_fused_kernels": "auto",
+        "transformer_impl": "local",
+        "optimizer": "adam",
+        "optimizer_cpu_offload": False,
+        "optimizer_cuda_graph": False,
+    }
+    return argparse.Namespace(**plain | values)
+
+
+def settled(args: argparse.Namespace, is_checked: bool = True) -> tuple[str | None, bool]:
+    launch.settle(args, is_checked)
+    return args.fp4_liger, args.fp4_fused_adamw
+
+
+def test_a_cpu_takes_none() -> None:
+    args = parse("--fp4-recipe", "tetrajet")
+    assert (args.fp4_liger, args.fp4_fused_adamw) == (None, False)
+    assert fused_kernels.attach(args, []) == ""
+
+
+def test_auto_takes_what_is_there(gpu: Callable[..., None]) -> None:
+    gpu("liger_kernel")
+    assert settled(given()) == ("0.8.5", True)
+    assert settled(given(fp4_fused_kernels="off")) == (None, False)
+    assert settled(given(transformer_impl="transformer_engine")) == (None, True)
+    assert settled(given(optimizer="sgd")) == ("0.8.5", False)
+    assert settled(given(optimizer_cpu_offload=True)) == ("0.8.5", False)
+    # A user's script without a recipe runs as it would without this package.
+    assert settled(given(), is_checked=False) == (None, False)
+    assert settled(given(fp4_fused_kernels="liger"), is_checked=False) == ("0.8.5", True)
+    gpu()
+    assert settled(given()) == (None, True)
+    gpu("liger_kernel", version="0.8.4")
+    assert settled(given()) == (None, True)
+    gpu("liger_kernel", "apex")
+    assert settled(given()) == ("0.8.5", False)
+
+
+@pytest.mark.parametrize(
+    ("values", "packages", "says"),
+    [
+        (
+            {},
+            (),
+            "needs the package liger_kernel 0.8.5 or newer: pip install 'liger-kernel>=",
+        ),
+        (
+            {"transformer_impl": "inference_optimized"},
+            ("liger_kernel",),
+            "--transformer-impl local",
+        ),
+    ],
+)
+def test_what_is_asked_for_and_missing_is_refused(
+    values: dict[str, Any], packages: tuple[str, ...], says: str, gpu: Callable[..., None]
+) -> None:
+    gpu(*packages)
+    [refusal] = list(launch.refusals(given(fp4_fused_kernels="liger", **values)))
+    assert says in refusal and "\n" not in refusal
+    assert not list(launch.refusals(given(**values)))
+
+
+def test_liger_is_refused_without_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="--fp4-fused-kernels liger needs "):
+        parse("--fp4-fused-kernels", "liger")
+
+
+def test_another_choice_is_told_when_a_run_resumes(capsys: pytest.CaptureFixture[str]) -> None:
+    saved, now = parse(), parse()
+    compare(saved, now)
+    assert not capsys.readouterr().out
+    now.fp4_liger, now.fp4_fused_adamw = "0.8.5", True
+    compare(saved, now)
+    assert (
+        "trained with fused kernels of none, this launch has Liger-Kernel 0.8.5 and torch's AdamW "
+        "(--fp4-fused-kernels): results differ in their last bits" in capsys.readouterr().out
+    )
+
+
+# --- a built model -------------------------------------------------------------------------------
+
+SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4}
+
+
+def built(**options: Any) -> MegatronModule:
+    config = small_gpt.config(**SIZES | {"num_query_groups": 2} | options)
+    return small_gpt.build(config, 96, 16)
+
+
+def attached(model: MegatronModule, asked: str = "auto") -> str:
+    args = given(fp4_fused_kernels=asked, fp4_liger="0.8.5", fp4_fused_adamw=False)
+    return fused_kernels.attach(args, [model])
+
+
+@needs_liger
+def test_all_operations_of_a_llama_are_liger_s(one_rank: None) -> None:
+    model = built()
+    assert attached(model, "liger") == f"{ALL} in kernels of Liger-Kernel 0.8.5"
+    for module in model.modules():
+        if isinstance(module, RotatingSelfAttention):
+            assert module.rotate is not None
+        if isinstance(module, MLP):
+            assert isinstance(module, GatedMLP) and module.activation is not None
+        if isinstance(module, Norm):
+            assert module.fused is not None
+    assert model.state_dict().keys() == built().state_dict().keys()
+
+
+@needs_liger
+@pytest.mark.parametrize(
+    ("options", "without"),
+    [
+        ({"rotary_interleaved": True}, "rotary embedding (--rotary-interleaved)"),
+        ({"add_bias_linear": True}, "SwiGLU (fc1 has a bias)"),
+        ({"normalization": "LayerNorm"}, "norms (LayerNorm)"),
+        ({"fp32_residual_connection": True}, "norms (--fp32-residual-connection)"),
+        ({"cross_entropy_loss_fusion": True}, "cross-entropy (Megatron's, by --cross-entropy-"),
+    ],
+)
+def test_what_liger_does_not_take_stays_torch_s(
+    options: dict[str, Any], without: str, one_rank: None
+) -> None:
+    model = built(**options)
+    operation = without.partition(" (")[0]
+    line = attached(model)
+    assert f"; not {without}" in line and operation not in line.partition(" in kernels")[0]
+    with pytest.raises(ConfigError, match=re.escape(f"no kernel for this model's {without}")):
+        attached(built(**options), "liger")
+
+
+@needs_liger
+def test_another_activation_and_other_positions_are_not_named(one_rank: None) -> None:
+    config = small_gpt.config(**SIZES, gated_linear_unit=False, activation_func=F.gelu)
+    model = small_gpt.build(config, 96, 16, position_embedding_type="learned_absolute")
+    assert attached(model, "liger") == "norms, cross-entropy in kernels of Liger-Kernel 0.8.5"
+
+
+def test_a_user_s_layers_can_be_given_kernels() -> None:
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer = fusable(spec).submodules
+    assert layer.self_attention.module is RotatingSelfAttention
+    assert layer.self_attention.submodules.core_attention is DotProductAttention
+    assert layer.input_layernorm is Norm
+    assert layer.mlp.func == GatedMLP.as_mlp_submodule
+    assert spec.submodules.mlp.func == MLP.as_mlp_submodule  # the user's tree is as it was
+
+
+def results(model: MegatronModule) -> list[Tensor]:
+    """The loss of each token, and the gradients of all parameters."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(96, (2, 16), generator=generator)
+    positions = torch.arange(16).expand(2, -1)
+    losses = model(tokens, positions, None, labels=tokens.roll(-1, 1))
+    model.zero_grad()
+    losses.sum().backward()
+    return [losses.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def test_modules_call_what_they_were_given(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's own operations in the place of Liger's, in upstream's order of axes."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    model = built(hidden_dropout=0.0, attention_dropout=0.0)
+    wanted = results(model)
+    seen = []
+
+    def rotate(query: Tensor, key: Tensor, freqs: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        seen.append("rotate")
+        assert query.shape == (16, 2, 4, 8) and key.shape == (16, 2, 2, 8)
+        turned = [_apply_rotary_pos_emb_bshd(t, freqs, mscale=scale) for t in (query, key)]
+        return turned[0], turned[1]
+
+    def swiglu(gate_and_up: Tensor) -> Tensor:
+        seen.append("swiglu")
+        gate, up = gate_and_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        seen.append("norm")
+        return F.rms_norm(x, weight.shape, weight + offset, eps)
+
+    for module in model.modules():
+        if isinstance(module, RotatingSelfAttention):
+            module.rotate = rotate
+        elif isinstance(module, GatedMLP):
+            module.activation = swiglu
+        elif isinstance(module, Norm):
+            module.fused = rms_norm
+    for found, expected in zip(results(model), wanted, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert [seen.count(name) for name in ("rotate", "swiglu", "norm")] == [2, 2, 5]
+    # Negative control: gate and up exchanged.
+    for module in model.modules():
+        if isinstance(module, GatedMLP):
+            module.activation = lambda x: swiglu(torch.cat(x.chunk(2, -1)[::-1], -1))
+    assert not torch.allclose(results(model)[0], wanted[0])
+
+
+# --- training with the fused AdamW ---------------------------------------------------------------
+
+ADAMW = SCRIPTS / "pretrain_with_fused_adamw.py"
+SHARDED = ("--use-distributed-optimizer",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (1, ("--bf16",)),
+        (1, ("--bf16", "--ckpt-format", "torch")),
+        (2, ("--bf16", *SHARDED)),
+        (2, ("--bf16", *SHARDED, "--dist-ckpt-optim-fully-reshardable")),
+        (1, ("--fp4-recipe", "tetrajet-ema", "--bf16", *SHARDED)),
+    ],
+    ids=lambda flags: " ".join(flags) if isinstance(flags, tuple) else str(flags),
+)
+def test_a_run_with_the_fused_adamw_resumes(
+    processes: int, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Bit for bit, and from the checkpoint of a plain AdamW with a line."""
+    flags = (*flags, "--save", str(tmp_path / "fused"), "--save-interval", "2")
+    whole = torchrun(processes, *flags, script=ADAMW)
+    assert "AdamW in torch's fused kernel" in whole.output, whole.output[-4000:]
+    again = torchrun(
+        processes, *flags, "--load", str(tmp_path / "fused"), "--ckpt-step", "2", script=ADAMW
+    )
+    assert again.losses == whole.losses[2:] and len(again.losses) == 2, again.output[-4000:]
+    told = "was trained with fused kernels of torch's AdamW, this launch has none"
+    assert told not in again.output
+    plain = torchrun(processes, *flags, "--load", str(tmp_path / "fused"), "--ckpt-step", "2")
+    assert told in plain.output and plain.losses == pytest.approx(again.losses, rel=1e-4)
+    assert whole.losses[2:] != whole.losses[:2]
+
+
+# --- training, in Triton's interpreter -----------------------------------------------------------
+
+SMALL = """
+    --num-layers 1 --hidden-size 64 --ffn-hidden-size 64 --seq-length 32 --train-iters 2
+    --max-position-embeddings 32 --global-batch-size 2 --eval-iters 0 --fp4-recipe tetrajet
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+""".split()
+TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--micro-batch-size", "1")
+
+
+def interpreted(processes: int, *flags: str) -> Result:
+    script = SCRIPTS / "pretrain_with_interpreted_liger.py"
+    words = tiny_on_mock_data(*SMALL, *flags)
+    done = result_of(spawn(processes, script, *words, fresh=True))
+    assert done.status == 0, done.output[-4000:]
+    return done
+
+
+def norms(result: Result) -> list[float]:
+    return [float(norm) for norm in re.findall(r"grad norm: (\S+)", result.output)]
+
+
+@needs_liger
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "flags"), [(1, ("--fp4-recipe", "off")), (2, TP2)], ids=("plain", "tp2")
+)
+def test_a_run_learns_what_one_of_torch_s_kernels_does(
+    processes: int, flags: tuple[str, ...]
+) -> None:
+    plain, fused = (
+        interpreted(processes, *flags, "--fp4-fused-kernels", choice) for choice in ("off", "liger")
+    )
+    line = f"{ALL} in kernels of Liger-Kernel {version('liger-kernel')}"
+    assert line in fused.output and line not in plain.output
+    assert len(fused.losses) == 2 and fused.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert norms(fused) == pytest.approx(norms(plain), rel=2e-3)
