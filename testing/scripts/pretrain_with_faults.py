@@ -47,10 +47,10 @@ def freeze(part: str) -> None:
 
     attach = plugin.attach
 
-    def attach_frozen(run: Any, model: list[Any], kernels: str = "") -> list[Any]:
+    def attach_frozen(run: Any, model: list[Any], fused_kernels: str = "") -> list[Any]:
         for name, parameter in (pair for chunk in model for pair in chunk.named_parameters()):
             parameter.requires_grad = part not in name
-        return attach(run, model, kernels)
+        return attach(run, model, fused_kernels)
 
     plugin.attach = attach_frozen
 
