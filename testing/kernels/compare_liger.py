@@ -126,9 +126,10 @@ def swiglu(made: Made, n: int) -> Case:
 
         return gradients(product, double([x]), double([dy]))
 
-    # The exponential's argument is rounded, its error grows with it; then few roundings.
+    # The exponential's argument is rounded, and its error grows with it. The exponential itself and
+    # the division are exact to 4 U on a GPU; then there are few roundings.
     gate, up = double([x])[0].chunk(2, -1)
-    relative, sigmoid = (8 + 2 * gate.abs()) * U, torch.sigmoid(gate)
+    relative, sigmoid = (16 + 2 * gate.abs()) * U, torch.sigmoid(gate)
     slopes = sigmoid + (gate * sigmoid * (1 - sigmoid)).abs()
     dgate = (dy.double() * up).abs() * slopes * relative
     dup = (dy.double() * F.silu(gate)).abs() * relative

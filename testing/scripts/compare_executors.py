@@ -7,6 +7,7 @@ On a CPU operators of PyTorch make and multiply the operands. With TRITON_INTERP
 a Hopper GPU (testing/kernels/pretend_gpu.py). On a GPU they run there. Several ranks shard the
 linear by sequence parallelism, as a column-parallel and as a row-parallel linear.
 
+--pairs adds, on one rank, two linears with a SwiGLU between them.
 --mistake NAME makes a known mistake in the executor in C++. Prints JSON: for each case whether the
 results are equal, how many forward and backward passes ran in C++, and why not all did.
 """
@@ -33,12 +34,19 @@ from megatron_fp4.cpp.executor import CppExecutor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.execution.weights import WeightCache
-from megatron_fp4.linear import execute_by, in_python, quantized_linear
+from megatron_fp4.linear import (
+    execute_by,
+    in_python,
+    linear_after_swiglu,
+    linear_before_swiglu,
+    quantized_linear,
+)
 from megatron_fp4.mcore.runtime import gloo
 from megatron_fp4.monitor import NonFiniteMonitor
 from megatron_fp4.plan.setting import column_parallel, row_parallel
 
 TOKENS, INPUTS, OUTPUTS = 64, 64, 64  # on each rank
+HIDDEN = 256  # the columns of a SwiGLU, which kernels take
 STEPS, MICROBATCHES = 3, 2
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Whether W's operands are held, and whether dW is added to main_grad. The interpreter is slow.
@@ -64,8 +72,11 @@ MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 @dataclass
 class Case:
-    """One linear. kind: "alone", "column" or "row". held: whether the microbatches of a step share
-    W's operands. fuses: whether dW is added to main_grad. has_bias: of the linear."""
+    """One linear, or two with a SwiGLU between them.
+
+    kind: "alone", "column", "row" or "swiglu". held: whether the microbatches of a step share
+    W's operands. fuses: whether dW is added to main_grad. has_bias: of the linear.
+    """
 
     recipe: str
     kind: str
@@ -74,9 +85,9 @@ class Case:
     has_bias: bool
     device: str
 
-    def site(self, monitor: NonFiniteMonitor, average: Tensor | None) -> Site:
+    def site(self, monitor: NonFiniteMonitor, average: Tensor | None, name: str = "fc") -> Site:
         parallel, places = None, {}
-        if self.kind != "alone":
+        if self.kind in ("column", "row"):
             sharded = column_parallel if self.kind == "column" else row_parallel
             ranks, group = dist.get_world_size(), dist.group.WORLD
             assert group is not None
@@ -84,10 +95,10 @@ class Case:
             places = {"w": Placement(first_row=OUTPUTS * dist.get_rank())}
 
         def observe(gemm: str, letter: str, tally: Tensor) -> None:
-            monitor.observe("fc", gemm, letter, tally)
+            monitor.observe(name, gemm, letter, tally)
 
         return Site(
-            "fc", places, parallel, "packed" if self.held else None, fuses=self.fuses,
+            name, places, parallel, "packed" if self.held else None, fuses=self.fuses,
             average=average, observe=observe, tallies=monitor,
         )  # fmt: skip
 
@@ -102,7 +113,7 @@ class Found:
     kinds: list[Any] = field(default_factory=list)
 
 
-def run(case: Case, executor: Callable[..., Tensor], tallies: Any) -> Found:
+def run(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
     """Trains nothing: runs the passes of some steps, with other data in each."""
     execute_by(executor)
     random = torch.Generator(case.device).manual_seed(_rank())
@@ -142,23 +153,61 @@ def run(case: Case, executor: Callable[..., Tensor], tallies: Any) -> Found:
     return found
 
 
+def run_pair(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
+    """As `run`, for two linears with a SwiGLU between them."""
+    execute_by(executor)
+    random = torch.Generator(case.device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, device=case.device).bfloat16()
+
+    recipe, monitor, found = get_recipe(case.recipe), NonFiniteMonitor(), Found()
+    monitor.from_cpp = tallies
+    weights = [(normal(*shape) / 8).requires_grad_() for shape in ((2 * HIDDEN, 64), (64, HIDDEN))]
+    averages = [None if recipe.weight_average is None else w.detach().float() for w in weights]
+    for w in weights:
+        w.main_grad = torch.zeros(w.shape, device=case.device)  # type: ignore[attr-defined]
+    sites = [case.site(monitor, a, name) for a, name in zip(averages, ("fc1", "fc2"), strict=True)]
+    caches = [WeightCache(), WeightCache()]
+    for step, i in itertools.product(range(1, STEPS + 1), range(MICROBATCHES)):
+        microbatch = (step + i) % MICROBATCHES
+        held = [cache.at(step) if case.held else None for cache in caches]
+        x = normal(TOKENS // 4, 4, 64).requires_grad_()
+        rows = torch.arange(TOKENS, device=case.device) + 1000 * microbatch
+        call = Call(Key(2**40 + 7, step), microbatch, 0, rows)
+        between = linear_before_swiglu(x, weights[0], recipe, sites[0], call, held[0])
+        z = linear_after_swiglu(between, weights[1], recipe, sites[1], call, held[1])
+        torch.autograd.backward(z, normal(*z.shape))
+        found.tensors += [z.detach(), x.grad]  # type: ignore[list-item]
+        for w in weights:
+            found.tensors.append(w.main_grad.clone() if case.fuses else w.grad)  # type: ignore
+            w.grad = None
+    monitor._close()
+    assert monitor._verdict is not None
+    found.tallies = [monitor._verdict.labels, monitor._verdict.tallies.tolist()]
+    found.kinds = [kind for site in sites for kind in site.kinds.values()]
+    return found
+
+
 def compared(case: Case, loaded: Any) -> dict[str, Any]:
-    expected = run(case, in_python, None)
+    runs = run_pair if case.kind == "swiglu" else run
+    expected = runs(case, in_python, None)
     executor = CppExecutor(loaded, on_cpu=True)
-    found = run(case, executor, loaded.Tallies())
+    found = runs(case, executor, loaded.Tallies())
+    passes = STEPS * MICROBATCHES * (2 if case.kind == "swiglu" else 1)
     pairs = list(zip(expected.tensors, found.tensors, strict=True))
     return {
         "equal": all(torch.equal(a, b) for a, b in pairs) and expected.tallies == found.tallies,
-        "passes": STEPS * MICROBATCHES,
-        "in C++": STEPS * MICROBATCHES - sum(kind.calls for kind in found.kinds),
+        "passes": passes,
+        "in C++": passes - sum(kind.calls for kind in found.kinds),
         "recorded": [sum(each is not None for each in kind.passes) for kind in found.kinds],
         "problems": [kind.problem for kind in found.kinds if kind.problem is not None],
     }
 
 
-def cases(recipes: list[str]) -> list[Case]:
+def cases(recipes: list[str], pairs: bool) -> list[Case]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kinds = ["column", "row"] if dist.is_initialized() else ["alone"]
+    kinds = ["column", "row"] if dist.is_initialized() else ["alone", *["swiglu"] * pairs]
     return [
         Case(recipe, kind, held, fuses, has_bias=not held, device=device)
         for recipe in recipes
@@ -175,6 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("recipes", nargs="+")
     parser.add_argument("--mistake", choices=MISTAKES)
+    parser.add_argument("--pairs", action="store_true", help="two linears with a SwiGLU too")
     args = parser.parse_args()
     if "RANK" in os.environ:
         gloo.use_one_worker()
@@ -192,7 +242,7 @@ def main() -> None:
         f"{case.recipe} {case.kind}{' held' * case.held}{' fused' * case.fuses}": compared(
             case, loaded
         )
-        for case in cases(args.recipes)
+        for case in cases(args.recipes, args.pairs)
     }
     if not _rank():
         json.dump(found, sys.stdout)

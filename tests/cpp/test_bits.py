@@ -35,8 +35,8 @@ def compared(*words: str, ranks: int = 1, interpreted: bool = False) -> dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_operators_of_pytorch_and_collectives(ranks: int) -> None:
-    found = compared("fp8", ranks=ranks)
-    assert len(found) == (3 if ranks == 1 else 6)
+    found = compared("fp8", *["--pairs"] * (ranks == 1), ranks=ranks)
+    assert len(found) == 6
     for name, case in found.items():
         assert case["equal"] and not case["problems"], (name, case)
         assert case["in C++"] >= case["passes"] // 2, (name, case)
@@ -57,6 +57,12 @@ def test_kernels_and_products_of_cublas(recipe: str) -> None:
     for name, case in compared(recipe, interpreted=True).items():
         assert case["equal"] and not case["problems"], (name, case)
         assert case["in C++"] >= case["passes"] // 2, (name, case)
+
+
+@pytest.mark.outside
+def test_a_swiglu_in_kernels() -> None:
+    for name, case in compared("tetrajet", "--pairs", interpreted=True).items():
+        assert case["equal"] and not case["problems"], (name, case)
 
 
 @pytest.mark.outside

@@ -26,6 +26,8 @@ FLAGS = """
 ALL = "rotary embedding, SwiGLU, norms, cross-entropy in kernels of Liger-Kernel"
 OFF, LIGER = ("--fp4-fused-kernels", "off"), ("--fp4-fused-kernels", "liger")
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+# Scores of attention are far from equal, so that the loss depends on the rotation.
+LARGE = ("--init-method-std", "0.2")
 TETRAJET = ("--fp4-recipe", "tetrajet")
 
 
@@ -72,25 +74,26 @@ def test_a_graph_computes_what_the_functions_do() -> None:
 
 
 def close(one: Result, other: Result) -> bool:
-    """Losses to BF16's rounding of some operands in a hundred, and norms of gradients."""
+    """To more than twice what BF16 in place of FP32 changes in these models on a CPU: 8e-4 of the
+    losses, 0.01 of the gradients' norms."""
     norms = [[float(n) for n in re.findall(r"grad norm: (\S+)", r.output)] for r in (one, other)]
     found, wanted = ([*r.losses, *r.evaluations] for r in (one, other))
-    return found == pytest.approx(wanted, rel=1e-3) and norms[0] == pytest.approx(norms[1], 0.02)
+    return found == pytest.approx(wanted, rel=2e-3) and norms[0] == pytest.approx(norms[1], 0.03)
 
 
 @needs_liger
 @pytest.mark.parametrize(
     "flags",
     [
-        (),
+        LARGE,
+        (*LARGE, "--cuda-graph-impl", "local"),
         TETRAJET,
         (*TETRAJET, *RECOMPUTED.split()),
         (*TETRAJET, "--cuda-graph-impl", "local"),
-        ("--cuda-graph-impl", "local"),
         (*TETRAJET, "--use-distributed-optimizer"),
         (*TETRAJET, "--qk-layernorm"),
     ],
-    ids=lambda flags: " ".join(flags) or "bf16",
+    ids=" ".join,
 )
 def test_a_run_learns_what_one_of_torch_s_kernels_does(flags: tuple[str, ...]) -> None:
     plain, fused = (train(1, *FLAGS, *flags, *choice) for choice in (OFF, LIGER))
@@ -98,11 +101,15 @@ def test_a_run_learns_what_one_of_torch_s_kernels_does(flags: tuple[str, ...]) -
     assert len(plain.losses) == 4 and close(fused, plain)
 
 
-@needs_liger
-def test_another_rotation_would_be_noticed() -> None:
-    """Negative control: pairs are rotated in place of halves."""
-    plain = train(1, *FLAGS, *OFF)
-    assert not close(train(1, *FLAGS, *OFF, "--rotary-interleaved"), plain)
+@pytest.mark.parametrize(
+    ("flags", "mistake"),
+    [(LARGE, ("--rotary-interleaved",)), (TETRAJET, ("--norm-epsilon", "1e-3"))],
+    ids=("pairs rotated in place of halves", "epsilon"),
+)
+def test_a_mistake_would_be_noticed(flags: tuple[str, ...], mistake: tuple[str, ...]) -> None:
+    """Negative controls."""
+    plain = train(1, *FLAGS, *flags, *OFF)
+    assert not close(train(1, *FLAGS, *flags, *mistake, *OFF), plain)
 
 
 @needs_liger
@@ -139,10 +146,10 @@ def test_a_resume_with_other_kernels_is_told(tmp_path: Path) -> None:
 
 
 def test_the_fused_adamw_is_torch_s() -> None:
-    def trained(**options: bool) -> list[torch.Tensor]:
+    def trained(fused: bool | None) -> list[torch.Tensor]:
         weights = [torch.nn.Parameter(w.cuda()) for w in test_fused_adamw.weights()]
-        optimizer = torch.optim.AdamW(weights, **test_fused_adamw.OPTIONS, **options)
-        if not options:
+        optimizer = torch.optim.AdamW(weights, **test_fused_adamw.OPTIONS, fused=fused)
+        if fused is None:
             optimizer = FusedAdamW.in_place_of(optimizer)
         for step in range(5):
             generator = torch.Generator().manual_seed(step)
@@ -151,14 +158,14 @@ def test_the_fused_adamw_is_torch_s() -> None:
             optimizer.step()
         return [weight.detach().clone() for weight in weights]
 
-    assert all(map(torch.equal, trained(), trained(fused=True)))
+    assert all(map(torch.equal, trained(None), trained(True)))
 
 
 @pytest.mark.parametrize("layout", [(), ("--use-distributed-optimizer",)], ids=("plain", "sharded"))
 def test_a_run_with_the_fused_adamw_resumes(layout: tuple[str, ...], tmp_path: Path) -> None:
     """Bit for bit, as far as is printed."""
-    flags = ("--bf16", "--hidden-size", "128", "--ffn-hidden-size", "256", "--train-iters", "6")
-    flags = (*flags, *layout, "--save", str(tmp_path), "--save-interval", "3")
+    model = ("--bf16", "--hidden-size", "128", "--ffn-hidden-size", "256", "--train-iters", "6")
+    flags = (*model, *layout, "--save", str(tmp_path), "--save-interval", "3")
     whole = train(1, *flags)
     assert "AdamW in torch's fused kernel" in whole.output
     again = train(1, *flags, "--load", str(tmp_path), "--ckpt-step", "3")

@@ -128,13 +128,13 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=("auto", "liger", "off"),
         default="auto",
         help="fused kernels outside the linears, without Transformer Engine: Liger-Kernel's for "
-        "rotary embedding, SwiGLU, RMSNorm and cross-entropy, and torch's for AdamW; auto takes on "
-        "a GPU those that are installed and fit the model, liger refuses a launch that cannot "
-        "have all of Liger-Kernel's, and off takes none",
+        "rotary embedding, SwiGLU, RMSNorm and cross-entropy, and torch's for AdamW; and SwiGLU "
+        "in the kernels that quantize for a recipe, on every device; auto takes on a GPU those "
+        "that are installed and fit the model, liger refuses a launch that cannot have all of "
+        "Liger-Kernel's, and off takes none",
     )
-    parser.set_defaults(
-        fp4_liger=None, fp4_fused_adamw=False, fp4_joins_swiglu=False
-    )  # what fused_kernels.settle sets
+    # What fused_kernels.settle sets.
+    parser.set_defaults(fp4_liger=None, fp4_fused_adamw=False, fp4_joins_swiglu=False)
     group.add_argument(
         "--fp4-load-anyway",
         action="store_true",

@@ -32,10 +32,13 @@ def refusals(args: Namespace) -> Iterator[str]:
 def settle(args: Namespace, is_checked: bool) -> None:
     """Sets the arguments that say what is in force, which checkpoints record.
 
-    fp4_liger is the version of Liger-Kernel, or None; which of its kernels run is known once the
-    model is built (model/fused_kernels.py). fp4_fused_adamw is whether torch's AdamW updates a
-    weight by one kernel, and fp4_joins_swiglu whether linears compute the SwiGLU between them, where
-    they can (model/mlp.py). is_checked: see `Script.is_checked`; other launches get what they ask for.
+    fp4_liger: the version of Liger-Kernel, or None; which of its kernels run is known once the
+        model is built (model/fused_kernels.py).
+    fp4_fused_adamw: whether torch's AdamW updates a weight by one kernel.
+    fp4_joins_swiglu: whether linears compute the SwiGLU between them, where they can
+        (model/mlp.py).
+
+    is_checked: see `Script.is_checked`; other launches get what they ask for.
     """
     wanted = args.fp4_fused_kernels
     if wanted == "auto" and not is_checked:
