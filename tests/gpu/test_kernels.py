@@ -106,6 +106,12 @@ def test_averages_are_updated_as_by_the_reference() -> None:
     assert list(differences("cuda")) == []
 
 
+def test_a_swiglu_is_that_of_pytorch() -> None:
+    from testing.kernels.compare_swiglu import differences
+
+    assert differences("cuda") == []
+
+
 def test_outliers_are_the_reference_s_on_a_cpu() -> None:
     from testing.kernels.compare_outlier_clamp import NARROW, differences
 

@@ -91,8 +91,9 @@ def _refused(config: TransformerConfig) -> dict[str, str]:
 def _set(chunk: MegatronModule, refused: dict[str, str]) -> set[str]:
     """Sets the functions in one model chunk, but for those that are refused.
 
-    Returns the operations of the chunk for which Liger has kernels, the refused ones too, but not a
-    SwiGLU that linears compute: where these run in BF16, as in some evaluations, Liger's kernel does.
+    Returns the operations of the chunk for which Liger has kernels, the refused ones too. A SwiGLU
+    that linears compute is not among them: Liger's kernel runs only where they are in BF16, as in
+    some evaluations.
     """
     from megatron_fp4.mcore.model import liger  # needs the package liger_kernel
 
