@@ -238,7 +238,9 @@ def _quantize_launch(
     height, width, warps, down, registers = tile(
         quantizer, bool(packed), bool(along_rows), bool(along_columns), any(carriers)
     )
-    halves = 2 if reads == "swiglu gradient" else 1  # a program quantizes a tile of each
+    halves = 1
+    if reads == "swiglu gradient":
+        halves, registers = 2, None  # a program holds a tile of each half
     grid = tiles(columns // halves, width), tiles(rows, height)
     return Launch(
         quantize_kernel,
