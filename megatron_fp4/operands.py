@@ -54,11 +54,11 @@ class Made:
     """An operand as its maker returns it.
 
     operand: codes and scales, or a matrix in high precision. carriers: the same operand in FP8, if
-    the maker wrote it beside the codes; else None.
+    the maker wrote it beside the codes; else None. It is Decoded where scales are of whole rows.
     """
 
     operand: Operand
-    carriers: Carriers | None = None
+    carriers: Carriers | Decoded | None = None
 
 
 class Decoded(NamedTuple):

@@ -51,14 +51,15 @@ def forward(
     dtype. held: W's operands, where the calls of a step share them: read if they were made before,
     else made and stored here.
     """
-    clamped, residual = (x, None) if plan.split is None else plan.split(x)
+    clamping = plan.clamping
+    clamped, residual = (x, None) if clamping is None else clamping.split(x)
     made = _operands(plan, x, clamped, weight, site, call, held)
     a, b = made[plan.fprop.a], made[plan.fprop.b]
     if plan.fprop.a.gathered and site.parallel is not None:
         a = Made(site.parallel.gather(a.operand).wait())
     y = run_gemm(plan.fprop, a, b, site, held=held)
-    if residual is not None and plan.compensation is not None:
-        dense = all_tokens(residual, plan, site).wait().dense()
+    if residual is not None and clamping is not None and plan.compensation is not None:
+        dense = clamping.dense(all_tokens(residual, plan, site).wait())
         outliers, w = Decoded(dense), Decoded(weight.to(x.dtype))
         y = plan.compensation.multiply(outliers, w, 1.0, y.dtype, y)
     if bias is not None:

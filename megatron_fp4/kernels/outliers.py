@@ -209,6 +209,50 @@ def split(x: Tensor, clamp: OutlierClamp) -> tuple[Tensor, Residual]:
     return clamped, Residual(values, places, "token", x.shape)
 
 
+@kernel(fp_fusion=True)
+def dense_kernel(
+    values_ptr,
+    places_ptr,
+    out_ptr,
+    n_slots,
+    n_features,
+    FEATURES: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Writes each row of a residual with all its zeros.
+
+    values_ptr, places_ptr: see `split_kernel`. out_ptr: BF16 bits, int16 [rows, n_features].
+    FEATURES, SLOTS: n_features and n_slots, rounded up to powers of two.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    out_ptr += row * n_features
+    at, slots = tl.arange(0, FEATURES), tl.arange(0, SLOTS)
+    used = slots < n_slots
+    values = tl.load(values_ptr + row * n_slots + slots, mask=used, other=0)
+    places = tl.load(places_ptr + row * n_slots + slots, mask=used, other=0)
+    tl.store(out_ptr + at, tl.zeros((FEATURES,), tl.int16), mask=at < n_features)
+    tl.debug_barrier()  # other threads have stored the zeros
+    tl.store(out_ptr + places.to(tl.int32), values, mask=used)
+
+
+def dense(residual: Residual) -> Tensor:
+    """`residual.dense()` of BF16 [tokens, features], for the scope token."""
+    tokens, features = residual.shape
+    slots = residual.values.shape[1]
+    out = residual.values.new_empty(tokens, features)
+    launch = _dense_launch(tokens, features, slots)
+    launch(out.device, residual.values, residual.places, out, slots, features)
+    return out
+
+
+@planned
+def _dense_launch(tokens: int, features: int, slots: int) -> Launch:
+    block = triton.next_power_of_2(features)
+    constants = dict(FEATURES=block, SLOTS=triton.next_power_of_2(slots))
+    types = *(torch.int16,) * 3, slots, features
+    return Launch(dense_kernel, (tokens,), types, constants, num_warps=warps(block))
+
+
 def warps(block: int) -> int:
     """The number of warps of a program that holds a row of `block` elements."""
     return min(max(block // PER_WARP, 1), 16)

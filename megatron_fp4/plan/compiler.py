@@ -55,7 +55,7 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
         late=makings(late, setting),
         saves_x=saves_x,
         saves_w="operand" if _is_forwards(recipe, "w") else "model",
-        split=outliers.choose(recipe, setting),
+        clamping=outliers.choose(recipe, setting),
         compensation=_compensation(setting) if _compensates(recipe) else None,
         residual_in_dw=setting.dw and _residual_in_dw(recipe),
         shows_packed_x=saves_x == "packed" and recipe.fprop.a is None,

@@ -37,6 +37,18 @@ def differences(device: str) -> Iterator[str]:
         if not torch.allclose(found.double(), wanted, rtol=2e-6, atol=0.0, equal_nan=True):
             off = ((found - wanted) / wanted).abs().nan_to_num().max()
             yield f"k {k} clip {clip} {bad}: {off:.1e}"
+        before = torch.randn(ROWS, COLUMNS, generator=generator)
+        total = before.to(device)
+        added = scale(estimator, dw.to(device), there, weight.bfloat16().to(device), total)
+        # What was multiplied before, and one rounding of the sum.
+        bound = 2e-6 * wanted.abs() + 2.0**-23 * (before + wanted).abs()
+        off = (added.cpu().double() - before - wanted).abs()
+        if (
+            added is not total
+            or (off > bound).any()
+            or (added.cpu().isnan() != wanted.isnan()).any()
+        ):
+            yield f"k {k} clip {clip} {bad}: added {off.nan_to_num().max():.1e}"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.outliers import OutlierClamp
-from megatron_fp4.kernels.outliers import split
+from megatron_fp4.kernels.outliers import dense, split
 
 ALPHAS = (0.99, 0.999, 0.9, 1.0, 0.51)
 NARROW = (1, 2, 8, 33, 130, 2100)
@@ -89,6 +89,7 @@ def _difference(x: Tensor, names: Sequence[str], clamp: OutlierClamp, device: st
     if ((residual.places < 0) | (residual.places >= x.shape[1])).any():
         return f"{x.shape[1]} features, {clamp.alpha}: places beyond the row"
     off = (_bits(residual.dense()) != _bits(wanted_residual.dense())).any(1)
+    off |= (_bits(dense(residual)) != _bits(wanted_residual.dense())).any(1)
     if not (clamped | off).any():
         return None
     told = [
