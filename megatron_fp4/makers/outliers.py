@@ -32,6 +32,6 @@ def choose(recipe: Recipe, setting: Setting) -> Clamping | None:
     if kernels_problem(setting.target) is None and setting.dtype == torch.bfloat16 and all(shape):
         from megatron_fp4.kernels import outliers  # imports Triton
 
-        if clamp.scope == "token" and shape[1] <= outliers.WIDEST:
+        if clamp.scope == "token" and shape[1] <= outliers.WIDEST and shape[1] % 2 == 0:
             return Clamping(partial(outliers.split, clamp=clamp), outliers.dense)
     return Clamping(clamp.split, Residual.dense)

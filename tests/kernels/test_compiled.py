@@ -201,15 +201,20 @@ def test_a_carrier_compiles(block: int, corrects: bool, element: Any, capability
     assert "prmt.b32" in ptx and "mul.ftz" not in ptx
 
 
-@pytest.mark.parametrize("capability", [90, 100, 120])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("features", [64, 4096, 16384])
 def test_an_outlier_clamp_compiles(features: int, capability: int) -> None:
-    start = outliers._launch(64, features, OutlierClamp())
+    start = outliers._launch(64, features, OutlierClamp(), native=capability >= 90)
 
     def made(**options: Any) -> str:
         return str(compiled_launch(start, capability, **options)["ptx"])
 
     ptx = made()
+    assert ("set.lt.u32.bf16x2" in ptx) == (capability >= 90)
+    if capability == 90:
+        assert "STL" not in sass(compiled_launch(start, 90)["cubin"])
+        spills = compiled_launch(start, 90, num_warps=1)["cubin"]  # Negative control.
+        assert "STL" in sass(spills) or features < 4096
     assert "mul.rn.f64" in ptx and "fma.rn.f64" not in ptx and ".ftz" not in ptx
     if features > 64:  # eight numbers at once
         assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and re.search(r"st\.global\S*\.v4", ptx)

@@ -53,7 +53,7 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "mxfp4.quantize_kernel": VARIANTS["averaged"],
     "native.product_kernel": ({"out_ptr": "*fp32", "alpha": "fp32"}, PRODUCT),
     "outliers.dense_kernel": outliers._dense_launch(64, 64, 4),
-    "outliers.split_kernel": outliers._launch(64, 64, OutlierClamp()),
+    "outliers.split_kernel": outliers._launch(64, 64, OutlierClamp(), True),
     "ramping.ramp_kernel": ramping._launch(4),
     "rows.largest_kernel": row_operands._launches(64, 64, VECTOR, (1, True, None))[0],
     "rows.cast_kernel": row_operands._launches(64, 64, VECTOR, (1, True, None))[1],
