@@ -68,7 +68,7 @@ def quantize(x: Tensor, quantizer: Quantizer, copies: Sequence[Copy]) -> list[Ma
             fold = fold.float().contiguous()
         if copy.carrier is not None:
             carriers = x.new_empty(lines, n, dtype=copy.carrier)
-        made.append(Made(operand, None if carriers is None else decoded(operand, carriers)))
+        made.append(Made(operand, None, None if carriers is None else decoded(operand, carriers)))
         if copy.widest is not None:
             largest = copy.widest.float().contiguous().view(torch.int32)
         given += fold, largest, codes, carriers, gamma, counts

@@ -67,7 +67,7 @@ def transposed(x: QuantizedTensor, carrier: torch.dtype | None = None) -> Made:
     launch(codes.device, x.codes.contiguous(), codes, carriers, rows, half)
     counts = kept(_counts_of_1, (2 * half,), codes)
     made = replace(x, codes=codes, axis=1 - x.axis, counts=counts)
-    return Made(made, None if carriers is None else decoded(made, carriers))
+    return Made(made, None, None if carriers is None else decoded(made, carriers))
 
 
 def _counts_of_1(rows: int, *, device: torch.device) -> Tensor:

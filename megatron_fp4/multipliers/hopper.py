@@ -147,8 +147,8 @@ def _gemm() -> ModuleType:
 
 def _with_row_scales(made: Made) -> Decoded:
     """FP8 elements and row factors of an operand whose scales span whole rows or the tensor."""
-    if isinstance(made.carriers, Decoded):
-        return made.carriers
+    if made.elements is not None:
+        return made.elements
     operand, tally = codes_of(made), None
     if operand.counts is None:
         outer = operand.block_scales().view(-1, 1)

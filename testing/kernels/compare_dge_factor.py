@@ -33,7 +33,9 @@ def differences(device: str) -> Iterator[str]:
         estimator = DGE(k, clip)
         wanted = dw.double() * estimator.factor(w.grid_coordinates(weight.double().bfloat16()))
         there = quantize_matrix(weight.bfloat16().to(device), get_quantizer("vector"), axis=1)
-        found = scale(estimator, dw.to(device), there, weight.bfloat16().to(device)).cpu()
+        found = scale(
+            estimator, dw.to(device, copy=True), there, weight.bfloat16().to(device)
+        ).cpu()
         if not torch.allclose(found.double(), wanted, rtol=2e-6, atol=0.0, equal_nan=True):
             off = ((found - wanted) / wanted).abs().nan_to_num().max()
             yield f"k {k} clip {clip} {bad}: {off:.1e}"

@@ -20,7 +20,7 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.kernels.row_operands import CARRIERS, Copy, quantize
 from megatron_fp4.kernels.transpose import transposed
 from megatron_fp4.makers.row_scales import RowScaleKernel
-from megatron_fp4.operands import Decoded, Made
+from megatron_fp4.operands import Made
 from testing.builders.operand_plans import made_in_pytorch, plan
 
 BLOCKS = ((0, 0), (1, 0))  # the tensor, a row
@@ -114,11 +114,11 @@ def _differ(made: Made, wanted: QuantizedTensor, carrier: torch.dtype | None) ->
     lost, nans = found.tally().tolist()
     right &= lost == 0 and nans == int(outer.isnan().sum())
     if carrier is not None:
-        assert isinstance(made.carriers, Decoded) and made.carriers.outer is not None
-        right &= made.carriers.values.dtype == carrier
-        right &= same(made.carriers.values.float(), wanted.elements())
-        right &= same(made.carriers.values.float().signbit(), wanted.elements().signbit())
-        right &= same(made.carriers.outer.nan_to_num(-1), outer.nan_to_num(-1))
+        assert made.elements is not None and made.elements.outer is not None
+        right &= made.elements.values.dtype == carrier
+        right &= same(made.elements.values.float(), wanted.elements())
+        right &= same(made.elements.values.float().signbit(), wanted.elements().signbit())
+        right &= same(made.elements.outer.nan_to_num(-1), outer.nan_to_num(-1))
     return not right
 
 

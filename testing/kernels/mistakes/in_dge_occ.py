@@ -83,5 +83,5 @@ OUTLIER_CLAMP = {
     "slots that are left write over one": Mistake(
         "2 features, 0.9", outliers._first, result(lambda first: first * 0)
     ),
-    "halves go down": Mistake("130 features", encode.nearest_even, halves_down),
+    "halves go down": Mistake(_CASES, encode.nearest_even, halves_down),
 }
