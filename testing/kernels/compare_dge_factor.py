@@ -40,7 +40,7 @@ def differences(device: str) -> Iterator[str]:
             off = ((found - wanted) / wanted).abs().nan_to_num().max()
             yield f"k {k} clip {clip} {bad}: {off:.1e}"
         before = torch.randn(ROWS, COLUMNS, generator=generator)
-        total = before.to(device)
+        total = before.to(device, copy=True)
         added = scale(estimator, dw.to(device), there, weight.bfloat16().to(device), total)
         # What was multiplied before, and one rounding of the sum.
         bound = 2e-6 * wanted.abs() + 2.0**-23 * (before + wanted).abs()
