@@ -24,22 +24,25 @@ def take_apart(part: Operand | Residual | None) -> tuple[Parts, Build]:
     tensor, so it keeps none of them alive.
     """
     if type(part) is QuantizedTensor:
-        build = partial(_quantized, part.quantizer, part.shape, part.axis)
-        return [part.codes, part.scales, part.tensor_scale, part.counts], build
+        if part.counts is not None:
+            build = partial(_counted, part.quantizer, part.shape, part.axis)
+            return [part.codes, part.scales, part.tensor_scale, part.counts], build
+        build = partial(QuantizedTensor, quantizer=part.quantizer, shape=part.shape, axis=part.axis)
+        return [part.codes, part.scales, part.tensor_scale], build
     if isinstance(part, Residual):
         return [part.values, part.places], partial(Residual, scope=part.scope, shape=part.shape)
     assert part is None or isinstance(part, Tensor)
     return [part], _itself
 
 
-def _quantized(
+def _counted(
     quantizer: Quantizer,
     shape: torch.Size,
     axis: int,
     codes: Tensor,
     scales: Tensor,
     tensor_scale: Tensor | None,
-    counts: Tensor | None,
+    counts: Tensor,
 ) -> QuantizedTensor:
     return QuantizedTensor(codes, scales, tensor_scale, quantizer, shape, axis, counts)
 

@@ -60,7 +60,7 @@ class Hopper:
             if not each.operand.quantizer.outer  # type: ignore[union-attr]
         ]
         carried: list[Any] = _kernels().carried(blocked) if blocked else []
-        if len(carried) == len(made):
+        if not [x for x in operands if x.quantizer.outer]:
             return carried
         rest = iter(carried)
         return [
