@@ -162,11 +162,13 @@ class Made:
     """An operand as its maker returns it.
 
     operand: codes and scales, or a matrix in high precision. carriers: the same operand in FP8, if
-    the maker wrote it beside the codes; else None.
+    the maker wrote it beside the codes; else None. elements: the same, where scales are of whole
+    rows or of the tensor, so that the elements are right without a correction.
     """
 
     operand: Operand
     carriers: Carriers | None = None
+    elements: Decoded | None = None
 
 
 class Decoded(NamedTuple):

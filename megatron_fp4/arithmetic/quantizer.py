@@ -23,6 +23,7 @@ from megatron_fp4.errors import ConfigError, check_choices
 from megatron_fp4.inputs import check_tensor
 
 WHOLE_AXIS = 0  # a block size that means the whole axis
+COUNTS = 4  # integers of `QuantizedTensor.counts` before the reciprocals
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,8 @@ class QuantizedTensor:
     tensor_scale: a float32 scalar that multiplies every block scale, or None. [rows, 1] where the
         rows are of several tensors.
     shape: the shape of the tensor that was quantized. axis: the blocked axis of that tensor.
+    counts: int32 [4 + rows], what a kernel has written of a tensor with float32 scales: its tally,
+        0, 0, and the bits of the reciprocals of its scales, one for each row. None where none has.
     """
 
     codes: Tensor
@@ -146,6 +149,13 @@ class QuantizedTensor:
     quantizer: Quantizer
     shape: torch.Size
     axis: int
+    counts: Tensor | None = None
+
+    @property
+    def reciprocals(self) -> Tensor:
+        """The reciprocals of float32 scales, [rows, 1], that a kernel has written."""
+        assert self.counts is not None
+        return self.counts[COUNTS:].view(torch.float32).view(-1, 1)
 
     @property
     def device(self) -> torch.device:
@@ -162,6 +172,8 @@ class QuantizedTensor:
         if self.quantizer.scale == "e8m0":
             return formats.decode_e8m0(self.scales, dtype)
         if self.quantizer.scale == "fp32":
+            if self.counts is not None and dtype == torch.float32:
+                return self.reciprocals[: self.scales.numel()].view(self.scales.shape)
             return self.scales.to(dtype).reciprocal()
         return formats.SCALE_FLOATS[self.quantizer.scale].decode(self.scales, dtype)
 
@@ -184,7 +196,8 @@ class QuantizedTensor:
         """A tensor with float32 scales, with its scales replaced by one tensor-wide scale of 1."""
         assert self.quantizer.scale == "fp32"
         quantizer = replace(self.quantizer, block=(WHOLE_AXIS, WHOLE_AXIS))
-        return replace(self, scales=self.scales.new_ones(1, 1), quantizer=quantizer)
+        scales = formats.table((1.0,), torch.float32, self.device).view(1, 1)
+        return replace(self, scales=scales, quantizer=quantizer, counts=None)
 
     def along(self, axis: int) -> QuantizedTensor:
         """A matrix with one scale for the tensor, transposed if `axis` is not last already. Both
@@ -195,10 +208,13 @@ class QuantizedTensor:
             codes = formats.pack(formats.unpack(self.codes).t().contiguous())
         else:
             codes = self.codes.t().contiguous()
-        return replace(self, codes=codes, axis=axis)
+        return replace(self, codes=codes, axis=axis, counts=None)
 
     def tally(self) -> Tensor:
-        """int32 [2], as `operands.Decoded.tally`: 0 rounded elements, and 1 if any block is NaN."""
+        """int32 [2], as `operands.Decoded.tally`: 0 rounded elements, and 1 if any block is NaN, or
+        their number where a kernel has counted them."""
+        if self.counts is not None:
+            return self.counts[:2]
         if self.quantizer.scale == "fp32":
             nan = self.scales.isnan().any()
         else:

@@ -26,6 +26,7 @@ from megatron_fp4.cpp.recorder import (
     Recording,
     Step,
     Waited,
+    Zeroed,
 )
 from megatron_fp4.kernels import launch as launching
 from megatron_fp4.kernels.launch import NUMBERS
@@ -99,9 +100,11 @@ class _Lowering:
         recording = self._recording
         number = len(recording.memories)
         launches = any(isinstance(step, Launched) for step in recording.steps)
+        zeroes = any(isinstance(step, Zeroed) for step in recording.steps)
         made = self._extension.Program(
             self._device,
             driver_launch() if launches else 0,
+            driver_fill() if zeroes and self._device.type == "cuda" else 0,
             recording.inputs,
             number + len(_ARENAS),
         )
@@ -129,7 +132,9 @@ class _Lowering:
     def _alignment(self, memory: int) -> int:
         """Addresses of an input that are equal modulo this run the same kernels."""
         multiplied = any(
-            isinstance(step, Multiplied) and memory in _used(step) for step in self._recording.steps
+            isinstance(step, Multiplied)
+            and memory in [step.places[name].memory for name in ("a", "b", "out")]
+            for step in self._recording.steps
         )
         return 256 if multiplied else 16
 
@@ -234,6 +239,10 @@ class _Lowering:
                 )  # fmt: skip
             case Waited(memory):
                 made.wait(memory)
+            case Zeroed(memory):
+                found = self._recording.memories[memory]
+                assert found is not None
+                made.zero(memory, found.size)
 
     def _launch(self, made: Any, step: Launched) -> None:
         start = step.launch
@@ -279,7 +288,7 @@ def _used(step: Step) -> list[int]:
         case Called():
             made = [each for each in step.results if each is not None]
             return [*(each.memory for each in step.places), *made]
-        case Waited():
+        case Waited() | Zeroed():
             return [step.memory]
         case Allocated():
             return []  # its use begins with what is written there
@@ -329,5 +338,13 @@ def scratch_pointers(types: Sequence[Any], ptx: str) -> int | None:
 
 def driver_launch() -> int:
     """The address of the CUDA driver's cuLaunchKernel."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    return ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value or 0
+    return _driver("cuLaunchKernel")
+
+
+def driver_fill() -> int:
+    """The address of the CUDA driver's cuMemsetD8Async."""
+    return _driver("cuMemsetD8Async")
+
+
+def _driver(name: str) -> int:
+    return ctypes.cast(getattr(ctypes.CDLL("libcuda.so.1"), name), ctypes.c_void_p).value or 0

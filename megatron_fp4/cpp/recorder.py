@@ -27,6 +27,7 @@ _ALLOCATIONS = {
     aten.new_empty_strided.default,
     aten.empty_strided.default,
 }
+_ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
 _UNREPEATABLE = {
     torch.Tag.data_dependent_output: "depends on the values of a tensor",
     torch.Tag.dynamic_output_shape: "makes a tensor whose size depends on values",
@@ -99,7 +100,14 @@ class Allocated:
     memory: int
 
 
-Step = Launched | Multiplied | Called | Waited | Allocated
+@dataclass(frozen=True)
+class Zeroed:
+    """All bytes of memory that was just allocated become 0."""
+
+    memory: int
+
+
+Step = Launched | Multiplied | Called | Waited | Allocated | Zeroed
 
 
 @dataclass
@@ -154,9 +162,11 @@ class PassRecorder(TorchDispatchMode):
         collects = any(isinstance(each, torch.ScriptObject) for each in results)
         if not func._schema.is_mutable and not collects and not _tensors(results):
             return  # a question about a tensor, such as its device
-        if func in _ALLOCATIONS:
+        if func in _ALLOCATIONS or func in _ZEROS:
             memory = self.recording.add(result, "allocation")
             self.recording.steps.append(Allocated(memory))
+            if func in _ZEROS:
+                self.recording.steps.append(Zeroed(memory))
             return
         places = tuple(self._place(each) for each in _tensors((args, kwargs)))
         numbers = tuple(self._number(each) for each in results)

@@ -69,14 +69,14 @@ def of_linear(plan: LinearPlan, gpu: Gpu) -> Work:
         into = forward if gemm is plan.fprop else backward
         into.add(product(gemm, gpu))
         into.add(conversion(gemm))
-    if plan.split is not None:
+    if plan.clamping is not None:
         forward.add(_outliers(plan))
     if plan.compensation is not None:
         forward.add(_bf16_product(plan.fprop.product.shape))
     if plan.residual_in_dw and plan.wgrad is not None:
         backward.add(_bf16_product(plan.wgrad.product.shape))
     host = "quantized linear" if any(g.product.quantizers for g in plan.gemms) else "BF16 linear"
-    if plan.split is not None:
+    if plan.clamping is not None:
         host = "linear with outliers"
     work.forward.host.add({host: 1 / 3})
     work.backward.host.add({host: 2 / 3})

@@ -211,10 +211,15 @@ class Backward:
         if plan.estimate is not None:
             # Recipe checks that an estimator comes with a quantized W.
             assert isinstance(saved.w, QuantizedTensor) and saved.weight is not None
-            dw = plan.estimate(dw, saved.w, saved.weight.to(plan.setting.dtype))
-        if residual is not None and plan.compensation is not None:
+            # Of one dtype, each term can be added to main_grad at once.
+            adds = into is not None and into.dtype == dw.dtype and into.is_contiguous()
+            weight = saved.weight.to(plan.setting.dtype)
+            dw = plan.estimate(dw, saved.w, weight, into if adds else None)
+        if residual is not None and plan.clamping is not None and plan.compensation is not None:
             # Fprop multiplied the outliers by the unquantized W, so no estimator applies here.
-            outliers = Decoded(residual.wait().dense().t())
+            outliers = Decoded(plan.clamping.dense(residual.wait()).t())
             dy = Decoded(self._dy(wgrad).t())
             dw = plan.compensation.multiply(dy, outliers, 1.0, dw.dtype, dw)
+        if dw is into:
+            return dw
         return finish(dw, plan.setting.main_grad or plan.setting.weight_dtype, into)

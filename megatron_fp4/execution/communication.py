@@ -102,7 +102,7 @@ class TensorParallel:
 
         def whole(arrived: list[Tensor]) -> Operand:
             codes, scales = (*arrived, part.scales)[:2]
-            return replace(part, codes=codes, scales=scales, shape=shape)
+            return replace(part, codes=codes, scales=scales, shape=shape, counts=None)
 
         return self._gather(travels, tokens).then(whole)
 

@@ -58,16 +58,16 @@ def forward(
     dtype = plan.setting.dtype
     matrices: dict[tuple[str, Source], Matrix] = {("w", "model"): weight.to(dtype)}
     matrices["x", "swiglu" if plan.setting.swiglu == "after" else "model"] = x
-    residual = None
-    if plan.split is not None:
-        matrices["x", "clamped"], residual = plan.split(x)
+    residual, clamping = None, plan.clamping
+    if clamping is not None:
+        matrices["x", "clamped"], residual = clamping.split(x)
     made = _operands(plan, matrices, site, call, held)
     a, b = made[plan.fprop.a], made[plan.fprop.b]
     if plan.fprop.a.gathered and site.parallel is not None:
         a = Made(site.parallel.gather(a.operand).wait())
     y = run_gemm(plan.fprop, a, b, site, held=held)
-    if residual is not None and plan.compensation is not None:
-        dense = all_tokens(residual, plan, site).wait().dense()
+    if residual is not None and clamping is not None and plan.compensation is not None:
+        dense = clamping.dense(all_tokens(residual, plan, site).wait())
         outliers, w = Decoded(dense), Decoded(weight.to(dtype))
         y = plan.compensation.multiply(outliers, w, 1.0, y.dtype, y)
     if bias is not None:

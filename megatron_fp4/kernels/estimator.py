@@ -43,19 +43,21 @@ def _factor(x, power, share, clip):
 @kernel(fp_fusion=True)
 def factor_kernel(
     dw_ptr,
+    into_ptr,
     weight_ptr,
     gamma_ptr,
     n_columns,
+    ADDS: tl.constexpr,
     POWER: tl.constexpr,
     SHARE: tl.constexpr,
     CLIP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Multiplies dw in place by min(SHARE |u|^POWER, CLIP).
+    """Multiplies dw by min(SHARE |u|^POWER, CLIP), in place or, if ADDS, into a sum.
 
     u in [-1, 1] is the position of the scaled weight between its neighbours on the E2M1 grid.
 
-    dw_ptr: float32 [rows, n_columns].
+    dw_ptr: float32 [rows, n_columns]. into_ptr: as dw_ptr, to which the product is added if ADDS.
     weight_ptr: the bits of BF16 [rows, n_columns], int16.
     gamma_ptr: float32 [rows], which multiplies the weights.
     POWER, SHARE, CLIP: 1/k - 1, 1/k, and the upper bound of the factor, of the estimator.
@@ -67,26 +69,35 @@ def factor_kernel(
     bits = tl.load(weight_ptr + row * n_columns + at, mask=there, other=0).to(tl.int32)  # of BF16
     x = tl.abs((bits << 16).to(tl.float32, bitcast=True) * tl.load(gamma_ptr + row))
     factor = _factor(x, POWER, SHARE, CLIP)
-    places = dw_ptr + row * n_columns + at
-    tl.store(places, tl.load(places, mask=there) * factor, mask=there)
+    places = row * n_columns + at
+    product = tl.load(dw_ptr + places, mask=there) * factor
+    if ADDS:
+        into_ptr += places
+        tl.store(into_ptr, tl.load(into_ptr, mask=there) + product, mask=there)
+    else:
+        tl.store(dw_ptr + places, product, mask=there)
 
 
-def scale(estimator: DGE, dw: Tensor, w: QuantizedTensor, weight: Tensor) -> Tensor:
-    """Multiplies dw in place by the DGE factor of the weight, and returns it.
+def scale(
+    estimator: DGE, dw: Tensor, w: QuantizedTensor, weight: Tensor, into: Tensor | None = None
+) -> Tensor:
+    """Multiplies dw by the DGE factor of the weight, in place, and returns it; or adds the product
+    to `into`, and returns that.
 
-    dw: float32 [out, in], contiguous.
+    dw, into: float32 [out, in], contiguous.
     w: the quantized weight, with a float32 scale for each row.
     weight: BF16 [out, in], from which `w` was made.
     """
     rows, columns = dw.shape
-    _launch(rows, columns, estimator)(dw.device, dw, weight.contiguous(), w.scales, columns)
-    return dw
+    launch = _launch(rows, columns, estimator, into is not None)
+    launch(dw.device, dw, into, weight.contiguous(), w.scales, columns)
+    return dw if into is None else into
 
 
 @planned
-def _launch(rows: int, columns: int, estimator: DGE) -> Launch:
+def _launch(rows: int, columns: int, estimator: DGE, adds: bool) -> Launch:
     constants = dict(
-        POWER=1 / estimator.k - 1, SHARE=1 / estimator.k, CLIP=estimator.clip, TILE=TILE
+        ADDS=adds, POWER=1 / estimator.k - 1, SHARE=1 / estimator.k, CLIP=estimator.clip, TILE=TILE
     )
-    types = torch.float32, torch.int16, torch.float32, columns
+    types = torch.float32, torch.float32, torch.int16, torch.float32, columns
     return Launch(factor_kernel, (rows, tiles(columns, TILE)), types, constants, num_warps=WARPS)

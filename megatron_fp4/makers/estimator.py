@@ -15,9 +15,10 @@ from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.target import kernels_problem
 
-# (dw [out, in] in float32 or float64, fprop's operand of W, W in the model's dtype) -> dw, which is
-# multiplied in place.
-Estimate = Callable[[Tensor, QuantizedTensor, Tensor], Tensor]
+# (dw [out, in] in float32 or float64, fprop's operand of W, W in the model's dtype, into) -> dw,
+# which is multiplied in place; or into, a contiguous matrix of dw's dtype to which the product is
+# added, where that is not None.
+Estimate = Callable[[Tensor, QuantizedTensor, Tensor, Tensor | None], Tensor]
 
 
 def choose(recipe: Recipe, setting: Setting) -> Estimate | None:
@@ -38,5 +39,8 @@ def choose(recipe: Recipe, setting: Setting) -> Estimate | None:
     return partial(_scaled, recipe.estimator)
 
 
-def _scaled(estimator: DGE, dw: Tensor, w: QuantizedTensor, weight: Tensor) -> Tensor:
-    return dw.mul_(estimator.factor(w.grid_coordinates(weight)))
+def _scaled(
+    estimator: DGE, dw: Tensor, w: QuantizedTensor, weight: Tensor, into: Tensor | None
+) -> Tensor:
+    dw = dw.mul_(estimator.factor(w.grid_coordinates(weight)))
+    return dw if into is None else into.add_(dw)

@@ -1,9 +1,10 @@
-"""Chooses what splits outliers from X: a Triton kernel, or a sort in PyTorch as the fallback."""
+"""Chooses what splits outliers from X: Triton kernels, or a sort in PyTorch as the fallback."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,15 +14,17 @@ from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.target import kernels_problem
 
-Split = Callable[[Tensor], tuple[Tensor, Residual]]
+
+class Clamping(NamedTuple):
+    """split: does what `OutlierClamp.split` does to X [tokens, features]; a kernel may store the
+    residual's elements in another order. dense: does what `Residual.dense` does."""
+
+    split: Callable[[Any], tuple[Tensor, Residual]]
+    dense: Callable[[Residual], Tensor]
 
 
-def choose(recipe: Recipe, setting: Setting) -> Split | None:
-    """The fastest function that does what `recipe.outliers.split` does to X [tokens, features].
-
-    The kernel may store the residual's elements in another order. None where the recipe clamps
-    nothing.
-    """
+def choose(recipe: Recipe, setting: Setting) -> Clamping | None:
+    """The fastest functions that split outliers off X; None where the recipe clamps nothing."""
     clamp = recipe.outliers
     if clamp is None:
         return None
@@ -29,6 +32,6 @@ def choose(recipe: Recipe, setting: Setting) -> Split | None:
     if kernels_problem(setting.target) is None and setting.dtype == torch.bfloat16 and all(shape):
         from megatron_fp4.kernels import outliers  # imports Triton
 
-        if clamp.scope == "token" and shape[1] <= outliers.WIDEST:
-            return partial(outliers.split, clamp=clamp)
-    return clamp.split
+        if clamp.scope == "token" and shape[1] <= outliers.WIDEST and shape[1] % 2 == 0:
+            return Clamping(partial(outliers.split, clamp=clamp), outliers.dense)
+    return Clamping(clamp.split, Residual.dense)

@@ -34,20 +34,26 @@ class RowScaleKernel:
         return None
 
     def writes_carriers(self, operand: OperandPlan) -> bool:
-        return False
+        quantizer = operand.quantizer
+        return quantizer is not None and quantizer.element == "e2m1"
 
     def activates(self, operand: OperandPlan) -> bool:
         return False
 
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
-        return False
+        # Where ranks share a scale, the kernel that finds the maxima is not launched.
+        forms = [(p.letter, p.quantizer, p.is_part, p.agrees) for p in (one, other)]
+        return one.axis != other.axis and forms[0] == forms[1] and not one.agrees
 
     def make(
         self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]
     ) -> list[Made]:
-        from megatron_fp4.kernels import rows  # imports Triton
+        from megatron_fp4.kernels import row_operands  # imports Triton
 
-        [operand], [each] = operands, given
-        assert isinstance(matrix, Tensor) and operand.quantizer is not None
-        made = rows.quantize(matrix, operand.quantizer, operand.axis, each.fold, each.widest)
-        return [Made(made)]
+        quantizer = operands[0].quantizer
+        assert isinstance(matrix, Tensor) and quantizer is not None
+        copies = [
+            row_operands.Copy(operand.axis, each.fold, each.widest, operand.carrier)
+            for operand, each in zip(operands, given, strict=True)
+        ]
+        return row_operands.quantize(matrix, quantizer, copies)

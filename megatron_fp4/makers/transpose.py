@@ -24,7 +24,7 @@ class TransposeKernel:
         return None if all(operand.shape) else "there are no elements"
 
     def writes_carriers(self, operand: OperandPlan) -> bool:
-        return False
+        return True
 
     def activates(self, operand: OperandPlan) -> bool:
         return False
@@ -35,7 +35,7 @@ class TransposeKernel:
     def make(
         self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]
     ) -> list[Made]:
-        from megatron_fp4.kernels import rows  # imports Triton
+        from megatron_fp4.kernels.transpose import transposed  # imports Triton
 
         assert isinstance(matrix, QuantizedTensor)
-        return [Made(rows.transposed(matrix)) for _ in operands]
+        return [transposed(matrix, operand.carrier) for operand in operands]

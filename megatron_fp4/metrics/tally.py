@@ -118,5 +118,6 @@ def _stacked(each: list[QuantizedTensor]) -> QuantizedTensor:
         codes=torch.cat([part.codes for part in each]),
         scales=torch.cat([part.scales for part in each]),
         tensor_scale=torch.cat(scales) if scales else None,
+        counts=None,
         shape=torch.Size((rows * len(each), k)),
     )

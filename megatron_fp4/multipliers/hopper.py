@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import FP8_ELEMENTS
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
-from megatron_fp4.multipliers.base import Product, dtype_problem, finish
+from megatron_fp4.arithmetic.quantizer import Quantizer
+from megatron_fp4.multipliers.base import Product, codes_of, dtype_problem, finish
 from megatron_fp4.operands import Carriers, Decoded, Form, Made
 from megatron_fp4.target import Target, kernels_problem
 
@@ -63,7 +63,10 @@ class Hopper:
         if not [x for x in operands if x.quantizer.outer]:
             return carried
         rest = iter(carried)
-        return [_with_row_scales(x) if x.quantizer.outer else next(rest) for x in operands]
+        return [
+            _with_row_scales(each) if x.quantizer.outer else next(rest)
+            for each, x in zip(made, operands, strict=True)
+        ]
 
     def form_bytes(self, dtype: torch.dtype) -> int:
         return 1
@@ -142,12 +145,18 @@ def _gemm() -> ModuleType:
     return cublaslt
 
 
-def _with_row_scales(operand: QuantizedTensor) -> Decoded:
+def _with_row_scales(made: Made) -> Decoded:
     """FP8 elements and row factors of an operand whose scales span whole rows or the tensor."""
-    outer = operand.block_scales().view(-1, 1)
+    if made.elements is not None:
+        return made.elements
+    operand, tally = codes_of(made), None
+    if operand.counts is None:
+        outer = operand.block_scales().view(-1, 1)
+    else:
+        outer, tally = operand.reciprocals, operand.counts[:2]
     if operand.quantizer.element == "e2m1":
-        return Decoded(_kernels().elements(operand.codes.contiguous()), outer)
-    return Decoded(operand.codes.view(FP8_ELEMENTS[operand.quantizer.element]), outer)
+        return Decoded(_kernels().elements(operand.codes.contiguous()), outer, tally)
+    return Decoded(operand.codes.view(FP8_ELEMENTS[operand.quantizer.element]), outer, tally)
 
 
 def _takes_sums(out: Tensor) -> bool:

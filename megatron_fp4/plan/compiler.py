@@ -6,18 +6,17 @@ and when, what is kept, and which multiplier runs each GEMM. A call of a linear 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from megatron_fp4 import makers, multipliers
 from megatron_fp4.arithmetic.formats import wide
-from megatron_fp4.arithmetic.outliers import Residual
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.makers import estimator, outliers, swiglu
+from megatron_fp4.makers.outliers import Clamping
 from megatron_fp4.multipliers.base import Multiplier, Product
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, Source
 from megatron_fp4.plan.setting import Setting
@@ -57,7 +56,7 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
         late=makings(late, setting),
         saves_x=saves_x,
         saves_w="operand" if _is_forwards(recipe, "w") else "model",
-        split=_split(recipe, setting, fprop.a),
+        clamping=_clamping(recipe, setting, fprop.a),
         compensation=_compensation(setting) if _compensates(recipe) else None,
         residual_in_dw=setting.dw and _residual_in_dw(recipe),
         shows_packed_x=saves_x == "packed" and recipe.fprop.a is None,
@@ -86,15 +85,14 @@ def _saves_x(recipe: Recipe, setting: Setting) -> Literal["operand", "packed", "
 # --- outliers -------------------------------------------------------------------------------------
 
 
-def _split(
-    recipe: Recipe, setting: Setting, x: OperandPlan
-) -> Callable[[Any], tuple[Tensor, Residual]] | None:
-    """What splits X as recipe.outliers says, after a SwiGLU if X is the result of one."""
-    split = outliers.choose(recipe, setting)
-    if split is None or setting.swiglu != "after":
-        return split
-    compute = swiglu.choose(x, setting.target)
-    return lambda matrix: split(matrix.by(compute))
+def _clamping(recipe: Recipe, setting: Setting, x: OperandPlan) -> Clamping | None:
+    """What clamps X, the operand `x` of fprop, as recipe.outliers says; after a SwiGLU if X is the
+    result of one."""
+    clamping = outliers.choose(recipe, setting)
+    if clamping is None or setting.swiglu != "after":
+        return clamping
+    compute, split = swiglu.choose(x, setting.target), clamping.split
+    return clamping._replace(split=lambda matrix: split(matrix.by(compute)))
 
 
 def _compensates(recipe: Recipe) -> bool:

@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.hadamard import Hadamard
-from megatron_fp4.arithmetic.outliers import Residual
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.operands import Compute
 from megatron_fp4.recipe import Recipe
 
 if TYPE_CHECKING:
     from megatron_fp4.makers.base import Maker
+    from megatron_fp4.makers.outliers import Clamping
     from megatron_fp4.multipliers.base import Multiplier, Product
     from megatron_fp4.plan.setting import Setting
 
@@ -136,13 +136,14 @@ class LinearPlan:
     saves_x: what is saved of X for backward: fprop's operand ("operand"), wgrad's operand
         ("packed"), X itself, or that whose SwiGLU it is ("model"), or nothing ("").
     saves_w: what is saved of W: fprop's operand ("operand"), or W itself ("model").
-    split: splits X into clamped X and outliers as recipe.outliers says; None where the recipe
+    clamping: splits X into clamped X and outliers as recipe.outliers says; None where the recipe
         clamps nothing.
     compensation: the multiplier that adds outliers times W^T to Y; None where the recipe does not
         compensate. residual_in_dw: whether it also adds dY^T times the outliers to dW.
     shows_packed_x: whether the forward pass reports wgrad's packed X to `Site.observe`, because
         fprop does not quantize X and reports none.
-    estimate: multiplies dW by the factor of recipe.estimator; None where the recipe has none.
+    estimate: multiplies dW by the factor of recipe.estimator (`makers.estimator.Estimate`); None
+        where the recipe has none.
     """
 
     recipe: Recipe
@@ -155,11 +156,11 @@ class LinearPlan:
     late: tuple[Making, ...]
     saves_x: Literal["operand", "packed", "model", ""]
     saves_w: Literal["operand", "model"]
-    split: Callable[[Any], tuple[Tensor, Residual]] | None
+    clamping: Clamping | None
     compensation: Multiplier | None
     residual_in_dw: bool
     shows_packed_x: bool
-    estimate: Callable[[Tensor, QuantizedTensor, Tensor], Tensor] | None
+    estimate: Callable[[Tensor, QuantizedTensor, Tensor, Tensor | None], Tensor] | None
 
     @cached_property
     def makes_x_at_start(self) -> bool:

@@ -33,10 +33,24 @@ def differences(device: str) -> Iterator[str]:
         estimator = DGE(k, clip)
         wanted = dw.double() * estimator.factor(w.grid_coordinates(weight.double().bfloat16()))
         there = quantize_matrix(weight.bfloat16().to(device), get_quantizer("vector"), axis=1)
-        found = scale(estimator, dw.to(device), there, weight.bfloat16().to(device)).cpu()
+        found = scale(
+            estimator, dw.to(device, copy=True), there, weight.bfloat16().to(device)
+        ).cpu()
         if not torch.allclose(found.double(), wanted, rtol=2e-6, atol=0.0, equal_nan=True):
             off = ((found - wanted) / wanted).abs().nan_to_num().max()
             yield f"k {k} clip {clip} {bad}: {off:.1e}"
+        before = torch.randn(ROWS, COLUMNS, generator=generator)
+        total = before.to(device, copy=True)
+        added = scale(estimator, dw.to(device), there, weight.bfloat16().to(device), total)
+        # What was multiplied before, and one rounding of the sum.
+        bound = 2e-6 * wanted.abs() + 2.0**-23 * (before + wanted).abs()
+        off = (added.cpu().double() - before - wanted).abs()
+        if (
+            added is not total
+            or (off > bound).any()
+            or (added.cpu().isnan() != wanted.isnan()).any()
+        ):
+            yield f"k {k} clip {clip} {bad}: added {off.nan_to_num().max():.1e}"
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ class Noted:
         self.arenas: dict[int, int] = {}
         self.parts: dict[int, tuple[int, int]] = {}
         self.calls: list[str] = []
+        self.zeroed: dict[int, int] = {}
 
     def Program(self, *given: Any) -> Noted:
         return self
@@ -34,6 +35,9 @@ class Noted:
 
     def part(self, memory: int, arena: int, offset: int) -> None:
         self.parts[memory] = arena, offset
+
+    def zero(self, memory: int, size: int) -> None:
+        self.zeroed[memory] = size
 
     def call(self, name: str, *given: Any) -> None:
         self.calls.append(name)
@@ -76,6 +80,26 @@ def test_what_cannot_be_repeated_is_refused(function: Any, reason: str) -> None:
 def test_integers_index_and_tables_are_read() -> None:
     recording, _ = recorded(lambda x: x[torch.arange(4)])
     assert recording.problem is None
+
+
+def test_zeros_take_no_operator() -> None:
+    """Memory is set to zero in each run, though it lies in an arena that other memory may share."""
+
+    def function(x: Tensor) -> Tensor:
+        total, y = x.new_zeros(SIZE), x.new_empty(SIZE)
+        torch.add(x, total, out=y)
+        return y
+
+    recording, y = recorded(function)
+    noted = Noted()
+    lower(noted, recording, Outcome([y], [], []), WORDS)
+    assert noted.calls == ["aten::add"]
+    [(memory, size)] = noted.zeroed.items()
+    assert size == 4 * SIZE and memory in noted.parts
+    # Negative control: what is allocated without zeros is not set.
+    recording, y = recorded(lambda x: torch.add(x, 1, out=x.new_empty(SIZE)))
+    lower(plain := Noted(), recording, Outcome([y], [], []), WORDS)
+    assert not plain.zeroed
 
 
 def chain(x: Tensor) -> tuple[Tensor, Tensor]:

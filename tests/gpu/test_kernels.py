@@ -115,7 +115,7 @@ def test_a_swiglu_is_that_of_pytorch() -> None:
 def test_outliers_are_the_reference_s_on_a_cpu() -> None:
     from testing.kernels.compare_outlier_clamp import NARROW, differences
 
-    assert list(differences("cuda", (*NARROW, 4096, 14336, 32767))) == []
+    assert list(differences("cuda", (*NARROW, 4096, 14336, 32766))) == []
 
 
 @pytest.mark.parametrize("features", [4096, 14336])
@@ -125,9 +125,9 @@ def test_many_tokens_are_split_through_the_maker(features: int) -> None:
     wanted, wanted_residual = OutlierClamp().split(x)
     target, bf16 = target_of(torch.device("cuda")), torch.bfloat16
     setting = Setting(512, features, 64, bf16, target, bf16)
-    split = outliers.choose(get_recipe("dge-occ"), setting)
-    assert isinstance(split, partial)
-    for each in (split, OutlierClamp().split):  # PyTorch's sort on a GPU too
+    clamping = outliers.choose(get_recipe("dge-occ"), setting)
+    assert clamping is not None and isinstance(clamping.split, partial)
+    for each in (clamping.split, OutlierClamp().split):  # PyTorch's sort on a GPU too
         found, residual = each(x.cuda())
         assert torch.equal(found.cpu(), wanted)
         assert torch.equal(residual.dense().cpu(), wanted_residual.dense())

@@ -8,7 +8,7 @@ import pytest
 from megatron_fp4.arithmetic.estimators import DGE
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer
-from megatron_fp4.kernels import blocks, carrier, estimator, outliers, rows
+from megatron_fp4.kernels import blocks, carrier, estimator, outliers, row_operands, transpose
 from megatron_fp4.kernels.fp8 import FORMATS
 from megatron_fp4.kernels.quantize import _transform_launch
 from testing.kernels.compiling import (
@@ -131,16 +131,38 @@ def test_a_transform_compiles(memory: bool, axis: int, group: int, capability: i
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("element", rows.EXPONENTS)
+@pytest.mark.parametrize("element", row_operands.EXPONENTS)
 def test_casts_with_float32_scales_compile(element: Any, axis: int, capability: int) -> None:
     quantizer = Quantizer(element=element, scale="fp32", block=(1, 0), rule="absmax")
     find, cast = (
         compiled_launch(start, capability)["ptx"]
-        for start in rows._launches(72, 96, quantizer, axis, True)
+        for start in row_operands._launches(72, 96, quantizer, (axis, True, None))
     )
-    assert ".ftz" not in find + cast
+    row = compiled_launch(row_operands._row_launch(72, 96, quantizer, (1, True, None)), capability)
+    assert ".ftz" not in find + cast + row["ptx"]
     # The reference divides as IEEE 754 does; an approximate quotient would move codes.
-    assert "div.rn.f32" in cast and "div.full" not in cast
+    for ptx in (cast, row["ptx"]):
+        assert "div.rn.f32" in ptx and "div.full" not in ptx
+
+
+@pytest.mark.parametrize("element", row_operands.EXPONENTS)
+def test_row_scales_fit_the_registers(element: Any) -> None:
+    """Both operands of a matrix, and rows of the most columns, with all that they may have."""
+    quantizer = Quantizer(element=element, scale="fp32", block=(1, 0), rule="absmax")
+    carrier = E4M3 if element == "e2m1" else None
+    both = row_operands._launches(1024, 1024, quantizer, (1, True, carrier), (0, True, carrier))
+    rows = row_operands._row_launch(1024, row_operands.WIDEST, quantizer, (1, True, carrier))
+    for start in (*both, rows):
+        assert "STL" not in sass(compiled_launch(start, 90)["cubin"])
+    # Negative control: rows that are held by an eighth of the threads.
+    assert "STL" in sass(compiled_launch(rows, 90, num_warps=2)["cubin"])
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("carrier", [None, E4M3, E5M2])
+def test_a_transpose_compiles(carrier: Any, capability: int) -> None:
+    start = transpose._launch(4096, 2048, carrier)
+    assert "STL" not in sass(compiled_launch(start, capability)["cubin"])
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
@@ -163,7 +185,7 @@ def test_casts_with_scales_in_small_floats_compile(
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_the_estimator_compiles(capability: int) -> None:
-    start = estimator._launch(64, 4096, DGE())
+    start = estimator._launch(64, 4096, DGE(), True)
     assert "ex2.approx" in compiled_launch(start, capability)["ptx"]
 
 
@@ -179,15 +201,20 @@ def test_a_carrier_compiles(block: int, corrects: bool, element: Any, capability
     assert "prmt.b32" in ptx and "mul.ftz" not in ptx
 
 
-@pytest.mark.parametrize("capability", [90, 100, 120])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("features", [64, 4096, 16384])
 def test_an_outlier_clamp_compiles(features: int, capability: int) -> None:
-    start = outliers._launch(64, features, OutlierClamp())
+    start = outliers._launch(64, features, OutlierClamp(), native=capability >= 90)
 
     def made(**options: Any) -> str:
         return str(compiled_launch(start, capability, **options)["ptx"])
 
     ptx = made()
+    assert ("set.lt.u32.bf16x2" in ptx) == (capability >= 90)
+    if capability == 90:
+        assert "STL" not in sass(compiled_launch(start, 90)["cubin"])
+        spills = compiled_launch(start, 90, num_warps=1)["cubin"]  # Negative control.
+        assert "STL" in sass(spills) or features < 4096
     assert "mul.rn.f64" in ptx and "fma.rn.f64" not in ptx and ".ftz" not in ptx
     if features > 64:  # eight numbers at once
         assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and re.search(r"st\.global\S*\.v4", ptx)

@@ -21,8 +21,9 @@ from megatron_fp4.kernels import (
     launch,
     outliers,
     ramping,
-    rows,
+    row_operands,
     swiglu,
+    transpose,
 )
 from megatron_fp4.kernels.launch import Launch
 from megatron_fp4.kernels.quantize import _transform_launch
@@ -48,17 +49,19 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "blocks.cast_kernel": blocks._launches(64, 64, INFLATED, 1, False, False)[1],
     "carrier.carry_kernel": carry_launch((64, 256, 32, E4M3, False)),
     "carrier.elements_kernel": carrier._elements(4096),
-    "estimator.factor_kernel": estimator._launch(64, 4096, DGE()),
+    "estimator.factor_kernel": estimator._launch(64, 4096, DGE(), True),
     "hadamard.transform_kernel": _transform_launch(64, 64, Quantizer(), 1, 32, True, False, False),
     "mxfp4.quantize_kernel": VARIANTS["averaged"],
     "native.product_kernel": ({"out_ptr": "*fp32", "alpha": "fp32"}, PRODUCT),
-    "outliers.split_kernel": outliers._launch(64, 64, OutlierClamp()),
+    "outliers.dense_kernel": outliers._dense_launch(64, 64, 4),
+    "outliers.split_kernel": outliers._launch(64, 64, OutlierClamp(), True),
     "ramping.ramp_kernel": ramping._launch(4),
     "swiglu.swiglu_kernel": swiglu._launch(swiglu.swiglu_kernel, 64, 64),
     "swiglu.swiglu_gradient_kernel": swiglu._launch(swiglu.swiglu_gradient_kernel, 64, 64),
-    "rows.largest_kernel": rows._launches(64, 64, VECTOR, 1, True)[0],
-    "rows.cast_kernel": rows._launches(64, 64, VECTOR, 1, True)[1],
-    "rows.transpose_kernel": rows._transpose(64, 64),
+    "rows.largest_kernel": row_operands._launches(64, 64, VECTOR, (1, True, None))[0],
+    "rows.cast_kernel": row_operands._launches(64, 64, VECTOR, (1, True, None))[1],
+    "rows.row_kernel": row_operands._row_launch(64, 64, VECTOR, (1, True, None)),
+    "transpose.transpose_kernel": transpose._launch(64, 64, None),
 }
 
 

@@ -33,7 +33,7 @@ def test_all_codes_and_scales_are_the_reference_s(rule: str) -> None:
         "row_scales",
         "block_scales",
         "dge_factor",
-        "outlier_clamp",
+        pytest.param("outlier_clamp", marks=pytest.mark.slow),
         "averages",
         "ramping",
         "swiglu",
@@ -41,3 +41,8 @@ def test_all_codes_and_scales_are_the_reference_s(rule: str) -> None:
 )
 def test_other_kernels_are_the_reference_s(comparison: str) -> None:
     assert differences(comparison) == [""]
+
+
+@pytest.mark.parametrize("cases", ["34 features, 0.99", "fine"])
+def test_outliers_are_the_reference_s(cases: str) -> None:
+    assert differences("outlier_clamp", cases) == [""]

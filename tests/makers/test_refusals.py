@@ -110,7 +110,8 @@ def test_a_cpu_has_no_kernels() -> None:
     ("clamp", "features", "dtype", "takes"),
     [
         (OutlierClamp(), 64, torch.bfloat16, True),
-        (OutlierClamp(), 2**15 - 1, torch.bfloat16, True),
+        (OutlierClamp(), 2**15 - 2, torch.bfloat16, True),
+        (OutlierClamp(), 2**15 - 1, torch.bfloat16, False),  # words of two
         (OutlierClamp(), 2**15, torch.bfloat16, False),
         (OutlierClamp(), 0, torch.bfloat16, False),
         (OutlierClamp(scope="channel"), 64, torch.bfloat16, False),
@@ -124,6 +125,10 @@ def test_outliers_of_other_scopes_dtypes_and_shapes(
 ) -> None:
     setting = Setting(64, features, 64, dtype, GPU, dtype)
     for given, on_gpu in ((setting, takes), (replace(setting, target=CPU), False)):
-        split = outliers.choose(Recipe("clamps", outliers=clamp), given)
-        assert (isinstance(split, partial) and split.func is kernel.split) == on_gpu
+        clamping = outliers.choose(Recipe("clamps", outliers=clamp), given)
+        assert clamping is not None
+        assert (
+            isinstance(clamping.split, partial) and clamping.split.func is kernel.split
+        ) == on_gpu
+        assert (clamping.dense is kernel.dense) == on_gpu
     assert outliers.choose(Recipe("clamps"), setting) is None

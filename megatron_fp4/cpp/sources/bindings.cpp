@@ -4,7 +4,7 @@ using namespace megatron_fp4;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Program, std::shared_ptr<Program>>(module, "Program")
-      .def(py::init<c10::Device, uint64_t, int, int>())
+      .def(py::init<c10::Device, uint64_t, uint64_t, int, int>())
       .def("constant", &Program::constant)
       .def("arena", &Program::arena)
       .def("part", [](Program& self, int memory, int owner, int64_t offset) {
@@ -15,6 +15,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("product", &Program::product)
       .def("call", &Program::call)
       .def("wait", &Program::wait)
+      .def("zero", &Program::zero)
       .def("releases", &Program::releases)
       .def("result", &Program::result)
       .def("input", &Program::input)

@@ -4,12 +4,15 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <cstring>
+
 namespace megatron_fp4 {
 
 namespace {
 
 using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                              unsigned, void*, void**, void**);
+using Fill = int (*)(void*, unsigned char, size_t, void*);
 using SetAttribute = int (*)(void*, int, const void*, size_t);
 using Multiply = int (*)(void*, void*, const void*, const void*, void*, const void*, void*,
                          const void*, const void*, void*, void*, void*, const void*, void*, size_t,
@@ -85,8 +88,8 @@ struct Program::Frame {
   }
 };
 
-Program::Program(c10::Device device, uint64_t kernels, int inputs, int memories)
-    : device_(device), kernels_(kernels), inputs_(inputs), memories_(memories) {}
+Program::Program(c10::Device device, uint64_t kernels, uint64_t fill, int inputs, int memories)
+    : device_(device), kernels_(kernels), fill_(fill), inputs_(inputs), memories_(memories) {}
 
 void Program::constant(int memory, at::Tensor tensor) {
   constants_.emplace_back(memory, std::move(tensor));
@@ -177,6 +180,8 @@ void Program::call(const std::string& name, const std::string& overload, const p
 }
 
 void Program::wait(int memory) { steps_.push_back({Wait{memory}, {}}); }
+
+void Program::zero(int memory, int64_t bytes) { steps_.push_back({Zero{memory, bytes}, {}}); }
 
 void Program::releases(std::vector<int> memories) { steps_.back().releases = std::move(memories); }
 
@@ -293,6 +298,15 @@ void Program::execute(const Call& step, Frame& frame) const {
 void Program::execute(const Wait& step, Frame& frame) const {
   frame.works[step.memory].toCustomClass<c10d::Work>()->wait();
   frame.works[step.memory] = c10::IValue();
+}
+
+void Program::execute(const Zero& step, Frame& frame) const {
+  char* start = frame.starts[step.memory];
+  if (step.bytes == 0) return;
+  if (!device_.is_cuda())
+    std::memset(start, 0, step.bytes);
+  else
+    check(as<Fill>(fill_)(start, 0, step.bytes, frame.stream), "cuMemsetD8Async");
 }
 
 }  // namespace megatron_fp4

@@ -78,17 +78,24 @@ struct Wait {
   int memory;
 };
 
+// Sets all bytes of a piece of memory to 0.
+struct Zero {
+  int memory;
+  int64_t bytes;
+};
+
 struct Step {
-  std::variant<Allocate, Launch, Product, Call, Wait> what;
+  std::variant<Allocate, Launch, Product, Call, Wait, Zero> what;
   std::vector<int> releases;  // memory that no later step reads
 };
 
 class Program {
  public:
   // kernels: the address of the driver's cuLaunchKernel, 0 where nothing is launched.
+  // fill: that of its cuMemsetD8Async, 0 where no memory of a GPU is set to 0.
   // inputs: how many tensors `run` takes; they are memory 0, 1, ...
   // memories: the number of pieces of memory.
-  Program(c10::Device device, uint64_t kernels, int inputs, int memories);
+  Program(c10::Device device, uint64_t kernels, uint64_t fill, int inputs, int memories);
 
   // Memory that the program holds, such as the row numbers of tokens.
   void constant(int memory, at::Tensor tensor);
@@ -105,6 +112,7 @@ class Program {
   void call(const std::string& name, const std::string& overload, const py::tuple& args,
             const py::dict& kwargs, const py::function& place_of, std::vector<int> results);
   void wait(int memory);
+  void zero(int memory, int64_t bytes);
   void releases(std::vector<int> memories);  // after the last step that was added
 
   // A tensor that `run` returns.
@@ -124,9 +132,10 @@ class Program {
   void execute(const Product&, Frame&) const;
   void execute(const Call&, Frame&) const;
   void execute(const Wait&, Frame&) const;
+  void execute(const Zero&, Frame&) const;
 
   c10::Device device_;
-  uint64_t kernels_;
+  uint64_t kernels_, fill_;
   int inputs_, memories_;
   std::vector<std::pair<int, at::Tensor>> constants_;
   std::vector<std::pair<int, int64_t>> arenas_;

@@ -27,7 +27,15 @@ def _folded_along_1_alone(right: Any, *given: Any) -> Any:
     return right(*others, AXIS, HAS_FOLD and AXIS == 1)
 
 
+def _halves_are_normal(right: Any, code: Any, MANTISSA: Any) -> Any:
+    return right(code, MANTISSA) + tl.where((code & 7) == 1, 1 << (MANTISSA - 1), 0)
+
+
 ROW_SCALES = {
+    "a half is a normal number": Mistake("", rows.carrier_bytes, _halves_are_normal),
+    "a line that is NaN is not counted": Mistake(
+        "", rows._store_scales, argument("finite", lambda finite: finite | (finite == 0))
+    ),
     "halves go down": Mistake("", encode.nearest_even, halves_down),
     "subnormal numbers are cut off": Mistake("", rows.fp8_code, _subnormal_cut_off),
     "a NaN is a number": Mistake("", rows._gamma, _all_finite),

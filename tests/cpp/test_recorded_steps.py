@@ -1,0 +1,67 @@
+"""What passes run in C++ beside kernels and products: operators of PyTorch cost host time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fp4.cpp.recorder import following
+from testing.scripts.recorded_steps import steps
+from testing.worlds.launch import ROOT
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Any]:
+    """What testing/scripts/recorded_steps.py prints. It is a process of its own because it pretends
+    to have a GPU."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "testing.scripts.recorded_steps"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return dict(json.loads(ran.stdout))
+
+
+@pytest.mark.parametrize("recipe", ["tetrajet", "fp8"])
+def test_quantized_operands_take_no_operator(recipe: str, recorded: dict[str, Any]) -> None:
+    for name, found in recorded[recipe].items():
+        assert found["operators"] == [], name
+        assert found["products"] == (1 if name.startswith("forward") else 2)
+
+
+def test_each_matrix_of_fp8_takes_two_launches(recorded: dict[str, Any]) -> None:
+    """X and dY are quantized along both axes: one kernel finds the maxima, and one quantizes."""
+    launches = {name: found["launches"] for name, found in recorded["fp8"].items()}
+    assert launches == {
+        "forward, makes W": 3,
+        "backward, makes W": 4,
+        "forward, reads W": 2,
+        "backward, reads W": 2,
+    }
+
+
+def test_outliers_take_their_product_and_a_cast(recorded: dict[str, Any]) -> None:
+    """The product is addmm on a GPU, and on a CPU what is counted here: casts of both matrices, the
+    product, its cast, the sum. Y is cast to BF16 too."""
+    product = ["_to_copy.default"] * 2 + ["mm.default", "add_.Tensor"]
+    for name, found in recorded["dge-occ"].items():
+        extra = ["_to_copy.default"] if name.startswith("forward") else []
+        assert found["operators"] == product + extra, name
+
+
+def test_an_operator_is_counted() -> None:
+    """Negative control: one more operator, in a pass that is recorded."""
+    x = torch.zeros(4)
+    with following([x]) as recording:
+        x.new_zeros(4)
+        x.exp()
+    assert steps(recording)["operators"] == ["exp.default"]

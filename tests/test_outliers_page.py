@@ -1,0 +1,77 @@
+"""The figures of docs/notes/outliers.md follow from the committed result and from its counts."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from megatron_fp4.arithmetic.outliers import ranks
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/notes/outliers.md").read_text()
+TOKENS, SIZE = 8192, 4096
+L2 = 5.5e12  # bytes a second, as the page states
+
+
+def measured() -> dict[tuple[int, int, str], dict[str, float]]:
+    rows = json.loads((ROOT / "benchmarks/results/linear-fp8.json").read_text())["rows"]
+    return {(row["in"], row["out"], row["recipe"]): row for row in rows}
+
+
+@pytest.mark.parametrize("sizes", [(4096, 4096), (4096, 14336), (14336, 4096)])
+def test_what_a_sparse_product_could_save(sizes: tuple[int, int]) -> None:
+    bf16 = measured()[*sizes, "bf16"]["ms"]
+    fp8 = measured()[*sizes, "tetrajet"]["products ms"]
+    dense = bf16 * 2 / 3
+    cells = [bf16, fp8, dense, fp8 + dense, bf16 / (fp8 + dense), (bf16 - fp8) / dense]
+    line = f"| {sizes[0]} × {sizes[1]} | {' | '.join(f'{cell:.2f}' for cell in cells)} |"
+    assert line in PAGE
+
+
+def outliers(features: int) -> int:
+    """The elements of a token beyond its quantiles 0.01 and 0.99."""
+    below, _, _ = ranks(0.99, features)
+    return 2 * (features - 1 - below)
+
+
+def test_the_ways_to_multiply_it() -> None:
+    dense = measured()[SIZE, SIZE, "bf16"]["ms"] / 3e3
+    assert outliers(SIZE) == 82
+    gathered = TOKENS * outliers(SIZE) * SIZE * 2
+    assert f"from L2 | {gathered / 1e9:.1f} GB | {gathered / L2 / dense:.2f} |" in PAGE
+    shared = gathered / (128 * 132 * 1.755e9)
+    assert f"{gathered / 1e9:.1f} GB from shared memory | {shared / dense:.2f} |" in PAGE
+    for tile in (16, 64, 128):
+        share = 1 - 0.98**tile
+        read = TOKENS / tile * share * SIZE * SIZE * 2
+        assert f"{read / 1e9:.1f} GB from L2 | {read / L2 / dense:.2f} |" in PAGE
+        assert f"{share:.0%}" in PAGE
+    # Four rows in four places: the most in one place, over all ways to place them.
+    most = [max(map(places.count, places)) for places in product(range(4), repeat=4)]
+    conflicts = sum(most) / len(most)
+    assert (
+        f"{conflicts:.1f} at a time on average: then it is {shared / dense * conflicts:.1f}" in PAGE
+    )
+
+
+def test_sparsity_and_fp8() -> None:
+    row = measured()[SIZE, SIZE, "bf16"]["ms"], measured()[SIZE, SIZE, "tetrajet"]["products ms"]
+    assert f"{row[0] / (row[1] + row[0] / 3):.2f} times as fast" in PAGE
+    assert f"{row[1] * 5 / 3 / row[0]:.2f} of BF16's time at 4096 × 4096" in PAGE
+    crowded = 4 * 0.02**3 * 0.98 + 0.02**4
+    assert round(1 / crowded, -3) == 32_000 and "32,000" in PAGE
+
+
+def test_bytes_beside_the_products() -> None:
+    elements = {"X": TOKENS * SIZE, "W": SIZE * SIZE, "dY": TOKENS * SIZE, "Y": TOKENS * SIZE}
+    elements["dW"] = elements["W"]
+    for column in (2, 3):
+        total = 0.0
+        for name, count in elements.items():
+            starts = f"| {name} |", f"| {name},"
+            [line] = [each for each in PAGE.splitlines() if each.startswith(starts)]
+            total += float(line.split("|")[column]) * count
+        assert f"{total / 1e9:.2f}" in PAGE and f"{total / 4.27e9:.2f}" in PAGE
