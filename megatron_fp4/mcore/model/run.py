@@ -153,7 +153,7 @@ class Run:
 
     def now(self) -> Moment:
         if self._clock is not None and graphs.captures():
-            return Moment(self._clock.step, self._clock.microbatch)
+            return Moment(*self._clock.read())
         return Moment(max(self._step, 0), self._microbatch)
 
     def in_force(self, recipe: Recipe, moment: Moment) -> Recipe:
@@ -256,11 +256,11 @@ class Run:
             position = torch.arange(sequence, device=device)[:, None]
             sample = torch.arange(batch, device=device)[None, :]
             self._first_rows[shape] = (sample * sequence + position).flatten()
-        start = moment.microbatch * (batch * sequence)
+        first, tokens = self._first_rows[shape], batch * sequence
         if isinstance(moment.microbatch, Tensor):
-            return self._first_rows[shape] + start
+            return torch.add(first, moment.microbatch, alpha=tokens)
         if shape not in self._rows or self._rows[shape][0] != moment.microbatch:
-            self._rows[shape] = moment.microbatch, self._first_rows[shape] + start
+            self._rows[shape] = moment.microbatch, first + moment.microbatch * tokens
         return self._rows[shape][1]
 
     def expert_rows(self, moment: Moment, tokens: int, device: torch.device) -> tuple[int, Tensor]:

@@ -19,9 +19,6 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
     """
     problems = {
         "a recipe whose GEMMs return to BF16": any(r.bf16_after is not None for r in recipes),
-        # C/pipeline_parallel/schedules.py frees the output of a stage, and asserts that it is not a
-        # view. The output of a captured layer is one.
-        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size > 1,
         "--num-experts": args.num_experts,
         "--mtp-num-layers": args.mtp_num_layers,
         # C/transformer/cuda_graphs.py replays the graphs of training in evaluation too, where there
