@@ -1,9 +1,11 @@
-"""Pretended CUDA graphs on a CPU, for the code of Megatron that captures and replays them.
+"""Pretended CUDA graphs on a CPU, for Megatron's code that captures and replays graphs.
 
 A capture records the operators of PyTorch and the memory that they read and write. A replay runs
 them again on that memory, as a GPU does with kernels. Python code of the captured function does not
-run. What a capture writes to memory that was there before is undone at its end, since a GPU runs no
-kernel during a capture. Graphs share no memory with each other.
+run. A GPU runs no kernel during a capture, so what a capture writes to memory that was there before
+is undone at its end.
+
+Not pretended: that graphs of one pool share memory.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+# Of operators for whose result the host waits.
+_WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Graph:
@@ -38,7 +43,7 @@ class Graph:
 
 
 @contextmanager
-def capturing(graph: Graph, pool: Any = None, **others: Any) -> Iterator[None]:
+def capturing(graph: Graph, pool: Any = None, capture_error_mode: str = "") -> Iterator[None]:
     """Stands for torch.cuda.graph."""
     assert not graph.calls
     recorder = _Recorder(graph)
@@ -51,29 +56,26 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, graph: Graph) -> None:
         super().__init__()
         self._graph = graph
-        self._own: dict[int, Tensor] = {}  # memory that the capture allocated, by its address
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # other memory that it wrote: its bytes
+        self._own: dict[int, Tensor] = {}  # by its address, memory that the capture allocated
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # other memory it wrote to: its bytes
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        given = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-        inputs = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-        for name, written in _written(func, args, kwargs):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _refuse_waiting(func, args)
+        # Detached tensors stay what they are if the captured function replaces a tensor's data.
+        given, named = tree_map_only(Tensor, Tensor.detach, (args, kwargs or {}))
+        for written in _written(func, args, kwargs or {}):
             self._keep(written)
-        found = func(*args, **kwargs)
-        outputs = [leaf.detach() for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-        known = {_address(tensor) for tensor in inputs}
-        fresh = [None if _address(each) in known else each for each in outputs]
-        self._own |= {_address(each): each for each in fresh if each is not None}
+        found = func(*args, **(kwargs or {}))
+        known = set(map(_address, _tensors((given, named))))
+        results = [result.detach() for result in _tensors(found)]
+        fresh = [None if _address(result) in known else result for result in results]
+        self._own |= {_address(result): result for result in fresh if result is not None}
 
         def again() -> None:
-            made = func(*given[0], **given[1])
-            leaves = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-            for static, leaf in zip(fresh, leaves, strict=True):
-                if static is not None and static.numel():
-                    static.copy_(leaf)
+            made = _tensors(func(*given, **named))
+            for static, result in zip(fresh, made, strict=True):
+                if static is not None:
+                    static.copy_(result)
 
         self._graph.calls.append(again)
         return found
@@ -85,22 +87,32 @@ class _Recorder(TorchDispatchMode):
             self._before[address] = whole, whole.clone()
 
     def undo(self) -> None:
-        for whole, bytes_before in self._before.values():
-            whole.copy_(bytes_before)
+        for whole, before in self._before.values():
+            whole.copy_(before)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each argument that the operator writes to."""
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The arguments that an operator writes to."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (
-                (argument.name, leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)
-            )
+            yield from _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+
+
+def _refuse_waiting(func: Any, args: Any) -> None:
+    """Raises RuntimeError where a GPU's capture would, since the host cannot wait during one."""
+    by_numbers = func is torch.ops.aten.index.Tensor and not any(
+        index.dtype == torch.bool for index in _tensors(args[1])
+    )
+    if _WAITING.intersection(func.tags) and not by_numbers:
+        raise RuntimeError(f"{func} in a capture: the host would wait for the GPU")
 
 
 def install() -> None:
@@ -123,18 +135,18 @@ def _install_in_megatron() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import cuda_graphs
 
-    from megatron_fp4.mcore.launch.refusals import machine
+    from megatron_fp4.mcore.launch.refusals import machine, model
 
-    # Graphs need CUDA's generators, which nothing draws from in a captured layer here.
+    # Graphs need generators of CUDA. Nothing draws from them in a captured layer here.
     start = random.CudaRNGStatesTracker.__init__
 
-    def __init__(self: Any, use_cudagraphable_rng: bool = False, *others: Any, **named: Any) -> None:
+    def __init__(self: Any, use_cudagraphable_rng: bool, *others: Any, **named: Any) -> None:
         start(self, False, *others, **named)
 
-    upstream: Any = random.CudaRNGStatesTracker
-    upstream.__init__ = __init__
-    upstream = cuda_graphs
-    upstream.get_cuda_rng_tracker = lambda: SimpleNamespace(is_inference_rng_tracker=True)
-    upstream.get_all_rng_states = dict
-    refusal: Any = machine
-    refusal.gpu = lambda args: iter(())
+    patched: Any = random.CudaRNGStatesTracker
+    patched.__init__ = __init__
+    patched = cuda_graphs
+    patched.get_cuda_rng_tracker = lambda: SimpleNamespace(is_inference_rng_tracker=True)
+    patched.get_all_rng_states = dict
+    for module, of_a_cpu in ((machine, "gpu"), (model, "layers")):
+        setattr(module, of_a_cpu, lambda args: iter(()))

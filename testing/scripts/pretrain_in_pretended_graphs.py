@@ -1,4 +1,15 @@
-"""pretrain_gpt.py with pretended CUDA graphs on a CPU. Each rank prints a digest of each step."""
+"""pretrain_gpt.py with pretended CUDA graphs, on a CPU, and with or without a known mistake.
+
+    torchrun ... pretrain_in_pretended_graphs.py MISTAKE FLAGS ...
+
+Each rank writes one line with a digest of its weights after each step.
+
+none: no mistake. one-clock: the backward pass reads the step and the microbatch of the latest
+forward pass. unmended: Megatron's errors under pipeline parallelism are not worked around. no-view:
+a view becomes a tensor that a schedule may free, but not the memory of a replay's output.
+all-uses: an input's uses by other microbatches are counted.
+"""
+
 from __future__ import annotations
 
 import hashlib
@@ -7,29 +18,53 @@ from typing import Any
 
 from megatron_fp4.mcore import pretrain
 from megatron_fp4.mcore.runtime import cpu
+from testing.kernels import pretend_graphs
 
 
 def main() -> None:
     cpu.install()
+    mistake = sys.argv.pop(1)
+    pretend_graphs.install()
+    _make(mistake)
+    _digest_weights()
+    pretrain.main()
+
+
+def _make(mistake: str) -> None:
+    from megatron_fp4.mcore.loop import pipelined_graphs
+    from megatron_fp4.mcore.model import graphs
+
+    patched: Any = pipelined_graphs
+    if mistake == "one-clock":
+        patched = graphs.Clock
+        patched.read = lambda self: tuple(self._words[:, 0])
+    elif mistake == "unmended":
+        patched.install = lambda: None
+    elif mistake == "no-view":
+        sendable = pipelined_graphs._sendable
+        patched._sendable = lambda runner, outputs, static=(): sendable(runner, outputs)
+    elif mistake == "all-uses":
+        patched._forget_uses = lambda inputs: None
+    else:
+        assert mistake == "none"
+
+
+def _digest_weights() -> None:
     import torch
     from megatron.training import training
-    from testing.kernels import pretend_graphs
 
-    pretend_graphs.install()
     upstream = training.train_step
 
     def train_step(forward_step: Any, iterator: Any, model: Any, *others: Any, **named: Any) -> Any:
         found = upstream(forward_step, iterator, model, *others, **named)
         digest = hashlib.sha256()
-        for chunk in model:
-            for weight in chunk.parameters():
-                digest.update(weight.detach().view(torch.uint8).numpy().tobytes())
-        step = training.get_args().curr_iteration + 1
-        sys.stderr.write(f"weights of step {step} on rank {torch.distributed.get_rank()}: {digest.hexdigest()[:16]}\n")
+        for weight in (weight for chunk in model for weight in chunk.parameters()):
+            digest.update(weight.detach().cpu().view(torch.uint8).numpy().tobytes())
+        rank, step = torch.distributed.get_rank(), training.get_args().curr_iteration + 1
+        sys.stderr.write(f"weights of rank {rank} after step {step}: {digest.hexdigest()}\n")
         return found
 
     training.train_step = train_step
-    pretrain.main()
 
 
 if __name__ == "__main__":

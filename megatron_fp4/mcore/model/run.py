@@ -263,13 +263,14 @@ class Run:
             self._rows[shape] = moment.microbatch, first + moment.microbatch * tokens
         return self._rows[shape][1]
 
-    def expert_rows(self, moment: Moment, tokens: int, device: torch.device) -> tuple[int, Tensor]:
+    def expert_rows(
+        self, moment: Moment, tokens: int, device: torch.device
+    ) -> tuple[int | Tensor, Tensor]:
         """(index of the microbatch, rows int64 [tokens]) of the tokens that an expert received.
 
         The rows are consecutive numbers in the order of the tokens. They are different for each
         microbatch and for each data-parallel copy of the expert.
         """
-        assert isinstance(moment.microbatch, int)  # refusals/cuda_graphs.py refuses experts
         copies = mpu.get_expert_data_parallel_world_size()
         local = moment.microbatch // mpu.get_data_parallel_world_size()
         microbatch = local * copies + mpu.get_expert_data_parallel_rank()
