@@ -12,13 +12,13 @@ all-uses: an input's uses by other microbatches are counted.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from typing import Any
 
 from megatron_fp4.mcore import pretrain
 from megatron_fp4.mcore.runtime import cpu
 from testing.kernels import pretend_graphs
+from testing.worlds import weights
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     mistake = sys.argv.pop(1)
     pretend_graphs.install()
     _make(mistake)
-    _digest_weights()
+    weights.tell()
     pretrain.main()
 
 
@@ -47,24 +47,6 @@ def _make(mistake: str) -> None:
         patched._forget_uses = lambda inputs: None
     else:
         assert mistake == "none"
-
-
-def _digest_weights() -> None:
-    import torch
-    from megatron.training import training
-
-    upstream = training.train_step
-
-    def train_step(forward_step: Any, iterator: Any, model: Any, *others: Any, **named: Any) -> Any:
-        found = upstream(forward_step, iterator, model, *others, **named)
-        digest = hashlib.sha256()
-        for weight in (weight for chunk in model for weight in chunk.parameters()):
-            digest.update(weight.detach().cpu().view(torch.uint8).numpy().tobytes())
-        rank, step = torch.distributed.get_rank(), training.get_args().curr_iteration + 1
-        sys.stderr.write(f"weights of rank {rank} after step {step}: {digest.hexdigest()}\n")
-        return found
-
-    training.train_step = train_step
 
 
 if __name__ == "__main__":

@@ -110,10 +110,10 @@ def test_a_backward_pass_draws_by_the_microbatch_of_its_forward_pass(
         return tuple(clock._words[:, 0])
 
     monkeypatch.setattr(graphs.Clock, "read", of_the_latest)
-    wrong = in_1f1b(run, 2)
-    assert all(torch.equal(found[0], tensors[0]) for found, tensors in zip(wrong, wanted))
-    same = [torch.equal(found[2], tensors[2]) for found, tensors in zip(wrong, wanted)]
-    assert same == [False, False, True]
+    pairs = list(zip(in_1f1b(run, 2), wanted, strict=True))
+    assert all(torch.equal(found[0], tensors[0]) for found, tensors in pairs)  # Y
+    of_dw = [torch.equal(found[2], tensors[2]) for found, tensors in pairs]
+    assert of_dw == [False, False, True]
 
 
 def test_what_graphs_count_is_told_of_by_step_and_operand(monkeypatch: pytest.MonkeyPatch) -> None:

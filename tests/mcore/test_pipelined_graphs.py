@@ -30,7 +30,8 @@ VIRTUAL = (*PIPELINE, "--num-layers", "4", "--num-virtual-stages-per-pipeline-ra
 RECIPE = ("--fp4-weight-cache", "off", "--fp4-recipe")
 GRAPHS = ("--cuda-graph-impl", "local")
 PADDED_EXPERTS = """
-    --num-experts 2 --moe-router-topk 1 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01
+    --num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax
+    --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01
     --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1
 """.split()
 
@@ -104,6 +105,13 @@ def test_megatron_s_errors_are_still_there(mistake: str, said: str) -> None:
     """Each fix is needed. Where one is not any more, it can go, as can its row in patches/."""
     failed = trained(2, mistake, *PIPELINE, *RECIPE, "mxfp4", *GRAPHS)
     assert failed.status and said in failed.output
+
+
+def test_two_ranks_of_one_gpu_train_as_others_do() -> None:
+    """The copies to the host, with which tests/gpu/test_graphs.py compares graphs on one GPU."""
+    flags = (*tiny_on_mock_data(*FLAGS, *PIPELINE), "--distributed-backend", "gloo")
+    copying = spawn(2, SCRIPTS / "pretrain_on_one_gpu.py", "none", *flags)
+    assert told(result_of(copying)) == told(trained(2, "none", *PIPELINE))
 
 
 def test_the_fixes_are_applied_once() -> None:
