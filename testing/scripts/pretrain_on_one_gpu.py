@@ -15,6 +15,7 @@ import os
 import sys
 
 import torch
+from torch.utils import deterministic
 
 from megatron_fp4.mcore import pretrain
 from megatron_fp4.mcore.runtime import cpu
@@ -41,7 +42,7 @@ def main() -> None:
 def _be_deterministic() -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     # Attention by plain products. The other backends sum gradients in any order.
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)

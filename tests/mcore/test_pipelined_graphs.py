@@ -23,7 +23,7 @@ NOISY = str(ROOT / "tests" / "gpu" / "noisy.yaml")
 # Four microbatches a step; rank 0 has two of them in flight, or more with virtual stages.
 FLAGS = """
     --bf16 --hidden-size 64 --ffn-hidden-size 128 --train-iters 3 --global-batch-size 8
-    --cuda-graph-warmup-steps 1
+    --seq-length 32 --max-position-embeddings 32 --cuda-graph-warmup-steps 1
 """.split()
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 VIRTUAL = (*PIPELINE, "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2")
@@ -107,6 +107,7 @@ def test_megatron_s_errors_are_still_there(mistake: str, said: str) -> None:
     assert failed.status and said in failed.output
 
 
+@pytest.mark.slow
 def test_two_ranks_of_one_gpu_train_as_others_do() -> None:
     """The copies to the host, with which tests/gpu/test_graphs.py compares graphs on one GPU."""
     flags = (*tiny_on_mock_data(*FLAGS, *PIPELINE), "--distributed-backend", "gloo")

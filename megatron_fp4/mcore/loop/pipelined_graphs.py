@@ -5,10 +5,10 @@ C stands for megatron/core. With or without a recipe upstream's fails there in t
 - C/pipeline_parallel/schedules.py frees the output of a stage after it was sent
   (deallocate_output_tensor). It asserts that the output is no view, and while layers are recorded
   the output of the last layer is one.
-- Freeing the output of a replay would free the memory that all replays write to.
-- C/transformer/cuda_graphs.py counts how often the inputs of a graph are used by others, and
-  asserts that no use is left when it captures a backward pass. Rotary embeddings are one tensor for
-  all microbatches, so that uses by later microbatches are left.
+- A replay returns the tensor that all replays write to, and freeing it would free its memory.
+- C/transformer/cuda_graphs.py counts in how many graphs a tensor is an input, and asserts that all
+  of them are captured before any backward pass is. Rotary embeddings are one tensor for all
+  microbatches, and the backward pass of the first comes before the forward pass of the last.
 """
 
 from __future__ import annotations
@@ -70,10 +70,13 @@ def _sendable(runner: Any, outputs: Any, static: Iterable[Tensor] = ()) -> Any:
 def _forget_uses(inputs: Iterable[Tensor]) -> None:
     """Makes the uses of a microbatch's inputs count for this microbatch alone.
 
-    inputs: those of the stage's first layer.
+    inputs: those of the stage's first layer. Uses of what another graph computed are kept: they
+    are of this microbatch.
     """
     for tensor in inputs:
         part: Tensor | None = tensor
         while part is not None:
-            vars(part).pop("cg_buffer_metadata", None)
+            uses = getattr(part, "cg_buffer_metadata", None)
+            if uses is not None and not uses.is_cudagraph_output:
+                del part.cg_buffer_metadata  # type: ignore[attr-defined]
             part = part._base
