@@ -74,15 +74,19 @@ def _experts(model: Model, layout: Layout) -> Iterator[str]:
 
 
 def _graphs(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
-    """What CUDA graphs exclude; see mcore/launch/refusals/cuda_graphs.py."""
+    """What CUDA graphs exclude, and what was not measured with them.
+
+    See mcore/launch/refusals/cuda_graphs.py.
+    """
     for what, is_there in (
-        ("pipeline parallelism", layout.pp > 1),
-        ("experts", model.experts > 0),
+        ("experts of varying numbers of tokens", model.experts > 0),
         ("recomputation", layout.recompute),
         ("a recipe whose GEMMs return to BF16", recipe.bf16_after is not None),
     ):
         if is_there:
             yield f"CUDA graphs do not go with {what}"
+    if layout.pp > 1:
+        yield "CUDA graphs under pipeline parallelism were not measured, so there is no estimate"
 
 
 def _blocks(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:

@@ -18,9 +18,19 @@ from megatron_fp4.linear import quantized_linear
 from megatron_fp4.mcore.model import graphs
 from megatron_fp4.mcore.model.layers import Fp4State
 from megatron_fp4.mcore.model.run import Run
-from testing.worlds.launch import OVERLAP, SCRIPTS, Result, torchrun, train
+from testing.worlds.launch import (
+    OVERLAP,
+    SCRIPTS,
+    Result,
+    result_of,
+    spawn,
+    tiny_on_mock_data,
+    torchrun,
+    train,
+)
 from tests.mcore.test_graphs import at
 from tests.mcore.test_layers import microbatches, state
+from tests.mcore.test_pipelined_graphs import PADDED_EXPERTS, RECIPE
 from tests.mcore.test_run import run_of
 
 __all__ = ["microbatches"]  # a fixture
@@ -159,6 +169,7 @@ FLAGS = """
 GRAPHS = ("--cuda-graph-impl", "local")
 NOISY = str(Path(__file__).with_name("noisy.yaml"))
 FROZEN = SCRIPTS / "pretrain_with_frozen_noise.py"
+ON_ONE_GPU = SCRIPTS / "pretrain_on_one_gpu.py"
 
 
 def agree(one: Result, other: Result) -> bool:
@@ -207,17 +218,62 @@ def test_the_noise_of_one_microbatch_would_be_noticed() -> None:
     assert frozen.losses[0] == plain.losses[0]  # nothing is replayed in the first step
 
 
+# Four microbatches a step; rank 0 has two of them in flight, or more with virtual stages.
+PIPELINE = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
+VIRTUAL = (*PIPELINE, "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2")
+
+
 @two_gpus
 @pytest.mark.parametrize(
     "layout",
     [
         ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
         tuple(OVERLAP),
+        PIPELINE,
+        VIRTUAL,
     ],
-    ids=("tp2", "dp2"),
+    ids=("tp2", "dp2", "pp2", "vpp2"),
 )
 def test_graphs_train_on_two_gpus(layout: tuple[str, ...]) -> None:
     same_training(2, NOISY, *layout)
+
+
+def on_one_gpu(mistake: str, *flags: str) -> tuple[list[str], list[float], list[float]]:
+    """The digests of both ranks' weights after each step, and the losses, of two ranks."""
+    sizes = "--bf16 --hidden-size 128 --ffn-hidden-size 256".split()
+    words = tiny_on_mock_data(*sizes, *flags, "--distributed-backend", "gloo")
+    result = result_of(spawn(2, ON_ONE_GPU, mistake, *words))
+    assert result.status == 0, result.output[-4000:]
+    digests = sorted(re.findall(r"weights of rank .*", result.output))
+    assert len(digests) == 8 and len(result.losses) == 4 and len(result.evaluations) == 2
+    return digests, result.losses, result.evaluations
+
+
+@pytest.mark.parametrize("layout", [PIPELINE, VIRTUAL], ids=("pp2", "vpp2"))
+@pytest.mark.parametrize(
+    "recipe",
+    [(), *((*RECIPE, name) for name in (NOISY, "tetrajet"))],
+    ids=("bf16", "noisy", "tetrajet"),
+)
+def test_graphs_train_in_a_pipeline_on_one_gpu(
+    recipe: tuple[str, ...], layout: tuple[str, ...]
+) -> None:
+    """Bit for bit, and without a recipe too."""
+    flags = (*recipe, *layout)
+    assert on_one_gpu("none", *flags, *GRAPHS) == on_one_gpu("none", *flags)
+
+
+def test_one_clock_for_all_microbatches_would_be_noticed() -> None:
+    """Negative control: backward passes that draw the bits of a later microbatch."""
+    flags = (*RECIPE, NOISY, *PIPELINE)
+    (wrong, losses, _), (right, wanted, _) = (
+        on_one_gpu(mistake, *flags, *GRAPHS) for mistake in ("one-clock", "none")
+    )
+    assert losses[0] == wanted[0] and losses[2:] != wanted[2:] and wrong != right
+
+
+def test_graphs_train_padded_experts() -> None:
+    same_training(1, NOISY, *PADDED_EXPERTS)
 
 
 def test_graphs_resume(tmp_path: Path) -> None:

@@ -88,7 +88,6 @@ def test_other_optimizers_keep_it(flags: str) -> None:
 
 GRAPHS = [
     "--fp4-bf16-after 0.5",
-    "--pipeline-model-parallel-size 2",
     "--hidden-dropout 0.1",
     "--attention-dropout 0.1",
     "--recompute-granularity selective",
@@ -115,6 +114,29 @@ def test_what_a_captured_layer_cannot_follow_is_refused(flags: str) -> None:
     assert named in message and "leave out one of them" in message
 
 
+PIPELINED_GRAPHS = (
+    *("--fp4-recipe", "tetrajet", "--hidden-dropout", "0", "--attention-dropout", "0"),
+    *("--cuda-graph-impl", "local", "--pipeline-model-parallel-size", "2"),
+)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--eval-global-batch-size 8", "--step-batch-size-schedule 0:8,100:16"]
+)
+def test_another_number_of_captured_microbatches_is_refused(flags: str) -> None:
+    batch = () if "schedule" in flags else ("--global-batch-size", "16")
+    alone = parse(*PIPELINED_GRAPHS[:-2], *batch, *flags.split())  # one graph for all of them
+    assert alone.pipeline_model_parallel_size == 1
+    message = refusal(*PIPELINED_GRAPHS, *batch, *flags.split())
+    assert f"and {flags.split()[0]} changes their number" in message
+    parse(*PIPELINED_GRAPHS, "--global-batch-size", "8", "--eval-global-batch-size", "8")
+
+
+def test_experts_that_always_get_as_many_tokens_can_be_captured() -> None:
+    padded = "--num-experts 4 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
+    parse(*PIPELINED_GRAPHS, *padded.split())
+
+
 def test_graphs_are_advised_where_they_can_be_had_and_help() -> None:
     def advice(*flags: str) -> str | None:
         args = parse("--fp4-recipe", "tetrajet", *flags)
@@ -128,6 +150,7 @@ def test_graphs_are_advised_where_they_can_be_had_and_help() -> None:
     assert advice(*two, "--save", "runs/a", "--save-interval", "10")  # it writes metrics
     assert advice(*launch) is None
     assert advice(*two, "--num-experts", "4") is None
+    assert advice(*two, "--pipeline-model-parallel-size", "2") is None
     assert advice(*two, "--cuda-graph-impl", "local") is None
 
 
@@ -136,7 +159,7 @@ def test_what_a_checkpoint_brings_a_captured_layer_is_refused_too() -> None:
     args = parse("--fp4-recipe", "tetrajet", *graphs)
     assert fp4_arguments.recipe_of(args) is not None
     args.num_experts = 4
-    with pytest.raises(ConfigError, match="--num-experts: leave out one of them"):
+    with pytest.raises(ConfigError, match="--num-experts the router decides it: leave out one of"):
         fp4_arguments.recipe_of(args)
 
 

@@ -15,6 +15,7 @@ from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.mcore.model import graphs
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.recipe import GemmRecipe
+from testing.kernels.pretend_graphs import Graph, capturing
 from testing.worlds.launch import torchrun
 from tests.mcore.test_layers import activation, microbatches, state, weight
 from tests.mcore.test_run import STOCHASTIC, run_of
@@ -59,10 +60,60 @@ def test_a_captured_layer_draws_by_step_and_microbatch_in_memory(
     for i in range(3):  # Negative control: no two moments draw the same.
         values = [tensors[i] for tensors in wanted.values()]
         assert all(not torch.equal(values[0], other) for other in values[1:])
-    at(run, 2, 0)
-    moment = run.now()
-    at(run, 3, 1)  # what was captured then reads what stands there now
-    assert (int(moment.step), int(moment.microbatch)) == (3, 1)
+
+
+class Captured:
+    """The graphs of a microbatch: those of its forward and of its backward pass."""
+
+    def __init__(self, run: Run) -> None:
+        self._forward, self._backward = Graph(), Graph()
+        x, w = activation().requires_grad_(), weight()
+        with capturing(self._forward):
+            self._y = state(run).product(x, w, None, True)
+            loss = self._y.square().sum()
+        with capturing(self._backward):
+            self._gradients = torch.autograd.grad(loss, (x, w))
+
+    def forward(self) -> list[Tensor]:
+        self._forward.replay()
+        return [self._y.detach().clone()]
+
+    def backward(self) -> list[Tensor]:
+        self._backward.replay()
+        return [gradient.clone() for gradient in self._gradients]
+
+
+def in_1f1b(run: Run, step: int) -> list[list[Tensor]]:
+    """Y, dX and dW of three microbatches, two of which are in flight at a time."""
+    captured = [Captured(run) for _ in range(3)]
+    found: list[list[Tensor]] = []
+    for microbatch, each in enumerate(captured):
+        at(run, step, microbatch)
+        found.append(each.forward())
+        if microbatch:
+            found[microbatch - 1] += captured[microbatch - 1].backward()
+    found[-1] += captured[-1].backward()
+    return found
+
+
+def test_a_backward_pass_draws_by_the_microbatch_of_its_forward_pass(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run_of(RECIPE, fp4_weight_cache="off")
+    wanted = [gradients(plain, 2, microbatch) for microbatch in range(3)]
+    run = captured_run(monkeypatch)
+    for found, tensors in zip(in_1f1b(run, 2), wanted, strict=True):
+        assert all(map(torch.equal, found, tensors))
+
+    # Negative control: one clock for all microbatches in flight. Only the last one is right.
+    def of_the_latest(clock: graphs.Clock) -> tuple[Tensor, ...]:
+        return tuple(clock._words[:, 0])
+
+    monkeypatch.setattr(graphs.Clock, "read", of_the_latest)
+    pairs = list(zip(in_1f1b(run, 2), wanted, strict=True))
+    assert all(torch.equal(found[0], tensors[0]) for found, tensors in pairs)  # Y
+    of_dw = [torch.equal(found[2], tensors[2]) for found, tensors in pairs]
+    assert of_dw == [False, False, True]
 
 
 def test_what_graphs_count_is_told_of_by_step_and_operand(monkeypatch: pytest.MonkeyPatch) -> None:

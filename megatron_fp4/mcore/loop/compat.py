@@ -22,6 +22,7 @@ from megatron_fp4 import replay
 from megatron_fp4.mcore.checkpoints import loading, optimizer_compat, weight_states
 from megatron_fp4.mcore.launch import flags
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
+from megatron_fp4.mcore.loop import pipelined_graphs
 from megatron_fp4.mcore.model.spec import layer_spec, mtp_block_spec
 
 
@@ -51,6 +52,7 @@ def install() -> None:
     optimizer_compat.install()
     weight_states.install()
     loading.install()
+    pipelined_graphs.install()
 
 
 def _follow_checkpoints() -> None:

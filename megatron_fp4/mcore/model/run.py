@@ -153,7 +153,7 @@ class Run:
 
     def now(self) -> Moment:
         if self._clock is not None and graphs.captures():
-            return Moment(self._clock.step, self._clock.microbatch)
+            return Moment(*self._clock.read())
         return Moment(max(self._step, 0), self._microbatch)
 
     def in_force(self, recipe: Recipe, moment: Moment) -> Recipe:
@@ -256,20 +256,21 @@ class Run:
             position = torch.arange(sequence, device=device)[:, None]
             sample = torch.arange(batch, device=device)[None, :]
             self._first_rows[shape] = (sample * sequence + position).flatten()
-        start = moment.microbatch * (batch * sequence)
+        first, tokens = self._first_rows[shape], batch * sequence
         if isinstance(moment.microbatch, Tensor):
-            return self._first_rows[shape] + start
+            return torch.add(first, moment.microbatch, alpha=tokens)
         if shape not in self._rows or self._rows[shape][0] != moment.microbatch:
-            self._rows[shape] = moment.microbatch, self._first_rows[shape] + start
+            self._rows[shape] = moment.microbatch, first + moment.microbatch * tokens
         return self._rows[shape][1]
 
-    def expert_rows(self, moment: Moment, tokens: int, device: torch.device) -> tuple[int, Tensor]:
+    def expert_rows(
+        self, moment: Moment, tokens: int, device: torch.device
+    ) -> tuple[int | Tensor, Tensor]:
         """(index of the microbatch, rows int64 [tokens]) of the tokens that an expert received.
 
         The rows are consecutive numbers in the order of the tokens. They are different for each
         microbatch and for each data-parallel copy of the expert.
         """
-        assert isinstance(moment.microbatch, int)  # refusals/cuda_graphs.py refuses experts
         copies = mpu.get_expert_data_parallel_world_size()
         local = moment.microbatch // mpu.get_data_parallel_world_size()
         microbatch = local * copies + mpu.get_expert_data_parallel_rank()

@@ -17,18 +17,16 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
     args: the arguments of a launch with CUDA graphs. recipes: the launch's recipe, and those that
     --fp4-module-recipe gives to single modules.
     """
+    yield from _recomputation(args)
+    yield from _experts(args)
+    yield from _microbatches(args)
     problems = {
         "a recipe whose GEMMs return to BF16": any(r.bf16_after is not None for r in recipes),
-        # C/pipeline_parallel/schedules.py frees the output of a stage, and asserts that it is not a
-        # view. The output of a captured layer is one.
-        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size > 1,
-        "--num-experts": args.num_experts,
         "--mtp-num-layers": args.mtp_num_layers,
         # C/transformer/cuda_graphs.py replays the graphs of training in evaluation too, where there
-        # must be no dropout. C/tensor_parallel/random.py:checkpoint does not recompute in a graph.
+        # must be no dropout.
         "--hidden-dropout": args.hidden_dropout,
         "--attention-dropout": args.attention_dropout,
-        "--recompute-granularity": args.recompute_granularity,
         # These need hooks on modules, which a replay does not call.
         "--save-activations-interval": args.save_activations_interval,
         "--save-dgrads-interval": args.save_dgrads_interval,
@@ -46,4 +44,51 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
             yield (
                 "--cuda-graph-impl local replays each layer as training captured it, which does "
                 f"not go with {what}: leave out one of them{_SET_TO_0 if 'dropout' in what else ''}"
+            )
+
+
+def _recomputation(args: Namespace) -> Iterator[str]:
+    """Refuses recomputation, which a launch in BF16 does not get with these graphs either.
+
+    C/transformer/transformer_config.py asserts that it is not full. A module that
+    C/tensor_parallel/random.py:checkpoint would recompute, such as core_attn, is captured as if it
+    were not to be recomputed. CheckpointWithoutOutput, which recomputes norms, is captured, but
+    C/transformer/cuda_graphs.py:get_connected_params does not find the weights in it, whose
+    gradients are then lost.
+    """
+    if args.recompute_granularity:
+        yield (
+            "--cuda-graph-impl local captures layers without recomputation (Megatron 0.19), which "
+            "--recompute-granularity asks for: leave out one of them"
+        )
+
+
+def _experts(args: Namespace) -> Iterator[str]:
+    if args.num_experts and not args.moe_pad_expert_input_to_capacity:
+        yield (
+            "--cuda-graph-impl local needs experts that always get the same number of tokens, and "
+            "with --num-experts the router decides it: leave out one of them, or add "
+            "--moe-pad-expert-input-to-capacity and --moe-expert-capacity-factor"
+        )
+
+
+def _microbatches(args: Namespace) -> Iterator[str]:
+    """Refuses another number of microbatches in some passes, under pipeline parallelism.
+
+    There each microbatch of the first step has graphs of its own, which share memory as long as
+    they run in the order in which they were captured.
+    """
+    if args.pipeline_model_parallel_size == 1:
+        return
+    for flag, is_there in (
+        ("--step-batch-size-schedule", args.step_batch_size_schedule),
+        (
+            "--eval-global-batch-size",
+            args.eval_global_batch_size not in (None, args.global_batch_size),
+        ),
+    ):
+        if is_there:
+            yield (
+                "--cuda-graph-impl local captures each microbatch of a step under pipeline "
+                f"parallelism, and {flag} changes their number: leave out one of them"
             )

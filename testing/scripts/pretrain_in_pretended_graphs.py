@@ -1,0 +1,53 @@
+"""pretrain_gpt.py with pretended CUDA graphs, on a CPU, and with or without a known mistake.
+
+    torchrun ... pretrain_in_pretended_graphs.py MISTAKE FLAGS ...
+
+Each rank writes one line with a digest of its weights after each step.
+
+none: no mistake. one-clock: the backward pass reads the step and the microbatch of the latest
+forward pass. unmended: Megatron's errors under pipeline parallelism are not worked around. no-view:
+a view becomes a tensor that a schedule may free, but not the memory of a replay's output.
+all-uses: an input's uses by other microbatches are counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from megatron_fp4.mcore import pretrain
+from megatron_fp4.mcore.runtime import cpu
+from testing.kernels import pretend_graphs
+from testing.worlds import weights
+
+
+def main() -> None:
+    cpu.install()
+    mistake = sys.argv.pop(1)
+    pretend_graphs.install()
+    _make(mistake)
+    weights.tell()
+    pretrain.main()
+
+
+def _make(mistake: str) -> None:
+    from megatron_fp4.mcore.loop import pipelined_graphs
+    from megatron_fp4.mcore.model import graphs
+
+    patched: Any = pipelined_graphs
+    if mistake == "one-clock":
+        patched = graphs.Clock
+        patched.read = lambda self: tuple(self._words[:, 0])
+    elif mistake == "unmended":
+        patched.install = lambda: None
+    elif mistake == "no-view":
+        sendable = pipelined_graphs._sendable
+        patched._sendable = lambda runner, outputs, static=(): sendable(runner, outputs)
+    elif mistake == "all-uses":
+        patched._forget_uses = lambda inputs: None
+    else:
+        assert mistake == "none"
+
+
+if __name__ == "__main__":
+    main()
