@@ -45,7 +45,7 @@ def test_the_model_of_the_loss_table_and_its_learning_rate() -> None:
 
 def test_the_training_step() -> None:
     for name, text in {
-        "training_step": (
+        "fused-step": (
             "is {tetrajet[ratio]:.2f} times as fast, with a peak memory of "
             "{tetrajet[peak_gib]:.1f} GiB (BF16: {bf16[peak_gib]:.1f})"
         ),
@@ -59,15 +59,26 @@ def test_the_training_step() -> None:
         says(text.format(**rows, graphs=rows.get("tetrajet --cuda-graph-impl local")))
     rows = by_name("training_step")
     says(
-        f"The other recipes, in the step of {result('training_step')['layers']} layers on one GPU: "
-        f"`mxfp4` {rows['mxfp4']['ratio']:.2f}, `mxfp4-rht-sr` {rows['mxfp4-rht-sr']['ratio']:.2f}"
+        f"The other recipes, in the step of {result('training_step')['layers']} layers on one GPU, "
+        f"without those kernels: `mxfp4` {rows['mxfp4']['ratio']:.2f}, "
+        f"`mxfp4-rht-sr` {rows['mxfp4-rht-sr']['ratio']:.2f}"
+    )
+
+
+def test_transformer_engine_s_fp8() -> None:
+    ratio = {name: f"{row['ratio']:.2f}" for name, row in by_name("te-step").items()}
+    says(
+        f"FP8 with delayed scaling is {ratio['te fp8 delayed']} times as fast as BF16, with a "
+        f"scale for a tensor {ratio['te fp8 tensorwise']}, with scales of blocks "
+        f"{ratio['te fp8 blockwise']}; `tetrajet` is {ratio['tetrajet']}, and "
+        f"{ratio['tetrajet --transformer-impl transformer_engine']} between Transformer Engine's"
     )
 
 
 def test_the_table_of_training_steps() -> None:
     graphs, layers = "tetrajet --cuda-graph-impl local", result("parallel_step")["layers"]
     ratios = {(row["layout"], row["name"]): row["ratio"] for row in result("parallel_step")["rows"]}
-    alone = result("training_step")["layers"], by_name("training_step")["tetrajet"]["ratio"]
+    alone = result("fused-step")["layers"], by_name("fused-step")["tetrajet"]["ratio"]
     tensor = "tensor and sequence, `--cuda-graph-impl local`"
     says(
         f"| {alone[0]} | 1 | | {alone[1]:.2f} |"
@@ -81,7 +92,7 @@ def test_the_table_of_training_steps() -> None:
 
 def test_a_linear() -> None:
     ratios: dict[str, list[float]] = {}
-    for row in result("linear")["rows"]:
+    for row in result("linear-rows")["rows"]:
         ratios.setdefault(row["recipe"], []).append(row["ratio"])
     (low, high), (least, most) = ((min(r), max(r)) for r in (ratios["tetrajet"], ratios["dge-occ"]))
     says(f"a linear, forward and backward, is {low:.2f} to {high:.2f} times as fast")

@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row", action="store_true", help="row-parallel, not column-parallel")
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--bias", action="store_true", help="added before Y is rounded")
+    parser.add_argument(
+        "--swiglu", choices=["before", "after"], help="the linear stands before or after a SwiGLU"
+    )
     parser.add_argument("--weight-cache", choices=["packed", "decoded", "off"], default="packed")
     parser.add_argument("--saved-x", choices=["packed", "bf16"], default="packed")
 
@@ -51,6 +54,8 @@ def run(args: argparse.Namespace) -> str:
         _part(size, args.tp if axis == sharding.w else 1, flag)
         for size, axis, flag in ((args.inputs, 1, "--in"), (args.outputs, 0, "--out"))
     )
+    if args.swiglu and args.bias:
+        raise ConfigError("--swiglu and --bias: a linear with a bias computes no SwiGLU")
     check_sizes(recipe, args.tokens, inputs, outputs, "this linear")
     scattered = sharding.ranks if sharding.tokens is not None else 1
     tokens, dtype = _part(args.tokens, scattered, "--tokens"), _DTYPES[args.dtype]
@@ -60,6 +65,7 @@ def run(args: argparse.Namespace) -> str:
         has_bias=args.bias,
         keeps_w=None if args.weight_cache == "off" else args.weight_cache,
         packs_x=args.saved_x == "packed",
+        swiglu=args.swiglu or "",
     )  # fmt: skip
     return show(compile_plan(recipe, setting))
 

@@ -18,6 +18,7 @@ _PRODUCTS = {
 }
 _SOURCES = {
     "model": "",
+    "swiglu": "through SwiGLU",
     "clamped": "without its outliers",
     "codes": "from the codes of fprop",
     "decoded": "decoded from the codes of fprop",
