@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from megatron_fp4.arithmetic.formats import wide
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.backward import Backward
-from megatron_fp4.execution.call import Beside, Call, Site
+from megatron_fp4.execution.call import ALONE, Beside, Call, Site
 from megatron_fp4.execution.follow import Follower
 from megatron_fp4.execution.forward import Saved, forward
 from megatron_fp4.execution.parts import Build, Parts, take_apart
@@ -70,7 +70,7 @@ class Linear(torch.autograd.Function):
         held: HeldWeight | None,
         differentiates: bool,
         follower: Follower | None,
-        beside: Beside,
+        beside: Beside = ALONE,
     ) -> Any:
         needs = ctx.needs_input_grad if differentiates else (False, False, False)
         given = x if beside.y is None else beside.y

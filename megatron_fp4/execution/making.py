@@ -50,7 +50,9 @@ def make_operands(
             )
             for operand in operands
         ]
-        matrix = matrices[making.matrix] if making.activates else computed(making, matrices)
+        matrix = matrices[making.matrix]
+        if making.compute is not None and not making.activates:
+            matrix = computed(making, matrices)
         found = making.maker.make(matrix, operands, given)
         for operand, each in zip(operands, found, strict=True):
             made[operand] = each

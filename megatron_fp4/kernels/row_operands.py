@@ -55,7 +55,9 @@ def quantize(x: Tensor, quantizer: Quantizer, copies: Sequence[Copy]) -> list[Ma
     # Zeros: counts that kernels add to, and magnitudes that they raise.
     zeros = x.new_zeros(sum(map(sum, sizes)), dtype=torch.int32)
     parts = iter(zeros.split([size for each in sizes for size in each if size]))
-    made, given, kinds = list[Made](), list[Any](), list[_Kind]()
+    made: list[Made] = []
+    given: list[Any] = []
+    kinds: list[_Kind] = []
     for copy in copies:
         axis, counts, largest = copy.axis, next(parts), next(parts) if finds else None
         lines, n = x.shape[1 - axis], x.shape[axis]

@@ -21,6 +21,8 @@ def test_every_kernel_of_the_package_is_told_apart() -> None:
     assert found.pop("product_kernel") == "other"  # a GEMM on Blackwell, which has no such profile
     for name in ("blend_kernel", "ramp_kernel"):  # of averages of weights, of Q-Ramping
         assert found.pop(name) == "optimizer"
+    for name in ("swiglu_kernel", "swiglu_gradient_kernel"):  # where no quantize kernel does it
+        assert found.pop(name) == "swiglu"
     assert len(found) >= 10 and set(found.values()) == {"quantize", "carry"}, found
     assert kind("void at::native::vectorized_elementwise_kernel<4>") == "other"
     assert kind("nvjet_sm90_qqtst_128x256") == "gemm"

@@ -135,11 +135,13 @@ def test_another_choice_is_told_when_a_run_resumes(capsys: pytest.CaptureFixture
     saved, now = parse(), parse()
     compare(saved, now)
     assert not capsys.readouterr().out
-    now.fp4_liger, now.fp4_fused_adamw = "0.8.5", True
+    saved.fp4_joins_swiglu = False
+    now.fp4_liger, now.fp4_fused_adamw, now.fp4_joins_swiglu = "0.8.5", True, True
     compare(saved, now)
     assert (
         "trained with fused kernels of none, this launch has Liger-Kernel 0.8.5 and torch's AdamW "
-        "(--fp4-fused-kernels): results differ in their last bits" in capsys.readouterr().out
+        "and linears with SwiGLU (--fp4-fused-kernels): results differ in their last bits"
+        in capsys.readouterr().out
     )
 
 

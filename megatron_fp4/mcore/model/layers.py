@@ -7,6 +7,8 @@ initialization and checkpoints are upstream's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +48,8 @@ class Fp4State:
     site: its global name, the place of its operands in the unsharded tensors, its ranks.
     is_expert: whether it belongs to an expert of a mixture. Its X is then [tokens, in] with the
         tokens that the router sends, a different number in each call.
-    swiglu: where the linear stands beside a SwiGLU that is computed with it; see `GatedMLP.join`.
+    swiglu: where the linear stands beside a SwiGLU that is computed with it when its MLP calls it;
+        see `GatedMLP.join`.
     replay: gives a recomputed forward pass the counters of its first pass.
     cache: W's operands of the current step.
     """
@@ -60,6 +63,17 @@ class Fp4State:
     cache: WeightCache = field(default_factory=WeightCache)
     _pass: int = -1
     _repeat: int = 0
+    _leaves_swiglu: bool = False
+
+    @contextmanager
+    def before_swiglu(self) -> Iterator[None]:
+        """In this context the linear returns its Y as an Activated, for a linear that computes the
+        SwiGLU of it."""
+        self._leaves_swiglu = True
+        try:
+            yield
+        finally:
+            self._leaves_swiglu = False
 
     def in_force(self, training: bool) -> bool:
         """Whether this forward pass follows the recipe.
@@ -77,7 +91,7 @@ class Fp4State:
         x: [sequence, batch, in], or [tokens, in] in an expert. Y has the same shape, with out
         features. Under sequence parallelism a column-parallel linear takes this rank's part of the
         sequence, and a row-parallel linear returns it. weight: [out, in]. bias: [out] or None.
-        After a SwiGLU x is an Activated; before one the result is.
+        After a SwiGLU x is an Activated; in `before_swiglu` the result is one.
         """
         moment, repeat = self.replay.take(self._now)
         recipe = self.run.in_force(self.recipe, moment)
@@ -111,7 +125,7 @@ class Fp4State:
         call = Call(run.key(moment), microbatch, repeat, rows)
         if isinstance(x, Activated):
             return linear_after_swiglu(x, weight, recipe, self.site, call, held)
-        if self.swiglu == "before":
+        if self._leaves_swiglu:
             return linear_before_swiglu(x, weight, recipe, self.site, call, held)
         return quantized_linear(x, weight, bias, recipe, self.site, call, held)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.nn import functional as F
@@ -38,9 +39,12 @@ class GatedMLP(MLP):
         Call it when recipes have been attached to the linears.
         """
         first, second = self.linear_fc1, self.linear_fc2
-        if not isinstance(first, Fp4ColumnParallelLinear):
+        # A class that changes what a linear takes or returns must get tensors.
+        if type(first).forward is not ColumnParallelLinear.forward:
             return
-        if not isinstance(second, Fp4RowParallelLinear) or not self._has_plain_swiglu():
+        if type(second).forward is not Fp4RowParallelLinear.forward:
+            return
+        if not isinstance(first, Fp4ColumnParallelLinear) or not self._has_plain_swiglu():
             return
         if first.fp4 is not None and second.fp4 is not None and first.bias is None:
             first.fp4.swiglu, second.fp4.swiglu = "before", "after"
@@ -52,11 +56,13 @@ class GatedMLP(MLP):
         joins = self.is_joined and self.linear_fc1.follows()  # evaluation may run in BF16
         if per_token_scale is not None or (self.activation is None and not joins):
             return super().forward(hidden_states, per_token_scale, **others)
+        if joins:
+            with self.linear_fc1.fp4.before_swiglu():
+                activated, _ = self.linear_fc1(hidden_states)
+            return self.linear_fc2(activated)
+        assert self.activation is not None
         y, _ = self.linear_fc1(hidden_states)
-        if not joins:
-            assert self.activation is not None
-            y = self.activation(y)
-        return self.linear_fc2(y)
+        return self.linear_fc2(self.activation(y))
 
     def _has_plain_swiglu(self) -> bool:
         """Whether the activation is silu(gate) * up: not clamped, shifted or kept in FP8, nor of an
