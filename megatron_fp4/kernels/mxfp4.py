@@ -236,7 +236,7 @@ def _shared_exponent(
     block size of x's codes; 0 if x is BF16.
     """
     exponent = 0
-    if CARRIER is not None and CARRIER > 0:
+    if CARRIER > 0:
         exponent = fp8.likely_exponent(x, n_rows, n_columns, CARRIER, PACKED, READS, INTERPRETED)
         is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         i = tl.arange(0, 4)
@@ -285,12 +285,6 @@ def quantize_kernel(
         x, rows, column0, n_rows, n_columns, PACKED, READS, TILE.COLUMNS, TILE.EVEN, INTERPRETED
     )
     noise = noise_of(random, DRAWS.IN_MEMORY)
-    along_rows_exponent = _shared_exponent(
-        x, along_rows.counts, n_rows, n_columns, ROWS_CARRIER, PACKED, READS, INTERPRETED
-    )
-    along_columns_exponent = _shared_exponent(
-        x, along_columns.counts, n_rows, n_columns, COLUMNS_CARRIER, PACKED, READS, INTERPRETED
-    )
     HALVES: tl.constexpr = 2 if READS == "swiglu gradient" else 1
     for _ in range(HALVES):
         index = 0
@@ -307,15 +301,22 @@ def quantize_kernel(
         if ROWS_CARRIER is not None:
             if ROUNDING.STOCHASTIC:
                 rest = rest_of_tile(index, noise, along_rows.stream, INTERPRETED)
+            exponent = _shared_exponent(
+                x, along_rows.counts, n_rows, n_columns, ROWS_CARRIER, PACKED, READS, INTERPRETED
+            )
             quantize_along_rows(
-                pairs, rest, average, along_rows, along_rows_exponent, rows, column0,
+                pairs, rest, average, along_rows, exponent, rows, column0,
                 n_rows, n_columns, ROWS_CARRIER, ROUNDING, TILE.EVEN, INTERPRETED,
             )  # fmt: skip
         if COLUMNS_CARRIER is not None:
             if ROUNDING.STOCHASTIC and not DRAWS.SHARED:
                 rest = rest_of_tile(index, noise, along_columns.stream, INTERPRETED)
+            exponent = _shared_exponent(
+                x, along_columns.counts, n_rows, n_columns,
+                COLUMNS_CARRIER, PACKED, READS, INTERPRETED,
+            )  # fmt: skip
             quantize_along_columns(
-                pairs, rest, average, along_columns, along_columns_exponent, row0, column0,
+                pairs, rest, average, along_columns, exponent, row0, column0,
                 n_rows, n_columns, COLUMNS_CARRIER, ROUNDING, TILE.EVEN, INTERPRETED,
             )  # fmt: skip
         pairs, others = others, pairs
