@@ -21,10 +21,9 @@ Folds = Mapping[OperandPlan, Tensor]
 def computed(making: Making, matrices: Matrices) -> Operand:
     """The matrix of `making`, computed where it is a SwiGLU or the gradient of one."""
     matrix = matrices[making.matrix]
-    if making.compute is None:
-        assert not isinstance(matrix, Swiglu | SwigluGradient)
+    if not isinstance(matrix, Swiglu | SwigluGradient):
         return matrix
-    assert isinstance(matrix, Swiglu | SwigluGradient)
+    assert making.compute is not None
     return matrix.by(making.compute)
 
 

@@ -29,7 +29,7 @@ from megatron_fp4.kernels.launch import (
     tiles,
 )
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
-from megatron_fp4.operands import Carriers, Made, Matrix, Swiglu
+from megatron_fp4.operands import Carriers, Made, Matrix, Swiglu, SwigluGradient
 from megatron_fp4.recording import DRAW, SEED_HIGH, SEED_LOW, STEP
 
 HADAMARD_GROUPS = (32, 64, 128)
@@ -78,14 +78,16 @@ def quantize(
     average: float32 [rows, columns], for rounding ema.
     """
     x_scales, y, packed, reads = None, None, 0, ""
-    if isinstance(x, Tensor):
-        source = _in_words(x)
-    elif isinstance(x, QuantizedTensor):
-        source, x_scales, packed = x.codes, x.scales, x.quantizer.block[1]
-    elif isinstance(x, Swiglu):
-        source, reads = _in_words(x.y), "swiglu"
-    else:
-        source, y, reads = _in_words(x.gradient), _in_words(x.y), "swiglu gradient"
+    match x:
+        case QuantizedTensor():
+            source, x_scales, packed = x.codes, x.scales, x.quantizer.block[1]
+        case Swiglu():
+            source, reads = _in_words(x.y), "swiglu"
+        case SwigluGradient():
+            source, y, reads = _in_words(x.gradient), _in_words(x.y), "swiglu gradient"
+        case _:  # checked here, since a call more costs host time
+            fits = x.is_contiguous() and not x.storage_offset() % 2
+            source = x if fits else _in_words(x)
     if group:
         return _transform(source, x.shape, quantizer, copies, group)
     rows, columns = x.shape

@@ -68,7 +68,11 @@ class _Recorder(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         known = set(map(_address, _tensors((given, named))))
         results = [result.detach() for result in _tensors(found)]
-        fresh = [None if _address(result) in known else result for result in results]
+        # What has many elements in the memory of one is never written.
+        fresh = [
+            None if _address(result) in known or _is_one_element(result) else result
+            for result in results
+        ]
         self._own |= {_address(result): result for result in fresh if result is not None}
 
         def again() -> None:
@@ -93,6 +97,11 @@ class _Recorder(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_one_element(tensor: Tensor) -> bool:
+    """Whether all of several elements lie in the memory of one."""
+    return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def _address(tensor: Tensor) -> int:

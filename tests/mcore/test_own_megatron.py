@@ -65,9 +65,11 @@ def error_of(result: Result) -> str:
 def test_a_script_repeats_the_losses_of_pretrain_gpt(
     script: str, processes: int, layout: tuple[str, ...]
 ) -> None:
-    own = run(script, processes, *TETRAJET, *layout)
+    # A linear that a fork changes computes no SwiGLU, which rounds otherwise in Megatron.
+    flags = (*TETRAJET, *layout, *(("--fp4-fused-kernels", "off") if script == "fork.py" else ()))
+    own = run(script, processes, *flags)
     assert own.status == 0, own.output[-4000:]
-    expected = ours(processes, *TETRAJET, *layout)
+    expected = ours(processes, *flags)
     assert len(own.losses) == 4 and own.losses == expected.losses
     assert own.evaluations == expected.evaluations
     assert "megatron-fp4: recipe tetrajet (arXiv 2502.20853, section 3)" in own.output
@@ -97,8 +99,9 @@ def test_forward_steps_that_are_not_counted_show() -> None:
 
 
 def test_what_a_fork_changes_in_a_linear_stays() -> None:
-    own, scaled = (run("fork.py", 1, *TETRAJET, "--own-scale", scale) for scale in ("1", "2"))
-    assert own.losses == ours(1, *TETRAJET).losses and scaled.status == 0
+    flags = (*TETRAJET, "--fp4-fused-kernels", "off")
+    own, scaled = (run("fork.py", 1, *flags, "--own-scale", scale) for scale in ("1", "2"))
+    assert own.losses == ours(1, *flags).losses and scaled.status == 0
     assert scaled.losses != own.losses
 
 

@@ -13,6 +13,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
+from megatron_fp4.mcore.model.mlp import GatedMLP
 from megatron_fp4.mcore.model.norm_linear import Fp4NormColumnParallelLinear
 from megatron_fp4.mcore.model.replacement import followed
 
@@ -36,10 +37,10 @@ def test_a_tree_is_copied_and_its_linears_are_replaced() -> None:
     assert (parts.first, parts.number) == (Fp4ColumnParallelLinear, 3)
     assert parts.more == (Fp4RowParallelLinear, WrappedTorchNorm)
     assert parts.inner.module is Fp4RowParallelLinear
-    assert made.func == mlp.func and made.keywords["submodules"] == MLPSubmodules(
+    assert made.func == GatedMLP.as_mlp_submodule and made.keywords["submodules"] == MLPSubmodules(
         linear_fc1=Fp4ColumnParallelLinear, linear_fc2=Fp4RowParallelLinear
     )
-    assert found.module is MLP and found.params == {"a": 1}
+    assert found.module is GatedMLP and found.params == {"a": 1}
     assert submodules.linear_fc1 is ColumnParallelLinear  # the user's tree is as it was
     assert spec.submodules[0].inner.module is RowParallelLinear  # type: ignore[index]
     assert followed(found).submodules[0] == parts  # type: ignore[index]

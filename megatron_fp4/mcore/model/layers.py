@@ -155,6 +155,7 @@ class _FollowsRecipe:
     config: TransformerConfig
     skip_bias_add: bool
     fp4: Fp4State | None = None  # None: this layer stays in high precision
+    may_join: bool = True  # whether the class may get and return an Activated; see `GatedMLP.join`
 
     def plan(self) -> LinearPlan:
         """The plan that training executes for a microbatch of --micro-batch-size sequences.

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.nn import functional as F
@@ -39,12 +38,11 @@ class GatedMLP(MLP):
         Call it when recipes have been attached to the linears.
         """
         first, second = self.linear_fc1, self.linear_fc2
-        # A class that changes what a linear takes or returns must get tensors.
-        if type(first).forward is not ColumnParallelLinear.forward:
+        if not (isinstance(first, Fp4ColumnParallelLinear) and first.may_join):
             return
-        if type(second).forward is not Fp4RowParallelLinear.forward:
+        if not (isinstance(second, Fp4RowParallelLinear) and second.may_join):
             return
-        if not isinstance(first, Fp4ColumnParallelLinear) or not self._has_plain_swiglu():
+        if not self._has_plain_swiglu():
             return
         if first.fp4 is not None and second.fp4 is not None and first.bias is None:
             first.fp4.swiglu, second.fp4.swiglu = "before", "after"

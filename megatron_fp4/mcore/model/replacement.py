@@ -97,6 +97,8 @@ def _class_for(kind: type) -> type:
     _refuse(kind)
     if issubclass(kind, Fp4ColumnParallelLinear | Fp4RowParallelLinear):
         return kind
+    if kind is MLP:
+        return GatedMLP
     for stock, ours in (
         (ColumnParallelLinear, Fp4ColumnParallelLinear),
         (RowParallelLinear, Fp4RowParallelLinear),
@@ -127,7 +129,8 @@ def _derived(kind: type, stock: type, ours: type) -> type:
                 f"{kind.__name__} has a {name} of its own, which this package replaces: move "
                 "the change to the module that calls the linear, or leave out the recipe"
             )
-    return type(f"Fp4{kind.__name__}", (ours, kind), {})
+    keeps_forward = getattr(kind, "forward", None) is getattr(stock, "forward", None)
+    return type(f"Fp4{kind.__name__}", (ours, kind), {"may_join": keeps_forward})
 
 
 def _refuse(kind: Any) -> None:
