@@ -2,7 +2,8 @@
 
     python -m benchmarks.quantize_kernels
 
-For each element a kernel reads 2 bytes (BF16), or 4.25 bits (codes and scales). For each operand
+For each element a kernel reads 2 bytes (BF16), or 4.25 bits (codes and scales), 4 bytes to compute a
+SwiGLU, or 3 bytes to compute the gradient of one. For each operand
 that it makes it writes 4.25 bits, and a byte if it also writes FP8 carriers, whose rows a second
 kernel then checks. Its share is the bandwidth at which it moves these bytes, divided by the
 bandwidth at which a copy of the same BF16 matrix moves its own.
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,6 +28,7 @@ from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
 from megatron_fp4.kernels.carrier import carried
 from megatron_fp4.kernels.quantize import Copy, quantize
+from megatron_fp4.operands import Matrix, Swiglu, SwigluGradient
 
 SHAPES = ((8192, 8192), (8192, 14336))
 
@@ -38,7 +40,7 @@ class Made:
     quantizer: the quantizer's name. axes: the contracted axis of each operand. group: of the
     Hadamard transform. carrier: the FP8 dtype of carriers that are written too. packed: whether it
     reads codes. block: the elements that share a scale. two_draws: whether each operand has random
-    bits of its own; both of dY have the same.
+    bits of its own; both of dY have the same. swiglu: what is computed as the matrix is read.
     """
 
     quantizer: str
@@ -48,13 +50,15 @@ class Made:
     packed: bool = False
     block: int = 32
     two_draws: bool = False
+    swiglu: Literal["", "result", "gradient"] = ""
 
     @property
     def bytes(self) -> float:
         """The bytes that are moved for each element of the matrix."""
         codes = 0.5 + 1 / self.block
         written = codes + (self.carrier is not None)
-        return (codes if self.packed else 2) + len(self.axes) * written
+        read = {"": codes if self.packed else 2.0, "result": 4.0, "gradient": 3.0}[self.swiglu]
+        return read + len(self.axes) * written
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -74,6 +78,12 @@ KERNELS = {
         "mxfp4-ceil", (0,), carrier=E4M3, packed=True
     ),
     "stochastic, both, with E5M2": Made("mxfp4-ceil-sr", (1, 0), carrier=E5M2),
+    "nearest, along rows, of a SwiGLU, with E4M3": Made(
+        "mxfp4-ceil", (1,), carrier=E4M3, swiglu="result"
+    ),
+    "stochastic, both, of a SwiGLU's gradient, with E5M2": Made(
+        "mxfp4-ceil-sr", (1, 0), carrier=E5M2, swiglu="gradient"
+    ),
     "nearest, both, blocks of 16": Made("mxfp4-ceil", (1, 0), block=16),
     "stochastic, both, blocks of 16": Made("mxfp4-ceil-sr", (1, 0), block=16),
 }
@@ -122,7 +132,13 @@ def kernel(x: torch.Tensor, made: Made) -> Callable[[], Any]:
         )
         for axis in made.axes
     ]
-    source = quantize(x, quantizer, [Copy(1)])[0].operand if made.packed else x
+    source: Matrix = x
+    if made.packed:
+        source = quantize(x, quantizer, [Copy(1)])[0].operand
+    elif made.swiglu == "result":
+        source = Swiglu(torch.cat([x, x], 1))
+    elif made.swiglu == "gradient":
+        source = SwigluGradient(x[:, : x.shape[1] // 2].contiguous(), x)
 
     def make() -> None:
         for operand in quantize(source, quantizer, copies, group):
