@@ -2,8 +2,8 @@
 
     python -m benchmarks.quantize_kernels
 
-For each element a kernel reads 2 bytes (BF16), or 4.25 bits (codes and scales), 4 bytes to compute a
-SwiGLU, or 3 bytes to compute the gradient of one. For each operand
+For each element a kernel reads 2 bytes (BF16), or 4.25 bits (codes and scales). To compute a SwiGLU
+it reads 4 bytes, and to compute the gradient of one 3 bytes. For each operand
 that it makes it writes 4.25 bits, and a byte if it also writes FP8 carriers, whose rows a second
 kernel then checks. Its share is the bandwidth at which it moves these bytes, divided by the
 bandwidth at which a copy of the same BF16 matrix moves its own.

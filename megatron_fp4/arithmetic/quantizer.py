@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic import formats
+from megatron_fp4.arithmetic.block_sizes import check_divides
 from megatron_fp4.arithmetic.formats import widen
 from megatron_fp4.arithmetic.philox import WHOLE, Key, random_bits16
 from megatron_fp4.arithmetic.scaling import per_block, scale_average, scale_blocks, widest_max
@@ -360,23 +361,6 @@ def quantize(
         rows, columns = math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1
         bits = random_bits16(rows, columns, Key(seed), 0, WHOLE, x.device).view(x.shape)
     return quantize_matrix(x, quantizer, axis=axis, bits=bits, average=average)
-
-
-def check_divides(quantizer: Quantizer, rows: int, k: int, axis: int | str) -> None:
-    """Raise ConfigError unless blocks tile a [rows, k] matrix with the blocked axis last. axis: its
-    name in the message."""
-    across, along = quantizer.block
-    if along and k % along:
-        raise ConfigError(
-            f"axis {axis} has {k} elements, not a multiple of the block of {along}: nothing is "
-            "padded silently; pad it or choose another block"
-        )
-    if across and rows % across:
-        raise ConfigError(
-            f"{rows} rows are not a multiple of the {across} x {along} block across axis {axis}"
-        )
-    if quantizer.element == "e2m1" and k % 2:
-        raise ConfigError(f"axis {axis} has {k} elements; packing two a byte needs an even number")
 
 
 # --- names --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from megatron_fp4.inputs import autocasts
 from megatron_fp4.operands import Operand, Swiglu
 from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.setting import Swiglu as SwigluPlace
+from megatron_fp4.plan.setting import SwigluPlace
 from megatron_fp4.recipe import Recipe
 
 # Disables torch function modes inside a linear, to reduce host overhead. A call runs hundreds of

@@ -25,7 +25,7 @@ from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.makers.base import Given
 from megatron_fp4.operands import Carriers, Made, Matrix
 from megatron_fp4.plan.data import OperandPlan
-from megatron_fp4.plan.setting import UNSHARDED, Sharding, Swiglu
+from megatron_fp4.plan.setting import UNSHARDED, Sharding, SwigluPlace
 
 
 class Call(NamedTuple):
@@ -49,11 +49,11 @@ class Call(NamedTuple):
 class Beside(NamedTuple):
     """Where a call of a linear stands beside a SwiGLU.
 
-    place: see `plan.setting.Swiglu`.
+    place: see `plan.setting.SwigluPlace`.
     y: what goes through the SwiGLU, [..., 2 in], if the place is "after"; else None.
     """
 
-    place: Swiglu = ""
+    place: SwigluPlace = ""
     y: Tensor | None = None
 
 

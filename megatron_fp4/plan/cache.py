@@ -10,7 +10,7 @@ import torch
 
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.setting import Setting, Sharding, Swiglu
+from megatron_fp4.plan.setting import Setting, Sharding, SwigluPlace
 from megatron_fp4.plan.sizes import token_multiple
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.target import target_of
@@ -33,7 +33,7 @@ def plan_for(
     has_bias: bool,
     keeps_w: Literal["packed", "decoded"] | None,
     packs_x: bool,
-    swiglu: Swiglu = "",
+    swiglu: SwigluPlace = "",
 ) -> LinearPlan:
     """The plan of a linear on `device`. weight: the shape [out, in]; the others are as in Setting.
 

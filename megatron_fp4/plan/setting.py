@@ -40,7 +40,7 @@ UNSHARDED = Sharding()
 #   ""        nowhere: it takes X and returns Y
 #   "before"  its Y goes through a SwiGLU, and the gradient of that arrives in place of dY
 #   "after"   what it takes goes through a SwiGLU first, whose result is X
-Swiglu = Literal["", "before", "after"]
+SwigluPlace = Literal["", "before", "after"]
 
 
 def column_parallel(
@@ -95,7 +95,7 @@ class Setting:
     has_bias: bool = False
     keeps_w: Literal["packed", "decoded"] | None = None
     packs_x: bool = True
-    swiglu: Swiglu = ""
+    swiglu: SwigluPlace = ""
 
     def has_part(self, letter: str) -> bool:
         """Whether this rank holds only a part of the operand's tokens."""

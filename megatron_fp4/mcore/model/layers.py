@@ -34,7 +34,7 @@ from megatron_fp4.mcore.model.shards import (
 from megatron_fp4.operands import Activated
 from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.setting import Sharding, Swiglu, column_parallel, row_parallel
+from megatron_fp4.plan.setting import Sharding, SwigluPlace, column_parallel, row_parallel
 from megatron_fp4.plan.sizes import token_multiple
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.replay import Replay
@@ -58,7 +58,7 @@ class Fp4State:
     recipe: Recipe
     site: Site
     is_expert: bool = False
-    swiglu: Swiglu = ""
+    swiglu: SwigluPlace = ""
     replay: Replay = field(default_factory=Replay)
     cache: WeightCache = field(default_factory=WeightCache)
     _pass: int = -1

@@ -1,0 +1,27 @@
+"""Checks that the blocks of a quantizer tile a matrix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_fp4.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_fp4.arithmetic.quantizer import Quantizer
+
+
+def check_divides(quantizer: Quantizer, rows: int, k: int, axis: int | str) -> None:
+    """Raises ConfigError unless the blocks of a quantizer tile a [rows, k] matrix, whose blocked axis
+    is the last one. axis: the name of this axis in the message."""
+    across, along = quantizer.block
+    if along and k % along:
+        raise ConfigError(
+            f"axis {axis} has {k} elements, not a multiple of the block of {along}: nothing is "
+            "padded silently; pad it or choose another block"
+        )
+    if across and rows % across:
+        raise ConfigError(
+            f"{rows} rows are not a multiple of the {across} x {along} block across axis {axis}"
+        )
+    if quantizer.element == "e2m1" and k % 2:
+        raise ConfigError(f"axis {axis} has {k} elements; packing two a byte needs an even number")
