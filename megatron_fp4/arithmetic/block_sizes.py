@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 
 
 def check_divides(quantizer: Quantizer, rows: int, k: int, axis: int | str) -> None:
-    """Raises ConfigError unless the blocks of a quantizer tile a [rows, k] matrix, whose blocked axis
-    is the last one. axis: the name of this axis in the message."""
+    """Raises ConfigError unless the blocks of a quantizer tile a [rows, k] matrix.
+
+    The blocked axis is the last one. axis: its name in the message.
+    """
     across, along = quantizer.block
     if along and k % along:
         raise ConfigError(
