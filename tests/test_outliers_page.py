@@ -16,8 +16,8 @@ TOKENS, SIZE = 8192, 4096
 L2 = 5.5e12  # bytes a second, as the page states
 
 
-def measured() -> dict[tuple[int, int, str], dict[str, float]]:
-    rows = json.loads((ROOT / "benchmarks/results/linear-fp8.json").read_text())["rows"]
+def measured(file: str = "linear-fp8") -> dict[tuple[int, int, str], dict[str, float]]:
+    rows = json.loads((ROOT / f"benchmarks/results/{file}.json").read_text())["rows"]
     return {(row["in"], row["out"], row["recipe"]): row for row in rows}
 
 
@@ -29,6 +29,16 @@ def test_what_a_sparse_product_could_save(sizes: tuple[int, int]) -> None:
     cells = [bf16, fp8, dense, fp8 + dense, bf16 / (fp8 + dense), (bf16 - fp8) / dense]
     line = f"| {sizes[0]} × {sizes[1]} | {' | '.join(f'{cell:.2f}' for cell in cells)} |"
     assert line in PAGE
+
+
+@pytest.mark.parametrize("recipe", ["dge-occ", "fp8"])
+def test_what_was_gained(recipe: str) -> None:
+    shapes = (4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192)
+    cells = [
+        ", ".join(f"{measured(file)[*shape, recipe]['ratio']:.2f}" for shape in shapes)
+        for file in ("linear-fp8", "linear-rows")
+    ]
+    assert f"| {recipe} | {cells[0]} | {cells[1]} |" in PAGE
 
 
 def outliers(features: int) -> int:
