@@ -190,6 +190,8 @@ def main() -> None:
             each["ratio"] = each["tokens/s"] / bf16
         args.out.write_text(json.dumps(result, indent=1) + "\n")  # what is measured so far
         print("\n".join(table(rows)), flush=True)
+    if missing := set(names) - {row["name"] for row in rows}:
+        sys.exit(f"no result of {', '.join(sorted(missing))}")
 
 
 if __name__ == "__main__":

@@ -114,8 +114,8 @@ Compute = Callable[[Swiglu | SwigluGradient], Tensor]
 class Activated(NamedTuple):
     """The SwiGLU of a linear's output y, for the next linear, which computes it.
 
-    y: [..., 2 n]. result: stands for the SwiGLU in autograd: a tensor of its shape [..., n], which
-    gets its gradient. All its elements are one number that nobody may read.
+    y: [..., 2 n]. result: stands for the SwiGLU in autograd, with its shape [..., n] and its
+    gradient. It has uninitialized memory of one element, expanded by strides of 0.
     """
 
     y: Tensor

@@ -140,8 +140,8 @@ class QuantizedTensor:
     tensor_scale: a float32 scalar that multiplies every block scale, or None. [rows, 1] where the
         rows are of several tensors.
     shape: the shape of the tensor that was quantized. axis: the blocked axis of that tensor.
-    counts: int32 [4 + rows], what a kernel has written of a tensor with float32 scales: its tally,
-        0, 0, and the bits of the reciprocals of its scales, one for each row. None where none has.
+    counts: int32 [4 + rows], which a kernel writes beside float32 scales: the tally, two unused
+        zeros, and for each row the bits of the reciprocal of its scale. None: no kernel wrote it.
     """
 
     codes: Tensor

@@ -149,15 +149,18 @@ def _gamma(largest, LIMIT: tl.constexpr):
 
 @triton.jit
 def _store_scales(out, lines, factor, finite, there, PER_ROW: tl.constexpr):
-    """Stores gamma and its reciprocal for each line, and counts the lines that are NaN.
+    """Stores gamma and its reciprocal for each line, and counts the scales that are NaN.
+
+    These are those of the lines, or that of the tensor.
 
     factor, finite: from `_gamma`. there: whether the line exists.
     """
     factor = tl.where(finite, factor, float("nan"))
-    tl.store(out.gamma + lines, factor, mask=there & (PER_ROW | (lines == 0)))
+    has_own = there & (PER_ROW | (lines == 0))
+    tl.store(out.gamma + lines, factor, mask=has_own)
     reciprocals = (out.counts + _COUNTS).to(tl.pointer_type(tl.float32), bitcast=True)
     tl.store(reciprocals + lines, tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor), there)
-    nans = tl.sum((there & (finite == 0)).to(tl.int32), 0)
+    nans = tl.sum((has_own & (finite == 0)).to(tl.int32), 0)
     tl.atomic_add(out.counts + 1, nans, mask=nans > 0)  # it is rarely above 0
 
 

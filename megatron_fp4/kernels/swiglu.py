@@ -122,6 +122,7 @@ def swiglu_gradient_kernel(
 
 def swiglu(y: Tensor) -> Tensor:
     """The SwiGLU of y, BF16 [rows, 2 n] with n even: BF16 [rows, n]."""
+    y = y.contiguous()
     rows, words = y.shape[0], y.shape[1] // 4
     out = y.new_empty((rows, 2 * words))
     if rows:
@@ -131,8 +132,9 @@ def swiglu(y: Tensor) -> Tensor:
 
 def swiglu_gradient(gradient: Tensor, y: Tensor) -> Tensor:
     """The gradient of y, BF16 [rows, 2 n] with n even, from `gradient`, that of its SwiGLU."""
+    gradient, y = gradient.contiguous(), y.contiguous()
     rows, words = y.shape[0], y.shape[1] // 4
-    out = torch.empty_like(y)
+    out = y.new_empty(y.shape)
     if rows:
         _launch(swiglu_gradient_kernel, rows, words)(y.device, gradient, y, out, words)
     return out

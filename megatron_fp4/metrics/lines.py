@@ -103,6 +103,7 @@ def _across_blocks(quantized: QuantizedTensor, columns: Tensor) -> Tensor:
         quantizer=_in_columns(quantized.quantizer),
         shape=torch.Size((codes.shape[0], len(columns))),
         axis=1,
+        counts=None,
     )
     return some.dequantize(torch.bfloat16)[:, :count]
 

@@ -40,7 +40,7 @@ def test_a_tree_is_copied_and_its_linears_are_replaced() -> None:
     assert made.func == GatedMLP.as_mlp_submodule and made.keywords["submodules"] == MLPSubmodules(
         linear_fc1=Fp4ColumnParallelLinear, linear_fc2=Fp4RowParallelLinear
     )
-    assert found.module is GatedMLP and found.params == {"a": 1}
+    assert found.module is MLP and found.params == {"a": 1}
     assert submodules.linear_fc1 is ColumnParallelLinear  # the user's tree is as it was
     assert spec.submodules[0].inner.module is RowParallelLinear  # type: ignore[index]
     assert followed(found).submodules[0] == parts  # type: ignore[index]

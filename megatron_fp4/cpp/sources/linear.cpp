@@ -189,6 +189,7 @@ std::vector<at::Tensor> linear(const at::Tensor& x, const at::Tensor& weight,
   if (!pass) return {};
   auto inputs = forward_inputs(x.detach(), weight.detach(), bias, *call);
   if (!pass->program->takes(inputs)) return {};
+  call->before.reset();  // backward does not read it, and the call lives as long as the graph
   return Linear::apply(x, weight, bias, Prepared{pass, std::move(inputs), std::move(call)});
 }
 

@@ -8,6 +8,7 @@ import torch
 from packaging.version import Version
 
 from megatron_fp4.mcore.launch import machine
+from megatron_fp4.mcore.launch.fp4_arguments import OFF
 
 OLDEST = "0.8.5"  # of the versions that were tried
 INSTALL = f"pip install 'liger-kernel>={OLDEST}'"
@@ -46,7 +47,8 @@ def settle(args: Namespace, is_checked: bool) -> None:
     can = _installed() and machine.runs_triton()
     has_liger = wanted != "off" and can and args.transformer_impl == "local"
     args.fp4_liger = version("liger-kernel") if has_liger else None
-    args.fp4_joins_swiglu = wanted != "off"
+    has_recipe = args.fp4_recipe not in (None, *OFF)
+    args.fp4_joins_swiglu = wanted != "off" and has_recipe and _has_swiglu(args)
     args.fp4_fused_adamw = wanted != "off" and torch.cuda.is_available() and _has_adamw(args)
 
 
@@ -54,6 +56,10 @@ def _installed() -> bool:
     if not machine.installed("liger_kernel"):
         return False
     return Version(version("liger-kernel")) >= Version(OLDEST)
+
+
+def _has_swiglu(args: Namespace) -> bool:
+    return bool(args.swiglu and not args.add_bias_linear)
 
 
 def _has_adamw(args: Namespace) -> bool:

@@ -73,8 +73,10 @@ def _refused(config: TransformerConfig) -> dict[str, str]:
         found[SWIGLU] = "fc1 has a bias"
     elif config.num_moe_experts is not None:
         found[SWIGLU] = "experts weight it"
-    elif config.activation_func_fp8_input_store or config.activation_func_clamp_value is not None:
-        found[SWIGLU] = "it is clamped, or stored in FP8"
+    elif config.activation_func_clamp_value is not None or config.glu_linear_offset:
+        found[SWIGLU] = "it is clamped or shifted"
+    elif config.activation_func_fp8_input_store:
+        found[SWIGLU] = "it is stored in FP8"
     elif (config.ffn_hidden_size or 0) > _LONGEST * config.tensor_model_parallel_size:
         found[SWIGLU] = f"more than {_LONGEST} elements in a row"
     if config.normalization != "RMSNorm":

@@ -124,6 +124,7 @@ class Fp4State:
             held = self.cache.at((run.epoch, weight._version, moment.step, id(recipe)))
         call = Call(run.key(moment), microbatch, repeat, rows)
         if isinstance(x, Activated):
+            assert bias is None  # Megatron adds that of fc2 later
             return linear_after_swiglu(x, weight, recipe, self.site, call, held)
         if self._leaves_swiglu:
             return linear_before_swiglu(x, weight, recipe, self.site, call, held)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.nn import functional as F
@@ -43,6 +44,9 @@ class GatedMLP(MLP):
         if not (isinstance(second, Fp4RowParallelLinear) and second.may_join):
             return
         if not self._has_plain_swiglu():
+            return
+        # A GPU has kernels for BF16 alone; Megatron's are faster than PyTorch's operators.
+        if first.weight.is_cuda and self.config.params_dtype is not torch.bfloat16:
             return
         if first.fp4 is not None and second.fp4 is not None and first.bias is None:
             first.fp4.swiglu, second.fp4.swiglu = "before", "after"
