@@ -211,8 +211,9 @@ class Backward:
         if plan.estimate is not None:
             # Recipe checks that an estimator comes with a quantized W.
             assert isinstance(saved.w, QuantizedTensor) and saved.weight is not None
-            # Of one dtype, each term can be added to main_grad at once.
+            # If no other term follows, the kernel of the factor adds dW to main_grad.
             adds = into is not None and into.dtype == dw.dtype and into.is_contiguous()
+            adds = adds and residual is None
             weight = saved.weight.to(plan.setting.dtype)
             dw = plan.estimate(dw, saved.w, weight, into if adds else None)
         if residual is not None and plan.clamping is not None and plan.compensation is not None:

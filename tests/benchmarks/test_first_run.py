@@ -201,4 +201,5 @@ def test_without_a_gpu_it_says_so_and_a_part_that_ends_is_recorded(tmp_path: Pat
 
 def test_every_comparison_is_run() -> None:
     files = (ROOT / "testing/kernels").glob("compare_*.py")
-    assert {path.stem.removeprefix("compare_") for path in files} == set(COMPARISONS)
+    # Liger-Kernel is no part of this package, and is compared where it is installed.
+    assert {path.stem.removeprefix("compare_") for path in files} == {*COMPARISONS, "liger"}

@@ -87,7 +87,7 @@ def _replaced(part: Any, class_for: Callable[[type], type]) -> Any:
         for field in fields(made):
             value = _replaced(getattr(part, field.name), class_for)
             object.__setattr__(made, field.name, value)  # the dataclass may be frozen
-        if isinstance(part, ModuleSpec) and part.module is MLP:
+        if isinstance(made, ModuleSpec) and getattr(part, "module", None) is MLP:
             made.module = MLP  # C/transformer/transformer_layer.py knows this form by its class
         return made
     return part
