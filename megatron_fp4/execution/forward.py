@@ -60,7 +60,11 @@ def forward(
     matrices["x", "swiglu" if plan.setting.swiglu == "after" else "model"] = x
     residual, clamping = None, plan.clamping
     if clamping is not None:
-        matrices["x", "clamped"], residual = clamping.split(x)
+        whole = x
+        if isinstance(whole, Swiglu):
+            assert plan.compute_x is not None
+            whole = whole.by(plan.compute_x)
+        matrices["x", "clamped"], residual = clamping.split(whole)
     made = _operands(plan, matrices, site, call, held)
     a, b = made[plan.fprop.a], made[plan.fprop.b]
     if plan.fprop.a.gathered and site.parallel is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class Clamping(NamedTuple):
     """split: does what `OutlierClamp.split` does to X [tokens, features]; a kernel may store the
     residual's elements in another order. dense: does what `Residual.dense` does."""
 
-    split: Callable[[Any], tuple[Tensor, Residual]]
+    split: Callable[[Tensor], tuple[Tensor, Residual]]
     dense: Callable[[Residual], Tensor]
 
 

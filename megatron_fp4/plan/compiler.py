@@ -16,7 +16,6 @@ from megatron_fp4 import makers, multipliers
 from megatron_fp4.arithmetic.formats import wide
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.makers import estimator, outliers, swiglu
-from megatron_fp4.makers.outliers import Clamping
 from megatron_fp4.multipliers.base import Multiplier, Product
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, Source
 from megatron_fp4.plan.setting import Setting
@@ -56,7 +55,8 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
         late=makings(late, setting),
         saves_x=saves_x,
         saves_w="operand" if _is_forwards(recipe, "w") else "model",
-        clamping=_clamping(recipe, setting, fprop.a),
+        clamping=outliers.choose(recipe, setting),
+        compute_x=swiglu.choose(fprop.a, setting.target) if setting.swiglu == "after" else None,
         compensation=_compensation(setting) if _compensates(recipe) else None,
         residual_in_dw=setting.dw and _residual_in_dw(recipe),
         shows_packed_x=saves_x == "packed" and recipe.fprop.a is None,
@@ -83,16 +83,6 @@ def _saves_x(recipe: Recipe, setting: Setting) -> Literal["operand", "packed", "
 
 
 # --- outliers -------------------------------------------------------------------------------------
-
-
-def _clamping(recipe: Recipe, setting: Setting, x: OperandPlan) -> Clamping | None:
-    """What clamps X, the operand `x` of fprop, as recipe.outliers says; after a SwiGLU if X is the
-    result of one."""
-    clamping = outliers.choose(recipe, setting)
-    if clamping is None or setting.swiglu != "after":
-        return clamping
-    compute, split = swiglu.choose(x, setting.target), clamping.split
-    return clamping._replace(split=lambda matrix: split(matrix.by(compute)))
 
 
 def _compensates(recipe: Recipe) -> bool:

@@ -138,6 +138,7 @@ class LinearPlan:
     saves_w: what is saved of W: fprop's operand ("operand"), or W itself ("model").
     clamping: splits X into clamped X and outliers as recipe.outliers says; None where the recipe
         clamps nothing.
+    compute_x: computes X before it is clamped, where it is the result of a SwiGLU; else None.
     compensation: the multiplier that adds outliers times W^T to Y; None where the recipe does not
         compensate. residual_in_dw: whether it also adds dY^T times the outliers to dW.
     shows_packed_x: whether the forward pass reports wgrad's packed X to `Site.observe`, because
@@ -157,6 +158,7 @@ class LinearPlan:
     saves_x: Literal["operand", "packed", "model", ""]
     saves_w: Literal["operand", "model"]
     clamping: Clamping | None
+    compute_x: Compute | None
     compensation: Multiplier | None
     residual_in_dw: bool
     shows_packed_x: bool
