@@ -16,20 +16,17 @@ from megatron_fp4.arithmetic.swiglu import swiglu, swiglu_gradient
 Operand = QuantizedTensor | Tensor
 
 
-@dataclass(slots=True)
-class Swiglu:
-    """The matrix swiglu(y), [rows, n], which is computed where it is read (arithmetic/swiglu.py).
+class _Computed:
+    """What both matrices below have: the matrix is computed once, and kept."""
 
-    y: [rows, 2 n].
-    """
-
+    __slots__ = ()
     y: Tensor
-    _found: Tensor | None = None
+    _found: Tensor | None
 
     def by(self, compute: Compute) -> Tensor:
-        """The matrix, which `compute` computes the first time."""
+        """The matrix, which `compute` computes at the first call."""
         if self._found is None:
-            self._found = compute(self)
+            self._found = compute(self)  # type: ignore[arg-type, misc]
         return self._found
 
     @property
@@ -39,13 +36,24 @@ class Swiglu:
         return self._found
 
     @property
+    def device(self) -> torch.device:
+        return self.y.device
+
+
+@dataclass(slots=True)
+class Swiglu(_Computed):
+    """The matrix swiglu(y), [rows, n], which is computed where it is read (arithmetic/swiglu.py).
+
+    y: [rows, 2 n].
+    """
+
+    y: Tensor
+    _found: Tensor | None = None
+
+    @property
     def shape(self) -> torch.Size:
         rows, columns = self.y.shape
         return torch.Size((rows, columns // 2))
-
-    @property
-    def device(self) -> torch.device:
-        return self.y.device
 
     def computed(self) -> Tensor:
         """The matrix, computed by PyTorch."""
@@ -62,7 +70,7 @@ class Swiglu:
 
 
 @dataclass(slots=True)
-class SwigluGradient:
+class SwigluGradient(_Computed):
     """The gradient of y, [rows, 2 n], which is computed where it is read.
 
     gradient: of swiglu(y), [rows, n].
@@ -72,19 +80,9 @@ class SwigluGradient:
     y: Tensor
     _found: Tensor | None = None
 
-    def by(self, compute: Compute) -> Tensor:
-        """As `Swiglu.by`."""
-        if self._found is None:
-            self._found = compute(self)
-        return self._found
-
     @property
     def shape(self) -> torch.Size:
         return self.y.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.y.device
 
     def computed(self) -> Tensor:
         """The gradient, computed by PyTorch."""

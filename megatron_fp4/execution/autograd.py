@@ -166,8 +166,8 @@ def _plan(
 ) -> LinearPlan:
     """The plan for x [tokens, in], the part of X that this rank holds.
 
-    needs: whether X and W need gradients, in this order. swiglu: see `Setting.swiglu`; x is then
-    what goes through the SwiGLU.
+    needs: whether X and W need gradients, in this order. swiglu: see `Setting.swiglu`; of a linear
+    after a SwiGLU x is what goes through it, [tokens, 2 in].
     """
     sharding = site.sharding
     tokens = x.shape[0] // (sharding.ranks if sharding.tokens == "dy" else 1)

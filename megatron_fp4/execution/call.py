@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Where a call of a linear stands beside a SwiGLU.
+    """Where a call of a linear stands beside a SwiGLU: fc1 before it, fc2 after it.
 
     place: see `plan.setting.SwigluPlace`.
     y: what goes through the SwiGLU, [..., 2 in], if the place is "after"; else None.

@@ -133,8 +133,8 @@ def _saved(
 
 
 def _kept_x(plan: LinearPlan, x: Tensor | Swiglu) -> Tensor:
-    """X as it is kept in high precision. Of a SwiGLU this is what it is computed from, if wgrad's
-    operand is to be made of that, else its result."""
+    """X as it is kept in high precision. After a SwiGLU this is fc1's Y, if the SwiGLU is computed
+    again in backward, else the result of the SwiGLU."""
     if not isinstance(x, Swiglu):
         return x
     is_computed_again = plan.wgrad is not None and plan.wgrad.b.source == "swiglu"

@@ -56,7 +56,8 @@ def read_tiles(
     BF16.
 
     Of the gradient of a SwiGLU the second tile is the same columns of the right half, which are
-    computed from the same numbers as those of the left half. Otherwise it is the first one again.
+    computed from the same numbers as those of the left half. Otherwise the second is the first one
+    again, so that there is one kind of result.
 
     rows: int32 [rows / 8, 8], the indices of the tiles' rows. column0: the first column. PACKED:
     the block size of the source's codes; 0 if it is BF16. EVEN: whether tiles fill the matrix.

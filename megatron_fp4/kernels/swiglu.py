@@ -21,7 +21,7 @@ _WORDS, _WARPS = 1024, 4  # words of the result that a program writes
 
 @triton.jit
 def _halves(words):
-    """The two BF16 of each word, in float32: those of the low halves, those of the high ones."""
+    """(low, high): the BF16 in the low and in the high half of each word, in float32."""
     low = (words << 16).to(tl.float32, bitcast=True)
     return low, (words & -0x10000).to(tl.float32, bitcast=True)
 

@@ -138,10 +138,10 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
 
 
 def _is_swiglu(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> bool:
-    """Whether an operand of the model's X or dY is made of a matrix that is computed for it: the
-    SwiGLU of what the linear is given, or the gradient of one.
+    """Whether the source of an operand of X or dY is "swiglu" and not "model".
 
-    X is the result itself in backward if the forward pass has had to compute it, and keeps it.
+    In backward X is the result of the SwiGLU itself where the forward pass computed it as a matrix
+    and kept it.
     """
     if letter == "dy":
         return setting.swiglu == "before"

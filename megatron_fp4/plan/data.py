@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 # What an operand is made from.
 #   model     X, W or dY as the model holds it
-#   swiglu    X, which is the SwiGLU of what the model holds; or dY, the gradient of what a SwiGLU
-#             reads, of which the model holds the gradient of the result
+#   swiglu    X of fc2: the SwiGLU of fc1's Y, which the model holds. dY of fc1: computed from fc1's
+#             Y and the gradient of the SwiGLU's result, which the model holds
 #   clamped   X without its outliers
 #   codes     fprop's operand, as codes and scales
 #   decoded   fprop's operand, decoded to `OperandPlan.dtype`; if fprop transformed it, after the
@@ -93,8 +93,8 @@ class Making:
 
     matrix: the matrix, as (letter, source). passed_over: (name, reason) of each faster maker that
     cannot make them.
-    compute: for source "swiglu", computes the matrix, which the maker is then given; None for other
-    sources. activates: whether the maker computes it instead, as it reads what the model holds.
+    activates: for source "swiglu", whether the maker computes the matrix as it reads what the model
+    holds. compute: computes it first, where the maker does not; None for other sources.
     """
 
     matrix: tuple[str, Source]
