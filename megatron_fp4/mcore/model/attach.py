@@ -44,9 +44,10 @@ def attach(
     """
     found = [linear for chunk in model for linear in _linears(chunk)]
     refused = {name: _attach_one(run, name, layer, number) for name, layer, number in found}
-    for module in (module for chunk in model for module in chunk.modules()):
-        if isinstance(module, GatedMLP) and run.args.fp4_joins_swiglu:
-            module.join()
+    mlps = [mlp for chunk in model for mlp in chunk.modules() if isinstance(mlp, GatedMLP)]
+    if run.args.fp4_joins_swiglu:
+        for mlp in mlps:
+            mlp.join()
     rows = _gather([_row(run, name, layer, number, refused[name]) for name, layer, number in found])
     for glob, _ in run.modules:
         if not any(fnmatchcase(row.name, glob) for row in rows):
@@ -80,7 +81,7 @@ def attach(
     everything = sum(weight.numel() for chunk in model for weight in chunk.parameters())
     ramped = max(_of_all_ranks((run.weight_states.ramped_elements, everything)))
     problems = [each for each in _of_all_ranks(executor.start(run)) if each is not None]
-    joined = _of_all_ranks(any(_are_joined(model)))
+    joined = _of_all_ranks(any(mlp.is_joined for mlp in mlps))
     kernels = fuse()
     if torch.distributed.get_rank() == 0:
         lines = (
@@ -96,12 +97,6 @@ def attach(
         run.start_table = start_table.table(run.recipes, [*rows, *stock]) + "".join(lines)
         print(run.start_table, flush=True)
     return model
-
-
-def _are_joined(model: list[MegatronModule]) -> Iterator[bool]:
-    """Whether linears compute the activation, for each MLP that may be so."""
-    for chunk in model:
-        yield from (m.is_joined for m in chunk.modules() if isinstance(m, GatedMLP))
 
 
 def _linears(chunk: MegatronModule) -> Iterator[tuple[str, Fp4Layer, int | None]]:
