@@ -19,6 +19,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints.compare_numerics import compare
@@ -205,6 +206,41 @@ def test_another_activation_and_other_positions_are_not_named(one_rank: None) ->
     config = small_gpt.config(**SIZES, gated_linear_unit=False, activation_func=F.gelu)
     model = small_gpt.build(config, 96, 16, position_embedding_type="learned_absolute")
     assert attached(model, "liger") == "norms, cross-entropy in kernels of Liger-Kernel 0.8.5"
+
+
+def copies_in_backward(rotated: list[Tensor], leaves: list[Tensor]) -> list[str]:
+    """The operators of the backward pass that copy or fill a whole gradient."""
+    names: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        torch.autograd.grad(rotated, leaves, [torch.ones_like(each) for each in rotated])
+    copying = ("clone", "copy", "zeros", "select_backward", "contiguous")
+    return [name for name in names if any(word in name for word in copying)]
+
+
+@needs_liger
+def test_no_gradient_is_copied_by_the_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query and key are rotated in place in both passes: no operator moves them."""
+    rope = pytest.importorskip("liger_kernel.ops.rope")
+    kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *a, **k: None})()
+    monkeypatch.setattr(rope, "_triton_rope", kernel)
+    from megatron_fp4.mcore.model import liger
+
+    query, key = (torch.randn(6, 2, heads, 8, requires_grad=True) for heads in (4, 2))
+    freqs = torch.randn(6, 1, 1, 8)
+    rotated = list(liger.rotate(query * 1, key * 1, freqs, 1.0))
+    assert [each.shape for each in rotated] == [query.shape, key.shape]
+    assert copies_in_backward(rotated, [query, key]) == []
+    # Negative control: the backward pass of an index copies to zeros.
+    rotated = [each[None][0] for each in liger.rotate(query * 1, key * 1, freqs, 1.0)]
+    assert copies_in_backward(rotated, [query, key])
 
 
 def test_a_user_s_layers_can_be_given_kernels() -> None:

@@ -30,9 +30,10 @@ def rotate(query: Tensor, key: Tensor, freqs: Tensor, scale: float) -> tuple[Ten
     # torch may set to anything where that axis has one element. So all tokens are on that axis.
     angles = freqs[..., 0, : rotated // 2].float().expand(sequence, batch, -1).flatten(0, 1)
     tables = torch.cos(angles) * scale, torch.sin(angles) * scale
-    heads = [t.flatten(0, 1).transpose(0, 1)[None] for t in (query, key)]
+    heads = [t.flatten(0, 1).transpose(0, 1).unsqueeze(0) for t in (query, key)]
     turned = LigerRopeFunction.apply(*heads, *tables, None, 1, rotated)
-    made = [t[0].transpose(0, 1).unflatten(0, (sequence, batch)) for t in turned]
+    # The backward pass of an index such as t[0] would copy the gradient to zeros, in another order.
+    made = [t.squeeze(0).transpose(0, 1).unflatten(0, (sequence, batch)) for t in turned]
     return made[0], made[1]
 
 
