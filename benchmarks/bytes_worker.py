@@ -255,6 +255,7 @@ def arguments(case: Case, shape: Shape) -> argparse.Namespace:
         fp4_executor="auto",
         fp4_wgrad_fusion=True,
         fp4_joins_swiglu=True,
+        fp4_joins_norms=True,
         accumulate_allreduce_grads_in_fp32=True,
     )
 

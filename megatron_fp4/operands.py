@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.rms_norm import RmsNorm, factors, normed
 from megatron_fp4.arithmetic.swiglu import swiglu, swiglu_gradient
 
 # [rows, K] with the contracted axis last: quantized, or in high precision.
@@ -17,10 +18,9 @@ Operand = QuantizedTensor | Tensor
 
 
 class _Computed:
-    """What both matrices below have: the matrix is computed once, and kept."""
+    """What the matrices below have: the matrix is computed once, and kept."""
 
     __slots__ = ()
-    y: Tensor
     _found: Tensor | None
 
     def by(self, compute: Compute) -> Tensor:
@@ -35,10 +35,6 @@ class _Computed:
         assert self._found is not None
         return self._found
 
-    @property
-    def device(self) -> torch.device:
-        return self.y.device
-
 
 @dataclass(slots=True)
 class Swiglu(_Computed):
@@ -49,6 +45,10 @@ class Swiglu(_Computed):
 
     y: Tensor
     _found: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.y.device
 
     @property
     def shape(self) -> torch.Size:
@@ -81,6 +81,10 @@ class SwigluGradient(_Computed):
     _found: Tensor | None = None
 
     @property
+    def device(self) -> torch.device:
+        return self.y.device
+
+    @property
     def shape(self) -> torch.Size:
         return self.y.shape
 
@@ -99,14 +103,54 @@ class SwigluGradient(_Computed):
         return torch.where(lines < half, left, right).t()
 
 
+@dataclass(slots=True)
+class Normed(_Computed):
+    """The RMSNorm of x [rows, n], which is computed where it is read (arithmetic/rms_norm.py).
+
+    factors: float32 [rows, 1], of x's rows; None: not computed yet.
+    """
+
+    x: Tensor
+    norm: RmsNorm
+    factors: Tensor | None = None
+    _found: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
+
+    def factors_by(self, compute: Callable[[Tensor, float], Tensor]) -> Tensor:
+        """`factors`, which `compute` computes from x and eps at the first call."""
+        if self.factors is None:
+            self.factors = compute(self.x, self.norm.eps)
+        return self.factors
+
+    def computed(self) -> Tensor:
+        """The matrix, computed by PyTorch."""
+        return normed(self.x, self.factors_by(factors), self.norm.gain)
+
+    def lines(self, axis: int, lines: Tensor) -> Tensor:
+        """As `Swiglu.lines`."""
+        by_row, gain = self.factors_by(factors), self.norm.gain
+        if axis == 1:
+            return normed(self.x[lines], by_row[lines], gain)
+        return normed(self.x[:, lines], by_row, gain[lines]).t()
+
+
 def _columns_of_halves(y: Tensor, columns: Tensor) -> Tensor:
     """[rows, 2 k]: k columns of the left half of y [rows, 2 n], then the same of the right half."""
     return torch.cat([y[:, columns], y[:, columns + y.shape[1] // 2]], 1)
 
 
+# A matrix that is computed where it is read.
+Computed = Swiglu | SwigluGradient | Normed
 # What operands are made from: a matrix as the model holds it, codes, or a matrix to be computed.
-Matrix = Operand | Swiglu | SwigluGradient
-Compute = Callable[[Swiglu | SwigluGradient], Tensor]
+Matrix = Operand | Computed
+Compute = Callable[[Any], Tensor]  # of a Computed
 
 
 class Activated(NamedTuple):

@@ -175,7 +175,8 @@ def words(call: Call) -> Words:
 
 def others(site: Site, call: Call) -> list[Tensor]:
     """The tensors that both passes read beside those of the linear."""
-    return [each for each in (call.rows, site.average) if each is not None]
+    weight = None if site.norm is None else site.norm.weight.detach()
+    return [each for each in (call.rows, site.average, weight) if each is not None]
 
 
 def refusal(plan: LinearPlan) -> str | None:

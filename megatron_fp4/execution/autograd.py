@@ -20,7 +20,7 @@ from megatron_fp4.execution.forward import Saved, forward
 from megatron_fp4.execution.parts import Build, Parts, take_apart
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.inputs import autocasts
-from megatron_fp4.operands import Operand, Swiglu
+from megatron_fp4.operands import Computed, Normed, Operand, Swiglu
 from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.setting import SwigluPlace
@@ -75,7 +75,7 @@ class Linear(torch.autograd.Function):
         needs = ctx.needs_input_grad if differentiates else (False, False, False)
         given = x if beside.y is None else beside.y
         given = given.reshape(-1, given.shape[-1])
-        matrix = given if beside.y is None else Swiglu(given)
+        matrix = _matrix(given, site, beside)
         plan = _plan(given, weight, bias, recipe, site, needs, beside.place)
 
         def run(followed: Site) -> tuple[Tensor, Passed, Parts]:
@@ -155,6 +155,13 @@ def gradients(
     return None if dx is None else dx.view(passed.x_shape), dw, db
 
 
+def _matrix(given: Tensor, site: Site, beside: Beside) -> Tensor | Computed:
+    """X, which may be computed from what the linear is given."""
+    if beside.y is not None:
+        return Swiglu(given)
+    return given if site.norm is None else Normed(given, site.norm)
+
+
 def _plan(
     x: Tensor,
     weight: Tensor,
@@ -187,6 +194,7 @@ def _plan(
         site.keeps_w,
         site.packs_x,
         swiglu,
+        site.norm is not None,
     )
 
 

@@ -21,6 +21,7 @@ from megatron_fp4.arithmetic.philox import (
     stream_id,
     stream_label,
 )
+from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.makers.base import Given
 from megatron_fp4.operands import Carriers, Made, Matrix
@@ -112,6 +113,7 @@ class Site:
     fuses: whether dW is added to weight.main_grad, if the weight has one.
     average: float32 [out, in], the moving average towards which rounding ema rounds W. It is
         updated in place between steps. None: W itself, or the recipe reads no average.
+    norm: an RMSNorm of what the linear takes, whose result is X; None: it takes X.
     observe: called with (gemm, letter, tally) for each quantized operand when it is multiplied, to
         watch for NaN and rounded elements; see `operands.Decoded.tally`.
     tallies: where passes that run in C++ add tallies, in place of calls of `observe`; None: where
@@ -127,6 +129,7 @@ class Site:
     packs_x: bool = True
     fuses: bool = False
     average: Tensor | None = None
+    norm: RmsNorm | None = None
     observe: Callable[[str, str, Tensor], None] | None = None
     tallies: Tallies | None = None
     watch: Watch | None = None

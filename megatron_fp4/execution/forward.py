@@ -16,7 +16,7 @@ from megatron_fp4.execution.communication import Pending
 from megatron_fp4.execution.gemm import run_gemm, show_codes
 from megatron_fp4.execution.making import Matrices, make_operands
 from megatron_fp4.execution.weights import HeldWeight
-from megatron_fp4.operands import Decoded, Made, Matrix, Operand, Swiglu
+from megatron_fp4.operands import Computed, Decoded, Made, Matrix, Operand, Swiglu
 from megatron_fp4.plan.data import LinearPlan, OperandPlan, Source
 
 
@@ -40,7 +40,7 @@ class Saved:
 
 def forward(
     plan: LinearPlan,
-    x: Tensor | Swiglu,
+    x: Tensor | Computed,
     weight: Tensor,
     bias: Tensor | None,
     site: Site,
@@ -49,7 +49,7 @@ def forward(
 ) -> tuple[Tensor, Saved]:
     """(Y [tokens, out], Saved) for X [tokens, in], W [out, in] and bias [out] or None.
 
-    X may be a SwiGLU that is computed here (`Setting.swiglu`).
+    X may be a SwiGLU or an RMSNorm that is computed here (`Setting.swiglu`, `Setting.normed`).
 
     The product, the bias and the product of the outliers are summed before Y is rounded to X's
     dtype. held: W's operands, where the calls of a step share them: read if they were made before,
@@ -57,13 +57,12 @@ def forward(
     """
     dtype = plan.setting.dtype
     matrices: dict[tuple[str, Source], Matrix] = {("w", "model"): weight.to(dtype)}
-    matrices["x", "swiglu" if plan.setting.swiglu == "after" else "model"] = x
-    residual, clamping = None, plan.clamping
+    matrices["x", _source(x)] = x
+    whole, residual, clamping = x, None, plan.clamping
+    if isinstance(whole, Computed) and plan.compute_x is not None:
+        whole = matrices["x", "model"] = whole.by(plan.compute_x)
     if clamping is not None:
-        whole = x
-        if isinstance(whole, Swiglu):
-            assert plan.compute_x is not None
-            whole = whole.by(plan.compute_x)
+        assert isinstance(whole, Tensor)
         matrices["x", "clamped"], residual = clamping.split(whole)
     made = _operands(plan, matrices, site, call, held)
     a, b = made[plan.fprop.a], made[plan.fprop.b]
@@ -80,6 +79,12 @@ def forward(
     if site.parallel is not None and plan.setting.has_part("dy"):
         y = site.parallel.scatter_sum(y).wait()
     return y, _saved(plan, x, weight, made, residual, y)
+
+
+def _source(x: Tensor | Computed) -> Source:
+    if isinstance(x, Computed):
+        return "swiglu" if isinstance(x, Swiglu) else "normed"
+    return "model"
 
 
 def _operands(
@@ -110,7 +115,7 @@ def _operands(
 
 def _saved(
     plan: LinearPlan,
-    x: Tensor | Swiglu,
+    x: Tensor | Computed,
     weight: Tensor,
     made: dict[OperandPlan, Made],
     residual: Residual | None,
@@ -132,13 +137,14 @@ def _saved(
     )
 
 
-def _kept_x(plan: LinearPlan, x: Tensor | Swiglu) -> Tensor:
+def _kept_x(plan: LinearPlan, x: Tensor | Computed) -> Tensor:
     """X as it is kept in high precision. After a SwiGLU this is fc1's Y, if the SwiGLU is computed
     again in backward, else the result of the SwiGLU."""
-    if not isinstance(x, Swiglu):
+    if not isinstance(x, Computed):
         return x
-    is_computed_again = plan.wgrad is not None and plan.wgrad.b.source == "swiglu"
-    return x.y if is_computed_again else x.result
+    if isinstance(x, Swiglu) and plan.wgrad is not None and plan.wgrad.b.source == "swiglu":
+        return x.y
+    return x.result
 
 
 def all_tokens(residual: Residual, plan: LinearPlan, site: Site) -> Pending[Residual]:

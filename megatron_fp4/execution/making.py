@@ -11,7 +11,7 @@ from megatron_fp4.arithmetic.hadamard import inverse
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.makers.pytorch import largest_of
-from megatron_fp4.operands import Made, Matrix, Operand, Swiglu, SwigluGradient
+from megatron_fp4.operands import Computed, Made, Matrix, Operand, Swiglu
 from megatron_fp4.plan.data import Making, OperandPlan, Source
 
 Matrices = Mapping[tuple[str, Source], Matrix]
@@ -19,9 +19,9 @@ Folds = Mapping[OperandPlan, Tensor]
 
 
 def computed(making: Making, matrices: Matrices) -> Operand:
-    """The matrix of `making`, computed where it is a SwiGLU or the gradient of one."""
+    """The matrix of `making`, computed where it is one that can be computed as it is read."""
     matrix = matrices[making.matrix]
-    if not isinstance(matrix, Swiglu | SwigluGradient):
+    if not isinstance(matrix, Computed):
         return matrix
     assert making.compute is not None
     return matrix.by(making.compute)

@@ -13,13 +13,17 @@ from typing import Any, NamedTuple
 class Source(NamedTuple):
     """The matrix that is quantized.
 
-    matrix: BF16 in words of two, or words of eight codes. scales: of the codes. y: BF16 in words of
-    two, where the matrix is the gradient of a SwiGLU of it (source.py).
+    matrix: BF16 in words of two, or words of eight codes. scales: of the codes.
+    Of a matrix that is computed as it is read (source.py): y: BF16 in words of two, whose gradient
+    through a SwiGLU is quantized. factors: float32, of each row, and weight: BF16 in words of two,
+    of an RMSNorm.
     """
 
     matrix: Any
     scales: Any
     y: Any
+    factors: Any
+    weight: Any
 
 
 class Output(NamedTuple):

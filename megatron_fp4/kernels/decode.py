@@ -9,6 +9,13 @@ from megatron_fp4.kernels.encode import permuted
 
 
 @triton.jit
+def halves(words):
+    """(low, high): the BF16 in the low and in the high half of each word, in float32."""
+    low = (words << 16).to(tl.float32, bitcast=True)
+    return low, (words & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _bf16_of_codes(words):
     """BF16 bits, int32 [..., 8], of words [...] of eight codes, without their scales.
 

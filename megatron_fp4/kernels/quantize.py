@@ -29,7 +29,8 @@ from megatron_fp4.kernels.launch import (
     tiles,
 )
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
-from megatron_fp4.operands import Carriers, Made, Matrix, Swiglu, SwigluGradient
+from megatron_fp4.kernels.rms_norm import factors
+from megatron_fp4.operands import Carriers, Made, Matrix, Normed, Swiglu, SwigluGradient
 from megatron_fp4.recording import DRAW, SEED_HIGH, SEED_LOW, STEP
 
 HADAMARD_GROUPS = (32, 64, 128)
@@ -41,7 +42,7 @@ SILENCE = Noise(Key(0), 0)
 # The types of the kernels' arguments; see `Launch`.
 RANDOM = Random(torch.int64, torch.int64, NUMBER, STEP, torch.int64, SEED_LOW, SEED_HIGH)
 _NO_RANDOM = Random(None, None, 0, 0, None, 0, 0)
-_SOURCE = Source(torch.int32, torch.uint8, torch.int32)
+_SOURCE = Source(torch.int32, torch.uint8, torch.int32, torch.float32, torch.int32)
 _OUTPUT = Output(torch.int32, torch.uint8, torch.int32, torch.int32, NUMBER)
 _NO_OUTPUT = Output(None, None, None, None, 0)
 
@@ -70,14 +71,15 @@ def quantize(
 ) -> list[Made]:
     """Quantizes a matrix to E2M1 codes with E8M0 scales, along one axis or along each.
 
-    x: BF16 [rows, columns], codes with blocks along the rows, or a SwiGLU or the gradient of one,
-        of BF16, which is computed as it is read (SWIGLU_COLUMNS). It is read once; a transform
-        reads it once for each copy.
+    x: BF16 [rows, columns], codes with blocks along the rows, or a matrix that is computed from
+        BF16 as it is read (SWIGLU_COLUMNS). It is read once; a transform reads it once for each
+        copy.
     quantizer, group: of all copies; a group is that of a Hadamard transform, 0 is none.
     copies: one, or one for each axis. They share seed, step and placement.
     average: float32 [rows, columns], for rounding ema.
     """
-    x_scales, y, packed, reads = None, None, 0, ""
+    x_scales = y = by_row = weight = None
+    packed, reads = 0, ""
     match x:
         case QuantizedTensor():
             source, x_scales, packed = x.codes, x.scales, x.quantizer.block[1]
@@ -85,6 +87,9 @@ def quantize(
             source, reads = _in_words(x.y), "swiglu"
         case SwigluGradient():
             source, y, reads = _in_words(x.gradient), _in_words(x.y), "swiglu gradient"
+        case Normed():
+            source, by_row, weight = _in_words(x.x), x.factors_by(factors), _in_words(x.norm.weight)
+            reads = "normed, zero-centered" if x.norm.zero_centered else "normed"
         case _:  # checked here, since a call more costs host time
             fits = x.is_contiguous() and not x.storage_offset() % 2
             source = x if fits else _in_words(x)
@@ -128,7 +133,7 @@ def quantize(
     draws = in_memory, has_groups, shared
     start = _quantize_launch(rows, columns, quantizer.fields, packed, reads, *copied, *draws)
     start(
-        source.device, source, x_scales, y,
+        source.device, source, x_scales, y, by_row, weight,
         *outputs[0], *outputs[1], average, *random, rows, columns,
     )  # fmt: skip
     return made

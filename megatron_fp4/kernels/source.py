@@ -1,12 +1,14 @@
 """How the quantize kernels read a matrix, in Triton: a tile of it, or a sample.
 
-The matrix is in memory as BF16 or as codes, or it is a SwiGLU, or the gradient of one, which is
-computed here (READS):
+The matrix is in memory as BF16 or as codes, or it is a SwiGLU, the gradient of one, or an RMSNorm,
+which is computed here (READS):
 
-    ""                 x.matrix, as it is
-    "swiglu"           the SwiGLU of x.matrix, which has twice as many columns
-    "swiglu gradient"  the gradient of x.y; x.matrix is the gradient of its SwiGLU, which has half
-                       as many columns
+    ""                      x.matrix, as it is
+    "swiglu"                the SwiGLU of x.matrix, which has twice as many columns
+    "swiglu gradient"       the gradient of x.y; x.matrix is the gradient of its SwiGLU, which has
+                            half as many columns
+    "normed"                the RMSNorm of x.matrix, from x.factors and x.weight
+    "normed, zero-centered" the same, with gains of 1 + x.weight
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import triton
 import triton.language as tl
 
 from megatron_fp4.kernels import decode
+from megatron_fp4.kernels.rms_norm import normed_words
 from megatron_fp4.kernels.swiglu import activated_words, gradient_words
 
 
@@ -85,6 +88,11 @@ def read_tiles(
         pairs = activated_words(gate, up, INTERPRETED)
         return pairs, pairs
     pairs = loaded(x.matrix, at_rows, at, n_rows, n_columns // 2, EVEN)
+    if READS == "normed" or READS == "normed, zero-centered":
+        factor = tl.load(x.factors + at_rows, mask=at_rows < n_rows, other=0)
+        # In every row, so that the threads that have the elements load their weights too.
+        weight = loaded(x.weight, at_rows * 0, at, 1, n_columns // 2, EVEN)
+        pairs = normed_words(pairs, factor, weight, READS != "normed", INTERPRETED)
     return pairs, pairs
 
 
@@ -107,4 +115,8 @@ def sampled(x, rows, words, n_columns, READS: tl.constexpr, INTERPRETED: tl.cons
         up = tl.load(x.y + rows * (2 * half) + at + half)
         of_gate, of_up = gradient_words(gradient, gate, up, INTERPRETED)
         return tl.where(words < half, of_gate, of_up)
-    return tl.load(matrix + rows * (n_columns // 2) + words)
+    pairs = tl.load(matrix + rows * (n_columns // 2) + words)
+    if READS == "normed" or READS == "normed, zero-centered":
+        factor, weight = tl.load(x.factors + rows), tl.load(x.weight + words)
+        return normed_words(pairs, factor, weight, READS != "normed", INTERPRETED)
+    return pairs

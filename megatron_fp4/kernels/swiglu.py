@@ -13,17 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_fp4.kernels.decode import halves
 from megatron_fp4.kernels.encode import rounded_pairs
 from megatron_fp4.kernels.launch import INTERPRETED, Launch, kernel, planned, tiles
 
 _WORDS, _WARPS = 1024, 4  # words of the result that a program writes
-
-
-@triton.jit
-def _halves(words):
-    """(low, high): the BF16 in the low and in the high half of each word, in float32."""
-    low = (words << 16).to(tl.float32, bitcast=True)
-    return low, (words & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -52,8 +46,8 @@ def _activated(gate, up, INTERPRETED: tl.constexpr):
 @triton.jit
 def activated_words(gate, up, INTERPRETED: tl.constexpr):
     """Words of two BF16: the SwiGLU of two words of the gate and of two of `up`."""
-    gate_low, gate_high = _halves(gate)
-    up_low, up_high = _halves(up)
+    gate_low, gate_high = halves(gate)
+    up_low, up_high = halves(up)
     low = _activated(gate_low, up_low, INTERPRETED)
     high = _activated(gate_high, up_high, INTERPRETED)
     return rounded_pairs(low, high, INTERPRETED)
@@ -73,9 +67,9 @@ def gradient_words(gradient, gate, up, INTERPRETED: tl.constexpr):
 
     gradient: that of the SwiGLU.
     """
-    low, high = _halves(gradient)
-    gate_low, gate_high = _halves(gate)
-    up_low, up_high = _halves(up)
+    low, high = halves(gradient)
+    gate_low, gate_high = halves(gate)
+    up_low, up_high = halves(up)
     of_gate_low, of_up_low = _gradients(low, gate_low, up_low, INTERPRETED)
     of_gate_high, of_up_high = _gradients(high, gate_high, up_high, INTERPRETED)
     of_gate = rounded_pairs(of_gate_low, of_gate_high, INTERPRETED)

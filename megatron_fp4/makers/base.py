@@ -50,8 +50,8 @@ class Maker(Protocol):
         ...
 
     def activates(self, operand: OperandPlan) -> bool:
-        """Whether it can compute a SwiGLU, or the gradient of one, as it reads the matrix of this
-        operand; see `operands.Swiglu`."""
+        """Whether it can compute the matrix of this operand, whose source is "swiglu" or "normed",
+        as it reads what the matrix is computed from."""
         ...
 
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:

@@ -16,6 +16,7 @@ import torch
 from megatron_fp4.arithmetic.philox import GROUP
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.computed import WIDEST_NORM
 from megatron_fp4.operands import Made, Matrix
 from megatron_fp4.plan.data import OperandPlan
 
@@ -53,8 +54,12 @@ class Mxfp4Kernel:
         return not operand.group
 
     def activates(self, operand: OperandPlan) -> bool:
+        if operand.group:
+            return False
+        if operand.source == "normed":
+            return operand.shape[1] <= WIDEST_NORM
         columns = operand.shape[1] // (2 if operand.letter == "dy" else 1)
-        return not operand.group and columns % _kernels().SWIGLU_COLUMNS == 0
+        return columns % _kernels().SWIGLU_COLUMNS == 0
 
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
         forms = [(p.letter, p.quantizer, p.group, p.is_part) for p in (one, other)]

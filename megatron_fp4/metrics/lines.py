@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from megatron_fp4.arithmetic.formats import pack
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, QuantizedTensor, Quantizer
-from megatron_fp4.operands import Matrix, Operand, Swiglu, SwigluGradient
+from megatron_fp4.operands import Computed, Matrix, Operand
 
 
 def lines_of(matrix: Matrix, axis: int, lines: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def lines_of(matrix: Matrix, axis: int, lines: Tensor) -> Tensor:
 
     lines: int64 [n], their indices along the other axis.
     """
-    if isinstance(matrix, Swiglu | SwigluGradient):
+    if isinstance(matrix, Computed):
         return matrix.lines(axis, lines)
     if not isinstance(matrix, QuantizedTensor):
         return matrix.movedim(axis, -1)[lines]

@@ -15,8 +15,9 @@ import torch
 from megatron_fp4 import makers, multipliers
 from megatron_fp4.arithmetic.formats import wide
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
-from megatron_fp4.makers import estimator, outliers, swiglu
+from megatron_fp4.makers import computed, estimator, outliers
 from megatron_fp4.multipliers.base import Multiplier, Product
+from megatron_fp4.operands import Compute
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, Source
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.plan.sizes import CONTRACTED, token_tile
@@ -56,7 +57,7 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
         saves_x=saves_x,
         saves_w="operand" if _is_forwards(recipe, "w") else "model",
         clamping=outliers.choose(recipe, setting),
-        compute_x=swiglu.choose(fprop.a, setting.target) if setting.swiglu == "after" else None,
+        compute_x=_compute_x(recipe, fprop.a, setting),
         compensation=_compensation(setting) if _compensates(recipe) else None,
         residual_in_dw=setting.dw and _residual_in_dw(recipe),
         shows_packed_x=saves_x == "packed" and recipe.fprop.a is None,
@@ -120,7 +121,7 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
     if (gemm, letter) == ("fprop", "x") and recipe.outliers is not None:
         return _From("clamped", dtype)
     if gemm == "fprop" or letter == "dy" or not _is_forwards(recipe, letter):
-        return _From("swiglu" if _is_swiglu(recipe, gemm, letter, setting) else "model", dtype)
+        return _From(_computed(recipe, gemm, letter, setting) or "model", dtype)
     left, own = recipe.quantizer("fprop", letter), recipe.gemm(gemm)
     assert left is not None
     transformed = recipe.fprop.hadamard is not None
@@ -137,22 +138,39 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
     return _From("decoded", dtype if narrow else wide(dtype))
 
 
-def _is_swiglu(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> bool:
-    """Whether the source of an operand of X or dY is "swiglu" and not "model".
-
-    In backward X is the result of the SwiGLU itself where the forward pass computed it as a matrix
-    and kept it.
-    """
+def _computed(
+    recipe: Recipe, gemm: str, letter: str, setting: Setting
+) -> Literal["swiglu", "normed", ""]:
+    """The source of an operand of X or dY, if it is "swiglu" or "normed" and not "model"."""
     if letter == "dy":
-        return setting.swiglu == "before"
-    if letter != "x" or setting.swiglu != "after":
-        return False
+        return "swiglu" if setting.swiglu == "before" else ""
+    if letter != "x":
+        return ""
+    if setting.normed:
+        return "" if _reads_normed_x(recipe, setting) else "normed"
+    if setting.swiglu != "after":
+        return ""
     if gemm == "fprop" or _saves_x(recipe, setting) == "packed":
-        return True
-    if recipe.outliers is not None:
-        return False
+        return "swiglu"
+    # In backward X is the result of the SwiGLU itself where the forward pass computed it as a
+    # matrix and kept it.
     fprop = operand_plan(recipe, "fprop", "x", setting)
-    return makers.choose(fprop, setting.target).maker.activates(fprop)
+    again = recipe.outliers is None and makers.choose(fprop, setting.target).maker.activates(fprop)
+    return "swiglu" if again else ""
+
+
+def _reads_normed_x(recipe: Recipe, setting: Setting) -> bool:
+    """Whether something but fprop's maker reads the result of a norm as a matrix."""
+    return recipe.outliers is not None or _saves_x(recipe, setting) == "model"
+
+
+def _compute_x(recipe: Recipe, x: OperandPlan, setting: Setting) -> Compute | None:
+    """See `LinearPlan.compute_x`. x: fprop's operand."""
+    if setting.normed and _reads_normed_x(recipe, setting):
+        return computed.choose(replace(x, source="normed"), setting.target)
+    if setting.swiglu == "after" and recipe.outliers is not None:
+        return computed.choose(x, setting.target)
+    return None
 
 
 def _has_scales_to_fold(recipe: Recipe, gemm: str, setting: Setting) -> bool:
@@ -239,8 +257,8 @@ def makings(operands: Iterable[OperandPlan], setting: Setting) -> tuple[Making, 
                 found[-1] = replace(last, operands=(*last.operands, operand))
                 continue
         compute, activates = None, False
-        if operand.source == "swiglu":
-            compute = swiglu.choose(operand, setting.target)
+        if operand.source in ("swiglu", "normed"):
+            compute = computed.choose(operand, setting.target)
             activates = choice.maker.activates(operand)
         found.append(
             Making(matrix, choice.maker, (operand,), choice.passed_over, compute, activates)

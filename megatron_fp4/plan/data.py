@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 #   model     X, W or dY as the model holds it
 #   swiglu    X of fc2: the SwiGLU of fc1's Y, which the model holds. dY of fc1: computed from fc1's
 #             Y and the gradient of the SwiGLU's result, which the model holds
+#   normed    X: the RMSNorm of what the model holds
 #   clamped   X without its outliers
 #   codes     fprop's operand, as codes and scales
 #   decoded   fprop's operand, decoded to `OperandPlan.dtype`; if fprop transformed it, after the
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 #   values    fprop's operand, decoded without the scale of a whole row or tensor, which is
 #             multiplied into dY instead
 #   elements  fprop's codes without any scale; the scale of a whole row is multiplied into dY
-Source = Literal["model", "swiglu", "clamped", "codes", "decoded", "values", "elements"]
+Source = Literal["model", "swiglu", "normed", "clamped", "codes", "decoded", "values", "elements"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +94,9 @@ class Making:
 
     matrix: the matrix, as (letter, source). passed_over: (name, reason) of each faster maker that
     cannot make them.
-    activates: for source "swiglu", whether the maker computes the matrix as it reads what the model
-    holds. compute: computes it first, where the maker does not; None for other sources.
+    activates: for sources "swiglu" and "normed", whether the maker computes the matrix as it reads
+    what the model holds. compute: computes it first, where the maker does not; None for other
+    sources.
     """
 
     matrix: tuple[str, Source]
@@ -138,7 +140,8 @@ class LinearPlan:
     saves_w: what is saved of W: fprop's operand ("operand"), or W itself ("model").
     clamping: splits X into clamped X and outliers as recipe.outliers says; None where the recipe
         clamps nothing.
-    compute_x: computes X before it is clamped, where it is the result of a SwiGLU; else None.
+    compute_x: computes X where it is the result of a SwiGLU or of a norm, and is clamped or kept as
+        a matrix; else None.
     compensation: the multiplier that adds outliers times W^T to Y; None where the recipe does not
         compensate. residual_in_dw: whether it also adds dY^T times the outliers to dW.
     shows_packed_x: whether the forward pass reports wgrad's packed X to `Site.observe`, because

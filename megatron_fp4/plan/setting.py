@@ -80,6 +80,7 @@ class Setting:
         in the form that the multiplier reads ("decoded"); None: each call makes them.
     packs_x: whether X is saved for backward as wgrad's codes, where wgrad quantizes the original X.
     swiglu: where the linear stands beside a SwiGLU.
+    normed: whether what it takes goes through an RMSNorm first, whose result is X.
     """
 
     tokens: int
@@ -96,6 +97,7 @@ class Setting:
     keeps_w: Literal["packed", "decoded"] | None = None
     packs_x: bool = True
     swiglu: SwigluPlace = ""
+    normed: bool = False
 
     def has_part(self, letter: str) -> bool:
         """Whether this rank holds only a part of the operand's tokens."""

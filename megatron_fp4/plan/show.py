@@ -19,6 +19,7 @@ _PRODUCTS = {
 _SOURCES = {
     "model": "",
     "swiglu": "through SwiGLU",
+    "normed": "through RMSNorm",
     "clamped": "without its outliers",
     "codes": "from the codes of fprop",
     "decoded": "decoded from the codes of fprop",

@@ -75,6 +75,8 @@ VARIANTS: dict[str, Launch] = {
     "of a swiglu's gradient": quantize_launch(
         "stochastic", E5M2, E5M2, rule="ceil", sizes=(72, 256), reads="swiglu gradient", shared=True
     ),
+    "of a norm": quantize_launch("nearest", E4M3, False, rule="ceil", reads="normed"),
+    "of a norm, both": quantize_launch("stochastic", True, E4M3, reads="normed, zero-centered"),
     "packed blocks of 16": quantize_launch(along_rows=False, packed=16, block=(1, 16)),
 }
 

@@ -88,6 +88,7 @@ class Training:
             fp4_executor="auto",
             fp4_wgrad_fusion=True,
             fp4_joins_swiglu=True,
+            fp4_joins_norms=True,
             accumulate_allreduce_grads_in_fp32=True,
         )
         self.run = Run(recipe, self.args)

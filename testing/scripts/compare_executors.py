@@ -7,7 +7,7 @@ On a CPU operators of PyTorch make and multiply the operands. With TRITON_INTERP
 a Hopper GPU (testing/kernels/pretend_gpu.py). On a GPU they run there. Several ranks shard the
 linear by sequence parallelism, as a column-parallel and as a row-parallel linear.
 
---pairs adds, on one rank, two linears with a SwiGLU between them.
+--mlps adds, on one rank, MLPs whose linears compute the norm before and the SwiGLU between them.
 --mistake NAME makes a known mistake in the executor in C++. Prints JSON: for each case whether the
 results are equal, how many forward and backward passes ran in C++, and why not all did.
 """
@@ -20,7 +20,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,10 +29,12 @@ from torch import distributed as dist
 
 from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.philox import Key, Placement
+from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.cpp import extension, lowering
 from megatron_fp4.cpp.executor import CppExecutor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import TensorParallel
+from megatron_fp4.execution.norm import before_linear
 from megatron_fp4.execution.weights import WeightCache
 from megatron_fp4.linear import (
     execute_by,
@@ -72,9 +74,9 @@ MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 @dataclass
 class Case:
-    """One linear, or two with a SwiGLU between them.
+    """One linear, or an MLP: an RMSNorm, and two linears with a SwiGLU between them.
 
-    kind: "alone", "column", "row" or "swiglu". held: whether the microbatches of a step share
+    kind: "alone", "column", "row" or "mlp". held: whether the microbatches of a step share
     W's operands. fuses: whether dW is added to main_grad. has_bias: of the linear.
     """
 
@@ -153,8 +155,8 @@ def run(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
     return found
 
 
-def run_pair(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
-    """As `run`, for two linears with a SwiGLU between them."""
+def run_mlp(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
+    """As `run`, for an MLP whose linears compute what stands beside them."""
     execute_by(executor)
     random = torch.Generator(case.device).manual_seed(0)
 
@@ -168,6 +170,9 @@ def run_pair(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
     for w in weights:
         w.main_grad = torch.zeros(w.shape, device=case.device)  # type: ignore[attr-defined]
     sites = [case.site(monitor, a, name) for a, name in zip(averages, ("fc1", "fc2"), strict=True)]
+    gain = normal(64).requires_grad_()
+    norm = RmsNorm(gain, 1e-5)
+    sites[0] = replace(sites[0], norm=norm)
     caches = [WeightCache(), WeightCache()]
     for step, i in itertools.product(range(1, STEPS + 1), range(MICROBATCHES)):
         microbatch = (step + i) % MICROBATCHES
@@ -175,10 +180,13 @@ def run_pair(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
         x = normal(TOKENS // 4, 4, 64).requires_grad_()
         rows = torch.arange(TOKENS, device=case.device) + 1000 * microbatch
         call = Call(Key(2**40 + 7, step), microbatch, 0, rows)
-        between = linear_before_swiglu(x, weights[0], recipe, sites[0], call, held[0])
-        z = linear_after_swiglu(between, weights[1], recipe, sites[1], call, held[1])
+        taken, residual = before_linear(x, norm)
+        between = linear_before_swiglu(taken, weights[0], recipe, sites[0], call, held[0])
+        z = linear_after_swiglu(between, weights[1], recipe, sites[1], call, held[1]) + residual
         torch.autograd.backward(z, normal(*z.shape))
-        found.tensors += [z.detach(), x.grad]  # type: ignore[list-item]
+        found.tensors += [z.detach(), x.grad, gain.grad]  # type: ignore[list-item]
+        gain.grad = None
+        gain.data *= 1.125  # which a recorded pass must read again
         for w in weights:
             found.tensors.append(w.main_grad.clone() if case.fuses else w.grad)  # type: ignore
             w.grad = None
@@ -190,11 +198,11 @@ def run_pair(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
 
 
 def compared(case: Case, loaded: Any) -> dict[str, Any]:
-    runs = run_pair if case.kind == "swiglu" else run
+    runs = run_mlp if case.kind == "mlp" else run
     expected = runs(case, in_python, None)
     executor = CppExecutor(loaded, on_cpu=True)
     found = runs(case, executor, loaded.Tallies())
-    passes = STEPS * MICROBATCHES * (2 if case.kind == "swiglu" else 1)
+    passes = STEPS * MICROBATCHES * (2 if case.kind == "mlp" else 1)
     pairs = list(zip(expected.tensors, found.tensors, strict=True))
     return {
         "equal": all(torch.equal(a, b) for a, b in pairs) and expected.tallies == found.tallies,
@@ -205,9 +213,9 @@ def compared(case: Case, loaded: Any) -> dict[str, Any]:
     }
 
 
-def cases(recipes: list[str], pairs: bool) -> list[Case]:
+def cases(recipes: list[str], mlps: bool) -> list[Case]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kinds = ["column", "row"] if dist.is_initialized() else ["alone", *["swiglu"] * pairs]
+    kinds = ["column", "row"] if dist.is_initialized() else ["alone", *["mlp"] * mlps]
     return [
         Case(recipe, kind, held, fuses, has_bias=not held, device=device)
         for recipe in recipes
@@ -224,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("recipes", nargs="+")
     parser.add_argument("--mistake", choices=MISTAKES)
-    parser.add_argument("--pairs", action="store_true", help="two linears with a SwiGLU too")
+    parser.add_argument("--mlps", action="store_true", help="MLPs too")
     args = parser.parse_args()
     if "RANK" in os.environ:
         gloo.use_one_worker()
@@ -242,7 +250,7 @@ def main() -> None:
         f"{case.recipe} {case.kind}{' held' * case.held}{' fused' * case.fuses}": compared(
             case, loaded
         )
-        for case in cases(args.recipes, args.pairs)
+        for case in cases(args.recipes, args.mlps)
     }
     if not _rank():
         json.dump(found, sys.stdout)

@@ -35,7 +35,7 @@ def compared(*words: str, ranks: int = 1, interpreted: bool = False) -> dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_operators_of_pytorch_and_collectives(ranks: int) -> None:
-    found = compared("fp8", *["--pairs"] * (ranks == 1), ranks=ranks)
+    found = compared("fp8", *["--mlps"] * (ranks == 1), ranks=ranks)
     assert len(found) == 6
     for name, case in found.items():
         assert case["equal"] and not case["problems"], (name, case)
@@ -60,8 +60,8 @@ def test_kernels_and_products_of_cublas(recipe: str) -> None:
 
 
 @pytest.mark.outside
-def test_a_swiglu_in_kernels() -> None:
-    for name, case in compared("tetrajet", "--pairs", interpreted=True).items():
+def test_an_mlp_in_kernels() -> None:
+    for name, case in compared("tetrajet", "--mlps", interpreted=True).items():
         assert case["equal"] and not case["problems"], (name, case)
 
 

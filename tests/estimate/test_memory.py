@@ -175,7 +175,8 @@ def saved(model: Model, recipe: str) -> float:
             train_iters=10, fp4_seed=1, fp4_eval_forward="fp4", cuda_graph_impl="none",
             first_last_layers_bf16=False, fp4_weight_cache="packed", fp4_saved_x="packed",
             fp4_executor="auto",
-            fp4_wgrad_fusion=True, fp4_joins_swiglu=True, accumulate_allreduce_grads_in_fp32=True,
+            fp4_wgrad_fusion=True, fp4_joins_swiglu=True, fp4_joins_norms=True,
+            accumulate_allreduce_grads_in_fp32=True,
         )  # fmt: skip
         run = Run(recipe_named(recipe), args)
         attach.attach(run, [chunk])

@@ -24,7 +24,7 @@ def test_both_executors_compute_the_same_bits(ranks: int) -> None:
     script = str(ROOT / "testing/scripts/compare_executors.py")
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [*launch, script, *list_recipes(), *["--pairs"] * (ranks == 1)],
+        [*launch, script, *list_recipes(), *["--mlps"] * (ranks == 1)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,

@@ -8,7 +8,15 @@ import pytest
 from megatron_fp4.arithmetic.estimators import DGE
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer
-from megatron_fp4.kernels import blocks, carrier, estimator, outliers, row_operands, transpose
+from megatron_fp4.kernels import (
+    blocks,
+    carrier,
+    estimator,
+    outliers,
+    rms_norm,
+    row_operands,
+    transpose,
+)
 from megatron_fp4.kernels.fp8 import FORMATS
 from megatron_fp4.kernels.quantize import _transform_launch
 from testing.kernels.compiling import (
@@ -89,6 +97,30 @@ def test_one_draw_for_both_copies_saves_instructions(carrier: Any) -> None:
     (two, _), (one, used) = made(False), made(True)
     assert one < two * 0.9
     assert 3 * 4 * 32 * used <= 2**16
+
+
+@pytest.mark.parametrize("carried", [(E4M3, False), (False, E5M2), (E4M3, E5M2)])
+def test_a_norm_costs_less_than_half_more_instructions(carried: tuple[Any, Any]) -> None:
+    """And no spill, though the weights of the columns are broadcast over the rows."""
+
+    def made(reads: str) -> str:
+        start = quantize_launch("nearest", *carried, rule="ceil", sizes=(1024, 1024), reads=reads)
+        return sass(compiled_launch(start, 90)["cubin"])
+
+    plain, normed = made(""), made("normed")
+    assert "STL" not in normed
+    assert normed.count(";") < 1.5 * plain.count(";")
+
+
+@pytest.mark.parametrize("columns", [4096, 8192])
+def test_kernels_of_norms_hold_their_rows_in_registers(columns: int) -> None:
+    words = columns // 2
+    for start in (
+        rms_norm._factor_launch(64, words),
+        rms_norm._normed_launch(64, words, False),
+        rms_norm._gradient_launch(64, words, True, False),
+    ):
+        assert "STL" not in sass(compiled_launch(start, 90)["cubin"])
 
 
 def test_threads_go_over_the_axes_as_said() -> None:

@@ -57,6 +57,7 @@ def run(
         fp4_executor="auto",
         fp4_wgrad_fusion=True,
         fp4_joins_swiglu=True,
+        fp4_joins_norms=True,
         accumulate_allreduce_grads_in_fp32=True,
     )
     return Run(recipe, args, modules)

@@ -73,6 +73,7 @@ def given(**values: Any) -> argparse.Namespace:
         "fp4_recipe": None,
         "swiglu": True,
         "add_bias_linear": False,
+        "normalization": "RMSNorm",
     }
     return argparse.Namespace(**plain | values)
 
@@ -139,13 +140,14 @@ def test_another_choice_is_told_when_a_run_resumes(capsys: pytest.CaptureFixture
     saved, now = parse(), parse()
     compare(saved, now)
     assert not capsys.readouterr().out
-    saved.fp4_joins_swiglu = False
-    now.fp4_liger, now.fp4_fused_adamw, now.fp4_joins_swiglu = "0.8.5", True, True
+    saved.fp4_joins_swiglu = saved.fp4_joins_norms = False
+    now.fp4_liger, now.fp4_fused_adamw = "0.8.5", True
+    now.fp4_joins_swiglu = now.fp4_joins_norms = True
     compare(saved, now)
     assert (
         "trained with fused kernels of none, this launch has Liger-Kernel 0.8.5 and torch's AdamW "
-        "and linears with SwiGLU (--fp4-fused-kernels): results differ in their last bits"
-        in capsys.readouterr().out
+        "and linears with SwiGLU and linears with RMSNorm (--fp4-fused-kernels): results differ in "
+        "their last bits" in capsys.readouterr().out
     )
 
 

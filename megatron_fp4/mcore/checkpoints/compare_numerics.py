@@ -105,6 +105,7 @@ def _kernels(args: argparse.Namespace) -> str:
     names = [f"Liger-Kernel {liger}"] * bool(liger)
     names += ["torch's AdamW"] * bool(getattr(args, "fp4_fused_adamw", False))
     names += ["linears with SwiGLU"] * bool(getattr(args, "fp4_joins_swiglu", False))
+    names += ["linears with RMSNorm"] * bool(getattr(args, "fp4_joins_norms", False))
     return " and ".join(names) or "none"
 
 

@@ -134,7 +134,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "Liger-Kernel's, and off takes none",
     )
     # What fused_kernels.settle sets.
-    parser.set_defaults(fp4_liger=None, fp4_fused_adamw=False, fp4_joins_swiglu=False)
+    parser.set_defaults(
+        fp4_liger=None, fp4_fused_adamw=False, fp4_joins_swiglu=False, fp4_joins_norms=False
+    )
     group.add_argument(
         "--fp4-load-anyway",
         action="store_true",

@@ -38,6 +38,8 @@ def settle(args: Namespace, is_checked: bool) -> None:
     fp4_fused_adamw: whether torch's AdamW updates a weight by one kernel.
     fp4_joins_swiglu: whether linears compute the SwiGLU between them, where they can
         (model/mlp.py).
+    fp4_joins_norms: whether linears compute the RMSNorm before them, where they can
+        (model/joined_norms.py).
 
     is_checked: see `Script.is_checked`; other launches get what they ask for.
     """
@@ -49,6 +51,8 @@ def settle(args: Namespace, is_checked: bool) -> None:
     args.fp4_liger = version("liger-kernel") if has_liger else None
     has_recipe = args.fp4_recipe not in (None, *OFF)
     args.fp4_joins_swiglu = wanted != "off" and has_recipe and _has_swiglu(args)
+    is_rms = args.normalization == "RMSNorm"
+    args.fp4_joins_norms = wanted != "off" and has_recipe and is_rms
     args.fp4_fused_adamw = wanted != "off" and torch.cuda.is_available() and _has_adamw(args)
 
 

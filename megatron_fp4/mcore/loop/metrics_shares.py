@@ -20,7 +20,7 @@ from megatron_fp4.makers.pytorch import before_quantizer
 from megatron_fp4.mcore.model.attach import Fp4Layer
 from megatron_fp4.metrics import weights
 from megatron_fp4.metrics.lines import lines_of, rows_of
-from megatron_fp4.operands import Matrix, Swiglu, SwigluGradient
+from megatron_fp4.operands import Computed, Matrix
 from megatron_fp4.plan.data import OperandPlan
 
 # An operand of a microbatch with more elements than this is sampled: of its lines across the
@@ -137,7 +137,7 @@ def counted(
     if lines is not None:
         matrix = lines_of(matrix, operand.axis, lines)
         operand, quantized = _in_rows(operand), rows_of(quantized, lines)
-    elif isinstance(matrix, Swiglu | SwigluGradient):
+    elif isinstance(matrix, Computed):
         matrix = matrix.computed()
     return before_quantizer(matrix, operand, given), quantized
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import cuda_graphs
-from megatron_fp4.mcore.model import executor, start_table
+from megatron_fp4.mcore.model import executor, joined_norms, start_table
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
 from megatron_fp4.mcore.model.mlp import GatedMLP
 from megatron_fp4.mcore.model.run import Run
@@ -26,6 +26,9 @@ from megatron_fp4.streams import check_streams
 Fp4Layer = Fp4ColumnParallelLinear | Fp4RowParallelLinear
 _JOINED = (
     "\n  SwiGLU is computed by mlp.linear_fc2, and its gradient by mlp.linear_fc1, as they quantize"
+)
+_JOINED_NORMS = (
+    "\n  RMSNorm is computed by linear_qkv and mlp.linear_fc1 behind it, as they quantize"
 )
 # Classes of linears by name, so that Transformer Engine need not be there.
 _LINEARS = {"ColumnParallelLinear", "RowParallelLinear", "Linear", "TELinear", "LayerNormLinear"}
@@ -48,6 +51,7 @@ def attach(
     if run.args.fp4_joins_swiglu:
         for mlp in mlps:
             mlp.join()
+    norms = sum(map(joined_norms.join, model)) if run.args.fp4_joins_norms else 0
     rows = _gather([_row(run, name, layer, number, refused[name]) for name, layer, number in found])
     for glob, _ in run.modules:
         if not any(fnmatchcase(row.name, glob) for row in rows):
@@ -81,7 +85,7 @@ def attach(
     everything = sum(weight.numel() for chunk in model for weight in chunk.parameters())
     ramped = max(_of_all_ranks((run.weight_states.ramped_elements, everything)))
     problems = [each for each in _of_all_ranks(executor.start(run)) if each is not None]
-    joined = _of_all_ranks(any(mlp.is_joined for mlp in mlps))
+    joined = _of_all_ranks((any(mlp.is_joined for mlp in mlps), norms > 0))
     kernels = fuse()
     if torch.distributed.get_rank() == 0:
         lines = (
@@ -91,7 +95,8 @@ def attach(
             if start_table.trains(run.args) and run.ramping is not None
             else "",
             executor.line(problems[0] if problems else None),
-            _JOINED * any(joined),
+            _JOINED * any(swiglus for swiglus, _ in joined),
+            _JOINED_NORMS * any(has_norms for _, has_norms in joined),
             kernels and f"\n  {kernels}",
         )
         run.start_table = start_table.table(run.recipes, [*rows, *stock]) + "".join(lines)

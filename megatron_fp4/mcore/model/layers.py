@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.execution.weights import WeightCache
@@ -74,6 +75,10 @@ class Fp4State:
             yield
         finally:
             self._leaves_swiglu = False
+
+    def take_norm(self, norm: RmsNorm) -> None:
+        """From now on the linear takes what `norm` takes, and computes it."""
+        self.site = replace(self.site, norm=norm)
 
     def in_force(self, training: bool) -> bool:
         """Whether this forward pass follows the recipe.
@@ -156,7 +161,8 @@ class _FollowsRecipe:
     config: TransformerConfig
     skip_bias_add: bool
     fp4: Fp4State | None = None  # None: this layer stays in high precision
-    may_join: bool = True  # whether the class may get and return an Activated; see `GatedMLP.join`
+    # Whether the class may compute what stands beside it; see `GatedMLP.join` and `joined_norms`.
+    may_join: bool = True
 
     def plan(self) -> LinearPlan:
         """The plan that training executes for a microbatch of --micro-batch-size sequences.
@@ -171,7 +177,7 @@ class _FollowsRecipe:
         return plan_for(
             recipe, tokens_of_plan(recipe, self.tokens()), weight.shape, dtype, weight.device,
             weight.dtype, site.sharding, run.main_grad(dtype), True, True, has_bias, site.keeps_w,
-            site.packs_x, self.fp4.swiglu,
+            site.packs_x, self.fp4.swiglu, site.norm is not None,
         )  # fmt: skip
 
     def quantized_weight(self) -> Tensor:

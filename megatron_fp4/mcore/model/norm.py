@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_fp4.arithmetic.formats import widen
+from megatron_fp4.arithmetic.rms_norm import RmsNorm
+from megatron_fp4.execution.norm import before_linear
 from megatron_fp4.mcore.launch.refusals import model as refusals
 from megatron_fp4.mcore.launch.refusals.table import refuse
 
@@ -27,12 +29,15 @@ class Norm(nn.Module):
 
     fused: an RMSNorm in one kernel that takes (x, weight, eps, offset), as `liger.rms_norm`; None:
         torch's kernels. It is called for inputs in the dtype of the parameters.
+    linear_follows: where the linear behind the norm computes it (`joined_norms`), whether that
+        linear follows its recipe in the next forward pass; None elsewhere.
 
     The arguments are those of Megatron's LayerNormBuilder. Raises ConfigError if
     `config.normalization` is neither RMSNorm nor LayerNorm.
     """
 
     fused: Callable[[Tensor, Tensor, float, float], Tensor] | None = None
+    linear_follows: Callable[[], bool] | None = None
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -46,7 +51,24 @@ class Norm(nn.Module):
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def is_rms(self) -> bool:
+        """Whether it is an RMSNorm, and not a LayerNorm."""
+        return self.bias is None
+
+    @property
+    def rms_norm(self) -> RmsNorm:
+        """The norm, if it is an RMSNorm, for a linear that computes it."""
+        return RmsNorm(self.weight, self.eps, self.zero_centered)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of x. Where the linear computes it: what stands for it, and the residual, which
+        Megatron's TransformerLayer takes in this form; see `before_linear`."""
+        if self.linear_follows is not None and self.linear_follows():
+            return before_linear(x, self.rms_norm)
+        return self._computed(x)
+
+    def _computed(self, x: Tensor) -> Tensor:
         if self.fused is not None and x.dtype == self.weight.dtype:
             return self.fused(x, self.weight, self.eps, float(self.zero_centered))
         if x.is_cuda and x.dtype == self.weight.dtype and not self.zero_centered:

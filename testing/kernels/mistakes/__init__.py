@@ -7,6 +7,7 @@ from testing.kernels.mistakes.in_carriers import CARRIERS
 from testing.kernels.mistakes.in_dge_occ import DGE_FACTOR, OUTLIER_CLAMP
 from testing.kernels.mistakes.in_mxfp4 import MXFP4
 from testing.kernels.mistakes.in_ramping import RAMPING
+from testing.kernels.mistakes.in_rms_norm import RMS_NORM
 from testing.kernels.mistakes.in_scales import BLOCK_SCALES, ROW_SCALES
 from testing.kernels.mistakes.in_swiglu import SWIGLU
 from testing.kernels.mistakes.injection import Mistake, bind
@@ -21,6 +22,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
     "averages": AVERAGES,
     "ramping": RAMPING,
     "swiglu": SWIGLU,
+    "rms_norm": RMS_NORM,
 }
 NONE = "none"
 

@@ -1,0 +1,46 @@
+"""Chooses what computes a matrix (a SwiGLU, the gradient of one, an RMSNorm) for makers that do not
+compute it themselves: a Triton kernel, or PyTorch as the fallback."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.operands import Compute, Computed, Normed, Swiglu
+from megatron_fp4.plan.data import OperandPlan
+from megatron_fp4.target import Target, kernels_problem
+
+WIDEST_NORM = 16384  # the most columns of a matrix whose rows a kernel normalizes
+
+
+def choose(operand: OperandPlan, target: Target) -> Compute:
+    """The fastest function that computes the matrix of an operand whose source is "swiglu" or
+    "normed"."""
+    dtype, columns = operand.dtype, operand.shape[1]
+    if operand.source == "normed":
+        return _by_kernel if has_norm_kernels(dtype, columns, target) else _by_pytorch
+    columns //= 2 if operand.letter == "dy" else 1
+    return _by_kernel if _has_kernels(dtype, columns, target) else _by_pytorch
+
+
+def has_norm_kernels(dtype: torch.dtype, columns: int, target: Target) -> bool:
+    """Whether Triton kernels compute an RMSNorm, and its gradients, of a matrix like this."""
+    return columns <= WIDEST_NORM and _has_kernels(dtype, columns, target)
+
+
+def _has_kernels(dtype: torch.dtype, columns: int, target: Target) -> bool:
+    return kernels_problem(target) is None and dtype == torch.bfloat16 and columns % 2 == 0
+
+
+def _by_kernel(matrix: Computed) -> Tensor:
+    from megatron_fp4.kernels import rms_norm, swiglu  # imports Triton
+
+    if isinstance(matrix, Normed):
+        return rms_norm.normed(matrix.x, matrix.norm)
+    if isinstance(matrix, Swiglu):
+        return swiglu.swiglu(matrix.y)
+    return swiglu.swiglu_gradient(matrix.gradient, matrix.y)
+
+
+def _by_pytorch(matrix: Computed) -> Tensor:
+    return matrix.computed()

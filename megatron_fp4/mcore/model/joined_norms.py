@@ -1,0 +1,71 @@
+"""RMSNorms that the linears behind them compute, as they quantize their X.
+
+Such a norm is then not in memory, and its gradient is summed with that of the residual connection
+in one kernel (execution/norm.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear
+from megatron_fp4.mcore.model.mlp import GatedMLP
+from megatron_fp4.mcore.model.norm import Norm
+
+
+def join(chunk: nn.Module) -> int:
+    """Makes the linears of a model chunk compute the norms before them, where they can.
+
+    Call it when recipes have been attached to the linears. Returns the number of such norms.
+
+    A norm is computed by linear_qkv or by mlp.linear_fc1 if the layer and the module around the
+    linear are Megatron's own, in which nothing else reads the norm's result.
+    """
+    pairs = [pair for layer in chunk.modules() if _is_plain(layer) for pair in _pairs(layer)]
+    joined = [(norm, linear) for norm, linear in pairs if _can_join(norm, linear)]
+    for norm, linear in joined:
+        linear.fp4.take_norm(norm.rms_norm)
+        norm.linear_follows = linear.follows
+    return len(joined)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a module is a layer whose forward pass is Megatron's, with residuals in the dtype of
+    the model."""
+    if not isinstance(layer, TransformerLayer) or layer.config.fp32_residual_connection:
+        return False
+    return _has(layer, TransformerLayer, "forward", "_forward_attention", "_forward_mlp")
+
+
+def _pairs(layer: Any) -> list[tuple[Any, Any]]:
+    """(norm, linear) for each linear of a layer that alone takes the result of a norm."""
+    attention, mlp, found = layer.self_attention, layer.mlp, []
+    if isinstance(attention, SelfAttention) and not layer.recompute_input_layernorm:
+        if _has(attention, SelfAttention, "get_query_key_value_tensors") and _has(
+            attention, Attention, "forward"
+        ):
+            found.append((layer.input_layernorm, attention.linear_qkv))
+    if type(mlp) in (MLP, GatedMLP) and not layer.recompute_pre_mlp_layernorm:
+        found.append((layer.pre_mlp_layernorm, mlp.linear_fc1))
+    return found
+
+
+def _has(module: nn.Module, base: type, *methods: str) -> bool:
+    """Whether these methods of a module are those of `base`."""
+    return all(getattr(type(module), name) is getattr(base, name) for name in methods)
+
+
+def _can_join(norm: Any, linear: Any) -> bool:
+    if type(norm) is not Norm or not norm.is_rms:
+        return False
+    if not isinstance(linear, Fp4ColumnParallelLinear) or linear.fp4 is None:
+        return False
+    # A GPU has kernels for BF16 alone; Liger-Kernel's are faster than PyTorch's operators.
+    is_fast = not linear.weight.is_cuda or linear.config.params_dtype is torch.bfloat16
+    return bool(linear.may_join and is_fast)
