@@ -73,7 +73,7 @@ def _store_row(values, ptr, row, words, WORDS: tl.constexpr):
 
 
 @kernel(fp_fusion=True)
-def factor_kernel(x_ptr, out_ptr, words, eps_bits, WORDS: tl.constexpr):
+def rms_norm_rows_kernel(x_ptr, out_ptr, words, eps_bits, WORDS: tl.constexpr):
     """The factors of x [rows, 2 * words] BF16: out, float32 [rows]. A program reads one row.
 
     eps_bits: eps in float32. WORDS: `words`, rounded up to a power of two.
@@ -84,7 +84,7 @@ def factor_kernel(x_ptr, out_ptr, words, eps_bits, WORDS: tl.constexpr):
 
 
 @kernel(fp_fusion=True)
-def normed_kernel(
+def rms_norm_kernel(
     x_ptr,
     weight_ptr,
     out_ptr,
@@ -96,7 +96,7 @@ def normed_kernel(
 ):
     """The norm of x [rows, 2 * words] BF16: out, the same. A program makes one row.
 
-    The other arguments are those of `factor_kernel`.
+    The other arguments are those of `rms_norm_rows_kernel`.
     """
     row, eps = tl.program_id(0), eps_bits.to(tl.float32, bitcast=True)
     word = _row_of(x_ptr, row, words, WORDS)
@@ -107,7 +107,7 @@ def normed_kernel(
 
 
 @kernel(fp_fusion=True)
-def gradient_kernel(
+def rms_norm_gradient_kernel(
     dy_ptr,
     residual_ptr,
     x_ptr,
@@ -128,7 +128,7 @@ def gradient_kernel(
     dy: of the norm, as x. residual: another gradient of x, which is added if HAS_RESIDUAL.
     dx: of x. dweight: float32 [programs, 2, WORDS], the sums over ROWS rows, of the low and of the
         high half of each word.
-    The other arguments are those of `factor_kernel`.
+    The other arguments are those of `rms_norm_rows_kernel`.
     """
     program, eps = tl.program_id(0), eps_bits.to(tl.float32, bitcast=True)
     weight = _row_of(weight_ptr, program * 0, words, WORDS)
@@ -209,7 +209,7 @@ def _warps(words: int) -> int:
 def _factor_launch(rows: int, words: int) -> Launch:
     types = torch.int32, torch.float32, words, NUMBER
     constants = dict(WORDS=triton.next_power_of_2(words))
-    return Launch(factor_kernel, (rows,), types, constants, num_warps=_warps(words))
+    return Launch(rms_norm_rows_kernel, (rows,), types, constants, num_warps=_warps(words))
 
 
 @planned
@@ -218,7 +218,7 @@ def _normed_launch(rows: int, words: int, zero_centered: bool) -> Launch:
     constants = dict(
         WORDS=triton.next_power_of_2(words), ZERO_CENTERED=zero_centered, INTERPRETED=INTERPRETED
     )
-    return Launch(normed_kernel, (rows,), types, constants, num_warps=_warps(words))
+    return Launch(rms_norm_kernel, (rows,), types, constants, num_warps=_warps(words))
 
 
 @planned
@@ -232,4 +232,4 @@ def _gradient_launch(rows: int, words: int, has_residual: bool, zero_centered: b
         INTERPRETED=INTERPRETED,
     )
     grid = (tiles(rows, _ROWS),)
-    return Launch(gradient_kernel, grid, types, constants, num_warps=_warps(words))
+    return Launch(rms_norm_gradient_kernel, grid, types, constants, num_warps=_warps(words))

@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--swiglu", choices=["before", "after"], help="the linear stands before or after a SwiGLU"
     )
+    parser.add_argument("--norm", action="store_true", help="the linear computes its RMSNorm")
     parser.add_argument("--weight-cache", choices=["packed", "decoded", "off"], default="packed")
     parser.add_argument("--saved-x", choices=["packed", "bf16"], default="packed")
 
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> str:
     )
     if args.swiglu and args.bias:
         raise ConfigError("--swiglu and --bias: a linear with a bias computes no SwiGLU")
+    if args.norm and args.swiglu == "after":
+        raise ConfigError("--norm and --swiglu after: X is the result of one of them")
     check_sizes(recipe, args.tokens, inputs, outputs, "this linear")
     scattered = sharding.ranks if sharding.tokens is not None else 1
     tokens, dtype = _part(args.tokens, scattered, "--tokens"), _DTYPES[args.dtype]
@@ -66,6 +69,7 @@ def run(args: argparse.Namespace) -> str:
         keeps_w=None if args.weight_cache == "off" else args.weight_cache,
         packs_x=args.saved_x == "packed",
         swiglu=args.swiglu or "",
+        normed=args.norm,
     )  # fmt: skip
     return show(compile_plan(recipe, setting))
 

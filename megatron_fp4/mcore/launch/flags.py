@@ -129,9 +129,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default="auto",
         help="fused kernels outside the linears, without Transformer Engine: Liger-Kernel's for "
         "rotary embedding, SwiGLU, RMSNorm and cross-entropy, and torch's for AdamW; and SwiGLU "
-        "in the kernels that quantize for a recipe, on every device; auto takes on a GPU those "
-        "that are installed and fit the model, liger refuses a launch that cannot have all of "
-        "Liger-Kernel's, and off takes none",
+        "and RMSNorm in the kernels that quantize for a recipe, on every device; auto takes on a "
+        "GPU those that are installed and fit the model, liger refuses a launch that cannot have "
+        "all of Liger-Kernel's, and off takes none",
     )
     # What fused_kernels.settle sets.
     parser.set_defaults(
