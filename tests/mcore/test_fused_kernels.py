@@ -26,6 +26,7 @@ from megatron_fp4.mcore.checkpoints.compare_numerics import compare
 from megatron_fp4.mcore.launch import fused_kernels as launch
 from megatron_fp4.mcore.launch import machine
 from megatron_fp4.mcore.model import fused_kernels
+from megatron_fp4.mcore.model.attention import SdpaAttention
 from megatron_fp4.mcore.model.mlp import GatedMLP
 from megatron_fp4.mcore.model.norm import Norm
 from megatron_fp4.mcore.model.replacement import fusable
@@ -243,6 +244,51 @@ def test_no_gradient_is_copied_by_the_rotation(monkeypatch: pytest.MonkeyPatch) 
     # Negative control: the backward pass of an index copies to zeros.
     rotated = [each[None][0] for each in liger.rotate(query * 1, key * 1, freqs, 1.0)]
     assert copies_in_backward(rotated, [query, key])
+
+
+@needs_liger
+def test_layers_share_the_tables_of_an_angle() -> None:
+    from megatron_fp4.mcore.model.liger import _Tables
+
+    tables, angles = _Tables(), torch.randn(6, 1, 1, 8)
+    found = tables.of(angles, 6, 2, 8, 1.0)
+    assert tables.of(angles, 6, 2, 8, 1.0)[0] is found[0]
+    for other in ((6, 1, 8, 1.0), (6, 2, 4, 1.0), (6, 2, 8, 0.5)):
+        assert tables.of(angles, *other)[0] is not found[0]
+    with torch.inference_mode():
+        assert tables.of(angles, 6, 2, 8, 1.0)[0].is_inference()
+    assert not tables.of(angles, 6, 2, 8, 1.0)[0].is_inference()
+    angles.mul_(2)
+    doubled = tables.of(angles, 6, 2, 8, 1.0)
+    assert torch.equal(doubled[0], torch.cos(angles[:, 0, 0, :4]).repeat_interleave(2, 0))
+    other = torch.randn(6, 1, 1, 8)
+    assert not torch.equal(tables.of(other, 6, 2, 8, 1.0)[0], doubled[0])
+
+
+def test_a_rotation_leaves_nothing_of_the_projection(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What attention keeps for backward has no other memory than its own."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    seen: list[tuple[int, int]] = []
+
+    def forward(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any
+    ) -> Any:
+        seen.extend((t.untyped_storage().nbytes(), t.nbytes) for t in (query, key, value))
+        return attend(self, query, key, value, *args, **named)
+
+    attend = SdpaAttention.forward
+    monkeypatch.setattr(SdpaAttention, "forward", forward)
+    model = built(hidden_dropout=0.0, attention_dropout=0.0)
+    results(model)
+    assert any(held > own for held, own in seen)  # without a rotation the value is a part
+    seen.clear()
+    for module in model.modules():
+        if isinstance(module, RotatingSelfAttention):
+            module.rotate = lambda query, key, freqs, scale: (query.clone(), key.clone())
+    results(model)
+    assert len(seen) == 6 and all(held == own for held, own in seen)
 
 
 def test_a_user_s_layers_can_be_given_kernels() -> None:

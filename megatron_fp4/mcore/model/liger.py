@@ -4,6 +4,10 @@ Import this module only where the package liger_kernel is installed. Its kernels
 each computes in FP32 and rounds its result once, except that `swiglu` rounds SiLU of the gate too.
 """
 
+from __future__ import annotations
+
+from weakref import ref
+
 import torch
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 from liger_kernel.ops.rope import LigerRopeFunction
@@ -13,6 +17,37 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 _NOT_IGNORED = -100  # a target that Liger leaves out; Megatron masks such losses itself
+
+
+class _Tables:
+    """Cosine and sine, float32 [tokens, rotated / 2] each, of the angles that were asked for last.
+
+    All layers of a model rotate by the same tensor of angles, and so compute and save them once.
+    """
+
+    def __init__(self) -> None:
+        self._angles: ref[Tensor] | None = None
+        self._form: tuple[int | float, ...] = ()
+        self._made: tuple[Tensor, Tensor]
+
+    def of(
+        self, angles: Tensor, sequence: int, batch: int, rotated: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """For [sequence, batch] tokens. The other arguments are those of `rotate`."""
+        form = angles._version, sequence, batch, rotated, scale
+        if self._angles is not None and self._angles() is angles and self._form == form:
+            return self._made
+        halves = angles[..., 0, : rotated // 2].float().expand(sequence, batch, -1).flatten(0, 1)
+        made = torch.cos(halves) * scale, torch.sin(halves) * scale
+        # The memory of a captured graph is used again by its other replays, and what is made in
+        # inference mode cannot be saved for a backward pass.
+        is_captured = angles.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not is_captured and not torch.is_inference_mode_enabled():
+            self._angles, self._form, self._made = ref(angles), form, made
+        return made
+
+
+_tables = _Tables()
 
 
 def rotate(query: Tensor, key: Tensor, freqs: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -28,8 +63,7 @@ def rotate(query: Tensor, key: Tensor, freqs: Tensor, scale: float) -> tuple[Ten
     (sequence, batch), rotated = query.shape[:2], freqs.shape[-1]
     # Liger takes the distance between tokens from the stride of its second axis of tokens, which
     # torch may set to anything where that axis has one element. So all tokens are on that axis.
-    angles = freqs[..., 0, : rotated // 2].float().expand(sequence, batch, -1).flatten(0, 1)
-    tables = torch.cos(angles) * scale, torch.sin(angles) * scale
+    tables = _tables.of(freqs, sequence, batch, rotated, scale)
     heads = [t.flatten(0, 1).transpose(0, 1).unsqueeze(0) for t in (query, key)]
     turned = LigerRopeFunction.apply(*heads, *tables, None, 1, rotated)
     # The backward pass of an index such as t[0] would copy the gradient to zeros, in another order.

@@ -36,6 +36,10 @@ class RotatingSelfAttention(SelfAttention):
             if of_query is of_key and of_query is not None:
                 scale = self._yarn_concentration_factor
                 query, key = self.rotate(query, key, of_query, scale)
+                # The value is a part of the projection's output, which lives as long as it does.
+                # Query and key have memory of their own by now, so that a copy of the value frees
+                # the rest.
+                value = value.contiguous()
                 rotary_pos_emb = None
         return super()._adjust_key_value_for_inference(
             inference_context, query, key, value, rotary_pos_emb, *others, **named
