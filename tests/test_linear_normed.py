@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_fp4 import get_recipe, list_recipes
+from megatron_fp4 import Recipe, get_recipe, list_recipes
 from megatron_fp4.arithmetic import rms_norm
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.rms_norm import RmsNorm
@@ -19,7 +19,6 @@ from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.norm import before_linear
 from megatron_fp4.linear import linear_after_swiglu, linear_before_swiglu, quantized_linear
 from megatron_fp4.operands import Normed
-from megatron_fp4.recipe import Recipe
 
 CALL = Call(Key(5, 2), 3)
 EPS = 1e-5
@@ -58,7 +57,7 @@ def apart(leaves: list[Tensor], recipe: Recipe, site: Site, zero_centered: bool)
 
 def results(
     layer: Callable[..., Tensor],
-    recipe: str,
+    recipe: Recipe | str,
     dtype: torch.dtype = torch.bfloat16,
     zero_centered: bool = False,
     **site: Any,
@@ -67,14 +66,15 @@ def results(
     generator = torch.Generator().manual_seed(1)
     made = [torch.randn(shape, generator=generator) for shape in ((32, 2, 64), (64,), (64, 64))]
     leaves = [each.to(dtype).requires_grad_() for each in made]
-    y = layer(leaves, get_recipe(recipe), Site("linear", **site), zero_centered)
+    found = recipe if isinstance(recipe, Recipe) else get_recipe(recipe)
+    y = layer(leaves, found, Site("linear", **site), zero_centered)
     y.backward(torch.randn(y.shape, generator=generator).to(dtype))
     return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 @pytest.mark.parametrize("packs_x", [True, False])
-@pytest.mark.parametrize("recipe", [*list_recipes(), "bf16"])
-def test_a_joined_norm_gives_the_bits_of_a_separate_one(recipe: str, packs_x: bool) -> None:
+@pytest.mark.parametrize("recipe", [*map(get_recipe, list_recipes()), Recipe("bf16")], ids=str)
+def test_a_joined_norm_gives_the_bits_of_a_separate_one(recipe: Recipe, packs_x: bool) -> None:
     found, wanted = (results(layer, recipe, packs_x=packs_x) for layer in (joined, apart))
     assert len(found) == 4 and all(map(torch.equal, found, wanted))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.makers.base import Given
 from megatron_fp4.operands import Carriers, Made, Matrix
 from megatron_fp4.plan.data import OperandPlan
-from megatron_fp4.plan.setting import UNSHARDED, Sharding, SwigluPlace
+from megatron_fp4.plan.setting import UNSHARDED, KeepsW, Sharding, SwigluPlace
 
 
 class Call(NamedTuple):
@@ -125,7 +125,7 @@ class Site:
     name: str = "linear"
     placements: Mapping[str, Placement] = field(default_factory=dict)
     parallel: TensorParallel | None = None
-    keeps_w: Literal["packed", "decoded"] | None = None
+    keeps_w: KeepsW | None = None
     packs_x: bool = True
     fuses: bool = False
     average: Tensor | None = None

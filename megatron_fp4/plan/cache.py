@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import cache, lru_cache
-from typing import Literal
 
 import torch
 
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.setting import Setting, Sharding, SwigluPlace
+from megatron_fp4.plan.setting import KeepsW, Setting, Sharding, SwigluPlace
 from megatron_fp4.plan.sizes import token_multiple
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.target import target_of
@@ -31,7 +30,7 @@ def plan_for(
     dx: bool,
     dw: bool,
     has_bias: bool,
-    keeps_w: Literal["packed", "decoded"] | None,
+    keeps_w: KeepsW | None,
     packs_x: bool,
     swiglu: SwigluPlace = "",
     normed: bool = False,

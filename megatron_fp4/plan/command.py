@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--swiglu", choices=["before", "after"], help="the linear stands before or after a SwiGLU"
     )
     parser.add_argument("--norm", action="store_true", help="the linear computes its RMSNorm")
-    parser.add_argument("--weight-cache", choices=["packed", "decoded", "off"], default="packed")
+    parser.add_argument(
+        "--weight-cache", choices=["packed", "decoded", "fprop", "off"], default="packed"
+    )
     parser.add_argument("--saved-x", choices=["packed", "bf16"], default="packed")
 
 

@@ -283,8 +283,8 @@ def _gemm(recipe: Recipe, gemm: str, setting: Setting) -> GemmPlan:
     # An operand that is only decoded from fprop's codes takes as many bytes as W. It is held only
     # where the setting asks for decoded forms.
     decoded = setting.keeps_w == "decoded" and b.letter == "w"
-    holds_b = setting.keeps_w is not None and b.letter == "w" and b.is_quantized
-    holds_b = holds_b or (decoded and gemm == "dgrad")
+    held = {None: (), "fprop": ("fprop",)}.get(setting.keeps_w, ("fprop", "dgrad"))
+    holds_b = gemm in held and (b.is_quantized or (decoded and gemm == "dgrad"))
     return GemmPlan(
         gemm, a, b, product, multiplier, passed_over, holds_b, decoded and b.is_quantized
     )

@@ -43,6 +43,13 @@ UNSHARDED = Sharding()
 SwigluPlace = Literal["", "before", "after"]
 
 
+# What is held of W's operands for all microbatches of a step.
+#   "packed"   the codes of fprop and of dgrad
+#   "decoded"  also the form that the multiplier reads
+#   "fprop"    the codes of fprop alone; each backward pass makes dgrad's operand
+KeepsW = Literal["packed", "decoded", "fprop"]
+
+
 def column_parallel(
     ranks: int, *, sequence_parallel: bool = False, sums_dx: bool = False
 ) -> Sharding:
@@ -76,8 +83,8 @@ class Setting:
     main_grad: the dtype of the main_grad to which dW is added; None where there is none.
     dx, dw: whether the gradients of X and W are asked for.
     has_bias: whether a bias is added before Y is rounded.
-    keeps_w: how W's operands are held for all microbatches of a step: as codes ("packed"), or also
-        in the form that the multiplier reads ("decoded"); None: each call makes them.
+    keeps_w: what is held of W for all microbatches of a step; see KeepsW. None: each call makes W's
+        operands.
     packs_x: whether X is saved for backward as wgrad's codes, where wgrad quantizes the original X.
     swiglu: where the linear stands beside a SwiGLU.
     normed: whether what it takes goes through an RMSNorm first, whose result is X.
@@ -94,7 +101,7 @@ class Setting:
     dx: bool = True
     dw: bool = True
     has_bias: bool = False
-    keeps_w: Literal["packed", "decoded"] | None = None
+    keeps_w: KeepsW | None = None
     packs_x: bool = True
     swiglu: SwigluPlace = ""
     normed: bool = False

@@ -139,7 +139,8 @@ def _kept(plan: LinearPlan) -> Iterator[str]:
         words.append(w if plan.saves_w == "operand" else "W itself")
     yield "kept for backward  " + ("; ".join(words) or "nothing")
     if setting.keeps_w is not None:
-        yield f"held over a step  W's operands, {setting.keeps_w}: {_size(held_bytes(plan))}"
+        what = "W's operand" if setting.keeps_w == "fprop" else "W's operands"
+        yield f"held over a step  {what}, {setting.keeps_w}: {_size(held_bytes(plan))}"
 
 
 def _unused(plan: LinearPlan) -> Iterator[str]:

@@ -45,14 +45,16 @@ from megatron_fp4.linear import (
 )
 from megatron_fp4.mcore.runtime import gloo
 from megatron_fp4.monitor import NonFiniteMonitor
-from megatron_fp4.plan.setting import column_parallel, row_parallel
+from megatron_fp4.plan.setting import KeepsW, column_parallel, row_parallel
 
 TOKENS, INPUTS, OUTPUTS = 64, 64, 64  # on each rank
 HIDDEN = 256  # the columns of a SwiGLU, which kernels take
 STEPS, MICROBATCHES = 3, 2
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Whether W's operands are held, and whether dW is added to main_grad. The interpreter is slow.
-FORMS = [(True, True)] if INTERPRETED else [(False, True), (True, True), (True, False)]
+# What is held of W's operands, and whether dW is added to main_grad. The interpreter is slow.
+FORMS: list[tuple[KeepsW | None, bool]] = [("packed", True)]
+if not INTERPRETED:
+    FORMS += [(None, True), ("packed", False), ("fprop", True)]
 
 
 def no_words(self: Any, word: int, argument: int) -> bool:
@@ -76,16 +78,20 @@ MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
 class Case:
     """One linear, or an MLP: an RMSNorm, and two linears with a SwiGLU between them.
 
-    kind: "alone", "column", "row" or "mlp". held: whether the microbatches of a step share
-    W's operands. fuses: whether dW is added to main_grad. has_bias: of the linear.
+    kind: "alone", "column", "row" or "mlp". held: what is held of W for the
+    microbatches of a step. fuses: whether dW is added to main_grad. has_bias: of the linear.
     """
 
     recipe: str
     kind: str
-    held: bool
+    held: KeepsW | None
     fuses: bool
     has_bias: bool
     device: str
+
+    def __str__(self) -> str:
+        held = [] if self.held is None else ["held", self.held]
+        return " ".join([self.recipe, self.kind, *held, *["fused"] * self.fuses])
 
     def site(self, monitor: NonFiniteMonitor, average: Tensor | None, name: str = "fc") -> Site:
         parallel, places = None, {}
@@ -100,7 +106,7 @@ class Case:
             monitor.observe(name, gemm, letter, tally)
 
         return Site(
-            name, places, parallel, "packed" if self.held else None, fuses=self.fuses,
+            name, places, parallel, self.held, fuses=self.fuses,
             average=average, observe=observe, tallies=monitor,
         )  # fmt: skip
 
@@ -246,12 +252,7 @@ def main() -> None:
     if args.mistake is not None:
         setattr(lowering._Lowering, *MISTAKES[args.mistake])
     loaded = extension.load()
-    found = {
-        f"{case.recipe} {case.kind}{' held' * case.held}{' fused' * case.fuses}": compared(
-            case, loaded
-        )
-        for case in cases(args.recipes, args.mlps)
-    }
+    found = {str(case): compared(case, loaded) for case in cases(args.recipes, args.mlps)}
     if not _rank():
         json.dump(found, sys.stdout)
     if dist.is_initialized():

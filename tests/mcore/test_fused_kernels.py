@@ -261,8 +261,8 @@ def test_layers_share_the_tables_of_an_angle() -> None:
     angles.mul_(2)
     doubled = tables.of(angles, 6, 2, 8, 1.0)
     assert torch.equal(doubled[0], torch.cos(angles[:, 0, 0, :4]).repeat_interleave(2, 0))
-    other = torch.randn(6, 1, 1, 8)
-    assert not torch.equal(tables.of(other, 6, 2, 8, 1.0)[0], doubled[0])
+    angles = torch.randn(6, 1, 1, 8)
+    assert not torch.equal(tables.of(angles, 6, 2, 8, 1.0)[0], doubled[0])
 
 
 def test_a_rotation_leaves_nothing_of_the_projection(

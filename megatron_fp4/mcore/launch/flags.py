@@ -82,10 +82,11 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--fp4-weight-cache",
-        choices=("packed", "decoded", "off"),
+        choices=("packed", "decoded", "fprop", "off"),
         default=None,
         help="keep the quantized weights over a step's microbatches: as 4-bit codes (the default), "
-        "as the GEMM takes them (more memory, less work), or not (the default with CUDA graphs)",
+        "as the GEMM takes them (more memory, less work), as the 4-bit codes of the forward pass "
+        "alone (less memory, more work), or not (the default with CUDA graphs)",
     )
     group.add_argument(
         "--fp4-saved-x",

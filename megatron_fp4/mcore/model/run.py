@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -25,6 +25,7 @@ from megatron_fp4.mcore.model import graphs
 from megatron_fp4.mcore.model.weight_states import WeightStates
 from megatron_fp4.mcore.runtime.ranks import once
 from megatron_fp4.monitor import NonFiniteMonitor, Rounding, Sighting
+from megatron_fp4.plan.setting import KeepsW
 from megatron_fp4.recipe import OPERANDS, Recipe
 
 CALIBRATION = 2**31  # the first step whose random bits calibrations draw; trainings are shorter
@@ -212,8 +213,8 @@ class Run:
     # --- what is kept, and in which form ------------------------------------------------------
 
     @property
-    def keeps_weights(self) -> Literal["packed", "decoded"] | None:
-        """In which form W's operands are held for all microbatches of a step (--fp4-weight-cache).
+    def keeps_weights(self) -> KeepsW | None:
+        """What is held of W's operands for all microbatches of a step (--fp4-weight-cache).
 
         None: each microbatch makes them. See `Setting.keeps_w`.
         """

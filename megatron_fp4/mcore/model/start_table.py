@@ -83,11 +83,15 @@ def _shape(weight: Tensor) -> str:
 def held(keeps: str | None, size: int) -> str:
     """The line about W's operands that are held over a step.
 
-    keeps: "packed", "decoded" or None; see `Setting.keeps_w`. size: bytes on the rank with most.
+    keeps: see `Setting.keeps_w`. size: bytes on the rank with most.
     """
     if keeps is None:
         return "\n  weights are quantized for each microbatch anew"
-    return f"\n  weights are quantized once a step and kept {keeps}: {_size(size)} on a rank"
+    if keeps == "fprop":
+        once = "weights are quantized once a step for fprop, whose codes are kept"
+    else:
+        once = f"weights are quantized once a step and kept {keeps}"
+    return f"\n  {once}: {_size(size)} on a rank"
 
 
 def states(recipes: Sequence[Recipe], size: int, args: Namespace) -> str:
