@@ -93,6 +93,18 @@ def test_a_norm_that_is_left_out_would_be_noticed(monkeypatch: pytest.MonkeyPatc
     assert not torch.equal(found[0], wanted[0]) and not torch.equal(found[3], wanted[3])
 
 
+def test_x_that_is_not_rounded_to_bf16_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the codes of the float32 numbers are others."""
+
+    def wide(self: Normed) -> Tensor:
+        return rms_norm.normed(self.x.float(), rms_norm.factors(self.x, EPS), self.norm.gain)
+
+    wanted = results(apart, "tetrajet")
+    monkeypatch.setattr(Normed, "computed", wide)
+    found = results(joined, "tetrajet")
+    assert not torch.equal(found[0], wanted[0])
+
+
 def test_a_norm_and_a_swiglu_at_one_linear() -> None:
     """fc1 of a layer: the norm before it, the SwiGLU behind it."""
     generator = torch.Generator().manual_seed(2)
