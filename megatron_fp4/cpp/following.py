@@ -119,7 +119,8 @@ class Follower:
             labels.append(site.tallies.label(site.name, gemm, letter))
             tallies.append(tally)
 
-        followed = site if site.observe is None else replace(site, observe=observe)
+        # The watch does not look at this pass: what it would run is none of the pass.
+        followed = replace(site, observe=site.observe and observe, watch=None)
         reads = [
             each
             for placement in site.placements.values()
