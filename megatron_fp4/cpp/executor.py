@@ -1,8 +1,12 @@
 """Runs the passes of linears as Programs, in C++, once they have been recorded.
 
-A kind of call is what a pass depends on beside the values of its tensors and words: recipe, shapes,
-dtypes, which gradients are asked for. The first call of a kind runs in Python. From the second on
-it is recorded, forward and backward, and what was recorded is run from then on. Where a recording
+A Program is the list of steps of one pass, forward or backward (launches of kernels, products,
+operators of PyTorch), with the layout of the memory that they use. The extension runs it for other
+tensors, steps and microbatches (sources/program.cpp).
+
+Calls of one kind can run the same Programs: they agree in recipe, shapes, dtypes, and in which
+gradients are asked for (`_kind` has all). The first call of a kind runs in Python. The second does
+too, and its passes are recorded and made Programs, which run the later calls. Where a recording
 cannot be repeated, that kind stays in Python; `Kind.problem` says why.
 """
 
@@ -23,8 +27,8 @@ from megatron_fp4.execution.call import ALONE, Beside, Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.recipe import Recipe
 
-KINDS = 64  # of one linear that are remembered: a router may give an expert ever new numbers
-PLAIN_CALLS = 1  # of a kind, before it is recorded: many a kind has one call alone
+KINDS = 64  # of one linear that are remembered: an expert gets ever new numbers of tokens
+PLAIN_CALLS = 1  # of a kind, before it is recorded: some kinds have one call in all of a run
 
 
 @dataclass
