@@ -35,6 +35,7 @@ from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.multipliers.hopper import Hopper
 from megatron_fp4.operands import Made
+from megatron_fp4.plan.setting import SwigluPlace
 from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
 
 TOKENS = 8192
@@ -146,13 +147,20 @@ def products(p: Problem) -> Callable[[], None]:
     return step
 
 
-def moved(recipe: Recipe, inputs: int, outputs: int) -> float:
+def moved(recipe: Recipe, inputs: int, outputs: int, swiglu: SwigluPlace = "") -> float:
     """The bytes that must be moved to make the MXFP4 operands of a linear and their carriers.
 
     A kernel reads its source once for all operands that it makes. Codes and carriers are written,
     and codes are read again where they are kept for backward or follow a transform.
+
+    swiglu: where the linear stands beside a SwiGLU that the kernels compute, which then read other
+    sources: for X after it Y of the linear before, of twice the size; for dY before it Y and the
+    gradient of the SwiGLU's result, of half the size.
     """
     sizes = {"x": TOKENS * inputs, "w": outputs * inputs, "dy": TOKENS * outputs}
+    sources = {operand: 2.0 * size for operand, size in sizes.items()}
+    sources["x"] *= 2 if swiglu == "after" else 1
+    sources["dy"] *= 1.5 if swiglu == "before" else 1
     total, read = 0.0, set()
     for gemm in GEMMS:
         for operand in OPERANDS[gemm]:
@@ -163,7 +171,7 @@ def moved(recipe: Recipe, inputs: int, outputs: int) -> float:
             # A matrix is read once for operands that differ only in their contracted axis.
             source = operand, operand == "w" and gemm, again, quantizer, recipe.gemm(gemm).hadamard
             if again or source not in read:
-                total += sizes[operand] * (PACKED if again else 2)
+                total += sizes[operand] * PACKED if again else sources[operand]
             read.add(source)
             total += sizes[operand] * (PACKED + CARRIED)
             kept = (gemm, operand) == ("wgrad", "x") and not again

@@ -27,7 +27,7 @@ class Recorder(Protocol):
         ...
 
     def multiplied(self, product: Any) -> None:
-        """cuBLASLt ran `product` (a `kernels.cublaslt.Call`)."""
+        """cuBLASLt ran `product` (a `kernels.cublaslt.Launched`)."""
         ...
 
     def started(self) -> int:

@@ -1,8 +1,12 @@
 """Runs the passes of linears as Programs, in C++, once they have been recorded.
 
-A kind of call is what a pass depends on beside the values of its tensors and words: recipe, shapes,
-dtypes, which gradients are asked for. The first call of a kind runs in Python. From the second on
-it is recorded, forward and backward, and what was recorded is run from then on. Where a recording
+A Program is the list of steps of one pass, forward or backward (launches of kernels, products,
+operators of PyTorch), with the layout of the memory that they use. The extension runs it for other
+tensors, steps and microbatches (sources/program.cpp).
+
+Calls of one kind can run the same Programs: they agree in recipe, shapes, dtypes, and in which
+gradients are asked for (`_kind` has all). The first call of a kind runs in Python. The second does
+too, and its passes are recorded and made Programs, which run the later calls. Where a recording
 cannot be repeated, that kind stays in Python; `Kind.problem` says why.
 """
 
@@ -23,8 +27,8 @@ from megatron_fp4.execution.call import ALONE, Beside, Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.recipe import Recipe
 
-KINDS = 64  # of one linear that are remembered: a router may give an expert ever new numbers
-PLAIN_CALLS = 1  # of a kind, before it is recorded: many a kind has one call alone
+KINDS = 64  # of one linear that are remembered: an expert gets ever new numbers of tokens
+PLAIN_CALLS = 1  # of a kind, before it is recorded: some kinds have one call in all of a run
 
 
 @dataclass
@@ -51,18 +55,24 @@ class CppExecutor:
     ) -> Any:
         """What `linear.in_python` returns: in C++ where the kind of this call was recorded, else in
         Python."""
-        grad, follower = torch.is_grad_enabled(), None
+        grad, follower, found = torch.is_grad_enabled(), None, None
+        makes_w = held is None or not held.has("fprop")
         if self._may_follow(x if beside.y is None else beside.y, weight, site, call, held):
             kind = _kind(x, weight, bias, recipe, site, call, held, beside, grad)
             if kind.problem is None and kind.calls >= PLAIN_CALLS:
                 found = self._in_cpp(kind, x, weight, bias, site, call, held, beside)
-                if found:
-                    return found if beside.place == "before" else found[0]
-                follower = Follower(self.extension, kind, site, call, held)
-            kind.calls += 1
-        if held is not None:
-            held.to_python()
-        return PythonLinear.apply(x, weight, bias, recipe, site, call, held, grad, follower, beside)
+                if found is None:
+                    follower = Follower(self.extension, kind, site, call, held)
+            kind.calls += found is None
+        if found is None:
+            if held is not None:
+                held.to_python()
+            found = PythonLinear.apply(
+                x, weight, bias, recipe, site, call, held, grad, follower, beside
+            )
+        if makes_w and held is not None and site.watch is not None:
+            site.watch.held(site, weight.to(x.dtype), held)
+        return found
 
     def _may_follow(
         self, x: Tensor, weight: Tensor, site: Site, call: Call, held: HeldWeight | None
@@ -78,8 +88,7 @@ class CppExecutor:
             return False
         if call.key.step.__class__ is not int or call.microbatch.__class__ is not int:
             return False  # tensors that a CUDA graph reads
-        makes_w = held is None or not held.has("fprop")
-        if site.watch is not None and site.watch.looks(makes_w):
+        if site.watch is not None and site.watch.looks(held is not None):
             return False
         if site.observe is not None and (site.tallies is None or site.tallies.from_cpp is None):
             return False
@@ -97,12 +106,11 @@ class CppExecutor:
         call: Call,
         held: HeldWeight | None,
         beside: Beside,
-    ) -> list[Tensor]:
-        """What a Program returns, [Y] or [Y, the result of a SwiGLU]; [] where none takes this
-        call."""
+    ) -> Any:
+        """What `linear.in_python` returns, by a Program; None where none takes this call."""
         template = kind.passed
         if template is None:
-            return []
+            return None
         in_cpp = None
         if held is not None:
             if held.in_cpp is None:
@@ -125,7 +133,10 @@ class CppExecutor:
             beside.y,
             beside.place == "before",
         )
-        return self.extension.linear(x, weight, bias, made)  # type: ignore[no-any-return]
+        found = self.extension.linear(x, weight, bias, made)  # [] where no Program takes it
+        if not found:
+            return None
+        return found if beside.place == "before" else found[0]
 
     def _backward(
         self, kind: Kind, passed: Passed, saved: Sequence[Tensor | None], dy: Tensor

@@ -28,11 +28,13 @@ Words = tuple[int, int, int, int]
 class Kind:
     """The calls of one linear that run the same passes.
 
-    recipe: kept, so that its id stays its own. calls: how many ran in Python.
-    passes: forward and backward, each first as it makes W's operands and then as it reads held
-        ones; None: not recorded yet.
-    passed: of the call that was recorded, without what differs between calls. adds: whether dW is
-        added to main_grad. rebuilds: see `HeldWeight.rebuilds`.
+    recipe: kept here since its id is a part of the kind's key, and no other recipe may get that id.
+    calls: how many ran in Python.
+    passes: the extension's Pass of each of four passes, or None until it is recorded. At 0 the
+        forward pass that makes W's operand, at 1 the forward pass that reads a held one, at 2 and 3
+        the backward passes that do so.
+    passed: the `Passed` of the call that was recorded, without what differs between calls.
+    adds: whether dW is added to main_grad. rebuilds: see `HeldWeight.rebuilds`.
     problem: why its calls run in Python; None if they need not.
     """
 
@@ -43,10 +45,13 @@ class Kind:
     adds: bool = False
     rebuilds: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
-    _owners: list[Any] = field(default_factory=list)  # of memory that Programs point to
+    _owners: list[Any] = field(default_factory=list)  # see `add`
 
     def add(self, place: int, made: Any, owners: list[Any]) -> None:
-        """Adds a pass. owners: of memory that its Program points to."""
+        """Adds the Pass `made` at an index of `passes`.
+
+        owners: what keeps memory alive to which its Program has addresses.
+        """
         self.passes[place] = made
         self._owners += owners
 
@@ -105,7 +110,11 @@ class Follower:
         inputs: Sequence[Tensor | None],
         outcome: Callable[[Any], Outcome],
     ) -> Any:
-        """Runs a pass, and records it unless its kind has such a pass."""
+        """Runs a pass, and records it unless its kind has it already.
+
+        place: its index in `Kind.passes`. inputs: the tensors that its Program will be given.
+        outcome: sorts what `run` returned by use. Raises what `run` raises.
+        """
         kind, site = self._kind, self._site
         if kind.problem is not None or kind.passes[place] is not None:
             return run(site)
@@ -119,7 +128,8 @@ class Follower:
             labels.append(site.tallies.label(site.name, gemm, letter))
             tallies.append(tally)
 
-        followed = site if site.observe is None else replace(site, observe=observe)
+        # The watch does not look at this pass: what it would run is none of the pass.
+        followed = replace(site, observe=site.observe and observe, watch=None)
         reads = [
             each
             for placement in site.placements.values()
@@ -182,7 +192,8 @@ def others(site: Site, call: Call) -> list[Tensor]:
 def refusal(plan: LinearPlan) -> str | None:
     """Why the passes of a plan cannot be recorded; None if they can.
 
-    What PyTorch draws from the step and the microbatch would be a constant of the recording.
+    They cannot where PyTorch's operators draw random bits: these get the step and the microbatch as
+    numbers, which a repetition cannot change, so that it would draw the bits of the recorded call.
     """
     for making in plan.makings:
         for operand in making.operands:

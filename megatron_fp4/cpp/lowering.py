@@ -60,7 +60,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A Program, and what owns memory that it points to."""
+    """A Program, and what keeps memory alive to which it has addresses."""
 
     program: Any
     owners: list[Any]
@@ -130,7 +130,12 @@ class _Lowering:
         return made
 
     def _alignment(self, memory: int) -> int:
-        """Addresses of an input that are equal modulo this run the same kernels."""
+        """The alignment of an input that matters, in bytes: a Program takes an input only if its
+        address modulo this number is that of the recorded one.
+
+        Triton compiles other kernels for addresses that are no multiples of 16, and cuBLASLt's
+        algorithms are chosen for alignments of up to 256.
+        """
         multiplied = any(
             isinstance(step, Multiplied)
             and memory in [step.places[name].memory for name in ("a", "b", "out")]
@@ -159,7 +164,8 @@ class _Lowering:
         return {i: use for i, use in found.items() if use != "own"}
 
     def _lay_out(self, made: Any, first: int) -> None:
-        """Adds the arenas, as memory `first` and on, and what lies in them."""
+        """Tells the Program `made` of the arenas, which get the numbers from `first` on among its
+        memories, and of what lies in them."""
         for number, name in enumerate(_ARENAS, first):
             parts = [i for i, arena in self._arena_of.items() if arena == name]
             if not parts:
@@ -191,7 +197,8 @@ class _Lowering:
         return offsets, size
 
     def _uses(self) -> dict[int, tuple[int, int]]:
-        """The first and last step that uses each memory; collectives use theirs until the wait."""
+        """The first and the last step that uses each memory, as indices of steps. A collective uses
+        its memory until the step that waits for it."""
         uses: dict[int, tuple[int, int]] = {}
         works: dict[int, list[int]] = {}
         for at, step in enumerate(self._recording.steps):

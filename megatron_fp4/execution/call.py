@@ -23,6 +23,7 @@ from megatron_fp4.arithmetic.philox import (
 )
 from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.execution.communication import TensorParallel
+from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.makers.base import Given
 from megatron_fp4.operands import Carriers, Made, Matrix
 from megatron_fp4.plan.data import OperandPlan
@@ -77,9 +78,9 @@ class Tallies(Protocol):
 class Watch(Protocol):
     """Sees the operands of a linear; see `Site.watch`."""
 
-    def looks(self, makes_w: bool) -> bool:
+    def looks(self, holds_w: bool) -> bool:
         """Whether it has to see the operands of the pass that begins now, which must then run in
-        Python. makes_w: whether fprop's operand of W is made in this pass."""
+        Python. holds_w: whether W's operands are held for the step, so that `held` shows them."""
         ...
 
     def made(
@@ -94,6 +95,15 @@ class Watch(Protocol):
         """Called right after an operand was made.
 
         matrix, given: what the maker made it from; see `makers.base.Maker.make`.
+        """
+        ...
+
+    def held(self, site: Site, w: Tensor, held: HeldWeight) -> None:
+        """Called after a forward pass, in C++ or in Python, for which fprop's operand of W was not
+        yet held: in most cases once a step.
+
+        w: W in the dtype of X. held: has the operand now, if fprop quantizes W. The executor in
+        Python (`linear.in_python`) does not call this.
         """
         ...
 

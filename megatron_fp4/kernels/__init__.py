@@ -1,1 +1,1 @@
-"""Triton kernels, which backends alone use."""
+"""The Triton kernels, and the GEMMs of libraries, that makers and multipliers launch."""

@@ -139,9 +139,9 @@ class Launch:
     """A kernel with its grid, the types of its arguments, its constants and options.
 
     types: one for each parameter that is no constant, in their order. A torch.dtype is a pointer to
-        such elements, whatever the dtype of the tensor. An integer is a size, for which the kernel
-        is compiled. NUMBER is an int32 for whose value it is not. A (named) tuple of these is one
-        parameter.
+        such elements, whatever the dtype of the tensor. An integer is the value of a size: the
+        kernel is compiled for this size. NUMBER is an int32 that may differ between calls: one
+        compiled kernel serves all its values. A (named) tuple of these is one parameter.
     constants: the values of the kernel's constants by name.
     options: num_warps, ...
     """

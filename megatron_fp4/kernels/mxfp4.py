@@ -3,10 +3,10 @@
 docs/numerics.md defines the bits, and arithmetic/quantizer.py is the reference. A tile of the
 matrix is read once and quantized in blocks along its rows, along its columns, or both.
 
-Tiles are [rows / 8, 8, columns]. A hint (`loaded`) spreads the threads of a warp over the last axis
-first and then over the first axis, and each thread holds all of the middle axis. So a thread holds
-eight rows of eight columns, which are one word of codes for each row and for each column, and the
-rows of a block lie in one warp.
+Tiles are [rows / 8, 8, columns]. A hint (`source.loaded`) spreads the threads of a warp over the
+last axis first and then over the first axis, and each thread holds all of the middle axis. So a
+thread holds eight rows of eight columns, which are one word of codes for each row and for each
+column, and the rows of a block lie in one warp.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def group_indices(
     rows_ptr, groups_ptr, n_rows, n_groups, per_row = place
     rows = tl.broadcast_to(rows, groups.shape[:1] + rows.shape[1:])
     rows = _hidden(rows, tl.broadcast_to(groups, rows.shape), INTERPRETED)
-    # This hint spreads threads over the axes in this order; see `mxfp4.loaded`.
+    # This hint spreads threads over the axes in this order; see `source.loaded`.
     places = tl.max_contiguous(rows_ptr + rows, [4, 2, 1])
     at_rows = tl.load(places, mask=rows < n_rows, other=0)
     if HAS_GROUPS:

@@ -16,10 +16,12 @@ _BLOCK = 1024
 
 
 class Scalars(NamedTuple):
-    """The bits of float32 numbers, as int32; see `arithmetic.ramping.update`.
+    """The numbers of an AdamW step with the learning rate lr, each as an int32 with the bits of a
+    float32; see `arithmetic.ramping.update`.
 
-    kept: what weight decay leaves. rest1, beta2, rest2: 1 - beta1, beta2, 1 - beta2. root: of the
-    second moment's bias correction. eps. rate: minus the learning rate over the first moment's.
+    kept: 1 - lr * weight decay. rest1, beta2, rest2: 1 - beta1, beta2, 1 - beta2. root: the square
+    root of the second moment's bias correction. eps: AdamW's. rate: -lr divided by the first
+    moment's bias correction.
     """
 
     kept: int

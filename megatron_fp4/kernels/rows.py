@@ -149,9 +149,10 @@ def _gamma(largest, LIMIT: tl.constexpr):
 
 @triton.jit
 def _store_scales(out, lines, factor, finite, there, PER_ROW: tl.constexpr):
-    """Stores gamma and its reciprocal for each line, and counts the scales that are NaN.
+    """Stores gamma and its reciprocal, and counts the scales that are NaN.
 
-    These are those of the lines, or that of the tensor.
+    The reciprocal is stored for each line. gamma is stored, and NaN counted, for each line if each
+    has its own scale (PER_ROW), else once for the tensor.
 
     factor, finite: from `_gamma`. there: whether the line exists.
     """

@@ -42,9 +42,12 @@ def rows_of(quantized: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
     """
     across = quantized.quantizer.block[0]
     scales = quantized.scales.reshape(-1, quantized.scales.shape[-1])
+    of_rows = rows  # the row of scales for each row of codes
+    if across != 1:
+        of_rows = rows // across if across else torch.zeros_like(rows)
     return QuantizedTensor(
         codes=quantized.codes[rows],
-        scales=scales[rows // across if across else torch.zeros_like(rows)],
+        scales=scales[of_rows],
         tensor_scale=quantized.tensor_scale,
         quantizer=_in_rows(quantized.quantizer),
         shape=torch.Size((len(rows), quantized.shape[quantized.axis])),

@@ -29,13 +29,14 @@ from torch import distributed as dist
 
 from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.philox import Key, Placement
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.cpp import extension, lowering
 from megatron_fp4.cpp.executor import CppExecutor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.execution.norm import before_linear
-from megatron_fp4.execution.weights import WeightCache
+from megatron_fp4.execution.weights import HeldWeight, WeightCache
 from megatron_fp4.linear import (
     execute_by,
     in_python,
@@ -75,6 +76,38 @@ MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 @dataclass
+class Weights:
+    """A Watch that looks at no pass: it takes fprop's operands of W, decoded, by linear and step.
+
+    step: that of the passes that run now.
+    """
+
+    step: int = 0
+    values: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+    def looks(self, holds_w: bool) -> bool:
+        return False
+
+    def made(
+        self, site: Site, call: Call, operand: Any, matrix: Any, given: Any, made: Any
+    ) -> None:
+        if (operand.gemm, operand.letter) == ("fprop", "w"):
+            self._take(site, made.operand)
+
+    def held(self, site: Site, w: Tensor, held: HeldWeight) -> None:
+        held.to_python()
+        self._take(site, held.made["fprop"].operand if "fprop" in held.made else w)
+
+    def carried(self, site: Site, operand: Any, carriers: Any) -> None:
+        pass
+
+    def _take(self, site: Site, w: Any) -> None:
+        if (site.name, self.step) not in self.values:
+            values = w.dequantize() if isinstance(w, QuantizedTensor) else w.detach().clone()
+            self.values[site.name, self.step] = values
+
+
+@dataclass
 class Case:
     """One linear, or an MLP: an RMSNorm, and two linears with a SwiGLU between them.
 
@@ -93,7 +126,9 @@ class Case:
         held = [] if self.held is None else ["held", self.held]
         return " ".join([self.recipe, self.kind, *held, *["fused"] * self.fuses])
 
-    def site(self, monitor: NonFiniteMonitor, average: Tensor | None, name: str = "fc") -> Site:
+    def site(
+        self, monitor: NonFiniteMonitor, watch: Weights, average: Tensor | None, name: str = "fc"
+    ) -> Site:
         parallel, places = None, {}
         if self.kind in ("column", "row"):
             sharded = column_parallel if self.kind == "column" else row_parallel
@@ -107,14 +142,17 @@ class Case:
 
         return Site(
             name, places, parallel, self.held, fuses=self.fuses,
-            average=average, observe=observe, tallies=monitor,
+            average=average, observe=observe, tallies=monitor, watch=watch if self.held else None,
         )  # fmt: skip
 
 
 @dataclass
 class Found:
-    """What a linear computed. tensors: Y and all gradients of all passes. tallies: of the monitor.
-    kinds: what the executor in C++ knows of its calls."""
+    """What a linear computed.
+
+    tensors: Y and all gradients of all passes, and fprop's operand of W in each step where it is
+    held. tallies: of the monitor. kinds: what the executor in C++ knows of its calls.
+    """
 
     tensors: list[Tensor] = field(default_factory=list)
     tallies: list[Any] = field(default_factory=list)
@@ -135,12 +173,13 @@ def run(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
     weight.main_grad = torch.zeros(OUTPUTS, INPUTS, device=case.device)  # type: ignore[attr-defined]
     bias = normal(OUTPUTS).requires_grad_() if case.has_bias else None
     average = None if recipe.weight_average is None else weight.detach().float() * 1.01
-    site, found = case.site(monitor, average), Found()
+    watch, found = Weights(), Found()
+    site = case.site(monitor, watch, average)
     ranks = 1 if case.kind == "alone" else dist.get_world_size()
     tokens = TOKENS * (ranks if case.kind == "row" else 1)
     for step, i in itertools.product(range(1, STEPS + 1), range(MICROBATCHES)):
         microbatch = (step + i) % MICROBATCHES  # not that of the call that was recorded
-        held = cache.at(step) if case.held else None
+        held, watch.step = cache.at(step) if case.held else None, step
         rows = torch.arange(TOKENS * ranks, device=case.device) + 1000 * microbatch
         x = normal(tokens // 4, 4, INPUTS).requires_grad_()
         call = Call(Key(2**40 + 7, step), microbatch, 0, rows)
@@ -154,6 +193,7 @@ def run(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
         if bias is not None:
             found.tensors.append(bias.grad)  # type: ignore[arg-type]
             bias.grad = None
+    found.tensors += watch.values.values()
     monitor._close()
     assert monitor._verdict is not None
     found.tallies = [monitor._verdict.labels, monitor._verdict.tallies.tolist()]
@@ -169,20 +209,21 @@ def run_mlp(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random, device=case.device).bfloat16()
 
-    recipe, monitor, found = get_recipe(case.recipe), NonFiniteMonitor(), Found()
+    recipe, monitor, watch, found = get_recipe(case.recipe), NonFiniteMonitor(), Weights(), Found()
     monitor.from_cpp = tallies
     weights = [(normal(*shape) / 8).requires_grad_() for shape in ((2 * HIDDEN, 64), (64, HIDDEN))]
     averages = [None if recipe.weight_average is None else w.detach().float() for w in weights]
     for w in weights:
         w.main_grad = torch.zeros(w.shape, device=case.device)  # type: ignore[attr-defined]
-    sites = [case.site(monitor, a, name) for a, name in zip(averages, ("fc1", "fc2"), strict=True)]
+    names = ("fc1", "fc2")
+    sites = [case.site(monitor, watch, a, name) for a, name in zip(averages, names, strict=True)]
     gain = normal(64).requires_grad_()
     norm = RmsNorm(gain, 1e-5)
     sites[0] = replace(sites[0], norm=norm)
     caches = [WeightCache(), WeightCache()]
     for step, i in itertools.product(range(1, STEPS + 1), range(MICROBATCHES)):
         microbatch = (step + i) % MICROBATCHES
-        held = [cache.at(step) if case.held else None for cache in caches]
+        held, watch.step = [cache.at(step) if case.held else None for cache in caches], step
         x = normal(TOKENS // 4, 4, 64).requires_grad_()
         rows = torch.arange(TOKENS, device=case.device) + 1000 * microbatch
         call = Call(Key(2**40 + 7, step), microbatch, 0, rows)
@@ -196,6 +237,7 @@ def run_mlp(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
         for w in weights:
             found.tensors.append(w.main_grad.clone() if case.fuses else w.grad)  # type: ignore
             w.grad = None
+    found.tensors += watch.values.values()
     monitor._close()
     assert monitor._verdict is not None
     found.tallies = [monitor._verdict.labels, monitor._verdict.tallies.tolist()]

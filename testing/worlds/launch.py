@@ -80,7 +80,7 @@ def spawn(
     """Runs any script in a torchrun world, with one thread for each process.
 
     The result's stdout has standard output and standard error. Raises TimeoutError if the script is
-    still running after timeout_s seconds.
+    still running after timeout_s seconds, and RuntimeError if the world itself could not start.
 
     fresh: launch torchrun for this script alone, if the script depends on the launcher, on the
     environment or on what is imported first. Otherwise it runs in forks of a world that keeps

@@ -36,6 +36,7 @@ from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parents[2]
 FOREVER = timedelta(days=1)
+POLL_S = 0.05  # seconds between looks at what may have ended
 GRACE_S = 10  # seconds between SIGTERM and SIGKILL, for the other ranks when one has failed
 
 
@@ -46,9 +47,7 @@ class World:
         self.processes = processes
         self._jobs = 0
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._log = NamedTemporaryFile(
-            "r", errors="replace"
-        )  # output of the world itself, not of its jobs
+        self._log = NamedTemporaryFile()  # output of the world itself, not of its jobs
         self._launcher = subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -64,23 +63,40 @@ class World:
     def run(self, script: Path, arguments: list[str], timeout_s: float) -> tuple[int, str]:
         """Runs a script; returns (exit status, 0 or 1; what the ranks printed).
 
-        Raises TimeoutError, with the last output, if it is still running after timeout_s seconds.
+        Raises TimeoutError, with the last output, if it is still running after timeout_s seconds,
+        and RuntimeError, with the output of the world, if a process of the world has ended.
         """
         number = self._jobs
         with NamedTemporaryFile("r", errors="replace") as output:
             self._add([str(script), arguments, output.name])
             ends = [f"{number} ended {rank}" for rank in range(self.processes)]
-            try:
-                self._store.wait(ends, timedelta(seconds=timeout_s))
-            except torch.distributed.DistStoreError as error:
+            if not self._wait(ends, timeout_s):
                 self._store.set(f"{number} failed", "the limit")
-                with suppress(torch.distributed.DistStoreError):
-                    self._store.wait(ends, timedelta(seconds=2 * GRACE_S))
-                printed = output.read()[-4000:] or self._log.read()[-4000:]
-                raise TimeoutError(f"still running after {timeout_s} s: {printed}") from error
+                self._wait(ends, 2 * GRACE_S)
+                printed = output.read()[-4000:] or self._told()[-4000:]
+                raise TimeoutError(f"still running after {timeout_s} s: {printed}")
             statuses = [int(self._store.get(end)) for end in ends]
             told = f"\nranks ended with {statuses}\n" if any(statuses) else ""
             return int(any(statuses)), output.read() + told
+
+    def _wait(self, keys: list[str], timeout_s: float) -> bool:
+        """Waits until the store has these keys, but no longer than timeout_s seconds; returns
+        whether it has them.
+
+        Raises RuntimeError if the launcher ends before, as it does when one of its processes fails.
+        """
+        limit = time.monotonic() + timeout_s
+        while not self._store.check(keys):
+            if (status := self._launcher.poll()) is not None:
+                raise RuntimeError(f"the world ended with status {status}: {self._told()}")
+            if time.monotonic() > limit:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def _told(self) -> str:
+        """What the processes of the world itself have printed."""
+        return Path(self._log.name).read_text(errors="replace")
 
     def _add(self, job: list[Any]) -> None:
         self._store.set(f"job {self._jobs}", json.dumps(job))
@@ -143,7 +159,7 @@ def end_of(child: int, jobs: TCPStore, failed: str) -> int:
             signal_group(child, signal.SIGTERM)
         elif told_at is not None and time.monotonic() > told_at + GRACE_S:
             signal_group(child, signal.SIGKILL)
-        time.sleep(0.05)
+        time.sleep(POLL_S)
 
 
 def signal_group(child: int, number: int) -> None:

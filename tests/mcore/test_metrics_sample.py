@@ -16,6 +16,7 @@ from megatron_fp4 import get_quantizer, get_recipe, list_recipes
 from megatron_fp4.arithmetic.philox import Placement
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.makers.base import Given
 from megatron_fp4.mcore.loop import metrics_shares
@@ -147,7 +148,7 @@ class Lines:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def looks(self, makes_w: bool) -> bool:
+    def looks(self, holds_w: bool) -> bool:
         return True
 
     def made(
@@ -169,6 +170,9 @@ class Lines:
         values = made.operand.dequantize().movedim(operand.axis, -1)[lines]
         assert torch.equal(quantized.dequantize(), values)
         self.seen.append(f"{operand.gemm}.{operand.letter}")
+
+    def held(self, site: Site, w: Tensor, held: HeldWeight) -> None:
+        raise AssertionError("the executor in Python does not call this")
 
     def carried(self, site: Site, operand: OperandPlan, carriers: Carriers) -> None:
         raise AssertionError("there are no carriers on a CPU")

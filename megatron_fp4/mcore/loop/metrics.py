@@ -28,6 +28,7 @@ from torch import distributed as dist
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.makers.base import Given
 from megatron_fp4.mcore.launch.fp4_arguments import metrics_folder
 from megatron_fp4.mcore.launch.refusals.weight_states import steps_of
@@ -173,13 +174,13 @@ class Metrics:
         self._seen.clear()
         self._samples.clear()
 
-    def looks(self, makes_w: bool) -> bool:
-        """See `execution.call.Watch`: in steps that are reported, and before them at W alone, of
-        which rows are followed."""
+    def looks(self, holds_w: bool) -> bool:
+        """See `execution.call.Watch`: in steps that are reported, and before them where `held` does
+        not show the rows of W that are followed."""
         if not self._run.is_training:
             return False
         left = self._left(self._now())
-        return left == 0 or (makes_w and left <= WINDOW)
+        return left == 0 or (not holds_w and left <= WINDOW)
 
     def made(
         self,
@@ -196,11 +197,9 @@ class Metrics:
         followed, step, is_w = self._layers[site.name], self._now(), operand.letter == "w"
         if is_w and not followed.owns:
             return
-        is_followed = is_w and operand.gemm == "fprop" and self._left(step) <= WINDOW
-        if is_followed and followed.step != step:
+        if is_w and operand.gemm == "fprop" and self._lacks_rows(followed, step):
             assert isinstance(matrix, Tensor)
-            _take_rows(followed, matrix, made.operand)
-            followed.step = step
+            _take_rows(followed, matrix, made.operand, step)
         quantized, quantizer = made.operand, operand.quantizer
         if not self._is_due(step) or quantizer is None:
             return
@@ -222,6 +221,20 @@ class Metrics:
         add(_place(followed, operand), x, quantized, 1 / site.sharding.ranks if shared else 1.0)
         if is_w and operand.gemm == "fprop" and quantizer.element == "e2m1":
             self._confidences[followed.row] += weights.confidence_sums(x, quantized)
+
+    def held(self, site: Site, w: Tensor, held: HeldWeight) -> None:
+        """Takes the rows of W that are followed; see `execution.call.Watch`."""
+        if not self._run.is_training:
+            return
+        followed, step = self._layers[site.name], self._now()
+        if followed.owns and self._lacks_rows(followed, step):
+            held.to_python()
+            made = held.made.get("fprop")
+            _take_rows(followed, w, w if made is None else made.operand, step)
+
+    def _lacks_rows(self, followed: _Followed, step: int) -> bool:
+        """Whether the rows of a linear are followed in this step, and were not taken yet."""
+        return self._left(step) <= WINDOW and followed.step != step
 
     def carried(self, site: Site, operand: OperandPlan, carriers: Carriers) -> None:
         """Counts the elements of an operand that FP8 carriers rounded; see `execution.call.Watch`.
@@ -317,8 +330,9 @@ def _place(followed: _Followed, operand: OperandPlan) -> int:
     return followed.row * len(PLACES) + PLACES.index((operand.gemm, operand.letter))
 
 
-def _take_rows(followed: _Followed, w: Tensor, quantized: Operand) -> None:
+def _take_rows(followed: _Followed, w: Tensor, quantized: Operand, step: int) -> None:
     """Keeps the rows of the sample as they are in this step."""
+    followed.step = step
     followed.w = w.detach()[followed.rows]
     if isinstance(quantized, QuantizedTensor):
         followed.quantized = rows_of(quantized, followed.rows)

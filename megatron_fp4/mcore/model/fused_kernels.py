@@ -9,12 +9,11 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
-from torch.nn import functional as F
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import fused_kernels
 from megatron_fp4.mcore.model.attention import SdpaAttention
-from megatron_fp4.mcore.model.mlp import GatedMLP
+from megatron_fp4.mcore.model.mlp import GatedMLP, changes_swiglu, has_swiglu
 from megatron_fp4.mcore.model.norm import Norm
 from megatron_fp4.mcore.model.self_attention import RotatingSelfAttention
 from megatron_fp4.mcore.runtime.ranks import on_all
@@ -73,7 +72,7 @@ def _refused(config: TransformerConfig) -> dict[str, str]:
         found[SWIGLU] = "fc1 has a bias"
     elif config.num_moe_experts is not None:
         found[SWIGLU] = "experts weight it"
-    elif config.activation_func_clamp_value is not None or config.glu_linear_offset:
+    elif changes_swiglu(config):
         found[SWIGLU] = "it is clamped or shifted"
     elif config.activation_func_fp8_input_store:
         found[SWIGLU] = "it is stored in FP8"
@@ -103,7 +102,7 @@ def _set(chunk: MegatronModule, refused: dict[str, str]) -> set[str]:
     for module in chunk.modules():
         if isinstance(module, RotatingSelfAttention) and _rotates(chunk, module):
             modules.append((ROTARY, module, "rotate", liger.rotate))
-        elif isinstance(module, GatedMLP) and _is_swiglu(module):
+        elif isinstance(module, GatedMLP) and has_swiglu(module.config):
             modules.append((SWIGLU, module, "activation", liger.swiglu))
         elif isinstance(module, Norm):
             modules.append((NORMS, module, "fused", liger.rms_norm))
@@ -124,10 +123,6 @@ def _rotates(chunk: MegatronModule, module: RotatingSelfAttention) -> bool:
     # Packed sequences begin anew at the first angle. These two refuse them.
     is_alone = isinstance(module.core_attention, SdpaAttention | DotProductAttention)
     return is_alone and getattr(chunk, "position_embedding_type", None) in ("rope", "yarn")
-
-
-def _is_swiglu(module: GatedMLP) -> bool:
-    return bool(module.config.gated_linear_unit and module.config.activation_func is F.silu)
 
 
 def _computes_megatrons_loss(chunk: LanguageModule) -> bool:

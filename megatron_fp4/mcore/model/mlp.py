@@ -4,11 +4,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
+
+
+def has_swiglu(config: TransformerConfig) -> bool:
+    """Whether the activation of MLPs is SwiGLU, which may be clamped or shifted."""
+    return bool(config.gated_linear_unit and config.activation_func is F.silu)
+
+
+def changes_swiglu(config: TransformerConfig) -> bool:
+    """Whether SwiGLU is clamped or shifted, so that it is not silu(gate) * up."""
+    return config.activation_func_clamp_value is not None or bool(config.glu_linear_offset)
 
 
 class GatedMLP(MLP):
@@ -70,7 +81,6 @@ class GatedMLP(MLP):
         """Whether the activation is silu(gate) * up: not clamped, shifted or kept in FP8, nor of an
         expert, where the router weights it."""
         config, is_expert = self.config, self.linear_fc1.is_expert
-        is_swiglu = config.gated_linear_unit and config.activation_func is F.silu
-        changed = config.activation_func_clamp_value is not None or config.glu_linear_offset
-        is_plain = not (changed or config.activation_func_fp8_input_store or is_expert)
-        return bool(is_swiglu and is_plain and not config.use_te_activation_func)
+        is_plain = has_swiglu(config) and not changes_swiglu(config)
+        is_other = config.activation_func_fp8_input_store or is_expert
+        return bool(is_plain and not is_other and not config.use_te_activation_func)
