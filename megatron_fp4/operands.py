@@ -30,12 +30,6 @@ class _Computed:
         return self._found
 
     @property
-    def result(self) -> Tensor:
-        """The matrix, which has been computed (`by`)."""
-        assert self._found is not None
-        return self._found
-
-    @property
     def device(self) -> torch.device:
         return self.y.device
 
@@ -73,7 +67,7 @@ class Swiglu(_Computed):
 class SwigluGradient(_Computed):
     """The gradient of y, [rows, 2 n], which is computed where it is read.
 
-    gradient: of swiglu(y), [rows, n].
+    gradient: of swiglu(y), [rows, n]. y: in the same dtype, or in E4M3.
     """
 
     gradient: Tensor

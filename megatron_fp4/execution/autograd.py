@@ -187,6 +187,7 @@ def _plan(
         site.keeps_w,
         site.packs_x,
         swiglu,
+        site.kept_y,
     )
 
 

@@ -28,7 +28,7 @@ class Saved:
     w: see `LinearPlan.saves_w`.
     weight: W, if the recipe has an estimator, which reads it; else None.
     residual: the outliers of X, if dW contains a product with them; else None.
-    y: Y, if the gradient of a SwiGLU of it arrives in backward; else None.
+    y: Y, in `Setting.kept_y`, if the gradient of a SwiGLU of it arrives in backward; else None.
     """
 
     x: Operand | None
@@ -128,8 +128,15 @@ def _saved(
         w=made[plan.fprop.b].operand if plan.saves_w == "operand" else weight,
         weight=None if plan.estimate is None else weight,
         residual=residual if plan.residual_in_dw else None,
-        y=y if plan.setting.swiglu == "before" else None,
+        y=_kept_y(plan, y),
     )
+
+
+def _kept_y(plan: LinearPlan, y: Tensor) -> Tensor | None:
+    """Y as the gradient of the SwiGLU that follows reads it; None where nothing does."""
+    if plan.setting.swiglu != "before" or (plan.dgrad is None and plan.wgrad is None):
+        return None
+    return y if plan.setting.kept_y is None else y.to(plan.setting.kept_y)
 
 
 def _kept_x(plan: LinearPlan, x: Tensor | Swiglu) -> Tensor:
@@ -137,8 +144,10 @@ def _kept_x(plan: LinearPlan, x: Tensor | Swiglu) -> Tensor:
     again in backward, else the result of the SwiGLU."""
     if not isinstance(x, Swiglu):
         return x
-    is_computed_again = plan.wgrad is not None and plan.wgrad.b.source == "swiglu"
-    return x.y if is_computed_again else x.result
+    if plan.wgrad is not None and plan.wgrad.b.source == "swiglu":
+        return x.y
+    assert plan.compute_x is not None
+    return x.by(plan.compute_x)
 
 
 def all_tokens(residual: Residual, plan: LinearPlan, site: Site) -> Pending[Residual]:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 class Source(NamedTuple):
     """The matrix that is quantized.
 
-    matrix: BF16 in words of two, or words of eight codes. scales: of the codes. y: BF16 in words of
-    two, where the matrix is the gradient of a SwiGLU of it (source.py).
+    matrix: BF16 in words of two, or words of eight codes. scales: of the codes. y: BF16 or E4M3 in
+    words of two, where the matrix is the gradient of a SwiGLU of it (source.py).
     """
 
     matrix: Any

@@ -29,6 +29,7 @@ from megatron_fp4.kernels.launch import (
     tiles,
 )
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
+from megatron_fp4.kernels.swiglu import words_of
 from megatron_fp4.operands import Carriers, Made, Matrix, Swiglu, SwigluGradient
 from megatron_fp4.recording import DRAW, SEED_HIGH, SEED_LOW, STEP
 
@@ -72,12 +73,12 @@ def quantize(
 
     x: BF16 [rows, columns], codes with blocks along the rows, or a SwiGLU or the gradient of one,
         of BF16, which is computed as it is read (SWIGLU_COLUMNS). It is read once; a transform
-        reads it once for each copy.
+        reads it once for each copy. Y of the gradient may be in E4M3.
     quantizer, group: of all copies; a group is that of a Hadamard transform, 0 is none.
     copies: one, or one for each axis. They share seed, step and placement.
     average: float32 [rows, columns], for rounding ema.
     """
-    x_scales, y, packed, reads = None, None, 0, ""
+    x_scales, y, packed, reads, of_y = None, None, 0, "", torch.int32
     match x:
         case QuantizedTensor():
             source, x_scales, packed = x.codes, x.scales, x.quantizer.block[1]
@@ -85,6 +86,7 @@ def quantize(
             source, reads = _in_words(x.y), "swiglu"
         case SwigluGradient():
             source, y, reads = _in_words(x.gradient), _in_words(x.y), "swiglu gradient"
+            of_y = words_of(y)
         case _:  # checked here, since a call more costs host time
             fits = x.is_contiguous() and not x.storage_offset() % 2
             source = x if fits else _in_words(x)
@@ -126,7 +128,7 @@ def quantize(
     both = wanted[0] is not False and wanted[1] is not False
     shared = stochastic and both and outputs[0][4] == outputs[1][4]
     draws = in_memory, has_groups, shared
-    start = _quantize_launch(rows, columns, quantizer.fields, packed, reads, *copied, *draws)
+    start = _quantize_launch(rows, columns, quantizer.fields, packed, reads, *copied, *draws, of_y)
     start(
         source.device, source, x_scales, y,
         *outputs[0], *outputs[1], average, *random, rows, columns,
@@ -227,13 +229,14 @@ def _quantize_launch(
     in_memory: bool,
     has_groups: bool,
     shared: bool,
+    of_y: torch.dtype = torch.int32,
 ) -> Launch:
     """The launch for copies that are not transformed.
 
     fields: of the quantizer. packed: the block size of the source's codes; 0 for BF16. reads: what
         is computed of the source as it is read; see source.py.
     along_rows, along_columns: whether there is such a copy, or the dtype of its carriers.
-    in_memory, has_groups, shared: the fields of `Draws`.
+    in_memory, has_groups, shared: the fields of `Draws`. of_y: the type of the source's `y`.
     """
     quantizer, wanted = Quantizer(*fields), (along_rows, along_columns)
     carriers = [_mantissa(each) if each else None for each in wanted]
@@ -247,7 +250,7 @@ def _quantize_launch(
     return Launch(
         quantize_kernel,
         grid[::-1] if down else grid,
-        (_SOURCE, _OUTPUT, _OUTPUT, torch.float32, RANDOM, rows, columns),
+        (_SOURCE._replace(y=of_y), _OUTPUT, _OUTPUT, torch.float32, RANDOM, rows, columns),
         dict(
             PACKED=packed,
             READS=reads,

@@ -56,7 +56,7 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
         saves_x=saves_x,
         saves_w="operand" if _is_forwards(recipe, "w") else "model",
         clamping=outliers.choose(recipe, setting),
-        compute_x=swiglu.choose(fprop.a, setting.target) if setting.swiglu == "after" else None,
+        compute_x=swiglu.choose(fprop.a, setting) if setting.swiglu == "after" else None,
         compensation=_compensation(setting) if _compensates(recipe) else None,
         residual_in_dw=setting.dw and _residual_in_dw(recipe),
         shows_packed_x=saves_x == "packed" and recipe.fprop.a is None,
@@ -141,7 +141,7 @@ def _is_swiglu(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> bool
     """Whether the source of an operand of X or dY is "swiglu" and not "model".
 
     In backward X is the result of the SwiGLU itself where the forward pass computed it as a matrix
-    and kept it.
+    and kept it. So it is where Y is kept rounded (`Setting.kept_y`).
     """
     if letter == "dy":
         return setting.swiglu == "before"
@@ -149,7 +149,7 @@ def _is_swiglu(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> bool
         return False
     if gemm == "fprop" or _saves_x(recipe, setting) == "packed":
         return True
-    if recipe.outliers is not None:
+    if recipe.outliers is not None or setting.kept_y is not None:
         return False
     fprop = operand_plan(recipe, "fprop", "x", setting)
     return makers.choose(fprop, setting.target).maker.activates(fprop)
@@ -240,8 +240,8 @@ def makings(operands: Iterable[OperandPlan], setting: Setting) -> tuple[Making, 
                 continue
         compute, activates = None, False
         if operand.source == "swiglu":
-            compute = swiglu.choose(operand, setting.target)
-            activates = choice.maker.activates(operand)
+            compute = swiglu.choose(operand, setting)
+            activates = swiglu.reads_y(operand, setting) and choice.maker.activates(operand)
         found.append(
             Making(matrix, choice.maker, (operand,), choice.passed_over, compute, activates)
         )

@@ -80,6 +80,7 @@ class Setting:
         in the form that the multiplier reads ("decoded"); None: each call makes them.
     packs_x: whether X is saved for backward as wgrad's codes, where wgrad quantizes the original X.
     swiglu: where the linear stands beside a SwiGLU.
+    kept_y: the dtype in which what goes through the SwiGLU is kept for backward, E4M3; None: dtype.
     """
 
     tokens: int
@@ -96,6 +97,7 @@ class Setting:
     keeps_w: Literal["packed", "decoded"] | None = None
     packs_x: bool = True
     swiglu: SwigluPlace = ""
+    kept_y: torch.dtype | None = None
 
     def has_part(self, letter: str) -> bool:
         """Whether this rank holds only a part of the operand's tokens."""

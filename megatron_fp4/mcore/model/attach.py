@@ -27,6 +27,7 @@ Fp4Layer = Fp4ColumnParallelLinear | Fp4RowParallelLinear
 _JOINED = (
     "\n  SwiGLU is computed by mlp.linear_fc2, and its gradient by mlp.linear_fc1, as they quantize"
 )
+_KEPT_Y = "\n  SwiGLU's input is kept in float8_e4m3fn for backward; above 464 it is NaN there"
 # Classes of linears by name, so that Transformer Engine need not be there.
 _LINEARS = {"ColumnParallelLinear", "RowParallelLinear", "Linear", "TELinear", "LayerNormLinear"}
 
@@ -92,6 +93,7 @@ def attach(
             else "",
             executor.line(problems[0] if problems else None),
             _JOINED * any(joined),
+            _KEPT_Y * model[0].config.activation_func_fp8_input_store,
             kernels and f"\n  {kernels}",
         )
         run.start_table = start_table.table(run.recipes, [*rows, *stock]) + "".join(lines)
