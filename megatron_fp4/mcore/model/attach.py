@@ -27,7 +27,6 @@ Fp4Layer = Fp4ColumnParallelLinear | Fp4RowParallelLinear
 _JOINED = (
     "\n  SwiGLU is computed by mlp.linear_fc2, and its gradient by mlp.linear_fc1, as they quantize"
 )
-_KEPT_Y = "\n  SwiGLU's input is kept in float8_e4m3fn for backward; above 464 it is NaN there"
 # Classes of linears by name, so that Transformer Engine need not be there.
 _LINEARS = {"ColumnParallelLinear", "RowParallelLinear", "Linear", "TELinear", "LayerNormLinear"}
 
@@ -93,7 +92,7 @@ def attach(
             else "",
             executor.line(problems[0] if problems else None),
             _JOINED * any(joined),
-            _KEPT_Y * model[0].config.activation_func_fp8_input_store,
+            _kept_y(model[0].config),
             kernels and f"\n  {kernels}",
         )
         run.start_table = start_table.table(run.recipes, [*rows, *stock]) + "".join(lines)
@@ -175,6 +174,15 @@ def _row(run: Run, name: str, layer: Fp4Layer, number: int | None, refusal: str 
     if layer.fp4 is None:
         return start_table.unquantized(name, layer.weight)
     return start_table.planned(name, layer.weight, layer.plan(), layer.tokens())
+
+
+def _kept_y(config: TransformerConfig) -> str:
+    """The line about --activation-func-fp8-input-store; "" without the flag."""
+    if not config.activation_func_fp8_input_store:
+        return ""
+    # Megatron's SwiGLU, of layers without a recipe for example, obeys the flag where it is fused.
+    where = "" if config.bias_activation_fusion else ", where linears compute it"
+    return f"\n  SwiGLU's input is kept in float8_e4m3fn for backward{where}; above 464 it is NaN there"
 
 
 def _gather(rows: list[Row]) -> list[Row]:

@@ -45,8 +45,12 @@ def _fp8_input(args: Namespace) -> Iterator[str]:
         return
     if not args.swiglu:
         yield f"{flag} keeps the input of SwiGLU: add --swiglu, or leave it out"
-    if not args.bias_swiglu_fusion:
-        yield f"--no-bias-swiglu-fusion keeps SwiGLU's input in BF16: leave it or {flag} out"
+    if not (args.bias_swiglu_fusion or args.fp4_joins_swiglu):
+        yield (
+            f"{flag} needs a SwiGLU that is fused: by Megatron on a GPU, without "
+            "--no-bias-swiglu-fusion, or in linears that follow recipes, without "
+            "--fp4-fused-kernels off"
+        )
 
 
 # --- checks that run when a layer is built -------------------------------------------------------
