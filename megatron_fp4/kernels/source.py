@@ -5,8 +5,8 @@ computed here (READS):
 
     ""                 x.matrix, as it is
     "swiglu"           the SwiGLU of x.matrix, which has twice as many columns
-    "swiglu gradient"  the gradient of x.y, which is in BF16 or E4M3; x.matrix is the gradient of its
-                       SwiGLU, which has half as many columns
+    "swiglu gradient"  the gradient of x.y, in BF16 or E4M3; x.matrix is the gradient of its SwiGLU,
+                       which has half as many columns
 """
 
 from __future__ import annotations

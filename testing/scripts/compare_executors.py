@@ -7,7 +7,7 @@ On a CPU operators of PyTorch make and multiply the operands. With TRITON_INTERP
 a Hopper GPU (testing/kernels/pretend_gpu.py). On a GPU they run there. Several ranks shard the
 linear by sequence parallelism, as a column-parallel and as a row-parallel linear.
 
---pairs adds, on one rank, two linears with a SwiGLU between them.
+--pairs adds, on one rank, two linears with a SwiGLU between them, whose Y is kept in BF16 or E4M3.
 --mistake NAME makes a known mistake in the executor in C++. Prints JSON: for each case whether the
 results are equal, how many forward and backward passes ran in C++, and why not all did.
 """
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.philox import Key, Placement
@@ -47,6 +48,8 @@ from megatron_fp4.plan.setting import column_parallel, row_parallel
 
 TOKENS, INPUTS, OUTPUTS = 64, 64, 64  # on each rank
 HIDDEN = 256  # the columns of a SwiGLU, which kernels take
+# Two linears with a SwiGLU between them, with `Site.kept_y`.
+PAIRS = {"swiglu": None, "swiglu of e4m3": torch.float8_e4m3fn}
 STEPS, MICROBATCHES = 3, 2
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Whether W's operands are held, and whether dW is added to main_grad. The interpreter is slow.
@@ -74,7 +77,7 @@ MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
 class Case:
     """One linear, or two with a SwiGLU between them.
 
-    kind: "alone", "column", "row" or "swiglu". held: whether the microbatches of a step share
+    kind: "alone", "column", "row", or one of PAIRS. held: whether the microbatches of a step share
     W's operands. fuses: whether dW is added to main_grad. has_bias: of the linear.
     """
 
@@ -98,8 +101,8 @@ class Case:
             monitor.observe(name, gemm, letter, tally)
 
         return Site(
-            name, places, parallel, "packed" if self.held else None, fuses=self.fuses,
-            average=average, observe=observe, tallies=monitor,
+            name, places, parallel, "packed" if self.held else None,
+            kept_y=PAIRS.get(self.kind), fuses=self.fuses, average=average, observe=observe, tallies=monitor,
         )  # fmt: skip
 
 
@@ -176,7 +179,10 @@ def run_pair(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
         rows = torch.arange(TOKENS, device=case.device) + 1000 * microbatch
         call = Call(Key(2**40 + 7, step), microbatch, 0, rows)
         between = linear_before_swiglu(x, weights[0], recipe, sites[0], call, held[0])
+        y = StorageWeakRef(between.y.untyped_storage())
         z = linear_after_swiglu(between, weights[1], recipe, sites[1], call, held[1])
+        del between
+        assert y.expired() or sites[0].kept_y is None  # nothing keeps Y itself
         torch.autograd.backward(z, normal(*z.shape))
         found.tensors += [z.detach(), x.grad]  # type: ignore[list-item]
         for w in weights:
@@ -190,11 +196,11 @@ def run_pair(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
 
 
 def compared(case: Case, loaded: Any) -> dict[str, Any]:
-    runs = run_pair if case.kind == "swiglu" else run
+    runs = run_pair if case.kind in PAIRS else run
     expected = runs(case, in_python, None)
     executor = CppExecutor(loaded, on_cpu=True)
     found = runs(case, executor, loaded.Tallies())
-    passes = STEPS * MICROBATCHES * (2 if case.kind == "swiglu" else 1)
+    passes = STEPS * MICROBATCHES * (2 if case.kind in PAIRS else 1)
     pairs = list(zip(expected.tensors, found.tensors, strict=True))
     return {
         "equal": all(torch.equal(a, b) for a, b in pairs) and expected.tallies == found.tallies,
@@ -207,7 +213,7 @@ def compared(case: Case, loaded: Any) -> dict[str, Any]:
 
 def cases(recipes: list[str], pairs: bool) -> list[Case]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kinds = ["column", "row"] if dist.is_initialized() else ["alone", *["swiglu"] * pairs]
+    kinds = ["column", "row"] if dist.is_initialized() else ["alone", *(PAIRS if pairs else ())]
     return [
         Case(recipe, kind, held, fuses, has_bias=not held, device=device)
         for recipe in recipes

@@ -182,7 +182,7 @@ def _kept_y(config: TransformerConfig) -> str:
         return ""
     # Megatron's SwiGLU, of layers without a recipe for example, obeys the flag where it is fused.
     where = "" if config.bias_activation_fusion else ", where linears compute it"
-    return f"\n  SwiGLU's input is kept in float8_e4m3fn for backward{where}; above 464 it is NaN there"
+    return f"\n  SwiGLU's input is kept in float8_e4m3fn for backward{where}; NaN above 464"
 
 
 def _gather(rows: list[Row]) -> list[Row]:

@@ -73,8 +73,8 @@ class GatedMLP(MLP):
         return self.linear_fc2(self.activation(y))
 
     def _has_plain_swiglu(self) -> bool:
-        """Whether the activation is silu(gate) * up: not clamped or shifted, nor of an expert, where
-        the router weights it."""
+        """Whether the activation is silu(gate) * up: not clamped or shifted, nor of an expert,
+        where the router weights it."""
         config, is_expert = self.config, self.linear_fc1.is_expert
         is_swiglu = config.gated_linear_unit and config.activation_func is F.silu
         changed = config.activation_func_clamp_value is not None or config.glu_linear_offset
