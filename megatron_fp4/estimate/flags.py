@@ -96,7 +96,9 @@ def job_of(args: argparse.Namespace) -> Job:
         model, _ = read(args.hf_config, args.seq_length)
     if args.activation_func_fp8_input_store:
         if not model.gated:
-            raise ConfigError("--activation-func-fp8-input-store needs --swiglu: leave it out")
+            raise ConfigError(
+                "--activation-func-fp8-input-store needs --swiglu: add it, or leave this out"
+            )
         model = replace(model, fp8_input=True)
     recipe = recipe_named(args.recipe)
     fused = not args.no_gradient_accumulation_fusion

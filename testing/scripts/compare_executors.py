@@ -102,7 +102,8 @@ class Case:
 
         return Site(
             name, places, parallel, "packed" if self.held else None,
-            kept_y=PAIRS.get(self.kind), fuses=self.fuses, average=average, observe=observe, tallies=monitor,
+            kept_y=PAIRS.get(self.kind), fuses=self.fuses, average=average, observe=observe,
+            tallies=monitor,
         )  # fmt: skip
 
 
@@ -182,7 +183,7 @@ def run_pair(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
         y = StorageWeakRef(between.y.untyped_storage())
         z = linear_after_swiglu(between, weights[1], recipe, sites[1], call, held[1])
         del between
-        assert y.expired() or sites[0].kept_y is None  # nothing keeps Y itself
+        assert y.expired() == (sites[0].kept_y is not None)  # nothing else keeps Y itself
         torch.autograd.backward(z, normal(*z.shape))
         found.tensors += [z.detach(), x.grad]  # type: ignore[list-item]
         for w in weights:

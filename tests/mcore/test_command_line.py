@@ -137,10 +137,10 @@ def test_a_mistake_is_a_config_error_that_names_the_remedy(flags: str, remedy: s
 def test_fp8_input_is_that_of_swiglu() -> None:
     flag = "--activation-func-fp8-input-store"
     assert parse(*MOCK_DATA, flag, "--fp4-recipe", "tetrajet").activation_func_fp8_input_store
-    given = SimpleNamespace(**vars(parse(*MOCK_DATA)))
+    given = parse(*MOCK_DATA)
     given.activation_func_fp8_input_store, given.swiglu = True, False
     with pytest.raises(ConfigError, match="keeps the input of SwiGLU: add --swiglu, or leave"):
-        refuse(of_launch(given, True))
+        refuse(of_launch(given, ours=True))
 
 
 def test_saving_over_another_run_is_refused(tmp_path: Path) -> None:
