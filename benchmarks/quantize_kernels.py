@@ -3,9 +3,9 @@
     python -m benchmarks.quantize_kernels
 
 For each element a kernel reads 2 bytes (BF16), or 4.25 bits (codes and scales). To compute a SwiGLU
-it reads 4 bytes, and to compute the gradient of one 3 bytes. For each operand
-that it makes it writes 4.25 bits, and a byte if it also writes FP8 carriers, whose rows a second
-kernel then checks. Its share is the bandwidth at which it moves these bytes, divided by the
+it reads 4 bytes, and to compute the gradient of one 3 bytes, or 2 where Y is in E4M3. For each
+operand that it makes it writes 4.25 bits, and a byte if it also writes FP8 carriers, whose rows a
+second kernel then checks. Its share is the bandwidth at which it moves these bytes, divided by the
 bandwidth at which a copy of the same BF16 matrix moves its own.
 """
 
@@ -41,6 +41,7 @@ class Made:
     Hadamard transform. carrier: the FP8 dtype of carriers that are written too. packed: whether it
     reads codes. block: the elements that share a scale. two_draws: whether each operand has random
     bits of its own; both of dY have the same. swiglu: what is computed as the matrix is read.
+    kept_y: the dtype of Y, of whose SwiGLU it is the gradient.
     """
 
     quantizer: str
@@ -51,14 +52,16 @@ class Made:
     block: int = 32
     two_draws: bool = False
     swiglu: Literal["", "result", "gradient"] = ""
+    kept_y: torch.dtype = torch.bfloat16
 
     @property
     def bytes(self) -> float:
         """The bytes that are moved for each element of the matrix."""
         codes = 0.5 + 1 / self.block
         written = codes + (self.carrier is not None)
-        read = {"": codes if self.packed else 2.0, "result": 4.0, "gradient": 3.0}[self.swiglu]
-        return read + len(self.axes) * written
+        gradient = 1.0 + self.kept_y.itemsize
+        read = {"": codes if self.packed else 2.0, "result": 4.0, "gradient": gradient}
+        return read[self.swiglu] + len(self.axes) * written
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -83,6 +86,9 @@ KERNELS = {
     ),
     "stochastic, both, of a SwiGLU's gradient, with E5M2": Made(
         "mxfp4-ceil-sr", (1, 0), carrier=E5M2, swiglu="gradient"
+    ),
+    "stochastic, both, of a SwiGLU's gradient, Y in E4M3, with E5M2": Made(
+        "mxfp4-ceil-sr", (1, 0), carrier=E5M2, swiglu="gradient", kept_y=E4M3
     ),
     "nearest, both, blocks of 16": Made("mxfp4-ceil", (1, 0), block=16),
     "stochastic, both, blocks of 16": Made("mxfp4-ceil-sr", (1, 0), block=16),
@@ -138,7 +144,7 @@ def kernel(x: torch.Tensor, made: Made) -> Callable[[], Any]:
     elif made.swiglu == "result":
         source = Swiglu(torch.cat([x, x], 1))
     elif made.swiglu == "gradient":
-        source = SwigluGradient(x[:, : x.shape[1] // 2].contiguous(), x)
+        source = SwigluGradient(x[:, : x.shape[1] // 2].contiguous(), x.to(made.kept_y))
 
     def make() -> None:
         for operand in quantize(source, quantizer, copies, group):

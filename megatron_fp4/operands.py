@@ -73,7 +73,7 @@ class Swiglu(_Computed):
 class SwigluGradient(_Computed):
     """The gradient of y, [rows, 2 n], which is computed where it is read.
 
-    gradient: of swiglu(y), [rows, n].
+    gradient: of swiglu(y), [rows, n]. y: in the same dtype, or in E4M3.
     """
 
     gradient: Tensor

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_fp4 import get_recipe, list_recipes
 from megatron_fp4.arithmetic.philox import Key
@@ -18,20 +20,30 @@ from megatron_fp4.operands import Swiglu, SwigluGradient
 from megatron_fp4.recipe import Recipe
 
 CALL = Call(Key(5, 2), 3)
+E4M3 = torch.float8_e4m3fn
 
 
 class Separate(torch.autograd.Function):
-    """SwiGLU as an operation of its own."""
+    """SwiGLU as an operation of its own, which keeps y as `rounded` gives it."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        ctx.save_for_backward(y)
+    def forward(ctx: Any, y: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(rounded(y))
         return swiglu(y)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (y,) = ctx.saved_tensors
-        return swiglu_gradient(gradient, y)
+        return swiglu_gradient(gradient, y), None
+
+
+def itself(y: Tensor) -> Tensor:
+    return y
+
+
+def through_e4m3(y: Tensor) -> Tensor:
+    """As Megatron's bias_swiglu_impl with fp8_input_store keeps it, and reads it in backward."""
+    return y.to(E4M3).to(y.dtype)
 
 
 def sites(**fields: Any) -> tuple[Site, Site]:
@@ -41,12 +53,23 @@ def sites(**fields: Any) -> tuple[Site, Site]:
 def joined(x: Tensor, first: Tensor, second: Tensor, recipe: Recipe, at: Any) -> Tensor:
     between = linear_before_swiglu(x, first, recipe, at[0], CALL, None)
     assert between.result.untyped_storage().nbytes() == x.element_size()  # one element
-    return linear_after_swiglu(between, second, recipe, at[1], CALL, None)
+    y = StorageWeakRef(between.y.untyped_storage())
+    z = linear_after_swiglu(between, second, recipe, at[1], CALL, None)
+    del between
+    assert y.expired() == (at[0].kept_y is not None)  # backward reads Y in E4M3, or Y
+    return z
 
 
-def apart(x: Tensor, first: Tensor, second: Tensor, recipe: Recipe, at: Any) -> Tensor:
+def apart(
+    x: Tensor,
+    first: Tensor,
+    second: Tensor,
+    recipe: Recipe,
+    at: Any,
+    rounded: Callable[[Tensor], Tensor] = itself,
+) -> Tensor:
     y = quantized_linear(x, first, None, recipe, at[0], CALL)
-    return quantized_linear(Separate.apply(y), second, None, recipe, at[1], CALL)
+    return quantized_linear(Separate.apply(y, rounded), second, None, recipe, at[1], CALL)
 
 
 def results(
@@ -75,6 +98,31 @@ def test_joined_linears_give_the_bits_of_separate_ones(recipe: str, packs_x: boo
     assert len(found) == 4 and all(map(torch.equal, found, wanted))
 
 
+@pytest.mark.parametrize("packs_x", [True, False])
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_y_may_be_kept_in_e4m3(recipe: str, packs_x: bool) -> None:
+    at = sites(packs_x=packs_x, kept_y=E4M3)
+    found = results(joined, get_recipe(recipe), at)
+    wanted = results(partial(apart, rounded=through_e4m3), get_recipe(recipe), at)
+    assert all(map(torch.equal, found, wanted))
+    # Control: a gradient computed from Y itself.
+    exact = results(apart, get_recipe(recipe), at)
+    assert torch.equal(found[0], exact[0]) and not torch.equal(found[1], exact[1])
+
+
+def test_a_result_of_the_rounded_y_would_be_noticed() -> None:
+    """Negative control: fc2 computes SwiGLU from what is kept of Y."""
+
+    def wrong(x: Tensor, first: Tensor, second: Tensor, recipe: Recipe, at: Any) -> Tensor:
+        between = linear_before_swiglu(x, first, recipe, at[0], CALL, None)
+        between = between._replace(y=through_e4m3(between.y))
+        return linear_after_swiglu(between, second, recipe, at[1], CALL, None)
+
+    at = sites(kept_y=E4M3)
+    wanted = results(partial(apart, rounded=through_e4m3), get_recipe("tetrajet"), at)
+    assert not torch.equal(results(wrong, get_recipe("tetrajet"), at)[0], wanted[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_in_other_dtypes_too(dtype: torch.dtype) -> None:
     found, wanted = (
@@ -100,7 +148,9 @@ def test_lines_are_those_of_the_matrix() -> None:
     """What metrics sample, without computing the matrix."""
     generator = torch.Generator().manual_seed(3)
     y, gradient = (torch.randn(8, n, generator=generator) for n in (24, 12))
-    for matrix in (Swiglu(y), SwigluGradient(gradient, y)):
+    for matrix in (
+        Swiglu(y), SwigluGradient(gradient, y), SwigluGradient(gradient, y.to(E4M3)),
+    ):  # fmt: skip
         whole, at = matrix.computed(), torch.tensor([1, 5, 7])
         assert whole.shape == matrix.shape
         assert torch.equal(matrix.lines(1, at), whole[at])

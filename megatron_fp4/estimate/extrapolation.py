@@ -30,6 +30,9 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         "TP, PP and DP were measured one at a time": spread > 1,
         "virtual pipeline stages were never measured": layout.vpp > 1,
         "experts were never measured": model.experts > 0,
+        "SwiGLU's input in FP8 was never measured, and converting it takes no time here": (
+            model.fp8_input
+        ),
         "recomputation was never measured": layout.recompute,
         "the memory of CUDA graphs was never measured": layout.graphs,
         f"steps of {recipe.name} were never measured": recipe.name not in RECIPES,

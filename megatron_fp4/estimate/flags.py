@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_fp4.errors import ConfigError
@@ -56,6 +57,7 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
     model.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     model.add_argument("--group-query-attention", action="store_true")
     model.add_argument("--swiglu", action="store_true")
+    model.add_argument("--activation-func-fp8-input-store", action="store_true")
     model.add_argument("--disable-bias-linear", action="store_true")
     model.add_argument("--add-qkv-bias", action="store_true")
     model.add_argument("--qk-layernorm", action="store_true")
@@ -92,6 +94,12 @@ def job_of(args: argparse.Namespace) -> Job:
         model = model_of(args)
     else:
         model, _ = read(args.hf_config, args.seq_length)
+    if args.activation_func_fp8_input_store:
+        if not model.gated:
+            raise ConfigError(
+                "--activation-func-fp8-input-store needs --swiglu: add it, or leave this out"
+            )
+        model = replace(model, fp8_input=True)
     recipe = recipe_named(args.recipe)
     fused = not args.no_gradient_accumulation_fusion
     node = min(args.gpus, args.gpus_per_node)

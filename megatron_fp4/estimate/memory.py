@@ -192,7 +192,8 @@ class LayerPlans:
             found[f"X of {linear.name}"] = kept * count
             if linear.name.endswith("linear_fc1"):
                 rows, columns = made.setting.shape("dy", is_part=False)
-                found[f"output of {linear.name}"] = 2.0 * rows * columns * count
+                each = 1.0 if model.fp8_input else 2.0
+                found[f"output of {linear.name}"] = each * rows * columns * count
         found["rows of tokens"] = 8.0 * self.tokens
         if has_experts:
             found["routing"] = self._routing(model)
@@ -207,7 +208,8 @@ class LayerPlans:
         """Bytes that the backward pass of a layer takes for a moment.
 
         This is while fc1 runs: the gradients of fc1's output, of the activation function's output
-        and of both sums, and fc1's operands of dY in FP8 or BF16.
+        and of both sums, and fc1's operands of dY in FP8 or BF16. Megatron's SwiGLU, which may run
+        before it, converts an input in FP8 to BF16.
         """
         widest = 0.0
         for linear, made, _ in self.linears(has_experts):
@@ -217,7 +219,8 @@ class LayerPlans:
             gates = 2 if self._model.gated else 1
             operands = [gemm.a for gemm in (made.dgrad, made.wgrad) if gemm is not None]
             carriers = sum(1 for operand in operands if operand.carrier is not None)
-            widest = max(widest, rows * columns * (2 + 2 / gates + carriers))
+            others = max(carriers, 2 if self._model.fp8_input else 0)
+            widest = max(widest, rows * columns * (2 + 2 / gates + others))
         return widest + 2 * self.residual
 
 

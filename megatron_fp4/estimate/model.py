@@ -44,6 +44,7 @@ class Model:
     experts, top_k, expert_ffn: [num-experts, moe-router-topk, moe-ffn-hidden-size]; 0 experts in a
         dense model. shared_ffn: [moe-shared-expert-intermediate-size], 0 for no shared expert.
     moe_every: every such layer has experts, from the first on [moe-layer-freq].
+    fp8_input: whether SwiGLU's input is kept in FP8 [activation-func-fp8-input-store].
     """
 
     layers: int
@@ -67,6 +68,7 @@ class Model:
     expert_ffn: int = 0
     shared_ffn: int = 0
     moe_every: int = 1
+    fp8_input: bool = False
 
     @property
     def attention_width(self) -> int:

@@ -195,6 +195,7 @@ def _plan(
         site.packs_x,
         swiglu,
         site.norm is not None,
+        site.kept_y,
     )
 
 

@@ -28,7 +28,7 @@ class Saved:
     w: see `LinearPlan.saves_w`.
     weight: W, if the recipe has an estimator, which reads it; else None.
     residual: the outliers of X, if dW contains a product with them; else None.
-    y: Y, if the gradient of a SwiGLU of it arrives in backward; else None.
+    y: Y, in `Setting.kept_y`, if the gradient of a SwiGLU of it arrives in backward; else None.
     """
 
     x: Operand | None
@@ -133,8 +133,15 @@ def _saved(
         w=made[plan.fprop.b].operand if plan.saves_w == "operand" else weight,
         weight=None if plan.estimate is None else weight,
         residual=residual if plan.residual_in_dw else None,
-        y=y if plan.setting.swiglu == "before" else None,
+        y=_kept_y(plan, y),
     )
+
+
+def _kept_y(plan: LinearPlan, y: Tensor) -> Tensor | None:
+    """Y as the gradient of the SwiGLU that follows reads it; None where nothing does."""
+    if plan.setting.swiglu != "before" or (plan.dgrad is None and plan.wgrad is None):
+        return None
+    return y if plan.setting.kept_y is None else y.to(plan.setting.kept_y)
 
 
 def _kept_x(plan: LinearPlan, x: Tensor | Computed) -> Tensor:

@@ -14,9 +14,9 @@ class Source(NamedTuple):
     """The matrix that is quantized.
 
     matrix: BF16 in words of two, or words of eight codes. scales: of the codes.
-    Of a matrix that is computed as it is read (source.py): y: BF16 in words of two, whose gradient
-    through a SwiGLU is quantized. factors: float32, of each row, and weight: BF16 in words of two,
-    of an RMSNorm.
+    Of a matrix that is computed as it is read (source.py): y: BF16 or E4M3 in words of two, whose
+    gradient through a SwiGLU is quantized. factors: float32, of each row, and weight: BF16 in words
+    of two, of an RMSNorm.
     """
 
     matrix: Any

@@ -30,6 +30,7 @@ from megatron_fp4.kernels.launch import (
 )
 from megatron_fp4.kernels.mxfp4 import quantize_kernel
 from megatron_fp4.kernels.rms_norm import factors
+from megatron_fp4.kernels.swiglu import words_of
 from megatron_fp4.operands import Carriers, Made, Matrix, Normed, Swiglu, SwigluGradient
 from megatron_fp4.recording import DRAW, SEED_HIGH, SEED_LOW, STEP
 
@@ -73,13 +74,13 @@ def quantize(
 
     x: BF16 [rows, columns], codes with blocks along the rows, or a matrix that is computed from
         BF16 as it is read (SWIGLU_COLUMNS). It is read once; a transform reads it once for each
-        copy.
+        copy. Y of the gradient of a SwiGLU may be in E4M3.
     quantizer, group: of all copies; a group is that of a Hadamard transform, 0 is none.
     copies: one, or one for each axis. They share seed, step and placement.
     average: float32 [rows, columns], for rounding ema.
     """
     x_scales = y = by_row = weight = None
-    packed, reads = 0, ""
+    packed, reads, of_y = 0, "", torch.int32
     match x:
         case QuantizedTensor():
             source, x_scales, packed = x.codes, x.scales, x.quantizer.block[1]
@@ -87,6 +88,7 @@ def quantize(
             source, reads = _in_words(x.y), "swiglu"
         case SwigluGradient():
             source, y, reads = _in_words(x.gradient), _in_words(x.y), "swiglu gradient"
+            of_y = words_of(y)
         case Normed():
             source, by_row, weight = _in_words(x.x), x.factors_by(factors), _in_words(x.norm.weight)
             reads = "normed, zero-centered" if x.norm.zero_centered else "normed"
@@ -131,7 +133,7 @@ def quantize(
     both = wanted[0] is not False and wanted[1] is not False
     shared = stochastic and both and outputs[0][4] == outputs[1][4]
     draws = in_memory, has_groups, shared
-    start = _quantize_launch(rows, columns, quantizer.fields, packed, reads, *copied, *draws)
+    start = _quantize_launch(rows, columns, quantizer.fields, packed, reads, *copied, *draws, of_y)
     start(
         source.device, source, x_scales, y, by_row, weight,
         *outputs[0], *outputs[1], average, *random, rows, columns,
@@ -232,13 +234,14 @@ def _quantize_launch(
     in_memory: bool,
     has_groups: bool,
     shared: bool,
+    of_y: torch.dtype = torch.int32,
 ) -> Launch:
     """The launch for copies that are not transformed.
 
     fields: of the quantizer. packed: the block size of the source's codes; 0 for BF16. reads: what
         is computed of the source as it is read; see source.py.
     along_rows, along_columns: whether there is such a copy, or the dtype of its carriers.
-    in_memory, has_groups, shared: the fields of `Draws`.
+    in_memory, has_groups, shared: the fields of `Draws`. of_y: the type of the source's `y`.
     """
     quantizer, wanted = Quantizer(*fields), (along_rows, along_columns)
     carriers = [_mantissa(each) if each else None for each in wanted]
@@ -252,7 +255,7 @@ def _quantize_launch(
     return Launch(
         quantize_kernel,
         grid[::-1] if down else grid,
-        (_SOURCE, _OUTPUT, _OUTPUT, torch.float32, RANDOM, rows, columns),
+        (_SOURCE._replace(y=of_y), _OUTPUT, _OUTPUT, torch.float32, RANDOM, rows, columns),
         dict(
             PACKED=packed,
             READS=reads,

@@ -5,8 +5,8 @@ which is computed here (READS):
 
     ""                      x.matrix, as it is
     "swiglu"                the SwiGLU of x.matrix, which has twice as many columns
-    "swiglu gradient"       the gradient of x.y; x.matrix is the gradient of its SwiGLU, which has
-                            half as many columns
+    "swiglu gradient"       the gradient of x.y, in BF16 or E4M3; x.matrix is the gradient of its
+                            SwiGLU, which has half as many columns
     "normed"                the RMSNorm of x.matrix, from x.factors and x.weight
     "normed, zero-centered" the same, with gains of 1 + x.weight
 """
@@ -79,6 +79,8 @@ def read_tiles(
     if READS == "swiglu gradient":
         half = n_columns // 2
         gradient = loaded(x.matrix, at_rows, at, n_rows, half // 2, EVEN)
+        # Without this hint a thread would load eight words of two E4M3, and hand half of them on.
+        at = tl.multiple_of(at, [1, 1, 4])
         gate = loaded(x.y, at_rows, at, n_rows, half, EVEN)
         up = loaded(x.y, at_rows, at + half // 2, n_rows, half, EVEN)
         return gradient_words(gradient, gate, up, INTERPRETED)

@@ -3,7 +3,8 @@
 The quantize kernel computes them as it reads a matrix, so that the matrix itself need not be in
 memory (`kernels/mxfp4.py`). Where something else reads it, the kernels here write it.
 
-Matrices are read as words of two BF16. Numbers are computed in float32 and rounded once to BF16.
+Matrices are read as words of two BF16, int32, or of two E4M3, int16. Numbers are computed in
+float32 and rounded once to BF16.
 """
 
 from __future__ import annotations
@@ -18,6 +19,51 @@ from megatron_fp4.kernels.encode import rounded_pairs
 from megatron_fp4.kernels.launch import INTERPRETED, Launch, kernel, planned, tiles
 
 _WORDS, _WARPS = 1024, 4  # words of the result that a program writes
+
+
+@triton.jit
+def halves_of_y(words, INTERPRETED: tl.constexpr):
+    """(low, high): the numbers in the low and in the high half of each word, in float32."""
+    if words.dtype == tl.int16:
+        low, high = _halves_in_e4m3(words.to(tl.int32), INTERPRETED)
+    else:
+        low, high = halves(words)
+    return low, high
+
+
+@triton.jit
+def _halves_in_e4m3(words, INTERPRETED: tl.constexpr):
+    """As `halves`, of the E4M3 in the two low bytes of int32 words. Both conversions are exact."""
+    if INTERPRETED:
+        return _of_e4m3(words), _of_e4m3(words >> 8)
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 pair, low, high;
+        .reg .b32 both;
+        cvt.u16.u32 pair, $2;
+        cvt.rn.f16x2.e4m3x2 both, pair;
+        mov.b32 {low, high}, both;
+        cvt.f32.f16 $0, low;
+        cvt.f32.f16 $1, high;
+        }
+        """,
+        "=f,=f,r",
+        [words],
+        dtype=(tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _of_e4m3(byte):
+    """The E4M3 in the lowest byte of int32 words, in float32. 0x7F and 0xFF are NaN."""
+    magnitude = byte & 0x7F
+    # With its bits where a float32 has them, the number is 2^-120 times what it is.
+    bits = (magnitude << 20) | ((byte & 0x80) << 24)
+    number = bits.to(tl.float32, bitcast=True) * 2.0**120
+    return tl.where(magnitude == 0x7F, float("nan"), number)
 
 
 @triton.jit
@@ -63,13 +109,13 @@ def _gradients(gradient, gate, up, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def gradient_words(gradient, gate, up, INTERPRETED: tl.constexpr):
-    """(words of the gradient of the gate, words of that of `up`), from words of two BF16.
+    """(words of the gradient of the gate, words of that of `up`), of two BF16.
 
-    gradient: that of the SwiGLU.
+    gradient: that of the SwiGLU, in words of two BF16. gate, up: in words of two BF16 or E4M3.
     """
     low, high = halves(gradient)
-    gate_low, gate_high = halves(gate)
-    up_low, up_high = halves(up)
+    gate_low, gate_high = halves_of_y(gate, INTERPRETED)
+    up_low, up_high = halves_of_y(up, INTERPRETED)
     of_gate_low, of_up_low = _gradients(low, gate_low, up_low, INTERPRETED)
     of_gate_high, of_up_high = _gradients(high, gate_high, up_high, INTERPRETED)
     of_gate = rounded_pairs(of_gate_low, of_gate_high, INTERPRETED)
@@ -103,7 +149,8 @@ def swiglu_kernel(y_ptr, out_ptr, words, WORDS: tl.constexpr, INTERPRETED: tl.co
 def swiglu_gradient_kernel(
     gradient_ptr, y_ptr, out_ptr, words, WORDS: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """The gradient of y [rows, 4 * words] BF16, from that of its SwiGLU, [rows, 2 * words]."""
+    """The gradient of y [rows, 4 * words], BF16 or E4M3, from that of its SwiGLU, [rows, 2 * words]
+    BF16: out, BF16."""
     row, at, inside = _flat(words, WORDS)
     gradient = tl.load(gradient_ptr + row * words + at, mask=inside, other=0)
     place = row * (2 * words) + at
@@ -120,27 +167,35 @@ def swiglu(y: Tensor) -> Tensor:
     rows, words = y.shape[0], y.shape[1] // 4
     out = y.new_empty((rows, 2 * words))
     if rows:
-        _launch(swiglu_kernel, rows, words)(y.device, y, out, words)
+        _launch(swiglu_kernel, rows, words, torch.int32)(y.device, y, out, words)
     return out
 
 
 def swiglu_gradient(gradient: Tensor, y: Tensor) -> Tensor:
-    """The gradient of y, BF16 [rows, 2 n] with n even, from `gradient`, that of its SwiGLU."""
+    """The gradient of y, BF16 or E4M3 [rows, 2 n] with n even, from `gradient`, that of its
+    SwiGLU: BF16."""
     gradient, y = gradient.contiguous(), y.contiguous()
     rows, words = y.shape[0], y.shape[1] // 4
-    out = y.new_empty(y.shape)
+    out = gradient.new_empty(y.shape)
     if rows:
-        _launch(swiglu_gradient_kernel, rows, words)(y.device, gradient, y, out, words)
+        start = _launch(swiglu_gradient_kernel, rows, words, words_of(y))
+        start(y.device, gradient, y, out, words)
     return out
 
 
+def words_of(y: Tensor) -> torch.dtype:
+    """The dtype of words of two elements of y, BF16 or E4M3."""
+    return torch.int16 if y.dtype == torch.float8_e4m3fn else torch.int32
+
+
 @planned
-def _launch(kernel: triton.JITFunction, rows: int, words: int) -> Launch:
-    pointers = 2 if kernel is swiglu_kernel else 3
+def _launch(kernel: triton.JITFunction, rows: int, words: int, of_y: torch.dtype) -> Launch:
+    """of_y: see `words_of`."""
+    before = () if kernel is swiglu_kernel else (torch.int32,)
     return Launch(
         kernel,
         (rows, tiles(words, _WORDS)),
-        (*[torch.int32] * pointers, words),
+        (*before, of_y, torch.int32, words),
         dict(WORDS=_WORDS, INTERPRETED=INTERPRETED),
         num_warps=_WARPS,
     )

@@ -34,6 +34,7 @@ def plan_for(
     packs_x: bool,
     swiglu: SwigluPlace = "",
     normed: bool = False,
+    kept_y: torch.dtype | None = None,
 ) -> LinearPlan:
     """The plan of a linear on `device`. weight: the shape [out, in]; the others are as in Setting.
 
@@ -42,7 +43,7 @@ def plan_for(
     outputs, inputs = weight
     setting = Setting(
         tokens, inputs, outputs, dtype, target_of(device), weight_dtype, sharding, main_grad,
-        dx, dw, has_bias, keeps_w, packs_x, swiglu, normed,
+        dx, dw, has_bias, keeps_w, packs_x, swiglu, normed, kept_y,
     )  # fmt: skip
     return compile_plan(recipe, setting)
 

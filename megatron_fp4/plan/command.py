@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--swiglu", choices=["before", "after"], help="the linear stands before or after a SwiGLU"
     )
+    parser.add_argument(
+        "--activation-func-fp8-input-store",
+        action="store_true",
+        help="before and after a SwiGLU: keep what goes through it in E4M3",
+    )
     parser.add_argument("--norm", action="store_true", help="the linear computes its RMSNorm")
     parser.add_argument(
         "--weight-cache", choices=["packed", "decoded", "fprop", "off"], default="packed"
@@ -61,6 +66,9 @@ def run(args: argparse.Namespace) -> str:
         raise ConfigError("--swiglu and --bias: a linear with a bias computes no SwiGLU")
     if args.norm and args.swiglu == "after":
         raise ConfigError("--norm and --swiglu after: X is the result of one of them")
+    stores_fp8 = args.activation_func_fp8_input_store
+    if stores_fp8 and not args.swiglu:
+        raise ConfigError("--activation-func-fp8-input-store needs --swiglu: add it")
     check_sizes(recipe, args.tokens, inputs, outputs, "this linear")
     scattered = sharding.ranks if sharding.tokens is not None else 1
     tokens, dtype = _part(args.tokens, scattered, "--tokens"), _DTYPES[args.dtype]
@@ -72,6 +80,7 @@ def run(args: argparse.Namespace) -> str:
         packs_x=args.saved_x == "packed",
         swiglu=args.swiglu or "",
         normed=args.norm,
+        kept_y=torch.float8_e4m3fn if stores_fp8 else None,
     )  # fmt: skip
     return show(compile_plan(recipe, setting))
 

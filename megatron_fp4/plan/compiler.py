@@ -153,7 +153,9 @@ def _computed(
     if gemm == "fprop" or _saves_x(recipe, setting) == "packed":
         return "swiglu"
     # In backward X is the result of the SwiGLU itself where the forward pass computed it as a
-    # matrix and kept it.
+    # matrix and kept it. So it is where Y is kept rounded (`Setting.kept_y`).
+    if setting.kept_y is not None:
+        return ""
     fprop = operand_plan(recipe, "fprop", "x", setting)
     again = recipe.outliers is None and makers.choose(fprop, setting.target).maker.activates(fprop)
     return "swiglu" if again else ""
@@ -167,9 +169,10 @@ def _reads_normed_x(recipe: Recipe, setting: Setting) -> bool:
 def _compute_x(recipe: Recipe, x: OperandPlan, setting: Setting) -> Compute | None:
     """See `LinearPlan.compute_x`. x: fprop's operand."""
     if setting.normed and _reads_normed_x(recipe, setting):
-        return computed.choose(replace(x, source="normed"), setting.target)
-    if setting.swiglu == "after" and recipe.outliers is not None:
-        return computed.choose(x, setting.target)
+        return computed.choose(replace(x, source="normed"), setting)
+    keeps_x = setting.kept_y is not None and _saves_x(recipe, setting) == "model"
+    if setting.swiglu == "after" and (recipe.outliers is not None or keeps_x):
+        return computed.choose(x, setting)
     return None
 
 
@@ -258,8 +261,8 @@ def makings(operands: Iterable[OperandPlan], setting: Setting) -> tuple[Making, 
                 continue
         compute, activates = None, False
         if operand.source in ("swiglu", "normed"):
-            compute = computed.choose(operand, setting.target)
-            activates = choice.maker.activates(operand)
+            compute = computed.choose(operand, setting)
+            activates = computed.reads_y(operand, setting) and choice.maker.activates(operand)
         found.append(
             Making(matrix, choice.maker, (operand,), choice.passed_over, compute, activates)
         )

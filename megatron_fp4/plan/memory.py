@@ -16,8 +16,8 @@ def operand_bytes(operand: OperandPlan) -> int:
 def saved_bytes(plan: LinearPlan) -> int:
     """The bytes that one call saves for its backward pass.
 
-    These are X, its outliers, and W's operand where the calls of a step do not share it. W itself
-    is not counted, since the model holds it anyway.
+    These are X, its outliers, Y where a SwiGLU follows, and W's operand where the calls of a step
+    do not share it. W itself is not counted, since the model holds it anyway.
     """
     setting = plan.setting
     rows, columns = setting.shape("x", is_part=setting.has_part("x"))
@@ -32,7 +32,17 @@ def saved_bytes(plan: LinearPlan) -> int:
         total += outlier_bytes(plan)
     if plan.saves_w == "operand" and setting.keeps_w is None:
         total += operand_bytes(plan.fprop.b)
-    return total
+    return total + y_bytes(plan)
+
+
+def y_bytes(plan: LinearPlan) -> int:
+    """The bytes of Y as it is kept for the gradient of the SwiGLU that follows; 0 where none does
+    (`Setting.kept_y`)."""
+    setting = plan.setting
+    if setting.swiglu != "before" or (plan.dgrad is None and plan.wgrad is None):
+        return 0
+    rows, columns = setting.shape("dy", is_part=False)
+    return rows * columns * (setting.kept_y or setting.dtype).itemsize
 
 
 def outlier_bytes(plan: LinearPlan) -> int:

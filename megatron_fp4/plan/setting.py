@@ -88,6 +88,7 @@ class Setting:
     packs_x: whether X is saved for backward as wgrad's codes, where wgrad quantizes the original X.
     swiglu: where the linear stands beside a SwiGLU.
     normed: whether what it takes goes through an RMSNorm first, whose result is X.
+    kept_y: the dtype in which what goes through the SwiGLU is kept for backward, E4M3; None: dtype.
     """
 
     tokens: int
@@ -105,6 +106,7 @@ class Setting:
     packs_x: bool = True
     swiglu: SwigluPlace = ""
     normed: bool = False
+    kept_y: torch.dtype | None = None
 
     def has_part(self, letter: str) -> bool:
         """Whether this rank holds only a part of the operand's tokens."""

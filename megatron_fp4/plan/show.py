@@ -8,7 +8,7 @@ import torch
 
 from megatron_fp4.description import quantizer_words
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan
-from megatron_fp4.plan.memory import held_bytes, operand_bytes
+from megatron_fp4.plan.memory import held_bytes, operand_bytes, y_bytes
 from megatron_fp4.plan.words import LETTERS, kernel_notes
 
 _PRODUCTS = {
@@ -134,6 +134,8 @@ def _kept(plan: LinearPlan) -> Iterator[str]:
         words.append(f"X as codes of {x.gemm}, {_size(operand_bytes(x))} (X itself: {whole})")
     elif plan.saves_x:
         words.append(f"X, {_size(rows * columns * setting.dtype.itemsize)}")
+    if size := y_bytes(plan):
+        words.append(f"Y in {_short(setting.kept_y or setting.dtype)}, {_size(size)}")
     if setting.keeps_w is None:
         w = f"W as codes of fprop, {_size(operand_bytes(plan.fprop.b))}"
         words.append(w if plan.saves_w == "operand" else "W itself")

@@ -29,11 +29,13 @@ from testing.builders.operand_plans import made_in_pytorch, plan
 # halves of BF16 steps to one binade: some 2^-11 of numbers are so near, and in most of them both
 # round alike.
 MAY_DIFFER = 2e-4
+E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
 class Case:
-    """is_gradient: of a SwiGLU, and not the SwiGLU. quantizer: None compares the matrix itself."""
+    """is_gradient: of a SwiGLU, and not the SwiGLU. quantizer: None compares the matrix itself.
+    kept: the dtype of y that the gradient is computed from."""
 
     is_gradient: bool
     quantizer: Quantizer | None
@@ -41,15 +43,18 @@ class Case:
     rows: int = 96
     columns: int = 256  # of a half
     element: torch.dtype | None = None
+    kept: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
         words = ["gradient" if self.is_gradient else "result", f"{self.rows} x {self.columns}"]
         if self.quantizer is not None:
             words += [self.quantizer.rule, self.quantizer.rounding, f"axes {self.axes}"]
-        return " ".join([*words, "" if self.element is None else str(self.element)])
+        words += [str(self.element)] * (self.element is not None)
+        return " ".join([*words, *["y in E4M3"] * (self.kept == E4M3)])
 
     def matrix(self) -> Swiglu | SwigluGradient:
-        """BF16 numbers of all sizes, with zeros, NaN, Inf, and gates with a huge exponential."""
+        """BF16 numbers of all sizes, with zeros, NaN, Inf, and gates with a huge exponential. y in
+        E4M3 has all codes too."""
         generator = torch.Generator().manual_seed(7)
         y = torch.randn(self.rows, 2 * self.columns, generator=generator)
         y *= torch.exp(torch.randn(y.shape, generator=generator))
@@ -59,21 +64,33 @@ class Case:
         gradient[8], gradient[9, 33] = 0, torch.nan
         if not self.is_gradient:
             return Swiglu(y.bfloat16())
-        return SwigluGradient(gradient.bfloat16(), y.bfloat16())
+        kept = y.bfloat16().to(self.kept)
+        if self.kept == E4M3:
+            codes = torch.arange(self.columns).to(torch.uint8)
+            kept[10] = torch.cat([codes, codes]).view(E4M3)
+            kept[11] = torch.cat([codes, codes.flip(0)]).view(E4M3)
+        return SwigluGradient(gradient.bfloat16(), kept)
 
 
 def cases() -> Iterator[Case]:
-    for is_gradient in (False, True):
-        yield Case(is_gradient, None)
-        yield Case(is_gradient, None, rows=10, columns=2058)
-        nearest, noisy = (
-            Quantizer(rule="ceil", rounding=rounding)  # type: ignore[arg-type]
-            for rounding in ("nearest", "stochastic")
-        )
-        yield Case(is_gradient, nearest, (1,))
-        yield Case(is_gradient, nearest, (1, 0), rows=64, columns=128, element=torch.float8_e4m3fn)
-        yield Case(is_gradient, noisy, (1, 0), element=torch.float8_e5m2)
-        yield Case(is_gradient, replace(noisy, block=(1, 16)), (0,), rows=64, columns=128)
+    for is_gradient, kept in ((False, torch.bfloat16), (True, torch.bfloat16), (True, E4M3)):
+        yield from _cases(is_gradient, kept)
+
+
+def _cases(is_gradient: bool, kept: torch.dtype) -> Iterator[Case]:
+    nearest, noisy = (
+        Quantizer(rule="ceil", rounding=rounding)  # type: ignore[arg-type]
+        for rounding in ("nearest", "stochastic")
+    )
+    for case in (
+        Case(is_gradient, None),
+        Case(is_gradient, None, rows=14, columns=2058),
+        Case(is_gradient, nearest, (1,)),
+        Case(is_gradient, nearest, (1, 0), rows=64, columns=128, element=E4M3),
+        Case(is_gradient, noisy, (1, 0), element=torch.float8_e5m2),
+        Case(is_gradient, replace(noisy, block=(1, 16)), (0,), rows=64, columns=128),
+    ):
+        yield replace(case, kept=kept)
 
 
 def difference(case: Case, device: str) -> str | None:

@@ -42,6 +42,7 @@ def quantize_launch(
     reads: str = "",
     in_memory: bool = False,
     shared: bool = False,
+    of_y: torch.dtype = torch.int32,
     **fields: Any,
 ) -> Launch:
     """The Launch of the quantize kernel for a matrix whose placement lists its groups.
@@ -49,13 +50,14 @@ def quantize_launch(
     along_rows, along_columns: whether an operand with blocks along this axis is made, or the dtype
     of its carriers. sizes: rows and columns. packed: the block size of the codes that are read; 0:
     BF16 is read. reads: what is computed of it as it is read; see kernels/source.py. in_memory:
-    whether the step is read from memory. shared: whether both copies draw the same bits. fields: of
-    the quantizer.
+    whether the step is read from memory. shared: whether both copies draw the same bits. of_y: see
+    `kernels.swiglu.words_of`. fields: of the quantizer.
     """
     quantizer = Quantizer(rounding=rounding, **fields)  # type: ignore[arg-type]
     return _quantize_launch(
-        *sizes, quantizer.fields, packed, reads, along_rows, along_columns, in_memory, True, shared
-    )
+        *sizes, quantizer.fields, packed, reads, along_rows, along_columns, in_memory, True, shared,
+        of_y,
+    )  # fmt: skip
 
 
 VARIANTS: dict[str, Launch] = {
@@ -77,6 +79,16 @@ VARIANTS: dict[str, Launch] = {
     ),
     "of a norm": quantize_launch("nearest", E4M3, False, rule="ceil", reads="normed"),
     "of a norm, both": quantize_launch("stochastic", True, E4M3, reads="normed, zero-centered"),
+    "of a swiglu's gradient, y in E4M3": quantize_launch(
+        "stochastic",
+        E5M2,
+        E5M2,
+        rule="ceil",
+        sizes=(72, 256),
+        reads="swiglu gradient",
+        shared=True,
+        of_y=torch.int16,
+    ),  # fmt: skip
     "packed blocks of 16": quantize_launch(along_rows=False, packed=16, block=(1, 16)),
 }
 

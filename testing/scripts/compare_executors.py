@@ -8,6 +8,7 @@ a Hopper GPU (testing/kernels/pretend_gpu.py). On a GPU they run there. Several 
 linear by sequence parallelism, as a column-parallel and as a row-parallel linear.
 
 --mlps adds, on one rank, MLPs whose linears compute the norm before and the SwiGLU between them.
+What goes through the SwiGLU is kept in BF16 or E4M3.
 --mistake NAME makes a known mistake in the executor in C++. Prints JSON: for each case whether the
 results are equal, how many forward and backward passes ran in C++, and why not all did.
 """
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.philox import Key, Placement
@@ -50,6 +52,8 @@ from megatron_fp4.plan.setting import KeepsW, column_parallel, row_parallel
 
 TOKENS, INPUTS, OUTPUTS = 64, 64, 64  # on each rank
 HIDDEN = 256  # the columns of a SwiGLU, which kernels take
+# MLPs, with `Site.kept_y`.
+MLPS = {"mlp": None, "mlp with Y in E4M3": torch.float8_e4m3fn}
 STEPS, MICROBATCHES = 3, 2
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # What is held of W's operands, and whether dW is added to main_grad. The interpreter is slow.
@@ -111,7 +115,7 @@ class Weights:
 class Case:
     """One linear, or an MLP: an RMSNorm, and two linears with a SwiGLU between them.
 
-    kind: "alone", "column", "row" or "mlp". held: what is held of W for the
+    kind: "alone", "column", "row", or one of MLPS. held: what is held of W for the
     microbatches of a step. fuses: whether dW is added to main_grad. has_bias: of the linear.
     """
 
@@ -141,7 +145,7 @@ class Case:
             monitor.observe(name, gemm, letter, tally)
 
         return Site(
-            name, places, parallel, self.held, fuses=self.fuses,
+            name, places, parallel, self.held, kept_y=MLPS.get(self.kind), fuses=self.fuses,
             average=average, observe=observe, tallies=monitor, watch=watch if self.held else None,
         )  # fmt: skip
 
@@ -229,7 +233,10 @@ def run_mlp(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
         call = Call(Key(2**40 + 7, step), microbatch, 0, rows)
         taken, residual = before_linear(x, norm)
         between = linear_before_swiglu(taken, weights[0], recipe, sites[0], call, held[0])
+        y = StorageWeakRef(between.y.untyped_storage())
         z = linear_after_swiglu(between, weights[1], recipe, sites[1], call, held[1]) + residual
+        del between
+        assert y.expired() == (sites[0].kept_y is not None)  # nothing else keeps Y itself
         torch.autograd.backward(z, normal(*z.shape))
         found.tensors += [z.detach(), x.grad, gain.grad]  # type: ignore[list-item]
         gain.grad = None
@@ -246,11 +253,11 @@ def run_mlp(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
 
 
 def compared(case: Case, loaded: Any) -> dict[str, Any]:
-    runs = run_mlp if case.kind == "mlp" else run
+    runs = run_mlp if case.kind in MLPS else run
     expected = runs(case, in_python, None)
     executor = CppExecutor(loaded, on_cpu=True)
     found = runs(case, executor, loaded.Tallies())
-    passes = STEPS * MICROBATCHES * (2 if case.kind == "mlp" else 1)
+    passes = STEPS * MICROBATCHES * (2 if case.kind in MLPS else 1)
     pairs = list(zip(expected.tensors, found.tensors, strict=True))
     return {
         "equal": all(torch.equal(a, b) for a, b in pairs) and expected.tallies == found.tallies,
@@ -263,7 +270,7 @@ def compared(case: Case, loaded: Any) -> dict[str, Any]:
 
 def cases(recipes: list[str], mlps: bool) -> list[Case]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kinds = ["column", "row"] if dist.is_initialized() else ["alone", *["mlp"] * mlps]
+    kinds = ["column", "row"] if dist.is_initialized() else ["alone", *(MLPS if mlps else ())]
     return [
         Case(recipe, kind, held, fuses, has_bias=not held, device=device)
         for recipe in recipes

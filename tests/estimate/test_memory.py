@@ -111,13 +111,16 @@ def gated(y: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+@pytest.mark.parametrize("fp8_input", [False, True], ids=["", "fp8 input"])
 @pytest.mark.parametrize("recipe", ["bf16", "tetrajet", "mxfp4", "mxfp4-rht-sr"])
-def test_a_layer_saves_what_autograd_saves(recipe: str, one_rank: None, as_on_a_gpu: None) -> None:
+def test_a_layer_saves_what_autograd_saves(
+    recipe: str, fp8_input: bool, one_rank: None, as_on_a_gpu: None
+) -> None:
     """The storages that two layers save more than one, except parameters.
 
     The norm is LayerNorm, which torch fuses on a CPU too.
     """
-    model = Model(2, 128, 384, 8, 4, 16, 512, 128, norm_vectors=2)
+    model = Model(2, 128, 384, 8, 4, 16, 512, 128, norm_vectors=2, fp8_input=fp8_input)
     one, two = (saved(replace(model, layers=layers), recipe) for layers in (1, 2))
     assert two - one == pytest.approx(estimated(model, recipe), rel=0.02)
     # The control: what another precision saves is something else.
@@ -155,6 +158,7 @@ def build(model: Model, recipe: str = "bf16") -> Any:
         normalization="RMSNorm" if model.norm_vectors == 1 else "LayerNorm",
         qk_layernorm=model.qk_norm,
         fp4_recipe=None if recipe == "bf16" else recipe,
+        activation_func_fp8_input_store=model.fp8_input,
         bias_activation_fusion=not model.experts and not model.biases,
         **biased,
         **(experts if model.experts else {}),

@@ -56,8 +56,10 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "outliers.dense_kernel": outliers._dense_launch(64, 64, 4),
     "outliers.split_kernel": outliers._launch(64, 64, OutlierClamp(), True),
     "ramping.ramp_kernel": ramping._launch(4),
-    "swiglu.swiglu_kernel": swiglu._launch(swiglu.swiglu_kernel, 64, 64),
-    "swiglu.swiglu_gradient_kernel": swiglu._launch(swiglu.swiglu_gradient_kernel, 64, 64),
+    "swiglu.swiglu_kernel": swiglu._launch(swiglu.swiglu_kernel, 64, 64, torch.int32),
+    "swiglu.swiglu_gradient_kernel": swiglu._launch(
+        swiglu.swiglu_gradient_kernel, 64, 64, torch.int32
+    ),
     "rows.largest_kernel": row_operands._launches(64, 64, VECTOR, (1, True, None))[0],
     "rows.cast_kernel": row_operands._launches(64, 64, VECTOR, (1, True, None))[1],
     "rows.row_kernel": row_operands._row_launch(64, 64, VECTOR, (1, True, None)),

@@ -206,20 +206,23 @@ def test_what_is_specialized_makes_another_plan() -> None:
     made = [
         _quantize_launch(
             rows, 64, get_quantizer(name).fields, packed, reads, along, across, in_memory, False,
-            shared,
+            shared, of_y,
         )
         for rows in (64, 96)
         for name in ("mxfp4", "mxfp4-sr", "mxfp4-ceil")
-        for packed, reads in ((0, ""), (32, ""), (0, "swiglu"), (0, "swiglu gradient"))
+        for packed, reads, of_y in (
+            (0, "", torch.int32), (32, "", torch.int32), (0, "swiglu", torch.int32),
+            (0, "swiglu gradient", torch.int32), (0, "swiglu gradient", torch.int16),
+        )
         for in_memory in (False, True)
         for shared in (False, True)
         for along, across in (
             (True, False), (False, True), (torch.float8_e5m2, True), (torch.float8_e4m3fn, True),
         )
     ]  # fmt: skip
-    assert len(set(map(id, made))) == len(made) == 384
+    assert len(set(map(id, made))) == len(made) == 480
     assert made[0] is _quantize_launch(
-        64, 64, get_quantizer("mxfp4").fields, 0, "", True, False, False, False, False
+        64, 64, get_quantizer("mxfp4").fields, 0, "", True, False, False, False, False, torch.int32
     )
 
 

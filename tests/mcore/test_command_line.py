@@ -89,6 +89,11 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
         ),
         ("--num-experts 4 --moe-router-topk 5", "above --num-experts 4: lower it"),
         ("--sft", "pretraining only"),
+        ("--activation-func-fp8-input-store", "needs a SwiGLU that is fused: by Megatron on a GPU"),
+        (
+            "--activation-func-fp8-input-store --fp4-recipe tetrajet --fp4-fused-kernels off",
+            "needs a SwiGLU that is fused: by Megatron on a GPU",
+        ),
         ("--rampup-batch-size 2 2 8", "use --step-batch-size-schedule"),
         ("--recompute-modules layernorm", "needs Transformer Engine"),
         ("--use-precision-aware-optimizer", "needs Transformer Engine"),
@@ -127,6 +132,15 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
 def test_a_mistake_is_a_config_error_that_names_the_remedy(flags: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         parse(*MOCK_DATA, *flags.split())
+
+
+def test_fp8_input_is_that_of_swiglu() -> None:
+    flag = "--activation-func-fp8-input-store"
+    assert parse(*MOCK_DATA, flag, "--fp4-recipe", "tetrajet").activation_func_fp8_input_store
+    given = parse(*MOCK_DATA)
+    given.activation_func_fp8_input_store, given.swiglu = True, False
+    with pytest.raises(ConfigError, match="keeps the input of SwiGLU: add --swiglu, or leave"):
+        refuse(of_launch(given, ours=True))
 
 
 def test_saving_over_another_run_is_refused(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from torch import Tensor
 from megatron_fp4 import Quantizer, get_recipe, list_recipes
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
-from megatron_fp4.execution.call import Site
+from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
-from megatron_fp4.linear import quantized_linear
+from megatron_fp4.linear import linear_before_swiglu, quantized_linear
 from megatron_fp4.operands import Decoded, Made
 from megatron_fp4.plan.compiler import compile_plan
-from megatron_fp4.plan.memory import held_bytes, saved_bytes
+from megatron_fp4.plan.memory import held_bytes, saved_bytes, y_bytes
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from megatron_fp4.target import target_of
@@ -71,6 +71,30 @@ def storages(held: HeldWeight) -> dict[int, int]:
 
 def total(storages: dict[int, int], but: set[int]) -> int:
     return sum(size for place, size in storages.items() if place not in but)
+
+
+@pytest.mark.parametrize("kept_y", [None, torch.float8_e4m3fn], ids=str)
+def test_y_before_a_swiglu_is_counted(kept_y: torch.dtype | None) -> None:
+    recipe = get_recipe("tetrajet")
+    x, w = (normal(shape, i, torch.bfloat16) for i, shape in enumerate(((TOKENS, IN), (OUT, IN))))
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        leaves = x.requires_grad_(), w.requires_grad_()
+        linear_before_swiglu(*leaves, recipe, Site(kept_y=kept_y), Call(), None)
+    setting = Setting(
+        TOKENS, IN, OUT, torch.bfloat16, target_of(torch.device("cpu")), torch.bfloat16,
+        swiglu="before", kept_y=kept_y,
+    )  # fmt: skip
+    plan = compile_plan(recipe, setting)
+    assert sum(each.nbytes for each in saved) == saved_bytes(plan)
+    assert y_bytes(plan) == TOKENS * OUT * (2 if kept_y is None else 1)
+    evaluated = compile_plan(recipe, replace(setting, dx=False, dw=False))
+    assert y_bytes(evaluated) == 0
 
 
 @pytest.mark.parametrize("packs_x", [True, False], ids=["packed", "bf16"])

@@ -102,6 +102,27 @@ def test_a_mistake_is_one_line(
     assert line.startswith("megatron-fp4: error: ") and message in line
 
 
+@pytest.mark.parametrize("recipe", ["tetrajet", "bf16"])
+def test_swiglu_s_input_in_fp8_takes_half(recipe: str) -> None:
+    flag, output = "--activation-func-fp8-input-store", "output of mlp.linear_fc1"
+    plain, found = (
+        json.loads(run([*JOB, *FLAGS, "--recipe", recipe, *flags, "--json"]))["layouts"][0]
+        for flags in ([], [flag])
+    )
+    plain, found = ({**each, **each["saved"]["a layer"]} for each in (plain, found))
+    assert found[output]["own"] == plain[output]["own"] / 2 == 8192 * 28672
+    others = plain.keys() & {name for name in found if "X of" in name}
+    assert others and all(found[name] == plain[name] for name in others)
+    assert flag in found["flags"] and flag not in plain["flags"]
+    assert any("FP8 was never measured" in note for note in found["extrapolated"])
+
+
+def test_swiglu_s_input_is_that_of_a_swiglu() -> None:
+    flags = [flag for flag in FLAGS if flag != "--swiglu"]
+    with pytest.raises(ConfigError, match="--activation-func-fp8-input-store needs --swiglu"):
+        run([*JOB, *flags, "--activation-func-fp8-input-store"])
+
+
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
     path = Path(config(tmp_path, model_type="deepseek_v3"))
     with pytest.raises(ConfigError, match="model_type deepseek_v3 is not known here"):

@@ -24,6 +24,7 @@ _FLAGS = {
     "first_last_layers_bf16": "--first-last-layers-bf16",
     "num_layers_at_start_in_bf16": "--num-layers-at-start-in-bf16",
     "num_layers_at_end_in_bf16": "--num-layers-at-end-in-bf16",
+    "activation_func_fp8_input_store": "--activation-func-fp8-input-store",
     "micro_batch_size": "--micro-batch-size",  # changes wgrad's blocks and tokens' random bits
 }
 # Fields of a recipe that have their own flags, and those that do not affect results.

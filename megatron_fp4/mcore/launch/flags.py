@@ -134,6 +134,13 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "GPU those that are installed and fit the model, liger refuses a launch that cannot have "
         "all of Liger-Kernel's, and off takes none",
     )
+    group.add_argument(
+        "--activation-func-fp8-input-store",
+        action="store_true",
+        help="keep the input of SwiGLU (fc1's output) for backward in FP8 (E4M3), in half the "
+        "memory: Megatron's setting of this name, which has no flag in Megatron-core 0.19; numbers "
+        "above 464 become NaN in backward",
+    )
     # What fused_kernels.settle sets.
     parser.set_defaults(
         fp4_liger=None, fp4_fused_adamw=False, fp4_joins_swiglu=False, fp4_joins_norms=False

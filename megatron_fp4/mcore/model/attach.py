@@ -97,6 +97,7 @@ def attach(
             executor.line(problems[0] if problems else None),
             _JOINED * any(swiglus for swiglus, _ in joined),
             _JOINED_NORMS * any(has_norms for _, has_norms in joined),
+            _kept_y(model[0].config),
             kernels and f"\n  {kernels}",
         )
         run.start_table = start_table.table(run.recipes, [*rows, *stock]) + "".join(lines)
@@ -178,6 +179,15 @@ def _row(run: Run, name: str, layer: Fp4Layer, number: int | None, refusal: str 
     if layer.fp4 is None:
         return start_table.unquantized(name, layer.weight)
     return start_table.planned(name, layer.weight, layer.plan(), layer.tokens())
+
+
+def _kept_y(config: TransformerConfig) -> str:
+    """The line about --activation-func-fp8-input-store; "" without the flag."""
+    if not config.activation_func_fp8_input_store:
+        return ""
+    # Megatron's SwiGLU, of layers without a recipe for example, obeys the flag where it is fused.
+    where = "" if config.bias_activation_fusion else ", where linears compute it"
+    return f"\n  SwiGLU's input is kept in float8_e4m3fn for backward{where}; NaN above 464"
 
 
 def _gather(rows: list[Row]) -> list[Row]:

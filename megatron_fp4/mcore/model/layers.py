@@ -177,7 +177,7 @@ class _FollowsRecipe:
         return plan_for(
             recipe, tokens_of_plan(recipe, self.tokens()), weight.shape, dtype, weight.device,
             weight.dtype, site.sharding, run.main_grad(dtype), True, True, has_bias, site.keeps_w,
-            site.packs_x, self.fp4.swiglu, site.norm is not None,
+            site.packs_x, self.fp4.swiglu, site.norm is not None, site.kept_y,
         )  # fmt: skip
 
     def quantized_weight(self) -> Tensor:

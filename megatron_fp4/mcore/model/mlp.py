@@ -1,6 +1,7 @@
 """Megatron's MLP, whose gated activation can be one kernel, or a part of its linears."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ class GatedMLP(MLP):
 
     If both linears follow recipes and the activation is SwiGLU, fc2 computes it as it quantizes its
     X, and fc1 its gradient as it quantizes its dY (`operands.Activated`). Neither is then in
-    memory. Otherwise the module calls `activation`.
+    memory. With --activation-func-fp8-input-store fc1 keeps its Y in E4M3. Otherwise the module
+    calls `activation`.
 
     activation: [..., 2 n] -> [..., n], as `liger.swiglu`; None: upstream's activation. It may
         overwrite its input in backward: fc1's output is this module's own, and fc1 does not keep
@@ -59,8 +61,12 @@ class GatedMLP(MLP):
         # A GPU has kernels for BF16 alone; Megatron's are faster than PyTorch's operators.
         if first.weight.is_cuda and self.config.params_dtype is not torch.bfloat16:
             return
-        if first.fp4 is not None and second.fp4 is not None and first.bias is None:
-            first.fp4.swiglu, second.fp4.swiglu = "before", "after"
+        if first.fp4 is None or second.fp4 is None or first.bias is not None:
+            return
+        first.fp4.swiglu, second.fp4.swiglu = "before", "after"
+        if self.config.activation_func_fp8_input_store:
+            for state in (first.fp4, second.fp4):
+                state.site = replace(state.site, kept_y=torch.float8_e4m3fn)
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **others: Any
@@ -78,9 +84,8 @@ class GatedMLP(MLP):
         return self.linear_fc2(self.activation(y))
 
     def _has_plain_swiglu(self) -> bool:
-        """Whether the activation is silu(gate) * up: not clamped, shifted or kept in FP8, nor of an
-        expert, where the router weights it."""
+        """Whether the activation is silu(gate) * up: not clamped or shifted, nor of an expert,
+        where the router weights it."""
         config, is_expert = self.config, self.linear_fc1.is_expert
         is_plain = has_swiglu(config) and not changes_swiglu(config)
-        is_other = config.activation_func_fp8_input_store or is_expert
-        return bool(is_plain and not is_other and not config.use_te_activation_func)
+        return bool(is_plain and not is_expert and not config.use_te_activation_func)

@@ -8,6 +8,7 @@ from megatron_fp4.kernels import encode, source, swiglu
 from testing.kernels.mistakes.injection import Mistake, argument
 
 QUANTIZED = "result 96 x 256 ceil nearest axes (1,)"
+IN_E4M3 = "gradient 96 x 256 y in E4M3"
 GRADIENT = "gradient 96 x 256 ceil stochastic axes (1, 0)"
 
 
@@ -22,6 +23,15 @@ def _halves_exchanged(right: Any, *given: Any) -> Any:
     return other, left
 
 
+def _nan_is_480(right: Any, byte: Any) -> Any:
+    """As if E4M3 had no NaN."""
+    return swiglu.tl.where((byte & 0x7F) == 0x7F, 480.0, right(byte))
+
+
+def _subnormal_is_0(right: Any, byte: Any) -> Any:
+    return swiglu.tl.where((byte & 0x7F) < 8, 0.0, right(byte))
+
+
 SWIGLU = {
     "the gate is the right half": Mistake(
         QUANTIZED, swiglu._activated, lambda right, gate, up, *given: right(up, gate, *given)
@@ -33,10 +43,12 @@ SWIGLU = {
     ),
     "a gate without a slope": Mistake(GRADIENT, swiglu._gradients, _without_the_slope),
     "gradients in each other's half": Mistake(GRADIENT, swiglu.gradient_words, _halves_exchanged),
+    "a NaN of E4M3 is a number": Mistake(IN_E4M3, swiglu._of_e4m3, _nan_is_480),
+    "subnormal numbers of E4M3 are 0": Mistake(IN_E4M3, swiglu._of_e4m3, _subnormal_is_0),
     "one half twice": Mistake(
         GRADIENT, source.read_tiles, lambda right, *given: (right(*given)[0],) * 2
     ),
     "a row of the other width": Mistake(
-        "result 10 x 2058", swiglu._flat, argument("words", lambda words: words - 1)
+        "result 14 x 2058", swiglu._flat, argument("words", lambda words: words - 1)
     ),
 }

@@ -27,6 +27,7 @@ def layers(args: Namespace) -> Iterator[str]:
     spread = args.tensor_model_parallel_size > 1 and not args.sequence_parallel
     if args.num_experts and spread and not args.skip_train:  # else each rank fails in step 1
         yield "experts under tensor parallelism need --sequence-parallel: add it"
+    yield from _fp8_input(args)
     mlp = args.recompute_granularity == "selective" and "mlp" in (args.recompute_modules or [])
     if mlp and args.add_bias_linear:
         # The recomputed MLP returns its bias as an output of the checkpoint. Backward through that
@@ -34,6 +35,21 @@ def layers(args: Namespace) -> Iterator[str]:
         yield (
             "Megatron-core 0.19 recomputes an MLP with biases without end: recompute other modules "
             "than mlp, or add --disable-bias-linear"
+        )
+
+
+def _fp8_input(args: Namespace) -> Iterator[str]:
+    """Refuses --activation-func-fp8-input-store where Megatron would raise, or ignore it."""
+    flag = "--activation-func-fp8-input-store"
+    if not args.activation_func_fp8_input_store:
+        return
+    if not args.swiglu:
+        yield f"{flag} keeps the input of SwiGLU: add --swiglu, or leave it out"
+    if not (args.bias_swiglu_fusion or args.fp4_joins_swiglu):
+        yield (
+            f"{flag} needs a SwiGLU that is fused: by Megatron on a GPU, without "
+            "--no-bias-swiglu-fusion, or in linears that follow recipes, without "
+            "--fp4-fused-kernels off"
         )
 
 
