@@ -133,13 +133,13 @@ def _saved(
         w=made[plan.fprop.b].operand if plan.saves_w == "operand" else weight,
         weight=None if plan.estimate is None else weight,
         residual=residual if plan.residual_in_dw else None,
-        y=_kept_y(plan, y),
+        y=_kept_y(plan, y) if plan.setting.swiglu == "before" else None,
     )
 
 
 def _kept_y(plan: LinearPlan, y: Tensor) -> Tensor | None:
     """Y as the gradient of the SwiGLU that follows reads it; None where nothing does."""
-    if plan.setting.swiglu != "before" or (plan.dgrad is None and plan.wgrad is None):
+    if plan.dgrad is None and plan.wgrad is None:
         return None
     return y if plan.setting.kept_y is None else y.to(plan.setting.kept_y)
 
