@@ -75,7 +75,11 @@ class Linear(torch.autograd.Function):
         needs = ctx.needs_input_grad if differentiates else (False, False, False)
         given = x if beside.y is None else beside.y
         given = given.reshape(-1, given.shape[-1])
-        matrix = _matrix(given, site, beside)
+        matrix: Tensor | Computed = given
+        if beside.y is not None:
+            matrix = Swiglu(given)
+        elif site.norm is not None:
+            matrix = Normed(given, site.norm)
         plan = _plan(given, weight, bias, recipe, site, needs, beside.place)
 
         def run(followed: Site) -> tuple[Tensor, Passed, Parts]:
@@ -153,13 +157,6 @@ def gradients(
     if dw is not None and weight is not None:
         dw = _added_to_main_grad(weight)
     return None if dx is None else dx.view(passed.x_shape), dw, db
-
-
-def _matrix(given: Tensor, site: Site, beside: Beside) -> Tensor | Computed:
-    """X, which may be computed from what the linear is given."""
-    if beside.y is not None:
-        return Swiglu(given)
-    return given if site.norm is None else Normed(given, site.norm)
 
 
 def _plan(

@@ -57,10 +57,12 @@ def forward(
     """
     dtype = plan.setting.dtype
     matrices: dict[tuple[str, Source], Matrix] = {("w", "model"): weight.to(dtype)}
-    matrices["x", _source(x)] = x
+    before: Source = "swiglu" if plan.setting.swiglu == "after" else "model"
+    matrices["x", "normed" if plan.setting.normed else before] = x
     whole, residual, clamping = x, None, plan.clamping
-    if isinstance(whole, Computed) and plan.compute_x is not None:
-        whole = matrices["x", "model"] = whole.by(plan.compute_x)
+    if plan.compute_x is not None:
+        assert isinstance(x, Computed)
+        whole = matrices["x", "model"] = x.by(plan.compute_x)
     if clamping is not None:
         assert isinstance(whole, Tensor)
         matrices["x", "clamped"], residual = clamping.split(whole)
@@ -79,12 +81,6 @@ def forward(
     if site.parallel is not None and plan.setting.has_part("dy"):
         y = site.parallel.scatter_sum(y).wait()
     return y, _saved(plan, x, weight, made, residual, y)
-
-
-def _source(x: Tensor | Computed) -> Source:
-    if isinstance(x, Computed):
-        return "swiglu" if isinstance(x, Swiglu) else "normed"
-    return "model"
 
 
 def _operands(

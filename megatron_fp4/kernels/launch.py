@@ -90,6 +90,14 @@ def tiles(size: int, tile: int) -> int:
     return -(-size // tile)
 
 
+def in_words(x: Tensor) -> Tensor:
+    """x, or a copy of it, whose elements are contiguous and begin at an even place: kernels read
+    words of two."""
+    if not x.is_contiguous() or x.storage_offset() % 2:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
 def on(x: Tensor) -> AbstractContextManager[Any]:
     """A context in which x's GPU is the current one."""
     if not x.is_cuda or x.device.index == torch._C._cuda_getDevice():

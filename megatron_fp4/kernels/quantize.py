@@ -24,6 +24,7 @@ from megatron_fp4.kernels.launch import (
     VERSION,
     Launch,
     address,
+    in_words,
     kept,
     planned,
     tiles,
@@ -85,16 +86,16 @@ def quantize(
         case QuantizedTensor():
             source, x_scales, packed = x.codes, x.scales, x.quantizer.block[1]
         case Swiglu():
-            source, reads = _in_words(x.y), "swiglu"
+            source, reads = in_words(x.y), "swiglu"
         case SwigluGradient():
-            source, y, reads = _in_words(x.gradient), _in_words(x.y), "swiglu gradient"
+            source, y, reads = in_words(x.gradient), in_words(x.y), "swiglu gradient"
             of_y = words_of(y)
         case Normed():
-            source, by_row, weight = _in_words(x.x), x.factors_by(factors), _in_words(x.norm.weight)
+            source, by_row, weight = in_words(x.x), x.factors_by(factors), in_words(x.norm.weight)
             reads = "normed, zero-centered" if x.norm.zero_centered else "normed"
         case _:  # checked here, since a call more costs host time
             fits = x.is_contiguous() and not x.storage_offset() % 2
-            source = x if fits else _in_words(x)
+            source = x if fits else in_words(x)
     if group:
         return _transform(source, x.shape, quantizer, copies, group)
     rows, columns = x.shape
@@ -142,14 +143,6 @@ def quantize(
 
 
 SWIGLU_COLUMNS = 128  # whose multiples the kernel takes as the columns of a SwiGLU
-
-
-def _in_words(x: Tensor) -> Tensor:
-    """x, or a copy of it, whose elements are contiguous and begin at an even place: kernels read
-    words of two."""
-    if not x.is_contiguous() or x.storage_offset() % 2:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
 
 
 def _transform(

@@ -22,6 +22,7 @@ from megatron_fp4.kernels.launch import (
     NUMBER,
     Launch,
     bits_of,
+    in_words,
     kernel,
     planned,
     tiles,
@@ -162,7 +163,7 @@ def rms_norm_gradient_kernel(
 def factors(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) of each row of x, BF16 [rows, n] with n even:
     float32 [rows, 1]."""
-    x = x.contiguous()
+    x = in_words(x)
     rows, words = x.shape[0], x.shape[1] // 2
     out = x.new_empty((rows, 1), dtype=torch.float32)
     if rows:
@@ -172,12 +173,12 @@ def factors(x: Tensor, eps: float) -> Tensor:
 
 def normed(x: Tensor, norm: RmsNorm) -> Tensor:
     """The norm of x, BF16 [rows, n] with n even: BF16 [rows, n]."""
-    x = x.contiguous()
+    x = in_words(x)
     rows, words = x.shape[0], x.shape[1] // 2
     out = x.new_empty(x.shape)
     if rows:
         launch = _normed_launch(rows, words, norm.zero_centered)
-        launch(x.device, x, norm.weight, out, words, bits_of(norm.eps))
+        launch(x.device, x, in_words(norm.weight), out, words, bits_of(norm.eps))
     return out
 
 
@@ -188,15 +189,15 @@ def gradients(
 
     x: BF16 [rows, n] with n even. All tensors are BF16.
     """
-    dy, x = dy.contiguous(), x.contiguous()
-    residual = None if residual is None else residual.contiguous()
+    dy, x, weight = in_words(dy), in_words(x), in_words(norm.weight)
+    residual = None if residual is None else in_words(residual)
     rows, words = x.shape[0], x.shape[1] // 2
     programs, block = tiles(rows, _ROWS), triton.next_power_of_2(words)
     dx = x.new_empty(x.shape)
     sums = x.new_empty((programs, 2, block), dtype=torch.float32)
     if rows:
         launch = _gradient_launch(rows, words, residual is not None, norm.zero_centered)
-        launch(x.device, dy, residual, x, norm.weight, dx, sums, rows, words, bits_of(norm.eps))
+        launch(x.device, dy, residual, x, weight, dx, sums, rows, words, bits_of(norm.eps))
     dweight = sums.sum(0)[:, :words].t().flatten()
     return dx, dweight.to(norm.weight.dtype)
 

@@ -21,6 +21,7 @@ from megatron_fp4.kernels import (
     launch,
     outliers,
     ramping,
+    rms_norm,
     row_operands,
     swiglu,
     transpose,
@@ -60,6 +61,9 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "swiglu.swiglu_gradient_kernel": swiglu._launch(
         swiglu.swiglu_gradient_kernel, 64, 64, torch.int32
     ),
+    "rms_norm.rms_norm_rows_kernel": rms_norm._factor_launch(64, 64),
+    "rms_norm.rms_norm_kernel": rms_norm._normed_launch(64, 64, False),
+    "rms_norm.rms_norm_gradient_kernel": rms_norm._gradient_launch(64, 64, True, True),
     "rows.largest_kernel": row_operands._launches(64, 64, VECTOR, (1, True, None))[0],
     "rows.cast_kernel": row_operands._launches(64, 64, VECTOR, (1, True, None))[1],
     "rows.row_kernel": row_operands._row_launch(64, 64, VECTOR, (1, True, None)),

@@ -75,6 +75,7 @@ def given(**values: Any) -> argparse.Namespace:
         "swiglu": True,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
+        "save_activations_interval": None,
     }
     return argparse.Namespace(**plain | values)
 
@@ -257,6 +258,7 @@ def test_layers_share_the_tables_of_an_angle() -> None:
         assert tables.of(angles, *other)[0] is not found[0]
     with torch.inference_mode():
         assert tables.of(angles, 6, 2, 8, 1.0)[0].is_inference()
+        assert tables.of(torch.ones(6, 1, 1, 8), 6, 2, 8, 1.0)[0].is_inference()
     assert not tables.of(angles, 6, 2, 8, 1.0)[0].is_inference()
     angles.mul_(2)
     doubled = tables.of(angles, 6, 2, 8, 1.0)

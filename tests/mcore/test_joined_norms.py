@@ -115,16 +115,16 @@ def test_other_norms_stay_as_they_are(options: dict[str, Any], joined: int, one_
     assert sum(norm.linear_follows is not None for norm in norms) == joined
 
 
-def test_a_layer_with_a_forward_pass_of_its_own_is_left_alone(one_rank: None) -> None:
+@pytest.mark.parametrize("method", ["forward", "_forward_mlp", "_forward_pre_mlp_layernorm"])
+def test_a_layer_with_a_forward_pass_of_its_own_is_left_alone(method: str, one_rank: None) -> None:
     model = built()
 
-    class Other(TransformerLayer):
-        def _forward_mlp(self, *args: Any, **named: Any) -> Any:
-            return super()._forward_mlp(*args, **named)
+    def own(self: TransformerLayer, *args: Any, **named: Any) -> Any:
+        return getattr(TransformerLayer, method)(self, *args, **named)
 
     for module in model.modules():
         if isinstance(module, TransformerLayer):
-            module.__class__ = Other
+            module.__class__ = type("Other", (TransformerLayer,), {method: own})
     assert joined_norms.join(model) == 0
 
 

@@ -50,9 +50,10 @@ def settle(args: Namespace, is_checked: bool) -> None:
     has_liger = wanted != "off" and can and args.transformer_impl == "local"
     args.fp4_liger = version("liger-kernel") if has_liger else None
     has_recipe = args.fp4_recipe not in (None, *OFF)
-    args.fp4_joins_swiglu = wanted != "off" and has_recipe and _has_swiglu(args)
-    is_rms = args.normalization == "RMSNorm"
-    args.fp4_joins_norms = wanted != "off" and has_recipe and is_rms
+    # Megatron saves what linears take, which must be X.
+    joins = wanted != "off" and has_recipe and not args.save_activations_interval
+    args.fp4_joins_swiglu = joins and _has_swiglu(args)
+    args.fp4_joins_norms = joins and args.normalization == "RMSNorm"
     args.fp4_fused_adamw = wanted != "off" and torch.cuda.is_available() and _has_adamw(args)
 
 

@@ -40,7 +40,8 @@ def _is_plain(layer: nn.Module) -> bool:
     the model."""
     if not isinstance(layer, TransformerLayer) or layer.config.fp32_residual_connection:
         return False
-    return _has(layer, TransformerLayer, "forward", "_forward_attention", "_forward_mlp")
+    own = [name for name in vars(TransformerLayer) if name.lstrip("_").startswith("forward")]
+    return _has(layer, TransformerLayer, *own)
 
 
 def _pairs(layer: Any) -> list[tuple[Any, Any]]:

@@ -34,17 +34,24 @@ class _Tables:
         self, angles: Tensor, sequence: int, batch: int, rotated: int, scale: float
     ) -> tuple[Tensor, Tensor]:
         """For [sequence, batch] tokens. The other arguments are those of `rotate`."""
+        # What is made in inference mode has no version, and cannot be saved for a backward pass.
+        if angles.is_inference() or torch.is_inference_mode_enabled():
+            return self._computed(angles, sequence, batch, rotated, scale)
         form = angles._version, sequence, batch, rotated, scale
         if self._angles is not None and self._angles() is angles and self._form == form:
             return self._made
-        halves = angles[..., 0, : rotated // 2].float().expand(sequence, batch, -1).flatten(0, 1)
-        made = torch.cos(halves) * scale, torch.sin(halves) * scale
-        # The memory of a captured graph is used again by its other replays, and what is made in
-        # inference mode cannot be saved for a backward pass.
-        is_captured = angles.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not is_captured and not torch.is_inference_mode_enabled():
+        made = self._computed(angles, sequence, batch, rotated, scale)
+        # The memory of a captured graph is used again by its other replays.
+        if not (angles.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._angles, self._form, self._made = ref(angles), form, made
         return made
+
+    @staticmethod
+    def _computed(
+        angles: Tensor, sequence: int, batch: int, rotated: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        halves = angles[..., 0, : rotated // 2].float().expand(sequence, batch, -1).flatten(0, 1)
+        return torch.cos(halves) * scale, torch.sin(halves) * scale
 
 
 _tables = _Tables()
