@@ -3,10 +3,10 @@
     python -m benchmarks.quantize_kernels
 
 For each element a kernel reads 2 bytes (BF16), or 4.25 bits (codes and scales). To compute a SwiGLU
-it reads 4 bytes, and to compute the gradient of one 3 bytes, or 2 where Y is in E4M3. For each
-operand that it makes it writes 4.25 bits, and a byte if it also writes FP8 carriers, whose rows a
-second kernel then checks. Its share is the bandwidth at which it moves these bytes, divided by the
-bandwidth at which a copy of the same BF16 matrix moves its own.
+or an RMSNorm it reads 4 bytes, and to compute the gradient of a SwiGLU 3 bytes, or 2 where Y is in
+E4M3. For each operand that it makes it writes 4.25 bits, and a byte if it also writes FP8 carriers,
+whose rows a second kernel then checks. Its share is the bandwidth at which it moves these bytes,
+divided by the bandwidth at which a copy of the same BF16 matrix moves its own.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from benchmarks.stamp import stamp
 from benchmarks.timing import medians
 from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
+from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.kernels.carrier import carried
 from megatron_fp4.kernels.quantize import Copy, quantize
-from megatron_fp4.operands import Matrix, Swiglu, SwigluGradient
+from megatron_fp4.operands import Matrix, Normed, Swiglu, SwigluGradient
 
 SHAPES = ((8192, 8192), (8192, 14336))
 
@@ -40,7 +41,7 @@ class Made:
     quantizer: the quantizer's name. axes: the contracted axis of each operand. group: of the
     Hadamard transform. carrier: the FP8 dtype of carriers that are written too. packed: whether it
     reads codes. block: the elements that share a scale. two_draws: whether each operand has random
-    bits of its own; both of dY have the same. swiglu: what is computed as the matrix is read.
+    bits of its own; both of dY have the same. computes: what is computed as the matrix is read.
     kept_y: the dtype of Y, of whose SwiGLU it is the gradient.
     """
 
@@ -51,7 +52,7 @@ class Made:
     packed: bool = False
     block: int = 32
     two_draws: bool = False
-    swiglu: Literal["", "result", "gradient"] = ""
+    computes: Literal["", "SwiGLU", "gradient", "norm"] = ""
     kept_y: torch.dtype = torch.bfloat16
 
     @property
@@ -60,8 +61,9 @@ class Made:
         codes = 0.5 + 1 / self.block
         written = codes + (self.carrier is not None)
         gradient = 1.0 + self.kept_y.itemsize
-        read = {"": codes if self.packed else 2.0, "result": 4.0, "gradient": gradient}
-        return read[self.swiglu] + len(self.axes) * written
+        read = {"": codes if self.packed else 2.0, "SwiGLU": 4.0, "gradient": gradient}
+        read["norm"] = 4.0  # of which 2 for the factors of the rows
+        return read[self.computes] + len(self.axes) * written
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -82,13 +84,16 @@ KERNELS = {
     ),
     "stochastic, both, with E5M2": Made("mxfp4-ceil-sr", (1, 0), carrier=E5M2),
     "nearest, along rows, of a SwiGLU, with E4M3": Made(
-        "mxfp4-ceil", (1,), carrier=E4M3, swiglu="result"
+        "mxfp4-ceil", (1,), carrier=E4M3, computes="SwiGLU"
+    ),
+    "nearest, along rows, of a norm, with E4M3": Made(
+        "mxfp4-ceil", (1,), carrier=E4M3, computes="norm"
     ),
     "stochastic, both, of a SwiGLU's gradient, with E5M2": Made(
-        "mxfp4-ceil-sr", (1, 0), carrier=E5M2, swiglu="gradient"
+        "mxfp4-ceil-sr", (1, 0), carrier=E5M2, computes="gradient"
     ),
     "stochastic, both, of a SwiGLU's gradient, Y in E4M3, with E5M2": Made(
-        "mxfp4-ceil-sr", (1, 0), carrier=E5M2, swiglu="gradient", kept_y=E4M3
+        "mxfp4-ceil-sr", (1, 0), carrier=E5M2, computes="gradient", kept_y=E4M3
     ),
     "nearest, both, blocks of 16": Made("mxfp4-ceil", (1, 0), block=16),
     "stochastic, both, blocks of 16": Made("mxfp4-ceil-sr", (1, 0), block=16),
@@ -141,13 +146,16 @@ def kernel(x: torch.Tensor, made: Made) -> Callable[[], Any]:
     source: Matrix = x
     if made.packed:
         source = quantize(x, quantizer, [Copy(1)])[0].operand
-    elif made.swiglu == "result":
+    elif made.computes == "SwiGLU":
         source = Swiglu(torch.cat([x, x], 1))
-    elif made.swiglu == "gradient":
+    elif made.computes == "gradient":
         source = SwigluGradient(x[:, : x.shape[1] // 2].contiguous(), x.to(made.kept_y))
 
+    norm = RmsNorm(x[0].clone(), 1e-5)
+
     def make() -> None:
-        for operand in quantize(source, quantizer, copies, group):
+        matrix = Normed(x, norm) if made.computes == "norm" else source
+        for operand in quantize(matrix, quantizer, copies, group):
             codes, carriers = operand.operand, operand.carriers
             if carriers is not None and isinstance(codes, QuantizedTensor):
                 carried([(codes, carriers.element, carriers)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_fp4.estimate.gpus import MEASURED, Gpu
 from megatron_fp4.estimate.layout import Layout
 from megatron_fp4.estimate.model import Model
+from megatron_fp4.estimate.plans import is_quantized
 from megatron_fp4.recipe import Recipe
 
 # Measured in training steps (benchmarks/results/training_step.json, parallel_step.json).
@@ -32,6 +33,9 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         "experts were never measured": model.experts > 0,
         "SwiGLU's input in FP8 was never measured, and converting it takes no time here": (
             model.fp8_input
+        ),
+        "--fp4-weight-cache was measured in steps as packed alone": (
+            layout.keeps_w != "packed" and not layout.graphs and is_quantized(recipe)
         ),
         "recomputation was never measured": layout.recompute,
         "the memory of CUDA graphs was never measured": layout.graphs,

@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--recipe", default="bf16", help="as --fp4-recipe takes it, or bf16")
     job.add_argument("--global-batch-size", type=int, required=True)
     job.add_argument(
+        "--fp4-weight-cache", choices=["packed", "decoded", "fprop", "off"], default="packed"
+    )
+    job.add_argument(
         "--no-gradient-accumulation-fusion",
         action="store_true",
         help="BF16 linears add dW to main_grad after the GEMM, as Megatron does without Apex",
@@ -103,7 +106,10 @@ def job_of(args: argparse.Namespace) -> Job:
     recipe = recipe_named(args.recipe)
     fused = not args.no_gradient_accumulation_fusion
     node = min(args.gpus, args.gpus_per_node)
-    return Job(model, recipe, find(args.gpu), args.gpus, node, args.global_batch_size, fused)
+    return Job(
+        model, recipe, find(args.gpu), args.gpus, node, args.global_batch_size, fused,
+        keeps_w=None if args.fp4_weight_cache == "off" else args.fp4_weight_cache,
+    )  # fmt: skip
 
 
 def model_of(args: argparse.Namespace) -> Model:

@@ -13,6 +13,7 @@ from megatron_fp4.estimate.model import (
     norm_parameters,
     position_parameters,
 )
+from megatron_fp4.plan.setting import KeepsW
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Layout:
     graphs: whether layers are captured as CUDA graphs.
     fused_dw: whether BF16 linears add dW to main_grad in the GEMM, which needs Apex or
         Transformer Engine. Linears of a recipe always do.
+    keeps_w: what is held of quantized weights over a step, without CUDA graphs; see
+        `plan.setting.Setting`.
     """
 
     gpus: int
@@ -42,6 +45,7 @@ class Layout:
     sharded: bool = False
     graphs: bool = False
     fused_dw: bool = True
+    keeps_w: KeepsW | None = "packed"
 
     @property
     def dp(self) -> int:

@@ -50,7 +50,7 @@ def plan(
         torch.bfloat16, target, torch.bfloat16, sharding,
         main_grad=torch.float32,
         has_bias=model.biases or (model.qkv_bias and linear.name == "linear_qkv"),
-        keeps_w="packed" if is_quantized(recipe) and not layout.graphs else None,
+        keeps_w=layout.keeps_w if is_quantized(recipe) and not layout.graphs else None,
     )  # fmt: skip
     return _compiled(recipe, setting)
 

@@ -17,6 +17,7 @@ from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import check_target
 from megatron_fp4.estimate.rates import RATES
 from megatron_fp4.estimate.step import Time, step_time
+from megatron_fp4.plan.setting import KeepsW
 from megatron_fp4.recipe import Recipe
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -40,7 +41,7 @@ class Fixed:
 class Job:
     """What is to be trained: a model with a recipe, on how many GPUs, in what batches.
 
-    node: GPUs of a host. fused_dw: see Layout.
+    node: GPUs of a host. fused_dw, keeps_w: see Layout.
     """
 
     model: Model
@@ -50,6 +51,7 @@ class Job:
     node: int
     batch: int
     fused_dw: bool = True
+    keeps_w: KeepsW | None = "packed"
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ def layouts(job: Job, fixed: Fixed) -> Iterator[Layout]:
             sharded=whole and job.gpus // (tp * pp) > 1,
             graphs=graphs,
             fused_dw=job.fused_dw,
+            keeps_w=job.keeps_w,
         )  # fmt: skip
 
 

@@ -23,8 +23,8 @@ def test_bytes_are_those_of_each_kernel() -> None:
     tokens, size = linear.TOKENS, linear.TOKENS * FFN
     rows, again = Made("", (1,), carrier=E4M3), Made("", (0,), carrier=E4M3, packed=True)
     both = Made("", (1, 0), carrier=E5M2)
-    of_result = Made("", (1,), carrier=E4M3, swiglu="result")
-    of_gradient = Made("", (1, 0), carrier=E5M2, swiglu="gradient")
+    of_result = Made("", (1,), carrier=E4M3, computes="SwiGLU")
+    of_gradient = Made("", (1, 0), carrier=E5M2, computes="gradient")
     kernels = [
         (rows, tokens * HIDDEN), (rows, 2 * FFN * HIDDEN), (of_result, size), (rows, FFN * HIDDEN),
         (both, tokens * HIDDEN), (again, FFN * HIDDEN), (again, size),

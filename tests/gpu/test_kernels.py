@@ -106,6 +106,12 @@ def test_averages_are_updated_as_by_the_reference() -> None:
     assert list(differences("cuda")) == []
 
 
+def test_a_norm_is_that_of_pytorch() -> None:
+    from testing.kernels.compare_rms_norm import differences
+
+    assert differences("cuda") == []
+
+
 def test_a_swiglu_is_that_of_pytorch() -> None:
     from testing.kernels.compare_swiglu import differences
 

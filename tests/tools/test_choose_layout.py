@@ -117,6 +117,25 @@ def test_swiglu_s_input_in_fp8_takes_half(recipe: str) -> None:
     assert any("FP8 was never measured" in note for note in found["extrapolated"])
 
 
+def test_what_is_held_of_weights_is_counted() -> None:
+    found = {
+        kept: json.loads(
+            run(
+                [*JOB, *FLAGS, "--recipe", "tetrajet", *fixed, "--fp4-weight-cache", kept, "--json"]
+            )
+        )["layouts"][0]
+        for fixed in [["--cuda-graph-impl", "none"]]
+        for kept in ("packed", "fprop", "off")
+    }
+    held = {kept: each["memory"]["held"] for kept, each in found.items()}
+    assert held["fprop"] == held["packed"] / 2 > held["off"] == 0
+    seconds = [each["seconds"]["total"] for each in found.values()]
+    assert seconds == sorted(set(seconds))  # what is not held is made more often
+    for kept, each in found.items():
+        assert (f"--fp4-weight-cache {kept}" in each["flags"]) == (kept != "packed")
+        assert any("packed alone" in note for note in each["extrapolated"]) == (kept != "packed")
+
+
 def test_swiglu_s_input_is_that_of_a_swiglu() -> None:
     flags = [flag for flag in FLAGS if flag != "--swiglu"]
     with pytest.raises(ConfigError, match="--activation-func-fp8-input-store needs --swiglu"):
