@@ -113,7 +113,12 @@ struct Linear : torch::autograd::Function<Linear> {
                                const std::optional<Variable>& bias,
                                const Prepared& prepared) {
     const auto& [pass, inputs, call] = prepared;
-    auto results = pass->program->run(inputs, call->words);
+    std::vector<at::Tensor> results;
+    {
+      // A collective may wait for a thread that needs the GIL. Backward runs without it anyway.
+      const py::gil_scoped_release released;
+      results = pass->program->run(inputs, call->words);
+    }
     hand_on(results, *pass, *call, &Held::fprop);
     auto y = std::move(results.front());
     results.erase(results.begin());
