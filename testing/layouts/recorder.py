@@ -19,7 +19,7 @@ from torch import distributed as dist
 from megatron_fp4.arithmetic.formats import unpack
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution import backward, forward, making
-from megatron_fp4.operands import Swiglu, SwigluGradient
+from megatron_fp4.operands import Computed
 
 EXPERT = ".local_experts."
 
@@ -89,7 +89,7 @@ class Recorder:
         forward.make_operands = backward.make_operands = self._make
 
     def _made(self, one: Any, matrix: Any, folds: Any, site: Any, call: Any) -> Any:
-        if isinstance(matrix, Swiglu | SwigluGradient):
+        if isinstance(matrix, Computed):
             matrix = matrix.by(one.compute)
         places = [_place(operand, matrix, site, call) for operand in one.operands]
         if isinstance(matrix, Tensor):  # else the codes of fprop, which are compared there

@@ -30,7 +30,7 @@ def main() -> None:
 
     from megatron_fp4.arithmetic.quantizer import QuantizedTensor
     from megatron_fp4.execution import backward, forward, making
-    from megatron_fp4.operands import Swiglu, SwigluGradient
+    from megatron_fp4.operands import Computed
 
     folder, sys.argv[1:] = Path(sys.argv[1]), sys.argv[2:]
     records: list[dict[str, Any]] = []
@@ -48,7 +48,7 @@ def main() -> None:
             for operand in each.operands:
                 if operand.quantizer is not None and not evaluates[0]:
                     matrix = matrices[each.matrix]
-                    if isinstance(matrix, Swiglu | SwigluGradient):
+                    if isinstance(matrix, Computed):
                         matrix = matrix.by(each.compute)
                     if isinstance(matrix, QuantizedTensor):
                         matrix = matrix.dequantize()
