@@ -127,8 +127,7 @@ def rms_norm_gradient_kernel(
     """The gradients of x [rows, 2 * words] BF16 and of the weight.
 
     dy: of the norm, as x. residual: another gradient of x, which is added if HAS_RESIDUAL.
-    dx: of x. dweight: float32 [programs, 2, WORDS], the sums over ROWS rows, of the low and of the
-        high half of each word.
+    dx: of x. dweight: float32 [programs, 2 * WORDS], the sums over ROWS rows.
     The other arguments are those of `rms_norm_rows_kernel`.
     """
     program, eps = tl.program_id(0), eps_bits.to(tl.float32, bitcast=True)
@@ -155,9 +154,9 @@ def rms_norm_gradient_kernel(
                 high_dx += high_other
             made = rounded_pairs(low_dx, high_dx, INTERPRETED)
             _store_row(made, dx_ptr, row, words, WORDS)
-    at = dweight_ptr + program * (2 * WORDS) + tl.arange(0, WORDS)
+    at = dweight_ptr + program * (2 * WORDS) + 2 * tl.arange(0, WORDS)
     tl.store(at, low_sum)
-    tl.store(at + WORDS, high_sum)
+    tl.store(at + 1, high_sum)
 
 
 def factors(x: Tensor, eps: float) -> Tensor:
@@ -194,12 +193,11 @@ def gradients(
     rows, words = x.shape[0], x.shape[1] // 2
     programs, block = tiles(rows, _ROWS), triton.next_power_of_2(words)
     dx = x.new_empty(x.shape)
-    sums = x.new_empty((programs, 2, block), dtype=torch.float32)
+    sums = x.new_empty((programs, 2 * block), dtype=torch.float32)
     if rows:
         launch = _gradient_launch(rows, words, residual is not None, norm.zero_centered)
         launch(x.device, dy, residual, x, weight, dx, sums, rows, words, bits_of(norm.eps))
-    dweight = sums.sum(0)[:, :words].t().flatten()
-    return dx, dweight.to(norm.weight.dtype)
+    return dx, sums.sum(0)[: x.shape[1]].to(norm.weight.dtype)
 
 
 def _warps(words: int) -> int:
