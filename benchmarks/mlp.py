@@ -107,12 +107,14 @@ def quantized(
 
 
 def bytes_moved(recipe: Recipe, hidden: int, ffn: int) -> float:
-    """The bytes that must be moved to make the operands of both linears; see `linear.moved`."""
+    """The bytes that kernels must read and write to quantize the operands of both linears, which
+    compute the SwiGLU between them; see `linear.moved`."""
     return moved(recipe, hidden, 2 * ffn, "before") + moved(recipe, ffn, hidden, "after")
 
 
 def study(names: list[str]) -> list[dict[str, Any]]:
-    """A row for BF16, and for each recipe joined and apart, in each shape."""
+    """The rows of the table. For each shape there is one of BF16, and two of each recipe: linears
+    that compute the SwiGLU between them, and linears with a kernel for it."""
     rows = []
     recipes = {name: get_recipe(name) for name in names}
     for hidden, ffn in SHAPES:

@@ -71,9 +71,9 @@ class Swiglu(_Computed):
 
 @dataclass(slots=True)
 class SwigluGradient(_Computed):
-    """The gradient of y, [rows, 2 n], which is computed where it is read.
+    """The gradient of a loss by y [rows, 2 n], the input of a SwiGLU; computed where it is read.
 
-    gradient: of swiglu(y), [rows, n]. y: in the same dtype, or in E4M3.
+    gradient: of the loss by swiglu(y), [rows, n]. y: in the same dtype, or in E4M3.
     """
 
     gradient: Tensor

@@ -1,4 +1,4 @@
-"""Checks that the blocks of a quantizer tile a matrix."""
+"""Checks that a matrix consists of whole blocks of a quantizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check_divides(quantizer: Quantizer, rows: int, k: int, axis: int | str) -> None:
-    """Raises ConfigError unless the blocks of a quantizer tile a [rows, k] matrix.
+    """Raises ConfigError unless a [rows, k] matrix consists of whole blocks of a quantizer.
 
     The blocked axis is the last one. axis: its name in the message.
     """

@@ -48,9 +48,10 @@ class Kind:
     _owners: list[Any] = field(default_factory=list)  # see `add`
 
     def add(self, place: int, made: Any, owners: list[Any]) -> None:
-        """Adds the Pass `made` at an index of `passes`.
+        """Stores a recorded pass.
 
-        owners: what keeps memory alive to which its Program has addresses.
+        place: its index in `passes`. made: the extension's Pass. owners: tensors and other objects
+        whose memory the Pass has addresses of; they are kept as long as the Pass.
         """
         self.passes[place] = made
         self._owners += owners

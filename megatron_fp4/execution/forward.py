@@ -57,8 +57,8 @@ def forward(
     """
     dtype = plan.setting.dtype
     matrices: dict[tuple[str, Source], Matrix] = {("w", "model"): weight.to(dtype)}
-    before: Source = "swiglu" if plan.setting.swiglu == "after" else "model"
-    matrices["x", "normed" if plan.setting.normed else before] = x
+    source: Source = "swiglu" if plan.setting.swiglu == "after" else "model"
+    matrices["x", "normed" if plan.setting.normed else source] = x
     whole, residual, clamping = x, None, plan.clamping
     if plan.compute_x is not None:
         assert isinstance(x, Computed)

@@ -229,11 +229,12 @@ def _quantize_launch(
     shared: bool,
     of_y: torch.dtype = torch.int32,
 ) -> Launch:
-    """The launch for copies that are not transformed.
+    """The launch of the kernel that quantizes a matrix [rows, columns] without a transform.
 
-    fields: of the quantizer. packed: the block size of the source's codes; 0 for BF16. reads: what
-        is computed of the source as it is read; see source.py.
-    along_rows, along_columns: whether there is such a copy, or the dtype of its carriers.
+    fields: of the quantizer. packed: the block size, if the matrix is given as codes; 0 for BF16.
+    reads: what the kernel computes from what it reads; see source.py.
+    along_rows, along_columns: of the copy with blocks along the rows or the columns: False if it is
+        not made, the dtype of the carriers that are written beside it, or True without carriers.
     in_memory, has_groups, shared: the fields of `Draws`. of_y: the type of the source's `y`.
     """
     quantizer, wanted = Quantizer(*fields), (along_rows, along_columns)

@@ -55,13 +55,14 @@ def read_tiles(
     EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Two tiles of a Source with n_columns columns, each in words [rows / 8, 8, COLUMNS / 2] of two
-    BF16.
+    """Reads a tile of COLUMNS columns, or computes it from what is read (READS).
 
-    Of the gradient of a SwiGLU the second tile is the same columns of the right half, which are
-    computed from the same numbers as those of the left half. Otherwise the second is the first one
-    again, so that there is one kind of result.
+    Returns two tiles, each in words of two BF16 [rows / 8, 8, COLUMNS / 2]. For the gradient of a
+    SwiGLU these are the tile in the left half of the matrix, where the gate's gradient is, and the
+    one with the same columns of the right half: both need the same three inputs. For all else
+    both results are the same tile.
 
+    x: a Source with n_rows rows and n_columns columns.
     rows: int32 [rows / 8, 8], the indices of the tiles' rows. column0: the first column. PACKED:
     the block size of the source's codes; 0 if it is BF16. EVEN: whether tiles fill the matrix.
     """

@@ -50,8 +50,11 @@ class Maker(Protocol):
         ...
 
     def activates(self, operand: OperandPlan) -> bool:
-        """Whether it can compute the matrix of this operand, whose source is "swiglu" or "normed",
-        as it reads what the matrix is computed from."""
+        """Whether its kernel can compute a SwiGLU, its gradient, or an RMSNorm while it quantizes.
+
+        operand: whose source is "swiglu" or "normed". If this is False, another kernel computes the
+        matrix first.
+        """
         ...
 
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:

@@ -175,8 +175,11 @@ class Metrics:
         self._samples.clear()
 
     def looks(self, holds_w: bool) -> bool:
-        """See `execution.call.Watch`: in steps that are reported, and before them where `held` does
-        not show the rows of W that are followed."""
+        """Whether the pass must run in Python; see `execution.call.Watch.looks`.
+
+        In a step that is reported all operands are seen. In the steps shortly before it only the
+        rows of W that are followed are needed, which `held` takes from held operands.
+        """
         if not self._run.is_training:
             return False
         left = self._left(self._now())

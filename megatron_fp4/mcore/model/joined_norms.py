@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
@@ -38,27 +38,26 @@ def join(chunk: nn.Module) -> int:
 def _is_plain(layer: nn.Module) -> bool:
     """Whether a module is a layer whose forward pass is Megatron's, with residuals in the dtype of
     the model."""
-    if not isinstance(layer, TransformerLayer) or layer.config.fp32_residual_connection:
-        return False
     own = [name for name in vars(TransformerLayer) if name.lstrip("_").startswith("forward")]
-    return _has(layer, TransformerLayer, *own)
+    is_own = _has(layer, TransformerLayer, *own)
+    return is_own and not layer.config.fp32_residual_connection  # type: ignore[union-attr]
 
 
 def _pairs(layer: Any) -> list[tuple[Any, Any]]:
     """(norm, linear) for each linear of a layer that alone takes the result of a norm."""
     attention, mlp, found = layer.self_attention, layer.mlp, []
-    if isinstance(attention, SelfAttention) and not layer.recompute_input_layernorm:
-        if _has(attention, SelfAttention, "get_query_key_value_tensors") and _has(
-            attention, Attention, "forward"
-        ):
-            found.append((layer.input_layernorm, attention.linear_qkv))
+    is_plain = _has(attention, SelfAttention, "forward", "get_query_key_value_tensors")
+    if is_plain and not layer.recompute_input_layernorm:
+        found.append((layer.input_layernorm, attention.linear_qkv))
     if type(mlp) in (MLP, GatedMLP) and not layer.recompute_pre_mlp_layernorm:
         found.append((layer.pre_mlp_layernorm, mlp.linear_fc1))
     return found
 
 
 def _has(module: nn.Module, base: type, *methods: str) -> bool:
-    """Whether these methods of a module are those of `base`."""
+    """Whether a module is a `base`, and these methods of it are those of `base`."""
+    if not isinstance(module, base):
+        return False
     return all(getattr(type(module), name) is getattr(base, name) for name in methods)
 
 
