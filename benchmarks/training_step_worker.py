@@ -33,7 +33,7 @@ KINDS = {
     "attention": ("fmha", "flash", "attention", "cudnn"),
     "gemm": ("gemm", "nvjet", "cutlass", "xmma", "wgrad", "cublas"),
     "optimizer": ("multi_tensor", "adam", "foreach", "blend_kernel", "ramp_kernel"),
-    "rotary": ("triton_rope",),
+    "rotary": ("rotary_kernel",),
     "swiglu": ("swiglu",),
     "norm": ("rms_norm", "layer_norm", "gammabeta"),
     "cross-entropy": ("parallel_ce", "cross_entropy"),

@@ -8,115 +8,13 @@ and for each known mistake that such a comparison would not notice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from torch import Tensor
 from torch.nn import functional as F
 
-SEQUENCE, BATCH = 6, 2
-U = 2.0**-24  # the largest relative error of a rounding to FP32
-
-
-@dataclass(frozen=True)
-class Case:
-    """name: of the operation. results: of Liger, outputs and gradients. exact: the same in float64.
-    bounds: by how much FP32 arithmetic may move each element. roundings: to the dtype of a result,
-    of each. mistaken: the exact results of a known mistake."""
-
-    name: str
-    results: list[Tensor]
-    exact: list[Tensor]
-    bounds: list[Tensor]
-    roundings: list[int]
-    mistaken: list[Tensor]
-
-    def differences(self) -> Iterator[str]:
-        if not self._agree(self.exact):
-            yield f"{self.name}: {[float(e) for e in self._excess(self.exact)]} times the bounds"
-        if self._agree(self.mistaken):
-            yield f"{self.name}: a mistake would not be noticed"
-
-    def _agree(self, wanted: list[Tensor]) -> bool:
-        return all(bool(excess <= 1) for excess in self._excess(wanted))
-
-    def _excess(self, wanted: list[Tensor]) -> Iterator[Tensor]:
-        for result, value, bound, times in zip(
-            self.results, wanted, self.bounds, self.roundings, strict=True
-        ):
-            unit = torch.finfo(result.dtype).eps / 2
-            allowed = bound + times * (unit * (value.abs() + bound) + least(result.dtype))
-            yield ((result.double().cpu() - value).abs() / allowed).max()
-
-
-def least(dtype: torch.dtype) -> float:
-    """Half of a step between subnormal numbers: what a rounding moves the smallest numbers."""
-    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
-
-
-def gradients(
-    function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: list[Tensor], dys: list[Tensor]
-) -> list[Tensor]:
-    """The outputs of `function`, then the gradients of its inputs. dys: those of its outputs."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    made = function(*(leaf * 1 for leaf in leaves))  # what is overwritten is no leaf
-    outputs = made if isinstance(made, tuple) else (made,)
-    found = [output.detach().clone() for output in outputs]
-    return found + list(torch.autograd.grad(outputs, leaves, [dy.clone() for dy in dys]))
-
-
-class Made:
-    """Random inputs of one dtype on one device, and the same in float64 on the CPU."""
-
-    def __init__(self, dtype: torch.dtype, device: str) -> None:
-        self._generator = torch.Generator().manual_seed(3)
-        self._dtype, self._device = dtype, device
-
-    def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=self._generator) * scale).to(self._dtype)
-
-    def on(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [tensor.to(self._device) for tensor in tensors]
-
-
-def double(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.double() for tensor in tensors]
-
-
-def rotary(
-    made: Made, batch: int, heads: int, groups: int, d: int, rotated: int, split: bool
-) -> Case:
-    """split: query and key are views of one tensor, and so not contiguous."""
-    from megatron_fp4.mcore.model import liger
-
-    x = [made(SEQUENCE, batch, heads, d), made(SEQUENCE, batch, groups, d)]
-    # In attention's order of axes. An axis of one element has a stride that is no distance.
-    dys = [made(batch, SEQUENCE, *each.shape[2:]).transpose(0, 1) for each in x]
-    half = made(SEQUENCE, 1, 1, rotated // 2, scale=3.0).float()
-    freqs, scale = torch.cat((half, half), -1), 1.25
-
-    def ours(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-        if split:
-            query, key = torch.split(torch.cat((query, key), 2), [heads, groups], 2)
-        return liger.rotate(query, key, freqs.to(query.device), scale)
-
-    def upstreams(interleaved: bool) -> list[Tensor]:
-        angles = half.repeat_interleave(2, -1) if interleaved else freqs
-
-        def both(*given: Tensor) -> tuple[Tensor, ...]:
-            turned = (angles.double(), interleaved)
-            each = [_apply_rotary_pos_emb_bshd(t, *turned, mscale=scale) for t in given]
-            return tuple(each)
-
-        return gradients(both, double(x), double(dys))
-
-    # Cosine (one ulp, and the scale), the products and the sum are rounded.
-    pairs = [t.double().abs() for t in (*x, *dys)]
-    bounds = [5 * U * scale * (t + t.roll(rotated // 2, -1) + t.amax(-1, True)) for t in pairs]
-    results = gradients(ours, made.on(x), made.on(dys))
-    return Case("rotary", results, upstreams(False), bounds, [1] * 4, upstreams(True))
+from testing.kernels.against_float64 import BATCH, SEQUENCE, Case, Made, U, double, gradients, least
 
 
 def swiglu(made: Made, n: int) -> Case:
@@ -201,9 +99,6 @@ def loss(made: Made, vocabulary: int) -> Case:
 
 def differences(dtype: torch.dtype, device: str) -> Iterator[str]:
     made = Made(dtype, device)
-    for heads, groups, d, rotated in ((4, 2, 16, 16), (3, 1, 24, 16), (4, 4, 8, 8)):
-        for batch, split in ((1, False), (1, True), (2, False), (2, True)):
-            yield from rotary(made, batch, heads, groups, d, rotated, split).differences()
     for n in (64, 40):
         yield from swiglu(made, n).differences()
         for offset in (0.0, 1.0):

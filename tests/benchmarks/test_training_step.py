@@ -25,6 +25,7 @@ def test_every_kernel_of_the_package_is_told_apart() -> None:
         assert found.pop(name) == "swiglu"
     for name in [name for name in found if name.startswith("rms_norm")]:
         assert found.pop(name) == "norm"
+    assert found.pop("rotary_kernel") == "rotary"
     assert len(found) >= 10 and set(found.values()) == {"quantize", "carry"}, found
     assert kind("void at::native::vectorized_elementwise_kernel<4>") == "other"
     assert kind("nvjet_sm90_qqtst_128x256") == "gemm"
@@ -45,9 +46,9 @@ def test_a_launch_that_fails_leaves_the_other_rows(
 
 
 def test_kernels_outside_the_linears_are_told_apart() -> None:
-    """By the names of Liger-Kernel 0.8.5, of torch, and of TorchInductor."""
+    """By the names of this package, of Liger-Kernel 0.8.5, of torch, and of TorchInductor."""
     names = {
-        "_triton_rope": "rotary",
+        "rotary_kernel": "rotary",
         "_swiglu_fused_gate_up_backward_kernel": "swiglu",
         "_rms_norm_forward_kernel": "norm",
         "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel": "norm",

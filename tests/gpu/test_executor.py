@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_fp4 import list_recipes
+from testing.scripts.compare_executors import FORMS
 from testing.worlds.launch import ROOT
 
 pytestmark = pytest.mark.gpu
@@ -32,8 +33,8 @@ def test_both_executors_compute_the_same_bits(ranks: int) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)
-    kinds = 3 if ranks == 1 else 2  # alone, two pairs; or column- and row-parallel
-    assert len(found) == 3 * kinds * len(list_recipes())
+    kinds = 3 if ranks == 1 else 2  # alone, two MLPs; or column- and row-parallel
+    assert len(found) == len(FORMS) * kinds * len(list_recipes())
     for name, case in found.items():
         assert case["equal"] and not case["problems"], (name, case)
         assert case["in C++"] >= case["passes"] // 2, (name, case)

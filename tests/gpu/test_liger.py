@@ -23,7 +23,10 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 FLAGS = """
     --bf16 --hidden-size 128 --ffn-hidden-size 256 --train-iters 4 --lr 1e-12 --min-lr 1e-13
 """.split()
-ALL = "rotary embedding, SwiGLU, norms, cross-entropy in kernels of Liger-Kernel"
+ALL = (
+    "rotary embedding in one kernel of this package; SwiGLU, norms, cross-entropy in kernels of "
+    "Liger-Kernel"
+)
 OFF, LIGER = ("--fp4-fused-kernels", "off"), ("--fp4-fused-kernels", "liger")
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 # Scores of attention are far from equal, so that the loss depends on the rotation.
@@ -42,20 +45,22 @@ def test_results_are_those_of_float64_and_mistakes_are_noticed(dtype: torch.dtyp
 @needs_liger
 def test_a_graph_computes_what_the_functions_do() -> None:
     from megatron_fp4.mcore.model import liger
+    from megatron_fp4.mcore.model.rotary import Rotation
 
     torch.manual_seed(0)
-    shapes = [(64, 1, 4, 32), (64, 1, 2, 32), (64, 1, 256), (64, 1, 128)]
+    rotation, sizes = Rotation(), (64, 32, 32)
+    shapes = [(64, 1, 2, 128), (64, 1, 256), (64, 1, 128)]
     inputs = [torch.randn(s, device="cuda").bfloat16().requires_grad_() for s in shapes]
     gain = torch.randn(128, device="cuda").bfloat16().requires_grad_()
     half = torch.randn(64, 1, 1, 16, device="cuda")
     freqs, labels = torch.cat((half, half), -1), torch.arange(64, device="cuda")[None]
 
     def passes() -> tuple[torch.Tensor, ...]:
-        query, key, gate_and_up, x = (t * 1 for t in inputs)
-        query, key = liger.rotate(query, key, freqs, 1.0)
+        mixed, gate_and_up, x = (t * 1 for t in inputs)
+        query, key, value = rotation.split(mixed, sizes, freqs, 1.0)
         y = liger.rms_norm(x + liger.swiglu(gate_and_up), gain, 1e-5, 0.0)
         losses = liger.cross_entropy(None, labels, y)  # type: ignore[arg-type]
-        total = losses.sum() + (query.float() ** 2).sum() + key.float().sum()
+        total = losses.sum() + (query.float() ** 2).sum() + (key.float() * value).sum()
         return losses, *torch.autograd.grad(total, [*inputs, gain])
 
     passes()  # compiles

@@ -22,6 +22,7 @@ from megatron_fp4.kernels import (
     outliers,
     ramping,
     rms_norm,
+    rotary,
     row_operands,
     swiglu,
     transpose,
@@ -64,6 +65,9 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "rms_norm.rms_norm_rows_kernel": rms_norm._factor_launch(64, 64),
     "rms_norm.rms_norm_kernel": rms_norm._normed_launch(64, 64, False),
     "rms_norm.rms_norm_gradient_kernel": rms_norm._gradient_launch(64, 64, True, True),
+    "rotary.rotary_kernel": rotary._launch(
+        torch.bfloat16, (64, 2, 2), ((512, 256, 64),) * 3, 4, 64, 32, False
+    ),
     "rows.largest_kernel": row_operands._launches(64, 64, VECTOR, (1, True, None))[0],
     "rows.cast_kernel": row_operands._launches(64, 64, VECTOR, (1, True, None))[1],
     "rows.row_kernel": row_operands._row_launch(64, 64, VECTOR, (1, True, None)),

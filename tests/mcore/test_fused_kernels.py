@@ -11,21 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints.compare_numerics import compare
 from megatron_fp4.mcore.launch import fused_kernels as launch
 from megatron_fp4.mcore.launch import machine
 from megatron_fp4.mcore.model import fused_kernels
-from megatron_fp4.mcore.model.attention import SdpaAttention
 from megatron_fp4.mcore.model.mlp import GatedMLP
 from megatron_fp4.mcore.model.norm import Norm
 from megatron_fp4.mcore.model.replacement import fusable
@@ -41,7 +38,8 @@ from testing.worlds.launch import (
 )
 
 needs_liger = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="no liger_kernel")
-ALL = "rotary embedding, SwiGLU, norms, cross-entropy"
+LIGERS = "SwiGLU, norms, cross-entropy"
+ROTATED = "rotary embedding in one kernel of this package"
 
 
 @pytest.fixture
@@ -78,33 +76,33 @@ def given(**values: Any) -> argparse.Namespace:
     return argparse.Namespace(**plain | values)
 
 
-def settled(args: argparse.Namespace, is_checked: bool = True) -> tuple[str | None, bool]:
+def settled(args: argparse.Namespace, is_checked: bool = True) -> tuple[bool, str | None, bool]:
     launch.settle(args, is_checked)
-    return args.fp4_liger, args.fp4_fused_adamw
+    return args.fp4_rotates, args.fp4_liger, args.fp4_fused_adamw
 
 
 def test_a_cpu_takes_none() -> None:
     args = parse("--fp4-recipe", "tetrajet")
-    assert (args.fp4_liger, args.fp4_fused_adamw) == (None, False)
+    assert (args.fp4_rotates, args.fp4_liger, args.fp4_fused_adamw) == (False, None, False)
     assert fused_kernels.attach(args, []) == ""
 
 
 def test_auto_takes_what_is_there(gpu: Callable[..., None]) -> None:
     gpu("liger_kernel")
-    assert settled(given()) == ("0.8.5", True)
-    assert settled(given(fp4_fused_kernels="off")) == (None, False)
-    assert settled(given(transformer_impl="transformer_engine")) == (None, True)
-    assert settled(given(optimizer="sgd")) == ("0.8.5", False)
-    assert settled(given(optimizer_cpu_offload=True)) == ("0.8.5", False)
+    assert settled(given()) == (True, "0.8.5", True)
+    assert settled(given(fp4_fused_kernels="off")) == (False, None, False)
+    assert settled(given(transformer_impl="transformer_engine")) == (False, None, True)
+    assert settled(given(optimizer="sgd")) == (True, "0.8.5", False)
+    assert settled(given(optimizer_cpu_offload=True)) == (True, "0.8.5", False)
     # A user's script without a recipe runs as it would without this package.
-    assert settled(given(), is_checked=False) == (None, False)
-    assert settled(given(fp4_fused_kernels="liger"), is_checked=False) == ("0.8.5", True)
+    assert settled(given(), is_checked=False) == (False, None, False)
+    assert settled(given(fp4_fused_kernels="liger"), is_checked=False) == (True, "0.8.5", True)
     gpu()
-    assert settled(given()) == (None, True)
+    assert settled(given()) == (True, None, True)
     gpu("liger_kernel", version="0.8.4")
-    assert settled(given()) == (None, True)
+    assert settled(given()) == (True, None, True)
     gpu("liger_kernel", "apex")
-    assert settled(given()) == ("0.8.5", False)
+    assert settled(given()) == (True, "0.8.5", False)
 
 
 @pytest.mark.parametrize(
@@ -141,13 +139,13 @@ def test_another_choice_is_told_when_a_run_resumes(capsys: pytest.CaptureFixture
     compare(saved, now)
     assert not capsys.readouterr().out
     saved.fp4_joins_swiglu = saved.fp4_joins_norms = False
-    now.fp4_liger, now.fp4_fused_adamw = "0.8.5", True
+    now.fp4_liger, now.fp4_rotates, now.fp4_fused_adamw = "0.8.5", True, True
     now.fp4_joins_swiglu = now.fp4_joins_norms = True
     compare(saved, now)
     assert (
-        "trained with fused kernels of none, this launch has Liger-Kernel 0.8.5 and torch's AdamW "
-        "and linears with SwiGLU and linears with RMSNorm (--fp4-fused-kernels): results differ in "
-        "their last bits" in capsys.readouterr().out
+        "trained with fused kernels of none, this launch has Liger-Kernel 0.8.5 and rotary "
+        "embedding and torch's AdamW and linears with SwiGLU and linears with RMSNorm "
+        "(--fp4-fused-kernels): results differ in their last bits" in capsys.readouterr().out
     )
 
 
@@ -162,17 +160,19 @@ def built(**options: Any) -> MegatronModule:
 
 
 def attached(model: MegatronModule, asked: str = "auto") -> str:
-    args = given(fp4_fused_kernels=asked, fp4_liger="0.8.5", fp4_fused_adamw=False)
+    args = given(
+        fp4_fused_kernels=asked, fp4_liger="0.8.5", fp4_rotates=True, fp4_fused_adamw=False
+    )
     return fused_kernels.attach(args, [model])
 
 
 @needs_liger
-def test_all_operations_of_a_llama_are_liger_s(one_rank: None) -> None:
+def test_all_operations_of_a_llama_are_fused(one_rank: None) -> None:
     model = built()
-    assert attached(model, "liger") == f"{ALL} in kernels of Liger-Kernel 0.8.5"
+    assert attached(model, "liger") == f"{ROTATED}; {LIGERS} in kernels of Liger-Kernel 0.8.5"
     for module in model.modules():
         if isinstance(module, RotatingSelfAttention):
-            assert module.rotate is not None
+            assert module.rotation is not None
         if isinstance(module, MLP):
             assert isinstance(module, GatedMLP) and module.activation is not None
         if isinstance(module, Norm):
@@ -192,14 +192,14 @@ def test_all_operations_of_a_llama_are_liger_s(one_rank: None) -> None:
         ({"cross_entropy_loss_fusion": True}, "cross-entropy (Megatron's, by --cross-entropy-"),
     ],
 )
-def test_what_liger_does_not_take_stays_torch_s(
+def test_what_the_kernels_do_not_take_stays_torch_s(
     options: dict[str, Any], without: str, one_rank: None
 ) -> None:
     model = built(**options)
     operation = without.partition(" (")[0]
     line = attached(model)
-    assert f"; not {without}" in line and operation not in line.partition(" in kernels")[0]
-    with pytest.raises(ConfigError, match=re.escape(f"no kernel for this model's {without}")):
+    assert f"not {without}" in line and operation not in line.replace(f"not {without}", "")
+    with pytest.raises(ConfigError, match=re.escape(f"kernel for this model's {without}")):
         attached(built(**options), "liger")
 
 
@@ -210,85 +210,13 @@ def test_another_activation_and_other_positions_are_not_named(one_rank: None) ->
     assert attached(model, "liger") == "norms, cross-entropy in kernels of Liger-Kernel 0.8.5"
 
 
-def copies_in_backward(rotated: list[Tensor], leaves: list[Tensor]) -> list[str]:
-    """The operators of the backward pass that copy or fill a whole gradient."""
-    names: list[str] = []
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Names():
-        torch.autograd.grad(rotated, leaves, [torch.ones_like(each) for each in rotated])
-    copying = ("clone", "copy", "zeros", "select_backward", "contiguous")
-    return [name for name in names if any(word in name for word in copying)]
-
-
-@needs_liger
-def test_no_gradient_is_copied_by_the_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Query and key are rotated in place in both passes: no operator moves them."""
-    rope = pytest.importorskip("liger_kernel.ops.rope")
-    kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *a, **k: None})()
-    monkeypatch.setattr(rope, "_triton_rope", kernel)
-    from megatron_fp4.mcore.model import liger
-
-    query, key = (torch.randn(6, 2, heads, 8, requires_grad=True) for heads in (4, 2))
-    freqs = torch.randn(6, 1, 1, 8)
-    rotated = list(liger.rotate(query * 1, key * 1, freqs, 1.0))
-    assert [each.shape for each in rotated] == [query.shape, key.shape]
-    assert copies_in_backward(rotated, [query, key]) == []
-    # Negative control: the backward pass of an index copies to zeros.
-    rotated = [each[None][0] for each in liger.rotate(query * 1, key * 1, freqs, 1.0)]
-    assert copies_in_backward(rotated, [query, key])
-
-
-@needs_liger
-def test_layers_share_the_tables_of_an_angle() -> None:
-    from megatron_fp4.mcore.model.liger import _Tables
-
-    tables, angles = _Tables(), torch.randn(6, 1, 1, 8)
-    found = tables.of(angles, 6, 2, 8, 1.0)
-    assert tables.of(angles, 6, 2, 8, 1.0)[0] is found[0]
-    for other in ((6, 1, 8, 1.0), (6, 2, 4, 1.0), (6, 2, 8, 0.5)):
-        assert tables.of(angles, *other)[0] is not found[0]
-    with torch.inference_mode():
-        assert tables.of(angles, 6, 2, 8, 1.0)[0].is_inference()
-        assert tables.of(torch.ones(6, 1, 1, 8), 6, 2, 8, 1.0)[0].is_inference()
-    assert not tables.of(angles, 6, 2, 8, 1.0)[0].is_inference()
-    angles.mul_(2)
-    doubled = tables.of(angles, 6, 2, 8, 1.0)
-    assert torch.equal(doubled[0], torch.cos(angles[:, 0, 0, :4]).repeat_interleave(2, 0))
-    angles = torch.randn(6, 1, 1, 8)
-    assert not torch.equal(tables.of(angles, 6, 2, 8, 1.0)[0], doubled[0])
-
-
-def test_a_rotation_leaves_nothing_of_the_projection(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What attention keeps for backward has no other memory than its own."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    seen: list[tuple[int, int]] = []
-
-    def forward(
-        self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any
-    ) -> Any:
-        seen.extend((t.untyped_storage().nbytes(), t.nbytes) for t in (query, key, value))
-        return attend(self, query, key, value, *args, **named)
-
-    attend = SdpaAttention.forward
-    monkeypatch.setattr(SdpaAttention, "forward", forward)
-    model = built(hidden_dropout=0.0, attention_dropout=0.0)
-    results(model)
-    assert any(held > own for held, own in seen)  # without a rotation the value is a part
-    seen.clear()
-    for module in model.modules():
-        if isinstance(module, RotatingSelfAttention):
-            module.rotate = lambda query, key, freqs, scale: (query.clone(), key.clone())
-    results(model)
-    assert len(seen) == 6 and all(held == own for held, own in seen)
+def test_rotation_needs_no_liger(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = given(fp4_liger=None, fp4_rotates=True, fp4_fused_adamw=False)
+    line = fused_kernels.attach(args, [built()])
+    assert line == f"{ROTATED}; {LIGERS} in torch's kernels (Liger-Kernel fuses their kernels: " + (
+        f"{launch.INSTALL})"
+    )
 
 
 def test_a_user_s_layers_can_be_given_kernels() -> None:
@@ -319,12 +247,6 @@ def test_modules_call_what_they_were_given(one_rank: None, monkeypatch: pytest.M
     wanted = results(model)
     seen = []
 
-    def rotate(query: Tensor, key: Tensor, freqs: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        seen.append("rotate")
-        assert query.shape == (16, 2, 4, 8) and key.shape == (16, 2, 2, 8)
-        turned = [_apply_rotary_pos_emb_bshd(t, freqs, mscale=scale) for t in (query, key)]
-        return turned[0], turned[1]
-
     def swiglu(gate_and_up: Tensor) -> Tensor:
         seen.append("swiglu")
         gate, up = gate_and_up.chunk(2, -1)
@@ -335,15 +257,13 @@ def test_modules_call_what_they_were_given(one_rank: None, monkeypatch: pytest.M
         return F.rms_norm(x, weight.shape, weight + offset, eps)
 
     for module in model.modules():
-        if isinstance(module, RotatingSelfAttention):
-            module.rotate = rotate
-        elif isinstance(module, GatedMLP):
+        if isinstance(module, GatedMLP):
             module.activation = swiglu
         elif isinstance(module, Norm):
             module.fused = rms_norm
     for found, expected in zip(results(model), wanted, strict=True):
         torch.testing.assert_close(found, expected)
-    assert [seen.count(name) for name in ("rotate", "swiglu", "norm")] == [2, 2, 5]
+    assert [seen.count(name) for name in ("swiglu", "norm")] == [2, 5]
     # Negative control: gate and up exchanged.
     for module in model.modules():
         if isinstance(module, GatedMLP):
@@ -385,8 +305,8 @@ def test_a_run_learns_what_one_of_torch_s_kernels_does(
         interpreted(processes, *flags, "--fp4-fused-kernels", choice) for choice in ("off", "liger")
     )
     # With a recipe the linears compute SwiGLU.
-    names = ALL if "off" in flags else ALL.replace("SwiGLU, ", "")
-    line = f"{names} in kernels of Liger-Kernel {version('liger-kernel')}"
+    names = LIGERS if "off" in flags else LIGERS.replace("SwiGLU, ", "")
+    line = f"{ROTATED}; {names} in kernels of Liger-Kernel {version('liger-kernel')}"
     assert line in fused.output and line not in plain.output
     assert len(fused.losses) == 2 and fused.losses == pytest.approx(plain.losses, rel=1e-5)
     assert norms(fused) == pytest.approx(norms(plain), rel=2e-3)

@@ -104,6 +104,7 @@ def _compare_kernels(saved: argparse.Namespace, launch: argparse.Namespace) -> N
 def _kernels(args: argparse.Namespace) -> str:
     liger = getattr(args, "fp4_liger", None)
     names = [f"Liger-Kernel {liger}"] * bool(liger)
+    names += ["rotary embedding"] * bool(getattr(args, "fp4_rotates", False))
     names += ["torch's AdamW"] * bool(getattr(args, "fp4_fused_adamw", False))
     names += ["linears with SwiGLU"] * bool(getattr(args, "fp4_joins_swiglu", False))
     names += ["linears with RMSNorm"] * bool(getattr(args, "fp4_joins_norms", False))

@@ -128,11 +128,11 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--fp4-fused-kernels",
         choices=("auto", "liger", "off"),
         default="auto",
-        help="fused kernels outside the linears, without Transformer Engine: Liger-Kernel's for "
-        "rotary embedding, SwiGLU, RMSNorm and cross-entropy, and torch's for AdamW; and SwiGLU "
-        "and RMSNorm in the kernels that quantize for a recipe, on every device; auto takes on a "
-        "GPU those that are installed and fit the model, liger refuses a launch that cannot have "
-        "all of Liger-Kernel's, and off takes none",
+        help="fused kernels outside the linears, without Transformer Engine: one for rotary "
+        "embedding, Liger-Kernel's for SwiGLU, RMSNorm and cross-entropy, and torch's for AdamW; "
+        "and SwiGLU and RMSNorm in the kernels that quantize for a recipe, on every device; auto "
+        "takes on a GPU those that are installed and fit the model, liger refuses a launch that "
+        "cannot have the rotary embedding's and all of Liger-Kernel's, and off takes none",
     )
     group.add_argument(
         "--activation-func-fp8-input-store",
@@ -143,7 +143,11 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     # What fused_kernels.settle sets.
     parser.set_defaults(
-        fp4_liger=None, fp4_fused_adamw=False, fp4_joins_swiglu=False, fp4_joins_norms=False
+        fp4_liger=None,
+        fp4_rotates=False,
+        fp4_fused_adamw=False,
+        fp4_joins_swiglu=False,
+        fp4_joins_norms=False,
     )
     group.add_argument(
         "--fp4-load-anyway",

@@ -1,4 +1,5 @@
-"""Which fused kernels a launch may use (--fp4-fused-kernels): Liger-Kernel's, and torch's AdamW."""
+"""Which fused kernels a launch may use (--fp4-fused-kernels): this package's, Liger-Kernel's, and
+torch's AdamW."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ def settle(args: Namespace, is_checked: bool) -> None:
 
     fp4_liger: the version of Liger-Kernel, or None; which of its kernels run is known once the
         model is built (model/fused_kernels.py).
+    fp4_rotates: whether one kernel splits QKV and rotates query and key, where it can
+        (model/rotary.py).
     fp4_fused_adamw: whether torch's AdamW updates a weight by one kernel.
     fp4_joins_swiglu: whether linears compute the SwiGLU between them, where they can
         (model/mlp.py).
@@ -46,15 +49,20 @@ def settle(args: Namespace, is_checked: bool) -> None:
     wanted = args.fp4_fused_kernels
     if wanted == "auto" and not is_checked:
         wanted = "off"
-    can = _installed() and machine.runs_triton()
-    has_liger = wanted != "off" and can and args.transformer_impl == "local"
-    args.fp4_liger = version("liger-kernel") if has_liger else None
+    is_local = args.transformer_impl == "local" and machine.runs_triton()
+    args.fp4_rotates = wanted != "off" and is_local
+    args.fp4_liger = version("liger-kernel") if args.fp4_rotates and _installed() else None
     has_recipe = args.fp4_recipe not in (None, *OFF)
     # Megatron saves what linears take, which must be X.
     joins = wanted != "off" and has_recipe and not args.save_activations_interval
     args.fp4_joins_swiglu = joins and _has_swiglu(args)
     args.fp4_joins_norms = joins and args.normalization == "RMSNorm"
     args.fp4_fused_adamw = wanted != "off" and torch.cuda.is_available() and _has_adamw(args)
+
+
+def are_set(args: Namespace) -> bool:
+    """Whether modules of the model get functions of fused kernels."""
+    return bool(args.fp4_rotates or args.fp4_liger)
 
 
 def _installed() -> bool:

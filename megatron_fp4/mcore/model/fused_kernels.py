@@ -1,8 +1,9 @@
-"""Gives the modules of a built model Liger-Kernel's functions, and says which of them run."""
+"""Gives the modules of a built model the functions of fused kernels, and says which of them run."""
 
 from argparse import Namespace
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -24,13 +25,21 @@ _LONGEST = 65536  # elements of a row that one of Liger's kernels takes at once
 
 
 def attach(args: Namespace, model: list[MegatronModule]) -> str:
-    """Sets Liger's functions in `model`; returns the line for the start table, without an indent.
+    """Sets the functions of fused kernels in `model`; returns the line for the start table, without
+    an indent.
 
     args: Megatron's. Every rank calls this with its model chunks, before they are wrapped. The line
     is "" where there is nothing to say, as on a CPU. With --fp4-fused-kernels liger raises
-    ConfigError, on all ranks, for an operation of the model that Liger's kernels do not take.
+    ConfigError, on all ranks, for an operation of the model that the kernels do not take.
     """
-    words = [_without_liger(args) if args.fp4_liger is None else _with_liger(args, model)]
+    words = []
+    if args.fp4_rotates:
+        words.append(_set(args, model, "one kernel of this package", _rotations))
+    if args.fp4_liger is None:
+        words.append(_without_liger(args))
+    else:
+        whose = f"kernels of Liger-Kernel {args.fp4_liger}"
+        words.append(_set(args, model, whose, _ligers) or f"nothing in {whose}")
     if args.fp4_fused_adamw:
         words.append("AdamW in torch's fused kernel")
     return "; ".join(filter(None, words))
@@ -42,27 +51,54 @@ def _without_liger(args: Namespace) -> str:
     why = f"Liger-Kernel fuses their kernels: {fused_kernels.INSTALL}"
     if args.fp4_fused_kernels == "off":
         why = "--fp4-fused-kernels off"
-    return f"{', '.join(_OPERATIONS)} in torch's kernels ({why})"
+    operations = _OPERATIONS[args.fp4_rotates :]
+    return f"{', '.join(operations)} in torch's kernels ({why})"
 
 
-def _with_liger(args: Namespace, model: list[MegatronModule]) -> str:
+class _Function(NamedTuple):
+    """A function that replaces `operation` in a module, and the attribute that takes it.
+
+    is_told: whether the start table names it.
+    """
+
+    operation: str
+    module: Any
+    attribute: str
+    value: Any
+    is_told: bool = True
+
+
+def _set(
+    args: Namespace,
+    model: list[MegatronModule],
+    whose: str,
+    functions: Callable[[MegatronModule], Iterator[_Function]],
+) -> str:
+    """Sets `functions` of each model chunk, but for those that are refused; a line that names them.
+
+    The line is "" if no rank has such an operation. Raises as `attach`.
+    """
     refused = _refused(model[0].config)
-    set_here = {name for chunk in model for name in _set(chunk, refused)}
+    given = [function for chunk in model for function in functions(chunk)]
+    for function in given:
+        if function.operation not in refused:
+            setattr(function.module, function.attribute, function.value)
+    set_here = {function.operation for function in given if function.is_told}
     found = set().union(*on_all(lambda: set_here))
     ours = [name for name in _OPERATIONS if name in found and name not in refused]
     others = {name: why for name, why in refused.items() if name in found}
     if others and args.fp4_fused_kernels == "liger":
         name, why = next(iter(others.items()))
         raise ConfigError(
-            f"--fp4-fused-kernels liger: Liger-Kernel has no kernel for this model's {name} "
+            f"--fp4-fused-kernels liger: there is no fused kernel for this model's {name} "
             f"({why}); leave it out"
         )
-    rest = "".join(f"; not {name} ({why})" for name, why in others.items())
-    return f"{', '.join(ours) or 'nothing'} in kernels of Liger-Kernel {args.fp4_liger}{rest}"
+    words = [f"{', '.join(ours)} in {whose}"] if ours else []
+    return "; ".join([*words, *(f"not {name} ({why})" for name, why in others.items())])
 
 
 def _refused(config: TransformerConfig) -> dict[str, str]:
-    """By operation, why Liger's kernels do not take it, for those that they do not take."""
+    """By operation, why the kernels do not take it, for those that they do not take."""
     found = {}
     if config.rotary_interleaved:
         found[ROTARY] = "--rotary-interleaved"
@@ -89,34 +125,29 @@ def _refused(config: TransformerConfig) -> dict[str, str]:
     return found
 
 
-def _set(chunk: MegatronModule, refused: dict[str, str]) -> set[str]:
-    """Sets the functions in one model chunk, but for those that are refused.
+def _rotations(chunk: MegatronModule) -> Iterator[_Function]:
+    from megatron_fp4.mcore.model.rotary import Rotation  # needs Triton
 
-    Returns the operations of the chunk for which Liger has kernels, the refused ones too. A SwiGLU
-    that linears compute is not among them: Liger's kernel runs only where they are in BF16, as in
-    some evaluations.
-    """
-    from megatron_fp4.mcore.model import liger  # needs the package liger_kernel
-
-    modules: list[tuple[str, Any, str, Any]] = []  # operation, module, attribute, its value
+    rotation = Rotation()
     for module in chunk.modules():
         if isinstance(module, RotatingSelfAttention) and _rotates(chunk, module):
-            modules.append((ROTARY, module, "rotate", liger.rotate))
-        elif isinstance(module, GatedMLP) and has_swiglu(module.config):
-            modules.append((SWIGLU, module, "activation", liger.swiglu))
+            yield _Function(ROTARY, module, "rotation", rotation)
+
+
+def _ligers(chunk: MegatronModule) -> Iterator[_Function]:
+    """Liger-Kernel's. A SwiGLU that linears compute is not told: Liger's kernel runs only where
+    they are in BF16, as in some evaluations."""
+    from megatron_fp4.mcore.model import liger  # needs the package liger_kernel
+
+    for module in chunk.modules():
+        if isinstance(module, GatedMLP) and has_swiglu(module.config):
+            is_told = not module.is_joined
+            yield _Function(SWIGLU, module, "activation", liger.swiglu, is_told)
         elif isinstance(module, Norm):
-            modules.append((NORMS, module, "fused", liger.rms_norm))
+            yield _Function(NORMS, module, "fused", liger.rms_norm)
     if isinstance(chunk, LanguageModule) and _computes_megatrons_loss(chunk):
         loss = partial(liger.cross_entropy, chunk.tp_group)
-        modules.append((LOSS, chunk, "compute_language_model_loss", loss))
-    for operation, module, attribute, value in modules:
-        if operation not in refused:
-            setattr(module, attribute, value)
-    return {
-        operation
-        for operation, module, *_ in modules
-        if not (isinstance(module, GatedMLP) and module.is_joined)
-    }
+        yield _Function(LOSS, chunk, "compute_language_model_loss", loss)
 
 
 def _rotates(chunk: MegatronModule, module: RotatingSelfAttention) -> bool:

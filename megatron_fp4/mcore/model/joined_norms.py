@@ -17,6 +17,7 @@ from torch import nn
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear
 from megatron_fp4.mcore.model.mlp import GatedMLP
 from megatron_fp4.mcore.model.norm import Norm
+from megatron_fp4.mcore.model.self_attention import RotatingSelfAttention
 
 
 def join(chunk: nn.Module) -> int:
@@ -46,7 +47,8 @@ def _is_plain(layer: nn.Module) -> bool:
 def _pairs(layer: Any) -> list[tuple[Any, Any]]:
     """(norm, linear) for each linear of a layer that alone takes the result of a norm."""
     attention, mlp, found = layer.self_attention, layer.mlp, []
-    is_plain = _has(attention, SelfAttention, "forward", "get_query_key_value_tensors")
+    own = "forward", "get_query_key_value_tensors"
+    is_plain = any(_has(attention, base, *own) for base in (SelfAttention, RotatingSelfAttention))
     if is_plain and not layer.recompute_input_layernorm:
         found.append((layer.input_layernorm, attention.linear_qkv))
     if type(mlp) in (MLP, GatedMLP) and not layer.recompute_pre_mlp_layernorm:

@@ -1,46 +1,97 @@
 """Megatron's SelfAttention whose rotary embedding can be one kernel."""
 
-from collections.abc import Callable
-from typing import Any
+from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import torch
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_fp4.mcore.model.rotary import Rotation
 
 
 class RotatingSelfAttention(SelfAttention):
-    """SelfAttention that hands query and key to `rotate` together, if that is set.
+    """SelfAttention that rotates query and key by `rotation`, if that is set.
 
-    rotate: (query, key, freqs, scale) -> (query, key), as `liger.rotate`; None: upstream rotates
-        each of them by several of torch's kernels. It may overwrite them: they are this module's
-        own, and no other operation keeps the query or the key before it is rotated.
+    rotation: None: upstream splits QKV and rotates query and key by several of torch's kernels.
 
     Parameters and checkpoints are upstream's.
     """
 
-    rotate: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None
+    rotation: Rotation | None = None
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> Any:
+        """Upstream's; where one kernel is to split and rotate: (QKV, the sizes of its parts, None).
+
+        `_adjust_key_value_for_inference` gets these three, and splits them.
+        """
+        upstream = super().get_query_key_value_tensors
+        if not split_qkv or output_gate or not self._rotates_as_it_splits():
+            return upstream(hidden_states, key_value_states, output_gate, split_qkv)
+        mixed, sizes = upstream(hidden_states, key_value_states, output_gate, split_qkv=False)
+        return mixed, sizes, None
+
+    def _rotates_as_it_splits(self) -> bool:
+        """Whether nothing else is done to the heads between the split and the rotation."""
+        if self.rotation is None or self.config.test_mode or self.config.flash_decode:
+            return False
+        if self.config.num_query_groups < self.world_size:  # a rank has some heads of a group
+            return False
+        norms = self.q_layernorm, self.k_layernorm
+        return all(norm is None or isinstance(norm, IdentityOp) for norm in norms)
 
     def _adjust_key_value_for_inference(
         self,
         inference_context: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Any,
+        value: Any,
         rotary_pos_emb: Any,
         *others: Any,
         **named: Any,
     ) -> Any:
         # Upstream's forward calls this between the split of QKV and the rotary embedding, which it
         # leaves out if this returns no angles.
-        if self.rotate is not None and inference_context is None and rotary_pos_emb is not None:
-            of_query, of_key = rotary_pos_emb
-            if of_query is of_key and of_query is not None:
-                scale = self._yarn_concentration_factor
-                query, key = self.rotate(query, key, of_query, scale)
-                # The value is a part of the projection's output, which lives as long as it does.
-                # Query and key have memory of their own by now, so that a copy of the value frees
-                # the rest.
-                value = value.contiguous()
-                rotary_pos_emb = None
+        angles = self._angles(inference_context, rotary_pos_emb)
+        if angles is not None:
+            query, key, value = self._rotated(query, key, value, angles)
+            rotary_pos_emb = None
+        elif value is None:
+            query, key, value = _split(query, key)
         return super()._adjust_key_value_for_inference(
             inference_context, query, key, value, rotary_pos_emb, *others, **named
         )
+
+    def _angles(self, inference_context: Any, rotary_pos_emb: Any) -> Tensor | None:
+        """By which `rotation` is to rotate query and key; None: it is not to rotate them."""
+        if self.rotation is None or inference_context is not None or rotary_pos_emb is None:
+            return None
+        of_query, of_key = rotary_pos_emb
+        return of_query if of_query is of_key else None
+
+    def _rotated(
+        self, query: Tensor, key: Any, value: Tensor | None, angles: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.rotation is not None
+        scale = self._yarn_concentration_factor
+        if value is None:
+            return self.rotation.split(query, key, angles, scale)
+        # The value is a part of the projection's output, which lives as long as it does. A copy of
+        # it frees the rest.
+        query, key = (self.rotation.heads(each, angles, scale) for each in (query, key))
+        return query, key, value.contiguous()
+
+
+def _split(mixed: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """(query, key, value) of QKV, [sequence, batch, heads, d] each, as upstream splits it."""
+    query, key, value = torch.split(mixed, sizes, dim=3)
+    return query.reshape(*query.shape[:2], -1, sizes[-1]), key, value

@@ -1,0 +1,92 @@
+"""Rotary embedding of a model's query and key in one kernel, which splits QKV too.
+
+Import this module only where Triton runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_fp4.kernels import rotary
+
+
+class Rotation:
+    """Rotates by angles that all layers of a model share, whose tables it makes once.
+
+    Angles are [sequence, batch or 1, 1, rotated elements], and their two halves are equal: element
+    i of a head is rotated with the element half of them further, and those behind the rotated ones
+    stay. Cosine and sine are computed in FP32 and multiplied by a scale.
+    """
+
+    def __init__(self) -> None:
+        self._tables = _Tables()
+
+    def split(
+        self, mixed: Tensor, sizes: Sequence[int], angles: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(query, key, value), [sequence, batch, heads, d] each, query and key rotated.
+
+        mixed: [sequence, batch, groups, elements]: of each group the query heads, the key and the
+        value. sizes: the elements of these three.
+        """
+        cos, sin = self._tables.of(angles, mixed.shape[0], mixed.shape[1], scale)
+        query, key, value = _Split.apply(mixed, sizes[-1], cos, sin)
+        return query, key, value
+
+    def heads(self, t: Tensor, angles: Tensor, scale: float) -> Tensor:
+        """t, [sequence, batch, heads, d], with all heads rotated."""
+        cos, sin = self._tables.of(angles, t.shape[0], t.shape[1], scale)
+        (rotated,) = _Split.apply(t, t.shape[-1], cos, sin)
+        return rotated
+
+
+class _Split(torch.autograd.Function):
+    """`rotary.split`, whose gradient is `rotary.join`."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, d: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        return rotary.split(mixed, d, cos, sin)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return rotary.join(gradients, *ctx.saved_tensors), None, None, None
+
+
+class _Tables:
+    """Cosine and sine, float32 [tokens, rotated / 2] each, of the angles that were asked for last.
+
+    All layers of a model rotate by the same tensor of angles, and so compute and save them once.
+    """
+
+    def __init__(self) -> None:
+        self._angles: ref[Tensor] | None = None
+        self._form: tuple[int | float, ...] = ()
+        self._made: tuple[Tensor, Tensor]
+
+    def of(self, angles: Tensor, sequence: int, batch: int, scale: float) -> tuple[Tensor, Tensor]:
+        """For [sequence, batch] tokens. angles, scale: see `Rotation`."""
+        # What is made in inference mode has no version, and cannot be saved for a backward pass.
+        if angles.is_inference() or torch.is_inference_mode_enabled():
+            return self._computed(angles, sequence, batch, scale)
+        form = angles._version, sequence, batch, scale
+        if self._angles is not None and self._angles() is angles and self._form == form:
+            return self._made
+        made = self._computed(angles, sequence, batch, scale)
+        # The memory of a captured graph is used again by its other replays.
+        if not (angles.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._angles, self._form, self._made = ref(angles), form, made
+        return made
+
+    @staticmethod
+    def _computed(angles: Tensor, sequence: int, batch: int, scale: float) -> tuple[Tensor, Tensor]:
+        halves = angles[..., 0, : angles.shape[-1] // 2].float()
+        halves = halves.expand(sequence, batch, -1).flatten(0, 1)
+        return torch.cos(halves) * scale, torch.sin(halves) * scale
