@@ -17,7 +17,7 @@ import triton.language as tl
 from megatron_fp4.kernels import encode, fp8
 from megatron_fp4.kernels.launch import kernel
 from megatron_fp4.kernels.philox import noise_of, rest_of_tile, tile_group_indices
-from megatron_fp4.kernels.source import loaded, read_tiles
+from megatron_fp4.kernels.source import loaded, read_tile
 
 
 @triton.jit
@@ -276,48 +276,47 @@ def quantize_kernel(
     DOWN: whether programs with consecutive ids have tiles below each other, instead of beside each
         other.
 
-    A program quantizes one tile, or one of each half of a row (`source.read_tiles`).
+    A program quantizes one tile. Programs with consecutive ids along the columns have the tiles
+    with the same columns of both halves of a SwiGLU's gradient, which read the same numbers.
     """
+    HALVES: tl.constexpr = 2 if READS == "swiglu gradient" else 1
+    across = tl.program_id(1 if DOWN else 0)
     row0 = tl.program_id(0 if DOWN else 1) * TILE.ROWS
-    column0 = tl.program_id(1 if DOWN else 0) * TILE.COLUMNS
+    column0 = across // HALVES * TILE.COLUMNS + across % HALVES * (n_columns // 2)
     rows = row0 + 8 * tl.arange(0, TILE.ROWS // 8)[:, None] + tl.arange(0, 8)[None, :]
-    pairs, others = read_tiles(
+    pairs = read_tile(
         x, rows, column0, n_rows, n_columns, PACKED, READS, TILE.COLUMNS, TILE.EVEN, INTERPRETED
     )
     noise = noise_of(random, DRAWS.IN_MEMORY)
-    HALVES: tl.constexpr = 2 if READS == "swiglu gradient" else 1
-    for _ in range(HALVES):
-        index = 0
-        rest = 0
-        average = 0
-        if ROUNDING.AVERAGED:
-            at = column0 + tl.arange(0, TILE.COLUMNS)[None, None, :]
-            average = loaded(average_ptr, rows[:, :, None], at, n_rows, n_columns, TILE.EVEN)
+    index = 0
+    rest = 0
+    average = 0
+    if ROUNDING.AVERAGED:
+        at = column0 + tl.arange(0, TILE.COLUMNS)[None, None, :]
+        average = loaded(average_ptr, rows[:, :, None], at, n_rows, n_columns, TILE.EVEN)
+    if ROUNDING.STOCHASTIC:
+        place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row
+        index = tile_group_indices(
+            place, row0, column0, TILE.ROWS, TILE.COLUMNS, DRAWS.HAS_GROUPS, INTERPRETED
+        )
+    if ROWS_CARRIER is not None:
         if ROUNDING.STOCHASTIC:
-            place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row
-            index = tile_group_indices(
-                place, row0, column0, TILE.ROWS, TILE.COLUMNS, DRAWS.HAS_GROUPS, INTERPRETED
-            )
-        if ROWS_CARRIER is not None:
-            if ROUNDING.STOCHASTIC:
-                rest = rest_of_tile(index, noise, along_rows.stream, INTERPRETED)
-            exponent = _shared_exponent(
-                x, along_rows.counts, n_rows, n_columns, ROWS_CARRIER, PACKED, READS, INTERPRETED
-            )
-            quantize_along_rows(
-                pairs, rest, average, along_rows, exponent, rows, column0,
-                n_rows, n_columns, ROWS_CARRIER, ROUNDING, TILE.EVEN, INTERPRETED,
-            )  # fmt: skip
-        if COLUMNS_CARRIER is not None:
-            if ROUNDING.STOCHASTIC and not DRAWS.SHARED:
-                rest = rest_of_tile(index, noise, along_columns.stream, INTERPRETED)
-            exponent = _shared_exponent(
-                x, along_columns.counts, n_rows, n_columns,
-                COLUMNS_CARRIER, PACKED, READS, INTERPRETED,
-            )  # fmt: skip
-            quantize_along_columns(
-                pairs, rest, average, along_columns, exponent, row0, column0,
-                n_rows, n_columns, COLUMNS_CARRIER, ROUNDING, TILE.EVEN, INTERPRETED,
-            )  # fmt: skip
-        pairs, others = others, pairs
-        column0 += n_columns // 2
+            rest = rest_of_tile(index, noise, along_rows.stream, INTERPRETED)
+        exponent = _shared_exponent(
+            x, along_rows.counts, n_rows, n_columns, ROWS_CARRIER, PACKED, READS, INTERPRETED
+        )
+        quantize_along_rows(
+            pairs, rest, average, along_rows, exponent, rows, column0,
+            n_rows, n_columns, ROWS_CARRIER, ROUNDING, TILE.EVEN, INTERPRETED,
+        )  # fmt: skip
+    if COLUMNS_CARRIER is not None:
+        if ROUNDING.STOCHASTIC and not DRAWS.SHARED:
+            rest = rest_of_tile(index, noise, along_columns.stream, INTERPRETED)
+        exponent = _shared_exponent(
+            x, along_columns.counts, n_rows, n_columns,
+            COLUMNS_CARRIER, PACKED, READS, INTERPRETED,
+        )  # fmt: skip
+        quantize_along_columns(
+            pairs, rest, average, along_columns, exponent, row0, column0,
+            n_rows, n_columns, COLUMNS_CARRIER, ROUNDING, TILE.EVEN, INTERPRETED,
+        )  # fmt: skip

@@ -242,10 +242,9 @@ def _quantize_launch(
     height, width, warps, down, registers = tile(
         quantizer, bool(packed), bool(along_rows), bool(along_columns), any(carriers)
     )
-    halves = 1
-    if reads == "swiglu gradient":
-        halves, registers = 2, None  # a program holds a tile of each half
-    grid = tiles(columns // halves, width), tiles(rows, height)
+    if reads == "swiglu gradient" and registers is not None:
+        registers = 200  # it reads three matrices, and would spill
+    grid = tiles(columns, width), tiles(rows, height)
     return Launch(
         quantize_kernel,
         grid[::-1] if down else grid,
@@ -340,7 +339,7 @@ def tile(
         if along_rows:
             # With 168 registers three programs run at once, also where the random bits stay in
             # registers for the second copy.
-            return (128, 64, 4, False, 168) if stochastic else (64, 128, 4, False, None)
+            return (128, 64, 4, True, 168) if stochastic else (64, 128, 4, False, None)
         if stochastic:  # with more registers fewer programs run together; carriers would spill
             return 128, 32, 2, False, None if carried else _REGISTERS
         return 128, 64, 4, False, None

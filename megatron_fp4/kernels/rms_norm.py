@@ -30,6 +30,8 @@ from megatron_fp4.kernels.launch import (
 
 # Rows of which one program sums the weight's gradient: few enough that all programs run at once.
 _ROWS = 32
+# The longest row, in words, that fits in any GPU's shared memory once for each of three matrices.
+_STAGED = 8192
 
 
 @triton.jit
@@ -61,16 +63,16 @@ def normed_words(word, factor, weight, ZERO_CENTERED: tl.constexpr, INTERPRETED:
 
 
 @triton.jit
-def _row_of(ptr, row, words, WORDS: tl.constexpr):
-    """The words of a row, and zeros behind them up to WORDS."""
+def _row_of(ptr, row, words, WORDS: tl.constexpr, inside=True):
+    """The words of a row, and zeros behind them up to WORDS; zeros if it is not inside."""
     at = tl.arange(0, WORDS)
-    return tl.load(ptr + row.to(tl.int64) * words + at, mask=at < words, other=0)
+    return tl.load(ptr + row.to(tl.int64) * words + at, mask=(at < words) & inside, other=0)
 
 
 @triton.jit
-def _store_row(values, ptr, row, words, WORDS: tl.constexpr):
+def _store_row(values, ptr, row, words, WORDS: tl.constexpr, inside=True):
     at = tl.arange(0, WORDS)
-    tl.store(ptr + row.to(tl.int64) * words + at, values, mask=at < words)
+    tl.store(ptr + row.to(tl.int64) * words + at, values, mask=(at < words) & inside)
 
 
 @kernel(fp_fusion=True)
@@ -120,6 +122,7 @@ def rms_norm_gradient_kernel(
     eps_bits,
     WORDS: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -127,7 +130,8 @@ def rms_norm_gradient_kernel(
     """The gradients of x [rows, 2 * words] BF16 and of the weight.
 
     dy: of the norm, as x. residual: another gradient of x, which is added if HAS_RESIDUAL.
-    dx: of x. dweight: float32 [programs, 2 * WORDS], the sums over ROWS rows.
+    dx: of x. dweight: float32 [programs, 2 * WORDS], the sums over ROWS rows. STAGES: the rows that
+    are in work at once: with 2 the next one is loaded while one is computed.
     The other arguments are those of `rms_norm_rows_kernel`.
     """
     program, eps = tl.program_id(0), eps_bits.to(tl.float32, bitcast=True)
@@ -135,25 +139,25 @@ def rms_norm_gradient_kernel(
     low_gain, high_gain = gains(weight, ZERO_CENTERED)
     low_sum = tl.zeros((WORDS,), tl.float32)
     high_sum = tl.zeros((WORDS,), tl.float32)
-    for i in range(ROWS):
+    for i in tl.range(0, ROWS, num_stages=STAGES):
         row = program * ROWS + i
-        if row < rows:
-            low, high = halves(_row_of(x_ptr, row, words, WORDS))
-            low_dy, high_dy = halves(_row_of(dy_ptr, row, words, WORDS))
-            r = _factor(low, high, words, eps)
-            low_sum += low_dy * (low * r)
-            high_sum += high_dy * (high * r)
-            low_dy *= low_gain
-            high_dy *= high_gain
-            common = r * r * (tl.sum(low_dy * low + high_dy * high, 0) / (2.0 * words))
-            low_dx = r * (low_dy - low * common)
-            high_dx = r * (high_dy - high * common)
-            if HAS_RESIDUAL:
-                low_other, high_other = halves(_row_of(residual_ptr, row, words, WORDS))
-                low_dx += low_other
-                high_dx += high_other
-            made = rounded_pairs(low_dx, high_dx, INTERPRETED)
-            _store_row(made, dx_ptr, row, words, WORDS)
+        low, high = halves(_row_of(x_ptr, row, words, WORDS, row < rows))
+        low_dy, high_dy = halves(_row_of(dy_ptr, row, words, WORDS, row < rows))
+        if HAS_RESIDUAL:
+            low_other, high_other = halves(_row_of(residual_ptr, row, words, WORDS, row < rows))
+        r = _factor(low, high, words, eps)
+        low_sum += low_dy * (low * r)
+        high_sum += high_dy * (high * r)
+        low_dy *= low_gain
+        high_dy *= high_gain
+        common = r * r * (tl.sum(low_dy * low + high_dy * high, 0) / (2.0 * words))
+        low_dx = r * (low_dy - low * common)
+        high_dx = r * (high_dy - high * common)
+        if HAS_RESIDUAL:
+            low_dx += low_other
+            high_dx += high_other
+        made = rounded_pairs(low_dx, high_dx, INTERPRETED)
+        _store_row(made, dx_ptr, row, words, WORDS, row < rows)
     at = dweight_ptr + program * (2 * WORDS) + 2 * tl.arange(0, WORDS)
     tl.store(at, low_sum)
     tl.store(at + 1, high_sum)
@@ -223,9 +227,11 @@ def _normed_launch(rows: int, words: int, zero_centered: bool) -> Launch:
 @planned
 def _gradient_launch(rows: int, words: int, has_residual: bool, zero_centered: bool) -> Launch:
     types = *[torch.int32] * 5, torch.float32, rows, words, NUMBER
+    block = triton.next_power_of_2(words)
     constants = dict(
-        WORDS=triton.next_power_of_2(words),
+        WORDS=block,
         ROWS=_ROWS,
+        STAGES=2 if block <= _STAGED else 1,
         HAS_RESIDUAL=has_residual,
         ZERO_CENTERED=zero_centered,
         INTERPRETED=INTERPRETED,

@@ -43,7 +43,7 @@ def loaded(ptr, rows, columns, n_rows, n_columns, EVEN: tl.constexpr):
 
 
 @triton.jit
-def read_tiles(
+def read_tile(
     x,
     rows,
     column0,
@@ -57,13 +57,10 @@ def read_tiles(
 ):
     """Reads a tile of COLUMNS columns, or computes it from what is read (READS).
 
-    Returns two tiles, each in words of two BF16 [rows / 8, 8, COLUMNS / 2]. For the gradient of a
-    SwiGLU these are the tile in the left half of the matrix, where the gate's gradient is, and the
-    one with the same columns of the right half: both need the same three inputs. For all else
-    both results are the same tile.
+    Returns words of two BF16 [rows / 8, 8, COLUMNS / 2].
 
     x: a Source with n_rows rows and n_columns columns.
-    rows: int32 [rows / 8, 8], the indices of the tiles' rows. column0: the first column. PACKED:
+    rows: int32 [rows / 8, 8], the indices of the tile's rows. column0: the first column. PACKED:
     the block size of the source's codes; 0 if it is BF16. EVEN: whether tiles fill the matrix.
     """
     at_rows = rows[:, :, None]
@@ -74,29 +71,33 @@ def read_tiles(
         words = loaded(x.matrix, at_rows, at, n_rows, n_columns // 8, EVEN)
         at = column0 // PACKED + tl.arange(0, COLUMNS // PACKED)[None, None, :]
         byte = loaded(x.scales, at_rows, at, n_rows, n_columns // PACKED, EVEN)
-        pairs = decode.pairs(words, byte.to(tl.int32), PACKED, INTERPRETED)
-        return pairs, pairs
+        return decode.pairs(words, byte.to(tl.int32), PACKED, INTERPRETED)
     at = column0 // 2 + tl.arange(0, COLUMNS // 2)[None, None, :]
     if READS == "swiglu gradient":
         half = n_columns // 2
+        is_left = column0 < half  # where the gate's gradient is
+        at = at if is_left else at - half // 2
         gradient = loaded(x.matrix, at_rows, at, n_rows, half // 2, EVEN)
         # Without this hint a thread would load eight words of two E4M3, and hand half of them on.
         at = tl.multiple_of(at, [1, 1, 4])
         gate = loaded(x.y, at_rows, at, n_rows, half, EVEN)
-        up = loaded(x.y, at_rows, at + half // 2, n_rows, half, EVEN)
-        return gradient_words(gradient, gate, up, INTERPRETED)
+        if is_left:
+            up = loaded(x.y, at_rows, at + half // 2, n_rows, half, EVEN)
+            pairs, _ = gradient_words(gradient, gate, up, INTERPRETED)
+        else:
+            _, pairs = gradient_words(gradient, gate, gate, INTERPRETED)  # which needs no `up`
+        return pairs
     if READS == "swiglu":
         gate = loaded(x.matrix, at_rows, at, n_rows, n_columns, EVEN)
         up = loaded(x.matrix, at_rows, at + n_columns // 2, n_rows, n_columns, EVEN)
-        pairs = activated_words(gate, up, INTERPRETED)
-        return pairs, pairs
+        return activated_words(gate, up, INTERPRETED)
     pairs = loaded(x.matrix, at_rows, at, n_rows, n_columns // 2, EVEN)
     if READS == "normed" or READS == "normed, zero-centered":
         factor = tl.load(x.factors + at_rows, mask=at_rows < n_rows, other=0)
         # In every row, so that the threads that have the elements load their weights too.
         weight = loaded(x.weight, at_rows * 0, at, 1, n_columns // 2, EVEN)
         pairs = normed_words(pairs, factor, weight, READS != "normed", INTERPRETED)
-    return pairs, pairs
+    return pairs
 
 
 @triton.jit

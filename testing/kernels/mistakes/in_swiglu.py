@@ -23,6 +23,12 @@ def _halves_exchanged(right: Any, *given: Any) -> Any:
     return other, left
 
 
+def _of_the_left_half(
+    right: Any, x: Any, rows: Any, column0: Any, n_rows: Any, n_columns: Any, *given: Any
+) -> Any:
+    return right(x, rows, column0 % (n_columns // 2), n_rows, n_columns, *given)
+
+
 def _nan_is_480(right: Any, byte: Any) -> Any:
     """As if E4M3 had no NaN."""
     return swiglu.tl.where((byte & 0x7F) == 0x7F, 480.0, right(byte))
@@ -45,9 +51,7 @@ SWIGLU = {
     "gradients in each other's half": Mistake(GRADIENT, swiglu.gradient_words, _halves_exchanged),
     "a NaN of E4M3 is a number": Mistake(IN_E4M3, swiglu._of_e4m3, _nan_is_480),
     "subnormal numbers of E4M3 are 0": Mistake(IN_E4M3, swiglu._of_e4m3, _subnormal_is_0),
-    "one half twice": Mistake(
-        GRADIENT, source.read_tiles, lambda right, *given: (right(*given)[0],) * 2
-    ),
+    "one half twice": Mistake(GRADIENT, source.read_tile, _of_the_left_half),
     "a row of the other width": Mistake(
         "result 14 x 2058", swiglu._flat, argument("words", lambda words: words - 1)
     ),
