@@ -1,7 +1,12 @@
 """The parts of Megatron's optimizers, and torch's fused AdamW in them."""
 
+from typing import Any
+
 import torch
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.utils import local_multi_tensor_scale
+from torch import Tensor
 
 from megatron_fp4.arithmetic.fused_adamw import FusedAdamW
 
@@ -25,7 +30,20 @@ def fuse(optimizer: MegatronOptimizer) -> None:
     """Puts a FusedAdamW in the place of each torch AdamW in `optimizer`, for weights on a GPU.
 
     Megatron looks the inner optimizer up at each use. An inner optimizer of another class stays.
+    From then on gradients are clipped in place.
     """
+    if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
+        clip_grads.multi_tensor_scale_impl = _scale
     for part in stepping_parts(optimizer):
         if type(part.optimizer) is torch.optim.AdamW:
             part.optimizer = FusedAdamW.in_place_of(part.optimizer)
+
+
+def _scale(chunk_size: int, noop_flag: Any, lists: list[list[Tensor]], scale: float) -> None:
+    """Megatron's `local_multi_tensor_scale`, which writes each product to a new tensor and copies
+    it. The results are the same."""
+    sources, targets = lists
+    if targets and all(source is target for source, target in zip(sources, targets, strict=True)):
+        torch._foreach_mul_(targets, scale)
+    else:
+        local_multi_tensor_scale(chunk_size, noop_flag, lists, scale)
