@@ -117,25 +117,20 @@ def _finite_or_0(magnitude):
 
 
 @triton.jit
-def likely_exponent(
+def largest_of_sample(
     x,
     n_rows,
     n_columns,
-    MANTISSA: tl.constexpr,
     PACKED: tl.constexpr,
     READS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A row exponent that most rows of a matrix can share, guessed from a sample of the matrix.
-
-    docs/numerics.md, Carriers, defines row exponents.
+    """The largest block scale of a sample of a matrix, as its byte. Inf and NaN are ignored.
 
     x: a Source [n_rows, n_columns]. PACKED: the block size of its codes, of whose scales 128 are
         sampled; 0 if it is BF16, of which 128 pairs of neighbours are. READS: see source.py.
-    MANTISSA: mantissa bits of the FP8 format.
 
-    Inf and NaN are ignored. Returns the exponent with its bias of 127, at least 1. All programs of
-    a launch get the same result.
+    All programs of a launch get the same result.
     """
     i = tl.arange(0, _SAMPLES).to(tl.int64)
     rows = (i * n_rows) // _SAMPLES
@@ -143,12 +138,20 @@ def likely_exponent(
     if PACKED > 0:
         at = rows * (n_columns // PACKED) + ((mixed * (n_columns // PACKED)) >> 16)
         byte = tl.load(x.scales + at).to(tl.int32)
-        largest = tl.max(tl.where(byte == 255, 0, byte), 0)
-    else:
-        words = (mixed * (n_columns // 2)) >> 16
-        pairs = sampled(x, rows, words, n_columns, READS, INTERPRETED)
-        low, high = _finite_or_0(pairs & 0x7FFF), _finite_or_0((pairs >> 16) & 0x7FFF)
-        largest = (tl.max(tl.maximum(low, high), 0) >> 7) - 2
+        return tl.max(tl.where(byte == 255, 0, byte), 0)
+    words = (mixed * (n_columns // 2)) >> 16
+    pairs = sampled(x, rows, words, n_columns, READS, INTERPRETED)
+    low, high = _finite_or_0(pairs & 0x7FFF), _finite_or_0((pairs >> 16) & 0x7FFF)
+    return (tl.max(tl.maximum(low, high), 0) >> 7) - 2
+
+
+@triton.jit
+def likely_exponent(largest, MANTISSA: tl.constexpr):
+    """A row exponent that most rows of a matrix can share, with its bias of 127, at least 1.
+
+    docs/numerics.md, Carriers, defines row exponents. largest: of `largest_of_sample`. MANTISSA:
+    mantissa bits of the FP8 format.
+    """
     # Around the largest block of the sample E4M3 then holds blocks that are up to 7 binades larger
     # and 6 smaller, and E5M2 13 larger and 13 smaller.
     return tl.maximum(largest + 1 if MANTISSA == 3 else largest, 1)

@@ -219,25 +219,16 @@ def quantize_along_columns(
 
 
 @triton.jit
-def _shared_exponent(
-    x,
-    counts_ptr,
-    n_rows,
-    n_columns,
-    CARRIER: tl.constexpr,
-    PACKED: tl.constexpr,
-    READS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def _shared_exponent(largest, counts_ptr, CARRIER: tl.constexpr):
     """The row exponent that all carriers of a copy share, with its bias of 127; 0 without carriers.
 
     The first program of the launch writes it to the counts, and zeros to the counts that
-    `carry_kernel` adds to. CARRIER: the mantissa bits of the FP8 format, 0 for none. PACKED: the
-    block size of x's codes; 0 if x is BF16.
+    `carry_kernel` adds to. largest: of `fp8.largest_of_sample`. CARRIER: the mantissa bits of the
+    FP8 format, 0 for none.
     """
     exponent = 0
     if CARRIER > 0:
-        exponent = fp8.likely_exponent(x, n_rows, n_columns, CARRIER, PACKED, READS, INTERPRETED)
+        exponent = fp8.likely_exponent(largest, CARRIER)
         is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         i = tl.arange(0, 4)
         tl.store(counts_ptr + i, tl.where(i == 2, exponent, 0), mask=is_first)
@@ -288,6 +279,9 @@ def quantize_kernel(
         x, rows, column0, n_rows, n_columns, PACKED, READS, TILE.COLUMNS, TILE.EVEN, INTERPRETED
     )
     noise = noise_of(random, DRAWS.IN_MEMORY)
+    largest = 0
+    if ROWS_CARRIER or COLUMNS_CARRIER:
+        largest = fp8.largest_of_sample(x, n_rows, n_columns, PACKED, READS, INTERPRETED)
     index = 0
     rest = 0
     average = 0
@@ -302,9 +296,7 @@ def quantize_kernel(
     if ROWS_CARRIER is not None:
         if ROUNDING.STOCHASTIC:
             rest = rest_of_tile(index, noise, along_rows.stream, INTERPRETED)
-        exponent = _shared_exponent(
-            x, along_rows.counts, n_rows, n_columns, ROWS_CARRIER, PACKED, READS, INTERPRETED
-        )
+        exponent = _shared_exponent(largest, along_rows.counts, ROWS_CARRIER)
         quantize_along_rows(
             pairs, rest, average, along_rows, exponent, rows, column0,
             n_rows, n_columns, ROWS_CARRIER, ROUNDING, TILE.EVEN, INTERPRETED,
@@ -312,10 +304,7 @@ def quantize_kernel(
     if COLUMNS_CARRIER is not None:
         if ROUNDING.STOCHASTIC and not DRAWS.SHARED:
             rest = rest_of_tile(index, noise, along_columns.stream, INTERPRETED)
-        exponent = _shared_exponent(
-            x, along_columns.counts, n_rows, n_columns,
-            COLUMNS_CARRIER, PACKED, READS, INTERPRETED,
-        )  # fmt: skip
+        exponent = _shared_exponent(largest, along_columns.counts, COLUMNS_CARRIER)
         quantize_along_columns(
             pairs, rest, average, along_columns, exponent, row0, column0,
             n_rows, n_columns, COLUMNS_CARRIER, ROUNDING, TILE.EVEN, INTERPRETED,
