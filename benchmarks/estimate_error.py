@@ -22,8 +22,8 @@ from benchmarks.estimate_fit import fit
 from benchmarks.estimate_rows import Step, Timed, kernels, linears, steps
 from benchmarks.stamp import stamp
 from megatron_fp4.estimate.gpus import MEASURED
-from megatron_fp4.estimate.layout import parameters, stages
-from megatron_fp4.estimate.memory import ADAM, counted_with_graphs, memory, optimizer_bytes
+from megatron_fp4.estimate.layout import stages
+from megatron_fp4.estimate.memory import adam_bytes, counted_with_graphs, memory
 from megatron_fp4.estimate.rates import RATES, Rates, seconds
 from megatron_fp4.estimate.step import Time, step_time, work_of
 
@@ -90,8 +90,7 @@ def peak(step: Step) -> float:
     found = []
     for stage in stages(step.model, step.layout):
         each = memory(step.model, step.layout, step.recipe, MEASURED.target, stage)
-        held = parameters(step.model, step.layout, stage)
-        adam = optimizer_bytes(held, step.layout, ADAM)
+        adam = adam_bytes(step.model, step.layout, stage)
         found.append(counted_with_graphs(each, adam) if step.layout.graphs else each.total)
     return max(found) / GIB
 

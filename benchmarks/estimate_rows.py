@@ -23,6 +23,8 @@ from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import Recipe
 
 RESULTS = Path(__file__).parent / "results"
+# Steps with fused kernels, of which only the memory is compared: no rate is fitted to them.
+FUSED = ("fused-step",)
 STEPS = ("training_step", "training_step-four", "parallel_step")
 # Measured at earlier commits, when the host took longer to launch a linear.
 EARLIER = tuple(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs"))
@@ -72,15 +74,23 @@ def steps(files: tuple[str, ...] = STEPS + EARLIER) -> tuple[Step, ...]:
 
 
 def _step(file: str, layout: str, row: dict[str, Any]) -> Step:
-    return Step(file, layout, row["name"], *_setup(result(file), layout, row["name"]), row)
+    is_fused = file in FUSED
+    setup = _setup(result(file), layout, row["name"], is_fused)
+    return Step(file, layout, row["name"], *setup, row)
 
 
-def _setup(found: dict[str, Any], layout_name: str, name: str) -> tuple[Model, Layout, Recipe]:
-    """What benchmarks/training_step.py and parallel_step.py run for a row."""
+def _setup(
+    found: dict[str, Any], layout_name: str, name: str, is_fused: bool
+) -> tuple[Model, Layout, Recipe]:
+    """What benchmarks/training_step.py and parallel_step.py ran for a row.
+
+    is_fused: whether with fused kernels around the linears.
+    """
     flags = LAYOUTS[layout_name]
     model = Model(
         found["layers"], 4096, 14336, 32, 8, 128, 32000, 4096,
         vocabulary_multiple=1024 // flags.tp,
+        fp8_input="--activation-func-fp8-input-store" in name,
     )  # fmt: skip
     layout = Layout(
         flags.gpus, 8, flags.tp, flags.sp, flags.pp,
@@ -89,6 +99,8 @@ def _setup(found: dict[str, Any], layout_name: str, name: str) -> tuple[Model, L
         sharded=flags.dp > 1,
         graphs="graph" in name,
         fused_dw="upstream" not in name,
+        fused_kernels=is_fused,
+        keeps_w="fprop" if "--fp4-weight-cache fprop" in name else "packed",
     )  # fmt: skip
     return model, layout, recipe_named("bf16" if name in PLAIN else name.split()[0])
 

@@ -19,6 +19,7 @@ from benchmarks import (
     training_step,
 )
 from megatron_fp4.arithmetic.outliers import OutlierClamp
+from tests.test_readme import weights_gradients_and_optimizer
 
 ROOT = Path(__file__).parents[1]
 PAGES: dict[str, tuple[str, Any]] = {
@@ -31,6 +32,7 @@ PAGES: dict[str, tuple[str, Any]] = {
     "fp8-step": ("docs/hopper.md", training_step),
     "te-step": ("docs/hopper.md", training_step),
     "fused-step": ("docs/hopper.md", training_step),
+    "fused-step-before": ("docs/hopper.md", training_step),
     "host": ("docs/notes/host.md", host),
     "training_step": ("docs/hopper.md", training_step),
     "training_step-four": ("docs/hopper.md", training_step),
@@ -107,6 +109,27 @@ def of_a_training_step() -> list[str]:
     return [
         f"differ by up to {widest:.0%} between the rows",
         f"The optimizer takes {optimizer} ms",
+    ]
+
+
+def of_transformer_engine() -> list[str]:
+    fp8, ours = (row["ms"] for row in result("te-delayed")["rows"])
+    peaks = [row["peak_gib"] for row in result("te-delayed")["rows"]]
+    return [
+        f"`te fp8 delayed` takes {fp8:.0f} ms a step, `tetrajet` {ours:.0f}",
+        f"its peak is the lower one by some {peaks[0] - peaks[1]:.0f} GiB",
+    ]
+
+
+def of_memory() -> list[str]:
+    bf16, _, low = result("fused-step")["rows"]
+    same = weights_gradients_and_optimizer()
+    beside = [row["peak_gib"] - same for row in (low, bf16)]
+    return [
+        f"the peak is {low['peak_gib']:.1f} GiB where BF16's is {bf16['peak_gib']:.1f}",
+        f"Without the {same:.1f} GiB of weights, gradients and optimizer",
+        f"that is {beside[0]:.1f} GiB and {beside[1]:.1f}: {beside[0] / beside[1]:.2f} times "
+        f"BF16's memory, at {low['ratio']:.2f} times its speed",
     ]
 
 
@@ -230,7 +253,15 @@ def of_metrics() -> list[str]:
 
 FIGURES: dict[str, list[Any]] = {
     "docs/notes/costs.md": [of_methods, of_metrics],
-    "docs/hopper.md": [of_a_linear, of_fp8, of_a_training_step, of_several_gpus, of_other_packages],
+    "docs/hopper.md": [
+        of_a_linear,
+        of_fp8,
+        of_transformer_engine,
+        of_a_training_step,
+        of_memory,
+        of_several_gpus,
+        of_other_packages,
+    ],  # fmt: skip
     "docs/notes/host.md": [of_the_host],
     "docs/notes/quantize-kernels.md": [of_the_quantize_kernels],
     "docs/communication.md": [of_bytes],

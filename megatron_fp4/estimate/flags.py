@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="BF16 linears add dW to main_grad after the GEMM, as Megatron does without Apex",
     )
+    job.add_argument("--fp4-fused-kernels", choices=["auto", "liger", "off"], default="auto")
     _add_model(parser.add_argument_group("the model, by Megatron's flags or a config.json"))
     fixed = parser.add_argument_group("fixed choices; what is left out is chosen")
     fixed.add_argument("--micro-batch-size", type=int)
@@ -108,6 +109,7 @@ def job_of(args: argparse.Namespace) -> Job:
     node = min(args.gpus, args.gpus_per_node)
     return Job(
         model, recipe, find(args.gpu), args.gpus, node, args.global_batch_size, fused,
+        fused_kernels=args.fp4_fused_kernels != "off",
         keeps_w=None if args.fp4_weight_cache == "off" else args.fp4_weight_cache,
     )  # fmt: skip
 

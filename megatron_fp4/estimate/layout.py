@@ -28,6 +28,8 @@ class Layout:
     graphs: whether layers are captured as CUDA graphs.
     fused_dw: whether BF16 linears add dW to main_grad in the GEMM, which needs Apex or
         Transformer Engine. Linears of a recipe always do.
+    fused_kernels: whether one kernel rotates queries and keys, and AdamW is fused
+        (--fp4-fused-kernels). Memory depends on it; times are those of torch's kernels.
     keeps_w: what is held of quantized weights over a step, without CUDA graphs; see
         `plan.setting.Setting`.
     """
@@ -45,6 +47,7 @@ class Layout:
     sharded: bool = False
     graphs: bool = False
     fused_dw: bool = True
+    fused_kernels: bool = True
     keeps_w: KeepsW | None = "packed"
 
     @property
@@ -82,6 +85,8 @@ class Layout:
             flags.append("--cuda-graph-impl local")
         if not self.fused_dw:
             flags.append("--no-gradient-accumulation-fusion")
+        if not self.fused_kernels:
+            flags.append("--fp4-fused-kernels off")
         return flags
 
 

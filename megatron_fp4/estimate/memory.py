@@ -16,7 +16,8 @@ from megatron_fp4.target import Target
 # Bytes of a logit while the loss is computed: the logits in BF16 and float32, and a gradient in
 # BF16.
 LOGIT = 2 + 4 + 2
-# Bytes of a parameter that torch's Adam takes while it runs: the denominator, in float32.
+# Bytes of a parameter that torch's Adam takes while it runs, if it is not fused: the denominator,
+# in float32.
 ADAM = 4
 
 
@@ -64,7 +65,7 @@ def memory(model: Model, layout: Layout, recipe: Recipe, target: Target, stage: 
     if layout.recompute:  # of the layer whose activations are computed again
         backward += max((plans.saved(kind) for kind in stage.layers), default=0.0)
     working = max(backward, logits(model, layout) if stage.last else 0.0)
-    adam = optimizer_bytes(parameters(model, layout, stage), layout, ADAM)
+    adam = adam_bytes(model, layout, stage)
     if layout.graphs:
         temporary = max(working, adam)
     elif adam > saved + working:
@@ -109,6 +110,12 @@ def optimizer_bytes(held: Parameters, layout: Layout, each: float) -> float:
     if not layout.sharded:
         return each * held.total
     return each * (held.dense / layout.dp + held.experts / layout.expert_dp)
+
+
+def adam_bytes(model: Model, layout: Layout, stage: Stage) -> float:
+    """Bytes that the optimizer takes on a rank while it runs."""
+    each = 0.0 if layout.fused_kernels else ADAM
+    return optimizer_bytes(parameters(model, layout, stage), layout, each)
 
 
 # --- activations ----------------------------------------------------------------------------------
@@ -169,8 +176,10 @@ class LayerPlans:
     def saved_tensors(self, has_experts: bool) -> dict[str, float]:
         """The bytes of each tensor that a layer saves for the backward pass of a microbatch.
 
-        The inputs of linears are saved as their plans say. The values of attention are a view of
-        the projection to queries, keys and values.
+        The inputs of linears are saved as their plans say. Queries, keys and values are the
+        projection's output, or what one kernel makes of it (`Layout.fused_kernels`). All layers
+        share that kernel's cosines and sines. Other kernels make rotated queries and keys beside
+        the projection's output, of which the values are a view.
         """
         model, tp = self._model, self._layout.tp
         width, keys = model.attention_width / tp, model.key_width / tp
@@ -179,7 +188,7 @@ class LayerPlans:
             "inputs of norms": 2 * self.residual,
             "queries, keys and values": 2 * (width + 2 * keys) * self.tokens,
         }
-        if model.rope:
+        if model.rope and not self._layout.fused_kernels:
             found["rotated queries and keys"] = 2 * (width + keys) * self.tokens
             found["sines and cosines"] = 2.0 * 2 * 2 * model.sequence * model.channels
         found["float32 sums of attention"] = 4 * model.heads / tp * self.tokens

@@ -41,7 +41,7 @@ class Fixed:
 class Job:
     """What is to be trained: a model with a recipe, on how many GPUs, in what batches.
 
-    node: GPUs of a host. fused_dw, keeps_w: see Layout.
+    node: GPUs of a host. fused_dw, fused_kernels, keeps_w: see Layout.
     """
 
     model: Model
@@ -51,6 +51,7 @@ class Job:
     node: int
     batch: int
     fused_dw: bool = True
+    fused_kernels: bool = True
     keeps_w: KeepsW | None = "packed"
 
 
@@ -132,6 +133,7 @@ def layouts(job: Job, fixed: Fixed) -> Iterator[Layout]:
             sharded=whole and job.gpus // (tp * pp) > 1,
             graphs=graphs,
             fused_dw=job.fused_dw,
+            fused_kernels=job.fused_kernels,
             keeps_w=job.keeps_w,
         )  # fmt: skip
 

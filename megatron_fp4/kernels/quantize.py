@@ -243,7 +243,7 @@ def _quantize_launch(
         quantizer, bool(packed), bool(along_rows), bool(along_columns), any(carriers)
     )
     if reads == "swiglu gradient" and registers is not None:
-        registers = 216  # it reads three matrices, and would spill
+        registers = 208  # it reads three matrices, and would spill
     grid = tiles(columns, width), tiles(rows, height)
     return Launch(
         quantize_kernel,

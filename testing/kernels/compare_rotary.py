@@ -8,7 +8,8 @@ and for each known mistake that such a comparison would not notice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Sequence
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
@@ -17,6 +18,7 @@ from torch import Tensor
 from megatron_fp4.mcore.model.rotary import Rotation
 from testing.kernels.against_float64 import SEQUENCE, Case, Made, U, double, gradients
 
+DTYPES = torch.float32, torch.float16, torch.bfloat16
 # Heads, groups, elements of a head, and how many of them are rotated.
 SIZES = (4, 2, 16, 16), (3, 1, 24, 16), (4, 4, 8, 8), (10, 2, 20, 12)
 
@@ -58,11 +60,13 @@ def rotary(
     return Case(name, results, upstreams(False), bounds, [1] * len(pairs), upstreams(True))
 
 
-def differences(dtype: torch.dtype, device: str) -> Iterator[str]:
-    made = Made(dtype, device)
-    for heads, groups, d, rotated in SIZES:
-        for batch, joined in ((1, False), (1, True), (2, False), (2, True)):
-            yield from rotary(made, batch, heads, groups, d, rotated, joined).differences()
+def differences(device: str, of: Sequence[torch.dtype] = DTYPES) -> list[str]:
+    found: list[str] = []
+    for dtype, (heads, groups, d, rotated) in itertools.product(of, SIZES):
+        made = Made(dtype, device)
+        for batch, joined in itertools.product((1, 2), (False, True)):
+            found += rotary(made, batch, heads, groups, d, rotated, joined).differences()
+    return found
 
 
 if __name__ == "__main__":
@@ -70,5 +74,4 @@ if __name__ == "__main__":
 
     cpu.install_in_torch()
     # The interpreter of Triton 3.6 cuts numbers off where it converts them to BF16.
-    for dtype in (torch.float32, torch.float16):
-        print("\n".join(differences(dtype, "cpu")))
+    print("\n".join(differences("cpu", DTYPES[:2])))

@@ -15,15 +15,18 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.estimate_error import peak
-from benchmarks.estimate_rows import Step, steps
+from benchmarks.estimate_rows import FUSED, Step, steps
 from megatron_fp4.estimate import memory
 from megatron_fp4.estimate.gpus import MEASURED
 from megatron_fp4.estimate.layout import Layout, parameters, stages
 from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import recipe_named
+from megatron_fp4.kernels import rotary
 from megatron_fp4.mcore.model import attach
 from megatron_fp4.mcore.model.norm import Norm
+from megatron_fp4.mcore.model.rotary import Rotation
 from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.mcore.model.self_attention import RotatingSelfAttention
 from megatron_fp4.mcore.runtime import cpu
 from megatron_fp4.target import target_of
 from testing.builders import small_gpt
@@ -40,6 +43,14 @@ def name(step: Step) -> str:
 @pytest.mark.parametrize("step", EAGER, ids=name)
 def test_the_peak_is_the_measured_one(step: Step) -> None:
     assert peak(step) == pytest.approx(step.row["peak_gib"], rel=0.02)
+
+
+@pytest.mark.parametrize("step", steps(FUSED), ids=name)
+def test_fused_kernels_save_memory(step: Step) -> None:
+    assert peak(step) == pytest.approx(step.row["peak_gib"], rel=0.005)
+    # Negative control: torch's kernels.
+    unfused = replace(step, layout=replace(step.layout, fused_kernels=False))
+    assert peak(unfused) > 1.01 * step.row["peak_gib"]
 
 
 @pytest.mark.parametrize("step", GRAPHS, ids=name)
@@ -112,24 +123,33 @@ def gated(y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("fp8_input", [False, True], ids=["", "fp8 input"])
+@pytest.mark.parametrize("fused", [False, True], ids=["", "one kernel rotates"])
 @pytest.mark.parametrize("recipe", ["bf16", "tetrajet", "mxfp4", "mxfp4-rht-sr"])
 def test_a_layer_saves_what_autograd_saves(
-    recipe: str, fp8_input: bool, one_rank: None, as_on_a_gpu: None
+    recipe: str,
+    fused: bool,
+    fp8_input: bool,
+    one_rank: None,
+    as_on_a_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The storages that two layers save more than one, except parameters.
 
     The norm is LayerNorm, which torch fuses on a CPU too.
     """
     model = Model(2, 128, 384, 8, 4, 16, 512, 128, norm_vectors=2, fp8_input=fp8_input)
-    one, two = (saved(replace(model, layers=layers), recipe) for layers in (1, 2))
-    assert two - one == pytest.approx(estimated(model, recipe), rel=0.02)
-    # The control: what another precision saves is something else.
+    monkeypatch.setattr(rotary, "_run", lambda *given, **named: None)  # what is saved counts
+    one, two = (saved(replace(model, layers=layers), recipe, fused) for layers in (1, 2))
+    assert two - one == pytest.approx(estimated(model, recipe, fused), rel=0.02)
+    # The controls: what another precision saves is something else, and so are other kernels'.
     other = "tetrajet" if recipe == "bf16" else "bf16"
-    assert two - one != pytest.approx(estimated(model, other), rel=0.1)
+    assert two - one != pytest.approx(estimated(model, other, fused), rel=0.1)
+    assert two - one != pytest.approx(estimated(model, recipe, not fused), rel=0.02)
 
 
-def estimated(model: Model, recipe: str) -> float:
-    target, layout = target_of(torch.device("cpu")), Layout(1, micro_batch=2)
+def estimated(model: Model, recipe: str, fused: bool) -> float:
+    target = target_of(torch.device("cpu"))
+    layout = Layout(1, micro_batch=2, fused_kernels=fused)
     return memory.LayerPlans(model, layout, recipe_named(recipe), target).saved(False)
 
 
@@ -169,9 +189,15 @@ def build(model: Model, recipe: str = "bf16") -> Any:
     ).to(torch.bfloat16)
 
 
-def saved(model: Model, recipe: str) -> float:
-    """Bytes that a forward pass of two sequences saves for backward, without parameters."""
-    chunk = build(model, recipe)
+def saved(model: Model, recipe: str, fused: bool) -> float:
+    """Bytes that a forward pass of two sequences saves for backward, without parameters.
+
+    fused: whether one kernel rotates.
+    """
+    chunk, rotation = build(model, recipe), Rotation()
+    for module in chunk.modules():
+        if fused and isinstance(module, RotatingSelfAttention):
+            module.rotation = rotation
     run = None
     if recipe != "bf16":
         args = Namespace(
