@@ -1,4 +1,4 @@
-"""On a GPU: a linear's forward and backward pass never waits for it."""
+"""On a GPU: a linear's forward and backward pass never waits for it, nor does a loss's check."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,6 +8,7 @@ import torch
 
 from megatron_fp4 import get_recipe, linear, list_recipes
 from megatron_fp4.arithmetic.quantizer import get_quantizer
+from megatron_fp4.mcore.loop import loss_check
 from megatron_fp4.recipe import GemmRecipe, Recipe
 
 pytestmark = [
@@ -40,3 +41,21 @@ def test_a_linear_never_waits_for_the_gpu(recipe: Recipe, request: pytest.Fixtur
     step(recipe, x, w, bias, 1)
     with pytest.raises(RuntimeError, match="synchroniz"):  # the control: a copy from the host
         torch.tensor([1.0], device="cuda")
+
+
+def test_a_check_waits_for_the_loss_alone(waiting_is_an_error: None) -> None:
+    x = torch.ones(2, device="cuda", requires_grad=True)
+    x.register_hook(lambda gradient: torch.cuda._sleep(1_000_000_000))  # some half a second
+    losses, found = x * 2, []
+    copy = loss_check.on_host(losses.detach().sum())
+
+    def check() -> None:
+        found.append((copy().item(), torch.cuda.default_stream().query()))
+
+    loss_check.after_backward(losses, check)
+    losses.sum().backward()
+    assert found == [(4.0, False)]  # the backward pass is still running
+    torch.cuda._sleep(1_000_000_000)
+    late = loss_check.on_host(losses.detach().sum())  # the control: after work that takes long
+    assert not torch.cuda.default_stream().query() and late().item() == 4
+    assert torch.cuda.default_stream().query()

@@ -40,7 +40,7 @@ from megatron_fp4.mcore.launch import fp4_arguments
 from megatron_fp4.mcore.launch.refusals.dataset import unknown_token
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import refuse
-from megatron_fp4.mcore.loop import log, plugin
+from megatron_fp4.mcore.loop import log, loss_check, plugin
 from megatron_fp4.mcore.model.spec import layer_spec
 
 # --check-for-spiky-loss warns of a loss this many times as large as the largest so far. Upstream's
@@ -218,10 +218,10 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
     loss_mask, losses: [batch, sequence]; tokens whose mask is 0 do not count.
     Returns (sum of the losses, number of tokens that count, {"lm loss": both} for the log).
 
-    The sum is checked on each rank before any reduction. If it is NaN or infinite, upstream reruns
-    the step to tell faulty hardware from faulty numerics, and ends the run
-    (--no-check-for-nan-in-loss-and-grad disables this). With --check-for-spiky-loss a loss that is
-    unexpectedly large causes a warning.
+    The sum is checked on each rank before any reduction, when the backward pass has been launched
+    (loss_check.py). If it is NaN or infinite, upstream reruns the step to tell faulty hardware from
+    faulty numerics, and ends the run (--no-check-for-nan-in-loss-and-grad disables this). With
+    --check-for-spiky-loss a loss that is unexpectedly large causes a warning.
     """
     args, mask = get_args(), loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
@@ -229,18 +229,27 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
     # A copy, since the schedule divides the loss in place, and a rerun is compared with this value.
     seen = loss.detach().clone()
     checks: list[tuple[str, Callable[[Tensor], Any], bool]] = []
-    rerun = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         checks.append(("found NaN in local forward loss calculation", torch.isnan, True))
         checks.append(("found Inf in local forward loss calculation", torch.isinf, True))
     if args.check_for_spiky_loss:
+        rerun = get_rerun_state_machine()
         is_spike = partial(rerun.is_unexpectedly_large, threshold=SPIKE, context="loss")
         checks.append(("Spiky loss", is_spike, False))
+    if checks:
+        loss_check.after_backward(losses, partial(_validate, loss_check.on_host(seen), checks))
+    return loss, tokens, {"lm loss": torch.stack([seen, tokens.float()])}
+
+
+def _validate(
+    seen: Callable[[], Tensor], checks: list[tuple[str, Callable[[Tensor], Any], bool]]
+) -> None:
+    """Has upstream check the loss of a microbatch. checks: (message, is it bad, is that fatal)."""
+    value, rerun = seen(), get_rerun_state_machine()
     for message, is_bad, fatal in checks:
         rerun.validate_result(
-            result=seen, rejection_func=is_bad, message=message, tolerance=0.0, fatal=fatal
+            result=value, rejection_func=is_bad, message=message, tolerance=0.0, fatal=fatal
         )
-    return loss, tokens, {"lm loss": torch.stack([seen, tokens.float()])}
 
 
 def _has_mtp(vp_stage: int | None) -> bool:

@@ -1,0 +1,48 @@
+"""When the loss of a microbatch is checked: once its backward pass has been launched.
+
+A check reads the loss on the host. If it did so at once, the GPU would have computed all of the
+microbatch's forward pass by then, and would wait for the host to launch the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+
+def after_backward(losses: Tensor, check: Callable[[], None]) -> None:
+    """Calls `check` at the end of the backward pass through `losses`, in the call that runs it; at
+    once if there will be none.
+
+    What `check` raises is raised by the backward pass.
+    """
+    if not losses.requires_grad:
+        check()
+        return
+
+    def queue(gradient: Tensor) -> None:
+        Variable._execution_engine.queue_callback(check)
+
+    losses.register_hook(queue)
+
+
+def on_host(value: Tensor) -> Callable[[], Tensor]:
+    """A function that returns a copy of `value` on the CPU, and waits for that alone.
+
+    The copy is made by the GPU when it has computed `value`, whatever is launched after it.
+    """
+    if not value.is_cuda:
+        copy = value.clone()
+        return lambda: copy
+    copy = value.to("cpu", non_blocking=True)  # in pinned memory
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return copy
+
+    return wait
