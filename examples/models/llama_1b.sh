@@ -19,9 +19,9 @@ model=(
 #   weights       2.3
 #   gradients     4.6
 #   optimizer     1.7
-#   activations   8.4
+#   activations   7.7
 #   temporary     7.8
-#   total        24.8
+#   total        24.2
 layout=(
     --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --cuda-graph-impl local --micro-batch-size 2

@@ -22,10 +22,10 @@ model=(
 #   weights       4.5
 #   gradients     8.9
 #   optimizer    13.4
-#   activations  35.9
+#   activations  32.7
 #   held          2.1
 #   temporary     0.6
-#   total        65.4
+#   total        62.3
 layout=(
     --tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 8
     --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather

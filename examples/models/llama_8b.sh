@@ -15,9 +15,9 @@ model=(
 # below the fastest layout of all is a whole model on each GPU, with micro-batches of 1 and CUDA
 # graphs. A step takes 5% less, which is within the errors of the estimate, but nearly all of the
 # memory (73 GiB).
-# On GPUs with 141 GB a whole model fits with micro-batches of 2 (94 GiB), and whole layers need no
+# On GPUs with 141 GB a whole model fits with micro-batches of 4 (126 GiB), and whole layers need no
 # graphs. By the estimate this is the fastest layout there:
-#   --tensor-model-parallel-size 1 --cuda-graph-impl none
+#   --tensor-model-parallel-size 1 --cuda-graph-impl none --micro-batch-size 4
 #
 # Memory of a rank in GiB, of 16. After `source examples/models/llama_8b.sh` this prints it:
 #   python -m tools.choose_layout --gpu h100 --gpus 16 --recipe tetrajet --vocab-size 128256 \
@@ -25,9 +25,9 @@ model=(
 #   weights       7.5
 #   gradients    15.0
 #   optimizer     5.6
-#   activations  16.4
+#   activations  15.0
 #   temporary     3.9
-#   total        48.3
+#   total        47.0
 layout=(
     --tensor-model-parallel-size 2 --sequence-parallel --cuda-graph-impl local
     --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather

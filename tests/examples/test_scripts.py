@@ -83,7 +83,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, l
     found = made.launches(tmp_path_factory.mktemp("launches"))
     processes, flags = found["llama_8b"]
     others = {
-        "141 GB": "--tensor-model-parallel-size 1 --cuda-graph-impl none",
+        "141 GB": "--tensor-model-parallel-size 1 --cuda-graph-impl none --micro-batch-size 4",
         "renamed": "--overlap-grad-reduces",
     }
     return found | {name: (processes, flags + own.split()) for name, own in others.items()}
@@ -327,7 +327,8 @@ def test_the_other_layout_of_llama_8b(parsed: Mapping[str, Any]) -> None:
     assert not args["sequence_parallel"] and args["data_parallel_size"] == 16
     together = memory_of(args, "llama_8b", "h200").total / GIB
     assert f"({together:.0f} GiB)" in script("llama_8b")
-    assert "--tensor-model-parallel-size 1 --cuda-graph-impl none\n" in script("llama_8b")
+    flags = "--tensor-model-parallel-size 1 --cuda-graph-impl none --micro-batch-size 4"
+    assert f"#   {flags}\n" in script("llama_8b")
     fastest = best([*command("llama_8b", own="--bf16"), "--gpu", "h200"])
     layout = layout_of(args)
     assert fastest["layout"] == {**asdict(layout), "dp": layout.dp}
