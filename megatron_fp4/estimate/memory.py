@@ -178,8 +178,9 @@ class LayerPlans:
 
         The inputs of linears are saved as their plans say. Queries, keys and values are the
         projection's output, or what one kernel makes of it (`Layout.fused_kernels`). All layers
-        share that kernel's cosines and sines. Other kernels make rotated queries and keys beside
-        the projection's output, of which the values are a view.
+        share that kernel's cosines and sines, but for CUDA graphs, each of which has its own. Other
+        kernels make rotated queries and keys beside the projection's output, of which the values
+        are a view.
         """
         model, tp = self._model, self._layout.tp
         width, keys = model.attention_width / tp, model.key_width / tp
@@ -188,7 +189,9 @@ class LayerPlans:
             "inputs of norms": 2 * self.residual,
             "queries, keys and values": 2 * (width + 2 * keys) * self.tokens,
         }
-        if model.rope and not self._layout.fused_kernels:
+        if model.rope and self._layout.fused_kernels and self._layout.graphs:
+            found["sines and cosines"] = 4.0 * self.tokens * model.channels
+        elif model.rope and not self._layout.fused_kernels:
             found["rotated queries and keys"] = 2 * (width + keys) * self.tokens
             found["sines and cosines"] = 2.0 * 2 * 2 * model.sequence * model.channels
         found["float32 sums of attention"] = 4 * model.heads / tp * self.tokens

@@ -267,8 +267,9 @@ def quantize_kernel(
     DOWN: whether programs with consecutive ids have tiles below each other, instead of beside each
         other.
 
-    A program quantizes one tile. Programs with consecutive ids along the columns have the tiles
-    with the same columns of both halves of a SwiGLU's gradient, which read the same numbers.
+    A program quantizes one tile. The tiles with the same columns of both halves of a SwiGLU's
+    gradient read the same numbers. Their programs have consecutive ids along the columns, so that
+    the second finds them in the L2 cache.
     """
     HALVES: tl.constexpr = 2 if READS == "swiglu gradient" else 1
     across = tl.program_id(1 if DOWN else 0)

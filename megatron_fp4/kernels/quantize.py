@@ -240,10 +240,8 @@ def _quantize_launch(
     quantizer, wanted = Quantizer(*fields), (along_rows, along_columns)
     carriers = [_mantissa(each) if each else None for each in wanted]
     height, width, warps, down, registers = tile(
-        quantizer, bool(packed), bool(along_rows), bool(along_columns), any(carriers)
+        quantizer, bool(packed), bool(along_rows), bool(along_columns), any(carriers), reads
     )
-    if reads == "swiglu gradient" and registers is not None:
-        registers = 208  # it reads three matrices, and would spill
     grid = tiles(columns, width), tiles(rows, height)
     return Launch(
         quantize_kernel,
@@ -325,23 +323,30 @@ def _mantissa(carrier: torch.dtype | bool) -> int:
 
 
 def tile(
-    quantizer: Quantizer, packed: bool, along_rows: bool, along_columns: bool, carried: bool
+    quantizer: Quantizer,
+    packed: bool,
+    along_rows: bool,
+    along_columns: bool,
+    carried: bool,
+    reads: str = "",
 ) -> tuple[int, int, int, bool, int | None]:
     """(rows, columns, warps, down, registers) of a program, by what was fastest on an H200.
 
     down: whether programs that run together have tiles below each other. registers: the most that a
     thread may use; None leaves it to the compiler.
     """
-    stochastic = quantizer.stochastic
+    stochastic, is_gradient = quantizer.stochastic, reads == "swiglu gradient"
     if quantizer.rounding == "ema":
         return 64, 64, 8, False, None  # as much as registers hold
     if along_columns and not packed:
+        if along_rows and stochastic and is_gradient:
+            return 128, 64, 4, True, 208  # it reads three matrices, and would spill with 168
         if along_rows:
             # With 168 registers three programs run at once, also where the random bits stay in
             # registers for the second copy.
             return (128, 64, 4, True, 168) if stochastic else (64, 128, 4, False, None)
         if stochastic:  # with more registers fewer programs run together; carriers would spill
-            return 128, 32, 2, False, None if carried else _REGISTERS
+            return 128, 32, 2, False, None if carried or is_gradient else _REGISTERS
         return 128, 64, 4, False, None
     if packed:
         return 128, 64, 4, False, None

@@ -145,7 +145,7 @@ def rms_norm_gradient_kernel(
         low_dy, high_dy = halves(_row_of(dy_ptr, row, words, WORDS, row < rows))
         if HAS_RESIDUAL:
             low_other, high_other = halves(_row_of(residual_ptr, row, words, WORDS, row < rows))
-        r = _factor(low, high, words, eps)
+        r = tl.where(row < rows, _factor(low, high, words, eps), 0.0)  # eps may be 0
         low_sum += low_dy * (low * r)
         high_sum += high_dy * (high * r)
         low_dy *= low_gain

@@ -32,7 +32,7 @@ U32, U16 = 2.0**-24, 2.0**-8  # the largest relative errors of a rounding to flo
 @dataclass(frozen=True)
 class Case:
     """kind: "norm", "gradients" or "quantized". zero_centered: the gains are 1 + weight. axes,
-    quantizer: of "quantized". has_residual: of "gradients"."""
+    quantizer: of "quantized". has_residual: of "gradients". eps: without it no row is all zeros."""
 
     kind: str
     rows: int = 96
@@ -42,10 +42,12 @@ class Case:
     quantizer: Quantizer | None = None
     axes: tuple[int, ...] = ()
     element: torch.dtype | None = None
+    eps: float = EPS
 
     def __str__(self) -> str:
         words = [self.kind, f"{self.rows} x {self.columns}"]
         words += ["zero-centered"] * self.zero_centered + ["residual"] * self.has_residual
+        words += ["eps 0"] * (self.eps == 0)
         if self.quantizer is not None:
             words += [self.quantizer.rule, self.quantizer.rounding, f"axes {self.axes}"]
         return " ".join([*words, "" if self.element is None else str(self.element)]).strip()
@@ -56,7 +58,8 @@ class Case:
         shape = self.rows, self.columns
         x = torch.randn(shape, generator=generator)
         x *= torch.exp(4 * torch.randn(self.rows, 1, generator=generator))
-        x[:1], x[1:2, ::2], x[2:3] = 0, -0.0, x[2:3] * 1e-30
+        if self.eps:
+            x[:1], x[1:2, ::2], x[2:3] = 0, -0.0, x[2:3] * 1e-30
         weight = torch.randn(self.columns, generator=generator)
         dy, other = (torch.randn(shape, generator=generator) for _ in range(2))
         return [each.bfloat16() for each in (x, weight, dy, other)]
@@ -69,6 +72,7 @@ def cases() -> Iterator[Case]:
     yield Case("norm", rows=3, columns=2050)
     yield Case("gradients", rows=70, columns=130, has_residual=True)
     yield Case("gradients", rows=1, columns=64, has_residual=True)
+    yield Case("gradients", rows=33, columns=64, eps=0.0)
     nearest, noisy = (
         Quantizer(rule="ceil", rounding=rounding)  # type: ignore[arg-type]
         for rounding in ("nearest", "stochastic")
@@ -88,11 +92,14 @@ def differences(device: str, of: Sequence[Case] | None = None) -> list[str]:
 def _norm(case: Case, device: str) -> Iterator[str]:
     """The factors to some units in the last place, the matrix from these factors to the bit."""
     x, weight, *_ = (each.to(device) for each in case.tensors())
-    norm = RmsNorm(weight, EPS, case.zero_centered)
-    factors, exact = rms_norm.factors(x, EPS).cpu(), reference.factors(x.double().cpu(), EPS)
+    norm = RmsNorm(weight, case.eps, case.zero_centered)
+    factors, exact = (
+        rms_norm.factors(x, case.eps).cpu(),
+        reference.factors(x.double().cpu(), case.eps),
+    )
     if not torch.all((factors.double() - exact).abs() <= 8 * U32 * exact):
         yield "factors differ"
-    cpu = RmsNorm(weight.cpu(), EPS, case.zero_centered)
+    cpu = RmsNorm(weight.cpu(), case.eps, case.zero_centered)
     if not torch.equal(rms_norm.normed(x, norm).cpu(), _matrix(x.cpu(), factors, cpu)):
         yield "the matrix differs"
 
@@ -105,14 +112,14 @@ def _gradients(case: Case, device: str) -> Iterator[str]:
     """To the roundings of a result, and of the sums of which it is made."""
     tensors = case.tensors()
     x, weight, dy, other = (each.to(device) for each in tensors)
-    norm = RmsNorm(weight, EPS, case.zero_centered)
+    norm = RmsNorm(weight, case.eps, case.zero_centered)
     residual = other if case.has_residual else None
     found = [each.cpu().double() for each in rms_norm.gradients(dy, x, norm, residual)]
     x, weight, dy, other = (each.double() for each in tensors)
-    wide = RmsNorm(weight, EPS, case.zero_centered)
+    wide = RmsNorm(weight, case.eps, case.zero_centered)
     exact = reference.gradients(dy, x, wide, other if case.has_residual else None)
     # The magnitudes of what is summed; a sum of n numbers is off by some n units at most.
-    r = reference.factors(x, EPS)
+    r = reference.factors(x, case.eps)
     terms = r * (dy * wide.gain).abs() + (x * r).abs() * r * ((dy * wide.gain) * x * r).abs().mean(
         -1, keepdim=True
     )
@@ -127,9 +134,9 @@ def _quantized(case: Case, device: str) -> Iterator[str]:
     """Codes and scales to the bit, from the kernel's own factors."""
     x, weight, *_ = case.tensors()
     norm, on_device = (
-        RmsNorm(each, EPS, case.zero_centered) for each in (weight, weight.to(device))
+        RmsNorm(each, case.eps, case.zero_centered) for each in (weight, weight.to(device))
     )
-    factors = rms_norm.factors(x.to(device), EPS)
+    factors = rms_norm.factors(x.to(device), case.eps)
     dense = _matrix(x, factors.cpu(), norm)
     assert case.quantizer is not None
     noise = Noise(Key(2**63 + 11, 5), 77) if case.quantizer.stochastic else None

@@ -31,7 +31,8 @@ def rotary(
     x = [made(SEQUENCE, batch, count, d) for count in counts]
     # In attention's order of axes. An axis of one element has a stride that is no distance.
     dys = [made(batch, SEQUENCE, *each.shape[2:]).transpose(0, 1) for each in x]
-    half = made(SEQUENCE, 1, 1, rotated // 2, scale=3.0).float()
+    # Where QKV is one tensor, each sequence of a batch has angles of its own.
+    half = made(SEQUENCE, batch if joined else 1, 1, rotated // 2, scale=3.0).float()
     freqs, scale = torch.cat((half, half), -1), 1.25
 
     def ours(*given: Tensor) -> tuple[Tensor, ...]:
@@ -39,8 +40,7 @@ def rotary(
         if not joined:
             return tuple(rotation.heads(each, angles, scale) for each in given)
         parts = [each.reshape(SEQUENCE, batch, groups, -1) for each in given]
-        sizes = [part.shape[-1] for part in parts]
-        return rotation.split(torch.cat(parts, -1), sizes, angles, scale)
+        return rotation.split(torch.cat(parts, -1), d, angles, scale)
 
     def upstreams(interleaved: bool) -> list[Tensor]:
         angles = half.repeat_interleave(2, -1) if interleaved else freqs

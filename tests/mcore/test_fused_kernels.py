@@ -212,11 +212,17 @@ def test_another_activation_and_other_positions_are_not_named(one_rank: None) ->
 
 def test_rotation_needs_no_liger(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    args = given(fp4_liger=None, fp4_rotates=True, fp4_fused_adamw=False)
-    line = fused_kernels.attach(args, [built()])
-    assert line == f"{ROTATED}; {LIGERS} in torch's kernels (Liger-Kernel fuses their kernels: " + (
-        f"{launch.INSTALL})"
-    )
+    args = given(
+        fp4_liger=None, fp4_rotates=True, fp4_fused_adamw=False,
+        fp4_joins_swiglu=False, fp4_joins_norms=False,
+    )  # fmt: skip
+    why = f"in torch's kernels (Liger-Kernel fuses their kernels: {launch.INSTALL})"
+    assert fused_kernels.attach(args, [built()]) == f"{ROTATED}; {LIGERS} {why}"
+    args.fp4_joins_swiglu = args.fp4_joins_norms = True  # by linears
+    others = "other norms, cross-entropy"
+    assert fused_kernels.attach(args, [built()]) == f"{ROTATED}; {others} {why}"
+    args.fp4_rotates, args.fp4_fused_kernels = False, "off"
+    assert fused_kernels.attach(args, [built()]).startswith(f"rotary embedding, {others} in torch")
 
 
 def test_a_user_s_layers_can_be_given_kernels() -> None:

@@ -3,20 +3,22 @@ tests/kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from argparse import Namespace
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_fp4.kernels import rotary
 from megatron_fp4.mcore.model.attention import SdpaAttention
 from megatron_fp4.mcore.model.rotary import Rotation, _Tables
-from megatron_fp4.mcore.model.self_attention import RotatingSelfAttention
+from megatron_fp4.mcore.model.self_attention import RotatingSelfAttention, Unsplit
 from testing.builders import small_gpt
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4}
@@ -30,11 +32,10 @@ class TorchRotation(Rotation):
         self.seen: list[str] = []
 
     def split(
-        self, mixed: Tensor, sizes: Sequence[int], angles: Tensor, scale: float
+        self, mixed: Tensor, d: int, angles: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         self.seen.append("split")
-        query, key, value = torch.split(mixed, list(sizes), -1)
-        query = query.reshape(*mixed.shape[:2], -1, sizes[-1])
+        query, key, value = Unsplit(mixed, d).split()
         turned = [_apply_rotary_pos_emb_bshd(t, angles, mscale=scale) for t in (query, key)]
         return turned[0], turned[1], value.contiguous()
 
@@ -99,10 +100,10 @@ class OfQueries(TorchRotation):
     """A known mistake: it rotates no key."""
 
     def split(
-        self, mixed: Tensor, sizes: Sequence[int], angles: Tensor, scale: float
+        self, mixed: Tensor, d: int, angles: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        query = super().split(mixed, sizes, angles, scale)[0]
-        return query, *super().split(mixed, sizes, 0 * angles, scale)[1:]
+        query = super().split(mixed, d, angles, scale)[0]
+        return query, *super().split(mixed, d, 0 * angles, scale)[1:]
 
     def heads(self, t: Tensor, angles: Tensor, scale: float) -> Tensor:
         return super().heads(t, angles * (t.shape[2] == 4), scale)  # a query has four heads
@@ -122,12 +123,38 @@ def test_what_is_not_rotated_is_split_as_upstream_splits_it(
 
 def test_only_equal_angles_in_training_are_rotated_by() -> None:
     attention = RotatingSelfAttention.__new__(RotatingSelfAttention)
-    angles, other = torch.ones(1), torch.ones(1)
-    assert attention._angles(None, (angles, angles)) is None
+    angles, other = torch.ones(2), torch.ones(2)
+    same = angles, angles
+    assert attention._angles(None, same, 2) is None
     attention.__dict__["rotation"] = TorchRotation()
-    assert attention._angles(None, (angles, angles)) is angles
-    for context, given in ((object(), (angles, angles)), (None, (angles, other)), (None, None)):
-        assert attention._angles(context, given) is None
+    assert attention._angles(None, same, 2) is angles
+    for context, given, length in (
+        (object(), same, 2),
+        (None, (angles, other), 2),
+        (None, (None, None), 2),
+        (None, None, 2),
+        (None, same, 3),  # packed sequences
+    ):
+        assert attention._angles(context, given, length) is None
+
+
+def test_what_changes_heads_before_their_rotation_splits_qkv() -> None:
+    class Norm:
+        pass
+
+    def splits(**values: Any) -> bool:
+        attention = RotatingSelfAttention.__new__(RotatingSelfAttention)
+        config = dict(test_mode=False, flash_decode=False, num_query_groups=4)
+        found = dict(rotation=TorchRotation(), world_size=4, q_layernorm=None, k_layernorm=None)
+        found |= {name: value for name, value in values.items() if name in found}
+        config |= {name: value for name, value in values.items() if name in config}
+        attention.__dict__.update(found | {"config": Namespace(**config)})
+        return not attention._rotates_as_it_splits()
+
+    assert not splits() and not splits(q_layernorm=IdentityOp(), k_layernorm=IdentityOp())
+    assert splits(rotation=None) and splits(q_layernorm=Norm()) and splits(k_layernorm=Norm())
+    assert splits(test_mode=True) and splits(flash_decode=True)
+    assert splits(num_query_groups=2)  # a rank has some heads of a group
 
 
 def test_a_rotation_leaves_nothing_of_the_projection(
@@ -156,10 +183,25 @@ def test_a_rotation_leaves_nothing_of_the_projection(
         assert len(seen) == 6 and all(held == own for held, own in seen)
 
 
-def test_upstream_s_hooks_are_where_they_were() -> None:
-    """`RotatingSelfAttention` replaces two of upstream's methods, which its forward calls."""
-    names = SelfAttention.forward.__code__.co_names
-    assert {"get_query_key_value_tensors", "_adjust_key_value_for_inference"} <= set(names)
+@pytest.mark.parametrize("options", [{"rotary_percent": 0.5}, {"position_embedding_type": "none"}])
+def test_other_angles_of_a_model(options: dict[str, Any], one_rank: None) -> None:
+    config = small_gpt.config(
+        **SIZES, num_query_groups=2, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    model, rotation = small_gpt.build(config, 96, 16, **options), TorchRotation()
+    wanted = results(model)
+    give(model, rotation)
+    for each, expected in zip(results(model), wanted, strict=True):
+        torch.testing.assert_close(each, expected)
+    assert rotation.seen == ["split"] * 2 * ("rotary_percent" in options)
+
+
+def test_a_model_that_has_rotated_can_be_pickled_and_copied(one_rank: None) -> None:
+    rotation = Rotation()
+    angles = torch.randn(6, 1, 1, 8)
+    cosines = rotation._tables.of(angles, 6, 2, 1.0)[0]
+    for copy in (pickle.loads(pickle.dumps(rotation)), deepcopy(rotation)):
+        assert torch.equal(copy._tables.of(angles, 6, 2, 1.0)[0], cosines)
 
 
 def test_layers_share_the_tables_of_an_angle() -> None:

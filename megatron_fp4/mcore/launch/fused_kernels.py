@@ -60,11 +60,6 @@ def settle(args: Namespace, is_checked: bool) -> None:
     args.fp4_fused_adamw = wanted != "off" and torch.cuda.is_available() and _has_adamw(args)
 
 
-def are_set(args: Namespace) -> bool:
-    """Whether modules of the model get functions of fused kernels."""
-    return bool(args.fp4_rotates or args.fp4_liger)
-
-
 def _installed() -> bool:
     if not machine.installed("liger_kernel"):
         return False

@@ -218,9 +218,10 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
     loss_mask, losses: [batch, sequence]; tokens whose mask is 0 do not count.
     Returns (sum of the losses, number of tokens that count, {"lm loss": both} for the log).
 
-    The sum is checked on each rank before any reduction, when the backward pass has been launched
-    (loss_check.py). If it is NaN or infinite, upstream reruns the step to tell faulty hardware from
-    faulty numerics, and ends the run (--no-check-for-nan-in-loss-and-grad disables this). With
+    The sum is checked on each rank, when the backward pass has been launched (loss_check.py). With
+    --overlap-grad-reduce upstream checks the gradients of the last microbatch before that. If the
+    sum is NaN or infinite, upstream reruns the step to tell faulty hardware from faulty numerics,
+    and ends the run (--no-check-for-nan-in-loss-and-grad disables this). With
     --check-for-spiky-loss a loss that is unexpectedly large causes a warning.
     """
     args, mask = get_args(), loss_mask.view(-1).float()

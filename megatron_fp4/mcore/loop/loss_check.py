@@ -1,7 +1,7 @@
-"""When the loss of a microbatch is checked: once its backward pass has been launched.
+"""When the loss of a microbatch is checked: as soon as its backward pass has been launched.
 
-A check reads the loss on the host. If it did so at once, the GPU would have computed all of the
-microbatch's forward pass by then, and would wait for the host to launch the backward pass.
+A check reads the loss on the host, which waits until the GPU has computed it. The GPU then has
+nothing to do until the host has launched the backward pass. So the backward pass is launched first.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ from megatron_fp4.mcore.checkpoints.weight_states import complete, saved_states
 from megatron_fp4.mcore.data import vocabulary
 from megatron_fp4.mcore.launch import command_line, cuda_graphs, fp4_arguments
 from megatron_fp4.mcore.launch.command_line import Script
-from megatron_fp4.mcore.launch.fused_kernels import are_set
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
 from megatron_fp4.mcore.loop import compat, log, metrics, ramping
@@ -156,7 +155,7 @@ class Plugin:
         def build(block: Any, config: Any, spec: Any, *others: Any, **named: Any) -> None:
             if self.run is not None:
                 spec = followed(spec)
-            if self.args is not None and are_set(self.args):
+            if self.args is not None and self.args.fp4_rotates:
                 spec = fusable(spec)
             upstream(block, config, spec, *others, **named)
 
@@ -212,7 +211,7 @@ class Plugin:
     def _may_fuse(self) -> bool:
         """Whether the start says which kernels are fused: a user's script may run without any."""
         assert self.args is not None
-        return self.ours or self.run is not None or are_set(self.args)
+        return self.ours or self.run is not None or self.args.fp4_rotates
 
     def _chunks(self) -> int:
         """The number of model chunks on this rank."""

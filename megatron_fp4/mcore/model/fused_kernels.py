@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -51,7 +53,10 @@ def _without_liger(args: Namespace) -> str:
     why = f"Liger-Kernel fuses their kernels: {fused_kernels.INSTALL}"
     if args.fp4_fused_kernels == "off":
         why = "--fp4-fused-kernels off"
-    operations = _OPERATIONS[args.fp4_rotates :]
+    elsewhere = {ROTARY: args.fp4_rotates, SWIGLU: args.fp4_joins_swiglu}
+    operations = [name for name in _OPERATIONS if not elsewhere.get(name)]
+    if args.fp4_joins_norms:
+        operations[operations.index(NORMS)] = "other norms"
     return f"{', '.join(operations)} in torch's kernels ({why})"
 
 
@@ -93,12 +98,12 @@ def _set(
             f"--fp4-fused-kernels liger: there is no fused kernel for this model's {name} "
             f"({why}); leave it out"
         )
-    words = [f"{', '.join(ours)} in {whose}"] if ours else []
-    return "; ".join([*words, *(f"not {name} ({why})" for name, why in others.items())])
+    rest = "".join(f"; not {name} ({why})" for name, why in others.items())
+    return f"{', '.join(ours) or 'nothing'} in {whose}{rest}" if found else ""
 
 
 def _refused(config: TransformerConfig) -> dict[str, str]:
-    """By operation, why the kernels do not take it, for those that they do not take."""
+    """Why fused kernels do not take an operation of the model, for each that they do not take."""
     found = {}
     if config.rotary_interleaved:
         found[ROTARY] = "--rotary-interleaved"
@@ -153,7 +158,9 @@ def _ligers(chunk: MegatronModule) -> Iterator[_Function]:
 def _rotates(chunk: MegatronModule, module: RotatingSelfAttention) -> bool:
     # Packed sequences begin anew at the first angle. These two refuse them.
     is_alone = isinstance(module.core_attention, SdpaAttention | DotProductAttention)
-    return is_alone and getattr(chunk, "position_embedding_type", None) in ("rope", "yarn")
+    # The halves of these angles are equal, which those of other classes need not be.
+    angles = type(getattr(chunk, "rotary_pos_emb", None))
+    return is_alone and angles in (RotaryEmbedding, YarnRotaryEmbedding)
 
 
 def _computes_megatrons_loss(chunk: LanguageModule) -> bool:

@@ -40,8 +40,9 @@ def fuse(optimizer: MegatronOptimizer) -> None:
 
 
 def _scale(chunk_size: int, noop_flag: Any, lists: list[list[Tensor]], scale: float) -> None:
-    """Megatron's `local_multi_tensor_scale`, which writes each product to a new tensor and copies
-    it. The results are the same."""
+    """Replaces Megatron's `local_multi_tensor_scale`, which makes a new tensor for each product and
+    copies it to where it belongs. This makes none where sources are targets, with the same results.
+    """
     sources, targets = lists
     if targets and all(source is target for source, target in zip(sources, targets, strict=True)):
         torch._foreach_mul_(targets, scale)

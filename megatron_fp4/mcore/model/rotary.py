@@ -5,7 +5,6 @@ Import this module only where Triton runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -28,15 +27,15 @@ class Rotation:
         self._tables = _Tables()
 
     def split(
-        self, mixed: Tensor, sizes: Sequence[int], angles: Tensor, scale: float
+        self, mixed: Tensor, d: int, angles: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(query, key, value), [sequence, batch, heads, d] each, query and key rotated.
 
-        mixed: [sequence, batch, groups, elements]: of each group the query heads, the key and the
-        value. sizes: the elements of these three.
+        mixed: [sequence, batch, groups, (n + 2) * d]: the n query heads of a group, its key and its
+        value.
         """
         cos, sin = self._tables.of(angles, mixed.shape[0], mixed.shape[1], scale)
-        query, key, value = _Split.apply(mixed, sizes[-1], cos, sin)
+        query, key, value = _Split.apply(mixed, d, cos, sin)
         return query, key, value
 
     def heads(self, t: Tensor, angles: Tensor, scale: float) -> Tensor:
@@ -63,7 +62,9 @@ class _Split(torch.autograd.Function):
 class _Tables:
     """Cosine and sine, float32 [tokens, rotated / 2] each, of the angles that were asked for last.
 
-    All layers of a model rotate by the same tensor of angles, and so compute and save them once.
+    All layers of a model rotate by the same tensor of angles, and so compute and save them once. A
+    CUDA graph computes its own: its replays must not read what may be freed, and others must not
+    read what its replays write over.
     """
 
     def __init__(self) -> None:
@@ -73,17 +74,19 @@ class _Tables:
 
     def of(self, angles: Tensor, sequence: int, batch: int, scale: float) -> tuple[Tensor, Tensor]:
         """For [sequence, batch] tokens. angles, scale: see `Rotation`."""
+        is_captured = angles.is_cuda and torch.cuda.is_current_stream_capturing()
         # What is made in inference mode has no version, and cannot be saved for a backward pass.
-        if angles.is_inference() or torch.is_inference_mode_enabled():
+        if is_captured or angles.is_inference() or torch.is_inference_mode_enabled():
             return self._computed(angles, sequence, batch, scale)
         form = angles._version, sequence, batch, scale
         if self._angles is not None and self._angles() is angles and self._form == form:
             return self._made
-        made = self._computed(angles, sequence, batch, scale)
-        # The memory of a captured graph is used again by its other replays.
-        if not (angles.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._angles, self._form, self._made = ref(angles), form, made
-        return made
+        self._made = self._computed(angles, sequence, batch, scale)
+        self._angles, self._form = ref(angles), form
+        return self._made
+
+    def __reduce__(self) -> Any:
+        return _Tables, ()  # a copy of a model, or one from a file, makes its own
 
     @staticmethod
     def _computed(angles: Tensor, sequence: int, batch: int, scale: float) -> tuple[Tensor, Tensor]:

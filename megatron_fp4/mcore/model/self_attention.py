@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
@@ -11,6 +11,23 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from megatron_fp4.mcore.model.rotary import Rotation
+
+
+class Unsplit(NamedTuple):
+    """QKV as the projection writes it.
+
+    mixed: [sequence, batch, groups, (n + 2) * d]: the n query heads of a group, its key and its
+    value.
+    """
+
+    mixed: Tensor
+    d: int
+
+    def split(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(query, key, value), [sequence, batch, heads, d] each, as upstream splits it."""
+        mixed, d = self.mixed, self.d
+        query, key, value = torch.split(mixed, [mixed.shape[-1] - 2 * d, d, d], dim=3)
+        return query.reshape(*query.shape[:2], -1, d), key, value
 
 
 class RotatingSelfAttention(SelfAttention):
@@ -30,15 +47,15 @@ class RotatingSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> Any:
-        """Upstream's; where one kernel is to split and rotate: (QKV, the sizes of its parts, None).
+        """Upstream's, or (Unsplit, None, None) where `rotation` is to split QKV as it rotates.
 
-        `_adjust_key_value_for_inference` gets these three, and splits them.
+        Upstream passes all three on to `_adjust_key_value_for_inference`, and to nothing else.
         """
         upstream = super().get_query_key_value_tensors
         if not split_qkv or output_gate or not self._rotates_as_it_splits():
             return upstream(hidden_states, key_value_states, output_gate, split_qkv)
         mixed, sizes = upstream(hidden_states, key_value_states, output_gate, split_qkv=False)
-        return mixed, sizes, None
+        return Unsplit(mixed, sizes[-1]), None, None
 
     def _rotates_as_it_splits(self) -> bool:
         """Whether nothing else is done to the heads between the split and the rotation."""
@@ -52,7 +69,7 @@ class RotatingSelfAttention(SelfAttention):
     def _adjust_key_value_for_inference(
         self,
         inference_context: Any,
-        query: Tensor,
+        query: Any,
         key: Any,
         value: Any,
         rotary_pos_emb: Any,
@@ -61,37 +78,38 @@ class RotatingSelfAttention(SelfAttention):
     ) -> Any:
         # Upstream's forward calls this between the split of QKV and the rotary embedding, which it
         # leaves out if this returns no angles.
-        angles = self._angles(inference_context, rotary_pos_emb)
+        length = len(query.mixed if isinstance(query, Unsplit) else query)
+        angles = self._angles(inference_context, rotary_pos_emb, length)
         if angles is not None:
             query, key, value = self._rotated(query, key, value, angles)
             rotary_pos_emb = None
-        elif value is None:
-            query, key, value = _split(query, key)
+        elif isinstance(query, Unsplit):
+            query, key, value = query.split()
         return super()._adjust_key_value_for_inference(
             inference_context, query, key, value, rotary_pos_emb, *others, **named
         )
 
-    def _angles(self, inference_context: Any, rotary_pos_emb: Any) -> Tensor | None:
-        """By which `rotation` is to rotate query and key; None: it is not to rotate them."""
+    def _angles(self, inference_context: Any, rotary_pos_emb: Any, length: int) -> Tensor | None:
+        """By which `rotation` is to rotate query and key; None: it is not to rotate them.
+
+        length: of the sequence.
+        """
         if self.rotation is None or inference_context is not None or rotary_pos_emb is None:
             return None
         of_query, of_key = rotary_pos_emb
-        return of_query if of_query is of_key else None
+        if of_query is None or of_query is not of_key:
+            return None
+        # Packed sequences, which attention refuses later, have fewer angles.
+        return of_query if len(of_query) == length else None
 
     def _rotated(
-        self, query: Tensor, key: Any, value: Tensor | None, angles: Tensor
+        self, query: Any, key: Any, value: Any, angles: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert self.rotation is not None
         scale = self._yarn_concentration_factor
-        if value is None:
-            return self.rotation.split(query, key, angles, scale)
+        if isinstance(query, Unsplit):
+            return self.rotation.split(query.mixed, query.d, angles, scale)
         # The value is a part of the projection's output, which lives as long as it does. A copy of
         # it frees the rest.
         query, key = (self.rotation.heads(each, angles, scale) for each in (query, key))
         return query, key, value.contiguous()
-
-
-def _split(mixed: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """(query, key, value) of QKV, [sequence, batch, heads, d] each, as upstream splits it."""
-    query, key, value = torch.split(mixed, sizes, dim=3)
-    return query.reshape(*query.shape[:2], -1, sizes[-1]), key, value
