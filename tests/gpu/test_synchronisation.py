@@ -59,3 +59,15 @@ def test_a_check_waits_for_the_loss_alone(waiting_is_an_error: None) -> None:
     late = loss_check.on_host(losses.detach().sum())  # the control: after work that takes long
     assert not torch.cuda.default_stream().query() and late().item() == 4
     assert torch.cuda.default_stream().query()
+
+
+def test_what_a_check_raises_leaves_the_backward_pass() -> None:
+    """The check runs in a thread of autograd's."""
+
+    def check() -> None:
+        raise RuntimeError("found NaN in the loss")
+
+    losses = torch.ones(2, device="cuda", requires_grad=True) * 2
+    loss_check.after_backward(losses, check)
+    with pytest.raises(RuntimeError, match="found NaN in the loss"):
+        losses.sum().backward()
