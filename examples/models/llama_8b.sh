@@ -25,9 +25,9 @@ model=(
 #   weights       7.5
 #   gradients    15.0
 #   optimizer     5.6
-#   activations  15.0
+#   activations  15.1
 #   temporary     3.9
-#   total        47.0
+#   total        47.1
 layout=(
     --tensor-model-parallel-size 2 --sequence-parallel --cuda-graph-impl local
     --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
