@@ -28,8 +28,9 @@ class Layout:
     graphs: whether layers are captured as CUDA graphs.
     fused_dw: whether BF16 linears add dW to main_grad in the GEMM, which needs Apex or
         Transformer Engine. Linears of a recipe always do.
-    fused_kernels: whether one kernel rotates queries and keys, and AdamW is fused
-        (--fp4-fused-kernels). Memory depends on it; times are those of torch's kernels.
+    fused_kernels: whether one kernel rotates queries and keys, and another updates a weight
+        (--fp4-fused-kernels). Estimates of memory depend on it. Estimates of time do not: they are
+        for torch's kernels.
     keeps_w: what is held of quantized weights over a step, without CUDA graphs; see
         `plan.setting.Setting`.
     """

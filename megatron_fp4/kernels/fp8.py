@@ -125,12 +125,14 @@ def largest_of_sample(
     READS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The largest block scale of a sample of a matrix, as its byte. Inf and NaN are ignored.
+    """The largest block scale that is found in a sample of a matrix, as an E8M0 byte.
 
-    x: a Source [n_rows, n_columns]. PACKED: the block size of its codes, of whose scales 128 are
-        sampled; 0 if it is BF16, of which 128 pairs of neighbours are. READS: see source.py.
+    x: a Source [n_rows, n_columns]. PACKED: the block size if x is codes with scales; 0 if it is
+        BF16. Of codes 128 scales are sampled. Of BF16 128 pairs of neighbours in a row are, and
+        the largest number's scale is computed. READS: see source.py.
 
-    All programs of a launch get the same result.
+    Inf and NaN are ignored. The places of the sample depend on the matrix's size alone, so that all
+    programs of a launch get the same result.
     """
     i = tl.arange(0, _SAMPLES).to(tl.int64)
     rows = (i * n_rows) // _SAMPLES
@@ -147,10 +149,11 @@ def largest_of_sample(
 
 @triton.jit
 def likely_exponent(largest, MANTISSA: tl.constexpr):
-    """A row exponent that most rows of a matrix can share, with its bias of 127, at least 1.
+    """Guesses a row exponent that fits most rows of a matrix, for its FP8 carriers.
 
-    docs/numerics.md, Carriers, defines row exponents. largest: of `largest_of_sample`. MANTISSA:
-    mantissa bits of the FP8 format.
+    docs/numerics.md, Carriers, defines row exponents. largest: the result of `largest_of_sample`.
+    MANTISSA: mantissa bits of the FP8 format. Returns the exponent with its bias of 127, at least
+    1.
     """
     # Around the largest block of the sample E4M3 then holds blocks that are up to 7 binades larger
     # and 6 smaller, and E5M2 13 larger and 13 smaller.

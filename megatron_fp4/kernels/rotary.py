@@ -154,7 +154,8 @@ def _run(mixed: Tensor, parts: Sequence[Tensor], cos: Tensor, sin: Tensor, backw
 
 
 def _three[T](given: Sequence[T]) -> Sequence[T]:
-    """Those of query, key and value; where only the first is given, it stands for all."""
+    """One item each for query, key and value. If only the query's is given, it is repeated: the
+    kernel has three arguments, and reads the first alone."""
     return given if len(given) > 1 else [given[0]] * 3
 
 

@@ -9,6 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+from torch import Tensor
 
 from megatron_fp4.mcore.model.spec import layer_spec
 
@@ -53,3 +54,16 @@ def build(
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return GPTModelBuilder(model).build_model(groups, vp_stage=vp_stage)
+
+
+def losses_and_gradients(model: MegatronModule) -> list[Tensor]:
+    """The loss of each token of two random sequences, then the gradients of all parameters.
+
+    model: with a vocabulary of 96 tokens or more, for 16 positions or more.
+    """
+    tokens = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(16).expand(2, -1)
+    losses = model(tokens, positions, None, labels=tokens.roll(-1, 1))
+    model.zero_grad()
+    losses.sum().backward()
+    return [losses.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]

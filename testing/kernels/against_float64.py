@@ -60,7 +60,10 @@ def gradients(
 
 
 class Made:
-    """Random inputs of one dtype on one device, and the same in float64 on the CPU."""
+    """Makes random inputs of one dtype on the CPU, and copies of them on one device.
+
+    Called with a shape, it returns a new tensor on the CPU. `on` copies tensors to the device.
+    """
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         self._generator = torch.Generator().manual_seed(3)

@@ -28,6 +28,7 @@ from megatron_fp4.mcore.model.norm import Norm
 from megatron_fp4.mcore.model.replacement import fusable
 from megatron_fp4.mcore.model.self_attention import RotatingSelfAttention
 from testing.builders import command_line, small_gpt
+from testing.builders.small_gpt import losses_and_gradients
 from testing.worlds.launch import (
     MOCK_DATA,
     SCRIPTS,
@@ -235,22 +236,11 @@ def test_a_user_s_layers_can_be_given_kernels() -> None:
     assert spec.submodules.mlp.func == MLP.as_mlp_submodule  # the user's tree is as it was
 
 
-def results(model: MegatronModule) -> list[Tensor]:
-    """The loss of each token, and the gradients of all parameters."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(96, (2, 16), generator=generator)
-    positions = torch.arange(16).expand(2, -1)
-    losses = model(tokens, positions, None, labels=tokens.roll(-1, 1))
-    model.zero_grad()
-    losses.sum().backward()
-    return [losses.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
 def test_modules_call_what_they_were_given(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's own operations in the place of Liger's, in upstream's order of axes."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     model = built(hidden_dropout=0.0, attention_dropout=0.0)
-    wanted = results(model)
+    wanted = losses_and_gradients(model)
     seen = []
 
     def swiglu(gate_and_up: Tensor) -> Tensor:
@@ -267,14 +257,14 @@ def test_modules_call_what_they_were_given(one_rank: None, monkeypatch: pytest.M
             module.activation = swiglu
         elif isinstance(module, Norm):
             module.fused = rms_norm
-    for found, expected in zip(results(model), wanted, strict=True):
+    for found, expected in zip(losses_and_gradients(model), wanted, strict=True):
         torch.testing.assert_close(found, expected)
     assert [seen.count(name) for name in ("swiglu", "norm")] == [2, 5]
     # Negative control: gate and up exchanged.
     for module in model.modules():
         if isinstance(module, GatedMLP):
             module.activation = lambda x: swiglu(torch.cat(x.chunk(2, -1)[::-1], -1))
-    assert not torch.allclose(results(model)[0], wanted[0])
+    assert not torch.allclose(losses_and_gradients(model)[0], wanted[0])
 
 
 # --- training, in Triton's interpreter -----------------------------------------------------------

@@ -17,6 +17,7 @@ from megatron_fp4.mcore.model import joined_norms
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4State
 from megatron_fp4.mcore.model.norm import Norm
 from testing.builders import small_gpt
+from testing.builders.small_gpt import losses_and_gradients
 from testing.worlds.launch import train
 
 RECIPE = ("--bf16", "--fp4-recipe", "tetrajet")
@@ -59,15 +60,6 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # of Megatron's embedding
 
 
-def results(model: MegatronModule) -> list[Tensor]:
-    """The loss of each token, and the gradients of all parameters."""
-    tokens = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(16).expand(2, -1)
-    losses = model(tokens, positions, None, labels=tokens.roll(-1, 1))
-    losses.sum().backward()
-    return [losses.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-
 def test_a_layer_passes_each_norm_and_residual_on(one_rank: None) -> None:
     """Linears that compute torch's norm give the losses and gradients of a model of Megatron's."""
     model, plain = built(), built()
@@ -76,7 +68,7 @@ def test_a_layer_passes_each_norm_and_residual_on(one_rank: None) -> None:
         if isinstance(module, Fp4ColumnParallelLinear):
             module.fp4 = None
     assert joined_norms.join(model) == 4
-    found, wanted = results(model), results(plain)
+    found, wanted = losses_and_gradients(model), losses_and_gradients(plain)
     assert len(found) == len(wanted) > 10
     assert all(
         torch.allclose(one, other, atol=1e-5) for one, other in zip(found, wanted, strict=True)
@@ -92,7 +84,7 @@ def test_a_norm_whose_linear_does_not_follow_now_is_computed_as_ever(one_rank: N
         if isinstance(module, Fp4ColumnParallelLinear):
             module.fp4 = None
     assert joined_norms.join(model) == 4
-    assert all(map(torch.equal, results(model), results(plain)))
+    assert all(map(torch.equal, losses_and_gradients(model), losses_and_gradients(plain)))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from megatron_fp4.mcore.model.attention import SdpaAttention
 from megatron_fp4.mcore.model.rotary import Rotation, _Tables
 from megatron_fp4.mcore.model.self_attention import RotatingSelfAttention, Unsplit
 from testing.builders import small_gpt
+from testing.builders.small_gpt import losses_and_gradients
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4}
 
@@ -60,17 +61,6 @@ def give(model: MegatronModule, rotation: Rotation) -> None:
             module.rotation = rotation
 
 
-def results(model: MegatronModule) -> list[Tensor]:
-    """The loss of each token, and the gradients of all parameters."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(96, (2, 16), generator=generator)
-    positions = torch.arange(16).expand(2, -1)
-    losses = model(tokens, positions, None, labels=tokens.roll(-1, 1))
-    model.zero_grad()
-    losses.sum().backward()
-    return [losses.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
 @pytest.mark.parametrize(
     ("options", "seen"),
     [
@@ -85,15 +75,15 @@ def test_a_model_learns_what_it_does_without(
     model, rotation = built(**options), TorchRotation()
     for weight in model.parameters():
         weight.data.mul_(3)  # so that scores differ
-    wanted = results(model)
+    wanted = losses_and_gradients(model)
     give(model, rotation)
-    found = results(model)
+    found = losses_and_gradients(model)
     assert rotation.seen == seen
     for each, expected in zip(found, wanted, strict=True):
         torch.testing.assert_close(each, expected)
     # Negative control: a key that is not rotated.
     give(model, OfQueries())
-    assert not torch.allclose(results(model)[0], wanted[0])
+    assert not torch.allclose(losses_and_gradients(model)[0], wanted[0])
 
 
 class OfQueries(TorchRotation):
@@ -114,10 +104,10 @@ def test_what_is_not_rotated_is_split_as_upstream_splits_it(
 ) -> None:
     """As where there is an inference context, or angles of query and of key."""
     model, rotation = built(), TorchRotation()
-    wanted = results(model)
+    wanted = losses_and_gradients(model)
     give(model, rotation)
     monkeypatch.setattr(RotatingSelfAttention, "_angles", lambda self, *given: None)
-    assert all(map(torch.equal, results(model), wanted))
+    assert all(map(torch.equal, losses_and_gradients(model), wanted))
     assert not rotation.seen
 
 
@@ -175,11 +165,11 @@ def test_a_rotation_leaves_nothing_of_the_projection(
     for options in ({}, {"qk_layernorm": True}):
         model = built(**options)
         seen.clear()
-        results(model)
+        losses_and_gradients(model)
         assert any(held > own for held, own in seen)  # without a rotation the value is a part
         seen.clear()
         give(model, Rotation())
-        results(model)
+        losses_and_gradients(model)
         assert len(seen) == 6 and all(held == own for held, own in seen)
 
 
@@ -189,9 +179,9 @@ def test_other_angles_of_a_model(options: dict[str, Any], one_rank: None) -> Non
         **SIZES, num_query_groups=2, hidden_dropout=0.0, attention_dropout=0.0
     )
     model, rotation = small_gpt.build(config, 96, 16, **options), TorchRotation()
-    wanted = results(model)
+    wanted = losses_and_gradients(model)
     give(model, rotation)
-    for each, expected in zip(results(model), wanted, strict=True):
+    for each, expected in zip(losses_and_gradients(model), wanted, strict=True):
         torch.testing.assert_close(each, expected)
     assert rotation.seen == ["split"] * 2 * ("rotary_percent" in options)
 

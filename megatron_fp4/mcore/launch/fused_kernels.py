@@ -32,7 +32,7 @@ def refusals(args: Namespace) -> Iterator[str]:
 
 
 def settle(args: Namespace, is_checked: bool) -> None:
-    """Sets the arguments that say what is in force, which checkpoints record.
+    """Sets these arguments of a launch from its flags and its machine. Checkpoints record them.
 
     fp4_liger: the version of Liger-Kernel, or None; which of its kernels run is known once the
         model is built (model/fused_kernels.py).

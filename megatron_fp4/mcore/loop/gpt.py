@@ -245,7 +245,11 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
 def _validate(
     seen: Callable[[], Tensor], checks: list[tuple[str, Callable[[Tensor], Any], bool]]
 ) -> None:
-    """Has upstream check the loss of a microbatch. checks: (message, is it bad, is that fatal)."""
+    """Passes the loss of a microbatch to Megatron's rerun state machine, once for each check.
+
+    seen: returns the loss, on the CPU. checks: for each (message for the log, function that says
+    whether a loss is bad, whether a bad loss ends the run).
+    """
     value, rerun = seen(), get_rerun_state_machine()
     for message, is_bad, fatal in checks:
         rerun.validate_result(

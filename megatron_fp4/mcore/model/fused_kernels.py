@@ -103,7 +103,8 @@ def _set(
 
 
 def _refused(config: TransformerConfig) -> dict[str, str]:
-    """Why fused kernels do not take an operation of the model, for each that they do not take."""
+    """The operations of a model for which there is no fused kernel, each with the reason: the flag
+    or the size that the kernels do not support."""
     found = {}
     if config.rotary_interleaved:
         found[ROTARY] = "--rotary-interleaved"
@@ -131,6 +132,7 @@ def _refused(config: TransformerConfig) -> dict[str, str]:
 
 
 def _rotations(chunk: MegatronModule) -> Iterator[_Function]:
+    """One Rotation for all attention modules of a model chunk that it can rotate for."""
     from megatron_fp4.mcore.model.rotary import Rotation  # needs Triton
 
     rotation = Rotation()
@@ -140,8 +142,11 @@ def _rotations(chunk: MegatronModule) -> Iterator[_Function]:
 
 
 def _ligers(chunk: MegatronModule) -> Iterator[_Function]:
-    """Liger-Kernel's. A SwiGLU that linears compute is not told: Liger's kernel runs only where
-    they are in BF16, as in some evaluations."""
+    """Liger-Kernel's functions for the modules of a model chunk.
+
+    The start table does not name the SwiGLU of an MLP whose linears compute it (`is_told`). There
+    Liger's kernel runs only where the linears are in BF16, as in some evaluations.
+    """
     from megatron_fp4.mcore.model import liger  # needs the package liger_kernel
 
     for module in chunk.modules():

@@ -29,17 +29,24 @@ class Rotation:
     def split(
         self, mixed: Tensor, d: int, angles: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(query, key, value), [sequence, batch, heads, d] each, query and key rotated.
+        """Splits the output of the QKV projection, and rotates query and key.
 
-        mixed: [sequence, batch, groups, (n + 2) * d]: the n query heads of a group, its key and its
-        value.
+        mixed: [sequence, batch, groups, (n + 2) * d]. Each group has n query heads, then a key
+        head, then a value head, of d elements each. angles, scale: see the class.
+
+        Returns (query, key, value): [sequence, batch, groups * n, d], and [sequence, batch, groups,
+        d] for the other two, all in memory of their own.
         """
         cos, sin = self._tables.of(angles, mixed.shape[0], mixed.shape[1], scale)
         query, key, value = _Split.apply(mixed, d, cos, sin)
         return query, key, value
 
     def heads(self, t: Tensor, angles: Tensor, scale: float) -> Tensor:
-        """t, [sequence, batch, heads, d], with all heads rotated."""
+        """Rotates query or key alone, where QKV is split already.
+
+        t: [sequence, batch, heads, d]. angles, scale: see the class. Returns a new tensor of t's
+        shape.
+        """
         cos, sin = self._tables.of(angles, t.shape[0], t.shape[1], scale)
         (rotated,) = _Split.apply(t, t.shape[-1], cos, sin)
         return rotated

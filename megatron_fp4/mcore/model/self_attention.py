@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Unsplit(NamedTuple):
     """QKV as the projection writes it.
 
-    mixed: [sequence, batch, groups, (n + 2) * d]: the n query heads of a group, its key and its
-    value.
+    mixed: [sequence, batch, groups, (n + 2) * d]. Each group has n query heads, then a key head,
+    then a value head. d: the elements of a head.
     """
 
     mixed: Tensor
