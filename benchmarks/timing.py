@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -22,8 +23,9 @@ def medians(
     """The median time of each call in seconds.
 
     Each call is captured `each` times in a CUDA graph, which leaves out host overhead. The graphs
-    of all calls are replayed in turn, `rounds` times, so that changes in the GPU's speed affect all
-    of them alike.
+    of all calls are replayed `rounds` times, each time in another order, so that changes in the
+    GPU's speed affect all of them alike. The order counts: a GPU near its power limit is slower
+    after a call that took much power than after one that took little.
 
     eager: the names of calls that cannot be captured. The host launches their kernels while the GPU
     is busy, so that its time is left out here too, but for calls that wait for the GPU.
@@ -40,13 +42,14 @@ def medians(
                 repeats[name]()
             repeats[name] = graph.replay
     taken: dict[str, list[float]] = {name: [] for name in calls}
+    orders = random.Random(0)
     for _ in range(rounds):
-        for name, repeat in repeats.items():
+        for name in orders.sample(list(calls), len(calls)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if name in eager:
                 torch.cuda._sleep(BUSY)
             start.record()
-            repeat()
+            repeats[name]()
             end.record()
             torch.cuda.synchronize()
             taken[name].append(start.elapsed_time(end) / 1e3 / each)
