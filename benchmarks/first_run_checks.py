@@ -27,7 +27,7 @@ from megatron_fp4.makers import choose
 from megatron_fp4.makers.base import Given, Maker
 from megatron_fp4.makers.pytorch import make_operand
 from megatron_fp4.multipliers.base import Multiplier, Product
-from megatron_fp4.multipliers.trial import BOUND
+from megatron_fp4.multipliers.trial import bound
 from megatron_fp4.operands import Form, Made
 from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.target import target_of
@@ -219,7 +219,7 @@ def check_product(
 
     The row has the reason of each shape that the multiplier refuses.
     """
-    target, bound = target_of(device), BOUND[output.dtype]
+    target, allowed = target_of(device), bound(output.dtype, FORMATS[form])
     refused: dict[str, str] = {}
     errors: dict[str, float | str] = {}
     for shape in shapes:
@@ -233,8 +233,8 @@ def check_product(
     if errors:
         finite = [error for error in errors.values() if isinstance(error, float)]
         largest = max(finite) if len(finite) == len(errors) else None
-        right = largest is not None and largest < bound
-        row |= {"errors": errors, "largest error": largest, "bound": bound, "right": right}
+        right = largest is not None and largest < allowed
+        row |= {"errors": errors, "largest error": largest, "bound": allowed, "right": right}
     return row
 
 

@@ -13,6 +13,7 @@ from benchmarks import (
     linear,
     method_costs,
     metrics_costs,
+    mlp,
     parallel_step,
     peers,
     quantize_kernels,
@@ -23,16 +24,16 @@ from tests.test_readme import weights_gradients_and_optimizer
 
 ROOT = Path(__file__).parents[1]
 PAGES: dict[str, tuple[str, Any]] = {
-    "quantize_kernels-one-draw": ("docs/notes/quantize-kernels.md", quantize_kernels),
+    "quantize_kernels-fused": ("docs/notes/quantize-kernels.md", quantize_kernels),
     "host_linear": ("docs/notes/host.md", host_linear),
     "host_linear-before": ("docs/notes/host.md", host_linear),
-    "linear": ("docs/hopper.md", linear),
-    "linear-fp8": ("docs/hopper.md", linear),
-    "linear-rows": ("docs/hopper.md", linear),
+    "linear-te": ("docs/hopper.md", linear),
+    "mlp": ("docs/hopper.md", mlp),
     "fp8-step": ("docs/hopper.md", training_step),
     "te-step": ("docs/hopper.md", training_step),
     "fused-step": ("docs/hopper.md", training_step),
     "fused-step-before": ("docs/hopper.md", training_step),
+    "fused-step-decoded": ("docs/hopper.md", training_step),
     "host": ("docs/notes/host.md", host),
     "training_step": ("docs/hopper.md", training_step),
     "training_step-four": ("docs/hopper.md", training_step),
@@ -80,23 +81,37 @@ def test_a_page_s_figures_are_the_committed_result(name: str) -> None:
 
 
 def of_a_linear() -> list[str]:
-    rows = {(row["in"], row["out"], row["recipe"]): row for row in result("linear")["rows"]}
+    rows = {(row["in"], row["out"], row["recipe"]): row for row in result("linear-te")["rows"]}
     ours = {key[:2]: row for key, row in rows.items() if key[2] == "tetrajet"}
-    more = {shape: row["ms"] / row["floor ms"] - 1 for shape, row in ours.items()}
-    gemms = [rows[(*at, "bf16")]["ms"] / row["products ms"] for at, row in ours.items()]
+    more = [f"{ours[at]['ms'] / ours[at]['floor ms'] - 1:.0%} more" for at in linear.SHAPES]
+    bf16 = {at: min(rows[(*at, name)]["ms"] for name in ("bf16", "te bf16")) for at in ours}
+    gemms = [bf16[at] / row["products ms"] for at, row in ours.items()]
+    beside = {
+        name: [row["ms"] / rows[(*at, name)]["ms"] for at, row in ours.items()]
+        for name in ("fp8", "te fp8 delayed")
+    }
+    low, high = (
+        {name: f"{pick(found):.2f}" for name, found in beside.items()} for pick in (min, max)
+    )
     return [
-        f"takes {more[4096, 4096]:.0%} more time than its floor at 4096 × 4096, and "
-        f"{more[8192, 8192]:.0%} more at 8192 × 8192",
+        f"it takes {more[0]} than its floor at 4096 × 4096, {more[1]} at 4096 × 14336, "
+        f"{more[2]} at 14336 × 4096 and {more[3]} at 8192 × 8192",
         f"The FP8 products are {min(gemms):.1f} to {max(gemms):.1f} times as fast as BF16's",
+        f"takes {low['fp8']} to {high['fp8']} of the time of `fp8`",
+        f"`tetrajet` takes {low['te fp8 delayed']} to {high['te fp8 delayed']} times its time",
     ]
 
 
-def of_fp8() -> list[str]:
-    rows = {(row["in"], row["out"], row["recipe"]): row for row in result("linear-fp8")["rows"]}
-    shares = [
-        row["ms"] / rows[(*key[:2], "fp8")]["ms"] for key, row in rows.items() if "tetrajet" in key
+def of_an_mlp() -> list[str]:
+    [row] = [
+        row for row in result("mlp")["rows"] if (row["hidden"], row["recipe"]) == (4096, "tetrajet")
     ]
-    return [f"takes {min(shares):.2f} to {max(shares):.2f} of the time of `fp8`"]
+    return [f"`tetrajet` takes {row['ms'] / row['floor ms'] - 1:.0%} more than its floor"]
+
+
+def of_held_elements() -> list[str]:
+    _, packed, decoded = result("fused-step-decoded")["rows"]
+    return [f"takes {decoded['peak_gib'] - packed['peak_gib']:.1f} GiB"]
 
 
 def of_a_training_step() -> list[str]:
@@ -193,14 +208,21 @@ def of_the_quantize_kernels() -> list[str]:
     [counted] = [
         row for row in result("counters")["rows"] if row["kernel"] == "stochastic, along rows"
     ]
-    both = shares("quantize_kernels-one-draw")["stochastic, both"]
+    found, before = shares("quantize_kernels-fused"), shares("quantize_kernels-one-draw")
+    both, two = found["stochastic, both"], found["stochastic, both, two draws"]
     copied = both["us"] * both["share"]  # the bytes of this kernel, at the bandwidth of a copy
+    orders = [
+        f"({found[name]['us']:.1f} µs, and {before[name]['us']:.1f}"
+        for name in ("stochastic, both", "stochastic, both, with E5M2")
+    ]
     return [
         f"{counted['alu pipe % of peak']:.0f}% of the peak of the units for logic",
         f"{counted['fma heavy pipe % of peak']:.0f}% of the peak of the multipliers",
         f"{counted['issue slots %']:.0f}% of all issue slots",
         f"{counted['dram % of peak']:.0f}% of the peak of memory",
         f"where a copy of as many bytes takes {copied:.0f} µs",
+        f"the share rises from {100 * two['share']:.0f} to {both['share']:.0%} of a copy",
+        *orders,
     ]
 
 
@@ -255,7 +277,8 @@ FIGURES: dict[str, list[Any]] = {
     "docs/notes/costs.md": [of_methods, of_metrics],
     "docs/hopper.md": [
         of_a_linear,
-        of_fp8,
+        of_an_mlp,
+        of_held_elements,
         of_transformer_engine,
         of_a_training_step,
         of_memory,

@@ -107,7 +107,7 @@ def test_the_table_of_training_steps() -> None:
 
 def test_a_linear() -> None:
     ratios: dict[str, list[float]] = {}
-    for row in result("linear-rows")["rows"]:
+    for row in result("linear-te")["rows"]:
         ratios.setdefault(row["recipe"], []).append(row["ratio"])
     (low, high), (least, most) = ((min(r), max(r)) for r in (ratios["tetrajet"], ratios["dge-occ"]))
     says(f"a linear, forward and backward, is {low:.2f} to {high:.2f} times as fast")

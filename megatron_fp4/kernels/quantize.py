@@ -343,8 +343,9 @@ def tile(
             return 128, 64, 4, True, 208  # it reads three matrices, and would spill with 168
         if along_rows:
             # With 168 registers three programs run at once, also where the random bits stay in
-            # registers for the second copy.
-            return (128, 64, 4, True, 168) if stochastic else (64, 128, 4, False, None)
+            # registers for the second copy. Carriers of the rows of a tile fill half of a cache
+            # line. The program beside it writes the other half.
+            return (128, 64, 4, not carried, 168) if stochastic else (64, 128, 4, False, None)
         if stochastic:  # with more registers fewer programs run together; carriers would spill
             return 128, 32, 2, False, None if carried or is_gradient else _REGISTERS
         return 128, 64, 4, False, None

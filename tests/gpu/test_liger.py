@@ -146,7 +146,7 @@ def test_memory_is_lower(flags: tuple[str, ...]) -> None:
 @needs_liger
 def test_a_resume_with_other_kernels_is_told(tmp_path: Path) -> None:
     folder = ("--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "2")
-    train(1, *FLAGS, *OFF, *folder, "--train-iters", "2", "--lr-decay-iters", "10")
+    train(1, *FLAGS, *OFF, *folder, "--exit-interval", "2")
     again = train(1, *FLAGS, *LIGER, *folder)
     assert "trained with fused kernels of none, this launch has Liger-Kernel" in again.output
     assert len(again.losses) == 2
