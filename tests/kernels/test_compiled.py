@@ -101,7 +101,11 @@ def test_an_average_fits_the_registers(sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize("form", ["along rows", "along columns", "both", "one draw", "packed"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_tiles_fit_the_registers(rounding: Any, form: str, carried: bool, block: int) -> None:
-    """With as many as `tile` grants. One draw is for both copies of dY, whose carriers are E5M2."""
+    """With as many as `tile` grants. One draw is for both copies of dY, whose carriers are E5M2.
+
+    With carriers this kernel stores a few registers in memory, once, and loads them again. Programs
+    in the other order keep all, but are slower on an H200 (docs/notes/quantize-kernels.md).
+    """
     wanted: Any = (E5M2 if form == "one draw" else E4M3) if carried else True
     start = quantize_launch(
         rounding,
@@ -113,11 +117,11 @@ def test_tiles_fit_the_registers(rounding: Any, form: str, carried: bool, block:
         block=(1, block),
     )
 
-    def spills(**options: Any) -> bool:
-        return "STL" in sass(compiled_launch(start, 90, **options)["cubin"])
+    def spilled(**options: Any) -> int:
+        return sass(compiled_launch(start, 90, **options)["cubin"]).count("STL")
 
-    assert not spills()
-    assert form != "both" or carried or spills(maxnreg=48)  # Negative control.
+    assert spilled() <= (8 if form == "one draw" and carried else 0)
+    assert form != "both" or carried or spilled(maxnreg=48) > 8  # Negative control.
 
 
 @pytest.mark.parametrize("carrier", [True, E5M2])
