@@ -31,6 +31,7 @@ def install() -> None:
     _mend_initial_state()
     _mend_fp32_shards()
     _mend_distributed_adam()
+    _mend_padded_buckets()
     _mend_ckpt_step()
     _mend_learning_rates()
     ChainedOptimizer.load_state_dict = _of_other_experts(ChainedOptimizer.load_state_dict)
@@ -158,6 +159,46 @@ def _mend_distributed_adam() -> None:
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_step
     DistributedOptimizer.load_state_dict = load_state_dict
+
+
+def _mend_padded_buckets() -> None:
+    """Makes C/optimizer/distrib_optimizer.py save the right state of each parameter in the fully
+    reshardable format, where buckets have padding at their ends.
+
+    get_parameter_state_dp_zero joins the buckets of a buffer without that padding, but
+    sharded_param_state_fully_reshardable takes a parameter's state from its place in the buffer,
+    which counts it. Everything behind the first padded bucket is then saved from a wrong place.
+    """
+    upstream = DistributedOptimizer.sharded_param_state_fully_reshardable
+
+    @functools.wraps(upstream)
+    def sharded_param_state_fully_reshardable(
+        self: DistributedOptimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        padded = [buffer.param_index_map for buffer in self.buffers]
+        for buffer in self.buffers:
+            buffer.param_index_map = _places_without_padding(buffer)
+        try:
+            return upstream(self, *args, **kwargs)
+        finally:
+            for buffer, places in zip(self.buffers, padded, strict=True):
+                buffer.param_index_map = places
+
+    DistributedOptimizer.sharded_param_state_fully_reshardable = (
+        sharded_param_state_fully_reshardable
+    )
+
+
+def _places_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
+    """(start, end, bucket) of each parameter of one of Megatron's _ParamAndGradBuffer, as if its
+    buckets had no padding at their ends."""
+    before = [0]  # padding before each bucket
+    for (start, end), bucket in zip(buffer.bucket_indices, buffer.buckets, strict=True):
+        before.append(before[-1] + end - start - bucket.numel_unpadded)
+    return {
+        parameter: (start - before[bucket], end - before[bucket], bucket)
+        for parameter, (start, end, bucket) in buffer.param_index_map.items()
+    }
 
 
 def _mend_ckpt_step() -> None:
