@@ -1,0 +1,95 @@
+"""The bytes in which a shard of gradients travels between data-parallel ranks.
+
+A message has the FP8 codes of all segments of a shard (segments.py), in their order, and behind
+them their scales. Blocks begin at the first element of each segment, so that a block never has
+elements of two parameters or of two shards.
+
+Source: gradients communicated in FP8 with scales are those of arXiv 2310.18313 (FP8-LM, section
+2.1), with one scale for a tensor, and of arXiv 2501.17116. Blocks and stochastic rounding are this
+package's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.fp8_blocks import Fp8Blocks, bits_at
+from megatron_fp4.arithmetic.philox import Key
+from megatron_fp4.arithmetic.segments import Segment
+
+RANK = 2**48  # the distance of two ranks' indices: more than a model has elements
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What identifies the random bits by which a rank rounds what it sends.
+
+    key: seed and step. stream: the number of the random stream. rank: the rank in the data-parallel
+    group, below 2^15. Ranks that rounded equal gradients by the same bits would err alike, and the
+    error of their mean would not fall with their number.
+    """
+
+    key: Key
+    stream: int
+    rank: int
+
+    def bits(self, segment: Segment, device: torch.device) -> Tensor:
+        """The bits of a segment's elements: int32 [len(segment)]."""
+        return bits_at(segment.indices(device) + self.rank * RANK, self.key, self.stream)
+
+
+def length(shard: Sequence[Segment], form: Fp8Blocks) -> int:
+    """The bytes of a message."""
+    return sum(len(segment) + form.blocks(len(segment)) for segment in shard)
+
+
+def encoded(
+    gradients: Tensor, shard: Sequence[Segment], form: Fp8Blocks, rounding: Rounding | None = None
+) -> Tensor:
+    """The message of a shard: uint8 [length(shard, form)].
+
+    gradients: the buffer, one axis; it is converted to float32. rounding: None rounds to nearest.
+    """
+    codes, scales = [], []
+    for segment in shard:
+        x = gradients[segment.start : segment.stop].float()
+        bits = None if rounding is None else rounding.bits(segment, x.device)
+        found = form.encode(x, bits)
+        codes.append(found[0])
+        scales.append(found[1])
+    return torch.cat([*codes, *scales, gradients.new_empty(0, dtype=torch.uint8)])
+
+
+def decoded(message: Tensor, shard: Sequence[Segment], form: Fp8Blocks) -> Tensor:
+    """The values of a message, one segment behind the other: float32 [elements of the shard]."""
+    lengths = [len(segment) for segment in shard]
+    blocks = [form.blocks(elements) for elements in lengths]
+    parts = message.split(lengths + blocks)
+    codes, scales = parts[: len(shard)], parts[len(shard) :]
+    values = [form.decode(*pair) for pair in zip(codes, scales, strict=True)]
+    return torch.cat([*values, message.new_empty(0, dtype=torch.float32)])
+
+
+def summed(messages: Sequence[Tensor], shard: Sequence[Segment], form: Fp8Blocks) -> Tensor:
+    """The sum of what all ranks sent of a shard: float32, as `decoded`.
+
+    messages: of ranks 0, 1, ..., which are added in this order.
+    """
+    total = decoded(messages[0], shard, form)
+    for message in messages[1:]:
+        total += decoded(message, shard, form)
+    return total
+
+
+def store(values: Tensor, shard: Sequence[Segment], gradients: Tensor) -> None:
+    """Writes the values of a shard, as `decoded` returns them, to its places in the buffer.
+
+    Padding between segments keeps what it has.
+    """
+    parts = values.split([len(segment) for segment in shard])
+    for segment, part in zip(shard, parts, strict=True):
+        gradients[segment.start : segment.stop] = part.to(gradients.dtype)

@@ -1,0 +1,152 @@
+"""Sums of gradients that ranks send in FP8, against exact sums of what each of them has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.fp8_blocks import Fp8Blocks
+from megatron_fp4.arithmetic.messages import (
+    Rounding,
+    decoded,
+    encoded,
+    length,
+    store,
+    summed,
+)
+from megatron_fp4.arithmetic.philox import Key
+from megatron_fp4.arithmetic.segments import Place, Segment, segments
+
+FORM = Fp8Blocks("e4m3", 32)
+SIZE, STREAM = 900, 11
+# Three parameters with gaps between them, in two shards; the border cuts the second.
+PARAMETERS = [(0, 130, Place(0, 130, 130)), (192, 700, Place(136, 508, 508)),
+              (704, 897, Place(648, 193, 193))]  # fmt: skip
+SHARDS = segments(PARAMETERS, [0, 450, SIZE])
+
+
+def gradients(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SIZE, generator=generator) * 0.01
+
+
+def of(shard: list[Segment], values: Tensor) -> Tensor:
+    return torch.cat([values[segment.start : segment.stop] for segment in shard])
+
+
+def rounding(step: int, rank: int) -> Rounding:
+    return Rounding(Key(3, step), STREAM, rank)
+
+
+def sent(step: int, rank: int, values: Tensor, shard: list[Segment]) -> Tensor:
+    return encoded(values, shard, FORM, rounding(step, rank))
+
+
+# --- one message -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shard", SHARDS, ids=["first", "second"])
+def test_a_message_has_a_code_for_each_element_and_a_scale_for_each_block(
+    shard: list[Segment],
+) -> None:
+    message = encoded(gradients(0), shard, FORM)
+    assert message.dtype == torch.uint8 and len(message) == length(shard, FORM)
+    wanted = sum(len(part) + -(-len(part) // 32) for part in shard)
+    assert len(message) == wanted
+
+
+def test_a_block_is_of_one_parameter() -> None:
+    """A parameter beside it, of any size, changes nothing. Negative control: one within."""
+    [shard] = segments(PARAMETERS, [0, SIZE])
+    plain, other, own = gradients(0), gradients(0), gradients(0)
+    other[:130] *= 1e6
+    own[200] *= 1e6
+    last = [part for part in shard if part.start == 192]
+    assert torch.equal(encoded(other, shard, FORM)[130:638], encoded(plain, shard, FORM)[130:638])
+    assert not torch.equal(encoded(own, last, FORM), encoded(plain, last, FORM))
+
+
+def test_shards_draw_the_bits_of_the_whole() -> None:
+    """Two shards, cut between two blocks, are sent as one would be."""
+    one, two = [(0, 640, Place(80, 640, 640))], gradients(1)
+    [whole] = segments(one, [0, 640])
+    left, right = segments(one, [0, 320, 640])
+    values = decoded(sent(4, 1, two, whole), whole, FORM)
+    parts = [decoded(sent(4, 1, two, part), part, FORM) for part in (left, right)]
+    assert torch.equal(values, torch.cat(parts))
+    shifted = [replace(part, within=0) for part in right]  # negative control
+    assert not torch.equal(decoded(sent(4, 1, two, shifted), right, FORM), parts[1])
+
+
+def test_an_empty_shard() -> None:
+    assert (
+        len(encoded(gradients(0), [], FORM)) == len(decoded(torch.zeros(0).byte(), [], FORM)) == 0
+    )
+
+
+def test_what_is_stored_leaves_the_padding() -> None:
+    buffer = torch.full((SIZE,), 7.0, dtype=torch.bfloat16)
+    for shard in SHARDS:
+        store(of(shard, gradients(2)), shard, buffer)
+    inside = torch.zeros(SIZE, dtype=torch.bool)
+    for start, stop, _ in PARAMETERS:
+        inside[start:stop] = True
+    assert torch.equal(buffer[inside], gradients(2)[inside].bfloat16())
+    assert (buffer[~inside] == 7).all()
+
+
+# --- sums --------------------------------------------------------------------------------------
+
+
+def mean_and_variance(values: list[Tensor], share: bool, draws: int) -> tuple[Tensor, Tensor]:
+    """Of the sum of the first shard, over draws. share: whether all ranks have rank 0's bits."""
+    total, squares = torch.zeros(2, len(of(SHARDS[0], values[0])), dtype=torch.float64)
+    for step in range(draws):
+        messages = [
+            sent(step, 0 if share else rank, each, SHARDS[0]) for rank, each in enumerate(values)
+        ]
+        found = summed(messages, SHARDS[0], FORM).double()
+        total += found
+        squares += found**2
+    mean = total / draws
+    return mean, squares / draws - mean**2
+
+
+def test_the_expected_sum_is_the_sum() -> None:
+    values, draws = [gradients(rank) for rank in range(4)], 1500
+    exact = torch.stack([of(SHARDS[0], each).double() for each in values]).sum(0)
+    mean, variance = mean_and_variance(values, False, draws)
+    bound = 5 * (variance / draws).sqrt() + 1e-8
+    assert ((mean - exact).abs() <= bound).float().mean() > 0.999
+    nearest = summed([encoded(each, SHARDS[0], FORM) for each in values], SHARDS[0], FORM)
+    assert ((nearest - exact).abs() > bound).float().mean() > 0.8  # negative control
+
+
+def test_the_error_of_a_mean_falls_with_the_number_of_ranks() -> None:
+    """Four ranks with equal gradients: the variance of their mean is a quarter of one rank's."""
+    values, draws = gradients(5), 400
+    _, one = mean_and_variance([values], False, draws)
+    _, four = mean_and_variance([values / 4] * 4, False, draws)
+    _, alike = mean_and_variance([values / 4] * 4, True, draws)  # negative control
+    assert abs(float(four.mean() / one.mean()) - 0.25) < 0.02
+    assert abs(float(alike.mean() / one.mean()) - 1) < 0.06
+
+
+def test_ranks_are_added_in_their_order() -> None:
+    values = [gradients(rank) * 10.0**rank for rank in range(4)]
+    messages = [encoded(each, SHARDS[1], FORM) for each in values]
+    parts = [decoded(message, SHARDS[1], FORM) for message in messages]
+    assert torch.equal(
+        summed(messages, SHARDS[1], FORM), ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    )
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_on_one_rank_is_not_finite_in_the_sum(value: float) -> None:
+    values = [gradients(rank) for rank in range(3)]
+    values[1][20] = value
+    found = summed([encoded(each, SHARDS[0], FORM) for each in values], SHARDS[0], FORM)
+    assert not found[20].isfinite() and int(found.isnan().sum()) == 32
