@@ -47,25 +47,33 @@ def length(shard: Sequence[Segment], form: Fp8Blocks) -> int:
     return sum(len(segment) + form.blocks(len(segment)) for segment in shard)
 
 
+def of_shard(gradients: Tensor, shard: Sequence[Segment]) -> Tensor:
+    """The elements of a shard, one segment behind the other: float32 [elements of the shard].
+
+    gradients: the buffer, one axis.
+    """
+    parts = [gradients[segment.start : segment.stop] for segment in shard]
+    return torch.cat([*parts, gradients[:0]]).float()
+
+
 def encoded(
-    gradients: Tensor, shard: Sequence[Segment], form: Fp8Blocks, rounding: Rounding | None = None
+    values: Tensor, shard: Sequence[Segment], form: Fp8Blocks, rounding: Rounding | None = None
 ) -> Tensor:
     """The message of a shard: uint8 [length(shard, form)].
 
-    gradients: the buffer, one axis; it is converted to float32. rounding: None rounds to nearest.
+    values: of the shard, as `of_shard` returns them. rounding: None rounds to nearest.
     """
     codes, scales = [], []
-    for segment in shard:
-        x = gradients[segment.start : segment.stop].float()
+    for segment, x in zip(shard, values.split([len(part) for part in shard]), strict=True):
         bits = None if rounding is None else rounding.bits(segment, x.device)
         found = form.encode(x, bits)
         codes.append(found[0])
         scales.append(found[1])
-    return torch.cat([*codes, *scales, gradients.new_empty(0, dtype=torch.uint8)])
+    return torch.cat([*codes, *scales, values.new_empty(0, dtype=torch.uint8)])
 
 
 def decoded(message: Tensor, shard: Sequence[Segment], form: Fp8Blocks) -> Tensor:
-    """The values of a message, one segment behind the other: float32 [elements of the shard]."""
+    """The values of a message, as `of_shard` returns them: float32 [elements of the shard]."""
     lengths = [len(segment) for segment in shard]
     blocks = [form.blocks(elements) for elements in lengths]
     parts = message.split(lengths + blocks)

@@ -107,7 +107,7 @@ def attach(
 
 def _linears(chunk: MegatronModule) -> Iterator[tuple[str, Fp4Layer, int | None]]:
     """(global name, linear, number of its layer) for each of this package's linears."""
-    for name, module, number in _modules(chunk):
+    for name, module, number in modules(chunk):
         if isinstance(module, Fp4Layer):
             yield name, module, number
 
@@ -118,7 +118,7 @@ def _stock_linears(chunk: MegatronModule) -> Iterator[Row]:
     These are linears of a user's layers that their specification does not name, or that do not
     derive from Megatron's. The head is left out.
     """
-    for name, module, _ in _modules(chunk):
+    for name, module, _ in modules(chunk):
         is_linear = any(base.__name__ in _LINEARS for base in type(module).__mro__)
         if is_linear and not isinstance(module, Fp4Layer) and name != "output_layer":
             weight = getattr(module, "weight", None)
@@ -126,7 +126,7 @@ def _stock_linears(chunk: MegatronModule) -> Iterator[Row]:
                 yield start_table.stock(name, weight, type(module).__name__)
 
 
-def _modules(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Module, int | None]]:
+def modules(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Module, int | None]]:
     """(global name, module, number of its layer) for each module of a chunk.
 
     In module names Megatron numbers the layers of each pipeline stage from 0. Random bits depend on

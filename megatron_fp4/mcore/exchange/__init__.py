@@ -1,0 +1,1 @@
+"""How data-parallel ranks exchange gradients in FP8."""
