@@ -11,6 +11,7 @@ layouts/        every layout compared with one process, by tests and by benchmar
 kernels/        the Triton kernels compared with the reference
 examples.py     the scripts of examples/ with small models
 launches.py     what the scripts of examples/ launch, without a cluster
+low_bit.py      optimizers with moments in few bits, and numbers for them to round
 patching.py     a replaced attribute, in programs that run without pytest
 
 Tests and benchmarks import from here. Nothing here imports from tests/.
