@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW, Place
+from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW, Part
 from megatron_fp4.arithmetic.moments import FIRST, SECOND, Form, Moments
 from testing.oracles import normal
 
@@ -40,7 +40,7 @@ def low_bit(
 ) -> LowBitAdamW:
     optimizer = kind(groups_of(params), moments, seed=7, **OPTIONS | options)
     for i, param in enumerate(params):
-        optimizer.place(param, Place(f"layer.{i}"))
+        optimizer.place(param, Part(f"layer.{i}"))
     return optimizer
 
 

@@ -19,7 +19,7 @@ _UNKNOWN_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fore
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class Part:
     """Where the elements of an optimizer's parameter lie in a parameter of the model.
 
     An optimizer's parameter may be a part of the model's: a range of the flattened tensor, of the
@@ -93,7 +93,7 @@ class LowBitAdamW(torch.optim.AdamW):
         """
         Key(seed)
         self.moments, self._seed = moments, seed
-        self._places: dict[Tensor, Place] = {}
+        self._places: dict[Tensor, Part] = {}
         super().__init__(params, **options)
 
     @classmethod
@@ -119,19 +119,19 @@ class LowBitAdamW(torch.optim.AdamW):
         super().add_param_group(param_group)
         _refuse(self.param_groups[-1])
 
-    def place(self, weight: Tensor, place: Place) -> None:
+    def place(self, weight: Tensor, part: Part) -> None:
         """Says where the elements of `weight`, a parameter of this optimizer, lie.
 
         Raises ConfigError if it is none, or for an index of another size.
         """
         if not any(each is weight for group in self.param_groups for each in group["params"]):
-            raise ConfigError(f"{place.name} is no parameter of this optimizer; pass its own")
-        if place.index is not None and place.index.shape != (weight.numel(),):
+            raise ConfigError(f"{part.name} is no parameter of this optimizer; pass its own")
+        if part.index is not None and part.index.shape != (weight.numel(),):
             raise ConfigError(
-                f"the indices of {place.name} are {list(place.index.shape)}, and its elements "
+                f"the indices of {part.name} are {list(part.index.shape)}, and its elements "
                 f"{[weight.numel()]}"
             )
-        self._places[weight] = place
+        self._places[weight] = part
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class LowBitAdamW(torch.optim.AdamW):
         """The keys of what this class keeps in a parameter's state."""
         return {"step", *self.moments.forms, *map(_scale_key, self.moments.forms)}
 
-    def _place_of(self, weight: Tensor) -> Place:
+    def _place_of(self, weight: Tensor) -> Part:
         if weight not in self._places:
             raise ConfigError("a parameter has no place: call place with it before the first step")
         return self._places[weight]

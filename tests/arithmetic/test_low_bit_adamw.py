@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW, Place, stream_of, update
+from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW, Part, stream_of, update
 from megatron_fp4.arithmetic.moments import FIRST, SECOND, Moments
 from megatron_fp4.arithmetic.ramping import Adam
 from testing.low_bit import (
@@ -79,7 +79,7 @@ def in_float64(moments: Moments, steps: int, mistake: str = "") -> tuple[Tensor,
     n, lr, eps, (b1, b2) = 256, 1e-2, 1e-8, OPTIONS["betas"]
     param = torch.nn.Parameter(normal((n,), 1))
     optimizer = LowBitAdamW([param], moments, 3, **OPTIONS | {"eps": eps})
-    optimizer.place(param, Place("w"))
+    optimizer.place(param, Part("w"))
     w = param.detach().double()
     m, v, em, ev, ew = (torch.zeros(n, dtype=torch.float64) for _ in range(5))
     of_m, of_v = STEP[moments.m], ROOT_STEP if moments.v == "fp8" else STEP[moments.v]
@@ -122,7 +122,7 @@ def test_the_state_has_the_stated_dtypes_and_bytes() -> None:
     of_v = of_m | {"fp16": (torch.float16, 2 + 1 / 128)}
     for moments in ALL:
         optimizer = LowBitAdamW([param], moments)
-        optimizer.place(param, Place("w"))
+        optimizer.place(param, Part("w"))
         param.grad = normal((16, 128), 2)
         optimizer.step()
         state = dict(optimizer.state[param])
@@ -207,7 +207,7 @@ def test_random_bits_are_those_of_the_definition() -> None:
     seed, start, n = 2**33 + 5, 11, 20
     param = torch.nn.Parameter(torch.zeros(n))
     optimizer = LowBitAdamW([param], Moments(), seed)
-    optimizer.place(param, Place("decoder.layers.3.mlp.weight", start))
+    optimizer.place(param, Part("decoder.layers.3.mlp.weight", start))
     for key in ("exp_avg", "exp_avg_sq"):
         stream = fnv1a(f"decoder.layers.3.mlp.weight:{key}")
         assert stream_of("decoder.layers.3.mlp.weight", key) == stream
@@ -220,8 +220,8 @@ def test_random_bits_are_those_of_the_definition() -> None:
 def test_draws_differ_between_moments_steps_and_parameters() -> None:
     one, other = weights()[1], weights()[1]
     optimizer = LowBitAdamW([one, other], Moments(), 7)
-    optimizer.place(one, Place("a"))
-    optimizer.place(other, Place("b"))
+    optimizer.place(one, Part("a"))
+    optimizer.place(other, Part("b"))
     draws = [
         optimizer._bits(param, key, step)
         for param in (one, other)
@@ -261,7 +261,7 @@ def ranges(cuts: list[int], moments: Moments, starts: list[int] | None = None) -
     for i, (a, b) in enumerate(zip(cuts, ends, strict=True)):
         param = torch.nn.Parameter(normal((1000,), 1)[a:b].clone())
         optimizer = LowBitAdamW([param], moments, 7, **OPTIONS)
-        optimizer.place(param, Place("w", starts[i] if starts else a))
+        optimizer.place(param, Part("w", starts[i] if starts else a))
         for gradient in gradients:
             param.grad = gradient[a:b].clone()
             optimizer.step()
@@ -301,8 +301,8 @@ def test_the_index_of_a_shard_gives_its_draws() -> None:
     whole, shard = torch.nn.Parameter(torch.zeros(32, 16)), torch.nn.Parameter(torch.zeros(32, 8))
     optimizer = LowBitAdamW([whole, shard], Moments(), 7)
     index = torch.arange(512).view(32, 16)[:, 8:].reshape(-1)
-    optimizer.place(whole, Place("w"))
-    optimizer.place(shard, Place("w", index=index))
+    optimizer.place(whole, Part("w"))
+    optimizer.place(shard, Part("w", index=index))
     for key in ("exp_avg", "exp_avg_sq"):
         of_whole, of_shard = optimizer._bits(whole, key, 1), optimizer._bits(shard, key, 1)
         assert of_whole is not None and of_shard is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW, Place
+from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW, Part
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.errors import ConfigError
 from testing.low_bit import (
@@ -97,7 +97,7 @@ def test_in_place_of_another_optimizer() -> None:
     plain = torch.optim.AdamW(groups_of(mine), **OPTIONS)
     optimizer = LowBitAdamW.in_place_of(plain, seed=7)
     for i, param in enumerate(mine):
-        optimizer.place(param, Place(f"layer.{i}"))
+        optimizer.place(param, Part(f"layer.{i}"))
     calls: list[int] = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     assert optimizer.param_groups is plain.param_groups
@@ -145,10 +145,10 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no place: call place with it"):
         optimizer.step()
     with pytest.raises(ConfigError, match="w is no parameter of this optimizer"):
-        optimizer.place(torch.nn.Parameter(normal((3, 4), 1)), Place("w"))
+        optimizer.place(torch.nn.Parameter(normal((3, 4), 1)), Part("w"))
     with pytest.raises(ConfigError, match=r"the indices of w are \[4\], and its elements \[12\]"):
-        optimizer.place(weight, Place("w", index=torch.arange(4)))
-    optimizer.place(weight, Place("w"))
+        optimizer.place(weight, Part("w", index=torch.arange(4)))
+    optimizer.place(weight, Part("w"))
     with pytest.raises(ConfigError, match="no state yet: call init_state"):
         optimizer.state_in_float32(weight)
     optimizer.step()
