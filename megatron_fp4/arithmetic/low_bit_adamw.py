@@ -13,6 +13,7 @@ from megatron_fp4.arithmetic.fp8_blocks import bits_at
 from megatron_fp4.arithmetic.moments import DEFAULT, Moments
 from megatron_fp4.arithmetic.philox import Key, stream_id
 from megatron_fp4.arithmetic.ramping import Adam
+from megatron_fp4.arithmetic.ramping_adamw import count_steps
 from megatron_fp4.errors import ConfigError
 
 _UNKNOWN_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "foreach", "fused")
@@ -115,7 +116,10 @@ class LowBitAdamW(torch.optim.AdamW):
         return found
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of torch.optim.AdamW; errors as of the constructor."""
+        """Adds a group of parameters, as torch.optim.AdamW does.
+
+        Raises ConfigError for a group that the constructor would refuse.
+        """
         super().add_param_group(param_group)
         _refuse(self.param_groups[-1])
 
@@ -149,11 +153,7 @@ class LowBitAdamW(torch.optim.AdamW):
             for weight in group["params"]:
                 if weight.grad is not None:
                     self._update(weight, group)
-            # Megatron reads the number of steps here where it would use a FusedAdam, as of
-            # Transformer Engine, and from the state where it would use torch's AdamW.
-            counts = [int(self.state[p]["step"]) for p in group["params"] if p in self.state]
-            if counts:
-                group["step"] = max(counts)
+        count_steps(self)
         return loss
 
     def _update(self, weight: Tensor, group: dict[str, Any]) -> None:

@@ -48,9 +48,10 @@ def length(shard: Sequence[Segment], form: Fp8Blocks) -> int:
 
 
 def of_shard(gradients: Tensor, shard: Sequence[Segment]) -> Tensor:
-    """The elements of a shard, one segment behind the other: float32 [elements of the shard].
+    """Copies the gradients of a shard out of a buffer, without the padding between its segments.
 
-    gradients: the buffer, one axis.
+    gradients: the buffer, one axis. Returns float32 [elements of the shard], the segments in their
+    order.
     """
     parts = [gradients[segment.start : segment.stop] for segment in shard]
     return torch.cat([*parts, gradients[:0]]).float()

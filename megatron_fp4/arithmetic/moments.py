@@ -194,7 +194,7 @@ class Moments:
 
     @property
     def bytes(self) -> float:
-        """The bytes of an element's two moments, in whole blocks."""
+        """The bytes that both moments of one element take, its share of their scales included."""
         return sum(form.bits for form in self.forms.values()) / 8
 
     def __str__(self) -> str:

@@ -25,6 +25,18 @@ _adamw_step = inspect.unwrap(torch.optim.Adam.step)
 Update = Callable[[Ramped, Tensor, Adam], None]
 
 
+def count_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Writes to each group of parameters the largest number of steps that one of them has taken.
+
+    Megatron reads it in the group where it would use a FusedAdam, as of Transformer Engine, and
+    from the state of a parameter where it would use torch's AdamW. optimizer: an AdamW.
+    """
+    for group in optimizer.param_groups:
+        counts = [int(optimizer.state[p]["step"]) for p in group["params"] if p in optimizer.state]
+        if counts:
+            group["step"] = max(counts)
+
+
 class RampingAdamW(torch.optim.AdamW):
     """torch.optim.AdamW, in which weights may be updated at a period of their own.
 
@@ -122,11 +134,7 @@ class RampingAdamW(torch.optim.AdamW):
             for weight in group["params"]:
                 if weight.grad is not None and self._is_ramped(weight):
                     self._update(weight, group)
-            # Megatron reads the number of steps here where it would use a FusedAdam, as of
-            # Transformer Engine, and from the state where it would use torch's AdamW.
-            counts = [int(self.state[p]["step"]) for p in group["params"] if p in self.state]
-            if counts:
-                group["step"] = max(counts)
+        count_steps(self)
         return loss
 
     def _update(self, weight: Tensor, group: dict[str, Any]) -> None:

@@ -58,8 +58,12 @@ def place_of(
 
 
 def begins(sizes: Iterable[int]) -> list[int]:
-    """Where unsharded parameters of these sizes begin in one vector. Each begins at a multiple of
-    8, so that no draw of random bits serves two parameters."""
+    """The index of each parameter's first element, where parameters of these sizes (numbers of
+    elements) are laid one behind the other in a vector.
+
+    Each index is a multiple of 8: eight elements share a draw of random bits, and so none is shared
+    by two parameters.
+    """
     found, at = [], 0
     for size in sizes:
         found.append(at)

@@ -103,7 +103,11 @@ def gathered(buffer: Tensor, group: Any) -> list[Tensor]:
 
 
 def expected(group: Any, bucket: Any, every: list[Tensor]) -> Tensor:
-    """The sums of a bucket, from the gradients of all ranks."""
+    """The buffer that an exchange must give: for each shard the sum of what all ranks send of it.
+
+    group: a Fp8BucketGroup. bucket: one of its buckets. every: the float32 gradients of the bucket
+    that each rank has before it sends them.
+    """
     exchange, ranks = group.exchange, len(every)
     form, key, wanted = exchange.form, exchange.key(), torch.zeros_like(every[0])
     for owner, shard in enumerate(exchange.shards_of(bucket, ranks)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from megatron_fp4 import ConfigError
 from megatron_fp4.arithmetic.ramping_adamw import COUNT, PERIOD, SUM, RampingAdamW, Snapshot
+from testing.low_bit import saved
 from testing.oracles import normal
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -123,14 +123,6 @@ def test_a_snapshot_before_the_first_step_leaves_no_state() -> None:
     theirs = weights()
     train(torch.optim.AdamW(theirs, foreach=False, **OPTIONS), range(3))
     assert all(map(torch.equal, params, theirs))
-
-
-def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    found: dict[str, Any] = torch.load(file)
-    return found
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit() -> None:
