@@ -61,6 +61,20 @@ def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
+def losses_of_closures(
+    optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], steps: int
+) -> list[float]:
+    """What steps return that get the loss, the sum of squares of `params`, as a closure."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = torch.stack([param.square().sum() for param in params]).sum()
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).item() for _ in range(steps)]
+
+
 def spread(n: int, seed: int, size: float = 4.0) -> Tensor:
     """Gaussian numbers over many orders of magnitude."""
     return normal((n,), seed) * (size * normal((n,), seed + 1)).exp()

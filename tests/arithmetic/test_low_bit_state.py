@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW, Part
 from megatron_fp4.arithmetic.moments import Moments
@@ -15,6 +14,7 @@ from testing.low_bit import (
     ALL,
     OPTIONS,
     groups_of,
+    losses_of_closures,
     low_bit,
     parameters,
     saved,
@@ -109,14 +109,7 @@ def test_in_place_of_another_optimizer() -> None:
 def test_a_closure_is_called_once_and_with_gradients() -> None:
     params = weights()
     optimizer = low_bit(params, Moments())
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = torch.stack([param.square().sum() for param in params]).sum()
-        loss.backward()
-        return loss
-
-    losses = [optimizer.step(closure).item() for _ in range(40)]
+    losses = losses_of_closures(optimizer, params, 40)
     assert losses[-1] < 0.9 * losses[0]
 
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_fp4 import ConfigError
 from megatron_fp4.arithmetic.ramping_adamw import COUNT, PERIOD, SUM, RampingAdamW, Snapshot
-from testing.low_bit import saved
+from testing.low_bit import losses_of_closures, saved
 from testing.oracles import normal
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -176,14 +175,7 @@ def test_hooks_are_called_once_a_step() -> None:
 def test_a_closure_is_called_once_and_with_gradients() -> None:
     params = weights()
     optimizer = ramping(params)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = torch.stack([param.square().sum() for param in params]).sum()
-        loss.backward()
-        return loss
-
-    losses = [optimizer.step(closure).item() for _ in range(40)]
+    losses = losses_of_closures(optimizer, params, 40)
     assert losses[-1] < 0.9 * losses[0]
     assert optimizer.state[params[0]]["step"] == optimizer.state[params[1]]["step"] == 40
 
