@@ -61,9 +61,7 @@ def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def losses_of_closures(
-    optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], steps: int
-) -> list[float]:
+def losses_of_closures(optimizer: Any, params: list[torch.nn.Parameter], steps: int) -> list[float]:
     """What steps return that get the loss, the sum of squares of `params`, as a closure."""
 
     def closure() -> Tensor:
