@@ -115,6 +115,9 @@ def launched(
             own = [line for line in said if line.startswith(("[rank", "megatron-fp4: error"))]
             raise RuntimeError("\n".join([f"{name} failed:", *(own or said)[-30:]]))
         found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(processes)]
+    for line in done.stderr.splitlines():
+        if "run in Python" in line:  # what was timed is not what the row says
+            print(f"{name}: {line}", file=sys.stderr, flush=True)
     return done.stdout, found
 
 

@@ -7,11 +7,12 @@ cpp/recorder.py is one. Operators of PyTorch need not: a recorder sees them by i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 # What an int32 argument of a kernel is, where it differs between the calls of a linear: the low
 # word of the step, the words of the seed, and the microbatch of a Hadamard transform's signs.
@@ -54,16 +55,22 @@ class _Current(threading.local):
 current = _Current()
 
 
-def told[T: Tensor](tensor: T) -> T:
-    """`tensor`, of which the recorder is told that it stays as it is, if there is a recorder."""
-    if current.recorder is not None:
-        current.recorder.read(tensor)
+def lasting(make: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """make(*arguments), a tensor that stays as it is and that `make` caches.
+
+    A recorder is told of the tensor, but not of what makes it: later calls find it in the cache.
+    """
+    if current.recorder is None:
+        return make(*arguments)
+    with recorded_by(None), _disable_current_modes():
+        tensor = make(*arguments)
+    current.recorder.read(tensor)
     return tensor
 
 
 @contextmanager
-def recorded_by(recorder: Recorder) -> Iterator[None]:
-    """The context of a pass that `recorder` follows."""
+def recorded_by(recorder: Recorder | None) -> Iterator[None]:
+    """The context of a pass that `recorder` follows; of what no recorder follows, if it is None."""
     before, current.recorder = current.recorder, recorder
     try:
         yield

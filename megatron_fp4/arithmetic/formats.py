@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_fp4.recording import told
+from megatron_fp4.recording import lasting
 
 NUMERICS_VERSION = 3  # of docs/numerics.md; a change of any rule there increases it
 
@@ -41,7 +41,7 @@ def widen(x: Tensor) -> Tensor:
 
 def table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A constant tensor on a device. It is cached, since a copy from the host waits for the GPU."""
-    return told(_table(values, dtype, device))
+    return lasting(_table, values, dtype, device)
 
 
 @cache

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import widen
 from megatron_fp4.errors import ConfigError, check_choices
-from megatron_fp4.recording import told
+from megatron_fp4.recording import lasting
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tens
 
     size: a power of two.
     """
-    return told(_hadamard_matrix(size, dtype, device))
+    return lasting(_hadamard_matrix, size, dtype, device)
 
 
 @cache

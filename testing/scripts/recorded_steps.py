@@ -83,19 +83,20 @@ def steps(recording: Recording) -> dict[str, Any]:
 
 
 def passes(name: str) -> dict[str, Any]:
-    """The steps of two calls of a linear of this recipe, as Megatron's layers call it."""
+    """The steps of two calls of a linear of this recipe, as Megatron's layers call it.
+
+    No call came before them. Under pipeline parallelism several forward passes precede the first
+    backward pass, which is then recorded though nothing that it caches exists.
+    """
     x, w = (torch.zeros(SIZE, SIZE).bfloat16().requires_grad_() for _ in range(2))
     dy, recipe = torch.zeros(SIZE, SIZE).bfloat16(), get_recipe(name)
     w.main_grad = torch.zeros(SIZE, SIZE)  # type: ignore[attr-defined]
     site, found = Site("fc1", keeps_w="packed", fuses=True), dict[str, Any]()
-    for words in ("", "makes W", "reads W"):
-        if words != "reads W":
-            held = HeldWeight()
-        noting = Noting(held) if words else None
+    held = HeldWeight()
+    for words in ("makes W", "reads W"):
+        noting = Noting(held)
         y = Linear.apply(x, w, None, recipe, site, Call(Key(1, 2)), held, True, noting)
         torch.autograd.backward(y, dy)
-        if noting is None:
-            continue  # the first call makes what all others find
         for direction, recording in zip(("forward", "backward"), noting.recordings, strict=True):
             found[f"{direction}, {words}"] = steps(recording)
     return found
