@@ -35,9 +35,11 @@ PAGES: dict[str, tuple[str, Any]] = {
     "fused-step-before": ("docs/hopper.md", training_step),
     "fused-step-decoded": ("docs/hopper.md", training_step),
     "host": ("docs/notes/host.md", host),
+    "host-operators": ("docs/notes/host.md", host),
     "training_step": ("docs/hopper.md", training_step),
     "training_step-four": ("docs/hopper.md", training_step),
-    "parallel_step": ("docs/hopper.md", parallel_step),
+    "parallel-two": ("docs/hopper.md", parallel_step),
+    "parallel_step": ("docs/notes/host.md", parallel_step),
     "parallel_step-before": ("docs/notes/host.md", parallel_step),
     "parallel_step-after": ("docs/notes/host.md", parallel_step),
     "parallel_step-apart": ("docs/notes/host.md", parallel_step),
@@ -148,19 +150,32 @@ def of_memory() -> list[str]:
     ]
 
 
+def of_a_step_beside() -> list[str]:
+    bf16, ours = result("fused-step-beside")["rows"]
+    return [
+        f"BF16 takes {bf16['ms']:.0f} ms and `tetrajet` {ours['ms']:.0f} ms: {ours['ratio']:.2f} "
+        "times as fast"
+    ]
+
+
 def of_several_gpus() -> list[str]:
-    found = steps("parallel_step")
+    found = steps("parallel-two")
     ours, bf16 = found["tp2-sp", "tetrajet"], found["tp2-sp", "bf16"]
     made = sum(ours["gpu_ms"][kind] for kind in ("gemm", "quantize", "carry"))
     sent = [f"{sum(row['sent'].values()) / 1e9:.1f} GB" for row in (ours, bf16)]
-    graphs = [f"{found[layout, GRAPHS]['ratio']:.2f}" for layout in ("tp2-sp", "tp4-sp")]
-    assert f"{found['tp4-sp', 'bf16']['ratio']:.1f}" == "0.6"
+    speeds = {at: f"{found[at]['ratio']:.2f}" for at in found}
+    for layout in ("tp2-sp", "pp2"):
+        assert found[layout, GRAPHS]["peak_gib"] < found[layout, "tetrajet"]["peak_gib"]
+    assert found["pp2", "upstream bf16"]["ratio"] == pytest.approx(
+        found["pp2", "upstream bf16, graphs"]["ratio"], abs=0.005
+    )
     return [
-        f"`tetrajet` sends {sent[0]} where BF16's sends {sent[1]}, and its GEMMs with their "
+        f"`tetrajet` is {speeds['tp2-sp', 'tetrajet']} times as fast as BF16 under TP2 with SP",
+        f"A rank sends {sent[0]} where BF16's sends {sent[1]}, and its GEMMs with their "
         f"operands take {made:.0f} ms where BF16's take {bf16['gpu_ms']['gemm']:.0f} ms",
-        "BF16 under TP4 loses two fifths of its speed",
-        f"{graphs[0]} times as fast as BF16 under TP2 with SP, and {graphs[1]} times under TP4",
-        f"TP2 with SP took {steps('parallel_step-after')['tp2-sp', 'tetrajet']['ms']:.0f} ms",
+        f"with them `tetrajet` is {speeds['tp2-sp', GRAPHS]} times as fast",
+        f"is {speeds['pp2', 'tetrajet']} times as fast as BF16 under PP2, and "
+        f"{speeds['pp2', GRAPHS]} times with CUDA graphs",
     ]
 
 
@@ -191,7 +206,17 @@ def of_the_host() -> list[str]:
         shares(f"quantize_kernels{part}")["stochastic, along rows"] for part in ("-in-memory", "")
     ]
     anew = (quantize_ms(graphs) - quantize_ms(after[ours])) / graphs["ms"]
+    two = steps("parallel-two")
+    tensor, pipeline = (
+        [f"{two[layout, name]['ms']:.0f}" for name in (GRAPHS, "tetrajet")]
+        for layout in ("tp2-sp", "pp2")
+    )
     return [
+        f"takes {tensor[0]} ms with graphs and {tensor[1]} ms without, and PP2 {pipeline[0]} and "
+        f"{pipeline[1]} ms",
+        f"which took {now[ours]['ms']:,.0f} ms in Python, takes {two[ours]['ms']:.0f} ms, and is "
+        f"{two[ours]['ratio']:.2f} times as fast as BF16. Under PP2 it is "
+        f"{two['pp2', 'tetrajet']['ratio']:.2f} times as fast",
         f"took {before[ours]['ms']:,.0f} ms before and {after[ours]['ms']:.0f} ms after; BF16 took "
         f"{after[bf16]['ms']:.0f} ms",
         f"takes {now[ours]['ms']:,.0f} ms and TP4 with SP {four['ms']:,.0f} ms",
@@ -211,10 +236,7 @@ def of_the_quantize_kernels() -> list[str]:
     found, before = shares("quantize_kernels-fused"), shares("quantize_kernels-one-draw")
     both, two = found["stochastic, both"], found["stochastic, both, two draws"]
     copied = both["us"] * both["share"]  # the bytes of this kernel, at the bandwidth of a copy
-    orders = [
-        f"({found[name]['us']:.1f} µs, and {before[name]['us']:.1f}"
-        for name in ("stochastic, both", "stochastic, both, with E5M2")
-    ]
+    carried, below = "stochastic, both, with E5M2", shares("quantize_kernels-below")
     return [
         f"{counted['alu pipe % of peak']:.0f}% of the peak of the units for logic",
         f"{counted['fma heavy pipe % of peak']:.0f}% of the peak of the multipliers",
@@ -222,7 +244,10 @@ def of_the_quantize_kernels() -> list[str]:
         f"{counted['dram % of peak']:.0f}% of the peak of memory",
         f"where a copy of as many bytes takes {copied:.0f} µs",
         f"the share rises from {100 * two['share']:.0f} to {both['share']:.0%} of a copy",
-        *orders,
+        f"tiles below each other take {both['us']:.1f} µs, and tiles beside each other took "
+        f"{before['stochastic, both']['us']:.1f} µs",
+        f"tiles beside each other take {found[carried]['us']:.1f} µs, and tiles below each other "
+        f"took {below[carried]['us']:.1f} µs",
     ]
 
 
@@ -282,6 +307,7 @@ FIGURES: dict[str, list[Any]] = {
         of_transformer_engine,
         of_a_training_step,
         of_memory,
+        of_a_step_beside,
         of_several_gpus,
         of_other_packages,
     ],  # fmt: skip

@@ -73,7 +73,7 @@ def test_the_training_step() -> None:
     others = by_name("training_step")
     says(
         f"The other recipes, in the step of {result('training_step')['layers']} layers on one GPU, "
-        f"without those kernels: `mxfp4` {others['mxfp4']['ratio']:.2f}, "
+        f"with torch's kernels around the linears: `mxfp4` {others['mxfp4']['ratio']:.2f}, "
         f"`mxfp4-rht-sr` {others['mxfp4-rht-sr']['ratio']:.2f}"
     )
 
@@ -91,18 +91,24 @@ def test_transformer_engine_s_fp8() -> None:
 
 
 def test_the_table_of_training_steps() -> None:
-    graphs, layers = "tetrajet --cuda-graph-impl local", result("parallel_step")["layers"]
-    ratios = {(row["layout"], row["name"]): row["ratio"] for row in result("parallel_step")["rows"]}
+    def ratios(name: str) -> dict[tuple[str, str], str]:
+        rows = result(name)["rows"]
+        return {(row["layout"], row["name"]): f"{row['ratio']:.2f}" for row in rows}
+
+    layers, two = result("parallel-two")["layers"], ratios("parallel-two")
     alone = result("fused-step")["layers"], by_name("fused-step")["tetrajet"]["ratio"]
-    tensor = "tensor and sequence, `--cuda-graph-impl local`"
     says(
         f"| {alone[0]} | 1 | | {alone[1]:.2f} |"
-        f" | {layers} | 1 | | {ratios['one', 'tetrajet']:.2f} |"
-        f" | {layers} | 4 | data | {ratios['dp4', 'tetrajet']:.2f} |"
-        f" | {layers} | 2 | {tensor} | {ratios['tp2-sp', graphs]:.2f} |"
-        f" | {layers} | 4 | {tensor} | {ratios['tp4-sp', graphs]:.2f} |"
+        f" | {layers} | 1 | | {two['one', 'tetrajet']} |"
+        f" | {layers} | 2 | data | {two['dp2', 'tetrajet']} |"
+        f" | {layers} | 2 | tensor and sequence | {two['tp2-sp', 'tetrajet']} |"
+        f" | {layers} | 2 | pipeline | {two['pp2', 'tetrajet']} |"
     )
-    says(f"({ratios['tp2-sp', 'tetrajet']:.2f} times as fast on two GPUs)")
+    graphs, before = "tetrajet --cuda-graph-impl local", ratios("parallel_step")
+    for layout in ("tp2-sp", "pp2"):
+        assert two[layout, graphs] <= two[layout, "tetrajet"]
+    with_graphs, without = before["tp4-sp", graphs], before["tp4-sp", "tetrajet"]
+    says(f"and needed them: {with_graphs} times with graphs, {without} without")
 
 
 def test_a_linear() -> None:
