@@ -145,13 +145,15 @@ def test_graphs_are_advised_where_they_can_be_had_and_help() -> None:
         return cuda_graphs.advice(args, [recipe])
 
     launch = ("--hidden-dropout", "0", "--attention-dropout", "0")
-    two = (*launch, "--tensor-model-parallel-size", "2")
-    assert (advice(*two) or "").startswith("--cuda-graph-impl local may be faster")
-    assert advice(*two, "--save", "runs/a", "--save-interval", "10")  # it writes metrics
-    assert advice(*launch) is None
-    assert advice(*two, "--num-experts", "4") is None
-    assert advice(*two, "--pipeline-model-parallel-size", "2") is None
-    assert advice(*two, "--cuda-graph-impl", "local") is None
+    two, four = ((*launch, "--tensor-model-parallel-size", ranks) for ranks in ("2", "4"))
+    assert (advice(*four) or "").startswith("--cuda-graph-impl local may be faster")
+    assert advice(*four, "--save", "runs/a", "--save-interval", "10")  # it writes metrics
+    assert advice(*two, "--fp4-executor", "python")
+    assert advice(*two) is None
+    assert advice(*launch, "--fp4-executor", "python") is None
+    assert advice(*four, "--num-experts", "4") is None
+    assert advice(*four, "--pipeline-model-parallel-size", "2") is None
+    assert advice(*four, "--cuda-graph-impl", "local") is None
 
 
 def test_what_a_checkpoint_brings_a_captured_layer_is_refused_too() -> None:

@@ -15,12 +15,13 @@ def wanted(args: Namespace) -> bool:
 def advice(args: Namespace, recipes: Iterable[Recipe]) -> str | None:
     """A line that advises --cuda-graph-impl local; None where it would not help or is refused.
 
-    It helps under tensor parallelism. There the layers are so small that the GPU waits for the host
-    to launch kernels (docs/notes/host.md). Under pipeline parallelism nothing is advised: graphs
-    were not timed there, and take memory for each microbatch. recipes: the launch's, and those of
-    single modules.
+    It helps where layers are so small that the GPU waits for the host to launch kernels: under
+    tensor parallelism of more than two, and of two where linears run in Python. Under pipeline
+    parallelism it does not help, and takes memory for each microbatch (docs/notes/host.md).
+    recipes: the launch's, and those of single modules.
     """
-    if wanted(args) or args.tensor_model_parallel_size == 1:
+    most = 1 if args.fp4_executor == "python" else 2  # ranks whose hosts keep up without graphs
+    if wanted(args) or args.tensor_model_parallel_size <= most:
         return None
     if args.pipeline_model_parallel_size > 1:
         return None
