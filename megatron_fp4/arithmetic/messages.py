@@ -1,8 +1,8 @@
 """The bytes in which a shard of gradients travels between data-parallel ranks.
 
-A message has the FP8 codes of all segments of a shard (segments.py), in their order, and behind
-them their scales. Blocks begin at the first element of each segment, so that a block never has
-elements of two parameters or of two shards.
+A message has the codes of all segments of a shard (segments.py), in their order, and behind them
+their scales, if the form has any. Blocks begin at the first element of each segment, so that a
+block never has elements of two parameters or of two shards.
 
 Source: gradients communicated in FP8 with scales are those of arXiv 2310.18313 (FP8-LM, section
 2.1), with one scale for a tensor, and of arXiv 2501.17116. Blocks and stochastic rounding are this
@@ -13,15 +13,58 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_fp4.arithmetic.bf16 import Bf16Elements
 from megatron_fp4.arithmetic.fp8_blocks import Fp8Blocks, bits_at
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.segments import Segment
 
 RANK = 2**48  # the distance of two ranks' indices: more than a model has elements
+# The elements in which gradients travel, by the value of --fp4-grad-comm. The first is the default.
+ELEMENTS = {"fp8": ("e4m3", "e5m2"), "bf16": ("bf16",)}
+
+
+class GradientForm(Protocol):
+    """How gradients travel; see `fp8_blocks.FloatBlocks`.
+
+    dtype: of the codes. bits: of an element, its share of a scale included. block: the elements
+    that are encoded together, from the beginning of a segment on.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def bits(self) -> float: ...
+
+    @property
+    def block(self) -> int: ...
+
+    def blocks(self, elements: int) -> int: ...
+
+    def encode(self, x: Tensor, bits: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor: ...
+
+
+def form_of(kind: str, element: str | None = None) -> GradientForm:
+    """The form that --fp4-grad-comm names. element: one of ELEMENTS[kind]; None is the default."""
+    forms: dict[str, GradientForm] = {
+        "e4m3": Fp8Blocks("e4m3"),
+        "e5m2": Fp8Blocks("e5m2"),
+        "bf16": Bf16Elements(),
+    }
+    return forms[element or ELEMENTS[kind][0]]
+
+
+def form_name(kind: str, element: str | None = None) -> str:
+    """The form in words, such as "FP8 (E4M3)". kind, element: see `form_of`."""
+    element = element or ELEMENTS[kind][0]
+    return kind.upper() if element == kind else f"{kind.upper()} ({element.upper()})"
 
 
 @dataclass(frozen=True)
@@ -42,9 +85,10 @@ class Rounding:
         return bits_at(segment.indices(device) + self.rank * RANK, self.key, self.stream)
 
 
-def length(shard: Sequence[Segment], form: Fp8Blocks) -> int:
+def length(shard: Sequence[Segment], form: GradientForm) -> int:
     """The bytes of a message."""
-    return sum(len(segment) + form.blocks(len(segment)) for segment in shard)
+    size = form.dtype.itemsize
+    return sum(size * len(segment) + form.blocks(len(segment)) for segment in shard)
 
 
 def of_shard(gradients: Tensor, shard: Sequence[Segment]) -> Tensor:
@@ -58,7 +102,7 @@ def of_shard(gradients: Tensor, shard: Sequence[Segment]) -> Tensor:
 
 
 def encoded(
-    values: Tensor, shard: Sequence[Segment], form: Fp8Blocks, rounding: Rounding | None = None
+    values: Tensor, shard: Sequence[Segment], form: GradientForm, rounding: Rounding | None = None
 ) -> Tensor:
     """The message of a shard: uint8 [length(shard, form)].
 
@@ -68,22 +112,24 @@ def encoded(
     for segment, x in zip(shard, values.split([len(part) for part in shard]), strict=True):
         bits = None if rounding is None else rounding.bits(segment, x.device)
         found = form.encode(x, bits)
-        codes.append(found[0])
+        codes.append(found[0].view(torch.uint8))
         scales.append(found[1])
     return torch.cat([*codes, *scales, values.new_empty(0, dtype=torch.uint8)])
 
 
-def decoded(message: Tensor, shard: Sequence[Segment], form: Fp8Blocks) -> Tensor:
+def decoded(message: Tensor, shard: Sequence[Segment], form: GradientForm) -> Tensor:
     """The values of a message, as `of_shard` returns them: float32 [elements of the shard]."""
-    lengths = [len(segment) for segment in shard]
-    blocks = [form.blocks(elements) for elements in lengths]
+    lengths = [form.dtype.itemsize * len(segment) for segment in shard]
+    blocks = [form.blocks(len(segment)) for segment in shard]
     parts = message.split(lengths + blocks)
     codes, scales = parts[: len(shard)], parts[len(shard) :]
-    values = [form.decode(*pair) for pair in zip(codes, scales, strict=True)]
+    values = [
+        form.decode(code.view(form.dtype), scale) for code, scale in zip(codes, scales, strict=True)
+    ]
     return torch.cat([*values, message.new_empty(0, dtype=torch.float32)])
 
 
-def summed(messages: Sequence[Tensor], shard: Sequence[Segment], form: Fp8Blocks) -> Tensor:
+def summed(messages: Sequence[Tensor], shard: Sequence[Segment], form: GradientForm) -> Tensor:
     """The sum of what all ranks sent of a shard: float32, as `decoded`.
 
     messages: of ranks 0, 1, ..., which are added in this order.

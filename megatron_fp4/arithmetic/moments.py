@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_fp4.arithmetic.bf16 import rounded
 from megatron_fp4.arithmetic.fp8_blocks import FloatBlocks, Fp8Blocks, RootBlocks
 from megatron_fp4.errors import ConfigError
 
@@ -76,10 +77,7 @@ class Float32:
 
 @dataclass(frozen=True)
 class BFloat16:
-    """A moment in BF16.
-
-    Rounding adds the random integer to the low 16 bits of a float32 number, which are then cut off.
-    A finite number whose neighbour is Inf is rounded toward zero. Inf and NaN stay.
+    """A moment in BF16; see `bf16.rounded`.
 
     is_square: whether the moment is v, of which no positive element becomes 0.
     """
@@ -91,14 +89,7 @@ class BFloat16:
     draws = True
 
     def encode(self, x: Tensor, start: int, bits: Tensor | None = None) -> tuple[Tensor, None]:
-        integers = x.view(torch.int32)
-        if bits is None:
-            bits = 0x7FFF + (integers >> 16 & 1)  # half to even
-        # Of the sign and the magnitude only the latter grows, so the sum cannot overflow.
-        rounded = ((integers & 0x7FFFFFFF) + bits) >> 16
-        rounded = rounded.clamp(max=0x7F7F)  # the largest finite number
-        codes = (rounded | integers >> 16 & 0x8000).to(torch.int16).view(torch.bfloat16)
-        codes = torch.where(x.isfinite(), codes, x.bfloat16())
+        codes = rounded(x, bits)
         if self.is_square:
             _keep_positive(codes, codes, x)
         return codes, None

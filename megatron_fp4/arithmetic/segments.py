@@ -10,7 +10,8 @@ parameter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -91,6 +92,11 @@ class Segment:
         """The places of its elements in the vector of unsharded parameters: int64 [len(self)]."""
         return self.place.indices(self.within, self.within + len(self), device)
 
+    def cut(self, elements: int) -> tuple[Segment, Segment]:
+        """Its first elements, and the rest."""
+        at = self.start + elements
+        return replace(self, stop=at), replace(self, start=at, within=self.within + elements)
+
 
 def segments(
     parameters: Iterable[tuple[int, int, Place]], borders: Sequence[int]
@@ -110,3 +116,31 @@ def segments(
         ]
         for low, high in zip(borders, borders[1:], strict=False)
     ]
+
+
+def pieces(
+    shards: Sequence[Sequence[Segment]], most: int, block: int
+) -> list[list[Sequence[Segment]]]:
+    """Cuts the shards of a buffer into pieces, each with a part of every shard.
+
+    most: the most elements of a part, at least `block`. A segment is cut at a multiple of `block`
+    elements from its beginning, so that its blocks are the same however it is cut. A shard that has
+    fewer parts than another has no segments in the last pieces.
+    """
+    parts = [_parts(shard, most, block) for shard in shards]
+    return [list(piece) for piece in zip_longest(*parts, fillvalue=())]
+
+
+def _parts(shard: Sequence[Segment], most: int, block: int) -> list[Sequence[Segment]]:
+    found: list[list[Segment]] = [[]]
+    room = most
+    for segment in shard:
+        while len(segment) > room:
+            if fits := room // block * block:
+                head, segment = segment.cut(fits)
+                found[-1].append(head)
+            found.append([])
+            room = most
+        found[-1].append(segment)
+        room -= len(segment)
+    return list(found)

@@ -1,13 +1,11 @@
-"""pretrain_gpt.py whose data-parallel ranks exchange gradients in FP8, and check each exchange.
+"""pretrain_gpt.py that checks each exchange of gradients between data-parallel ranks.
 
-    torchrun ... pretrain_exchanging.py FORM FLAGS ...
+    torchrun ... pretrain_exchanging.py [WORD ...] FLAGS ...
 
-FORM: e4m3, e5m2, or none for upstream's collectives. A mistake may follow, as in `e4m3:alike`:
-`alike` rounds with the bits of rank 0 on all ranks; `keeps` leaves the owner of a shard with its
-own sums, where the other ranks have what it sent; `apart` rounds what tensor-parallel ranks hold
-alike with other bits on each of them.
+The flags are those of pretrain_gpt.py, with --fp4-grad-comm. Words before them are a mistake, a
+situation (testing/exchanges.py has both), or `bytes=N`, the most bytes of a slot's buffer.
 
-Before a bucket is sent, all ranks' gradients of it are gathered in float32. What the exchange must
+Before a bucket is sent, all ranks' gradients of it are gathered as they are. What the exchange must
 give is computed from them on every rank.
 """
 
@@ -17,78 +15,158 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
-from megatron.training import get_args, training
+from megatron.core.optimizer import optimizer
+from megatron.training import get_args
 from torch import Tensor
 from torch import distributed as dist
 
 from megatron_fp4.arithmetic import messages
-from megatron_fp4.arithmetic.fp8_blocks import Fp8Blocks
 from megatron_fp4.arithmetic.messages import Rounding
-from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.mcore import pretrain
-from megatron_fp4.mcore.exchange import buckets
-from megatron_fp4.mcore.exchange import places as places_of
-from megatron_fp4.mcore.exchange.buckets import Exchange, Fp8BucketGroup
-from megatron_fp4.mcore.exchange.places import places, sharded
+from megatron_fp4.mcore.exchange import slots, start
+from megatron_fp4.mcore.exchange.buckets import ExchangingBucketGroup, ranks_of, shards_of
+from megatron_fp4.mcore.exchange.places import sharded
 from megatron_fp4.mcore.runtime import cpu
+from testing.exchanges import MISTAKES, SITUATIONS
+
+PLACES: dict[Any, Any] = {}  # of the parameters, once the exchange has begun
+SQUARES: list[Tensor] = []  # of the sums that this rank owns, in this step
 
 
 def main() -> None:
     cpu.install()
-    element, _, mistake = sys.argv.pop(1).partition(":")
-    if element != "none":
-        training.get_megatron_optimizer = exchanging(training.get_megatron_optimizer, element)
-        Fp8BucketGroup._send = checked(Fp8BucketGroup._send)  # type: ignore[method-assign]
-    if mistake:
-        MISTAKES[mistake]()
+    words = []
+    while not sys.argv[1].startswith("--"):
+        words.append(sys.argv.pop(1))
+    for word in words:
+        if word.startswith("bytes="):
+            slots.MOST_BYTES = int(word.removeprefix("bytes="))
+        elif word in MISTAKES:
+            MISTAKES[word]()
+    start.install = remembering(start.install)  # type: ignore[attr-defined]
+    group: Any = ExchangingBucketGroup
+    group._prepare = seen(
+        group._prepare, [SITUATIONS[word] for word in words if word in SITUATIONS]
+    )
+    group._send = checked(group._send)
+    group.finish_grad_sync = gathering(group.finish_grad_sync)
+    optimizer.get_grad_norm_fp32 = compared(optimizer.get_grad_norm_fp32)
     pretrain.main()
 
 
-def exchanging(upstream: Callable[..., Any], element: str) -> Callable[..., Any]:
-    def get_megatron_optimizer(config: Any, model: list[Any], *given: Any, **named: Any) -> Any:
-        args = get_args()
-        key = lambda: Key(args.seed, args.curr_iteration or 0)  # noqa: E731
-        where = places([chunk.module for chunk in model])
-        buckets.install(model, Exchange(Fp8Blocks(element), key, where))
-        return upstream(config, model, *given, **named)
+def remembering(install: Callable[..., Any]) -> Callable[..., Any]:
+    def installing(chunks: Any, form: Any, key: Any, places: Any) -> Any:
+        PLACES.update(places)
+        return install(chunks, form, key, places)
 
-    return get_megatron_optimizer
+    return installing
 
 
 # --- what must come out ------------------------------------------------------------------------
 
 
-def checked(send: Callable[..., Any]) -> Callable[..., Any]:
-    def _send(self: Any, bucket: Any, group: Any, to_all: bool) -> Any:
-        every = gathered(bucket.grad_data.float(), group)
-        pending = send(self, bucket, group, to_all)
-        wanted = expected(self, bucket, every)
-        replicated = {
-            self.exchange.places[parameter]
-            for parameter in bucket.params_list
-            if not getattr(parameter, "tensor_model_parallel", False)
-            and sharded(parameter).copies == 1
-        }
+def seen(prepare: Callable[..., None], situations: list[Callable[..., None]]) -> Any:
+    """`_prepare` that gathers the gradients of all ranks before it."""
+
+    def _prepare(self: Any) -> None:
+        for bucket in self.buckets:
+            for parameter in bucket.params_with_extra_main_grads:
+                parameter.main_grad_copy_in_grad_buffer.copy_(parameter.main_grad)
+        for bucket in self.buckets:
+            for situation in situations:
+                situation(bucket)
+            factor = bucket.gradient_scaling_factor
+            bucket.every = [
+                (each * factor).float() for each in gathered(true_gradients(bucket), ranks_of(self))
+            ]
+        prepare(self)
+
+    return _prepare
+
+
+def true_gradients(bucket: Any) -> Tensor:
+    """A bucket's gradients, whatever stands in its buffer while a CUDA graph runs."""
+    return getattr(bucket, "true_gradients", bucket.grad_data)
+
+
+def checked(send: Callable[..., Any]) -> Any:
+    def _send(self: Any) -> Any:
+        wanted = [expected(self, bucket) for bucket in self.buckets]
+        pending = send(self)
 
         def check(_: None) -> None:
-            own = self.exchange.shards_of(bucket, group.size())
-            if self.ddp_config.use_distributed_optimizer and not to_all:
-                own = [own[group.rank()]]
-            for shard in own:
-                found, right = (messages.of_shard(x, shard) for x in (bucket.grad_data, wanted))
-                assert torch.equal(found, right.to(bucket.grad_data.dtype).float()), "sums differ"
-            if not self.ddp_config.use_distributed_optimizer:
-                assert alike(bucket.grad_data, group), "ranks differ"
-            tensor_parallel = mpu.get_tensor_model_parallel_group()
-            for shard in own:
-                for segment in shard:
-                    if segment.place in replicated:
-                        part = bucket.grad_data[segment.start : segment.stop]
-                        assert alike(part, tensor_parallel), "tensor-parallel ranks differ"
+            for bucket, right in zip(self.buckets, wanted, strict=True):
+                bucket.wanted = right
+                compare(self, bucket)
 
         return pending.then(check)
 
     return _send
+
+
+def compare(self: Any, bucket: Any) -> None:
+    """Whether a bucket has what an exchange must give."""
+    group, is_sharded = ranks_of(self), self.ddp_config.use_distributed_optimizer
+    every = shards_of(bucket, group.size(), PLACES)
+    own = [every[group.rank()]] if is_sharded else every
+    for shard in own:
+        found, right = (messages.of_shard(x, shard) for x in (bucket.grad_data, bucket.wanted))
+        right = right.to(bucket.grad_data.dtype).float()
+        assert torch.equal(found.nan_to_num(7), right.nan_to_num(7)), "sums differ"
+    SQUARES.append(messages.of_shard(bucket.grad_data, every[group.rank()]).double().square().sum())
+    if not is_sharded:
+        assert alike(bucket.grad_data.nan_to_num(7), group), "ranks differ"
+    for segment in (segment for shard in own for segment in shard):
+        if segment.place in replicated(bucket):
+            part = bucket.grad_data[segment.start : segment.stop].nan_to_num(7)
+            assert alike(part, mpu.get_tensor_model_parallel_group()), (
+                "tensor-parallel ranks differ"
+            )
+
+
+def replicated(bucket: Any) -> set[Any]:
+    """The places of parameters whose gradients all tensor-parallel ranks have."""
+    return {
+        PLACES[parameter]
+        for parameter in bucket.params_list
+        if not getattr(parameter, "tensor_model_parallel", False) and sharded(parameter).copies == 1
+    }
+
+
+def gathering(finish: Callable[..., None]) -> Any:
+    """`finish_grad_sync` after which all ranks have all sums, where they are forced to."""
+
+    def finish_grad_sync(self: Any, force_all_reduce: bool = False) -> None:
+        finish(self, force_all_reduce)
+        for bucket in self.buckets if force_all_reduce else ():
+            for shard in shards_of(bucket, ranks_of(self).size(), PLACES):
+                found, right = (
+                    messages.of_shard(x, shard) for x in (bucket.grad_data, bucket.wanted)
+                )
+                assert torch.equal(found, right.to(bucket.grad_data.dtype).float()), "not gathered"
+
+    return finish_grad_sync
+
+
+def compared(norm: Callable[..., float]) -> Callable[..., float]:
+    """The norm by which Megatron clips, compared with that of the sums in float64.
+
+    Only without tensor, pipeline and expert parallelism, where the sums of squares that the ranks
+    own add up to that of the model, and without FP16's loss scale.
+    """
+
+    def get_grad_norm_fp32(*given: Any, **named: Any) -> float:
+        found = norm(*given, **named)
+        whole = mpu.get_model_parallel_group().size() == 1 and not get_args().fp16
+        if whole and mpu.get_expert_model_parallel_world_size() == 1 and SQUARES:
+            total = torch.stack(SQUARES).sum()
+            dist.all_reduce(total, group=mpu.get_data_parallel_group())
+            right = total.sqrt().item()
+            assert not abs(found - right) > 1e-5 * right, f"the norm is {found}, not {right}"
+        SQUARES.clear()
+        return found
+
+    return get_grad_norm_fp32
 
 
 def alike(buffer: Tensor, group: Any) -> bool:
@@ -102,58 +180,22 @@ def gathered(buffer: Tensor, group: Any) -> list[Tensor]:
     return every
 
 
-def expected(group: Any, bucket: Any, every: list[Tensor]) -> Tensor:
-    """The buffer that an exchange must give: for each shard the sum of what all ranks send of it.
-
-    group: a Fp8BucketGroup. bucket: one of its buckets. every: the float32 gradients of the bucket
-    that each rank has before it sends them.
-    """
-    exchange, ranks = group.exchange, len(every)
+def expected(group: Any, bucket: Any) -> Tensor:
+    """The buffer that an exchange must give: for each shard the sum of what all ranks send of it,
+    whole, without pieces."""
+    exchange, every = group.exchange, bucket.every
     form, key, wanted = exchange.form, exchange.key(), torch.zeros_like(every[0])
-    for owner, shard in enumerate(exchange.shards_of(bucket, ranks)):
-        sent = [
-            messages.encoded(
-                messages.of_shard(one, shard), shard, form, Rounding(key, buckets.SENT, rank)
-            )
-            for rank, one in enumerate(every)
-        ]
+    for owner, shard in enumerate(shards_of(bucket, len(every), PLACES)):
         total = torch.zeros(sum(map(len, shard)))
-        for message in sent:
-            total = total + messages.decoded(message, shard, form)
+        for rank, one in enumerate(every):
+            rounding = Rounding(key, slots.SENT, rank)
+            sent = messages.encoded(messages.of_shard(one, shard), shard, form, rounding)
+            total = total + messages.decoded(sent, shard, form)
         if not group.ddp_config.use_distributed_optimizer:
-            rounding = Rounding(key, buckets.SUMMED, owner)
+            rounding = Rounding(key, slots.SUMMED, owner)
             total = messages.decoded(messages.encoded(total, shard, form, rounding), shard, form)
         messages.store(total, shard, wanted)
     return wanted
-
-
-# --- mistakes ----------------------------------------------------------------------------------
-
-
-def round_alike() -> None:
-    buckets.Rounding = lambda key, stream, rank: Rounding(key, stream, 0)  # type: ignore
-
-
-def keep_own_sums() -> None:
-    share = Fp8BucketGroup._share
-
-    def _share(self: Any, total: Tensor, shards: Any, buffer: Tensor, group: Any, key: Key) -> None:
-        share(self, total, shards, buffer, group, key)
-        messages.store(total, shards[group.rank()], buffer)
-
-    Fp8BucketGroup._share = _share  # type: ignore[method-assign]
-
-
-def keep_apart() -> None:
-    at = places_of._place
-
-    def _place(shard: Any, begin: int) -> Any:
-        return at(shard, begin + 2**20 * mpu.get_tensor_model_parallel_rank())
-
-    places_of._place = _place
-
-
-MISTAKES = {"apart": keep_apart, "alike": round_alike, "keeps": keep_own_sums}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sums of gradients that ranks send in FP8, against exact sums of what each of them has."""
+"""Sums of gradients that ranks send in few bits, against exact sums of what each of them has."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_fp4.arithmetic.bf16 import Bf16Elements
 from megatron_fp4.arithmetic.fp8_blocks import Fp8Blocks
 from megatron_fp4.arithmetic.messages import (
+    ELEMENTS,
+    GradientForm,
     Rounding,
     decoded,
     encoded,
+    form_name,
+    form_of,
     length,
     of_shard,
     store,
@@ -22,6 +27,7 @@ from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.segments import Place, Segment, segments
 
 FORM = Fp8Blocks("e4m3", 32)
+FORMS = pytest.mark.parametrize("form", [FORM, Bf16Elements()], ids=["fp8", "bf16"])
 SIZE, STREAM = 900, 11
 # Three parameters with gaps between them, in two shards; the border cuts the second.
 PARAMETERS = [(0, 130, Place(0, 130, 130)), (192, 700, Place(136, 508, 508)),
@@ -38,8 +44,10 @@ def rounding(step: int, rank: int) -> Rounding:
     return Rounding(Key(3, step), STREAM, rank)
 
 
-def sent(step: int, rank: int, values: Tensor, shard: list[Segment]) -> Tensor:
-    return encoded(of_shard(values, shard), shard, FORM, rounding(step, rank))
+def sent(
+    step: int, rank: int, values: Tensor, shard: list[Segment], form: GradientForm = FORM
+) -> Tensor:
+    return encoded(of_shard(values, shard), shard, form, rounding(step, rank))
 
 
 # --- one message -------------------------------------------------------------------------------
@@ -53,6 +61,9 @@ def test_a_message_has_a_code_for_each_element_and_a_scale_for_each_block(
     assert message.dtype == torch.uint8 and len(message) == length(shard, FORM)
     wanted = sum(len(part) + -(-len(part) // 32) for part in shard)
     assert len(message) == wanted
+    in_bf16 = encoded(of_shard(gradients(0), shard), shard, Bf16Elements())
+    assert in_bf16.dtype == torch.uint8 and len(in_bf16) == length(shard, Bf16Elements())
+    assert len(in_bf16) == 2 * sum(map(len, shard))
 
 
 def test_a_block_is_of_one_parameter() -> None:
@@ -103,38 +114,43 @@ def test_what_is_stored_leaves_the_padding() -> None:
 # --- sums --------------------------------------------------------------------------------------
 
 
-def mean_and_variance(values: list[Tensor], share: bool, draws: int) -> tuple[Tensor, Tensor]:
+def mean_and_variance(
+    values: list[Tensor], share: bool, draws: int, form: GradientForm
+) -> tuple[Tensor, Tensor]:
     """Of the sum of the first shard, over draws. share: whether all ranks have rank 0's bits."""
     total, squares = torch.zeros(2, len(of_shard(values[0], SHARDS[0])), dtype=torch.float64)
     for step in range(draws):
         messages = [
-            sent(step, 0 if share else rank, each, SHARDS[0]) for rank, each in enumerate(values)
+            sent(step, 0 if share else rank, each, SHARDS[0], form)
+            for rank, each in enumerate(values)
         ]
-        found = summed(messages, SHARDS[0], FORM).double()
+        found = summed(messages, SHARDS[0], form).double()
         total += found
         squares += found**2
     mean = total / draws
     return mean, squares / draws - mean**2
 
 
-def test_the_expected_sum_is_the_sum() -> None:
+@FORMS
+def test_the_expected_sum_is_the_sum(form: GradientForm) -> None:
     values, draws = [gradients(rank) for rank in range(4)], 1500
     exact = torch.stack([of_shard(each, SHARDS[0]).double() for each in values]).sum(0)
-    mean, variance = mean_and_variance(values, False, draws)
+    mean, variance = mean_and_variance(values, False, draws, form)
     bound = 5 * (variance / draws).sqrt() + 1e-8
     assert ((mean - exact).abs() <= bound).float().mean() > 0.999
     nearest = summed(
-        [encoded(of_shard(each, SHARDS[0]), SHARDS[0], FORM) for each in values], SHARDS[0], FORM
+        [encoded(of_shard(each, SHARDS[0]), SHARDS[0], form) for each in values], SHARDS[0], form
     )
     assert ((nearest - exact).abs() > bound).float().mean() > 0.8  # negative control
 
 
-def test_the_error_of_a_mean_falls_with_the_number_of_ranks() -> None:
+@FORMS
+def test_the_error_of_a_mean_falls_with_the_number_of_ranks(form: GradientForm) -> None:
     """Four ranks with equal gradients: the variance of their mean is a quarter of one rank's."""
     values, draws = gradients(5), 400
-    _, one = mean_and_variance([values], False, draws)
-    _, four = mean_and_variance([values / 4] * 4, False, draws)
-    _, alike = mean_and_variance([values / 4] * 4, True, draws)  # negative control
+    _, one = mean_and_variance([values], False, draws, form)
+    _, four = mean_and_variance([values / 4] * 4, False, draws, form)
+    _, alike = mean_and_variance([values / 4] * 4, True, draws, form)  # negative control
     assert abs(float(four.mean() / one.mean()) - 0.25) < 0.02
     assert abs(float(alike.mean() / one.mean()) - 1) < 0.06
 
@@ -156,3 +172,10 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_in_the_sum(value: float) -
         [encoded(of_shard(each, SHARDS[0]), SHARDS[0], FORM) for each in values], SHARDS[0], FORM
     )
     assert not found[20].isfinite() and int(found.isnan().sum()) == 32
+
+
+def test_the_forms_by_name() -> None:
+    assert form_of("fp8") == form_of("fp8", "e4m3") == Fp8Blocks("e4m3")
+    assert form_of("fp8", "e5m2") == Fp8Blocks("e5m2") and form_of("bf16") == Bf16Elements()
+    names = {form_name(kind, element) for kind in ELEMENTS for element in (None, *ELEMENTS[kind])}
+    assert names == {"FP8 (E4M3)", "FP8 (E5M2)", "BF16"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fp4.arithmetic.philox import GROUP
-from megatron_fp4.arithmetic.segments import Place, begins, place_of, segments
+from megatron_fp4.arithmetic.segments import Place, Segment, begins, pieces, place_of, segments
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -85,3 +85,44 @@ def test_every_element_is_in_one_segment(seed: int, ranks: int) -> None:
 def test_a_segment_ends_at_the_border_of_a_shard() -> None:
     [left], [right] = segments([(0, 100, Place(0, 100, 100))], [0, 40, 100])
     assert (len(left), len(right), right.within) == (40, 60, 40)
+
+
+# --- pieces ------------------------------------------------------------------------------------
+
+
+def blocks(shard: list[Segment], block: int) -> set[tuple[int, int]]:
+    """(first element, element behind the last) in the buffer of each block of a shard."""
+    return {
+        (start, min(start + block, part.stop))
+        for part in shard
+        for start in range(part.start, part.stop, block)
+    }
+
+
+@pytest.mark.parametrize("most", [16, 50, 127, 10_000])
+@pytest.mark.parametrize("seed", range(6))
+def test_pieces_have_the_elements_and_blocks_of_the_whole(seed: int, most: int) -> None:
+    parameters, size = layout(seed)
+    borders = [0, size // 3, size // 2, size]
+    shards = segments(parameters, borders)
+    found = pieces(shards, most, 16)
+    for rank, shard in enumerate(shards):
+        parts = [list(piece[rank]) for piece in found]
+        assert all(sum(map(len, part)) <= most for part in parts)
+        assert torch.equal(indices(sum(parts, [])), indices(shard))
+        assert set.union(*(blocks(part, 16) for part in parts)) == blocks(shard, 16)
+    lengths = [len([piece for piece in found if piece[rank]]) for rank in range(3)]
+    assert len(found) == max(*lengths, 1)
+    if most == 10_000:
+        assert [list(map(list, piece)) for piece in found] == [shards]
+
+
+def indices(shard: list[Segment]) -> torch.Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(part.indices() for part in shard)])
+
+
+def test_pieces_that_end_within_a_block_are_noticed() -> None:
+    """Negative control: the blocks behind the cut are others."""
+    [shard] = segments([(0, 100, Place(0, 100, 100))], [0, 100])
+    parts = [list(piece[0]) for piece in pieces([shard], 24, 8)]
+    assert set.union(*(blocks(part, 16) for part in parts)) != blocks(shard, 16)

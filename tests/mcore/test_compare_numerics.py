@@ -31,6 +31,7 @@ YAML = "base: tetrajet\n"
         (f"{WAS} --micro-batch-size 4", "--micro-batch-size was none and is 4"),
         (f"{WAS} --first-last-layers-bf16", "--first-last-layers-bf16 was none and is True"),
         (f"{WAS} --fp4-module-recipe mlp=mxfp4", "--fp4-module-recipe was none and is mlp=mxfp4"),
+        (f"{WAS} --fp4-grad-comm fp8", "--fp4-grad-comm was none and is FP8 (E4M3)"),
     ],
 )
 def test_other_numerics_are_named_with_what_was_and_what_is(flags: str, difference: str) -> None:
@@ -39,6 +40,26 @@ def test_other_numerics_are_named_with_what_was_and_what_is(flags: str, differen
     message = str(raised.value)
     assert difference in message and "--fp4-load-anyway" in message and "\n" not in message
     compare(parse(*WAS.split()), parse(*flags.split(), "--fp4-load-anyway"))
+
+
+def test_another_form_of_gradients_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    fp8, bf16 = "--fp4-grad-comm fp8", "--fp4-grad-comm bf16"
+    e5m2 = f"{fp8} --fp4-grad-comm-element e5m2"
+    for was, is_, difference in (
+        (fp8, bf16, "--fp4-grad-comm was FP8 (E4M3) and is BF16"),
+        (fp8, e5m2, "--fp4-grad-comm was FP8 (E4M3) and is FP8 (E5M2)"),
+        (bf16, "", "--fp4-grad-comm was BF16 and is none"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(difference)):
+            compare(parse(*f"{WAS} {was}".split()), parse(*f"{WAS} {is_}".split()))
+        # Without a recipe nothing is compared by its numerics: a line says that they differ.
+        compare(parse(*was.split()), parse(*is_.split()))
+        assert difference in capsys.readouterr().out
+    saved = parse(*fp8.split())
+    compare(saved, parse(*fp8.split()))
+    del saved.fp4_grad_comm, saved.fp4_grad_comm_element  # of an older version
+    compare(saved, parse())
+    assert capsys.readouterr().out == ""
 
 
 EMA = "--fp4-recipe tetrajet-ema --seed 5"

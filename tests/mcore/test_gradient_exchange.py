@@ -1,32 +1,40 @@
-"""Gradients that data-parallel ranks exchange in FP8, in Megatron's own loop.
+"""Gradients that data-parallel ranks exchange in few bits, in Megatron's own loop.
 
-Each run checks all of its exchanges against sums of what all ranks had; see
-testing/scripts/pretrain_exchanging.py.
+Each run checks all of its exchanges against sums of what all ranks had, and the norm by which
+gradients are clipped; see testing/scripts/pretrain_exchanging.py.
 """
 
+import re
 from pathlib import Path
 
 import pytest
 
-from testing.worlds.checkpoints import MOE, SIZES, saving
+from testing.worlds.checkpoints import MOE, SMALL, saving
 from testing.worlds.launch import MOCK_DATA, SCRIPTS, TINY, Result, result_of, spawn
 
 SCRIPT = SCRIPTS / "pretrain_exchanging.py"
+FP8, BF16 = "--fp4-grad-comm fp8", "--fp4-grad-comm bf16"
+SHARDED = "--use-distributed-optimizer"
 OVERLAPPED = "--overlap-grad-reduce --ddp-bucket-size 20000"
+PIECES = "bytes=9000"  # so few that a bucket is sent in several pieces
 LAYOUTS = {
     "whole": "",
     "whole, overlapped": OVERLAPPED,
-    "sharded": "--use-distributed-optimizer",
-    "sharded, overlapped": f"--use-distributed-optimizer {OVERLAPPED}",
-    "in BF16": "--use-distributed-optimizer --grad-reduce-in-bf16",
-    "accumulated": f"--use-distributed-optimizer {OVERLAPPED} --global-batch-size 16",
+    "sharded": SHARDED,
+    "sharded, overlapped": f"{SHARDED} {OVERLAPPED}",
+    "in BF16": f"{SHARDED} --grad-reduce-in-bf16",
+    "accumulated": f"{SHARDED} {OVERLAPPED} --global-batch-size 16",
+    "accumulated apart": f"{SHARDED} {OVERLAPPED} --grad-reduce-in-bf16 --global-batch-size 16 "
+    "--ddp-param-name-patterns-for-fp32-local-accumulation *linear_fc1*",
+    "with a recipe": f"{SHARDED} {OVERLAPPED} --fp4-recipe tetrajet",
 }
 QUICK = ("whole", "sharded, overlapped")
 
 
-def run(form: str, flags: str, processes: int = 2) -> Result:
-    words = [form, *TINY, *MOCK_DATA, *SIZES.split(), *flags.split()]
-    return result_of(spawn(processes, SCRIPT, *words, timeout_s=120))
+def run(flags: str, words: str = "", processes: int = 2, dtype: str = "--bf16") -> Result:
+    """words: of the script."""
+    given = [*words.split(), *TINY, *MOCK_DATA, *SMALL.split(), dtype, *flags.split()]
+    return result_of(spawn(processes, SCRIPT, *given, timeout_s=120))
 
 
 def check(result: Result, like: Result) -> None:
@@ -36,47 +44,194 @@ def check(result: Result, like: Result) -> None:
     assert result.losses == pytest.approx(like.losses, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS],
-)
+def slow_but_for(quick: tuple[str, ...]) -> list[object]:
+    return [pytest.param(x, marks=() if x in quick else pytest.mark.slow) for x in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", slow_but_for(QUICK))
 def test_sums_are_those_of_all_ranks_gradients(layout: str) -> None:
-    check(run("e4m3", LAYOUTS[layout]), run("none", LAYOUTS[layout]))
+    check(run(f"{FP8} {LAYOUTS[layout]}"), run(LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("layout", slow_but_for(("whole",)))
+def test_gradients_in_bf16(layout: str) -> None:
+    result, like = run(f"{BF16} {LAYOUTS[layout]}"), run(LAYOUTS[layout])
+    assert result.status == 0, result.output[-3000:]
+    assert result.losses == pytest.approx(like.losses, rel=1e-3)
+
+
+@pytest.mark.parametrize("form", [FP8, BF16])
+@pytest.mark.parametrize("sharded", ["", SHARDED])
+def test_pieces_change_no_bit(form: str, sharded: str) -> None:
+    """However many a bucket has. The buffers that they go through are then smaller."""
+    flags = f"{form} {sharded} {OVERLAPPED}"
+    whole, cut = run(flags), run(flags, PIECES)
+    assert (whole.status, cut.status) == (0, 0), cut.output[-3000:]
+    assert cut.losses == whole.losses
+    assert held(cut) < 45 < held(whole)
 
 
 @pytest.mark.slow
-def test_experts_and_e5m2() -> None:
-    flags = f"{MOE} --use-distributed-optimizer"
-    check(run("e5m2", flags), run("none", flags))
+def test_buffers_do_not_grow_with_the_model() -> None:
+    small, large = (run(f"{FP8} --num-layers {layers}", PIECES) for layers in (2, 4))
+    assert small.status == large.status == 0 and held(small) == pytest.approx(held(large), rel=0.05)
+
+
+def held(result: Result) -> float:
+    """KiB of the buffers that gradients go through, from the start table."""
+    found = re.search(r"send gradients in .* through buffers of ([\d.,]+) KiB", result.output)
+    assert found is not None, result.output[-3000:]
+    return float(found[1].replace(",", ""))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [f"{FP8} --fp4-grad-comm-element e5m2", BF16])
+def test_experts(form: str) -> None:
+    check(run(f"{form} {MOE} {SHARDED}"), run(f"{MOE} {SHARDED}"))
+
+
+@pytest.mark.slow
+def test_experts_of_other_ranks() -> None:
+    """Experts have two data-parallel ranks, the rest has four."""
+    flags = f"{MOE} --expert-model-parallel-size 2 --global-batch-size 8 {SHARDED} {OVERLAPPED}"
+    check(run(f"{FP8} {flags}", processes=4), run(flags, processes=4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedule", ["", "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"]
+)
+def test_pipeline_stages(schedule: str) -> None:
+    flags = f"--pipeline-model-parallel-size 2 {SHARDED} --overlap-grad-reduce {schedule}"
+    flags += " --global-batch-size 8"
+    check(run(f"{FP8} {flags}", processes=4), run(flags, processes=4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", "--sequence-parallel"])
 def test_tensor_parallel_ranks_stay_alike(flags: str) -> None:
     """Under sequence parallelism they hold other gradients of norms, which are summed later."""
-    flags = f"--tensor-model-parallel-size 2 --use-distributed-optimizer {flags}"
-    check(run("e4m3", flags, 4), run("none", flags, 4))
+    flags = f"--tensor-model-parallel-size 2 {SHARDED} {flags}"
+    check(run(f"{FP8} {flags}", processes=4), run(flags, processes=4))
 
 
 @pytest.mark.slow
 def test_bits_that_depend_on_the_tensor_parallel_rank_are_noticed() -> None:
-    result = run("e4m3:apart", "--tensor-model-parallel-size 2", 4)
+    result = run(f"{FP8} --tensor-model-parallel-size 2", "apart", 4)
     assert result.status != 0 and "tensor-parallel ranks differ" in result.output
 
 
-def test_all_ranks_get_the_sums_where_gradients_are_saved(tmp_path: Path) -> None:
-    flags = (
-        f"--use-distributed-optimizer {OVERLAPPED} {saving(tmp_path, 100)} --save-wgrads-interval 2"
-    )
-    saved, plain = run("e4m3", flags), run("e4m3", LAYOUTS["sharded, overlapped"])
+# --- gradients that are saved ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "",
+        pytest.param("--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_get_the_sums_where_gradients_are_saved(schedule: str, tmp_path: Path) -> None:
+    """Under pipeline parallelism too, where the schedule starts the exchange."""
+    flags = f"{FP8} {SHARDED} {OVERLAPPED} {schedule}"
+    processes = 4 if schedule else 2
+    saved = run(f"{flags} {saving(tmp_path, 100)} --save-wgrads-interval 2", processes=processes)
+    plain = run(flags, processes=processes)
     assert (saved.status, saved.losses) == (0, plain.losses), saved.output[-3000:]
     assert any("wgrads" in str(path) for path in tmp_path.rglob("*")), [*tmp_path.rglob("*")]
 
 
+def test_gradients_that_are_not_gathered_are_noticed(tmp_path: Path) -> None:
+    flags = f"{FP8} {SHARDED} {saving(tmp_path, 100)} --save-wgrads-interval 2"
+    result = run(flags, "ungathered")
+    assert result.status != 0 and "not gathered" in result.output
+
+
+# --- what is not finite, CUDA graphs -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [FP8, pytest.param(BF16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharded", ["", SHARDED])
+def test_what_overflows_on_one_rank_is_found_on_all(form: str, sharded: str) -> None:
+    """FP16 then skips the step. Negative control: what is not finite is replaced before it is
+    encoded."""
+    flags = f"{form} {sharded} --initial-loss-scale 128"
+    result = run(flags, "overflows", dtype="--fp16")
+    assert result.status == 0, result.output[-3000:]
+    assert skipped(result) == [0, 1, 0, 0]
+    hidden = run(flags, "overflows finite", dtype="--fp16")
+    assert hidden.status != 0 and "sums differ" in hidden.output
+
+
+def skipped(result: Result) -> list[int]:
+    found = re.findall(r"number of skipped iterations: +(\d+)", result.output)
+    return [int(number) for number in found]
+
+
+@pytest.mark.parametrize("mistake", ["", "unwaited"])
+def test_graphs_are_waited_for(mistake: str) -> None:
+    result = run(f"{FP8} {SHARDED} {OVERLAPPED}", f"{mistake} replays")
+    assert (result.status != 0 and "sums differ" in result.output) == bool(mistake), result.output[
+        -3000:
+    ]
+
+
+# --- the order of events -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharded", ["", pytest.param(SHARDED, marks=pytest.mark.slow)])
+def test_a_bucket_travels_while_others_are_computed(sharded: str) -> None:
+    """Negative control: each is waited for at once. No more than two pieces travel at a time."""
+    flags = f"{FP8} {sharded} {OVERLAPPED}"
+    result, at_once = run(flags, "events"), run(flags, "events at-once")
+    assert (result.status, at_once.losses) == (0, result.losses), at_once.output[-3000:]
+    assert most_in_flight(result) == 2 and most_in_flight(at_once) == 1
+    assert overlapped(result) >= 3 and overlapped(at_once) == 0
+
+
+def events(result: Result) -> list[str]:
+    """What happens on rank 0 in the last step: a gradient is ready, a piece is sent or arrives."""
+    return re.findall(r"^event: (\w+)", result.output.split("event: step")[-2], re.MULTILINE)
+
+
+def most_in_flight(result: Result) -> int:
+    most = now = 0
+    for event in events(result):
+        now += {"sent": 1, "arrived": -1}.get(event, 0)
+        most = max(most, now)
+    return most
+
+
+def overlapped(result: Result) -> int:
+    """The pieces between whose sending and arrival gradients become ready."""
+    found, ready = 0, 0
+    sent: list[int] = []
+    for event in events(result):
+        if event == "ready":
+            ready += 1
+        elif event == "sent":
+            sent.append(ready)
+        else:
+            found += sent.pop(0) < ready
+    return found
+
+
+# --- mistakes ----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("mistake", "flags", "said"),
-    [("alike", "--use-distributed-optimizer", "sums differ"), ("keeps", "", "differ")],
+    [
+        ("alike", SHARDED, "sums differ"),
+        ("scales", SHARDED, "sums differ"),
+        (f"shifted {PIECES}", SHARDED, "sums differ"),
+        ("twice", SHARDED, "sums differ"),
+        ("early", SHARDED, "sums differ"),
+        ("keeps", "", "differ"),
+        ("norm", SHARDED, "the norm is"),
+        ("norm", "", "the norm is"),
+    ],
 )
 def test_a_mistake_is_noticed(mistake: str, flags: str, said: str) -> None:
-    result = run(f"e4m3:{mistake}", flags)
-    assert result.status != 0 and said in result.output
+    result = run(f"{FP8} {flags}", mistake)
+    assert result.status != 0 and said in result.output, result.output[-3000:]

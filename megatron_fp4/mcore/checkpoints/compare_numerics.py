@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from megatron.training import print_rank_0
 
+from megatron_fp4.arithmetic.messages import form_name
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import Recipe
 
@@ -44,7 +45,8 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
     the difference is printed instead. A change from a recipe to none, or the reverse, is always
     only printed, since the command line shows it; so is one to or from a recipe that is the same
     but for an average of W or for Q-Ramping (`tetrajet`, `tetrajet-ema` and `tetrajet-ramping`),
-    and a change of fused kernels, which define no numerics.
+    a change of fused kernels, which define no numerics, and another --fp4-grad-comm of a run
+    without a recipe.
     """
     _compare_rows(saved, launch)
     _compare_kernels(saved, launch)
@@ -53,6 +55,8 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
         if then or now:
             words = [_spelled(saved) if then else "no recipe", _spelled(launch) if now else "none"]
             _tell("the checkpoint was trained with {}, this launch has {}".format(*words))
+        for change in _gradients(saved, launch):
+            _tell(f"gradients are sent otherwise: {change}")
         return
     differing = "; ".join(_differences(saved, launch))
     if differing and not launch.fp4_load_anyway:
@@ -115,6 +119,7 @@ def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[
     found = []
     for name, flag in _FLAGS.items():
         found += _was_and_is(flag, getattr(saved, name, None), getattr(launch, name, None))
+    found += _gradients(saved, launch)
     # Shares of training are numbers of steps, which depend on the number of iterations.
     if all(_has_shares(args) for args in (saved, launch)):
         found += _was_and_is("--train-iters", saved.train_iters, launch.train_iters)
@@ -127,6 +132,17 @@ def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[
     if changed := _changed(old, new):
         found.append(f"--fp4-recipe was {_spelled(saved)} and is {_spelled(launch)} ({changed})")
     return found + _module_differences(saved, launch)
+
+
+def _gradients(saved: argparse.Namespace, launch: argparse.Namespace) -> list[str]:
+    """How gradients were and are sent between data-parallel ranks, if that differs."""
+    forms = [
+        form_name(args.fp4_grad_comm, args.fp4_grad_comm_element)
+        if getattr(args, "fp4_grad_comm", None)
+        else None
+        for args in (saved, launch)
+    ]
+    return _was_and_is("--fp4-grad-comm", *forms)
 
 
 def _module_differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[str]:

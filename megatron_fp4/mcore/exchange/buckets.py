@@ -1,63 +1,45 @@
-"""Groups of gradient buckets of Megatron's DDP that ranks exchange in FP8.
+"""Groups of gradient buckets of Megatron's DDP that ranks exchange in few bits.
 
 Upstream's group (megatron/core/distributed/param_and_grad_buffer.py) sums buckets by an all-reduce
-or a reduce-scatter. Here each rank sends every other rank its shard, in FP8, by an all-to-all of
+or a reduce-scatter. Here each rank sends every other rank its shard, encoded, by an all-to-all of
 bytes. The owner of a shard sums what it receives in float32. With the distributed optimizer the sum
-stays with its owner. Without it the sum is sent to all ranks, in FP8 again.
+stays with its owner. Without it the sum is sent to all ranks, encoded again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-from torch import Tensor
 from torch import distributed as dist
 
-from megatron_fp4.arithmetic import messages
-from megatron_fp4.arithmetic.fp8_blocks import Fp8Blocks
-from megatron_fp4.arithmetic.messages import Rounding
-from megatron_fp4.arithmetic.philox import Key, stream_id
-from megatron_fp4.arithmetic.segments import Place, Segment, segments
+from megatron_fp4.arithmetic.messages import GradientForm
+from megatron_fp4.arithmetic.philox import Key
+from megatron_fp4.arithmetic.segments import Place, Segment, pieces, segments
 from megatron_fp4.execution.communication import Pending
-
-SENT, SUMMED = stream_id("gradients:sent"), stream_id("gradients:sum")
+from megatron_fp4.mcore.exchange import slots
+from megatron_fp4.mcore.exchange.slots import Piece, Slots
 
 
 @dataclass
 class Exchange:
     """What all groups of a process share.
 
-    form: in which gradients are sent. key: returns the key of the random bits of the current step.
-    places: of the parameters.
+    form: how gradients travel. key: returns the key of the random bits of the current step.
+    pieces: for each piece of each bucket the segments of all ranks' shards. slots: of all pieces.
     """
 
-    form: Fp8Blocks
+    form: GradientForm
     key: Callable[[], Key]
-    places: dict[torch.nn.Parameter, Place]
-    shards: dict[Any, list[list[Segment]]] = field(default_factory=dict)  # by bucket
-
-    def shards_of(self, bucket: Any, ranks: int) -> list[list[Segment]]:
-        """The segments of each rank's shard of a bucket. Shards are those of the distributed
-        optimizer, which pads a bucket to a multiple of the ranks."""
-        found = self.shards.get(bucket)
-        if found is None:
-            size = bucket.grad_data.numel()
-            length = -(-size // ranks)
-            borders = [min(rank * length, size) for rank in range(ranks + 1)]
-            parameters = [
-                (*bucket.param_to_index[parameter], self.places[parameter])
-                for parameter in bucket.params_list
-            ]
-            found = self.shards[bucket] = segments(parameters, borders)
-        return found
+    pieces: dict[Any, list[list[Sequence[Segment]]]]
+    slots: Slots
 
 
-class Fp8BucketGroup(_ParamAndGradBucketGroup):
-    """A group of buckets whose gradients are exchanged in FP8."""
+class ExchangingBucketGroup(_ParamAndGradBucketGroup):
+    """A group of buckets whose gradients are exchanged in few bits."""
 
     exchange: Exchange
     grad_reduce_handle: Any
@@ -65,22 +47,32 @@ class Fp8BucketGroup(_ParamAndGradBucketGroup):
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Sends all buckets of the group; see upstream's method.
 
-        force_all_reduce: whether all ranks need the sums of all shards, as for saving gradients.
+        force_all_reduce: whether all ranks need the sums of all shards; `finish_grad_sync` sees to
+        it.
         """
         if self.is_first_batch and self.grad_reduce_handle is not None:
             return
         assert self.grad_reduce_handle is None, "the group has been sent, and not been waited for"
         self._prepare()
-        sharded = self.ddp_config.use_distributed_optimizer
-        group = (
-            self.intra_distributed_optimizer_instance_group if sharded else self.data_parallel_group
-        )
-        sent = [self._send(bucket, group, bool(force_all_reduce)) for bucket in self.buckets]
-        pending = Pending(lambda: [each.wait() for each in sent])
+        pending = self._send()
         if self.ddp_config.overlap_grad_reduce:
             self.grad_reduce_handle = pending
         else:
             pending.wait()
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Waits for the sums; see upstream's method.
+
+        force_all_reduce: whether all ranks need the sums of all shards, as for saving gradients.
+        They get those that the owners have, in the buffer's dtype. Unlike upstream's, they do so
+        also where the pipeline schedule started the group, which does not pass the argument on.
+        """
+        super().finish_grad_sync(force_all_reduce)
+        if force_all_reduce and self.ddp_config.use_distributed_optimizer:
+            for bucket in self.buckets:
+                own = bucket.grad_data.chunk(self._ranks.size())[self._ranks.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, own, group=self._ranks)
+            self._copy_back_extra_main_grads()
 
     @torch.no_grad()
     def _prepare(self) -> None:
@@ -106,79 +98,78 @@ class Fp8BucketGroup(_ParamAndGradBucketGroup):
             if bucket.gradient_scaling_factor != 1.0:
                 bucket.grad_data *= bucket.gradient_scaling_factor
 
-    @torch.no_grad()
-    def _send(self, bucket: Any, group: dist.ProcessGroup, to_all: bool) -> Pending[None]:
-        """Sends a bucket's shards to their owners. Once waited for, the sums are in its buffer."""
-        ranks, own = group.size(), group.rank()
-        form, key = self.exchange.form, self.exchange.key()
-        shards = self.exchange.shards_of(bucket, ranks)
-        rounding = Rounding(key, SENT, own)
-        sent = [
-            messages.encoded(messages.of_shard(bucket.grad_data, shard), shard, form, rounding)
-            for shard in shards
-        ]
-        lengths = [len(message) for message in sent]
-        received = sent[own].new_empty(ranks * lengths[own])
-        work = dist.all_to_all_single(
-            received, torch.cat(sent), [lengths[own]] * ranks, lengths, group=group, async_op=True
+    def _send(self) -> Pending[None]:
+        """Sends all buckets. Once waited for, the sums are in them."""
+        key, to_all = self.exchange.key(), not self.ddp_config.use_distributed_optimizer
+        return self.exchange.slots.send(
+            Piece(bucket.grad_data, shards, self._ranks, to_all, key)
+            for bucket in self.buckets
+            for shards in self.exchange.pieces[bucket]
         )
 
-        @torch.no_grad()
-        def arrive() -> None:
-            work.wait()
-            parts = received.split(lengths[own]) if lengths[own] else [received]
-            total = messages.summed(parts, shards[own], form)
-            if not self.ddp_config.use_distributed_optimizer:
-                self._share(total, shards, bucket.grad_data, group, key)
-                return
-            messages.store(total, shards[own], bucket.grad_data)
-            if to_all:
-                _gather(bucket.grad_data, group)
-
-        return Pending(arrive)
-
-    def _share(
-        self,
-        total: Tensor,
-        shards: list[list[Segment]],
-        buffer: Tensor,
-        group: dist.ProcessGroup,
-        key: Key,
-    ) -> None:
-        """Sends the sums of this rank's shard to all ranks, in FP8, and receives theirs.
-
-        All ranks, the owner of a shard too, go on with the values that were sent, so that their
-        weights stay equal.
-        """
-        form, own = self.exchange.form, group.rank()
-        rounding = Rounding(key, SUMMED, own)
-        message = messages.encoded(total, shards[own], form, rounding)
-        lengths = [messages.length(shard, form) for shard in shards]
-        for shard, sums in zip(shards, _gathered(message, lengths, group), strict=True):
-            messages.store(messages.decoded(sums, shard, form), shard, buffer)
+    @property
+    def _ranks(self) -> dist.ProcessGroup:
+        return ranks_of(self)
 
 
-def _gathered(message: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """The messages of all ranks, of the given lengths. They are padded to the longest to be
-    gathered."""
-    longest = max(lengths)
-    own = message.new_zeros(longest)
-    own[: len(message)] = message
-    every = message.new_empty(len(lengths) * longest)
-    dist.all_gather_into_tensor(every, own, group=group)
-    parts = every.split(longest) if longest else [every] * len(lengths)
-    return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+def ranks_of(group: Any) -> dist.ProcessGroup:
+    """The ranks that sum the gradients of a group of buckets."""
+    if group.ddp_config.use_distributed_optimizer:
+        return group.intra_distributed_optimizer_instance_group
+    return group.data_parallel_group
 
 
-def _gather(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    """Gathers a buffer of which each rank has its shard."""
-    own = buffer.chunk(group.size())[group.rank()].clone()
-    dist.all_gather_into_tensor(buffer, own, group=group)
+def shards_of(bucket: Any, ranks: int, places: Mapping[Any, Place]) -> list[list[Segment]]:
+    """The segments of each rank's shard of a bucket.
+
+    Shards are those of the distributed optimizer, which pads a bucket to a multiple of the ranks.
+    Without it the last ones are shorter, or empty.
+    """
+    size = bucket.grad_data.numel()
+    length = -(-size // ranks)
+    borders = [min(rank * length, size) for rank in range(ranks + 1)]
+    parameters = [
+        (*bucket.param_to_index[parameter], places[parameter]) for parameter in bucket.params_list
+    ]
+    return segments(parameters, borders)
 
 
-def install(chunks: Sequence[Any], exchange: Exchange) -> None:
-    """Makes the buckets of these chunks, wrapped in Megatron's DDP, be exchanged in FP8."""
+def groups_of(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """("dense" or "experts", group of buckets) of model chunks that Megatron's DDP wraps."""
     for chunk in chunks:
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            group.__class__ = Fp8BucketGroup
-            group.exchange = exchange
+        yield from (("dense", group) for group in chunk.bucket_groups)
+        yield from (("experts", group) for group in chunk.expert_parallel_bucket_groups)
+
+
+def install(
+    chunks: Sequence[Any],
+    form: GradientForm,
+    key: Callable[[], Key],
+    places: Mapping[Any, Place],
+) -> Exchange | None:
+    """Makes the buckets of these chunks, wrapped in Megatron's DDP, be exchanged.
+
+    Groups of one rank are left as they are: their gradients are not sent, and not rounded. Returns
+    None where there are no others.
+    """
+    groups = [group for _, group in groups_of(chunks) if ranks_of(group).size() > 1]
+    if not groups:
+        return None
+    cut: dict[Any, list[list[Sequence[Segment]]]] = {}
+    for group in groups:
+        ranks = ranks_of(group).size()
+        most = max(form.block, slots.MOST_BYTES // (ranks * form.dtype.itemsize))
+        for bucket in group.buckets:
+            cut[bucket] = pieces(shards_of(bucket, ranks, places), most, form.block)
+    capacity = max(slots.room(piece, form) for each in cut.values() for piece in each)
+    device = groups[0].buckets[0].grad_data.device
+    exchange = Exchange(form, key, cut, Slots(form, capacity, device))
+    for group in groups:
+        extend(group, ExchangingBucketGroup)
+        group.exchange = exchange
+    return exchange
+
+
+def extend(group: Any, kind: type) -> None:
+    """Makes a group of buckets an instance of `kind`, besides what it is already."""
+    group.__class__ = type(kind.__name__, (kind, type(group)), {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 import megatron_fp4
+from megatron_fp4.arithmetic.messages import ELEMENTS
 from megatron_fp4.recipe import GEMMS
 from megatron_fp4.recipes import list_recipes
 
@@ -105,6 +106,19 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
         help="keep what a calibration of Q-Ramping copies and sums (12 to 28 bytes a parameter) in "
         "the host's memory; slower, with the same results",
+    )
+    group.add_argument(
+        "--fp4-grad-comm",
+        choices=tuple(ELEMENTS),
+        default=None,
+        help="data-parallel ranks send gradients in FP8 with a scale for each block, or in BF16, "
+        "stochastically rounded, and sum them in float32; with a recipe or without one",
+    )
+    group.add_argument(
+        "--fp4-grad-comm-element",
+        choices=ELEMENTS["fp8"],
+        default=None,
+        help="the elements of --fp4-grad-comm fp8 (default: e4m3)",
     )
     group.add_argument(
         "--fp4-metrics-interval",

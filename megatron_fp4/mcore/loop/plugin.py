@@ -8,13 +8,15 @@ From then on
                               and modules that can be given fused kernels
     pretrain, get_model       attach recipes to the linears of the model that was built, and fused
                               kernels, before it is wrapped, and count the script's forward steps
-    get_megatron_optimizer    makes an optimizer that keeps the state beside weights, and that has
-                              fused kernels
+    get_megatron_optimizer    makes data-parallel ranks exchange gradients in few bits, and an
+                              optimizer that keeps the state beside weights, and that has fused
+                              kernels
     load_checkpoint           starts the state that the checkpoint lacks
 
 A launch without a recipe runs as it would without the plugin; --fp4-metrics-interval adds a file
-with the steps of its log, and --fp4-fused-kernels liger adds fused kernels. pretrain_gpt.py
-(loop/gpt.py) is such a script too. C stands for megatron/core, T for megatron/training.
+with the steps of its log, --fp4-fused-kernels liger adds fused kernels, and --fp4-grad-comm sends
+gradients in few bits. pretrain_gpt.py (loop/gpt.py) is such a script too. C stands for
+megatron/core, T for megatron/training.
 """
 
 import argparse
@@ -34,6 +36,7 @@ from megatron.training import arguments, training
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints.weight_states import complete, saved_states
 from megatron_fp4.mcore.data import vocabulary
+from megatron_fp4.mcore.exchange import start
 from megatron_fp4.mcore.launch import command_line, cuda_graphs, fp4_arguments
 from megatron_fp4.mcore.launch.command_line import Script
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
@@ -44,6 +47,7 @@ from megatron_fp4.mcore.model import fused_kernels, optimizers
 from megatron_fp4.mcore.model.attach import attach
 from megatron_fp4.mcore.model.replacement import followed, fusable
 from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.mcore.model.start_table import trains
 
 _UNFOLLOWED = (
     "no linear follows recipe {recipe}: {what}; build the model by Megatron's GPTModel or another "
@@ -66,6 +70,7 @@ class Plugin:
         self.run: Run | None = None
         self.metrics: metrics.Metrics | None = None
         self._is_attached = False
+        self._exchanges = False
 
     def check_followed(self) -> None:
         """Raises ConfigError if no model was built whose linears follow the recipe.
@@ -78,6 +83,11 @@ class Plugin:
                 "parse_and_validate_args and megatron.training's pretrain in it"
             )
         self._refuse_unfollowed("the script trained no model")
+        if self.args.fp4_grad_comm is not None and trains(self.args) and not self._exchanges:
+            raise ConfigError(
+                "--fp4-grad-comm did nothing: the script made no optimizer by the "
+                "get_megatron_optimizer of megatron.training.training; train by its pretrain"
+            )
 
     def _refuse_unfollowed(self, what: str) -> None:
         if self.run is not None and not self._is_attached:
@@ -249,8 +259,12 @@ class Plugin:
         return forward_step
 
     def making_optimizer(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(upstream)
+
         @functools.wraps(upstream)
         def get_megatron_optimizer(*given: Any, **named: Any) -> Any:
+            if self.args is not None and self.args.fp4_grad_comm is not None:
+                self._exchange_gradients(signature.bind(*given, **named).arguments["model_chunks"])
             optimizer = upstream(*given, **named)
             if self.args is not None and self.args.fp4_fused_adamw:
                 optimizers.fuse(optimizer)
@@ -264,6 +278,13 @@ class Plugin:
             return optimizer
 
         return get_megatron_optimizer
+
+    def _exchange_gradients(self, chunks: list[MegatronModule]) -> None:
+        assert self.args is not None
+        line = start.begin(self.args, self.run, chunks)
+        self._exchanges = True
+        if self.args.rank == 0:
+            print(line, flush=True)
 
     def loading(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)

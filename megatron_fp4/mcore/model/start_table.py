@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -38,6 +39,19 @@ class Row:
     gemms: tuple[str, ...]
     notes: tuple[str, ...]
     refusal: str | None = None
+
+
+class SentGradients(NamedTuple):
+    """The gradients of one kind of parameter that a rank sends in a step.
+
+    ranks: those that have the same parameters. elements: the parameters of a rank. to_owners: bytes
+    sent to the ranks that sum. to_all: bytes of sums sent to all ranks.
+    """
+
+    ranks: int
+    elements: int
+    to_owners: int
+    to_all: int
 
 
 def unquantized(name: str, weight: Tensor) -> Row:
@@ -141,6 +155,30 @@ def calibrations(ramping: Ramping, args: Namespace, ramped: int, everything: int
         f"like it; {number}calibrations of {ramping.calibration} steps, each with {size} "
         f"more{place}, sharded too"
     )
+
+
+def gradients(form: str, held: int, sent: Mapping[str, SentGradients]) -> str:
+    """The lines about gradients that data-parallel ranks exchange in few bits.
+
+    form: in which form, in words. held: bytes of the buffers that they go through. sent: by kind of
+    parameter.
+    """
+    lines = [f"megatron-fp4: data-parallel ranks send gradients in {form}"]
+    if held:
+        lines[0] += f", through buffers of {_size(held)}"
+    for kind, of_kind in sent.items():
+        bytes_ = [
+            f"{size / of_kind.elements:.2f} by {collective}"
+            for size, collective in (
+                (of_kind.to_owners, "all-to-all"),
+                (of_kind.to_all, "all-gather"),
+            )
+            if size
+        ]
+        what = f"bytes of a parameter: {' and '.join(bytes_)}" if bytes_ else "nothing"
+        ranks = "1 rank sends" if of_kind.ranks == 1 else f"each of {of_kind.ranks} ranks sends"
+        lines.append(f"  {kind}: {ranks} {what}")
+    return "\n".join(lines)
 
 
 def _size(size: int) -> str:

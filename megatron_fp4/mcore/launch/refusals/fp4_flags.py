@@ -154,6 +154,8 @@ def without_recipe(args: Namespace) -> Iterator[str]:
     if args.fp8 is not None:
         yield from _without_te(args, "--fp8-format")
     for name, default in _NEEDS_A_RECIPE.items():
+        if name == "fp4_seed" and args.fp4_grad_comm is not None:
+            continue  # gradients are rounded stochastically
         if getattr(args, name) != default:
             yield f"{flag_of(name)} needs a recipe: add --fp4-recipe, or leave it out"
 

@@ -1,0 +1,68 @@
+"""Begins the exchange that --fp4-grad-comm asks for, and says what is sent."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_fp4.arithmetic import messages
+from megatron_fp4.arithmetic.messages import GradientForm
+from megatron_fp4.arithmetic.philox import Key
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.exchange.buckets import groups_of, install, ranks_of
+from megatron_fp4.mcore.exchange.places import places
+from megatron_fp4.mcore.model import start_table
+from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.mcore.model.start_table import SentGradients
+
+
+def begin(args: Namespace, run: Run | None, chunks: Sequence[Any]) -> str:
+    """Makes data-parallel ranks exchange gradients as --fp4-grad-comm says. All ranks call it.
+
+    args: Megatron's. run: the FP4 run; None without a recipe. chunks: the model's, wrapped in
+    Megatron's DDP. Returns what this rank sends, in words. Raises ConfigError where something else
+    than Megatron's DDP wraps them.
+    """
+    if not all(hasattr(chunk, "bucket_groups") for chunk in chunks):
+        raise ConfigError(
+            "--fp4-grad-comm needs Megatron's DistributedDataParallel around the model: wrap it, "
+            "or leave out the flag"
+        )
+    form = messages.form_of(args.fp4_grad_comm, args.fp4_grad_comm_element)
+
+    def key() -> Key:
+        return Key(args.fp4_seed, args.curr_iteration) if run is None else run.key(run.now())
+
+    exchange = install(chunks, form, key, places([chunk.module for chunk in chunks]))
+    name = messages.form_name(args.fp4_grad_comm, args.fp4_grad_comm_element)
+    held = 0 if exchange is None else exchange.slots.bytes
+    return start_table.gradients(name, held, _sent(chunks, form))
+
+
+def _sent(chunks: Sequence[Any], form: GradientForm) -> dict[str, SentGradients]:
+    """What this rank sends in a step, of each kind of parameter."""
+    found: dict[str, list[SentGradients]] = {}
+    for kind, group in groups_of(chunks):
+        found.setdefault(kind, []).append(_sent_of(group, form))
+    return {
+        kind: SentGradients(
+            each[0].ranks, *(sum(column) for column in [*zip(*each, strict=True)][1:])
+        )
+        for kind, each in found.items()
+    }
+
+
+def _sent_of(group: Any, form: GradientForm) -> SentGradients:
+    """What this rank sends of the gradients of a group of buckets."""
+    ranks = ranks_of(group)
+    elements = sum(parameter.numel() for parameter in group.params)
+    to_owners = to_all = 0
+    if ranks.size() > 1:
+        for piece in (piece for bucket in group.buckets for piece in group.exchange.pieces[bucket]):
+            lengths = [messages.length(shard, form) for shard in piece]
+            to_owners += sum(lengths) - lengths[ranks.rank()]
+            to_all += (ranks.size() - 1) * max(lengths)
+    if group.ddp_config.use_distributed_optimizer:
+        to_all = 0
+    return SentGradients(ranks.size(), elements, to_owners, to_all)

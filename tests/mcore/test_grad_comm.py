@@ -1,0 +1,208 @@
+"""--fp4-grad-comm: what it refuses, what it prints, and runs that save and go on."""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from testing.builders.fp4_arguments import parse, refusal
+from testing.worlds.checkpoints import (
+    MOE,
+    SHARDED,
+    SIZES,
+    TETRAJET,
+    again,
+    good,
+    run_in_turn,
+    same,
+    saving,
+    told,
+)
+from testing.worlds.launch import Result, torchrun, train
+from testing.worlds.own_megatron import run as run_own
+
+FP8, BF16 = "--fp4-grad-comm fp8", "--fp4-grad-comm bf16"
+OVERLAPPED = "--overlap-grad-reduce --ddp-bucket-size 20000"
+FLAGS = (*FP8.split(), *SIZES.split())
+REFUSED = {
+    "--ddp-average-in-collective": "leave it out, gradients are scaled before they are sent",
+    "--ddp-reduce-scatter-with-fp32-accumulation": "leave it out, gradients are summed in float32",
+    "--num-distributed-optimizer-instances 2": "leave it out, all data-parallel ranks are one",
+    "--use-torch-fsdp2": "use --use-distributed-optimizer",
+    "--use-megatron-fsdp": "use --use-distributed-optimizer",
+    "--use-distributed-optimizer --optimizer muon": "leave out --use-distributed-optimizer",
+    "--optimizer dist_muon": "use --optimizer muon",
+    "--cuda-graph-impl full_iteration": "use --cuda-graph-impl local",
+    "--cuda-graph-impl transformer_engine": "use --cuda-graph-impl local",
+    "--external-cuda-graph": "use --cuda-graph-impl local",
+    "--cuda-graph-impl local --cuda-graph-modules full_iteration": "leave out --cuda-graph-modules",
+    "--cuda-graph-impl local --cuda-graph-scope full_iteration": "leave out --cuda-graph-modules",
+    "--tensor-parallel-num-weight-shards 2": "use --tensor-model-parallel-size",
+    "--expert-tensor-parallel-num-weight-shards 2": "use --expert-tensor-parallel-size",
+    "--reuse-grad-buf-for-mxfp8-param-ag": "leave it out",
+    "--fp8-param-gather": "leave it out",
+    "--fake-process-group": "leave it out, it sends nothing",
+}
+
+
+# --- the flags ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_changes_how_gradients_are_summed_is_refused(flags: str) -> None:
+    """In the same words without a recipe; with one, other checks may come first."""
+    message = refusal(*FP8.split(), *flags.split())
+    assert message.startswith("--fp4-grad-comm does not support ") and REFUSED[flags] in message
+    parse(*flags.split())  # negative control
+
+
+def test_upstreams_gather_of_fp4_is_refused() -> None:
+    flags = "--fp4-format e2m1 --transformer-impl transformer_engine --fp4-param-gather"
+    assert "leave out --fp4-param-gather" in refusal(*FP8.split(), *flags.split())
+
+
+def test_elements_are_those_of_fp8() -> None:
+    e5m2 = ("--fp4-grad-comm-element", "e5m2")
+    assert "needs --fp4-grad-comm fp8" in refusal(*e5m2)
+    assert "has no elements to choose" in refusal(*BF16.split(), *e5m2)
+    assert parse(*FP8.split()).fp4_grad_comm_element == "e4m3"
+    assert parse(*FP8.split(), *e5m2).fp4_grad_comm_element == "e5m2"
+    assert parse().fp4_grad_comm_element is None
+
+
+def test_the_seed_of_rounding_needs_no_recipe_then() -> None:
+    assert parse(*FP8.split(), "--fp4-seed", "7").fp4_seed == 7
+    assert "--fp4-seed needs a recipe" in refusal("--fp4-seed", "7")
+
+
+@pytest.mark.parametrize("recipe", ["", TETRAJET])
+def test_a_refused_launch_is_one_line(recipe: str) -> None:
+    result = torchrun(2, *FLAGS, *recipe.split(), "--ddp-average-in-collective")
+    assert "--fp4-grad-comm does not support --ddp-average-in-collective" in told(result)
+
+
+# --- what is printed and sent ------------------------------------------------------------------
+
+
+def lines(result: Result) -> list[str]:
+    """What a launch says of its gradients."""
+    pattern = r"^megatron-fp4: data-parallel ranks send .*\n(?:^  \w+: .*\n)*"
+    [found] = re.findall(pattern, result.output, re.MULTILINE)
+    return str(found).splitlines()
+
+
+@functools.cache
+def plain(processes: int, *flags: str) -> Result:
+    return train(processes, *SIZES.split(), *flags)
+
+
+def test_the_bytes_of_a_parameter() -> None:
+    head, dense = lines(train(2, *FLAGS, "--use-distributed-optimizer"))
+    assert head.startswith(
+        "megatron-fp4: data-parallel ranks send gradients in FP8 (E4M3), through"
+    )
+    assert dense == "  dense: each of 2 ranks sends bytes of a parameter: 0.50 by all-to-all"
+    _, dense = lines(train(2, *BF16.split(), *SIZES.split()))
+    assert dense.endswith("a parameter: 1.00 by all-to-all and 1.00 by all-gather")
+
+
+@pytest.mark.slow
+def test_experts_have_ranks_of_their_own() -> None:
+    flags = f"{MOE} --expert-model-parallel-size 2 --use-distributed-optimizer"
+    _, dense, experts = lines(train(2, *FLAGS, *flags.split()))
+    assert dense.startswith("  dense: each of 2 ranks sends")
+    assert experts == "  experts: 1 rank sends nothing"
+
+
+@pytest.mark.parametrize("recipe", ["", pytest.param(TETRAJET, marks=pytest.mark.slow)])
+def test_one_rank_sends_and_rounds_nothing(recipe: str) -> None:
+    result = train(1, *FLAGS, *recipe.split())
+    assert (
+        lines(result)[1:] == ["  dense: 1 rank sends nothing"] and "buffers" not in lines(result)[0]
+    )
+    assert result.losses == plain(1, *recipe.split()).losses
+
+
+def test_another_seed_rounds_otherwise() -> None:
+    one, two = (train(2, *FLAGS, "--fp4-seed", seed) for seed in ("1", "2"))
+    assert one.losses != two.losses == pytest.approx(one.losses, rel=1e-3)
+    assert "data-parallel ranks send" not in plain(2).output
+
+
+@pytest.mark.parametrize("recipe", [TETRAJET, pytest.param("", marks=pytest.mark.slow)])
+def test_a_users_own_script_exchanges_too(recipe: str) -> None:
+    """With a recipe it has the losses of pretrain_gpt.py."""
+    own, without = (
+        run_own("provider.py", 2, *flags, *recipe.split()) for flags in (FLAGS, FLAGS[2:])
+    )
+    assert own.status == without.status == 0, own.output[-4000:]
+    assert own.losses != without.losses == pytest.approx(own.losses, rel=1e-3)
+    if recipe:
+        assert own.losses == train(2, *FLAGS, *recipe.split()).losses
+
+
+def test_a_script_that_trains_nothing_is_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from megatron.training.arguments import parse_and_validate_args as p; p()")
+    assert "--fp4-grad-comm did nothing: the script made no" in told(run_own(script, 1, *FLAGS))
+
+
+# --- save, kill, go on -------------------------------------------------------------------------
+
+LAYOUTS = {
+    "whole": f"{TETRAJET} {FP8}",
+    "sharded": f"{FP8} {SHARDED} {OVERLAPPED}",
+    "in bf16": f"{TETRAJET} {BF16} {SHARDED} {OVERLAPPED}",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_killed_run_goes_on_bit_for_bit(layout: str, tmp_path: Path) -> None:
+    flags = f"{LAYOUTS[layout]} --global-batch-size 8"  # a step has two microbatches
+    killed = tmp_path / "killed"
+    goes_on = f"{flags} {saving(killed)} --load {killed}"
+    runs = run_in_turn(
+        2,
+        {
+            "whole": f"{flags} {saving(tmp_path / 'whole')}",
+            "killed": f"dies=step {goes_on}",
+            "resumed": goes_on,
+            "other": f"{flags} {saving(tmp_path / 'other')} {again(killed)} --fp4-seed 9 "
+            "--fp4-load-anyway",
+        },
+    )
+    assert runs["killed"].status != 0 and "at iteration 2" in good(runs["resumed"]).output
+    last = "iter_0000004"
+    assert same(tmp_path / "whole" / last, killed / last)
+    assert not same(tmp_path / "whole" / last, tmp_path / "other" / last)  # negative control
+
+
+@pytest.mark.slow
+def test_other_numbers_of_ranks_go_on_and_back(tmp_path: Path) -> None:
+    """Two ranks, then one, then two: each begins with the weights and state of the one before."""
+    flags = f"{TETRAJET} {FP8} {SHARDED} {OVERLAPPED} --train-iters 6"
+    two, one, back = (tmp_path / name for name in ("two", "one", "back"))
+    first = run_in_turn(2, {"two": f"{flags} {saving(two)} --exit-interval 2"})["two"]
+    alone = run_in_turn(1, {"one": f"{flags} {saving(one)} --load {two} --exit-interval 4"})["one"]
+    last = run_in_turn(2, {"back": f"{flags} {saving(back)} --load {one}"})["back"]
+    assert first.status == 0 and len(good(alone).losses) == len(good(last).losses) == 2
+    losses = [*first.losses, *alone.losses, *last.losses]
+    whole = run_in_turn(2, {"whole": flags})["whole"].losses
+    assert losses[:2] == whole[:2] and losses == pytest.approx(whole, rel=2e-3)
+
+
+@pytest.mark.slow
+def test_a_resume_with_another_form_is_one_line(tmp_path: Path) -> None:
+    flags = f"{TETRAJET} {SHARDED}"
+    runs = run_in_turn(
+        2,
+        {
+            "saves": f"{flags} {FP8} {saving(tmp_path)}",
+            "otherwise": f"{flags} {BF16} {again(tmp_path)}",
+            "anyway": f"{flags} {BF16} {again(tmp_path)} --fp4-load-anyway",
+        },
+    )
+    assert "--fp4-grad-comm was FP8 (E4M3) and is BF16" in told(runs["otherwise"])
+    assert "goes on from other numerics: --fp4-grad-comm was FP8" in good(runs["anyway"]).output
