@@ -18,6 +18,7 @@ COLLECTIVES = {
     "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
     "allreduce_": ("all-reduce", 0),
     "allreduce_coalesced_": ("all-reduce", 0),
+    "alltoall_base_": ("all-to-all", 1),
     "broadcast_": ("broadcast", 0),
     "send": ("send", 0),
 }
@@ -28,8 +29,9 @@ class Traffic(TorchDispatchMode):
     """Counts the bytes that this rank sends, by kind of collective (`sent`).
 
     The bytes are those of ring algorithms. Each of N ranks sends N - 1 parts in an all-gather or a
-    reduce-scatter, and twice that in an all-reduce. In a broadcast all ranks but the last send the
-    tensor on, and each rank is counted with the mean.
+    reduce-scatter, and twice that in an all-reduce. In an all-to-all a rank sends all parts but its
+    own. In a broadcast all ranks but the last send the tensor on, and each rank is counted with the
+    mean.
 
     Collectives of a backward pass are counted too: autograd's threads inherit the dispatch mode.
     """
@@ -46,9 +48,12 @@ class Traffic(TorchDispatchMode):
             kind, place = COLLECTIVES[operator]  # KeyError for an operator that is not listed
             tensors = args[place] if isinstance(args[place], list) else [args[place]]
             size = sum(t.numel() * t.element_size() for t in tensors)
-            ranks = dist.ProcessGroup.unbox(args[place + 1]).size()
+            group = dist.ProcessGroup.unbox(args[place + 1])
+            ranks = group.size()
             times = {"all-gather": ranks - 1, "all-reduce": 2 * (ranks - 1) / ranks, "send": 1}
             sent = int(size * times.get(kind, (ranks - 1) / ranks))
+            if kind == "all-to-all" and any(parts := args[4]):  # parts of unequal sizes
+                sent = size - size * parts[group.rank()] // sum(parts)
             if sent:  # a group of one rank sends nothing
                 self.sent[kind] = self.sent.get(kind, 0) + sent
         return func(*args, **(kwargs or {}))

@@ -7,6 +7,7 @@ which changes it before it is sent.
 from __future__ import annotations
 
 import functools
+import json
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from megatron.core.optimizer import optimizer
 from torch import Tensor
 from torch import distributed as dist
 
+from benchmarks.traffic import Traffic
 from megatron_fp4.arithmetic import messages
 from megatron_fp4.arithmetic.messages import Rounding
 from megatron_fp4.mcore.exchange import places, slots
@@ -203,6 +205,29 @@ def tells_events() -> None:
     optimizer.get_grad_norm_fp32 = get_grad_norm_fp32
 
 
+def tells_traffic() -> None:
+    """No mistake: rank 0 prints the bytes that it sends of gradients in a step, as they are counted
+    by the operators of torch.distributed."""
+    traffic, norm = Traffic(), optimizer.get_grad_norm_fp32
+
+    def counting(function: Callable[..., None]) -> Any:
+        def counted(*given: Any, **named: Any) -> None:
+            with traffic:
+                function(*given, **named)
+
+        return counted
+
+    def get_grad_norm_fp32(*given: Any, **named: Any) -> float:
+        if dist.get_rank() == 0:
+            print(f"traffic: {json.dumps(traffic.sent)}", flush=True)
+        traffic.sent.clear()
+        return norm(*given, **named)
+
+    _Flight.__init__ = counting(_Flight.__init__)  # type: ignore[method-assign]
+    _Flight.sum = counting(_Flight.sum)  # type: ignore[method-assign]
+    optimizer.get_grad_norm_fp32 = get_grad_norm_fp32
+
+
 MISTAKES: dict[str, Callable[[], None]] = {
     "alike": rounds_alike,
     "keeps": keeps_own_sums,
@@ -217,6 +242,7 @@ MISTAKES: dict[str, Callable[[], None]] = {
     "ungathered": gathers_nothing,
     "unwaited": ignores_graphs,
     "events": tells_events,
+    "traffic": tells_traffic,
 }
 
 

@@ -22,7 +22,9 @@ from megatron_fp4.arithmetic.bf16 import Bf16Elements
 from megatron_fp4.arithmetic.fp8_blocks import Fp8Blocks, bits_at
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.segments import Segment
+from megatron_fp4.errors import ConfigError
 
+PIECES, PIECE_BYTES = 2, 2**26  # that travel at a time; bytes of one, but for scales
 RANK = 2**48  # the distance of two ranks' indices: more than a model has elements
 # The elements in which gradients travel, by the value of --fp4-grad-comm. The first is the default.
 ELEMENTS = {"fp8": ("e4m3", "e5m2"), "bf16": ("bf16",)}
@@ -51,19 +53,34 @@ class GradientForm(Protocol):
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor: ...
 
 
-def form_of(kind: str, element: str | None = None) -> GradientForm:
-    """The form that --fp4-grad-comm names. element: one of ELEMENTS[kind]; None is the default."""
-    forms: dict[str, GradientForm] = {
-        "e4m3": Fp8Blocks("e4m3"),
-        "e5m2": Fp8Blocks("e5m2"),
-        "bf16": Bf16Elements(),
-    }
-    return forms[element or ELEMENTS[kind][0]]
+FORMS: dict[str, GradientForm] = {
+    "e4m3": Fp8Blocks("e4m3"),
+    "e5m2": Fp8Blocks("e5m2"),
+    "bf16": Bf16Elements(),
+}  # by element
 
 
-def form_name(kind: str, element: str | None = None) -> str:
-    """The form in words, such as "FP8 (E4M3)". kind, element: see `form_of`."""
-    element = element or ELEMENTS[kind][0]
+def element_of(kind: str | None, element: str | None) -> str | None:
+    """The element that the flags --fp4-grad-comm (kind) and --fp4-grad-comm-element name; None
+    without them. Raises ConfigError for an element of another kind."""
+    if element is None:
+        return None if kind is None else ELEMENTS[kind][0]
+    if kind is None or element not in ELEMENTS[kind]:
+        raise ConfigError(
+            f"grad-comm-element {element} needs grad-comm {kind_of(element)}: give it, or leave "
+            "out the element"
+        )
+    return element
+
+
+def kind_of(element: str) -> str:
+    """The value of --fp4-grad-comm that has an element."""
+    return next(kind for kind, elements in ELEMENTS.items() if element in elements)
+
+
+def form_name(element: str) -> str:
+    """A form in words, such as "FP8 (E4M3)". element: a key of FORMS."""
+    kind = kind_of(element)
     return kind.upper() if element == kind else f"{kind.upper()} ({element.upper()})"
 
 

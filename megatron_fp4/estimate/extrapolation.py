@@ -37,6 +37,9 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         "--fp4-weight-cache was measured in steps as packed alone": (
             layout.keeps_w != "packed" and not layout.graphs and is_quantized(recipe)
         ),
+        "gradients in few bits were never measured, and converting them takes no time here": (
+            layout.gradients is not None
+        ),
         "recomputation was never measured": layout.recompute,
         "the memory of CUDA graphs was never measured": layout.graphs,
         f"steps of {recipe.name} were never measured": recipe.name not in RECIPES,

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_fp4.arithmetic.messages import ELEMENTS, element_of
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.estimate.gpus import GPUS, find
 from megatron_fp4.estimate.huggingface import read
@@ -39,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="BF16 linears add dW to main_grad after the GEMM, as Megatron does without Apex",
     )
     job.add_argument("--fp4-fused-kernels", choices=["auto", "liger", "off"], default="auto")
+    job.add_argument("--fp4-grad-comm", choices=ELEMENTS)
+    job.add_argument("--fp4-grad-comm-element", choices=ELEMENTS["fp8"])
     _add_model(parser.add_argument_group("the model, by Megatron's flags or a config.json"))
     fixed = parser.add_argument_group("fixed choices; what is left out is chosen")
     fixed.add_argument("--micro-batch-size", type=int)
@@ -111,6 +114,7 @@ def job_of(args: argparse.Namespace) -> Job:
         model, recipe, find(args.gpu), args.gpus, node, args.global_batch_size, fused,
         fused_kernels=args.fp4_fused_kernels != "off",
         keeps_w=None if args.fp4_weight_cache == "off" else args.fp4_weight_cache,
+        gradients=element_of(args.fp4_grad_comm, args.fp4_grad_comm_element),
     )  # fmt: skip
 
 

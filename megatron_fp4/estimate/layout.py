@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_fp4.arithmetic.messages import ELEMENTS, kind_of
 from megatron_fp4.estimate.model import (
     Model,
     Parameters,
@@ -33,6 +34,8 @@ class Layout:
         for torch's kernels.
     keeps_w: what is held of quantized weights over a step, without CUDA graphs; see
         `plan.setting.Setting`.
+    gradients: the elements in which data-parallel ranks send gradients, a key of
+        `arithmetic.messages.FORMS` (--fp4-grad-comm); None: in float32, by Megatron's collectives.
     """
 
     gpus: int
@@ -50,6 +53,7 @@ class Layout:
     fused_dw: bool = True
     fused_kernels: bool = True
     keeps_w: KeepsW | None = "packed"
+    gradients: str | None = None
 
     @property
     def dp(self) -> int:
@@ -88,6 +92,11 @@ class Layout:
             flags.append("--no-gradient-accumulation-fusion")
         if not self.fused_kernels:
             flags.append("--fp4-fused-kernels off")
+        if self.gradients is not None:
+            kind = kind_of(self.gradients)
+            flags.append(f"--fp4-grad-comm {kind}")
+            if self.gradients != ELEMENTS[kind][0]:
+                flags.append(f"--fp4-grad-comm-element {self.gradients}")
         return flags
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron_fp4.arithmetic.messages import FORMS, PIECE_BYTES, PIECES
 from megatron_fp4.arithmetic.ramping import MOVEMENT_BYTES, SNAPSHOT_BYTES
 from megatron_fp4.estimate.layout import Layout, Stage, linears, parameters
 from megatron_fp4.estimate.model import Linear, Model, Parameters
@@ -24,7 +25,8 @@ ADAM = 4
 class Memory(NamedTuple):
     """Bytes on a rank at the peak of a step.
 
-    weights: of the model, in BF16. gradients: in float32. optimizer: the float32 weights and both
+    weights: of the model, in BF16. gradients: in float32, and the buffers through which they are
+    sent in fewer bits. optimizer: the float32 weights and both
     moments of Adam, and states beside weights. activations: what microbatches in flight save.
     held: quantized weights that are held over a step. temporary: what lives for one operation: of a
     layer's backward pass, of the loss, or of the optimizer.
@@ -99,7 +101,19 @@ def states(
     kept = sum(dtype.itemsize for dtype in recipe.kept_dtypes.values())
     optimizer = optimizer_bytes(held, layout, 4 + 8) + optimizer_bytes(own, layout, kept)
     copies = 4.0 * len(recipe.weight_states) * own.total if layout.sharded else 0.0
-    return 2.0 * held.total, 4.0 * held.total, optimizer + copies
+    gradients = 4.0 * held.total + gradient_buffers(held, layout)
+    return 2.0 * held.total, gradients, optimizer + copies
+
+
+def gradient_buffers(held: Parameters, layout: Layout) -> float:
+    """Bytes of the buffers through which gradients are sent in few bits: for each piece that
+    travels, what is sent and what is received. held: the parameters on the rank."""
+    if layout.gradients is None:
+        return 0.0
+    form = FORMS[layout.gradients]
+    sent = [held.dense * (layout.dp > 1), held.experts * (layout.expert_dp > 1)]
+    elements = min(max(sent), PIECE_BYTES / form.dtype.itemsize)
+    return 2 * PIECES * elements * form.bits / 8
 
 
 def optimizer_bytes(held: Parameters, layout: Layout, each: float) -> float:

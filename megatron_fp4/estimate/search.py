@@ -41,7 +41,7 @@ class Fixed:
 class Job:
     """What is to be trained: a model with a recipe, on how many GPUs, in what batches.
 
-    node: GPUs of a host. fused_dw, fused_kernels, keeps_w: see Layout.
+    node: GPUs of a host. fused_dw, fused_kernels, keeps_w, gradients: see Layout.
     """
 
     model: Model
@@ -53,6 +53,7 @@ class Job:
     fused_dw: bool = True
     fused_kernels: bool = True
     keeps_w: KeepsW | None = "packed"
+    gradients: str | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def layouts(job: Job, fixed: Fixed) -> Iterator[Layout]:
             fused_dw=job.fused_dw,
             fused_kernels=job.fused_kernels,
             keeps_w=job.keeps_w,
+            gradients=job.gradients,
         )  # fmt: skip
 
 

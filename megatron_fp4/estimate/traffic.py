@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron_fp4.arithmetic.messages import FORMS
 from megatron_fp4.estimate.layout import Layout, Stage, parameters
 from megatron_fp4.estimate.model import Linear, Model, norm_parameters
 from megatron_fp4.plan.data import LinearPlan, OperandPlan
@@ -184,7 +185,9 @@ def of_step(model: Model, layout: Layout, stage: Stage) -> list[Sent]:
     """What a rank sends once a step: sums of gradients, and the updated weights.
 
     Gradients are summed in float32. A distributed optimizer reduce-scatters them and all-gathers
-    the weights in BF16.
+    the weights in BF16. Gradients in fewer bits (`Layout.gradients`) go to the ranks that sum them
+    by an all-to-all, and without a distributed optimizer the sums, in as many bits, to all ranks by
+    an all-gather. Scales of blocks that are not full are not counted.
     """
     held, found = parameters(model, layout, stage), []
     groups: list[tuple[Group, int, int]] = [
@@ -194,10 +197,17 @@ def of_step(model: Model, layout: Layout, stage: Stage) -> list[Sent]:
     for group, ranks, count in groups:
         if ranks == 1 or not count:
             continue
-        if layout.sharded:
-            found += [scatter(4 * count, ranks, group), gather(2 * count / ranks, ranks, group)]
+        if layout.gradients is not None:
+            size = FORMS[layout.gradients].bits / 8 * count
+            found.append(Sent("all-to-all", group, size * (ranks - 1) / ranks))
+            if not layout.sharded:
+                found.append(gather(size / ranks, ranks, group))
+        elif layout.sharded:
+            found.append(scatter(4 * count, ranks, group))
         else:
             found.append(reduce(4 * count, ranks, group))
+        if layout.sharded:
+            found.append(gather(2 * count / ranks, ranks, group))
     if layout.sp:  # the gradients of norms, each rank's of its own tokens
         norms = 2 * len(stage.layers) + stage.last
         found.append(reduce(4 * norms * norm_parameters(model), layout.tp))

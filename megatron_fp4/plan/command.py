@@ -9,10 +9,11 @@ import argparse
 
 import torch
 
+from megatron_fp4.arithmetic.messages import ELEMENTS, element_of
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.setting import Setting, Sharding, column_parallel, row_parallel
-from megatron_fp4.plan.show import show
+from megatron_fp4.plan.show import show, show_gradients
 from megatron_fp4.plan.sizes import check_sizes
 from megatron_fp4.recipes import get_recipe
 from megatron_fp4.target import Target, gpu_named, target_of
@@ -48,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weight-cache", choices=["packed", "decoded", "fprop", "off"], default="packed"
     )
     parser.add_argument("--saved-x", choices=["packed", "bf16"], default="packed")
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
+    parser.add_argument(
+        "--grad-comm", choices=ELEMENTS, help="how they send dW, as --fp4-grad-comm says"
+    )
+    parser.add_argument("--grad-comm-element", choices=ELEMENTS["fp8"])
 
 
 def run(args: argparse.Namespace) -> str:
@@ -82,7 +88,10 @@ def run(args: argparse.Namespace) -> str:
         normed=args.norm,
         kept_y=torch.float8_e4m3fn if stores_fp8 else None,
     )  # fmt: skip
-    return show(compile_plan(recipe, setting))
+    element = element_of(args.grad_comm, args.grad_comm_element)
+    if args.dp < 1 or (args.dp == 1 and element is not None):
+        raise ConfigError("--grad-comm needs --dp 2 or more: add it")
+    return show(compile_plan(recipe, setting)) + show_gradients(inputs * outputs, args.dp, element)
 
 
 def _sharding(args: argparse.Namespace) -> Sharding:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_fp4.arithmetic.messages import FORMS, form_name
 from megatron_fp4.description import quantizer_words
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan
 from megatron_fp4.plan.memory import held_bytes, operand_bytes, y_bytes
@@ -41,6 +42,26 @@ def show(plan: LinearPlan) -> str:
         lines += _gemm(plan, gemm)
     lines += [*_extras(plan), *_kept(plan), *_unused(plan)]
     return "\n".join(lines) + "\n"
+
+
+def show_gradients(elements: int, ranks: int, element: str | None) -> str:
+    """A line about dW between data-parallel ranks; "" for one rank.
+
+    elements: of dW on a rank. element: the elements in which it is sent, a key of
+    `arithmetic.messages.FORMS`; None: in float32, by Megatron's collectives.
+    """
+    if ranks == 1:
+        return ""
+    share = elements * (ranks - 1) / ranks
+    plain = f"{_size(int(4 * share))} from each in float32 by reduce-scatter"
+    head = f"dW  summed over {ranks} data-parallel ranks: "
+    if element is None:
+        return f"{head}{plain}, or twice that by all-reduce\n"
+    sent = _size(int(FORMS[element].bits / 8 * share))
+    return (
+        f"{head}{sent} from each in {form_name(element)} by all-to-all, and without the "
+        f"distributed optimizer as much again by all-gather (not {plain})\n"
+    )
 
 
 def _head(plan: LinearPlan) -> str:

@@ -3,7 +3,7 @@
     torchrun ... pretrain_exchanging.py [WORD ...] FLAGS ...
 
 The flags are those of pretrain_gpt.py, with --fp4-grad-comm. Words before them are a mistake, a
-situation (testing/exchanges.py has both), or `bytes=N`, the most bytes of a slot's buffer.
+situation (testing/exchanges.py has both), or `bytes=N`, the most bytes of a piece.
 
 Before a bucket is sent, all ranks' gradients of it are gathered as they are. What the exchange must
 give is computed from them on every rank.
@@ -40,7 +40,7 @@ def main() -> None:
         words.append(sys.argv.pop(1))
     for word in words:
         if word.startswith("bytes="):
-            slots.MOST_BYTES = int(word.removeprefix("bytes="))
+            messages.PIECE_BYTES = int(word.removeprefix("bytes="))
         elif word in MISTAKES:
             MISTAKES[word]()
     start.install = remembering(start.install)  # type: ignore[attr-defined]

@@ -12,12 +12,12 @@ from megatron_fp4.arithmetic.bf16 import Bf16Elements
 from megatron_fp4.arithmetic.fp8_blocks import Fp8Blocks
 from megatron_fp4.arithmetic.messages import (
     ELEMENTS,
+    FORMS,
     GradientForm,
     Rounding,
     decoded,
     encoded,
     form_name,
-    form_of,
     length,
     of_shard,
     store,
@@ -27,7 +27,7 @@ from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.segments import Place, Segment, segments
 
 FORM = Fp8Blocks("e4m3", 32)
-FORMS = pytest.mark.parametrize("form", [FORM, Bf16Elements()], ids=["fp8", "bf16"])
+EACH_FORM = pytest.mark.parametrize("form", [FORM, Bf16Elements()], ids=["fp8", "bf16"])
 SIZE, STREAM = 900, 11
 # Three parameters with gaps between them, in two shards; the border cuts the second.
 PARAMETERS = [(0, 130, Place(0, 130, 130)), (192, 700, Place(136, 508, 508)),
@@ -131,7 +131,7 @@ def mean_and_variance(
     return mean, squares / draws - mean**2
 
 
-@FORMS
+@EACH_FORM
 def test_the_expected_sum_is_the_sum(form: GradientForm) -> None:
     values, draws = [gradients(rank) for rank in range(4)], 1500
     exact = torch.stack([of_shard(each, SHARDS[0]).double() for each in values]).sum(0)
@@ -144,7 +144,7 @@ def test_the_expected_sum_is_the_sum(form: GradientForm) -> None:
     assert ((nearest - exact).abs() > bound).float().mean() > 0.8  # negative control
 
 
-@FORMS
+@EACH_FORM
 def test_the_error_of_a_mean_falls_with_the_number_of_ranks(form: GradientForm) -> None:
     """Four ranks with equal gradients: the variance of their mean is a quarter of one rank's."""
     values, draws = gradients(5), 400
@@ -174,8 +174,7 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_in_the_sum(value: float) -
     assert not found[20].isfinite() and int(found.isnan().sum()) == 32
 
 
-def test_the_forms_by_name() -> None:
-    assert form_of("fp8") == form_of("fp8", "e4m3") == Fp8Blocks("e4m3")
-    assert form_of("fp8", "e5m2") == Fp8Blocks("e5m2") and form_of("bf16") == Bf16Elements()
-    names = {form_name(kind, element) for kind in ELEMENTS for element in (None, *ELEMENTS[kind])}
-    assert names == {"FP8 (E4M3)", "FP8 (E5M2)", "BF16"}
+def test_the_forms_by_element() -> None:
+    assert {e for elements in ELEMENTS.values() for e in elements} == FORMS.keys()
+    assert FORMS["e5m2"] == Fp8Blocks("e5m2") and FORMS["bf16"] == Bf16Elements()
+    assert [form_name(element) for element in FORMS] == ["FP8 (E4M3)", "FP8 (E5M2)", "BF16"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +12,17 @@ import torch
 
 from benchmarks.estimate_error import sent
 from benchmarks.estimate_rows import Step, result, steps
+from megatron_fp4.arithmetic.messages import FORMS
 from megatron_fp4.estimate import plans, traffic
 from megatron_fp4.estimate.gpus import MEASURED
-from megatron_fp4.estimate.layout import Layout
-from megatron_fp4.estimate.model import Model
+from megatron_fp4.estimate.layout import Layout, parameters, stages
+from megatron_fp4.estimate.memory import gradient_buffers
+from megatron_fp4.estimate.model import Model, Parameters
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.memory import held_bytes, saved_bytes
 from megatron_fp4.target import target_of
+from testing.worlds.checkpoints import SMALL
+from testing.worlds.launch import MOCK_DATA, SCRIPTS, TINY, spawn
 
 COUNTED = [step for step in steps() if step.row["sent"]]
 LINEARS = ("qkv", "proj", "fc1", "fc2")
@@ -75,6 +82,63 @@ def test_a_step_sends_what_was_counted(step: Step) -> None:
     for kind, size in counted.items():
         assert 0 <= size - estimate.get(kind, 0) < 64, kind
     assert estimate.keys() <= counted.keys()
+
+
+# --- gradients in few bits ---------------------------------------------------------------------
+
+TINY_MODEL = Model(2, 64, 128, 4, 2, 16, 512, 64)  # TINY of testing.worlds.launch, with SMALL
+TENSORS, PADDING = 12, 64  # parameters, and most elements that Megatron pads one with in a shard
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("element", ["e4m3", "bf16"])
+def test_gradients_send_what_was_counted(element: str, sharded: bool) -> None:
+    """But for what pads the parameters in the distributed optimizer's shards, and for scales of
+    blocks that are not full."""
+    layout = Layout(2, batch=4, sharded=sharded, gradients=element)
+    flags = " ".join(layout.flags(False)).split()
+    words = ["traffic", *TINY, *MOCK_DATA, *SMALL.split(), "--bf16", *flags]
+    done = spawn(2, SCRIPTS / "pretrain_exchanging.py", *words)
+    assert done.returncode == 0, done.stdout[-3000:]
+    steps = {line for line in re.findall("^traffic: (.*)$", done.stdout, re.MULTILINE)}
+    [counted] = [json.loads(line) for line in steps]
+    [stage] = stages(TINY_MODEL, layout)
+    sends = traffic.of_step(TINY_MODEL, layout, stage)
+    estimate = summed([one for one in sends if one.kind in counted])
+    assert counted.keys() == {"all-to-all"} | ({"all-gather"} if not sharded else set())
+    bytes_each = FORMS[element].bits / 8
+    for kind, size in counted.items():
+        unequal = PADDING * TENSORS * bytes_each if sharded else 2 * bytes_each
+        assert abs(size - estimate[kind]) <= unequal + 2 * TENSORS
+    # Negative control: float32 by Megatron's collectives.
+    plain = summed(traffic.of_step(TINY_MODEL, replace(layout, gradients=None), stage))
+    assert "all-to-all" not in plain
+    assert plain["reduce-scatter" if sharded else "all-reduce"] > 1.9 * estimate["all-to-all"]
+
+
+def test_gradients_in_few_bits_beside_float32() -> None:
+    """Bits of a parameter that a rank of many sends: 32 by reduce-scatter, 64 by all-reduce."""
+    layout = Layout(256, batch=256)
+    [stage] = stages(TINY_MODEL, layout)
+    count = parameters(TINY_MODEL, layout, stage).total * 255 / 256
+    for element, sharded, bits in [
+        (None, False, 64), (None, True, 32 + 16),
+        ("e4m3", False, 2 * 8.0625), ("e5m2", True, 8.0625 + 16), ("bf16", True, 16 + 16),
+    ]:  # fmt: skip
+        sends = traffic.of_step(
+            TINY_MODEL, replace(layout, sharded=sharded, gradients=element), stage
+        )
+        assert sum(one.sent for one in sends) == pytest.approx(count * bits / 8, rel=1e-12)
+
+
+def test_buffers_of_gradients_are_bounded() -> None:
+    small, large = Parameters(1000, 0), Parameters(10**10, 10**11)
+    layout = Layout(8, gradients="e4m3", ep=8)
+    assert gradient_buffers(small, layout) == 4 * 1000 * 8.0625 / 8
+    assert gradient_buffers(large, layout) == 4 * 2**26 * 8.0625 / 8
+    assert gradient_buffers(large, replace(layout, gradients="bf16")) == 4 * 2**26
+    assert gradient_buffers(Parameters(0, 10**11), layout) == 0  # each expert is on one rank
+    assert gradient_buffers(large, replace(layout, gradients=None)) == 0
 
 
 def test_a_linear_at_a_thousand_ranks_sends_over_the_network_once_in_a_host() -> None:

@@ -56,6 +56,8 @@ def test_bytes_and_reasons(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("--grad-comm fp8", "--grad-comm needs --dp 2 or more"),
+        ("--dp 8 --grad-comm bf16 --grad-comm-element e5m2", "e5m2 needs grad-comm fp8"),
         ("--recipe nope", "unknown recipe 'nope'"),
         ("--recipe tetrajet --recipe-option rule=up", "rule"),
         ("--tp 3", "--out 4096: give a multiple of 3"),
@@ -74,6 +76,27 @@ def test_a_mistake_is_one_line(
     with pytest.raises(SystemExit) as end:
         printed(capsys, monkeypatch, text)
     assert says in str(end.value.code) and "\n" not in str(end.value.code)
+
+
+def test_dw_between_data_parallel_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4096 x 4096 elements over 8 ranks: 7/8 of them leave each rank."""
+    plain = "58.7 MB from each in float32 by reduce-scatter"
+    for flags, says in (
+        ("", f"ranks: {plain}, or twice that by all-reduce"),
+        (
+            "--grad-comm fp8",
+            "ranks: 14.8 MB from each in FP8 (E4M3) by all-to-all, and without the distributed "
+            f"optimizer as much again by all-gather (not {plain})",
+        ),
+        ("--grad-comm fp8 --grad-comm-element e5m2", "14.8 MB from each in FP8 (E5M2) by"),
+        ("--grad-comm bf16", "29.4 MB from each in BF16 by all-to-all"),
+    ):
+        text = printed(capsys, monkeypatch, f"--dp 8 {flags}")
+        [line] = [line for line in text.splitlines() if line.startswith("dW  summed over 8 data")]
+        assert says in line
+    assert "data-parallel" not in printed(capsys, monkeypatch, "")
 
 
 def test_the_module_is_the_command() -> None:

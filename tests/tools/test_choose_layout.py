@@ -44,6 +44,27 @@ def test_flags_and_a_hugging_face_config_are_the_same_model(tmp_path: Path) -> N
     assert by_flags["model"]["groups"] == 8
 
 
+def test_gradients_in_few_bits_send_less() -> None:
+    """Their flags are among those to paste."""
+    job = [*JOB, "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
+    plain, fp8, bf16 = (
+        json.loads(run([*job, *FLAGS, "--json", *flags]))["layouts"][0]
+        for flags in (
+            (),
+            ("--fp4-grad-comm", "fp8", "--fp4-grad-comm-element", "e5m2"),
+            ("--fp4-grad-comm", "bf16"),
+        )
+    )
+    assert "--fp4-grad-comm fp8 --fp4-grad-comm-element e5m2" in fp8["flags"]
+    assert "--fp4-grad-comm bf16" in bf16["flags"] and "grad-comm" not in str(plain["flags"])
+    for part in ("total", "communication"):
+        assert fp8["seconds"][part] < bf16["seconds"][part] < plain["seconds"][part]
+    assert 0 < fp8["memory"]["gradients"] - plain["memory"]["gradients"] < 2**28 * 1.02
+    assert "gradients in few bits were never measured" in str(fp8["extrapolated"])
+    with pytest.raises(ConfigError, match="needs grad-comm fp8"):
+        run([*job, *FLAGS, "--fp4-grad-comm-element", "e5m2"])
+
+
 def test_json_adds_up() -> None:
     found = json.loads(run([*JOB, *FLAGS, "--json", "--top", "1000"]))
     seconds = [each["seconds"]["total"] for each in found["layouts"]]

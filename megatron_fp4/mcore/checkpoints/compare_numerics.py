@@ -136,12 +136,8 @@ def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[
 
 def _gradients(saved: argparse.Namespace, launch: argparse.Namespace) -> list[str]:
     """How gradients were and are sent between data-parallel ranks, if that differs."""
-    forms = [
-        form_name(args.fp4_grad_comm, args.fp4_grad_comm_element)
-        if getattr(args, "fp4_grad_comm", None)
-        else None
-        for args in (saved, launch)
-    ]
+    elements = [getattr(args, "fp4_grad_comm_element", None) for args in (saved, launch)]
+    forms = [element and form_name(element) for element in elements]
     return _was_and_is("--fp4-grad-comm", *forms)
 
 

@@ -16,6 +16,7 @@ import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import distributed as dist
 
+from megatron_fp4.arithmetic import messages
 from megatron_fp4.arithmetic.messages import GradientForm
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.segments import Place, Segment, pieces, segments
@@ -158,7 +159,7 @@ def install(
     cut: dict[Any, list[list[Sequence[Segment]]]] = {}
     for group in groups:
         ranks = ranks_of(group).size()
-        most = max(form.block, slots.MOST_BYTES // (ranks * form.dtype.itemsize))
+        most = max(form.block, messages.PIECE_BYTES // (ranks * form.dtype.itemsize))
         for bucket in group.buckets:
             cut[bucket] = pieces(shards_of(bucket, ranks, places), most, form.block)
     capacity = max(slots.room(piece, form) for each in cut.values() for piece in each)

@@ -29,14 +29,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from megatron_fp4.arithmetic import messages
-from megatron_fp4.arithmetic.messages import GradientForm, Rounding
+from megatron_fp4.arithmetic.messages import PIECES, GradientForm, Rounding
 from megatron_fp4.arithmetic.philox import Key, stream_id
 from megatron_fp4.arithmetic.segments import Segment
 from megatron_fp4.execution.communication import Pending
 
 SENT, SUMMED = stream_id("gradients:sent"), stream_id("gradients:sum")
-SLOTS = 2
-MOST_BYTES = 2**26  # of a buffer, but for scales
 
 
 class Slot(NamedTuple):
@@ -76,7 +74,7 @@ class Slots:
         self._stream = torch.cuda.Stream(device)
         empty = partial(torch.empty, capacity, dtype=torch.uint8, device=device)
         with torch.cuda.stream(self._stream):
-            self._slots = [Slot(empty(), empty()) for _ in range(SLOTS)]
+            self._slots = [Slot(empty(), empty()) for _ in range(PIECES)]
 
     @property
     def bytes(self) -> int:
@@ -92,9 +90,9 @@ class Slots:
     def _send(self, piece: Piece) -> _Flight:
         self._stream.wait_stream(torch.cuda.current_stream())  # which made the gradients
         with torch.cuda.stream(self._stream):
-            if len(self._flights) == SLOTS:
+            if len(self._flights) == PIECES:
                 self._flights.popleft().finish()
-            flight = _Flight(piece, self._form, self._slots[self._count % SLOTS])
+            flight = _Flight(piece, self._form, self._slots[self._count % PIECES])
             self._count += 1
             if self._flights:
                 self._flights[-1].sum()

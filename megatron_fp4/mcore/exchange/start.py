@@ -29,13 +29,13 @@ def begin(args: Namespace, run: Run | None, chunks: Sequence[Any]) -> str:
             "--fp4-grad-comm needs Megatron's DistributedDataParallel around the model: wrap it, "
             "or leave out the flag"
         )
-    form = messages.form_of(args.fp4_grad_comm, args.fp4_grad_comm_element)
+    form = messages.FORMS[args.fp4_grad_comm_element]
 
     def key() -> Key:
         return Key(args.fp4_seed, args.curr_iteration) if run is None else run.key(run.now())
 
     exchange = install(chunks, form, key, places([chunk.module for chunk in chunks]))
-    name = messages.form_name(args.fp4_grad_comm, args.fp4_grad_comm_element)
+    name = messages.form_name(args.fp4_grad_comm_element)
     held = 0 if exchange is None else exchange.slots.bytes
     return start_table.gradients(name, held, _sent(chunks, form))
 

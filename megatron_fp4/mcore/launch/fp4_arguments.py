@@ -9,7 +9,7 @@ from megatron.core.datasets.object_storage_utils import is_object_storage_path
 
 import megatron_fp4
 from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
-from megatron_fp4.arithmetic.messages import ELEMENTS
+from megatron_fp4.arithmetic.messages import element_of
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import cuda_graphs
 from megatron_fp4.mcore.launch.refusals import fp4_flags, gradients
@@ -38,9 +38,8 @@ def settle(args: argparse.Namespace) -> None:
     recipe = recipe_of(args)
     if recipe is None:
         refuse(fp4_flags.without_recipe(args))
+    args.fp4_grad_comm_element = element_of(args.fp4_grad_comm, args.fp4_grad_comm_element)
     refuse(gradients.exchange(args))
-    if args.fp4_grad_comm is not None and args.fp4_grad_comm_element is None:
-        args.fp4_grad_comm_element = ELEMENTS[args.fp4_grad_comm][0]
     # Megatron saves all arguments in every checkpoint, so the recipe, its options, the seed and the
     # following are saved. checkpoints/compare_numerics.py compares them when loading.
     args.fp4_plugin_version = megatron_fp4.__version__

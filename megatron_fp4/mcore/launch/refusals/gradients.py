@@ -3,23 +3,13 @@
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron_fp4.arithmetic.messages import ELEMENTS
-
 _GRAPHS = ("none", "local")
 
 
 def exchange(args: Namespace) -> Iterator[str]:
     """Refuses flags that change how Megatron sums gradients, or which it sums."""
-    kind, element = args.fp4_grad_comm, args.fp4_grad_comm_element
-    if kind is None:
-        if element is not None:
-            yield "--fp4-grad-comm-element needs --fp4-grad-comm fp8: add it, or leave this out"
+    if args.fp4_grad_comm is None:
         return
-    if element not in (None, *ELEMENTS[kind]):
-        yield (
-            f"--fp4-grad-comm {kind} has no elements to choose: leave out --fp4-grad-comm-element, "
-            "or use --fp4-grad-comm fp8"
-        )
     for flag, (is_there, remedy) in _problems(args).items():
         if is_there:
             yield f"--fp4-grad-comm does not support {flag}: {remedy}"
