@@ -152,12 +152,14 @@ def compared(norm: Callable[..., float]) -> Callable[..., float]:
     """The norm by which Megatron clips, compared with that of the sums in float64.
 
     Only without tensor, pipeline and expert parallelism, where the sums of squares that the ranks
-    own add up to that of the model, and without FP16's loss scale.
+    own add up to that of the model, and where nothing divides the sums before the norm is taken.
     """
 
     def get_grad_norm_fp32(*given: Any, **named: Any) -> float:
         found = norm(*given, **named)
-        whole = mpu.get_model_parallel_group().size() == 1 and not get_args().fp16
+        args = get_args()
+        divides = args.fp16 or args.calculate_per_token_loss
+        whole = mpu.get_model_parallel_group().size() == 1 and not divides
         if whole and mpu.get_expert_model_parallel_world_size() == 1 and SQUARES:
             total = torch.stack(SQUARES).sum()
             dist.all_reduce(total, group=mpu.get_data_parallel_group())

@@ -43,6 +43,7 @@ def install() -> None:
         ("irecv", _irecv),
         ("all_reduce", _all_reduce),
         ("all_gather_into_tensor", _all_gather),
+        ("all_to_all_single", _all_to_all),
     ):
         copied = copying(getattr(dist, name))
         for module in (dist, dist.distributed_c10d):
@@ -89,13 +90,31 @@ def _all_reduce(upstream: Callable[..., Any]) -> Callable[..., Any]:
 def _all_gather(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather_into_tensor(
         output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-    ) -> None:
-        assert not async_op
+    ) -> _Arrival | None:
         on_host = _copy(output_tensor)
-        upstream(on_host, _copy(input_tensor), group)
-        output_tensor.copy_(on_host)
+        work = upstream(on_host, _copy(input_tensor), group, async_op)
+        return _arrived(work, on_host, output_tensor)
 
     return all_gather_into_tensor
+
+
+def _all_to_all(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def all_to_all_single(
+        output: Tensor, input: Tensor, *others: Any, **named: Any
+    ) -> _Arrival | None:
+        on_host = _copy(output)
+        work = upstream(on_host, _copy(input), *others, **named)
+        return _arrived(work, on_host, output)
+
+    return all_to_all_single
+
+
+def _arrived(work: Any, on_host: Tensor, into: Tensor) -> _Arrival | None:
+    """The arrival of what a collective receives, if it is asynchronous; else copies it."""
+    if work is not None:
+        return _Arrival(work, on_host, into)
+    into.copy_(on_host)
+    return None
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ QUICK = ("whole", "sharded, overlapped")
 
 def run(flags: str, words: str = "", processes: int = 2, dtype: str = "--bf16") -> Result:
     """words: of the script."""
-    given = [*words.split(), *TINY, *MOCK_DATA, *SMALL.split(), dtype, *flags.split()]
+    given = [*words.split(), *TINY, *MOCK_DATA, *SMALL.split(), *dtype.split(), *flags.split()]
     return result_of(spawn(processes, SCRIPT, *given, timeout_s=120))
 
 
@@ -84,6 +84,33 @@ def held(result: Result) -> float:
     return float(found[1].replace(",", ""))
 
 
+COMBINATIONS = {
+    "FP32": ("", SHARDED),
+    "FP16": ("--fp16", f"{SHARDED} --initial-loss-scale 128"),
+    "SGD": ("--bf16", "--optimizer sgd"),
+    "both overlapped": ("--bf16", f"{SHARDED} {OVERLAPPED} --overlap-param-gather"),
+    "recomputed": (
+        "--bf16",
+        f"{SHARDED} --fp4-recipe tetrajet --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
+    "Q-EMA": ("--bf16", f"{SHARDED} --fp4-recipe tests/mcore/ema.yaml"),
+    "Q-Ramping": (
+        "--bf16",
+        f"{SHARDED} {OVERLAPPED} --train-iters 6 --fp4-recipe tests/mcore/ramping.yaml",
+    ),
+    "no clipping": ("--bf16", f"{SHARDED} --clip-grad 0"),
+    "a mean of tokens": ("--bf16", f"{SHARDED} --calculate-per-token-loss"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_other_launches(name: str) -> None:
+    dtype, flags = COMBINATIONS[name]
+    check(run(f"{FP8} {flags}", dtype=dtype), run(flags, dtype=dtype))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [f"{FP8} --fp4-grad-comm-element e5m2", BF16])
 def test_experts(form: str) -> None:
@@ -119,6 +146,16 @@ def test_tensor_parallel_ranks_stay_alike(flags: str) -> None:
 def test_bits_that_depend_on_the_tensor_parallel_rank_are_noticed() -> None:
     result = run(f"{FP8} --tensor-model-parallel-size 2", "apart", 4)
     assert result.status != 0 and "tensor-parallel ranks differ" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [FP8, BF16])
+def test_copies_to_the_host_change_nothing(form: str) -> None:
+    """By which several ranks of one GPU exchange gradients over gloo, in tests."""
+    flags = [*TINY, *MOCK_DATA, *SMALL.split(), "--bf16", *f"{form} {OVERLAPPED}".split()]
+    script = SCRIPTS / "pretrain_on_one_gpu.py"
+    copied = result_of(spawn(2, script, "none", *flags, "--distributed-backend", "gloo"))
+    assert copied.status == 0 and copied.losses == run(f"{form} {OVERLAPPED}").losses
 
 
 # --- gradients that are saved ------------------------------------------------------------------
