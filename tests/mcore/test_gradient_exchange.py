@@ -37,10 +37,13 @@ def run(flags: str, words: str = "", processes: int = 2, dtype: str = "--bf16") 
     return result_of(spawn(processes, SCRIPT, *given, timeout_s=120))
 
 
-def check(result: Result, like: Result) -> None:
-    """Whether a run trained as one with upstream's collectives did, within the noise of FP8."""
+def check(result: Result, like: Result, shows: bool = True) -> None:
+    """Whether a run trained as one with upstream's collectives did, within the noise of rounding.
+
+    shows: whether the losses must differ, as the noise of FP8 shows in the digits of the log.
+    """
     assert result.status == 0, result.output[-3000:]
-    assert result.losses[0] == like.losses[0] and result.losses != like.losses
+    assert result.losses[0] == like.losses[0] and (result.losses != like.losses or not shows)
     assert result.losses == pytest.approx(like.losses, rel=1e-3)
 
 
@@ -55,9 +58,7 @@ def test_sums_are_those_of_all_ranks_gradients(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", slow_but_for(("whole",)))
 def test_gradients_in_bf16(layout: str) -> None:
-    result, like = run(f"{BF16} {LAYOUTS[layout]}"), run(LAYOUTS[layout])
-    assert result.status == 0, result.output[-3000:]
-    assert result.losses == pytest.approx(like.losses, rel=1e-3)
+    check(run(f"{BF16} {LAYOUTS[layout]}"), run(LAYOUTS[layout]), shows=False)
 
 
 @pytest.mark.parametrize("form", [FP8, BF16])
@@ -114,7 +115,7 @@ def test_other_launches(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [f"{FP8} --fp4-grad-comm-element e5m2", BF16])
 def test_experts(form: str) -> None:
-    check(run(f"{form} {MOE} {SHARDED}"), run(f"{MOE} {SHARDED}"))
+    check(run(f"{form} {MOE} {SHARDED}"), run(f"{MOE} {SHARDED}"), shows=form != BF16)
 
 
 @pytest.mark.slow

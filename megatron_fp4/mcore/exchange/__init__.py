@@ -1,1 +1,1 @@
-"""How data-parallel ranks exchange gradients in FP8."""
+"""How data-parallel ranks exchange gradients in few bits."""

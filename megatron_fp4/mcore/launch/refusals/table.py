@@ -6,7 +6,7 @@ this package checks one topic and yields its refusals. `refuse` raises the first
     when                          checks                       called by
     the command line is parsed    of_command_line              launch/command_line.py
     the FP4 values are set        fp4_flags, cuda_graphs,      launch/fp4_arguments.py
-                                    weight_states
+                                    weight_states, gradients
     after that                    checkpoints.background_save  launch/command_line.py
     all arguments are known       of_launch                    launch/command_line.py
       some from a checkpoint      of_launch                    loop/plugin.py
@@ -15,7 +15,8 @@ this package checks one topic and yields its refusals. `refuse` raises the first
     a microbatch is read          dataset.unknown_token        loop/gpt.py
 
 In a user's own script (megatron_fp4/run.py) the checks of its layers, tasks and data are left out,
-and without a recipe all of them but fp4_flags: such a launch runs as it would without this package.
+and without a recipe all of them but fp4_flags and gradients: such a launch runs as it would without
+this package.
 
 megatron_demands.py rewords the errors of Megatron's own checks, so that they name flags.
 
