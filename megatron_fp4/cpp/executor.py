@@ -145,8 +145,9 @@ class CppExecutor:
         held, follower = passed.held, None
         if held is not None:
             held.to_python()
-            if passed.plan.saves_w == "operand":
-                passed = replace(passed, shared_w=held.made["fprop"].operand)
+        if passed.plan.saves_w == "operand":
+            shared = passed.site.sent_w if held is None else held.made["fprop"].operand
+            passed = replace(passed, shared_w=shared)
         if kind.problem is None and dy.is_contiguous():
             follower = Follower(self.extension, kind, passed.site, passed.call, held)
         return gradients(passed, saved, dy, follower)

@@ -15,7 +15,7 @@ from megatron_fp4.cpp.lowering import CannotLower, Outcome, lower
 from megatron_fp4.cpp.recorder import following
 from megatron_fp4.execution.autograd import Passed
 from megatron_fp4.execution.call import Call, Site
-from megatron_fp4.execution.parts import Parts
+from megatron_fp4.execution.parts import Parts, take_apart
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.makers import PYTORCH
 from megatron_fp4.plan.data import LinearPlan
@@ -187,7 +187,8 @@ def words(call: Call) -> Words:
 def others(site: Site, call: Call) -> list[Tensor]:
     """The tensors that both passes read beside those of the linear."""
     weight = None if site.norm is None else site.norm.weight.detach()
-    return [each for each in (call.rows, site.average, weight) if each is not None]
+    sent = [] if site.sent_w is None else take_apart(site.sent_w)[0]
+    return [each for each in (call.rows, site.average, weight, *sent) if each is not None]
 
 
 def refusal(plan: LinearPlan) -> str | None:

@@ -38,7 +38,8 @@ class Passed:
 
     builds: for each field of `Saved`, which of the saved tensors are its own, and what builds it
         from them; None where there is none.
-    shared_w: W's operand where the calls of a step share it, and it is not saved; else None.
+    shared_w: W's operand where the calls of a step share it, or its owners sent it, so that it is
+        not saved; else None.
     x_shape: the shape of X.
     bias_dtype: of the bias, if its gradient is asked for; else None.
     weight: the parameter to whose main_grad dW is added; None where dW is returned.
@@ -84,7 +85,8 @@ class Linear(torch.autograd.Function):
 
         def run(followed: Site) -> tuple[Tensor, Passed, Parts]:
             y, saved = forward(plan, matrix, weight, bias, followed, call, held)
-            shares_w = held is not None and plan.saves_w == "operand"
+            is_kept = held is not None or plan.fprop.b.is_sent
+            shares_w = is_kept and plan.saves_w == "operand"
             tensors, builds = _taken_apart(saved, shares_w) if differentiates else ([], ())
             passed = Passed(
                 plan, site, call, held, builds,
@@ -193,6 +195,7 @@ def _plan(
         swiglu,
         site.norm is not None,
         site.kept_y,
+        site.sent_w is not None,
     )
 
 

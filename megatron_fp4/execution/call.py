@@ -22,6 +22,7 @@ from megatron_fp4.arithmetic.philox import (
     stream_id,
     stream_label,
 )
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.execution.weights import HeldWeight
@@ -124,6 +125,8 @@ class Site:
     fuses: whether dW is added to weight.main_grad, if the weight has one.
     average: float32 [out, in], the moving average towards which rounding ema rounds W. It is
         updated in place between steps. None: W itself, or the recipe reads no average.
+    sent_w: fprop's operand of W, which the ranks that own parts of W quantize and send. It keeps
+        its addresses, and is written in place between steps. None: the linear quantizes W.
     norm: an RMSNorm of what the linear takes, whose result is X; None: it takes X.
     observe: called with (gemm, letter, tally) for each quantized operand when it is multiplied, to
         watch for NaN and rounded elements; see `operands.Decoded.tally`.
@@ -141,6 +144,7 @@ class Site:
     kept_y: torch.dtype | None = None
     fuses: bool = False
     average: Tensor | None = None
+    sent_w: QuantizedTensor | None = None
     norm: RmsNorm | None = None
     observe: Callable[[str, str, Tensor], None] | None = None
     tallies: Tallies | None = None

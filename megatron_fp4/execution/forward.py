@@ -56,7 +56,9 @@ def forward(
     else made and stored here.
     """
     dtype = plan.setting.dtype
-    matrices: dict[tuple[str, Source], Matrix] = {("w", "model"): weight.to(dtype)}
+    matrices: dict[tuple[str, Source], Matrix] = {}
+    if not plan.fprop.b.is_sent:
+        matrices["w", "model"] = weight.to(dtype)
     source: Source = "swiglu" if plan.setting.swiglu == "after" else "model"
     matrices["x", "normed" if plan.setting.normed else source] = x
     whole, residual, clamping = x, None, plan.clamping
@@ -92,14 +94,17 @@ def _operands(
 ) -> dict[OperandPlan, Made]:
     """The operands of the forward pass, by their plans.
 
-    W's operand comes from an earlier call of the step if it is held. wgrad's operand of X is
-    included where the plan packs X for backward.
+    W's operand comes from an earlier call of the step if it is held, and from the ranks that own W
+    if it is sent. wgrad's operand of X is included where the plan packs X for backward.
     """
     w, makings = plan.fprop.b, plan.forward
     is_held = held is not None and "fprop" in held.made
     if is_held:
         makings = tuple(making for making in makings if w not in making.operands)
     made = make_operands(makings, matrices, {}, site, call)
+    if w.is_sent:
+        assert site.sent_w is not None
+        made[w] = Made(site.sent_w)
     if held is not None and is_held:
         made[w] = held.made["fprop"]
     elif held is not None and plan.fprop.holds_b:

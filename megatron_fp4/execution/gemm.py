@@ -46,7 +46,7 @@ def _show(plan: OperandPlan, made: Made, form: Form | None, site: Site) -> None:
 
     form: the operand as it is multiplied; None if it is multiplied later.
     """
-    if plan.quantizer is None or site.observe is None:
+    if (plan.quantizer is None and not plan.is_sent) or site.observe is None:
         return
     assert isinstance(made.operand, QuantizedTensor)
     if site.watch is not None and isinstance(form, Carriers):

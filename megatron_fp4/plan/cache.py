@@ -35,6 +35,7 @@ def plan_for(
     swiglu: SwigluPlace = "",
     normed: bool = False,
     kept_y: torch.dtype | None = None,
+    sent_w: bool = False,
 ) -> LinearPlan:
     """The plan of a linear on `device`. weight: the shape [out, in]; the others are as in Setting.
 
@@ -43,7 +44,7 @@ def plan_for(
     outputs, inputs = weight
     setting = Setting(
         tokens, inputs, outputs, dtype, target_of(device), weight_dtype, sharding, main_grad,
-        dx, dw, has_bias, keeps_w, packs_x, swiglu, normed, kept_y,
+        dx, dw, has_bias, keeps_w, packs_x, swiglu, normed, kept_y, sent_w,
     )  # fmt: skip
     return compile_plan(recipe, setting)
 

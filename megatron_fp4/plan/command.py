@@ -12,6 +12,7 @@ import torch
 from megatron_fp4.arithmetic.messages import ELEMENTS, element_of
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.plan.compiler import compile_plan
+from megatron_fp4.plan.owned_codes import reader_of_w
 from megatron_fp4.plan.setting import Setting, Sharding, column_parallel, row_parallel
 from megatron_fp4.plan.show import show, show_gradients
 from megatron_fp4.plan.sizes import check_sizes
@@ -54,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grad-comm", choices=ELEMENTS, help="how they send dW, as --fp4-grad-comm says"
     )
     parser.add_argument("--grad-comm-element", choices=ELEMENTS["fp8"])
+    parser.add_argument(
+        "--param-gather", action="store_true", help="W comes as the codes of fprop"
+    )
 
 
 def run(args: argparse.Namespace) -> str:
@@ -75,6 +79,11 @@ def run(args: argparse.Namespace) -> str:
     stores_fp8 = args.activation_func_fp8_input_store
     if stores_fp8 and not args.swiglu:
         raise ConfigError("--activation-func-fp8-input-store needs --swiglu: add it")
+    if args.param_gather and (reader := reader_of_w(recipe)) is not None:
+        raise ConfigError(
+            f"recipe {args.recipe} does not support --fp4-param-gather, because {reader}: leave it "
+            "out"
+        )
     check_sizes(recipe, args.tokens, inputs, outputs, "this linear")
     scattered = sharding.ranks if sharding.tokens is not None else 1
     tokens, dtype = _part(args.tokens, scattered, "--tokens"), _DTYPES[args.dtype]
@@ -87,6 +96,7 @@ def run(args: argparse.Namespace) -> str:
         swiglu=args.swiglu or "",
         normed=args.norm,
         kept_y=torch.float8_e4m3fn if stores_fp8 else None,
+        sent_w=args.param_gather,
     )  # fmt: skip
     element = element_of(args.grad_comm, args.grad_comm_element)
     if args.dp < 1 or (args.dp == 1 and element is not None):

@@ -19,6 +19,7 @@ from megatron_fp4.makers import computed, estimator, outliers
 from megatron_fp4.multipliers.base import Multiplier, Product
 from megatron_fp4.operands import Compute
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, Source
+from megatron_fp4.plan.owned_codes import reader_of_w
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.plan.sizes import CONTRACTED, token_tile
 from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
@@ -32,7 +33,8 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
     )
     assert fprop is not None
     saves_x = _saves_x(recipe, setting)
-    forward, backward, late = [fprop.a, fprop.b], [], []
+    assert not setting.sent_w or reader_of_w(recipe) is None
+    forward, backward, late = [fprop.a, *([] if fprop.b.is_sent else [fprop.b])], [], []
     if dgrad is not None:
         backward += [dgrad.b, dgrad.a]
     if wgrad is not None:
@@ -120,6 +122,8 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
     dtype = setting.dtype
     if (gemm, letter) == ("fprop", "x") and recipe.outliers is not None:
         return _From("clamped", dtype)
+    if (gemm, letter) == ("fprop", "w") and setting.sent_w:
+        return _From("codes", dtype, recipe.fprop.b)
     if gemm == "fprop" or letter == "dy" or not _is_forwards(recipe, letter):
         return _From(_computed(recipe, gemm, letter, setting) or "model", dtype)
     left, own = recipe.quantizer("fprop", letter), recipe.gemm(gemm)
@@ -224,7 +228,9 @@ def _stands_alone(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> b
 
 def operand_plan(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> OperandPlan:
     """The plan of one operand, without `carrier`, which depends on the multiplier."""
-    quantizer, axis = recipe.quantizer(gemm, letter), CONTRACTED[gemm, letter]
+    made_from, axis = _source(recipe, gemm, letter, setting), CONTRACTED[gemm, letter]
+    is_sent = (gemm, made_from.source) == ("fprop", "codes")
+    quantizer = None if is_sent else recipe.quantizer(gemm, letter)
     gathered = _gathered(recipe, gemm, letter, setting)
     is_part, agrees = gathered == "after", False
     if quantizer is not None and setting.sharding.ranks > 1:
@@ -233,7 +239,7 @@ def operand_plan(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> Op
     return OperandPlan(
         gemm=gemm,
         letter=letter,
-        **_source(recipe, gemm, letter, setting)._asdict(),
+        **made_from._asdict(),
         shape=setting.shape(letter, is_part),
         axis=axis,
         is_part=is_part,

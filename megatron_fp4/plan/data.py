@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #             Y and the gradient of the SwiGLU's result, which the model holds
 #   normed    X: the RMSNorm of what the model holds
 #   clamped   X without its outliers
-#   codes     fprop's operand, as codes and scales
+#   codes     fprop's operand, as codes and scales. W of fprop itself: as its owners sent it
 #   decoded   fprop's operand, decoded to `OperandPlan.dtype`; if fprop transformed it, after the
 #             inverse Hadamard transform
 #   values    fprop's operand, decoded without the scale of a whole row or tensor, which is
@@ -81,6 +81,14 @@ class OperandPlan:
     def is_quantized(self) -> bool:
         """Whether the operand is a QuantizedTensor."""
         return self.quantizer is not None or self.codes is not None
+
+    @cached_property
+    def is_sent(self) -> bool:
+        """Whether this is W of fprop in codes and scales that were sent, so that no maker makes it.
+
+        `codes` is then the recipe's quantizer of it, and `quantizer` is None.
+        """
+        return self.gemm == "fprop" and self.source == "codes"
 
     @cached_property
     def group(self) -> int:

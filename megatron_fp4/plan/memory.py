@@ -30,7 +30,7 @@ def saved_bytes(plan: LinearPlan) -> int:
         total += operand_bytes(plan.wgrad.b)
     if plan.residual_in_dw:
         total += outlier_bytes(plan)
-    if plan.saves_w == "operand" and setting.keeps_w is None:
+    if plan.saves_w == "operand" and setting.keeps_w is None and not setting.sent_w:
         total += operand_bytes(plan.fprop.b)
     return total + y_bytes(plan)
 
@@ -61,6 +61,14 @@ def outlier_bytes(plan: LinearPlan) -> int:
     return lines * 2 * clamp.kept(length) * each
 
 
+def sent_bytes(plan: LinearPlan) -> int:
+    """The bytes of the codes and scales that W's owners send; 0 where W does not come as these.
+
+    They lie in buffers of their own over the whole run; see `Setting.sent_w`.
+    """
+    return operand_bytes(plan.fprop.b) if plan.fprop.b.is_sent else 0
+
+
 def held_bytes(plan: LinearPlan) -> int:
     """The bytes of W's operands that all calls of a step share; 0 where the plan holds none.
 
@@ -71,7 +79,7 @@ def held_bytes(plan: LinearPlan) -> int:
         if gemm is None or not gemm.holds_b:
             continue
         rows, k = gemm.b.shape[1 - gemm.b.axis], gemm.b.shape[gemm.b.axis]
-        if gemm.b.is_quantized:
+        if gemm.b.is_quantized and not gemm.b.is_sent:
             total += operand_bytes(gemm.b)
         if not gemm.b.is_quantized or gemm.holds_form:
             total += rows * k * gemm.multiplier.form_bytes(plan.setting.dtype)

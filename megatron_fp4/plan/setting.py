@@ -89,6 +89,8 @@ class Setting:
     swiglu: where the linear stands beside a SwiGLU.
     normed: whether what it takes goes through an RMSNorm first, whose result is X.
     kept_y: the dtype in which what goes through the SwiGLU is kept for backward, E4M3; None: dtype.
+    sent_w: whether W comes as the codes and scales of fprop, which the ranks that own parts of W
+        send (`Site.sent_w`). Only for recipes of which `owned_codes.reader_of_w` is None.
     """
 
     tokens: int
@@ -107,6 +109,7 @@ class Setting:
     swiglu: SwigluPlace = ""
     normed: bool = False
     kept_y: torch.dtype | None = None
+    sent_w: bool = False
 
     def has_part(self, letter: str) -> bool:
         """Whether this rank holds only a part of the operand's tokens."""

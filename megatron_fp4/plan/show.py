@@ -9,7 +9,7 @@ import torch
 from megatron_fp4.arithmetic.messages import FORMS, form_name
 from megatron_fp4.description import quantizer_words
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan
-from megatron_fp4.plan.memory import held_bytes, operand_bytes, y_bytes
+from megatron_fp4.plan.memory import held_bytes, operand_bytes, sent_bytes, y_bytes
 from megatron_fp4.plan.words import LETTERS, kernel_notes
 
 _PRODUCTS = {
@@ -90,6 +90,10 @@ def _gemm(plan: LinearPlan, gemm: GemmPlan) -> Iterator[str]:
 
 def _operand(plan: LinearPlan, operand: OperandPlan) -> str:
     """The words on an operand's line: how it is made, step by step, and its bytes."""
+    if operand.is_sent:
+        assert operand.codes is not None
+        size = _size(operand_bytes(operand))
+        return f"{quantizer_words(operand.codes)} by the ranks that own W, which send {size}"
     made = _making(plan, operand)
     words = [_SOURCES[operand.source]]
     if operand.gathered == "before":
@@ -157,10 +161,12 @@ def _kept(plan: LinearPlan) -> Iterator[str]:
         words.append(f"X, {_size(rows * columns * setting.dtype.itemsize)}")
     if size := y_bytes(plan):
         words.append(f"Y in {_short(setting.kept_y or setting.dtype)}, {_size(size)}")
-    if setting.keeps_w is None:
+    if setting.keeps_w is None and not setting.sent_w:
         w = f"W as codes of fprop, {_size(operand_bytes(plan.fprop.b))}"
         words.append(w if plan.saves_w == "operand" else "W itself")
     yield "kept for backward  " + ("; ".join(words) or "nothing")
+    if size := sent_bytes(plan):
+        yield f"kept over the run  W as codes of fprop, {_size(size)}"
     if setting.keeps_w is not None:
         what = "W's operand" if setting.keeps_w == "fprop" else "W's operands"
         yield f"held over a step  {what}, {setting.keeps_w}: {_size(held_bytes(plan))}"

@@ -9,6 +9,8 @@ linear by sequence parallelism, as a column-parallel and as a row-parallel linea
 
 --mlps adds, on one rank, MLPs whose linears compute the norm before and the SwiGLU between them.
 What goes through the SwiGLU is kept in BF16 or E4M3.
+--sent: in the passes in C++ W comes as codes, and is not read. Without kernels the backward pass
+rounds to nearest then: where PyTorch draws random bits nothing runs in C++.
 --mistake NAME makes a known mistake in the executor in C++. Prints JSON: for each case whether the
 results are equal, how many forward and backward passes ran in C++, and why not all did.
 """
@@ -31,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.philox import Key, Placement
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.cpp import extension, lowering
 from megatron_fp4.cpp.executor import CppExecutor
@@ -49,6 +51,7 @@ from megatron_fp4.linear import (
 from megatron_fp4.mcore.runtime import gloo
 from megatron_fp4.monitor import NonFiniteMonitor
 from megatron_fp4.plan.setting import KeepsW, column_parallel, row_parallel
+from megatron_fp4.recipe import Recipe
 
 TOKENS, INPUTS, OUTPUTS = 64, 64, 64  # on each rank
 HIDDEN = 256  # the columns of a SwiGLU, which kernels take
@@ -117,6 +120,7 @@ class Case:
 
     kind: "alone", "column", "row", or one of MLPS. held: what is held of W for the
     microbatches of a step. fuses: whether dW is added to main_grad. has_bias: of the linear.
+    sent: whether W comes as codes (`Site.sent_w`) in the passes in C++.
     """
 
     recipe: str
@@ -125,10 +129,12 @@ class Case:
     fuses: bool
     has_bias: bool
     device: str
+    sent: bool = False
 
     def __str__(self) -> str:
         held = [] if self.held is None else ["held", self.held]
-        return " ".join([self.recipe, self.kind, *held, *["fused"] * self.fuses])
+        rest = [*["fused"] * self.fuses, *["sent"] * self.sent]
+        return " ".join([self.recipe, self.kind, *held, *rest])
 
     def site(
         self, monitor: NonFiniteMonitor, watch: Weights, average: Tensor | None, name: str = "fc"
@@ -163,6 +169,24 @@ class Found:
     kinds: list[Any] = field(default_factory=list)
 
 
+class SentW:
+    """W as its owners send it, in buffers that keep their addresses."""
+
+    def __init__(self, weight: Tensor, recipe: Recipe, average: Tensor | None) -> None:
+        self._recipe, self._average = recipe, average
+        self.codes = self._quantized(weight)
+
+    def _quantized(self, weight: Tensor) -> QuantizedTensor:
+        quantizer = self._recipe.fprop.b
+        assert quantizer is not None
+        return quantize_matrix(weight, quantizer, axis=1, average=self._average)
+
+    def send(self, weight: Tensor) -> None:
+        new = self._quantized(weight)
+        self.codes.codes.copy_(new.codes)
+        self.codes.scales.copy_(new.scales)
+
+
 def run(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
     """Trains nothing: runs the passes of some steps, with other data in each."""
     execute_by(executor)
@@ -171,7 +195,9 @@ def run(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random, device=case.device).bfloat16()
 
-    recipe, monitor, cache = get_recipe(case.recipe), NonFiniteMonitor(), WeightCache()
+    options = {"backward_rounding": "nearest"} if case.sent and not INTERPRETED else {}
+    recipe = get_recipe(case.recipe, **options)
+    monitor, cache = NonFiniteMonitor(), WeightCache()
     monitor.from_cpp = tallies
     weight = normal(OUTPUTS, INPUTS).requires_grad_()
     weight.main_grad = torch.zeros(OUTPUTS, INPUTS, device=case.device)  # type: ignore[attr-defined]
@@ -179,11 +205,19 @@ def run(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
     average = None if recipe.weight_average is None else weight.detach().float() * 1.01
     watch, found = Weights(), Found()
     site = case.site(monitor, watch, average)
+    w, sent = weight.detach().clone(), None
+    if case.sent and tallies is not None:
+        sent = SentW(w, recipe, average)
+        site = replace(site, sent_w=sent.codes)
+        weight.detach().fill_(torch.nan)
     ranks = 1 if case.kind == "alone" else dist.get_world_size()
     tokens = TOKENS * (ranks if case.kind == "row" else 1)
     for step, i in itertools.product(range(1, STEPS + 1), range(MICROBATCHES)):
         microbatch = (step + i) % MICROBATCHES  # not that of the call that was recorded
         held, watch.step = cache.at(step) if case.held else None, step
+        if case.sent and i == 0:  # W of another step
+            w *= -1.125
+            sent.send(w) if sent is not None else weight.detach().copy_(w)
         rows = torch.arange(TOKENS * ranks, device=case.device) + 1000 * microbatch
         x = normal(tokens // 4, 4, INPUTS).requires_grad_()
         call = Call(Key(2**40 + 7, step), microbatch, 0, rows)
@@ -268,14 +302,15 @@ def compared(case: Case, loaded: Any) -> dict[str, Any]:
     }
 
 
-def cases(recipes: list[str], mlps: bool) -> list[Case]:
+def cases(recipes: list[str], mlps: bool, sent: bool) -> list[Case]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kinds = ["column", "row"] if dist.is_initialized() else ["alone", *(MLPS if mlps else ())]
+    forms = [*FORMS, ("decoded", True)] if sent else FORMS
     return [
-        Case(recipe, kind, held, fuses, has_bias=not held, device=device)
+        Case(recipe, kind, held, fuses, has_bias=not held, device=device, sent=sent)
         for recipe in recipes
         for kind in kinds
-        for held, fuses in FORMS
+        for held, fuses in forms
     ]
 
 
@@ -288,6 +323,7 @@ def main() -> None:
     parser.add_argument("recipes", nargs="+")
     parser.add_argument("--mistake", choices=MISTAKES)
     parser.add_argument("--mlps", action="store_true", help="MLPs too")
+    parser.add_argument("--sent", action="store_true", help="W comes as codes")
     args = parser.parse_args()
     if "RANK" in os.environ:
         gloo.use_one_worker()
@@ -301,7 +337,9 @@ def main() -> None:
     if args.mistake is not None:
         setattr(lowering._Lowering, *MISTAKES[args.mistake])
     loaded = extension.load()
-    found = {str(case): compared(case, loaded) for case in cases(args.recipes, args.mlps)}
+    found = {
+        str(case): compared(case, loaded) for case in cases(args.recipes, args.mlps, args.sent)
+    }
     if not _rank():
         json.dump(found, sys.stdout)
     if dist.is_initialized():

@@ -42,6 +42,22 @@ def test_operators_of_pytorch_and_collectives(ranks: int) -> None:
         assert case["in C++"] >= case["passes"] // 2, (name, case)
 
 
+@pytest.mark.slow
+def test_w_that_comes_as_codes() -> None:
+    """W itself is NaN in the passes in C++."""
+    found = compared("tetrajet", "tetrajet-ema", "--sent")
+    assert len(found) == 10
+    for name, case in found.items():
+        assert case["equal"] and not case["problems"], (name, case)
+        assert case["in C++"] >= case["passes"] // 2, (name, case)
+
+
+@pytest.mark.outside
+def test_w_that_comes_as_codes_in_kernels() -> None:
+    for name, case in compared("tetrajet", "--sent", interpreted=True).items():
+        assert case["equal"] and not case["problems"], (name, case)
+
+
 USUAL = ["tetrajet", "mxfp4-rht-sr"]
 OTHERS = [name for name in list_recipes() if name not in (*USUAL, "fp8")]
 

@@ -1,0 +1,33 @@
+"""Which recipes multiply nothing of W but the codes and scales of fprop."""
+
+from __future__ import annotations
+
+from megatron_fp4.recipe import Recipe
+
+
+def reader_of_w(recipe: Recipe) -> str | None:
+    """What reads more of W than fprop's codes and scales, in words that follow "because".
+
+    None: nothing does. The ranks that own parts of W can then quantize them, and send the codes and
+    scales of their parts in place of W (`Setting.sent_w`). A part may begin anywhere in a row of W,
+    so that no scale may belong to a whole row, and rounding may draw no random bits.
+    """
+    w = recipe.fprop.b
+    if w is None:
+        return "fprop multiplies W in high precision"
+    if (w.element, w.scale, w.block[0]) != ("e2m1", "e8m0", 1):
+        return "fprop's W is not E2M1 with an E8M0 scale for each block of a row"
+    if w.stochastic:
+        return "fprop rounds W stochastically"
+    if recipe.backward != "forward":
+        return "backward reads the unquantized W"
+    if recipe.fprop.hadamard is not None:
+        return "fprop transforms W"
+    if recipe.estimator is not None:
+        return "the gradient estimator reads the unquantized W"
+    if recipe.outliers is not None and recipe.outliers.compensate:
+        return "outliers of X are multiplied by the unquantized W"
+    if recipe.ramping is not None:
+        return "the calibrations of Q-Ramping quantize W"
+    late = recipe.at(1.0)
+    return None if late is recipe else reader_of_w(late)
