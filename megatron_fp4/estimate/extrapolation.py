@@ -40,6 +40,9 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         "gradients in few bits were never measured, and converting them takes no time here": (
             layout.gradients is not None
         ),
+        "--fp4-param-gather was never measured, and quantizing by owners takes no time here": (
+            layout.sent_w
+        ),
         "recomputation was never measured": layout.recompute,
         "the memory of CUDA graphs was never measured": layout.graphs,
         f"steps of {recipe.name} were never measured": recipe.name not in RECIPES,

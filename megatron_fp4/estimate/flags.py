@@ -13,6 +13,7 @@ from megatron_fp4.estimate.huggingface import read
 from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import recipe_named
 from megatron_fp4.estimate.search import Fixed, Job
+from megatron_fp4.plan.owned_codes import reader_of_w
 
 # Flags of a launch that no estimate depends on. With several data-parallel ranks the optimizer is
 # distributed and its communication overlapped in any case.
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--fp4-weight-cache", choices=["packed", "decoded", "fprop", "off"], default="packed"
     )
+    job.add_argument("--fp4-param-gather", action="store_true", help="gather weights as codes")
     job.add_argument(
         "--no-gradient-accumulation-fusion",
         action="store_true",
@@ -108,6 +110,11 @@ def job_of(args: argparse.Namespace) -> Job:
             )
         model = replace(model, fp8_input=True)
     recipe = recipe_named(args.recipe)
+    if args.fp4_param_gather and (reader := reader_of_w(recipe)) is not None:
+        raise ConfigError(
+            f"recipe {args.recipe} does not support --fp4-param-gather, because {reader}: leave it "
+            "out"
+        )
     fused = not args.no_gradient_accumulation_fusion
     node = min(args.gpus, args.gpus_per_node)
     return Job(
@@ -115,6 +122,7 @@ def job_of(args: argparse.Namespace) -> Job:
         fused_kernels=args.fp4_fused_kernels != "off",
         keeps_w=None if args.fp4_weight_cache == "off" else args.fp4_weight_cache,
         gradients=element_of(args.fp4_grad_comm, args.fp4_grad_comm_element),
+        gathers_codes=args.fp4_param_gather,
     )  # fmt: skip
 
 

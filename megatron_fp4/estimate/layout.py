@@ -36,6 +36,8 @@ class Layout:
         `plan.setting.Setting`.
     gradients: the elements in which data-parallel ranks send gradients, a key of
         `arithmetic.messages.FORMS` (--fp4-grad-comm); None: in float32, by Megatron's collectives.
+    gathers_codes: whether a distributed optimizer gathers the weights of quantized linears as codes
+        (--fp4-param-gather).
     """
 
     gpus: int
@@ -54,6 +56,12 @@ class Layout:
     fused_kernels: bool = True
     keeps_w: KeepsW | None = "packed"
     gradients: str | None = None
+    gathers_codes: bool = False
+
+    @property
+    def sent_w(self) -> bool:
+        """Whether linears get W as codes; see `plan.setting.Setting`."""
+        return self.gathers_codes and self.sharded
 
     @property
     def dp(self) -> int:
@@ -86,6 +94,8 @@ class Layout:
             flags.append("--recompute-num-layers 1")
         if self.sharded:
             flags.append("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
+        if self.sent_w:
+            flags.append("--fp4-param-gather")
         if self.graphs:
             flags.append("--cuda-graph-impl local")
         if not self.fused_dw:

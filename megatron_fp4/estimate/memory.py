@@ -10,7 +10,8 @@ from megatron_fp4.estimate.layout import Layout, Stage, linears, parameters
 from megatron_fp4.estimate.model import Linear, Model, Parameters
 from megatron_fp4.estimate.plans import plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.memory import held_bytes, saved_bytes
+from megatron_fp4.plan.memory import held_bytes, saved_bytes, sent_bytes
+from megatron_fp4.plan.owned_codes import reads_average
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.target import Target
 
@@ -28,7 +29,8 @@ class Memory(NamedTuple):
     weights: of the model, in BF16. gradients: in float32, and the buffers through which they are
     sent in fewer bits. optimizer: the float32 weights and both
     moments of Adam, and states beside weights. activations: what microbatches in flight save.
-    held: quantized weights that are held over a step. temporary: what lives for one operation: of a
+    held: quantized weights that are held over a step, or over the run where ranks gather them as
+    codes. temporary: what lives for one operation: of a
     layer's backward pass, of the loss, or of the optimizer.
     """
 
@@ -95,12 +97,13 @@ def states(
     optimizer, 4 of the float32 weight and 8 of Adam's moments. The distributed optimizer spreads
     the last 12 over the data-parallel ranks. A recipe's own state beside weights is the
     optimizer's too (an average 4 bytes, Q-Ramping 8). Where the distributed optimizer spreads it, a
-    layer reads a copy of the whole average, in 4 bytes more.
+    layer reads a copy of the whole average, in 4 bytes more, unless W comes as codes.
     """
     held, own = parameters(model, layout, stage), linears(model, layout, stage)
     kept = sum(dtype.itemsize for dtype in recipe.kept_dtypes.values())
     optimizer = optimizer_bytes(held, layout, 4 + 8) + optimizer_bytes(own, layout, kept)
-    copies = 4.0 * len(recipe.weight_states) * own.total if layout.sharded else 0.0
+    has_copies = layout.sharded and reads_average(recipe, layout.sent_w)
+    copies = 4.0 * len(recipe.weight_states) * own.total if has_copies else 0.0
     gradients = 4.0 * held.total + gradient_buffers(held, layout)
     return 2.0 * held.total, gradients, optimizer + copies
 
@@ -180,8 +183,9 @@ class LayerPlans:
         return [(one, made, local if one.expert else 1) for one, made in self._of[has_experts]]
 
     def held(self, has_experts: bool) -> float:
-        """Bytes of the quantized weights that a layer holds over a step."""
-        return float(sum(held_bytes(made) * n for _, made, n in self.linears(has_experts)))
+        """Bytes of the quantized weights that a layer holds; see `Memory`."""
+        linears = self.linears(has_experts)
+        return float(sum((held_bytes(made) + sent_bytes(made)) * n for _, made, n in linears))
 
     def saved(self, has_experts: bool) -> float:
         """Bytes that a layer saves for the backward pass of a microbatch."""

@@ -11,6 +11,7 @@ from megatron_fp4.estimate.layout import Layout
 from megatron_fp4.estimate.model import Linear, Model
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
+from megatron_fp4.plan.owned_codes import reader_of_w
 from megatron_fp4.plan.setting import UNSHARDED, Setting, Sharding, column_parallel, row_parallel
 from megatron_fp4.plan.sizes import token_multiple
 from megatron_fp4.recipe import GEMMS, Recipe
@@ -51,6 +52,7 @@ def plan(
         main_grad=torch.float32,
         has_bias=model.biases or (model.qkv_bias and linear.name == "linear_qkv"),
         keeps_w=layout.keeps_w if is_quantized(recipe) and not layout.graphs else None,
+        sent_w=layout.sent_w and reader_of_w(recipe) is None,
     )  # fmt: skip
     return _compiled(recipe, setting)
 

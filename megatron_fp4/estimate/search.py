@@ -41,7 +41,7 @@ class Fixed:
 class Job:
     """What is to be trained: a model with a recipe, on how many GPUs, in what batches.
 
-    node: GPUs of a host. fused_dw, fused_kernels, keeps_w, gradients: see Layout.
+    node: GPUs of a host. fused_dw, fused_kernels, keeps_w, gradients, gathers_codes: see Layout.
     """
 
     model: Model
@@ -54,6 +54,7 @@ class Job:
     fused_kernels: bool = True
     keeps_w: KeepsW | None = "packed"
     gradients: str | None = None
+    gathers_codes: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def layouts(job: Job, fixed: Fixed) -> Iterator[Layout]:
             fused_kernels=job.fused_kernels,
             keeps_w=job.keeps_w,
             gradients=job.gradients,
+            gathers_codes=job.gathers_codes,
         )  # fmt: skip
 
 

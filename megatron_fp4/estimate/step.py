@@ -81,7 +81,7 @@ def work_of(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> list[Stag
         held = parameters(model, layout, stage)
         once["parameter"] += held.total
         once["parameter updated"] += optimizer_bytes(held, layout, 1)
-        found.append(StageWork(stage, micro, once, of_step(model, layout, stage)))
+        found.append(StageWork(stage, micro, once, of_step(model, layout, recipe, stage)))
     return found
 
 

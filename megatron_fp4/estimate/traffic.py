@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_fp4.arithmetic.messages import FORMS
-from megatron_fp4.estimate.layout import Layout, Stage, parameters
+from megatron_fp4.estimate.layout import Layout, Stage, linears, parameters
 from megatron_fp4.estimate.model import Linear, Model, norm_parameters
 from megatron_fp4.plan.data import LinearPlan, OperandPlan
 from megatron_fp4.plan.memory import operand_bytes, outlier_bytes
+from megatron_fp4.recipe import Recipe
 
 Group = Literal["tensor", "data", "expert data", "expert", "pipeline"]
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send", "broadcast"]
@@ -181,20 +182,21 @@ def of_pipeline(model: Model, layout: Layout, stage: Stage) -> list[Sent]:
 # --- once a step ----------------------------------------------------------------------------------
 
 
-def of_step(model: Model, layout: Layout, stage: Stage) -> list[Sent]:
+def of_step(model: Model, layout: Layout, recipe: Recipe, stage: Stage) -> list[Sent]:
     """What a rank sends once a step: sums of gradients, and the updated weights.
 
     Gradients are summed in float32. A distributed optimizer reduce-scatters them and all-gathers
-    the weights in BF16. Gradients in fewer bits (`Layout.gradients`) go to the ranks that sum them
-    by an all-to-all, and without a distributed optimizer the sums, in as many bits, to all ranks by
-    an all-gather. Scales of blocks that are not full are not counted.
+    the weights in BF16, or those of linears as codes and scales (`Layout.sent_w`). Gradients in
+    fewer bits (`Layout.gradients`) go to the ranks that sum them by an all-to-all, and without a
+    distributed optimizer the sums, in as many bits, to all ranks by an all-gather. Scales of blocks
+    that are not full are not counted.
     """
-    held, found = parameters(model, layout, stage), []
-    groups: list[tuple[Group, int, int]] = [
-        ("data", layout.dp, held.dense),
-        ("expert data", layout.expert_dp, held.experts),
+    held, own, found = parameters(model, layout, stage), linears(model, layout, stage), []
+    groups: list[tuple[Group, int, int, int]] = [
+        ("data", layout.dp, held.dense, own.dense),
+        ("expert data", layout.expert_dp, held.experts, own.experts),
     ]
-    for group, ranks, count in groups:
+    for group, ranks, count, of_linears in groups:
         if ranks == 1 or not count:
             continue
         if layout.gradients is not None:
@@ -207,7 +209,10 @@ def of_step(model: Model, layout: Layout, stage: Stage) -> list[Sent]:
         else:
             found.append(reduce(4 * count, ranks, group))
         if layout.sharded:
-            found.append(gather(2 * count / ranks, ranks, group))
+            weights = 2 * count
+            if layout.sent_w and recipe.fprop.b is not None:
+                weights += recipe.fprop.b.nbytes(1, of_linears) - 2 * of_linears
+            found.append(gather(weights / ranks, ranks, group))
     if layout.sp:  # the gradients of norms, each rank's of its own tokens
         norms = 2 * len(stage.layers) + stage.last
         found.append(reduce(4 * norms * norm_parameters(model), layout.tp))

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipe import GEMMS, Recipe
+
+
+def reads_average(recipe: Recipe, sent_w: bool) -> bool:
+    """Whether a linear rounds W towards its average. sent_w: see `Setting.sent_w`."""
+    quantizers = [recipe.gemm(gemm).b for gemm in GEMMS if not (sent_w and gemm == "fprop")]
+    return any(w is not None and w.rounding == "ema" for w in quantizers)
 
 
 def reader_of_w(recipe: Recipe) -> str | None:

@@ -18,7 +18,7 @@ from benchmarks.estimate_error import peak
 from benchmarks.estimate_rows import FUSED, Step, steps
 from megatron_fp4.estimate import memory
 from megatron_fp4.estimate.gpus import MEASURED
-from megatron_fp4.estimate.layout import Layout, parameters, stages
+from megatron_fp4.estimate.layout import Layout, linears, parameters, stages
 from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import recipe_named
 from megatron_fp4.kernels import rotary
@@ -28,6 +28,7 @@ from megatron_fp4.mcore.model.rotary import Rotation
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.self_attention import RotatingSelfAttention
 from megatron_fp4.mcore.runtime import cpu
+from megatron_fp4.plan.setting import KeepsW
 from megatron_fp4.target import target_of
 from testing.builders import small_gpt
 
@@ -79,6 +80,30 @@ def test_one_microbatch_in_flight_under_a_pipeline_is_noticed(
     for step in EAGER:
         if step.layout.pp > 1:
             assert peak(step) < 0.9 * step.row["peak_gib"]
+
+
+def test_weights_that_are_gathered_as_codes() -> None:
+    """Their codes are there over the whole run, in place of those that a step holds, and no layer
+    has a copy of an average."""
+    layout, bits = Layout(4, 4, batch=4, sharded=True), 4 + 8 / 32
+    coded, model = replace(layout, gathers_codes=True), replace(SMALL, ffn=128)
+    [stage] = stages(model, layout)
+    weights = linears(model, layout, stage).total
+    for name, copies in (("tetrajet", 0), ("tetrajet-ema", 4 * weights)):
+        keeps: list[tuple[KeepsW | None, float]] = [("packed", 0.0), (None, bits / 8 * weights)]
+        for keeps_w, added in keeps:
+            one, other = (
+                memory.memory(
+                    model,
+                    replace(each, keeps_w=keeps_w),
+                    recipe_named(name),
+                    MEASURED.target,
+                    stage,
+                )
+                for each in (layout, coded)
+            )
+            assert other.held - one.held == added
+            assert one.optimizer - other.optimizer == copies
 
 
 # --- Megatron's own tensors, on a CPU -------------------------------------------------------------
@@ -204,7 +229,7 @@ def saved(model: Model, recipe: str, fused: bool) -> float:
             micro_batch_size=2, eval_micro_batch_size=None, seq_length=model.sequence, iteration=1,
             train_iters=10, fp4_seed=1, fp4_eval_forward="fp4", cuda_graph_impl="none",
             first_last_layers_bf16=False, fp4_weight_cache="packed", fp4_saved_x="packed",
-            fp4_executor="auto",
+            fp4_executor="auto", fp4_gathers_codes=False,
             fp4_wgrad_fusion=True, fp4_joins_swiglu=True, fp4_joins_norms=True,
             accumulate_allreduce_grads_in_fp32=True,
         )  # fmt: skip

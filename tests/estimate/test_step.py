@@ -122,7 +122,7 @@ def test_recomputation_takes_another_forward_pass() -> None:
 def test_the_network_takes_longer_than_nvlink() -> None:
     layout = Layout(16, 8, micro_batch=1, batch=16, sharded=True)
     [gradients] = [
-        each for each in traffic.of_step(LLAMA, layout, step.stages(LLAMA, layout)[0])
+        each for each in traffic.of_step(LLAMA, layout, TETRAJET, step.stages(LLAMA, layout)[0])
         if each.kind == "reduce-scatter"
     ]  # fmt: skip
     near = step.sent_seconds([gradients], replace(layout, node=16), MEASURED, RATES.seconds)

@@ -15,7 +15,7 @@ from benchmarks.estimate_rows import Step, result, steps
 from megatron_fp4.arithmetic.messages import FORMS
 from megatron_fp4.estimate import plans, traffic
 from megatron_fp4.estimate.gpus import MEASURED
-from megatron_fp4.estimate.layout import Layout, parameters, stages
+from megatron_fp4.estimate.layout import Layout, linears, parameters, stages
 from megatron_fp4.estimate.memory import gradient_buffers
 from megatron_fp4.estimate.model import Model, Parameters
 from megatron_fp4.plan.data import LinearPlan
@@ -25,6 +25,7 @@ from testing.worlds.checkpoints import SMALL
 from testing.worlds.launch import MOCK_DATA, SCRIPTS, TINY, spawn
 
 COUNTED = [step for step in steps() if step.row["sent"]]
+TETRAJET = plans.recipe_named("tetrajet")
 LINEARS = ("qkv", "proj", "fc1", "fc2")
 
 
@@ -103,7 +104,7 @@ def test_gradients_send_what_was_counted(element: str, sharded: bool) -> None:
     steps = {line for line in re.findall("^traffic: (.*)$", done.stdout, re.MULTILINE)}
     [counted] = [json.loads(line) for line in steps]
     [stage] = stages(TINY_MODEL, layout)
-    sends = traffic.of_step(TINY_MODEL, layout, stage)
+    sends = traffic.of_step(TINY_MODEL, layout, TETRAJET, stage)
     estimate = summed([one for one in sends if one.kind in counted])
     assert counted.keys() == {"all-to-all"} | ({"all-gather"} if not sharded else set())
     bytes_each = FORMS[element].bits / 8
@@ -111,7 +112,7 @@ def test_gradients_send_what_was_counted(element: str, sharded: bool) -> None:
         unequal = PADDING * TENSORS * bytes_each if sharded else 2 * bytes_each
         assert abs(size - estimate[kind]) <= unequal + 2 * TENSORS
     # Negative control: float32 by Megatron's collectives.
-    plain = summed(traffic.of_step(TINY_MODEL, replace(layout, gradients=None), stage))
+    plain = summed(traffic.of_step(TINY_MODEL, replace(layout, gradients=None), TETRAJET, stage))
     assert "all-to-all" not in plain
     assert plain["reduce-scatter" if sharded else "all-reduce"] > 1.9 * estimate["all-to-all"]
 
@@ -125,9 +126,8 @@ def test_gradients_in_few_bits_beside_float32() -> None:
         (None, False, 64), (None, True, 32 + 16),
         ("e4m3", False, 2 * 8.0625), ("e5m2", True, 8.0625 + 16), ("bf16", True, 16 + 16),
     ]:  # fmt: skip
-        sends = traffic.of_step(
-            TINY_MODEL, replace(layout, sharded=sharded, gradients=element), stage
-        )
+        each = replace(layout, sharded=sharded, gradients=element)
+        sends = traffic.of_step(TINY_MODEL, each, TETRAJET, stage)
         assert sum(one.sent for one in sends) == pytest.approx(count * bits / 8, rel=1e-12)
 
 
@@ -148,3 +148,27 @@ def test_a_linear_at_a_thousand_ranks_sends_over_the_network_once_in_a_host() ->
     assert traffic.network_share("all-gather", "tensor", layout) == 0
     assert traffic.network_share("reduce-scatter", "data", layout) == 1 / 2
     assert traffic.network_share("send", "pipeline", layout) == 1
+
+
+def test_weights_that_are_gathered_as_codes() -> None:
+    """Those of linears take 4.25 bits, all others 16; expert weights among their own ranks."""
+    model = Model(2, 64, 160, 4, 2, 16, 512, 64, experts=4, expert_ffn=128, moe_every=2)
+    layout = Layout(8, 8, ep=2, micro_batch=1, batch=8, sharded=True)
+    [stage] = stages(model, layout)
+    recipe, own = plans.recipe_named("tetrajet"), linears(model, layout, stage)
+    plain, coded = (
+        {one.group: one.sent for one in traffic.of_step(model, each, recipe, stage)
+         if one.kind == "all-gather"}
+        for each in (layout, replace(layout, gathers_codes=True))
+    )  # fmt: skip
+    groups: list[tuple[traffic.Group, int, int]] = [
+        ("data", 8, own.dense), ("expert data", 4, own.experts)
+    ]  # fmt: skip
+    for group, ranks, count in groups:
+        saved = (16 - 4.25) / 8 * count * (ranks - 1) / ranks
+        assert plain[group] - coded[group] == pytest.approx(saved) and count > 0
+    # Without a distributed optimizer nothing is gathered.
+    whole = replace(layout, sharded=False, gathers_codes=True)
+    assert traffic.of_step(model, whole, recipe, stage) == traffic.of_step(
+        model, replace(whole, gathers_codes=False), recipe, stage
+    )

@@ -157,6 +157,23 @@ def test_what_is_held_of_weights_is_counted() -> None:
         assert any("packed alone" in note for note in each["extrapolated"]) == (kept != "packed")
 
 
+def test_weights_that_are_gathered_as_codes() -> None:
+    flag, one = "--fp4-param-gather", "--tensor-model-parallel-size 1".split()
+    job = [*JOB, *FLAGS, *one, "--pipeline-model-parallel-size", "1"]
+    plain, found = (
+        json.loads(run([*job, *flags, "--json"]))["layouts"][0] for flags in ([], [flag])
+    )
+    # Of 8 layers: qkv, proj, fc1 and fc2. Each of four ranks sends its part three times.
+    weights = 8 * 4096 * (6144 + 4096 + 28672 + 14336)
+    sent = [sum(each["sent"]["data all-gather"].values()) for each in (plain, found)]
+    assert sent[0] - sent[1] == pytest.approx((16 - 4.25) / 8 * weights * 3 / 4)
+    assert found["memory"]["held"] == plain["memory"]["held"]  # which has dgrad's operands too
+    assert flag in found["flags"] and flag not in plain["flags"]
+    assert any(flag in note for note in found["extrapolated"])
+    with pytest.raises(ConfigError, match="recipe mxfp4 does not support --fp4-param-gather"):
+        run([*job, "--recipe", "mxfp4", flag])
+
+
 def test_swiglu_s_input_is_that_of_a_swiglu() -> None:
     flags = [flag for flag in FLAGS if flag != "--swiglu"]
     with pytest.raises(ConfigError, match="--activation-func-fp8-input-store needs --swiglu"):
