@@ -252,6 +252,7 @@ def arguments(case: Case, shape: Shape) -> argparse.Namespace:
         first_last_layers_bf16=False,
         fp4_weight_cache=case.weight_cache,
         fp4_saved_x=case.saved_x,
+        fp4_gathers_codes=False,
         fp4_executor="auto",
         fp4_wgrad_fusion=True,
         fp4_joins_swiglu=True,

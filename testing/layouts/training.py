@@ -84,6 +84,7 @@ class Training:
             cuda_graph_impl="none",
             first_last_layers_bf16=False,
             fp4_weight_cache="packed",
+            fp4_gathers_codes=False,
             fp4_saved_x="packed",
             fp4_executor="auto",
             fp4_wgrad_fusion=True,

@@ -35,6 +35,7 @@ def test_all_codes_and_scales_are_the_reference_s(rule: str) -> None:
         "dge_factor",
         pytest.param("outlier_clamp", marks=pytest.mark.slow),
         "averages",
+        "sent_weights",
         "ramping",
         "swiglu",
         "rms_norm",

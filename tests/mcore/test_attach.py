@@ -53,6 +53,7 @@ def run(
         fp4_eval_forward="fp4",
         cuda_graph_impl="none",
         fp4_weight_cache="packed",
+        fp4_gathers_codes=False,
         fp4_saved_x="packed",
         fp4_executor="auto",
         fp4_wgrad_fusion=True,

@@ -41,6 +41,7 @@ def run_of(recipe: Recipe = EVERYWHERE, **args: Any) -> Run:
     given |= {
         "fp4_weight_cache": "packed",
         "fp4_saved_x": "packed",
+        "fp4_gathers_codes": False,
         "fp4_executor": "auto",
         "fp4_wgrad_fusion": True,
     }

@@ -90,6 +90,13 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "alone (less memory, more work), or not (the default with CUDA graphs)",
     )
     group.add_argument(
+        "--fp4-param-gather",
+        action="store_true",
+        help="with the distributed optimizer: gather weights as the 4-bit codes and the scales "
+        "that the forward pass multiplies, and not in BF16; for recipes that multiply nothing else "
+        "of W, with the same bits (with --fp4-format it is Megatron's flag of this name)",
+    )
+    group.add_argument(
         "--fp4-saved-x",
         choices=("packed", "bf16"),
         default="packed",
@@ -126,9 +133,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="N",
         help="every N steps write metrics of all quantized operands, weights and gradients to "
         "metrics.jsonl in the folder of --save (or of --tensorboard-dir), to TensorBoard and to "
-        "Weights & Biases; 0 is off, which is the default without a folder, with CUDA graphs and "
-        "without a recipe; else the default is 100. Without a recipe any N but 0 writes the log's "
-        "steps and evaluations to metrics.jsonl, and nothing else",
+        "Weights & Biases; 0 is off, which is the default without a folder, with CUDA graphs, "
+        "with --fp4-param-gather and without a recipe; else the default is 100. Without a recipe "
+        "any N but 0 writes the log's steps and evaluations to metrics.jsonl, and nothing else",
     )
     group.add_argument(
         "--fp4-executor",
@@ -155,8 +162,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "memory: Megatron's setting of this name, which has no flag in Megatron-core 0.19; numbers "
         "above 464 become NaN in backward",
     )
-    # What fused_kernels.settle sets.
+    # What fp4_arguments.settle and fused_kernels.settle set.
     parser.set_defaults(
+        fp4_gathers_codes=False,
         fp4_liger=None,
         fp4_rotates=False,
         fp4_fused_adamw=False,

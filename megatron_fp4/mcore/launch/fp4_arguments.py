@@ -14,6 +14,7 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import cuda_graphs
 from megatron_fp4.mcore.launch.refusals import fp4_flags, gradients
 from megatron_fp4.mcore.launch.refusals.cuda_graphs import captured_layers
+from megatron_fp4.mcore.launch.refusals.param_gather import gathered_codes
 from megatron_fp4.mcore.launch.refusals.table import refuse
 from megatron_fp4.mcore.launch.refusals.weight_states import keepers, ramping
 from megatron_fp4.recipe import Recipe
@@ -49,6 +50,9 @@ def settle(args: argparse.Namespace) -> None:
     args.fp4_module_contents = [(glob, own and content.write(own)) for glob, own in modules]
     if args.fp4_weight_cache is None:
         args.fp4_weight_cache = "off" if cuda_graphs.wanted(args) else "packed"
+    if recipe is not None and args.fp4_param_gather:
+        # Megatron would demand --fp4-format for it, and hand the weights to Transformer Engine.
+        args.fp4_gathers_codes, args.fp4_param_gather = True, False
     if args.fp4_seed is None:
         args.fp4_seed = args.seed
     refuse(fp4_flags.seed(args))
@@ -71,6 +75,8 @@ def metrics_interval(args: argparse.Namespace) -> int:
         return int(args.fp4_metrics_interval)
     has_recipe = args.fp4_recipe is not None and args.fp4 is None
     writes = has_recipe and metrics_folder(args) and not cuda_graphs.wanted(args)
+    if args.fp4_gathers_codes:
+        return 0
     return METRICS_INTERVAL if writes else 0
 
 
@@ -95,6 +101,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
     recipes = [recipe, *(own for _, own in module_recipes(args) if own is not None)]
     refuse(keepers(args, recipes))
     refuse(ramping(args, recipes))
+    refuse(gathered_codes(args, recipes))
     if cuda_graphs.wanted(args):
         refuse(captured_layers(args, recipes))
     return recipe

@@ -8,9 +8,9 @@ From then on
                               and modules that can be given fused kernels
     pretrain, get_model       attach recipes to the linears of the model that was built, and fused
                               kernels, before it is wrapped, and count the script's forward steps
-    get_megatron_optimizer    makes data-parallel ranks exchange gradients in few bits, and an
-                              optimizer that keeps the state beside weights, and that has fused
-                              kernels
+    get_megatron_optimizer    makes data-parallel ranks exchange gradients in few bits and gather
+                              weights as codes, and an optimizer that keeps the state beside
+                              weights, and that has fused kernels
     load_checkpoint           starts the state that the checkpoint lacks
 
 A launch without a recipe runs as it would without the plugin; --fp4-metrics-interval adds a file
@@ -37,11 +37,12 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints.weight_states import complete, saved_states
 from megatron_fp4.mcore.data import vocabulary
 from megatron_fp4.mcore.exchange import start
+from megatron_fp4.mcore.gather import buckets
 from megatron_fp4.mcore.launch import command_line, cuda_graphs, fp4_arguments
 from megatron_fp4.mcore.launch.command_line import Script
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
-from megatron_fp4.mcore.loop import compat, log, metrics, ramping
+from megatron_fp4.mcore.loop import compat, log, metrics, ramping, whole_weights
 from megatron_fp4.mcore.loop.metrics_log import MetricsLog, WithoutRecipe
 from megatron_fp4.mcore.model import fused_kernels, optimizers
 from megatron_fp4.mcore.model.attach import attach
@@ -273,6 +274,10 @@ class Plugin:
             if self.run is not None and self.run.kept:
                 args = self.run.args
                 self.run.weight_states.follow(optimizer, saved_states(self.run.kept, args), args)
+            if self.run is not None and self.run.args.fp4_gathers_codes:
+                chunks = signature.bind(*given, **named).arguments["model_chunks"]
+                buckets.install(chunks, self.run.sent_weights, self.run.weight_states)
+                whole_weights.install(self.run.args)
             if self.metrics is not None:
                 self.metrics.follow_optimizer(optimizer)
             return optimizer
@@ -290,6 +295,8 @@ class Plugin:
         @functools.wraps(upstream)
         def load_checkpoint(*given: Any, **named: Any) -> Any:
             loaded = upstream(*given, **named)
+            if self.run is not None:
+                self.run.sent_weights.expire()
             if self.run is not None and self.run.kept:
                 complete(self.run.weight_states, self.run.args)
             return loaded

@@ -20,6 +20,7 @@ from megatron_fp4.mcore.model.mlp import GatedMLP
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.start_table import Row
 from megatron_fp4.plan.memory import held_bytes
+from megatron_fp4.plan.owned_codes import reads_average
 from megatron_fp4.recipes.assignment import recipe_for
 from megatron_fp4.streams import check_streams
 
@@ -83,13 +84,15 @@ def attach(
     held = max(_of_all_ranks(sum(map(held_bytes, plans))))
     states = max(_of_all_ranks(run.weight_states.bytes_of_copies))
     everything = sum(weight.numel() for chunk in model for weight in chunk.parameters())
+    sent = max(_of_all_ranks((run.sent_weights.bytes, run.sent_weights.elements)))
     ramped = max(_of_all_ranks((run.weight_states.ramped_elements, everything)))
     problems = [each for each in _of_all_ranks(executor.start(run)) if each is not None]
     joined = _of_all_ranks((any(mlp.is_joined for mlp in mlps), norms > 0))
     kernels = fuse()
     if torch.distributed.get_rank() == 0:
         lines = (
-            start_table.held(run.keeps_weights, held),
+            start_table.held(run.keeps_weights, held, sent[0] > 0),
+            start_table.gathered(run.args, *sent),
             start_table.states(run.recipes, states, run.args),
             start_table.calibrations(run.ramping, run.args, *ramped)
             if start_table.trains(run.args) and run.ramping is not None
@@ -160,11 +163,14 @@ def _with_global_expert(name: str, config: TransformerConfig) -> str:
 def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> str | None:
     """Makes a linear follow its recipe, if it has one. Returns why it cannot, or None."""
     recipe = recipe_for(name, number, run.recipe, run.modules, run.args)
-    average = run.weight_states.add(layer, name, number, recipe)
+    sends = recipe is not None and run.sends(layer.weight)
+    reads = recipe is not None and reads_average(recipe, sends)
+    average = run.weight_states.add(layer, name, number, recipe, reads)
     if recipe is None:
         return None
+    sent_w = run.sent_weights.add(layer.weight, recipe) if sends else None
     try:
-        layer.attach(name, run, recipe, average)
+        layer.attach(name, run, recipe, average, sent_w)
     except ConfigError as error:
         return str(error)
     return None

@@ -215,10 +215,18 @@ class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
     Under sequence parallelism each rank has a part of X's tokens, and the codes are gathered.
     """
 
-    def attach(self, name: str, run: Run, recipe: Recipe, average: Tensor | None) -> None:
+    def attach(
+        self,
+        name: str,
+        run: Run,
+        recipe: Recipe,
+        average: Tensor | None,
+        sent_w: QuantizedTensor | None = None,
+    ) -> None:
         """Makes this linear follow `recipe`.
 
         name: its global module name. average: of its weight, which `WeightStates.add` returns.
+        sent_w: what `SentWeights.add` returns for its weight; None: the linear quantizes W.
         Raises ConfigError if the recipe's blocks do not divide the linear's sizes.
         """
         rank, ranks = self.tp_group.rank(), self.tp_group.size()
@@ -232,7 +240,7 @@ class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
         length = self.output_size_per_partition // ranges
         size_checks.check(run.args, recipe, name, self.input_size, length, sharding, self.is_expert)
         placements = column_parallel_placements(rank, ranks, length, ranges, self.weight.device)
-        site = run.site(name, placements, _ranks(self.tp_group, sharding), average)
+        site = run.site(name, placements, _ranks(self.tp_group, sharding), average, sent_w)
         self.fp4 = Fp4State(run, recipe, site, self.is_expert)
 
 
@@ -244,10 +252,18 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
     backward dY arrives as this rank's tokens and can be quantized before it is gathered.
     """
 
-    def attach(self, name: str, run: Run, recipe: Recipe, average: Tensor | None) -> None:
+    def attach(
+        self,
+        name: str,
+        run: Run,
+        recipe: Recipe,
+        average: Tensor | None,
+        sent_w: QuantizedTensor | None = None,
+    ) -> None:
         """Makes this linear follow `recipe`.
 
         name: its global module name. average: of its weight, which `WeightStates.add` returns.
+        sent_w: what `SentWeights.add` returns for its weight; None: the linear quantizes W.
         Raises ConfigError if the recipe's blocks do not divide the linear's sizes.
         """
         rank, ranks = self.tp_group.rank(), self.tp_group.size()
@@ -260,7 +276,7 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
             run.args, recipe, name, length, self.output_size, sharding, self.is_expert
         )
         placements = row_parallel_placements(rank, ranks, length, self.weight.device)
-        site = run.site(name, placements, _ranks(self.tp_group, sharding), average)
+        site = run.site(name, placements, _ranks(self.tp_group, sharding), average, sent_w)
         self.fp4 = Fp4State(run, recipe, site, self.is_expert)
 
     def forward(self, input_: Tensor | Activated) -> tuple[Tensor, Tensor | None]:

@@ -18,10 +18,12 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import Key, Placement
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.execution.call import Site, Watch
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.mcore.model import graphs
+from megatron_fp4.mcore.model.sent_weights import SentWeights
 from megatron_fp4.mcore.model.weight_states import WeightStates
 from megatron_fp4.mcore.runtime.ranks import once
 from megatron_fp4.monitor import NonFiniteMonitor, Rounding, Sighting
@@ -69,6 +71,7 @@ class Run:
         self.args = args
         self.monitor = NonFiniteMonitor()
         self.weight_states = WeightStates()
+        self.sent_weights = SentWeights()
         self.watch: Watch | None = None  # of the sites that are made from now on
         self.linears: list[str] = []  # the global names of all linears that follow a recipe
         self.start_table = ""  # as rank 0 prints it
@@ -122,6 +125,7 @@ class Run:
             self.epoch += 1
             self._training = training
             self.weight_states.gather()
+            self.sent_weights.refresh()
         if step != self._step:
             self._tell(self.monitor.start_step(step + 1))  # Megatron's log counts steps from 1
             self._tell_of(self.monitor.rounding)
@@ -192,10 +196,12 @@ class Run:
         placements: Mapping[str, Placement],
         parallel: TensorParallel | None,
         average: Tensor | None = None,
+        sent_w: QuantizedTensor | None = None,
     ) -> Site:
         """The Site of the linear with this global name; see `execution.call.Site`.
 
         average: float32 [out, in], the moving average of W that the recipe reads, or None.
+        sent_w: what `SentWeights.add` returned, or None.
         """
         return Site(
             name=name,
@@ -205,6 +211,7 @@ class Run:
             packs_x=self.packs_x,
             fuses=self.fuses_wgrad,
             average=average,
+            sent_w=sent_w,
             observe=partial(self._observe, name),
             tallies=self.monitor,
             watch=self.watch,
@@ -220,6 +227,12 @@ class Run:
         """
         kept = self.args.fp4_weight_cache
         return None if kept == "off" else kept
+
+    def sends(self, weight: Tensor) -> bool:
+        """Whether the owners of this weight send it as codes and scales (--fp4-param-gather)."""
+        # Without an optimizer nothing is gathered, and every rank has the whole weight.
+        gathers = self.args.fp4_gathers_codes and not self.args.skip_train
+        return bool(gathers and weight.requires_grad)
 
     @property
     def packs_x(self) -> bool:

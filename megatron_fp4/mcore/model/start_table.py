@@ -94,18 +94,36 @@ def _shape(weight: Tensor) -> str:
     return " x ".join(map(str, weight.shape))
 
 
-def held(keeps: str | None, size: int) -> str:
+def held(keeps: str | None, size: int, is_sent: bool) -> str:
     """The line about W's operands that are held over a step.
 
-    keeps: see `Setting.keeps_w`. size: bytes on the rank with most.
+    keeps: see `Setting.keeps_w`. size: bytes on the rank with most. is_sent: whether W of fprop
+    comes as codes, so that linears quantize that of dgrad alone.
     """
-    if keeps is None:
-        return "\n  weights are quantized for each microbatch anew"
+    weights = "weights for dgrad" if is_sent else "weights"
+    if keeps is None or (keeps == "fprop" and is_sent):
+        return f"\n  {weights} are quantized for each microbatch anew"
     if keeps == "fprop":
         once = "weights are quantized once a step for fprop, whose codes are kept"
     else:
-        once = f"weights are quantized once a step and kept {keeps}"
+        once = f"{weights} are quantized once a step and kept {keeps}"
     return f"\n  {once}: {_size(size)} on a rank"
+
+
+def gathered(args: Namespace, size: int, elements: int) -> str:
+    """The line about --fp4-param-gather; "" without the flag. args: Megatron's.
+
+    size, elements: the bytes of codes and scales, and the elements of the weights that are sent as
+    these, on the rank with most.
+    """
+    if not args.fp4_gathers_codes:
+        return ""
+    if not trains(args):
+        return "\n  no weights are gathered under --skip-train, which makes no optimizer"
+    return (
+        f"\n  {elements:,} weights on a rank are gathered as codes and scales for fprop, from the "
+        f"ranks that own them: {_size(size)} a step, of {_size(2 * elements)} in BF16"
+    )
 
 
 def states(recipes: Sequence[Recipe], size: int, args: Namespace) -> str:
@@ -123,6 +141,8 @@ def states(recipes: Sequence[Recipe], size: int, args: Namespace) -> str:
             "rounding ema rounds to nearest here"
         )
     kept = "as optimizer state"
+    if not size:
+        return f"\n  {' and '.join(names)} of each weight in float32, as optimizer state, sharded"
     if getattr(args, "use_distributed_optimizer", False):
         kept = "as copies for linears to read, and as much as optimizer state, sharded"
     return f"\n  {' and '.join(names)} of each weight in float32: {_size(size)} on a rank, {kept}"

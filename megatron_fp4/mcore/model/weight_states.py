@@ -43,6 +43,7 @@ class WeightStates:
 
     def __init__(self) -> None:
         self._all: list[Kept] = []
+        self._of_weight: dict[Tensor, Kept] = {}
         self._is_stale = True
         self._in_optimizers = False  # whether optimizers have the states; the same on all ranks
         self._saved = SavedStates()  # of the checkpoint to be loaded
@@ -51,22 +52,30 @@ class WeightStates:
         self._started: dict[tuple[Kept, str], Tensor] = {}  # states that no optimizer has yet
 
     def add(
-        self, layer: Any, name: str, number: int | None, recipe: Recipe | None
+        self,
+        layer: Any,
+        name: str,
+        number: int | None,
+        recipe: Recipe | None,
+        is_read: bool = True,
     ) -> Tensor | None:
         """Adds the states that `recipe` declares to the weight of `layer`.
 
         Call it for linears without states too, since they may be saved in one tensor with others.
         name, number: the layer's global module name, and the number of its decoder layer, from 1.
-        recipe: None for BF16. Returns the copy of the state "average", float32 of the weight's
-        shape, which the layer reads; None if the recipe does not declare one.
+        recipe: None for BF16. is_read: whether the layer reads the states; else their owners alone
+        do. Returns the copy of the state "average", float32 of the weight's shape, which the layer
+        reads; None if it reads none.
         """
         states = {} if recipe is None else recipe.weight_states
         dtypes = {} if recipe is None else recipe.kept_dtypes
         copies = {
             state: torch.zeros(layer.weight.shape, dtype=torch.float32, device=layer.weight.device)
-            for state in states
+            for state in (states if is_read else ())
         }
-        self._all.append(Kept(layer, name, number, dtypes, states, copies))
+        kept = Kept(layer, name, number, dtypes, states, copies)
+        self._all.append(kept)
+        self._of_weight[layer.weight] = kept
         return copies.get("average")
 
     @property
@@ -202,10 +211,23 @@ class WeightStates:
             work.wait()
         self._is_stale = False
 
-    def _gather_one(self, kept: Kept, name: str, copy: Tensor) -> list[dist.Work]:
+    def part(self, weight: Tensor, name: str) -> tuple[int, Tensor]:
+        """(start, part): the part of the state `name` of a weight that this rank owns, float32 [n],
+        which begins at element `start` of the flattened weight."""
+        kept = self._of_weight[weight]
+        own = self._own(kept, name)
+        assert own is not None
+        return kept.start, own.view(-1)
+
+    def _own(self, kept: Kept, name: str) -> Tensor | None:
+        """This rank's part of a state, started if no optimizer has it yet; None if it has none."""
         own = kept.own(name)
         if own is None and kept.main is not None:
             own = self._started.setdefault((kept, name), kept.start_of(name))
+        return own
+
+    def _gather_one(self, kept: Kept, name: str, copy: Tensor) -> list[dist.Work]:
+        own = self._own(kept, name)
         if own is not None:
             if kept.owners:
                 copy.view(-1)[kept.start : kept.end].copy_(own.view(-1))

@@ -158,6 +158,8 @@ def without_recipe(args: Namespace) -> Iterator[str]:
             continue  # gradients are rounded stochastically
         if getattr(args, name) != default:
             yield f"{flag_of(name)} needs a recipe: add --fp4-recipe, or leave it out"
+    if args.fp4 is None and args.fp4_param_gather:  # with --fp4-format it is Megatron's own
+        yield "--fp4-param-gather needs a recipe: add --fp4-recipe, or leave it out"
 
 
 def seed(args: Namespace) -> Iterator[str]:

@@ -1,0 +1,115 @@
+"""What each rank sends of a bucket of weights: codes and scales, and the rest as it is.
+
+Each rank owns one shard of the bucket (megatron/core/distributed/param_and_grad_buffer.py). It
+quantizes the blocks of sent weights that begin in its shard. Its message has, for each of these
+weights, the codes and then the scales, and behind them the elements of its shard that belong to
+other parameters. Messages are padded to the longest, so that a rank whose shard is a part of an
+embedding would make those of all ranks as long as that: long runs of other parameters are broadcast
+by their owners instead.
+
+A border may cut a block. The elements behind the border are the first of the next shards, and their
+owners send these heads before anything is quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.owned_blocks import owned_blocks
+from megatron_fp4.mcore.model.sent_weights import SentWeight
+
+LONG = 1 << 20  # the bytes from which on a run of other parameters is broadcast
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [low, high) of a bucket, which belong to the weight that begins at `start`."""
+
+    weight: SentWeight
+    start: int
+    low: int
+    high: int
+
+    @property
+    def within(self) -> tuple[int, int]:
+        """The elements in the flattened weight."""
+        return self.low - self.start, self.high - self.start
+
+    def places(self) -> list[Tensor]:
+        """The codes and the scales of the elements, which are whole blocks, where the linear reads
+        them: uint8 [elements / 2] and [blocks]."""
+        (first, last), block = self.within, self.weight.block
+        codes, scales = self.weight.codes.codes.view(-1), self.weight.codes.scales.view(-1)
+        return [codes[first // 2 : last // 2], scales[first // block : last // block]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank sends of a bucket.
+
+    low, high: its shard. blocks: the blocks that it quantizes, of each sent weight. sent: what of
+    the shard belongs to sent weights. short, long: the runs [low, high) of the shard that belong to
+    other parameters, which are a part of the message, or are broadcast (`LONG`).
+    """
+
+    low: int
+    high: int
+    blocks: list[Piece] = field(default_factory=list)
+    sent: list[Piece] = field(default_factory=list)
+    short: list[tuple[int, int]] = field(default_factory=list)
+    long: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def overshoot(self) -> int:
+        """How many elements behind the shard belong to its blocks."""
+        return max([each.high - self.high for each in self.blocks] + [0])
+
+    def places(self, buffer: Tensor) -> list[Tensor]:
+        """Where the message goes, piece by piece, as views of bytes.
+
+        buffer: the elements of the bucket.
+        """
+        codes = [place for blocks in self.blocks for place in blocks.places()]
+        return codes + bytes_of(self.short, buffer)
+
+
+def bytes_of(runs: Sequence[tuple[int, int]], buffer: Tensor) -> list[Tensor]:
+    """Runs [low, high) of the elements of a buffer, as views of bytes."""
+    size, of_bytes = buffer.element_size(), buffer.view(torch.uint8)
+    return [of_bytes[low * size : high * size] for low, high in runs]
+
+
+def parts_of(bucket: Any, ranks: int, weights: Mapping[Any, SentWeight]) -> list[Part]:
+    """The part of each rank of a bucket of Megatron's. weights: the sent ones, by parameter."""
+    size = bucket.param_data.numel()
+    borders = [rank * (size // ranks) for rank in range(ranks + 1)]
+    found = [Part(low, high) for low, high in pairwise(borders)]
+    for parameter, (start, stop) in bucket.param_to_index.items():
+        weight = weights.get(parameter)
+        for part in found:
+            low, high = max(start, part.low), min(stop, part.high)
+            if low < high and weight is None:
+                is_long = (high - low) * bucket.param_data.element_size() >= LONG
+                (part.long if is_long else part.short).append((low, high))
+            elif low < high and weight is not None:
+                part.sent.append(Piece(weight, start, low, high))
+        if weight is not None:
+            owned = owned_blocks(start, stop, weight.block, borders)
+            for part, (first, last) in zip(found, owned, strict=True):
+                if first < last:
+                    part.blocks.append(Piece(weight, start, start + first, start + last))
+    return found
+
+
+def head_length(parts: Sequence[Part]) -> int:
+    """How many of its first elements each rank sends to those before it; 0 if no block is cut.
+
+    A block that is longer than a shard takes the whole of the next one.
+    """
+    return min(max(part.overshoot for part in parts), parts[0].high)

@@ -1,0 +1,296 @@
+"""--fp4-param-gather: weights that data-parallel ranks gather as codes, in Megatron's own loop.
+
+A run has the losses of the plain gather, to the last digit. testing/scripts/pretrain_gathering.py
+compares the codes of all its gathers with those of the plain gather.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_fp4.mcore.launch import fp4_arguments
+from testing.builders.fp4_arguments import parse, refusal
+from testing.worlds.checkpoints import (
+    EP2,
+    MOE,
+    SHARDED,
+    SIZES,
+    TETRAJET,
+    again,
+    run_in_turn,
+    same,
+    saving,
+    told,
+)
+from testing.worlds.launch import MOCK_DATA, SCRIPTS, TINY, Result, result_of, spawn, torchrun
+
+HERE = Path(__file__).parent
+GATHER, OWNED = "--fp4-param-gather", "--use-distributed-optimizer"
+BUCKETS = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
+EIGHT = "--global-batch-size 8"
+CUT = f"--fp4-recipe {HERE / 'blocks-of-64.yaml'} {EIGHT}"
+EVALUATED = "--eval-iters 1 --eval-interval 2"
+VIRTUAL = (
+    "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+)
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@cache
+def run(processes: int, flags: str, mistake: str = "", script: str = "gathering") -> Result:
+    own = [mistake] if mistake else []
+    words = [*own, *TINY, *MOCK_DATA, *SIZES.split(), OWNED, *flags.split()]
+    return result_of(spawn(processes, SCRIPTS / f"pretrain_{script}.py", *words, timeout_s=120))
+
+
+def check(processes: int, flags: str) -> Result:
+    """Checks a run with the flag against the one without it; returns the former."""
+    plain, found = run(processes, flags), run(processes, f"{flags} {GATHER}")
+    assert (plain.status, found.status) == (0, 0), found.output[-3000:]
+    assert found.losses == plain.losses and len(found.losses) == 4
+    assert found.evaluations == plain.evaluations
+    return found
+
+
+# --- codes and losses -----------------------------------------------------------------------------
+
+# Processes and flags.
+LAYOUTS = {
+    "at once": (2, TETRAJET),
+    "overlapped, in buckets": (2, f"{TETRAJET} {BUCKETS}"),
+    "one rank": (1, TETRAJET),
+    "three ranks": (3, f"{TETRAJET} {BUCKETS} --global-batch-size 6"),
+    "average": (2, f"--fp4-recipe {HERE / 'ema.yaml'}"),
+    "average, overlapped": (2, f"--fp4-recipe {HERE / 'ema.yaml'} {BUCKETS}"),
+    "cut blocks": (4, CUT),
+    "cut blocks, average": (4, f"--fp4-recipe {HERE / 'blocks-of-64-ema.yaml'} {EIGHT}"),
+    "experts": (4, f"{TETRAJET} {MOE} {EP2} {BUCKETS} {EIGHT}"),
+    "tensor-parallel": (4, f"{TETRAJET} {BUCKETS} --tensor-model-parallel-size 2"),
+    "virtual stages": (4, f"{TETRAJET} {VIRTUAL} {BUCKETS} {EIGHT}"),
+    "recomputed": (2, f"{TETRAJET} {RECOMPUTED} {BUCKETS} {EIGHT}"),
+    "decoded": (2, f"{TETRAJET} --fp4-weight-cache decoded {EIGHT}"),
+    "no cache": (2, f"{TETRAJET} --fp4-weight-cache off {EIGHT}"),
+    "some in BF16": (2, f"{TETRAJET} --fp4-module-recipe *.linear_fc1=bf16"),
+}
+QUICK = ("overlapped, in buckets", "average")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS],
+)
+def test_codes_and_losses_are_those_of_the_plain_gather(name: str) -> None:
+    found = check(*LAYOUTS[name])
+    assert ("blocks are cut" in found.output) == name.startswith("cut blocks")
+
+
+def test_main_weights_that_are_not_rounded_first_are_noticed() -> None:
+    found = run(2, f"{TETRAJET} {GATHER}", "float32")
+    assert found.status != 0 and "what was gathered differs" in found.output
+
+
+@pytest.mark.slow
+def test_cut_blocks_that_are_completed_with_zeros_are_noticed() -> None:
+    found = run(4, f"{CUT} {GATHER}", "zeros")
+    assert found.status != 0 and "what was gathered differs" in found.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["", BUCKETS])
+def test_embeddings_that_are_broadcast(other: str) -> None:
+    flags = f"{TETRAJET} {other}"
+    found = run(2, f"{flags} {GATHER}", "broadcasts")
+    assert found.status == 0 and found.losses == run(2, flags).losses, found.output[-3000:]
+
+
+@pytest.mark.slow
+def test_tied_and_frozen_weights() -> None:
+    tied = [word for word in TINY if word != "--untie-embeddings-and-output-weights"]
+    words = [*tied, *MOCK_DATA, *SIZES.split(), OWNED, *TETRAJET.split(), *BUCKETS.split()]
+    script = SCRIPTS / "pretrain_gathering.py"
+    plain, found = (result_of(spawn(2, script, *words, *own)) for own in ([], [GATHER]))
+    assert found.status == 0 and found.losses == plain.losses, found.output[-3000:]
+    flags = f"{TETRAJET} {OWNED}"
+    runs = run_in_turn(
+        2,
+        {
+            "plain": f"freezes=linear_fc1 {flags}",
+            "gathered": f"freezes=linear_fc1 {flags} {GATHER}",
+            "all": f"{flags} {GATHER}",
+        },
+    )
+    assert runs["gathered"].losses == runs["plain"].losses, runs["gathered"].output[-3000:]
+    frozen, every = (weights_in(runs[name]) for name in ("gathered", "all"))
+    assert every - frozen == 2 * 256 * 64  # the frozen weights are not gathered
+
+
+def weights_in(result: Result) -> int:
+    """How many weights the start table says to be gathered."""
+    [found] = re.findall(r"([\d,]+) weights on a rank are gathered as codes", result.output)
+    return int(found.replace(",", ""))
+
+
+@pytest.mark.slow
+def test_graphs_read_the_codes_at_fixed_addresses() -> None:
+    """Pretended graphs: a replay reads the memory that the capture read, and quantizes no W."""
+    flags = f"{TETRAJET} {GATHER} {EIGHT} --seq-length 32 --max-position-embeddings 32"
+    graphs = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
+    pretended = "in_pretended_graphs"
+    replayed = run(2, f"{flags} {graphs}", "none", pretended)
+    assert "cuda graph(s) in" in replayed.output, replayed.output[-3000:]
+    layers, plain = run(2, flags, "none", pretended), run(2, flags.replace(GATHER, ""))
+    assert replayed.losses == layers.losses == plain.losses and len(plain.losses) == 4
+
+
+@pytest.mark.slow
+def test_linears_in_cpp_read_the_codes() -> None:
+    flags = f"{TETRAJET} --fp4-recipe-option backward_rounding=nearest {BUCKETS} --train-iters 8"
+    plain, found = run(2, flags), run(2, f"{flags} {GATHER}", script="in_cpp")
+    assert found.losses == plain.losses and len(plain.losses) == 8, found.output[-3000:]
+    # Of 64: the first two of each linear, and those that hold nothing yet.
+    calls = re.findall(r"forward passes in Python: (\d+)", found.output)
+    assert [int(each) < 64 for each in calls] == [True, True]
+
+
+# --- where the weights themselves are read --------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp4", marks=pytest.mark.slow)])
+def test_evaluations(precision: str) -> None:
+    flags = f"{TETRAJET} {EVALUATED} --fp4-eval-forward {precision}"
+    assert len(check(2, flags).evaluations) == 4
+    if precision == "bf16":
+        wrong = run(2, f"{flags} {GATHER}", "stale")
+        assert wrong.losses == run(2, flags).losses
+        assert wrong.evaluations != run(2, flags).evaluations
+
+
+@pytest.mark.slow
+def test_an_overlapped_evaluation() -> None:
+    for precision in ("bf16", "fp4"):
+        check(2, f"{TETRAJET} {BUCKETS} {EVALUATED} --fp4-eval-forward {precision}")
+
+
+@pytest.mark.slow
+def test_hashes_of_weights() -> None:
+    flags = f"{TETRAJET} --check-weight-hash-across-dp-replicas-interval 2"
+    check(2, flags)
+    wrong = run(2, f"{flags} {GATHER}", "stale")
+    assert wrong.status != 0 and "hashes not matching" in wrong.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["", BUCKETS, SHARDED])
+def test_a_killed_run_goes_on_as_the_plain_one(other: str, tmp_path: Path) -> None:
+    flags, plain, killed = (
+        f"{TETRAJET} {OWNED} {other} {EIGHT}",
+        tmp_path / "plain",
+        tmp_path / "killed",
+    )
+    runs = run_in_turn(
+        2,
+        {
+            "plain": f"{flags} {saving(plain)}",
+            "killed": f"dies=step {flags} {GATHER} {saving(killed)}",
+            "resumed": f"{flags} {GATHER} {again(killed)} {saving(tmp_path / 'resumed')}",
+        },
+    )
+    assert runs["killed"].status != 0 and runs["resumed"].status == 0, runs["resumed"].output
+    assert runs["killed"].losses + runs["resumed"].losses == runs["plain"].losses
+    assert same(plain / "iter_0000002", killed / "iter_0000002")
+    assert same(plain / "iter_0000004", tmp_path / "resumed" / "iter_0000004")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_stale_weights_is_noticed(tmp_path: Path) -> None:
+    good, stale = (
+        run(2, f"{TETRAJET} {GATHER} {saving(tmp_path / (mistake or 'good'))}", mistake)
+        for mistake in ("", "stale")
+    )
+    assert (good.status, stale.status) == (0, 0) and good.losses == stale.losses
+    assert not same(tmp_path / "good" / "iter_0000002", tmp_path / "stale" / "iter_0000002")
+
+
+@pytest.mark.slow
+def test_other_numbers_of_ranks_go_on(tmp_path: Path) -> None:
+    """A checkpoint of two ranks on one, with and without the flag, and back."""
+    flags, two, one = f"{TETRAJET} {SHARDED}", tmp_path / "two", tmp_path / "one"
+    run_in_turn(2, {"two": f"{flags} {GATHER} {saving(two)}"})
+    going = f"{flags} {again(two)}"
+    ones = run_in_turn(
+        1,
+        {
+            "plain": f"{going} --save {tmp_path / 'plain'}",
+            "gathered": f"{going} {GATHER} {saving(one, 1)}",
+        },
+    )
+    assert ones["gathered"].losses == ones["plain"].losses and len(ones["plain"].losses) == 2
+    back = f"{flags} --load {one} --ckpt-step 3"
+    twos = run_in_turn(2, {"plain": back, "gathered": f"{back} {GATHER}"})
+    assert twos["gathered"].losses == twos["plain"].losses and len(twos["plain"].losses) == 1
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+ASKED = ("--fp4-recipe", "tetrajet", GATHER, OWNED, "--bf16")
+
+
+def test_megatron_does_not_see_the_flag() -> None:
+    """It would demand --fp4-format, and give the weights to Transformer Engine."""
+    args = parse(*ASKED)
+    assert args.fp4_gathers_codes and not args.fp4_param_gather
+    assert fp4_arguments.recipe_of(args) is not None  # asked again when all arguments are known
+    assert not parse("--fp4-recipe", "tetrajet").fp4_gathers_codes
+    upstreams = parse("--fp4-format", "e2m1", "--transformer-impl", "transformer_engine", GATHER)
+    assert upstreams.fp4_param_gather and not upstreams.fp4_gathers_codes
+
+
+def test_no_metrics_of_w_by_default() -> None:
+    assert parse(*ASKED, "--save", "somewhere").fp4_metrics_interval == 0
+    assert parse("--fp4-recipe", "tetrajet", "--save", "somewhere").fp4_metrics_interval > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--fp4-recipe mxfp4", "because backward reads the unquantized W: leave it out"),
+        ("--fp4-recipe mxfp4-rht-sr", "because fprop multiplies W in high precision"),
+        ("--fp4-recipe dge-occ", "because fprop's W is not E2M1 with an E8M0 scale"),
+        ("--fp4-recipe tetrajet-ramping", "because the calibrations of Q-Ramping quantize W"),
+        ("--fp4-module-recipe *.linear_fc1=mxfp4", "recipe mxfp4 does not support"),
+        ("--fp4-bf16-after 0.5", "because fprop multiplies W in high precision"),
+        ("--qk-clip", "does not support --qk-clip: leave out one of the two"),
+        ("--overlap-param-gather-with-optimizer-step", "does not support --overlap-param"),
+        ("--num-distributed-optimizer-instances 2", "does not support --num-dist"),
+        ("--save-params-interval 2", "does not support --save-params-interval"),
+        ("--perform-rl-step", "does not support --perform-rl-step"),
+        ("--fp4-metrics-interval 5", "does not support --fp4-metrics-interval"),
+        ("--optimizer muon", "does not support --optimizer muon"),
+    ],
+)
+def test_refusals(flags: str, says: str) -> None:
+    assert says in refusal(*ASKED, *flags.split())
+
+
+def test_refusals_of_what_is_missing() -> None:
+    without = [flag for flag in ASKED if flag != OWNED]
+    assert "add --use-distributed-optimizer" in refusal(*without)
+    assert "add --bf16" in refusal(*ASKED[:-1])
+    assert "--fp4-param-gather needs a recipe: add --fp4-recipe" in refusal(GATHER)
+    parse(*ASKED, "--fp4-bf16-after", "0.5", "--fp4-bf16-gemms", "dgrad", "wgrad")
+
+
+def test_a_refusal_is_one_line_of_a_launch() -> None:
+    flags = f"{SIZES} --fp4-recipe mxfp4 {OWNED} {GATHER}"
+    assert "recipe mxfp4 does not support --fp4-param-gather" in told(torchrun(1, *flags.split()))
+
+
+def test_an_evaluation_alone_gathers_nothing() -> None:
+    flags = f"{TETRAJET} {GATHER} --skip-train --eval-iters 1"
+    found, plain = run(2, flags), run(2, flags.replace(GATHER, ""))
+    assert found.status == 0 and found.evaluations == plain.evaluations, found.output[-3000:]
+    assert "no weights are gathered under --skip-train" in found.output
