@@ -55,9 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grad-comm", choices=ELEMENTS, help="how they send dW, as --fp4-grad-comm says"
     )
     parser.add_argument("--grad-comm-element", choices=ELEMENTS["fp8"])
-    parser.add_argument(
-        "--param-gather", action="store_true", help="W comes as the codes of fprop"
-    )
+    parser.add_argument("--param-gather", action="store_true", help="W comes as the codes of fprop")
 
 
 def run(args: argparse.Namespace) -> str:
@@ -81,8 +79,7 @@ def run(args: argparse.Namespace) -> str:
         raise ConfigError("--activation-func-fp8-input-store needs --swiglu: add it")
     if args.param_gather and (reader := reader_of_w(recipe)) is not None:
         raise ConfigError(
-            f"recipe {args.recipe} does not support --fp4-param-gather, because {reader}: leave it "
-            "out"
+            f"recipe {args.recipe} does not support --param-gather, because {reader}: leave it out"
         )
     check_sizes(recipe, args.tokens, inputs, outputs, "this linear")
     scattered = sharding.ranks if sharding.tokens is not None else 1

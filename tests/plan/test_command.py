@@ -51,7 +51,7 @@ def test_bytes_and_reasons(
     assert f"W's operands, packed: {2 * 4096 * 14336 * 17 / 32 / 1e6:.1f} MB" in text
     assert "in one pass with dY of wgrad" in text
     assert "by the ranks that own W" not in text
-    text = printed(capsys, monkeypatch, "--in 4096 --out 14336 --gpu sm_90 --fp4-param-gather")
+    text = printed(capsys, monkeypatch, "--in 4096 --out 14336 --gpu sm_90 --param-gather")
     codes = f"{4096 * 14336 * 17 / 32 / 1e6:.1f} MB"
     assert f"nearest by the ranks that own W, which send {codes}" in text
     assert f"kept over the run  W as codes of fprop, {codes}" in text
@@ -65,7 +65,7 @@ def test_bytes_and_reasons(
         ("--grad-comm fp8", "--grad-comm needs --dp 2 or more"),
         ("--dp 8 --grad-comm bf16 --grad-comm-element e5m2", "e5m2 needs grad-comm fp8"),
         ("--recipe nope", "unknown recipe 'nope'"),
-        ("--recipe mxfp4 --fp4-param-gather", "because backward reads the unquantized W: leave"),
+        ("--recipe mxfp4 --param-gather", "because backward reads the unquantized W: leave"),
         ("--recipe tetrajet --recipe-option rule=up", "rule"),
         ("--tp 3", "--out 4096: give a multiple of 3"),
         ("--in 0", "--in 0: give a multiple of 1, one or more"),
