@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW, Part
+from megatron_fp4.arithmetic.low_bit import Owned
+from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW
 from megatron_fp4.arithmetic.moments import FIRST, SECOND, Form, Moments
+from megatron_fp4.arithmetic.segments import Place, place_of
 from testing.oracles import normal
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -32,15 +34,15 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def low_bit(
-    params: list[torch.nn.Parameter],
-    moments: Moments,
-    kind: type[LowBitAdamW] = LowBitAdamW,
-    **options: Any,
-) -> LowBitAdamW:
-    optimizer = kind(groups_of(params), moments, seed=7, **OPTIONS | options)
+def owned(name: str, start: int = 0, place: Place | None = None) -> Owned:
+    """place: None for a parameter that is not sharded."""
+    return Owned(name, place or place_of([2**40], 0), start)
+
+
+def low_bit(params: list[torch.nn.Parameter], moments: Moments, **options: Any) -> LowBitAdamW:
+    optimizer = LowBitAdamW(groups_of(params), moments, seed=7, **OPTIONS | options)
     for i, param in enumerate(params):
-        optimizer.place(param, Part(f"layer.{i}"))
+        optimizer.place(param, owned(f"layer.{i}"))
     return optimizer
 
 

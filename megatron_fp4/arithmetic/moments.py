@@ -13,7 +13,7 @@ For v below it, and for it alone, rounding is therefore biased.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -159,6 +159,8 @@ SECOND: dict[str, Form] = {
     "fp8": InBlocks(RootBlocks(), is_square=True),
 }
 
+ROUNDING = ("stochastic", "nearest")
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -166,17 +168,40 @@ class Moments:
 
     m: "fp32", "bf16" or "fp8" (E4M3). v: "fp32", "bf16", "fp16", or "fp8" (E4M3 of its root, which
     is noisy: the root of v then has errors of 11% to 16%). FP8 and FP16 are in blocks of 128.
+    round: how moments are rounded: "stochastic", or "nearest", by which a moment stands still
+    where a step changes it by less than half the distance of two neighbours.
     Raises ConfigError for others.
     """
 
     m: str = "fp8"
     v: str = "fp16"
+    round: str = "stochastic"
 
     def __post_init__(self) -> None:
         for name, given, known in (("m", self.m, FIRST), ("v", self.v, SECOND)):
             if given not in known:
                 words = ", ".join(known)
                 raise ConfigError(f"{name} is stored in one of {words}, not {given!r}")
+        if self.round not in ROUNDING:
+            words = " or ".join(ROUNDING)
+            raise ConfigError(f"round is {words}, not {self.round!r}")
+
+    @classmethod
+    def read(cls, text: str) -> Moments:
+        """From text such as "m=fp8,v=fp16", or "m=bf16,round=nearest"; the rest is the default.
+
+        Raises ConfigError for other text.
+        """
+        given: dict[str, str] = {}
+        for part in text.split(","):
+            key, equals, value = part.partition("=")
+            if not equals or key in given or key not in {field.name for field in fields(cls)}:
+                raise ConfigError(
+                    f"Adam's moments are given as m=FORMAT,v=FORMAT, such as {DEFAULT}, with or "
+                    f"without round=nearest, not as {text!r}"
+                )
+            given[key] = value
+        return cls(**given)
 
     @property
     def forms(self) -> dict[str, Form]:
@@ -188,8 +213,14 @@ class Moments:
         """The bytes that both moments of one element take, its share of their scales included."""
         return sum(form.bits for form in self.forms.values()) / 8
 
+    def draws(self, key: str) -> bool:
+        """Whether a moment, by its key in torch's optimizers, is rounded by random bits."""
+        return self.round == "stochastic" and self.forms[key].draws
+
     def __str__(self) -> str:
-        return f"m={self.m}, v={self.v}"
+        """What `read` reads."""
+        rounding = "" if self.round == "stochastic" else f",round={self.round}"
+        return f"m={self.m},v={self.v}{rounding}"
 
 
 DEFAULT = Moments()

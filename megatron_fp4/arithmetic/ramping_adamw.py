@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fp4.arithmetic.adamw import count_steps, take_groups, with_steps
 from megatron_fp4.arithmetic.offload import copy_of
 from megatron_fp4.arithmetic.ramping import LONGEST, STATES, Adam, Ramped, update
 from megatron_fp4.arithmetic.weight_states import key_of
@@ -23,18 +24,6 @@ _adamw_step = inspect.unwrap(torch.optim.Adam.step)
 
 
 Update = Callable[[Ramped, Tensor, Adam], None]
-
-
-def count_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Writes to each group of parameters the largest number of steps that one of them has taken.
-
-    Megatron reads it in the group where it would use a FusedAdam, as of Transformer Engine, and
-    from the state of a parameter where it would use torch's AdamW. optimizer: an AdamW.
-    """
-    for group in optimizer.param_groups:
-        counts = [int(optimizer.state[p]["step"]) for p in group["params"] if p in optimizer.state]
-        if counts:
-            group["step"] = max(counts)
 
 
 class RampingAdamW(torch.optim.AdamW):
@@ -62,10 +51,7 @@ class RampingAdamW(torch.optim.AdamW):
         Parameters may be views, which torch's constructor refuses. update: as for the constructor.
         """
         found = cls([torch.nn.Parameter(torch.empty(0))], update)
-        found.param_groups = optimizer.param_groups
-        for group in found.param_groups:
-            for name, value in found.defaults.items():
-                group.setdefault(name, value)
+        take_groups(found, optimizer)
         return found
 
     def ramp(self, weight: Tensor) -> None:
@@ -152,14 +138,7 @@ class RampingAdamW(torch.optim.AdamW):
 
         The number of steps is that of the group, where it has one.
         """
-        states = {}
-        for group in state_dict["param_groups"]:
-            for number in group["params"]:
-                if number in state_dict["state"]:
-                    state = state_dict["state"][number]
-                    steps = float(group.get("step", state.get("step", 0)))
-                    states[number] = {**state, "step": torch.tensor(steps)}
-        super().load_state_dict({**state_dict, "state": states})
+        super().load_state_dict({**state_dict, "state": with_steps(state_dict)})
         # torch converts a state to its parameter's dtype.
         for state in self.state.values():
             for key in (COUNT, PERIOD):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW, Part, stream_of, update
+from megatron_fp4.arithmetic.low_bit import stream_of, update
+from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW
 from megatron_fp4.arithmetic.moments import FIRST, SECOND, Moments
+from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.ramping import Adam
+from megatron_fp4.arithmetic.segments import place_of
 from testing.low_bit import (
     ALL,
     EXACT,
@@ -18,6 +22,7 @@ from testing.low_bit import (
     OPTIONS,
     groups_of,
     low_bit,
+    owned,
     spread,
     through,
     train,
@@ -26,11 +31,16 @@ from testing.low_bit import (
 from testing.oracles import element_bits, fnv1a, normal
 
 
-class Nearest(LowBitAdamW):
+def nearest(moments: Moments) -> Moments:
     """The negative control: moments rounded to nearest."""
+    return replace(moments, round="nearest")
 
-    def _bits(self, weight: Tensor, key: str, number: int) -> None:
-        return None
+
+def bits(optimizer: LowBitAdamW, weight: Tensor, key: str, step: int) -> list[int]:
+    """The random bits that round a moment in a step."""
+    found = optimizer._of(weight).bits(key, Key(optimizer._seed, step))
+    assert found is not None
+    return found.tolist()
 
 
 # --- the step -------------------------------------------------------------------------------------
@@ -79,7 +89,7 @@ def in_float64(moments: Moments, steps: int, mistake: str = "") -> tuple[Tensor,
     n, lr, eps, (b1, b2) = 256, 1e-2, 1e-8, OPTIONS["betas"]
     param = torch.nn.Parameter(normal((n,), 1))
     optimizer = LowBitAdamW([param], moments, 3, **OPTIONS | {"eps": eps})
-    optimizer.place(param, Part("w"))
+    optimizer.place(param, owned("w"))
     w = param.detach().double()
     m, v, em, ev, ew = (torch.zeros(n, dtype=torch.float64) for _ in range(5))
     of_m, of_v = STEP[moments.m], ROOT_STEP if moments.v == "fp8" else STEP[moments.v]
@@ -122,7 +132,7 @@ def test_the_state_has_the_stated_dtypes_and_bytes() -> None:
     of_v = of_m | {"fp16": (torch.float16, 2 + 1 / 128)}
     for moments in ALL:
         optimizer = LowBitAdamW([param], moments)
-        optimizer.place(param, Part("w"))
+        optimizer.place(param, owned("w"))
         param.grad = normal((16, 128), 2)
         optimizer.step()
         state = dict(optimizer.state[param])
@@ -132,7 +142,7 @@ def test_the_state_has_the_stated_dtypes_and_bytes() -> None:
         assert float(state.pop("step")) == 1
         total = sum(each.nbytes for each in state.values())
         assert total == (bytes_m + bytes_v) * 2048 == moments.bytes * 2048
-    assert Moments().bytes == 3.015625 and str(Moments()) == "m=fp8, v=fp16"
+    assert Moments().bytes == 3.015625 and str(Moments()) == "m=fp8,v=fp16"
 
 
 # --- rounding -------------------------------------------------------------------------------------
@@ -143,8 +153,8 @@ def test_moments_of_the_optimizer_are_unbiased(moments: Moments) -> None:
     """One step from equal states, in 1,024 rows of one parameter."""
     rows, draws = torch.nn.Parameter(torch.zeros(1024, 128)), 1024
 
-    def stepped(kind: type[LowBitAdamW], of: Moments) -> dict[str, Tensor]:
-        optimizer = low_bit([rows], of, kind)
+    def stepped(of: Moments) -> dict[str, Tensor]:
+        optimizer = low_bit([rows], of)
         start = (spread(128, 1, 0.5).repeat(draws), spread(128, 3, 0.5).square().repeat(draws))
         # Of all formats the same start: what the coarsest of them represents.
         m = through(FIRST["fp8"], through(FIRST["bf16"], start[0], None), None).view(rows.shape)
@@ -154,8 +164,7 @@ def test_moments_of_the_optimizer_are_unbiased(moments: Moments) -> None:
         optimizer.step()
         return optimizer.state_in_float32(rows)
 
-    wanted, found = stepped(LowBitAdamW, EXACT), stepped(LowBitAdamW, moments)
-    nearest = stepped(Nearest, moments)
+    wanted, found, wrong = stepped(EXACT), stepped(moments), stepped(nearest(moments))
     for key in ("exp_avg", "exp_avg_sq"):
         drawn, exact = found[key].double(), wanted[key][0].double()
         assert (wanted[key] == wanted[key][0]).all()
@@ -165,7 +174,7 @@ def test_moments_of_the_optimizer_are_unbiased(moments: Moments) -> None:
         assert int(tried.sum()) > 100
         bound = (high - low) * (5 * (share * (1 - share) / draws).sqrt() + 2**-17)
         assert ((drawn.mean(0) - exact).abs() <= bound)[tried].all()
-        off = (nearest[key][0].double() - exact).abs() > bound
+        off = (wrong[key][0].double() - exact).abs() > bound
         assert off[tried].float().mean() > 0.6
 
 
@@ -187,19 +196,19 @@ def test_a_moment_moves_by_less_than_its_precision(
     it stands still at 1, of which each step changes less than half the distance to a neighbour."""
     key, n = "exp_avg" if moments.v == "fp32" else "exp_avg_sq", 1024
     after = {}
-    for kind, of in ((LowBitAdamW, EXACT), (LowBitAdamW, moments), (Nearest, moments)):
+    for of in (EXACT, moments, nearest(moments)):
         param = torch.nn.Parameter(torch.zeros(n))
-        optimizer = low_bit([param], of, kind, betas=betas)
+        optimizer = low_bit([param], of, betas=betas)
         one = torch.ones(n)
         optimizer.set_state_in_float32(param, {"step": 0, "exp_avg": one, "exp_avg_sq": one})
         param.grad = torch.full((n,), gradient)
         for _ in range(steps):
             optimizer.step()
-        after[kind, of] = optimizer.state_in_float32(param)[key].double()
-    exact, drawn = float(after[LowBitAdamW, EXACT].mean()), after[LowBitAdamW, moments]
+        after[of] = optimizer.state_in_float32(param)[key].double()
+    exact, drawn = float(after[EXACT].mean()), after[moments]
     assert exact < 1 - 0.1 * (1 - (gradient if key == "exp_avg" else gradient**2))
     assert abs(float(drawn.mean()) - exact) <= 5 * float(drawn.std()) / math.sqrt(n)
-    assert (after[Nearest, moments] == 1).all()
+    assert (after[nearest(moments)] == 1).all()
     assert abs(1 - exact) > 20 * float(drawn.std()) / math.sqrt(n)
 
 
@@ -207,12 +216,11 @@ def test_random_bits_are_those_of_the_definition() -> None:
     seed, start, n = 2**33 + 5, 11, 20
     param = torch.nn.Parameter(torch.zeros(n))
     optimizer = LowBitAdamW([param], Moments(), seed)
-    optimizer.place(param, Part("decoder.layers.3.mlp.weight", start))
+    optimizer.place(param, owned("decoder.layers.3.mlp.weight", start))
     for key in ("exp_avg", "exp_avg_sq"):
         stream = fnv1a(f"decoder.layers.3.mlp.weight:{key}")
         assert stream_of("decoder.layers.3.mlp.weight", key) == stream
-        found = optimizer._bits(param, key, 9)
-        assert found is not None and found.tolist() == [
+        assert bits(optimizer, param, key, 9) == [
             element_bits(seed, 9, stream, i // 8, i % 8) for i in range(start, start + n)
         ]
 
@@ -220,15 +228,15 @@ def test_random_bits_are_those_of_the_definition() -> None:
 def test_draws_differ_between_moments_steps_and_parameters() -> None:
     one, other = weights()[1], weights()[1]
     optimizer = LowBitAdamW([one, other], Moments(), 7)
-    optimizer.place(one, Part("a"))
-    optimizer.place(other, Part("b"))
+    optimizer.place(one, owned("a"))
+    optimizer.place(other, owned("b"))
     draws = [
-        optimizer._bits(param, key, step)
+        bits(optimizer, param, key, step)
         for param in (one, other)
         for key in ("exp_avg", "exp_avg_sq")
         for step in (1, 2)
     ]
-    assert len({tuple(each.tolist()) for each in draws if each is not None}) == len(draws) == 8
+    assert len(set(map(tuple, draws))) == len(draws) == 8
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -261,7 +269,7 @@ def ranges(cuts: list[int], moments: Moments, starts: list[int] | None = None) -
     for i, (a, b) in enumerate(zip(cuts, ends, strict=True)):
         param = torch.nn.Parameter(normal((1000,), 1)[a:b].clone())
         optimizer = LowBitAdamW([param], moments, 7, **OPTIONS)
-        optimizer.place(param, Part("w", starts[i] if starts else a))
+        optimizer.place(param, owned("w", starts[i] if starts else a))
         for gradient in gradients:
             param.grad = gradient[a:b].clone()
             optimizer.step()
@@ -296,15 +304,14 @@ def test_a_border_changes_nothing_outside_of_its_block(moments: Moments) -> None
         assert not torch.equal(whole["exp_avg"][384:], wrong["exp_avg"][384:])
 
 
-def test_the_index_of_a_shard_gives_its_draws() -> None:
-    """Columns 8 to 15 of a [32, 16] parameter, as tensor parallelism may shard it."""
-    whole, shard = torch.nn.Parameter(torch.zeros(32, 16)), torch.nn.Parameter(torch.zeros(32, 8))
+def test_the_place_of_a_shard_gives_its_draws() -> None:
+    """Columns 8 to 15 of a [32, 16] parameter, as tensor parallelism may shard it, from 13 on."""
+    whole, shard = torch.nn.Parameter(torch.zeros(32, 16)), torch.nn.Parameter(torch.zeros(243))
     optimizer = LowBitAdamW([whole, shard], Moments(), 7)
-    index = torch.arange(512).view(32, 16)[:, 8:].reshape(-1)
-    optimizer.place(whole, Part("w"))
-    optimizer.place(shard, Part("w", index=index))
+    optimizer.place(whole, owned("w"))
+    optimizer.place(shard, owned("w", 13, place_of((32, 8), 0, axis=1, ranks=2, rank=1)))
     for key in ("exp_avg", "exp_avg_sq"):
-        of_whole, of_shard = optimizer._bits(whole, key, 1), optimizer._bits(shard, key, 1)
-        assert of_whole is not None and of_shard is not None
-        assert torch.equal(of_whole.view(32, 16)[:, 8:].reshape(-1), of_shard)
-        assert not torch.equal(of_whole[:256], of_shard)
+        of_whole = torch.tensor(bits(optimizer, whole, key, 1))
+        of_shard = torch.tensor(bits(optimizer, shard, key, 1))
+        assert torch.equal(of_whole.view(32, 16)[:, 8:].reshape(-1)[13:], of_shard)
+        assert not torch.equal(of_whole[13:256], of_shard)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW, Part
+from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.errors import ConfigError
 from testing.low_bit import (
@@ -16,6 +16,7 @@ from testing.low_bit import (
     groups_of,
     losses_of_closures,
     low_bit,
+    owned,
     parameters,
     saved,
     through,
@@ -97,7 +98,7 @@ def test_in_place_of_another_optimizer() -> None:
     plain = torch.optim.AdamW(groups_of(mine), **OPTIONS)
     optimizer = LowBitAdamW.in_place_of(plain, seed=7)
     for i, param in enumerate(mine):
-        optimizer.place(param, Part(f"layer.{i}"))
+        optimizer.place(param, owned(f"layer.{i}"))
     calls: list[int] = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     assert optimizer.param_groups is plain.param_groups
@@ -138,10 +139,8 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no place: call place with it"):
         optimizer.step()
     with pytest.raises(ConfigError, match="w is no parameter of this optimizer"):
-        optimizer.place(torch.nn.Parameter(normal((3, 4), 1)), Part("w"))
-    with pytest.raises(ConfigError, match=r"the indices of w are \[4\], and its elements \[12\]"):
-        optimizer.place(weight, Part("w", index=torch.arange(4)))
-    optimizer.place(weight, Part("w"))
+        optimizer.place(torch.nn.Parameter(normal((3, 4), 1)), owned("w"))
+    optimizer.place(weight, owned("w"))
     with pytest.raises(ConfigError, match="no state yet: call init_state"):
         optimizer.state_in_float32(weight)
     optimizer.step()

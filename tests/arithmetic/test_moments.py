@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.moments import FIRST, SECOND, Form, Moments
+from megatron_fp4.errors import ConfigError
 from testing.low_bit import bits_of, spread, through
 
 
@@ -165,3 +166,20 @@ def test_a_border_in_a_block_changes_what_is_tiny_in_it(moments: Moments) -> Non
     form = moments.forms["exp_avg"]
     whole = through(form, x, bits)
     assert (through(form, x[300:], bits[300:])[84 + 128 :] != whole[512:]).any()
+
+
+def test_moments_are_read_from_text() -> None:
+    for text, moments in {
+        "m=fp8,v=fp16": Moments(),
+        "v=fp8": Moments(v="fp8"),
+        "m=bf16,round=nearest,v=bf16": Moments("bf16", "bf16", "nearest"),
+        "m=fp32,v=fp32": Moments("fp32", "fp32"),
+    }.items():
+        assert Moments.read(text) == moments == Moments.read(str(moments))
+    for text in ("", "fp8", "m=fp8,m=fp8", "m=fp8;v=fp16", "w=fp8", "m=fp8,"):
+        with pytest.raises(ConfigError, match=r"^Adam's moments are given as m=FORMAT,v=FORMAT, "):
+            Moments.read(text)
+    with pytest.raises(ConfigError, match="m is stored in one of fp32, bf16, fp8, not 'fp16'"):
+        Moments.read("m=fp16,v=fp16")
+    with pytest.raises(ConfigError, match="round is stochastic or nearest, not 'up'"):
+        Moments.read("round=up")

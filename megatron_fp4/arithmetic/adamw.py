@@ -1,0 +1,44 @@
+"""What the AdamWs of this package have in common: groups of parameters, counts of steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def take_groups(own: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Makes the groups of parameters of `other` those of `own`: the same dictionaries, to which
+    options of `own` that they lack are added.
+
+    Parameters may be views, which torch's constructors refuse. No state is taken over.
+    """
+    own.param_groups = other.param_groups
+    for group in own.param_groups:
+        for name, value in own.defaults.items():
+            group.setdefault(name, value)
+
+
+def count_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Writes to each group of parameters the largest number of steps that one of them has taken.
+
+    Megatron reads it in the group where it would use a FusedAdam, as of Transformer Engine, and
+    from the state of a parameter where it would use torch's AdamW. optimizer: an AdamW.
+    """
+    for group in optimizer.param_groups:
+        counts = [int(optimizer.state[p]["step"]) for p in group["params"] if p in optimizer.state]
+        if counts:
+            group["step"] = max(counts)
+
+
+def with_steps(state_dict: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The states of an AdamW's state dict, by the numbers of parameters, with the count of steps
+    that the group has, where it has one."""
+    states = {}
+    for group in state_dict["param_groups"]:
+        for number in group["params"]:
+            if number in state_dict["state"]:
+                state = state_dict["state"][number]
+                steps = float(group.get("step", state.get("step", 0)))
+                states[number] = {**state, "step": torch.tensor(steps)}
+    return states
