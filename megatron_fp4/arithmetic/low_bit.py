@@ -31,9 +31,17 @@ class Owned(NamedTuple):
     start: int = 0
 
 
+def moment_label(name: str, key: str) -> str:
+    """The label of the random stream that rounds a moment of a parameter.
+
+    name: of the parameter. key: "exp_avg" or "exp_avg_sq".
+    """
+    return f"{name}:{key}"
+
+
 def stream_of(name: str, key: str) -> int:
-    """The random stream that rounds a moment. key: "exp_avg" or "exp_avg_sq"."""
-    return stream_id(f"{name}:{key}")
+    """The number of that stream."""
+    return stream_id(moment_label(name, key))
 
 
 def scale_key(key: str) -> str:

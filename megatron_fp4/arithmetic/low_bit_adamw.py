@@ -192,6 +192,19 @@ class LowBitAdamW(torch.optim.AdamW):
             if number in states:
                 self.set_state_in_float32(weight, states[number])
 
+    def load_settings(self, state_dict: dict[str, Any]) -> None:
+        """Loads the options of groups and the counts of steps alone, as `load_state_dict` does, and
+        keeps all else of the state."""
+        own = self.state
+        super().load_state_dict({**state_dict, "state": {}})
+        for group in self.param_groups:
+            _refuse(group)
+        self.state = own
+        states = with_steps(state_dict)
+        for number, weight in self._numbered(state_dict):
+            if number in states:
+                self.state[weight]["step"] = states[number]["step"]
+
     def _numbered(self, state_dict: dict[str, Any]) -> list[tuple[Any, Tensor]]:
         """The number of each parameter in `state_dict`, and the parameter."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]

@@ -224,3 +224,4 @@ class Moments:
 
 
 DEFAULT = Moments()
+FLOAT32 = Moments("fp32", "fp32")  # as without this package

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_fp4.arithmetic.messages import ELEMENTS, element_of
+from megatron_fp4.arithmetic.moments import FLOAT32, Moments
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.estimate.gpus import GPUS, find
 from megatron_fp4.estimate.huggingface import read
 from megatron_fp4.estimate.model import Model
-from megatron_fp4.estimate.plans import recipe_named
+from megatron_fp4.estimate.plans import is_quantized, recipe_named
 from megatron_fp4.estimate.search import Fixed, Job
 from megatron_fp4.plan.owned_codes import reader_of_w
 
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--fp4-fused-kernels", choices=["auto", "liger", "off"], default="auto")
     job.add_argument("--fp4-grad-comm", choices=ELEMENTS)
     job.add_argument("--fp4-grad-comm-element", choices=ELEMENTS["fp8"])
+    job.add_argument("--fp4-optimizer-state", metavar="m=FORMAT,v=FORMAT")
     _add_model(parser.add_argument_group("the model, by Megatron's flags or a config.json"))
     fixed = parser.add_argument_group("fixed choices; what is left out is chosen")
     fixed.add_argument("--micro-batch-size", type=int)
@@ -115,11 +117,17 @@ def job_of(args: argparse.Namespace) -> Job:
             f"recipe {args.recipe} does not support --fp4-param-gather, because {reader}: leave it "
             "out"
         )
+    moments = FLOAT32
+    if args.fp4_optimizer_state is not None:
+        moments = Moments.read(args.fp4_optimizer_state)
+        if not is_quantized(recipe):
+            raise ConfigError("--fp4-optimizer-state needs a recipe: add --recipe, or leave it out")
     fused = not args.no_gradient_accumulation_fusion
     node = min(args.gpus, args.gpus_per_node)
     return Job(
         model, recipe, find(args.gpu), args.gpus, node, args.global_batch_size, fused,
         fused_kernels=args.fp4_fused_kernels != "off",
+        moments=moments,
         keeps_w=None if args.fp4_weight_cache == "off" else args.fp4_weight_cache,
         gradients=element_of(args.fp4_grad_comm, args.fp4_grad_comm_element),
         gathers_codes=args.fp4_param_gather,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_fp4.arithmetic.messages import ELEMENTS, kind_of
+from megatron_fp4.arithmetic.moments import FLOAT32, Moments
 from megatron_fp4.estimate.model import (
     Model,
     Parameters,
@@ -32,6 +33,8 @@ class Layout:
     fused_kernels: whether one kernel rotates queries and keys, and another updates a weight
         (--fp4-fused-kernels). Estimates of memory depend on it. Estimates of time do not: they are
         for torch's kernels.
+    moments: how Adam's moments are stored (--fp4-optimizer-state). Estimates of memory depend on
+        it, and those of time are for float32.
     keeps_w: what is held of quantized weights over a step, without CUDA graphs; see
         `plan.setting.Setting`.
     gradients: the elements in which data-parallel ranks send gradients, a key of
@@ -54,6 +57,7 @@ class Layout:
     graphs: bool = False
     fused_dw: bool = True
     fused_kernels: bool = True
+    moments: Moments = FLOAT32
     keeps_w: KeepsW | None = "packed"
     gradients: str | None = None
     gathers_codes: bool = False
@@ -107,6 +111,8 @@ class Layout:
             flags.append(f"--fp4-grad-comm {kind}")
             if self.gradients != ELEMENTS[kind][0]:
                 flags.append(f"--fp4-grad-comm-element {self.gradients}")
+        if self.moments != FLOAT32:
+            flags.append(f"--fp4-optimizer-state {self.moments}")
         return flags
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_fp4.arithmetic.messages import FORMS, PIECE_BYTES, PIECES
+from megatron_fp4.arithmetic.moments import FLOAT32
 from megatron_fp4.arithmetic.ramping import MOVEMENT_BYTES, SNAPSHOT_BYTES
 from megatron_fp4.estimate.layout import Layout, Stage, linears, parameters
 from megatron_fp4.estimate.model import Linear, Model, Parameters
@@ -94,14 +95,16 @@ def states(
     """(weights, gradients, optimizer): bytes on a rank between steps, without quantized weights.
 
     Megatron keeps for each parameter 2 bytes of weight in BF16, 4 of main_grad and, in the
-    optimizer, 4 of the float32 weight and 8 of Adam's moments. The distributed optimizer spreads
-    the last 12 over the data-parallel ranks. A recipe's own state beside weights is the
-    optimizer's too (an average 4 bytes, Q-Ramping 8). Where the distributed optimizer spreads it, a
-    layer reads a copy of the whole average, in 4 bytes more, unless W comes as codes.
+    optimizer, 4 of the float32 weight and 8 of Adam's moments, or less (`Layout.moments`). The
+    distributed optimizer spreads the optimizer's over the data-parallel ranks. A recipe's own state
+    beside weights is the optimizer's too (an average 4 bytes, Q-Ramping 8). Where the distributed
+    optimizer spreads it, a layer reads a copy of the whole average, in 4 bytes more, unless W comes
+    as codes.
     """
     held, own = parameters(model, layout, stage), linears(model, layout, stage)
     kept = sum(dtype.itemsize for dtype in recipe.kept_dtypes.values())
-    optimizer = optimizer_bytes(held, layout, 4 + 8) + optimizer_bytes(own, layout, kept)
+    optimizer = optimizer_bytes(held, layout, 4 + layout.moments.bytes)
+    optimizer += optimizer_bytes(own, layout, kept)
     has_copies = layout.sharded and reads_average(recipe, layout.sent_w)
     copies = 4.0 * len(recipe.weight_states) * own.total if has_copies else 0.0
     gradients = 4.0 * held.total + gradient_buffers(held, layout)
@@ -131,7 +134,8 @@ def optimizer_bytes(held: Parameters, layout: Layout, each: float) -> float:
 
 def adam_bytes(model: Model, layout: Layout, stage: Stage) -> float:
     """Bytes that the optimizer takes on a rank while it runs."""
-    each = 0.0 if layout.fused_kernels else ADAM
+    fused = layout.fused_kernels or layout.moments != FLOAT32
+    each = 0.0 if fused else ADAM
     return optimizer_bytes(parameters(model, layout, stage), layout, each)
 
 

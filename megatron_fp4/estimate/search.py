@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from megatron_fp4.arithmetic.moments import FLOAT32, Moments
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.estimate.extrapolation import extrapolated
 from megatron_fp4.estimate.fits import GIB, peak, refusals, room
@@ -41,7 +42,8 @@ class Fixed:
 class Job:
     """What is to be trained: a model with a recipe, on how many GPUs, in what batches.
 
-    node: GPUs of a host. fused_dw, fused_kernels, keeps_w, gradients, gathers_codes: see Layout.
+    node: GPUs of a host. fused_dw, fused_kernels, keeps_w, moments, gradients, gathers_codes: see
+        Layout.
     """
 
     model: Model
@@ -52,6 +54,7 @@ class Job:
     batch: int
     fused_dw: bool = True
     fused_kernels: bool = True
+    moments: Moments = FLOAT32
     keeps_w: KeepsW | None = "packed"
     gradients: str | None = None
     gathers_codes: bool = False
@@ -136,6 +139,7 @@ def layouts(job: Job, fixed: Fixed) -> Iterator[Layout]:
             graphs=graphs,
             fused_dw=job.fused_dw,
             fused_kernels=job.fused_kernels,
+            moments=job.moments,
             keeps_w=job.keeps_w,
             gradients=job.gradients,
             gathers_codes=job.gathers_codes,

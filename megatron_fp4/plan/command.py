@@ -10,6 +10,7 @@ import argparse
 import torch
 
 from megatron_fp4.arithmetic.messages import ELEMENTS, element_of
+from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.owned_codes import reader_of_w
@@ -56,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--grad-comm-element", choices=ELEMENTS["fp8"])
     parser.add_argument("--param-gather", action="store_true", help="W comes as the codes of fprop")
+    parser.add_argument(
+        "--optimizer-state", metavar="m=FORMAT,v=FORMAT", help="as --fp4-optimizer-state takes it"
+    )
 
 
 def run(args: argparse.Namespace) -> str:
@@ -98,7 +102,9 @@ def run(args: argparse.Namespace) -> str:
     element = element_of(args.grad_comm, args.grad_comm_element)
     if args.dp < 1 or (args.dp == 1 and element is not None):
         raise ConfigError("--grad-comm needs --dp 2 or more: add it")
-    return show(compile_plan(recipe, setting)) + show_gradients(inputs * outputs, args.dp, element)
+    moments = None if args.optimizer_state is None else Moments.read(args.optimizer_state)
+    shown = show(compile_plan(recipe, setting), moments)
+    return shown + show_gradients(inputs * outputs, args.dp, element)
 
 
 def _sharding(args: argparse.Namespace) -> Sharding:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_fp4.arithmetic.messages import FORMS, form_name
+from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.description import quantizer_words
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan
 from megatron_fp4.plan.memory import held_bytes, operand_bytes, sent_bytes, y_bytes
@@ -30,8 +31,8 @@ _SOURCES = {
 _LABEL = 9  # the width of the column before an operand's text
 
 
-def show(plan: LinearPlan) -> str:
-    """The text of a plan.
+def show(plan: LinearPlan, moments: Moments | None = None) -> str:
+    """The text of a plan. moments: how an optimizer stores Adam's; None leaves it out.
 
     It has the GEMMs, with how and by which maker each operand is made and which multiplier runs the
     product; what is sent between ranks and what is kept, in bytes; and why faster multipliers and
@@ -40,7 +41,10 @@ def show(plan: LinearPlan) -> str:
     lines = [_head(plan)]
     for gemm in plan.gemms:
         lines += _gemm(plan, gemm)
-    lines += [*_extras(plan), *_kept(plan), *_unused(plan)]
+    lines += [*_extras(plan), *_kept(plan)]
+    if moments is not None:
+        lines.append(_state(plan, moments))
+    lines += _unused(plan)
     return "\n".join(lines) + "\n"
 
 
@@ -170,6 +174,16 @@ def _kept(plan: LinearPlan) -> Iterator[str]:
     if setting.keeps_w is not None:
         what = "W's operand" if setting.keeps_w == "fprop" else "W's operands"
         yield f"held over a step  {what}, {setting.keeps_w}: {_size(held_bytes(plan))}"
+
+
+def _state(plan: LinearPlan, moments: Moments) -> str:
+    """The line that says what an optimizer keeps of the weight."""
+    each = 4 + moments.bytes
+    size = round(each * plan.setting.inputs * plan.setting.outputs)
+    return (
+        f"optimizer state  the weight in float32, moments as {moments}: {_size(size)}, {each:.4g} "
+        "bytes a parameter"
+    )
 
 
 def _unused(plan: LinearPlan) -> Iterator[str]:

@@ -44,12 +44,13 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
     Raises ConfigError if the FP4 numerics or the padded vocabulary differ. With --fp4-load-anyway
     the difference is printed instead. A change from a recipe to none, or the reverse, is always
     only printed, since the command line shows it; so is one to or from a recipe that is the same
-    but for an average of W or for Q-Ramping (`tetrajet`, `tetrajet-ema` and `tetrajet-ramping`),
-    a change of fused kernels, which define no numerics, and another --fp4-grad-comm of a run
-    without a recipe.
+    but for an average of W or for Q-Ramping (`tetrajet`, `tetrajet-ema` and `tetrajet-ramping`), a
+    change of --fp4-optimizer-state, of fused kernels, which define no numerics, and another
+    --fp4-grad-comm of a run without a recipe.
     """
     _compare_rows(saved, launch)
     _compare_kernels(saved, launch)
+    _compare_moments(saved, launch)
     then, now = (getattr(args, "fp4_recipe_content", None) for args in (saved, launch))
     if not (then and now):
         if then or now:
@@ -102,6 +103,17 @@ def _compare_kernels(saved: argparse.Namespace, launch: argparse.Namespace) -> N
         _tell(
             f"the checkpoint was trained with fused kernels of {then}, this launch has {now} "
             "(--fp4-fused-kernels): results differ in their last bits"
+        )
+
+
+def _compare_moments(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
+    # A checkpoint has the moments in float32, so a run may begin and end with any formats.
+    then, now = (getattr(args, "fp4_optimizer_state", None) for args in (saved, launch))
+    if then != now:
+        rounded = ", rounded to nearest once, as they are loaded" if now else ""
+        _tell(
+            f"the checkpoint was trained with Adam's moments stored as {then or 'float32'}, this "
+            f"launch stores them as {now or 'float32'}{rounded}"
         )
 
 

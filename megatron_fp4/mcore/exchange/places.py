@@ -90,3 +90,9 @@ def _place(shard: Sharded, begin: int) -> Place:
         rank=shard.rank if shard.ranks > 1 else 0,
         ranges=shard.ranges,
     )
+
+
+def place_in(parameter: torch.nn.Parameter) -> Place:
+    """The Place of a parameter in a vector of its own, the same on tensor-parallel ranks that hold
+    it alike."""
+    return _place(sharded(parameter)._replace(copies=1), 0)

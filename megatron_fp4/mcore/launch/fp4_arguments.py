@@ -10,9 +10,10 @@ from megatron.core.datasets.object_storage_utils import is_object_storage_path
 import megatron_fp4
 from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
 from megatron_fp4.arithmetic.messages import element_of
+from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import cuda_graphs
-from megatron_fp4.mcore.launch.refusals import fp4_flags, gradients
+from megatron_fp4.mcore.launch.refusals import fp4_flags, gradients, optimizer_state
 from megatron_fp4.mcore.launch.refusals.cuda_graphs import captured_layers
 from megatron_fp4.mcore.launch.refusals.param_gather import gathered_codes
 from megatron_fp4.mcore.launch.refusals.table import refuse
@@ -35,6 +36,8 @@ def settle(args: argparse.Namespace) -> None:
     if args.fp4 is not None:
         # --fp4-format: upstream's FP4, in Transformer Engine. nvfp4 is upstream's default recipe.
         args.fp4_recipe = args.fp4_recipe or "nvfp4"
+    if args.fp4_optimizer_state is not None:
+        args.fp4_optimizer_state = str(_moments(args))
     refuse(fp4_flags.upstreams(args))
     recipe = recipe_of(args)
     if recipe is None:
@@ -102,6 +105,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
     refuse(keepers(args, recipes))
     refuse(ramping(args, recipes))
     refuse(gathered_codes(args, recipes))
+    refuse(optimizer_state.moments(args, recipes))
     if cuda_graphs.wanted(args):
         refuse(captured_layers(args, recipes))
     return recipe
@@ -123,6 +127,14 @@ def module_recipes(args: argparse.Namespace) -> list[tuple[str, Recipe | None]]:
         chosen = None if name == "bf16" else get_recipe(name, **_options(pairs))
         found.append((glob, chosen and _scheduled(chosen, args)))
     return found
+
+
+def _moments(args: argparse.Namespace) -> Moments:
+    """How Adam's moments are stored, of --fp4-optimizer-state; raises ConfigError for its value."""
+    try:
+        return Moments.read(args.fp4_optimizer_state)
+    except ConfigError as error:
+        raise ConfigError(f"--fp4-optimizer-state: {error}") from error
 
 
 def _scheduled(recipe: Recipe, args: argparse.Namespace) -> Recipe:

@@ -71,7 +71,8 @@ def _has_swiglu(args: Namespace) -> bool:
 
 
 def _has_adamw(args: Namespace) -> bool:
-    """Whether Megatron makes torch's AdamW, with all of its state on the GPU."""
+    """Whether Megatron makes torch's AdamW, with all of its state on the GPU, and it stays."""
     has_another = machine.HAVE_TE or machine.installed("apex")  # whose FusedAdam Megatron uses
     is_plain = not (args.optimizer_cpu_offload or args.optimizer_cuda_graph)
-    return args.optimizer == "adam" and is_plain and not has_another
+    stays = args.optimizer == "adam" and args.fp4_optimizer_state is None
+    return stays and is_plain and not has_another

@@ -19,7 +19,7 @@ from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_fp4 import replay
-from megatron_fp4.mcore.checkpoints import loading, optimizer_compat, weight_states
+from megatron_fp4.mcore.checkpoints import loading, optimizer_compat, optimizer_state, weight_states
 from megatron_fp4.mcore.launch import flags
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.loop import pipelined_graphs
@@ -51,6 +51,7 @@ def install() -> None:
     _follow_checkpoints()
     optimizer_compat.install()
     weight_states.install()
+    optimizer_state.install()
     loading.install()
     pipelined_graphs.install()
 

@@ -42,7 +42,14 @@ from megatron_fp4.mcore.launch import command_line, cuda_graphs, fp4_arguments
 from megatron_fp4.mcore.launch.command_line import Script
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
-from megatron_fp4.mcore.loop import compat, log, metrics, ramping, whole_weights
+from megatron_fp4.mcore.loop import (
+    compat,
+    log,
+    metrics,
+    optimizer_state,
+    ramping,
+    whole_weights,
+)
 from megatron_fp4.mcore.loop.metrics_log import MetricsLog, WithoutRecipe
 from megatron_fp4.mcore.model import fused_kernels, optimizers
 from megatron_fp4.mcore.model.attach import attach
@@ -264,18 +271,20 @@ class Plugin:
 
         @functools.wraps(upstream)
         def get_megatron_optimizer(*given: Any, **named: Any) -> Any:
+            chunks = signature.bind(*given, **named).arguments["model_chunks"]
             if self.args is not None and self.args.fp4_grad_comm is not None:
-                self._exchange_gradients(signature.bind(*given, **named).arguments["model_chunks"])
+                self._exchange_gradients(chunks)
             optimizer = upstream(*given, **named)
             if self.args is not None and self.args.fp4_fused_adamw:
                 optimizers.fuse(optimizer)
             if self.run is not None and self.run.ramping is not None:
                 ramping.replace_optimizers(optimizer)
+            if self.run is not None and self.run.args.fp4_optimizer_state is not None:
+                optimizer_state.replace_optimizers(optimizer, chunks, self.run)
             if self.run is not None and self.run.kept:
                 args = self.run.args
                 self.run.weight_states.follow(optimizer, saved_states(self.run.kept, args), args)
             if self.run is not None and self.run.args.fp4_gathers_codes:
-                chunks = signature.bind(*given, **named).arguments["model_chunks"]
                 buckets.install(chunks, self.run.sent_weights, self.run.weight_states)
                 whole_weights.install(self.run.args)
             if self.metrics is not None:

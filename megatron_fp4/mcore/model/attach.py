@@ -94,6 +94,7 @@ def attach(
             start_table.held(run.keeps_weights, held, sent[0] > 0),
             start_table.gathered(run.args, *sent),
             start_table.states(run.recipes, states, run.args),
+            start_table.moments(run.args),
             start_table.calibrations(run.ramping, run.args, *ramped)
             if start_table.trains(run.args) and run.ramping is not None
             else "",

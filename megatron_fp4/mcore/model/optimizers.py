@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.utils import local_multi_tensor_scale
 from torch import Tensor
@@ -26,14 +27,39 @@ def stepping_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [part for part in parts_of(optimizer) if not part.is_stub_optimizer]
 
 
+def part_of(optimizer: MegatronOptimizer, weight: Tensor) -> tuple[Tensor, int] | None:
+    """(main weight, start) of a weight of the model that `optimizer` updates on this rank.
+
+    The FP32 main weight is this rank's part of it, and begins at element `start` of the weight,
+    flattened. None if this rank updates no part by this optimizer. optimizer: a part of Megatron's
+    (`stepping_parts`).
+    """
+    groups = optimizer.optimizer.param_groups
+    if isinstance(optimizer, DistributedOptimizer):
+        found = optimizer.model_param_group_index_map.get(weight)
+        if found is None:
+            return None
+        group, order = found
+        start = optimizer._get_model_param_range_map(weight)["param"].start
+        return groups[group]["params"][order], start
+    main = getattr(weight, "main_param", weight)
+    is_own = any(main is each for group in groups for each in group["params"])
+    return (main, 0) if is_own else None
+
+
+def clip_in_place() -> None:
+    """Makes Megatron clip gradients in place, where it would make a new tensor for each."""
+    if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
+        clip_grads.multi_tensor_scale_impl = _scale
+
+
 def fuse(optimizer: MegatronOptimizer) -> None:
     """Puts a FusedAdamW in the place of each torch AdamW in `optimizer`, for weights on a GPU.
 
     Megatron looks the inner optimizer up at each use. An inner optimizer of another class stays.
     From then on gradients are clipped in place.
     """
-    if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
-        clip_grads.multi_tensor_scale_impl = _scale
+    clip_in_place()
     for part in stepping_parts(optimizer):
         if type(part.optimizer) is torch.optim.AdamW:
             part.optimizer = FusedAdamW.in_place_of(part.optimizer)

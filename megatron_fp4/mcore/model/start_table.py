@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.arithmetic.ramping import MOVEMENT_BYTES, SNAPSHOT_BYTES, STATE_BYTES, Ramping
 from megatron_fp4.description import describe
 from megatron_fp4.mcore.launch.refusals.weight_states import steps_of
@@ -146,6 +147,20 @@ def states(recipes: Sequence[Recipe], size: int, args: Namespace) -> str:
     if getattr(args, "use_distributed_optimizer", False):
         kept = "as copies for linears to read, and as much as optimizer state, sharded"
     return f"\n  {' and '.join(names)} of each weight in float32: {_size(size)} on a rank, {kept}"
+
+
+def moments(args: Namespace) -> str:
+    """The line about Adam's moments in few bits; "" without --fp4-optimizer-state.
+
+    args: Megatron's.
+    """
+    given = getattr(args, "fp4_optimizer_state", None)  # a model without a loop has none
+    if given is None or not trains(args):
+        return ""
+    return (
+        f"\n  Adam's moments are stored as {given}: {Moments.read(given).bytes:.4g} bytes a "
+        "parameter in place of 8"
+    )
 
 
 def trains(args: Namespace) -> bool:

@@ -7,7 +7,7 @@ this package checks one topic and yields its refusals. `refuse` raises the first
     the command line is parsed    of_command_line              launch/command_line.py
     the FP4 values are set        fp4_flags, cuda_graphs,      launch/fp4_arguments.py
                                     weight_states, gradients,
-                                    param_gather
+                                    param_gather, optimizer_state
     after that                    checkpoints.background_save  launch/command_line.py
     all arguments are known       of_launch                    launch/command_line.py
       some from a checkpoint      of_launch                    loop/plugin.py
