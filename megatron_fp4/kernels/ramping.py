@@ -37,12 +37,13 @@ _SCALARS = Scalars._fields
 
 
 @triton.jit
-def _number(bits):
+def number(bits):
+    """The float32 with these bits, an int32."""
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _stepped(weight, first, second, mean, count, rest1, beta2, rest2, root, eps, rate):
+def stepped(weight, first, second, mean, count, rest1, beta2, rest2, root, eps, rate):
     """(weight, moments) after an AdamW step with the mean of `count` gradients."""
     first = first + rest1 * (mean - first)
     second = second * beta2 + rest2 * (mean * mean)
@@ -81,23 +82,23 @@ def ramp_kernel(
     """
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
-    weight = tl.load(weights + place, inside) * _number(kept)
+    weight = tl.load(weights + place, inside) * number(kept)
     summed = tl.load(sums + place, inside) + tl.load(gradients + place, inside)
     count = tl.load(counts + place, inside, 0).to(tl.int32) + 1
     due = _is_due(count, tl.load(periods + place, inside, 1).to(tl.int32))
-    number = count.to(tl.float32)
-    new, first, second = _stepped(
+    share = count.to(tl.float32)
+    new, first, second = stepped(
         weight,
         tl.load(firsts + place, inside),
         tl.load(seconds + place, inside),
-        tl.div_rn(summed, number),
-        number,
-        _number(rest1),
-        _number(beta2),
-        _number(rest2),
-        _number(root),
-        _number(eps),
-        _number(rate),
+        tl.div_rn(summed, share),
+        share,
+        number(rest1),
+        number(beta2),
+        number(rest2),
+        number(root),
+        number(eps),
+        number(rate),
     )
     tl.store(weights + place, tl.where(due, new, weight), inside)
     tl.store(firsts + place, first, inside & due)

@@ -23,6 +23,7 @@ from megatron_fp4.kernels.quantize import _quantize_launch
 NAMES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
+    torch.float16: "fp16",
     torch.uint8: "u8",
     torch.int16: "i16",
     torch.int32: "i32",

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic import low_bit_adamw
 from megatron_fp4.arithmetic.low_bit import Owned, scale_key
 from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW
 from megatron_fp4.arithmetic.moments import FLOAT32
@@ -144,15 +143,15 @@ def at_the_range(owned: Owned) -> Owned:
 
 def of_the_rank() -> None:
     """Each rank draws bits of its own."""
-    step = low_bit_adamw.LowBitAdamW._update
+    update = LowBitAdamW._update
 
     def wrong(self: Any, *given: Any) -> None:
         seed = self._seed
         self._seed = seed + 1000 * (1 + torch.distributed.get_rank())
-        step(self, *given)
+        update(self, *given)
         self._seed = seed
 
-    low_bit_adamw.LowBitAdamW._update = wrong  # type: ignore[method-assign]
+    LowBitAdamW._update = wrong  # type: ignore[method-assign, assignment]
 
 
 def apart_on_tensor_parallel_ranks() -> None:
@@ -160,7 +159,7 @@ def apart_on_tensor_parallel_ranks() -> None:
     from megatron_fp4.mcore.exchange import places
     from megatron_fp4.mcore.loop import optimizer_state
 
-    optimizer_state.place_in = lambda weight: places._place(places.sharded(weight), 0)
+    optimizer_state.place_in = lambda parameter: places._place(places.sharded(parameter), 0)
 
 
 def tied_apart() -> None:

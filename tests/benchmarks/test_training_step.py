@@ -19,7 +19,8 @@ def test_every_kernel_of_the_package_is_told_apart() -> None:
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
     }
     assert found.pop("product_kernel") == "other"  # a GEMM on Blackwell, which has no such profile
-    for name in ("blend_kernel", "ramp_kernel"):  # of averages of weights, of Q-Ramping
+    # Of averages of weights, of Q-Ramping, of moments in few bits.
+    for name in ("blend_kernel", "ramp_kernel", "adamw_kernel"):
         assert found.pop(name) == "optimizer"
     for name in ("swiglu_kernel", "swiglu_gradient_kernel"):  # where no quantize kernel does it
         assert found.pop(name) == "swiglu"

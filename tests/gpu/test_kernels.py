@@ -94,6 +94,12 @@ def test_the_estimator_s_factor_is_the_reference_s() -> None:
     assert list(differences("cuda")) == []
 
 
+def test_adamw_in_few_bits_is_that_of_the_formulas() -> None:
+    from testing.kernels.compare_low_bit_adamw import differences
+
+    assert list(differences("cuda")) == []
+
+
 def test_ramping_is_that_of_the_formulas() -> None:
     from testing.kernels.compare_ramping import differences
 

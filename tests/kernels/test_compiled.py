@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.kernels import (
     blocks,
     carrier,
     estimator,
+    low_bit_adamw,
     outliers,
     rms_norm,
     row_operands,
@@ -296,3 +298,27 @@ def test_an_outlier_clamp_compiles(features: int, capability: int) -> None:
         assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and re.search(r"st\.global\S*\.v4", ptx)
     # Negative control: what Triton makes of it by itself.
     assert "fma.rn.f64" in made(enable_fp_fusion=True)
+
+
+LOW_BIT = {
+    str(moments): low_bit_adamw._launch(8, moments, shifted, sharded, grouped)
+    for moments, shifted, sharded, grouped in (
+        (Moments(), False, False, True),
+        (Moments(round="nearest"), True, False, True),
+        (Moments("bf16", "bf16"), True, True, True),
+        (Moments("fp8", "fp8"), True, True, False),
+        (Moments("fp32", "fp16"), False, True, False),
+    )
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("moments", LOW_BIT)
+def test_adamw_in_few_bits_compiles(moments: str, capability: int) -> None:
+    """Subnormal numbers are not flushed, quotients and roots are rounded to nearest, no instruction
+    converts to FP8, and no register is spilled."""
+    asm = compiled_launch(LOW_BIT[moments], capability)
+    assert ".ftz" not in asm["ptx"] and "e4m3" not in asm["ptx"]
+    assert "sqrt.rn.f32" in asm["ptx"] and "div.rn.f32" in asm["ptx"]
+    assert ".approx" not in asm["ptx"] and "div.full" not in asm["ptx"]
+    assert not re.search(r"\b(STL|LDL)\b", sass(asm["cubin"]))

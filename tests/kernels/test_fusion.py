@@ -11,6 +11,7 @@ import torch
 import triton
 
 from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import NVFP4, Quantizer
 from megatron_fp4.kernels import (
@@ -19,6 +20,7 @@ from megatron_fp4.kernels import (
     carrier,
     estimator,
     launch,
+    low_bit_adamw,
     outliers,
     ramping,
     rms_norm,
@@ -57,6 +59,7 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "native.product_kernel": ({"out_ptr": "*fp32", "alpha": "fp32"}, PRODUCT),
     "outliers.dense_kernel": outliers._dense_launch(64, 64, 4),
     "outliers.split_kernel": outliers._launch(64, 64, OutlierClamp(), True),
+    "low_bit_adamw.adamw_kernel": low_bit_adamw._launch(4, Moments(), True, True, True),
     "ramping.ramp_kernel": ramping._launch(4),
     "swiglu.swiglu_kernel": swiglu._launch(swiglu.swiglu_kernel, 64, 64, torch.int32),
     "swiglu.swiglu_gradient_kernel": swiglu._launch(

@@ -37,6 +37,7 @@ def test_all_codes_and_scales_are_the_reference_s(rule: str) -> None:
         "averages",
         "sent_weights",
         "ramping",
+        "low_bit_adamw",
         "swiglu",
         "rms_norm",
     ],

@@ -23,6 +23,8 @@ QUICK |= {
     "rounded in another order",
     "gradients in each other's half",
     "not rounded to nearest",
+    "blocks of the range",
+    "the largest does not fit",
 }
 
 

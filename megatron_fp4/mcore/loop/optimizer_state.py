@@ -67,4 +67,8 @@ def _name(name: str, weight: torch.nn.Parameter) -> str:
 
 def _step() -> Step:
     """The step of a parameter, as torch's operations or as a kernel."""
-    return step
+    if not torch.cuda.is_available():
+        return step
+    from megatron_fp4.kernels import low_bit_adamw  # imports Triton
+
+    return low_bit_adamw.step

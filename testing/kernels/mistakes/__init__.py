@@ -5,6 +5,7 @@ from __future__ import annotations
 from testing.kernels.mistakes.in_averages import AVERAGES
 from testing.kernels.mistakes.in_carriers import CARRIERS
 from testing.kernels.mistakes.in_dge_occ import DGE_FACTOR, OUTLIER_CLAMP
+from testing.kernels.mistakes.in_low_bit_adamw import LOW_BIT_ADAMW
 from testing.kernels.mistakes.in_mxfp4 import MXFP4
 from testing.kernels.mistakes.in_ramping import RAMPING
 from testing.kernels.mistakes.in_rms_norm import RMS_NORM
@@ -21,6 +22,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
     "outlier_clamp": OUTLIER_CLAMP,
     "averages": AVERAGES,
     "ramping": RAMPING,
+    "low_bit_adamw": LOW_BIT_ADAMW,
     "swiglu": SWIGLU,
     "rms_norm": RMS_NORM,
 }

@@ -27,8 +27,8 @@ def _one_late(right: Any, count: Any, period: Any) -> Any:
 
 
 RAMPING = {
-    "the learning rate without the count": Mistake("", ramping._stepped, _rate_alone),
-    "the sum of the gradients for their mean": Mistake("", ramping._stepped, _sum_for_mean),
+    "the learning rate without the count": Mistake("", ramping.stepped, _rate_alone),
+    "the sum of the gradients for their mean": Mistake("", ramping.stepped, _sum_for_mean),
     "all elements in each step": Mistake("", ramping._is_due, _in_each_step),
     "a step late": Mistake("", ramping._is_due, _one_late),
 }
