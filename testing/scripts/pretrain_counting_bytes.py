@@ -51,7 +51,7 @@ def optimizer_tensors(optimizer: Any) -> list[Tensor]:
         for group in inner.param_groups:
             for weight in group["params"]:
                 moments = [x for x in inner.state[weight].values() if isinstance(x, Tensor)]
-                found += [weight, *(x for x in moments if x.shape == weight.shape)]
+                found += [weight, *(x for x in moments if x.dim())]  # without the count of steps
     return found
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_fp4.arithmetic.moments import FLOAT32, Moments
 from megatron_fp4.estimate.layout import Layout, Stage, stages
 from megatron_fp4.estimate.memory import states
 from megatron_fp4.estimate.model import Model
@@ -12,6 +13,7 @@ from megatron_fp4.estimate.plans import recipe_named
 from testing.worlds.launch import SCRIPTS, spawn, tiny_on_mock_data
 
 MODEL = Model(2, 64, 128, 4, 2, 16, 512, 64)  # TINY of testing.worlds.launch, with FFN
+PARAMETERS = 17  # of MODEL, of which a shard ends with a short block
 FFN = ("--ffn-hidden-size", "128")
 EXPERTS = replace(MODEL, experts=4, expert_ffn=96)
 EXPERT_FLAGS = """
@@ -27,6 +29,8 @@ LAYOUTS = {
     "ep2": Layout(2, ep=2, batch=4, sharded=True),
     "tp2-pp2": Layout(4, tp=2, pp=2, batch=4),
     "tp2-sp-ep2-dp2": Layout(4, tp=2, sp=True, ep=2, batch=4, sharded=True),
+    "tp2-sp-low": Layout(2, tp=2, sp=True, batch=4, moments=Moments()),
+    "dp2-low": Layout(2, batch=4, sharded=True, moments=Moments()),
 }
 
 
@@ -61,9 +65,16 @@ def test_states_are_those_of_a_run(recipe_name: str, name: str) -> None:
         estimate = states(model, layout, recipe, stage_of(layout, rank))
         assert (weights, gradients) == estimate[:2]
         # Shards of a distributed optimizer have one size with padding, which is not counted here.
-        assert own == (pytest.approx(estimate[2], rel=0.1) if layout.sharded else estimate[2])
+        # A short block has a scale of its own in each moment.
+        scales = 0.0 if layout.moments == FLOAT32 else 2.0 * PARAMETERS
+        rel = 0.1 if layout.sharded else 0.0
+        assert own == pytest.approx(estimate[2], rel=rel, abs=scales)
         optimizer += estimate[2]
         # The control: the states of another layout are others.
         other = replace(layout, tp=1, pp=1, ep=1, sharded=not layout.sharded)
         assert states(model, other, recipe, stages(model, other)[0]) != estimate
-    assert sum(own for *_, own in measured.values()) == optimizer
+        if layout.moments != FLOAT32:
+            plain = replace(layout, moments=FLOAT32)
+            assert own < 0.7 * states(model, plain, recipe, stage_of(layout, rank))[2]
+    measured_optimizer = sum(own for *_, own in measured.values())
+    assert measured_optimizer == pytest.approx(optimizer, rel=0.0, abs=scales * layout.gpus)
