@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from megatron_fp4.arithmetic.moments import DEFAULT, Moments
 from testing.worlds.checkpoints import EP2, MOE, PP2, SHARDED, TP2_SP, saving
-from testing.worlds.launch import Result
+from testing.worlds.launch import OVERLAP, Result
 from testing.worlds.moments import (
     DIVIDED,
     DP,
@@ -25,6 +26,7 @@ from testing.worlds.moments import (
     written,
 )  # fmt: skip
 
+VPP = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
 STORED = {(torch.uint8, torch.float16)}
 LAYOUTS = {
     "bf16": (1, "--bf16"),
@@ -41,6 +43,7 @@ LAYOUTS = {
         2, f"--bf16 {SHARDED} --distrib-optim-fully-reshardable-mem-efficient {DIVIDED}"),
     "tp2": (2, f"--bf16 {TP2_SP}"),
     "pp2-sharded": (2, f"--bf16 {PP2} {DP}"),
+    "vpp2-overlapped": (2, f"--bf16 {PP2} {VPP} {shlex.join(OVERLAP)}"),
     "ep2": (2, f"--bf16 {MOE} {EP2}"),
     "ep2-sharded": (2, f"--bf16 {MOE} {EP2} {SHARDED}"),
 }  # fmt: skip
