@@ -68,6 +68,7 @@ def given(**values: Any) -> argparse.Namespace:
         "optimizer": "adam",
         "optimizer_cpu_offload": False,
         "optimizer_cuda_graph": False,
+        "fp4_optimizer_state": None,
         "fp4_recipe": None,
         "swiglu": True,
         "add_bias_linear": False,
@@ -95,6 +96,7 @@ def test_auto_takes_what_is_there(gpu: Callable[..., None]) -> None:
     assert settled(given(transformer_impl="transformer_engine")) == (False, None, True)
     assert settled(given(optimizer="sgd")) == (True, "0.8.5", False)
     assert settled(given(optimizer_cpu_offload=True)) == (True, "0.8.5", False)
+    assert settled(given(fp4_optimizer_state="m=fp8,v=fp16")) == (True, "0.8.5", False)
     # A user's script without a recipe runs as it would without this package.
     assert settled(given(), is_checked=False) == (False, None, False)
     assert settled(given(fp4_fused_kernels="liger"), is_checked=False) == (True, "0.8.5", True)
