@@ -21,7 +21,7 @@ from torch import distributed as dist
 from benchmarks.traffic import Traffic
 from megatron_fp4.arithmetic import messages
 from megatron_fp4.arithmetic.messages import Rounding
-from megatron_fp4.mcore.exchange import places, slots
+from megatron_fp4.mcore.exchange import coding, places, slots
 from megatron_fp4.mcore.exchange.buckets import ExchangingBucketGroup
 from megatron_fp4.mcore.exchange.slots import _Flight
 
@@ -46,7 +46,7 @@ def keeps_own_sums() -> None:
         messages.store(*own.pop(0), self._piece.gradients)
 
     changed = types.SimpleNamespace(**vars(messages) | {"summed": summed})
-    slots.messages = changed  # type: ignore[attr-defined,assignment]
+    coding.messages = changed  # type: ignore[attr-defined,assignment]
     _Flight.finish = finish_and_keep  # type: ignore[method-assign]
 
 
@@ -71,7 +71,7 @@ def takes_other_scales() -> None:
         return messages.summed(mixed, shard, form)
 
     changed = types.SimpleNamespace(**vars(messages) | {"summed": summed})
-    slots.messages = changed  # type: ignore[attr-defined,assignment]
+    coding.messages = changed  # type: ignore[attr-defined,assignment]
 
 
 def shifts_blocks() -> None:
@@ -125,12 +125,12 @@ def waits_at_once() -> None:
     """A bucket is waited for before the next one's gradients are computed."""
     send = slots.Slots.send
 
-    def send_and_wait(self: Any, pieces: Any) -> Any:
-        pending = send(self, pieces)
+    def send_and_wait(self: Any, *given: Any) -> Any:
+        pending = send(self, *given)
         pending.wait()
         return pending
 
-    slots.Slots.send = send_and_wait  # type: ignore[method-assign]
+    slots.Slots.send = send_and_wait  # type: ignore[method-assign, assignment]
 
 
 def takes_the_norm_before_the_sum() -> None:
@@ -156,7 +156,7 @@ def hides_overflows() -> None:
     """What is not finite is replaced before it is encoded."""
     of_shard = messages.of_shard
     changed = vars(messages) | {"of_shard": lambda *given: of_shard(*given).nan_to_num(0, 0, 0)}
-    slots.messages = types.SimpleNamespace(**changed)  # type: ignore[attr-defined,assignment]
+    coding.messages = types.SimpleNamespace(**changed)  # type: ignore[attr-defined,assignment]
 
 
 def gathers_nothing() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.messages import FORMS
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer
@@ -15,6 +16,7 @@ from megatron_fp4.kernels import (
     carrier,
     estimator,
     low_bit_adamw,
+    messages,
     outliers,
     rms_norm,
     row_operands,
@@ -322,3 +324,15 @@ def test_adamw_in_few_bits_compiles(moments: str, capability: int) -> None:
     assert "sqrt.rn.f32" in asm["ptx"] and "div.rn.f32" in asm["ptx"]
     assert ".approx" not in asm["ptx"] and "div.full" not in asm["ptx"]
     assert not re.search(r"\b(STL|LDL)\b", sass(asm["cubin"]))
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("element", FORMS)
+def test_messages_fit_the_registers(element: str, capability: int) -> None:
+    """On any GPU: codes are made and read by integers, and not by FP8 instructions."""
+    form = FORMS[element]
+    for start in (
+        messages._encode_launch(64, 4, torch.float32, form, True),
+        messages._encode_launch(64, 4, torch.bfloat16, form, False),
+        messages._sum_launch(64, 4, torch.bfloat16, form, 8),
+    ):
+        spills = "STL" in sass(compiled_launch(start, capability)["cubin"])
+        assert capability == 80 or not spills

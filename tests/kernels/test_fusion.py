@@ -11,6 +11,7 @@ import torch
 import triton
 
 from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.messages import FORMS
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import NVFP4, Quantizer
@@ -21,6 +22,7 @@ from megatron_fp4.kernels import (
     estimator,
     launch,
     low_bit_adamw,
+    messages,
     outliers,
     ramping,
     rms_norm,
@@ -55,6 +57,8 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "carrier.elements_kernel": carrier._elements(4096),
     "estimator.factor_kernel": estimator._launch(64, 4096, DGE(), True),
     "hadamard.transform_kernel": _transform_launch(64, 64, Quantizer(), 1, 32, True, False, False),
+    "messages.encode_kernel": messages._encode_launch(4, 1, torch.float32, FORMS["e4m3"], False),
+    "messages.sum_kernel": messages._sum_launch(4, 1, torch.float32, FORMS["e4m3"], 2),
     "mxfp4.quantize_kernel": VARIANTS["averaged"],
     "native.product_kernel": ({"out_ptr": "*fp32", "alpha": "fp32"}, PRODUCT),
     "outliers.dense_kernel": outliers._dense_launch(64, 64, 4),

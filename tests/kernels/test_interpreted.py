@@ -46,6 +46,16 @@ def test_other_kernels_are_the_reference_s(comparison: str) -> None:
     assert differences(comparison) == [""]
 
 
+@pytest.mark.parametrize("cases", [" e4m3 float32", "aligned bf16 bfloat16"])
+def test_messages_are_the_reference_s(cases: str) -> None:
+    assert differences("messages", cases) == [""]
+
+
+@pytest.mark.slow
+def test_all_messages_are_the_reference_s() -> None:
+    assert differences("messages") == [""]
+
+
 @pytest.mark.parametrize("cases", ["34 features, 0.99", "fine"])
 def test_outliers_are_the_reference_s(cases: str) -> None:
     assert differences("outlier_clamp", cases) == [""]

@@ -25,6 +25,7 @@ QUICK |= {
     "not rounded to nearest",
     "blocks of the range",
     "the largest does not fit",
+    "bits without the rank",
 }
 
 

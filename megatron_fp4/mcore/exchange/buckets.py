@@ -21,21 +21,20 @@ from megatron_fp4.arithmetic.messages import GradientForm
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.segments import Place, Segment, pieces, segments
 from megatron_fp4.execution.communication import Pending
-from megatron_fp4.mcore.exchange import slots
-from megatron_fp4.mcore.exchange.slots import Piece, Slots
+from megatron_fp4.mcore.exchange.coding import Piece
+from megatron_fp4.mcore.exchange.slots import Slots
 
 
 @dataclass
 class Exchange:
     """What all groups of a process share.
 
-    form: how gradients travel. key: returns the key of the random bits of the current step.
-    pieces: for each piece of each bucket the segments of all ranks' shards. slots: of all pieces.
+    key: returns the key of the random bits of the current step. pieces: of each bucket. slots: of
+    all pieces.
     """
 
-    form: GradientForm
     key: Callable[[], Key]
-    pieces: dict[Any, list[list[Sequence[Segment]]]]
+    pieces: dict[Any, list[Piece]]
     slots: Slots
 
 
@@ -101,12 +100,8 @@ class ExchangingBucketGroup(_ParamAndGradBucketGroup):
 
     def _send(self) -> Pending[None]:
         """Sends all buckets. Once waited for, the sums are in them."""
-        key, to_all = self.exchange.key(), not self.ddp_config.use_distributed_optimizer
-        return self.exchange.slots.send(
-            Piece(bucket.grad_data, shards, self._ranks, to_all, key)
-            for bucket in self.buckets
-            for shards in self.exchange.pieces[bucket]
-        )
+        pieces = [piece for bucket in self.buckets for piece in self.exchange.pieces[bucket]]
+        return self.exchange.slots.send(pieces, self.exchange.key())
 
     @property
     def _ranks(self) -> dist.ProcessGroup:
@@ -156,19 +151,28 @@ def install(
     groups = [group for _, group in groups_of(chunks) if ranks_of(group).size() > 1]
     if not groups:
         return None
-    cut: dict[Any, list[list[Sequence[Segment]]]] = {}
-    for group in groups:
-        ranks = ranks_of(group).size()
-        most = max(form.block, messages.PIECE_BYTES // (ranks * form.dtype.itemsize))
-        for bucket in group.buckets:
-            cut[bucket] = pieces(shards_of(bucket, ranks, places), most, form.block)
-    capacity = max(slots.room(piece, form) for each in cut.values() for piece in each)
+    cut = {
+        bucket: list(_pieces_of(group, bucket, form, places))
+        for group in groups
+        for bucket in group.buckets
+    }
+    capacity = max(piece.room for each in cut.values() for piece in each)
     device = groups[0].buckets[0].grad_data.device
-    exchange = Exchange(form, key, cut, Slots(form, capacity, device))
+    exchange = Exchange(key, cut, Slots(capacity, device))
     for group in groups:
         extend(group, ExchangingBucketGroup)
         group.exchange = exchange
     return exchange
+
+
+def _pieces_of(
+    group: Any, bucket: Any, form: GradientForm, places: Mapping[Any, Place]
+) -> Iterator[Piece]:
+    """The pieces of a bucket of a group."""
+    ranks, to_all = ranks_of(group), not group.ddp_config.use_distributed_optimizer
+    most = max(form.block, messages.PIECE_BYTES // (ranks.size() * form.dtype.itemsize))
+    for shards in pieces(shards_of(bucket, ranks.size(), places), most, form.block):
+        yield Piece(bucket.grad_data, shards, ranks, to_all, form)
 
 
 def extend(group: Any, kind: type) -> None:

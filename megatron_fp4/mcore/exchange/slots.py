@@ -19,8 +19,7 @@ Everything that is computed here runs on a stream of its own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -28,11 +27,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_fp4.arithmetic import messages
-from megatron_fp4.arithmetic.messages import PIECES, GradientForm, Rounding
+from megatron_fp4.arithmetic.messages import PIECES, Rounding
 from megatron_fp4.arithmetic.philox import Key, stream_id
-from megatron_fp4.arithmetic.segments import Segment
 from megatron_fp4.execution.communication import Pending
+from megatron_fp4.mcore.exchange.coding import Coding, Piece, coding_on
 
 SENT, SUMMED = stream_id("gradients:sent"), stream_id("gradients:sum")
 
@@ -44,31 +42,14 @@ class Slot(NamedTuple):
     received: Tensor
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What is exchanged at once.
-
-    gradients: the buffer that it is a part of, one axis. shards: its segments, for each rank those
-    that the rank owns. group: the ranks. to_all: whether all ranks get the sums, and not only the
-    owners. key: of the random bits.
-    """
-
-    gradients: Tensor
-    shards: Sequence[Sequence[Segment]]
-    group: dist.ProcessGroup
-    to_all: bool
-    key: Key
-
-
 class Slots:
     """The slots of a process, and the pieces in them.
 
-    form: how gradients travel. capacity: the bytes that a buffer needs for the largest piece; see
-    `room`. device: of the gradients.
+    capacity: the bytes that a buffer needs for the largest piece. device: of the gradients.
     """
 
-    def __init__(self, form: GradientForm, capacity: int, device: torch.device) -> None:
-        self._form = form
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._coding = coding_on(device)
         self._flights: deque[_Flight] = deque()
         self._count = 0  # of pieces so far
         self._stream = torch.cuda.Stream(device)
@@ -81,18 +62,21 @@ class Slots:
         """The bytes of all slots."""
         return sum(buffer.nbytes for slot in self._slots for buffer in slot)
 
-    def send(self, pieces: Iterable[Piece]) -> Pending[None]:
-        """Sends pieces. Once they are waited for, the sums are in their buffers."""
-        sent = [self._send(piece) for piece in pieces]
+    def send(self, pieces: Iterable[Piece], key: Key) -> Pending[None]:
+        """Sends pieces. Once they are waited for, the sums are in their buffers.
+
+        key: of the random bits.
+        """
+        sent = [self._send(piece, key) for piece in pieces]
         return Pending(lambda: self._finish(sent[-1]))
 
     @torch.no_grad()
-    def _send(self, piece: Piece) -> _Flight:
+    def _send(self, piece: Piece, key: Key) -> _Flight:
         self._stream.wait_stream(torch.cuda.current_stream())  # which made the gradients
         with torch.cuda.stream(self._stream):
             if len(self._flights) == PIECES:
                 self._flights.popleft().finish()
-            flight = _Flight(piece, self._form, self._slots[self._count % PIECES])
+            flight = _Flight(piece, key, self._coding, self._slots[self._count % PIECES])
             self._count += 1
             if self._flights:
                 self._flights[-1].sum()
@@ -111,22 +95,17 @@ class Slots:
 class _Flight:
     """A piece on its way, in a slot."""
 
-    def __init__(self, piece: Piece, form: GradientForm, slot: Slot) -> None:
+    def __init__(self, piece: Piece, key: Key, coding: Coding, slot: Slot) -> None:
         """Encodes the piece, and sends each rank its shard."""
-        self._piece, self._form, self._slot = piece, form, slot
-        self._ranks, self._own = piece.group.size(), piece.group.rank()
-        self._lengths = [messages.length(shard, form) for shard in piece.shards]
+        self._piece, self._key, self._coding, self._slot = piece, key, coding, slot
         self._is_summed = False
-        rounding = Rounding(piece.key, SENT, self._own)
-        sent = slot.sent[: sum(self._lengths)]
-        for shard, part in zip(piece.shards, sent.split(self._lengths), strict=True):
-            values = messages.of_shard(piece.gradients, shard)
-            part.copy_(messages.encoded(values, shard, form, rounding))
-        own = self._lengths[self._own]
+        sent = slot.sent[: sum(piece.lengths)]
+        coding.encode(piece, sent, Rounding(key, SENT, piece.own))
+        own, ranks = piece.lengths[piece.own], len(piece.lengths)
+        self._received = slot.received[: ranks * own]
         self._work = dist.all_to_all_single(
-            slot.received[: self._ranks * own], sent, [own] * self._ranks, self._lengths,
-            group=piece.group, async_op=True,
-        )  # fmt: skip
+            self._received, sent, [own] * ranks, piece.lengths, group=piece.group, async_op=True
+        )
 
     def sum(self) -> None:
         """Sums what has arrived of this rank's shard; starts sending the sums, if all need them."""
@@ -134,19 +113,15 @@ class _Flight:
             return
         self._is_summed = True
         self._work.wait()
-        piece, form, own = self._piece, self._form, self._lengths[self._own]
-        shard, received = piece.shards[self._own], self._slot.received
-        arrived = [received[rank * own : (rank + 1) * own] for rank in range(self._ranks)]
-        total = messages.summed(arrived, shard, form)
+        piece = self._piece
         if not piece.to_all:
-            messages.store(total, shard, piece.gradients)
+            self._coding.sum(piece, self._received)
             return
         # Both buffers are free: what was sent has been received, and this rank's part is summed.
-        rounding = Rounding(piece.key, SUMMED, self._own)
-        received[:own] = messages.encoded(total, shard, form, rounding)
-        longest = max(self._lengths)
+        rounding = Rounding(self._key, SUMMED, piece.own)
+        self._coding.encode_sums(piece, self._received, rounding)
         self._work = dist.all_gather_into_tensor(
-            self._slot.sent[: self._ranks * longest], received[:longest],
+            self._slot.sent[: piece.room], self._slot.received[: max(piece.lengths)],
             group=piece.group, async_op=True,
         )  # fmt: skip
 
@@ -157,16 +132,6 @@ class _Flight:
         weights stay equal.
         """
         self.sum()
-        if not self._piece.to_all:
-            return
-        self._work.wait()
-        longest = max(self._lengths)
-        for rank, shard in enumerate(self._piece.shards):
-            message = self._slot.sent[rank * longest :][: self._lengths[rank]]
-            values = messages.decoded(message, shard, self._form)
-            messages.store(values, shard, self._piece.gradients)
-
-
-def room(shards: Sequence[Sequence[Segment]], form: GradientForm) -> int:
-    """The bytes that a buffer needs for a piece: messages of all ranks, padded to the longest."""
-    return len(shards) * max(messages.length(shard, form) for shard in shards)
+        if self._piece.to_all:
+            self._work.wait()
+            self._coding.decode(self._piece, self._slot.sent[: self._piece.room])

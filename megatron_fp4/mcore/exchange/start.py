@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_fp4.arithmetic import messages
-from megatron_fp4.arithmetic.messages import GradientForm
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.exchange.buckets import groups_of, install, ranks_of
@@ -37,14 +36,14 @@ def begin(args: Namespace, run: Run | None, chunks: Sequence[Any]) -> str:
     exchange = install(chunks, form, key, places([chunk.module for chunk in chunks]))
     name = messages.form_name(args.fp4_grad_comm_element)
     held = 0 if exchange is None else exchange.slots.bytes
-    return start_table.gradients(name, held, _sent(chunks, form))
+    return start_table.gradients(name, held, _sent(chunks))
 
 
-def _sent(chunks: Sequence[Any], form: GradientForm) -> dict[str, SentGradients]:
+def _sent(chunks: Sequence[Any]) -> dict[str, SentGradients]:
     """What this rank sends in a step, of each kind of parameter."""
     found: dict[str, list[SentGradients]] = {}
     for kind, group in groups_of(chunks):
-        found.setdefault(kind, []).append(_sent_of(group, form))
+        found.setdefault(kind, []).append(_sent_of(group))
     return {
         kind: SentGradients(
             each[0].ranks, *(sum(column) for column in [*zip(*each, strict=True)][1:])
@@ -53,16 +52,15 @@ def _sent(chunks: Sequence[Any], form: GradientForm) -> dict[str, SentGradients]
     }
 
 
-def _sent_of(group: Any, form: GradientForm) -> SentGradients:
+def _sent_of(group: Any) -> SentGradients:
     """What this rank sends of the gradients of a group of buckets."""
     ranks = ranks_of(group)
     elements = sum(parameter.numel() for parameter in group.params)
     to_owners = to_all = 0
     if ranks.size() > 1:
         for piece in (piece for bucket in group.buckets for piece in group.exchange.pieces[bucket]):
-            lengths = [messages.length(shard, form) for shard in piece]
-            to_owners += sum(lengths) - lengths[ranks.rank()]
-            to_all += (ranks.size() - 1) * max(lengths)
+            to_owners += sum(piece.lengths) - piece.lengths[piece.own]
+            to_all += (ranks.size() - 1) * max(piece.lengths)
     if group.ddp_config.use_distributed_optimizer:
         to_all = 0
     return SentGradients(ranks.size(), elements, to_owners, to_all)

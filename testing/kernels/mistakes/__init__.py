@@ -6,6 +6,7 @@ from testing.kernels.mistakes.in_averages import AVERAGES
 from testing.kernels.mistakes.in_carriers import CARRIERS
 from testing.kernels.mistakes.in_dge_occ import DGE_FACTOR, OUTLIER_CLAMP
 from testing.kernels.mistakes.in_low_bit_adamw import LOW_BIT_ADAMW
+from testing.kernels.mistakes.in_messages import MESSAGES
 from testing.kernels.mistakes.in_mxfp4 import MXFP4
 from testing.kernels.mistakes.in_ramping import RAMPING
 from testing.kernels.mistakes.in_rms_norm import RMS_NORM
@@ -25,6 +26,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
     "low_bit_adamw": LOW_BIT_ADAMW,
     "swiglu": SWIGLU,
     "rms_norm": RMS_NORM,
+    "messages": MESSAGES,
 }
 NONE = "none"
 

@@ -1,0 +1,345 @@
+"""The kernels of gradients on their way between data-parallel ranks: one makes messages, one sums
+them.
+
+The bits are those of arithmetic/messages.py. A launch processes all segments of a piece. Each
+program finds its segment in a table (`table`), by bisection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_fp4.arithmetic.formats import FP8_ELEMENTS
+from megatron_fp4.arithmetic.fp8_blocks import FloatBlocks
+from megatron_fp4.arithmetic.messages import GradientForm, Rounding
+from megatron_fp4.arithmetic.philox import GROUP
+from megatron_fp4.arithmetic.segments import Segment
+from megatron_fp4.kernels.encode import bf16_bits
+from megatron_fp4.kernels.float_blocks import (
+    constants_of,
+    decoded_codes,
+    divided,
+    scale_bytes,
+    scales_of,
+    stochastic_codes,
+)
+from megatron_fp4.kernels.launch import NUMBER, Launch, kernel, planned, tiles
+from megatron_fp4.kernels.philox import philox
+from megatron_fp4.recording import SEED_HIGH, SEED_LOW, STEP
+
+_ROWS, _COLUMNS = 8, 128  # of a tile; a row is a block
+_TILE = _ROWS * _COLUMNS
+_FIELDS = tl.constexpr(9)  # of a segment in a table; see `table`
+_LARGEST_BF16 = tl.constexpr(0x7F7F)
+_NOISE = STEP, SEED_LOW, SEED_HIGH
+_FAR = tl.constexpr(1 << 30)  # more than the elements of a tile
+
+
+@triton.jit
+def _segment(segments, count, HALVINGS: tl.constexpr):
+    """The address of the row of a table that has this program's tile."""
+    tile, at = tl.program_id(0).to(tl.int64), 0
+    for halving in tl.static_range(HALVINGS):
+        further = at + (1 << (HALVINGS - 1 - halving))
+        first = tl.load(segments + further * _FIELDS, mask=further < count, other=tile + 1)
+        at = tl.where(first <= tile, further, at)
+    return segments + at * _FIELDS
+
+
+@triton.jit
+def _elements(segment, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(elements of the segment in this program's tile, int64 [ROWS, COLUMNS], which of them there
+    are, the block of each row, int64 [ROWS])."""
+    tile = tl.program_id(0).to(tl.int64) - tl.load(segment)
+    blocks = tile * ROWS + tl.arange(0, ROWS)
+    elements = blocks[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    return elements, elements < tl.load(segment + 2), blocks
+
+
+@triton.jit
+def _indices(segment, rank, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr):
+    """The indices of every EACH-th element of this program's tile, for random bits: int64
+    [ROWS, COLUMNS / EACH]."""
+    first, columns = tl.load(segment + 5), tl.load(segment + 6)
+    stride, within = tl.load(segment + 7), tl.load(segment + 8)
+    tile = tl.program_id(0).to(tl.int64) - tl.load(segment)
+    start = within + tile * (ROWS * COLUMNS)
+    runs, left = start // columns, columns - start % columns
+    at = tl.arange(0, ROWS)[:, None] * COLUMNS + EACH * tl.arange(0, COLUMNS // EACH)[None, :]
+    # Elements behind the run that the tile begins in; 32-bit divisions suffice within a tile.
+    behind = at - tl.minimum(left, _FAR).to(tl.int32)
+    length = tl.minimum(columns, _FAR).to(tl.int32)
+    further = tl.where(behind >= 0, 1 + behind // length, 0).to(tl.int64)
+    in_run = start % columns + at - further * columns
+    return (rank.to(tl.int64) << 48) + first + (runs + further) * stride + in_run
+
+
+@triton.jit
+def _half(index, words):
+    """The half of a draw that belongs to an element: int32 in [0, 65536). words: four uint32."""
+    w0, w1, w2, w3 = words
+    place = (index & 7).to(tl.int32)
+    low = tl.where(place < 2, w0, w1)
+    high = tl.where(place < 6, w2, w3)
+    word = tl.where(place < 4, low, high)
+    return (tl.where(place % 2 == 0, word, word >> 16) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def _random(
+    segment, rank, step, stream, seed_low, seed_high,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Random integers in [0, 65536) of this program's tile: int32 [ROWS, COLUMNS].
+
+    ALIGNED: whether each eight elements from a multiple of eight on share a draw.
+    """
+    if ALIGNED:
+        index = _indices(segment, rank, ROWS, COLUMNS, 8) >> 3
+        w0, w1, w2, w3 = philox(index, step, stream, seed_low, seed_high)
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # in order: w0, w1, w2, w3
+        return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (ROWS, COLUMNS)).to(tl.int32)
+    index = _indices(segment, rank, ROWS, COLUMNS, 1)
+    return _half(index, philox(index >> 3, step, stream, seed_low, seed_high))
+
+
+@triton.jit
+def _stochastic_bf16(x, random):
+    """The bits of float32 numbers in BF16, int32, rounded as `arithmetic.bf16.rounded` does."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = tl.minimum((magnitude + random) >> 16, _LARGEST_BF16) | ((bits >> 16) & 0x8000)
+    return tl.where(magnitude < 0x7F800000, rounded, bf16_bits(x))
+
+
+@kernel(
+    fp_fusion=False,
+    do_not_specialize=("count", "rank", "stream", "step", "seed_low", "seed_high"),
+)
+def encode_kernel(
+    source_ptr,
+    codes_ptr,
+    scales_ptr,
+    segments,
+    count,
+    rank,
+    stream,
+    step,
+    seed_low,
+    seed_high,
+    HALVINGS: tl.constexpr,
+    FROM_BF16: tl.constexpr,
+    SCALED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    TOP: tl.constexpr,
+    SIGN: tl.constexpr,
+):
+    """Messages of the segments of a table.
+
+    source_ptr: float32, or int16 of the bits of BF16. codes_ptr, scales_ptr: to the same memory, of
+    codes and of bytes. segments: int64 [count, 9]; see `Table`. rank: see `Rounding`. SCALED:
+    whether elements are codes with scales, and not BF16.
+    """
+    segment = _segment(segments, count, HALVINGS)
+    elements, there, blocks = _elements(segment, ROWS, COLUMNS)
+    x = tl.load(source_ptr + tl.load(segment + 1) + elements, there, 0)
+    if FROM_BF16:
+        x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    random = _random(segment, rank, step, stream, seed_low, seed_high, ROWS, COLUMNS, ALIGNED)
+    places = codes_ptr + tl.load(segment + 3) + elements
+    if SCALED:
+        largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+        byte = scale_bytes(largest, TOP, -127)
+        code = stochastic_codes(divided(x, byte[:, None]), random, MANTISSA, LOWEST, SIGN)
+        ends = blocks * COLUMNS < tl.load(segment + 2)
+        tl.store(scales_ptr + tl.load(segment + 4) + blocks, byte.to(tl.uint8), ends)
+        tl.store(places, code.to(tl.uint8), there)
+    else:
+        tl.store(places, _stochastic_bf16(x, random).to(tl.int16), there)
+
+
+@kernel(fp_fusion=False)
+def sum_kernel(
+    codes_ptr,
+    scales_ptr,
+    out_ptr,
+    segments,
+    count,
+    code_stride,
+    scale_stride,
+    RANKS: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    SIGN: tl.constexpr,
+    TO_BF16: tl.constexpr,
+):
+    """The sums of the messages of RANKS ranks, which are added in their order.
+
+    code_stride, scale_stride: from one rank's message to the next, in codes and in bytes. out_ptr:
+    float32, or int16 of the bits of BF16. The others are those of `encode_kernel`.
+    """
+    segment = _segment(segments, count, HALVINGS)
+    elements, there, blocks = _elements(segment, ROWS, COLUMNS)
+    codes = codes_ptr + tl.load(segment + 3) + elements
+    scales = scales_ptr + tl.load(segment + 4) + blocks
+    ends = blocks * COLUMNS < tl.load(segment + 2)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for rank in range(RANKS):
+        code = tl.load(codes, there, 0).to(tl.int32)
+        if SCALED:
+            scale = scales_of(tl.load(scales, ends, 0).to(tl.int32))
+            value = decoded_codes(code, MANTISSA, LOWEST, SIGN) * scale[:, None]
+        else:
+            value = (code << 16).to(tl.float32, bitcast=True)
+        total = tl.where(rank == 0, value, total + value)
+        codes += code_stride
+        scales += scale_stride
+    places = out_ptr + tl.load(segment + 1) + elements
+    if TO_BF16:
+        tl.store(places, bf16_bits(total).to(tl.int16), there)
+    else:
+        tl.store(places, total, there)
+
+
+class Table(NamedTuple):
+    """Where the segments of messages lie.
+
+    segments: int64 [n, 9]: of each the first tile, the first element in the vector that is encoded
+    or written, the number of elements, the first code in the messages (counted in codes), the first
+    scale (counted in bytes), and first, columns and stride of its Place and its `within`. tiles:
+    of all. is_aligned: whether each eight elements from a multiple of eight on share a draw.
+    """
+
+    segments: Tensor
+    tiles: int
+    is_aligned: bool
+
+    @property
+    def halvings(self) -> int:
+        """The steps of a bisection."""
+        return max(len(self.segments) - 1, 1).bit_length()
+
+
+def table(
+    shards: Sequence[Sequence[Segment]],
+    form: GradientForm,
+    starts: Sequence[int],
+    device: torch.device,
+    is_packed: bool = False,
+) -> Table:
+    """The table of the messages of several shards, one message for each shard.
+
+    starts: the first byte of each message. is_packed: whether the vector has the segments without
+    what lies between them in the buffer, as `arithmetic.messages.of_shard` returns them.
+    """
+    rows: list[tuple[int, ...]] = []
+    tile = packed = 0
+    size = form.dtype.itemsize
+    for shard, start in zip(shards, starts, strict=True):
+        code = start // size
+        scale = start + size * sum(map(len, shard))
+        for each in shard:
+            place = each.place
+            source = packed if is_packed else each.start
+            rows.append(
+                (tile, source, len(each), code, scale)
+                + (place.first, place.columns, place.stride, each.within)
+            )
+            tile += tiles(len(each), _TILE)
+            packed += len(each)
+            code += len(each)
+            scale += form.blocks(len(each))
+    aligned = all(number % GROUP == 0 for row in rows for number in row[5:])
+    return Table(torch.tensor(rows, dtype=torch.int64).reshape(-1, 9).to(device), tile, aligned)
+
+
+def encode(
+    of: Table, form: GradientForm, source: Tensor, messages: Tensor, rounding: Rounding
+) -> None:
+    """Writes the messages of a table, as `arithmetic.messages.encoded` makes them.
+
+    source: float32 or BF16, one axis. messages: uint8, one axis.
+    """
+    if not of.tiles:
+        return
+    codes = messages.view(_codes(form))
+    launch = _encode_launch(of.tiles, of.halvings, source.dtype, form, of.is_aligned)
+    launch(
+        source.device, _plain(source), codes, messages, of.segments, len(of.segments),
+        rounding.rank, rounding.stream, *rounding.key.signed_words,
+    )  # fmt: skip
+
+
+def write_sums(
+    of: Table, form: GradientForm, messages: Tensor, ranks: int, stride: int, out: Tensor
+) -> None:
+    """Writes the sums of what ranks sent of the segments of a table; see `messages.summed`.
+
+    messages: uint8, one axis: those of the ranks one behind the other, `stride` bytes apart. out:
+    float32 or BF16, one axis; what lies between the segments stays.
+    """
+    if not of.tiles:
+        return
+    codes = messages.view(_codes(form))
+    launch = _sum_launch(of.tiles, of.halvings, out.dtype, form, ranks)
+    launch(
+        out.device, codes, messages, _plain(out), of.segments, len(of.segments),
+        stride // form.dtype.itemsize, stride,
+    )  # fmt: skip
+
+
+def _plain(x: Tensor) -> Tensor:
+    """x as a kernel takes it: BF16 as int16, since Triton's interpreter converts it wrongly."""
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+def _codes(form: GradientForm) -> torch.dtype:
+    """The dtype as which a kernel writes codes."""
+    return torch.uint8 if form.dtype.itemsize == 1 else torch.int16
+
+
+def _form(form: GradientForm, halvings: int) -> dict[str, Any]:
+    """The constants of both kernels."""
+    constants = dict(MANTISSA=0, LOWEST=0, TOP=0, SIGN=0)  # not read
+    if scaled := isinstance(form, FloatBlocks):
+        if form.block != _COLUMNS:
+            raise ValueError(f"gradients are sent in blocks of {_COLUMNS}, not {form.block}")
+        constants = constants_of(FP8_ELEMENTS[form.element])
+    return dict(HALVINGS=halvings, SCALED=scaled, ROWS=_ROWS, COLUMNS=_COLUMNS, **constants)
+
+
+@planned
+def _encode_launch(
+    programs: int, halvings: int, source: torch.dtype, form: GradientForm, aligned: bool
+) -> Launch:
+    from_bf16 = source == torch.bfloat16
+    given = torch.int16 if from_bf16 else source
+    types = (given, _codes(form), torch.uint8, torch.int64, NUMBER, NUMBER, NUMBER, *_NOISE)
+    constants = _form(form, halvings) | dict(FROM_BF16=from_bf16, ALIGNED=aligned)
+    return Launch(encode_kernel, (programs,), types, constants, num_warps=4)
+
+
+@planned
+def _sum_launch(
+    programs: int, halvings: int, out: torch.dtype, form: GradientForm, ranks: int
+) -> Launch:
+    to_bf16 = out == torch.bfloat16
+    target = torch.int16 if to_bf16 else out
+    types = (_codes(form), torch.uint8, target, torch.int64, NUMBER, NUMBER, NUMBER)
+    constants = _form(form, halvings) | dict(RANKS=ranks, TO_BF16=to_bf16)
+    del constants["TOP"]
+    return Launch(sum_kernel, (programs,), types, constants, num_warps=4)

@@ -1,0 +1,117 @@
+"""Pieces of gradient buckets, and how their messages are made and read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from megatron_fp4.arithmetic import messages
+from megatron_fp4.arithmetic.messages import GradientForm, Rounding
+from megatron_fp4.arithmetic.segments import Segment
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What is exchanged at once.
+
+    gradients: the buffer that it is a part of, one axis. shards: its segments, for each rank those
+    that the rank owns. group: the ranks. to_all: whether all ranks get the sums, and not only the
+    owners. form: how gradients travel.
+    """
+
+    gradients: Tensor
+    shards: Sequence[Sequence[Segment]]
+    group: dist.ProcessGroup
+    to_all: bool
+    form: GradientForm
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The bytes of each shard's message."""
+        return [messages.length(shard, self.form) for shard in self.shards]
+
+    @cached_property
+    def own(self) -> int:
+        """The number of this rank, and of the shard that it owns."""
+        return self.group.rank()
+
+    @property
+    def shard(self) -> Sequence[Segment]:
+        """The segments that this rank owns."""
+        return self.shards[self.own]
+
+    @property
+    def room(self) -> int:
+        """The bytes that a buffer needs: messages of all ranks, padded to the longest."""
+        return len(self.shards) * max(self.lengths)
+
+
+class Coding(Protocol):
+    """Makes and reads messages.
+
+    sent, received: uint8, one axis. In `received` are what the ranks sent of the shard that this
+    rank owns, one behind the other.
+    """
+
+    def encode(self, piece: Piece, sent: Tensor, rounding: Rounding) -> None:
+        """Writes the messages of all shards, one behind the other."""
+        ...
+
+    def sum(self, piece: Piece, received: Tensor) -> None:
+        """Writes the sums of this rank's shard to the piece's buffer."""
+        ...
+
+    def encode_sums(self, piece: Piece, received: Tensor, rounding: Rounding) -> None:
+        """Writes the message of the sums of this rank's shard to the beginning of `received`."""
+        ...
+
+    def decode(self, piece: Piece, sums: Tensor) -> None:
+        """Writes the sums of all shards to the piece's buffer.
+
+        sums: uint8, one axis: the message of each shard, in rooms of the longest.
+        """
+        ...
+
+
+class TorchCoding:
+    """`Coding` by arithmetic/messages.py."""
+
+    def encode(self, piece: Piece, sent: Tensor, rounding: Rounding) -> None:
+        for shard, part in zip(piece.shards, sent.split(piece.lengths), strict=True):
+            values = messages.of_shard(piece.gradients, shard)
+            part.copy_(messages.encoded(values, shard, piece.form, rounding))
+
+    def sum(self, piece: Piece, received: Tensor) -> None:
+        messages.store(self._sums(piece, received), piece.shard, piece.gradients)
+
+    def encode_sums(self, piece: Piece, received: Tensor, rounding: Rounding) -> None:
+        total = self._sums(piece, received)
+        message = messages.encoded(total, piece.shard, piece.form, rounding)
+        received[: len(message)] = message
+
+    def decode(self, piece: Piece, sums: Tensor) -> None:
+        longest = max(piece.lengths)
+        for rank, shard in enumerate(piece.shards):
+            message = sums[rank * longest :][: piece.lengths[rank]]
+            values = messages.decoded(message, shard, piece.form)
+            messages.store(values, shard, piece.gradients)
+
+    def _sums(self, piece: Piece, received: Tensor) -> Tensor:
+        own = piece.lengths[piece.own]
+        arrived = [received[rank * own :][:own] for rank in range(len(piece.shards))]
+        return messages.summed(arrived, piece.shard, piece.form)
+
+
+def coding_on(device: torch.device) -> Coding:
+    """PyTorch's operations, or kernels with the same bits on a GPU."""
+    if device.type != "cuda":
+        return TorchCoding()
+    from megatron_fp4.mcore.exchange.kernel_coding import KernelCoding  # imports Triton
+
+    return KernelCoding()
