@@ -25,6 +25,7 @@ from megatron_fp4.arithmetic.messages import Rounding
 from megatron_fp4.mcore import pretrain
 from megatron_fp4.mcore.exchange import slots, start
 from megatron_fp4.mcore.exchange.buckets import ExchangingBucketGroup, ranks_of, shards_of
+from megatron_fp4.mcore.exchange.kernel_coding import KernelCoding
 from megatron_fp4.mcore.exchange.places import sharded
 from megatron_fp4.mcore.runtime import cpu
 from testing.exchanges import MISTAKES, SITUATIONS
@@ -41,6 +42,8 @@ def main() -> None:
     for word in words:
         if word.startswith("bytes="):
             messages.PIECE_BYTES = int(word.removeprefix("bytes="))
+        elif word == "kernels":
+            slots.coding_on = lambda device: KernelCoding()
         elif word in MISTAKES:
             MISTAKES[word]()
     start.install = remembering(start.install)  # type: ignore[attr-defined]
@@ -186,7 +189,8 @@ def expected(group: Any, bucket: Any) -> Tensor:
     """The buffer that an exchange must give: for each shard the sum of what all ranks send of it,
     whole, without pieces."""
     exchange, every = group.exchange, bucket.every
-    form, key, wanted = exchange.form, exchange.key(), torch.zeros_like(every[0])
+    form, key = exchange.pieces[bucket][0].form, exchange.key()
+    wanted = torch.zeros_like(every[0])
     for owner, shard in enumerate(shards_of(bucket, len(every), PLACES)):
         total = torch.zeros(sum(map(len, shard)))
         for rank, one in enumerate(every):

@@ -31,10 +31,12 @@ LAYOUTS = {
 QUICK = ("whole", "sharded, overlapped")
 
 
-def run(flags: str, words: str = "", processes: int = 2, dtype: str = "--bf16") -> Result:
-    """words: of the script."""
+def run(
+    flags: str, words: str = "", processes: int = 2, dtype: str = "--bf16", fresh: bool = False
+) -> Result:
+    """words: of the script. fresh: see `spawn`."""
     given = [*words.split(), *TINY, *MOCK_DATA, *SMALL.split(), *dtype.split(), *flags.split()]
-    return result_of(spawn(processes, SCRIPT, *given, timeout_s=120))
+    return result_of(spawn(processes, SCRIPT, *given, timeout_s=120, fresh=fresh))
 
 
 def check(result: Result, like: Result, shows: bool = True) -> None:
@@ -70,6 +72,18 @@ def test_pieces_change_no_bit(form: str, sharded: str) -> None:
     assert (whole.status, cut.status) == (0, 0), cut.output[-3000:]
     assert cut.losses == whole.losses
     assert held(cut) < 45 < held(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", ["", f"{SHARDED} --grad-reduce-in-bf16"])
+def test_kernels_change_no_bit(sharded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter. The run compares all sums with the reference's, too."""
+    flags = f"{FP8} {sharded} --train-iters 2 --fp4-fused-kernels off"
+    plain = run(flags)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    by_kernels = run(flags, f"kernels {PIECES}", fresh=True)
+    assert (plain.status, by_kernels.status) == (0, 0), by_kernels.output[-3000:]
+    assert by_kernels.losses == plain.losses
 
 
 @pytest.mark.slow
