@@ -1,123 +1,129 @@
-"""FP8 and FP16 elements with an E8M0 scale for each block of a vector, in Triton.
+"""Numbers in few bits beside the GEMMs: decoded and encoded in Triton.
 
-The functions have the bits of arithmetic/fp8_blocks.py (`FloatBlocks`). They work on the bits of
-float32 numbers, so that they run on any GPU and in Triton's interpreter. A code is an int32 whose
-low bits are the element: the sign, the exponent field and MANTISSA bits.
-
-MANTISSA: mantissa bits of the element. LOWEST: the exponent of its smallest normal number. TOP: the
-bits, as float32, of its largest number. SIGN: the place of its sign bit, 7 or 15. `constants_of`
-returns them.
+The bits are those of arithmetic/fp8_blocks.py, bf16.py and moments.py. Numbers are a tile
+[rows, 128] of float32, of which each row is a block. FORM is how they are stored: "fp32", "bf16",
+"fp16" (in blocks), "fp8" (E4M3 in blocks), "e5m2" (in blocks) or "root" (E4M3 of the root, in
+blocks).
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-from megatron_fp4.kernels.launch import bits_of
+from megatron_fp4.kernels.encode import bf16_bits
 
-_NAN_SCALE = tl.constexpr(255)
-_INF = tl.constexpr(0x7F800000)
-_WHOLES = tl.constexpr(2.0**23)  # from here on float32 has no fractions
-
-
-def constants_of(values: torch.dtype) -> dict[str, Any]:
-    """The constants of the functions here. values: torch.float8_e4m3fn, float8_e5m2 or float16."""
-    info = torch.finfo(values)
-    return dict(
-        MANTISSA=-int(math.log2(info.eps)),
-        LOWEST=int(math.log2(info.smallest_normal)),
-        TOP=bits_of(info.max),
-        SIGN=8 * values.itemsize - 1,
-    )
+_BF16_MOST = tl.constexpr(0x7F7F)  # the largest finite number
 
 
 @triton.jit
-def scale_bytes(largest, TOP: tl.constexpr, LEAST: tl.constexpr):
-    """E8M0 bytes of blocks, int32: the smallest power of two by which no element exceeds the
-    element format's largest number; 0 of a block of zeros, 255 of one with Inf or NaN.
+def power(exponent):
+    """2^exponent in float32, for exponents from -126 to 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
-    largest: int32, the bits of the largest magnitude of each block; those of NaN are the largest of
-    all. LEAST: the exponent of the smallest scale.
+
+@triton.jit
+def scale_of(byte):
+    """The value of E8M0 scales, float32: NaN for 255."""
+    bits = tl.where(byte == 255, 0x7FC00000, tl.maximum(byte << 23, 0x400000))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decoded(codes, byte, FORM: tl.constexpr):
+    """The float32 numbers of codes as they are stored.
+
+    codes: float32, the bits of BF16 as int16, float16, or uint8 [rows, 128]. byte: int32 [rows, 1],
+    the E8M0 scales; not read if FORM is "fp32" or "bf16".
     """
-    exponent = (largest >> 23) - (TOP >> 23)
-    exponent += ((largest & 0x7FFFFF) > (TOP & 0x7FFFFF)).to(tl.int32)
-    byte = tl.maximum(exponent, LEAST) + 127
-    byte = tl.where(largest == 0, 0, byte)
-    return tl.where(largest >= _INF, _NAN_SCALE, byte)
+    if FORM == "fp32":
+        return codes
+    if FORM == "bf16":
+        return (codes.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    if FORM == "fp16":
+        return codes.to(tl.float32) * scale_of(byte)
+    # The exponent bits of FP8 as those of a float32 are those of a power of two times the number.
+    SHIFT: tl.constexpr = 21 if FORM == "e5m2" else 20
+    POWER: tl.constexpr = 2.0**112 if FORM == "e5m2" else 2.0**120
+    code = codes.to(tl.int32)
+    bits = (code & 0x7F) << SHIFT | (code & 0x80) << 24
+    found = bits.to(tl.float32, bitcast=True) * POWER * scale_of(byte)
+    return found * found if FORM == "root" else found
 
 
 @triton.jit
-def divided(x, byte):
-    """Elements of blocks divided by the blocks' scales, float32; 0 in a block whose byte is 255.
+def scale_byte(largest, FORM: tl.constexpr):
+    """The E8M0 byte of blocks whose largest magnitude is finite.
 
-    x: float32. byte: from `scale_bytes`, of x's shape or broadcast to it.
+    largest: int32, the bits of that magnitude. The scale is the smallest power of two by which it
+    does not exceed the format's largest number: 448, 57344 (E5M2) or 65504 (FP16).
     """
-    # The byte of the inverse of 2^-127 is 254. No byte but 255 is above 253, so none is 2^-127.
-    inverse = ((254 - byte) << 23).to(tl.float32, bitcast=True)
-    return tl.where(byte == _NAN_SCALE, 0.0, x * inverse)
+    TOP: tl.constexpr = 15 if FORM == "fp16" or FORM == "e5m2" else 8
+    MANTISSA: tl.constexpr = 0x7FE000 if FORM == "fp16" else 0x600000
+    LEAST: tl.constexpr = 62 if FORM == "root" else 0
+    byte = (largest >> 23) - TOP + ((largest & 0x7FFFFF) > MANTISSA).to(tl.int32)
+    return tl.where(largest > 0, tl.maximum(byte, LEAST), 0)
 
 
 @triton.jit
-def scales_of(byte):
-    """The float32 numbers of E8M0 bytes (int32); 255 is NaN."""
-    bits = tl.where(byte == 0, 0x400000, byte << 23)
-    return tl.where(byte == _NAN_SCALE, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+def _is_up(steps, integer, rest, random, FORM: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Whether magnitudes become their upper neighbours.
 
-
-@triton.jit
-def _steps(v, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
-    """(magnitudes of v in units of the distance of their neighbours, their exponents); subnormal
-    numbers of the element format have the exponent LOWEST."""
-    magnitude = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    exponent = tl.maximum((magnitude >> 23) - 127, LOWEST)
-    unit = ((MANTISSA - exponent + 127) << 23).to(tl.float32, bitcast=True)
-    return magnitude.to(tl.float32, bitcast=True) * unit, exponent
-
-
-@triton.jit
-def _is_up(fraction, random):
-    return fraction * 65536 > random.to(tl.float32) + 0.5
-
-
-@triton.jit
-def stochastic_codes(v, random, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, SIGN: tl.constexpr):
-    """Codes of v, each rounded up with the probability of its fraction of the interval between its
-    neighbours.
-
-    v: float32, from `divided`. random: integers in [0, 65536), int32.
+    steps, integer: a magnitude, and its lower neighbour, in units of the neighbours' distance.
+    rest: their difference. random: int32, in [0, 65536).
     """
-    steps, exponent = _steps(v, MANTISSA, LOWEST)
-    whole = steps.to(tl.int32)
-    up = _is_up(steps - whole.to(tl.float32), random).to(tl.int32)
-    # Where a mantissa is rounded up to the next binade, the sum carries into the exponent.
-    code = ((exponent - LOWEST) << MANTISSA) + whole + up
-    return code | (((v.to(tl.int32, bitcast=True) >> 31) & 1) << SIGN)
+    if not STOCHASTIC:
+        return (rest > 0.5) | ((rest == 0.5) & ((integer.to(tl.int32) & 1) == 1))
+    if FORM == "root":
+        rest = rest * tl.div_rn(steps + integer, 2 * integer + 1)
+    return rest * 65536 > random.to(tl.float32) + 0.5
 
 
 @triton.jit
-def nearest_codes(v, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, SIGN: tl.constexpr):
-    """Codes of v, rounded to nearest even. v: float32, from `divided`."""
-    steps, exponent = _steps(v, MANTISSA, LOWEST)
-    whole = ((steps + _WHOLES) - _WHOLES).to(tl.int32)
-    code = ((exponent - LOWEST) << MANTISSA) + whole
-    return code | (((v.to(tl.int32, bitcast=True) >> 31) & 1) << SIGN)
+def kept_positive(code, x):
+    """The smallest positive code where a positive number would become 0."""
+    return tl.where((code == 0) & (x > 0), 1, code)
 
 
 @triton.jit
-def decoded_codes(code, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, SIGN: tl.constexpr):
-    """The float32 numbers of codes, without their scales. code: int32 without higher bits."""
-    magnitude = code & ((1 << SIGN) - 1)
-    # Shifted to float32's fields the code is the number times 2^(LOWEST - 1 + 127), and exact:
-    # a subnormal of the element format is a subnormal float32.
-    bits = magnitude << (23 - MANTISSA)
-    unit: tl.constexpr = (LOWEST - 1 + 127 + 127) << 23
-    value = bits.to(tl.float32, bitcast=True) * tl.full((), unit, tl.int32).to(
-        tl.float32, bitcast=True
-    )
-    signed = value.to(tl.int32, bitcast=True) | ((code >> SIGN) << 31)
-    return signed.to(tl.float32, bitcast=True)
+def _in_bf16(x, random, IS_SQUARE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    if not STOCHASTIC:
+        random = 0x7FFF + ((bits >> 16) & 1)
+    code = tl.minimum((magnitude + random) >> 16, _BF16_MOST)
+    if IS_SQUARE:
+        code = kept_positive(code, x)
+    code = code | ((bits >> 16) & 0x8000)
+    return tl.where(magnitude < 0x7F800000, code, bf16_bits(x))
+
+
+@triton.jit
+def encoded(x, random, FORM: tl.constexpr, IS_SQUARE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """(codes, scales) of float32 numbers: the bits of the codes, int32 [rows, 128], and the E8M0
+    bytes, int32 [rows, 1].
+
+    x: 0 where a row has no element. random: int32 in [0, 65536), read if STOCHASTIC. IS_SQUARE:
+    whether no positive element becomes 0, as Adam's v needs it. FORM: not "fp32".
+    """
+    if FORM == "bf16":
+        return _in_bf16(x, random, IS_SQUARE, STOCHASTIC), tl.zeros((x.shape[0], 1), tl.int32)
+    MANTISSA: tl.constexpr = 10 if FORM == "fp16" else (2 if FORM == "e5m2" else 3)
+    LOWEST: tl.constexpr = -14 if FORM == "fp16" or FORM == "e5m2" else -6
+    value = tl.sqrt_rn(x) if FORM == "root" else x
+    bits = value.to(tl.int32, bitcast=True)
+    largest = tl.max(bits & 0x7FFFFFFF, 1, keep_dims=True)
+    finite = largest < 0x7F800000
+    byte = scale_byte(largest, FORM)
+    scaled = tl.where(finite, tl.abs(value) * power(127 - byte), 0.0)
+    exponent = tl.maximum((scaled.to(tl.int32, bitcast=True) >> 23) - 127, LOWEST)
+    steps = scaled * power(MANTISSA - exponent)
+    integer = steps.to(tl.int32).to(tl.float32)
+    up = _is_up(steps, integer, steps - integer, random, FORM, STOCHASTIC).to(tl.int32)
+    # Where a mantissa is rounded up to the next binade, the addition carries into the exponent.
+    code = ((exponent - LOWEST) << MANTISSA) + integer.to(tl.int32) + up
+    if IS_SQUARE:
+        code = kept_positive(code, x)
+    SIGN: tl.constexpr = 16 if FORM == "fp16" else 24
+    code = tl.where(finite, code | ((bits >> SIGN) & (0x80000000 >> SIGN)), 0)
+    return code, tl.where(finite, byte, 255)

@@ -16,9 +16,9 @@ from megatron_fp4.arithmetic.low_bit import LowBit, Owned, scale_key, stream_of
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.arithmetic.philox import GROUP, Key
 from megatron_fp4.arithmetic.ramping import Adam
+from megatron_fp4.kernels.float_blocks import decoded, encoded
 from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, planned, tiles
-from megatron_fp4.kernels.moments import decoded, encoded
-from megatron_fp4.kernels.philox import philox, rest16
+from megatron_fp4.kernels.philox import random16, random16_of_groups
 from megatron_fp4.kernels.ramping import Scalars, number, scalars, stepped
 
 _ROWS = 8
@@ -26,7 +26,7 @@ _BLOCK = 128  # of `Moments`, the columns of a tile
 
 
 class Moment(NamedTuple):
-    """A moment as it is stored: codes (`kernels.moments`), their scales, and the stream of its
+    """A moment as it is stored: codes (`kernels.float_blocks`), their scales, and the stream of its
     random bits."""
 
     codes: Any
@@ -69,16 +69,6 @@ def _place(local, where, SHARDED: tl.constexpr):
 
 
 @triton.jit
-def _half(index, draws, stream):
-    """Random integers in [0, 65536), int32, of elements by their indices, int64."""
-    step, low, high = draws.step, draws.seed_low, draws.seed_high
-    w0, w1, w2, w3 = philox(index >> 3, step, stream, low, high)
-    at = (index & 7).to(tl.int32)
-    word = tl.where(at < 4, tl.where(at < 2, w0, w1), tl.where(at < 6, w2, w3))
-    return ((word >> ((at & 1) * 16).to(tl.uint32)) & 0xFFFF).to(tl.int32)
-
-
-@triton.jit
 def _drawn(
     row, where, draws, stream,
     ROWS: tl.constexpr, SHARDED: tl.constexpr, GROUPED: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -90,10 +80,11 @@ def _drawn(
     """
     rows = (row + tl.arange(0, ROWS)[:, None]) * 128
     if not GROUPED:
-        return _half(_place(rows + tl.arange(0, 128)[None, :], where, SHARDED), draws, stream)
+        index = _place(rows + tl.arange(0, 128)[None, :], where, SHARDED)
+        return random16(index, draws.step, stream, draws.seed_low, draws.seed_high)
     group = _place(rows + 8 * tl.arange(0, 16)[None, :], where, SHARDED) >> 3
-    rest = rest16(group, draws.step, stream, draws.seed_low, draws.seed_high, INTERPRETED)
-    return (rest >> 8) - 0xF0000  # of 256 r + 0xF000083
+    step, low, high = draws.step, draws.seed_low, draws.seed_high
+    return random16_of_groups(group, step, stream, low, high, INTERPRETED)
 
 
 @triton.jit

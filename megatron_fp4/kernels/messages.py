@@ -15,30 +15,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.arithmetic.formats import FP8_ELEMENTS
-from megatron_fp4.arithmetic.fp8_blocks import FloatBlocks
-from megatron_fp4.arithmetic.messages import GradientForm, Rounding
+from megatron_fp4.arithmetic.messages import FORMS, GradientForm, Rounding
 from megatron_fp4.arithmetic.philox import GROUP
 from megatron_fp4.arithmetic.segments import Segment
 from megatron_fp4.kernels.encode import bf16_bits
-from megatron_fp4.kernels.float_blocks import (
-    constants_of,
-    decoded_codes,
-    divided,
-    scale_bytes,
-    scales_of,
-    stochastic_codes,
-)
-from megatron_fp4.kernels.launch import NUMBER, Launch, kernel, planned, tiles
-from megatron_fp4.kernels.philox import philox
+from megatron_fp4.kernels.float_blocks import decoded, encoded
+from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, planned, tiles
+from megatron_fp4.kernels.philox import random16, random16_of_groups
 from megatron_fp4.recording import SEED_HIGH, SEED_LOW, STEP
 
 _ROWS, _COLUMNS = 8, 128  # of a tile; a row is a block
 _TILE = _ROWS * _COLUMNS
-_FIELDS = tl.constexpr(9)  # of a segment in a table; see `table`
-_LARGEST_BF16 = tl.constexpr(0x7F7F)
+_FIELDS = tl.constexpr(9)  # of a segment in a table; see `Table`
 _NOISE = STEP, SEED_LOW, SEED_HIGH
 _FAR = tl.constexpr(1 << 30)  # more than the elements of a tile
+# The name of an element in kernels/float_blocks.py.
+_NAMES = {"e4m3": "fp8", "e5m2": "e5m2", "bf16": "bf16"}
 
 
 @triton.jit
@@ -55,10 +47,10 @@ def _segment(segments, count, HALVINGS: tl.constexpr):
 @triton.jit
 def _elements(segment, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """(elements of the segment in this program's tile, int64 [ROWS, COLUMNS], which of them there
-    are, the block of each row, int64 [ROWS])."""
+    are, the block of each row, int64 [ROWS, 1])."""
     tile = tl.program_id(0).to(tl.int64) - tl.load(segment)
-    blocks = tile * ROWS + tl.arange(0, ROWS)
-    elements = blocks[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    blocks = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    elements = blocks * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     return elements, elements < tl.load(segment + 2), blocks
 
 
@@ -81,116 +73,61 @@ def _indices(segment, rank, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.
 
 
 @triton.jit
-def _half(index, words):
-    """The half of a draw that belongs to an element: int32 in [0, 65536). words: four uint32."""
-    w0, w1, w2, w3 = words
-    place = (index & 7).to(tl.int32)
-    low = tl.where(place < 2, w0, w1)
-    high = tl.where(place < 6, w2, w3)
-    word = tl.where(place < 4, low, high)
-    return (tl.where(place % 2 == 0, word, word >> 16) & 0xFFFF).to(tl.int32)
-
-
-@triton.jit
 def _random(
     segment, rank, step, stream, seed_low, seed_high,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Random integers in [0, 65536) of this program's tile: int32 [ROWS, COLUMNS].
 
     ALIGNED: whether each eight elements from a multiple of eight on share a draw.
     """
     if ALIGNED:
-        index = _indices(segment, rank, ROWS, COLUMNS, 8) >> 3
-        w0, w1, w2, w3 = philox(index, step, stream, seed_low, seed_high)
-        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # in order: w0, w1, w2, w3
-        return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (ROWS, COLUMNS)).to(tl.int32)
+        group = _indices(segment, rank, ROWS, COLUMNS, 8) >> 3
+        return random16_of_groups(group, step, stream, seed_low, seed_high, INTERPRETED)
     index = _indices(segment, rank, ROWS, COLUMNS, 1)
-    return _half(index, philox(index >> 3, step, stream, seed_low, seed_high))
+    return random16(index, step, stream, seed_low, seed_high)
 
 
-@triton.jit
-def _stochastic_bf16(x, random):
-    """The bits of float32 numbers in BF16, int32, rounded as `arithmetic.bf16.rounded` does."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    rounded = tl.minimum((magnitude + random) >> 16, _LARGEST_BF16) | ((bits >> 16) & 0x8000)
-    return tl.where(magnitude < 0x7F800000, rounded, bf16_bits(x))
-
-
-@kernel(
-    fp_fusion=False,
-    do_not_specialize=("count", "rank", "stream", "step", "seed_low", "seed_high"),
-)
+@kernel(fp_fusion=False)
 def encode_kernel(
-    source_ptr,
-    codes_ptr,
-    scales_ptr,
-    segments,
-    count,
-    rank,
-    stream,
-    step,
-    seed_low,
-    seed_high,
-    HALVINGS: tl.constexpr,
-    FROM_BF16: tl.constexpr,
-    SCALED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LOWEST: tl.constexpr,
-    TOP: tl.constexpr,
-    SIGN: tl.constexpr,
-):
+    source_ptr, codes_ptr, scales_ptr, segments, count, rank, stream, step, seed_low, seed_high,
+    FORM: tl.constexpr, FROM_BF16: tl.constexpr, HALVINGS: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """Messages of the segments of a table.
 
-    source_ptr: float32, or int16 of the bits of BF16. codes_ptr, scales_ptr: to the same memory, of
-    codes and of bytes. segments: int64 [count, 9]; see `Table`. rank: see `Rounding`. SCALED:
-    whether elements are codes with scales, and not BF16.
+    source_ptr: float32, or int16 of the bits of BF16 (FROM_BF16). codes_ptr, scales_ptr: to the
+    same memory, of codes and of bytes. segments: int64 [count, 9]; see `Table`. rank: see
+    `Rounding`. FORM: see kernels/float_blocks.py.
     """
     segment = _segment(segments, count, HALVINGS)
     elements, there, blocks = _elements(segment, ROWS, COLUMNS)
     x = tl.load(source_ptr + tl.load(segment + 1) + elements, there, 0)
     if FROM_BF16:
-        x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    random = _random(segment, rank, step, stream, seed_low, seed_high, ROWS, COLUMNS, ALIGNED)
+        x = decoded(x, tl.zeros((ROWS, 1), tl.int32), "bf16")
+    random = _random(
+        segment, rank, step, stream, seed_low, seed_high, ROWS, COLUMNS, ALIGNED, INTERPRETED
+    )
+    codes, byte = encoded(x, random, FORM, False, True)
     places = codes_ptr + tl.load(segment + 3) + elements
-    if SCALED:
-        largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-        byte = scale_bytes(largest, TOP, -127)
-        code = stochastic_codes(divided(x, byte[:, None]), random, MANTISSA, LOWEST, SIGN)
+    if FORM == "bf16":
+        tl.store(places, codes.to(tl.int16), there)
+    else:
+        tl.store(places, codes.to(tl.uint8), there)
         ends = blocks * COLUMNS < tl.load(segment + 2)
         tl.store(scales_ptr + tl.load(segment + 4) + blocks, byte.to(tl.uint8), ends)
-        tl.store(places, code.to(tl.uint8), there)
-    else:
-        tl.store(places, _stochastic_bf16(x, random).to(tl.int16), there)
 
 
 @kernel(fp_fusion=False)
 def sum_kernel(
-    codes_ptr,
-    scales_ptr,
-    out_ptr,
-    segments,
-    count,
-    code_stride,
-    scale_stride,
-    RANKS: tl.constexpr,
-    HALVINGS: tl.constexpr,
-    SCALED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LOWEST: tl.constexpr,
-    SIGN: tl.constexpr,
-    TO_BF16: tl.constexpr,
-):
+    codes_ptr, scales_ptr, out_ptr, segments, count, code_stride, scale_stride,
+    FORM: tl.constexpr, RANKS: tl.constexpr, TO_BF16: tl.constexpr, HALVINGS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """The sums of the messages of RANKS ranks, which are added in their order.
 
     code_stride, scale_stride: from one rank's message to the next, in codes and in bytes. out_ptr:
-    float32, or int16 of the bits of BF16. The others are those of `encode_kernel`.
+    float32, or int16 of the bits of BF16 (TO_BF16). The others are those of `encode_kernel`.
     """
     segment = _segment(segments, count, HALVINGS)
     elements, there, blocks = _elements(segment, ROWS, COLUMNS)
@@ -199,12 +136,10 @@ def sum_kernel(
     ends = blocks * COLUMNS < tl.load(segment + 2)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for rank in range(RANKS):
-        code = tl.load(codes, there, 0).to(tl.int32)
-        if SCALED:
-            scale = scales_of(tl.load(scales, ends, 0).to(tl.int32))
-            value = decoded_codes(code, MANTISSA, LOWEST, SIGN) * scale[:, None]
-        else:
-            value = (code << 16).to(tl.float32, bitcast=True)
+        byte = tl.zeros((ROWS, 1), tl.int32)
+        if FORM != "bf16":
+            byte = tl.load(scales, ends, 0).to(tl.int32)
+        value = decoded(tl.load(codes, there, 0), byte, FORM)
         total = tl.where(rank == 0, value, total + value)
         codes += code_stride
         scales += scale_stride
@@ -312,14 +247,12 @@ def _codes(form: GradientForm) -> torch.dtype:
     return torch.uint8 if form.dtype.itemsize == 1 else torch.int16
 
 
-def _form(form: GradientForm, halvings: int) -> dict[str, Any]:
+def _constants(form: GradientForm, halvings: int) -> dict[str, Any]:
     """The constants of both kernels."""
-    constants = dict(MANTISSA=0, LOWEST=0, TOP=0, SIGN=0)  # not read
-    if scaled := isinstance(form, FloatBlocks):
-        if form.block != _COLUMNS:
-            raise ValueError(f"gradients are sent in blocks of {_COLUMNS}, not {form.block}")
-        constants = constants_of(FP8_ELEMENTS[form.element])
-    return dict(HALVINGS=halvings, SCALED=scaled, ROWS=_ROWS, COLUMNS=_COLUMNS, **constants)
+    if form.dtype.itemsize == 1 and form.block != _COLUMNS:
+        raise ValueError(f"gradients are sent in blocks of {_COLUMNS}, not {form.block}")
+    [element] = [name for name, each in FORMS.items() if each == form]
+    return dict(FORM=_NAMES[element], HALVINGS=halvings, ROWS=_ROWS, COLUMNS=_COLUMNS)
 
 
 @planned
@@ -329,7 +262,8 @@ def _encode_launch(
     from_bf16 = source == torch.bfloat16
     given = torch.int16 if from_bf16 else source
     types = (given, _codes(form), torch.uint8, torch.int64, NUMBER, NUMBER, NUMBER, *_NOISE)
-    constants = _form(form, halvings) | dict(FROM_BF16=from_bf16, ALIGNED=aligned)
+    constants = _constants(form, halvings)
+    constants |= dict(FROM_BF16=from_bf16, ALIGNED=aligned, INTERPRETED=INTERPRETED)
     return Launch(encode_kernel, (programs,), types, constants, num_warps=4)
 
 
@@ -340,6 +274,5 @@ def _sum_launch(
     to_bf16 = out == torch.bfloat16
     target = torch.int16 if to_bf16 else out
     types = (_codes(form), torch.uint8, target, torch.int64, NUMBER, NUMBER, NUMBER)
-    constants = _form(form, halvings) | dict(RANKS=ranks, TO_BF16=to_bf16)
-    del constants["TOP"]
+    constants = _constants(form, halvings) | dict(RANKS=ranks, TO_BF16=to_bf16)
     return Launch(sum_kernel, (programs,), types, constants, num_warps=4)

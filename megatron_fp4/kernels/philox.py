@@ -89,6 +89,25 @@ def rest16(index, step, stream, seed_low, seed_high, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def random16(index, step, stream, seed_low, seed_high):
+    """Random integers in [0, 65536), int32, of elements by their indices (int64), as
+    `arithmetic.fp8_blocks.bits_at` draws them. Each element makes a draw of its own."""
+    w0, w1, w2, w3 = philox(index >> 3, step, stream, seed_low, seed_high)
+    at = (index & 7).to(tl.int32)
+    word = tl.where(at < 4, tl.where(at < 2, w0, w1), tl.where(at < 6, w2, w3))
+    return ((word >> ((at & 1) * 16).to(tl.uint32)) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def random16_of_groups(group, step, stream, seed_low, seed_high, INTERPRETED: tl.constexpr):
+    """`random16` of eight neighbours for each group, int32 [..., 8 n], in one draw.
+
+    group: int64 [..., n], the index of the first of the eight, divided by eight.
+    """
+    return (rest16(group, step, stream, seed_low, seed_high, INTERPRETED) >> 8) - 0xF0000
+
+
+@triton.jit
 def _hidden(x, beside, INTERPRETED: tl.constexpr):
     """A copy of x that hides from the compiler how x was computed.
 

@@ -324,6 +324,8 @@ def test_adamw_in_few_bits_compiles(moments: str, capability: int) -> None:
     assert "sqrt.rn.f32" in asm["ptx"] and "div.rn.f32" in asm["ptx"]
     assert ".approx" not in asm["ptx"] and "div.full" not in asm["ptx"]
     assert not re.search(r"\b(STL|LDL)\b", sass(asm["cubin"]))
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("element", FORMS)
 def test_messages_fit_the_registers(element: str, capability: int) -> None:

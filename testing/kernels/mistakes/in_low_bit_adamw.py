@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_fp4.kernels import low_bit_adamw, moments
+from megatron_fp4.kernels import float_blocks, low_bit_adamw, philox
 from testing.kernels.mistakes.injection import Mistake, argument, result
 
 
@@ -46,22 +46,24 @@ def _ties_up(right: Any, steps: Any, integer: Any, rest: Any, random: Any, FORM:
 
 LOW_BIT_ADAMW = {
     "blocks of the range": Mistake("range 11", low_bit_adamw._where, _at_the_range),
-    "the largest does not fit": Mistake("range 0", moments.scale_byte, _floor),
-    "roots as numbers": Mistake("v=fp8 formats", moments._is_up, _biased),
-    "moments to nearest": Mistake("range 0", moments._is_up, _to_nearest),
-    "a tie goes up": Mistake("nearest formats", moments._is_up, _ties_up),
-    "v becomes zero": Mistake("formats", moments.kept_positive, _to_zero),
+    "the largest does not fit": Mistake("range 0", float_blocks.scale_byte, _floor),
+    "roots as numbers": Mistake("v=fp8 formats", float_blocks._is_up, _biased),
+    "moments to nearest": Mistake("range 0", float_blocks._is_up, _to_nearest),
+    "a tie goes up": Mistake("nearest formats", float_blocks._is_up, _ties_up),
+    "v becomes zero": Mistake("formats", float_blocks.kept_positive, _to_zero),
     "draws of the first rank": Mistake("place columns", low_bit_adamw._place, _without_the_rank),
     "draws of another step": Mistake(
         "range 0 128",
         low_bit_adamw._drawn,
         argument("draws", lambda d: d._replace(step=d.step + 1)),
     ),
-    "m's scale for v": Mistake("range 0", moments.decoded, argument("byte", lambda b: b * 0 + 120)),
+    "m's scale for v": Mistake(
+        "range 0", float_blocks.decoded, argument("byte", lambda b: b * 0 + 120)
+    ),
     "half of a word": Mistake(
-        "odd columns", low_bit_adamw._half, argument("index", lambda index: index ^ 1)
+        "odd columns", philox.random16, argument("index", lambda index: index ^ 1)
     ),
     "a block of NaN stays": Mistake(
-        "range 0 4101", moments.encoded, result(lambda found: (found[0], found[1] & 0x7F))
+        "range 0 4101", float_blocks.encoded, result(lambda found: (found[0], found[1] & 0x7F))
     ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_fp4.kernels import float_blocks, messages
+from megatron_fp4.kernels import float_blocks, messages, philox
 from testing.kernels.mistakes.injection import Mistake, argument, result
 
 _E4M3, _RUNS = "aligned e4m3 float32", "unaligned e5m2 float32"
@@ -20,32 +20,32 @@ def _no_rank(right: Any, segment: Any, rank: Any, *others: Any) -> Any:
     return right(segment, rank * 0, *others)
 
 
+def _at_threshold(
+    right: Any, steps: Any, integer: Any, rest: Any, random: Any, *others: Any
+) -> Any:
+    return rest * 65536 >= random
+
+
 MESSAGES = {
     "bits without the rank": Mistake(_E4M3, messages._random, _no_rank),
     "a place in the rank's parameter": Mistake(
         _RUNS, messages._indices, lambda right, segment, *others: right(segment, *others) % 1024
     ),
     "a half of another element": Mistake(
-        _RUNS, messages._half, argument("index", lambda index: index + 1)
+        _RUNS, philox.random16, argument("index", lambda index: index + 1)
     ),
     "all scales in one place": Mistake(_E4M3, messages._elements, _whole),
+    "a scale too small": Mistake(_E4M3, float_blocks.scale_byte, result(lambda byte: byte - 1)),
+    "up where the fraction is the threshold": Mistake(_E4M3, float_blocks._is_up, _at_threshold),
     "NaN unseen": Mistake(
-        _E4M3,
-        float_blocks.scale_bytes,
-        argument("largest", lambda largest: largest - (largest >= 0x7F800000) * 0x1000000),
-    ),
-    "a scale too small": Mistake(_E4M3, float_blocks.scale_bytes, result(lambda byte: byte - 1)),
-    "up where the fraction is the threshold": Mistake(
-        _E4M3,
-        float_blocks._is_up,
-        lambda right, fraction, random: fraction * 65536 >= random,
+        _E4M3, float_blocks.encoded, result(lambda found: (found[0], found[1] & 127))
     ),
     "signs are lost": Mistake(
-        _E4M3, float_blocks.decoded_codes, argument("code", lambda code: code & 127)
+        _E4M3, float_blocks.decoded, argument("codes", lambda codes: codes & 127)
     ),
     "BF16 rounded by half the bits": Mistake(
         "aligned bf16 float32",
-        messages._stochastic_bf16,
+        float_blocks._in_bf16,
         argument("random", lambda random: random >> 1),
     ),
 }
