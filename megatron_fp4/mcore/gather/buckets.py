@@ -8,7 +8,7 @@ rounded the main weights to that dtype by then, so that the codes are those of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import distributed as dist
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.communication import Pending
+from megatron_fp4.mcore.exchange.buckets import extend, groups_of, ranks_of
 from megatron_fp4.mcore.gather.parts import Piece, bytes_of, head_length, parts_of
 from megatron_fp4.mcore.model.sent_weights import SentWeights
 from megatron_fp4.mcore.model.weight_states import WeightStates
@@ -164,14 +165,13 @@ class GathersCodes(_ParamAndGradBucketGroup):
             bucket.send().wait()
 
 
-def _gathering(kind: type) -> type:
-    """The class of groups of this kind whose weights are gathered as codes."""
-    return type(f"{kind.__name__}GatheringCodes", (GathersCodes, kind), {})
-
-
 def install(chunks: Sequence[Any], weights: SentWeights, states: WeightStates) -> None:
     """Makes these chunks, wrapped in Megatron's DDP, gather their sent weights as codes."""
-    groups = [group for chunk in chunks for group in _groups(chunk, weights)]
+    groups = [
+        group
+        for _, group in groups_of(chunks)
+        if any(weights.by_parameter.keys() & bucket.params for bucket in group.buckets)
+    ]
     gathered = {
         parameter for group in groups for bucket in group.buckets for parameter in bucket.params
     }
@@ -181,16 +181,8 @@ def install(chunks: Sequence[Any], weights: SentWeights, states: WeightStates) -
             "in the model's builder, or leave out the flag"
         )
     for group in groups:
-        ranks = group.intra_distributed_optimizer_instance_group
-        group.__class__ = _gathering(type(group))
+        extend(group, GathersCodes)
         group.codes_buckets = [
-            CodesBucket(bucket, ranks, weights, states) for bucket in group.buckets
+            CodesBucket(bucket, ranks_of(group), weights, states) for bucket in group.buckets
         ]
     weights.follow(groups)
-
-
-def _groups(chunk: Any, weights: SentWeights) -> Iterator[Any]:
-    """The groups of a chunk that have sent weights."""
-    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-        if any(weights.by_parameter.keys() & bucket.params for bucket in group.buckets):
-            yield group
