@@ -192,7 +192,7 @@ def expected(group: Any, bucket: Any) -> Tensor:
     form, key = exchange.pieces[bucket][0].form, exchange.key()
     wanted = torch.zeros_like(every[0])
     for owner, shard in enumerate(shards_of(bucket, len(every), PLACES)):
-        total = torch.zeros(sum(map(len, shard)))
+        total = torch.zeros(sum(map(len, shard)), device=wanted.device)
         for rank, one in enumerate(every):
             rounding = Rounding(key, slots.SENT, rank)
             sent = messages.encoded(messages.of_shard(one, shard), shard, form, rounding)

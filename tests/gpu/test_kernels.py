@@ -100,6 +100,12 @@ def test_adamw_in_few_bits_is_that_of_the_formulas() -> None:
     assert list(differences("cuda")) == []
 
 
+def test_messages_of_gradients_are_the_reference_s() -> None:
+    from testing.kernels.compare_messages import differences
+
+    assert list(differences("cuda")) == []
+
+
 def test_ramping_is_that_of_the_formulas() -> None:
     from testing.kernels.compare_ramping import differences
 

@@ -1,0 +1,41 @@
+"""Gradients and weights in few bits between two GPUs, over NCCL."""
+
+import pytest
+import torch
+
+from testing.worlds.launch import MOCK_DATA, SCRIPTS, TINY, Result, result_of, spawn
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU"),
+]
+OWNED = "--use-distributed-optimizer"
+BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 20000"
+
+
+def run(script: str, flags: str) -> Result:
+    words = [*TINY, *MOCK_DATA, "--bf16", *flags.split()]
+    return result_of(spawn(2, SCRIPTS / f"pretrain_{script}.py", *words, timeout_s=240))
+
+
+@pytest.mark.parametrize("layout", ["", BUCKETS, OWNED, f"{OWNED} {BUCKETS}"])
+@pytest.mark.parametrize("form", ["fp8", "bf16"])
+def test_sums_are_the_reference_s(form: str, layout: str) -> None:
+    """The script compares each exchange, which kernels encode and sum, with sums of the gathered
+    gradients, which PyTorch encodes and sums."""
+    found = run("exchanging", f"--fp4-grad-comm {form} {layout}")
+    assert found.status == 0 and len(found.losses) == 4, found.output[-3000:]
+
+
+def test_a_mistake_is_noticed() -> None:
+    words = ["twice", *TINY, *MOCK_DATA, "--bf16", OWNED, "--fp4-grad-comm", "fp8"]
+    found = result_of(spawn(2, SCRIPTS / "pretrain_exchanging.py", *words, timeout_s=240))
+    assert found.status != 0 and "sums differ" in found.output
+
+
+@pytest.mark.parametrize("overlap", ["", f"{BUCKETS} --overlap-param-gather"])
+def test_gathered_codes_train_as_gathered_weights(overlap: str) -> None:
+    flags = f"--fp4-recipe tetrajet {OWNED} {overlap}"
+    plain, gathered = run("gathering", flags), run("gathering", f"{flags} --fp4-param-gather")
+    assert (plain.status, gathered.status) == (0, 0), gathered.output[-3000:]
+    assert gathered.losses == plain.losses and len(plain.losses) == 4
