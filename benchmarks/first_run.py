@@ -52,7 +52,7 @@ LINEARS = ((4096, 4096), (4096, 14336))  # in, out
 RECIPES = ("tetrajet", "mxfp4", "fp8")
 COMPARISONS = (
     "mxfp4", "carriers", "block_scales", "row_scales", "averages", "dge_factor", "outlier_clamp",
-    "ramping", "low_bit_adamw", "swiglu", "rms_norm", "rotary",
+    "ramping", "low_bit_adamw", "messages", "sent_weights", "swiglu", "rms_norm", "rotary",
 )  # fmt: skip
 GPU = torch.device("cuda", 0)
 

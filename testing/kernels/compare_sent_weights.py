@@ -1,5 +1,5 @@
-"""Compares the parts of weights that ranks quantize for --fp4-param-gather, as a Hopper GPU makes
-them, with the reference, in Triton's interpreter.
+"""Compares the parts of weights that ranks quantize for --fp4-param-gather, as a GPU makes them,
+with the reference, on a GPU or, as on Hopper, in Triton's interpreter.
 
     TRITON_INTERPRET=1 python -m testing.kernels.compare_sent_weights
 
@@ -27,7 +27,7 @@ from testing.patching import patched
 PARTS = ((0, 96 * 64), (32, 64), (64, 288), (96, 3168), (96, 3200))
 
 
-def differences() -> Iterator[str]:
+def differences(device: str) -> Iterator[str]:
     generator, makers = torch.Generator().manual_seed(5), set[str]()
 
     def noted(*given: Any) -> tuple[Maker, OperandPlan]:
@@ -36,30 +36,32 @@ def differences() -> Iterator[str]:
         return maker, operand
 
     with patched(sent_weights, "_maker", noted):
-        yield from _differences(generator)
+        yield from _differences(device, generator)
     if makers != {"mxfp4 kernel"}:
         yield f"made by {', '.join(makers)}"
 
 
-def _differences(generator: torch.Generator) -> Iterator[str]:
+def _differences(device: str, generator: torch.Generator) -> Iterator[str]:
     for name in ("tetrajet", "tetrajet-ema"):
-        weight = torch.nn.Parameter(torch.randn(96, 64, generator=generator).bfloat16())
-        average = weight.detach().float() + 0.2 * torch.randn(96, 64, generator=generator)
+        matrix = torch.randn(96, 64, generator=generator).bfloat16()
+        average = matrix.float() + 0.2 * torch.randn(96, 64, generator=generator)
+        weight = torch.nn.Parameter(matrix.to(device))
         weights, recipe = SentWeights(), get_recipe(name)
         weights.add(weight, recipe)
         sent = weights.by_parameter[weight]
         for first, last in PARTS:
-            values, kept = (x.flatten()[first:last] for x in (weight.detach(), average))
-            found = sent.quantized(values, kept if sent.rounds_to_average else None)
+            values, kept = (x.flatten()[first:last] for x in (matrix, average))
+            given = kept.to(device) if sent.rounds_to_average else None
+            found = sent.quantized(values.to(device), given)
             right = quantize_matrix(
                 values.view(-1, 32), sent.codes.quantizer, axis=1, average=kept.view(-1, 32)
             )
             for what in ("codes", "scales"):
-                a, b = (getattr(each, what).flatten() for each in (found, right))
+                a, b = (getattr(each, what).flatten().cpu() for each in (found, right))
                 if not torch.equal(a, b):
                     yield f"{name}, elements {first} to {last}: {(a != b).sum()} {what} differ"
 
 
 if __name__ == "__main__":
     with patched(sent_weights, "target_of", lambda device: Target("cuda", (9, 0), None)):
-        print("\n".join(differences()))
+        print("\n".join(differences("cpu")))

@@ -106,6 +106,12 @@ def test_messages_of_gradients_are_the_reference_s() -> None:
     assert list(differences("cuda")) == []
 
 
+def test_weights_that_are_sent_are_the_reference_s() -> None:
+    from testing.kernels.compare_sent_weights import differences
+
+    assert list(differences("cuda")) == []
+
+
 def test_ramping_is_that_of_the_formulas() -> None:
     from testing.kernels.compare_ramping import differences
 
