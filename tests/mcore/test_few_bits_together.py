@@ -23,9 +23,12 @@ def run(flags: str) -> Result:
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(name, marks=() if name == "tetrajet" else pytest.mark.slow) for name in RECIPES],
+    [
+        pytest.param(name, marks=() if name == "tetrajet" else pytest.mark.outside)
+        for name in RECIPES
+    ],
 )
-@pytest.mark.parametrize("buckets", [BUCKETS, pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("buckets", [BUCKETS, pytest.param("", marks=pytest.mark.outside)])
 def test_a_gather_changes_nothing_of_the_others(recipe: str, buckets: str) -> None:
     few = f"{RECIPES[recipe]} {buckets} {GRADIENTS} {MOMENTS}"
     plain, gathered = run(few), run(f"{few} {GATHER}")

@@ -50,7 +50,7 @@ def check(result: Result, like: Result, shows: bool = True) -> None:
 
 
 def slow_but_for(quick: tuple[str, ...]) -> list[object]:
-    return [pytest.param(x, marks=() if x in quick else pytest.mark.slow) for x in LAYOUTS]
+    return [pytest.param(x, marks=() if x in quick else pytest.mark.outside) for x in LAYOUTS]
 
 
 @pytest.mark.parametrize("layout", slow_but_for(QUICK))
@@ -86,7 +86,7 @@ def test_kernels_change_no_bit(sharded: str, monkeypatch: pytest.MonkeyPatch) ->
     assert by_kernels.losses == plain.losses
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_buffers_do_not_grow_with_the_model() -> None:
     small, large = (run(f"{FP8} --num-layers {layers}", PIECES) for layers in (2, 4))
     assert small.status == large.status == 0 and held(small) == pytest.approx(held(large), rel=0.05)
@@ -119,27 +119,27 @@ COMBINATIONS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_other_launches(name: str) -> None:
     dtype, flags = COMBINATIONS[name]
     check(run(f"{FP8} {flags}", dtype=dtype), run(flags, dtype=dtype))
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("form", [f"{FP8} --fp4-grad-comm-element e5m2", BF16])
 def test_experts(form: str) -> None:
     check(run(f"{form} {MOE} {SHARDED}"), run(f"{MOE} {SHARDED}"), shows=form != BF16)
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_experts_of_other_ranks() -> None:
     """Experts have two data-parallel ranks, the rest has four."""
     flags = f"{MOE} --expert-model-parallel-size 2 --global-batch-size 8 {SHARDED} {OVERLAPPED}"
     check(run(f"{FP8} {flags}", processes=4), run(flags, processes=4))
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize(
     "schedule", ["", "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"]
 )
@@ -149,7 +149,7 @@ def test_pipeline_stages(schedule: str) -> None:
     check(run(f"{FP8} {flags}", processes=4), run(flags, processes=4))
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("flags", ["", "--sequence-parallel"])
 def test_tensor_parallel_ranks_stay_alike(flags: str) -> None:
     """Under sequence parallelism they hold other gradients of norms, which are summed later."""
@@ -157,13 +157,13 @@ def test_tensor_parallel_ranks_stay_alike(flags: str) -> None:
     check(run(f"{FP8} {flags}", processes=4), run(flags, processes=4))
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_bits_that_depend_on_the_tensor_parallel_rank_are_noticed() -> None:
     result = run(f"{FP8} --tensor-model-parallel-size 2", "apart", 4)
     assert result.status != 0 and "tensor-parallel ranks differ" in result.output
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("form", [FP8, BF16])
 def test_copies_to_the_host_change_nothing(form: str) -> None:
     """By which several ranks of one GPU exchange gradients over gloo, in tests."""
@@ -180,7 +180,7 @@ def test_copies_to_the_host_change_nothing(form: str) -> None:
     "schedule",
     [
         "",
-        pytest.param("--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param("--pipeline-model-parallel-size 2", marks=pytest.mark.outside),
     ],
 )
 def test_all_ranks_get_the_sums_where_gradients_are_saved(schedule: str, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_gradients_that_are_not_gathered_are_noticed(tmp_path: Path) -> None:
 # --- what is not finite, CUDA graphs -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [FP8, pytest.param(BF16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", [FP8, pytest.param(BF16, marks=pytest.mark.outside)])
 @pytest.mark.parametrize("sharded", ["", SHARDED])
 def test_what_overflows_on_one_rank_is_found_on_all(form: str, sharded: str) -> None:
     """FP16 then skips the step. Negative control: what is not finite is replaced before it is
@@ -231,7 +231,7 @@ def test_graphs_are_waited_for(mistake: str) -> None:
 # --- the order of events -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sharded", ["", pytest.param(SHARDED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharded", ["", pytest.param(SHARDED, marks=pytest.mark.outside)])
 def test_a_bucket_travels_while_others_are_computed(sharded: str) -> None:
     """Negative control: each is waited for at once. No more than two pieces travel at a time."""
     flags = f"{FP8} {sharded} {OVERLAPPED}"

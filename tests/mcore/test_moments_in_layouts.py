@@ -33,7 +33,7 @@ from testing.worlds.moments import (
     written,
 )  # fmt: skip
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.outside
 BF16 = Moments("bf16", "bf16")
 TP2_DP2 = f"--bf16 {TP2_SP} {DP} {DIVIDED}"
 INSTANCES = f"--bf16 {DP} --num-distributed-optimizer-instances 2 --micro-batch-size 1"

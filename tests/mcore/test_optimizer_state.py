@@ -52,7 +52,9 @@ QUICK = {"bf16", "dp2-sharded"}
 
 def cases(*names: str) -> list[object]:
     every = names or tuple(LAYOUTS)
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in every]
+    return [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.outside) for name in every
+    ]
 
 
 # --- trainings ------------------------------------------------------------------------------------
@@ -126,7 +128,8 @@ SAVED_WRONG = ["the next block's scale", "the other moment's scale", "scales los
 
 
 @pytest.mark.parametrize(
-    "mistake", [SAVED_WRONG[0], *(pytest.param(m, marks=pytest.mark.slow) for m in SAVED_WRONG[1:])]
+    "mistake",
+    [SAVED_WRONG[0], *(pytest.param(m, marks=pytest.mark.outside) for m in SAVED_WRONG[1:])],
 )
 def test_what_is_decoded_wrongly_shows(mistake: str, folder: Path, tmp_path: Path) -> None:
     whole(folder, "dp2-sharded")

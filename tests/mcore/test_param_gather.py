@@ -81,7 +81,7 @@ QUICK = ("overlapped, in buckets", "average")
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS],
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.outside) for name in LAYOUTS],
 )
 def test_codes_and_losses_are_those_of_the_plain_gather(name: str) -> None:
     found = check(*LAYOUTS[name])
@@ -93,13 +93,13 @@ def test_main_weights_that_are_not_rounded_first_are_noticed() -> None:
     assert found.status != 0 and "what was gathered differs" in found.output
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_cut_blocks_that_are_completed_with_zeros_are_noticed() -> None:
     found = run(4, f"{CUT} {GATHER}", "zeros")
     assert found.status != 0 and "what was gathered differs" in found.output
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 @pytest.mark.parametrize("other", ["", BUCKETS])
 def test_embeddings_that_are_broadcast(other: str) -> None:
     flags = f"{TETRAJET} {other}"
@@ -107,7 +107,7 @@ def test_embeddings_that_are_broadcast(other: str) -> None:
     assert found.status == 0 and found.losses == run(2, flags).losses, found.output[-3000:]
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_tied_and_frozen_weights() -> None:
     tied = [word for word in TINY if word != "--untie-embeddings-and-output-weights"]
     words = [*tied, *MOCK_DATA, *SIZES.split(), OWNED, *TETRAJET.split(), *BUCKETS.split()]
@@ -134,7 +134,7 @@ def weights_in(result: Result) -> int:
     return int(found.replace(",", ""))
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_graphs_read_the_codes_at_fixed_addresses() -> None:
     """Pretended graphs: a replay reads the memory that the capture read, and quantizes no W."""
     flags = f"{TETRAJET} {GATHER} {EIGHT} --seq-length 32 --max-position-embeddings 32"
@@ -146,7 +146,7 @@ def test_graphs_read_the_codes_at_fixed_addresses() -> None:
     assert replayed.losses == layers.losses == plain.losses and len(plain.losses) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_linears_in_cpp_read_the_codes() -> None:
     flags = f"{TETRAJET} --fp4-recipe-option backward_rounding=nearest {BUCKETS} --train-iters 8"
     plain, found = run(2, flags), run(2, f"{flags} {GATHER}", script="in_cpp")
@@ -159,7 +159,7 @@ def test_linears_in_cpp_read_the_codes() -> None:
 # --- where the weights themselves are read --------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp4", marks=pytest.mark.outside)])
 def test_evaluations(precision: str) -> None:
     flags = f"{TETRAJET} {EVALUATED} --fp4-eval-forward {precision}"
     assert len(check(2, flags).evaluations) == 4
@@ -169,13 +169,13 @@ def test_evaluations(precision: str) -> None:
         assert wrong.evaluations != run(2, flags).evaluations
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_an_overlapped_evaluation() -> None:
     for precision in ("bf16", "fp4"):
         check(2, f"{TETRAJET} {BUCKETS} {EVALUATED} --fp4-eval-forward {precision}")
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_hashes_of_weights() -> None:
     flags = f"{TETRAJET} --check-weight-hash-across-dp-replicas-interval 2"
     check(2, flags)
@@ -183,8 +183,13 @@ def test_hashes_of_weights() -> None:
     assert wrong.status != 0 and "hashes not matching" in wrong.output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("other", ["", BUCKETS, SHARDED])
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param("", marks=pytest.mark.slow),
+        *(pytest.param(x, marks=pytest.mark.outside) for x in (BUCKETS, SHARDED)),
+    ],
+)
 def test_a_killed_run_goes_on_as_the_plain_one(other: str, tmp_path: Path) -> None:
     flags, plain, killed = (
         f"{TETRAJET} {OWNED} {other} {EIGHT}",
@@ -205,7 +210,7 @@ def test_a_killed_run_goes_on_as_the_plain_one(other: str, tmp_path: Path) -> No
     assert same(plain / "iter_0000004", tmp_path / "resumed" / "iter_0000004")
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_a_checkpoint_of_stale_weights_is_noticed(tmp_path: Path) -> None:
     good, stale = (
         run(2, f"{TETRAJET} {GATHER} {saving(tmp_path / (mistake or 'good'))}", mistake)
@@ -215,7 +220,7 @@ def test_a_checkpoint_of_stale_weights_is_noticed(tmp_path: Path) -> None:
     assert not same(tmp_path / "good" / "iter_0000002", tmp_path / "stale" / "iter_0000002")
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_other_numbers_of_ranks_go_on(tmp_path: Path) -> None:
     """A checkpoint of two ranks on one, with and without the flag, and back."""
     flags, two, one = f"{TETRAJET} {SHARDED}", tmp_path / "two", tmp_path / "one"
