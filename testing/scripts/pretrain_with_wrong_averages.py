@@ -142,15 +142,15 @@ def misplaced() -> None:
     """A rank's part of a sharded weight is taken for its beginning."""
     from megatron_fp4.mcore.model.weight_states import WeightStates
 
-    own_parts = WeightStates._own_parts
+    find_owners = WeightStates._find_owners
 
     def wrong(self: Any, optimizer: Any) -> None:
-        own_parts(self, optimizer)
+        find_owners(self, optimizer)
         for kept in self._all:
             kept.start, kept.end = 0, kept.end - kept.start
             kept.owners = [(rank, 0, end - start) for rank, start, end in kept.owners]
 
-    WeightStates._own_parts = wrong  # type: ignore[method-assign, assignment]
+    WeightStates._find_owners = wrong  # type: ignore[method-assign, assignment]
 
 
 MISTAKES: dict[str, Callable[[], None]] = {

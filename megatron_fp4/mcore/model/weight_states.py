@@ -32,7 +32,7 @@ from torch import distributed as dist
 from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW
 from megatron_fp4.arithmetic.weight_states import Blend, OptimizerStep, blend, key_of
 from megatron_fp4.mcore.model.kept import Kept
-from megatron_fp4.mcore.model.optimizers import parts_of
+from megatron_fp4.mcore.model.optimizers import part_of, parts_of
 from megatron_fp4.mcore.model.saved_states import SavedStates, stack_of
 from megatron_fp4.mcore.runtime.ranks import on_all
 from megatron_fp4.recipe import Recipe
@@ -117,10 +117,10 @@ class WeightStates:
             of_stack = {name: d for stack, name, d in everywhere if stack == stack_of(kept.name)}
             kept.padded = {n: d for n, d in of_stack.items() if n not in kept.dtypes}
         for each in parts_of(optimizer):
+            if not each.is_stub_optimizer:
+                self._find_own(each)
             if isinstance(each, DistributedOptimizer):
-                self._own_parts(each)
-            elif not each.is_stub_optimizer:
-                self._own_whole(each)
+                self._find_owners(each)
             if not each.is_stub_optimizer:
                 each.optimizer.register_step_post_hook(self._update)
                 each.fp4_weight_states = self
@@ -129,28 +129,22 @@ class WeightStates:
             assert isinstance(kept.inner, RampingAdamW) and kept.main is not None
             kept.inner.ramp(kept.main)
 
-    def _own_whole(self, optimizer: MegatronOptimizer) -> None:
-        inner = optimizer.optimizer
-        mains = {id(main) for group in inner.param_groups for main in group["params"]}
+    def _find_own(self, optimizer: MegatronOptimizer) -> None:
+        """Notes which parts of the weights a part of Megatron's optimizer updates on this rank."""
         for kept in self._all:
-            main = getattr(kept.layer.weight, "main_param", kept.layer.weight)
-            if id(main) in mains:
-                kept.inner, kept.main, kept.end = inner, main, main.numel()
+            if (own := part_of(optimizer, kept.layer.weight)) is not None:
+                kept.inner, (kept.main, kept.start) = optimizer.optimizer, own
+                kept.end = kept.start + kept.main.numel()
 
-    def _own_parts(self, optimizer: DistributedOptimizer) -> None:
+    def _find_owners(self, optimizer: DistributedOptimizer) -> None:
+        """Notes which ranks own which parts of the weights. All ranks of the group have to call
+        it, those without a part too."""
         of_it = [
             kept
             for kept in self._all
             if any(kept.layer.weight in buffer.param_index_map for buffer in optimizer.buffers)
         ]
         for kept in of_it:
-            place = optimizer.model_param_group_index_map.get(kept.layer.weight)
-            if place is not None:
-                group, order = place
-                owned = optimizer._get_model_param_range_map(kept.layer.weight)["param"]
-                kept.inner = optimizer.optimizer
-                kept.main = optimizer.optimizer.param_groups[group]["params"][order]
-                kept.start, kept.end = owned.start, owned.end
             kept.group = optimizer.data_parallel_group
         mine = [(dist.get_rank(), kept.start, kept.end) for kept in of_it]
         everyone: list[Any] = [None] * optimizer.data_parallel_group.size()
