@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.messages import Rounding
+from megatron_fp4.arithmetic.segments import Segment
 from megatron_fp4.kernels import messages as kernels
 from megatron_fp4.kernels.messages import Table, table
 from megatron_fp4.mcore.exchange.coding import Piece
@@ -17,16 +19,42 @@ from megatron_fp4.mcore.exchange.coding import Piece
 
 @dataclass(frozen=True)
 class _Tables:
-    """The tables of a piece; see `kernels.messages.Table`.
+    """The tables of a piece (`kernels.messages.Table`), each made when it is first needed.
 
-    sent: of the messages of all shards. owned: of this rank's shard in the buffer. packed: of this
-    rank's shard as a vector. shared: of the messages of all shards in rooms of the longest.
+    With the distributed optimizer `sent` and `owned` are needed, without it all but `owned`.
     """
 
-    sent: Table
-    owned: Table
-    packed: Table
-    shared: Table
+    piece: Piece
+
+    @cached_property
+    def sent(self) -> Table:
+        """Of the messages of all shards, one behind the other."""
+        starts = [0, *accumulate(self.piece.lengths)][:-1]
+        return self._table(self.piece.shards, starts)
+
+    @cached_property
+    def owned(self) -> Table:
+        """Of this rank's shard, in the buffer."""
+        return self._table([self.piece.shard], [0])
+
+    @cached_property
+    def packed(self) -> Table:
+        """Of this rank's shard, as a vector of its own."""
+        return self._table([self.piece.shard], [0], is_packed=True)
+
+    @cached_property
+    def shared(self) -> Table:
+        """Of the messages of all shards, each in the room of the longest."""
+        longest = max(self.piece.lengths)
+        return self._table(self.piece.shards, [i * longest for i in range(len(self.piece.shards))])
+
+    def _table(
+        self, shards: Sequence[Sequence[Segment]], starts: Sequence[int], is_packed: bool = False
+    ) -> Table:
+        return table(shards, self.piece.form, starts, self.piece.gradients.device, is_packed)
+
+
+_tables = cache(_Tables)  # those of a piece
 
 
 class KernelCoding:
@@ -52,16 +80,3 @@ class KernelCoding:
 def _write_sums(piece: Piece, of: Table, received: Tensor, out: Tensor) -> None:
     ranks, stride = len(piece.shards), piece.lengths[piece.own]
     kernels.write_sums(of, piece.form, received, ranks, stride, out)
-
-
-@cache
-def _tables(piece: Piece) -> _Tables:
-    shards, form, device = piece.shards, piece.form, piece.gradients.device
-    back_to_back = [0, *accumulate(piece.lengths)][:-1]
-    in_rooms = [rank * max(piece.lengths) for rank in range(len(shards))]
-    return _Tables(
-        sent=table(shards, form, back_to_back, device),
-        owned=table([piece.shard], form, [0], device),
-        packed=table([piece.shard], form, [0], device, is_packed=True),
-        shared=table(shards, form, in_rooms, device),
-    )
