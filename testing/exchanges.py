@@ -174,7 +174,8 @@ def ignores_graphs() -> None:
 
 
 def tells_events() -> None:
-    """No mistake: rank 0 prints when a gradient is ready, and when a piece is sent or arrives."""
+    """Makes rank 0 print a line when a parameter's gradient is ready, when a piece is sent, when it
+    has arrived, and when the optimizer's step begins. This is no mistake: nothing else changes."""
     ready, finish = ExchangingBucketGroup.register_grad_ready, _Flight.finish
 
     def tell(event: str) -> None:
@@ -274,7 +275,7 @@ def replays(bucket: Any) -> None:
 
 
 def overflows(bucket: Any) -> None:
-    """An element of rank 1's gradients is Inf in the second step."""
+    """Sets an element of the gradients of rank 1 to Inf in the second step."""
     from megatron.training import get_args
 
     if dist.get_rank() == 1 and get_args().curr_iteration == 1:

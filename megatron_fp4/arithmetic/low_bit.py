@@ -89,9 +89,11 @@ class LowBit:
 
 @torch.no_grad()
 def step(of: LowBit, gradient: Tensor, adam: Adam, seed: int) -> None:
-    """One step of AdamW: decodes the moments, updates them and the weight, encodes the moments.
+    """Takes one step of AdamW with a weight and its moments, in place.
 
-    The weight is updated by the moments before they are rounded. gradient: float32, of its shape.
+    The moments are decoded and updated, the weight is updated by them, and then they are rounded
+    and stored. So rounding first shows in the next step. gradient: float32, of the weight's shape.
+    seed: of the random bits that round the moments.
     """
     draws = Key(seed, adam.step)
     decoded = {key: of.decoded(key) for key in of.moments.forms}

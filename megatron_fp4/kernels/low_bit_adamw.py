@@ -73,10 +73,11 @@ def _drawn(
     row, where, draws, stream,
     ROWS: tl.constexpr, SHARDED: tl.constexpr, GROUPED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Random integers in [0, 65536), int32 [ROWS, 128], of the elements of blocks.
+    """The random integers in [0, 65536) by which the elements of ROWS blocks are rounded: int32
+    [ROWS, 128].
 
-    row: int64, the first block in the rank's parameter. GROUPED: whether the elements that share a
-    draw are eight neighbours from a multiple of eight on.
+    row: int64, the number of the first block in this rank's parameter, flattened. GROUPED: whether
+    eight neighbouring elements, from each multiple of eight on, share a draw of random bits.
     """
     rows = (row + tl.arange(0, ROWS)[:, None]) * 128
     if not GROUPED:

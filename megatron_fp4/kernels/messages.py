@@ -124,10 +124,12 @@ def sum_kernel(
     FORM: tl.constexpr, RANKS: tl.constexpr, TO_BF16: tl.constexpr, HALVINGS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The sums of the messages of RANKS ranks, which are added in their order.
+    """Decodes the messages that RANKS ranks sent of the same segments, adds them up in the order of
+    the ranks, and writes the sums.
 
-    code_stride, scale_stride: from one rank's message to the next, in codes and in bytes. out_ptr:
-    float32, or int16 of the bits of BF16 (TO_BF16). The others are those of `encode_kernel`.
+    code_stride, scale_stride: the distance between the messages of two ranks, in codes and in
+    bytes. out_ptr: the sums, float32, or int16 with the bits of BF16 (TO_BF16). The other arguments
+    are those of `encode_kernel`.
     """
     segment = _segment(segments, count, HALVINGS)
     elements, there, blocks = _elements(segment, ROWS, COLUMNS)
@@ -176,10 +178,12 @@ def table(
     device: torch.device,
     is_packed: bool = False,
 ) -> Table:
-    """The table of the messages of several shards, one message for each shard.
+    """Makes the table that tells the kernels where each segment of some shards lies, in a vector of
+    gradients and in the shards' messages.
 
-    starts: the first byte of each message. is_packed: whether the vector has the segments without
-    what lies between them in the buffer, as `arithmetic.messages.of_shard` returns them.
+    shards: the segments of each. starts: where the message of each shard begins, in bytes.
+    is_packed: whether the vector has these segments alone, one behind the other, as
+    `arithmetic.messages.of_shard` returns them. Otherwise it is the whole buffer of gradients.
     """
     rows: list[tuple[int, ...]] = []
     tile = packed = 0
@@ -238,8 +242,14 @@ def write_sums(
 
 
 def _plain(x: Tensor) -> Tensor:
-    """x as a kernel takes it: BF16 as int16, since Triton's interpreter converts it wrongly."""
-    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+    """x as a kernel takes it; see `_plain_dtype`."""
+    return x.view(_plain_dtype(x.dtype))
+
+
+def _plain_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype as which a kernel takes numbers in float32 or BF16: BF16 as the int16 of its bits,
+    since Triton's interpreter converts BF16 wrongly."""
+    return torch.int16 if dtype == torch.bfloat16 else dtype
 
 
 def _codes(form: GradientForm) -> torch.dtype:
@@ -259,11 +269,18 @@ def _constants(form: GradientForm, halvings: int) -> dict[str, Any]:
 def _encode_launch(
     programs: int, halvings: int, source: torch.dtype, form: GradientForm, aligned: bool
 ) -> Launch:
-    from_bf16 = source == torch.bfloat16
-    given = torch.int16 if from_bf16 else source
-    types = (given, _codes(form), torch.uint8, torch.int64, NUMBER, NUMBER, NUMBER, *_NOISE)
+    types = (
+        _plain_dtype(source),
+        _codes(form),
+        torch.uint8,
+        torch.int64,
+        NUMBER,
+        NUMBER,
+        NUMBER,
+        *_NOISE,
+    )
     constants = _constants(form, halvings)
-    constants |= dict(FROM_BF16=from_bf16, ALIGNED=aligned, INTERPRETED=INTERPRETED)
+    constants |= dict(FROM_BF16=source == torch.bfloat16, ALIGNED=aligned, INTERPRETED=INTERPRETED)
     return Launch(encode_kernel, (programs,), types, constants, num_warps=4)
 
 
@@ -271,8 +288,6 @@ def _encode_launch(
 def _sum_launch(
     programs: int, halvings: int, out: torch.dtype, form: GradientForm, ranks: int
 ) -> Launch:
-    to_bf16 = out == torch.bfloat16
-    target = torch.int16 if to_bf16 else out
-    types = (_codes(form), torch.uint8, target, torch.int64, NUMBER, NUMBER, NUMBER)
-    constants = _constants(form, halvings) | dict(RANKS=ranks, TO_BF16=to_bf16)
+    types = (_codes(form), torch.uint8, _plain_dtype(out), torch.int64, NUMBER, NUMBER, NUMBER)
+    constants = _constants(form, halvings) | dict(RANKS=ranks, TO_BF16=out == torch.bfloat16)
     return Launch(sum_kernel, (programs,), types, constants, num_warps=4)

@@ -88,7 +88,11 @@ def seen(prepare: Callable[..., None], situations: list[Callable[..., None]]) ->
 
 
 def true_gradients(bucket: Any) -> Tensor:
-    """A bucket's gradients, whatever stands in its buffer while a CUDA graph runs."""
+    """The gradients that a bucket has once no CUDA graph adds to them any more.
+
+    Where a test pretends that a graph is still running (`exchanges.Replay`), the bucket's buffer
+    has zeros until then.
+    """
     return getattr(bucket, "true_gradients", bucket.grad_data)
 
 

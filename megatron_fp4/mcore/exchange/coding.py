@@ -109,7 +109,8 @@ class TorchCoding:
 
 
 def coding_on(device: torch.device) -> Coding:
-    """PyTorch's operations, or kernels with the same bits on a GPU."""
+    """The `Coding` of gradients on a device: by kernels on a GPU, else by PyTorch's operators. Both
+    make the same bits."""
     if device.type != "cuda":
         return TorchCoding()
     from megatron_fp4.mcore.exchange.kernel_coding import KernelCoding  # imports Triton

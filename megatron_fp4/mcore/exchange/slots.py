@@ -43,9 +43,10 @@ class Slot(NamedTuple):
 
 
 class Slots:
-    """The slots of a process, and the pieces in them.
+    """Sends pieces through the slots of this process, and keeps those that are on their way.
 
-    capacity: the bytes that a buffer needs for the largest piece. device: of the gradients.
+    capacity: the bytes of each buffer of a slot; the largest piece has to fit (`Piece.room`).
+    device: the device of the gradients.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -63,9 +64,10 @@ class Slots:
         return sum(buffer.nbytes for slot in self._slots for buffer in slot)
 
     def send(self, pieces: Iterable[Piece], key: Key) -> Pending[None]:
-        """Sends pieces. Once they are waited for, the sums are in their buffers.
+        """Starts to send pieces, in their order.
 
-        key: of the random bits.
+        key: the key of the random bits by which they are rounded. Returns what waits until the sums
+        are in the pieces' buffers.
         """
         sent = [self._send(piece, key) for piece in pieces]
         return Pending(lambda: self._finish(sent[-1]))

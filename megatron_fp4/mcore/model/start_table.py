@@ -43,10 +43,11 @@ class Row:
 
 
 class SentGradients(NamedTuple):
-    """The gradients of one kind of parameter that a rank sends in a step.
+    """How much one rank sends of its gradients in a step, of either dense parameters or experts.
 
-    ranks: those that have the same parameters. elements: the parameters of a rank. to_owners: bytes
-    sent to the ranks that sum. to_all: bytes of sums sent to all ranks.
+    ranks: the number of data-parallel ranks that have a copy of these parameters. elements: the
+    number of these parameters on the rank. to_owners: the bytes of gradients that it sends to the
+    ranks that sum them. to_all: the bytes of sums that it sends to the other ranks.
     """
 
     ranks: int
