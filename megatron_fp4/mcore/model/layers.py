@@ -7,6 +7,7 @@ initialization and checkpoints are upstream's.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_fp4.arithmetic.philox import Placement
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.execution.call import Call, Site
@@ -160,9 +162,36 @@ class _FollowsRecipe:
     bias: Tensor | None
     config: TransformerConfig
     skip_bias_add: bool
+    tp_group: torch.distributed.ProcessGroup
+    is_expert: bool
     fp4: Fp4State | None = None  # None: this layer stays in high precision
     # Whether the class may compute what stands beside it; see `GatedMLP.join` and `joined_norms`.
     may_join: bool = True
+
+    def attach(
+        self,
+        name: str,
+        run: Run,
+        recipe: Recipe,
+        average: Tensor | None,
+        sent_w: QuantizedTensor | None = None,
+    ) -> None:
+        """Makes this linear follow `recipe`.
+
+        name: its global module name. average: of its weight, which `WeightStates.add` returns.
+        sent_w: what `SentWeights.add` returns for its weight; None: the linear quantizes W.
+        Raises ConfigError if the recipe's blocks do not divide the linear's sizes.
+        """
+        sharding, placements = self._sharded(name, run, recipe)
+        site = run.site(name, placements, _ranks(self.tp_group, sharding), average, sent_w)
+        self.fp4 = Fp4State(run, recipe, site, self.is_expert)
+
+    @abstractmethod
+    def _sharded(
+        self, name: str, run: Run, recipe: Recipe
+    ) -> tuple[Sharding, dict[str, Placement]]:
+        """How tensor parallelism shards the linear, and where the rank's parts of its matrices lie.
+        Raises ConfigError as `attach` does."""
 
     def plan(self) -> LinearPlan:
         """The plan that training executes for a microbatch of --micro-batch-size sequences.
@@ -215,20 +244,9 @@ class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
     Under sequence parallelism each rank has a part of X's tokens, and the codes are gathered.
     """
 
-    def attach(
-        self,
-        name: str,
-        run: Run,
-        recipe: Recipe,
-        average: Tensor | None,
-        sent_w: QuantizedTensor | None = None,
-    ) -> None:
-        """Makes this linear follow `recipe`.
-
-        name: its global module name. average: of its weight, which `WeightStates.add` returns.
-        sent_w: what `SentWeights.add` returns for its weight; None: the linear quantizes W.
-        Raises ConfigError if the recipe's blocks do not divide the linear's sizes.
-        """
+    def _sharded(
+        self, name: str, run: Run, recipe: Recipe
+    ) -> tuple[Sharding, dict[str, Placement]]:
         rank, ranks = self.tp_group.rank(), self.tp_group.size()
         alone = self.explicit_expert_comm  # the token dispatcher communicates, not the linear
         sharding = column_parallel(
@@ -239,9 +257,7 @@ class Fp4ColumnParallelLinear(_FollowsRecipe, ColumnParallelLinear):
         ranges = getattr(self.weight, "partition_stride", 1)
         length = self.output_size_per_partition // ranges
         size_checks.check(run.args, recipe, name, self.input_size, length, sharding, self.is_expert)
-        placements = column_parallel_placements(rank, ranks, length, ranges, self.weight.device)
-        site = run.site(name, placements, _ranks(self.tp_group, sharding), average, sent_w)
-        self.fp4 = Fp4State(run, recipe, site, self.is_expert)
+        return sharding, column_parallel_placements(rank, ranks, length, ranges, self.weight.device)
 
 
 class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
@@ -252,20 +268,9 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
     backward dY arrives as this rank's tokens and can be quantized before it is gathered.
     """
 
-    def attach(
-        self,
-        name: str,
-        run: Run,
-        recipe: Recipe,
-        average: Tensor | None,
-        sent_w: QuantizedTensor | None = None,
-    ) -> None:
-        """Makes this linear follow `recipe`.
-
-        name: its global module name. average: of its weight, which `WeightStates.add` returns.
-        sent_w: what `SentWeights.add` returns for its weight; None: the linear quantizes W.
-        Raises ConfigError if the recipe's blocks do not divide the linear's sizes.
-        """
+    def _sharded(
+        self, name: str, run: Run, recipe: Recipe
+    ) -> tuple[Sharding, dict[str, Placement]]:
         rank, ranks = self.tp_group.rank(), self.tp_group.size()
         length = self.input_size_per_partition
         sharding = row_parallel(
@@ -275,9 +280,7 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
         size_checks.check(
             run.args, recipe, name, length, self.output_size, sharding, self.is_expert
         )
-        placements = row_parallel_placements(rank, ranks, length, self.weight.device)
-        site = run.site(name, placements, _ranks(self.tp_group, sharding), average, sent_w)
-        self.fp4 = Fp4State(run, recipe, site, self.is_expert)
+        return sharding, row_parallel_placements(rank, ranks, length, self.weight.device)
 
     def forward(self, input_: Tensor | Activated) -> tuple[Tensor, Tensor | None]:
         """(Y, bias), as upstream's forward. The bias is None if it was added to Y.
