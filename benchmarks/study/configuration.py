@@ -4,16 +4,17 @@ import hashlib
 import json
 from typing import Any
 
-from benchmarks.study.matrix import BF16, Point
+from benchmarks.study.matrix import Matrix, Point, is_bf16
 from benchmarks.study.sizes import SIZES
 from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
 from tools import runs
 
 
-def configuration(point: Point, metrics_interval: int, text: dict[str, Any]) -> dict[str, Any]:
+def configuration(matrix: Matrix, point: Point, text: dict[str, Any]) -> dict[str, Any]:
     """All that the result of a run depends on, as JSON, besides versions and the machine.
 
-    text: of text.described(). "flags" are those of the launch but for paths and for the layout.
+    point: of the matrix. text: of text.described(). "flags" are those of the launch but for paths
+    and for the layout. "ranks" is there if the matrix says how many share the batch.
     """
     size = SIZES[point.size]
     training = runs.Training(
@@ -24,11 +25,12 @@ def configuration(point: Point, metrics_interval: int, text: dict[str, Any]) -> 
         held_out_batches=max(text["held_out"]["tokens"] // size.tokens, 1),
         seed=point.seed,
     )
-    flags = [*size.flags(training), *point.flags()]
-    if point.recipe != BF16:
-        flags += ["--fp4-metrics-interval", str(metrics_interval)]
+    flags = [*size.flags(training, max(matrix.ranks, 1)), *point.flags(), *matrix.flags.split()]
+    if not is_bf16(point.recipe):
+        flags += ["--fp4-metrics-interval", str(matrix.metrics_interval)]
     found = {"flags": flags, "text": text["sha256"], "numerics": NUMERICS_VERSION}
-    return point._asdict() | found
+    ranks = {"ranks": matrix.ranks} if matrix.ranks else {}
+    return point._asdict() | found | ranks
 
 
 def hash_of(configuration: dict[str, Any]) -> str:

@@ -23,9 +23,10 @@ FOLDER = Path(__file__).parent
 class Point(NamedTuple):
     """A point of a matrix, which is one run.
 
-    recipe: a recipe's name, perhaps with options ("tetrajet-ema,ema_share=0.02"), or BF16.
-    size: a name of SIZES. seed: of weights and of the order of the data. rounding_seed: of the
-    random bits of FP4; None for BF16, which has none.
+    recipe: a recipe's name, perhaps with options ("tetrajet-ema,ema_share=0.02"), or BF16; then
+    further flags may follow ("tetrajet --fp4-grad-comm fp8"). size: a name of SIZES. seed: of
+    weights and of the order of the data. rounding_seed: of the random bits of FP4; None for BF16,
+    which has none.
     """
 
     recipe: str
@@ -37,11 +38,17 @@ class Point(NamedTuple):
 
     def flags(self) -> list[str]:
         """The flags of the recipe."""
-        if self.recipe == BF16:
-            return []
-        name, *options = self.recipe.split(",")
+        recipe, *further = self.recipe.split()
+        if recipe == BF16:
+            return further
+        name, *options = recipe.split(",")
         chosen = [word for option in options for word in ("--fp4-recipe-option", option)]
-        return ["--fp4-recipe", name, *chosen, "--fp4-seed", str(self.rounding_seed)]
+        return ["--fp4-recipe", name, *chosen, "--fp4-seed", str(self.rounding_seed), *further]
+
+
+def is_bf16(recipe: str) -> bool:
+    """Whether the runs of a `Point.recipe` have linears in BF16."""
+    return recipe.split()[0] == BF16
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class Block:
             self.sizes, self.seeds, self.steps, self.learning_rates, self.recipes
         ):
             own: list[int | None] = [None]
-            if recipe != BF16:
+            if not is_bf16(recipe):
                 own = [*(self.rounding_seeds or [seed])]
             found += [Point(recipe, size, rate, steps, seed, rounding) for rounding in own]
         return found
@@ -76,7 +83,9 @@ class Matrix:
     """A study.
 
     what: its question. against: the recipes that the others are compared with.
-    metrics_interval: --fp4-metrics-interval of the runs in FP4; 0: no metrics.
+    metrics_interval: --fp4-metrics-interval of the runs in FP4; 0: no metrics. flags: further flags
+    of every run. ranks: the data-parallel ranks of each run, which share its batch, on a GPU each;
+    0: as many as the GPUs and the size allow, with the same results.
     """
 
     name: str
@@ -85,6 +94,8 @@ class Matrix:
     runs: list[Block]
     against: list[str] = field(default_factory=lambda: [BF16])
     metrics_interval: int = 0
+    flags: str = ""
+    ranks: int = 0
 
     def points(self) -> list[Point]:
         """Every run once."""
@@ -114,7 +125,8 @@ def read(given: str) -> Matrix:
 def _matrix(name: str, found: Any) -> Matrix:
     values = _checked("the matrix", Matrix, found, name=name)
     amounts = _checked("text", Text, values["text"])
-    for key, value in [*amounts.items(), ("metrics_interval", values.get("metrics_interval", 0))]:
+    numbers = {key: values.get(key, 0) for key in ("metrics_interval", "ranks")}
+    for key, value in (amounts | numbers).items():
         if not isinstance(value, int | float):
             raise StudyError(f"{key} is a number, not {value!r}")
     text = Text(**amounts)
@@ -160,6 +172,6 @@ def _checked(where: str, kind: Any, found: Any, **given: Any) -> dict[str, Any]:
 
 def _check_recipe(recipe: str) -> None:
     """Raises ConfigError if there is no such recipe or option."""
-    if recipe != BF16:
-        name, *options = recipe.split(",")
+    if not is_bf16(recipe):
+        name, *options = recipe.split()[0].split(",")
         get_recipe(name, **dict(option.partition("=")[::2] for option in options))

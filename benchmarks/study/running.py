@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.study import results
 from benchmarks.study.configuration import configuration, hash_of, point_of
+from benchmarks.study.errors import StudyError
 from benchmarks.study.launching import MARGIN, Launch
 from benchmarks.study.matrix import Matrix
 from benchmarks.study.sizes import SIZES
@@ -32,8 +33,13 @@ class Machine:
     gpus: Sequence[str]
     at_once: int = 1
 
-    def processes(self, size: str) -> int:
-        """The processes of a run: as many as its size may have, if there are GPUs for them."""
+    def processes(self, size: str, ranks: int = 0) -> int:
+        """The processes of a run: `ranks`, or as many as its size may have, if there are GPUs for
+        them. Raises StudyError if there are GPUs, but fewer than `ranks`."""
+        if ranks:
+            if 0 < len(self.gpus) < ranks:
+                raise StudyError(f"each run needs {ranks} GPUs, and {len(self.gpus)} are visible")
+            return ranks
         most = SIZES[size].gpus
         return max(n for n in range(1, most + 1) if most % n == 0 and n <= max(len(self.gpus), 1))
 
@@ -76,15 +82,15 @@ class Session:
 
     def configurations(self, matrix: Matrix) -> list[dict[str, Any]]:
         """The configuration of each run of the matrix."""
-        interval = matrix.metrics_interval
-        return [configuration(point, interval, self.text) for point in matrix.points()]
+        return [configuration(matrix, point, self.text) for point in matrix.points()]
 
     def train(self, matrix: Matrix, machine: Machine) -> None:
         """Trains what is left, until the deadline. A run that failed is tried once more."""
         for _ in range(results.MOST_FAILURES):
             by_processes: dict[int, list[dict[str, Any]]] = {}
             for each in self.left(matrix):
-                by_processes.setdefault(machine.processes(each["size"]), []).append(each)
+                processes = machine.processes(each["size"], matrix.ranks)
+                by_processes.setdefault(processes, []).append(each)
             for processes, group in by_processes.items():
                 self._side_by_side(group, machine.places(processes), processes)
 

@@ -24,9 +24,12 @@ class Size:
         """Tokens of a step."""
         return self.batch * self.model.sequence
 
-    def flags(self, training: runs.Training) -> list[str]:
-        """Megatron's flags for this model and training; later flags override earlier ones."""
-        micro_batch = ["--micro-batch-size", str(self.micro_batch)]
+    def flags(self, training: runs.Training, ranks: int = 1) -> list[str]:
+        """Megatron's flags for this model and training; later flags override earlier ones.
+
+        ranks: at least so many data-parallel ranks share the batch.
+        """
+        micro_batch = ["--micro-batch-size", str(min(self.micro_batch, self.batch // ranks))]
         return [*self.model.flags(), *training.flags(), *micro_batch]
 
 

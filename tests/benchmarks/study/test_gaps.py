@@ -10,16 +10,18 @@ import pytest
 
 from benchmarks.study.configuration import configuration, hash_of
 from benchmarks.study.gaps import Cell, Gap, bootstrap, gap, spread
-from benchmarks.study.matrix import Point
+from benchmarks.study.matrix import Matrix, Point
+from benchmarks.study.text import Text
 
 TEXT = {"sha256": "5e4f", "held_out": {"tokens": 30_000}}
+MATRIX = Matrix("test", "a test", Text(2, 1024), [])
 CELL = Cell("5e4f", "tiny", 60, 1e-3)
 
 
 def row(recipe: str, seed: int, loss: float, rounding_seed: int | None = None) -> dict[str, Any]:
     rounding = None if recipe == "bf16" else rounding_seed or seed
     point = Point(recipe, "tiny", 1e-3, 60, seed, rounding)
-    found = configuration(point, 0, TEXT)
+    found = configuration(MATRIX, point, TEXT)
     held_out = [[30, 9.0], [60, loss]]
     return {"hash": hash_of(found), "configuration": found, "held_out": held_out}
 

@@ -18,12 +18,14 @@ from benchmarks.study import results
 from benchmarks.study.__main__ import UNFINISHED
 from benchmarks.study.configuration import configuration, hash_of
 from benchmarks.study.launching import Launch, averaged, curves, error_line
-from benchmarks.study.matrix import Point
+from benchmarks.study.matrix import Matrix, Point
+from benchmarks.study.text import Text
 from tools import runs
 
 ROOT = Path(__file__).parents[3]
 TEXT = {"sha256": "5e4f", "held_out": {"tokens": 30_000}}
-CONFIGURATION = configuration(Point("tetrajet", "tiny", 1e-3, 4, 1, 1), 0, TEXT)
+MATRIX = Matrix("test", "a test", Text(2, 1024), [])
+CONFIGURATION = configuration(MATRIX, Point("tetrajet", "tiny", 1e-3, 4, 1, 1), TEXT)
 STEP = (
     " iteration {step:8d}/       4 | elapsed time per iteration (ms): {ms} | "
     "lm loss: {loss} | grad norm: {norm} |"

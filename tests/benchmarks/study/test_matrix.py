@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import yaml
 from benchmarks.study import matrix
 from benchmarks.study.configuration import configuration, hash_of, point_of
 from benchmarks.study.errors import StudyError
-from benchmarks.study.matrix import Block, Point
+from benchmarks.study.matrix import Block, Matrix, Point
 from benchmarks.study.sizes import SIZES
+from benchmarks.study.text import Text
 from tools import runs
 
 TEXT = {"sha256": "5e4f", "held_out": {"tokens": 30_000}}
 BLOCK = Block(["bf16", "tetrajet"], ["tiny"], [1e-3, 2e-3], [60, 240], [1, 2])
 POINT = Point("tetrajet", "tiny", 1e-3, 60, 1, 1)
+MATRIX = Matrix("test", "a test", Text(2, 1024), [], metrics_interval=50)
 GOOD: dict[str, Any] = {
     "what": "a test",
     "text": {"megabytes": 2, "vocabulary": 1024},
@@ -60,7 +63,7 @@ def test_the_matrices_of_the_package(name: str) -> None:
     found = matrix.read(name)
     compared = {point.recipe for point in found.points()}
     assert compared > set(found.against) and "bf16" in found.against
-    hashes = {hash_of(configuration(p, found.metrics_interval, TEXT)) for p in found.points()}
+    hashes = {hash_of(configuration(found, p, TEXT)) for p in found.points()}
     assert len(hashes) == len(found.points())
 
 
@@ -83,6 +86,8 @@ def changed(**block: Any) -> dict[str, Any]:
         (GOOD | {"text": {"megabytes": 2, "vocabulary": 2}}, "vocab-size 2 is not in"),
         (GOOD | {"text": {"megabytes": "two", "vocabulary": 1024}}, "megabytes is a number"),
         (GOOD | {"metrics_interval": "often"}, "metrics_interval is a number"),
+        (GOOD | {"ranks": "two"}, "ranks is a number"),
+        (changed(recipes=["tetrajt --fp4-grad-comm fp8"]), "tetrajt"),
         ([], "a mapping"),
     ],
 )  # fmt: skip
@@ -102,7 +107,7 @@ def test_a_name_that_is_neither_a_matrix_nor_a_file() -> None:
 
 def test_a_configuration_is_complete() -> None:
     """The axes, the text, and every flag of the model, the training and the recipe."""
-    found = configuration(POINT, 50, TEXT)
+    found = configuration(MATRIX, POINT, TEXT)
     flags = found["flags"]
     for flag in [*SIZES["tiny"].model.flags(), *runs.Training(60, learning_rate=1e-3).flags()]:
         assert not flag.startswith("--") or flag in flags
@@ -126,15 +131,15 @@ def test_a_configuration_is_complete() -> None:
     ids=str,
 )
 def test_every_axis_changes_the_hash(change: dict[str, Any]) -> None:
-    other = configuration(POINT._replace(**change), 50, TEXT)
-    assert hash_of(other) != hash_of(configuration(POINT, 50, TEXT))
+    other = configuration(MATRIX, POINT._replace(**change), TEXT)
+    assert hash_of(other) != hash_of(configuration(MATRIX, POINT, TEXT))
 
 
 def test_the_text_the_size_and_the_numerics_change_the_hash(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def found(interval: int = 50, text: dict[str, Any] = TEXT) -> str:
-        return hash_of(configuration(POINT, interval, text))
+        return hash_of(configuration(replace(MATRIX, metrics_interval=interval), POINT, text))
 
     hashes = [found(), found(interval=60), found(text=TEXT | {"sha256": "5e50"})]
     monkeypatch.setattr("benchmarks.study.configuration.NUMERICS_VERSION", 1000)
@@ -147,8 +152,38 @@ def test_the_text_the_size_and_the_numerics_change_the_hash(
 def test_metrics_do_not_change_bf16() -> None:
     """Which has none: the same runs of BF16 serve several matrices."""
     point = POINT._replace(recipe="bf16", rounding_seed=None)
-    assert configuration(point, 50, TEXT) == configuration(point, 0, TEXT)
-    assert "--fp4-seed" not in configuration(point, 50, TEXT)["flags"]
+    found = configuration(MATRIX, point, TEXT)
+    assert found == configuration(replace(MATRIX, metrics_interval=0), point, TEXT)
+    assert "--fp4-seed" not in found["flags"]
+
+
+def test_further_flags_follow_a_recipe() -> None:
+    """In the entry of a recipe or of BF16; those of the matrix are in every run."""
+    matrix = replace(MATRIX, flags="--use-distributed-optimizer")
+    few = "--fp4-grad-comm fp8"
+    for recipe, own in (("tetrajet,beta=1", ["--fp4-recipe-option", "beta=1"]), ("bf16", [])):
+        point = POINT._replace(recipe=f"{recipe} {few}", rounding_seed=None)
+        flags = configuration(matrix, point, TEXT)["flags"]
+        for words in (own, few.split(), ["--use-distributed-optimizer"]):
+            assert " ".join(words) in " ".join(flags)
+        assert ("--fp4-recipe" in flags) == ("--fp4-metrics-interval" in flags) == bool(own)
+        plain = configuration(matrix, POINT._replace(recipe=recipe, rounding_seed=None), TEXT)
+        assert [flag for flag in flags if flag not in few.split()] == plain["flags"]
+
+
+def test_ranks_share_the_batch_and_change_the_hash() -> None:
+    """Without `ranks` configurations are those of results from before there were any."""
+    plain, shared = (configuration(m, POINT, TEXT) for m in (MATRIX, replace(MATRIX, ranks=2)))
+    assert "ranks" not in plain and shared["ranks"] == 2
+    assert hash_of(plain) != hash_of(shared)
+    sizes = []
+    for found in (plain, shared):
+        flags = found["flags"]
+        last = len(flags) - 1 - flags[::-1].index("--micro-batch-size")
+        sizes.append(int(flags[last + 1]))
+        assert flags[flags.index("--global-batch-size") + 1] == "8"
+    assert sizes == [8, 4]
+    assert point_of(json.loads(json.dumps(shared))) == POINT
 
 
 def test_a_size_is_named_by_the_parameters_of_its_layers() -> None:

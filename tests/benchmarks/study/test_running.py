@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,19 @@ def test_an_interrupt_is_not_a_failure(tmp_path: Path) -> None:
 def test_where_runs_are_placed(gpus: int, size: str, places: list[str]) -> None:
     machine = Machine([*map(str, range(gpus))])
     assert machine.places(machine.processes(size)) == places
+
+
+def test_runs_of_a_number_of_ranks(tmp_path: Path) -> None:
+    """On that many GPUs each, or on the CPU; too few GPUs are an error."""
+    for gpus, places in ((0, [""]), (2, ["0,1"]), (5, ["0,1", "2,3"])):
+        machine = Machine([*map(str, range(gpus))])
+        assert machine.processes("tiny", 2) == 2 and machine.places(2) == places
+    two = replace(matrix(), ranks=2)
+    stand_in = StandIn()
+    session(tmp_path, stand_in).train(two, Machine(["0", "1"]))
+    assert stand_in.devices == ["0,1"] * 4
+    with pytest.raises(StudyError, match="each run needs 2 GPUs, and 1 are visible"):
+        session(tmp_path / "few", stand_in).train(two, Machine(["0"]))
 
 
 def test_one_run_a_gpu_at_a_time(tmp_path: Path) -> None:
