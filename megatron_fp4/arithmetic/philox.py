@@ -23,7 +23,7 @@ from megatron_fp4.errors import ConfigError
 ROUNDS = 7
 GROUP = 8  # elements that share one draw: 4 words of 32 bits, 16 bits for each element
 
-_MASK = 0xFFFFFFFF
+_MASK, _SIGN = 0xFFFFFFFF, 0x80000000
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
@@ -131,9 +131,17 @@ class Key:
 
         The step's word is 0 where the step is a tensor.
         """
-        step = 0 if isinstance(self.step, Tensor) else self.step & _MASK
-        low, high = self.seed & _MASK, (self.seed >> 32) & _MASK
-        return step - (step >> 31 << 32), low - (low >> 31 << 32), high - (high >> 31 << 32)
+        step = 0 if isinstance(self.step, Tensor) else self.step
+        return signed(step), signed(self.seed), signed(self.seed >> 32)
+
+
+def signed(word: int) -> int:
+    """The low 32 bits of an integer, as the int32 with the same bits.
+
+    Kernels take words in this form. Triton types an integer by its value: it would compile another
+    kernel for one beyond int32, and a kernel for int32 refuses it.
+    """
+    return ((word & _MASK) ^ _SIGN) - _SIGN
 
 
 def word(number: int | Tensor, device: torch.device | str) -> Tensor:

@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import E2M1_MAX, SCALE_FLOATS
-from megatron_fp4.arithmetic.philox import Noise
+from megatron_fp4.arithmetic.philox import Noise, signed
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.kernels.arguments import Draws
 from megatron_fp4.kernels.encode import nearest, pack, stochastic
 from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, planned, tiles
 from megatron_fp4.kernels.philox import noise_of, rest_of_tile, tile_group_indices
-from megatron_fp4.kernels.quantize import RANDOM, SILENCE, is_in_memory, random_of, signed
+from megatron_fp4.kernels.quantize import RANDOM, SILENCE, is_in_memory, random_of
 from megatron_fp4.kernels.rows import INFINITE, fp8_code
 
 TILE, WARPS = 64, 4  # rows and columns of a program's tile

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -232,8 +232,12 @@ class Launch:
         """Runs the kernel in Triton's interpreter.
 
         On a GPU a pointer has the dtype that `types` gives, whatever the tensor's. The interpreter
-        reads the dtype from the tensor, so tensors are viewed in the dtype of `types`.
+        reads the dtype from the tensor, so tensors are viewed in the dtype of `types`. A GPU takes
+        no number beyond int32, so that raises OverflowError here too.
         """
+        for kind, argument in zip(self.flat_types, arguments, strict=True):
+            if kind in NUMBERS and not -(2**31) <= cast(int, argument) < 2**31:
+                raise OverflowError(f"{argument} is beyond int32, which a kernel takes")
         given = [
             argument.view(kind) if isinstance(argument, Tensor) else argument
             for kind, argument in zip(self.flat_types, arguments, strict=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.low_bit import LowBit, Owned, scale_key, stream_of
 from megatron_fp4.arithmetic.moments import Moments
-from megatron_fp4.arithmetic.philox import GROUP, Key
+from megatron_fp4.arithmetic.philox import GROUP, Key, signed
 from megatron_fp4.arithmetic.ramping import Adam
 from megatron_fp4.kernels.float_blocks import decoded, encoded
 from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, planned, tiles
@@ -176,7 +176,7 @@ def step(of: LowBit, gradient: Tensor, adam: Adam, seed: int) -> None:
     start = _launch(programs, of.moments, where.shift > 0, sharded, grouped)
     draws = Draws(*Key(seed, adam.step).signed_words)
     moments = [
-        Moment(of.state[key], of.state.get(scale_key(key)), _word(stream_of(of.owned.name, key)))
+        Moment(of.state[key], of.state.get(scale_key(key)), signed(stream_of(of.owned.name, key)))
         for key in of.moments.forms
     ]
     state = [each for moment in moments for each in moment]
@@ -192,13 +192,8 @@ def _where(owned: Owned, size: int) -> tuple[Where, bool, bool]:
     if not sharded:
         columns = stride = GROUP
     grouped = not any(each % GROUP for each in (first, columns, stride))
-    words = _word(first), first >> 32
+    words = signed(first), first >> 32
     return Where(size, shift, block, *words, columns, stride), sharded, grouped
-
-
-def _word(number: int) -> int:
-    """The lowest 32 bits of a number, as an int32."""
-    return (number + 2**31) % 2**32 - 2**31
 
 
 # How a moment is stored, by its name in `Moments`: the kernel's name for it, and the types of its

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fp4.arithmetic.messages import FORMS, GradientForm, Rounding
-from megatron_fp4.arithmetic.philox import GROUP
+from megatron_fp4.arithmetic.philox import GROUP, signed
 from megatron_fp4.arithmetic.segments import Segment
 from megatron_fp4.kernels.encode import bf16_bits
 from megatron_fp4.kernels.float_blocks import decoded, encoded
@@ -219,7 +219,7 @@ def encode(
     launch = _encode_launch(of.tiles, of.halvings, source.dtype, form, of.is_aligned)
     launch(
         source.device, _plain(source), codes, messages, of.segments, len(of.segments),
-        rounding.rank, rounding.stream, *rounding.key.signed_words,
+        rounding.rank, signed(rounding.stream), *rounding.key.signed_words,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.philox import GROUP, Key, Noise, Placement, Signs, word
+from megatron_fp4.arithmetic.philox import GROUP, Key, Noise, Placement, Signs, signed, word
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, average_for
 from megatron_fp4.kernels.arguments import Draws, Output, Random, Rounding, Source, Tile
 from megatron_fp4.kernels.fp8 import FORMATS
@@ -38,7 +38,7 @@ from megatron_fp4.recording import DRAW, SEED_HIGH, SEED_LOW, STEP
 HADAMARD_GROUPS = (32, 64, 128)
 BLOCKS = (16, 32)  # block sizes
 _REGISTERS = 128 if VERSION < (3, 7) else 136  # what Triton 3.9 makes would spill with 128
-_MASK, _SIGN = 0xFFFFFFFF, 0x80000000
+_SIGN = 0x80000000
 SILENCE = Noise(Key(0), 0)
 
 # The types of the kernels' arguments; see `Launch`.
@@ -205,14 +205,8 @@ def _in_two_forms(number: int | Tensor, in_memory: bool, like: Tensor) -> tuple[
     if number.__class__ is not int and isinstance(number, Tensor):
         assert number.dtype == torch.int64  # as kernels read it
         return 0, number
-    number = signed(number & _MASK)
+    number = signed(number)
     return number, kept(word, (number,), like) if in_memory else None
-
-
-def signed(word: int) -> int:
-    """An unsigned 32-bit word as the int32 with the same bits: Triton types an integer by its
-    value, and would compile another kernel for one beyond int32."""
-    return (word ^ _SIGN) - _SIGN
 
 
 @planned

@@ -21,7 +21,7 @@ from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.segments import Place, Segment, segments
 from megatron_fp4.kernels import messages as kernels
 
-KEY, STREAM = Key((5 << 40) + 77, 2**33 + 12), 0x9E3779B1
+KEY, STREAM = Key((5 << 40) + 77, 2**33 + 12), 0x9E3779B1  # each has a word beyond int32
 RANKS = 3
 # (first element in the buffer, element behind the last, place) of each parameter, and the borders
 # of the shards. Gaps between parameters are padding.

@@ -237,6 +237,10 @@ def test_kernels_are_interpreted_where_that_is_asked(monkeypatch: pytest.MonkeyP
     words, out, step, rows = kernel.launched[0]
     assert words.dtype == torch.int32 and words.data_ptr() == x.data_ptr()
     assert type(out) is Pair and out == Pair(None, 5) and (step, rows) == (3, 64)
+    for beyond in (2**31, -(2**31) - 1):  # which a GPU's launcher refuses too
+        with pytest.raises(OverflowError, match="beyond int32"):
+            start(x.device, x, None, 5, beyond, 64)
+    start(x.device, x, None, 5, 2**31 - 1, 64)
 
 
 def test_triton_s_launcher_calls_its_c_function_as_said() -> None:
