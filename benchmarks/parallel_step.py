@@ -10,9 +10,10 @@ both cases. The names are those of training_step.py. A ratio is to the fastest B
 
 Bytes are those sent in one step, by each kind of collective the most that any rank sends: for
 linears, data-parallel sums and the optimizer (traffic.py). Rows with CUDA graphs have none, since
-replays cannot be counted. Milliseconds on the GPU are means over the ranks. Those of communication
-include waiting for other ranks, and mostly overlap with computation. Memory is the largest peak of
-any rank.
+replays cannot be counted. All-to-all and broadcast have columns only where some row sends a
+hundredth of its bytes by them. Milliseconds on the GPU are means over the ranks. Those of
+communication include waiting for other ranks, and mostly overlap with computation. Those in which
+nothing else ran on the GPU are "exposed". Memory is the largest peak of any rank.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ LAYOUTS = {
 }
 KINDS = ("gemm", "quantize", "carry", "communication")
 SENT = ("all-gather", "reduce-scatter", "all-reduce", "send")
+RARELY_SENT = ("all-to-all", "broadcast")  # their columns are left out where they hold next to 0
 
 
 def row_of(case: Case, model: list[str], batch: int, gpus: str | None = None) -> Row:
@@ -104,9 +106,10 @@ def summed_up(ranks: list[dict[str, Any]]) -> Row:
         return {kind: how([rank[key].get(kind, 0) for rank in ranks]) for kind in sorted(kinds)}
 
     spent = {kind: round(ms, 2) for kind, ms in each("gpu_ms", statistics.mean).items()}
-    peak = max(rank["peak_gib"] for rank in ranks)
-    largest = ranks[0]["largest"]  # kernels of rank 0
-    return {"gpu_ms": spent, "sent": each("sent", max), "peak_gib": peak, "largest": largest}
+    exposed = round(statistics.mean(rank["exposed_ms"] for rank in ranks), 2)
+    row = {"gpu_ms": spent, "exposed_ms": exposed, "sent": each("sent", max)}
+    row["peak_gib"] = max(rank["peak_gib"] for rank in ranks)
+    return row | {"largest": ranks[0]["largest"]}  # kernels of rank 0
 
 
 def grouped(cases: list[Case], gpus: int) -> list[list[Case]]:
@@ -154,10 +157,19 @@ def compare(rows: list[Row]) -> None:
                 row[key] = row["tokens/s a GPU"] / base
 
 
+def sent_kinds(rows: list[Row]) -> list[str]:
+    """The kinds of collective that have a column in the table of these rows."""
+    sent = [row["sent"] or {} for row in rows]
+    rare = (k for k in RARELY_SENT if any(s.get(k, 0) > sum(s.values()) / 100 for s in sent))
+    return [*SENT, *rare]
+
+
 def table(rows: list[Row]) -> list[str]:
-    """The result as a Markdown table; bytes in MB."""
+    """The result as a Markdown table; bytes in MB. Rows of older results have no `exposed_ms`."""
+    exposed = ["exposed"] if any("exposed_ms" in row for row in rows) else []
+    kinds = sent_kinds(rows)
     head = ["layout", "recipe", "ms a step", "tokens/s", "a GPU", "times BF16", "scaling"]
-    head += ["peak GiB", *KINDS, *(f"{kind} MB" for kind in SENT)]
+    head += ["peak GiB", *KINDS, *exposed, *(f"{kind} MB" for kind in kinds)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         cells = [row["layout"], row["name"], f"{row['ms']:.0f}"]
@@ -165,8 +177,9 @@ def table(rows: list[Row]) -> list[str]:
         cells += [f"{row[key]:.2f}" if key in row else "" for key in ("ratio", "scaling")]
         cells.append(f"{row['peak_gib']:.1f}")
         cells += [f"{row['gpu_ms'].get(kind, 0):.0f}" for kind in KINDS]
+        cells += [f"{row['exposed_ms']:.0f}" if "exposed_ms" in row else "" for _ in exposed]
         sent = row["sent"]
-        cells += [f"{sent.get(kind, 0) / 1e6:,.0f}" if sent is not None else "" for kind in SENT]
+        cells += [f"{sent.get(kind, 0) / 1e6:,.0f}" if sent is not None else "" for kind in kinds]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

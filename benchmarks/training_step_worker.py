@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import te
@@ -44,6 +45,7 @@ KINDS = {
 # Only GPU time is reported. Without a GPU the profiler runs on the CPU, and there is none.
 ACTIVITY = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
 found: dict[str, Any] = {}
+Interval = tuple[float, float]  # start and end
 
 
 def kind(kernel: str) -> str:
@@ -78,7 +80,8 @@ def watched(train_step: Any) -> Any:
 
 
 def tell(profiler: profile) -> None:
-    """Records the GPU time by kind of kernel, and the kernels that took most of it."""
+    """Records the GPU time by kind of kernel, the kernels that took most of it, and the time of
+    communication that nothing else hides."""
     totals: dict[str, float] = {}
     largest = []
     for event in profiler.key_averages():
@@ -89,6 +92,29 @@ def tell(profiler: profile) -> None:
         largest.append((round(ms, 2), event.count, event.key[:70]))
     found["gpu_ms"] = {name: round(ms, 2) for name, ms in totals.items() if ms}
     found["largest"] = sorted(largest, reverse=True)[:25]
+    found["exposed_ms"] = round(exposed_ms(profiler.events()), 2)
+
+
+def exposed_ms(events: Any) -> float:
+    """The milliseconds in which kernels of communication ran on the GPU, and no other kernel.
+
+    events: of the profiler, with times in microseconds.
+    """
+    communication, others = list[Interval](), list[Interval]()
+    for event in events:
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            into = communication if kind(event.name) == "communication" else others
+            into.append((event.time_range.start, event.time_range.end))
+    return (covered(communication + others) - covered(others)) / 1e3
+
+
+def covered(intervals: list[Interval]) -> float:
+    """The length of the union of the intervals."""
+    length, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        length += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return length
 
 
 def stand_ins(words: list[str]) -> list[str]:

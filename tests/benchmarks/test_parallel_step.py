@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parallel_step import LAYOUTS, Row, compare, grouped, row_of, table
+from benchmarks.parallel_step import LAYOUTS, Row, compare, grouped, row_of, summed_up, table
 from benchmarks.stamp import resumed
 
 LAYERS, HIDDEN, SEQUENCE, MICRO_BATCH, BATCH = 1, 64, 64, 2, 4
@@ -89,3 +89,30 @@ def test_layouts_that_run_at_one_time_have_gpus_of_their_own() -> None:
 def test_a_table_has_a_line_for_each_row(rows: dict[str, Row]) -> None:
     lines = table(list(rows.values()))
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
+
+
+def columns(rows: list[Row]) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(rows)]
+
+
+def test_kinds_that_a_row_sends_have_columns(rows: dict[str, Row]) -> None:
+    plain = rows["bf16"] | {"sent": {"reduce-scatter": 4 * 10**9, "broadcast": 10**6}}
+    exchanging = rows["mxfp4"] | {"sent": {"all-to-all": 10**9, "broadcast": 12 * 10**6}}
+    head, *_ = columns([plain])
+    assert head[-1] == "send MB"  # the few tokens that are broadcast have no column
+    head, _, *lines = columns([plain, exchanging])
+    assert head[-2:] == ["all-to-all MB", "broadcast MB"]
+    assert [line[-2:] for line in lines] == [["0", "1"], ["1,000", "12"]]
+
+
+def test_exposed_time_is_a_mean_over_ranks_and_a_column_where_it_is_known(
+    rows: dict[str, Row],
+) -> None:
+    each = {"gpu_ms": {}, "sent": {}, "peak_gib": 1.0, "largest": []}
+    row = summed_up([each | {"exposed_ms": ms} for ms in (2.0, 7.0)])
+    assert row["exposed_ms"] == 4.5
+    new, old = rows["bf16"] | {"exposed_ms": 31.4}, dict(rows["mxfp4"])
+    del old["exposed_ms"]  # as in results from before it was measured
+    head, _, *lines = columns([new, old])
+    assert [line[head.index("exposed")] for line in lines] == ["31", ""]
+    assert "exposed" not in columns([old])[0]

@@ -2,12 +2,14 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.autograd import DeviceType
 
 from benchmarks import training_step
-from benchmarks.training_step_worker import kind
+from benchmarks.training_step_worker import covered, exposed_ms, kind
 
 KERNELS = Path(__file__).parents[2] / "megatron_fp4/kernels"
 
@@ -61,3 +63,50 @@ def test_kernels_outside_the_linears_are_told_apart() -> None:
         "triton_poi_fused_mul_silu_split_0": "other",
     }
     assert {name: kind(name) for name in names} == names
+
+
+@pytest.mark.parametrize(
+    ("intervals", "length"),
+    [
+        ([], 0),
+        ([(3, 5)], 2),
+        ([(7, 8), (0, 2)], 3),  # apart, in any order
+        ([(0, 2), (2, 3)], 3),  # that touch
+        ([(0, 4), (3, 6)], 6),  # that overlap
+        ([(0, 9), (2, 3), (5, 7)], 9),  # one in another: the end that counts is not the last one's
+        ([(0, 9), (2, 3), (8, 12)], 12),
+        ([(1, 2), (1, 2), (1, 1)], 1),  # the same, and an empty one
+    ],
+)
+def test_the_length_of_a_union(intervals: list[tuple[float, float]], length: float) -> None:
+    assert covered(intervals) == length
+
+
+def event(name: str, start: float, end: float, **changed: Any) -> Any:
+    """An event as torch's profiler tells it; times in microseconds."""
+    usual = {"device_type": DeviceType.CUDA, "is_user_annotation": False}
+    span = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, time_range=span, **usual | changed)
+
+
+NCCL = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"
+HIDDEN = [
+    event("nvjet_sm90", 0, 4000),
+    event(NCCL, 1000, 3000),  # all of it beside the GEMM
+    event(NCCL, 3000, 7000),  # beside it to 4000, alone to 6000
+    event("adamw_kernel", 6000, 7000),
+    event(NCCL, 8000, 9000),  # alone
+]
+
+
+def test_communication_is_exposed_where_nothing_else_runs() -> None:
+    assert exposed_ms(HIDDEN) == 3
+    assert exposed_ms(HIDDEN[:2]) == 0
+    assert exposed_ms([*HIDDEN, event(NCCL, 4500, 8500)]) == 4  # 4000-6000 and 7000-9000
+
+
+def test_ranges_and_the_host_hide_no_communication() -> None:
+    named = event("nccl:reduce_scatter", 4000, 20000, is_user_annotation=True)
+    host = event("cudaLaunchKernel", 4000, 20000, device_type=DeviceType.CPU)
+    assert exposed_ms([*HIDDEN, named, host]) == exposed_ms(HIDDEN)
+    assert exposed_ms([*HIDDEN, event("nvjet_sm90", 4000, 20000)]) == 0  # a kernel does
