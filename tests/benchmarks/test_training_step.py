@@ -84,7 +84,8 @@ def test_the_length_of_a_union(intervals: list[tuple[float, float]], length: flo
 
 def event(name: str, start: float, end: float, **changed: Any) -> Any:
     """An event as torch's profiler tells it; times in microseconds."""
-    usual = {"device_type": DeviceType.CUDA, "is_user_annotation": False}
+    # The profiler's device types are objects of their own, equal to those of the enumeration.
+    usual = {"device_type": DeviceType(DeviceType.CUDA.value), "is_user_annotation": False}
     span = SimpleNamespace(start=start, end=end)
     return SimpleNamespace(name=name, time_range=span, **usual | changed)
 
