@@ -86,9 +86,9 @@ def _cases(is_gradient: bool, kept: torch.dtype) -> Iterator[Case]:
         Case(is_gradient, None),
         Case(is_gradient, None, rows=14, columns=2058),
         Case(is_gradient, nearest, (1,)),
-        Case(is_gradient, nearest, (1, 0), rows=64, columns=128, element=E4M3),
+        Case(is_gradient, nearest, (1, 0), rows=32, columns=128, element=E4M3),
         Case(is_gradient, noisy, (1, 0), element=torch.float8_e5m2),
-        Case(is_gradient, replace(noisy, block=(1, 16)), (0,), rows=64, columns=128),
+        Case(is_gradient, replace(noisy, block=(1, 16)), (0,), rows=32, columns=128),
     ):
         yield replace(case, kept=kept)
 

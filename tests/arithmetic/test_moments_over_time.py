@@ -48,11 +48,11 @@ def halving(steps: int, mean: float, fall: float) -> list[Tensor]:
     ("v", "beta", "steps", "bias", "wrong"),
     [
         ("fp16", 0.95, 200, 0.01, None),
-        ("fp16", 0.999, 2400, 0.01, 0.01),
+        pytest.param("fp16", 0.999, 2400, 0.01, 0.01, marks=pytest.mark.outside),
         ("bf16", 0.95, 200, 0.01, None),
         ("bf16", 0.999, 2400, 0.02, 0.5),
         ("fp8", 0.95, 200, 0.05, 1.0),
-        ("fp8", 0.999, 2400, 0.05, 0.2),
+        pytest.param("fp8", 0.999, 2400, 0.05, 0.2, marks=pytest.mark.outside),
     ],
 )
 def test_v_follows_gradients_that_halve(

@@ -58,14 +58,13 @@ def test_w_that_comes_as_codes_in_kernels() -> None:
         assert case["equal"] and not case["problems"], (name, case)
 
 
-USUAL = ["tetrajet", "mxfp4-rht-sr"]
-OTHERS = [name for name in list_recipes() if name not in (*USUAL, "fp8")]
+OTHERS = [name for name in list_recipes() if name not in ("tetrajet", "fp8")]
 
 
 @pytest.mark.parametrize(
     "recipe",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in USUAL),
+        pytest.param("tetrajet", marks=pytest.mark.slow),
         *(pytest.param(name, marks=pytest.mark.outside) for name in OTHERS),
     ],
 )

@@ -36,8 +36,11 @@ from testing.kernels.compiling import (
     sass,
 )
 
+ELSEWHERE = [pytest.param(each, marks=pytest.mark.outside) for each in (80, 120)]
+GPUS = [90, 100, *ELSEWHERE]
 
-@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+
+@pytest.mark.parametrize("capability", [*GPUS, pytest.param(89, marks=pytest.mark.outside)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_kernel_compiles(variant: str, capability: int) -> None:
     if "E4M3" in variant and capability < 89:
@@ -193,7 +196,7 @@ def test_rows_are_corrected_without_spilling(second: bool | None, blocks: int) -
         assert "STL" in made(A=start.constants["A"]._replace(BLOCKS=carrier.BLOCKS))
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("memory", [False, True])
@@ -209,7 +212,7 @@ def test_a_transform_compiles(memory: bool, axis: int, group: int, capability: i
     assert widest
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("element", row_operands.EXPONENTS)
 def test_casts_with_float32_scales_compile(element: Any, axis: int, capability: int) -> None:
@@ -238,14 +241,14 @@ def test_row_scales_fit_the_registers(element: Any) -> None:
     assert "STL" in sass(compiled_launch(rows, 90, num_warps=2)["cubin"])
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("carrier", [None, E4M3, E5M2])
 def test_a_transpose_compiles(carrier: Any, capability: int) -> None:
     start = transpose._launch(4096, 2048, carrier)
     assert "STL" not in sass(compiled_launch(start, capability)["cubin"])
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_casts_with_scales_in_small_floats_compile(
@@ -263,13 +266,13 @@ def test_casts_with_scales_in_small_floats_compile(
     assert "div.rn.f32" in cast and "div.full" not in cast
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", GPUS)
 def test_the_estimator_compiles(capability: int) -> None:
     start = estimator._launch(64, 4096, DGE(), True)
     assert "ex2.approx" in compiled_launch(start, capability)["ptx"]
 
 
-@pytest.mark.parametrize("capability", [90, 100, 120])
+@pytest.mark.parametrize("capability", [90, 100, ELSEWHERE[1]])
 @pytest.mark.parametrize("element", FORMATS, ids=str)
 @pytest.mark.parametrize("corrects", [False, True])
 @pytest.mark.parametrize("block", [16, 32])
@@ -281,8 +284,8 @@ def test_a_carrier_compiles(block: int, corrects: bool, element: Any, capability
     assert "prmt.b32" in ptx and "mul.ftz" not in ptx
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize("features", [64, 4096, 16384])
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("features", [64, 4096, pytest.param(16384, marks=pytest.mark.outside)])
 def test_an_outlier_clamp_compiles(features: int, capability: int) -> None:
     start = outliers._launch(64, features, OutlierClamp(), native=capability >= 90)
 
@@ -314,7 +317,7 @@ LOW_BIT = {
 }
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("moments", LOW_BIT)
 def test_adamw_in_few_bits_compiles(moments: str, capability: int) -> None:
     """Subnormal numbers are not flushed, quotients and roots are rounded to nearest, no instruction
@@ -326,7 +329,7 @@ def test_adamw_in_few_bits_compiles(moments: str, capability: int) -> None:
     assert not re.search(r"\b(STL|LDL)\b", sass(asm["cubin"]))
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("element", FORMS)
 def test_messages_fit_the_registers(element: str, capability: int) -> None:
     """On any GPU: codes are made and read by integers, and not by FP8 instructions."""

@@ -63,7 +63,7 @@ def test_gradients_in_bf16(layout: str) -> None:
     check(run(f"{BF16} {LAYOUTS[layout]}"), run(LAYOUTS[layout]), shows=False)
 
 
-@pytest.mark.parametrize("form", [FP8, BF16])
+@pytest.mark.parametrize("form", [FP8, pytest.param(BF16, marks=pytest.mark.outside)])
 @pytest.mark.parametrize("sharded", ["", SHARDED])
 def test_pieces_change_no_bit(form: str, sharded: str) -> None:
     """However many a bucket has. The buffers that they go through are then smaller."""
