@@ -4,8 +4,8 @@
 
 For each measured step, linear and kernel: the estimate over the measurement. `fitted` uses the
 rates of rates.py. `left out` uses rates that are fitted without that row, and for rows of several
-GPUs without all rows of its layout; it is a prediction. Rows of earlier commits are fitted to
-never. Memory has no fitted number. Bytes are compared too, and must be equal.
+GPUs without all rows of its layout; it is a prediction. Rows of other commits are fitted to never.
+Memory has no fitted number. Bytes are compared too, and must be equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.estimate_fit import fit
-from benchmarks.estimate_rows import Step, Timed, kernels, linears, steps
+from benchmarks.estimate_rows import (
+    BY_TORCH,
+    CURRENT,
+    EARLIER,
+    KERNELS,
+    LINEARS,
+    Step,
+    Timed,
+    kernels,
+    linears,
+    mlps,
+    steps,
+)
 from benchmarks.stamp import stamp
 from megatron_fp4.estimate.gpus import MEASURED
 from megatron_fp4.estimate.layout import stages
@@ -33,7 +45,8 @@ GIB = 2.0**30
 
 def rows() -> list[Row]:
     """A row for each committed measurement."""
-    return [*(of_step(step) for step in steps()), *(of_timed(x) for x in (*linears(), *kernels()))]
+    timed = (*linears(), *mlps(), *kernels())
+    return [*(of_step(step) for step in steps()), *(of_timed(each) for each in timed)]
 
 
 # --- time -----------------------------------------------------------------------------------------
@@ -64,7 +77,9 @@ def of_step(step: Step) -> Row:
     found: Row = {"file": step.file, "layout": step.layout_name, "name": step.name}
     found |= {"measured ms": measured}
     found |= {key: each.total * 1e3 / measured for key, each in estimates.items()}
-    found["peak GiB"], found["memory"] = step.row["peak_gib"], peak(step) / step.row["peak_gib"]
+    found["peak GiB"] = step.row["peak_gib"]
+    if has_memory(step):
+        found["memory"] = peak(step) / step.row["peak_gib"]
     if step.row["sent"]:
         found["bytes"] = {
             kind: estimate / step.row["sent"][kind] for kind, estimate in sent(step).items()
@@ -78,11 +93,16 @@ def of_timed(row: Timed) -> Row:
     used = {"fitted": RATES} if row.only else {"fitted": RATES, "left out": left_out(row)}
     for key, rates in used.items():
         estimate = sum(seconds(row.amounts, MEASURED, rates.seconds).values())
-        found[key] = estimate / row.seconds
+        found[key] = estimate * (rates.alone if row.alone else 1.0) / row.seconds
     return found
 
 
 # --- memory and bytes -----------------------------------------------------------------------------
+
+
+def has_memory(step: Step) -> bool:
+    """Whether the memory of a layout is estimated; with CUDA graphs of a pipeline it is not."""
+    return not (step.layout.graphs and step.layout.pp > 1)
 
 
 def peak(step: Step) -> float:
@@ -111,17 +131,20 @@ def sent(step: Step) -> dict[str, float]:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def table(rows: list[Row]) -> list[str]:
-    """The steps as a Markdown table."""
+def tables(rows: list[Row]) -> list[list[str]]:
+    """The steps as Markdown tables: of the present kernels, and with torch's."""
+    found = [row for row in rows if "layout" in row]
+    return [_table([row for row in found if row["file"] in group]) for group in (CURRENT, BY_TORCH)]
+
+
+def _table(rows: list[Row]) -> list[str]:
     head = ["result", "layout", "recipe", "ms measured", "estimated", "left out"]
     head += ["GiB measured", "estimated"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
-        if "layout" not in row:
-            continue
         cells = [row["file"], row["layout"], row["name"], f"{row['measured ms']:.0f}"]
         cells += [f"{row['fitted']:.2f}", f"{row['left out']:.2f}"]
-        cells += [f"{row['peak GiB']:.1f}", f"{row['memory']:.3f}"]
+        cells += [f"{row['peak GiB']:.1f}", f"{row['memory']:.3f}" if "memory" in row else ""]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -136,17 +159,33 @@ def summary(rows: list[Row]) -> list[str]:
     return lines
 
 
-def _is_step(row: Row) -> bool:
-    return "layout" in row and row["file"] in ("training_step", "training_step-four", *_NOW)
+def _waits_for_python(row: Row) -> bool:
+    """Whether linears ran in Python, where the GPUs may wait for the host. They run in C++ now."""
+    is_current = row["file"] in CURRENT
+    return not is_current and row.get("layout", "")[:2] == "tp" and row["name"] == "tetrajet"
 
 
-_NOW = ("parallel_step",)
+def _in(files: tuple[str, ...], alone: bool | None = None) -> Callable[[Row], bool]:
+    """Whether a row is of these files, and of one GPU (`alone`) or of several."""
+
+    def is_one(row: Row) -> bool:
+        if row["file"] not in files or _waits_for_python(row):
+            return False
+        return alone is None or alone == (row["layout"] == "one")
+
+    return is_one
+
+
 KINDS: dict[str, Callable[[Row], bool]] = {
-    "steps on one GPU": lambda row: _is_step(row) and row["layout"] == "one",
-    "steps on 2 or 4 GPUs": lambda row: _is_step(row) and row["layout"] != "one",
-    "steps at earlier commits": lambda row: "layout" in row and not _is_step(row),
-    "linears": lambda row: " × " in row["name"] and row["file"] in ("linear", "peers"),
-    "quantize kernels": lambda row: "quantize_kernels" in row["file"] or "to " in row["name"],
+    "steps on one GPU": _in(CURRENT, True),
+    "steps on 2 GPUs": _in(CURRENT, False),
+    "steps with torch's kernels, on one GPU": _in(BY_TORCH, True),
+    "steps with torch's kernels, on 2 or 4 GPUs": _in(BY_TORCH, False),
+    "steps of other commits": _in(EARLIER),
+    "TP of `tetrajet` with linears in Python": _waits_for_python,
+    "linears": lambda row: " × " in row["name"] and row["file"] in (*LINEARS, "peers"),
+    "MLPs": _in(("mlp",)),
+    "quantize kernels": lambda row: row["file"] == KERNELS or "to " in row["name"],
 }
 
 
@@ -157,7 +196,8 @@ def main() -> None:
     args = parser.parse_args()
     found = rows()
     args.out.write_text(json.dumps({"stamp": stamp(), "rows": found}, indent=1) + "\n")
-    print("\n".join([*table(found), "", *summary(found)]))
+    for lines in (*tables(found), summary(found)):
+        print("\n".join([*lines, ""]))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import quantize_kernels, te
+from benchmarks.linear import TOKENS
+from benchmarks.mlp import APART
 from benchmarks.parallel_step import LAYOUTS
 from benchmarks.training_step import PLAIN
 from megatron_fp4.estimate.amounts import Amounts
@@ -19,17 +22,24 @@ from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import recipe_named
 from megatron_fp4.estimate.work import of_linear
 from megatron_fp4.plan.compiler import compile_plan
-from megatron_fp4.plan.setting import Setting
+from megatron_fp4.plan.setting import KeepsW, Setting, SwigluPlace
 from megatron_fp4.recipe import Recipe
 
 RESULTS = Path(__file__).parent / "results"
-# Steps with fused kernels, of which only the memory is compared: no rate is fitted to them.
-FUSED = ("fused-step",)
-STEPS = ("training_step", "training_step-four", "parallel_step")
-# Measured at earlier commits, when the host took longer to launch a linear.
-EARLIER = tuple(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs"))
-# Kinds of kernels outside the linears that later results tell apart; `step.Time` does not.
-_OUTSIDE = ("copies", "rotary", "swiglu", "norm", "cross-entropy")
+# Steps of the present kernels, with linears in C++.
+CURRENT = ("fused-step-beside", "parallel-two")
+# Steps with torch's kernels outside the linears, and with linears in Python.
+BY_TORCH = ("training_step", "training_step-four", "parallel_step")
+# Steps to which no rate is fitted, of commits before CURRENT or BY_TORCH.
+EARLIER = (
+    *("fused-step", "fused-step-decoded", "fused-step-before", "fp8-step"),
+    *(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs")),
+)
+# Linears, and quantize kernels, of which those of the first file and of KERNELS are fitted to.
+LINEARS = ("linear-te", "linear-rows")
+KERNELS = "quantize_kernels-fused"
+# Kinds of kernels outside the linears that results with fused kernels tell apart, beside "other".
+OUTSIDE = ("copies", "rotary", "swiglu", "norm", "cross-entropy")
 
 
 @cache
@@ -62,30 +72,23 @@ class Step:
         """Measured seconds of the GPU by the kinds of `step.Time`."""
         found = {kind: ms / 1e3 for kind, ms in self.row["gpu_ms"].items()}
         found["quantize"] = found.get("quantize", 0.0) + found.pop("carry", 0.0)
-        found["other"] = sum(found.pop(kind, 0.0) for kind in ("other", *_OUTSIDE))
+        found["other"] = sum(found.pop(kind, 0.0) for kind in ("other", *OUTSIDE))
         return found
 
 
 @cache
-def steps(files: tuple[str, ...] = STEPS + EARLIER) -> tuple[Step, ...]:
+def steps(files: tuple[str, ...] = CURRENT + BY_TORCH + EARLIER) -> tuple[Step, ...]:
     """The rows of results of training steps."""
     rows = [(file, row) for file in files for row in result(file)["rows"]]
     return tuple(_step(file, row.get("layout", "one"), row) for file, row in rows)
 
 
 def _step(file: str, layout: str, row: dict[str, Any]) -> Step:
-    is_fused = file in FUSED
-    setup = _setup(result(file), layout, row["name"], is_fused)
-    return Step(file, layout, row["name"], *setup, row)
+    return Step(file, layout, row["name"], *_setup(result(file), layout, row["name"]), row)
 
 
-def _setup(
-    found: dict[str, Any], layout_name: str, name: str, is_fused: bool
-) -> tuple[Model, Layout, Recipe]:
-    """What benchmarks/training_step.py and parallel_step.py ran for a row.
-
-    is_fused: whether with fused kernels around the linears.
-    """
+def _setup(found: dict[str, Any], layout_name: str, name: str) -> tuple[Model, Layout, Recipe]:
+    """What benchmarks/training_step.py and parallel_step.py ran for a row of a result."""
     flags = LAYOUTS[layout_name]
     model = Model(
         found["layers"], 4096, 14336, 32, 8, 128, 32000, 4096,
@@ -99,10 +102,15 @@ def _setup(
         sharded=flags.dp > 1,
         graphs="graph" in name,
         fused_dw="upstream" not in name,
-        fused_kernels=is_fused,
-        keeps_w="fprop" if "--fp4-weight-cache fprop" in name else "packed",
+        fused_kernels="liger-kernel" in found["stamp"] and "--fp4-fused-kernels off" not in name,
+        keeps_w=_keeps_w(name),
     )  # fmt: skip
     return model, layout, recipe_named("bf16" if name in PLAIN else name.split()[0])
+
+
+def _keeps_w(name: str) -> KeepsW:
+    cases: tuple[KeepsW, ...] = ("fprop", "decoded")
+    return next((case for case in cases if f"--fp4-weight-cache {case}" in name), "packed")
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -112,7 +120,8 @@ def _setup(
 class Timed:
     """A measured linear or kernel: the work, and the seconds it took.
 
-    only: whether a rate is fitted to this row alone, so that nothing predicts it.
+    only: whether a rate is fitted to this row alone, so that nothing predicts it. alone: whether it
+    is a kernel without GEMMs beside it; see `Rates.alone`.
     """
 
     file: str
@@ -120,15 +129,18 @@ class Timed:
     amounts: Amounts
     seconds: float
     only: bool = False
+    alone: bool = False
 
 
 @cache
 def linears() -> tuple[Timed, ...]:
-    """The linears of linear.json, and this package's in peers.json: forward and backward of 8,192
-    tokens, with W quantized in every call."""
+    """This package's linears in LINEARS and in peers.json: forward and backward of 8,192 tokens,
+    with W quantized in every call."""
     found = [
-        _linear("linear", row["in"], row["out"], row["recipe"], row["ms"])
-        for row in result("linear")["rows"]
+        _linear(file, row["in"], row["out"], row["recipe"], row["ms"])
+        for file in LINEARS
+        for row in result(file)["rows"]
+        if row["recipe"] not in te.ROWS
     ]
     for row in result("peers")["rows"]:
         if row["name"] not in ("tetrajet", "mxfp4"):
@@ -142,34 +154,44 @@ def linears() -> tuple[Timed, ...]:
 
 
 def _linear(file: str, inputs: int, outputs: int, name: str, ms: float, beside: str = "") -> Timed:
-    recipe, _, option = name.partition(":")
-    made = recipe_named(recipe, **({"forward": option} if option else {}))
+    amounts = _of_linear(name, inputs, outputs)
+    return Timed(file, f"{inputs} × {outputs}, {name}{beside}", amounts, ms / 1e3)
+
+
+def _of_linear(name: str, inputs: int, outputs: int, swiglu: SwigluPlace = "") -> Amounts:
+    """The work of a linear, forward and backward. name: of the recipe. swiglu: see `Setting`."""
     dtype = torch.bfloat16
-    setting = Setting(8192, inputs, outputs, dtype, MEASURED.target, dtype)
-    work = of_linear(compile_plan(made, replace(setting, main_grad=torch.float32)), MEASURED)
+    setting = Setting(
+        TOKENS, inputs, outputs, dtype, MEASURED.target, dtype,
+        main_grad=torch.float32, swiglu=swiglu,
+    )  # fmt: skip
+    work = of_linear(compile_plan(recipe_named(name), setting), MEASURED)
     amounts = Amounts(work.forward.gpu)
     amounts.add(work.backward.gpu)
-    return Timed(file, f"{inputs} × {outputs}, {name}{beside}", amounts, ms / 1e3)
+    return amounts
+
+
+@cache
+def mlps() -> tuple[Timed, ...]:
+    """The MLPs of mlp.json, of recipes whose averages of weights take no time."""
+    found = []
+    for row in result("mlp")["rows"]:
+        name, joins = row["recipe"].removesuffix(APART), not row["recipe"].endswith(APART)
+        if recipe_named(name).weight_states:
+            continue
+        hidden, ffn = row["hidden"], row["ffn"]
+        joins = joins and name != "bf16"
+        amounts = _of_linear(name, hidden, 2 * ffn, "before" if joins else "")
+        amounts.add(_of_linear(name, ffn, hidden, "after" if joins else ""))
+        amounts["activation element"] += 0.0 if joins else TOKENS * ffn
+        found.append(Timed("mlp", f"{hidden}, {ffn}, {row['recipe']}", amounts, row["ms"] / 1e3))
+    return tuple(found)
 
 
 @cache
 def kernels() -> tuple[Timed, ...]:
-    """The quantize kernels of quantize_kernels.json, and the quantizers of peers.json."""
-    from benchmarks.quantize_kernels import KERNELS
-
-    found = []
-    for file in ("quantize_kernels", "quantize_kernels-in-memory"):
-        for row in result(file)["rows"]:
-            made = KERNELS[row["kernel"].replace("across", "along columns")]
-            elements, count = float(row["shape"][0] * row["shape"][1]), len(made.axes)
-            kind = "rounded stochastically" if "-sr" in made.quantizer else "rounded to nearest"
-            amounts = Amounts({"byte quantized": elements * made.bytes})
-            amounts[f"element {'transformed' if made.group else kind}"] = elements * count
-            amounts["element in a second direction"] = elements * (count - 1)
-            amounts["element decoded"] = elements if made.packed else 0
-            amounts["element corrected"] = elements * count if made.carrier else 0
-            size = " × ".join(map(str, row["shape"]))
-            found.append(Timed(file, f"{size}, {row['kernel']}", amounts, row["us"] / 1e6))
+    """The quantize kernels of KERNELS, and the quantizers of peers.json."""
+    found = [_kernel(row) for row in result(KERNELS)["rows"]]
     side = float(result("peers")["side"]) ** 2
     [ours], [plain] = (
         next(row["found"] for row in result("peers")["rows"] if row["name"] == name)
@@ -177,5 +199,23 @@ def kernels() -> tuple[Timed, ...]:
     )
     mxfp4 = Amounts({"byte quantized": side * (2 + 17 / 32), "element rounded to nearest": side})
     nvfp4 = Amounts({"element by PyTorch": side})
-    found.append(Timed("peers", "to MXFP4", mxfp4, ours["us"] / 1e6))
+    found.append(Timed("peers", "to MXFP4", mxfp4, ours["us"] / 1e6, alone=True))
     return (*found, Timed("peers", "to NVFP4", nvfp4, plain["us"] / 1e6, only=True))
+
+
+def _kernel(row: dict[str, Any]) -> Timed:
+    made = quantize_kernels.KERNELS[row["kernel"]]
+    elements, count = float(row["shape"][0] * row["shape"][1]), len(made.axes)
+    is_stochastic = "-sr" in made.quantizer and not made.group
+    amounts = Amounts({"byte quantized": elements * made.bytes})
+    kind = "rounded stochastically" if is_stochastic else "rounded to nearest"
+    amounts[f"element {'transformed' if made.group else kind}"] = elements * count
+    draws = count if made.two_draws else 1
+    amounts["element drawn"] = elements * draws if is_stochastic else 0
+    amounts["element in a second direction"] = elements * (count - 1)
+    amounts["element decoded"] = elements if made.packed else 0
+    amounts["element normed"] = elements if made.computes == "norm" else 0
+    amounts["element of SwiGLU's gradient"] = elements if made.computes == "gradient" else 0
+    amounts["element corrected"] = elements * count if made.carrier else 0
+    size = " × ".join(map(str, row["shape"]))
+    return Timed(KERNELS, f"{size}, {row['kernel']}", amounts, row["us"] / 1e6, alone=True)

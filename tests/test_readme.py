@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.estimate_rows import FUSED, steps
+from benchmarks.estimate_rows import steps
 from megatron_fp4.estimate.layout import stages
 from megatron_fp4.estimate.memory import states
 
@@ -52,7 +52,7 @@ LOW = "tetrajet --activation-func-fp8-input-store --fp4-weight-cache fprop"
 
 def weights_gradients_and_optimizer() -> float:
     """GiB of the model of fused-step.json, the same in each row."""
-    step = steps(FUSED)[0]
+    step = steps(("fused-step",))[0]
     [stage] = stages(step.model, step.layout)
     return sum(states(step.model, step.layout, step.recipe, stage)) / 2**30
 

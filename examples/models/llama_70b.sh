@@ -10,11 +10,11 @@ model=(
     --attention-dropout 0 --hidden-dropout 0
 )
 
-# Four GPUs of a node share a layer, and eight such groups the layers. CUDA graphs do not go together
-# with pipeline parallelism, so a microbatch has to be long enough that a GPU runs its layers in the
-# time that the host takes to launch them. By the estimate below that takes 2 sequences, which fit
-# under PP8: this is the fastest layout of all. Under PP4 only one fits, and a step takes 1.8 times as
-# long, half of which the GPUs wait for the host.
+# Four GPUs of a node share a layer, and eight such groups the layers. Without CUDA graphs a
+# microbatch has to be long enough that a GPU does not run its layers faster than the host launches
+# them. By the estimate below that takes 2 sequences, which fit under PP8:
+# this is the fastest layout of all. Under PP4 only one fits, and a step takes 4% longer: the GPUs
+# wait for the host for up to 10% of it.
 #
 # Memory of a rank in GiB, of 64. After `source examples/models/llama_70b.sh` this prints it:
 #   python -m tools.choose_layout --gpu h100 --gpus 64 --recipe tetrajet --vocab-size 128256 \

@@ -10,11 +10,10 @@ model=(
     --attention-dropout 0 --hidden-dropout 0
 )
 
-# Two GPUs share a layer. A half of a layer takes longer to launch than to run, so CUDA graphs replay
-# it; without them this layout is slower than BF16 (docs/hopper.md, Several GPUs). By the estimate
-# below the fastest layout of all is a whole model on each GPU, with micro-batches of 1 and CUDA
-# graphs. A step takes 5% less, which is within the errors of the estimate, but nearly all of the
-# memory (73 GiB).
+# Two GPUs share a layer. CUDA graphs replay it, so that a slow host does not matter. By the estimate
+# below, which is for the host of docs/hopper.md, a step takes 2% less without them. The fastest
+# layout of all is a whole model on each GPU, with micro-batches of 1 and CUDA graphs. A step takes
+# 5% less, which is within the errors of the estimate, but nearly all of the memory (71 GiB).
 # On GPUs with 141 GB a whole model fits with micro-batches of 4 (126 GiB), and whole layers need no
 # graphs. By the estimate this is the fastest layout there:
 #   --tensor-model-parallel-size 1 --cuda-graph-impl none --micro-batch-size 4

@@ -8,8 +8,11 @@ from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import is_quantized
 from megatron_fp4.recipe import Recipe
 
-# Measured in training steps (benchmarks/results/training_step.json, parallel_step.json).
-RECIPES = ("bf16", "tetrajet", "mxfp4", "mxfp4-rht-sr")
+# Measured in training steps with fused kernels and linears in C++ (fused-step-beside.json and
+# parallel-two.json of benchmarks/results), and beyond that with torch's kernels (fp8-step.json,
+# training_step.json), on more than two GPUs with linears in Python too (parallel_step.json).
+RECIPES, MOST_FUSED = ("bf16", "tetrajet"), 2
+RECIPES_BY_TORCH = (*RECIPES, "mxfp4", "mxfp4-rht-sr", "fp8")
 MOST_GPUS, MOST_TP, MOST_PP = 4, 4, 2
 LAYER = (4096, 14336, 32, 8)  # hidden and FFN size, heads and groups
 
@@ -24,6 +27,10 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         f"measured up to {MOST_GPUS} GPUs of one host; beyond that extrapolated": (
             layout.gpus > MOST_GPUS
         ),
+        f"more than {MOST_FUSED} GPUs were measured with torch's kernels and linears in Python": (
+            layout.gpus > MOST_FUSED
+        ),
+        "the host time of collectives is an upper bound": layout.tp > 1 and not layout.graphs,
         "the network between hosts was never measured": layout.gpus > layout.node,
         f"TP was measured up to {MOST_TP}": layout.tp > MOST_TP,
         "TP was measured with SP only": layout.tp > 1 and not layout.sp,
@@ -31,11 +38,9 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         "TP, PP and DP were measured one at a time": spread > 1,
         "virtual pipeline stages were never measured": layout.vpp > 1,
         "experts were never measured": model.experts > 0,
-        "SwiGLU's input in FP8 was never measured, and converting it takes no time here": (
-            model.fp8_input
-        ),
-        "--fp4-weight-cache was measured in steps as packed alone": (
-            layout.keeps_w != "packed" and not layout.graphs and is_quantized(recipe)
+        "converting SwiGLU's input to FP8 takes no time here": model.fp8_input,
+        "--fp4-weight-cache off was measured in steps with CUDA graphs alone": (
+            layout.keeps_w is None and not layout.graphs and is_quantized(recipe)
         ),
         "gradients in few bits were never measured, and converting them takes no time here": (
             layout.gradients is not None
@@ -45,7 +50,10 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         ),
         "recomputation was never measured": layout.recompute,
         "the memory of CUDA graphs was never measured": layout.graphs,
-        f"steps of {recipe.name} were never measured": recipe.name not in RECIPES,
+        f"steps of {recipe.name} were never measured": recipe.name not in RECIPES_BY_TORCH,
+        f"steps of {recipe.name} were measured with torch's kernels alone": (
+            recipe.name in RECIPES_BY_TORCH and recipe.name not in RECIPES and layout.fused_kernels
+        ),
         "layers of other sizes than LLaMA-8B's were not measured in steps": (
             (model.hidden, model.ffn, model.heads, model.groups) != LAYER
         ),

@@ -74,7 +74,7 @@ def _experts(model: Model, layout: Layout) -> Iterator[str]:
 
 
 def _graphs(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
-    """What CUDA graphs exclude, and what was not measured with them.
+    """What CUDA graphs exclude, and what is not estimated with them.
 
     See mcore/launch/refusals/cuda_graphs.py.
     """
@@ -86,7 +86,7 @@ def _graphs(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
         if is_there:
             yield f"CUDA graphs do not go with {what}"
     if layout.pp > 1:
-        yield "CUDA graphs under pipeline parallelism were not measured, so there is no estimate"
+        yield "the memory of CUDA graphs under pipeline parallelism has no estimate"
 
 
 def _blocks(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:

@@ -30,9 +30,8 @@ class Layout:
     graphs: whether layers are captured as CUDA graphs.
     fused_dw: whether BF16 linears add dW to main_grad in the GEMM, which needs Apex or
         Transformer Engine. Linears of a recipe always do.
-    fused_kernels: whether one kernel rotates queries and keys, and another updates a weight
-        (--fp4-fused-kernels). Estimates of memory depend on it. Estimates of time do not: they are
-        for torch's kernels.
+    fused_kernels: whether fused kernels run outside the linears, and linears of a recipe compute
+        SwiGLU and RMSNorm (--fp4-fused-kernels). Without them torch's kernels run.
     moments: how Adam's moments are stored (--fp4-optimizer-state). Estimates of memory depend on
         it, and those of time are for float32.
     keeps_w: what is held of quantized weights over a step, without CUDA graphs; see

@@ -80,6 +80,16 @@ class Model:
         """The features of keys, and of values."""
         return self.groups * self.channels
 
+    @property
+    def has_plain_swiglu(self) -> bool:
+        """Whether the activation of MLPs is a SwiGLU of an fc1 without a bias."""
+        return self.gated and not self.biases
+
+    @property
+    def has_rms_norm(self) -> bool:
+        """Whether norms are RMSNorms."""
+        return self.norm_vectors == 1
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
         return self.experts > 0 and layer % self.moe_every == 0

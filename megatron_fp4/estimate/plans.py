@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -12,7 +13,14 @@ from megatron_fp4.estimate.model import Linear, Model
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.owned_codes import reader_of_w
-from megatron_fp4.plan.setting import UNSHARDED, Setting, Sharding, column_parallel, row_parallel
+from megatron_fp4.plan.setting import (
+    UNSHARDED,
+    Setting,
+    Sharding,
+    SwigluPlace,
+    column_parallel,
+    row_parallel,
+)
 from megatron_fp4.plan.sizes import token_multiple
 from megatron_fp4.recipe import GEMMS, Recipe
 from megatron_fp4.recipes import get_recipe
@@ -55,6 +63,22 @@ def plan(
         sent_w=layout.sent_w and reader_of_w(recipe) is None,
     )  # fmt: skip
     return _compiled(recipe, setting)
+
+
+def joined(linear: Linear, made: LinearPlan, model: Model, layout: Layout) -> LinearPlan:
+    """The plan of a linear with the SwiGLU and the RMSNorm that it computes as it quantizes.
+
+    made: its plan without them, as `plan` gives it. Estimates of memory count their tensors apart.
+    """
+    if not layout.fused_kernels or not is_quantized(made.recipe):
+        return made
+    places: dict[str, SwigluPlace] = {"mlp.linear_fc1": "before", "mlp.linear_fc2": "after"}
+    setting = replace(
+        made.setting,
+        swiglu=places.get(linear.name, "") if model.has_plain_swiglu else "",
+        normed=model.has_rms_norm and linear.name in ("linear_qkv", "mlp.linear_fc1"),
+    )
+    return _compiled(made.recipe, setting)
 
 
 @lru_cache(4096)

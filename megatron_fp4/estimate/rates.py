@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from megatron_fp4.estimate.amounts import Amounts
 from megatron_fp4.estimate.gpus import MEASURED, Gpu
+from megatron_fp4.estimate.layout import Layout
 
 Limit = Literal["bf16", "fp8", "fp4", "bandwidth", "integer", "nvlink", "network", "host"]
 
@@ -27,6 +28,13 @@ class Unit(NamedTuple):
     limit: Limit
 
 
+def by_torch(unit: str) -> str:
+    """The unit for the same work in torch's kernels (--fp4-fused-kernels off)."""
+    return f"{unit}, by torch"
+
+
+# Work outside the linears, which fused kernels do or torch's.
+_OUTSIDE = ("activation element", "query, key or value", "residual element", "logit", "parameter")
 _ROUNDED: tuple[str, Limit] = ("quantize", "integer")
 _OTHER: tuple[str, Limit] = ("other", "bandwidth")
 UNITS: dict[str, Unit] = {
@@ -38,81 +46,105 @@ UNITS: dict[str, Unit] = {
     "byte quantized": Unit("quantize", "bandwidth"),
     "element rounded to nearest": Unit(*_ROUNDED),
     "element rounded stochastically": Unit(*_ROUNDED),
+    "element drawn": Unit(*_ROUNDED),
     "element transformed": Unit(*_ROUNDED),
     "element decoded": Unit(*_ROUNDED),
     "element in a second direction": Unit(*_ROUNDED),
+    "element normed": Unit(*_ROUNDED),
+    "element of SwiGLU's gradient": Unit(*_ROUNDED),
     "element with a row scale": Unit(*_ROUNDED),
     "element clamped": Unit(*_ROUNDED),
     "element by PyTorch": Unit("quantize", "bandwidth"),
     "element converted": Unit("quantize", "bandwidth"),
     "element corrected": Unit("quantize", "bandwidth"),
-    "activation element": Unit(*_OTHER),
-    "query, key or value": Unit(*_OTHER),
-    "residual element": Unit(*_OTHER),
-    "logit": Unit(*_OTHER),
+    **{unit: Unit(*_OTHER) for name in _OUTSIDE for unit in (name, by_torch(name))},
     "weight accumulated": Unit(*_OTHER),
-    "parameter": Unit(*_OTHER),
     "parameter updated": Unit("optimizer", "bandwidth"),
+    "parameter updated, by torch": Unit("optimizer", "bandwidth"),
     "layer": Unit("host", "host"),
     "BF16 linear": Unit("host", "host"),
     "quantized linear": Unit("host", "host"),
     "linear with outliers": Unit("host", "host"),
     "collective": Unit("host", "host"),
+    "collective in C++": Unit("host", "host"),
     "byte over NVLink": Unit("communication", "nvlink"),
     "byte of gradients over NVLink": Unit("communication", "nvlink"),
     "byte over the network": Unit("communication", "network"),
 }
 
 
+class Idle(NamedTuple):
+    """The share of a step in which a GPU waits between kernels: with fused kernels outside the
+    linears, and with torch's, of which there are more."""
+
+    fused: float
+    by_torch: float
+
+    def of(self, layout: Layout) -> float:
+        """The share in a layout."""
+        return self.fused if layout.fused_kernels else self.by_torch
+
+
 class Rates(NamedTuple):
     """What the time of a step is computed from.
 
-    seconds: of each unit of work on an H200. idle: the share of a step in which a GPU waits between
-    kernels. exposed: the share of the communication of gradients and weights that computation does
-    not hide.
+    seconds: of each unit of work on an H200. idle: see `Idle`. exposed: the share of the
+    communication of gradients and weights that computation does not hide. alone: the time of a
+    kernel that quantizes in a benchmark of its own, as a share of its time in a step.
     """
 
     seconds: Mapping[str, float]
-    idle: float
+    idle: Idle
     exposed: float
+    alone: float
 
 
 # Fitted to committed results.
 FITTED: dict[str, float] = {
-    "BF16 linear": 0.0001994,
-    "activation element": 5.854e-12,
-    "attention operation": 2.36e-15,
-    "bf16 operation": 1.397e-15,
-    "byte of gradients over NVLink": 9.181e-12,
-    "byte over NVLink": 3.982e-12,
-    "byte quantized": 2.396e-13,
-    "collective": 0.0007742,
+    "BF16 linear": 0.0004679,
+    "activation element": 3.85e-12,
+    "activation element, by torch": 5.854e-12,
+    "attention operation": 2.41e-15,
+    "bf16 operation": 1.432e-15,
+    "byte of gradients over NVLink": 9.378e-12,
+    "byte over NVLink": 4.132e-12,
+    "byte quantized": 3.017e-13,
+    "collective": 0.0008208,
+    "collective in C++": 0.0004009,
     "element by PyTorch": 5.758e-11,
-    "element clamped": 2.266e-11,
-    "element converted": 5.299e-13,
-    "element corrected": 1.292e-13,
-    "element decoded": 2.691e-13,
-    "element in a second direction": 2.619e-13,
-    "element rounded stochastically": 2.653e-13,
-    "element rounded to nearest": 2.97e-14,
-    "element transformed": 6.09e-13,
-    "element with a row scale": 3.709e-12,
-    "fp8 operation": 7.249e-16,
-    "layer": 0.003027,
-    "linear with outliers": 0.002972,
-    "logit": 2.664e-11,
-    "parameter": 7.617e-12,
-    "parameter updated": 2.12e-11,
-    "quantized linear": 0.001034,
-    "query, key or value": 3.733e-11,
-    "residual element": 4.321e-12,
-    "weight accumulated": 4.278e-12,
+    "element clamped": 1.976e-11,
+    "element converted": 4.626e-13,
+    "element corrected": 9.548e-14,
+    "element decoded": 3.397e-13,
+    "element drawn": 2.291e-13,
+    "element in a second direction": 3.193e-13,
+    "element normed": 1.722e-13,
+    "element of SwiGLU's gradient": 1.227e-12,
+    "element rounded stochastically": 9.092e-14,
+    "element rounded to nearest": 4.207e-14,
+    "element transformed": 7.547e-13,
+    "element with a row scale": 2.369e-12,
+    "fp8 operation": 7.257e-16,
+    "layer": 0.001953,
+    "linear with outliers": 0.000799,
+    "logit": 1.368e-11,
+    "logit, by torch": 2.664e-11,
+    "parameter": 5.927e-12,
+    "parameter updated": 1.064e-11,
+    "parameter updated, by torch": 2.12e-11,
+    "parameter, by torch": 7.617e-12,
+    "quantized linear": 0.0004396,
+    "query, key or value": 2.178e-12,
+    "query, key or value, by torch": 3.733e-11,
+    "residual element": 1.02e-11,
+    "residual element, by torch": 4.321e-12,
+    "weight accumulated": 4.538e-12,
 }
 # Measured nowhere: a GEMM takes some microseconds to start and end, and a network reaches 80% of
 # its peak. FP4 tensor cores are assumed to reach the share of their peak that FP8's reach on an
 # H200 (`seconds_of`).
 ASSUMED = {"GEMM": 3e-6, "byte over the network": 1 / (0.8 * MEASURED.network)}
-RATES = Rates(FITTED | ASSUMED, idle=0.0223, exposed=0.528)
+RATES = Rates(FITTED | ASSUMED, Idle(0.0101, 0.0223), exposed=0.503, alone=0.807)
 
 
 def seconds_of(unit: str, gpu: Gpu, rates: Mapping[str, float]) -> float:

@@ -12,7 +12,7 @@ from megatron_fp4.estimate.gpus import Gpu
 from megatron_fp4.estimate.layout import Layout, Stage, parameters, stages
 from megatron_fp4.estimate.memory import LayerPlans, optimizer_bytes
 from megatron_fp4.estimate.model import Model
-from megatron_fp4.estimate.rates import Rates, seconds, seconds_of
+from megatron_fp4.estimate.rates import Rates, by_torch, seconds, seconds_of
 from megatron_fp4.estimate.traffic import (
     Sent,
     network_share,
@@ -79,8 +79,11 @@ def work_of(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> list[Stag
         micro.backward.sent += of_pipeline(model, layout, stage)
         once = Amounts(micro.once)
         held = parameters(model, layout, stage)
-        once["parameter"] += held.total
-        once["parameter updated"] += optimizer_bytes(held, layout, 1)
+        for unit, amount in (
+            ("parameter", float(held.total)),
+            ("parameter updated", optimizer_bytes(held, layout, 1)),
+        ):
+            once[unit if layout.fused_kernels else by_torch(unit)] += amount
         found.append(StageWork(stage, micro, once, of_step(model, layout, recipe, stage)))
     return found
 
@@ -101,7 +104,7 @@ def step_time(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu, rates: Rat
     parts["bubble"] = bubble(taken, layout.vpp)
     parts.add(_once(works[slowest], layout, gpu, rates))
     busy = sum(parts.values()) - parts["host"] - parts["bubble"]
-    parts["host"] += rates.idle * busy
+    parts["host"] += rates.idle.of(layout) * busy
     return Time(**{kind: parts[kind] for kind in Time._fields})
 
 

@@ -7,18 +7,23 @@ layer is the sum of its parts', and its seconds are the sum over the units.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron_fp4.estimate.amounts import Amounts
 from megatron_fp4.estimate.gpus import Gpu
 from megatron_fp4.estimate.layout import Layout
 from megatron_fp4.estimate.memory import LayerPlans
 from megatron_fp4.estimate.model import Model
+from megatron_fp4.estimate.plans import joined
+from megatron_fp4.estimate.rates import by_torch
 from megatron_fp4.estimate.traffic import Sent, of_embedding, of_experts, of_head, sends_of
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan
 from megatron_fp4.plan.memory import operand_bytes
 
 # What multiplies on tensor cores, and in which format; the others multiply in BF16.
 _FORMATS = {"hopper": "fp8", "sm100": "fp4", "blackwell": "fp4", "nvfp4": "fp4"}
+# The share of a SwiGLU's bytes that are moved in forward: 3 of 8 for each element of its result.
+_FORWARD = 3 / 8
 
 
 @dataclass
@@ -61,26 +66,50 @@ def of_linear(plan: LinearPlan, gpu: Gpu) -> Work:
     """The work of one linear, without what it sends. W's operands that are held are made once."""
     work = Work()
     forward, backward, once = work.forward.gpu, work.backward.gpu, work.once
-    for making in plan.forward:
-        (once if _is_held(plan, making) else forward).add(quantize(making))
-    for making in plan.backward + plan.late:
-        (once if _is_held(plan, making) else backward).add(quantize(making))
+    for makings, into in ((plan.forward, forward), (plan.backward + plan.late, backward)):
+        for making in makings:
+            (once if _is_held(plan, making) else into).add(quantize(making))
+        into.add(_swiglus(plan, makings))
     for gemm in plan.gemms:
         into = forward if gemm is plan.fprop else backward
         into.add(product(gemm, gpu))
-        into.add(conversion(gemm))
+        into.add(conversion(gemm, "a"))
+        (once if gemm.holds_form else into).add(conversion(gemm, "b"))
+    if plan.compute_x is not None and plan.setting.swiglu == "after":
+        forward.add(_swiglu(plan, "x"))
     if plan.clamping is not None:
         forward.add(_outliers(plan))
     if plan.compensation is not None:
         forward.add(_bf16_product(plan.fprop.product.shape))
     if plan.residual_in_dw and plan.wgrad is not None:
         backward.add(_bf16_product(plan.wgrad.product.shape))
-    host = "quantized linear" if any(g.product.quantizers for g in plan.gemms) else "BF16 linear"
+    host = "quantized linear" if _is_quantized(plan) else "BF16 linear"
     if plan.clamping is not None:
         host = "linear with outliers"
     work.forward.host.add({host: 1 / 3})
     work.backward.host.add({host: 2 / 3})
     return work
+
+
+def _is_quantized(plan: LinearPlan) -> bool:
+    return any(gemm.product.quantizers for gemm in plan.gemms)
+
+
+def _swiglus(plan: LinearPlan, makings: tuple[Making, ...]) -> Amounts:
+    """The work of kernels that compute a SwiGLU, or its gradient, for makers that do not."""
+    found = Amounts()
+    apart = [making.matrix for making in makings if not making.activates]
+    for letter in sorted({letter for letter, source in apart if source == "swiglu"}):
+        found.add(_swiglu(plan, letter))
+    return found
+
+
+def _swiglu(plan: LinearPlan, letter: str) -> dict[str, float]:
+    """The work of the kernel that computes X from a SwiGLU, or dY from the gradient of one."""
+    rows, columns = plan.setting.shape(letter, is_part=False)
+    if letter == "x":
+        return {"activation element": _FORWARD * rows * columns}
+    return {"activation element": (1 - _FORWARD) * rows * columns / 2}
 
 
 def _is_held(plan: LinearPlan, making: Making) -> bool:
@@ -100,18 +129,33 @@ def quantize(making: Making) -> Amounts:
         return Amounts({"element by PyTorch": elements * len(operands)})
     if making.maker.name == "row scale kernel":
         return Amounts({"element with a row scale": elements * len(operands)})
-    read = elements * first.dtype.itemsize
-    if first.codes is not None:
-        read = first.codes.nbytes(*first.shape)
-        found["element decoded"] += elements
-    found["byte quantized"] += read
+    found.add(_reading(making, first, elements))
     for number, operand in enumerate(operands):
         assert operand.quantizer is not None
         written = operand_bytes(operand) + (elements if operand.carrier is not None else 0)
         found["byte quantized"] += written
-        found[f"element {_rounding(operand)}"] += elements
+        rounding = _rounding(operand)
+        found[f"element {rounding}"] += elements
+        if rounding == "rounded stochastically" and not (number and operand.letter == "dy"):
+            found["element drawn"] += elements  # both operands of dY have the same random bits
         found["element in a second direction"] += elements if number else 0
     return found
+
+
+def _reading(making: Making, first: OperandPlan, elements: float) -> Amounts:
+    """The work of reading the matrix that a maker quantizes, and of computing it meanwhile."""
+    if first.codes is not None:
+        codes = first.codes.nbytes(*first.shape)
+        return Amounts({"byte quantized": codes, "element decoded": elements})
+    size = elements * first.dtype.itemsize
+    if not making.activates:
+        return Amounts({"byte quantized": size})
+    if first.source == "normed":
+        return Amounts({"byte quantized": size, "element normed": elements})
+    if first.letter == "x":  # from the gate and the other half
+        return Amounts({"byte quantized": 2 * size})
+    # From Y and the gradient of SwiGLU's result, which is half as wide.
+    return Amounts({"byte quantized": 1.5 * size, "element of SwiGLU's gradient": elements})
 
 
 def _rounding(operand: OperandPlan) -> str:
@@ -139,20 +183,18 @@ def _bf16_product(shape: tuple[int, int, int]) -> dict[str, float]:
     return {"bf16 operation": 2.0 * m * n * k, "GEMM": 1}
 
 
-def conversion(gemm: GemmPlan) -> Amounts:
-    """The work of converting E2M1 codes to FP8 for Hopper, and of correcting the FP8 elements that
-    the kernel that quantizes wrote."""
-    found = Amounts()
-    if gemm.multiplier.name != "hopper":
-        return found
+def conversion(gemm: GemmPlan, side: Literal["a", "b"]) -> dict[str, float]:
+    """The work of converting E2M1 codes to FP8 for Hopper, or of correcting the FP8 elements that
+    the kernel that quantizes wrote, for one operand of a GEMM. Of W's operands that are held as
+    codes, each call converts the codes."""
     m, n, k = gemm.product.shape
-    for operand, rows in ((gemm.a, m), (gemm.b, n)):
-        quantizer = operand.quantizer or operand.codes
-        if quantizer is None or quantizer.element != "e2m1":
-            continue
-        unit = "element converted" if operand.carrier is None else "element corrected"
-        found[unit] += float(rows * k)
-    return found
+    operand, rows = (gemm.a, m) if side == "a" else (gemm.b, n)
+    quantizer = operand.quantizer or operand.codes
+    if gemm.multiplier.name != "hopper" or quantizer is None or quantizer.element != "e2m1":
+        return {}
+    from_codes = operand.carrier is None or (side == "b" and gemm.holds_b and not gemm.holds_form)
+    unit = "element converted" if from_codes else "element corrected"
+    return {unit: float(rows * k)}
 
 
 def _outliers(plan: LinearPlan) -> dict[str, float]:
@@ -166,31 +208,43 @@ def _outliers(plan: LinearPlan) -> dict[str, float]:
 def of_layer(model: Model, layout: Layout, plans: LayerPlans, has_experts: bool, gpu: Gpu) -> Work:
     """The work of one layer for a microbatch on a rank."""
     work = Work()
-    for linear, plan, count in plans.linears(has_experts):
+    fused = layout.fused_kernels
+    for linear, made, count in plans.linears(has_experts):
+        plan = joined(linear, made, model, layout)
         one = of_linear(plan, gpu)
-        one.forward.sent, one.backward.sent = sends_of(linear, plan)
+        one.forward.sent, one.backward.sent = sends_of(linear, made)
+        collective = "collective in C++" if _is_quantized(plan) else "collective"
+        for part in (one.forward, one.backward):
+            part.host[collective] += sum(sent.calls for sent in part.sent)
         if not layout.fused_dw and plan.wgrad is not None and plan.wgrad.product.quantizers is None:
             one.backward.gpu["weight accumulated"] += plan.setting.inputs * plan.setting.outputs
         work.add(one, count)
-        if linear.name.endswith("linear_fc1"):
+        if linear.name.endswith("linear_fc1") and not plan.setting.swiglu:
             rows, columns = plan.setting.shape("dy", is_part=False)
             ffn = float(rows * columns) / (2 if model.gated else 1)
-            _both(work, "activation element", ffn * count, 0.25)
+            plain = model.has_plain_swiglu and not model.fp8_input and not linear.expert
+            _both(work, _outside("activation element", fused and plain), ffn * count, _FORWARD)
     heads = model.heads / layout.tp
     width = (model.attention_width + 2 * model.key_width) / layout.tp
     operations = 2.0 * plans.tokens * model.sequence * heads * model.channels  # causal: half of 4
     _both(work, "attention operation", 3.5 * operations, 1 / 3.5)
-    _both(work, "query, key or value", plans.tokens * width, 0.4)
-    _both(work, "residual element", plans.own * model.hidden, 0.4)
+    _both(work, _outside("query, key or value", fused and model.rope), plans.tokens * width, 0.4)
+    residual = _outside("residual element", fused and model.has_rms_norm)
+    _both(work, residual, plans.own * model.hidden, 0.4)
     work.forward.host["layer"], work.backward.host["layer"] = 0.4, 0.6
     if has_experts:
         routed = plans.own * model.top_k * model.hidden
-        _both(work, "residual element", 2 * routed, 0.5)  # to the experts and back
+        _both(work, residual, 2 * routed, 0.5)  # to the experts and back
         for part in (work.forward, work.backward):
-            part.sent += of_experts(model, layout)
-    for part in (work.forward, work.backward):
-        part.host["collective"] += sum(sent.calls for sent in part.sent)
+            sent = of_experts(model, layout)
+            part.sent += sent
+            part.host["collective"] += sum(one.calls for one in sent)
     return work
+
+
+def _outside(unit: str, fused: bool) -> str:
+    """The unit of work outside the linears in fused kernels, or in torch's."""
+    return unit if fused else by_torch(unit)
 
 
 def _both(work: Work, unit: str, amount: float, forward: float) -> None:
@@ -211,7 +265,7 @@ def of_ends(model: Model, layout: Layout, first: bool, last: bool) -> Work:
         operations = 6 * tokens * columns * model.hidden
         _both(work, "bf16 operation", operations, 1 / 3)
         _both(work, "GEMM", 3, 1 / 3)
-        _both(work, "logit", tokens * columns, 0.5)
+        _both(work, _outside("logit", layout.fused_kernels), tokens * columns, 0.5)
         sent = of_head(model, layout)
         work.forward.sent += sent[:1]
         work.backward.sent += sent[1:]

@@ -125,8 +125,8 @@ def test_graphs_are_refused_as_this_package_refuses_them(
     ):
         setattr(args, name, None)
     theirs = any(captured_layers(args, [TETRAJET]))
-    not_measured = layout.pp > 1
-    assert any(fits.refusals(model, layout, TETRAJET)) == (theirs or not_measured)
+    has_no_estimate = layout.pp > 1
+    assert any(fits.refusals(model, layout, TETRAJET)) == (theirs or has_no_estimate)
     assert theirs == bool(layout.recompute or model.experts)
 
 
@@ -144,7 +144,7 @@ def test_blocks_that_do_not_divide_a_shard_are_said() -> None:
         (Fixed(tp=3), "no layout runs: TP 3 does not divide the attention heads \\(8\\)"),
         (
             Fixed(graphs=True, tp=1, pp=2, vpp=1, micro_batch=1),
-            "CUDA graphs under pipeline parallelism were not measured",
+            "the memory of CUDA graphs under pipeline parallelism has no estimate",
         ),
     ],
 )

@@ -286,8 +286,8 @@ def test_the_readme_has_the_command_of_llama_8b() -> None:
     assert "    source examples/models/llama_8b.sh\n {} {}".format(*line) in readme
 
 
-# Estimates of steps on several GPUs are wrong by up to 16% (docs/choose-layout.md).
-_ERROR = 1.16
+# Estimates of steps on several GPUs are wrong by up to 11% (docs/choose-layout.md).
+_ERROR = 1.11
 
 
 def seconds(flags: list[str]) -> dict[str, float]:
@@ -304,22 +304,32 @@ def test_no_layout_of_these_gpus_is_much_faster(model: str) -> None:
     assert (f"{less:.0%} less" if less else "this is the fastest layout of all") in script(model)
 
 
-def test_a_layout_whose_gpus_wait_for_the_host_is_noticed() -> None:
+def test_a_layout_whose_gpus_wait_for_the_host_is_slower() -> None:
     slow = ["--pipeline-model-parallel-size", "4", "--micro-batch-size", "1"]
     flags = command("llama_70b")
     chosen, other = (seconds([*flags, *own]) for own in ([], slow))
-    assert other["total"] > _ERROR * chosen["total"]
-    assert f"{other['total'] / chosen['total']:.1f} times as\n# long" in script("llama_70b")
-    assert other["host"] == pytest.approx(other["total"] / 2, rel=0.1)
+    text = " ".join(script("llama_70b").replace("\n#", "").split())
+    assert other["total"] > chosen["total"] and other["host"] > 2 * chosen["host"]
+    assert f"a step takes {other['total'] / chosen['total'] - 1:.0%} longer" in text
+    assert f"for up to {other['host'] / other['total']:.0%} of it" in text
     with pytest.raises(ConfigError, match="no layout fits"):
         run([*flags, *slow, "--micro-batch-size", "2", "--recompute-granularity", "none"])
 
 
-@pytest.mark.parametrize(("model", "part"), [("gpt_345m", 0.5), ("llama_1b", 1.01)])
-def test_the_time_without_cuda_graphs_is_what_the_comments_say(model: str, part: float) -> None:
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("gpt_345m", "a step takes {part:.2f} of the time of one without them"),
+        ("llama_1b", "a step takes {less:.0%} less without them"),
+        ("llama_8b", "a step takes {less:.0%} less without them"),
+    ],
+)
+def test_the_time_without_cuda_graphs_is_what_the_comments_say(model: str, said: str) -> None:
     flags = [*command(model), "--pipeline-model-parallel-size", "1"]
     graphs, none = (seconds([*flags, "--cuda-graph-impl", impl]) for impl in ("local", "none"))
-    assert graphs["total"] / none["total"] == pytest.approx(part, abs=0.02)
+    part = graphs["total"] / none["total"]
+    text = " ".join(script(model).replace("\n#", "").split())
+    assert said.format(part=part, less=1 - 1 / part) in text
 
 
 def test_the_other_layout_of_llama_8b(parsed: Mapping[str, Any]) -> None:
