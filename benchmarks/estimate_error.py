@@ -22,9 +22,9 @@ from benchmarks.estimate_fit import fit
 from benchmarks.estimate_rows import (
     BY_TORCH,
     CURRENT,
-    EARLIER,
     KERNELS,
     LINEARS,
+    OTHERS,
     Step,
     Timed,
     kernels,
@@ -54,7 +54,7 @@ def rows() -> list[Row]:
 
 def left_out(row: Step | Timed) -> Rates:
     """The rates as fitted without a row, or without its layout on several GPUs."""
-    if isinstance(row, Step) and row.is_earlier:
+    if isinstance(row, Step) and not row.is_fitted:
         return RATES
     return fit(partial(_is_of, row))
 
@@ -181,7 +181,7 @@ KINDS: dict[str, Callable[[Row], bool]] = {
     "steps on 2 GPUs": _in(CURRENT, False),
     "steps with torch's kernels, on one GPU": _in(BY_TORCH, True),
     "steps with torch's kernels, on 2 or 4 GPUs": _in(BY_TORCH, False),
-    "steps of other commits": _in(EARLIER),
+    "steps of other commits": _in(OTHERS),
     "TP of `tetrajet` with linears in Python": _waits_for_python,
     "linears": lambda row: " × " in row["name"] and row["file"] in (*LINEARS, "peers"),
     "MLPs": _in(("mlp",)),

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -15,6 +15,8 @@ from benchmarks.linear import TOKENS
 from benchmarks.mlp import APART
 from benchmarks.parallel_step import LAYOUTS
 from benchmarks.training_step import PLAIN
+from megatron_fp4.arithmetic.messages import element_of
+from megatron_fp4.arithmetic.moments import FLOAT32, Moments
 from megatron_fp4.estimate.amounts import Amounts
 from megatron_fp4.estimate.gpus import MEASURED
 from megatron_fp4.estimate.layout import Layout
@@ -30,8 +32,9 @@ RESULTS = Path(__file__).parent / "results"
 CURRENT = ("fused-step-beside", "parallel-two")
 # Steps with torch's kernels outside the linears, and with linears in Python.
 BY_TORCH = ("training_step", "training_step-four", "parallel_step")
-# Steps to which no rate is fitted, of commits before CURRENT or BY_TORCH.
-EARLIER = (
+# Steps of other commits, to which no rate is fitted.
+OTHERS = (
+    *("few-bits-one", "few-bits-two"),
     *("fused-step", "fused-step-decoded", "fused-step-before", "fp8-step"),
     *(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs")),
 )
@@ -64,8 +67,8 @@ class Step:
     row: dict[str, Any]
 
     @property
-    def is_earlier(self) -> bool:
-        return self.file in EARLIER
+    def is_fitted(self) -> bool:
+        return self.file not in OTHERS
 
     @property
     def gpu(self) -> dict[str, float]:
@@ -77,7 +80,7 @@ class Step:
 
 
 @cache
-def steps(files: tuple[str, ...] = CURRENT + BY_TORCH + EARLIER) -> tuple[Step, ...]:
+def steps(files: tuple[str, ...] = CURRENT + BY_TORCH + OTHERS) -> tuple[Step, ...]:
     """The rows of results of training steps."""
     rows = [(file, row) for file in files for row in result(file)["rows"]]
     return tuple(_step(file, row.get("layout", "one"), row) for file, row in rows)
@@ -89,7 +92,11 @@ def _step(file: str, layout: str, row: dict[str, Any]) -> Step:
 
 def _setup(found: dict[str, Any], layout_name: str, name: str) -> tuple[Model, Layout, Recipe]:
     """What benchmarks/training_step.py and parallel_step.py ran for a row of a result."""
-    flags = LAYOUTS[layout_name]
+    flags, words = LAYOUTS[layout_name], name.split()
+
+    def of(flag: str, default: str = "") -> str:
+        return words[words.index(flag) + 1] if flag in words else default
+
     model = Model(
         found["layers"], 4096, 14336, 32, 8, 128, 32000, 4096,
         vocabulary_multiple=1024 // flags.tp,
@@ -103,14 +110,12 @@ def _setup(found: dict[str, Any], layout_name: str, name: str) -> tuple[Model, L
         graphs="graph" in name,
         fused_dw="upstream" not in name,
         fused_kernels="liger-kernel" in found["stamp"] and "--fp4-fused-kernels off" not in name,
-        keeps_w=_keeps_w(name),
+        keeps_w=cast(KeepsW, of("--fp4-weight-cache", "packed")),
+        moments=Moments.read(of("--fp4-optimizer-state", str(FLOAT32))),
+        gradients=element_of(of("--fp4-grad-comm") or None, None),
+        gathers_codes="--fp4-param-gather" in words,
     )  # fmt: skip
-    return model, layout, recipe_named("bf16" if name in PLAIN else name.split()[0])
-
-
-def _keeps_w(name: str) -> KeepsW:
-    cases: tuple[KeepsW, ...] = ("fprop", "decoded")
-    return next((case for case in cases if f"--fp4-weight-cache {case}" in name), "packed")
+    return model, layout, recipe_named("bf16" if name in PLAIN else words[0])
 
 
 # --- kernels --------------------------------------------------------------------------------------

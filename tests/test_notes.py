@@ -39,6 +39,9 @@ PAGES: dict[str, tuple[str, Any]] = {
     "training_step": ("docs/hopper.md", training_step),
     "training_step-four": ("docs/hopper.md", training_step),
     "parallel-two": ("docs/hopper.md", parallel_step),
+    "few-bits-one": ("docs/communication.md", parallel_step),
+    "few-bits-two": ("docs/communication.md", parallel_step),
+    "host-recorded": ("docs/notes/host.md", host),
     "parallel_step": ("docs/notes/host.md", parallel_step),
     "parallel_step-before": ("docs/notes/host.md", parallel_step),
     "parallel_step-after": ("docs/notes/host.md", parallel_step),
@@ -261,6 +264,45 @@ def of_bytes() -> list[str]:
     ]
 
 
+def of_few_bits() -> list[str]:
+    state, grads = "tetrajet --fp4-optimizer-state m=fp8,v=fp16", "tetrajet --fp4-grad-comm fp8"
+    one, two = steps("few-bits-one"), steps("few-bits-two")
+    less = [
+        found[at, "tetrajet"]["peak_gib"] - found[at, state]["peak_gib"]
+        for found, at in ((one, "one"), (two, "dp2"))
+    ]
+    plain, fp8 = two["dp2", "tetrajet"], two["dp2", grads]
+    [together] = [row for (_, name), row in two.items() if len(name.split()) > 4]
+    sent, few = plain["sent"], together["sent"]
+    totals = [f"{sum(each.values()) / 1e9:.1f} GB" for each in (few, sent)]
+    ours = [row for found in (one, two) for row in found.values() if row["name"] != "bf16"]
+    times = [row["ms"] / found["ms"] for row in ours for found in (one["one", "tetrajet"], plain)
+             if row["layout"] == found["layout"]]  # fmt: skip
+    alike = [plain, two["dp2", state]]
+    assert fp8["gpu_ms"].keys() >= {"gradients"}
+    return [
+        f"takes {less[0]:.1f} GiB less on one GPU, and {less[1]:.1f} GiB less on each of two",
+        f"take {fp8['peak_gib'] - plain['peak_gib']:.1f} GiB",
+        f"{few['all-to-all'] / 1e6:,.0f} MB of gradients in place of "
+        f"{sent['reduce-scatter'] / 1e6:,.0f} MB, and {few['all-gather'] / 1e6:,.0f} MB of weights "
+        f"in place of {sent['all-gather'] / 1e6:,.0f} MB: with all flags {totals[0]} in place of "
+        f"{totals[1]}",
+        f"takes {min(times):.2f} to {max(times):.2f} times as long",
+        f"sum gradients take {fp8['gpu_ms']['gradients']:.0f} ms of a GPU's step; the all-to-alls "
+        f"and all-gathers take {fp8['gpu_ms']['communication']:.0f} ms, of which "
+        f"{fp8['exposed_ms']:.0f} ms are not hidden",
+        "took {:.0f} and {:.0f} ms".format(*(row["gpu_ms"]["communication"] for row in alike)),
+        "of which {:.0f} and {:.0f} ms were".format(*(row["exposed_ms"] for row in alike)),
+    ]
+
+
+def of_the_memory_of_moments() -> list[str]:
+    one = steps("few-bits-one")
+    state = one["one", "tetrajet --fp4-optimizer-state m=fp8,v=fp16"]
+    less = one["one", "tetrajet"]["peak_gib"] - state["peak_gib"]
+    return [f"takes {less:.1f} GiB less on one H200"]
+
+
 def of_checkpoints() -> list[str]:
     return [f"each at {result('integrity')['median'] / 1e9:.1f} GB/s on an AMD EPYC core"]
 
@@ -313,8 +355,8 @@ FIGURES: dict[str, list[Any]] = {
     ],  # fmt: skip
     "docs/notes/host.md": [of_the_host],
     "docs/notes/quantize-kernels.md": [of_the_quantize_kernels],
-    "docs/communication.md": [of_bytes],
-    "docs/training.md": [of_checkpoints],
+    "docs/communication.md": [of_bytes, of_few_bits],
+    "docs/training.md": [of_checkpoints, of_the_memory_of_moments],
 }
 
 

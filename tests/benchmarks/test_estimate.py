@@ -48,7 +48,8 @@ def test_the_committed_errors_are_those_of_this_code() -> None:
 
 def test_every_measured_step_is_compared() -> None:
     """A new result of steps that nothing estimates is noticed."""
-    files = {path.stem for path in RESULTS.glob("*[_-]step*.json")} | {"parallel-two"}
+    names = ("*[_-]step*", "few-bits-*", "parallel-two")
+    files = {path.stem for name in names for path in RESULTS.glob(f"{name}.json")}
     with_te = {"te-step"}  # whose linears, and optimizer, are Transformer Engine's
     assert files - with_te == {step.file for step in steps()}
 
@@ -90,6 +91,14 @@ def test_linears_of_tetrajet_are_estimated_too_short() -> None:
         if row["file"] in LINEARS and row["name"].endswith(", tetrajet")
     ]
     assert f"linears of `tetrajet` are estimated up to {1 - min(found):.0%} too short" in PAGE
+
+
+def test_steps_in_few_bits_are_predicted() -> None:
+    rows = [row for row in result("estimate_error")["rows"] if row["file"].startswith("few-bits")]
+    assert len(rows) == 9 and "The nine steps of the last two" in PAGE
+    times, peaks = ([row[key] for row in rows] for key in ("fitted", "memory"))
+    assert f"at {min(times):.2f} to {max(times):.2f} of their time" in PAGE
+    assert f"at {min(peaks):.3f} to {max(peaks):.3f} of their peak memory" in PAGE
 
 
 def test_gemms_of_one_step_differ_between_runs() -> None:
