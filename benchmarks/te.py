@@ -21,6 +21,9 @@ FP8 = {  # by the name of the row: Megatron's --fp8-recipe and --fp8-format
 }
 ROWS = (BF16, *FP8)
 LAYERS = ["--transformer-impl", "transformer_engine"]
+# Where its attention cannot be fused, a launch ends with Transformer Engine's reason. By default it
+# would take other kernels, which need more time and memory.
+FUSED = ["--attention-backend", "fused"]
 RESULT, ERROR = "result: ", "error: "  # before what te_worker.py says
 NEEDED = "it needs Transformer Engine and a GPU: pip install 'transformer-engine[pytorch]'"
 GRAPHS, EAGER = "graphs", "eager"

@@ -124,9 +124,10 @@ def launched(
 def asked(name: str) -> list[str]:
     """The flags for a name: a key of PLAIN or te.FP8, or a recipe and further flags."""
     if name in te.FP8:
-        return te.flags(name)
-    flags = PLAIN.get(name, ["--fp4-recipe", *name.split()])
-    return flags if "--transformer-impl" in flags else [*LOCAL, *flags]
+        flags = te.flags(name)
+    else:
+        flags = PLAIN.get(name, ["--fp4-recipe", *name.split()])
+    return [*flags, *te.FUSED] if "--transformer-impl" in flags else [*LOCAL, *flags]
 
 
 def study(names: list[str], layers: int, micro: int, batch: int) -> Iterator[dict[str, Any]]:

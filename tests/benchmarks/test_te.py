@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from benchmarks import linear, te, te_worker
@@ -56,6 +57,13 @@ def test_other_rows_are_the_same_beside_transformer_engine(name: str, installed:
     assert (args.transformer_impl, args.apply_rope_fusion) == ("local", False)
     default = parsed([flag for flag in asked(name) if flag not in LOCAL])  # the control
     assert (default.transformer_impl, default.apply_rope_fusion) == ("transformer_engine", True)
+
+
+@without_a_gpu
+@pytest.mark.parametrize("name", [*te.ROWS, TE_LAYERS, "tetrajet"])
+def test_its_attention_is_fused_or_the_launch_ends(name: str, installed: None) -> None:
+    backend = parsed(asked(name)).attention_backend
+    assert backend is (AttnBackend.auto if name == "tetrajet" else AttnBackend.fused)
 
 
 @without_a_gpu
