@@ -131,8 +131,10 @@ class Key:
 
         The step's word is 0 where the step is a tensor.
         """
-        step = 0 if isinstance(self.step, Tensor) else self.step
-        return signed(step), signed(self.seed), signed(self.seed >> 32)
+        step = 0 if isinstance(self.step, Tensor) else self.step & _MASK
+        low, high = self.seed & _MASK, (self.seed >> 32) & _MASK
+        # `signed`, without calls
+        return (step ^ _SIGN) - _SIGN, (low ^ _SIGN) - _SIGN, (high ^ _SIGN) - _SIGN
 
 
 def signed(word: int) -> int:
