@@ -11,6 +11,7 @@ from testing.worlds.checkpoints import (
     MOE,
     SHARDED,
     SIZES,
+    SMALL,
     TETRAJET,
     again,
     good,
@@ -177,6 +178,38 @@ def test_a_killed_run_goes_on_bit_for_bit(layout: str, tmp_path: Path) -> None:
     last = "iter_0000004"
     assert same(tmp_path / "whole" / last, killed / last)
     assert not same(tmp_path / "whole" / last, tmp_path / "other" / last)  # negative control
+
+
+OTHERS = {
+    "format torch": f"--bf16 {TETRAJET} {FP8} {SHARDED} {OVERLAPPED} --ckpt-format torch",
+    "format torch, whole": f"--bf16 {TETRAJET} {FP8} --ckpt-format torch",
+    "fp16": f"{TETRAJET} --fp16 --initial-loss-scale 128 {FP8} {SHARDED} {OVERLAPPED}",
+    "fp32": f"{TETRAJET} {FP8} {SHARDED}",
+    "fp32, format torch": f"{TETRAJET} {BF16} --ckpt-format torch",
+}
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_precisions_and_formats_resume(name: str, tmp_path: Path) -> None:
+    """Losses of a run that was killed are those of the whole, bit for bit, after it goes on."""
+    flags = f"{OTHERS[name]} --global-batch-size 8"
+    killed = f"{flags} {saving(tmp_path / 'killed')} --load {tmp_path / 'killed'}"
+    runs = run_in_turn(
+        2,
+        {
+            "whole": f"{flags} {saving(tmp_path / 'whole')}",
+            "killed": f"dies=step {killed}",
+            "resumed": killed,
+            "other": f"{killed} --ckpt-step 2 --fp4-seed 9 --fp4-load-anyway",
+        },
+        SMALL,
+    )
+    assert runs["killed"].status != 0
+    whole = runs["whole"].losses
+    resumed, other = (good(runs[each]).losses for each in ("resumed", "other"))
+    assert len(whole) == 4 and resumed == whole[2:]
+    assert len(other) == 2 and other != resumed  # negative control
 
 
 @pytest.mark.slow
