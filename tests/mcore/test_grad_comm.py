@@ -158,8 +158,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("whole", marks=pytest.mark.outside),
+        pytest.param("sharded", marks=pytest.mark.slow),
+        pytest.param("in bf16", marks=pytest.mark.outside),
+    ],
+)
 def test_a_killed_run_goes_on_bit_for_bit(layout: str, tmp_path: Path) -> None:
     flags = f"{LAYOUTS[layout]} --global-batch-size 8"  # a step has two microbatches
     killed = tmp_path / "killed"

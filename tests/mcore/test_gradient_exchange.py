@@ -74,8 +74,13 @@ def test_pieces_change_no_bit(form: str, sharded: str) -> None:
     assert held(cut) < 45 < held(whole)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sharded", ["", f"{SHARDED} --grad-reduce-in-bf16"])
+@pytest.mark.parametrize(
+    "sharded",
+    [
+        pytest.param("", marks=pytest.mark.outside),
+        pytest.param(f"{SHARDED} --grad-reduce-in-bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_kernels_change_no_bit(sharded: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter. The run compares all sums with the reference's, too."""
     flags = f"{FP8} {sharded} --train-iters 2 --fp4-fused-kernels off"
