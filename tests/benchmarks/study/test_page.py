@@ -22,6 +22,7 @@ COMMITTED = {
     "tiny": ("docs/study.md", "CPU"),
     "windows": ("docs/notes/oscillation.md", "CPU"),
     "delays": ("docs/notes/oscillation.md", "CPU"),
+    "few-bits-tiny": ("docs/notes/few-bits.md", "CPU"),
     "oscillation-3M": ("docs/notes/oscillation.md", "NVIDIA H200"),
 }
 
@@ -52,6 +53,25 @@ def test_the_result_has_every_run_once_under_its_hash(name: str) -> None:
     assert all(row["hash"] == hash_of(row["configuration"]) for row in rows)
     assert len({row["hash"] for row in rows}) == len(rows)
     assert all(row["stamp"]["device"][0].startswith(COMMITTED[name][1]) for row in rows)
+
+
+def test_figures_in_running_text_of_few_bits() -> None:
+    text, rows = (ROOT / "docs/notes/few-bits.md").read_text(), rows_of("few-bits-tiny")
+    [cell] = tables.cells(rows)
+
+    def found(recipe: str, flags: str) -> str:
+        of = gap(rows, cell, f"{recipe} {flags}", recipe)
+        assert of is not None and of.verdict == "within the spread"
+        return f"{of.mean:+.4f}"
+
+    fp8, state = "--fp4-grad-comm fp8", "--fp4-optimizer-state m=fp8,v=fp16"
+    e5m2 = found("tetrajet", f"{fp8} --fp4-grad-comm-element e5m2")
+    higher = gap(rows, cell, f"tetrajet {fp8}", "tetrajet")
+    assert higher is not None and min(higher.by_seed.values()) > 0
+    assert f"of {found('tetrajet', fp8)} with `tetrajet` (E5M2: {e5m2}), higher in each" in text
+    assert f"and of {found('dge-occ', fp8)} with `dge-occ`" in text
+    first, second = found("tetrajet", state), found("dge-occ", state)
+    assert f"of {first} with `tetrajet` and of {second} with `dge-occ`" in text
 
 
 def test_every_committed_result_is_in_a_page() -> None:
