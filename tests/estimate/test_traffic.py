@@ -78,10 +78,12 @@ def test_gathers_without_sequence_parallelism_are_noticed() -> None:
 
 @pytest.mark.parametrize("step", COUNTED, ids=lambda s: f"{s.file}-{s.layout_name}-{s.name}")
 def test_a_step_sends_what_was_counted(step: Step) -> None:
-    """All but the norm of the gradients and the loss, some bytes that all ranks reduce."""
+    """All but the norm of the gradients and the loss, some bytes that all ranks reduce. Messages of
+    weights in codes are padded to the longest, as the estimate's are not."""
     estimate, counted = sent(step), step.row["sent"]
     for kind, size in counted.items():
-        assert 0 <= size - estimate.get(kind, 0) < 64, kind
+        padding = size // 1000 if step.layout.sent_w and kind == "all-gather" else 0
+        assert 0 <= size - estimate.get(kind, 0) < 64 + padding, kind
     assert estimate.keys() <= counted.keys()
 
 
