@@ -177,7 +177,8 @@ def _fused(rows: list[Step]) -> Seconds:
 
 
 def _rest_of_other(step: Step) -> float:
-    """Seconds of kernels outside the linears but for those that `_fused` tells apart."""
+    """The seconds in a step of the kernels outside the linears, but for those of SwiGLU, rotary
+    embeddings and norms and the sums of residuals, whose rates `_fused` fits by themselves."""
     kinds = [kind for kind in ("other", *OUTSIDE) if kind not in ("swiglu", "rotary", "norm")]
     taken = sum(step.row["gpu_ms"].get(kind, 0.0) for kind in kinds)
     return taken / 1e3 - _listed(step, _SUM)
@@ -281,8 +282,9 @@ def _host(rows: list[Step], known: Seconds) -> Seconds:
 
 
 def _hosts() -> list[host.Row]:
-    """The rows of host.json, with those of dge-occ measured again: passes of its fc1 ran in Python
-    (docs/notes/host.md)."""
+    """The measured host times of linears: the rows of host-recorded.json, and those of host.json
+    without dge-occ. When host.json was measured, the backward pass of dge-occ's fc1 still ran in
+    Python (docs/notes/host.md)."""
     earlier = [row for row in result("host")["rows"] if row["name"] != "dge-occ"]
     return earlier + result("host-recorded")["rows"]
 

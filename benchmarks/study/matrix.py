@@ -47,7 +47,10 @@ class Point(NamedTuple):
 
 
 def is_bf16(recipe: str) -> bool:
-    """Whether the runs of a `Point.recipe` have linears in BF16."""
+    """Whether an entry of a matrix, as in `Point.recipe`, trains without a recipe.
+
+    Its first word is then BF16; flags may follow.
+    """
     return recipe.split()[0] == BF16
 
 
