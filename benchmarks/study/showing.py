@@ -10,7 +10,7 @@ from benchmarks.study.configuration import point_of
 from benchmarks.study.errors import StudyError
 from benchmarks.study.matrix import Matrix
 from benchmarks.study.pictures import draw
-from benchmarks.study.results import Row
+from tools.rows import Row
 
 
 def rows_of(matrix: Matrix, rows: list[Row]) -> tuple[list[Row], list[Row]]:
