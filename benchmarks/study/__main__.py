@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpus import visible_gpus
-from benchmarks.stamp import stamp
 from benchmarks.study import matrix, running, showing
 from benchmarks.study.errors import StudyError
 from megatron_fp4.mcore.data.errors import DataError
 from tools import installed_text
+from tools.stamp import stamp
 
 UNFINISHED = 75  # the exit status when runs are left: EX_TEMPFAIL of sysexits.h
 
