@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from megatron_fp4.errors import ConfigError
-from tools import rows, runs
+from tools import pages, rows, runs
 from tools.stamp import stamp
-from tools.sweep import axes, running, tensors
+from tools.sweep import axes, llama, page, running, tensors
 from tools.sweep.axes import Combination
 from tools.sweep.building import recipe_of
 from tools.sweep.promotion import level_of, promoted
@@ -68,6 +68,27 @@ def attempt(args: argparse.Namespace) -> int:
     return 0
 
 
+def llama_matrix(args: argparse.Namespace) -> int:
+    """Writes the matrix of benchmarks/study that trains what the stages before have promoted."""
+    found = rows.read(args.results, running.KEYS)
+    text = llama.matrix(promoted(found, level_of(llama.NAME) - 1))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(text)
+    print(f"sweep: python -m benchmarks.study run {args.out}")
+    return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """Prints the tables of the results, or writes them between the markers of a page."""
+    found = page.section(rows.read(args.results, running.KEYS))
+    if args.page is None:
+        print(found)
+    else:
+        text = pages.into(args.page.read_text(), "sweep", found)
+        args.page.write_text(pages.into(text, "axes", "\n".join(page.axes_table())))
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line `arguments` (None: sys.argv); returns the exit status: 0, 2 after an
     error in the arguments, 75 if combinations are left."""
@@ -88,6 +109,14 @@ def main(arguments: list[str] | None = None) -> int:
     add("--minutes", type=float, help="end after so long; the next call goes on")
     add("--commit", help="where the tree has no git of its own")
     commands.choices["try"].add_argument("values", nargs="*", help="axis=value")
+    matrix = commands.add_parser(llama.NAME, help=(llama_matrix.__doc__ or "").strip())
+    matrix.set_defaults(function=llama_matrix)
+    matrix.add_argument("--results", type=Path, default=RESULTS, help="the result file")
+    matrix.add_argument("--out", type=Path, default=WORK / "sweep.yaml", help="the matrix")
+    tables = commands.add_parser("show", help=(show.__doc__ or "").strip())
+    tables.set_defaults(function=show)
+    tables.add_argument("--results", type=Path, default=RESULTS, help="the result file")
+    tables.add_argument("--page", type=Path, help="docs/design-space.md, or another")
     args = parser.parse_args(arguments)
     try:
         return int(args.function(args))

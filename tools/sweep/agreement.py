@@ -11,7 +11,6 @@ from tools.rows import Row
 from tools.sweep.axes import Combination
 from tools.sweep.promotion import random_star
 from tools.sweep.results import scores
-from tools.sweep.stages import STAGES
 
 DRAWS, LEVEL, FIRST = 2000, 0.95, 20_250_917  # of the bootstrap, its interval, its seed
 
@@ -62,7 +61,7 @@ def ceiling(rows: list[Row], stage: str, among: Sequence[Combination]) -> float 
     """The square root of the reliability of a stage's scores: of the rank correlation of the mean
     over half of the seeds with that over the other half, stepped up to all seeds by
     Spearman and Brown. None of one seed; 0 where the halves do not agree at all."""
-    seeds = [str(seed) for seed in range(1, STAGES[stage].seeds + 1)]
+    seeds = next((sorted(row["seeds"]) for row in rows if row["stage"] == stage), [])
     if len(seeds) < 2:
         return None
     halves = [scores(rows, stage, part) for part in (seeds[::2], seeds[1::2])]

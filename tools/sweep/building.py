@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe
@@ -87,3 +88,12 @@ def _hadamard(c: Combination, gemm: str) -> Hadamard | None:
         "all": ("fprop", "dgrad", "wgrad"),
     }[c.hadamard]
     return Hadamard(int(c.group), c.signs) if gemm in gemms else None  # type: ignore[arg-type]
+
+
+def combined(**chosen: str) -> Recipe:
+    """The recipe of the combination with these values, for --fp4-recipe
+    tools.sweep.building:combined; options are axes. Raises ConfigError as recipe_of."""
+    return recipe_of(Combination(**chosen))
+
+
+combined.__signature__ = inspect.signature(Combination)  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tools.rows import Row
+from tools.sweep import llama
 from tools.sweep.axes import Combination
 from tools.sweep.results import ranked
 
@@ -24,6 +25,7 @@ LEVELS = (
     Level(("products",), best=20),
     Level(("draws", "regression", "digits"), best=8),
     Level(("diffusion",), best=8),
+    Level((llama.NAME,), best=8),
 )
 
 

@@ -6,17 +6,21 @@ import statistics
 from collections.abc import Sequence
 
 from tools.rows import Row
+from tools.sweep import llama
 from tools.sweep.axes import Combination
 from tools.sweep.stages import STAGES
 
 BF16 = Combination(forward="bf16", backward="bf16")
+SCORES = {name: stage.score for name, stage in STAGES.items()} | {llama.NAME: "loss"}
 
 
-def scores(rows: list[Row], stage: str, seeds: Sequence[str] = ()) -> dict[Combination, float]:
+def scores(
+    rows: list[Row], stage: str, seeds: Sequence[str] = (), figure: str | None = None
+) -> dict[Combination, float]:
     """The score of each combination that finished the stage: the mean over seeds, less BF16's of
     the same seeds where BF16 ran the stage.
 
-    seeds: those that count; none: all.
+    seeds: those that count; none: all. figure: another figure of the stage than its score.
     """
     found = {
         Combination(**row["combination"]): row["seeds"]
@@ -24,7 +28,7 @@ def scores(rows: list[Row], stage: str, seeds: Sequence[str] = ()) -> dict[Combi
         if row["stage"] == stage and row["status"] == "finished"
     }
     plain = found.get(BF16, {})
-    name = STAGES[stage].score
+    name = figure or SCORES[stage]
 
     def score(by_seed: dict[str, dict[str, float]]) -> float:
         chosen = seeds or list(by_seed)
