@@ -89,12 +89,10 @@ def effects_table(rows: list[Row]) -> list[str]:
     Only whole random stars count, so that it is no matter which combinations were promoted.
     """
     columns = {}
+    stars = {Combination(**row["combination"]): row["star"] for row in rows}
     for stage, figure, name in FIGURES:
-        found = {
-            combination: score
-            for combination, score in scores(rows, stage, figure=figure).items()
-            if random_star(_stars(rows)[combination])
-        }
+        every = scores(rows, stage, figure=figure)
+        found = {each: score for each, score in every.items() if random_star(stars[each])}
         if found:
             columns[name] = {(e.axis, e.value, e.against): e for e in effects(found)}
     keys = dict.fromkeys(key for column in columns.values() for key in column)
@@ -104,10 +102,6 @@ def effects_table(rows: list[Row]) -> list[str]:
         for axis, value, against in keys
     ]
     return table(["axis", "value", "against", *columns], lines)
-
-
-def _stars(rows: list[Row]) -> dict[Combination, str]:
-    return {Combination(**row["combination"]): row["star"] for row in rows}
 
 
 def _effect(effect: Effect | None) -> str:
