@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -144,8 +144,10 @@ def decode_e8m0(byte: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
     Read from a table, because exp2 and ldexp of a vectorised math library need not be exact.
     """
-    values = tuple(math.ldexp(1.0, b - E8M0_BIAS) for b in range(255)) + (math.nan,)
-    return table(values, dtype, byte.device)[byte.int()]
+    return table(_E8M0_VALUES, dtype, byte.device)[byte.int()]
+
+
+_E8M0_VALUES = (*(math.ldexp(1.0, byte - E8M0_BIAS) for byte in range(255)), math.nan)
 
 
 # --- small floats as scales ---------------------------------------------------------------------
@@ -183,8 +185,9 @@ class ScaleFloat:
 
     def decode(self, code: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values of codes (uint8), in `dtype`."""
-        return table(self._values(), dtype, code.device)[code.int()]
+        return table(self._values, dtype, code.device)[code.int()]
 
+    @cached_property
     def _values(self) -> tuple[float, ...]:
         bits, ones = self.mantissa_bits, 1 << self.mantissa_bits
         values = []

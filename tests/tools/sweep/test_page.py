@@ -8,6 +8,7 @@ import pytest
 
 from tests.tools.sweep.test_statistics import EACH, STARS
 from tools import pages, rows
+from tools.rows import Row
 from tools.sweep import __main__, page, running
 
 PAGE = Path(__file__).parents[3] / "docs/design-space.md"
@@ -33,7 +34,7 @@ def test_tables_of_results() -> None:
     def loss(place: int) -> float:
         return -2.0 * (EACH[place].rule == "ceil") - 0.5 * (EACH[place].block == "16")
 
-    found = [
+    found: list[Row] = [
         {
             "stage": stage,
             "status": "failed" if stage == "digits" and place == 3 else "finished",
