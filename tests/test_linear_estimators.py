@@ -1,0 +1,366 @@
+"""Gradient estimators of X and W in a linear, against a composition in float64 that is written out
+here: of the package it uses the quantizers, and nothing of estimators, plans or execution."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_quantizer, get_recipe, linear
+from megatron_fp4.arithmetic.estimators import Estimator
+from megatron_fp4.arithmetic.philox import Key
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.rms_norm import RmsNorm, normed
+from megatron_fp4.arithmetic.rms_norm import factors as row_factors
+from megatron_fp4.arithmetic.swiglu import swiglu, swiglu_gradient
+from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.execution.norm import before_linear
+from megatron_fp4.execution.weights import HeldWeight
+from megatron_fp4.linear import linear_after_swiglu, linear_before_swiglu, quantized_linear
+from megatron_fp4.operands import Activated
+from testing.oracles import normal, relative_error
+
+TOKENS, IN, OUT = 64, 96, 64
+BOUND = {torch.bfloat16: 2e-3, torch.float32: 2e-4, torch.float64: 1e-12}
+GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+CEIL, FLOOR = Quantizer(rule="ceil"), Quantizer()
+VECTOR, NVFP4 = get_quantizer("vector"), get_quantizer("nvfp4")
+QUANTIZERS = {
+    "ceil": CEIL,
+    "floor": FLOOR,  # clips
+    "nvfp4": NVFP4,
+    "vector": VECTOR,
+    "tensor": replace(VECTOR, block=(0, 0)),
+    "square": Quantizer(block=(16, 16)),
+    "ue5m3": Quantizer(scale="ue5m3", block=(1, 16), rule="up"),
+}
+ESTIMATORS = {
+    "dge": Estimator(),
+    "sigmoid": Estimator(form="sigmoid", k=4.0),
+    "spline, 0 beyond": Estimator(form="spline", width=0.3, beyond="zero"),
+    "dge, absmax": Estimator(k=3.0, maximum="absmax"),
+    "sigmoid, vjp": Estimator(form="sigmoid", maximum="vjp"),
+    "spline, softmax": Estimator(form="spline", maximum="softmax", temperature=0.7),
+    "straight through, vjp": Estimator(form="straight-through", maximum="vjp"),
+    "straight through, 0 beyond": Estimator(form="straight-through", beyond="zero"),
+}
+
+
+def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    x = normal((TOKENS, IN), 1) * normal((TOKENS, 1), 5).exp() + 0.2
+    x[:, 11] *= 25
+    x[3, :32] = 0  # whole blocks of zeros
+    w = normal((OUT, IN), 2) * 0.05 * normal((OUT, 1), 6).exp()
+    w[5, 64:] = 0
+    return x.to(dtype), w.to(dtype), normal((TOKENS, OUT), 3).to(dtype)
+
+
+# --- the composition ------------------------------------------------------------------------------
+
+
+def factor(v: np.ndarray, e: Estimator) -> np.ndarray:
+    size = np.abs(v)
+    i = np.clip(np.searchsorted(GRID, size, side="right") - 1, 0, 6)
+    u = 2 * (size - GRID[i]) / (GRID[i + 1] - GRID[i]) - 1
+    with np.errstate(divide="ignore"):
+        found = {
+            "dge": lambda: np.minimum(np.abs(u) ** (1 / e.k - 1) / e.k, e.clip),
+            "spline": lambda: np.where(np.abs(u) <= e.width, 1 / e.width, 0),
+            "sigmoid": lambda: (  # of k u, whose ends are at the grid points
+                2 * e.k * np.exp(-e.k * u) / (1 + np.exp(-e.k * u)) ** 2 / np.tanh(e.k / 2)
+            ),
+            "straight-through": lambda: np.ones_like(u),
+        }[e.form]()
+    if e.beyond != "continued":
+        found[size > 6.0001] = {"zero": 0, "one": 1}[e.beyond]
+    return found
+
+
+def block_of_each(shape: tuple[int, int], block: tuple[int, int]) -> np.ndarray:
+    """The number of the block of each element."""
+    height, length = block[0] or shape[0], block[1] or shape[1]
+    rows, columns = np.indices(shape)
+    return (rows // height) * (shape[1] // length) + columns // length
+
+
+def scaled(q: QuantizedTensor, x: Tensor) -> np.ndarray:
+    scales = q.block_scales(torch.float64)
+    if q.tensor_scale is not None:
+        scales = scales * q.tensor_scale
+    of_each = block_of_each((x.shape[0], x.shape[1]), q.quantizer.block)
+    divisor = scales.flatten().numpy()[of_each]
+    return np.divide(x.double().numpy(), divisor, out=np.zeros(x.shape), where=divisor > 0)
+
+
+def expected(g: Tensor, q: QuantizedTensor, x: Tensor, e: Estimator, mistake: str = "") -> Tensor:
+    """The gradient of x from g, that of the decoded values of q, block by block."""
+    v, elements = scaled(q, x), q.elements(torch.float64).view(x.shape).numpy()
+    given = g.double().numpy()
+    slope = factor(x.double().numpy() if mistake == "unscaled" else v, e)
+    found = given * slope
+    own = given * (elements - slope * v)
+    blocks = block_of_each((x.shape[0], x.shape[1]), q.quantizer.block)
+    for block in range(blocks.max() + 1):
+        inside = blocks == block
+        size, signs, terms = np.abs(v[inside]), np.sign(v[inside]), own[inside]
+        if size.max() == 0:
+            continue
+        top = size == size.max()
+        weights = np.exp((size - size.max()) / e.temperature)
+        added = {
+            "straight-through": 0,
+            "absmax": np.where(top, terms, 0),
+            "vjp": top / top.sum() * terms.sum(),
+            "softmax": weights / weights.sum() * terms.sum(),
+        }[e.maximum]
+        if mistake == "sum to all":
+            added = terms.sum()
+        found[inside] += added * signs / size.max()
+    return torch.from_numpy(found)
+
+
+def recipe_of(quantizer: Quantizer, backward: Any, e: Estimator, which: str = "xw") -> Recipe:
+    return Recipe(
+        "estimated",
+        fprop=GemmRecipe(quantizer, quantizer),
+        backward=backward,
+        estimator=e if "w" in which else None,
+        x_estimator=e if "x" in which else None,
+    )
+
+
+def composed(
+    quantizer: Quantizer, backward: str, e: Estimator, dtype: torch.dtype, mistake: str = ""
+) -> dict[str, Tensor]:
+    """dX and dW, with backward GEMMs in high precision."""
+    x, w, dy = problem(dtype)
+    qx, qw = (quantize_matrix(t, quantizer, axis=1) for t in (x, w))
+    of_x, of_w = (
+        t.double() if backward == "raw" else q.dequantize(torch.float64)
+        for t, q in ((x, qx), (w, qw))
+    )
+    dx, dw = dy.double() @ of_w, dy.double().t() @ of_x
+    if mistake == "swapped":
+        return {"dx": dx, "dw": expected(dw, qw, w, e)}
+    return {"dx": expected(dx, qx, x, e, mistake), "dw": expected(dw, qw, w, e, mistake)}
+
+
+def run(recipe: Recipe, dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
+    x, w, dy = problem(dtype)
+    leaves = x.requires_grad_(), w.requires_grad_()
+    y = linear(*leaves, recipe=recipe, seed=9, step=4, **options)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad, "dw": w.grad}  # type: ignore[dict-item]
+
+
+def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    return {name: relative_error(found[name], wanted[name]) for name in ("dx", "dw")}
+
+
+CASES = [("ceil", "raw", name) for name in ESTIMATORS] + [
+    (quantizer, "forward" if i % 2 else "raw", name)
+    for i, quantizer in enumerate(QUANTIZERS)
+    for name in ("sigmoid, vjp", "dge, absmax", "spline, 0 beyond")
+]
+
+
+@pytest.mark.parametrize(("quantizer", "backward", "name"), CASES, ids=str)
+def test_against_the_composition(quantizer: str, backward: Any, name: str) -> None:
+    chosen, e = QUANTIZERS[quantizer], ESTIMATORS[name]
+    recipe = recipe_of(chosen, backward, e)
+    found = run(recipe, torch.float64)
+    wanted = composed(chosen, backward, e, torch.float64)
+    for gradient, error in errors(found, wanted).items():
+        assert error < BOUND[torch.float64], gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backward", ["raw", "forward"])
+@pytest.mark.parametrize("name", ["sigmoid", "sigmoid, vjp", "spline, softmax"])
+def test_in_the_dtypes_of_training(dtype: torch.dtype, backward: Any, name: str) -> None:
+    """The blocks of these quantizers have scales that make scaled values exact, so that no slope is
+    taken on the other side of a bend."""
+    e = ESTIMATORS[name]
+    found = run(recipe_of(CEIL, backward, e), dtype)
+    for gradient, error in errors(found, composed(CEIL, backward, e, dtype)).items():
+        # dX is rounded to BF16 before its factor and after it.
+        assert error < BOUND[dtype] * (1.5 if dtype == torch.bfloat16 else 1), gradient
+
+
+@pytest.mark.parametrize("mistake", ["unscaled", "sum to all", "swapped"])
+@pytest.mark.parametrize("backward", ["raw", "forward"])
+def test_known_mistakes_lie_outside_the_bound(mistake: str, backward: str) -> None:
+    e = ESTIMATORS["sigmoid, vjp"]
+    found = run(recipe_of(CEIL, backward, e), torch.float64)
+    wrong = errors(found, composed(CEIL, backward, e, torch.float64, mistake))
+    assert wrong["dx"] > 1e-3 and (mistake == "swapped" or wrong["dw"] > 1e-3)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_vjp_keeps_the_gradient_along_a_block(name: str) -> None:
+    """A block that is multiplied by a number is decoded to that multiple, if its scale is too. So
+    the sum of x times its gradient is that of the decoded values times theirs, for any form."""
+    quantizer = QUANTIZERS[name]
+    x, w, dy = problem(torch.float64)
+    q = quantize_matrix(x, quantizer, axis=1)
+    blocks = torch.from_numpy(block_of_each((TOKENS, IN), quantizer.block))
+
+    def sums(terms: Tensor) -> Tensor:
+        found = terms.new_zeros(int(blocks.max()) + 1)
+        return found.index_add_(0, blocks.flatten(), terms.flatten())
+
+    g = dy @ w
+    for e in (ESTIMATORS["sigmoid, vjp"], Estimator(maximum="vjp"), ESTIMATORS["dge, absmax"]):
+        dx = run(recipe_of(quantizer, "raw", e, "x"), torch.float64)["dx"]
+        found, wanted = sums(x * dx), sums(q.dequantize(torch.float64) * g)
+        # The elementwise form does not keep it: the control.
+        assert (relative_error(found, wanted) < 1e-12) == (e.maximum == "vjp")
+
+
+def test_an_estimator_of_one_leaves_the_other_gradient() -> None:
+    e, plain = ESTIMATORS["sigmoid, vjp"], recipe_of(CEIL, "forward", ESTIMATORS["dge"], "")
+    straight = run(plain, torch.bfloat16)
+    for which, other in (("x", "dw"), ("w", "dx")):
+        found = run(recipe_of(CEIL, "forward", e, which), torch.bfloat16)
+        changed = "dx" if which == "x" else "dw"
+        assert torch.equal(found[other], straight[other])
+        assert not torch.equal(found[changed], straight[changed])
+        assert torch.equal(found["y"], straight["y"])
+
+
+@pytest.mark.parametrize("name", ["tetrajet", "mxfp4", "dge-occ"])
+def test_on_quantized_backward_gemms(name: str) -> None:
+    """What multiplies the gradients is that of fprop's operands, whatever the backward GEMMs do."""
+    plain = replace(get_recipe(name), estimator=None, outliers=None)
+    e = ESTIMATORS["sigmoid, vjp"]
+    found = run(replace(plain, estimator=e, x_estimator=e), torch.float64)
+    straight = run(plain, torch.float64)
+    x, w, _ = problem(torch.float64)
+    for gradient, matrix, q in (("dx", x, plain.fprop.a), ("dw", w, plain.fprop.b)):
+        assert q is not None
+        quantized = quantize_matrix(matrix, q, axis=1)
+        wanted = expected(straight[gradient], quantized, matrix, e)
+        assert relative_error(found[gradient], wanted) < 1e-12
+
+
+# --- what is kept, and how ------------------------------------------------------------------------
+
+BOTH = Estimator(form="sigmoid", maximum="softmax")
+STOCHASTIC = get_quantizer("mxfp4-ceil-sr")
+KEPT = {
+    "raw": replace(get_recipe("mxfp4"), estimator=BOTH, x_estimator=BOTH),
+    "forward": replace(get_recipe("tetrajet"), estimator=BOTH, x_estimator=BOTH),
+    "noise": replace(
+        get_recipe("tetrajet"),
+        fprop=GemmRecipe(STOCHASTIC, STOCHASTIC),
+        estimator=BOTH,
+        x_estimator=BOTH,
+    ),
+}
+
+
+def called(recipe: Recipe, site: Site, held: HeldWeight | None, again: bool) -> list[Tensor]:
+    """Y, dX and dW of two microbatches of a step."""
+    x, w, dy = problem(torch.bfloat16)
+    w.requires_grad_()
+    found = []
+    for microbatch in range(2):
+        rows = (x + microbatch).detach().requires_grad_()
+        call = Call(Key(3, 5), microbatch)
+
+        def forward(x: Tensor, call: Call = call) -> Tensor:
+            return quantized_linear(x, w, None, recipe, site, call, held)
+
+        y = checkpoint(forward, rows, use_reentrant=False) if again else forward(rows)
+        y.backward(dy)
+        found += [y.detach(), rows.grad]
+    return [*found, w.grad]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_changes_no_bit(name: str) -> None:
+    plain = called(KEPT[name], Site(), None, False)
+    for keeps_w in (None, "packed", "decoded", "fprop"):
+        for packs_x in (True, False):
+            for again in (False, True):
+                site = Site(keeps_w=keeps_w, packs_x=packs_x)  # type: ignore[arg-type]
+                held = None if keeps_w is None else HeldWeight()
+                found = called(KEPT[name], site, held, again)
+                assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    # The control: without estimators other gradients.
+    other = called(replace(KEPT[name], estimator=None, x_estimator=None), Site(), None, False)
+    assert not torch.equal(other[1], plain[1]) and not torch.equal(other[-1], plain[-1])
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("kept_y", [None, torch.float8_e4m3fn], ids=str)
+def test_x_may_be_a_swiglu(name: str, kept_y: torch.dtype | None) -> None:
+    """The estimator of X multiplies the gradient of the SwiGLU's result."""
+    recipe, site = KEPT[name], Site("fc2", kept_y=kept_y)
+    y = normal((TOKENS, 2 * IN), 8, torch.bfloat16)
+    _, w, dy = problem(torch.bfloat16)
+    result = torch.zeros(TOKENS, IN, dtype=torch.bfloat16, requires_grad=True)
+    joined = linear_after_swiglu(Activated(y, result), w, recipe, site, Call(), None)
+    joined.backward(dy)
+    x = swiglu(y).requires_grad_()
+    apart = quantized_linear(x, w, None, recipe, site, Call())
+    apart.backward(dy)
+    assert torch.equal(joined, apart) and torch.equal(result.grad, x.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_swiglu_may_follow(name: str) -> None:
+    recipe = KEPT[name]
+    x, w, dy = problem(torch.bfloat16)
+    joined = linear_before_swiglu(
+        x.requires_grad_(), w.requires_grad_(), recipe, Site(), Call(), None
+    )
+    joined.result.backward(dy[:, : OUT // 2])
+    other, v = (t.detach().clone().requires_grad_() for t in (x, w))
+    y = quantized_linear(other, v, None, recipe, Site(), Call())
+    y.backward(swiglu_gradient(dy[:, : OUT // 2], y.detach()))
+    assert torch.equal(x.grad, other.grad) and torch.equal(w.grad, v.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_x_may_be_a_norm(name: str) -> None:
+    recipe = KEPT[name]
+    x, w, dy = problem(torch.bfloat16)
+    norm = RmsNorm(torch.linspace(0.5, 2, IN).bfloat16(), 1e-6)
+    stands = x.clone().requires_grad_()
+    before, _ = before_linear(stands, norm)
+    before.retain_grad()
+    joined = quantized_linear(before, w, None, recipe, Site(norm=norm), Call())
+    joined.backward(dy)
+    result = normed(x, row_factors(x, norm.eps), norm.gain).requires_grad_()
+    apart = quantized_linear(result, w, None, recipe, Site(), Call())
+    apart.backward(dy)
+    assert torch.equal(joined, apart) and torch.equal(before.grad, result.grad)  # type: ignore[arg-type]
+
+
+def test_frozen_weights_and_inputs() -> None:
+    """Where one gradient is not asked for, the other stays as it is."""
+    for recipe in KEPT.values():
+        x, w, dy = problem(torch.bfloat16)
+        y = quantized_linear(x.requires_grad_(), w.requires_grad_(), None, recipe, Site(), Call())
+        y.backward(dy)
+        for frozen in ("x", "w"):
+            a, b = x.detach().clone(), w.detach().clone()
+            (b if frozen == "x" else a).requires_grad_()
+            quantized_linear(a, b, None, recipe, Site(), Call()).backward(dy)
+            found, wanted = (b.grad, w.grad) if frozen == "x" else (a.grad, x.grad)
+            assert torch.equal(found, wanted)  # type: ignore[arg-type]
+
+
+def test_no_tokens() -> None:
+    for recipe in KEPT.values():
+        w = torch.randn(OUT, IN).bfloat16().requires_grad_()
+        x = torch.zeros(0, IN).bfloat16().requires_grad_()
+        quantized_linear(x, w, None, recipe, Site(), Call()).sum().backward()
+        assert x.grad is not None and x.grad.shape == (0, IN)
