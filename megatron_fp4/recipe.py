@@ -145,11 +145,6 @@ class Recipe:
             quantizer, name = self.quantizer("fprop", letter), letter.upper()
             if quantizer is None or quantizer.element != "e2m1":
                 raise ConfigError(f"an estimator of {name} needs an E2M1 quantizer of it in fprop")
-            if self.fprop.hadamard is not None:
-                raise ConfigError(
-                    f"an estimator of {name} reads the scaled {name} that fprop rounds; use no "
-                    "Hadamard transform in fprop"
-                )
         if self.x_estimator is not None and self.outliers is not None:
             raise ConfigError(
                 "an estimator of X takes no outliers, which pass by X's quantizer: leave one out"

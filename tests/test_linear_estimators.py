@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_quantizer, get_recipe, linear
 from megatron_fp4.arithmetic.estimators import Estimator
-from megatron_fp4.arithmetic.philox import Key
+from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.philox import Key, random_signs, stream_id
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.arithmetic.rms_norm import RmsNorm, normed
 from megatron_fp4.arithmetic.rms_norm import factors as row_factors
@@ -249,12 +250,50 @@ def test_on_quantized_backward_gemms(name: str) -> None:
         assert relative_error(found[gradient], wanted) < 1e-12
 
 
+@pytest.mark.parametrize("signs", ["none", "random"])
+@pytest.mark.parametrize("backward", ["raw", "forward"])
+@pytest.mark.parametrize("name", ["sigmoid", "sigmoid, vjp", "dge, absmax"])
+def test_after_a_hadamard_transform(name: str, backward: Any, signs: Any) -> None:
+    """fprop multiplies transformed operands; their gradients are estimated and transformed back."""
+    g, e = 32, ESTIMATORS[name]
+    transformed = GemmRecipe(CEIL, CEIL, Hadamard(g, signs))
+    recipe = replace(recipe_of(CEIL, backward, e), fprop=transformed)
+    found = run(recipe, torch.float64)
+    rows = [[(-1.0) ** (i & j).bit_count() for j in range(g)] for i in range(g)]
+    h = torch.tensor(rows, dtype=torch.float64)
+    drawn = random_signs(g, Key(9, 4), stream_id("linear:fprop")).double()
+    s = torch.block_diag(
+        *[torch.diag(drawn if signs == "random" else h[0]) @ h / g**0.5] * (IN // g)
+    )
+    x, w, dy = problem(torch.float64)
+    turned = [(matrix @ s).bfloat16() for matrix in (x, w)]
+    qx, qw = (quantize_matrix(matrix, CEIL, axis=1) for matrix in turned)
+    of_x, of_w = x, w
+    if backward == "forward":
+        of_x, of_w = (q.dequantize(torch.float64) @ s.t() for q in (qx, qw))
+    straight = {"dx": dy @ of_w, "dw": dy.t() @ of_x}
+    for gradient, q, matrix in (("dx", qx, turned[0]), ("dw", qw, turned[1])):
+        wanted = expected(straight[gradient] @ s, q, matrix, e) @ s.t()
+        assert relative_error(found[gradient], wanted) < BOUND[torch.float64]
+        for wrong in (
+            expected(straight[gradient], q, matrix, e),  # nothing is transformed
+            expected(straight[gradient] @ s, q, matrix, e),  # and not back
+        ):
+            assert relative_error(found[gradient], wrong) > 0.1
+
+
 # --- what is kept, and how ------------------------------------------------------------------------
 
 BOTH = Estimator(form="sigmoid", maximum="softmax")
 STOCHASTIC = get_quantizer("mxfp4-ceil-sr")
 KEPT = {
     "raw": replace(get_recipe("mxfp4"), estimator=BOTH, x_estimator=BOTH),
+    "transformed": replace(
+        get_recipe("tetrajet"),
+        fprop=GemmRecipe(CEIL, CEIL, Hadamard(32)),
+        estimator=BOTH,
+        x_estimator=BOTH,
+    ),
     "forward": replace(get_recipe("tetrajet"), estimator=BOTH, x_estimator=BOTH),
     "noise": replace(
         get_recipe("tetrajet"),

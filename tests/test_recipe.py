@@ -54,14 +54,6 @@ def test_the_named_correction_is_accepted() -> None:
         ({"estimator": Estimator(), "fprop": GemmRecipe(MX)}, ["estimator of W", "E2M1"]),
         ({"x_estimator": Estimator(), "fprop": GemmRecipe(None, MX)}, ["estimator of X", "E2M1"]),
         (
-            {"estimator": Estimator(), "fprop": GemmRecipe(MX, MX, Hadamard(32))},
-            ["estimator of W", "Hadamard"],
-        ),
-        (
-            {"x_estimator": Estimator(), "fprop": GemmRecipe(MX, MX, Hadamard(32))},
-            ["estimator of X", "Hadamard"],
-        ),
-        (
             {
                 "x_estimator": Estimator(),
                 "fprop": GemmRecipe(MX, MX),

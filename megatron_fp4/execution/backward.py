@@ -7,10 +7,11 @@ is computed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
-from megatron_fp4.arithmetic.estimators import ONE_RANK, Ranks
+from megatron_fp4.arithmetic.estimators import Ranks
 from megatron_fp4.arithmetic.outliers import Residual
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import Pending
@@ -90,7 +91,10 @@ class Backward:
             dw = self._dw(plan.wgrad, a, b, residual, into)
         summed = None if dx is None else dx.wait()
         if summed is not None and plan.estimates_x is not None:
-            summed = self._estimated_x(plan.estimates_x, summed)
+            saved = self.saved
+            summed = self._estimated(
+                plan.estimates_x, plan.fprop.a, summed, saved.x, saved.x_itself
+            )
         return Gradients(summed, dw, dgrads_dy)
 
     # --- operands ---
@@ -204,12 +208,26 @@ class Backward:
             return parallel.scatter_sum(dx)
         return parallel.sum(dx) if parallel is not None and sharding.sums_dx else Pending(None, dx)
 
-    def _estimated_x(self, estimates: Estimating, dx: Tensor) -> Tensor:
-        """dX with the estimator's factor. dx: of this rank's tokens, summed over the ranks."""
-        saved = self.saved
-        assert saved.x_itself is not None  # saved with fprop's operand where there is an estimator
-        given = dx, saved.x, saved.x_itself
-        return estimates.apply(*given, ranks=self._ranks() if estimates.agrees else ONE_RANK)
+    def _estimated(
+        self,
+        estimates: Estimating,
+        operand: OperandPlan,
+        gradient: Tensor,
+        quantized: Operand | None,
+        matrix: Tensor | None,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        """The gradient of X or W with the estimator's factor.
+
+        operand: the plan of fprop's operand. quantized, matrix: that operand, and X or W, both of
+        which are saved where there is an estimator. into: see `makers.estimator.estimated`.
+        """
+        more: dict[str, Any] = {}
+        if estimates.agrees:
+            more["ranks"] = self._ranks()
+        if estimates.transforms:
+            more["given"] = self.site.given(operand, self.call, None, None)
+        return estimates.apply(gradient, quantized, matrix, into, **more)
 
     def _ranks(self) -> Ranks:
         """The ranks of the tensor-parallel group."""
@@ -239,9 +257,8 @@ class Backward:
             adds = into is not None and into.dtype == dw.dtype and into.is_contiguous()
             adds = adds and residual is None
             weight = saved.weight.to(plan.setting.dtype)
-            given = dw, saved.w, weight, into if adds else None
-            apply = estimates.apply
-            dw = apply(*given, self._ranks()) if estimates.agrees else apply(*given)
+            added_to = into if adds else None
+            dw = self._estimated(estimates, plan.fprop.b, dw, saved.w, weight, added_to)
         if residual is not None and plan.clamping is not None and plan.compensation is not None:
             # Fprop multiplied the outliers by the unquantized W, so no estimator applies here.
             outliers = Decoded(plan.clamping.dense(residual.wait()).t())

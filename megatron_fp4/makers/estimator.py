@@ -13,9 +13,12 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.estimators import ONE_RANK, Estimator, Ranks
 from megatron_fp4.arithmetic.formats import SCALE_FLOATS, widen
+from megatron_fp4.arithmetic.hadamard import inverse, transform
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.arithmetic.scaling import per_block
 from megatron_fp4.makers import PYTORCH
+from megatron_fp4.makers.base import NOTHING, Given
+from megatron_fp4.makers.pytorch import before_quantizer
 from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.target import kernels_problem
@@ -28,12 +31,14 @@ class Estimating(NamedTuple):
 
     name: of what applies it. apply: (gradient, quantized, matrix, into) -> gradient; see
     `estimated`. agrees: whether it also takes `ranks`, because it sums over blocks that are spread
-    over ranks. passed_over: (name, reason) of the kernel, if it does not apply it.
+    over ranks. transforms: whether it also takes `given`, because fprop transforms the operand.
+    passed_over: (name, reason) of the kernel, if it does not apply it.
     """
 
     name: str
     apply: Callable[..., Tensor]
-    agrees: bool
+    agrees: bool = False
+    transforms: bool = False
     passed_over: tuple[tuple[str, str], ...] = ()
 
 
@@ -50,10 +55,11 @@ def choose(
     if why is None:
         from megatron_fp4.kernels import estimator as kernels  # imports Triton
 
-        return Estimating(KERNEL, partial(kernels.scale, estimator), False)
+        return Estimating(KERNEL, partial(kernels.scale, estimator))
     through = estimator.maximum != "straight-through"
     agrees = through and operand.agrees and _is_spread(operand, setting)
-    return Estimating(PYTORCH.name, partial(estimated, estimator), agrees, ((KERNEL, why),))
+    apply = partial(estimated, estimator, operand)
+    return Estimating(PYTORCH.name, apply, agrees, operand.group > 0, ((KERNEL, why),))
 
 
 def _kernel_refuses(estimator: Estimator, operand: OperandPlan, setting: Setting) -> str | None:
@@ -68,8 +74,8 @@ def _kernel_refuses(estimator: Estimator, operand: OperandPlan, setting: Setting
         return "is for W alone"
     if (quantizer.scale, quantizer.block, quantizer.prescale) != ("fp32", (1, 0), 1.0):
         return "takes a float32 scale for each row"
-    if setting.dtype != torch.bfloat16:
-        return "takes BF16"
+    if setting.dtype != torch.bfloat16 or operand.group:
+        return "takes BF16, and transforms nothing"
     if not setting.outputs * setting.inputs:
         return "takes no empty matrix"
     return kernels_problem(setting.target)
@@ -100,24 +106,33 @@ def has_kernel(estimator: Estimator, operand: OperandPlan, setting: Setting) -> 
 
 def estimated(
     estimator: Estimator,
+    operand: OperandPlan,
     gradient: Tensor,
     quantized: QuantizedTensor,
     matrix: Tensor,
     into: Tensor | None = None,
     ranks: Ranks = ONE_RANK,
+    given: Given = NOTHING,
 ) -> Tensor:
     """The gradient of `matrix`, [rows, columns] in the dtype of `gradient`; or `into`, to which it
     is added.
 
-    gradient: of what was multiplied in place of it. quantized: fprop's operand, made of `matrix`,
-    blocked along its last axis. into: a matrix of the gradient's dtype, or None. ranks: see
-    `Estimator.gradient`. Computed in float32 (float64 for a matrix in float64), and rounded once.
+    operand: the plan of fprop's operand. gradient: of what was multiplied in place of the matrix.
+    quantized: fprop's operand, made of `matrix` and `given`, blocked along its last axis. into: a
+    matrix of the gradient's dtype, or None. ranks: see `Estimator.gradient`. Computed in float32
+    (float64 for a matrix in float64), and rounded once.
     """
-    scaled, rounded = scaled_values(quantized, matrix), None
+    wanted, rounded = widen(gradient), None
+    scaled = scaled_values(quantized, before_quantizer(matrix, operand, given)).to(wanted.dtype)
     if estimator.maximum != "straight-through":
         rounded = quantized.elements(scaled.dtype).view(scaled.shape)
-    block = quantized.quantizer.block
-    found = estimator.gradient(widen(gradient), scaled, rounded, block, ranks)
+    group = operand.group
+    signs = None if given.signs is None else given.signs.vector(group, matrix.device)
+    if group:  # the product is of transformed operands, and so is its gradient
+        wanted = transform(wanted, group, signs)
+    found = estimator.gradient(wanted, scaled, rounded, quantized.quantizer.block, ranks)
+    if group:
+        found = inverse(found, group, signs)
     found = found.to(gradient.dtype)
     return found if into is None else into.add_(found)
 

@@ -14,6 +14,7 @@ from torch import distributed as dist
 
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_quantizer
 from megatron_fp4.arithmetic.estimators import ONE_RANK, Estimator
+from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.estimate.traffic import of_backward
 from megatron_fp4.execution.backward import Backward
 from megatron_fp4.execution.call import Site
@@ -64,9 +65,13 @@ def main() -> None:
                 for sharding, each in SHARDINGS.items():
                     found = differs(recipe, each)
                     assert found < 1e-12, (name, e, backward, sharding, found)
-    for name, sharding in sorted(
-        SPREAD
-    ):  # the known mistake: each rank sums its part of a block alone
+    for e in ESTIMATORS:
+        recipe = recipe_of(QUANTIZERS["blocks"], e, "raw")
+        turned = replace(recipe, fprop=replace(recipe.fprop, hadamard=Hadamard(32)))
+        for sharding, each in SHARDINGS.items():
+            assert differs(turned, each) < 1e-12, (e, sharding)
+    # The known mistake: each rank sums its part of a block alone.
+    for name, sharding in sorted(SPREAD):
         recipe = recipe_of(QUANTIZERS[name], ESTIMATORS[0], "raw")
         with patched(Backward, "_ranks", lambda self: ONE_RANK):
             assert differs(recipe, SHARDINGS[sharding]) > 1e-6, (name, sharding)

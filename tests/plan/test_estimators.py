@@ -10,6 +10,8 @@ import torch
 
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_quantizer, get_recipe
 from megatron_fp4.arithmetic.estimators import Estimator
+from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.cpp.following import refusal
 from megatron_fp4.description import describe
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
@@ -107,6 +109,18 @@ def test_ranks_that_share_a_block_sum_over_it(
     factor = Estimator(form="sigmoid")  # sums over nothing
     made = plan(recipe(quantizer, estimator=factor, x_estimator=factor), sharding=sharding)
     assert made.estimates_x is not None and not made.estimates_x.agrees
+
+
+def test_random_signs_that_pytorch_draws_are_not_recorded() -> None:
+    """They would stay those of the recorded step. Negative control: kernels draw fprop's own."""
+    turned = GemmRecipe(MX, MX, Hadamard(32))
+    plain = Recipe("r", fprop=turned, dgrad=GemmRecipe(MX, MX), wgrad=GemmRecipe(MX, MX))
+    assert refusal(plan(plain)) is None
+    for fields in ({"estimator": VJP}, {"x_estimator": VJP}):
+        found = refusal(plan(replace(plain, **fields)))  # type: ignore[arg-type]
+        assert found == "PyTorch draws the random signs of fprop"
+    constant = replace(plain, fprop=GemmRecipe(MX, MX, Hadamard(32, "none")), estimator=VJP)
+    assert refusal(plan(constant)) is None
 
 
 def test_descriptions() -> None:
