@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bytes_time import VARIANTS, times
-from benchmarks.stamp import stamp
 from megatron_fp4.recipes import list_recipes
 from testing.worlds.launch import spawn
+from tools.stamp import stamp
 
 Record = dict[str, Any]
 LINEARS = {

@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.stamp import resumed, stamp
 from benchmarks.training_step import LOCAL, launched
+from tools.stamp import resumed, stamp
 
 Row = dict[str, Any]
 # The size of buckets gives this model about as many as a large one has by Megatron's default.

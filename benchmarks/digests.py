@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.stamp import stamp
 from megatron_fp4 import Linear, list_quantizers, list_recipes, quantize
 from testing.worlds.checkpoint_contents import contents, flat
 from testing.worlds.launch import train
+from tools.stamp import stamp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

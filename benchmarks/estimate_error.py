@@ -32,12 +32,12 @@ from benchmarks.estimate_rows import (
     mlps,
     steps,
 )
-from benchmarks.stamp import stamp
 from megatron_fp4.estimate.gpus import MEASURED
 from megatron_fp4.estimate.layout import stages
 from megatron_fp4.estimate.memory import adam_bytes, counted_with_graphs, memory
 from megatron_fp4.estimate.rates import RATES, Rates, seconds
 from megatron_fp4.estimate.step import Time, step_time, work_of
+from tools.stamp import stamp
 
 Row = dict[str, Any]
 GIB = 2.0**30

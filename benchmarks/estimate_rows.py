@@ -34,7 +34,7 @@ CURRENT = ("fused-step-beside", "parallel-two")
 BY_TORCH = ("training_step", "training_step-four", "parallel_step")
 # Steps of other commits, to which no rate is fitted.
 OTHERS = (
-    *("few-bits-one", "few-bits-two"),
+    *("few-bits-one", "few-bits-two", "few-bits-bf16"),
     *("fused-step", "fused-step-decoded", "fused-step-before", "fp8-step"),
     *(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs")),
 )

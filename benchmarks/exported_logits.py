@@ -24,11 +24,11 @@ import numpy
 import torch
 from torch import Tensor
 
-from benchmarks.stamp import stamp
 from megatron_fp4.convert import command
 from megatron_fp4.mcore.data import prepare_data
 from testing.worlds.launch import SCRIPTS, spawn
 from tools import runs
+from tools.stamp import stamp
 
 MODEL = runs.Model(layers=4, hidden=128, ffn=384)
 TRAINING = runs.Training(steps=80, learning_rate=4e-3, held_out_batches=2)

@@ -36,12 +36,12 @@ from benchmarks.first_run_checks import (
     recorded,
 )
 from benchmarks.linear import bf16, problem, quantized
-from benchmarks.stamp import stamp
 from benchmarks.timing import medians
 from megatron_fp4 import get_recipe
 from megatron_fp4.multipliers import MULTIPLIERS
 from megatron_fp4.multipliers.base import Multiplier
 from megatron_fp4.target import target_of
+from tools.stamp import stamp
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 1200  # seconds that a part may take

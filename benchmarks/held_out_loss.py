@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpus import visible_gpus
-from benchmarks.stamp import stamp
 from megatron_fp4 import list_recipes
 from megatron_fp4.mcore.data import prepare_data
 from tools import runs
+from tools.stamp import stamp
 
 MODELS = {
     "tiny": (runs.Model(), runs.Training(steps=0)),

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks.host_worker import LINEARS
-from benchmarks.stamp import stamp
 from benchmarks.training_step import asked, launched
 from megatron_fp4 import list_recipes
+from tools.stamp import stamp
 
 SIZE = 512  # tokens, inputs and outputs on each rank
 BF16 = ("upstream bf16", "bf16")

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.stamp import stamp
 from benchmarks.timing import host_medians
 from megatron_fp4 import get_recipe, linear, list_recipes
+from tools.stamp import stamp
 
 SIZE = 512  # tokens, inputs and outputs
 WARM_UP = 20

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.stamp import stamp
 from megatron_fp4.mcore.checkpoints import integrity
+from tools.stamp import stamp
 
 GIB = 2**30
 

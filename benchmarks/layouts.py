@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.stamp import stamp
 from testing.layouts.matrix import LAYOUTS, MODES, ONE, Row, chosen, holds, run_layout, run_one
+from tools.stamp import stamp
 
 # The default result: on a CPU, of all layouts that this many processes can run.
 RESULT, PROCESSES = Path("benchmarks/results/layouts.json"), 4

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from benchmarks import te
-from benchmarks.stamp import stamp
 from benchmarks.timing import medians
 from megatron_fp4 import get_recipe, list_recipes
 from megatron_fp4.arithmetic.quantizer import get_quantizer, quantize_matrix
@@ -37,6 +36,7 @@ from megatron_fp4.multipliers.hopper import Hopper
 from megatron_fp4.operands import Made
 from megatron_fp4.plan.setting import SwigluPlace
 from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
+from tools.stamp import stamp
 
 TOKENS = 8192
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192))  # in, out

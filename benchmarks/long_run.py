@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.stamp import stamp
 from megatron_fp4.mcore.data import prepare_data
 from tools import runs
+from tools.stamp import stamp
 
 ALONE, LAYOUT = "one process", "TP2+SP x PP2 x DP2"
 PROCESSES = 8

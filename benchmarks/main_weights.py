@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.stamp import stamp
 from megatron_fp4.arithmetic.fp8_blocks import FloatBlocks
+from tools.stamp import stamp
 
 RATES = (1e-3, 1e-4, 3e-5, 1e-5, 1e-6)
 SIZE = 0.02  # Megatron's --init-method-std

@@ -18,8 +18,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.stamp import stamp
 from benchmarks.training_step import WARM, launched, timed
+from tools.stamp import stamp
 
 STEPS = 14
 CALIBRATION = 2  # steps

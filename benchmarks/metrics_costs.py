@@ -17,8 +17,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.stamp import stamp
 from benchmarks.training_step import WARM, launched, timed
+from tools.stamp import stamp
 
 FIRST = WARM + 2  # the number, from 1, of the first step that is timed
 EVERY = 10  # steps of a cycle, from one report to the next

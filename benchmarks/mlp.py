@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.linear import TOKENS, Problem, is_mxfp4, moved, problem, products
-from benchmarks.stamp import stamp
 from benchmarks.timing import medians
 from megatron_fp4 import get_recipe
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.kernels.swiglu import swiglu, swiglu_gradient
 from megatron_fp4.linear import linear_after_swiglu, linear_before_swiglu, quantized_linear
 from megatron_fp4.recipe import Recipe
+from tools.stamp import stamp
 
 SHAPES = ((4096, 14336), (2048, 5632))  # hidden, ffn
 RECIPES = ("mxfp4", "tetrajet", "tetrajet-ema", "fp8")

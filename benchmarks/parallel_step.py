@@ -33,8 +33,8 @@ import torch
 
 from benchmarks import te
 from benchmarks.gpus import visible_gpus
-from benchmarks.stamp import resumed, stamp
 from benchmarks.training_step import GRAPHS, PLAIN, SEQUENCE, TE_LAYERS, asked, measure
+from tools.stamp import resumed, stamp
 
 Row = dict[str, Any]
 Case = tuple[str, str]  # a layout's name and a recipe's

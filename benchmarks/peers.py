@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.linear import SHAPES, TOKENS
 from benchmarks.peers_worker import LINEARS, QUANTIZERS, SIDE
-from benchmarks.stamp import resumed, stamp
+from tools.stamp import resumed, stamp
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]

@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stamp import stamp
 from megatron_fp4.mcore.data import prepare_data
 from megatron_fp4.mcore.data.text import library_documents
 from testing.builders.corpus import hugging_face_tokenizer, write_lines
+from tools.stamp import stamp
 
 ROOT = Path(__file__).parents[1]
 COPIES, VOCABULARY, ROUNDS, WORKERS = 4, 8192, 3, (1, 2)

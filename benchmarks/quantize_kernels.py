@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.stamp import stamp
 from benchmarks.timing import medians
 from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
@@ -30,6 +29,7 @@ from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.kernels.carrier import carried
 from megatron_fp4.kernels.quantize import Copy, quantize
 from megatron_fp4.operands import Matrix, Normed, Swiglu, SwigluGradient
+from tools.stamp import stamp
 
 SHAPES = ((8192, 8192), (8192, 14336))
 

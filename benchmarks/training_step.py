@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import te
-from benchmarks.stamp import resumed, stamp
 from megatron_fp4 import list_recipes
+from tools.stamp import resumed, stamp
 
 ROOT = Path(__file__).parents[1]
 SEQUENCE = 4096

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stamp import resumed, stamp
 from megatron_fp4.metrics.weights import WINDOW
+from tools.stamp import resumed, stamp
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = Path("runs/vit")

@@ -90,6 +90,17 @@ def test_transformer_engine_s_fp8() -> None:
     assert min(times, key=lambda name: times[name]) == "te fp8 delayed"
 
 
+def test_transformer_engine_s_fp8_on_two_gpus() -> None:
+    found = result("parallel-te")
+    ms = {(row["layout"], row["name"]): f"{row['ms']:.0f} ms" for row in found["rows"]}
+    tensor, pipeline = ((ms[at, "te fp8 delayed"], ms[at, "tetrajet"]) for at in ("tp2-sp", "pp2"))
+    says(
+        f"in the step of {found['layers']} layers, FP8 with delayed scaling takes {tensor[0]} "
+        f"under tensor and sequence parallelism and {pipeline[0]} under pipeline parallelism, "
+        f"`tetrajet` {tensor[1]} and {pipeline[1]}"
+    )
+
+
 def test_the_table_of_training_steps() -> None:
     def ratios(name: str) -> dict[tuple[str, str], str]:
         rows = result(name)["rows"]

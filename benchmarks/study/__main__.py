@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpus import visible_gpus
-from benchmarks.stamp import stamp
-from benchmarks.study import matrix, running, showing, text
+from benchmarks.study import matrix, running, showing
 from benchmarks.study.errors import StudyError
 from megatron_fp4.mcore.data.errors import DataError
+from tools import installed_text
+from tools.stamp import stamp
 
 UNFINISHED = 75  # the exit status when runs are left: EX_TEMPFAIL of sysexits.h
 
@@ -52,7 +53,7 @@ def prepared(found: matrix.Matrix, folder: Path) -> tuple[Path, Path, dict[str, 
     """(the absolute path of `folder`, that of the text in it, what results record of the text)."""
     work = Path(os.path.abspath(folder))  # launches run in the repository's root
     data = work / f"text-{found.text.megabytes:g}-{found.text.vocabulary}"
-    return work, data, text.described(text.prepare(found.text, data))
+    return work, data, installed_text.described(installed_text.prepare(found.text, data))
 
 
 def show(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.study.configuration import point_of
-from benchmarks.study.results import Row
+from tools.rows import Row
 
 DRAWS = 10_000  # resamples of the bootstrap
 LEVEL = 0.95  # of its interval

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study.configuration import hash_of
-from benchmarks.study.results import Row
 from benchmarks.study.sizes import SIZES
 from megatron_fp4.metrics.weights import window
 from megatron_fp4.report import reading
 from tools import runs
+from tools.rows import Row
 
 # For each group of metrics ("weight", "fprop.w") and metric: (step, mean over the linears).
 Metrics = dict[str, dict[str, list[tuple[int, float]]]]

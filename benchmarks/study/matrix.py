@@ -11,10 +11,10 @@ import yaml
 
 from benchmarks.study.errors import StudyError
 from benchmarks.study.sizes import SIZES
-from benchmarks.study.text import Text
 from megatron_fp4 import get_recipe
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.data.errors import DataError
+from tools.installed_text import Text
 
 BF16 = "bf16"
 FOLDER = Path(__file__).parent

@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import Cell, gap, runs_of
 from benchmarks.study.matrix import BF16
-from benchmarks.study.results import Row
 from benchmarks.study.tables import cells, recipes
+from tools.rows import Row
 
 Series = list[tuple[int, float]]
 COLORS = "#4c72b0 #dd5533 #55a868 #8172b3 #937860 #da8bc3 #8c8c8c #ccb974 #64b5cd".split()

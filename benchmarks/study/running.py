@@ -18,8 +18,10 @@ from benchmarks.study.errors import StudyError
 from benchmarks.study.launching import MARGIN, Launch
 from benchmarks.study.matrix import Matrix
 from benchmarks.study.sizes import SIZES
+from tools import rows
+from tools.rows import Row
 
-Runner = Callable[[Launch, float | None], results.Row | None]
+Runner = Callable[[Launch, float | None], Row | None]
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,11 @@ class Session:
 
     def left(self, matrix: Matrix) -> list[dict[str, Any]]:
         """The configurations that have neither finished nor failed for good."""
-        rows = results.read(self.path)
-        done = results.finished(rows) | results.failed(rows)
+        found = results.read(self.path)
+        done = results.finished(found) | results.failed(found)
         return [each for each in self.configurations(matrix) if hash_of(each) not in done]
 
-    def failures(self, matrix: Matrix) -> list[results.Row]:
+    def failures(self, matrix: Matrix) -> list[Row]:
         """The rows of the matrix's runs that failed for good."""
         failed = results.failed(results.read(self.path))
         hashes = map(hash_of, self.configurations(matrix))
@@ -121,17 +123,17 @@ class Session:
         if row is None or self._stopped.is_set():
             return
         with self._lock:
-            results.append(self.path, row | {"stamp": self.stamp, "text": self.text})
+            rows.append(self.path, row | {"stamp": self.stamp, "text": self.text})
         self.say(told(row))
 
 
-def told(row: results.Row) -> str:
+def told(row: Row) -> str:
     """A row as a line for the user."""
     loss = f"held-out loss {row['held_out'][-1][1]:.4f}" if "held_out" in row else row["error"]
     return f"study: {named(row)}: {row['status']}, {loss}"
 
 
-def named(row: results.Row) -> str:
+def named(row: Row) -> str:
     """The run of a row, in words."""
     point = point_of(row["configuration"])
     rounding = "" if point.rounding_seed in (None, point.seed) else f"/{point.rounding_seed}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from benchmarks.study import results, tables
@@ -10,7 +9,8 @@ from benchmarks.study.configuration import point_of
 from benchmarks.study.errors import StudyError
 from benchmarks.study.matrix import Matrix
 from benchmarks.study.pictures import draw
-from benchmarks.study.results import Row
+from tools import pages
+from tools.rows import Row
 
 
 def rows_of(matrix: Matrix, rows: list[Row]) -> tuple[list[Row], list[Row]]:
@@ -51,11 +51,10 @@ def into(page: str, name: str, section: str) -> str:
 
     name: of the matrix. Raises StudyError if the page has no such lines.
     """
-    start, end = f"<!-- study: {name} -->", f"<!-- end of study: {name} -->"
-    pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
-    if not pattern.search(page):
-        raise StudyError(f"the page has no lines {start} and {end}: add them where the tables go")
-    return pattern.sub(lambda found: f"{start}\n\n{section}\n\n{end}", page)
+    try:
+        return pages.into(page, f"study: {name}", section)
+    except ValueError as error:
+        raise StudyError(str(error)) from error
 
 
 def show(matrix: Matrix, path: Path, page: Path | None, pictures: Path | None) -> None:

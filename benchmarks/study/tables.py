@@ -8,10 +8,10 @@ from typing import Any
 
 from benchmarks.study.gaps import LEVEL, Cell, cell_of, gap, losses, runs_of, spread
 from benchmarks.study.matrix import BF16
-from benchmarks.study.results import Row
 from benchmarks.study.running import named
 from benchmarks.study.sizes import SIZES
 from megatron_fp4.metrics.weights import WINDOW
+from tools.rows import Row
 
 # r(W_Q) in arXiv 2502.20853 (a Vision Transformer on ImageNet), by the name of the recipe.
 PAPER = {"tetrajet": 0.0045, "tetrajet-ema": 0.0018, "tetrajet-ramping": 0.0028}

@@ -9,8 +9,9 @@ from megatron_fp4.estimate.plans import is_quantized
 from megatron_fp4.recipe import Recipe
 
 # Measured in training steps with fused kernels and linears in C++ (fused-step-beside.json and
-# parallel-two.json of benchmarks/results), and beyond that with torch's kernels (fp8-step.json,
-# training_step.json), on more than two GPUs with linears in Python too (parallel_step.json).
+# parallel-two.json of benchmarks/results; gradients and weights in few bits: few-bits-two.json,
+# few-bits-bf16.json), and beyond that with torch's kernels (fp8-step.json, training_step.json), on
+# more than two GPUs with linears in Python too (parallel_step.json).
 RECIPES, MOST_FUSED = ("bf16", "tetrajet"), 2
 RECIPES_BY_TORCH = (*RECIPES, "mxfp4", "mxfp4-rht-sr", "fp8")
 MOST_GPUS, MOST_TP, MOST_PP = 4, 4, 2
@@ -42,12 +43,8 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         "--fp4-weight-cache off was measured in steps with CUDA graphs alone": (
             layout.keeps_w is None and not layout.graphs and is_quantized(recipe)
         ),
-        "gradients in few bits were never measured, and converting them takes no time here": (
-            layout.gradients is not None
-        ),
-        "--fp4-param-gather was never measured, and quantizing by owners takes no time here": (
-            layout.sent_w
-        ),
+        "converting gradients for --fp4-grad-comm takes no time here": layout.gradients is not None,
+        "quantizing weights for --fp4-param-gather takes no time here": layout.sent_w,
         "recomputation was never measured": layout.recompute,
         "the memory of CUDA graphs was never measured": layout.graphs,
         f"steps of {recipe.name} were never measured": recipe.name not in RECIPES_BY_TORCH,

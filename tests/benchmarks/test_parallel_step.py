@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parallel_step import LAYOUTS, Row, compare, grouped, row_of, summed_up, table
-from benchmarks.stamp import resumed
+from tools.stamp import resumed
 
 LAYERS, HIDDEN, SEQUENCE, MICRO_BATCH, BATCH = 1, 64, 64, 2, 4
 MODEL = f"""

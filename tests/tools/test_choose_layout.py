@@ -60,7 +60,7 @@ def test_gradients_in_few_bits_send_less() -> None:
     for part in ("total", "communication"):
         assert fp8["seconds"][part] < bf16["seconds"][part] < plain["seconds"][part]
     assert 0 < fp8["memory"]["gradients"] - plain["memory"]["gradients"] < 2**28 * 1.02
-    assert "gradients in few bits were never measured" in str(fp8["extrapolated"])
+    assert "converting gradients for --fp4-grad-comm takes no time here" in str(fp8["extrapolated"])
     with pytest.raises(ConfigError, match="needs grad-comm fp8"):
         run([*job, *FLAGS, "--fp4-grad-comm-element", "e5m2"])
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.study.configuration import configuration, hash_of
 from benchmarks.study.gaps import Cell, Gap, bootstrap, gap, spread
 from benchmarks.study.matrix import Matrix, Point
-from benchmarks.study.text import Text
+from tools.installed_text import Text
 
 TEXT = {"sha256": "5e4f", "held_out": {"tokens": 30_000}}
 MATRIX = Matrix("test", "a test", Text(2, 1024), [])

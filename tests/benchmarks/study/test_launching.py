@@ -19,8 +19,8 @@ from benchmarks.study.__main__ import UNFINISHED
 from benchmarks.study.configuration import configuration, hash_of
 from benchmarks.study.launching import Launch, averaged, curves, error_line
 from benchmarks.study.matrix import Matrix, Point
-from benchmarks.study.text import Text
 from tools import runs
+from tools.installed_text import Text
 
 ROOT = Path(__file__).parents[3]
 TEXT = {"sha256": "5e4f", "held_out": {"tokens": 30_000}}

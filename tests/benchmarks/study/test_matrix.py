@@ -15,8 +15,8 @@ from benchmarks.study.configuration import configuration, hash_of, point_of
 from benchmarks.study.errors import StudyError
 from benchmarks.study.matrix import Block, Matrix, Point
 from benchmarks.study.sizes import SIZES
-from benchmarks.study.text import Text
 from tools import runs
+from tools.installed_text import Text
 
 TEXT = {"sha256": "5e4f", "held_out": {"tokens": 30_000}}
 BLOCK = Block(["bf16", "tetrajet"], ["tiny"], [1e-3, 2e-3], [60, 240], [1, 2])

@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 
 from benchmarks.study import __main__ as command
-from benchmarks.study import results, running, text
+from benchmarks.study import results, running
 from benchmarks.study.configuration import hash_of
 from benchmarks.study.errors import StudyError
 from benchmarks.study.launching import Launch
 from benchmarks.study.matrix import Block, Matrix
 from benchmarks.study.running import Machine, Session
-from benchmarks.study.text import Text
+from tools import installed_text
+from tools import rows as rows_file
+from tools.installed_text import Text
 
 TEXT = {"sha256": "5e4f", "held_out": {"tokens": 30_000}}
 
@@ -189,13 +191,13 @@ def test_a_row_that_was_cut_off_is_left_out_and_replaced(tmp_path: Path) -> None
     path = tmp_path / "new" / "r.jsonl"
     rows = [{"hash": str(i), "status": "finished", "configuration": {}} for i in range(3)]
     for row in rows[:2]:
-        results.append(path, row)
+        rows_file.append(path, row)
     path.write_bytes(path.read_bytes() + b'{"hash": "2", "sta')
     assert results.read(path) == rows[:2]
-    results.append(path, rows[2])
+    rows_file.append(path, rows[2])
     assert results.read(path) == rows
     path.write_text("{}\n")
-    with pytest.raises(StudyError, match="r.jsonl:1 is no row of a study"):
+    with pytest.raises(StudyError, match="r.jsonl:1 lacks configuration, hash, status"):
         results.read(path)
 
 
@@ -204,8 +206,8 @@ def test_a_row_that_was_cut_off_is_left_out_and_replaced(tmp_path: Path) -> None
 
 def main(folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch, *more: str) -> int:
     monkeypatch.setattr(running, "Session", partial(Session, run=run))
-    monkeypatch.setattr(text, "prepare", lambda text, output: {})
-    monkeypatch.setattr(text, "described", lambda manifest: TEXT)
+    monkeypatch.setattr(installed_text, "prepare", lambda text, output: {})
+    monkeypatch.setattr(installed_text, "described", lambda manifest: TEXT)
     words = ["run", "tiny", "--work", str(folder), "--results", str(folder / "r.jsonl")]
     return command.main([*words, "--commit", "c0ffee", *more])
 

@@ -1,4 +1,4 @@
-"""The text of a study: sources and documentation of Python and of its installed packages.
+"""Text that lies on an ordinary machine: sources and documentation of Python and its packages.
 
 Every file is read once, however often it is installed, and is either trained on or held out. What
 is recorded names no file, only hashes and amounts.

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.study import text
 from megatron_fp4.mcore.data import prepare_data
+from tools import installed_text as text
 
 SOURCE = """def quantity_{0}(weights, block, scales):
     \"\"\"Returns the sums of quantized products, with their exponents, for part {0}.\"\"\"

@@ -1,0 +1,190 @@
+"""Figures of steps on several GPUs in running text of docs/ are the committed results."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from benchmarks import parallel_step
+from benchmarks.training_step_worker import KINDS
+from megatron_fp4.arithmetic.moments import Moments
+from tests.test_notes import GRAPHS, says, steps
+
+Row = dict[str, Any]
+FP8, STATE = "te fp8 delayed", "tetrajet --fp4-optimizer-state m=fp8,v=fp16"
+AWARE = "tetrajet --use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
+# Kinds of kernels that have no column in the tables, other than attention and the optimizer.
+WITHOUT_A_COLUMN = {*KINDS, "other"} - {*parallel_step.KINDS, "attention", "optimizer"}
+
+
+def spent(row: Row, kinds: Collection[str]) -> float:
+    """Milliseconds of the profiled step in kernels of these kinds."""
+    return sum(row["gpu_ms"].get(kind, 0.0) for kind in kinds)
+
+
+def less(one: Row, other: Row) -> float:
+    """The GiB by which the peak of one row is lower than that of another."""
+    return other["peak_gib"] - one["peak_gib"]
+
+
+def of_several_gpus() -> list[str]:
+    found = steps("parallel-two")
+    ours, bf16 = found["tp2-sp", "tetrajet"], found["tp2-sp", "bf16"]
+    made = sum(ours["gpu_ms"][kind] for kind in ("gemm", "quantize", "carry"))
+    sent = [f"{sum(row['sent'].values()) / 1e9:.1f} GB" for row in (ours, bf16)]
+    speeds = {at: f"{found[at]['ratio']:.2f}" for at in found}
+    for layout in ("tp2-sp", "pp2"):
+        assert found[layout, GRAPHS]["peak_gib"] < found[layout, "tetrajet"]["peak_gib"]
+    assert found["pp2", "upstream bf16"]["ratio"] == pytest.approx(
+        found["pp2", "upstream bf16, graphs"]["ratio"], abs=0.005
+    )
+    return [
+        f"`tetrajet` is {speeds['tp2-sp', 'tetrajet']} times as fast as BF16 under TP2 with SP",
+        f"A rank sends {sent[0]} where BF16's sends {sent[1]}, and its GEMMs with their "
+        f"operands take {made:.0f} ms where BF16's take {bf16['gpu_ms']['gemm']:.0f} ms",
+        f"with them `tetrajet` is {speeds['tp2-sp', GRAPHS]} times as fast",
+        f"is {speeds['pp2', 'tetrajet']} times as fast as BF16 under PP2, and "
+        f"{speeds['pp2', GRAPHS]} times with CUDA graphs",
+    ]
+
+
+def of_two_gpus_beside_fp8() -> list[str]:
+    found, before = steps("parallel-te"), steps("parallel-two")
+    pairs = [(found[at, "tetrajet"], found[at, FP8]) for at in ("tp2-sp", "pp2")]
+    share = [f"{ours['ms'] / fp8['ms']:.2f}" for ours, fp8 in pairs]
+    lower = [f"{less(ours, fp8):.1f}" for ours, fp8 in pairs]
+    made = [f"{spent(row, ('gemm', 'quantize', 'carry')):.0f}" for row in pairs[0]]
+    rest = [f"{spent(row, WITHOUT_A_COLUMN):.0f}" for row in pairs[0]]
+    gathered = [f"{row['sent']['all-gather'] / 1e9:.1f}" for row in pairs[0]]
+    exposed = [f"{row['exposed_ms']:.0f}" for row in pairs[0]]
+    bf16 = [f"{before[at, 'bf16']['ms']:.0f}" for at in ("tp2-sp", "pp2")]
+    again, (ours, fp8) = before["pp2", "tetrajet"], pairs[1]
+    assert 0.75 < (again["ms"] - ours["ms"]) / (fp8["ms"] - ours["ms"]) < 1
+    shorter = ours["gpu_ms"]["optimizer"] - again["gpu_ms"]["optimizer"]
+    waiting = found["tp2-sp", "te bf16"]
+    others = spent(waiting, waiting["gpu_ms"].keys() - {"communication"})
+    assert waiting["exposed_ms"] + others > 1.2 * waiting["ms"]
+    return [
+        f"takes {share[0]} of its time under TP2 with SP, and {share[1]} under PP2",
+        f"takes {bf16[0]} and {bf16[1]} ms in the table above",
+        f"`tetrajet` takes {share[0]} of the time of `te fp8 delayed`. Its GEMMs with their "
+        f"operands take longer, {made[0]} ms, not {made[1]}. But a rank gathers {gathered[0]} GB, "
+        f"not {gathered[1]}, and {exposed[0]} ms of communication are exposed, not {exposed[1]}.",
+        f"take {rest[0]} ms, not {rest[1]}",
+        f"`tetrajet` takes {share[1]} of the time of `te fp8 delayed`. Two runs differ",
+        f"took {again['ms']:.0f} ms in the table above, where torch's AdamW takes {shorter:.0f} ms",
+        f"is {lower[0]} and {lower[1]} GiB lower than that of `te fp8 delayed`",
+        f"{waiting['exposed_ms']:.0f} ms of exposed communication and {others:.0f} ms of other "
+        f"kernels are more than the {waiting['ms']:.0f} ms of a step",
+    ]
+
+
+def of_few_bits() -> list[str]:
+    one, two = steps("few-bits-one"), steps("few-bits-two")
+    lower = [
+        less(found[at, STATE], found[at, "tetrajet"]) for found, at in ((one, "one"), (two, "dp2"))
+    ]
+    plain, fp8 = two["dp2", "tetrajet"], two["dp2", "tetrajet --fp4-grad-comm fp8"]
+    [together] = [row for (_, name), row in two.items() if len(name.split()) > 4]
+    sent, few = plain["sent"], together["sent"]
+    totals = [f"{sum(each.values()) / 1e9:.1f} GB" for each in (few, sent)]
+    ours = [row for found in (one, two) for row in found.values() if row["name"] != "bf16"]
+    times = [row["ms"] / found["ms"] for row in ours for found in (one["one", "tetrajet"], plain)
+             if row["layout"] == found["layout"]]  # fmt: skip
+    alike = [plain, two["dp2", STATE]]
+    assert fp8["gpu_ms"].keys() >= {"gradients"}
+    return [
+        f"takes {lower[0]:.1f} GiB less on one GPU, and {lower[1]:.1f} GiB less on each of two",
+        f"take {fp8['peak_gib'] - plain['peak_gib']:.1f} GiB",
+        f"{few['all-to-all'] / 1e6:,.0f} MB of gradients in place of "
+        f"{sent['reduce-scatter'] / 1e6:,.0f} MB, and {few['all-gather'] / 1e6:,.0f} MB of weights "
+        f"in place of {sent['all-gather'] / 1e6:,.0f} MB: with all flags {totals[0]} in place of "
+        f"{totals[1]}",
+        f"takes {min(times):.2f} to {max(times):.2f} times as long",
+        f"sum gradients take {fp8['gpu_ms']['gradients']:.0f} ms of a GPU's step; the all-to-alls "
+        f"and all-gathers take {fp8['gpu_ms']['communication']:.0f} ms, of which "
+        f"{fp8['exposed_ms']:.0f} ms are not hidden",
+        "took {:.0f} and {:.0f} ms".format(*(row["gpu_ms"]["communication"] for row in alike)),
+        "of which {:.0f} and {:.0f} ms were".format(*(row["exposed_ms"] for row in alike)),
+    ]
+
+
+def of_gradients_in_bf16() -> list[str]:
+    found = steps("few-bits-bf16")
+    plain, bf16 = found["dp2", "tetrajet"], found["dp2", "tetrajet --fp4-grad-comm bf16"]
+    fp8 = steps("few-bits-two")["dp2", "tetrajet --fp4-grad-comm fp8"]
+    [whole, half, quarter] = (
+        sum(size for kind, size in row["sent"].items() if kind in ("reduce-scatter", "all-to-all"))
+        for row in (plain, bf16, fp8)
+    )
+    return [
+        f"A rank sends {half / 1e6:,.0f} MB of gradients in place of {whole / 1e6:,.0f} MB: "
+        f"{half / whole:.2f} of float32's. FP8's are {quarter / whole:.2f}.",
+        f"A step takes {bf16['ms'] / plain['ms']:.2f} times as long as without the flag. The "
+        f"kernels that encode and sum gradients take {bf16['gpu_ms']['gradients']:.0f} ms of a "
+        f"GPU's step. {bf16['exposed_ms']:.0f} ms of communication are exposed in the profiled "
+        f"step, and {plain['exposed_ms']:.0f} ms without the flag",
+    ]
+
+
+def of_the_precision_aware_optimizer() -> list[str]:
+    found = steps("few-bits-aware")
+    plain, aware, state = (found["dp2", name] for name in ("tetrajet", AWARE, STATE))
+    [(converted, parts)] = [(ms, n) for ms, n, name in aware["largest"] if "cast_transpose" in name]
+    [(updated, own)] = [(ms, n) for ms, n, name in state["largest"] if name == "adamw_kernel"]
+    assert own == parts and not any(
+        "cast_transpose" in str(row["largest"]) for row in (plain, state)
+    )
+    around = [spent(row, ("optimizer", "other")) for row in (aware, plain)]
+    updates = plain["sent"]["all-gather"] / 2  # parameters of a rank, which sends them in 2 bytes
+    # Moments and main weight; upstream's first moment is there twice, and half of the main weight.
+    bytes_less = Moments.read("m=fp8,v=fp16").bytes + 4 - (2 * 1 + 2 + 2)
+    assert less(aware, state) == pytest.approx(updates * bytes_less / 2**30, abs=0.02)
+    longer = aware["ms"] - plain["ms"]
+    return [
+        f"it takes {less(aware, plain):.1f} GiB less than `tetrajet`, and `--fp4-optimizer-state` "
+        f"{less(state, plain):.1f} GiB less",
+        f"this is the {less(aware, state):.1f} GiB of difference",
+        f"A step takes {longer:.0f} ms longer than without it, {aware['ms'] / plain['ms']:.2f} "
+        f"times; with `--fp4-optimizer-state` it takes {state['ms'] / plain['ms']:.2f} times",
+        f"{converted:.0f} of these ms are one kernel of Transformer Engine, `cast_transpose`",
+        f"once for each of a rank's {parts} parts of parameters",
+        f"they take {around[0] - around[1]:.0f} ms more than in the first row",
+        f"in one kernel, which takes {updated:.0f} ms",
+    ]
+
+
+def of_few_bits_in_training() -> list[str]:
+    two, bf16, aware = (steps(f"few-bits-{name}") for name in ("two", "bf16", "aware"))
+    times = [
+        found["dp2", f"tetrajet --fp4-grad-comm {form}"]["ms"] / found["dp2", "tetrajet"]["ms"]
+        for found, form in ((two, "fp8"), (bf16, "bf16"))
+    ]
+    upstream, own = aware["dp2", AWARE], aware["dp2", STATE]
+    return [
+        f"takes {times[0]:.2f} times as long with `fp8` as without it, and {times[1]:.2f} times",
+        f"takes {less(upstream, own):.1f} GiB less than this flag, and a step "
+        f"{upstream['ms']:,.0f} ms in place of {own['ms']:,.0f} ms",
+    ]
+
+
+def of_the_memory_of_moments() -> list[str]:
+    one = steps("few-bits-one")
+    lower = less(one["one", STATE], one["one", "tetrajet"])
+    return [f"takes {lower:.1f} GiB less on one H200"]
+
+
+FIGURES: dict[str, list[Any]] = {
+    "docs/hopper.md": [of_several_gpus, of_two_gpus_beside_fp8],
+    "docs/communication.md": [of_few_bits, of_gradients_in_bf16, of_the_precision_aware_optimizer],
+    "docs/training.md": [of_few_bits_in_training, of_the_memory_of_moments],
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "figures"), [(page, each) for page, found in FIGURES.items() for each in found]
+)
+def test_figures_of_several_gpus_are_the_committed_result(page: str, figures: Any) -> None:
+    says(page, figures())

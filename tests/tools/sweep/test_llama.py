@@ -1,0 +1,45 @@
+"""The last stage: combinations as recipes of a study's matrix, and its results as a sweep's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.study import matrix
+from megatron_fp4 import ConfigError, get_recipe
+from tests.tools.sweep.test_axes import RHT, TETRAJET, unnamed
+from tools.sweep import llama
+from tools.sweep.axes import Combination
+from tools.sweep.results import BF16, scores
+
+
+def test_combinations_are_recipes_of_a_matrix(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(llama.matrix([TETRAJET, RHT, Combination(optimizer="stable-spam")]))
+    points = matrix.read(str(path)).points()
+    assert len(points) == 2 * (len(llama.BASELINES) + 3)
+    flags = next(point for point in points if "rule=ceil" in point.recipe).flags()
+    assert flags[:2] == ["--fp4-recipe", "tools.sweep.building:combined"]
+    words = flags[3::2]
+    options = dict(word.split("=") for word in words if "=" in word)
+    assert unnamed(get_recipe(flags[1], **options)) == unnamed(get_recipe("tetrajet"))
+
+
+def test_a_contradiction_is_refused_as_a_recipe_too() -> None:
+    with pytest.raises(ConfigError, match="contradicts itself"):
+        get_recipe("tools.sweep.building:combined", scale="e4m3")
+
+
+def test_runs_of_a_study_are_scores_of_the_stage() -> None:
+    def run(recipe: str, seed: int, loss: float) -> dict:
+        return {
+            "configuration": {"recipe": recipe, "seed": seed},
+            "held_out": [(300, 9.0), (600, loss)],
+        }
+
+    spam = Combination(rule="ceil", optimizer="stable-spam")
+    finished = [run("bf16", seed, 3.0 + seed) for seed in (1, 2)]
+    finished += [run(llama.recipe(TETRAJET), seed, 3.1 + seed) for seed in (1, 2)]
+    found = llama.rows(finished, {BF16: "0", TETRAJET: "1", spam: "2"})
+    assert scores(found, llama.NAME) == {TETRAJET: pytest.approx(0.1)}

@@ -1,0 +1,136 @@
+"""The stages measure what they say, and see the mistakes of the simulator that was published."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fp4.arithmetic.formats import UE5M3
+from megatron_fp4.arithmetic.hadamard import transform
+from tests.tools.sweep.test_axes import RHT, TETRAJET
+from tools.sweep.axes import Combination
+from tools.sweep.results import BF16
+from tools.sweep.stages import digits, draws, products, regression
+from tools.sweep.stages.training import train
+from tools.sweep.tensors import Recorded
+
+
+def recorded(tokens: int = 256, inputs: int = 128, outputs: int = 64) -> list[Recorded]:
+    source = torch.Generator().manual_seed(5)
+
+    def matrix(rows: int, columns: int, scale: float) -> Tensor:
+        return (torch.randn(rows, columns, generator=source) * scale).bfloat16()
+
+    x, w, g = matrix(tokens, inputs, 1), matrix(outputs, inputs, 0.02), matrix(tokens, outputs, 1)
+    return [Recorded("linear", x, w, g)]
+
+
+def test_errors_of_gaussian_products_are_those_of_their_operands() -> None:
+    """A product of two operands with independent relative errors e has the error 2 e, .01325 each
+    for the floor rule in blocks of 32, and the product of their gains."""
+    each = recorded(1024, 512, 512)
+    found = products.evaluate(Combination(), each, 1)
+    assert found["y error"] == pytest.approx(2 * 0.01325, rel=0.1)
+    gains = [projection(operand) for operand in (each[0].x, each[0].weight)]
+    assert found["y gain"] == pytest.approx(gains[0] * gains[1] - 1, rel=0.02)
+
+
+def projection(x: Tensor) -> float:
+    """⟨q, x⟩ / ⟨x, x⟩ of the floor rule, by its definition in NumPy."""
+    blocks = x.double().reshape(-1, 32).numpy()
+    unit = 2.0 ** (np.floor(np.log2(np.abs(blocks).max(1, keepdims=True))) - 2)
+    grid = np.array([0, 1, 2, 4, 0.5, 1.5, 3, 6])  # of two that are as near: the even mantissa
+    nearest = grid[np.abs(np.abs(blocks / unit)[..., None] - grid).argmin(-1)]
+    return float((np.sign(blocks) * nearest * unit * blocks).sum() / (blocks**2).sum())
+
+
+def test_bf16_forward_has_only_bf16_s_rounding() -> None:
+    found = products.evaluate(RHT, recorded(), 1)
+    assert found["y error"] < 1e-5 < found["dx error"]
+
+
+def test_stochastic_rounding_of_raw_operands_has_no_bias() -> None:
+    unbiased = draws.evaluate(RHT, recorded(), 1)
+    assert abs(unbiased["dx bias"]) < 2e-3 and unbiased["dx variance"] > 0.02
+    nearest = draws.evaluate(Combination(), recorded(), 1)  # the control
+    assert nearest["dx bias"] > 0.02 and nearest["dx variance"] == 0
+
+
+def test_double_quantization_is_biased_by_the_forward_pass_alone() -> None:
+    """E[dX] is dY times the quantized W, so the bias is the error of W's nearest rounding."""
+    each = recorded()[0]
+    found = draws.evaluate(TETRAJET, [each], 1)
+    assert found["dx bias"] == pytest.approx(0.01334, rel=0.25)
+
+
+# --- the mistakes of the simulator that was published with arXiv 2509.17791 -----------------------
+
+
+def test_a_transform_along_the_contracted_axis_changes_no_product() -> None:
+    """dX = dY W contracts the outputs: the last axis of dY, and the first of W."""
+    each = recorded(64, 128, 64)[0]
+    dy, w = each.gradient.float(), each.weight.float()
+    exact = dy.double() @ w.double()
+    right = transform(dy, 32) @ transform(w.t(), 32).t()
+    wrong = transform(dy, 32) @ transform(w, 32)  # W along its inputs
+    assert relative(right, exact) <= 1e-6
+    assert relative(wrong, exact) == pytest.approx(1.41, abs=0.15)
+
+
+def test_an_estimator_does_something_below_the_maximum() -> None:
+    """There a mask made each estimator straight-through for magnitudes below 6."""
+    plain = products.multiplied(products.recipe_of(DGE_BASE), recorded()[0], 1)
+    estimated = products.multiplied(products.recipe_of(DGE), recorded()[0], 1)
+    assert relative(estimated["dw"], plain["dw"]) > 0.1
+    assert torch.equal(estimated["dx"], plain["dx"])
+
+
+def test_ue5m3_has_three_bits_of_mantissa() -> None:
+    """There it had two: 4 values in each octave instead of 8."""
+    values = UE5M3.decode(torch.arange(256).to(torch.uint8), torch.float64)
+    values = values[values.isfinite()]
+    assert len(values[(values >= 1) & (values < 2)]) == 8
+    assert values.max() == 61440 and values[values > 0].min() == 2**-17
+
+
+DGE_BASE = Combination(rule="ceil", backward_rule="ceil", operands="forward")
+DGE = Combination(rule="ceil", backward_rule="ceil", operands="forward", estimator="dge")
+
+
+def relative(found: Tensor, reference: Tensor) -> float:
+    reference = reference.double()
+    return float((found.double() - reference).norm() / reference.norm())
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def test_combinations_of_a_seed_begin_alike_and_see_the_same_data() -> None:
+    """Scores are paired by seed: with the same arithmetic they are equal."""
+    assert digits.evaluate(BF16, [], 1) == digits.evaluate(BF16, [], 1)
+    assert digits.evaluate(BF16, [], 1) != digits.evaluate(BF16, [], 2)
+
+
+def test_the_regression_ends_at_the_error_of_the_forward_pass() -> None:
+    """The teacher is learned in BF16; in FP4 the operands' rounding is left."""
+    assert regression.evaluate(BF16, [], 1)["loss"] < 0.005
+    assert 0.02 < regression.evaluate(Combination(), [], 1)["loss"] < 0.06
+
+
+def test_a_loss_scale_is_taken_out_of_the_gradients() -> None:
+    def trained(scale: str) -> Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        inputs = torch.ones(2, 4)
+        train(model, lambda _: model(inputs).square().mean(), Combination(loss_scale=scale), 5, 0.1)
+        return model.weight.detach()
+
+    assert torch.equal(trained("1"), trained("65536"))  # a power of two
+
+
+def test_a_loss_that_is_not_finite_ends_the_training() -> None:
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ArithmeticError, match="the loss is nan in step 0"):
+        train(model, lambda _: model.weight.sum() * float("nan"), BF16, 5, 0.1)

@@ -1,0 +1,119 @@
+"""Promotion, rank correlations and effects, on results that are known."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+from tools.rows import Row
+from tools.sweep.agreement import agreement, ceiling, spearman
+from tools.sweep.axes import Combination
+from tools.sweep.effects import effects
+from tools.sweep.promotion import LEVELS, promoted, random_star
+from tools.sweep.sampling import sample
+
+STARS = sample(1200, seed=11).stars
+EACH = list(STARS)
+
+
+def rows_of(stage: str, figure: str, losses: dict[Combination, list[float]]) -> list[Row]:
+    return [
+        {
+            "stage": stage,
+            "status": "finished",
+            "star": STARS[each],
+            "combination": each.chosen,
+            "seeds": {str(seed): {figure: loss} for seed, loss in enumerate(own, start=1)},
+        }
+        for each, own in losses.items()
+    ]
+
+
+def test_rank_correlations_are_scipy_s() -> None:
+    source = np.random.default_rng(0)
+    for ties in (1000, 5):
+        a, b = source.integers(ties, size=50), source.integers(ties, size=50)
+        assert spearman(a, b) == pytest.approx(spearmanr(a, b).statistic)
+
+
+def test_agreement_is_of_random_stars_alone() -> None:
+    """Among the best the first stage says little of the second: that must not lower it."""
+    source = random.Random(0)
+    truth = {each: source.gauss(0, 1) for each in EACH}
+    first = rows_of("products", "score", {e: [truth[e] + source.gauss(0, 0.5)] for e in EACH})
+    noisy = {e: [truth[e] + source.gauss(0, 0.8) for _ in range(3)] for e in EACH}
+    found = agreement([*first, *rows_of("digits", "loss", noisy)], "products", "digits")
+    assert found is not None and found.number == sum(map(random_star, STARS.values()))
+    assert found.interval[0] < found.correlation < found.interval[1]
+    assert found.predicts and found.correlation == pytest.approx(0.79, abs=0.12)
+    # Reliability of a mean of 3 seeds: 1 / (1 + .64 / 3) = .82; its root .91.
+    assert found.ceiling == pytest.approx(0.9, abs=0.06)
+    shuffled = dict(zip(noisy, source.sample(list(noisy.values()), len(noisy)), strict=True))
+    none = agreement([*first, *rows_of("digits", "loss", shuffled)], "products", "digits")
+    assert none is not None and not none.predicts
+
+
+def test_seeds_that_say_nothing_are_a_ceiling_of_nothing() -> None:
+    source = random.Random(1)
+    found = rows_of("digits", "loss", {e: [source.random() for _ in range(3)] for e in EACH})
+    limit = ceiling(found, "digits", EACH)
+    assert limit is not None and limit < 0.4
+
+
+def test_effects_are_those_of_pairs_that_differ_on_one_axis() -> None:
+    """Scores that are sums over the axes have the effects of the terms, whatever else differs."""
+    terms = {"rule": {"ceil": -2.0, "up": 3.0}, "block": {"16": -0.5}, "signs": {"none": 0.25}}
+
+    def score(each: Combination) -> float:
+        return sum(of.get(getattr(each, axis), 0.0) for axis, of in terms.items())
+
+    found = {
+        (each.axis, each.value): each
+        for each in effects({each: score(each) for each in EACH})
+        if each.against in ("floor", "nearest", "32", "random")
+    }
+    for (axis, value), term in {
+        ("rule", "ceil"): -2.0,
+        ("rule", "up"): 3.0,
+        ("block", "16"): -0.5,
+        ("signs", "none"): 0.25,
+        ("rounding", "backward"): 0.0,
+    }.items():
+        effect = found[axis, value]
+        assert effect.median == pytest.approx(term) and len(effect.differences) > 5
+        assert effect.quartiles == pytest.approx((term, term))
+        assert effect.better == (term < 0)
+
+
+def test_the_best_of_each_kind_and_a_tenth_of_the_stars_are_promoted() -> None:
+    losses = {each: float(place) for place, each in enumerate(EACH)}
+    found = promoted(rows_of("products", "score", {e: [losses[e]] for e in EACH}), 0)
+    random_ones = {each for each in EACH if random_star(STARS[each])}
+    assert random_ones <= set(found)
+    for kind in {(each.forward, each.backward) for each in EACH}:
+        own = [each for each in EACH if (each.forward, each.backward) == kind]
+        best = own[: -(-len(own) // LEVELS[0].best)]  # the losses are in this order
+        assert set(best) <= set(found)
+        assert {e for e in found if (e.forward, e.backward) == kind} == set(best) | (
+            random_ones & set(own)
+        )
+
+
+def test_a_combination_that_failed_one_stage_is_not_promoted() -> None:
+    plain, other = Combination(), replace(Combination(), rule="ceil")
+    found = []
+    for stage, figure in (("draws", "score"), ("regression", "loss"), ("digits", "loss")):
+        for each in (plain, other):
+            row = {
+                "stage": stage,
+                "status": "failed" if (stage, each) == ("digits", other) else "finished",
+                "star": "1",
+                "combination": each.chosen,
+                "seeds": {"1": {figure: 1.0}},
+            }
+            found.append(row)
+    assert list(promoted(found, 1)) == [plain]

@@ -1,0 +1,131 @@
+"""Searches the design space of FP4 training: formats, scales, roundings, transforms, estimators.
+
+    python -m tools.sweep run products [--number 2400] [--minutes 50]
+    python -m tools.sweep run digits
+    python -m tools.sweep try digits scale=e4m3 block=16 rule=nearest backward_rule=nearest
+    python -m tools.sweep show
+
+docs/design-space.md describes it, and has its results.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from megatron_fp4.errors import ConfigError
+from tools import pages, rows, runs
+from tools.stamp import stamp
+from tools.sweep import axes, llama, page, running, tensors
+from tools.sweep.axes import Combination
+from tools.sweep.building import recipe_of
+from tools.sweep.promotion import level_of, promoted
+from tools.sweep.results import BF16
+from tools.sweep.sampling import sample
+from tools.sweep.stages import STAGES
+
+RESULTS = Path("benchmarks/results/sweep.jsonl")
+WORK = Path("runs/sweep")
+NUMBER, SEED = 2400, 1  # of the sample
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluates combinations by a stage: a sample by the first, promoted ones by the others."""
+    began = time.monotonic()
+    level = level_of(args.stage)
+    if level == 0:
+        drawn = sample(args.number, args.seed)
+        stars = drawn.stars
+        print(f"sweep: {len(stars)} combinations; {drawn.refused.total()} were refused")
+        for reason, number in drawn.refused.most_common():
+            print(f"sweep: {number} refused: {reason}")
+    else:
+        stars = promoted(rows.read(args.results, running.KEYS), level - 1) | {BF16: BF16.key}
+    recorded = tensors.record(args.work.resolve())
+    tasks = [running.Task(args.stage, each, star, recorded) for each, star in stars.items()]
+    deadline = None if args.minutes is None else began + 60 * args.minutes
+    left = running.run(tasks, args.results, stamp(args.commit), args.processes, deadline)
+    print(f"sweep: {len(tasks) - left} of {len(tasks)} have results of {args.stage}")
+    return 75 if left else 0
+
+
+def attempt(args: argparse.Namespace) -> int:
+    """Evaluates one combination, given as axis=value, and keeps no result."""
+    chosen = dict(word.partition("=")[::2] for word in args.values)
+    if unknown := set(chosen) - set(axes.AXES):
+        raise ConfigError(f"no axis {min(unknown)}: {', '.join(axes.AXES)}")
+    recorded = tensors.record(args.work.resolve())
+    combination = Combination(**chosen)
+    torch.set_num_threads(1)  # as in the processes of a run: the tensors are small
+    if combination.quantized:
+        print(recipe_of(combination))
+    row = running.evaluate(running.Task(args.stage, combination, combination.key, recorded))
+    print(json.dumps({key: row[key] for key in ("status", "seeds", "seconds")}, indent=2))
+    return 0
+
+
+def llama_matrix(args: argparse.Namespace) -> int:
+    """Writes the matrix of benchmarks/study that trains what the stages before have promoted."""
+    found = rows.read(args.results, running.KEYS)
+    text = llama.matrix(promoted(found, level_of(llama.NAME) - 1))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(text)
+    print(f"sweep: python -m benchmarks.study run {args.out}")
+    return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """Prints the tables of the results, or writes them between the markers of a page."""
+    found = page.section(rows.read(args.results, running.KEYS))
+    if args.page is None:
+        print(found)
+    else:
+        text = pages.into(args.page.read_text(), "sweep", found)
+        args.page.write_text(pages.into(text, "axes", "\n".join(page.axes_table())))
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line `arguments` (None: sys.argv); returns the exit status: 0, 2 after an
+    error in the arguments, 75 if combinations are left."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.sweep", description=(__doc__ or "").partition("\n")[0]
+    )
+    commands = parser.add_subparsers(required=True)
+    for name, function in (("run", run), ("try", attempt)):
+        command = commands.add_parser(name, help=(function.__doc__ or "").strip())
+        command.set_defaults(function=function)
+        command.add_argument("stage", choices=list(STAGES))
+        command.add_argument("--work", type=Path, default=WORK, help="text and recorded tensors")
+    add = commands.choices["run"].add_argument
+    add("--results", type=Path, default=RESULTS, help="the result file (JSON lines)")
+    add("--number", type=int, default=NUMBER, help="combinations of the first stage")
+    add("--seed", type=int, default=SEED, help="of the sample")
+    add("--processes", type=int, default=os.cpu_count(), help="at a time (%(default)s)")
+    add("--minutes", type=float, help="end after so long; the next call goes on")
+    add("--commit", help="where the tree has no git of its own")
+    commands.choices["try"].add_argument("values", nargs="*", help="axis=value")
+    matrix = commands.add_parser(llama.NAME, help=(llama_matrix.__doc__ or "").strip())
+    matrix.set_defaults(function=llama_matrix)
+    matrix.add_argument("--results", type=Path, default=RESULTS, help="the result file")
+    matrix.add_argument("--out", type=Path, default=WORK / "sweep.yaml", help="the matrix")
+    tables = commands.add_parser("show", help=(show.__doc__ or "").strip())
+    tables.set_defaults(function=show)
+    tables.add_argument("--results", type=Path, default=RESULTS, help="the result file")
+    tables.add_argument("--page", type=Path, help="docs/design-space.md, or another")
+    args = parser.parse_args(arguments)
+    try:
+        return int(args.function(args))
+    except (ConfigError, ValueError, runs.RunFailed, running.SweepError) as error:
+        print(f"sweep: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""The axes of the design space, and a combination of one value on each.
+
+A combination is data: `building.recipe_of` makes a recipe of it. Axes on which a combination does
+not depend, such as the group of a Hadamard transform that it does not have, are at their first
+value, so that equal recipes are one combination.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+
+from megatron_fp4.errors import ConfigError
+
+SCALES = ("e8m0", "e4m3", "ue5m3")
+# The axes, each with its values. The first value is the plainest, and that of a combination which
+# does not depend on the axis.
+AXES: dict[str, tuple[str, ...]] = {
+    "forward": ("fp4", "bf16"),
+    "backward": ("fp4", "fp8", "bf16"),
+    "scale": SCALES,
+    "block": ("32", "16"),
+    "weight_block": ("line", "square"),
+    "rule": ("floor", "ceil", "nearest", "up", "inflated", "four-over-six"),
+    "backward_rule": ("floor", "ceil", "three-quarters", "nearest", "up", "inflated"),
+    "tensor_scale": ("no", "yes"),
+    "rounding": ("nearest", "gradients", "gradients-and-x", "backward", "all"),
+    "operands": ("raw", "forward"),
+    "hadamard": ("none", "forward", "backward", "wgrad", "all"),
+    "group": ("16", "32", "64", "128"),
+    "signs": ("random", "none"),
+    "estimator": ("straight-through", "dge"),
+    "loss_scale": ("1", "65536"),
+    "optimizer": ("adam", "stable-spam"),
+}
+WHAT = {
+    "forward": "fprop's operands X and W",
+    "backward": "dgrad's and wgrad's operands; fp8: dY alone, in E5M2 with a scale a row",
+    "scale": "the format of block scales",
+    "block": "elements that share a scale",
+    "weight_block": "blocks of W: of one row, or as many rows as columns",
+    "rule": "how a block scale follows from the block's maximum, in fprop; inflated: times 17/16",
+    "backward_rule": "the same in dgrad and wgrad; three-quarters: floor, values times 3/4",
+    "tensor_scale": "a float32 scale of the tensor under the block scales",
+    "rounding": "which operands are rounded stochastically; gradients: dY",
+    "operands": "X and W of backward: unquantized, or as fprop multiplied them",
+    "hadamard": "the GEMMs whose operands are transformed",
+    "group": "the size of the Hadamard transform",
+    "signs": "the signs of the Hadamard transform",
+    "estimator": "the gradient through W's quantizer",
+    "loss_scale": "what multiplies the loss, and divides the gradients",
+    "optimizer": "AdamW, or StableSPAM (arXiv 2502.17055)",
+}
+_OF_SCALE = {
+    "e8m0": ("floor", "ceil", "three-quarters"),
+    "e4m3": ("nearest", "up", "inflated", "four-over-six"),
+    "ue5m3": ("nearest", "up", "inflated", "four-over-six"),
+}
+# Axes that no recipe has: of the training around it.
+TRAINING = ("loss_scale", "optimizer")
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One value on each of AXES. Raises ConfigError for a value that an axis does not have."""
+
+    forward: str = "fp4"
+    backward: str = "fp4"
+    scale: str = "e8m0"
+    block: str = "32"
+    weight_block: str = "line"
+    rule: str = "floor"
+    backward_rule: str = "floor"
+    tensor_scale: str = "no"
+    rounding: str = "nearest"
+    operands: str = "raw"
+    hadamard: str = "none"
+    group: str = "16"
+    signs: str = "random"
+    estimator: str = "straight-through"
+    loss_scale: str = "1"
+    optimizer: str = "adam"
+
+    def __post_init__(self) -> None:
+        for axis, value in asdict(self).items():
+            if value not in AXES[axis]:
+                raise ConfigError(f"{axis} has no value {value!r}: {', '.join(AXES[axis])}")
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """The axes that are not at their first value: an axis that is added later, whose first
+        value is how things were, changes no combination."""
+        return {axis: value for axis, value in asdict(self).items() if value != first(axis)}
+
+    @property
+    def key(self) -> str:
+        """16 hexadecimal digits of the SHA-256 of `chosen`."""
+        text = json.dumps(self.chosen, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any operand is in FP4."""
+        return "fp4" in (self.forward, self.backward)
+
+    def __str__(self) -> str:
+        """What differs from the first values, as "axis=value axis=value"; "plain" for nothing."""
+        return " ".join(f"{axis}={value}" for axis, value in self.chosen.items()) or "plain"
+
+
+def first(axis: str) -> str:
+    """The value of an axis on which a combination does not depend."""
+    return AXES[axis][0]
+
+
+def values(combination: Combination, axis: str) -> tuple[str, ...]:
+    """The values that the axis may have beside the other values of the combination: one value if
+    the recipe does not depend on the axis."""
+    c, kept = combination, AXES[axis]
+    transformed = _transformed(c)
+    depends = {
+        "scale": c.quantized,
+        "block": c.quantized,
+        "weight_block": c.forward == "fp4" or c.backward == "fp4",
+        "rule": c.forward == "fp4",
+        "backward_rule": c.backward == "fp4",
+        "tensor_scale": c.quantized and c.scale != "e8m0",
+        "rounding": c.quantized,
+        "operands": c.forward == "fp4" and c.backward != "bf16",
+        "hadamard": c.quantized,
+        "group": bool(transformed),
+        "signs": bool(transformed),
+        "estimator": c.forward == "fp4",
+    }
+    if not depends.get(axis, True):
+        return kept[:1]
+    if axis in ("rule", "backward_rule"):
+        return tuple(value for value in kept if value in _OF_SCALE[c.scale])
+    if axis == "rounding":
+        return tuple(value for value in kept if _rounds(c, value))
+    if axis == "hadamard":
+        return tuple(value for value in kept if value == "none" or _turns(c, value))
+    return kept
+
+
+def _rounds(c: Combination, rounding: str) -> bool:
+    """Whether this rounding differs from the others, for the GEMMs that are quantized."""
+    if c.backward != "fp4":
+        return rounding in ("nearest", "all")
+    return rounding != "all" or c.forward == "fp4"
+
+
+def _turns(c: Combination, hadamard: str) -> bool:
+    """Whether a transform of these GEMMs differs from the others for the GEMMs that the
+    combination quantizes."""
+    if hadamard == "all":
+        return c.forward == c.backward == "fp4"
+    return c.forward == "fp4" if hadamard == "forward" else c.backward == "fp4"
+
+
+def _transformed(c: Combination) -> tuple[str, ...]:
+    return () if c.hadamard == "none" else (c.hadamard,)
+
+
+def settled(combination: Combination) -> Combination:
+    """The combination with each value that it does not depend on, or that contradicts the axes
+    before it, replaced by the first that it may have."""
+    for axis in fields(Combination):
+        allowed = values(combination, axis.name)
+        if getattr(combination, axis.name) not in allowed:
+            combination = replace(combination, **{axis.name: allowed[0]})
+    return combination
+
+
+def flips(combination: Combination) -> Iterator[tuple[str, Combination]]:
+    """(axis, combination) for each other value of each axis, all else as it is. Those that would
+    change a second axis too are left out."""
+    for axis in AXES:
+        for value in values(combination, axis):
+            flipped = replace(combination, **{axis: value})
+            if flipped != combination and settled(flipped) == flipped:
+                yield axis, flipped

@@ -1,0 +1,99 @@
+"""The recipe of a combination, in the words of the recipes' vocabulary alone."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from megatron_fp4 import GemmRecipe, Quantizer, Recipe
+from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.errors import ConfigError
+from tools.sweep.axes import Combination, settled
+
+THREE_QUARTERS = 3 / 4  # the prescale of "Training LLMs with MXFP4", arXiv 2502.20586
+INFLATED = 17 / 16  # above the largest relative error of a scale of three mantissa bits
+# The largest block scale under a tensor scale. NVFP4's is 448, E4M3's maximum; inflated scales,
+# and scales of which one maps a maximum to 4, need room above it. UE5M3 ends at 61,440.
+TOP = {"e4m3": 448.0, "ue5m3": 32768.0}
+LOWER_TOP = {"e4m3": 256.0, "ue5m3": 32768.0}
+GRADIENT = Quantizer(element="e5m2", scale="fp32", block=(1, 0), rule="absmax")
+
+
+def recipe_of(combination: Combination) -> Recipe:
+    """The recipe of a combination, named by its key.
+
+    Raises ConfigError, with the reason, if the combination contradicts itself.
+    """
+    c = combination
+    if (plain := settled(c)) != c:
+        raise ConfigError(f"{c} contradicts itself: it would be {plain}")
+    prescales = 2 if c.backward == "fp4" and c.backward_rule == "three-quarters" else 0
+    correction = THREE_QUARTERS**-prescales
+    return Recipe(
+        name=c.key,
+        fprop=_forward(c),
+        dgrad=_backward(c, "dgrad", correction),
+        wgrad=_backward(c, "wgrad", correction),
+        backward="forward" if c.operands == "forward" else "raw",
+        estimator=DGE() if c.estimator == "dge" else None,
+    )
+
+
+def _forward(c: Combination) -> GemmRecipe:
+    if c.forward == "bf16":
+        return GemmRecipe()
+    stochastic = c.rounding == "all"
+    x = _quantizer(c, c.rule, stochastic)
+    w = _quantizer(c, c.rule, stochastic, square=c.weight_block == "square")
+    return GemmRecipe(x, w, hadamard=_hadamard(c, "fprop"))
+
+
+def _backward(c: Combination, gemm: str, correction: float) -> GemmRecipe:
+    if c.backward == "bf16":
+        return GemmRecipe()
+    if c.backward == "fp8":
+        return GemmRecipe(GRADIENT, None)
+    gradient = c.rounding != "nearest"
+    other = c.rounding in ("backward", "all") or (
+        c.rounding == "gradients-and-x" and gemm == "wgrad"
+    )
+    dy = _quantizer(c, c.backward_rule, gradient)
+    square = c.weight_block == "square" and gemm == "dgrad"
+    b = _quantizer(c, c.backward_rule, other, square=square)
+    return GemmRecipe(dy, b, hadamard=_hadamard(c, gemm), correction=correction)
+
+
+def _quantizer(c: Combination, rule: str, stochastic: bool, *, square: bool = False) -> Quantizer:
+    block = int(c.block)
+    options: dict[str, Any] = {"scale": c.scale, "block": (block if square else 1, block)}
+    options["rounding"] = "stochastic" if stochastic else "nearest"
+    options["rule"] = {"three-quarters": "floor", "inflated": "nearest"}.get(rule, rule)
+    if rule == "three-quarters":
+        options["prescale"] = THREE_QUARTERS
+    if rule == "inflated":
+        options["inflate"] = INFLATED
+    if c.tensor_scale == "yes":
+        top = LOWER_TOP if rule in ("inflated", "four-over-six") else TOP
+        options["tensor_max"] = top[c.scale]
+    return Quantizer(**options)
+
+
+def _hadamard(c: Combination, gemm: str) -> Hadamard | None:
+    gemms = {
+        "none": (),
+        "forward": ("fprop",),
+        "backward": ("dgrad", "wgrad"),
+        "wgrad": ("wgrad",),
+        "all": ("fprop", "dgrad", "wgrad"),
+    }[c.hadamard]
+    return Hadamard(int(c.group), c.signs) if gemm in gemms else None  # type: ignore[arg-type]
+
+
+def combined(**chosen: str) -> Recipe:
+    """The recipe of the combination with these values, for --fp4-recipe
+    tools.sweep.building:combined; options are axes. Raises ConfigError as recipe_of."""
+    return recipe_of(Combination(**chosen))
+
+
+combined.__signature__ = inspect.signature(Combination)  # type: ignore[attr-defined]

@@ -1,0 +1,130 @@
+"""The tables of a sweep's results, as Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import pairwise
+
+from tools.pages import table
+from tools.rows import Row
+from tools.sweep.agreement import Agreement, agreement
+from tools.sweep.axes import AXES, WHAT, Combination
+from tools.sweep.effects import Effect, effects
+from tools.sweep.promotion import LEVELS, random_star
+from tools.sweep.results import BF16, scores
+from tools.sweep.running import FAILED
+from tools.sweep.stages import STAGES
+
+# Of which the effects have a column: a stage, a figure, and what it is.
+FIGURES = (
+    ("products", "y error", "error of Y"),
+    ("products", "dw error", "error of dW"),
+    ("draws", "dw bias", "bias of dW"),
+    ("regression", "loss", "regression"),
+    ("digits", "loss", "digits"),
+    ("diffusion", "loss", "diffusion"),
+)
+BEST = 10  # combinations of a table of the best
+
+
+def section(rows: list[Row]) -> str:
+    """All tables. rows: of a result file. Raises ValueError if there are none."""
+    if not rows:
+        raise ValueError("there are no results: python -m tools.sweep run products")
+    parts = [stages_table(rows), agreement_table(rows), effects_table(rows)]
+    for stage in reversed(STAGES):
+        if scores(rows, stage):
+            what = f"The best {BEST} of `{stage}` that quantize all three GEMMs:"
+            parts += [[what], best_table(rows, stage)]
+            break
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def axes_table() -> list[str]:
+    """The axes, what they are, and their values."""
+    values = [", ".join(f"`{value}`" for value in found) for found in AXES.values()]
+    rows = [[f"`{a}`", WHAT[a], v] for a, v in zip(AXES, values, strict=True)]
+    return table(["axis", "what it is", "values"], rows)
+
+
+def stages_table(rows: list[Row]) -> list[str]:
+    """How many combinations each stage evaluated, and what one takes."""
+    lines = []
+    for stage in STAGES.values():
+        own = [row for row in rows if row["stage"] == stage.name]
+        if own:
+            failed = sum(row["status"] == FAILED for row in own)
+            seconds = statistics.median(row["seconds"] for row in own)
+            cells = [f"`{stage.name}`", stage.what, f"{len(own):,}", str(failed)]
+            lines.append([*cells, str(stage.seeds), f"{seconds:.1f}"])
+    head = ["stage", "what it measures", "combinations", "diverged", "seeds", "seconds each"]
+    return table(head, lines)
+
+
+def agreement_table(rows: list[Row]) -> list[str]:
+    """How each stage ranks combinations as a stage of the next level does."""
+    lines = []
+    for level, following in pairwise(LEVELS):
+        for first in level.stages:
+            for second in following.stages:
+                found = agreement(rows, first, second)
+                if found is not None:
+                    lines.append([f"`{first}`", f"`{second}`", *_cells(found)])
+    if not lines:
+        return []
+    head = ["stage", "next", "combinations", "rank correlation", "95% interval", "ceiling"]
+    return table([*head, "it predicts"], lines)
+
+
+def _cells(found: Agreement) -> list[str]:
+    low, high = found.interval
+    ceiling = "" if found.ceiling is None else f"{found.ceiling:.2f}"
+    numbers = [str(found.number), f"{found.correlation:.2f}", f"{low:.2f} to {high:.2f}"]
+    return [*numbers, ceiling, "yes" if found.predicts else "nothing that is certain"]
+
+
+def effects_table(rows: list[Row]) -> list[str]:
+    """What each value of an axis changes, in combinations that differ on this axis alone.
+
+    Only whole random stars count, so that it is no matter which combinations were promoted.
+    """
+    columns = {}
+    for stage, figure, name in FIGURES:
+        found = {
+            combination: score
+            for combination, score in scores(rows, stage, figure=figure).items()
+            if random_star(_stars(rows)[combination])
+        }
+        if found:
+            columns[name] = {(e.axis, e.value, e.against): e for e in effects(found)}
+    keys = dict.fromkeys(key for column in columns.values() for key in column)
+    lines = [
+        [f"`{axis}`", f"`{value}`", f"`{against}`"]
+        + [_effect(column.get((axis, value, against))) for column in columns.values()]
+        for axis, value, against in keys
+    ]
+    return table(["axis", "value", "against", *columns], lines)
+
+
+def _stars(rows: list[Row]) -> dict[Combination, str]:
+    return {Combination(**row["combination"]): row["star"] for row in rows}
+
+
+def _effect(effect: Effect | None) -> str:
+    """The median, the quartiles, and the number of pairs."""
+    if effect is None:
+        return ""
+    low, high = effect.quartiles
+    return f"{effect.median:+.2g} ({low:+.2g} to {high:+.2g}; {len(effect.differences)})"
+
+
+def best_table(rows: list[Row], stage: str) -> list[str]:
+    """The best combinations of a stage, among those that quantize all three GEMMs."""
+    found = {
+        each: score
+        for each, score in scores(rows, stage).items()
+        if each.forward == each.backward == "fp4" and each != BF16
+    }
+    best = sorted(found, key=lambda each: (found[each], each.key))[:BEST]
+    lines = [[f"{found[each]:+.4f}", f"`{each.key}`", f"`{each}`"] for each in best]
+    return table(["score", "key", "combination"], lines)

@@ -1,0 +1,117 @@
+"""Evaluates combinations in several processes, and keeps each result as soon as it is there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
+from tools import rows
+from tools.rows import Row
+from tools.sweep import tensors
+from tools.sweep.axes import Combination
+from tools.sweep.stages import STAGES
+
+KEYS = {"hash", "stage", "star", "combination", "seeds"}
+FINISHED, FAILED = "finished", "failed"
+
+
+class SweepError(RuntimeError):
+    """A sweep cannot go on; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A combination to evaluate by a stage. star: of the sample. tensors: the recorded ones."""
+
+    stage: str
+    combination: Combination
+    star: str
+    tensors: Path
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """All that the figures depend on."""
+        stage = STAGES[self.stage]
+        recorded = tensors.digest(self.tensors) if stage.recorded else None
+        return {
+            "stage": self.stage,
+            "settings": dict(stage.settings),
+            "combination": self.combination.chosen,
+            "tensors": recorded,
+            "numerics": NUMERICS_VERSION,
+        }
+
+    @property
+    def hash(self) -> str:
+        """16 hexadecimal digits of the configuration."""
+        text = json.dumps(self.configuration, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def evaluate(task: Task) -> Row:
+    """The row of a task: its figures by seed, or why there are none."""
+    began, stage = time.monotonic(), STAGES[task.stage]
+    row = {"hash": task.hash, "star": task.star, **task.configuration, "seeds": {}}
+    recorded = tensors.read(task.tensors) if stage.recorded else []
+    try:
+        for seed in range(1, stage.seeds + 1):
+            row["seeds"][str(seed)] = stage.evaluate(task.combination, recorded, seed)
+        row["status"] = FINISHED
+    except ArithmeticError as error:  # a loss or product that is not finite is a result too
+        row |= {"status": FAILED, "error": str(error)}
+    return row | {"seconds": round(time.monotonic() - began, 3)}
+
+
+def run(
+    tasks: Iterable[Task],
+    path: Path,
+    stamp: dict[str, Any],
+    processes: int,
+    deadline: float | None = None,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Evaluates the tasks whose results the file `path` does not have; the number that is left.
+
+    stamp: recorded with each row. deadline: of time.monotonic(); None: all are evaluated. An
+    interrupt loses only what is being evaluated.
+    """
+    done = {row["hash"] for row in rows.read(path, KEYS)}
+    left = [task for task in tasks if task.hash not in done]
+    began, number = time.monotonic(), len(left)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)) as pool:
+        waiting: set[Future[Row]] = set()
+        try:
+            while left or waiting:
+                while left and len(waiting) < 2 * processes and not _over(deadline):
+                    waiting.add(pool.submit(evaluate, left.pop(0)))
+                if not waiting:
+                    break
+                ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for future in ready:
+                    rows.append(path, future.result() | {"stamp": stamp})
+                finished = number - len(left) - len(waiting)
+                if finished % 100 < len(ready):
+                    say(f"sweep: {finished} of {number} in {time.monotonic() - began:.0f} s")
+        except BrokenProcessPool as error:
+            reason = "a process was ended from outside: give the same command again"
+            raise SweepError(reason) from error
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return len(left)
+
+
+def _over(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() > deadline

@@ -1,0 +1,70 @@
+"""Stage `digits`: a small classifier of noisy handwritten digits, with its head in float32.
+
+With new noise in each step the model cannot learn the images by heart, so that its held-out loss
+says how well it was optimized.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from tools.sweep.axes import Combination
+from tools.sweep.stages.images import CLASSES, PIXELS, digits
+from tools.sweep.stages.stage import Figures, Stage
+from tools.sweep.stages.training import linear, train
+from tools.sweep.tensors import Recorded
+
+WIDTH, BATCH, STEPS, LEARNING_RATE = 128, 64, 300, 3e-3
+NOISE = 0.7  # standard deviation, of pixels in [-1, 1]
+TESTED = 8  # draws of noise for each held-out image
+
+
+class Classifier(nn.Module):
+    """Two hidden layers under the combination's recipe, each after a norm, and a head."""
+
+    def __init__(self, combination: Combination, seed: int) -> None:
+        super().__init__()
+        self.first = linear(combination, PIXELS, WIDTH, "first", seed)
+        self.second = linear(combination, WIDTH, WIDTH, "second", seed)
+        self.norms = nn.ModuleList([nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)])
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The logits [n, classes] of images [n, pixels]."""
+        hidden = self.norms[0](self.first(images).relu())
+        return self.head(self.norms[1](hidden + self.second(hidden).relu()))
+
+
+def evaluate(combination: Combination, recorded: list[Recorded], seed: int) -> Figures:
+    """ "loss": the held-out cross-entropy; "errors": the share of wrong labels."""
+    images, labels, held_out, held_out_labels = digits()
+    torch.manual_seed(seed)
+    model, source = Classifier(combination, seed), torch.Generator().manual_seed(seed)
+
+    def loss(_: int) -> Tensor:
+        chosen = torch.randint(len(images), (BATCH,), generator=source)
+        return cross_entropy(model(_noisy(images[chosen], source)), labels[chosen])
+
+    train(model, loss, combination, STEPS, LEARNING_RATE)
+    fixed = torch.Generator().manual_seed(0)  # the same noise for every combination and seed
+    with torch.no_grad():
+        logits = model(_noisy(held_out.repeat(TESTED, 1), fixed))
+    labels = held_out_labels.repeat(TESTED)
+    wrong = (logits.argmax(1) != labels).float().mean()
+    return {"loss": float(cross_entropy(logits, labels)), "errors": float(wrong)}
+
+
+def _noisy(images: Tensor, source: torch.Generator) -> Tensor:
+    return images + NOISE * torch.randn(images.shape, generator=source)
+
+
+STAGE = Stage(
+    name="digits",
+    what=f"a classifier of digits, two hidden layers of {WIDTH}, {STEPS} steps",
+    evaluate=evaluate,
+    seeds=3,
+    score="loss",
+    settings={"width": WIDTH, "batch": BATCH, "steps": STEPS, "lr": LEARNING_RATE, "noise": NOISE},
+)

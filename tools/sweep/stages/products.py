@@ -1,0 +1,81 @@
+"""Stage `products`: the errors of one draw of the three GEMMs, and of their operands, on recorded
+tensors. Milliseconds a combination."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from torch import Tensor
+
+from megatron_fp4 import Recipe, linear
+from tools.sweep.axes import Combination
+from tools.sweep.building import recipe_of
+from tools.sweep.stages.stage import Figures, Stage
+from tools.sweep.tensors import Recorded
+
+PRODUCTS = ("y", "dx", "dw")
+
+
+def evaluate(combination: Combination, recorded: list[Recorded], seed: int) -> Figures:
+    """For each product the mean over the linears of its relative squared error ("y error") and of
+    its gain less 1 ("y gain"), and "score".
+
+    The reference is the product of the BF16 tensors in float64. The gain is ⟨found, reference⟩ /
+    ⟨reference, reference⟩: a gradient whose gain is 1 has the right length in its own direction.
+
+    The score is the error of Y, which every step repeats, plus the squared gains less 1 of dX and
+    dW, plus a hundredth of their errors, of which the random part averages out over steps.
+    """
+    recipe = recipe_of(combination)
+    figures: dict[str, list[float]] = {}
+    for each in recorded:
+        found = multiplied(recipe, each, seed)
+        for name, reference in each.products().items():
+            figures.setdefault(f"{name} error", []).append(error(found[name], reference))
+            figures.setdefault(f"{name} gain", []).append(gain(found[name], reference) - 1)
+    means = {name: statistics.mean(values) for name, values in figures.items()}
+    return means | {"score": _score(means)}
+
+
+def _score(means: Figures) -> float:
+    backward = [means[f"{name} gain"] ** 2 + means[f"{name} error"] / 100 for name in ("dx", "dw")]
+    return means["y error"] + sum(backward)
+
+
+def multiplied(recipe: Recipe, each: Recorded, seed: int, step: int = 0) -> dict[str, Tensor]:
+    """The products of the recorded tensors under a recipe, in float64, by name."""
+    x, weight = each.x.clone().requires_grad_(), each.weight.clone().requires_grad_()
+    y = linear(x, weight, recipe=recipe, seed=seed, step=step, name=each.name)
+    y.backward(each.gradient)
+    assert x.grad is not None and weight.grad is not None
+    return {"y": y.detach().double(), "dx": x.grad.double(), "dw": weight.grad.double()}
+
+
+def error(found: Tensor, reference: Tensor) -> float:
+    """The squared error relative to the reference's squares."""
+    return finite((found - reference).square().sum() / reference.square().sum())
+
+
+def gain(found: Tensor, reference: Tensor) -> float:
+    """⟨found, reference⟩ / ⟨reference, reference⟩."""
+    return finite((found * reference).sum() / reference.square().sum())
+
+
+def finite(value: Tensor) -> float:
+    """The value as a number. Raises ArithmeticError for NaN and Inf."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ArithmeticError("a product is not finite")
+    return number
+
+
+STAGE = Stage(
+    name="products",
+    what="errors of Y, dX and dW of recorded linears, one draw",
+    evaluate=evaluate,
+    seeds=1,
+    score="score",
+    settings={},
+    recorded=True,
+)
