@@ -168,9 +168,8 @@ class Estimator:
         if self.form == "dge":
             return u.abs().pow(1 / self.k - 1).div(self.k).clamp(max=self.clip)
         if self.form == "spline":
-            return torch.where(
-                u.abs() <= self.width * _ROUNDING, 1 / self.width, 0 * u
-            )  # NaN for NaN
+            within = u.abs() <= self.width * _ROUNDING
+            return torch.where(within, 1 / self.width, 0 * u)  # NaN for NaN
         half = torch.full_like(u, self.k / 2)
         return half * (1 - (half * u).tanh().square()) / half.tanh()
 
