@@ -5,6 +5,7 @@ The start table of a training run and `python -m megatron_fp4 info` print the de
 
 from __future__ import annotations
 
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
@@ -19,7 +20,7 @@ def describe(recipe: Recipe) -> list[str]:
 
     The first line has the recipe's name, and its paper as `paper_of` returns it. Indented lines
     follow: one for each GEMM, with the formats, scales and rounding of its operands, and one each
-    for outliers, estimator, weight average, updates of W and bias gradient where the recipe has
+    for outliers, estimators, weight average, updates of W and bias gradient where the recipe has
     them.
     """
     paper = paper_of(recipe)
@@ -28,8 +29,9 @@ def describe(recipe: Recipe) -> list[str]:
     if recipe.outliers is not None:
         lines.append(f"  outliers of X in fprop: {_outliers(recipe.outliers)}")
     if recipe.estimator is not None:
-        dge = recipe.estimator
-        lines.append(f"  gradient of W: times DGE's factor (k {dge.k:g}, clip {dge.clip:g})")
+        lines.append(f"  gradient of W: {estimator_words(recipe.estimator)}")
+    if recipe.x_estimator is not None:
+        lines.append(f"  gradient of X: {estimator_words(recipe.x_estimator)}")
     if recipe.weight_average is not None:
         lines.append(f"  average of W: of the FP32 weights, {recipe.weight_average}")
     if recipe.ramping is not None:
@@ -101,6 +103,24 @@ def _scales(q: Quantizer) -> str:
         rule.append(f"times {q.inflate:.4g}")
     size = f"{length}" if height == 1 else f"{height} x {length}"
     return f"{q.scale.upper()} scales ({', '.join(rule)}) for blocks of {size}"
+
+
+def estimator_words(estimator: Estimator) -> str:
+    """An estimator in words, as in "times the slope of a spline (width 0.5)"."""
+    words = {
+        "dge": f"times DGE's factor (k {estimator.k:g}, clip {estimator.clip:g})",
+        "spline": f"times the slope of a spline (width {estimator.width:g})",
+        "sigmoid": f"times the slope of a sigmoid (k {estimator.k:g})",
+        "straight-through": "straight through",
+    }[estimator.form]
+    if estimator.beyond != "continued":
+        words += f", {'0' if estimator.beyond == 'zero' else '1'} beyond 6"
+    if estimator.maximum != "straight-through":
+        words += f", and through the maximum of a block ({estimator.maximum}"
+        if estimator.maximum == "softmax":
+            words += f" at temperature {estimator.temperature:g}"
+        words += ")"
+    return words
 
 
 def _outliers(clamp: OutlierClamp) -> str:

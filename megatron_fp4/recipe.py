@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer
@@ -68,7 +68,8 @@ class Recipe:
     backward: "forward": dgrad and wgrad read W and X as fprop multiplied them, from fprop's codes
         (with quantizers of their own this is TetraJet's double quantization). "raw": they read the
         unquantized W and X.
-    estimator: the gradient through W's quantizer; None is straight-through.
+    estimator: the gradient through fprop's quantizer of W; None is straight-through.
+    x_estimator: the same of X.
     outliers: how X is clamped before fprop quantizes it; None clamps nothing.
     bias_gradient: the sum over tokens of dY as it came ("raw"), or of dY as dgrad's quantizer left
         it ("quantized").
@@ -87,7 +88,8 @@ class Recipe:
     dgrad: GemmRecipe = HIGH_PRECISION
     wgrad: GemmRecipe = HIGH_PRECISION
     backward: Literal["forward", "raw"] = "raw"
-    estimator: DGE | None = None
+    estimator: Estimator | None = None
+    x_estimator: Estimator | None = None
     outliers: OutlierClamp | None = None
     bias_gradient: Literal["raw", "quantized"] = "raw"
     weight_average: WeightAverage | None = None
@@ -114,14 +116,7 @@ class Recipe:
     def _check_fields(self) -> None:
         self._check_average()
         self._check_ramping()
-        w = self.fprop.b
-        if self.estimator and (w is None or w.element != "e2m1"):
-            raise ConfigError("DGE needs an E2M1 quantizer of W in fprop")
-        if self.estimator and (self.backward != "forward" or self.fprop.hadamard):
-            raise ConfigError(
-                "DGE takes the scaled weight that the forward pass quantized; use "
-                "backward: forward, and no Hadamard in fprop"
-            )
+        self._check_estimators()
         if self.backward == "forward" and _prescale(self.fprop) != 1.0:
             raise ConfigError("backward: forward would meet fprop's prescaled operands again")
         dy = self.dgrad.a
@@ -141,6 +136,18 @@ class Recipe:
         if not self.bf16_gemms or (share is None and self.bf16_gemms != GEMMS):
             raise ConfigError(
                 "bf16_gemms names the GEMMs that bf16_after returns to BF16: give both"
+            )
+
+    def _check_estimators(self) -> None:
+        for letter, estimator in (("w", self.estimator), ("x", self.x_estimator)):
+            if estimator is None:
+                continue
+            quantizer, name = self.quantizer("fprop", letter), letter.upper()
+            if quantizer is None or quantizer.element != "e2m1":
+                raise ConfigError(f"an estimator of {name} needs an E2M1 quantizer of it in fprop")
+        if self.x_estimator is not None and self.outliers is not None:
+            raise ConfigError(
+                "an estimator of X takes no outliers, which pass by X's quantizer: leave one out"
             )
 
     def _check_average(self) -> None:
@@ -246,6 +253,7 @@ class Recipe:
             **{gemm: HIGH_PRECISION for gemm in self.bf16_gemms},  # type: ignore[arg-type]
             # These fields need a quantizer, and are dropped with it.
             estimator=None if "fprop" in self.bf16_gemms else self.estimator,
+            x_estimator=None if "fprop" in self.bf16_gemms else self.x_estimator,
             outliers=None if "fprop" in self.bf16_gemms else self.outliers,
             bias_gradient="raw" if "dgrad" in self.bf16_gemms else self.bias_gradient,
             weight_average=self.weight_average if self._rounds_to_average_late else None,

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, Recipe, get_quantizer, get_recipe
-from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.errors import SizeError
 from megatron_fp4.plan.sizes import check_sizes, contracted_multiple
 from megatron_fp4.recipe import GEMMS, HIGH_PRECISION
@@ -50,15 +51,15 @@ def test_the_named_correction_is_accepted() -> None:
     [
         ({"backward": "both"}, ["backward", "forward or raw"]),
         ({"bias_gradient": "quantised"}, ["bias_gradient", "raw or quantized"]),
-        ({"estimator": DGE(), "backward": "forward"}, ["DGE", "E2M1"]),
-        ({"estimator": DGE(), "fprop": GemmRecipe(MX, MX)}, ["DGE", "backward: forward"]),
+        ({"estimator": Estimator(), "fprop": GemmRecipe(MX)}, ["estimator of W", "E2M1"]),
+        ({"x_estimator": Estimator(), "fprop": GemmRecipe(None, MX)}, ["estimator of X", "E2M1"]),
         (
             {
-                "estimator": DGE(),
-                "backward": "forward",
-                "fprop": GemmRecipe(MX, MX, Hadamard(32)),
+                "x_estimator": Estimator(),
+                "fprop": GemmRecipe(MX, MX),
+                "outliers": OutlierClamp(),
             },
-            ["DGE", "Hadamard"],
+            ["estimator of X", "outliers"],
         ),
         ({"backward": "forward", "fprop": GemmRecipe(PRESCALED, MX, None, 4 / 3)}, ["prescaled"]),
         ({"bias_gradient": "quantized"}, ["bias"]),
@@ -117,6 +118,13 @@ def test_some_gemms_return(name: str, gemms: tuple[str, ...]) -> None:
     assert (late.estimator, late.outliers) == (
         (None, None) if "fprop" in gemms else (recipe.estimator, recipe.outliers)
     )
+
+
+def test_estimators_end_with_the_quantizers_of_fprop() -> None:
+    both = replace(get_recipe("tetrajet"), estimator=Estimator(), x_estimator=Estimator())
+    for gemms, kept in ((("fprop",), None), (("dgrad", "wgrad"), Estimator())):
+        late = replace(both, bf16_after=0.5, bf16_gemms=gemms).at(0.5)
+        assert (late.estimator, late.x_estimator) == (kept, kept)
 
 
 def test_schedule_from_the_first_step() -> None:

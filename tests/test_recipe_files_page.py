@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, list_quantizers
-from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.ramping import Ramping
@@ -21,7 +21,7 @@ SECTIONS = {
     "A GEMM": GemmRecipe,
     "A quantizer": Quantizer,
     "A Hadamard transform": Hadamard,
-    "The estimator": DGE,
+    "Estimators": Estimator,
     "The outlier clamp": OutlierClamp,
     "The weight average": WeightAverage,
     "Ramping": Ramping,
@@ -68,7 +68,7 @@ def test_the_sample_loads_and_has_every_key() -> None:
         GemmRecipe: set(content["dgrad"]),
         Quantizer: set(content["fprop"]["b"]),
         Hadamard: set(content["dgrad"]["hadamard"]),
-        DGE: set(content["estimator"]),
+        Estimator: set(content["estimator"]),
         OutlierClamp: set(content["outliers"]),
     }
     assert given == {kind: {field.name for field in fields(kind)} for kind in given}

@@ -17,7 +17,7 @@ from megatron_fp4 import (
     list_recipes,
     recipe_options,
 )
-from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.recipe import HIGH_PRECISION
@@ -65,7 +65,7 @@ def test_dge_occ() -> None:
     for gemm in (recipe.dgrad, recipe.wgrad):
         assert gemm.a is not None and gemm.a.element == "e5m2" and gemm.b is None
     assert recipe.backward == "forward"
-    assert recipe.estimator == DGE(5.0, 3.0)
+    assert recipe.estimator == Estimator(k=5.0, clip=3.0)
     assert recipe.outliers == OutlierClamp(0.99, "token", True, True)
 
 
@@ -102,7 +102,7 @@ def test_the_promised_recipes_are_there() -> None:
             {"stochastic": "no"},
             lambda r: (r.wgrad.correction, r.wgrad.a) == (1.0, Quantizer()),
         ),
-        ("dge-occ", {"k": "3", "clip": 2}, lambda r: r.estimator == DGE(3.0, 2.0)),
+        ("dge-occ", {"k": "3", "clip": 2}, lambda r: r.estimator == Estimator(k=3.0, clip=2.0)),
         ("dge-occ", {"k": "5/2"}, lambda r: r.estimator.k == 2.5),
         ("dge-occ", {"dge": "0"}, lambda r: r.estimator is None),
         ("dge-occ", {"occ": False}, lambda r: r.outliers is None),
@@ -130,7 +130,7 @@ def test_options(name: str, options: dict[str, Any], check: Any) -> None:
         ("dge-occ", {"alpha": "high"}, ["alpha", "a number"]),
         ("dge-occ", {"alpha": "1/0"}, ["alpha", "a number"]),
         ("dge-occ", {"alpha": 0.4}, ["alpha", "0.4"]),
-        ("dge-occ", {"k": 0}, ["k of 1 or more"]),
+        ("dge-occ", {"k": 0}, ["k of dge is 1 or more"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,48 +1,190 @@
-"""The gradient estimator DGE, for the gradient through the quantizer of W.
+"""Gradient estimators: the gradient through the quantizer of W or X.
 
-Recipes without an estimator use the straight-through estimator, which needs no code.
+A quantizer turns a block x into Q(v) S, with the scaled values v = x / S, the block scale S, which
+follows from the block's largest magnitude m, and Q, which rounds to the grid. Q is a step function,
+so the gradient needs a model of it. Recipes without an estimator use the straight-through
+estimator, which needs no code: Q' is 1, and S does not depend on x.
+
+The framework is that of "Elucidating the Design Space of FP4 training" (arXiv 2509.17791).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.formats import E2M1_MAGNITUDES, table, widen
-from megatron_fp4.errors import ConfigError
+from megatron_fp4.arithmetic.formats import E2M1_MAGNITUDES, E2M1_MAX, table, widen
+from megatron_fp4.arithmetic.scaling import in_blocks
+from megatron_fp4.errors import ConfigError, check_choices
+
+# What takes each field that not all forms have a use for.
+_TAKEN_BY = {
+    "k": ("dge", "sigmoid"),
+    "clip": ("dge",),
+    "width": ("spline",),
+    "temperature": ("softmax",),
+}
+# Scales are rounded, so that the scaled value of a block's maximum may exceed 6 by a few units in
+# the last place. It counts as 6.
+_ROUNDING = 1 + 2.0**-18
+
+
+class Ranks(NamedTuple):
+    """The ranks over which blocks are spread whose scales they share.
+
+    maximum, total: the elementwise maximum and sum of a tensor over these ranks.
+    """
+
+    maximum: Callable[[Tensor], Tensor]
+    total: Callable[[Tensor], Tensor]
+
+
+ONE_RANK = Ranks(lambda own: own, lambda own: own)
 
 
 @dataclass(frozen=True)
-class DGE:
-    """The differentiable gradient estimator of "Optimizing LLM Training Using FP4 Quantization"
-    (arXiv 2501.17116, section 3.1).
+class Estimator:
+    """The gradient through a quantizer of E2M1 elements.
 
-    Between two grid points lo and lo + d the rounding step is modelled by
-    f(x) = lo + d/2 (1 + sign(u) |u|^(1/k)), u = 2 (x - lo)/d - 1. The weight's gradient is
-    multiplied by f'(x) = min((1/k) |u|^(1/k - 1), clip), where x is the weight divided by its
-    block scale.
-
-    k: the steepness of the model, 1 or more. clip: the upper bound of f', above 0. Raises
-    ConfigError for other values.
+    form: the model f of the step between two grid points lo and lo + d, of a magnitude x with
+        u = 2 (x - lo)/d - 1, which is 0 at the threshold of rounding. f is odd. The gradient of an
+        element is multiplied by f'(v), with v the element divided by its block scale.
+        dge: f = lo + d/2 (1 + sign(u) |u|^(1/k)); f' is at most `clip`. The differentiable gradient
+            estimator of "Optimizing LLM Training Using FP4 Quantization" (arXiv 2501.17116, section
+            3.1).
+        spline: a straight line of width `width` * d around the threshold, and constant beside it;
+            f' is 1/width where |u| <= width, else 0.
+        sigmoid: f = lo + d/2 (1 + tanh(k u / 2) / tanh(k / 2)), a sigmoid of k u, normalized so
+            that f meets the grid points: f' = k/2 (1 - tanh(k u / 2)^2) / tanh(k / 2).
+        straight-through: f' is 1.
+        The mean of f' between two grid points is 1, but for dge, whose `clip` lowers it.
+        arXiv 2509.17791 compares splines and sigmoids. These definitions of them, with their
+        parameters, are this project's.
+    k: the steepness of dge (1 or more) and of sigmoid (above 0).
+    clip: the upper bound of f' of dge, above 0.
+    width: of spline, above 0 and at most 1.
+    beyond: f' of magnitudes beyond 6, which are clipped: that of the last step's formula, whose u
+        is then above 1 ("continued"), "zero", which is the slope of clipping, or "one".
+    maximum: the gradient through m, the largest magnitude of the block. S is taken to be
+        proportional to m: dS/dm = S/m. For scales that are not rounded this is exact, and for
+        rounded ones, powers of two among them, it is a straight-through model.
+        straight-through: none.
+        absmax: the element of magnitude m gets its own term g (Q(v) - f'(v) v) / |v|, with g the
+            gradient of the decoded value: the elementwise form of arXiv 2509.17791.
+        vjp: it gets the sum of g (Q(v) - f'(v) v) over the block, times its sign, divided by its
+            |v|: the vector-Jacobian product. Elements that tie share it equally.
+        softmax: the same sum is shared by the softmax of |v| / `temperature` over the block, each
+            share times the element's sign: the gradient where m is a smoothed maximum,
+            t log(sum(exp(|x|/t))) with t = `temperature` * S.
+        The softmax's temperature and the shares of ties are this project's. A tensor scale has no
+        gradient.
+    temperature: of softmax, in units of scaled values, above 0.
+    Raises ConfigError for other values, for one that the form has no use for, and for an estimator
+    that is the same as none.
     """
 
+    form: Literal["dge", "spline", "sigmoid", "straight-through"] = "dge"
     k: float = 5.0
     clip: float = 3.0
+    width: float = 0.5
+    beyond: Literal["continued", "zero", "one"] = "continued"
+    maximum: Literal["straight-through", "absmax", "vjp", "softmax"] = "straight-through"
+    temperature: float = 0.5
 
     def __post_init__(self) -> None:
-        if not (self.k >= 1 and self.clip > 0):
-            raise ConfigError(f"DGE takes k of 1 or more and a clip above 0: {self.k}, {self.clip}")
+        check_choices(self)
+        least = "1 or more" if self.form == "dge" else "above 0"
+        if not (self.k >= 1 if self.form == "dge" else self.k > 0):
+            raise ConfigError(f"k of {self.form} is {least}, not {self.k}")
+        if not (self.clip > 0 and 0 < self.width <= 1 and self.temperature > 0):
+            raise ConfigError(
+                "clip and temperature are above 0, and width is above 0 and at most 1, not "
+                f"{self.clip}, {self.temperature}, {self.width}"
+            )
+        for name, takers in _TAKEN_BY.items():
+            is_set = getattr(self, name) != getattr(type(self), name)  # the default
+            if is_set and not {self.form, self.maximum} & set(takers):
+                raise ConfigError(
+                    f"{name} belongs to {' and '.join(takers)}, not to {self.form}: leave it out"
+                )
+        if self.form == self.maximum == "straight-through" and self.beyond != "zero":
+            raise ConfigError(
+                "straight-through, with nothing through the maximum, is the gradient without an "
+                "estimator: leave it out"
+            )
 
     def factor(self, scaled: Tensor) -> Tensor:
-        """f' of each scaled weight.
+        """f' of each scaled value.
 
-        scaled: weights divided by their block scales, within [-6, 6] up to rounding; any shape.
-        Computed and returned in float32 (float64 for float64 input).
+        scaled: values divided by their block scales; any shape. Computed and returned in float32
+        (float64 for float64 input). NaN for NaN.
         """
         x = widen(scaled).abs()  # f' is even
+        slope = self._slope(x)
+        if self.beyond != "continued":
+            slope = torch.where(x > E2M1_MAX * _ROUNDING, float(self.beyond == "one"), slope)
+        return slope
+
+    def gradient(
+        self,
+        given: Tensor,
+        scaled: Tensor,
+        rounded: Tensor | None,
+        block: tuple[int, int],
+        ranks: Ranks = ONE_RANK,
+    ) -> Tensor:
+        """The gradient of what was quantized.
+
+        given: the gradient of the decoded values, [rows, K] with the blocked axis last. scaled: the
+        scaled values v. rounded: the elements Q(v), or None where nothing goes through the maximum.
+        All in float32 or float64, of one shape. block: of the quantizer, see `Quantizer`. ranks:
+        where blocks are spread over ranks.
+        Returns a new tensor of that shape and dtype.
+        """
+        slope = self.factor(scaled)
+        if self.maximum == "straight-through" or not given.numel():
+            return given * slope
+        assert rounded is not None
+        through = in_blocks(given * (rounded - slope * scaled), block)  # times dS/S
+        blocks = in_blocks(scaled, block)
+        size = blocks.abs()
+        top = ranks.maximum(size.amax((1, 3), keepdim=True))
+        term = self._through_maximum(through, size, top, ranks)
+        # A block of zeros has no gradient through its maximum.
+        term = term * blocks.sign() / torch.where(top == 0, 1, top)
+        return given * slope + term.view(given.shape)
+
+    def _slope(self, x: Tensor) -> Tensor:
+        """f' of magnitudes, with the last step's formula beyond 6."""
+        if self.form == "straight-through":
+            return 0 * x + 1  # NaN for NaN
         grid = table(E2M1_MAGNITUDES, x.dtype, x.device)
         low = (torch.bucketize(x, grid, right=True) - 1).clamp(max=len(E2M1_MAGNITUDES) - 2)
         u = 2 * (x - grid[low]) / (grid[low + 1] - grid[low]) - 1
-        return u.abs().pow(1 / self.k - 1).div(self.k).clamp(max=self.clip)
+        if self.form == "dge":
+            return u.abs().pow(1 / self.k - 1).div(self.k).clamp(max=self.clip)
+        if self.form == "spline":
+            within = u.abs() <= self.width * _ROUNDING
+            return torch.where(within, 1 / self.width, 0 * u)  # NaN for NaN
+        half = torch.full_like(u, self.k / 2)
+        return half * (1 - (half * u).tanh().square()) / half.tanh()
+
+    def _through_maximum(self, through: Tensor, size: Tensor, top: Tensor, ranks: Ranks) -> Tensor:
+        """What each element gets of the terms `through`, before the division by `top` and its sign.
+
+        through, size: the terms g (Q(v) - f'(v) v), and |v|, in blocks as `in_blocks` makes them.
+        top: the largest |v| of each block.
+        """
+        is_top = size == top
+        if self.maximum == "absmax":
+            return torch.where(is_top, through, 0 * size)
+        shares = is_top.to(size.dtype)
+        if self.maximum == "softmax":
+            shares = ((size - top) / self.temperature).exp()
+        sums = torch.stack((shares.sum((1, 3), True), through.sum((1, 3), True)))
+        parts, total = ranks.total(sums)
+        return shares * (total / parts)

@@ -207,4 +207,8 @@ def refusal(plan: LinearPlan) -> str | None:
             fprop = plan.fprop.b if operand.letter == "w" else plan.fprop.a
             if operand.source == "decoded" and fprop.hadamard is not None:
                 return "PyTorch draws the random signs of fprop"
+    signs = plan.recipe.fprop.hadamard is not None and plan.recipe.fprop.hadamard.signs
+    for estimates in (plan.estimates_w, plan.estimates_x):
+        if signs == "random" and estimates is not None:
+            return "PyTorch draws the random signs of fprop"
     return None

@@ -259,5 +259,5 @@ class LayerPlans:
 
 
 def _keeps_x(made: LinearPlan) -> bool:
-    """Whether a linear saves X for backward in the model's dtype, and not as 4-bit codes."""
-    return made.saves_x == "model"
+    """Whether a linear saves X for backward in the model's dtype, and not as 4-bit codes alone."""
+    return made.saves_x == "model" or made.estimates_x is not None

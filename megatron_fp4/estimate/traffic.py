@@ -99,6 +99,24 @@ def of_backward(plan: LinearPlan) -> list[Sent]:
         found.append(scatter(dx, ranks))
     elif setting.sharding.sums_dx:
         found.append(reduce(dx, ranks))
+    return found + _sums_of_estimators(plan, ranks)
+
+
+def _sums_of_estimators(plan: LinearPlan, ranks: int) -> list[Sent]:
+    """The all-reduces of estimators whose blocks ranks share: for each block the maximum, and two
+    sums unless the maximum gets its own term alone, in float32."""
+    found = []
+    recipe, x, w = plan.recipe, plan.fprop.a, plan.fprop.b
+    for estimates, estimator, operand in (
+        (plan.estimates_w, recipe.estimator, w),
+        (plan.estimates_x, recipe.x_estimator, x),
+    ):
+        if estimates is None or estimator is None or not estimates.agrees:
+            continue
+        assert operand.quantizer is not None
+        blocks = operand.shape[0] if operand.quantizer.block[0] else 1
+        found += [reduce(4 * blocks, ranks)]
+        found += [reduce(8 * blocks, ranks)] * (estimator.maximum != "absmax")
     return found
 
 
@@ -107,7 +125,7 @@ def _kept_x(plan: LinearPlan) -> int:
     assert plan.wgrad is not None
     if plan.wgrad.b.gathered == "after":
         return operand_bytes(plan.wgrad.b)
-    if plan.saves_x == "operand":
+    if plan.saves_x == "operand" and plan.wgrad.b.source != "model":
         return operand_bytes(plan.fprop.a)
     rows, columns = plan.setting.shape("x", is_part=True)
     return rows * columns * plan.setting.dtype.itemsize

@@ -243,7 +243,8 @@ def _taken_apart(
     tensors: Parts = []
     builds: tuple[tuple[slice, Build] | None, ...] = ()
     end = 0
-    for part in (saved.x, None if shares_w else saved.w, saved.weight, saved.residual, saved.y):
+    w = None if shares_w else saved.w
+    for part in (saved.x, w, saved.weight, saved.x_itself, saved.residual, saved.y):
         if part is None:
             builds += (None,)
             continue
@@ -258,5 +259,5 @@ def _put_together(passed: Passed, tensors: Sequence[Tensor | None]) -> Saved:
     parts: list[Any] = [
         None if each is None else each[1](*tensors[each[0]]) for each in passed.builds
     ]
-    x, w, weight, residual, y = parts
-    return Saved(x, w if passed.shared_w is None else passed.shared_w, weight, residual, y)
+    x, w, *others = parts
+    return Saved(x, w if passed.shared_w is None else passed.shared_w, *others)

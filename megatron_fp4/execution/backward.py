@@ -7,17 +7,19 @@ is computed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
+from megatron_fp4.arithmetic.estimators import Ranks
 from megatron_fp4.arithmetic.outliers import Residual
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import Pending
 from megatron_fp4.execution.forward import Saved, all_tokens
 from megatron_fp4.execution.gemm import run_gemm
 from megatron_fp4.execution.making import computed, make_operands, source_of
 from megatron_fp4.execution.weights import HeldWeight
+from megatron_fp4.makers.estimator import Estimating
 from megatron_fp4.multipliers.base import finish
 from megatron_fp4.operands import Decoded, Made, Matrix, Operand, SwigluGradient
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, Source
@@ -87,7 +89,13 @@ class Backward:
                 b = self._make_late(plan.wgrad, b)
             a = self._made[plan.wgrad.a] if wgrads is None else wgrads.wait()
             dw = self._dw(plan.wgrad, a, b, residual, into)
-        return Gradients(None if dx is None else dx.wait(), dw, dgrads_dy)
+        summed = None if dx is None else dx.wait()
+        if summed is not None and plan.estimates_x is not None:
+            saved = self.saved
+            summed = self._estimated(
+                plan.estimates_x, plan.fprop.a, summed, saved.x, saved.x_itself
+            )
+        return Gradients(summed, dw, dgrads_dy)
 
     # --- operands ---
 
@@ -104,6 +112,7 @@ class Backward:
         if self.plan.saves_x == "packed":
             return self._send(plan.b, Made(x))
         if plan.b.gathered == "before" and self.site.parallel is not None:
+            x = x if self.saved.x_itself is None else _kept_for(plan, x, self.saved.x_itself)
             return self.site.parallel.gather(x).then(Made)
         return None
 
@@ -126,10 +135,14 @@ class Backward:
                 if fold is not None:
                     self._folds[plan.dgrad.a] = fold
             else:
-                self._take_source(plan.dgrad, self.saved.w, plan.fprop.b)
+                w, weight = self.saved.w, self.saved.weight
+                w = w if weight is None else _kept_for(plan.dgrad, w, weight)
+                self._take_source(plan.dgrad, w, plan.fprop.b)
         if plan.wgrad is not None and plan.makes_x_at_start:
-            assert self.saved.x is not None
-            self._take_source(plan.wgrad, self.saved.x, plan.fprop.a)
+            x, x_itself = self.saved.x, self.saved.x_itself
+            assert x is not None
+            x = x if x_itself is None else _kept_for(plan.wgrad, x, x_itself)
+            self._take_source(plan.wgrad, x, plan.fprop.a)
         self._make(makings)
 
     def _make_late(self, wgrad: GemmPlan, x: Made) -> Made:
@@ -195,6 +208,33 @@ class Backward:
             return parallel.scatter_sum(dx)
         return parallel.sum(dx) if parallel is not None and sharding.sums_dx else Pending(None, dx)
 
+    def _estimated(
+        self,
+        estimates: Estimating,
+        operand: OperandPlan,
+        gradient: Tensor,
+        quantized: Operand | None,
+        matrix: Tensor | None,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        """The gradient of X or W with the estimator's factor.
+
+        operand: the plan of fprop's operand. quantized, matrix: that operand, and X or W, both of
+        which are saved where there is an estimator. into: see `makers.estimator.estimated`.
+        """
+        more: dict[str, Any] = {}
+        if estimates.agrees:
+            more["ranks"] = self._ranks()
+        if estimates.transforms:
+            more["given"] = self.site.given(operand, self.call, None, None)
+        return estimates.apply(gradient, quantized, matrix, into, **more)
+
+    def _ranks(self) -> Ranks:
+        """The ranks of the tensor-parallel group."""
+        parallel = self.site.parallel
+        assert parallel is not None
+        return Ranks(lambda own: parallel.maximum([own])[0], lambda own: parallel.sum(own).wait())
+
     def _dw(
         self,
         wgrad: GemmPlan,
@@ -205,17 +245,20 @@ class Backward:
     ) -> Tensor:
         """dW, with the estimator's factor and the outliers' product where the recipe has them."""
         plan, saved = self.plan, self.saved
-        if wgrad.product.adds or (plan.estimate is None and residual is None):
+        estimates = plan.estimates_w
+        if wgrad.product.adds or (estimates is None and residual is None):
             return run_gemm(wgrad, a, b, self.site, into)
         dw = run_gemm(wgrad, a, b, self.site)
-        if plan.estimate is not None:
-            # Recipe checks that an estimator comes with a quantized W.
-            assert isinstance(saved.w, QuantizedTensor) and saved.weight is not None
+        if estimates is not None:
+            assert (
+                saved.weight is not None
+            )  # saved with fprop's operand where there is an estimator
             # If no other term follows, the kernel of the factor adds dW to main_grad.
             adds = into is not None and into.dtype == dw.dtype and into.is_contiguous()
             adds = adds and residual is None
             weight = saved.weight.to(plan.setting.dtype)
-            dw = plan.estimate(dw, saved.w, weight, into if adds else None)
+            added_to = into if adds else None
+            dw = self._estimated(estimates, plan.fprop.b, dw, saved.w, weight, added_to)
         if residual is not None and plan.clamping is not None and plan.compensation is not None:
             # Fprop multiplied the outliers by the unquantized W, so no estimator applies here.
             outliers = Decoded(plan.clamping.dense(residual.wait()).t())
@@ -224,3 +267,8 @@ class Backward:
         if dw is into:
             return dw
         return finish(dw, plan.setting.main_grad or plan.setting.weight_dtype, into)
+
+
+def _kept_for(gemm: GemmPlan, codes: Operand, matrix: Tensor) -> Operand:
+    """What b of dgrad or wgrad is made from, where W or X is saved as codes and as a matrix."""
+    return matrix if gemm.b.source == "model" else codes

@@ -26,7 +26,7 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.execution.weights import HeldWeight
-from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.base import NOTHING, Given
 from megatron_fp4.operands import Carriers, Made, Matrix
 from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.plan.setting import UNSHARDED, KeepsW, Sharding, SwigluPlace
@@ -174,7 +174,7 @@ class Site:
         if operand.hadamard is not None:
             signs = self.signs(operand.gemm, operand, call)
         if fold is widest is noise is signs is average is None:
-            return _NOTHING
+            return NOTHING
         return Given(fold, widest, noise, signs, average)
 
     def signs(self, gemm: str, operand: OperandPlan, call: Call) -> Signs | None:
@@ -223,6 +223,3 @@ def _stream(name: str, operand: OperandPlan) -> int:
     """The number of the random stream from which an operand of the linear `name` draws the bits of
     its stochastic rounding; see `rounding_label`."""
     return stream_id(rounding_label(name, operand.gemm, operand.letter))
-
-
-_NOTHING = Given()

@@ -26,7 +26,8 @@ class Saved:
 
     x: see `LinearPlan.saves_x`; None where W gets no gradient.
     w: see `LinearPlan.saves_w`.
-    weight: W, if the recipe has an estimator, which reads it; else None.
+    weight: W, if an estimator is applied to dW, which reads it; else None.
+    x_itself: X, if an estimator is applied to dX, which reads it; else None.
     residual: the outliers of X, if dW contains a product with them; else None.
     y: Y, in `Setting.kept_y`, if the gradient of a SwiGLU of it arrives in backward; else None.
     """
@@ -34,6 +35,7 @@ class Saved:
     x: Operand | None
     w: Operand
     weight: Tensor | None
+    x_itself: Tensor | None
     residual: Residual | None
     y: Tensor | None
 
@@ -132,7 +134,8 @@ def _saved(
     return Saved(
         x=kept_x,
         w=made[plan.fprop.b].operand if plan.saves_w == "operand" else weight,
-        weight=None if plan.estimate is None else weight,
+        weight=None if plan.estimates_w is None else weight,
+        x_itself=None if plan.estimates_x is None else _kept_x(plan, x),
         residual=residual if plan.residual_in_dw else None,
         y=_kept_y(plan, y) if plan.setting.swiglu == "before" else None,
     )

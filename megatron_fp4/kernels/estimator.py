@@ -1,6 +1,6 @@
 """Multiplies the gradient of a weight by the factor of the DGE estimator, in Triton.
 
-`arithmetic.estimators.DGE` defines the factor.
+`arithmetic.estimators.Estimator` defines the factor, of form dge.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.kernels.launch import Launch, kernel, planned, tiles
 
@@ -79,7 +79,7 @@ def factor_kernel(
 
 
 def scale(
-    estimator: DGE, dw: Tensor, w: QuantizedTensor, weight: Tensor, into: Tensor | None = None
+    estimator: Estimator, dw: Tensor, w: QuantizedTensor, weight: Tensor, into: Tensor | None = None
 ) -> Tensor:
     """Multiplies dw by the DGE factor of the weight, in place, and returns it; or adds the product
     to `into`, and returns that.
@@ -95,7 +95,7 @@ def scale(
 
 
 @planned
-def _launch(rows: int, columns: int, estimator: DGE, adds: bool) -> Launch:
+def _launch(rows: int, columns: int, estimator: Estimator, adds: bool) -> Launch:
     constants = dict(
         ADDS=adds, POWER=1 / estimator.k - 1, SHARE=1 / estimator.k, CLIP=estimator.clip, TILE=TILE
     )

@@ -32,6 +32,9 @@ class Given:
     average: Tensor | None = None
 
 
+NOTHING = Given()
+
+
 class Maker(Protocol):
     """One way to make operands.
 

@@ -1,46 +1,150 @@
-"""Chooses what multiplies dW by the factor of a gradient estimator: a Triton kernel, or PyTorch as
-the fallback."""
+"""Chooses what applies a gradient estimator to dW or dX: a Triton kernel, or PyTorch as the
+fallback."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.estimators import ONE_RANK, Estimator, Ranks
+from megatron_fp4.arithmetic.formats import SCALE_FLOATS, widen
+from megatron_fp4.arithmetic.hadamard import inverse, transform
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.scaling import per_block
+from megatron_fp4.makers import PYTORCH
+from megatron_fp4.makers.base import NOTHING, Given
+from megatron_fp4.makers.pytorch import before_quantizer
+from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.plan.setting import Setting
-from megatron_fp4.recipe import Recipe
 from megatron_fp4.target import kernels_problem
 
-# (dw [out, in] in float32 or float64, fprop's operand of W, W in the model's dtype, into) -> dw,
-# which is multiplied in place; or into, a contiguous matrix of dw's dtype to which the product is
-# added, where that is not None.
-Estimate = Callable[[Tensor, QuantizedTensor, Tensor, Tensor | None], Tensor]
+KERNEL = "dge kernel"
 
 
-def choose(recipe: Recipe, setting: Setting) -> Estimate | None:
-    """The function that multiplies dW by the estimator's factor, see `Estimate`.
+class Estimating(NamedTuple):
+    """How an estimator is applied to the gradient of W or X.
 
-    None where the recipe has no estimator.
+    name: of what applies it. apply: (gradient, quantized, matrix, into) -> gradient; see
+    `estimated`. agrees: whether it also takes `ranks`, because it sums over blocks that are spread
+    over ranks. transforms: whether it also takes `given`, because fprop transforms the operand.
+    passed_over: (name, reason) of the kernel, if it does not apply it.
     """
-    if recipe.estimator is None:
+
+    name: str
+    apply: Callable[..., Tensor]
+    agrees: bool = False
+    transforms: bool = False
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+
+def choose(
+    estimator: Estimator | None, operand: OperandPlan, setting: Setting
+) -> Estimating | None:
+    """What applies the estimator to the gradient of W or X; None where there is no estimator.
+
+    operand: fprop's operand of it, which is quantized.
+    """
+    if estimator is None:
         return None
-    quantizer = recipe.fprop.b
+    why = _kernel_refuses(estimator, operand, setting)
+    if why is None:
+        from megatron_fp4.kernels import estimator as kernels  # imports Triton
+
+        return Estimating(KERNEL, partial(kernels.scale, estimator))
+    through = estimator.maximum != "straight-through"
+    agrees = through and operand.agrees and _is_spread(operand, setting)
+    apply = partial(estimated, estimator, operand)
+    return Estimating(PYTORCH.name, apply, agrees, operand.group > 0, ((KERNEL, why),))
+
+
+def _kernel_refuses(estimator: Estimator, operand: OperandPlan, setting: Setting) -> str | None:
+    """Why the kernel does not apply the estimator, in a few words; None if it does."""
+    quantizer = operand.quantizer
     assert quantizer is not None
-    scale_a_row = (quantizer.scale, quantizer.block) == ("fp32", (1, 0))
-    if scale_a_row and quantizer.prescale == 1.0 and setting.dtype == torch.bfloat16:
-        if kernels_problem(setting.target) is None and setting.outputs * setting.inputs:
-            from megatron_fp4.kernels import estimator  # imports Triton
+    if estimator.form != "dge":
+        return f"has no {estimator.form}"
+    if estimator.beyond != "continued" or estimator.maximum != "straight-through":
+        return "multiplies by the factor of dge alone"
+    if operand.letter != "w":
+        return "is for W alone"
+    if (quantizer.scale, quantizer.block, quantizer.prescale) != ("fp32", (1, 0), 1.0):
+        return "takes a float32 scale for each row"
+    if setting.dtype != torch.bfloat16 or operand.group:
+        return "takes BF16, and transforms nothing"
+    if not setting.outputs * setting.inputs:
+        return "takes no empty matrix"
+    return kernels_problem(setting.target)
 
-            return partial(estimator.scale, recipe.estimator)
-    return partial(_scaled, recipe.estimator)
+
+def _is_spread(operand: OperandPlan, setting: Setting) -> bool:
+    """Whether ranks share blocks of the operand, and not a tensor scale alone."""
+    assert operand.quantizer is not None
+    sharded = 0 if operand.is_part else setting.sharding.axis(operand.letter)
+    return replace(operand.quantizer, tensor_max=0.0).scale_spans(sharded, operand.axis)
 
 
-def _scaled(
-    estimator: DGE, dw: Tensor, w: QuantizedTensor, weight: Tensor, into: Tensor | None
+def has_kernel(estimator: Estimator, operand: OperandPlan, setting: Setting) -> bool:
+    """Whether a Triton kernel applies the estimator: dge to BF16 W with a float32 scale a row."""
+    quantizer = operand.quantizer
+    return (
+        quantizer is not None
+        and operand.letter == "w"
+        and estimator.form == "dge"
+        and estimator.beyond == "continued"
+        and estimator.maximum == "straight-through"
+        and (quantizer.scale, quantizer.block, quantizer.prescale) == ("fp32", (1, 0), 1.0)
+        and setting.dtype == torch.bfloat16
+        and setting.outputs * setting.inputs > 0
+        and kernels_problem(setting.target) is None
+    )
+
+
+def estimated(
+    estimator: Estimator,
+    operand: OperandPlan,
+    gradient: Tensor,
+    quantized: QuantizedTensor,
+    matrix: Tensor,
+    into: Tensor | None = None,
+    ranks: Ranks = ONE_RANK,
+    given: Given = NOTHING,
 ) -> Tensor:
-    dw = dw.mul_(estimator.factor(w.grid_coordinates(weight)))
-    return dw if into is None else into.add_(dw)
+    """The gradient of `matrix`, [rows, columns] in the dtype of `gradient`; or `into`, to which it
+    is added.
+
+    operand: the plan of fprop's operand. gradient: of what was multiplied in place of the matrix.
+    quantized: fprop's operand, made of `matrix` and `given`, blocked along its last axis. into: a
+    matrix of the gradient's dtype, or None. ranks: see `Estimator.gradient`. Computed in float32
+    (float64 for a matrix in float64), and rounded once.
+    """
+    wanted, rounded = widen(gradient), None
+    scaled = scaled_values(quantized, before_quantizer(matrix, operand, given)).to(wanted.dtype)
+    if estimator.maximum != "straight-through":
+        rounded = quantized.elements(scaled.dtype).view(scaled.shape)
+    group = operand.group
+    signs = None if given.signs is None else given.signs.vector(group, matrix.device)
+    if group:  # the product is of transformed operands, and so is its gradient
+        wanted = transform(wanted, group, signs)
+    found = estimator.gradient(wanted, scaled, rounded, quantized.quantizer.block, ranks)
+    if group:
+        found = inverse(found, group, signs)
+    found = found.to(gradient.dtype)
+    return found if into is None else into.add_(found)
+
+
+def scaled_values(quantized: QuantizedTensor, matrix: Tensor) -> Tensor:
+    """What was rounded to the elements of `quantized`, float32 or float64 [rows, columns].
+
+    As `QuantizedTensor.grid_coordinates`, but 0 in blocks whose scale was rounded to zero, whose
+    elements are zeros.
+    """
+    scaled = quantized.grid_coordinates(matrix)
+    if quantized.quantizer.scale not in SCALE_FLOATS:
+        return scaled
+    block, codes = quantized.quantizer.block, quantized.scales
+    return per_block(scaled, block, codes, lambda v, code: torch.where(code == 0, 0, v))

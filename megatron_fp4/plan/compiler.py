@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from megatron_fp4 import makers, multipliers
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.formats import wide
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.makers import computed, estimator, outliers
@@ -57,13 +58,16 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
         backward=makings(backward, setting),
         late=makings(late, setting),
         saves_x=saves_x,
-        saves_w="operand" if _is_forwards(recipe, "w") else "model",
+        saves_w="operand"
+        if _is_forwards(recipe, "w") or _estimates(recipe, "w", setting)
+        else "model",
         clamping=outliers.choose(recipe, setting),
         compute_x=_compute_x(recipe, fprop.a, setting),
         compensation=_compensation(setting) if _compensates(recipe) else None,
         residual_in_dw=setting.dw and _residual_in_dw(recipe),
         shows_packed_x=saves_x == "packed" and recipe.fprop.a is None,
-        estimate=estimator.choose(recipe, setting),
+        estimates_w=estimator.choose(_estimates(recipe, "w", setting), fprop.b, setting),
+        estimates_x=estimator.choose(_estimates(recipe, "x", setting), fprop.a, setting),
     )
 
 
@@ -75,7 +79,16 @@ def _is_forwards(recipe: Recipe, letter: str) -> bool:
     return recipe.backward == "forward" and recipe.quantizer("fprop", letter) is not None
 
 
+def _estimates(recipe: Recipe, letter: str, setting: Setting) -> Estimator | None:
+    """The estimator that is applied to dW or dX, by the letter of W or X."""
+    if letter == "w":
+        return recipe.estimator if setting.dw else None
+    return recipe.x_estimator if setting.dx else None
+
+
 def _saves_x(recipe: Recipe, setting: Setting) -> Literal["operand", "packed", "model", ""]:
+    if _estimates(recipe, "x", setting) is not None:
+        return "operand"
     if not setting.dw:
         return ""
     if _is_forwards(recipe, "x"):
@@ -158,23 +171,29 @@ def _computed(
         return "swiglu"
     # In backward X is the result of the SwiGLU itself where the forward pass computed it as a
     # matrix and kept it. So it is where Y is kept rounded (`Setting.kept_y`).
-    if setting.kept_y is not None:
+    if setting.kept_y is not None or _estimates(recipe, "x", setting) is not None:
         return ""
     fprop = operand_plan(recipe, "fprop", "x", setting)
     again = recipe.outliers is None and makers.choose(fprop, setting.target).maker.activates(fprop)
     return "swiglu" if again else ""
 
 
+def _keeps_x(recipe: Recipe, setting: Setting) -> bool:
+    """Whether X is saved for backward in high precision, alone or beside its codes."""
+    return _saves_x(recipe, setting) == "model" or _estimates(recipe, "x", setting) is not None
+
+
 def _reads_normed_x(recipe: Recipe, setting: Setting) -> bool:
     """Whether something but fprop's maker reads the result of a norm as a matrix."""
-    return recipe.outliers is not None or _saves_x(recipe, setting) == "model"
+    return recipe.outliers is not None or _keeps_x(recipe, setting)
 
 
 def _compute_x(recipe: Recipe, x: OperandPlan, setting: Setting) -> Compute | None:
     """See `LinearPlan.compute_x`. x: fprop's operand."""
     if setting.normed and _reads_normed_x(recipe, setting):
         return computed.choose(replace(x, source="normed"), setting)
-    keeps_x = setting.kept_y is not None and _saves_x(recipe, setting) == "model"
+    keeps_x = setting.kept_y is not None and _keeps_x(recipe, setting)
+    keeps_x |= _estimates(recipe, "x", setting) is not None
     if setting.swiglu == "after" and (recipe.outliers is not None or keeps_x):
         return computed.choose(x, setting)
     return None

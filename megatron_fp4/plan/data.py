@@ -5,21 +5,20 @@ plan/compiler.py makes it; execution/forward.py and execution/backward.py execut
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from megatron_fp4.arithmetic.hadamard import Hadamard
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.operands import Compute
 from megatron_fp4.recipe import Recipe
 
 if TYPE_CHECKING:
     from megatron_fp4.makers.base import Maker
+    from megatron_fp4.makers.estimator import Estimating
     from megatron_fp4.makers.outliers import Clamping
     from megatron_fp4.multipliers.base import Multiplier, Product
     from megatron_fp4.plan.setting import Setting
@@ -154,8 +153,9 @@ class LinearPlan:
         compensate. residual_in_dw: whether it also adds dY^T times the outliers to dW.
     shows_packed_x: whether the forward pass reports wgrad's packed X to `Site.observe`, because
         fprop does not quantize X and reports none.
-    estimate: multiplies dW by the factor of recipe.estimator (`makers.estimator.Estimate`); None
-        where the recipe has none.
+    estimates_w, estimates_x: apply the recipe's estimators to dW and to dX; None where it has none,
+        or that gradient is not asked for. estimates_x reads X, which is saved beside fprop's
+        operand; estimates_w reads W and fprop's operand.
     """
 
     recipe: Recipe
@@ -173,7 +173,8 @@ class LinearPlan:
     compensation: Multiplier | None
     residual_in_dw: bool
     shows_packed_x: bool
-    estimate: Callable[[Tensor, QuantizedTensor, Tensor, Tensor | None], Tensor] | None
+    estimates_w: Estimating | None
+    estimates_x: Estimating | None
 
     @cached_property
     def makes_x_at_start(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from megatron_fp4.arithmetic.messages import FORMS, form_name
 from megatron_fp4.arithmetic.moments import Moments
-from megatron_fp4.description import quantizer_words
+from megatron_fp4.description import estimator_words, quantizer_words
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan
 from megatron_fp4.plan.memory import held_bytes, operand_bytes, sent_bytes, y_bytes
 from megatron_fp4.plan.words import LETTERS, kernel_notes
@@ -143,8 +143,13 @@ def _extras(plan: LinearPlan) -> Iterator[str]:
         reaches = "Y and dW" if plan.residual_in_dw else "Y"
         by = plan.compensation.name
         yield f"outliers  multiplied in high precision by {by}, added to {reaches}"
-    if recipe.estimator is not None:
-        yield "dW  multiplied by the factor of the gradient estimator"
+    for name, estimates, estimator in (
+        ("dW", plan.estimates_w, recipe.estimator),
+        ("dX", plan.estimates_x, recipe.x_estimator),
+    ):
+        if estimates is not None and estimator is not None:
+            agreed = ", which takes sums over the ranks" if estimates.agrees else ""
+            yield f"{name}  {estimator_words(estimator)}, by {estimates.name}{agreed}"
     if sharding.tokens == "dy":
         yield "Y  summed over the ranks, each of which takes its tokens"
     if sharding.tokens == "x":
@@ -163,6 +168,9 @@ def _kept(plan: LinearPlan) -> Iterator[str]:
         words.append(f"X as codes of {x.gemm}, {_size(operand_bytes(x))} (X itself: {whole})")
     elif plan.saves_x:
         words.append(f"X, {_size(rows * columns * setting.dtype.itemsize)}")
+    if plan.estimates_x is not None:
+        whole = _size(rows * columns * setting.dtype.itemsize)
+        words.append(f"X itself, which its estimator reads, {whole}")
     if size := y_bytes(plan):
         words.append(f"Y in {_short(setting.kept_y or setting.dtype)}, {_size(size)}")
     if setting.keeps_w is None and not setting.sent_w:

@@ -32,11 +32,14 @@ def notes(plan: LinearPlan) -> Iterator[str]:
 
 
 def kernel_notes(plan: LinearPlan) -> Iterator[str]:
-    """A line for each kernel that is not used to make an operand, with its reason; none on a
-    CPU, which runs no kernels."""
+    """A line for each kernel that is not used to make an operand or to apply an estimator, with its
+    reason; none on a CPU, which runs no kernels."""
     if plan.setting.target.kind == "cpu":
         return
     for making in plan.makings:
         names = " and ".join(f"{LETTERS[o.letter]} of {o.gemm}" for o in making.operands)
         for name, why in making.passed_over:
             yield f"not used: {name}: {why}; PyTorch makes {names}"
+    for name, estimates in (("dW", plan.estimates_w), ("dX", plan.estimates_x)):
+        for kernel, why in () if estimates is None else estimates.passed_over:
+            yield f"not used: {kernel}: {why}; PyTorch applies the estimator to {name}"

@@ -8,7 +8,7 @@ of the gradient estimator DGE.
 
 from typing import Literal
 
-from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.recipe import GemmRecipe, Recipe
@@ -32,7 +32,7 @@ def dge_occ(
 ) -> Recipe:
     """The recipe of arXiv 2501.17116, section 3.
 
-    dge: whether to use the gradient estimator; k, clip: its parameters, see DGE.
+    dge: whether to use the gradient estimator; k, clip: its parameters, see Estimator.
     occ: whether to clamp outliers; alpha, scope, compensate, residual_in_wgrad: see OutlierClamp.
     Quantiles are taken over the rank's shard. Those of tokens therefore depend on the
     tensor-parallel size in a row-parallel linear, whose features are sharded.
@@ -44,6 +44,6 @@ def dge_occ(
         dgrad=GemmRecipe(GRADIENT, None),
         wgrad=GemmRecipe(GRADIENT, None),
         backward="forward",
-        estimator=DGE(k, clip) if dge else None,
+        estimator=Estimator(k=k, clip=clip) if dge else None,
         outliers=OutlierClamp(alpha, scope, compensate, residual_in_wgrad) if occ else None,
     )

@@ -20,7 +20,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
@@ -32,7 +32,8 @@ from megatron_fp4.recipes.registry import SUFFIXES, get_recipe, typed
 
 # The keys whose values are mappings of the fields of a type.
 _PARTS = {
-    "estimator": DGE,
+    "estimator": Estimator,
+    "x_estimator": Estimator,
     "outliers": OutlierClamp,
     "weight_average": WeightAverage,
     "ramping": Ramping,

@@ -85,6 +85,8 @@ def _inexpressible(recipe: Recipe) -> str | None:
         return "transforms both operands of a GEMM by signs that they share"
     if recipe.estimator is not None:
         return "multiplies dW by a factor of W (DGE)"
+    if recipe.x_estimator is not None:
+        return "multiplies dX by a factor of X"
     if recipe.outliers is not None:
         return "splits outliers from X"
     if recipe.weight_states:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_fp4 import get_quantizer
-from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.quantizer import quantize_matrix
 from megatron_fp4.kernels.estimator import scale
 
@@ -30,7 +30,7 @@ def differences(device: str) -> Iterator[str]:
         weight[5, 3] = bad
         dw = torch.randn(ROWS, COLUMNS, generator=generator)
         w = quantize_matrix(weight.bfloat16(), get_quantizer("vector"), axis=1)
-        estimator = DGE(k, clip)
+        estimator = Estimator(k=k, clip=clip)
         wanted = dw.double() * estimator.factor(w.grid_coordinates(weight.double().bfloat16()))
         there = quantize_matrix(weight.bfloat16().to(device), get_quantizer("vector"), axis=1)
         found = scale(

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_fp4 import recipes
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.recipe import GemmRecipe, Recipe
@@ -30,6 +31,7 @@ def recipe_called(name: str) -> Recipe:
 
     "mxfp4-rht-sr" has Hadamard groups of 32, since 64 does not divide these models' shards. "dge"
     is dge-occ without the outlier clamp, whose quantiles depend on the tensor-parallel size.
+    "estimators" is dge with estimators of both operands that go through the maximum of a row.
     """
     if name == "mxfp4-rht-sr":
         return recipes.get_recipe(name, hadamard=32)
@@ -38,6 +40,10 @@ def recipe_called(name: str) -> Recipe:
     if name == "stochastic":  # in the forward pass too, where a recomputation must repeat it
         noisy = get_quantizer("mxfp4-ceil-sr")
         return replace(recipes.get_recipe("tetrajet"), fprop=GemmRecipe(noisy, noisy))
+    if name == "estimators":  # in rows, which ranks share, and of both operands
+        through = Estimator(form="sigmoid", maximum="vjp")
+        rows = replace(recipes.get_recipe("dge-occ", occ=False), estimator=through)
+        return replace(rows, x_estimator=through)
     return recipes.get_recipe(name)
 
 

@@ -14,6 +14,7 @@ from megatron_fp4 import list_recipes
 from testing.worlds.launch import ROOT
 
 SCRIPT = "testing/scripts/compare_executors.py"
+ESTIMATED = "tests/cpp/estimated.yaml"
 
 
 def compared(*words: str, ranks: int = 1, interpreted: bool = False) -> dict[str, Any]:
@@ -47,6 +48,15 @@ def test_w_that_comes_as_codes() -> None:
     """W itself is NaN in the passes in C++."""
     found = compared("tetrajet", "tetrajet-ema", "--sent")
     assert len(found) == 10
+    for name, case in found.items():
+        assert case["equal"] and not case["problems"], (name, case)
+        assert case["in C++"] >= case["passes"] // 2, (name, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_estimators(ranks: int) -> None:
+    found = compared(ESTIMATED, *["--mlps"] * (ranks == 1), ranks=ranks)
     for name, case in found.items():
         assert case["equal"] and not case["problems"], (name, case)
         assert case["in C++"] >= case["passes"] // 2, (name, case)

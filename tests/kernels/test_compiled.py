@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.messages import FORMS
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.arithmetic.outliers import OutlierClamp
@@ -268,7 +268,7 @@ def test_casts_with_scales_in_small_floats_compile(
 
 @pytest.mark.parametrize("capability", GPUS)
 def test_the_estimator_compiles(capability: int) -> None:
-    start = estimator._launch(64, 4096, DGE(), True)
+    start = estimator._launch(64, 4096, Estimator(), True)
     assert "ex2.approx" in compiled_launch(start, capability)["ptx"]
 
 

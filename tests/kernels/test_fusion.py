@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 
-from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.messages import FORMS
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.arithmetic.outliers import OutlierClamp
@@ -55,7 +55,7 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "blocks.cast_kernel": blocks._launches(64, 64, INFLATED, 1, False, False)[1],
     "carrier.carry_kernel": carry_launch((64, 256, 32, E4M3, False)),
     "carrier.elements_kernel": carrier._elements(4096),
-    "estimator.factor_kernel": estimator._launch(64, 4096, DGE(), True),
+    "estimator.factor_kernel": estimator._launch(64, 4096, Estimator(), True),
     "hadamard.transform_kernel": _transform_launch(64, 64, Quantizer(), 1, 32, True, False, False),
     "messages.encode_kernel": messages._encode_launch(4, 1, torch.float32, FORMS["e4m3"], False),
     "messages.sum_kernel": messages._sum_launch(4, 1, torch.float32, FORMS["e4m3"], 2),

@@ -12,7 +12,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="layouts 
 
 # The models of each, and the recipes: where tensors are sharded, the three kinds of scales.
 QUICK = {
-    "tp2-sp": (("llama", "frozen", "mtp-repeated"), ("mxfp4-rht-sr", "dge-occ", "stochastic")),
+    "tp2-sp": (
+        ("llama", "frozen", "mtp-repeated"),
+        ("mxfp4-rht-sr", "dge-occ", "estimators", "stochastic"),
+    ),
     "pp2": (("llama", "gpt2"), ("stochastic",)),
     "pp2-vpp2": (("llama",), ("stochastic",)),
     "dp2": (("llama",), ("stochastic",)),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_recipe, list_recipes
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
@@ -30,6 +31,9 @@ RECIPES = {name: get_recipe(name) for name in list_recipes()} | {
     # Backward takes what fprop multiplied, and quantizes nothing itself.
     "forward-alone": Recipe("forward-alone", fprop=GemmRecipe(CEIL, CEIL), backward="forward"),
     "transformed": replace(get_recipe("tetrajet"), name="transformed", fprop=TRANSFORMED),
+    # Estimators read X and W themselves beside fprop's codes.
+    "estimated": replace(get_recipe("tetrajet"), estimator=Estimator(), x_estimator=Estimator()),
+    "estimated-raw": replace(get_recipe("mxfp4"), estimator=Estimator(), x_estimator=Estimator()),
     "channels": get_recipe("dge-occ", scope="channel"),
 }
 

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe
-from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.errors import ConfigError
 from tools.sweep.axes import Combination, settled
@@ -36,7 +36,7 @@ def recipe_of(combination: Combination) -> Recipe:
         dgrad=_backward(c, "dgrad", correction),
         wgrad=_backward(c, "wgrad", correction),
         backward="forward" if c.operands == "forward" else "raw",
-        estimator=DGE() if c.estimator == "dge" else None,
+        estimator=Estimator() if c.estimator == "dge" else None,
     )
 
 

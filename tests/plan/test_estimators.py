@@ -1,0 +1,149 @@
+"""What plans say of gradient estimators: what applies them, what is kept, and in which words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_quantizer, get_recipe
+from megatron_fp4.arithmetic.estimators import Estimator
+from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.cpp.following import refusal
+from megatron_fp4.description import describe
+from megatron_fp4.plan.compiler import compile_plan
+from megatron_fp4.plan.data import LinearPlan
+from megatron_fp4.plan.memory import operand_bytes, saved_bytes
+from megatron_fp4.plan.setting import Setting, Sharding, column_parallel, row_parallel
+from megatron_fp4.plan.show import show
+from megatron_fp4.plan.words import notes
+from megatron_fp4.recipes.files import recipe_of_fields
+from megatron_fp4.target import Target, target_of
+
+CPU, H200 = target_of(torch.device("cpu")), Target("cuda", (9, 0))
+MX, VECTOR, NVFP4 = Quantizer(), get_quantizer("vector"), get_quantizer("nvfp4")
+VJP = Estimator(form="sigmoid", maximum="vjp")
+
+
+def plan(recipe: Recipe, target: Target = H200, **fields: Any) -> LinearPlan:
+    return compile_plan(
+        recipe, Setting(256, 128, 64, torch.bfloat16, target, torch.bfloat16, **fields)
+    )
+
+
+def recipe(quantizer: Quantizer, **fields: Any) -> Recipe:
+    return Recipe("r", fprop=GemmRecipe(quantizer, quantizer), **fields)
+
+
+@pytest.mark.parametrize("backward", ["raw", "forward"])
+def test_the_kernel_applies_dge_to_w(backward: Any) -> None:
+    made = plan(recipe(VECTOR, backward=backward, estimator=Estimator()))
+    assert made.estimates_w is not None and made.estimates_w.name == "dge kernel"
+    assert "not used: dge kernel" not in "\n".join(notes(made))
+    on_cpu = plan(recipe(VECTOR, backward=backward, estimator=Estimator()), CPU)
+    assert on_cpu.estimates_w is not None and on_cpu.estimates_w.name == "pytorch"
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "fields", "name", "why"),
+    [
+        (VECTOR, {"estimator": VJP}, "dW", "has no sigmoid"),
+        (
+            VECTOR,
+            {"estimator": Estimator(maximum="vjp")},
+            "dW",
+            "multiplies by the factor of dge alone",
+        ),
+        (
+            VECTOR,
+            {"estimator": Estimator(beyond="zero")},
+            "dW",
+            "multiplies by the factor of dge alone",
+        ),
+        (VECTOR, {"x_estimator": Estimator()}, "dX", "is for W alone"),
+        (MX, {"estimator": Estimator()}, "dW", "takes a float32 scale for each row"),
+    ],
+)
+def test_the_start_table_says_why_pytorch_applies_one(
+    quantizer: Quantizer, fields: dict[str, Any], name: str, why: str
+) -> None:
+    said = "\n".join(notes(plan(recipe(quantizer, **fields))))
+    assert f"not used: dge kernel: {why}; PyTorch applies the estimator to {name}" in said
+
+
+def test_what_is_kept() -> None:
+    """fprop's codes beside X and W themselves, where an estimator reads both."""
+    both = {"estimator": VJP, "x_estimator": VJP}
+    for backward in ("raw", "forward"):
+        made = plan(recipe(MX, backward=backward, **both))
+        assert (made.saves_x, made.saves_w) == ("operand", "operand")
+        x = 256 * 128 * 2
+        assert saved_bytes(made) == x + operand_bytes(made.fprop.a) + operand_bytes(made.fprop.b)
+        assert "X itself, which its estimator reads" in show(made)
+    frozen = plan(recipe(MX, **both), dx=False)  # dX has no factor then
+    assert frozen.estimates_x is None and frozen.saves_x == "model"
+    frozen = plan(recipe(MX, **both), dw=False)
+    assert frozen.estimates_w is None and (frozen.saves_x, frozen.saves_w) == ("operand", "model")
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "sharding", "agree"),
+    [
+        (MX, row_parallel(2), ""),
+        (NVFP4, row_parallel(2), ""),  # ranks share the tensor scale, which has no gradient
+        (VECTOR, row_parallel(2), "xw"),
+        (VECTOR, column_parallel(2, sequence_parallel=True), ""),
+        (replace(VECTOR, block=(0, 0)), column_parallel(2, sequence_parallel=True), "xw"),
+        (replace(VECTOR, block=(0, 0)), column_parallel(2, sums_dx=True), "w"),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_a_block_sum_over_it(
+    quantizer: Quantizer, sharding: Sharding, agree: str
+) -> None:
+    made = plan(recipe(quantizer, estimator=VJP, x_estimator=VJP), sharding=sharding)
+    for letter, estimates in (("x", made.estimates_x), ("w", made.estimates_w)):
+        assert estimates is not None and estimates.agrees == (letter in agree)
+    factor = Estimator(form="sigmoid")  # sums over nothing
+    made = plan(recipe(quantizer, estimator=factor, x_estimator=factor), sharding=sharding)
+    assert made.estimates_x is not None and not made.estimates_x.agrees
+
+
+def test_random_signs_that_pytorch_draws_are_not_recorded() -> None:
+    """They would stay those of the recorded step. Negative control: kernels draw fprop's own."""
+    turned = GemmRecipe(MX, MX, Hadamard(32))
+    plain = Recipe("r", fprop=turned, dgrad=GemmRecipe(MX, MX), wgrad=GemmRecipe(MX, MX))
+    assert refusal(plan(plain)) is None
+    for fields in ({"estimator": VJP}, {"x_estimator": VJP}):
+        found = refusal(plan(replace(plain, **fields)))  # type: ignore[arg-type]
+        assert found == "PyTorch draws the random signs of fprop"
+    constant = replace(plain, fprop=GemmRecipe(MX, MX, Hadamard(32, "none")), estimator=VJP)
+    assert refusal(plan(constant)) is None
+
+
+def test_descriptions() -> None:
+    words = describe(
+        recipe(
+            MX,
+            estimator=Estimator(form="spline", width=0.25, beyond="zero"),
+            x_estimator=Estimator(form="straight-through", maximum="softmax", temperature=2.0),
+        )
+    )
+    assert words[-2:] == [
+        "  gradient of W: times the slope of a spline (width 0.25), 0 beyond 6",
+        "  gradient of X: straight through, and through the maximum of a block (softmax at "
+        "temperature 2)",
+    ]
+
+
+def test_a_recipe_that_a_checkpoint_recorded_before_there_were_forms() -> None:
+    content = {
+        "name": "old",
+        "fprop": {"a": "vector", "b": "vector"},
+        "backward": "forward",
+        "estimator": {"k": 3.0, "clip": 2.0},
+    }
+    assert recipe_of_fields(content, "a checkpoint").estimator == Estimator(k=3.0, clip=2.0)
+    assert get_recipe("dge-occ").estimator == Estimator(form="dge", k=5.0, clip=3.0)
