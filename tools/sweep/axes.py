@@ -14,24 +14,28 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from megatron_fp4.errors import ConfigError
 
-SCALES = ("e8m0", "e4m3", "ue5m3")
 # The axes, each with its values. The first value is the plainest, and that of a combination which
 # does not depend on the axis.
 AXES: dict[str, tuple[str, ...]] = {
     "forward": ("fp4", "bf16"),
     "backward": ("fp4", "fp8", "bf16"),
-    "scale": SCALES,
+    "scale": ("e8m0", "e4m3", "ue5m3", "fp32"),
     "block": ("32", "16"),
     "weight_block": ("line", "square"),
-    "rule": ("floor", "ceil", "nearest", "up", "inflated", "four-over-six"),
-    "backward_rule": ("floor", "ceil", "three-quarters", "nearest", "up", "inflated"),
-    "tensor_scale": ("no", "yes"),
+    "rule": ("floor", "ceil", "mse", "nearest", "up", "inflated", "four-over-six", "absmax"),
+    "backward_rule": (
+        *("floor", "ceil", "mse", "three-quarters"),
+        *("nearest", "up", "inflated", "absmax"),
+    ),
+    "outer_scale": ("none", "tensor", "row"),
     "rounding": ("nearest", "gradients", "gradients-and-x", "backward", "all"),
     "operands": ("raw", "forward"),
     "hadamard": ("none", "forward", "backward", "wgrad", "all"),
     "group": ("16", "32", "64", "128"),
-    "signs": ("random", "none"),
-    "estimator": ("straight-through", "dge"),
+    "signs": ("random", "fixed", "none"),
+    "estimator": ("straight-through", "dge", "spline", "sigmoid"),
+    "maximum": ("straight-through", "absmax", "vjp", "softmax"),
+    "estimated": ("w", "x", "both"),
     "loss_scale": ("1", "65536"),
     "optimizer": ("adam", "stable-spam"),
 }
@@ -43,21 +47,25 @@ WHAT = {
     "weight_block": "blocks of W: of one row, or as many rows as columns",
     "rule": "how a block scale follows from the block's maximum, in fprop; inflated: times 17/16",
     "backward_rule": "the same in dgrad and wgrad; three-quarters: floor, values times 3/4",
-    "tensor_scale": "a float32 scale of the tensor under the block scales",
+    "outer_scale": "a float32 scale under the block scales, of the tensor or of each row",
     "rounding": "which operands are rounded stochastically; gradients: dY",
     "operands": "X and W of backward: unquantized, or as fprop multiplied them",
     "hadamard": "the GEMMs whose operands are transformed",
     "group": "the size of the Hadamard transform",
     "signs": "the signs of the Hadamard transform",
-    "estimator": "the gradient through W's quantizer",
+    "estimator": "the gradient through a quantizer's rounding",
+    "maximum": "the gradient through the block's maximum, from which its scale follows",
+    "estimated": "the operands of fprop with an estimator, or a gradient through the maximum",
     "loss_scale": "what multiplies the loss, and divides the gradients",
     "optimizer": "AdamW, or StableSPAM (arXiv 2502.17055)",
 }
 _OF_SCALE = {
-    "e8m0": ("floor", "ceil", "three-quarters"),
+    "e8m0": ("floor", "ceil", "mse", "three-quarters"),
     "e4m3": ("nearest", "up", "inflated", "four-over-six"),
     "ue5m3": ("nearest", "up", "inflated", "four-over-six"),
+    "fp32": ("absmax",),
 }
+_OUTER = {"e8m0": ("none", "row"), "fp32": ("none",)}
 # Axes that no recipe has: of the training around it.
 TRAINING = ("loss_scale", "optimizer")
 
@@ -73,13 +81,15 @@ class Combination:
     weight_block: str = "line"
     rule: str = "floor"
     backward_rule: str = "floor"
-    tensor_scale: str = "no"
+    outer_scale: str = "none"
     rounding: str = "nearest"
     operands: str = "raw"
     hadamard: str = "none"
     group: str = "16"
     signs: str = "random"
     estimator: str = "straight-through"
+    maximum: str = "straight-through"
+    estimated: str = "w"
     loss_scale: str = "1"
     optimizer: str = "adam"
 
@@ -126,18 +136,22 @@ def values(combination: Combination, axis: str) -> tuple[str, ...]:
         "weight_block": c.forward == "fp4" or c.backward == "fp4",
         "rule": c.forward == "fp4",
         "backward_rule": c.backward == "fp4",
-        "tensor_scale": c.quantized and c.scale != "e8m0",
+        "outer_scale": c.quantized,
         "rounding": c.quantized,
         "operands": c.forward == "fp4" and c.backward != "bf16",
         "hadamard": c.quantized,
         "group": bool(transformed),
         "signs": bool(transformed),
         "estimator": c.forward == "fp4",
+        "maximum": c.forward == "fp4",
+        "estimated": {c.estimator, c.maximum} != {"straight-through"},
     }
     if not depends.get(axis, True):
         return kept[:1]
     if axis in ("rule", "backward_rule"):
         return tuple(value for value in kept if value in _OF_SCALE[c.scale])
+    if axis == "outer_scale":
+        return _OUTER.get(c.scale, kept)
     if axis == "rounding":
         return tuple(value for value in kept if _rounds(c, value))
     if axis == "hadamard":

@@ -13,10 +13,10 @@ from tools.sweep.axes import Combination, settled
 
 THREE_QUARTERS = 3 / 4  # the prescale of "Training LLMs with MXFP4", arXiv 2502.20586
 INFLATED = 17 / 16  # above the largest relative error of a scale of three mantissa bits
-# The largest block scale under a tensor scale. NVFP4's is 448, E4M3's maximum; inflated scales,
-# and scales of which one maps a maximum to 4, need room above it. UE5M3 ends at 61,440.
-TOP = {"e4m3": 448.0, "ue5m3": 32768.0}
-LOWER_TOP = {"e4m3": 256.0, "ue5m3": 32768.0}
+# The largest block scale under a tensor or row scale. NVFP4's is 448, E4M3's maximum; inflated
+# scales, and scales of which one maps a maximum to 4, need room above it. UE5M3 ends at 61,440.
+TOP = {"e8m0": 1.0, "e4m3": 448.0, "ue5m3": 32768.0}
+LOWER_TOP = TOP | {"e4m3": 256.0}
 GRADIENT = Quantizer(element="e5m2", scale="fp32", block=(1, 0), rule="absmax")
 
 
@@ -36,8 +36,15 @@ def recipe_of(combination: Combination) -> Recipe:
         dgrad=_backward(c, "dgrad", correction),
         wgrad=_backward(c, "wgrad", correction),
         backward="forward" if c.operands == "forward" else "raw",
-        estimator=Estimator() if c.estimator == "dge" else None,
+        estimator=_estimator(c) if c.estimated != "x" else None,
+        x_estimator=_estimator(c) if c.estimated != "w" else None,
     )
+
+
+def _estimator(c: Combination) -> Estimator | None:
+    if c.estimator == c.maximum == "straight-through":
+        return None
+    return Estimator(form=c.estimator, maximum=c.maximum)  # type: ignore[arg-type]
 
 
 def _forward(c: Combination) -> GemmRecipe:
@@ -73,9 +80,9 @@ def _quantizer(c: Combination, rule: str, stochastic: bool, *, square: bool = Fa
         options["prescale"] = THREE_QUARTERS
     if rule == "inflated":
         options["inflate"] = INFLATED
-    if c.tensor_scale == "yes":
+    if c.outer_scale != "none":
         top = LOWER_TOP if rule in ("inflated", "four-over-six") else TOP
-        options["tensor_max"] = top[c.scale]
+        options[f"{c.outer_scale}_max"] = top[c.scale]
     return Quantizer(**options)
 
 
