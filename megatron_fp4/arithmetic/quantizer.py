@@ -116,10 +116,11 @@ class Quantizer:
         return self.block[1] == WHOLE_AXIS
 
     def nbytes(self, rows: int, k: int) -> int:
-        """The bytes of codes and block scales of a [rows, k] matrix with the blocked axis last."""
+        """The bytes of codes and scales of a [rows, k] matrix with the blocked axis last."""
         codes = rows * k // 2 if self.element == "e2m1" else rows * k
         across, along = self.block[0] or rows, self.block[1] or k
-        return codes + (rows // across) * (k // along) * (4 if self.scale == "fp32" else 1)
+        blocks = (rows // across) * (k // along)
+        return codes + blocks * (4 if self.scale == "fp32" else 1) + (4 if self.tensor_max else 0)
 
     def scale_spans(self, sharded: int | None, axis: int) -> bool:
         """Whether ranks share a scale of a matrix that is blocked along `axis` and sharded over
@@ -191,7 +192,9 @@ class QuantizedTensor:
             outer = self.block_scales(formats.wide(dtype)).view(-1, 1)
             return values, outer if self.tensor_scale is None else outer * self.tensor_scale
         values = per_block(values, self.quantizer.block, self.block_scales(dtype), torch.mul)
-        return values, None if self.tensor_scale is None else self.tensor_scale.view(-1, 1)
+        if self.tensor_scale is None:
+            return values, None
+        return values, self.tensor_scale.view(-1, 1).to(formats.wide(dtype))
 
     def unscaled(self) -> QuantizedTensor:
         """A tensor with float32 scales, with its scales replaced by one tensor-wide scale of 1."""

@@ -118,6 +118,17 @@ def dtype_problem(product: Product) -> str | None:
     return f"the model computes in {str(product.dtype).removeprefix('torch.')}; use --bf16"
 
 
+def scales_problem(product: Product) -> str | None:
+    """Why FP4 tensor cores cannot multiply these operands, if their block scales are the reason.
+
+    None if both operands are in high precision or have scales that some instruction takes.
+    """
+    for operand in (product.a, product.b):
+        if isinstance(operand, Quantizer) and operand.scale == "ue5m3":
+            return "FP4 tensor cores have no instruction for UE5M3 scales"
+    return None
+
+
 def format_of(operand: Operand) -> Quantizer | torch.dtype:
     """An operand's `Product.a` or `Product.b`: its quantizer, or its dtype in high precision."""
     return operand.quantizer if isinstance(operand, QuantizedTensor) else operand.dtype

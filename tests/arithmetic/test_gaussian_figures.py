@@ -8,8 +8,9 @@ which the target is stated.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -151,7 +152,16 @@ def test_targets_tell_the_schemes_apart() -> None:
     assert not measure(THREE_QUARTERS_NEAREST).mse.agrees(0.01334, 1e-5)
 
 
-def test_a_scale_rounded_up_clips_nothing() -> None:
-    up = Quantizer(scale="e4m3", block=(1, 16), rule="up", tensor_max=256.0, rounding="stochastic")
-    found = measure(up)
+@pytest.mark.parametrize(("scale", "tensor_max"), [("e4m3", 256.0), ("ue5m3", 32768.0)])
+def test_a_scale_rounded_up_clips_nothing(scale: Any, tensor_max: float) -> None:
+    up = Quantizer(scale=scale, block=(1, 16), rule="up", tensor_max=tensor_max)
+    found = measure(replace(up, rounding="stochastic"))
     assert found.clipped.mean == 0 and abs(found.gain.mean - 1) < 5 * found.gain.error
+
+
+def test_ue5m3_scales_rounded_to_nearest_clip() -> None:
+    """The mantissa is E4M3's, and so is the share of elements that are clipped."""
+    nearest = Quantizer(scale="ue5m3", block=(1, 16), rule="nearest", tensor_max=32768.0)
+    found = measure(replace(nearest, rounding="stochastic"))
+    assert found.clipped.agrees(0.035, 1e-3)
+    assert abs(found.gain.mean - 1) > 5 * found.gain.error

@@ -74,6 +74,19 @@ def test_hopper_tells_a_block_from_a_format(quantizer: Quantizer, reason: str) -
     assert choose(asked(short, Quantizer()), Target("cuda", (9, 0))).multiplier.name == "hopper"
 
 
+@pytest.mark.parametrize("capability", [(10, 0), (12, 0)], ids=str)
+def test_blackwell_tells_that_no_instruction_takes_ue5m3_scales(capability: tuple) -> None:
+    quantizer = Quantizer(scale="ue5m3", block=(1, 16), rule="nearest")
+    e4m3 = Quantizer(scale="e4m3", block=(1, 16), rule="nearest", tensor_max=448.0)
+    for a, b in ((quantizer, quantizer), (e4m3, quantizer)):
+        choice = choose(asked(a, b), Target("cuda", capability))
+        reasons = dict(choice.passed_over)
+        assert choice.multiplier.name == "bf16"
+        assert reasons["blackwell"] == reasons["nvfp4"]
+        assert reasons["nvfp4"] == "FP4 tensor cores have no instruction for UE5M3 scales"
+    assert choose(asked(e4m3, e4m3), Target("cuda", capability)).multiplier.name == "nvfp4"
+
+
 @pytest.mark.parametrize("shape", [(24, 256, 256), (256, 24, 256), (256, 256, 24), (0, 256, 256)])
 def test_hopper_leaves_odd_sides_to_bf16(shape: tuple[int, int, int]) -> None:
     choice = choose(asked(shape=shape), Target("cuda", (9, 0)))
