@@ -87,6 +87,9 @@ BASE = Recipe("base", fprop=GemmRecipe(SR, None, correction=4 / 3))
         (GemmRecipe(Quantizer(), None, Hadamard(32, "none")),
          f"X in E2M1, E8M0 scales (floor) {BLOCKS}, nearest; W; after a Hadamard transform in "
          "groups of 32 with no signs"),
+        (GemmRecipe(Quantizer(), None, Hadamard(16, "fixed")),
+         f"X in E2M1, E8M0 scales (floor) {BLOCKS}, nearest; W; after a Hadamard transform in "
+         "groups of 16 with fixed signs"),
         (GemmRecipe(Quantizer(scale="ue5m3", block=(1, 16), rule="up", inflate=17 / 16), None),
          "X in E2M1, UE5M3 scales (up, times 1.062) for blocks of 16, nearest; W"),
     ],

@@ -105,6 +105,7 @@ def test_the_promised_recipes_are_there() -> None:
         ("mxfp4-rht-sr", {"hadamard": "128"}, lambda r: r.wgrad.hadamard.group == 128),
         ("mxfp4-rht-sr", {"hadamard": 0}, lambda r: r.wgrad.hadamard is None),
         ("mxfp4-rht-sr", {"signs": "none"}, lambda r: r.wgrad.hadamard.signs == "none"),
+        ("mxfp4-rht-sr", {"signs": "fixed"}, lambda r: r.dgrad.hadamard == Hadamard(64, "fixed")),
         ("mxfp4-rht-sr", {"forward": "fp8"}, lambda r: r.fprop.a.element == "e4m3"),
         (
             "mxfp4-rht-sr",
@@ -342,7 +343,10 @@ def test_a_users_module_that_fails_is_named(
         ("wgrad: {a: {block: [1, x]}}\n", ["wgrad.a", "block"]),
         ("wgrad: {a: {prescale: high}}\n", ["wgrad.a", "prescale", "a number"]),
         ("wgrad: {hadamard: {group: 48}}\n", ["wgrad.hadamard", "48"]),
-        ("wgrad: {hadamard: {group: 64, signs: sometimes}}\n", ["signs", "random or none"]),
+        (
+            "wgrad: {hadamard: {group: 64, signs: sometimes}}\n",
+            ["signs", "random or fixed or none"],
+        ),
         ("wgrad: {a: {prescale: 0.75}}\n", ["wgrad", "correction", "1.333"]),
         ("estimator: {k: 5, klip: 3}\n", ["estimator", "klip", "clip"]),
         ("outliers: {alpha: 2}\n", ["outliers", "alpha"]),

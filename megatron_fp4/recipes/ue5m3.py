@@ -31,7 +31,7 @@ def ue5m3(
     backward_rule: Literal["nearest", "up"] = "up",
     stochastic: bool = True,
     hadamard: int = 64,
-    signs: Literal["random", "none"] = "random",
+    signs: Literal["random", "fixed", "none"] = "random",
     tensor_max: float = 32768.0,
     double_quantization: bool = True,
 ) -> Recipe:

@@ -202,7 +202,7 @@ def test_rows_are_corrected_without_spilling(second: bool | None, blocks: int) -
 @pytest.mark.parametrize("memory", [False, True])
 def test_a_transform_compiles(memory: bool, axis: int, group: int, capability: int) -> None:
     noisy = Quantizer(rounding="stochastic", prescale=0.75)
-    start = _transform_launch(256, 256, noisy, axis, group, True, memory, True)
+    start = _transform_launch(256, 256, noisy, axis, group, "random", memory, True)
     asm = compiled_launch(start, capability)
     assert "mma.sync.aligned.m16n8k16" in asm["ptx"] and ".ftz" not in asm["ptx"]
     # Nothing changes hands on the way to the tensor cores, nor back, nor the random bits: what goes

@@ -10,6 +10,7 @@ QUICK = (
     "ceil nearest 1.0 axes (1, 0).",
     "ceil stochastic 1.0 axes (1, 0) shard",
     "axes (1, 0) group 64 shard signs",
+    "axes (1, 0) group 64 shard fixed signs",
     "stochastic 1.0 axes (0,) packed.",
     "one draw",
 )
