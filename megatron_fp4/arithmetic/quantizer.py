@@ -37,7 +37,8 @@ class Quantizer:
         `along` elements of the blocked axis (the block length). 0 is the whole axis: (1, 0) is a
         scale for each row, (0, 0) one for the tensor; no other block has a 0.
     rule: how a block's scale follows from its largest magnitude.
-        e8m0: floor (OCP; may clip) or ceil (never clips; TetraJet, arXiv 2502.20853, section 3.2).
+        e8m0: floor (OCP; may clip), ceil (never clips; TetraJet, arXiv 2502.20853, section 3.2) or
+        mse (floor's scale or twice that, whichever gives the smaller squared error).
         e4m3, ue5m3: nearest, up, or four-over-six (the maximum is scaled to 6 or to 4, whichever
         gives the smaller error; arXiv 2512.02010). fp32: absmax.
     rounding: nearest (ties to even), stochastic, or ema: to the neighbour on the grid that is
@@ -53,7 +54,7 @@ class Quantizer:
     element: Literal["e2m1", "e4m3", "e5m2"] = "e2m1"
     scale: Literal["e8m0", "e4m3", "ue5m3", "fp32"] = "e8m0"
     block: tuple[int, int] = (1, 32)
-    rule: Literal["floor", "ceil", "nearest", "up", "four-over-six", "absmax"] = "floor"
+    rule: Literal["floor", "ceil", "mse", "nearest", "up", "four-over-six", "absmax"] = "floor"
     rounding: Literal["nearest", "stochastic", "ema"] = "nearest"
     prescale: float = 1.0
     tensor_max: float = 0.0
@@ -71,7 +72,7 @@ class Quantizer:
             raise ConfigError(
                 "prescale and inflate must be finite and above 0, tensor_max 0 or more"
             )
-        rules = {"e8m0": ("floor", "ceil"), "fp32": ("absmax",)}.get(
+        rules = {"e8m0": ("floor", "ceil", "mse"), "fp32": ("absmax",)}.get(
             self.scale, ("nearest", "up", "four-over-six")
         )
         if self.scale in ("e8m0", "fp32") and (self.tensor_max or self.inflate != 1.0):
@@ -85,6 +86,8 @@ class Quantizer:
         form = self.element, self.scale, self.prescale
         if self.rounding == "ema" and form != ("e2m1", "e8m0", 1.0):
             raise ConfigError("rounding ema takes e2m1 elements, e8m0 scales and no prescale")
+        if self.rule == "mse" and (self.rounding != "nearest" or self.prescale != 1.0):
+            raise ConfigError("rule mse takes nearest rounding and no prescale")
         if self.rule == "four-over-six" and (self.block[0] != 1 or self.stochastic):
             raise ConfigError("four-over-six takes blocks of one row and nearest rounding")
 

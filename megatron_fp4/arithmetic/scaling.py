@@ -120,9 +120,39 @@ def _scale_e8m0(
     if quantizer.rule == "ceil":
         exponent += mantissa > 1.5  # 1.5 * 2^2 is the grid's 6
     byte = formats.encode_e8m0(torch.where(amax == 0, -formats.E8M0_BIAS, exponent))
+    scaled = _divided(matrix, byte, quantizer.block)
+    if quantizer.rule == "mse":
+        byte += _next_errs_less(scaled, quantizer.block) & (byte < 2 * formats.E8M0_BIAS)
+        scaled = _divided(matrix, byte, quantizer.block)
+    return scaled, torch.where(finite, byte, formats.E8M0_NAN).to(torch.uint8)
+
+
+def _divided(matrix: Tensor, byte: Tensor, block: tuple[int, int]) -> Tensor:
+    """`matrix` divided by its blocks' E8M0 scales. byte: uint8, not a NaN's."""
     inverse = formats.decode_e8m0(2 * formats.E8M0_BIAS - byte.int(), matrix.dtype)
-    byte = torch.where(finite, byte, formats.E8M0_NAN)
-    return per_block(matrix, quantizer.block, inverse, torch.mul), byte.to(torch.uint8)
+    return per_block(matrix, block, inverse, torch.mul)
+
+
+# An element's squared error is an integer in units of 2^-18, so that the order of a sum does not
+# matter.
+_PER_SQUARE = 2.0**18
+
+
+def _next_errs_less(scaled: Tensor, block: tuple[int, int]) -> Tensor:
+    """Whether twice the scale gives each block a smaller squared error. Returns a bool a block.
+
+    scaled: [rows, K], divided by the scale that rule floor gives, and below 8.
+    """
+    scaled = scaled.clamp(-8, 8)  # of float64 a scale may be clamped
+
+    def error(rounded: Tensor) -> Tensor:
+        off = rounded - scaled  # exact
+        counted = torch.round(off * off * _PER_SQUARE).to(torch.int64)
+        return in_blocks(counted, block).sum((1, 3))
+
+    same = formats.decode_e2m1(formats.encode_e2m1(scaled), scaled.dtype)
+    double = formats.decode_e2m1(formats.encode_e2m1(scaled / 2), scaled.dtype) * 2
+    return error(double) < error(same)
 
 
 def _scale_fp32(

@@ -306,6 +306,7 @@ def rounding_of(quantizer: Quantizer) -> Rounding:
     return Rounding(
         BLOCK=quantizer.block[1],
         CEIL=quantizer.rule == "ceil",
+        MSE=quantizer.rule == "mse",
         STOCHASTIC=quantizer.stochastic,
         AVERAGED=quantizer.rounding == "ema",
         PRESCALE=quantizer.prescale,
@@ -329,13 +330,14 @@ def tile(
     carried: bool,
     reads: str = "",
 ) -> tuple[int, int, int, bool, int | None]:
-    """(rows, columns, warps, down, registers) of a program, by what was fastest on an H200.
+    """(rows, columns, warps, down, registers) of a program, by what was fastest on an H200. Rule
+    mse has not been timed.
 
     down: whether programs that run together have tiles below each other. registers: the most that a
     thread may use; None leaves it to the compiler.
     """
     stochastic, is_gradient = quantizer.stochastic, reads == "swiglu gradient"
-    if quantizer.rounding == "ema":
+    if quantizer.rounding == "ema" or quantizer.rule == "mse":
         return 64, 64, 8, False, None  # as much as registers hold
     if along_columns and not packed:
         if along_rows and stochastic and is_gradient:

@@ -118,6 +118,11 @@ def cases() -> Iterator[Case]:
     for rule in ("floor", "ceil"):
         for axes in ((0,), (1,), (1, 0)):
             yield Case(Quantizer(rule=rule, rounding="ema"), axes)  # type: ignore[arg-type]
+    for axes in ((0,), (1,), (1, 0)):
+        yield Case(Quantizer(rule="mse"), axes)
+        yield Case(Quantizer(rule="mse", block=(1, 16)), axes)
+    yield Case(Quantizer(rule="mse"), (1, 0), packed=True)
+    yield Case(Quantizer(rule="mse"), (1, 0), 64, fixed=True)
     short: dict[str, Any] = {"rule": "ceil", "block": (1, 16)}
     for rounding in ("nearest", "stochastic", "ema"):
         for axes in ((0,), (1,), (1, 0)):
@@ -139,7 +144,7 @@ def cases() -> Iterator[Case]:
 def carried() -> Iterator[Case]:
     """Cases in which carriers are asked for too."""
     for case in cases():
-        plain = not case.group and case.quantizer.prescale == 1.0 and case.quantizer.rule == "ceil"
+        plain = not case.group and case.quantizer.prescale == 1.0 and case.quantizer.rule != "floor"
         if plain and not case.is_shard:
             yield from (replace(case, carrier=element) for element in FORMATS)
             if len(case.axes) == 2 and not case.packed and case.quantizer.rounding == "nearest":

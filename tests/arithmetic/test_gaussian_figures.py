@@ -79,6 +79,7 @@ def measure(quantizer: Quantizer | str) -> Measured:
 FLOOR_SR, CEIL_SR = Quantizer(rounding="stochastic"), Quantizer(rule="ceil", rounding="stochastic")
 THREE_QUARTERS = Quantizer(rounding="stochastic", prescale=3 / 4)
 THREE_QUARTERS_NEAREST = Quantizer(prescale=3 / 4)
+MSE = Quantizer(rule="mse")
 
 
 def test_ocp_floor_clips() -> None:
@@ -116,9 +117,14 @@ def test_clipping_biases_stochastic_rounding(quantizer: Quantizer | str) -> None
         ("mxfp4", 0.01325, 1e-5),
         ("mxfp4-ceil", 0.01334, 1e-5),
         (THREE_QUARTERS_NEAREST, 0.01388, 1e-5),
+        (MSE, 0.0125, 1e-4),
+        (replace(MSE, block=(1, 16)), 0.0121, 1e-4),
     ],
-    ids=["floor-sr", "ceil-sr", "three-quarters-sr", "floor", "ceil", "three-quarters"],
-)
+    ids=[
+        "floor-sr", "ceil-sr", "three-quarters-sr", "floor", "ceil", "three-quarters",
+        "mse", "mse-16",
+    ],
+)  # fmt: skip
 def test_mx_errors(quantizer: Quantizer | str, target: float, digit: float) -> None:
     assert measure(quantizer).mse.agrees(target, digit)
 
@@ -150,6 +156,8 @@ def test_targets_tell_the_schemes_apart() -> None:
     assert not measure(FLOOR_SR).mse.agrees(0.0271, 1e-4)
     assert not measure(THREE_QUARTERS).mse.agrees(0.0271, 1e-4)
     assert not measure(THREE_QUARTERS_NEAREST).mse.agrees(0.01334, 1e-5)
+    assert not measure("mxfp4").mse.agrees(0.0125, 1e-4)
+    assert not measure("mxfp4-ceil").mse.agrees(0.0125, 1e-4)
 
 
 @pytest.mark.parametrize(("scale", "tensor_max"), [("e4m3", 256.0), ("ue5m3", 32768.0)])

@@ -285,6 +285,10 @@ def test_errors(call: Callable[[], object], words: list[str]) -> None:
         {"tensor_max": 448.0},
         {"inflate": 1.0625},
         {"scale": "e4m3", "rule": "four-over-six", "rounding": "stochastic", "block": (1, 16)},
+        {"rule": "mse", "rounding": "stochastic"},
+        {"rule": "mse", "rounding": "ema"},
+        {"rule": "mse", "prescale": 0.75},
+        {"scale": "e4m3", "rule": "mse"},
     ],
     ids=lambda fields: ",".join(f"{k}={v}" for k, v in fields.items()),
 )

@@ -1,4 +1,4 @@
-"""Block scales against exact arithmetic: E8M0's two rules, tensor-scaled formats, blocks with a NaN
+"""Block scales against exact arithmetic: E8M0's rules, tensor-scaled formats, blocks with a NaN
 or an Inf, maxima over ranks."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_fp4 import (
 )
 from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.quantizer import absolute_max, quantize_matrix
-from testing.oracles import e8m0_byte, mx_block, normal
+from testing.oracles import e8m0_byte, mse_block, mx_block, normal
 
 Rule = Literal["floor", "ceil"]
 MX: tuple[Rule, ...] = ("floor", "ceil")
@@ -87,6 +87,60 @@ def test_scale_over_every_exponent(rule: Rule) -> None:
     x[:, 5] = torch.from_numpy(maxima)
     expected = [e8m0_byte(m, rule) for m in maxima.tolist()]
     assert quantize(x, Quantizer(rule=rule)).scales[:, 0].tolist() == expected
+
+
+def blocks_for_mse() -> Tensor:
+    """Gaussian blocks of many sizes, blocks of a few grid points, ties between both scales."""
+    x = normal((400, 32), 21) * normal((400, 1), 22).mul(20).exp2()
+    few = torch.randint(-16, 17, (200, 32), generator=torch.Generator().manual_seed(3)) / 2.0
+    edges = torch.zeros(8, 32)
+    edges[0, 0], edges[1, 3], edges[2] = 7.0, 1.75 * 2.0**-126, 2.0**-149 * 5
+    edges[3, :2], edges[4, 1] = torch.tensor([float(np.finfo(np.float32).max), 1.0]), -5.0
+    edges[5, :3], edges[6, 0] = torch.tensor([7.0, 0.25, 0.25]), 2.0**-124
+    return torch.cat((x, few, edges)).float()
+
+
+def test_mse_takes_the_scale_that_errs_less() -> None:
+    x = blocks_for_mse()
+    q = quantize(x, Quantizer(rule="mse"))
+    expected = [mse_block(block) for block in x.tolist()]
+    assert q.scales[:, 0].tolist() == [byte for byte, _ in expected]
+    assert codes_of(q) == [codes for _, codes in expected]
+    floor = quantize(x, "mxfp4")
+    chosen = q.scales.int() - floor.scales.int()
+    assert chosen.unique().tolist() == [0, 1]
+    # The controls: neither rule is always right, and a tie takes floor's scale.
+    assert (q.scales != quantize(x, "mxfp4-ceil").scales).any()
+    assert q.scales[604] == floor.scales[604]  # -5 errs by 1 under both
+
+
+def test_mse_errs_least_of_the_three_rules() -> None:
+    """In exact sums of float64, up to what counting in units of 2^-18 leaves out."""
+    x = normal((2048, 32), 4)
+
+    def error(rule: str) -> Tensor:
+        q = quantize(x, Quantizer(rule=rule))  # type: ignore[arg-type]
+        return (q.dequantize(torch.float64) - x.double()).square().sum(1)
+
+    unit = quantize(x, "mxfp4").block_scales(torch.float64)[:, 0].square() * 2.0**-18
+    best = torch.minimum(error("floor"), error("ceil"))
+    assert bool((error("mse") <= best + 32 * unit).all())
+    assert bool((error("mse") < error("floor") - 32 * unit).any())
+
+
+def test_mse_does_not_depend_on_the_order_of_a_block() -> None:
+    x = normal((4096, 32), 5)
+    turned = x[:, torch.randperm(32, generator=torch.Generator().manual_seed(1))]
+    for block in ((1, 32), (2, 32), (1, 0)):
+        rule = Quantizer(rule="mse", block=block)
+        assert torch.equal(quantize(x, rule).scales, quantize(turned, rule).scales)
+
+
+def test_mse_of_float64_where_scales_are_clamped() -> None:
+    x = torch.zeros(2, 32, dtype=torch.float64)
+    x[0, 0], x[1, 0] = 2.0**600, 2.0**-600
+    q = quantize(x, Quantizer(rule="mse"))
+    assert q.scales.flatten().tolist() == [254, 0]
 
 
 def test_log2_and_a_sixth_are_told_apart() -> None:
