@@ -103,6 +103,8 @@ def _scales(q: Quantizer) -> str:
     rule: list[str] = [q.rule]
     if q.tensor_max:
         rule.append(f"tensor scale for {q.tensor_max:g}")
+    if q.row_max:
+        rule.append(f"row scale for {q.row_max:g}")
     if q.inflate != 1.0:
         rule.append(f"times {q.inflate:.4g}")
     size = f"{length}" if height == 1 else f"{height} x {length}"

@@ -303,6 +303,9 @@ def test_raw_wgrad_has_each_outlier_once() -> None:
         {"scale": "e8m0", "block": (0, 0), "rule": "ceil"},
         {"scale": "e4m3", "block": (1, 0), "rule": "nearest"},
         {"scale": "e4m3", "block": (1, 0), "rule": "nearest", "tensor_max": 448.0},
+        {"scale": "e4m3", "block": (1, 16), "rule": "nearest", "row_max": 448.0},
+        {"scale": "e8m0", "block": (1, 16), "rule": "mse", "row_max": 1.0},
+        {"scale": "fp32", "block": (1, 16), "rule": "absmax"},
     ],
     ids=lambda fields: " ".join(map(str, fields.values())),
 )
@@ -322,3 +325,41 @@ def test_backward_takes_what_forward_multiplied_whatever_its_scale(
     dy = p.dy.double()
     for name, expected in (("dx", dy @ w), ("dw", dy.t() @ x)):
         assert relative_error(found[name], expected) < 0.15, name  # E5M2 has two bits
+
+
+WORDS: dict[str, dict[str, Any]] = {
+    "row-scales": {"block": (1, 16), "row_max": 1.0},
+    "row-scales-in-ue5m3": {
+        "scale": "ue5m3", "block": (1, 16), "rule": "up", "row_max": 32768.0,
+    },
+    "float32-scales": {"scale": "fp32", "block": (1, 32), "rule": "absmax"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", ["forward", "raw"])
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("word", WORDS)
+def test_other_scales(word: str, dtype: torch.dtype, backward: Any) -> None:
+    """Quantized in all three GEMMs, stochastically in two, against the composition."""
+    p, form = problem(dtype), WORDS[word]
+    nearest = Quantizer(**form)
+    noisy = replace(nearest, rounding="stochastic")
+    forward, gemm = GemmRecipe(nearest, nearest), GemmRecipe(noisy, noisy)
+    recipe = Recipe("t", "", forward, gemm, gemm, backward=backward)
+    q1, q2 = q(p.x, 1, **form), q(p.w, 1, **form)
+    x, w = p.x, p.w
+    if backward == "forward":
+        wide = torch.promote_types(dtype, torch.float32)
+        x, w = q1.dequantize(wide), q2.dequantize(wide)
+    expected = {
+        "y": value(q1) @ value(q2).t(),
+        "dx": value(q(p.dy, 1, "linear:dgrad:dy", **form))
+        @ value(q(w, 0, "linear:dgrad:w", **form)),
+        "dw": value(q(p.dy, 0, "linear:dgrad:dy", **form)).t()
+        @ value(q(x, 0, "linear:wgrad:x", **form)),
+    }
+    for name, error in errors(run(p, recipe), expected).items():
+        assert error < BOUND[dtype], (name, error)
+    plain = {"block": (1, 16)} if word == "float32-scales" else {"row_max": 0.0}
+    other = q(p.x, 1, **form | plain)  # the control
+    assert relative_error(other.dequantize(), value(q1)) > 10 * BOUND[torch.float32]

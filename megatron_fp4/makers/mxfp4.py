@@ -31,6 +31,8 @@ class Mxfp4Kernel:
         quantizer, codes = operand.quantizer, operand.codes
         if quantizer is None or not _has_format(quantizer):
             return f"makes {_FORMAT} only"
+        if quantizer.row_max:
+            return "gives rows no scales of their own"
         if codes is not None and not _has_format(codes):
             return f"reads {_FORMAT} only"
         if codes is not None and (operand.group or quantizer.rounding == "ema"):

@@ -119,10 +119,11 @@ def test_clipping_biases_stochastic_rounding(quantizer: Quantizer | str) -> None
         (THREE_QUARTERS_NEAREST, 0.01388, 1e-5),
         (MSE, 0.0125, 1e-4),
         (replace(MSE, block=(1, 16)), 0.0121, 1e-4),
+        (replace(MSE, block=(1, 16), row_max=1.0), 0.0120, 1e-4),
     ],
     ids=[
         "floor-sr", "ceil-sr", "three-quarters-sr", "floor", "ceil", "three-quarters",
-        "mse", "mse-16",
+        "mse", "mse-16", "mse-16-rows",
     ],
 )  # fmt: skip
 def test_mx_errors(quantizer: Quantizer | str, target: float, digit: float) -> None:
