@@ -6,6 +6,7 @@ The start table of a training run and `python -m megatron_fp4 info` print the de
 from __future__ import annotations
 
 from megatron_fp4.arithmetic.estimators import Estimator
+from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
@@ -68,8 +69,7 @@ def _gemm(recipe: Recipe, gemm: str) -> str:
     if not wanted.quantized and "as fprop" not in text:
         text = "high precision"
     if wanted.hadamard is not None:
-        signs = "random signs" if wanted.hadamard.signs == "random" else "no signs"
-        text += f"; after a Hadamard transform in groups of {wanted.hadamard.group} with {signs}"
+        text += f"; after a Hadamard transform {transform_words(wanted.hadamard)}"
     if wanted.correction != 1.0:
         text += f"; the product times {wanted.correction:.4g}"
     return text
@@ -82,6 +82,12 @@ def _operand(recipe: Recipe, gemm: str, operand: str) -> str:
         return letter
     requantizes = recipe.backward == "forward" and recipe.quantizer("fprop", operand) is not None
     return f"{letter} (as fprop quantized it)" if requantizes else letter
+
+
+def transform_words(hadamard: Hadamard) -> str:
+    """A Hadamard transform in words, as in "in groups of 64 with random signs"."""
+    signs = "no" if hadamard.signs == "none" else hadamard.signs
+    return f"in groups of {hadamard.group} with {signs} signs"
 
 
 def quantizer_words(q: Quantizer) -> str:
@@ -99,6 +105,8 @@ def _scales(q: Quantizer) -> str:
     rule: list[str] = [q.rule]
     if q.tensor_max:
         rule.append(f"tensor scale for {q.tensor_max:g}")
+    if q.row_max:
+        rule.append(f"row scale for {q.row_max:g}")
     if q.inflate != 1.0:
         rule.append(f"times {q.inflate:.4g}")
     size = f"{length}" if height == 1 else f"{height} x {length}"

@@ -170,10 +170,11 @@ class Recipe:
         if self.ramping is None:
             return
         w = self.fprop.b
-        if w is None or self.fprop.hadamard or (w.element, w.scale) != ("e2m1", "e8m0"):
+        form = None if w is None else (w.element, w.scale, w.row_max)
+        if w is None or self.fprop.hadamard or form != ("e2m1", "e8m0", 0.0):
             raise ConfigError(
                 "ramping follows the codes of W in fprop: give W a quantizer of E2M1 with E8M0 "
-                "scales there, and no Hadamard transform"
+                "scales there, no row_max and no Hadamard transform"
             )
         if w.rounding != "nearest":
             raise ConfigError(

@@ -124,6 +124,35 @@ def mx_block(block: list[float], rule: str, prescale: Fraction = Fraction(1)) ->
     return byte, [code(v) for v in block]
 
 
+def mse_block(block: list[float]) -> tuple[int, list]:
+    """(E8M0 byte, E2M1 codes) of the values of one block by rule mse, rounded to nearest.
+
+    Both scales are tried. An element's squared error is rounded to float32 and counted in units of
+    2^-18 of floor's squared scale.
+    """
+    floor = mx_block(block, "floor")
+    byte, codes = floor
+    if byte >= 254:  # NaN, or no larger scale
+        return floor
+    unit = Fraction(2) ** (byte - 127)
+    double = [
+        e2m1_code(float(min(abs(Fraction(v)) / unit / 2, Fraction(6))))
+        + (8 if math.copysign(1.0, v) < 0 else 0)
+        for v in block
+    ]
+
+    def error(found: list[int], scale: int) -> int:
+        total = 0
+        for code, v in zip(found, block, strict=True):
+            off = GRID[code & 7] * scale - abs(Fraction(v)) / unit
+            narrow = np.float32(float(off))
+            assert Fraction(float(narrow)) == off or abs(off) < Fraction(1, 2**20)
+            total += round(Fraction(float(narrow * narrow)) * 2**18)
+        return total
+
+    return (byte + 1, double) if error(double, 2) < error(codes, 1) else floor
+
+
 def ue5m3_value(code: int) -> Fraction | None:
     """The value of a UE5M3 code; None for a NaN, which is any code with the top exponent."""
     field, fraction = divmod(code, 8)

@@ -44,6 +44,18 @@ def test_dge_occ_in_words() -> None:
     assert words[5] == "  gradient of W: times DGE's factor (k 5, clip 3)"
 
 
+def test_ue5m3_in_words() -> None:
+    words = describe(get_recipe("ue5m3"))
+    scales = "tensor scale for 32768) for blocks of 16"
+    turned = "after a Hadamard transform in groups of 64 with random signs"
+    assert words[:3] == [
+        "recipe ue5m3 (arXiv 2509.17791)",
+        f"  fprop: X and W in E2M1, UE5M3 scales (nearest, {scales}, nearest",
+        f"  dgrad: dY and W (as fprop quantized it) in E2M1, UE5M3 scales (up, {scales}, "
+        f"stochastic; {turned}",
+    ]
+
+
 def test_a_file_with_another_wgrad_is_described_by_that(tmp_path: Path) -> None:
     """It printed tetrajet's words and paper."""
     words = describe(from_file(tmp_path, "base: tetrajet\nwgrad: {a: nvfp4, b: nvfp4-sr}\n"))
@@ -75,6 +87,9 @@ BASE = Recipe("base", fprop=GemmRecipe(SR, None, correction=4 / 3))
         (GemmRecipe(Quantizer(), None, Hadamard(32, "none")),
          f"X in E2M1, E8M0 scales (floor) {BLOCKS}, nearest; W; after a Hadamard transform in "
          "groups of 32 with no signs"),
+        (GemmRecipe(Quantizer(), None, Hadamard(16, "fixed")),
+         f"X in E2M1, E8M0 scales (floor) {BLOCKS}, nearest; W; after a Hadamard transform in "
+         "groups of 16 with fixed signs"),
         (GemmRecipe(Quantizer(scale="ue5m3", block=(1, 16), rule="up", inflate=17 / 16), None),
          "X in E2M1, UE5M3 scales (up, times 1.062) for blocks of 16, nearest; W"),
     ],

@@ -118,6 +118,7 @@ def forward_quantized(recipe: Recipe) -> dict[str, Tensor]:
 RAW = {"dx": DY.double() @ W.double(), "dw": DY.double().t() @ X.double()}
 SAMPLE = {"dx": sample_dx, "dw": sample_dw}
 TETRAJET, RHT = get_recipe("tetrajet"), get_recipe("mxfp4-rht-sr")
+UE5M3 = get_recipe("ue5m3")
 both = pytest.mark.parametrize("gradient", ["dx", "dw"])
 
 
@@ -131,6 +132,12 @@ def test_tetrajet_is_the_gradient_of_its_forward_pass(gradient: str) -> None:
 @both
 def test_mxfp4_rht_sr_is_the_raw_gradient(gradient: str) -> None:
     verdict = judge(SAMPLE[gradient], RHT, RAW[gradient], STEPS)
+    assert verdict.unbiased, verdict
+
+
+@both
+def test_ue5m3_is_the_gradient_of_its_forward_pass(gradient: str) -> None:
+    verdict = judge(SAMPLE[gradient], UE5M3, forward_quantized(UE5M3)[gradient], STEPS)
     assert verdict.unbiased, verdict
 
 
@@ -199,6 +206,24 @@ def test_other_signs_for_the_two_operands_fail(
     calls = iter(range(1 << 30))
     monkeypatch.setattr(call, "Signs", lambda key, stream, draw: Signs(key, stream, next(calls)))
     assert not judge(SAMPLE[gradient], RHT, RAW[gradient], FEW).unbiased
+
+
+@both
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backward_rule": "nearest"},  # a scale that is rounded down clips
+        {"double_quantization": False},
+        {"stochastic": False},
+        {"tensor_max": 2.0**18},  # no room below UE5M3's maximum: the largest blocks clip
+    ],
+    ids=["nearest-scales", "raw-requantization", "nearest", "no-headroom"],
+)
+def test_ue5m3_mistakes_fail(options: dict, gradient: str) -> None:
+    """Nearest rounding after random signs errs by less than a hundredth: it takes more steps."""
+    recipe = get_recipe("ue5m3", **options)
+    expected = forward_quantized(UE5M3)[gradient]
+    assert not judge(SAMPLE[gradient], recipe, expected, 4 * FEW).unbiased
 
 
 # --- the check itself -----------------------------------------------------------------------------

@@ -88,36 +88,65 @@ def tetrajet(p: Problem, mistake: str = "") -> Results:
     return {"y": q1 @ q2.t(), "dx": q3 @ q4, "dw": q5.t() @ q6, "db": q3.sum(0)}
 
 
-def mxfp4_rht_sr(p: Problem, mistake: str = "", wgrad_signs: Tensor | None = None) -> Results:
+def transformed_product(
+    gemm: str,
+    a: tuple[str, Tensor],
+    b: tuple[str, Tensor],
+    mistake: str = "",
+    signs: Tensor | None = None,
+    **fields: Any,
+) -> Tensor:
+    """a^T b of operands that are transformed in groups of 64 and rounded stochastically.
+
+    a, b: an operand's letter, and the operand [K, M] or [K, N], contracted along its first axis.
+    fields: of its quantizer. signs: other signs than the stream's.
+    """
     g = 64
     h = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(g)] for i in range(g)])
-
-    def product(gemm: str, a: tuple[str, Tensor], b: tuple[str, Tensor]) -> Tensor:
-        """a^T b for a [K, M], b [K, N], both contracted along their first axis."""
+    if signs is None:
         signs = random_signs(g, Key(SEED, STEP), stream_id(f"linear:{gemm}"))
-        if gemm == "wgrad" and wgrad_signs is not None:
-            signs = wgrad_signs
-        s = (torch.diag(signs) @ h).double() / math.sqrt(g)
-        if mistake == "signs-after-h":
-            s = (h @ torch.diag(signs)).double() / math.sqrt(g)
-        values = []
-        for letter, operand in (a, b):
-            turned = (operand.t().double().reshape(-1, g) @ s).view(operand.t().shape)
-            if gemm == "dgrad" and letter == "dy" or gemm == "wgrad":  # as the model holds it
-                layout, axis = (turned, 1) if gemm == "dgrad" else (turned.t(), 0)
-            else:
-                layout, axis = turned.t(), 0
-            bits = "linear:dgrad:dy" if letter == "dy" else f"linear:{gemm}:{letter}"
-            quantized = q(layout.float().bfloat16(), axis, bits, prescale=3 / 4)
-            values.append(value(quantized) if axis else value(quantized).t())
-        return 16 / 9 * values[0] @ values[1].t()
+    s = (torch.diag(signs) @ h).double() / math.sqrt(g)
+    if mistake == "signs-after-h":
+        s = (h @ torch.diag(signs)).double() / math.sqrt(g)
+    values = []
+    for letter, operand in (a, b):
+        turned = (operand.t().double().reshape(-1, g) @ s).view(operand.t().shape)
+        if mistake == "transform-along-the-other-axis" and letter == "w":
+            turned = (operand.double().reshape(-1, g) @ s).view(operand.shape).t()
+        if gemm == "dgrad" and letter == "dy" or gemm == "wgrad":  # as the model holds it
+            layout, axis = (turned, 1) if gemm == "dgrad" else (turned.t(), 0)
+        else:
+            layout, axis = turned.t(), 0
+        bits = "linear:dgrad:dy" if letter == "dy" else f"linear:{gemm}:{letter}"
+        quantized = q(layout.float().bfloat16(), axis, bits, **fields)
+        values.append(value(quantized) if axis else value(quantized).t())
+    return values[0] @ values[1].t()
 
+
+def mxfp4_rht_sr(p: Problem, mistake: str = "", wgrad_signs: Tensor | None = None) -> Results:
     x, w, dy = p.raw
+    dx = transformed_product("dgrad", ("dy", p.dy.t()), ("w", p.w), mistake, prescale=3 / 4)
+    dw = transformed_product(
+        "wgrad", ("dy", p.dy), ("x", p.x), mistake, wgrad_signs, prescale=3 / 4
+    )
+    return {"y": x @ w.t(), "dx": 16 / 9 * dx, "dw": 16 / 9 * dw, "db": dy.sum(0)}
+
+
+def ue5m3(p: Problem, mistake: str = "") -> Results:
+    """The second quantization reads the first in the model's precision, float32 at least."""
+    form: dict[str, Any] = {"scale": "ue5m3", "block": (1, 16), "tensor_max": 32768.0}
+    q1, q2 = (q(t, 1, rule="nearest", **form) for t in (p.x, p.w))
+    x, w = (each.dequantize(torch.promote_types(p.x.dtype, torch.float32)) for each in (q1, q2))
+    if mistake == "raw-requantization":
+        x, w = p.x, p.w
+    if mistake == "no-tensor-scale":
+        form["tensor_max"] = 0.0
+    form["rule"] = "nearest" if mistake == "scales-rounded-down" else "up"
     return {
-        "y": x @ w.t(),
-        "dx": product("dgrad", ("dy", p.dy.t()), ("w", p.w)),
-        "dw": product("wgrad", ("dy", p.dy), ("x", p.x)),
-        "db": dy.sum(0),
+        "y": value(q1) @ value(q2).t(),
+        "dx": transformed_product("dgrad", ("dy", p.dy.t()), ("w", w), mistake, **form),
+        "dw": transformed_product("wgrad", ("dy", p.dy), ("x", x), mistake, **form),
+        "db": p.dy.double().sum(0),
     }
 
 
@@ -166,6 +195,7 @@ METHODS: dict[str, Callable[..., Results]] = {
     "tetrajet": tetrajet,
     "mxfp4-rht-sr": mxfp4_rht_sr,
     "dge-occ": dge_occ,
+    "ue5m3": ue5m3,
 }
 
 
@@ -209,6 +239,13 @@ MISTAKES = [
     ("tetrajet", "q5-draws-alone", "dw"),
     ("tetrajet", "q5-along-outputs", "dw"),
     ("mxfp4-rht-sr", "signs-after-h", "dx"),
+    ("ue5m3", "raw-requantization", "dx"),
+    ("ue5m3", "raw-requantization", "dw"),
+    ("ue5m3", "signs-after-h", "dx"),
+    ("ue5m3", "transform-along-the-other-axis", "dx"),
+    ("ue5m3", "scales-rounded-down", "dx"),
+    ("ue5m3", "scales-rounded-down", "dw"),
+    ("ue5m3", "no-tensor-scale", "dw"),
     ("dge-occ", "scale-before-clamp", "y"),
     ("dge-occ", "no-compensation", "y"),
     ("dge-occ", "dge-of-unscaled-w", "dw"),
@@ -266,6 +303,9 @@ def test_raw_wgrad_has_each_outlier_once() -> None:
         {"scale": "e8m0", "block": (0, 0), "rule": "ceil"},
         {"scale": "e4m3", "block": (1, 0), "rule": "nearest"},
         {"scale": "e4m3", "block": (1, 0), "rule": "nearest", "tensor_max": 448.0},
+        {"scale": "e4m3", "block": (1, 16), "rule": "nearest", "row_max": 448.0},
+        {"scale": "e8m0", "block": (1, 16), "rule": "mse", "row_max": 1.0},
+        {"scale": "fp32", "block": (1, 16), "rule": "absmax"},
     ],
     ids=lambda fields: " ".join(map(str, fields.values())),
 )
@@ -285,3 +325,41 @@ def test_backward_takes_what_forward_multiplied_whatever_its_scale(
     dy = p.dy.double()
     for name, expected in (("dx", dy @ w), ("dw", dy.t() @ x)):
         assert relative_error(found[name], expected) < 0.15, name  # E5M2 has two bits
+
+
+WORDS: dict[str, dict[str, Any]] = {
+    "row-scales": {"block": (1, 16), "row_max": 1.0},
+    "row-scales-in-ue5m3": {
+        "scale": "ue5m3", "block": (1, 16), "rule": "up", "row_max": 32768.0,
+    },
+    "float32-scales": {"scale": "fp32", "block": (1, 32), "rule": "absmax"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", ["forward", "raw"])
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("word", WORDS)
+def test_other_scales(word: str, dtype: torch.dtype, backward: Any) -> None:
+    """Quantized in all three GEMMs, stochastically in two, against the composition."""
+    p, form = problem(dtype), WORDS[word]
+    nearest = Quantizer(**form)
+    noisy = replace(nearest, rounding="stochastic")
+    forward, gemm = GemmRecipe(nearest, nearest), GemmRecipe(noisy, noisy)
+    recipe = Recipe("t", "", forward, gemm, gemm, backward=backward)
+    q1, q2 = q(p.x, 1, **form), q(p.w, 1, **form)
+    x, w = p.x, p.w
+    if backward == "forward":
+        wide = torch.promote_types(dtype, torch.float32)
+        x, w = q1.dequantize(wide), q2.dequantize(wide)
+    expected = {
+        "y": value(q1) @ value(q2).t(),
+        "dx": value(q(p.dy, 1, "linear:dgrad:dy", **form))
+        @ value(q(w, 0, "linear:dgrad:w", **form)),
+        "dw": value(q(p.dy, 0, "linear:dgrad:dy", **form)).t()
+        @ value(q(x, 0, "linear:wgrad:x", **form)),
+    }
+    for name, error in errors(run(p, recipe), expected).items():
+        assert error < BOUND[dtype], (name, error)
+    plain = {"block": (1, 16)} if word == "float32-scales" else {"row_max": 0.0}
+    other = q(p.x, 1, **form | plain)  # the control
+    assert relative_error(other.dequantize(), value(q1)) > 10 * BOUND[torch.float32]

@@ -85,15 +85,16 @@ def test_microbatches_share_all_but_the_signs_of_wgrad() -> None:
     assert relative_error(found[1]["dw"], expected_dw) < BOUND[torch.float32]  # type: ignore
 
 
-@pytest.mark.parametrize("signs", ["random", "none"])
+@pytest.mark.parametrize("signs", ["random", "fixed", "none"])
 def test_a_forward_transform_is_turned_back(signs: Any) -> None:
     """A Hadamard in fprop with double quantization: dgrad and wgrad take W and X in their own
     basis, as the forward pass saw them."""
     p, g, nearest = problem(), 32, Quantizer(rule="ceil")
     recipe = replace(get_recipe("tetrajet"), fprop=GemmRecipe(nearest, nearest, Hadamard(g, signs)))
     h = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(g)] for i in range(g)]).double()
-    if signs == "random":
-        h = torch.diag(random_signs(g, Key(SEED, STEP), stream_id("linear:fprop"))).double() @ h
+    if signs != "none":
+        drawn = (Key(0), "hadamard") if signs == "fixed" else (Key(SEED, STEP), "linear:fprop")
+        h = torch.diag(random_signs(g, drawn[0], stream_id(drawn[1]))).double() @ h
     s = torch.block_diag(*[h / math.sqrt(g)] * (IN // g))
     q1 = value(q((p.x.double() @ s).float().bfloat16(), 1, rule="ceil"))
     q2 = value(q((p.w.double() @ s).float().bfloat16(), 1, rule="ceil"))
@@ -104,6 +105,18 @@ def test_a_forward_transform_is_turned_back(signs: Any) -> None:
     q4, q6 = q(w, 0, "linear:dgrad:w", rule="ceil"), q(x, 0, "linear:wgrad:x", rule="ceil")
     assert relative_error(found["dx"], value(q3) @ value(q4)) < BOUND[torch.float32]
     assert relative_error(found["dw"], value(q5).t() @ value(q6)) < BOUND[torch.float32]
+
+
+@pytest.mark.parametrize("signs", ["fixed", "random"])
+def test_fixed_signs_are_of_no_seed_step_or_name(signs: Any) -> None:
+    """Nothing is drawn; the control is that random signs are."""
+    p, recipe = problem(), get_recipe("mxfp4-rht-sr", signs=signs, stochastic=False)
+    assert recipe.draws == (signs == "random")
+    expected = run(p, recipe)
+    for other in ({"seed": 1}, {"step": 18}, {"name": "fc2"}):
+        same = equal(expected, run(p, recipe, **other))
+        assert same["y"] and same["db"]
+        assert same["dx"] == same["dw"] == (signs == "fixed")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

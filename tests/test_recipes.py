@@ -69,6 +69,15 @@ def test_dge_occ() -> None:
     assert recipe.outliers == OutlierClamp(0.99, "token", True, True)
 
 
+def test_ue5m3() -> None:
+    recipe = get_recipe("ue5m3")
+    nearest = Quantizer("e2m1", "ue5m3", (1, 16), "nearest", "nearest", tensor_max=32768.0)
+    up = Quantizer("e2m1", "ue5m3", (1, 16), "up", "stochastic", tensor_max=32768.0)
+    assert recipe.fprop == GemmRecipe(nearest, nearest)
+    assert recipe.dgrad == recipe.wgrad == GemmRecipe(up, up, Hadamard(64))
+    assert recipe.backward == "forward" and recipe.bias_gradient == "raw"
+
+
 @pytest.mark.parametrize("name", list_recipes())
 def test_every_recipe_says_what_it_is(name: str) -> None:
     recipe = get_recipe(name)
@@ -78,7 +87,7 @@ def test_every_recipe_says_what_it_is(name: str) -> None:
 
 
 def test_the_promised_recipes_are_there() -> None:
-    assert {"mxfp4", "tetrajet", "mxfp4-rht-sr", "dge-occ"} <= set(list_recipes())
+    assert {"mxfp4", "tetrajet", "mxfp4-rht-sr", "dge-occ", "ue5m3"} <= set(list_recipes())
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -92,16 +101,26 @@ def test_the_promised_recipes_are_there() -> None:
         ("tetrajet", {"double_quantization": "false"}, lambda r: r.backward == "raw"),
         ("tetrajet", {"double_quantization": False}, lambda r: r.backward == "raw"),
         ("tetrajet", {"bias_gradient": "raw"}, lambda r: r.bias_gradient == "raw"),
+        ("mxfp4", {"rule": "mse"}, lambda r: r.fprop.a.rule == "mse" == r.wgrad.b.rule),
         ("mxfp4", {"rule": "ceil"}, lambda r: r.dgrad.b.rule == "ceil"),
         ("mxfp4-rht-sr", {"hadamard": "128"}, lambda r: r.wgrad.hadamard.group == 128),
         ("mxfp4-rht-sr", {"hadamard": 0}, lambda r: r.wgrad.hadamard is None),
         ("mxfp4-rht-sr", {"signs": "none"}, lambda r: r.wgrad.hadamard.signs == "none"),
+        ("mxfp4-rht-sr", {"signs": "fixed"}, lambda r: r.dgrad.hadamard == Hadamard(64, "fixed")),
         ("mxfp4-rht-sr", {"forward": "fp8"}, lambda r: r.fprop.a.element == "e4m3"),
         (
             "mxfp4-rht-sr",
             {"stochastic": "no"},
             lambda r: (r.wgrad.correction, r.wgrad.a) == (1.0, Quantizer()),
         ),
+        ("ue5m3", {"rule": "up"}, lambda r: r.fprop.a.rule == "up" == r.wgrad.b.rule),
+        ("ue5m3", {"backward_rule": "nearest"}, lambda r: r.dgrad.a.rule == "nearest"),
+        ("ue5m3", {"stochastic": "no"}, lambda r: r.dgrad.b.rounding == "nearest"),
+        ("ue5m3", {"hadamard": 16}, lambda r: r.wgrad.hadamard.group == 16),
+        ("ue5m3", {"hadamard": 0}, lambda r: r.wgrad.hadamard is None),
+        ("ue5m3", {"signs": "none"}, lambda r: r.dgrad.hadamard.signs == "none"),
+        ("ue5m3", {"tensor_max": 0}, lambda r: r.fprop.b.tensor_max == 0 == r.wgrad.a.tensor_max),
+        ("ue5m3", {"double_quantization": False}, lambda r: r.backward == "raw"),
         ("dge-occ", {"k": "3", "clip": 2}, lambda r: r.estimator == Estimator(k=3.0, clip=2.0)),
         ("dge-occ", {"k": "5/2"}, lambda r: r.estimator.k == 2.5),
         ("dge-occ", {"dge": "0"}, lambda r: r.estimator is None),
@@ -325,7 +344,10 @@ def test_a_users_module_that_fails_is_named(
         ("wgrad: {a: {block: [1, x]}}\n", ["wgrad.a", "block"]),
         ("wgrad: {a: {prescale: high}}\n", ["wgrad.a", "prescale", "a number"]),
         ("wgrad: {hadamard: {group: 48}}\n", ["wgrad.hadamard", "48"]),
-        ("wgrad: {hadamard: {group: 64, signs: sometimes}}\n", ["signs", "random or none"]),
+        (
+            "wgrad: {hadamard: {group: 64, signs: sometimes}}\n",
+            ["signs", "random or fixed or none"],
+        ),
         ("wgrad: {a: {prescale: 0.75}}\n", ["wgrad", "correction", "1.333"]),
         ("estimator: {k: 5, klip: 3}\n", ["estimator", "klip", "clip"]),
         ("outliers: {alpha: 2}\n", ["outliers", "alpha"]),

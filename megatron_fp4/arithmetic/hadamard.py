@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import widen
+from megatron_fp4.arithmetic.philox import Key, random_signs, signed, stream_id
 from megatron_fp4.errors import ConfigError, check_choices
 from megatron_fp4.recording import lasting
 
@@ -27,17 +28,40 @@ class Hadamard:
 
     group: the size g of the transform, a power of two, 2 or more.
     signs: "random" draws new signs for each GEMM and step (in wgrad for each microbatch too);
-        "none" uses no signs, which makes the transform deterministic.
+        "fixed" takes the same signs for every GEMM, step, seed and layer (NVIDIA's NVFP4 recipe,
+        arXiv 2509.25149); "none" uses no signs. With the last two the transform draws nothing.
     Raises ConfigError for others.
     """
 
     group: int = 64
-    signs: Literal["random", "none"] = "random"
+    signs: Literal["random", "fixed", "none"] = "random"
 
     def __post_init__(self) -> None:
         check_choices(self)
         if self.group < 2 or self.group & (self.group - 1):
             raise ConfigError(f"hadamard group {self.group} is not a power of two, 2 or more")
+
+
+class FixedSigns:
+    """The signs of transforms with signs "fixed", which depend on nothing but their number."""
+
+    def vector(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        """The first `count` signs: float32 [count], +1 or -1."""
+        return lasting(_fixed_signs, count, torch.device(device))
+
+    def words(self) -> tuple[int, int, int, int]:
+        """The first 128 signs as the bits of four int32 words, a 1 for -1, as kernels take them."""
+        bits = (self.vector(128) < 0).view(4, 32).long() << torch.arange(32)
+        w0, w1, w2, w3 = map(signed, bits.sum(1).tolist())
+        return w0, w1, w2, w3
+
+
+FIXED_SIGNS = FixedSigns()
+
+
+@cache
+def _fixed_signs(count: int, device: torch.device) -> Tensor:
+    return random_signs(count, Key(0), stream_id("hadamard"), device=device)
 
 
 def hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

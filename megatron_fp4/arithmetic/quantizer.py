@@ -19,8 +19,9 @@ from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.block_sizes import check_divides
 from megatron_fp4.arithmetic.formats import widen
 from megatron_fp4.arithmetic.philox import WHOLE, Key, random_bits16
+from megatron_fp4.arithmetic.quantizer_fields import check_fields
 from megatron_fp4.arithmetic.scaling import per_block, scale_average, scale_blocks, widest_max
-from megatron_fp4.errors import ConfigError, check_choices
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.inputs import check_tensor
 
 WHOLE_AXIS = 0  # a block size that means the whole axis
@@ -37,7 +38,8 @@ class Quantizer:
         `along` elements of the blocked axis (the block length). 0 is the whole axis: (1, 0) is a
         scale for each row, (0, 0) one for the tensor; no other block has a 0.
     rule: how a block's scale follows from its largest magnitude.
-        e8m0: floor (OCP; may clip) or ceil (never clips; TetraJet, arXiv 2502.20853, section 3.2).
+        e8m0: floor (OCP; may clip), ceil (never clips; TetraJet, arXiv 2502.20853, section 3.2) or
+        mse (floor's scale or twice that, whichever gives the smaller squared error).
         e4m3, ue5m3: nearest, up, or four-over-six (the maximum is scaled to 6 or to 4, whichever
         gives the smaller error; arXiv 2512.02010). fp32: absmax.
     rounding: nearest (ties to even), stochastic, or ema: to the neighbour on the grid that is
@@ -47,46 +49,24 @@ class Quantizer:
     tensor_max: e4m3 and ue5m3 only. Adds a tensor scale, chosen so that the largest block scale is
         about `tensor_max` (NVFP4: 448); 0 adds none.
     inflate: multiplies e4m3 and ue5m3 block scales; with 17/16 a rounded scale never clips.
+    row_max: e8m0, e4m3 and ue5m3. As tensor_max, but each row has a scale of its own, chosen so
+        that its largest block scale is about `row_max`; under e8m0, where it is a power of two, so
+        that its largest magnitude is 6 * row_max. 0 adds none.
     Raises ConfigError for fields that contradict each other.
     """
 
     element: Literal["e2m1", "e4m3", "e5m2"] = "e2m1"
     scale: Literal["e8m0", "e4m3", "ue5m3", "fp32"] = "e8m0"
     block: tuple[int, int] = (1, 32)
-    rule: Literal["floor", "ceil", "nearest", "up", "four-over-six", "absmax"] = "floor"
+    rule: Literal["floor", "ceil", "mse", "nearest", "up", "four-over-six", "absmax"] = "floor"
     rounding: Literal["nearest", "stochastic", "ema"] = "nearest"
     prescale: float = 1.0
     tensor_max: float = 0.0
     inflate: float = 1.0
+    row_max: float = 0.0
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        sizes = [b for b in self.block if isinstance(b, int) and b >= 0]
-        if len(self.block) != 2 or sizes != list(self.block) or (not self.outer and 0 in sizes):
-            raise ConfigError(f"block is [across, along], [1, 0] or [0, 0], not {self.block}")
-        if self.outer and self.block[0] > 1:
-            raise ConfigError(f"a block along a whole axis is [1, 0] or [0, 0], not {self.block}")
-        factors = (self.prescale, self.inflate, self.tensor_max)
-        if not (all(map(math.isfinite, factors)) and min(factors[:2]) > 0 and self.tensor_max >= 0):
-            raise ConfigError(
-                "prescale and inflate must be finite and above 0, tensor_max 0 or more"
-            )
-        rules = {"e8m0": ("floor", "ceil"), "fp32": ("absmax",)}.get(
-            self.scale, ("nearest", "up", "four-over-six")
-        )
-        if self.scale in ("e8m0", "fp32") and (self.tensor_max or self.inflate != 1.0):
-            raise ConfigError(f"scale {self.scale} takes neither tensor_max nor inflate")
-        if self.rule not in rules:
-            raise ConfigError(f"scale {self.scale} takes rule {' or '.join(rules)}: {self.rule!r}")
-        if self.scale == "fp32" and not self.outer:
-            raise ConfigError("fp32 scales take blocks of a whole axis: the GEMM leaves them out")
-        if self.element != "e2m1" and (self.scale != "fp32" or self.stochastic):
-            raise ConfigError(f"{self.element} elements take fp32 scales and nearest rounding")
-        form = self.element, self.scale, self.prescale
-        if self.rounding == "ema" and form != ("e2m1", "e8m0", 1.0):
-            raise ConfigError("rounding ema takes e2m1 elements, e8m0 scales and no prescale")
-        if self.rule == "four-over-six" and (self.block[0] != 1 or self.stochastic):
-            raise ConfigError("four-over-six takes blocks of one row and nearest rounding")
+        check_fields(self)
 
     def __hash__(self) -> int:  # cheap, since every call of a linear hashes it to find its plan
         return self._hash
@@ -108,25 +88,38 @@ class Quantizer:
     @cached_property
     def mxfp4(self) -> bool:
         """Whether the format is OCP's MXFP4: E2M1 with an E8M0 scale for each block of 32."""
-        return (self.element, self.scale, self.block) == ("e2m1", "e8m0", (1, 32))
+        form = self.element, self.scale, self.block, self.row_max
+        return form == ("e2m1", "e8m0", (1, 32), 0.0)
 
     @cached_property
     def outer(self) -> bool:
         """Whether a block spans the whole blocked axis: its scale can then multiply the product."""
         return self.block[1] == WHOLE_AXIS
 
+    @cached_property
+    def scales_product(self) -> bool:
+        """Whether a scale of rows or of the tensor is left to multiply the product with."""
+        return self.outer or self.tensor_max > 0 or self.row_max > 0
+
+    @cached_property
+    def exact_in_bf16(self) -> bool:
+        """Whether elements times block scales are BF16 numbers: no float32 scale lies within the
+        blocked axis."""
+        return self.outer or self.scale != "fp32"
+
     def nbytes(self, rows: int, k: int) -> int:
-        """The bytes of codes and block scales of a [rows, k] matrix with the blocked axis last."""
+        """The bytes of codes and scales of a [rows, k] matrix with the blocked axis last."""
         codes = rows * k // 2 if self.element == "e2m1" else rows * k
         across, along = self.block[0] or rows, self.block[1] or k
-        return codes + (rows // across) * (k // along) * (4 if self.scale == "fp32" else 1)
+        scales = (rows // across) * (k // along) * (4 if self.scale == "fp32" else 1)
+        return codes + scales + 4 * (rows if self.row_max else self.tensor_max > 0)
 
     def scale_spans(self, sharded: int | None, axis: int) -> bool:
         """Whether ranks share a scale of a matrix that is blocked along `axis` and sharded over
         ranks along the axis `sharded` (None: not sharded)."""
         if self.tensor_max or self.block == (WHOLE_AXIS, WHOLE_AXIS):
             return sharded is not None
-        return self.outer and sharded == axis
+        return (self.outer or self.row_max > 0) and sharded == axis
 
 
 @dataclass(frozen=True)
@@ -137,8 +130,8 @@ class QuantizedTensor:
     scales: one for each block: [..., K / length], or [rows / height, K / length] where the block
         height is not 1. uint8 for E8M0, E4M3 and UE5M3. float32 scales are stored as the factor
         that multiplied the tensor: the decoded value is code / scale.
-    tensor_scale: a float32 scalar that multiplies every block scale, or None. [rows, 1] where the
-        rows are of several tensors.
+    tensor_scale: a float32 scalar that multiplies every block scale, or None. [rows, 1] where each
+        row has its own: with `row_max`, or if the rows are of several tensors.
     shape: the shape of the tensor that was quantized. axis: the blocked axis of that tensor.
     counts: int32 [4 + rows], which a kernel writes beside float32 scales: the tally, two unused
         zeros, and for each row the bits of the reciprocal of its scale. None: no kernel wrote it.
@@ -181,8 +174,9 @@ class QuantizedTensor:
     def factors(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
         """(values, outer): the decoded matrix is values * outer.
 
-        values: [rows, K] in `dtype` with the blocked axis last, exact in BF16; block scales are
-        multiplied in, unless they span the whole axis. outer: [rows, 1], [1, 1] or None, the scales
+        values: [rows, K] in `dtype` with the blocked axis last, exact in BF16 (where
+        `Quantizer.exact_in_bf16` says so); block scales are multiplied in, unless they span the
+        whole axis. outer: [rows, 1], [1, 1] or None, the scales
         that are left to multiply the rows of the product with.
         """
         values = self.elements(dtype)
@@ -190,8 +184,13 @@ class QuantizedTensor:
         if self.quantizer.outer:
             outer = self.block_scales(formats.wide(dtype)).view(-1, 1)
             return values, outer if self.tensor_scale is None else outer * self.tensor_scale
+        if self.quantizer.scale == "fp32":
+            scales = self.scales.to(dtype)
+            return per_block(values, self.quantizer.block, scales, torch.div), None
         values = per_block(values, self.quantizer.block, self.block_scales(dtype), torch.mul)
-        return values, None if self.tensor_scale is None else self.tensor_scale.view(-1, 1)
+        if self.tensor_scale is None:
+            return values, None
+        return values, self.tensor_scale.view(-1, 1).to(formats.wide(dtype))
 
     def unscaled(self) -> QuantizedTensor:
         """A tensor with float32 scales, with its scales replaced by one tensor-wide scale of 1."""
@@ -233,17 +232,17 @@ class QuantizedTensor:
         if self.quantizer.prescale != 1.0:
             matrix = matrix * self.quantizer.prescale
         if self.quantizer.scale == "fp32":
-            return matrix * self.scales.to(matrix.dtype).view(-1, 1)
+            return per_block(matrix, self.quantizer.block, self.scales.to(matrix.dtype), torch.mul)
         scales = self.block_scales(matrix.dtype)
         if self.tensor_scale is not None:
-            scales = scales * self.tensor_scale
+            scales = scales.view(-1, scales.shape[-1]) * self.tensor_scale
         return per_block(matrix, self.quantizer.block, scales, torch.div)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The decoded tensor, in the shape of the tensor that was quantized, rounded to `dtype`."""
         wide = formats.wide(dtype)
         values, outer = self.factors(wide)
-        if self.quantizer.scale == "fp32":
+        if self.quantizer.scale == "fp32" and self.quantizer.outer:
             values = values / self.scales.to(wide).view(-1, 1)
         elif outer is not None:
             values = values * outer

@@ -57,17 +57,33 @@ def widest_max(matrix: Tensor, quantizer: Quantizer) -> Tensor:
     """The largest magnitudes from which the scales that ranks may share are computed.
 
     They are those of the blocks [rows / height, K / length], or with a tensor scale that of the
-    tensor's finite blocks (a scalar). Ranks that share such a scale take the maximum of theirs. A
-    block with a NaN has Inf, since a collective need not preserve a NaN.
+    tensor's finite blocks (a scalar), or with `row_max` those of each row's finite blocks
+    [rows, 1]. Ranks that share such a scale take the maximum of theirs. A block with a NaN has Inf,
+    since a collective need not preserve a NaN.
     """
     amax = _block_max(matrix, quantizer.block)
-    return _tensor_max(amax) if quantizer.tensor_max else amax
+    return _over_blocks(amax, quantizer) if quantizer.tensor_max or quantizer.row_max else amax
 
 
-def _tensor_max(amax: Tensor) -> Tensor:
-    """The maximum over finite blocks; the scale of any other block is NaN and does not need it."""
+def _over_blocks(amax: Tensor, quantizer: Quantizer) -> Tensor:
+    """The maximum over the finite blocks of the tensor, or, with `row_max`, of each row.
+
+    The scale of any other block is NaN and does not need it.
+    """
     finite = torch.where(amax.isfinite(), amax, 0)
+    if quantizer.row_max:
+        return finite.amax(1, keepdim=True) if amax.shape[1] else amax.new_zeros(len(amax), 1)
     return finite.amax() if amax.numel() else amax.new_zeros(())
+
+
+def _over_scales(amax: Tensor, quantizer: Quantizer, widest: Tensor | None) -> Tensor | None:
+    """The scale of the tensor (a scalar) or of each row [rows, 1]; None without such a scale."""
+    limit = formats.E2M1_MAX * (quantizer.tensor_max or quantizer.row_max)
+    if not limit:
+        return None
+    top = _over_blocks(amax, quantizer) if widest is None else widest
+    scale = top / torch.full_like(top, limit)
+    return torch.where(scale > 0, scale, 1.0)  # all zeros, or the quotient underflows
 
 
 def scale_blocks(
@@ -81,19 +97,32 @@ def scale_blocks(
     widest: the maximum of `widest_max` over all ranks that share a scale; None if no rank shares
     one.
     """
-    if widest is None or quantizer.tensor_max:
+    if widest is None or quantizer.tensor_max or quantizer.row_max:
         amax = _block_max(matrix, quantizer.block)
     else:
         amax = widest
     finite = amax.isfinite()
-    tensor_scale = None
+    over = _over_scales(amax, quantizer, widest)
     if quantizer.scale == "e8m0":
+        if over is not None:
+            matrix, amax = _in_units_of_rows(matrix, over, quantizer), amax / over
+            amax = amax.clamp(max=formats.E2M1_MAX * quantizer.row_max)
         scaled, scales = _scale_e8m0(matrix, amax, finite, quantizer)
     elif quantizer.scale == "fp32":
         scaled, scales = _scale_fp32(matrix, amax, finite, quantizer)
     else:
-        scaled, scales, tensor_scale = _scale_float(matrix, amax, finite, quantizer, widest)
-    return scaled, scales, tensor_scale, finite
+        scaled, scales = _scale_float(matrix, amax, finite, quantizer, over)
+    return scaled, scales, over, finite
+
+
+def _in_units_of_rows(matrix: Tensor, rows: Tensor, quantizer: Quantizer) -> Tensor:
+    """A matrix divided by the scales of its rows.
+
+    A quotient may be rounded to beyond 6 times `row_max`, the row's largest magnitude, to which it
+    is limited.
+    """
+    limit = formats.E2M1_MAX * quantizer.row_max
+    return (matrix / rows).clamp_(-limit, limit)
 
 
 def scale_average(
@@ -120,9 +149,39 @@ def _scale_e8m0(
     if quantizer.rule == "ceil":
         exponent += mantissa > 1.5  # 1.5 * 2^2 is the grid's 6
     byte = formats.encode_e8m0(torch.where(amax == 0, -formats.E8M0_BIAS, exponent))
+    scaled = _divided(matrix, byte, quantizer.block)
+    if quantizer.rule == "mse":
+        byte += _next_errs_less(scaled, quantizer.block) & (byte < 2 * formats.E8M0_BIAS)
+        scaled = _divided(matrix, byte, quantizer.block)
+    return scaled, torch.where(finite, byte, formats.E8M0_NAN).to(torch.uint8)
+
+
+def _divided(matrix: Tensor, byte: Tensor, block: tuple[int, int]) -> Tensor:
+    """`matrix` divided by its blocks' E8M0 scales. byte: uint8, not a NaN's."""
     inverse = formats.decode_e8m0(2 * formats.E8M0_BIAS - byte.int(), matrix.dtype)
-    byte = torch.where(finite, byte, formats.E8M0_NAN)
-    return per_block(matrix, quantizer.block, inverse, torch.mul), byte.to(torch.uint8)
+    return per_block(matrix, block, inverse, torch.mul)
+
+
+# An element's squared error is an integer in units of 2^-18, so that the order of a sum does not
+# matter.
+_PER_SQUARE = 2.0**18
+
+
+def _next_errs_less(scaled: Tensor, block: tuple[int, int]) -> Tensor:
+    """Whether twice the scale gives each block a smaller squared error. Returns a bool a block.
+
+    scaled: [rows, K], divided by the scale that rule floor gives, and below 8.
+    """
+    scaled = scaled.clamp(-8, 8)  # of float64 a scale may be clamped
+
+    def error(rounded: Tensor) -> Tensor:
+        off = rounded - scaled  # exact
+        counted = torch.round(off * off * _PER_SQUARE).to(torch.int64)
+        return in_blocks(counted, block).sum((1, 3))
+
+    same = formats.decode_e2m1(formats.encode_e2m1(scaled), scaled.dtype)
+    double = formats.decode_e2m1(formats.encode_e2m1(scaled / 2), scaled.dtype) * 2
+    return error(double) < error(same)
 
 
 def _scale_fp32(
@@ -154,16 +213,10 @@ def _scale_float(
     amax: Tensor,
     finite: Tensor,
     quantizer: Quantizer,
-    widest: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    limit = formats.E2M1_MAX
-    tensor_scale = None
-    per_unit = amax.new_ones(())
-    if quantizer.tensor_max:
-        top = _tensor_max(amax) if widest is None else widest
-        per_unit = top / torch.full_like(top, limit * quantizer.tensor_max)
-        per_unit = torch.where(per_unit > 0, per_unit, 1.0)  # all zeros, or the quotient underflows
-        tensor_scale = per_unit
+    over: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """over: of `_over_scales`."""
+    per_unit = amax.new_ones(()) if over is None else over
     safe = torch.where(finite, amax, 0)
 
     def quantize_to(target: float) -> tuple[Tensor, Tensor]:
@@ -179,11 +232,11 @@ def _scale_float(
         divisor = torch.where(divisor > 0, divisor, math.inf)
         return per_block(matrix, quantizer.block, divisor, torch.div), code
 
-    scaled, code = quantize_to(limit)
+    scaled, code = quantize_to(formats.E2M1_MAX)
     if quantizer.rule == "four-over-six":
         scaled, code = _smaller_error(matrix, quantizer, per_unit, (scaled, code), quantize_to(4.0))
     code = torch.where(finite, code, formats.SCALE_FLOATS[quantizer.scale].nan).to(torch.uint8)
-    return scaled, code, tensor_scale
+    return scaled, code
 
 
 def _smaller_error(

@@ -205,7 +205,8 @@ def refusal(plan: LinearPlan) -> str | None:
             if draws and making.maker is PYTORCH:
                 return f"PyTorch draws the random bits of {operand.letter} in {operand.gemm}"
             fprop = plan.fprop.b if operand.letter == "w" else plan.fprop.a
-            if operand.source == "decoded" and fprop.hadamard is not None:
+            transform = fprop.hadamard if operand.source == "decoded" else None
+            if transform is not None and transform.signs == "random":
                 return "PyTorch draws the random signs of fprop"
     signs = plan.recipe.fprop.hadamard is not None and plan.recipe.fprop.hadamard.signs
     for estimates in (plan.estimates_w, plan.estimates_x):

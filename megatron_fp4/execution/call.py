@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS, FixedSigns
 from megatron_fp4.arithmetic.philox import (
     WHOLE,
     Key,
@@ -177,10 +178,12 @@ class Site:
             return NOTHING
         return Given(fold, widest, noise, signs, average)
 
-    def signs(self, gemm: str, operand: OperandPlan, call: Call) -> Signs | None:
-        """The random signs of a GEMM's Hadamard transform; None where it has none."""
-        if operand.hadamard is None or operand.hadamard.signs != "random":
+    def signs(self, gemm: str, operand: OperandPlan, call: Call) -> Signs | FixedSigns | None:
+        """The signs of a GEMM's Hadamard transform; None where it has none."""
+        if operand.hadamard is None or operand.hadamard.signs == "none":
             return None
+        if operand.hadamard.signs == "fixed":
+            return FIXED_SIGNS
         # W is quantized once a step. The signs that X or dY shares with it therefore stay the same
         # for all microbatches of a step.
         draw = call.microbatch if gemm == "wgrad" else None

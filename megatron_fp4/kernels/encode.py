@@ -101,26 +101,6 @@ def larger_of(a, b, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def scales(widest, CEIL: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The E8M0 scales 2^s of blocks, from the largest magnitude of each block.
-
-    widest: words of two BF16 magnitudes, the maxima of two blocks.
-    CEIL: whether the rule is ceil instead of floor (docs/numerics.md, E8M0).
-
-    Returns three words, each with one number for each block in its halves: the byte s + 127, 2^-s
-    in BF16, and 2^(-s - 1) in BF16. They are undefined for a block whose maximum is Inf or NaN.
-    """
-    each = tl.full(widest.shape, 0x00010001, tl.int32)
-    # For a maximum above 1.5 2^e rule ceil takes the next exponent. 0x3F carries above 1.5.
-    exponent = (widest + each * 0x3F if CEIL else widest) & 0x7F807F80
-    exponent = larger_of(exponent, each * 0x100, INTERPRETED)
-    whole = -0x7FFF8000 - exponent
-    # 2^-127 is a subnormal number, 0x40.
-    half = larger_of(whole - 0x00800080, each * 0x40, INTERPRETED)
-    return (exponent >> 7) - each * 2, whole, half
-
-
-@triton.jit
 def live(widest):
     """-1 (all bits set) where a block is finite, else 0.
 
@@ -162,7 +142,7 @@ def halved(pairs, inverse, CLIPS: tl.constexpr, INTERPRETED: tl.constexpr):
     """Half of the scaled magnitudes, |x| 2^(-s - 1), in words of two BF16.
 
     pairs: words of two BF16 values x.
-    inverse: 2^(-s - 1) in both halves, from `scales`.
+    inverse: 2^(-s - 1) in both halves, from `exponents.powers`.
     CLIPS: whether scaled magnitudes above 6 are clipped to 6, so that halves are at most 3.
 
     The result is exact unless it is subnormal. Such a value is too small to be rounded to any code
@@ -182,7 +162,7 @@ def nearest_pairs(magnitudes, signed, whole, half, CLIPS: tl.constexpr, INTERPRE
 
     magnitudes: the magnitudes of the values.
     signed: the values with their signs; only bits 15 and 31 are read.
-    whole, half: 2^-s and 2^(-s - 1) in both halves, from `scales`.
+    whole, half: 2^-s and 2^(-s - 1) in both halves, from `exponents.powers`.
     CLIPS: whether scaled magnitudes above 6 can occur; they get the code of 6.
 
     Returns words with one code, 0 to 15, in each half. For Inf or NaN the half is a larger number,
@@ -256,7 +236,7 @@ def nearer(half, pairs, inverse, average):
 
     half: the result of `halved` for `pairs`.
     pairs: words [..., n] of two BF16 values.
-    inverse: 2^(-s - 1) in both halves, from `scales`.
+    inverse: 2^(-s - 1) in both halves, from `exponents.powers`.
     average: float32 [..., 2 n], not scaled.
 
     A value becomes the one of its two neighbours on the grid that is nearer to the average. If the

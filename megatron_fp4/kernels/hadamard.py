@@ -6,7 +6,7 @@ differences of values that one thread holds. The bits of the product are chosen 
 gets X as memory delivers it, and the result as the quantizer needs it, eight rows of eight columns.
 So no data move between threads. docs/notes/quantize-kernels.md has the measurements.
 
-The random signs, which multiply X before the transform, are multiplied into the matrices of 16.
+The signs, which multiply X before the transform, are multiplied into the matrices of 16.
 
 A window is the part of a row or column that one step transforms. It has 64 elements for groups of
 32 (two groups) and 64, and 128 elements for groups of 128.
@@ -45,11 +45,11 @@ def _dot_operand(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _entries(i, j, place, signs, GROUP: tl.constexpr):
-    """Entries (i, j) of a Hadamard matrix of 16 in BF16, multiplied by random signs.
+    """Entries (i, j) of a Hadamard matrix of 16 in BF16, multiplied by signs.
 
     i, j: int32, row and column, 0 to 15.
     place: the index, within its group, of the element whose sign multiplies the entry.
-    signs: four int32 words from `philox.sign_words`.
+    signs: four int32 words, as `philox.sign_words` returns them.
     GROUP: the size of the group. For 64 the entries contain the factor 1 / sqrt(64), which is
         exact; other groups take theirs after the product.
     """
@@ -103,9 +103,9 @@ def _scaled(product, FACTOR: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _matrices_along_rows(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The 16 x 16 Hadamard matrices for a window along the rows, with the random signs.
+    """The 16 x 16 Hadamard matrices for a window along the rows, with the signs.
 
-    signs: four int32 words from `philox.sign_words`.
+    signs: four int32 words, as `philox.sign_words` returns them.
 
     Returns BF16 [2 * BLOCKS, 16, 16]: one matrix for each value of bit 2 of the column's index and
     for each block of 32 columns of the window. The matrices differ only by their signs.
@@ -206,9 +206,9 @@ def _row_along_columns(b, k, GROUP: tl.constexpr):
 
 @triton.jit
 def _matrices_along_columns(signs, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The 16 x 16 Hadamard matrices for a window along the columns, with the random signs.
+    """The 16 x 16 Hadamard matrices for a window along the columns, with the signs.
 
-    signs: four int32 words from `philox.sign_words`.
+    signs: four int32 words, as `philox.sign_words` returns them.
 
     Returns BF16 [window / 16, 16, 16]: one matrix for each 16 rows of the window that a product
     combines (`_row_along_columns` lists them). The matrices differ only by their signs.
@@ -273,7 +273,8 @@ def transform_kernel(
     GROUP: tl.constexpr,
     FACTOR: tl.constexpr,
     AXIS: tl.constexpr,
-    HAS_SIGNS: tl.constexpr,
+    SIGNS: tl.constexpr,
+    FIXED: tl.constexpr,
     ROUNDING: tl.constexpr,
     DRAWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -283,9 +284,10 @@ def transform_kernel(
 
     x_ptr: BF16 [n_rows, n_columns], row-major.
     out: an Output without carriers, since no registers are left to convert to FP8.
-    signs_stream, draw: stream and draw word of the random signs, read if HAS_SIGNS.
+    signs_stream, draw: stream and draw word of random signs.
     draw_in_memory: int64 [], holds the draw word instead if DRAWS.IN_MEMORY.
     random, ROUNDING, DRAWS, TILE: see arguments.py.
+    SIGNS: as in `arithmetic.hadamard.Hadamard`. FIXED: the words of fixed signs.
     GROUP: 32, 64 or 128. FACTOR: multiplies the transformed values; 1 for GROUP 64, whose matrices
         contain it.
 
@@ -299,7 +301,9 @@ def transform_kernel(
     if DRAWS.IN_MEMORY:
         draw = tl.load(draw_in_memory)
     signs = 0, 0, 0, 0
-    if HAS_SIGNS:
+    if SIGNS == "fixed":
+        signs = FIXED
+    if SIGNS == "random":
         signs = sign_words(draw, signs_stream, noise)
     if AXIS == 1:
         h = _matrices_along_rows(signs, GROUP, INTERPRETED)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fp4.kernels import encode, fp8
+from megatron_fp4.kernels import encode, exponents, fp8
 from megatron_fp4.kernels.launch import kernel
 from megatron_fp4.kernels.philox import noise_of, rest_of_tile, tile_group_indices
 from megatron_fp4.kernels.source import loaded, read_tile
@@ -90,7 +90,13 @@ def quantize_along_rows(
     widest = _largest(blocked, 3, INTERPRETED)
     swapped = (widest << 16) | ((widest >> 16) & 0xFFFF)
     widest = encode.larger_of(widest, swapped, INTERPRETED)  # in both halves
-    byte, whole, half = encode.scales(widest, ROUNDING.CEIL, INTERPRETED)
+    found = exponents.of_maxima(widest, ROUNDING.CEIL, INTERPRETED)
+    byte, whole, half = exponents.powers(found, INTERPRETED)
+    if ROUNDING.MSE:
+        both = tl.broadcast_to(whole[:, :, :, None], (L, 8, C // B, B // 2))
+        more = tl.sum(exponents.squared_errors(blocked, both), 3)
+        found += tl.where(more < 0, 0x00800080, 0)
+        byte, whole, half = exponents.powers(found, INTERPRETED)
     byte, live = byte & 0xFF, encode.live(widest)
     if ROUNDING.AVERAGED:
         live &= tl.max(_live(tl.reshape(average, (L, 8, C // B, B))), 3)
@@ -163,7 +169,15 @@ def quantize_along_columns(
     E: tl.constexpr = B // 8  # groups of eight rows in a block
     widest = tl.reshape(_largest(pairs, 1, INTERPRETED), (L // E, E, C // 2))
     widest = _largest(widest, 1, INTERPRETED)
-    byte, whole, half = encode.scales(widest, ROUNDING.CEIL, INTERPRETED)
+    found = exponents.of_maxima(widest, ROUNDING.CEIL, INTERPRETED)
+    byte, whole, half = exponents.powers(found, INTERPRETED)
+    blocked = tl.reshape(pairs, (L // E, E, 8, C // 2))
+    if ROUNDING.MSE:
+        both = tl.broadcast_to(whole[:, None, None, :], (L // E, E, 8, C // 2))
+        more = tl.sum(tl.sum(exponents.squared_errors(blocked, both), 2), 1)
+        low, high = tl.split(tl.reshape(more, (L // E, C // 2, 2)))
+        found += tl.where(low < 0, 0x80, 0) + tl.where(high < 0, 0x800000, 0)
+        byte, whole, half = exponents.powers(found, INTERPRETED)
     low_live, high_live = encode.live(widest << 16), encode.live(widest)
     if ROUNDING.AVERAGED:
         average = tl.reshape(average, (L // E, E, 8, C))
@@ -171,7 +185,6 @@ def quantize_along_columns(
         low, high = tl.split(tl.reshape(alive, (L // E, C // 2, 2)))
         low_live, high_live = low_live & low, high_live & high
     half = tl.broadcast_to(half[:, None, None, :], (L // E, E, 8, C // 2))
-    blocked = tl.reshape(pairs, (L // E, E, 8, C // 2))
     clips: tl.constexpr = not ROUNDING.CEIL and ROUNDING.PRESCALE == 1.0
     if ROUNDING.STOCHASTIC or ROUNDING.AVERAGED:
         scaled = encode.halved(blocked, half, clips, INTERPRETED)

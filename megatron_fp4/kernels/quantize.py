@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS, FixedSigns
 from megatron_fp4.arithmetic.philox import GROUP, Key, Noise, Placement, Signs, signed, word
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, average_for
 from megatron_fp4.kernels.arguments import Draws, Output, Random, Rounding, Source, Tile
@@ -60,7 +61,7 @@ class Copy:
 
     axis: int
     noise: Noise | None = None
-    signs: Signs | None = None
+    signs: Signs | FixedSigns | None = None
     carrier: torch.dtype | None = None
 
 
@@ -153,7 +154,9 @@ def _transform(
     made = []
     for copy in copies:
         axis = copy.axis
-        signs = copy.signs or Signs((copy.noise or SILENCE).key, 0)
+        signs = copy.signs
+        if not isinstance(signs, Signs):  # none, or fixed ones, which the launch has
+            signs = Signs((copy.noise or SILENCE).key, 0)
         noise = copy.noise or Noise(signs.key, 0)
         number = 0 if signs.draw is None else signs.draw
         in_memory = is_in_memory(noise.key.step, number)
@@ -161,7 +164,8 @@ def _transform(
         codes = source.new_empty((others, k // 2), dtype=torch.uint8)
         scales = codes.new_empty((others, k // quantizer.block[1]))
         varies = signs.draw is not None
-        form = copy.signs is not None, in_memory, noise.placement.groups is not None, varies
+        which = "random" if copy.signs is signs else "none" if copy.signs is None else "fixed"
+        form = which, in_memory, noise.placement.groups is not None, varies
         start = _transform_launch(rows, columns, quantizer, axis, group, *form)
         output = codes, scales, None, None, signed(noise.stream)
         draw = signed(signs.stream), *_in_two_forms(number, in_memory, source)
@@ -264,7 +268,7 @@ def _transform_launch(
     quantizer: Quantizer,
     axis: int,
     group: int,
-    has_signs: bool,
+    signs: str,
     in_memory: bool,
     has_groups: bool,
     varies: bool = True,
@@ -272,7 +276,7 @@ def _transform_launch(
     """The launch for one transformed copy. Two copies from one read would need registers for both
     at once, and take longer.
 
-    varies: whether the number of the draw of signs differs between calls.
+    signs: as in `Hadamard`. varies: whether the number of the draw of signs differs between calls.
     """
     height, width = (64, max(64, group)) if axis == 1 else (128, 32)
     sign_draw = DRAW if varies else NUMBER
@@ -284,7 +288,8 @@ def _transform_launch(
             GROUP=group,
             FACTOR=1.0 if group == 64 else 1 / math.sqrt(group),
             AXIS=axis,
-            HAS_SIGNS=has_signs,
+            SIGNS=signs,
+            FIXED=FIXED_SIGNS.words(),
             ROUNDING=rounding_of(quantizer),
             DRAWS=Draws(in_memory, has_groups),
             TILE=_tile(rows, columns, height, width),
@@ -301,6 +306,7 @@ def rounding_of(quantizer: Quantizer) -> Rounding:
     return Rounding(
         BLOCK=quantizer.block[1],
         CEIL=quantizer.rule == "ceil",
+        MSE=quantizer.rule == "mse",
         STOCHASTIC=quantizer.stochastic,
         AVERAGED=quantizer.rounding == "ema",
         PRESCALE=quantizer.prescale,
@@ -324,13 +330,14 @@ def tile(
     carried: bool,
     reads: str = "",
 ) -> tuple[int, int, int, bool, int | None]:
-    """(rows, columns, warps, down, registers) of a program, by what was fastest on an H200.
+    """(rows, columns, warps, down, registers) of a program, by what was fastest on an H200. Rule
+    mse has not been timed.
 
     down: whether programs that run together have tiles below each other. registers: the most that a
     thread may use; None leaves it to the compiler.
     """
     stochastic, is_gradient = quantizer.stochastic, reads == "swiglu gradient"
-    if quantizer.rounding == "ema":
+    if quantizer.rounding == "ema" or quantizer.rule == "mse":
         return 64, 64, 8, False, None  # as much as registers hold
     if along_columns and not packed:
         if along_rows and stochastic and is_gradient:

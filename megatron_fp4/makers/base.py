@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron_fp4.arithmetic.hadamard import FixedSigns
 from megatron_fp4.arithmetic.philox import Noise, Signs
 from megatron_fp4.operands import Made, Matrix
 from megatron_fp4.plan.data import OperandPlan
@@ -21,14 +22,14 @@ class Given:
         the GEMM's other operand; None: nothing.
     widest: the maximum over the ranks that share a scale; see `quantize_matrix`.
     noise: the key of the random bits, for a stochastic quantizer.
-    signs: the key of the random signs, for a Hadamard transform.
+    signs: the signs of a Hadamard transform, random or fixed; None: no signs.
     average: float32, of the matrix's shape: the average towards which rounding ema rounds.
     """
 
     fold: Tensor | None = None
     widest: Tensor | None = None
     noise: Noise | None = None
-    signs: Signs | None = None
+    signs: Signs | FixedSigns | None = None
     average: Tensor | None = None
 
 

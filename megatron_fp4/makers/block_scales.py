@@ -29,6 +29,8 @@ class BlockScaleKernel:
         across, along = quantizer.block
         if quantizer.rule not in ("nearest", "up"):
             return f"has no rule {quantizer.rule}"
+        if quantizer.row_max:
+            return "gives rows no scales of their own"
         if operand.group or operand.folds:
             return "neither transforms nor folds scales"
         if operand.codes is not None or operand.dtype != torch.bfloat16:

@@ -29,6 +29,8 @@ class Mxfp4Kernel:
 
     def refuses(self, operand: OperandPlan) -> str | None:
         quantizer, codes = operand.quantizer, operand.codes
+        if quantizer is not None and quantizer.row_max:
+            return "gives rows no scales of their own"
         if quantizer is None or not _has_format(quantizer):
             return f"makes {_FORMAT} only"
         if codes is not None and not _has_format(codes):
@@ -84,7 +86,7 @@ _FORMAT = "E2M1 with E8M0 scales in blocks of 1 x 16 and 1 x 32"
 
 def _has_format(quantizer: Quantizer) -> bool:
     height, length = quantizer.block
-    e8m0 = (quantizer.element, quantizer.scale) == ("e2m1", "e8m0")
+    e8m0 = (quantizer.element, quantizer.scale, quantizer.row_max) == ("e2m1", "e8m0", 0.0)
     return e8m0 and height == 1 and length in _kernels().BLOCKS
 
 

@@ -23,6 +23,8 @@ class RowScaleKernel:
     def refuses(self, operand: OperandPlan) -> str | None:
         quantizer = operand.quantizer
         assert quantizer is not None
+        if not quantizer.outer:
+            return "gives blocks within a row no scales"
         if quantizer.stochastic or quantizer.prescale != 1.0:
             return "rounds to nearest, without a prescale"
         if operand.group or operand.codes is not None or operand.dtype != torch.bfloat16:

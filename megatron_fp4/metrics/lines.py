@@ -45,10 +45,11 @@ def rows_of(quantized: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
     of_rows = rows  # the row of scales for each row of codes
     if across != 1:
         of_rows = rows // across if across else torch.zeros_like(rows)
+    over = quantized.tensor_scale
     return QuantizedTensor(
         codes=quantized.codes[rows],
         scales=scales[of_rows],
-        tensor_scale=quantized.tensor_scale,
+        tensor_scale=over[rows] if over is not None and quantized.quantizer.row_max else over,
         quantizer=_in_rows(quantized.quantizer),
         shape=torch.Size((len(rows), quantized.shape[quantized.axis])),
         axis=1,

@@ -118,6 +118,32 @@ def dtype_problem(product: Product) -> str | None:
     return f"the model computes in {str(product.dtype).removeprefix('torch.')}; use --bf16"
 
 
+def scales_problem(product: Product) -> str | None:
+    """Why FP4 tensor cores cannot multiply these operands, if their block scales are the reason.
+
+    None if both operands are in high precision or have scales that some instruction takes.
+    """
+    for operand in (product.a, product.b):
+        if not isinstance(operand, Quantizer):
+            continue
+        if operand.scale == "ue5m3":
+            return "FP4 tensor cores have no instruction for UE5M3 scales"
+        if not operand.exact_in_bf16:
+            return "FP4 tensor cores have no instruction for float32 scales within a row"
+        if operand.row_max:
+            return "an operand has a scale for each row beside its block scales"
+    return None
+
+
+def is_inexact(product: Product) -> bool:
+    """Whether an operand has float32 scales within its blocked axis, so that no format narrower
+    than float32 holds its decoded values."""
+    return any(isinstance(x, Quantizer) and not x.exact_in_bf16 for x in (product.a, product.b))
+
+
+INEXACT = "float32 scales within a row are simulated: their values are exact in float32 alone"
+
+
 def format_of(operand: Operand) -> Quantizer | torch.dtype:
     """An operand's `Product.a` or `Product.b`: its quantizer, or its dtype in high precision."""
     return operand.quantizer if isinstance(operand, QuantizedTensor) else operand.dtype

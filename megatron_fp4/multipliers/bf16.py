@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.multipliers.base import (
+    INEXACT,
     Product,
     decoded_in,
     dtype_problem,
     finish,
+    is_inexact,
     scale_product,
 )
 from megatron_fp4.operands import Decoded, Form, Made
@@ -35,6 +37,8 @@ class Bf16:
             return ROCM
         if target.kind == "cuda" and target.capability < (8, 0):
             return "BF16 tensor cores need compute capability 8.0"
+        if is_inexact(product):
+            return INEXACT
         if torch.float32 in (product.a, product.b):
             return "an operand is in float32"
         return None

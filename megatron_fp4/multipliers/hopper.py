@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import FP8_ELEMENTS
 from megatron_fp4.arithmetic.quantizer import Quantizer
-from megatron_fp4.multipliers.base import Product, codes_of, dtype_problem, finish
+from megatron_fp4.multipliers.base import INEXACT, Product, codes_of, dtype_problem, finish
 from megatron_fp4.operands import Carriers, Decoded, Form, Made
 from megatron_fp4.target import Target, kernels_problem
 
@@ -60,6 +60,10 @@ class Hopper:
             if not each.operand.quantizer.outer  # type: ignore[union-attr]
         ]
         carried: list[Any] = _kernels().carried(blocked) if blocked else []
+        for (operand, *_), form in zip(blocked, carried, strict=True):
+            rows: Any = operand.tensor_scale  # type: ignore[union-attr]
+            if rows is not None:  # no maker writes carriers of such an operand beside its codes
+                form.outer.mul_(rows)
         if not [x for x in operands if x.quantizer.outer]:
             return carried
         rest = iter(carried)
@@ -112,6 +116,8 @@ def _formats_problem(product: Product) -> str | None:
 
 def _carrier_problem(quantizer: Quantizer) -> str | None:
     """Why the quantizer's operand cannot be converted to FP8; None if it can."""
+    if not quantizer.exact_in_bf16:
+        return INEXACT
     if quantizer.scale == "fp32":
         return None
     if quantizer.scale != "e8m0":

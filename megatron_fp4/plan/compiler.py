@@ -144,12 +144,14 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
     transformed = recipe.fprop.hadamard is not None
     if own.b is None and own.hadamard is None and not transformed:
         even = not any(size % 2 for size in setting.shape(letter, is_part=False))
-        if left.scale == "fp32" and even:
+        if left.scale == "fp32" and left.outer and even:
             return _From("elements", dtype, replace(left, block=(WHOLE_AXIS, WHOLE_AXIS)))
         # An element times its block scale is exact in BF16, and may overflow in float16.
-        return _From("values", dtype if dtype == torch.bfloat16 else wide(dtype))
+        fits = dtype == torch.bfloat16 and left.exact_in_bf16
+        return _From("values", dtype if fits else wide(dtype))
     # An E2M1 element times a power of two is exact in BF16 too.
-    narrow = left.scale == "e8m0" and dtype == torch.bfloat16 and not transformed
+    narrow = left.scale == "e8m0" and not left.row_max and dtype == torch.bfloat16
+    narrow = narrow and not transformed
     if narrow and own.b is not None:
         return _From("codes", dtype, left)
     return _From("decoded", dtype if narrow else wide(dtype))
@@ -212,7 +214,7 @@ def _has_scales_to_fold(recipe: Recipe, gemm: str, setting: Setting) -> bool:
     left = recipe.quantizer("fprop", letter)
     if source != "values" or left is None:
         return source == "elements"
-    return left.outer or left.tensor_max > 0
+    return left.scales_product
 
 
 def _gathered(

@@ -21,7 +21,7 @@ def reader_of_w(recipe: Recipe) -> str | None:
     w = recipe.fprop.b
     if w is None:
         return "fprop multiplies W in high precision"
-    if (w.element, w.scale, w.block[0]) != ("e2m1", "e8m0", 1):
+    if (w.element, w.scale, w.block[0], w.row_max) != ("e2m1", "e8m0", 1, 0.0):
         return "fprop's W is not E2M1 with an E8M0 scale for each block of a row"
     if w.stochastic:
         return "fprop rounds W stochastically"

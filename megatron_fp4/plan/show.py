@@ -8,7 +8,7 @@ import torch
 
 from megatron_fp4.arithmetic.messages import FORMS, form_name
 from megatron_fp4.arithmetic.moments import Moments
-from megatron_fp4.description import estimator_words, quantizer_words
+from megatron_fp4.description import estimator_words, quantizer_words, transform_words
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan
 from megatron_fp4.plan.memory import held_bytes, operand_bytes, sent_bytes, y_bytes
 from megatron_fp4.plan.words import LETTERS, kernel_notes
@@ -106,8 +106,7 @@ def _operand(plan: LinearPlan, operand: OperandPlan) -> str:
     if operand.folds:
         words.append("times the row scales of the other operand")
     if operand.hadamard is not None:
-        signs = "random signs" if operand.hadamard.signs == "random" else "no signs"
-        words.append(f"transformed in groups of {operand.hadamard.group} with {signs}")
+        words.append(f"transformed {transform_words(operand.hadamard)}")
     if operand.quantizer is not None:
         words.append(quantizer_words(operand.quantizer))
         words.append(f"by {made.maker.name}{_beside(operand, made)}")

@@ -10,6 +10,7 @@ from megatron_fp4.recipes import (  # noqa: F401  (register)
     mxfp4,
     mxfp4_rht_sr,
     tetrajet,
+    ue5m3,
 )
 from megatron_fp4.recipes.registry import get_recipe, list_recipes, recipe_options
 

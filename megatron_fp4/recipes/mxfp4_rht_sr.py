@@ -21,7 +21,7 @@ def mxfp4_rht_sr(
     *,
     forward: Literal["bf16", "fp8"] = "bf16",
     hadamard: int = 64,
-    signs: Literal["random", "none"] = "random",
+    signs: Literal["random", "fixed", "none"] = "random",
     stochastic: bool = True,
 ) -> Recipe:
     """The recipe of arXiv 2502.20586, algorithm 3.

@@ -98,7 +98,7 @@ def _inexpressible(recipe: Recipe) -> str | None:
     for gemm in GEMMS:
         for operand in OPERANDS[gemm]:
             quantizer = recipe.quantizer(gemm, operand)
-            if quantizer is not None and (quantizer.outer or quantizer.tensor_max):
+            if quantizer is not None and quantizer.scales_product:
                 return f"has a scale that ranks share ({operand} of {gemm})"
     return None
 

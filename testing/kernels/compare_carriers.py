@@ -23,6 +23,8 @@ from megatron_fp4 import get_quantizer
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, quantize_matrix
 from megatron_fp4.kernels.carrier import carried, elements
 from megatron_fp4.kernels.quantize import Copy, quantize
+from megatron_fp4.multipliers.hopper import Hopper
+from megatron_fp4.operands import Carriers, Made
 
 # What docs/numerics.md says: the window of exponents in which E2M1 is exact, and ml_dtypes' own.
 ELEMENTS = {
@@ -114,5 +116,25 @@ def beside(device: str, of: str = "") -> Iterator[str]:
                 yield f"{element}, blocks of {block} beside {other}, {order}: differ"
 
 
+def with_row_scales(device: str, of: str = "") -> Iterator[str]:
+    """A line for each block size for which the Hopper multiplier's form of an operand with scales
+    of rows beside block scales does not stand for its decoded values."""
+    if of not in "row scales":
+        return
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(48, 96, generator=generator) * torch.randn(48, 1, generator=generator).exp()
+    for block in (16, 32):
+        made = quantize_matrix(x, Quantizer(rule="mse", block=(1, block), row_max=1.0), axis=1)
+        assert made.tensor_scale is not None
+        codes, scales, rows = (t.to(device) for t in (made.codes, made.scales, made.tensor_scale))
+        mine = replace(made, codes=codes, scales=scales, tensor_scale=rows)
+        [form] = Hopper().decode([Made(mine)], ["x"], torch.bfloat16)
+        assert isinstance(form, Carriers)
+        found = form.elements.cpu().double() * form.outer.cpu()
+        if not torch.equal(found, made.dequantize(torch.float64)):
+            yield f"row scales, blocks of {block}: differ"
+
+
 if __name__ == "__main__":
-    print("\n".join([*differences("cpu", *sys.argv[1:]), *beside("cpu", *sys.argv[1:])]))
+    comparisons = differences, beside, with_row_scales
+    print("\n".join(line for each in comparisons for line in each("cpu", *sys.argv[1:])))

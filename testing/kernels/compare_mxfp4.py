@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS, FixedSigns
 from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, quantize_matrix
 from megatron_fp4.kernels import carrier
@@ -38,6 +39,7 @@ class Case:
     axes: tuple[int, ...]
     group: int = 0
     signed: bool = False
+    fixed: bool = False  # whether the signs are fixed
     packed: bool = False
     is_shard: bool = False
     carrier: torch.dtype | None = None
@@ -53,6 +55,7 @@ class Case:
         words += [f"group {self.group}"] if self.group else []
         words += ["shard"] * self.is_shard + ["signs"] * self.signed + ["packed"] * self.packed
         words += [] if self.carrier is None else [str(self.carrier), self.filled]
+        words += ["fixed signs"] * self.fixed
         words += ["in memory"] * self.in_memory + ["one draw"] * self.one_draw
         words += [] if self.unsigned is None else [f"no signs along {self.unsigned}"]
         return " ".join(words)
@@ -87,8 +90,10 @@ class Case:
             step, draw = torch.tensor(STEP, device=device), torch.tensor(DRAW, device=device)
         key = Key(SEED, step)
         noise = Noise(key, stream, self.placement(device)) if self.quantizer.stochastic else None
-        has_signs = self.signed and axis != self.unsigned
-        return Copy(axis, noise, Signs(key, stream, draw) if has_signs else None, self.carrier)
+        signs: Signs | FixedSigns | None = FIXED_SIGNS if self.fixed else None
+        if self.signed and axis != self.unsigned:
+            signs = Signs(key, stream, draw)
+        return Copy(axis, noise, signs, self.carrier)
 
 
 def cases() -> Iterator[Case]:
@@ -107,11 +112,17 @@ def cases() -> Iterator[Case]:
         yield Case(Quantizer(), (1, 0), group, signed)
         for axes in ((0,), (1,), (1, 0)):
             yield Case(noisy, axes, group, signed, is_shard=signed)
+        yield Case(noisy if signed else Quantizer(), (1, 0), group, fixed=True, is_shard=signed)
     for axis in (0, 1):
         yield Case(Quantizer(), (1, 0), 64, signed=True, unsigned=axis)
     for rule in ("floor", "ceil"):
         for axes in ((0,), (1,), (1, 0)):
             yield Case(Quantizer(rule=rule, rounding="ema"), axes)  # type: ignore[arg-type]
+    for axes in ((0,), (1,), (1, 0)):
+        yield Case(Quantizer(rule="mse"), axes)
+        yield Case(Quantizer(rule="mse", block=(1, 16)), axes)
+    yield Case(Quantizer(rule="mse"), (1, 0), packed=True)
+    yield Case(Quantizer(rule="mse"), (1, 0), 64, fixed=True)
     short: dict[str, Any] = {"rule": "ceil", "block": (1, 16)}
     for rounding in ("nearest", "stochastic", "ema"):
         for axes in ((0,), (1,), (1, 0)):
@@ -133,7 +144,7 @@ def cases() -> Iterator[Case]:
 def carried() -> Iterator[Case]:
     """Cases in which carriers are asked for too."""
     for case in cases():
-        plain = not case.group and case.quantizer.prescale == 1.0 and case.quantizer.rule == "ceil"
+        plain = not case.group and case.quantizer.prescale == 1.0 and case.quantizer.rule != "floor"
         if plain and not case.is_shard:
             yield from (replace(case, carrier=element) for element in FORMATS)
             if len(case.axes) == 2 and not case.packed and case.quantizer.rounding == "nearest":

@@ -8,8 +8,9 @@ which the target is stated.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,7 @@ def measure(quantizer: Quantizer | str) -> Measured:
 FLOOR_SR, CEIL_SR = Quantizer(rounding="stochastic"), Quantizer(rule="ceil", rounding="stochastic")
 THREE_QUARTERS = Quantizer(rounding="stochastic", prescale=3 / 4)
 THREE_QUARTERS_NEAREST = Quantizer(prescale=3 / 4)
+MSE = Quantizer(rule="mse")
 
 
 def test_ocp_floor_clips() -> None:
@@ -115,9 +117,15 @@ def test_clipping_biases_stochastic_rounding(quantizer: Quantizer | str) -> None
         ("mxfp4", 0.01325, 1e-5),
         ("mxfp4-ceil", 0.01334, 1e-5),
         (THREE_QUARTERS_NEAREST, 0.01388, 1e-5),
+        (MSE, 0.0125, 1e-4),
+        (replace(MSE, block=(1, 16)), 0.0121, 1e-4),
+        (replace(MSE, block=(1, 16), row_max=1.0), 0.0120, 1e-4),
     ],
-    ids=["floor-sr", "ceil-sr", "three-quarters-sr", "floor", "ceil", "three-quarters"],
-)
+    ids=[
+        "floor-sr", "ceil-sr", "three-quarters-sr", "floor", "ceil", "three-quarters",
+        "mse", "mse-16", "mse-16-rows",
+    ],
+)  # fmt: skip
 def test_mx_errors(quantizer: Quantizer | str, target: float, digit: float) -> None:
     assert measure(quantizer).mse.agrees(target, digit)
 
@@ -149,9 +157,20 @@ def test_targets_tell_the_schemes_apart() -> None:
     assert not measure(FLOOR_SR).mse.agrees(0.0271, 1e-4)
     assert not measure(THREE_QUARTERS).mse.agrees(0.0271, 1e-4)
     assert not measure(THREE_QUARTERS_NEAREST).mse.agrees(0.01334, 1e-5)
+    assert not measure("mxfp4").mse.agrees(0.0125, 1e-4)
+    assert not measure("mxfp4-ceil").mse.agrees(0.0125, 1e-4)
 
 
-def test_a_scale_rounded_up_clips_nothing() -> None:
-    up = Quantizer(scale="e4m3", block=(1, 16), rule="up", tensor_max=256.0, rounding="stochastic")
-    found = measure(up)
+@pytest.mark.parametrize(("scale", "tensor_max"), [("e4m3", 256.0), ("ue5m3", 32768.0)])
+def test_a_scale_rounded_up_clips_nothing(scale: Any, tensor_max: float) -> None:
+    up = Quantizer(scale=scale, block=(1, 16), rule="up", tensor_max=tensor_max)
+    found = measure(replace(up, rounding="stochastic"))
     assert found.clipped.mean == 0 and abs(found.gain.mean - 1) < 5 * found.gain.error
+
+
+def test_ue5m3_scales_rounded_to_nearest_clip() -> None:
+    """The mantissa is E4M3's, and so is the share of elements that are clipped."""
+    nearest = Quantizer(scale="ue5m3", block=(1, 16), rule="nearest", tensor_max=32768.0)
+    found = measure(replace(nearest, rounding="stochastic"))
+    assert found.clipped.agrees(0.035, 1e-3)
+    assert abs(found.gain.mean - 1) > 5 * found.gain.error

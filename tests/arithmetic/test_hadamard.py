@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import ConfigError
-from megatron_fp4.arithmetic.hadamard import Hadamard, hadamard_matrix, inverse, transform
-from megatron_fp4.arithmetic.philox import Key, random_signs
-from testing.oracles import normal, relative_error
+from megatron_fp4.arithmetic.hadamard import (
+    FIXED_SIGNS,
+    Hadamard,
+    hadamard_matrix,
+    inverse,
+    transform,
+)
+from megatron_fp4.arithmetic.philox import Key, random_signs, stream_id
+from testing.oracles import fnv1a, normal, philox_scalar, relative_error
 
 GROUPS = (2, 16, 32, 64, 128, 256)
 CPU = torch.device("cpu")
@@ -136,3 +143,21 @@ def test_an_outlier_is_spread() -> None:
 def test_errors(build) -> None:
     with pytest.raises(ConfigError):
         build()
+
+
+def test_fixed_signs_are_philox_s_under_a_key_of_zeros() -> None:
+    drawn = [philox_scalar((low, 0, 0, fnv1a("hadamard")), (0, 0), 7) for low in range(3)]
+    bits = [drawn[i // 128][i % 128 // 32] >> i % 32 & 1 for i in range(300)]
+    expected = [(-1.0) ** bit for bit in bits]
+    for count in (2, 16, 128, 300):
+        assert FIXED_SIGNS.vector(count).tolist() == expected[:count]
+    words = [word & 0xFFFFFFFF for word in FIXED_SIGNS.words()]
+    assert [-1.0 if words[i // 32] >> i % 32 & 1 else 1.0 for i in range(128)] == expected[:128]
+    # Negative control: another key, as of a seed, gives others.
+    assert random_signs(16, Key(1), stream_id("hadamard")).tolist() != expected[:16]
+
+
+def test_the_page_has_the_first_fixed_signs() -> None:
+    page = (Path(__file__).parents[2] / "docs/numerics.md").read_text()
+    shown = " ".join("+" if sign > 0 else "−" for sign in FIXED_SIGNS.vector(16))
+    assert f"The first sixteen are {shown}." in page

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fp4 import get_recipe
+from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe
+from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.cpp import extension, following
 from megatron_fp4.cpp.executor import KINDS, CppExecutor
@@ -314,6 +315,31 @@ def test_what_draws_by_pytorch_stays_in_python(
     assert kind.calls == 3 and kind.problem == "PyTorch draws the random bits of w in dgrad"
     line = f"megatron-fp4: fc1 and others like it run in Python: {kind.problem}\n"
     assert capsys.readouterr().err == line
+
+
+def test_fixed_signs_are_constants_of_what_is_recorded(loaded: Any) -> None:
+    """The transform of fprop too, which backward undoes; random signs stay in Python."""
+    q, results = Quantizer(), {}
+    for signs in ("fixed", "random"):
+        turned = GemmRecipe(q, q, Hadamard(32, signs))  # type: ignore[arg-type]
+        recipe = Recipe("turned", "", turned, turned, turned, backward="forward")
+        for executor in (CppExecutor(loaded, on_cpu=True), in_python):
+            execute_by(executor)
+            site, found = Site("fc1"), []
+            torch.manual_seed(3)
+            weight = torch.randn(64, INPUTS).bfloat16()
+            for step in range(4):
+                w, x = weight.clone().requires_grad_(), matrix()
+                y = quantized_linear(x, w, None, recipe, site, Call(Key(1, step)))
+                torch.autograd.backward(y, torch.ones_like(y))
+                assert x.grad is not None and w.grad is not None
+                found += [y.detach(), x.grad, w.grad]
+            results[signs, executor is in_python] = found, site
+    for signs in ("fixed", "random"):
+        in_cpp, expected = (results[signs, python][0] for python in (False, True))
+        assert all(torch.equal(a, b) for a, b in zip(in_cpp, expected, strict=True))
+        [kind] = results[signs, False][1].kinds.values()
+        assert (kind.problem is None, kind.calls) == ((True, 2) if signs == "fixed" else (False, 4))
 
 
 def test_tensors_of_a_captured_graph_stay_in_python(loaded: Any) -> None:

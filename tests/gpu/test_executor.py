@@ -14,6 +14,8 @@ from testing.scripts.compare_executors import FORMS
 from testing.worlds.launch import ROOT
 
 pytestmark = pytest.mark.gpu
+# PyTorch draws the random bits of ue5m3, whose passes are therefore not recorded.
+RECIPES = [name for name in list_recipes() if name != "ue5m3"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -25,7 +27,7 @@ def test_both_executors_compute_the_same_bits(ranks: int) -> None:
     script = str(ROOT / "testing/scripts/compare_executors.py")
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [*launch, script, *list_recipes(), *["--mlps"] * (ranks == 1)],
+        [*launch, script, *RECIPES, *["--mlps"] * (ranks == 1)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
@@ -34,7 +36,7 @@ def test_both_executors_compute_the_same_bits(ranks: int) -> None:
     assert ran.returncode == 0, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)
     kinds = 3 if ranks == 1 else 2  # alone, two MLPs; or column- and row-parallel
-    assert len(found) == len(FORMS) * kinds * len(list_recipes())
+    assert len(found) == len(FORMS) * kinds * len(RECIPES)
     for name, case in found.items():
         assert case["equal"] and not case["problems"], (name, case)
         assert case["in C++"] >= case["passes"] // 2, (name, case)

@@ -103,6 +103,19 @@ def test_an_average_fits_the_registers(sizes: tuple[int, int]) -> None:
     assert "STL" in made(2)  # Negative control: what nearest rounding takes.
 
 
+@pytest.mark.parametrize("along", [(E4M3, E4M3), (E4M3, False), (False, E4M3), (True, True)])
+def test_a_choice_by_errors_fits_the_registers(along: tuple[Any, Any]) -> None:
+    start = quantize_launch("nearest", *along, rule="mse", sizes=(1024, 1024))
+
+    def made(columns: int, warps: int) -> str:
+        tile = {"TILE": start.constants["TILE"]._replace(COLUMNS=columns)}
+        return sass(compiled_launch(start, 90, tile, num_warps=warps)["cubin"])
+
+    assert "STL" not in made(64, start.options["num_warps"])
+    if along == (True, True):  # Negative control: what the other rules take.
+        assert "STL" in made(128, 4)
+
+
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize("form", ["along rows", "along columns", "both", "one draw", "packed"])
@@ -202,7 +215,7 @@ def test_rows_are_corrected_without_spilling(second: bool | None, blocks: int) -
 @pytest.mark.parametrize("memory", [False, True])
 def test_a_transform_compiles(memory: bool, axis: int, group: int, capability: int) -> None:
     noisy = Quantizer(rounding="stochastic", prescale=0.75)
-    start = _transform_launch(256, 256, noisy, axis, group, True, memory, True)
+    start = _transform_launch(256, 256, noisy, axis, group, "random", memory, True)
     asm = compiled_launch(start, capability)
     assert "mma.sync.aligned.m16n8k16" in asm["ptx"] and ".ftz" not in asm["ptx"]
     # Nothing changes hands on the way to the tensor cores, nor back, nor the random bits: what goes

@@ -56,7 +56,9 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "carrier.carry_kernel": carry_launch((64, 256, 32, E4M3, False)),
     "carrier.elements_kernel": carrier._elements(4096),
     "estimator.factor_kernel": estimator._launch(64, 4096, Estimator(), True),
-    "hadamard.transform_kernel": _transform_launch(64, 64, Quantizer(), 1, 32, True, False, False),
+    "hadamard.transform_kernel": _transform_launch(
+        64, 64, Quantizer(), 1, 32, "random", False, False
+    ),
     "messages.encode_kernel": messages._encode_launch(4, 1, torch.float32, FORMS["e4m3"], False),
     "messages.sum_kernel": messages._sum_launch(4, 1, torch.float32, FORMS["e4m3"], 2),
     "mxfp4.quantize_kernel": VARIANTS["averaged"],

@@ -8,8 +8,10 @@ from testing.kernels.interpreter import differences
 # copies with one draw.
 QUICK = (
     "ceil nearest 1.0 axes (1, 0).",
+    "mse nearest 1.0 axes (1, 0).",
     "ceil stochastic 1.0 axes (1, 0) shard",
     "axes (1, 0) group 64 shard signs",
+    "axes (1, 0) group 64 shard fixed signs",
     "stochastic 1.0 axes (0,) packed.",
     "one draw",
 )
@@ -21,7 +23,7 @@ def test_codes_and_scales_are_the_reference_s(cases: str) -> None:
 
 
 @pytest.mark.outside
-@pytest.mark.parametrize("rule", ["floor", "ceil"])
+@pytest.mark.parametrize("rule", ["floor", "ceil", "mse"])
 def test_all_codes_and_scales_are_the_reference_s(rule: str) -> None:
     assert differences("mxfp4", rule) == [""]
 
@@ -50,6 +52,7 @@ def test_other_kernels_are_the_reference_s(comparison: str) -> None:
     ("comparison", "cases"),
     [
         ("carriers", "16 x 96"),
+        ("carriers", "row scales"),
         ("low_bit_adamw", "place"),
         ("low_bit_adamw", "range"),
         ("swiglu", "32 x 128"),  # and its gradient, which are quantized as they are computed

@@ -48,6 +48,7 @@ def test_a_prescale_of_fp8(prescale: float) -> None:
 
 
 CODES = quantize_matrix(X, Quantizer(), axis=1)
+ROWS = quantize_matrix(X, Quantizer(row_max=1.0), axis=1)
 TALL = quantize_matrix(X, Quantizer(block=(32, 32)), axis=1)
 
 
@@ -64,6 +65,8 @@ TALL = quantize_matrix(X, Quantizer(block=(32, 32)), axis=1)
         (X, Quantizer(rounding="ema"), {"group": 64}, "rounds nothing to an average after"),
         (CODES, Quantizer(), {"group": 64}, "neither transforms codes"),
         (X, Quantizer(), {"folds": True}, "folds no scales"),
+        (X, Quantizer(row_max=1.0), {}, "gives rows no scales of their own"),
+        (ROWS, Quantizer(), {}, "reads E2M1 with E8M0 scales in blocks of 1 x 16 and 1 x 32 only"),
     ],
 )  # fmt: skip
 def test_what_the_mxfp4_kernel_refuses(x: Any, quantizer: Any, fields: Any, why: str) -> None:
@@ -85,6 +88,7 @@ def test_what_the_mxfp4_kernel_refuses(x: Any, quantizer: Any, fields: Any, why:
         (X[:40], replace(NVFP4, block=(16, 16)), "takes multiples of blocks of 16 x 16"),
         (X, replace(NVFP4, block=(1, 128)), "takes blocks that divide 64 x 64"),
         (X[:0], NVFP4, "there are no elements"),
+        (X, replace(NVFP4, tensor_max=0.0, row_max=448.0), "gives rows no scales of their own"),
     ],
 )
 def test_what_the_block_scale_kernel_refuses(x: Any, quantizer: Any, why: str) -> None:

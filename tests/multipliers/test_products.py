@@ -74,6 +74,42 @@ def test_hopper_tells_a_block_from_a_format(quantizer: Quantizer, reason: str) -
     assert choose(asked(short, Quantizer()), Target("cuda", (9, 0))).multiplier.name == "hopper"
 
 
+ROWS = Quantizer(rule="mse", row_max=1.0)
+WITHIN = Quantizer(scale="fp32", block=(1, 16), rule="absmax")
+
+
+@pytest.mark.parametrize("target", [CPU, *(Target("cuda", (n, 0)) for n in (8, 9, 10, 12))])
+def test_float32_scales_within_a_row_are_a_simulation(target: Target) -> None:
+    """In float32, and each multiplier that could do with less says so."""
+    for a, b in ((WITHIN, WITHIN), (Quantizer(), WITHIN), (WITHIN, torch.bfloat16)):
+        choice = choose(asked(a, b), target)
+        assert choice.multiplier.name == "reference"
+        assert "exact in float32 alone" in dict(choice.passed_over)["bf16"]
+    assert choose(asked(FP8_ROW, FP8_TENSOR), target).multiplier.name != "reference"  # the control
+
+
+def test_hopper_multiplies_row_scales_beside_block_scales_and_blackwell_does_not() -> None:
+    assert choose(asked(ROWS, ROWS), Target("cuda", (9, 0))).multiplier.name == "hopper"
+    choice = choose(asked(ROWS, ROWS), Target("cuda", (10, 0)))
+    assert choice.multiplier.name == "bf16"
+    assert "a scale for each row beside" in dict(choice.passed_over)["blackwell"]
+    plain = Quantizer(rule="mse")  # the control
+    assert choose(asked(plain, plain), Target("cuda", (10, 0))).multiplier.name == "sm100"
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (12, 0)], ids=str)
+def test_blackwell_tells_that_no_instruction_takes_ue5m3_scales(capability: tuple) -> None:
+    quantizer = Quantizer(scale="ue5m3", block=(1, 16), rule="nearest")
+    e4m3 = Quantizer(scale="e4m3", block=(1, 16), rule="nearest", tensor_max=448.0)
+    for a, b in ((quantizer, quantizer), (e4m3, quantizer)):
+        choice = choose(asked(a, b), Target("cuda", capability))
+        reasons = dict(choice.passed_over)
+        assert choice.multiplier.name == "bf16"
+        assert reasons["blackwell"] == reasons["nvfp4"]
+        assert reasons["nvfp4"] == "FP4 tensor cores have no instruction for UE5M3 scales"
+    assert choose(asked(e4m3, e4m3), Target("cuda", capability)).multiplier.name == "nvfp4"
+
+
 @pytest.mark.parametrize("shape", [(24, 256, 256), (256, 24, 256), (256, 256, 24), (0, 256, 256)])
 def test_hopper_leaves_odd_sides_to_bf16(shape: tuple[int, int, int]) -> None:
     choice = choose(asked(shape=shape), Target("cuda", (9, 0)))
@@ -94,6 +130,11 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "e5m2-row-and-high-precision": (FP8_ROW, None),
     "high-precision-and-nvfp4": (None, "nvfp4"),
     "high-precision": (None, None),
+    "row-scales": (ROWS, "mxfp4"),
+    "row-scales-of-e4m3": (
+        Quantizer(scale="e4m3", block=(1, 16), rule="nearest", row_max=448.0),
+        ROWS,
+    ),
     "square-blocks": (Quantizer(block=(16, 16)), "mxfp4"),
     "mx-scale-of-a-row": (Quantizer(block=(1, 0)), "mxfp4"),
     "nvfp4-scale-of-a-row": (

@@ -39,7 +39,14 @@ def test_every_operand_and_product_is_told(
     assert ("sequence parallelism" in text) == ("sequence" in layout)
     if gpu == "--gpu sm_90" and recipe in ("tetrajet", "mxfp4"):
         assert text.count("product  by hopper") == 3 and "by mxfp4 kernel" in text
-    assert ("by pytorch" in text) == (gpu == "")
+    # No kernel transforms operands of ue5m3.
+    assert ("by pytorch" in text) == (gpu == "" or recipe == "ue5m3")
+    if gpu and recipe == "ue5m3":
+        assert text.count("product  by bf16") == 3
+        reason = (
+            "scales of e2m1 are not powers of two" if gpu == "--gpu sm_90" else "no instruction"
+        )
+        assert reason in text
 
 
 def test_bytes_and_reasons(
@@ -127,3 +134,24 @@ def test_the_page_s_excerpt_is_what_is_printed(
     text = printed(capsys, monkeypatch, flags)
     lines = [line[4:] for line in excerpt.splitlines() if line.strip() != "..."]
     assert len(lines) > 8 and all(line in text.splitlines() for line in lines)
+
+
+def test_scales_beside_scales_and_simulated_ones_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mine.yaml"
+    rows = "{rule: mse, row_max: 1}"
+    within = "{scale: fp32, rule: absmax, block: [1, 16]}"
+    path.write_text(
+        f"backward: forward\nfprop: {{a: {rows}, b: {rows}}}\n"
+        f"wgrad: {{a: {within}, b: {within}}}\ndgrad: {{a: {{rule: ceil}}}}\n"
+    )
+    text = printed(capsys, monkeypatch, f"--recipe {path} --gpu sm_90")
+    assert "E8M0 scales (mse, row scale for 1) for blocks of 32, nearest, by pytorch" in text
+    assert re.findall(r"product  by (\w+)", text) == ["hopper", "bf16", "reference"]
+    assert "float32 scales within a row are simulated" in text
+    assert "times the row scales of the other operand" in text  # dY of dgrad
+    kept = 4096 * 8192 * 17 / 32 + 8192 * 4  # codes, block scales, row scales
+    assert f"kept for backward  X as codes of fprop, {kept / 1e6:.1f} MB" in text
+    text = printed(capsys, monkeypatch, f"--recipe {path} --gpu sm_100")
+    assert "an operand has a scale for each row beside its block scales" in text

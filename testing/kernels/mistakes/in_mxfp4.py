@@ -6,11 +6,22 @@ from typing import Any
 
 import triton.language as tl
 
-from megatron_fp4.kernels import carrier, decode, encode, fp8, hadamard, mxfp4, philox, quantize
+from megatron_fp4.kernels import (
+    carrier,
+    decode,
+    encode,
+    exponents,
+    fp8,
+    hadamard,
+    mxfp4,
+    philox,
+    quantize,
+)
 from testing.kernels.mistakes.injection import Mistake, argument, result
 
 # Words that choose cases; one case is enough for most mistakes.
 NEAREST, EMA = "floor nearest 1.0 axes (1, 0).", "ceil ema 1.0 axes (1, 0)."
+MSE = "mse nearest 1.0 axes (1, 0)."
 STOCHASTIC = "floor stochastic 1.0 axes (1, 0) shard"
 SIGNS = "axes (1, 0) group 64 shard signs"
 CARRIED = "ceil nearest 1.0 axes (1, 0) torch.float8_e4m3fn ."
@@ -32,6 +43,10 @@ def _no_signs_of_zeros(pairs: Any) -> Any:
     return tl.where((pairs & 0x7FFF0000) == 0, pairs & 0x7FFFFFFF, pairs)
 
 
+def _beyond_six_is_kept(right: Any, v: Any) -> Any:
+    return tl.where(v > 6, v, right(v))
+
+
 CODES = {
     "ties go up": Mistake(
         NEAREST, encode.nearest_pairs, argument("magnitudes", lambda pairs: pairs + 0x10001)
@@ -46,8 +61,15 @@ CODES = {
     "Inf in the next column": Mistake("huge", encode.nearest_pairs, _what_is_not_finite_too),
     "1.5 is clipped": Mistake(
         "ceil nearest 1.0 axes (1, 0).",
-        encode.scales,
+        exponents.of_maxima,
         argument("widest", lambda widest: widest + 0x10001),
+    ),
+    "errors beyond 6 are not counted": Mistake(MSE, exponents._on_the_grid, _beyond_six_is_kept),
+    "errors are not squared": Mistake(
+        MSE, exponents._squared, result(lambda errors: tl.sqrt(errors.to(tl.float32)).to(tl.int32))
+    ),
+    "a tie takes twice the scale": Mistake(
+        MSE, exponents.squared_errors, result(lambda more: tl.where(more == 0, -1, more))
     ),
     "NaN is hidden": Mistake(NEAREST, encode.live, argument("widest", lambda widest: widest * 0)),
     "no sign of odd columns": Mistake(

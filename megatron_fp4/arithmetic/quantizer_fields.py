@@ -1,0 +1,65 @@
+"""Checks which fields of a Quantizer go together."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from megatron_fp4.errors import ConfigError, check_choices
+
+if TYPE_CHECKING:
+    from megatron_fp4.arithmetic.quantizer import Quantizer
+
+_RULES = {"e8m0": ("floor", "ceil", "mse"), "fp32": ("absmax",)}
+_FLOAT_RULES = ("nearest", "up", "four-over-six")  # of e4m3 and ue5m3
+
+
+def check_fields(quantizer: Quantizer) -> None:
+    """Raises ConfigError for fields that are out of range or contradict each other."""
+    check_choices(quantizer)
+    _check_block(quantizer)
+    _check_scales(quantizer)
+    _check_rounding(quantizer)
+
+
+def _check_block(q: Quantizer) -> None:
+    sizes = [b for b in q.block if isinstance(b, int) and b >= 0]
+    if len(q.block) != 2 or sizes != list(q.block) or (not q.outer and 0 in sizes):
+        raise ConfigError(f"block is [across, along], [1, 0] or [0, 0], not {q.block}")
+    if q.outer and q.block[0] > 1:
+        raise ConfigError(f"a block along a whole axis is [1, 0] or [0, 0], not {q.block}")
+
+
+def _check_scales(q: Quantizer) -> None:
+    factors = (q.prescale, q.inflate, q.tensor_max, q.row_max)
+    if not (all(map(math.isfinite, factors)) and min(factors[:2]) > 0 and min(factors[2:]) >= 0):
+        raise ConfigError(
+            "prescale and inflate must be finite and above 0, tensor_max and row_max 0 or more"
+        )
+    if q.scale in ("e8m0", "fp32") and (q.tensor_max or q.inflate != 1.0):
+        raise ConfigError(f"scale {q.scale} takes neither tensor_max nor inflate")
+    if q.row_max and (q.scale == "fp32" or q.tensor_max or q.outer or q.block[0] != 1):
+        raise ConfigError(
+            "row_max takes e8m0, e4m3 or ue5m3 scales for blocks within a row, and no tensor_max"
+        )
+    if q.row_max and q.scale == "e8m0" and math.frexp(q.row_max)[0] != 0.5:
+        raise ConfigError(f"row_max of e8m0 scales is a power of two, not {q.row_max:g}")
+    rules = _RULES.get(q.scale, _FLOAT_RULES)
+    if q.rule not in rules:
+        raise ConfigError(f"scale {q.scale} takes rule {' or '.join(rules)}: {q.rule!r}")
+
+
+def _check_rounding(q: Quantizer) -> None:
+    if q.element != "e2m1" and (q.scale != "fp32" or q.stochastic or not q.outer):
+        raise ConfigError(
+            f"{q.element} elements take fp32 scales of a whole row or tensor, and nearest rounding"
+        )
+    form = q.element, q.scale, q.prescale, q.row_max
+    if q.rounding == "ema" and form != ("e2m1", "e8m0", 1.0, 0.0):
+        raise ConfigError(
+            "rounding ema takes e2m1 elements, e8m0 scales, no row_max and no prescale"
+        )
+    if q.rule == "mse" and (q.rounding != "nearest" or q.prescale != 1.0):
+        raise ConfigError("rule mse takes nearest rounding and no prescale")
+    if q.rule == "four-over-six" and (q.block[0] != 1 or q.stochastic):
+        raise ConfigError("four-over-six takes blocks of one row and nearest rounding")
