@@ -71,7 +71,16 @@ LAYOUTS = {
     "tp2-sp-ep4": Layout(tp=2, sp=True, dp=4, ep=4, etp=1, models=MOE),
 }
 
-RECIPES = ("mxfp4", "tetrajet", "mxfp4-rht-sr", "dge", "dge-occ", "ue5m3", "stochastic")
+RECIPES = (
+    "mxfp4",
+    "tetrajet",
+    "mxfp4-rht-sr",
+    "dge",
+    "dge-occ",
+    "ue5m3",
+    "row-scales",
+    "stochastic",
+)
 # Models that differ from another in a detail run only the recipe with noise in all three GEMMs.
 SIDE_RECIPES = ("stochastic",)
 
