@@ -73,7 +73,7 @@ LAYOUTS = {
 
 RECIPES = (
     *("mxfp4", "tetrajet", "mxfp4-rht-sr", "dge", "dge-occ"),
-    *("ue5m3", "estimators", "stochastic"),
+    *("ue5m3", "row-scales", "estimators", "stochastic"),
 )
 # Models that differ from another in a detail run only the recipe with noise in all three GEMMs.
 SIDE_RECIPES = ("stochastic",)
