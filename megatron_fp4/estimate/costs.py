@@ -1,0 +1,367 @@
+"""What each technique of a recipe takes in one linear: operations, bytes and random words.
+
+This is this project's own model. It counts what a technique itself needs on a GPU if it had a
+kernel there, so that recipes that are only simulated can be compared with others. A plan
+(`plan.data.LinearPlan`) says what is made, read, saved and sent. overhead.py turns counts into
+time, and has beside it the time of the linear as it runs today.
+
+What is assumed:
+
+- A kernel reads a matrix once for all operands that it makes of it, and writes codes and scales. A
+  scale of a tensor or of rows takes a pass before, which reads the matrix and, where there is one,
+  transforms it.
+- A Hadamard transform takes g multiply-adds an element on BF16 tensor cores.
+- A product runs in the narrowest precision in which the GPU's tensor cores take both operands
+  exactly. FP4 tensor cores take all E2M1 codes. UE5M3 scales are for them E4M3 scales times a power
+  of two for the row. FP8 takes E2M1 codes with power-of-two scales, or with scales of whole rows or
+  tensors, but not with E4M3 or UE5M3 scales of blocks: these are multiplied in BF16.
+- Outliers are multiplied by dense products (docs/notes/outliers.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.outliers import OutlierClamp
+from megatron_fp4.arithmetic.quantizer import Quantizer
+from megatron_fp4.arithmetic.ramping import Ramping
+from megatron_fp4.arithmetic.weight_states import WeightAverage
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.estimate.amounts import Amounts
+from megatron_fp4.estimate.gpus import Gpu
+from megatron_fp4.estimate.traffic import of_backward, of_forward
+from megatron_fp4.estimate.work import Precision, operand_of, product
+from megatron_fp4.plan.data import GemmPlan, LinearPlan, OperandPlan
+from megatron_fp4.plan.memory import operand_bytes, outlier_bytes, saved_bytes
+from megatron_fp4.plan.setting import Setting
+from megatron_fp4.recipe import GemmRecipe, Recipe
+
+FP32, BF16 = torch.float32.itemsize, torch.bfloat16.itemsize
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one technique takes in one call of a linear, on one rank.
+
+    gemm: "fprop", "dgrad" or "wgrad"; "backward" for what both backward GEMMs share.
+    operand: "x", "w" or "dy"; "" for what is not of one operand.
+    technique: "product", "codes" (a matrix is read, codes and scales are written), "rounding",
+        "random words", "Hadamard transform", "tensor scale", "row scales", "four-over-six",
+        "average" (read to round towards it), "form" (the operand is written as the tensor cores
+        read it), "outliers", "estimator", "state beside the weight", "saved" or "sent".
+    read, written: bytes of the GPU's memory.
+    multiply_adds: on tensor cores, in `precision`.
+    words: random 16-bit words.
+    saved: bytes kept for the backward pass. kept: bytes kept over the run beside the weight.
+    sent: bytes that a tensor-parallel rank sends.
+    once: whether it is done once a step, however many microbatches there are.
+    work: the same as amounts by the units of rates.py.
+    """
+
+    gemm: str
+    operand: str
+    technique: str
+    read: float = 0.0
+    written: float = 0.0
+    multiply_adds: float = 0.0
+    precision: Precision | None = None
+    words: float = 0.0
+    saved: float = 0.0
+    kept: float = 0.0
+    sent: float = 0.0
+    once: bool = False
+    work: Amounts = field(default_factory=Amounts)
+
+
+def costs(plan: LinearPlan, gpu: Gpu) -> list[Cost]:
+    """The costs of all techniques of a plan, as if each had a kernel on `gpu`.
+
+    Raises ConfigError for a recipe with a word that is not counted, and for a linear that computes
+    a SwiGLU or a norm or gets W as codes.
+    """
+    check(plan)
+    found = [*_products(plan, gpu), *_forms(plan, gpu)]
+    held = {gemm.b for gemm in plan.gemms if gemm.holds_b}
+    for operands in _together(plan):
+        made = of_operands(operands, plan.recipe)
+        found += (replace(cost, once=operands[0] in held) for cost in made)
+    found += [*_outliers(plan), *_estimator(plan), *_state(plan), *_kept(plan)]
+    return found
+
+
+def moved(read: float, written: float, steps: dict[str, float] | None = None) -> dict[str, Any]:
+    """The fields of a Cost of bytes that a kernel moves, and other work by unit."""
+    work = Amounts(steps or {})
+    work["byte quantized"] += read + written
+    return {"read": read, "written": written, "work": work}
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def precision_of(gemm: GemmPlan, gpu: Gpu) -> Precision:
+    """The narrowest precision in which the GPU's tensor cores take both operands exactly."""
+    order: tuple[Precision, ...] = ("fp4", "fp8", "bf16")
+    return max((_narrowest(operand, gpu) for operand in (gemm.a, gemm.b)), key=order.index)
+
+
+def _narrowest(operand: OperandPlan, gpu: Gpu) -> Precision:
+    quantizer = operand.quantizer or operand.codes
+    if quantizer is None:
+        return "bf16"
+    if quantizer.element == "e2m1" and gpu.fp4:
+        return "fp4"
+    exact = quantizer.element != "e2m1" or quantizer.scale == "e8m0" or quantizer.outer
+    return "fp8" if exact and gpu.fp8 else "bf16"
+
+
+def _products(plan: LinearPlan, gpu: Gpu) -> Iterator[Cost]:
+    for gemm in plan.gemms:
+        precision = precision_of(gemm, gpu)
+        m, n, k = gemm.product.shape
+        out = float(gemm.product.out_dtype.itemsize * m * n)
+        yield Cost(
+            gemm.name, "", "product",
+            read=operand_of(precision) * k * (m + n) + out * gemm.product.adds,
+            written=out,
+            multiply_adds=float(m * n * k),
+            precision=precision,
+            work=product(gemm, gpu, precision),
+        )  # fmt: skip
+
+
+def _forms(plan: LinearPlan, gpu: Gpu) -> Iterator[Cost]:
+    """Operands as the tensor cores read them, where these are not the codes that a kernel makes:
+    FP8 carriers, BF16, or transposed codes. The kernel that makes an operand writes its form beside
+    the codes, unless these are sent, held or saved before they are multiplied."""
+    for gemm in plan.gemms:
+        precision, (m, n, k) = precision_of(gemm, gpu), gemm.product.shape
+        for operand, rows, is_held in ((gemm.a, m, False), (gemm.b, n, gemm.holds_b)):
+            quantizer = operand.quantizer
+            if quantizer is None:
+                yield from _unquantized(operand, plan.recipe, precision)
+                continue
+            if quantizer.element in _TAKES[precision]:
+                continue
+            saved = plan.saves_x == "packed" and (gemm.name, operand.letter) == ("wgrad", "x")
+            apart = operand.is_part or is_held or saved
+            steps = {}
+            if (precision, quantizer.scale, apart) == ("fp8", "e8m0", False):
+                steps["element corrected"] = float(rows * k)  # of rows that do not fit the guess
+            read = quantizer.nbytes(rows, k) if apart else 0
+            found = moved(read, rows * k * _WIDTH[precision], steps)
+            once = is_held and gemm.holds_form
+            yield Cost(gemm.name, operand.letter, "form", once=once, **found)
+
+
+def _unquantized(operand: OperandPlan, recipe: Recipe, precision: Precision) -> Iterator[Cost]:
+    """An operand that its GEMM does not quantize, but that is not what the model holds either: it
+    is decoded from fprop's codes, transformed, or multiplied by scales of the other operand."""
+    decoded, elements = _decoded(operand, recipe), _elements(operand)
+    if operand.is_sent or not (decoded or operand.group or operand.folds):
+        return
+    written = elements * (_WIDTH[precision] if operand.codes is not None else BF16)
+    name = "Hadamard transform" if operand.group else "form"
+    where = operand.gemm, operand.letter
+    yield _transform(where, name, operand, _source_bytes(operand, recipe), written)
+
+
+# The elements of codes that tensor cores take as they are, and the bytes of an element otherwise.
+_TAKES = {"fp4": ("e2m1",), "fp8": ("e4m3", "e5m2"), "bf16": ()}
+_WIDTH = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0}
+
+
+# --- operands -------------------------------------------------------------------------------------
+
+
+def _together(plan: LinearPlan) -> Iterator[list[OperandPlan]]:
+    """The operands that are quantized, in lists of those that one kernel makes from one read."""
+    for makings in (plan.forward, plan.backward, plan.late):
+        found: dict[Any, list[OperandPlan]] = {}
+        for operand in [operand for making in makings for operand in making.operands]:
+            if operand.quantizer is not None:
+                form = operand.quantizer, operand.group, operand.is_part
+                found.setdefault((operand.letter, operand.source, form), []).append(operand)
+        yield from found.values()
+
+
+def of_operands(operands: Sequence[OperandPlan], recipe: Recipe) -> Iterator[Cost]:
+    """The costs of quantizing operands that are made from one read of a matrix."""
+    first, elements = operands[0], _elements(operands[0])
+    size = _source_bytes(first, recipe)
+    for number, operand in enumerate(operands):
+        quantizer, where = operand.quantizer, (operand.gemm, operand.letter)
+        assert quantizer is not None
+        steps = {"element in a second direction": elements} if number else {}
+        if _decoded(first, recipe) is not None and not number:
+            steps["element decoded"] = elements
+        read = 0.0 if number else size
+        yield Cost(*where, "codes", **moved(read, operand_bytes(operand), steps))
+        # Both operands of dY have the same random bits.
+        drawn = elements if not number or operand.letter != "dy" else 0.0
+        yield from _rounding(where, quantizer, elements, drawn)
+        if operand.group:
+            yield _transform(where, "Hadamard transform", operand)
+        # One pass serves both directions, whose transforms differ.
+        if (quantizer.tensor_max or quantizer.outer) and (operand.group or not number):
+            name = "row scales" if quantizer.outer and quantizer.block[0] else "tensor scale"
+            yield _transform(where, name, operand, size)
+
+
+def _elements(operand: OperandPlan) -> float:
+    return float(operand.shape[0] * operand.shape[1])
+
+
+def _decoded(operand: OperandPlan, recipe: Recipe) -> Quantizer | None:
+    """The quantizer of fprop's codes if the operand is made from these, else None."""
+    if operand.source in ("codes", "decoded", "values", "elements"):
+        return recipe.quantizer("fprop", operand.letter)
+    return None
+
+
+def _source_bytes(operand: OperandPlan, recipe: Recipe) -> float:
+    """The bytes that a kernel reads to make an operand."""
+    decoded = _decoded(operand, recipe)
+    return BF16 * _elements(operand) if decoded is None else decoded.nbytes(*operand.shape)
+
+
+def _rounding(
+    where: tuple[str, str], quantizer: Quantizer, elements: float, drawn: float
+) -> Iterator[Cost]:
+    word = "stochastically" if quantizer.stochastic else "to nearest"
+    yield Cost(*where, "rounding", work=Amounts({f"element rounded {word}": elements}))
+    if quantizer.stochastic and drawn:
+        yield Cost(*where, "random words", words=drawn, work=Amounts({"element drawn": drawn}))
+    if quantizer.rounding == "ema":
+        yield Cost(*where, "average", **moved(FP32 * elements, 0))
+    if quantizer.rule == "four-over-six":  # a second rounding, and the errors of both
+        work = Amounts({"element rounded to nearest": 3 * elements})
+        yield Cost(*where, "four-over-six", work=work)
+
+
+def _transform(
+    where: tuple[str, str],
+    technique: str,
+    operand: OperandPlan,
+    read: float = 0.0,
+    written: float = 0.0,
+) -> Cost:
+    """A pass that transforms an operand if it has a Hadamard transform. read, written: the bytes
+    that are not moved for its codes in any case."""
+    multiply_adds = operand.group * _elements(operand)
+    precision: Precision | None = "bf16" if operand.group else None
+    found = moved(read, written, {"bf16 operation": 2 * multiply_adds})
+    return Cost(*where, technique, multiply_adds=multiply_adds, precision=precision, **found)
+
+
+# --- beside the operands --------------------------------------------------------------------------
+
+
+def _outliers(plan: LinearPlan) -> Iterator[Cost]:
+    """X is read and written clamped, and what was clamped off is multiplied in BF16."""
+    if plan.clamping is None:
+        return
+    rows, columns = plan.setting.shape("x", is_part=plan.setting.has_part("x"))
+    size = float(rows * columns * BF16)
+    apart = outlier_bytes(plan) if plan.compensation is not None else 0
+    saved = outlier_bytes(plan) if plan.residual_in_dw else 0
+    yield Cost("fprop", "x", "outliers", saved=saved, **moved(size, size + apart))
+    multiplied = [plan.fprop] if plan.compensation is not None else []
+    if plan.residual_in_dw and plan.wgrad is not None:
+        multiplied.append(plan.wgrad)
+    for gemm in multiplied:
+        m, n, k = gemm.product.shape
+        each = float(m * n * k)
+        work = Amounts({"bf16 operation": 2 * each, "GEMM": 1})
+        yield Cost(gemm.name, "x", "outliers", multiply_adds=each, precision="bf16", work=work)
+
+
+def _estimator(plan: LinearPlan) -> Iterator[Cost]:
+    """dW is read in float32 beside W, and the result is added to main_grad."""
+    if plan.recipe.estimator is None or plan.wgrad is None:
+        return
+    elements = float(plan.setting.inputs * plan.setting.outputs)
+    into = FP32 if plan.setting.main_grad is not None else 0
+    yield Cost("wgrad", "w", "estimator", **moved((FP32 + BF16 + into) * elements, FP32 * elements))
+
+
+def _state(plan: LinearPlan) -> Iterator[Cost]:
+    """State beside the weight, which the optimizer reads and writes once a step; an average reads
+    the weight too."""
+    recipe, elements = plan.recipe, float(plan.setting.inputs * plan.setting.outputs)
+    size = elements * sum(dtype.itemsize for dtype in recipe.kept_dtypes.values())
+    if not size:
+        return
+    weight = FP32 * elements if recipe.weight_states else 0.0
+    found = moved(size + weight, size)
+    yield Cost("wgrad", "w", "state beside the weight", kept=size, once=True, **found)
+
+
+def _kept(plan: LinearPlan) -> Iterator[Cost]:
+    """What is saved for backward, beside outliers, and what is sent."""
+    outliers = outlier_bytes(plan) if plan.residual_in_dw else 0
+    yield Cost("backward", "", "saved", saved=saved_bytes(plan) - outliers)
+    for gemm, sends in (("fprop", of_forward(plan)), ("backward", of_backward(plan))):
+        sent = sum(each.sent for each in sends)
+        if sent:
+            work = Amounts({"byte over NVLink": sent})
+            yield Cost(gemm, "", "sent", sent=sent, work=work)
+
+
+# --- what is counted ------------------------------------------------------------------------------
+
+# The fields of everything that a recipe consists of. The words of a field that are counted, or ()
+# for a field whose values change no count, or are read above as they are.
+COUNTED: dict[type, dict[str, tuple[str, ...]]] = {
+    Recipe: {
+        **dict.fromkeys(("name", "paper", "fprop", "dgrad", "wgrad", "bias_gradient"), ()),
+        **dict.fromkeys(("estimator", "outliers", "weight_average", "ramping"), ()),
+        **dict.fromkeys(("bf16_after", "bf16_gemms"), ()),  # the costs are those before it
+        "backward": ("forward", "raw"),
+    },
+    GemmRecipe: dict.fromkeys(("a", "b", "hadamard", "correction"), ()),
+    Quantizer: {
+        "element": ("e2m1", "e4m3", "e5m2"),
+        "scale": ("e8m0", "e4m3", "ue5m3", "fp32"),
+        "rule": ("floor", "ceil", "nearest", "up", "four-over-six", "absmax"),
+        "rounding": ("nearest", "stochastic", "ema"),
+        **dict.fromkeys(("block", "prescale", "tensor_max", "inflate"), ()),
+    },
+    Hadamard: {"group": (), "signs": ()},
+    OutlierClamp: dict.fromkeys(("alpha", "scope", "compensate", "residual_in_wgrad"), ()),
+    DGE: {"k": (), "clip": ()},
+    WeightAverage: dict.fromkeys(("beta", "half_life", "follows_lr", "warmup", "delay"), ()),
+    Ramping: dict.fromkeys(("k1", "k2", "interval", "interval_share", "calibration", "most"), ()),
+}
+
+
+def check(plan: LinearPlan) -> None:
+    """Raises ConfigError if a plan has something that is not counted; see `costs`."""
+    setting: Setting = plan.setting
+    if setting.swiglu or setting.normed or setting.sent_w:
+        raise ConfigError("costs are of a linear by itself, without SwiGLU, norm or sent weights")
+    if problem := next(_uncounted(plan.recipe), None):
+        raise ConfigError(f"recipe {plan.recipe.name}: the cost model does not count {problem}")
+
+
+def _uncounted(part: Any) -> Iterator[str]:
+    """The words of a part of a recipe that COUNTED lacks."""
+    known = COUNTED.get(type(part))
+    if known is None:
+        yield type(part).__name__
+        return
+    for each in fields(part):
+        value = getattr(part, each.name)
+        if each.name not in known:
+            if value != each.default:
+                yield f"{each.name} {value}"
+        elif known[each.name] and value not in known[each.name]:
+            yield f"{each.name} {value}"
+        elif is_dataclass(value):
+            yield from _uncounted(value)
