@@ -21,6 +21,9 @@ from megatron_fp4.estimate.traffic import of_backward, of_forward
 from megatron_fp4.estimate.work import of_linear
 from megatron_fp4.plan.memory import saved_bytes
 from megatron_fp4.plan.setting import UNSHARDED, Sharding, column_parallel
+from tools.sweep.axes import settled
+from tools.sweep.building import recipe_of
+from tools.sweep.sampling import sample
 
 TOKENS, IN, OUT = 256, 128, 384
 X, W, DY = TOKENS * IN, OUT * IN, TOKENS * OUT
@@ -319,3 +322,24 @@ def test_a_new_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_work_of_a_linear_is_refused(others: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="by itself"):
         found(get_recipe("tetrajet"), **others)
+
+
+# --- the design space -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", DEVICES.values())
+def test_every_recipe_of_the_sweep_is_costed(gpu: Gpu) -> None:
+    """Those of a sample. Each axis that adds a technique adds its time."""
+    drawn = sample(120, seed=2).stars
+    setting = setting_of(gpu, 4096, 4096, 8192)
+    for combination in drawn:
+        found = with_kernels(recipe_of(combination), setting, gpu)
+        assert found.total > found.products > 0
+        for axis, more, less in (
+            ("tensor_scale", "yes", "no"),
+            ("estimator", "dge", "straight-through"),
+            ("group", "128", "64"),
+        ):
+            other = replace(combination, **{axis: less})
+            if getattr(combination, axis) == more and settled(other) == other:
+                assert with_kernels(recipe_of(other), setting, gpu).total < found.total
