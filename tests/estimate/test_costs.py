@@ -12,7 +12,9 @@ from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, Recipe, get_recipe,
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.estimate import costs as module
-from megatron_fp4.estimate.costs import COUNTED, Cost, costs
+from megatron_fp4.estimate.costs import Cost, costs
+from megatron_fp4.estimate.costs_text import text
+from megatron_fp4.estimate.counted import COUNTED
 from megatron_fp4.estimate.gpus import MEASURED, Gpu
 from megatron_fp4.estimate.overhead import DEVICES, as_it_runs, plan_of, setting_of, with_kernels
 from megatron_fp4.estimate.plans import BF16
@@ -322,6 +324,23 @@ def test_a_new_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_work_of_a_linear_is_refused(others: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="by itself"):
         found(get_recipe("tetrajet"), **others)
+
+
+# --- as text --------------------------------------------------------------------------------------
+
+
+def test_the_text_says_what_was_never_measured() -> None:
+    recipe, setting = get_recipe("mxfp4-rht-sr"), setting_of(MEASURED, 4096, 14336, 8192)
+    hopper, blackwell = (text(recipe, setting, gpu) for gpu in DEVICES.values())
+    assert "never measured" in blackwell and "never measured" not in hopper
+    assert "Hadamard transform in bf16" in hopper and "product in fp8" in hopper
+    for each, gpu in ((hopper, MEASURED), (blackwell, BLACKWELL)):
+        for what, found in (
+            ("with a kernel for each technique", with_kernels(recipe, setting, gpu)),
+            ("as it runs today", as_it_runs(recipe, setting, gpu)),
+        ):
+            assert f"{what}: {1e3 * found.total:.2f} ms, {found.times_bf16:.2f} of a" in each
+    assert "sm100: torch's MXFP4 products" in blackwell  # why it is not used
 
 
 # --- the design space -----------------------------------------------------------------------------
