@@ -85,7 +85,7 @@ def costs(plan: LinearPlan, gpu: Gpu) -> list[Cost]:
     for operands in _together(plan):
         made = of_operands(operands, plan.recipe)
         found += (replace(cost, once=operands[0] in held) for cost in made)
-    found += [*_outliers(plan), *_estimator(plan), *_state(plan), *_kept(plan)]
+    found += [*_outliers(plan), *_estimators(plan), *_state(plan), *_kept(plan)]
     return found
 
 
@@ -276,13 +276,30 @@ def _outliers(plan: LinearPlan) -> Iterator[Cost]:
         yield Cost(gemm.name, "x", "outliers", multiply_adds=each, precision="bf16", work=work)
 
 
-def _estimator(plan: LinearPlan) -> Iterator[Cost]:
-    """dW is read in float32 beside W, and the result is added to main_grad."""
-    if plan.recipe.estimator is None or plan.wgrad is None:
-        return
-    elements = float(plan.setting.inputs * plan.setting.outputs)
-    into = FP32 if plan.setting.main_grad is not None else 0
-    yield Cost("wgrad", "w", "estimator", **moved((FP32 + BF16 + into) * elements, FP32 * elements))
+def _estimators(plan: LinearPlan) -> Iterator[Cost]:
+    """dW is read in float32 beside W, and the result is added to main_grad. dX is read and written
+    beside X. With a gradient through the maximum the codes are read too, and all again in a second
+    pass, after the sums of each block, unless blocks are short enough for one."""
+    recipe, setting = plan.recipe, plan.setting
+    into = FP32 if setting.main_grad is not None else 0
+    for letter, gemm, estimates, estimator, given, added in (
+        ("w", plan.wgrad, plan.estimates_w, recipe.estimator, FP32, into),
+        ("x", plan.dgrad, plan.estimates_x, recipe.x_estimator, BF16, 0),
+    ):
+        if estimates is None or estimator is None or gemm is None:
+            continue
+        operand = plan.fprop.b if letter == "w" else plan.fprop.a
+        quantizer, elements = operand.quantizer, _elements(operand)
+        assert quantizer is not None
+        read = (given + BF16) * elements
+        if estimator.maximum != "straight-through":
+            read += operand_bytes(operand)
+            read *= 2 if quantizer.outer else 1
+        saved = BF16 * _elements(operand) if letter == "x" else 0.0
+        yield Cost(
+            gemm.name, letter, "estimator", saved=saved,
+            **moved(read + added * elements, given * elements),
+        )  # fmt: skip
 
 
 def _state(plan: LinearPlan) -> Iterator[Cost]:
@@ -298,9 +315,11 @@ def _state(plan: LinearPlan) -> Iterator[Cost]:
 
 
 def _kept(plan: LinearPlan) -> Iterator[Cost]:
-    """What is saved for backward, beside outliers, and what is sent."""
-    outliers = outlier_bytes(plan) if plan.residual_in_dw else 0
-    yield Cost("backward", "", "saved", saved=saved_bytes(plan) - outliers)
+    """What is saved for backward, beside outliers and X of its estimator, and what is sent."""
+    apart = outlier_bytes(plan) if plan.residual_in_dw else 0.0
+    if plan.estimates_x is not None:
+        apart += BF16 * _elements(plan.fprop.a)
+    yield Cost("backward", "", "saved", saved=saved_bytes(plan) - apart)
     for gemm, sends in (("fprop", of_forward(plan)), ("backward", of_backward(plan))):
         sent = sum(each.sent for each in sends)
         if sent:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from megatron_fp4.arithmetic.estimators import DGE
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer
@@ -21,7 +21,8 @@ from megatron_fp4.recipe import GemmRecipe, Recipe
 COUNTED: dict[type, dict[str, tuple[str, ...]]] = {
     Recipe: {
         **dict.fromkeys(("name", "paper", "fprop", "dgrad", "wgrad", "bias_gradient"), ()),
-        **dict.fromkeys(("estimator", "outliers", "weight_average", "ramping"), ()),
+        **dict.fromkeys(("estimator", "x_estimator", "outliers"), ()),
+        **dict.fromkeys(("weight_average", "ramping"), ()),
         **dict.fromkeys(("bf16_after", "bf16_gemms"), ()),  # the costs are those before it
         "backward": ("forward", "raw"),
     },
@@ -35,7 +36,11 @@ COUNTED: dict[type, dict[str, tuple[str, ...]]] = {
     },
     Hadamard: {"group": (), "signs": ()},
     OutlierClamp: dict.fromkeys(("alpha", "scope", "compensate", "residual_in_wgrad"), ()),
-    DGE: {"k": (), "clip": ()},
+    Estimator: {
+        "form": ("dge", "spline", "sigmoid", "straight-through"),
+        "maximum": ("straight-through", "absmax", "vjp", "softmax"),
+        **dict.fromkeys(("k", "clip", "width", "beyond", "temperature"), ()),
+    },
     WeightAverage: dict.fromkeys(("beta", "half_life", "follows_lr", "warmup", "delay"), ()),
     Ramping: dict.fromkeys(("k1", "k2", "interval", "interval_share", "calibration", "most"), ()),
 }

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, Recipe, get_recipe, list_recipes
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.estimate import costs as module
@@ -50,6 +51,9 @@ RECIPES |= {
     "forward alone": replace(BF16, fprop=alike(Quantizer()).fprop, backward="forward"),
     "dge": replace(
         alike(Quantizer(), backward="forward"), estimator=get_recipe("dge-occ").estimator
+    ),
+    "estimators": replace(
+        alike(Quantizer()), estimator=Estimator(maximum="vjp"), x_estimator=Estimator("spline")
     ),
     "one operand": replace(BF16, wgrad=GemmRecipe(Quantizer(), None, Hadamard(64))),
     "channels": get_recipe("dge-occ", scope="channel", compensate=False),
@@ -165,6 +169,22 @@ def test_dge_and_occ() -> None:
         ("x", X // 2 + 4 * TOKENS, X),
     ]
     assert not total(found(get_recipe("dge-occ", occ=False, dge=False)), "read", "estimator")
+
+
+def test_estimators_of_x_and_through_the_maximum() -> None:
+    """X is kept in BF16 beside its codes, and read beside dX. The maximum takes the codes of W."""
+    each = [c for c in found(RECIPES["estimators"]) if c.technique == "estimator"]
+    assert [(c.gemm, c.operand, c.read, c.written, c.saved) for c in each] == [
+        ("wgrad", "w", (4 + 2 + CODES + 4) * W, 4 * W, 0),
+        ("dgrad", "x", (2 + 2) * X, 2 * X, 2 * X),
+    ]
+    # The sums of blocks as long as a row are known only after a pass.
+    rows = replace(
+        alike(get_quantizer("vector")), estimator=Estimator("straight-through", maximum="absmax")
+    )
+    assert (
+        total(found(rows), "read", "estimator") == 2 * (4 + 2) * W + 2 * (W // 2 + 4 * OUT) + 4 * W
+    )
 
 
 def test_state_beside_a_weight_is_updated_once_a_step() -> None:
