@@ -14,7 +14,8 @@ What is assumed:
 - A product runs in the narrowest precision in which the GPU's tensor cores take both operands
   exactly. FP4 tensor cores take all E2M1 codes. UE5M3 scales are for them E4M3 scales times a power
   of two for the row. FP8 takes E2M1 codes with power-of-two scales, or with scales of whole rows or
-  tensors, but not with E4M3 or UE5M3 scales of blocks: these are multiplied in BF16.
+  tensors, but not with E4M3 or UE5M3 scales of blocks: these are multiplied in BF16. No tensor core
+  takes float32 scales of blocks: the sum of each block is multiplied by them in float32.
 - Outliers are multiplied by dense products (docs/notes/outliers.md).
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 
-from megatron_fp4.arithmetic.quantizer import Quantizer
+from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.estimate.amounts import Amounts
 from megatron_fp4.estimate.counted import check
 from megatron_fp4.estimate.gpus import Gpu
@@ -46,11 +47,12 @@ class Cost:
     gemm: "fprop", "dgrad" or "wgrad"; "backward" for what both backward GEMMs share.
     operand: "x", "w" or "dy"; "" for what is not of one operand.
     technique: "product", "codes" (a matrix is read, codes and scales are written), "rounding",
-        "random words", "Hadamard transform", "tensor scale", "row scales", "four-over-six",
-        "average" (read to round towards it), "form" (the operand is written as the tensor cores
-        read it), "outliers", "estimator", "state beside the weight", "saved" or "sent".
+        "random words", "Hadamard transform", "tensor scale", "row scales", "block scales" (the sums
+        of blocks are multiplied by them), "two scales" (a block is rounded with both), "average"
+        (read to round towards it), "form" (the operand is written as the tensor cores read it),
+        "outliers", "estimator", "state beside the weight", "saved" or "sent".
     read, written: bytes of the GPU's memory.
-    multiply_adds: on tensor cores, in `precision`.
+    multiply_adds: in `precision`, on tensor cores but in float32.
     words: random 16-bit words.
     saved: bytes kept for the backward pass. kept: bytes kept over the run beside the weight.
     sent: bytes that a tensor-parallel rank sends.
@@ -111,7 +113,7 @@ def _narrowest(operand: OperandPlan, gpu: Gpu) -> Precision:
         return "bf16"
     if quantizer.element == "e2m1" and gpu.fp4:
         return "fp4"
-    exact = quantizer.element != "e2m1" or quantizer.scale == "e8m0" or quantizer.outer
+    exact = quantizer.element != "e2m1" or quantizer.scale in ("e8m0", "fp32")
     return "fp8" if exact and gpu.fp8 else "bf16"
 
 
@@ -128,6 +130,14 @@ def _products(plan: LinearPlan, gpu: Gpu) -> Iterator[Cost]:
             precision=precision,
             work=product(gemm, gpu, precision),
         )  # fmt: skip
+        each = [operand.quantizer or operand.codes for operand in (gemm.a, gemm.b)]
+        blocks = [q.block[1] for q in each if q is not None and not q.exact_in_bf16]
+        if blocks:
+            sums = float(m * n * k) / min(blocks)
+            work = Amounts({"fp32 operation": 2 * sums})
+            yield Cost(
+                gemm.name, "", "block scales", multiply_adds=sums, precision="fp32", work=work
+            )
 
 
 def _forms(plan: LinearPlan, gpu: Gpu) -> Iterator[Cost]:
@@ -203,8 +213,9 @@ def of_operands(operands: Sequence[OperandPlan], recipe: Recipe) -> Iterator[Cos
         if operand.group:
             yield _transform(where, "Hadamard transform", operand)
         # One pass serves both directions, whose transforms differ.
-        if (quantizer.tensor_max or quantizer.outer) and (operand.group or not number):
-            name = "row scales" if quantizer.outer and quantizer.block[0] else "tensor scale"
+        if quantizer.scales_product and (operand.group or not number):
+            of_tensor = quantizer.tensor_max or quantizer.block[0] == WHOLE_AXIS
+            name = "tensor scale" if of_tensor else "row scales"
             yield _transform(where, name, operand, size)
 
 
@@ -234,9 +245,9 @@ def _rounding(
         yield Cost(*where, "random words", words=drawn, work=Amounts({"element drawn": drawn}))
     if quantizer.rounding == "ema":
         yield Cost(*where, "average", **moved(FP32 * elements, 0))
-    if quantizer.rule == "four-over-six":  # a second rounding, and the errors of both
+    if quantizer.rule in ("mse", "four-over-six"):  # a second rounding, and the errors of both
         work = Amounts({"element rounded to nearest": 3 * elements})
-        yield Cost(*where, "four-over-six", work=work)
+        yield Cost(*where, "two scales", work=work)
 
 
 def _transform(

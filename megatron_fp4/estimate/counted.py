@@ -30,9 +30,9 @@ COUNTED: dict[type, dict[str, tuple[str, ...]]] = {
     Quantizer: {
         "element": ("e2m1", "e4m3", "e5m2"),
         "scale": ("e8m0", "e4m3", "ue5m3", "fp32"),
-        "rule": ("floor", "ceil", "nearest", "up", "four-over-six", "absmax"),
+        "rule": ("floor", "ceil", "mse", "nearest", "up", "four-over-six", "absmax"),
         "rounding": ("nearest", "stochastic", "ema"),
-        **dict.fromkeys(("block", "prescale", "tensor_max", "inflate"), ()),
+        **dict.fromkeys(("block", "prescale", "tensor_max", "inflate", "row_max"), ()),
     },
     Hadamard: {"group": (), "signs": ()},
     OutlierClamp: dict.fromkeys(("alpha", "scope", "compensate", "residual_in_wgrad"), ()),

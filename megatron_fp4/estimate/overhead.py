@@ -17,7 +17,7 @@ from megatron_fp4.estimate.costs import Cost, costs, moved
 from megatron_fp4.estimate.gpus import GPUS, MEASURED, Gpu
 from megatron_fp4.estimate.plans import BF16, check_target
 from megatron_fp4.estimate.rates import RATES, seconds
-from megatron_fp4.estimate.work import of_linear, precision_here, product
+from megatron_fp4.estimate.work import of_linear, operand_of, precision_here, product
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.memory import operand_bytes
@@ -27,7 +27,7 @@ from megatron_fp4.recipe import Recipe
 # The GPU of each generation, by the name that the design space has for it.
 DEVICES = {"hopper": MEASURED, "blackwell": GPUS["b200"]}
 # What `work.of_linear` leaves out, where a kernel makes the operand.
-_NOT_IN_WORK = ("tensor scale", "average")
+_NOT_IN_WORK = ("tensor scale", "row scales", "two scales", "average")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def with_kernels(recipe: Recipe, setting: Setting, gpu: Gpu) -> Overhead:
 
 def as_it_runs(recipe: Recipe, setting: Setting, gpu: Gpu) -> Overhead:
     """The same with the kernels and multipliers of today. What no kernel makes, plain PyTorch
-    makes, and products that no multiplier runs in FP4 or FP8 run in BF16.
+    makes, and products that no multiplier runs in FP4 or FP8 run in BF16 or float32.
 
     PyTorch's time is that of one measured quantizer, whose operands were neither transformed nor
     rounded stochastically: with these it takes longer.
@@ -136,12 +136,13 @@ def _is_in_work(plan: LinearPlan, cost: Cost) -> bool:
 
 
 def _decoded(plan: LinearPlan) -> Iterator[Amounts]:
-    """The work of decoding codes to BF16, for products that run in BF16."""
+    """The work of decoding codes, for products that run in BF16 or float32."""
     for gemm in plan.gemms:
+        precision = precision_here(gemm)
         for operand in (gemm.a, gemm.b):
-            if operand.is_quantized and precision_here(gemm) == "bf16":
-                elements = operand.shape[0] * operand.shape[1]
-                yield moved(operand_bytes(operand), plan.setting.dtype.itemsize * elements)["work"]
+            if operand.is_quantized and precision in ("bf16", "fp32"):
+                written = operand_of(precision) * operand.shape[0] * operand.shape[1]
+                yield moved(operand_bytes(operand), written)["work"]
 
 
 def _seconds(found: Sequence[Cost], gpu: Gpu) -> float:

@@ -20,13 +20,14 @@ from megatron_fp4.estimate.traffic import Sent, of_embedding, of_experts, of_hea
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan
 from megatron_fp4.plan.memory import operand_bytes
 
-Precision = Literal["fp4", "fp8", "bf16"]
-# What multiplies on tensor cores, and in which precision; the others multiply in BF16.
+Precision = Literal["fp4", "fp8", "bf16", "fp32"]
+# What multiplies in which precision, on tensor cores but in float32; the others multiply in BF16.
 _PRECISIONS: dict[str, Precision] = {
     "hopper": "fp8",
     "sm100": "fp4",
     "blackwell": "fp4",
     "nvfp4": "fp4",
+    "reference": "fp32",
 }
 # The share of a SwiGLU's bytes that are moved in forward: 3 of 8 for each element of its result.
 _FORWARD = 3 / 8
@@ -172,19 +173,19 @@ def _rounding(operand: OperandPlan) -> str:
 
 
 def operand_of(precision: Precision) -> float:
-    """The bytes of an element of an operand as tensor cores read it."""
-    return {"fp8": 1.0, "fp4": 0.53, "bf16": 2.0}[precision]
+    """The bytes of an element of an operand as it is multiplied."""
+    return {"fp4": 0.53, "fp8": 1.0, "bf16": 2.0, "fp32": 4.0}[precision]
 
 
 def precision_here(gemm: GemmPlan) -> Precision:
-    """The precision in which the plan's multiplier runs a GEMM on tensor cores."""
+    """The precision in which the plan's multiplier runs a GEMM."""
     return _PRECISIONS.get(gemm.multiplier.name, "bf16")
 
 
 def product(gemm: GemmPlan, gpu: Gpu, precision: Precision) -> Amounts:
     """The work of a GEMM. One that is bound by memory counts as the operations that tensor cores
     would do in the time of its bytes."""
-    peak = {"fp8": gpu.fp8, "fp4": gpu.fp4, "bf16": gpu.bf16}[precision]
+    peak = float(getattr(gpu, precision))
     m, n, k = gemm.product.shape
     out = gemm.product.out_dtype.itemsize * (2 if gemm.product.adds else 1)
     moved = operand_of(precision) * k * (m + n) + out * m * n
