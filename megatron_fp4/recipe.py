@@ -225,7 +225,7 @@ class Recipe:
         """Whether the recipe draws random bits, for stochastic rounding or for Hadamard signs."""
         transforms = [gemm.hadamard for gemm in self._gemms.values() if gemm.hadamard is not None]
         return any(transform.signs == "random" for transform in transforms) or any(
-            quantizer.stochastic for quantizer in self._quantizers
+            quantizer.draws for quantizer in self._quantizers
         )
 
     @property
