@@ -7,8 +7,9 @@ to x, and a random rotation before the rounding turns it in any direction: it av
 rotations. A Hadamard transform with random signs is close to that for a group with many elements of
 similar sizes, and is not for a group with a few large elements alone.
 
-The paper's Algorithm 1 takes both products of decoded values, as here. The authors' training code
-takes them of x and q divided by the scales of their blocks, which weighs all blocks alike.
+Both products are of decoded values, as in EDEN (arXiv 2108.08842), where they make the estimate
+unbiased. The training code of MS-EDEN's authors takes x and q divided by the scales of their blocks
+instead, which weighs all blocks alike.
 """
 
 from __future__ import annotations

@@ -313,7 +313,8 @@ def quantize_matrix(
             toward, scales, finite = scale_average(kept, matrix, scales, finite, quantizer)
         codes = formats.encode_e2m1(scaled, bits if quantizer.stochastic else None, toward)
         if quantizer.unit_gain:
-            scales = scales_of_unit_gain(matrix, codes, scales, tensor_scale, quantizer, bits)
+            drawn = bits if quantizer.draws else None
+            scales = scales_of_unit_gain(matrix, codes, scales, tensor_scale, quantizer, drawn)
     else:
         codes = formats.encode_fp8(scaled, quantizer.element)
     codes = per_block(codes, quantizer.block, finite.to(torch.uint8), torch.mul)

@@ -1,9 +1,10 @@
 """Four over six: "Four Over Six: More Accurate NVFP4 Quantization with Adaptive Block Scaling"
 (arXiv 2512.02010).
 
-E2M1 has nothing between 4 and 6, so that magnitudes near a block's largest have the largest errors.
+E2M1 has nothing between 4 and 6, where the largest magnitudes of a block have their largest errors.
 Each block of X and W is scaled so that its largest magnitude becomes 6 or 4, whichever gives the
-smaller squared error. The tensor scale leaves room for the larger block scales: 256 in place of 448.
+smaller squared error. A block scale that maps it to 4 is larger. The tensor scale leaves room for
+that: it is chosen for 256 in place of 448.
 
 The backward pass is that of NVIDIA's NVFP4 recipe (`nvfp4-nvidia`), with W and X quantized by the
 same rule, as in the authors' code. dY is rounded stochastically and is always scaled to 6.

@@ -1,9 +1,9 @@
 """NVIDIA's NVFP4 recipe: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149).
 
-All operands are NVFP4: E2M1 in blocks of 16 with E4M3 scales, and a scale for the tensor. The scales
-of W are for blocks of 16 x 16, so that fprop and dgrad, which cut W into blocks along different
-axes, multiply the same numbers. Both operands of wgrad go through a Hadamard transform in groups of
-16, with the same signs in all of the training. dY is rounded stochastically, all else to nearest.
+All operands are NVFP4: E2M1 in blocks of 16 with E4M3 scales, and a scale for the tensor. W has
+blocks of 16 x 16, so that fprop and dgrad, which contract different axes of it, multiply the same
+numbers. Both operands of wgrad go through a Hadamard transform in groups of 16, with the same signs
+in all of the training. dY is rounded stochastically, all else to nearest.
 
 The paper also keeps about 15% of the linears in BF16, most of them in the last layers. Which ones
 are is chosen by the launch: `--first-last-layers-bf16` or `--fp4-module-recipe`.

@@ -1,19 +1,19 @@
 """Quartet II: "Accurate LLM Pre-Training in NVFP4 by Improved Unbiased Gradient Estimation"
 (arXiv 2601.22813).
 
-X and W are NVFP4 in blocks of 1 x 16, by four over six, rounded to nearest. dgrad and wgrad quantize
-all four of their operands by MS-EDEN: dY, and W and X from the codes of the forward pass. MS-EDEN
-is a Hadamard transform with random signs in groups of 128, nearest rounding, and then scales that
-give each group a gain of 1, rounded stochastically (`Quantizer.unit_gain`). Its error is less than
-half of that of stochastic rounding.
+In fprop X and W are NVFP4 in blocks of 1 x 16, scaled by four over six and rounded to nearest.
+dgrad and wgrad quantize all their operands by MS-EDEN: dY, and W and X from the codes of fprop.
+MS-EDEN is a Hadamard transform with random signs in groups of 128, nearest rounding, and then
+scales that give each group a gain of 1, rounded stochastically (`Quantizer.unit_gain`). Its squared
+error is less than half of that of stochastic rounding.
 
 Scales are multiplied by 17/16 times 0.93 before elements are rounded, by which the error is about
 the smallest; a few magnitudes are clipped then, and the gain makes up for it. The tensor scale is
 for 256, so that no scale exceeds E4M3's 448 when it is multiplied for the gain.
 
-Each operand is unbiased over rotations, as far as a Hadamard transform is a random rotation. The two
-operands of a product share their rotation, and so errors that depend on it: a product of operands
-that resemble each other, such as a matrix with itself, keeps a bias.
+Each operand is unbiased over rotations, as far as a Hadamard transform is a random rotation. The
+two operands of a product share their rotation, and so have errors in common where they resemble
+each other: a product of a matrix with itself keeps a bias.
 
 The authors' code multiplies the tensor scale by 17/16 times 0.93, and not the block scales.
 """
@@ -27,9 +27,7 @@ INFLATED = 17 / 16 * 0.93
 
 
 @register("quartet-2")
-def quartet_2(
-    *, four_over_six: bool = True, hadamard: int = 128, unit_gain: bool = True
-) -> Recipe:
+def quartet_2(*, four_over_six: bool = True, hadamard: int = 128, unit_gain: bool = True) -> Recipe:
     """The recipe of arXiv 2601.22813: section 3.3 and Algorithm 1 have MS-EDEN.
 
     four_over_six: whether fprop chooses between 6 and 4 for the largest magnitude of a block; false
