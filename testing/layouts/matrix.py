@@ -92,7 +92,7 @@ def recipes_of(model: str) -> tuple[str, ...]:
     """The recipes that are compared for a model.
 
     A tensor scale spans all tokens that an expert is sent at once, which depend on the
-    expert-parallel size (docs/numerics.md, Across ranks): "moe" is not compared in recipes with one.
+    expert-parallel size (docs/numerics.md, Across ranks): "moe" is not compared with one.
     """
     if model == "moe":
         return tuple(recipe for recipe in RECIPES if recipe not in WITH_TENSOR_SCALE)
