@@ -143,8 +143,11 @@ class Recipe:
             if estimator is None:
                 continue
             quantizer, name = self.quantizer("fprop", letter), letter.upper()
-            if quantizer is None or quantizer.element != "e2m1":
-                raise ConfigError(f"an estimator of {name} needs an E2M1 quantizer of it in fprop")
+            if quantizer is None or quantizer.element != "e2m1" or quantizer.unit_gain:
+                raise ConfigError(
+                    f"an estimator of {name} needs an E2M1 quantizer of it in fprop, with no "
+                    "unit_gain"
+                )
         if self.x_estimator is not None and self.outliers is not None:
             raise ConfigError(
                 "an estimator of X takes no outliers, which pass by X's quantizer: leave one out"

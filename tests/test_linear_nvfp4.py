@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4 import Quantizer, Recipe, get_recipe, linear, quantize
+from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, Recipe, get_recipe, linear, quantize
+from megatron_fp4.arithmetic.estimators import Estimator
+from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.philox import Key, random_bits16, random_signs, stream_id
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantizer import NVFP4, QuantizedTensor, quantize_matrix
 from testing.oracles import normal, relative_error
 
 SEED, STEP = 0xABCDEF0123456789, 17
@@ -26,6 +28,7 @@ FIXED = torch.tensor([1, 1, -1, -1, -1, 1, -1, 1, 1, -1, 1, 1, -1, 1, 1, 1.0])
 ROW: dict[str, Any] = {"scale": "e4m3", "block": (1, 16), "rule": "nearest", "tensor_max": 448.0}
 FOUR_OVER_SIX = ROW | {"rule": "four-over-six", "tensor_max": 256.0}
 EDEN = ROW | {"tensor_max": 256.0, "inflate": 17 / 16 * 0.93, "unit_gain": 128}
+SMALL = Quantizer(**EDEN | {"unit_gain": 64}, scale_rounding="stochastic")
 Problem = tuple[Tensor, Tensor, Tensor]
 Results = dict[str, Tensor]
 
@@ -35,6 +38,63 @@ def problem(dtype: torch.dtype) -> Problem:
     x[:, 11] *= 25
     w = normal((OUT, IN), 2) * 0.05 * normal((OUT, 1), 6).exp()
     return x.to(dtype), w.to(dtype), normal((TOKENS, OUT), 3).to(dtype)
+
+
+# --- the recipes ----------------------------------------------------------------------------------
+
+
+def test_the_recipes_are_these() -> None:
+    row, square = Quantizer(**ROW), Quantizer(**ROW | {"block": (16, 16)})
+    noisy, adaptive = replace(row, rounding="stochastic"), Quantizer(**FOUR_OVER_SIX)
+    eden = Quantizer(**EDEN, scale_rounding="stochastic")
+    fixed = Hadamard(16, "fixed")
+    nvidia_s, four, quartet = map(get_recipe, METHODS)
+    assert nvidia_s.fprop == GemmRecipe(row, square) and nvidia_s.dgrad == GemmRecipe(noisy, square)
+    assert nvidia_s.wgrad == GemmRecipe(noisy, row, fixed)
+    assert four.fprop == GemmRecipe(adaptive, adaptive) == quartet.fprop
+    assert four.dgrad == GemmRecipe(noisy, adaptive)
+    assert four.wgrad == GemmRecipe(noisy, adaptive, fixed)
+    assert quartet.dgrad == quartet.wgrad == GemmRecipe(eden, eden, Hadamard(128))
+    assert (nvidia_s.backward, four.backward, quartet.backward) == ("raw", "raw", "forward")
+    assert all(get_recipe(name).bias_gradient == "raw" for name in METHODS)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "check"),
+    [
+        ("nvfp4-nvidia", {"square_weights": "no"}, lambda r: r.fprop.b == r.dgrad.b == NVFP4),
+        ("nvfp4-nvidia", {"stochastic": False}, lambda r: not r.draws),
+        ("nvfp4-nvidia", {"gradient_rule": "up"}, lambda r: r.dgrad.a.rule == "up"),
+        ("nvfp4-nvidia", {"hadamard": 0}, lambda r: r.wgrad.hadamard is None),
+        ("nvfp4-nvidia", {"signs": "random"}, lambda r: r.wgrad.hadamard == Hadamard(16)),
+        ("four-over-six", {"stochastic": False}, lambda r: not r.draws),
+        ("four-over-six", {"gradient_rule": "up"}, lambda r: r.wgrad.a.rule == "up"),
+        ("four-over-six", {"hadamard": 64}, lambda r: r.wgrad.hadamard.group == 64),
+        ("four-over-six", {"signs": "none"}, lambda r: r.wgrad.hadamard.signs == "none"),
+        ("quartet-2", {"four_over_six": False}, lambda r: r.fprop.a == r.fprop.b == NVFP4),
+        ("quartet-2", {"hadamard": 64}, lambda r: r.wgrad == GemmRecipe(SMALL, SMALL, Hadamard(64))),
+        ("quartet-2", {"unit_gain": False}, lambda r: not (r.dgrad.a.draws or r.dgrad.a.unit_gain)),
+    ],
+)  # fmt: skip
+def test_options(name: str, options: dict[str, Any], check: Callable[[Recipe], bool]) -> None:
+    assert check(get_recipe(name, **options)) and not check(get_recipe(name))
+
+
+def test_sizes_are_multiples_of_the_groups() -> None:
+    """Of unit_gain too, where it is larger than the transform's group."""
+    eden = Quantizer(**EDEN, scale_rounding="stochastic")
+    recipe = Recipe("t", dgrad=GemmRecipe(eden, eden, Hadamard(16)))
+    assert recipe.draws
+    with pytest.raises(ConfigError, match="out_features is 64.* multiple of 128"):
+        linear(torch.ones(4, 64), torch.ones(64, 64), recipe=recipe)
+    with pytest.raises(ConfigError, match="unit_gain takes a multiple"):
+        get_recipe("quartet-2", hadamard=8)
+
+
+def test_an_estimator_takes_no_corrected_scales() -> None:
+    eden = Quantizer(**EDEN)
+    with pytest.raises(ConfigError, match="no unit_gain"):
+        Recipe("t", fprop=GemmRecipe(eden, eden), estimator=Estimator())
 
 
 # --- the methods, written out ---------------------------------------------------------------------
