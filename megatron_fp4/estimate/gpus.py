@@ -29,6 +29,11 @@ class Gpu(NamedTuple):
     integer: float
 
     @property
+    def fp32(self) -> float:
+        """FLOP/s of its units for float32: 128 multiply-adds a clock of each SM."""
+        return 2 * 128e9 * self.integer
+
+    @property
     def target(self) -> Target:
         """The Target for which linears are planned."""
         return gpu_named(self.architecture)

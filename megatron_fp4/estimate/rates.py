@@ -13,7 +13,7 @@ from megatron_fp4.estimate.amounts import Amounts
 from megatron_fp4.estimate.gpus import MEASURED, Gpu
 from megatron_fp4.estimate.layout import Layout
 
-Limit = Literal["bf16", "fp8", "fp4", "bandwidth", "integer", "nvlink", "network", "host"]
+Limit = Literal["fp32", "bf16", "fp8", "fp4", "bandwidth", "integer", "nvlink", "network", "host"]
 
 
 class Unit(NamedTuple):
@@ -38,6 +38,7 @@ _OUTSIDE = ("activation element", "query, key or value", "residual element", "lo
 _ROUNDED: tuple[str, Limit] = ("quantize", "integer")
 _OTHER: tuple[str, Limit] = ("other", "bandwidth")
 UNITS: dict[str, Unit] = {
+    "fp32 operation": Unit("gemm", "fp32"),
     "bf16 operation": Unit("gemm", "bf16"),
     "fp8 operation": Unit("gemm", "fp8"),
     "fp4 operation": Unit("gemm", "fp4"),
@@ -140,10 +141,14 @@ FITTED: dict[str, float] = {
     "residual element, by torch": 4.321e-12,
     "weight accumulated": 4.538e-12,
 }
-# Measured nowhere: a GEMM takes some microseconds to start and end, and a network reaches 80% of
-# its peak. FP4 tensor cores are assumed to reach the share of their peak that FP8's reach on an
-# H200 (`seconds_of`).
-ASSUMED = {"GEMM": 3e-6, "byte over the network": 1 / (0.8 * MEASURED.network)}
+# Measured nowhere: a GEMM takes some microseconds to start and end, float32 reaches its peak, and a
+# network 80% of its. FP4 tensor cores are assumed to reach the share of their peak that FP8's reach
+# on an H200 (`seconds_of`).
+ASSUMED = {
+    "GEMM": 3e-6,
+    "fp32 operation": 1 / MEASURED.fp32,
+    "byte over the network": 1 / (0.8 * MEASURED.network),
+}
 RATES = Rates(FITTED | ASSUMED, Idle(0.0101, 0.0223), exposed=0.503, alone=0.807)
 
 

@@ -20,8 +20,15 @@ from megatron_fp4.estimate.traffic import Sent, of_embedding, of_experts, of_hea
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan
 from megatron_fp4.plan.memory import operand_bytes
 
-# What multiplies on tensor cores, and in which format; the others multiply in BF16.
-_FORMATS = {"hopper": "fp8", "sm100": "fp4", "blackwell": "fp4", "nvfp4": "fp4"}
+Precision = Literal["fp4", "fp8", "bf16", "fp32"]
+# What multiplies in which precision, on tensor cores but in float32; the others multiply in BF16.
+_PRECISIONS: dict[str, Precision] = {
+    "hopper": "fp8",
+    "sm100": "fp4",
+    "blackwell": "fp4",
+    "nvfp4": "fp4",
+    "reference": "fp32",
+}
 # The share of a SwiGLU's bytes that are moved in forward: 3 of 8 for each element of its result.
 _FORWARD = 3 / 8
 
@@ -72,7 +79,7 @@ def of_linear(plan: LinearPlan, gpu: Gpu) -> Work:
         into.add(_swiglus(plan, makings))
     for gemm in plan.gemms:
         into = forward if gemm is plan.fprop else backward
-        into.add(product(gemm, gpu))
+        into.add(product(gemm, gpu, precision_here(gemm)))
         into.add(conversion(gemm, "a"))
         (once if gemm.holds_form else into).add(conversion(gemm, "b"))
     if plan.compute_x is not None and plan.setting.swiglu == "after":
@@ -165,17 +172,25 @@ def _rounding(operand: OperandPlan) -> str:
     return "rounded stochastically" if operand.quantizer.stochastic else "rounded to nearest"
 
 
-def product(gemm: GemmPlan, gpu: Gpu) -> Amounts:
+def operand_of(precision: Precision) -> float:
+    """The bytes of an element of an operand as it is multiplied."""
+    return {"fp4": 0.53, "fp8": 1.0, "bf16": 2.0, "fp32": 4.0}[precision]
+
+
+def precision_here(gemm: GemmPlan) -> Precision:
+    """The precision in which the plan's multiplier runs a GEMM."""
+    return _PRECISIONS.get(gemm.multiplier.name, "bf16")
+
+
+def product(gemm: GemmPlan, gpu: Gpu, precision: Precision) -> Amounts:
     """The work of a GEMM. One that is bound by memory counts as the operations that tensor cores
     would do in the time of its bytes."""
-    kind = _FORMATS.get(gemm.multiplier.name, "bf16")
-    peak = {"fp8": gpu.fp8, "fp4": gpu.fp4, "bf16": gpu.bf16}[kind]
+    peak = float(getattr(gpu, precision))
     m, n, k = gemm.product.shape
-    width = {"fp8": 1.0, "fp4": 0.53, "bf16": 2.0}[kind]
     out = gemm.product.out_dtype.itemsize * (2 if gemm.product.adds else 1)
-    moved = width * k * (m + n) + out * m * n
+    moved = operand_of(precision) * k * (m + n) + out * m * n
     operations = max(2.0 * m * n * k, moved / gpu.bandwidth * peak)
-    return Amounts({f"{kind} operation": operations, "GEMM": 1})
+    return Amounts({f"{precision} operation": operations, "GEMM": 1})
 
 
 def _bf16_product(shape: tuple[int, int, int]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fp4 import recipes
 from megatron_fp4.arithmetic.estimators import Estimator
-from megatron_fp4.arithmetic.quantizer import get_quantizer
+from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from testing.layouts.matrix import Layout
@@ -31,13 +31,19 @@ def recipe_called(name: str) -> Recipe:
 
     "mxfp4-rht-sr", "ue5m3" and "quartet-2" have Hadamard groups of 32, since 64 does not divide
     these models' shards. "dge" is dge-occ without the outlier clamp, whose quantiles depend on the
-    tensor-parallel size. "estimators" is dge with estimators of both operands that go through the
-    maximum of a row.
+    tensor-parallel size. "row-scales" has a scale for each row beside its block scales.
+    "estimators" is dge with estimators of both operands that go through the maximum of a row.
     """
     if name in ("mxfp4-rht-sr", "ue5m3", "quartet-2"):
         return recipes.get_recipe(name, hadamard=32)
     if name == "dge":
         return recipes.get_recipe("dge-occ", occ=False)
+    if name == "row-scales":
+        e4m3 = Quantizer(scale="e4m3", block=(1, 16), rule="nearest", row_max=448.0)
+        forward = Quantizer(rule="mse", row_max=1.0)
+        noisy = Quantizer(rule="ceil", rounding="stochastic", row_max=1.0)
+        backward = GemmRecipe(noisy, noisy)
+        return Recipe(name, "", GemmRecipe(forward, e4m3), backward, backward, backward="forward")
     if name == "stochastic":  # in the forward pass too, where a recomputation must repeat it
         noisy = get_quantizer("mxfp4-ceil-sr")
         return replace(recipes.get_recipe("tetrajet"), fprop=GemmRecipe(noisy, noisy))

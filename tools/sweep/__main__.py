@@ -3,6 +3,7 @@
     python -m tools.sweep run products [--number 2400] [--minutes 50]
     python -m tools.sweep run digits
     python -m tools.sweep try digits scale=e4m3 block=16 rule=nearest backward_rule=nearest
+    python -m tools.sweep cost tetrajet --device blackwell
     python -m tools.sweep show
 
 docs/design-space.md describes it, and has its results.
@@ -17,12 +18,16 @@ from pathlib import Path
 
 import torch
 
+from megatron_fp4 import get_recipe
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.estimate.costs_text import text
+from megatron_fp4.estimate.overhead import DEVICES, setting_of
 from tools import pages, rows, runs
 from tools.stamp import stamp
 from tools.sweep import axes, llama, page, running, tensors
 from tools.sweep.axes import Combination
 from tools.sweep.building import recipe_of
+from tools.sweep.pareto import INPUTS, OUTPUTS, TOKENS, draw
 from tools.sweep.promotion import level_of, promoted
 from tools.sweep.results import BF16
 from tools.sweep.sampling import sample
@@ -55,11 +60,11 @@ def run(args: argparse.Namespace) -> int:
 
 def attempt(args: argparse.Namespace) -> int:
     """Evaluates one combination, given as axis=value, and keeps no result."""
-    chosen = dict(word.partition("=")[::2] for word in args.values)
-    if unknown := set(chosen) - set(axes.AXES):
+    found = chosen(args.values)
+    if unknown := set(found) - set(axes.AXES):
         raise ConfigError(f"no axis {min(unknown)}: {', '.join(axes.AXES)}")
     recorded = tensors.record(args.work.resolve())
-    combination = Combination(**chosen)
+    combination = Combination(**found)
     torch.set_num_threads(1)  # as in the processes of a run: the tensors are small
     if combination.quantized:
         print(recipe_of(combination))
@@ -68,24 +73,47 @@ def attempt(args: argparse.Namespace) -> int:
     return 0
 
 
+def cost(args: argparse.Namespace) -> int:
+    """Prints what a recipe takes in one linear on a GPU, by technique and GEMM."""
+    first, *others = args.values
+    if "=" in first:
+        recipe = recipe_of(Combination(**chosen(args.values)))
+    else:
+        recipe = get_recipe(first, **chosen(others))
+    gpu = DEVICES[args.device]
+    print(text(recipe, setting_of(gpu, args.inputs, args.outputs, args.tokens), gpu), end="")
+    return 0
+
+
+def chosen(words: list[str]) -> dict[str, str]:
+    """The words "name=value" by name. Raises ConfigError for another word."""
+    if wrong := next((word for word in words if "=" not in word), None):
+        raise ConfigError(f"{wrong} is not name=value")
+    return dict(word.split("=", 1) for word in words)
+
+
 def llama_matrix(args: argparse.Namespace) -> int:
     """Writes the matrix of benchmarks/study that trains what the stages before have promoted."""
     found = rows.read(args.results, running.KEYS)
-    text = llama.matrix(promoted(found, level_of(llama.NAME) - 1))
+    written = llama.matrix(promoted(found, level_of(llama.NAME) - 1))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(text)
+    args.out.write_text(written)
     print(f"sweep: python -m benchmarks.study run {args.out}")
     return 0
 
 
 def show(args: argparse.Namespace) -> int:
     """Prints the tables of the results, or writes them between the markers of a page."""
-    found = page.section(rows.read(args.results, running.KEYS))
+    results = rows.read(args.results, running.KEYS)
+    found = page.section(results)
     if args.page is None:
         print(found)
     else:
-        text = pages.into(args.page.read_text(), "sweep", found)
-        args.page.write_text(pages.into(text, "axes", "\n".join(page.axes_table())))
+        written = pages.into(args.page.read_text(), "sweep", found)
+        args.page.write_text(pages.into(written, "axes", "\n".join(page.axes_table())))
+    if args.picture is not None:
+        stage, every = page.last_scores(results)
+        draw(every, f"score of {stage}", args.picture)
     return 0
 
 
@@ -117,6 +145,13 @@ def main(arguments: list[str] | None = None) -> int:
     tables.set_defaults(function=show)
     tables.add_argument("--results", type=Path, default=RESULTS, help="the result file")
     tables.add_argument("--page", type=Path, help="docs/design-space.md, or another")
+    tables.add_argument("--picture", type=Path, help="draw scores over times, as SVG")
+    costs = commands.add_parser("cost", help=(cost.__doc__ or "").strip())
+    costs.set_defaults(function=cost)
+    costs.add_argument("values", nargs="+", help="a recipe and its options, or axis=value")
+    costs.add_argument("--device", choices=list(DEVICES), default="hopper", help="(%(default)s)")
+    for name, size in (("inputs", INPUTS), ("outputs", OUTPUTS), ("tokens", TOKENS)):
+        costs.add_argument(f"--{name}", type=int, default=size, help="of the linear (%(default)s)")
     args = parser.parse_args(arguments)
     try:
         return int(args.function(args))

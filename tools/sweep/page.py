@@ -5,13 +5,16 @@ from __future__ import annotations
 import statistics
 from itertools import pairwise
 
+from megatron_fp4.estimate.overhead import DEVICES
 from tools.pages import table
 from tools.rows import Row
+from tools.sweep import llama
 from tools.sweep.agreement import Agreement, agreement
 from tools.sweep.axes import AXES, WHAT, Combination
 from tools.sweep.effects import Effect, effects
+from tools.sweep.pareto import Point, frontier, points
 from tools.sweep.promotion import LEVELS, random_star
-from tools.sweep.results import BF16, scores
+from tools.sweep.results import SCORES, scores
 from tools.sweep.running import FAILED
 from tools.sweep.stages import STAGES
 
@@ -23,6 +26,7 @@ FIGURES = (
     ("regression", "loss", "regression"),
     ("digits", "loss", "digits"),
     ("diffusion", "loss", "diffusion"),
+    (llama.NAME, "loss", "LLaMA"),
 )
 BEST = 10  # combinations of a table of the best
 
@@ -32,12 +36,18 @@ def section(rows: list[Row]) -> str:
     if not rows:
         raise ValueError("there are no results: python -m tools.sweep run products")
     parts = [stages_table(rows), agreement_table(rows), effects_table(rows)]
-    for stage in reversed(STAGES):
-        if scores(rows, stage):
-            what = f"The best {BEST} of `{stage}` that quantize all three GEMMs:"
-            parts += [[what], best_table(rows, stage)]
-            break
+    stage, every = last_scores(rows)
+    parts += [[f"The best {BEST} of `{stage}` that quantize all three GEMMs:"], best_table(every)]
+    for device in DEVICES:
+        what = f"No combination is better in `{stage}` and needs less time on {device} than these:"
+        parts += [[what], frontier_table(every, device)]
     return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def last_scores(rows: list[Row]) -> tuple[str, list[Point]]:
+    """The last stage that has results, and its combinations with scores and times."""
+    stage = next(stage for stage in reversed(SCORES) if scores(rows, stage))
+    return stage, points(scores(rows, stage))
 
 
 def axes_table() -> list[str]:
@@ -112,13 +122,24 @@ def _effect(effect: Effect | None) -> str:
     return f"{effect.median:+.2g} ({low:+.2g} to {high:+.2g}; {len(effect.differences)})"
 
 
-def best_table(rows: list[Row], stage: str) -> list[str]:
-    """The best combinations of a stage, among those that quantize all three GEMMs."""
-    found = {
-        each: score
-        for each, score in scores(rows, stage).items()
-        if each.forward == each.backward == "fp4" and each != BF16
-    }
-    best = sorted(found, key=lambda each: (found[each], each.key))[:BEST]
-    lines = [[f"{found[each]:+.4f}", f"`{each.key}`", f"`{each}`"] for each in best]
-    return table(["score", "key", "combination"], lines)
+def best_table(every: list[Point]) -> list[str]:
+    """The best combinations, among those that quantize all three GEMMs."""
+    fp4 = [p for p in every if p.combination.forward == p.combination.backward == "fp4"]
+    return _points_table(fp4[:BEST])
+
+
+def frontier_table(every: list[Point], device: str) -> list[str]:
+    """The combinations on the frontier of score and time on a device."""
+    return _points_table(frontier(every, device))
+
+
+def _points_table(found: list[Point]) -> list[str]:
+    lines = [
+        [
+            f"{point.score:+.4f}",
+            *(f"{point.times[device]:.2f}" for device in DEVICES),
+            f"`{point.combination}`",
+        ]
+        for point in found
+    ]
+    return table(["score", *(f"time, {device}" for device in DEVICES), "combination"], lines)

@@ -10,6 +10,8 @@ from tests.tools.sweep.test_statistics import EACH, STARS
 from tools import pages, rows
 from tools.rows import Row
 from tools.sweep import __main__, page, running
+from tools.sweep.axes import Combination
+from tools.sweep.promotion import random_star
 
 PAGE = Path(__file__).parents[3] / "docs/design-space.md"
 
@@ -31,19 +33,21 @@ def test_the_results_are_the_committed_ones() -> None:
 def test_tables_of_results() -> None:
     """A rule that is better by 2 and a block that is better by .5, in two levels of stages."""
 
-    def loss(place: int) -> float:
-        return -2.0 * (EACH[place].rule == "ceil") - 0.5 * (EACH[place].block == "16")
+    some = [each for place, each in enumerate(EACH) if place < 60 or random_star(STARS[each])]
+
+    def loss(each: Combination) -> float:
+        return -2.0 * (each.rule == "ceil") - 0.5 * (each.block == "16")
 
     found: list[Row] = [
         {
             "stage": stage,
-            "status": "failed" if stage == "digits" and place == 3 else "finished",
+            "status": "failed" if (stage, each) == ("digits", some[3]) else "finished",
             "star": STARS[each],
             "combination": each.chosen,
             "seconds": 1.25,
-            "seeds": {"1": {name: loss(place)}, "2": {name: loss(place)}},
+            "seeds": {"1": {name: loss(each)}, "2": {name: loss(each)}},
         }
-        for place, each in enumerate(EACH)
+        for each in some
         for stage, name in (("products", "score"), ("digits", "loss"))
     ]
     for row in found:
@@ -51,12 +55,13 @@ def test_tables_of_results() -> None:
             figures |= {"y error": figures.get("score", 0.0), "dw error": 0.0}
     text = page.section(found)
     (line,) = (each for each in text.splitlines() if each.startswith("| `digits` | a class"))
-    assert line.endswith(f" | {len(EACH):,} | 1 | 3 | 1.2 |")
+    assert line.endswith(f" | {len(some):,} | 1 | 3 | 1.2 |")
     (line,) = (each for each in text.splitlines() if each.startswith("| `products` | `digits` |"))
     assert " 1.00 | 1.00 to 1.00 | 1.00 | yes |" in line
     (line,) = (each for each in text.splitlines() if each.startswith("| `rule` | `ceil` |"))
     assert line.count("-2 (-2 to -2; ") == 2
-    assert f"The best {page.BEST} of `digits`" in text and "| -2.5000 | `" in text
+    assert f"The best {page.BEST} of `digits`" in text and "| -2.5000 | " in text
+    assert "is better in `digits` and needs less time on blackwell than these:" in text
 
 
 def test_no_results_are_an_error() -> None:

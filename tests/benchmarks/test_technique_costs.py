@@ -1,0 +1,87 @@
+"""docs/notes/technique-costs.md has the committed comparison, and that is the one of this code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import technique_costs
+from benchmarks.estimate_rows import result
+
+PAGE = Path(__file__).parents[2] / "docs/notes/technique-costs.md"
+Rows = list[dict[str, Any]]
+_TIMES = ("measured", *technique_costs.FIGURES)
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    found: Rows = result("technique_costs")["rows"]
+    return found
+
+
+def of(rows: Rows, word: str, kinds: str) -> str:
+    """The least and the most of the model over the measured time, of rows that begin so."""
+    ratios = [
+        row["with kernels"] / row["measured"]
+        for row in rows
+        if row["name"].startswith(word) and row["kind"] == kinds
+    ]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def test_the_committed_rows_are_those_of_this_code(rows: Rows) -> None:
+    for row, now in zip(rows, technique_costs.rows(), strict=True):
+        assert row.keys() == now.keys()
+        for key, value in row.items():
+            assert value == (pytest.approx(now[key], rel=1e-6) if key in _TIMES else now[key])
+
+
+def test_the_page_has_the_tables(rows: Rows) -> None:
+    text = PAGE.read_text()
+    assert "\n".join(technique_costs.table(rows)) in text
+    assert "\n".join(technique_costs.recipes(rows)) in text
+
+
+def test_the_page_says_where_the_model_is_wrong(rows: Rows) -> None:
+    turned = [row for row in rows if row["name"].startswith("Hadamard")]
+    both = [row for row in turned if ", both," in row["name"]]
+    one = [row for row in turned if row not in both]
+    text = " ".join(PAGE.read_text().split())
+    for said in (
+        f"(`fp8`): {of(rows, 'fp8,', 'linears')}.",
+        f"{of(one, '', 'kernels')} in one direction, {of(both, '', 'kernels')} in both.",
+        f"(`dge-occ`): {of(rows, 'dge-occ,', 'linears')}.",
+        f"(`tetrajet-ema`): {of(rows, 'tetrajet-ema,', 'older linears')}, in the older linears.",
+    ):
+        assert said in text, said
+
+
+def test_least_ratios_are_of_small_linears(rows: Rows) -> None:
+    for recipe in ("mxfp4", "tetrajet", "fp8"):
+        own = [r for r in rows if r["kind"] == "linears" and r["name"].startswith(f"{recipe},")]
+        worst = sorted(own, key=lambda row: row["with kernels"] / row["measured"])[:2]
+        assert {row["name"].rpartition(", ")[2] for row in worst} <= {"2048 × 5632", "4096 × 4096"}
+
+
+def test_the_rank_correlations_are_those_of_the_rows(rows: Rows) -> None:
+    """By hand: 1 - 6 sum(d^2) / (n (n^2 - 1)), for rows without ties."""
+    few = [{"measured": a, "with kernels": b} for a, b in ((1, 2.0), (2, 1.0), (3, 3.0), (4, 4.0))]
+    assert technique_costs.correlation(few, "with kernels") == pytest.approx(1 - 6 * 2 / 60)
+    committed = result("technique_costs")["rank correlations"]
+    for kind, own in technique_costs.of_kind(rows).items():
+        for figure in technique_costs.figures(own):
+            assert committed[kind][figure] == technique_costs.correlation(own, figure)
+
+
+def test_a_wrong_count_lowers_the_rank_correlation(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without transforms the kernels that transform are ranked as those that do not."""
+    own = technique_costs.of_kind(rows)["kernels"]
+    monkeypatch.setattr(technique_costs, "Hadamard", lambda group: None)
+    wrong = list(technique_costs._kernels())
+    assert technique_costs.correlation(wrong, "with kernels") < technique_costs.correlation(
+        own, "with kernels"
+    )

@@ -1,0 +1,71 @@
+"""The frontier of score and time, and times that are those of the cost model."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron_fp4 import get_recipe
+from megatron_fp4.estimate.overhead import DEVICES, setting_of, with_kernels
+from tests.tools.sweep.test_axes import TETRAJET
+from tools.sweep import __main__
+from tools.sweep.axes import Combination
+from tools.sweep.pareto import INPUTS, OUTPUTS, TOKENS, Point, draw, frontier, points
+
+
+def scattered(number: int) -> list[Point]:
+    source = random.Random(2)
+    times = [dict.fromkeys(DEVICES, round(source.random(), 2)) for _ in range(number)]
+    return [Point(Combination(), round(source.random(), 2), each) for each in times]
+
+
+def test_the_frontier_has_what_no_other_point_beats() -> None:
+    every = scattered(300)
+
+    def beaten(point: Point) -> bool:
+        return any(
+            other.score <= point.score
+            and other.times["hopper"] <= point.times["hopper"]
+            and (other.score, other.times) != (point.score, point.times)
+            for other in every
+        )
+
+    expected = {(p.score, p.times["hopper"]) for p in every if not beaten(p)}
+    found = frontier(every, "hopper")
+    assert [(p.score, p.times["hopper"]) for p in found] == sorted(expected)
+    assert 3 < len(found) < 30
+
+
+def test_times_are_the_cost_model_s() -> None:
+    (point,) = points({TETRAJET: 0.25})
+    assert point.score == 0.25
+    for device, gpu in DEVICES.items():
+        setting = setting_of(gpu, INPUTS, OUTPUTS, TOKENS)
+        expected = with_kernels(get_recipe("tetrajet"), setting, gpu).times_bf16
+        assert point.times[device] == pytest.approx(expected)
+
+
+def test_the_training_around_a_recipe_takes_no_time_of_a_linear() -> None:
+    one, other = points({TETRAJET: 0.1, Combination(**TETRAJET.chosen, loss_scale="65536"): 0.2})
+    assert one.times == other.times
+
+
+def test_the_same_points_make_the_same_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    every = points({TETRAJET: 0.2, Combination(): 0.3, Combination(forward="bf16"): 0.05})
+    for name in ("one", "two"):
+        draw(every, "score", tmp_path / name / "picture.svg")
+    one, two = ((tmp_path / name / "picture.svg").read_bytes() for name in ("one", "two"))
+    assert one == two and b"blackwell, not measured" in one
+
+
+def test_the_command_says_what_a_recipe_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["cost", "mxfp4-rht-sr", "hadamard=32", "--device", "blackwell"]) == 0
+    told = capsys.readouterr().out
+    assert "Hadamard transform" in told and "never measured there" in told
+    assert __main__.main(["cost", "rule=ceil"]) == 0
+    assert "Hadamard transform" not in capsys.readouterr().out
+    assert __main__.main(["cost", "tetrajet", "rule"]) == 2
+    assert capsys.readouterr().err == "sweep: rule is not name=value\n"
