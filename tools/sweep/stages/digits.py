@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from tools.sweep.axes import Combination
 from tools.sweep.stages.images import CLASSES, PIXELS, digits
 from tools.sweep.stages.stage import Figures, Stage
-from tools.sweep.stages.training import linear, train
+from tools.sweep.stages.training import SHARE, linear, train
 from tools.sweep.tensors import Recorded
 
 WIDTH, BATCH, STEPS, LEARNING_RATE = 128, 64, 300, 3e-3
@@ -66,5 +66,12 @@ STAGE = Stage(
     evaluate=evaluate,
     seeds=3,
     score="loss",
-    settings={"width": WIDTH, "batch": BATCH, "steps": STEPS, "lr": LEARNING_RATE, "noise": NOISE},
+    settings={
+        "width": WIDTH,
+        "batch": BATCH,
+        "steps": STEPS,
+        "lr": LEARNING_RATE,
+        "share": SHARE,
+        "noise": NOISE,
+    },
 )

@@ -16,6 +16,10 @@ from tools.sweep.stages.stable_spam import StableSPAM
 WARMUP = 0.1  # share of the steps
 LAST = 0.1  # of the learning rate, at the end of its cosine decay
 BETAS, DECAY = (0.9, 0.95), 0.01
+# A language model's loss is the mean over some 100,000 tokens: gradients of single tokens are that
+# small, and formats of scales may lose them. Those of these tasks, whose batches are about 100, are
+# made as small for the backward pass.
+SHARE = 2.0**-10
 
 
 def linear(combination: Combination, inputs: int, outputs: int, name: str, seed: int) -> nn.Linear:
@@ -41,7 +45,7 @@ def train(
     optimizer = {"adam": torch.optim.AdamW, "stable-spam": StableSPAM}[combination.optimizer](
         model.parameters(), lr=learning_rate, betas=BETAS, weight_decay=DECAY
     )
-    scale = float(combination.loss_scale)
+    scale = float(combination.loss_scale) * SHARE
     model.train()
     for step in range(steps):
         for group in optimizer.param_groups:
