@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import Linear, list_quantizers, list_recipes, quantize
+from testing.builders.small_recipes import flags_of, small_recipe
 from testing.worlds.checkpoint_contents import contents, flat
 from testing.worlds.launch import train
 from tools.stamp import stamp
@@ -80,7 +81,7 @@ def linears() -> dict[str, str]:
     and bias gradient in STEPS training steps."""
     found = {}
     for name, dtype, bias in itertools.product(list_recipes(), DTYPES, (False, True)):
-        layer = Linear(IN, OUT, bias, recipe=name, seed=5, device=DEVICE, dtype=dtype)
+        layer = Linear(IN, OUT, bias, recipe=small_recipe(name), seed=5, device=DEVICE, dtype=dtype)
         with torch.no_grad():
             for seed, parameter in enumerate(layer.parameters()):
                 parameter.copy_(drawn(seed, *parameter.shape))
@@ -102,7 +103,7 @@ def trainings(layouts: Iterable[str]) -> dict[str, str]:
     for layout, recipe in itertools.product(layouts, list_recipes()):
         processes, flags = LAYOUTS[layout]
         with tempfile.TemporaryDirectory() as folder:
-            train(processes, *COMMON, "--fp4-recipe", recipe, *flags.split(), "--save", folder)
+            train(processes, *COMMON, *flags_of(recipe), *flags.split(), "--save", folder)
             leaves = dict(flat(contents(Path(folder) / "iter_0000004")))
         found[f"training {layout} {recipe}"] = digest(
             leaf for _, leaf in sorted(leaves.items()) if isinstance(leaf, Tensor)

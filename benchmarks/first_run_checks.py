@@ -132,7 +132,7 @@ def _given(operand: OperandPlan, x: Tensor) -> Given:
     assert operand.quantizer is not None
     key = Key(3, 11)
     given = Given(signs=Signs(key, 9 + operand.axis) if operand.group else None)
-    if operand.quantizer.stochastic:
+    if operand.quantizer.draws:
         given.noise = Noise(key, 5 + operand.axis)
     if operand.quantizer.rounding == "ema":
         given.average = x.float() * 1.125

@@ -109,6 +109,9 @@ def _scales(q: Quantizer) -> str:
         rule.append(f"row scale for {q.row_max:g}")
     if q.inflate != 1.0:
         rule.append(f"times {q.inflate:.4g}")
+    if q.unit_gain:
+        how = _ROUNDING[q.scale_rounding]
+        rule.append(f"then to a gain of 1 in groups of {q.unit_gain}, {how}")
     size = f"{length}" if height == 1 else f"{height} x {length}"
     return f"{q.scale.upper()} scales ({', '.join(rule)}) for blocks of {size}"
 

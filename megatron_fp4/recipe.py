@@ -143,8 +143,11 @@ class Recipe:
             if estimator is None:
                 continue
             quantizer, name = self.quantizer("fprop", letter), letter.upper()
-            if quantizer is None or quantizer.element != "e2m1":
-                raise ConfigError(f"an estimator of {name} needs an E2M1 quantizer of it in fprop")
+            if quantizer is None or quantizer.element != "e2m1" or quantizer.unit_gain:
+                raise ConfigError(
+                    f"an estimator of {name} needs an E2M1 quantizer of it in fprop, with no "
+                    "unit_gain"
+                )
         if self.x_estimator is not None and self.outliers is not None:
             raise ConfigError(
                 "an estimator of X takes no outliers, which pass by X's quantizer: leave one out"
@@ -225,7 +228,7 @@ class Recipe:
         """Whether the recipe draws random bits, for stochastic rounding or for Hadamard signs."""
         transforms = [gemm.hadamard for gemm in self._gemms.values() if gemm.hadamard is not None]
         return any(transform.signs == "random" for transform in transforms) or any(
-            quantizer.stochastic for quantizer in self._quantizers
+            quantizer.draws for quantizer in self._quantizers
         )
 
     @property

@@ -56,6 +56,18 @@ def test_ue5m3_in_words() -> None:
     ]
 
 
+def test_quartet_2_in_words() -> None:
+    words = describe(get_recipe("quartet-2"))
+    gain = "times 0.9881, then to a gain of 1 in groups of 128, stochastic"
+    assert words[1:3] == [
+        "  fprop: X and W in E2M1, E4M3 scales (four-over-six, tensor scale for 256) for blocks of "
+        "16, nearest",
+        "  dgrad: dY and W (as fprop quantized it) in E2M1, E4M3 scales (nearest, tensor scale for "
+        f"256, {gain}) for blocks of 16, nearest; after a Hadamard transform in groups of 128 with "
+        "random signs",
+    ]
+
+
 def test_a_file_with_another_wgrad_is_described_by_that(tmp_path: Path) -> None:
     """It printed tetrajet's words and paper."""
     words = describe(from_file(tmp_path, "base: tetrajet\nwgrad: {a: nvfp4, b: nvfp4-sr}\n"))

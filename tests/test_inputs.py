@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from megatron_fp4 import ConfigError, Linear, linear, list_recipes, quantize
+from testing.builders.small_recipes import small_recipe
 
 SIZE = 64
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -37,7 +38,7 @@ def fake(make: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", list_recipes())
 def test_every_floating_dtype_trains_in_itself(name: str, dtype: torch.dtype) -> None:
-    module = Linear(SIZE, SIZE, recipe=name, dtype=dtype)
+    module = Linear(SIZE, SIZE, recipe=small_recipe(name), dtype=dtype)
     y = module(X.to(dtype))
     y.sum().backward()
     assert y.dtype == dtype and module.weight.grad is not None
@@ -122,7 +123,7 @@ def test_a_second_derivative_is_refused_by_torch() -> None:
 
 @pytest.mark.parametrize("name", list_recipes())
 def test_meta_tensors_give_shapes(name: str) -> None:
-    module = Linear(SIZE, 2 * SIZE, recipe=name, device="meta")
+    module = Linear(SIZE, 2 * SIZE, recipe=small_recipe(name), device="meta")
     y = module(torch.randn(2, SIZE, SIZE, device="meta"))
     y.sum().backward()
     assert y.is_meta and y.shape == (2, SIZE, 2 * SIZE) and module.weight.grad is not None
@@ -138,7 +139,7 @@ def test_a_subclass_with_plain_data_is_a_plain_tensor() -> None:
 
 @pytest.mark.parametrize("name", list_recipes())
 def test_what_inference_mode_leaves_behind_can_be_trained_with(name: str) -> None:
-    module, x = Linear(SIZE, SIZE, recipe=name), X.clone().requires_grad_()
+    module, x = Linear(SIZE, SIZE, recipe=small_recipe(name)), X.clone().requires_grad_()
     with torch.inference_mode():
         module.eval()(x)
     module.train()(x).sum().backward()

@@ -27,6 +27,7 @@ from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.monitor import NonFiniteMonitor, Sighting
 from megatron_fp4.recipe import OPERANDS
+from testing.builders.small_recipes import small_recipe
 from testing.oracles import relative_error
 from tests.test_linear import (
     BOUND,
@@ -57,7 +58,7 @@ def equal(a: Results, b: Results) -> dict[str, bool]:
 @pytest.mark.parametrize("name", ALL)
 def test_a_rerun_is_bit_exact(name: str, dtype: torch.dtype) -> None:
     p = problem(dtype)
-    assert all(equal(run(p, name), run(p, name)).values())
+    assert all(equal(run(p, small_recipe(name)), run(p, small_recipe(name))).values())
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"step": 18}, {"name": "fc2"}], ids=str)
@@ -146,7 +147,9 @@ def test_only_what_needs_a_gradient_gets_one(name: str, needed: str) -> None:
     leaves = {"x": p.x.clone(), "w": p.w.clone(), "bias": p.bias.clone()}
     if needed != "none":
         leaves[needed].requires_grad_()
-    y = linear(leaves["x"], leaves["w"], leaves["bias"], recipe=name, seed=SEED, step=STEP)
+    y = linear(
+        leaves["x"], leaves["w"], leaves["bias"], recipe=small_recipe(name), seed=SEED, step=STEP
+    )
     assert y.requires_grad == (needed != "none")
     if needed == "none":
         return
@@ -154,18 +157,18 @@ def test_only_what_needs_a_gradient_gets_one(name: str, needed: str) -> None:
     letter = {"x": "dx", "w": "dw", "bias": "db"}[needed]
     gradient = leaves[needed].grad
     assert gradient is not None
-    if needed == "bias" and get_recipe(name).bias_gradient == "quantized":
+    if needed == "bias" and small_recipe(name).bias_gradient == "quantized":
         assert relative_error(gradient, p.dy.double().sum(0)) < 1e-6  # raw: no dX, no Q3
     else:
-        assert torch.equal(gradient, run(p, name)[letter])
+        assert torch.equal(gradient, run(p, small_recipe(name))[letter])
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("name", ALL)
 def test_bias(name: str, dtype: torch.dtype) -> None:
     p = problem(dtype)
-    plain = linear(p.x, p.w, recipe=name)
-    y = linear(p.x, p.w, 64 * p.bias, recipe=name)
+    plain = linear(p.x, p.w, recipe=small_recipe(name))
+    y = linear(p.x, p.w, 64 * p.bias, recipe=small_recipe(name))
     assert relative_error(y, plain.double() + 64 * p.bias.double()) < BOUND[dtype]
 
 
@@ -173,7 +176,7 @@ def test_bias(name: str, dtype: torch.dtype) -> None:
 def test_no_tokens(name: str) -> None:
     x = torch.zeros(0, IN, requires_grad=True)
     w = problem().w.requires_grad_()
-    linear(x, w, recipe=name).sum().backward()
+    linear(x, w, recipe=small_recipe(name)).sum().backward()
     assert x.grad is not None and x.grad.shape == (0, IN)
     assert w.grad is not None and not w.grad.any()
 
@@ -207,7 +210,7 @@ def test_autocast(name: str, inside: bool) -> None:
     p = problem()
     x, w, bias = (t.clone().requires_grad_() for t in (p.x, p.w, p.bias))
     with torch.autocast("cpu", torch.bfloat16):
-        y = linear(x, w, bias, recipe=name, seed=SEED, step=STEP)
+        y = linear(x, w, bias, recipe=small_recipe(name), seed=SEED, step=STEP)
         if inside:
             y.backward(p.dy.bfloat16())
     if not inside:
@@ -215,7 +218,7 @@ def test_autocast(name: str, inside: bool) -> None:
     narrow_x, narrow_w = (t.bfloat16().requires_grad_() for t in (p.x, p.w))
     wide = p.bias.clone().requires_grad_()  # is added in float32
     call = Call(Key(SEED, STEP))
-    expected = quantized_linear(narrow_x, narrow_w, wide, get_recipe(name), call=call)
+    expected = quantized_linear(narrow_x, narrow_w, wide, small_recipe(name), call=call)
     expected.backward(p.dy.bfloat16())
     assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
     for found, leaf in zip((x, w, bias), (narrow_x, narrow_w, wide), strict=True):
@@ -251,10 +254,10 @@ def test_a_nan_is_seen_in_the_operand_that_holds_it(name: str, bad: str) -> None
     if bad != "none":
         tensors[bad][5, 7] = torch.nan  # an Inf of dge-occ is an outlier, and multiplied apart
     x, w = (tensors[name].requires_grad_() for name in "xw")
-    y = quantized_linear(x, w, None, get_recipe(name), Site(observe=observe))
+    y = quantized_linear(x, w, None, small_recipe(name), Site(observe=observe))
     y.backward(tensors["dy"])
     # Those that the recipe quantizes, in the order in which they are multiplied.
-    recipe = get_recipe(name)
+    recipe = small_recipe(name)
     first = [("wgrad", "x")] if recipe.fprop.a is None else []  # packed in forward
     assert [(gemm, operand) for gemm, operand, _ in seen] == first + [
         (gemm, operand)
@@ -287,7 +290,7 @@ def added(p: Problem, name: str, *microbatches: int, zeros: bool = False) -> tor
     w.grad_added_to_main_grad, w.zero_out_wgrad = False, zeros  # type: ignore[attr-defined]
     for microbatch in microbatches:
         call = Call(Key(SEED, STEP), microbatch)
-        quantized_linear(p.x, w, None, get_recipe(name), Site(fuses=True), call).backward(p.dy)
+        quantized_linear(p.x, w, None, small_recipe(name), Site(fuses=True), call).backward(p.dy)
         # Autograd wants a gradient in its place: nobody's, or zeros.
         assert w.grad is not None and w.grad.shape == w.shape and w.grad.dtype == w.dtype
         assert not (zeros and w.grad.any())
@@ -301,7 +304,7 @@ def test_dw_is_added_to_main_grad_unrounded(name: str) -> None:
     """As Megatron's DistributedDataParallel asks for. What is added rounds to autograd's dW."""
     p = problem(torch.bfloat16)
     found = added(p, name, 0)
-    rounded = run(p, name)["dw"]
+    rounded = run(p, small_recipe(name))["dw"]
     assert torch.equal(found.bfloat16(), rounded)
     assert not torch.equal(found, rounded.float())  # negative control: rounded first
     assert torch.equal(added(p, name, 0, 1, zeros=True), found + added(p, name, 1))
@@ -323,7 +326,7 @@ def test_the_operands_of_dgrad_are_freed_before_wgrad_runs(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for dY's where the bias gradient sums it."""
-    is_summed = get_recipe(name).bias_gradient == "quantized"
+    is_summed = small_recipe(name).bias_gradient == "quantized"
     assert left_of_dgrad(name, monkeypatch) == [is_summed, False]
     # The known mistake: all that is made is kept to the end.
     monkeypatch.setattr(backward.Backward, "_forget", lambda self, gemm: None)
@@ -348,5 +351,5 @@ def left_of_dgrad(name: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     with monkeypatch.context() as patch:
         patch.setattr(backward, "run_gemm", watched)
         x, w, bias = (t.clone().requires_grad_() for t in (p.x, p.w, p.bias))
-        linear(x, w, bias, recipe=name).backward(p.dy)
+        linear(x, w, bias, recipe=small_recipe(name)).backward(p.dy)
     return left

@@ -16,6 +16,7 @@ from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.linear import quantized_linear
 from testing.builders.small_linear import ALL, SIZE, TOKENS, gradients, layer, x_and_dy
+from testing.builders.small_recipes import small_recipe
 from testing.oracles import normal
 
 
@@ -75,7 +76,8 @@ def test_a_step_in_memory_may_go_on_before_backward(recipe: str) -> None:
     step, (x, dy) = torch.tensor(4), x_and_dy()
     weights = [normal((SIZE, SIZE), 5).requires_grad_() for _ in range(2)]
     steps: list[int | Tensor] = [4, step]
-    outputs = [linear(x, w, recipe=recipe, step=s) for w, s in zip(weights, steps, strict=True)]
+    chosen = small_recipe(recipe)
+    outputs = [linear(x, w, recipe=chosen, step=s) for w, s in zip(weights, steps, strict=True)]
     step += 1
     for y in outputs:
         y.backward(dy)
@@ -113,13 +115,13 @@ def test_evaluation_takes_any_number_of_tokens(recipe: str) -> None:
     module, (x, _) = layer(recipe).eval(), x_and_dy()
     with torch.no_grad():
         x[0, 0] = 2 * x.abs().max()  # a scale of the whole tensor is then that of its first rows
-        expected = linear(x, module.weight, module.bias, recipe=recipe)[:7]
+        expected = linear(x, module.weight, module.bias, recipe=module.recipe)[:7]
         torch.testing.assert_close(module(x[:7]), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_torch_compile_leaves_the_linears_out_of_its_graphs() -> None:
     """Two of them, of other shapes; the result is the one without."""
-    for recipe in ALL:
+    for recipe in map(small_recipe, ALL):
         net = nn.Sequential(
             Linear(64, 128, recipe=recipe, name="a"), nn.GELU(), Linear(128, 64, recipe=recipe)
         )
@@ -205,7 +207,7 @@ def test_a_call_of_its_own_saves_what_it_made_of_w() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_under_a_frozen_weight_nothing_of_x_is_saved(name: str) -> None:
-    assert saved_bytes(get_recipe(name), kept(), frozen=True) == 0
+    assert saved_bytes(small_recipe(name), kept(), frozen=True) == 0
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -215,7 +217,7 @@ def test_packing_x_early_changes_no_bit(name: str) -> None:
     for packs in (True, False):
         a, b = (t.clone().requires_grad_() for t in (x, w))
         site, call = Site(packs_x=packs), Call(Key(5, 3))
-        quantized_linear(a, b, None, get_recipe(name), site, call).backward(dy)
+        quantized_linear(a, b, None, small_recipe(name), site, call).backward(dy)
         assert a.grad is not None and b.grad is not None
         found.append((a.grad, b.grad))
     assert all(torch.equal(early, late) for early, late in zip(*found, strict=True))

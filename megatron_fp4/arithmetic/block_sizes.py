@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def check_divides(quantizer: Quantizer, rows: int, k: int, axis: int | str) -> None:
-    """Raises ConfigError unless a [rows, k] matrix consists of whole blocks of a quantizer.
+    """Raises ConfigError unless a [rows, k] matrix consists of whole blocks of a quantizer, and of
+    whole groups of its `unit_gain`.
 
     The blocked axis is the last one. axis: its name in the message.
     """
@@ -20,6 +21,10 @@ def check_divides(quantizer: Quantizer, rows: int, k: int, axis: int | str) -> N
         raise ConfigError(
             f"axis {axis} has {k} elements, not a multiple of the block of {along}: nothing is "
             "padded silently; pad it or choose another block"
+        )
+    if quantizer.unit_gain and k % quantizer.unit_gain:
+        raise ConfigError(
+            f"axis {axis} has {k} elements, not a multiple of unit_gain {quantizer.unit_gain}"
         )
     if across and rows % across:
         raise ConfigError(

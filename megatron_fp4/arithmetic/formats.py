@@ -167,20 +167,26 @@ class ScaleFloat:
     max: float
     nan: int
 
-    def encode(self, x: Tensor, *, up: bool = False) -> Tensor:
+    def encode(self, x: Tensor, *, up: bool = False, bits: Tensor | None = None) -> Tensor:
         """Codes (uint8) of x >= 0, rounded to nearest even, or up (`up`).
 
-        Values above `max` saturate, and NaN becomes the code of NaN.
+        bits: uniform integers in [0, 65536) of x's shape, for stochastic rounding: x is rounded up
+        where its fraction of the interval between two numbers exceeds (bits + 1/2) / 65536. None
+        draws nothing. Values above `max` saturate, and NaN becomes the code of NaN.
         """
-        bits, lowest = self.mantissa_bits, 1 - self.bias
+        width, lowest = self.mantissa_bits, 1 - self.bias
         finite = torch.nan_to_num(x, nan=0.0, posinf=self.max).clamp(max=self.max)
         exponent = (torch.frexp(finite)[1] - 1).clamp(min=lowest)  # subnormals share the lowest
         exponent = torch.where(finite > 0, exponent, lowest)  # frexp gives a zero the exponent 0
-        ulps = finite * decode_e8m0(bits - exponent + E8M0_BIAS, finite.dtype)
-        ulps = torch.ceil(ulps) if up else torch.round(ulps)
+        ulps = finite * decode_e8m0(width - exponent + E8M0_BIAS, finite.dtype)
+        if bits is None:
+            ulps = torch.ceil(ulps) if up else torch.round(ulps)
+        else:
+            below = ulps.floor()
+            ulps = below + ((ulps - below) * 65536 > bits + 0.5)
         # Where a mantissa is rounded up to the next binade, the addition carries into the exponent
         # field.
-        code = ((exponent - lowest) << bits) + ulps.to(exponent.dtype)
+        code = ((exponent - lowest) << width) + ulps.to(exponent.dtype)
         return torch.where(x.isnan(), self.nan, code).to(torch.uint8)
 
     def decode(self, code: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

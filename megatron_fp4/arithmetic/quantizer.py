@@ -18,9 +18,17 @@ from torch import Tensor
 from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.block_sizes import check_divides
 from megatron_fp4.arithmetic.formats import widen
+from megatron_fp4.arithmetic.gain import scales_of_unit_gain
 from megatron_fp4.arithmetic.philox import WHOLE, Key, random_bits16
 from megatron_fp4.arithmetic.quantizer_fields import check_fields
-from megatron_fp4.arithmetic.scaling import per_block, scale_average, scale_blocks, widest_max
+from megatron_fp4.arithmetic.scaling import (
+    average_for,
+    per_block,
+    rows_along,
+    scale_average,
+    scale_blocks,
+    widest_max,
+)
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.inputs import check_tensor
 
@@ -52,6 +60,10 @@ class Quantizer:
     row_max: e8m0, e4m3 and ue5m3. As tensor_max, but each row has a scale of its own, chosen so
         that its largest block scale is about `row_max`; under e8m0, where it is a power of two, so
         that its largest magnitude is 6 * row_max. 0 adds none.
+    unit_gain: e4m3 and ue5m3. Elements along the blocked axis in groups of which the block scales
+        are multiplied by <x, x> / <x, q> after x was rounded to q, so that the gain
+        <x, q> / <x, x> is 1 (MS-EDEN, arXiv 2601.22813). 0 multiplies nothing.
+    scale_rounding: how such products are rounded to scales: nearest or stochastic.
     Raises ConfigError for fields that contradict each other.
     """
 
@@ -64,6 +76,8 @@ class Quantizer:
     tensor_max: float = 0.0
     inflate: float = 1.0
     row_max: float = 0.0
+    unit_gain: int = 0
+    scale_rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -84,6 +98,11 @@ class Quantizer:
     @cached_property
     def stochastic(self) -> bool:
         return self.rounding == "stochastic"
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it draws random bits, for elements or for scales."""
+        return self.stochastic or self.scale_rounding == "stochastic"
 
     @cached_property
     def mxfp4(self) -> bool:
@@ -225,7 +244,8 @@ class QuantizedTensor:
         """`x` divided by this tensor's scales and multiplied by the prescale: what is rounded.
 
         x: of the shape of the quantized tensor. Returns [rows, K] with the blocked axis last, in
-        float32 (float64 for float64 input); NaN or Inf in blocks whose scale is zero or NaN.
+        float32 (float64 for float64 input); NaN or Inf in blocks whose scale is zero or NaN. With
+        `unit_gain` the scales changed after x was rounded, by a few percent in most groups.
         """
         matrix = widen(x).movedim(self.axis, -1)
         matrix = matrix.reshape(-1, matrix.shape[-1])
@@ -263,7 +283,7 @@ def quantize_matrix(
     """Quantize `x` in blocks along `axis`.
 
     x: at least one axis; float32 and narrower are computed in float32, float64 in float64.
-    bits: random integers in [0, 65536) of x's shape; required for stochastic rounding.
+    bits: random integers in [0, 65536) of x's shape; required by a quantizer that draws.
     average: a moving average of x, of its shape; required for rounding ema. Scales and signs are
         x's.
     widest: the maximum of `absolute_max` over the ranks that share a scale of x
@@ -277,21 +297,24 @@ def quantize_matrix(
     moved = x.detach().movedim(axis, -1)
     rows, k = math.prod(moved.shape[:-1]), moved.shape[-1]
     check_divides(quantizer, rows, k, axis)
-    matrix = _matrix(x, axis)
+    matrix = rows_along(x, axis)
     scaled, scales, tensor_scale, finite = scale_blocks(matrix, quantizer, widest)
     if quantizer.prescale != 1.0:
         scaled = scaled * quantizer.prescale
     if quantizer.element == "e2m1":
-        if quantizer.stochastic:
+        if quantizer.draws:
             if bits is None:
                 raise ConfigError("a stochastic quantizer needs random bits: give it a seed")
             bits = bits.movedim(axis, -1).reshape(rows, k).contiguous()
         toward = None
         average = average_for(x, quantizer, average)
         if average is not None:
-            kept = _matrix(average, axis).to(matrix.dtype)
+            kept = rows_along(average, axis).to(matrix.dtype)
             toward, scales, finite = scale_average(kept, matrix, scales, finite, quantizer)
         codes = formats.encode_e2m1(scaled, bits if quantizer.stochastic else None, toward)
+        if quantizer.unit_gain:
+            drawn = bits if quantizer.draws else None
+            scales = scales_of_unit_gain(matrix, codes, scales, tensor_scale, quantizer, drawn)
     else:
         codes = formats.encode_fp8(scaled, quantizer.element)
     codes = per_block(codes, quantizer.block, finite.to(torch.uint8), torch.mul)
@@ -303,32 +326,13 @@ def quantize_matrix(
     return QuantizedTensor(codes, scales, tensor_scale, quantizer, x.shape, axis)
 
 
-def average_for(
-    x: Tensor | QuantizedTensor, quantizer: Quantizer, average: Tensor | None
-) -> Tensor | None:
-    """`average` if the quantizer rounds towards it (rounding ema), else None. Raises ConfigError
-    if one is needed and there is none of x's shape."""
-    if quantizer.rounding != "ema":
-        return None
-    if average is None or average.shape != x.shape:
-        raise ConfigError("rounding ema takes a moving average of the tensor's shape")
-    return average
-
-
 def absolute_max(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
     """The largest magnitudes of this rank's part of a tensor whose scales ranks share.
 
     Their maximum over the ranks is `quantize_matrix`'s `widest`. Returns [rows, 1] for row scales,
     and a single element for a tensor scale; Inf stands for NaN too.
     """
-    return widest_max(_matrix(x, axis), quantizer)
-
-
-def _matrix(x: Tensor, axis: int) -> Tensor:
-    """[rows, K] with the blocked axis last, float32 or wider."""
-    moved = x.detach().movedim(axis, -1)
-    rows, k = math.prod(moved.shape[:-1]), moved.shape[-1]
-    return widen(moved.reshape(rows, k).contiguous())  # a transpose costs less before widening
+    return widest_max(rows_along(x, axis), quantizer)
 
 
 def quantize(
@@ -354,7 +358,7 @@ def quantize(
         quantizer = get_quantizer(quantizer)
     check_tensor(x, "quantize: x")
     bits = None
-    if quantizer.stochastic:
+    if quantizer.draws:
         if seed is None:
             raise ConfigError("a stochastic quantizer needs random bits: pass seed=<integer>")
         rows, columns = math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1

@@ -20,6 +20,7 @@ def check_fields(quantizer: Quantizer) -> None:
     _check_block(quantizer)
     _check_scales(quantizer)
     _check_rounding(quantizer)
+    _check_gain(quantizer)
 
 
 def _check_block(q: Quantizer) -> None:
@@ -63,3 +64,17 @@ def _check_rounding(q: Quantizer) -> None:
         raise ConfigError("rule mse takes nearest rounding and no prescale")
     if q.rule == "four-over-six" and (q.block[0] != 1 or q.stochastic):
         raise ConfigError("four-over-six takes blocks of one row and nearest rounding")
+
+
+def _check_gain(q: Quantizer) -> None:
+    group, length = q.unit_gain, q.block[1]
+    if not isinstance(group, int) or group < 0:
+        raise ConfigError(f"unit_gain is a number of elements, 0 or more, not {group!r}")
+    if q.scale_rounding != "nearest" and not group:
+        raise ConfigError("scale_rounding rounds the scales that unit_gain changes: give both")
+    if group and (q.scale not in ("e4m3", "ue5m3") or q.block[0] != 1 or q.outer):
+        raise ConfigError("unit_gain takes e4m3 or ue5m3 scales for blocks within a row")
+    if group and (group % length or q.rounding != "nearest" or q.prescale != 1.0):
+        raise ConfigError(
+            f"unit_gain takes a multiple of the block of {length}, nearest rounding and no prescale"
+        )

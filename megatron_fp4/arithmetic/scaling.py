@@ -14,9 +14,17 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.formats import widen
+from megatron_fp4.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_fp4.arithmetic.quantizer import Quantizer
+    from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+
+
+def rows_along(x: Tensor, axis: int) -> Tensor:
+    """`x` as a matrix [rows, K] with `axis` last, float32 or wider."""
+    moved = x.detach().movedim(axis, -1)
+    rows, k = math.prod(moved.shape[:-1]), moved.shape[-1]
+    return widen(moved.reshape(rows, k).contiguous())  # a transpose costs less before widening
 
 
 def in_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
@@ -123,6 +131,18 @@ def _in_units_of_rows(matrix: Tensor, rows: Tensor, quantizer: Quantizer) -> Ten
     """
     limit = formats.E2M1_MAX * quantizer.row_max
     return (matrix / rows).clamp_(-limit, limit)
+
+
+def average_for(
+    x: Tensor | QuantizedTensor, quantizer: Quantizer, average: Tensor | None
+) -> Tensor | None:
+    """`average` if the quantizer rounds towards it (rounding ema), else None. Raises ConfigError
+    if one is needed and there is none of x's shape."""
+    if quantizer.rounding != "ema":
+        return None
+    if average is None or average.shape != x.shape:
+        raise ConfigError("rounding ema takes a moving average of the tensor's shape")
+    return average
 
 
 def scale_average(

@@ -200,7 +200,7 @@ def refusal(plan: LinearPlan) -> str | None:
     for making in plan.makings:
         for operand in making.operands:
             quantizer, hadamard = operand.quantizer, operand.hadamard
-            draws = quantizer is not None and quantizer.stochastic
+            draws = quantizer is not None and quantizer.draws
             draws |= hadamard is not None and hadamard.signs == "random"
             if draws and making.maker is PYTORCH:
                 return f"PyTorch draws the random bits of {operand.letter} in {operand.gemm}"

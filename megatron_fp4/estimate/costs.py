@@ -48,9 +48,10 @@ class Cost:
     operand: "x", "w" or "dy"; "" for what is not of one operand.
     technique: "product", "codes" (a matrix is read, codes and scales are written), "rounding",
         "random words", "Hadamard transform", "tensor scale", "row scales", "block scales" (the sums
-        of blocks are multiplied by them), "two scales" (a block is rounded with both), "average"
-        (read to round towards it), "form" (the operand is written as the tensor cores read it),
-        "outliers", "estimator", "state beside the weight", "saved" or "sent".
+        of blocks are multiplied by them), "two scales" (a block is rounded with both),
+        "gain of 1" (products are summed, and scales rounded again), "average" (read to round
+        towards it), "form" (the operand is written as the tensor cores read it), "outliers",
+        "estimator", "state beside the weight", "saved" or "sent".
     read, written: bytes of the GPU's memory.
     multiply_adds: in `precision`, on tensor cores but in float32.
     words: random 16-bit words.
@@ -248,6 +249,10 @@ def _rounding(
     if quantizer.rule in ("mse", "four-over-six"):  # a second rounding, and the errors of both
         work = Amounts({"element rounded to nearest": 3 * elements})
         yield Cost(*where, "two scales", work=work)
+    if quantizer.unit_gain:  # two products an element, and a random word a scale
+        words = elements / quantizer.block[1] if quantizer.draws else 0.0
+        work = Amounts({"element rounded to nearest": elements, "element drawn": words})
+        yield Cost(*where, "gain of 1", words=words, work=work)
 
 
 def _transform(

@@ -33,6 +33,8 @@ COUNTED: dict[type, dict[str, tuple[str, ...]]] = {
         "rule": ("floor", "ceil", "mse", "nearest", "up", "four-over-six", "absmax"),
         "rounding": ("nearest", "stochastic", "ema"),
         **dict.fromkeys(("block", "prescale", "tensor_max", "inflate", "row_max"), ()),
+        "unit_gain": (),
+        "scale_rounding": ("nearest", "stochastic"),
     },
     Hadamard: {"group": (), "signs": ()},
     OutlierClamp: dict.fromkeys(("alpha", "scope", "compensate", "residual_in_wgrad"), ()),

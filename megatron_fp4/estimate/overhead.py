@@ -27,7 +27,7 @@ from megatron_fp4.recipe import Recipe
 # The GPU of each generation, by the name that the design space has for it.
 DEVICES = {"hopper": MEASURED, "blackwell": GPUS["b200"]}
 # What `work.of_linear` leaves out, where a kernel makes the operand.
-_NOT_IN_WORK = ("tensor scale", "row scales", "two scales", "average")
+_NOT_IN_WORK = ("tensor scale", "row scales", "two scales", "gain of 1", "average")
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class Site:
         noise = signs = average = None
         quantizer = operand.quantizer
         if quantizer is not None:
-            if quantizer.stochastic:
+            if quantizer.draws:
                 noise = self._noise(operand, call)
             elif quantizer.rounding == "ema":
                 average = self.average

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS, FixedSigns
 from megatron_fp4.arithmetic.philox import GROUP, Key, Noise, Placement, Signs, signed, word
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, average_for
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.scaling import average_for
 from megatron_fp4.kernels.arguments import Draws, Output, Random, Rounding, Source, Tile
 from megatron_fp4.kernels.fp8 import FORMATS
 from megatron_fp4.kernels.hadamard import transform_kernel

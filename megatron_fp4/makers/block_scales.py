@@ -29,6 +29,8 @@ class BlockScaleKernel:
         across, along = quantizer.block
         if quantizer.rule not in ("nearest", "up"):
             return f"has no rule {quantizer.rule}"
+        if quantizer.unit_gain:
+            return "does not correct scales for a gain of 1"
         if quantizer.row_max:
             return "gives rows no scales of their own"
         if operand.group or operand.folds:

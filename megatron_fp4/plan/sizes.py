@@ -33,6 +33,7 @@ def contracted_multiple(gemm: GemmRecipe) -> int:
     for quantizer in (gemm.a, gemm.b):
         if quantizer is not None:
             tiles += [quantizer.block[1] or 1, 2 if quantizer.element == "e2m1" else 1]
+            tiles += [quantizer.unit_gain or 1]
     return math.lcm(*tiles)
 
 

@@ -6,9 +6,12 @@ name. `get_recipe` finds a recipe by name, and also takes a YAML file and `packa
 
 from megatron_fp4.recipes import (  # noqa: F401  (register)
     dge_occ,
+    four_over_six,
     fp8,
     mxfp4,
     mxfp4_rht_sr,
+    nvfp4_nvidia,
+    quartet_2,
     tetrajet,
     ue5m3,
 )

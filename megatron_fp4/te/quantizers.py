@@ -155,7 +155,7 @@ class RecipeQuantizer(Quantizer):
     def is_requantization_safe(self) -> bool:
         """Whether quantizing X again in the backward pass gives the codes that fprop multiplied."""
         quantizer = self.recipe.quantizer(ROWS[self.operand], self.operand)
-        return quantizer is None or not quantizer.stochastic
+        return quantizer is None or not quantizer.draws
 
     def qgemm(self, *_: Any, **__: Any) -> Tensor:
         """Always raises: it is called only if the replacement of `custom_gemm` is bypassed."""

@@ -73,8 +73,10 @@ LAYOUTS = {
 
 RECIPES = (
     *("mxfp4", "tetrajet", "mxfp4-rht-sr", "dge", "dge-occ"),
-    *("ue5m3", "row-scales", "estimators", "stochastic"),
+    *("ue5m3", "nvfp4-nvidia", "four-over-six", "quartet-2"),
+    *("row-scales", "estimators", "stochastic"),
 )
+WITH_TENSOR_SCALE = ("ue5m3", "nvfp4-nvidia", "four-over-six", "quartet-2")
 # Models that differ from another in a detail run only the recipe with noise in all three GEMMs.
 SIDE_RECIPES = ("stochastic",)
 
@@ -91,10 +93,10 @@ def recipes_of(model: str) -> tuple[str, ...]:
     """The recipes that are compared for a model.
 
     A tensor scale spans all tokens that an expert is sent at once, which depend on the
-    expert-parallel size (docs/numerics.md, Across ranks): "moe" is not compared in "ue5m3".
+    expert-parallel size (docs/numerics.md, Across ranks): "moe" is not compared with one.
     """
     if model == "moe":
-        return tuple(recipe for recipe in RECIPES if recipe != "ue5m3")
+        return tuple(recipe for recipe in RECIPES if recipe not in WITH_TENSOR_SCALE)
     return RECIPES if model in ("llama", "wide") else SIDE_RECIPES
 
 

@@ -122,7 +122,7 @@ def _record(place: Place, matrix: Tensor, operand: QuantizedTensor) -> Record:
         codes=codes.cpu().view(torch.uint8).movedim(-1, operand.axis),
         values=operand.dequantize(torch.float64).cpu().float() * place.scale,
         matrix=matrix.cpu() * place.scale,
-        draws=operand.quantizer.stochastic,
+        draws=operand.quantizer.draws,
     )
 
 

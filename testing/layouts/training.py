@@ -29,12 +29,12 @@ FIRST_STEP, LAST_STEP = 2, 10
 def recipe_called(name: str) -> Recipe:
     """The recipe of a name in matrix.RECIPES.
 
-    "mxfp4-rht-sr" and "ue5m3" have Hadamard groups of 32, since 64 does not divide these models'
-    shards. "dge" is dge-occ without the outlier clamp, whose quantiles depend on the
+    "mxfp4-rht-sr", "ue5m3" and "quartet-2" have Hadamard groups of 32, since 64 does not divide
+    these models' shards. "dge" is dge-occ without the outlier clamp, whose quantiles depend on the
     tensor-parallel size. "row-scales" has a scale for each row beside its block scales.
     "estimators" is dge with estimators of both operands that go through the maximum of a row.
     """
-    if name in ("mxfp4-rht-sr", "ue5m3"):
+    if name in ("mxfp4-rht-sr", "ue5m3", "quartet-2"):
         return recipes.get_recipe(name, hadamard=32)
     if name == "dge":
         return recipes.get_recipe("dge-occ", occ=False)

@@ -223,7 +223,7 @@ class Compared:
     def __init__(self, recipe: Recipe, model: str) -> None:
         def noisy(gemm: str) -> bool:
             quantizer = recipe.gemm(gemm).a
-            return quantizer is not None and quantizer.stochastic
+            return quantizer is not None and quantizer.draws
 
         dense = model != "moe"
         self.forward = dense or not noisy("fprop")

@@ -21,7 +21,7 @@ from megatron_fp4.linear import quantized_linear
 from megatron_fp4.mcore.runtime import gloo
 from megatron_fp4.multipliers.reference import Reference
 from megatron_fp4.plan.setting import column_parallel
-from megatron_fp4.recipes import get_recipe
+from testing.builders.small_recipes import small_recipe
 
 GATHER, SCATTER, SUM = (
     "allgather_into_tensor_coalesced",
@@ -85,7 +85,7 @@ def backward(recipe: str, parallel: TensorParallel, log: Log) -> Log:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 64, generator=generator).requires_grad_()
     weight = torch.randn(64, 64, generator=generator).requires_grad_()
-    y = quantized_linear(x, weight, None, get_recipe(recipe), Site(parallel=parallel))
+    y = quantized_linear(x, weight, None, small_recipe(recipe), Site(parallel=parallel))
     log.clear()
     y.sum().backward()
     return log

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_fp4 import list_recipes
+from testing.builders.small_recipes import flags_of
 from testing.worlds.checkpoint_contents import weights
 from testing.worlds.launch import MOCK_DATA, OVERLAP, SCRIPTS, TINY, Result, result_of, spawn
 
@@ -174,7 +175,7 @@ def on_one(folder: Path) -> dict[str, Result]:
         f"--load {folder / 'sharded'}",
     }
     for name in OTHERS:
-        kept, recipe = folder / name, f"--fp4-recipe {name}"
+        kept, recipe = folder / name, shlex.join(flags_of(name))
         trainings[name] = f"{recipe} {saving(kept)}"
         trainings[f"{name} resumed"] = (
             f"{recipe} {again(kept)} {saving(folder / f'{name}-resumed')}"

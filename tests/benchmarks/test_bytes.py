@@ -8,7 +8,7 @@ import pytest
 from benchmarks.bytes import LINEARS, Case, Record, Shape, count, find
 
 ROOT = Path(__file__).parents[2]
-SHAPE = Shape(hidden=128, ffn=256, heads=4, query_groups=2, sequence=64, micro_batch=2)
+SHAPE = Shape(hidden=256, ffn=512, heads=4, query_groups=2, sequence=64, micro_batch=2)
 MXFP4_BITS = 4 + 8 / 32  # a code, and its share of a block's scale
 BY_COLUMNS, BY_ROWS = ("qkv", "fc1"), ("proj", "fc2")
 

@@ -42,7 +42,7 @@ RECIPES |= {
     "nvfp4": alike(get_quantizer("nvfp4")),
     "nvfp4 twice": alike(get_quantizer("nvfp4-sr"), backward="forward"),
     "ue5m3 square": alike(Quantizer(scale="ue5m3", block=(16, 16), rule="up")),
-    "four-over-six": alike(get_quantizer("nvfp4-four-over-six"), Hadamard(16)),
+    "four-over-six of all": alike(get_quantizer("nvfp4-four-over-six"), Hadamard(16)),
     "rht of all": alike(Quantizer(), Hadamard(32, "none"), backward="forward"),
     "forward alone": replace(BF16, fprop=alike(Quantizer()).fprop, backward="forward"),
     "dge": replace(
@@ -237,6 +237,16 @@ def test_held_operands_of_w_are_made_once_a_step() -> None:
     decoded = found(get_recipe("tetrajet"), keeps_w="decoded")
     assert {c.technique for c in decoded if c.once} == {"codes", "rounding", "random words", "form"}
     assert not any(c.once for c in found(get_recipe("tetrajet")))
+
+
+def test_a_gain_of_1_draws_a_word_a_block() -> None:
+    """The blocks of dY begin at other elements in either direction. Each element takes two
+    products, in all four operands of quartet-2's backward GEMMs."""
+    each = found(get_recipe("quartet-2"))
+    assert total(each, "words") == total(each, "words", "gain of 1") == (X + W + 2 * DY) / 16
+    rounded = [c.work["element rounded to nearest"] for c in each if c.technique == "gain of 1"]
+    assert sum(rounded) == X + W + 2 * DY
+    assert not total(found(get_recipe("quartet-2", unit_gain=False)), "words", "gain of 1")
 
 
 # --- negative controls ----------------------------------------------------------------------------

@@ -92,8 +92,8 @@ def test_a_layer_trains_as_on_the_cpu(name: str) -> None:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             layer.weight.copy_(torch.randn(128, 256, generator=generator))
-        x = torch.randn(64, 256, generator=generator).to(device).requires_grad_()
-        layer(x).backward(torch.randn(64, 128, generator=generator).to(device))
+        x = torch.randn(128, 256, generator=generator).to(device).requires_grad_()
+        layer(x).backward(torch.randn(128, 128, generator=generator).to(device))
         assert x.grad is not None and layer.weight.grad is not None
         results.append((x.grad.cpu(), layer.weight.grad.cpu()))
     for here, there in zip(*results, strict=True):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_fp4 import list_recipes
+from testing.builders.small_recipes import flags_of
 from testing.worlds.launch import OVERLAP, train
 
 pytestmark = [
@@ -15,7 +16,7 @@ FLAGS = ("--bf16", "--hidden-size", "128", "--ffn-hidden-size", "256", "--train-
 
 @pytest.mark.parametrize("recipe", [None, *list_recipes()], ids=str)
 def test_one_gpu_learns(recipe: str | None) -> None:
-    flags = () if recipe is None else ("--fp4-recipe", recipe)
+    flags = () if recipe is None else flags_of(recipe)
     losses = train(1, *FLAGS, *flags).losses
     assert len(losses) == 8 and losses[-1] < losses[0]
 
@@ -30,7 +31,7 @@ EXPERTS = """
 @two_gpus
 @pytest.mark.parametrize("recipe", list_recipes())
 def test_experts_on_two_gpus_learn(recipe: str) -> None:
-    losses = train(2, *FLAGS, *EXPERTS, "--fp4-recipe", recipe).losses
+    losses = train(2, *FLAGS, *EXPERTS, *flags_of(recipe)).losses
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 
@@ -44,7 +45,7 @@ def test_overlapped_communication_on_two_gpus_learns() -> None:
 @pytest.mark.parametrize("recipe", [None, *list_recipes()], ids=str)
 def test_two_gpus_learn_what_one_does(recipe: str | None) -> None:
     """Tensor and sequence parallelism with the distributed optimizer's sharding over one rank."""
-    flags = () if recipe is None else ("--fp4-recipe", recipe)
+    flags = () if recipe is None else flags_of(recipe)
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     losses = train(2, *FLAGS, *layout, *flags).losses
     assert len(losses) == 8 and losses[-1] < losses[0]

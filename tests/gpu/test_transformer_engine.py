@@ -8,6 +8,7 @@ import torch
 
 from benchmarks import te
 from megatron_fp4 import list_recipes
+from testing.builders.small_recipes import flags_of
 from testing.worlds.launch import Result, train
 
 pytestmark = [
@@ -21,7 +22,7 @@ FLAGS = ("--bf16", "--hidden-size", "128", "--ffn-hidden-size", "256", "--train-
 
 
 def run(processes: int, implementation: str, recipe: str | None, *flags: str) -> Result:
-    chosen = () if recipe is None else ("--fp4-recipe", recipe)
+    chosen = () if recipe is None else flags_of(recipe)
     return train(processes, *FLAGS, "--transformer-impl", implementation, *chosen, *flags)
 
 

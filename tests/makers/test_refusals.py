@@ -89,6 +89,7 @@ def test_what_the_mxfp4_kernel_refuses(x: Any, quantizer: Any, fields: Any, why:
         (X, replace(NVFP4, block=(1, 128)), "takes blocks that divide 64 x 64"),
         (X[:0], NVFP4, "there are no elements"),
         (X, replace(NVFP4, tensor_max=0.0, row_max=448.0), "gives rows no scales of their own"),
+        (X, replace(NVFP4, unit_gain=32), "does not correct scales for a gain of 1"),
     ],
 )
 def test_what_the_block_scale_kernel_refuses(x: Any, quantizer: Any, why: str) -> None:

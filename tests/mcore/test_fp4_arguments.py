@@ -90,7 +90,11 @@ def test_this_package_s_quantizers_in_upstream_s_linears() -> None:
         ("mxfp4", ("--disable-bias-linear", "--enable-cuda-graph"), "--enable-cuda-graph"),
         ("mxfp4", ("--disable-bias-linear", "--external-cuda-graph"), "--external-cuda-graph"),
         ("mxfp4_rht_sr", ("--disable-bias-linear",), "signs that they share"),
-        ("tetrajett", ("--disable-bias-linear",), "the recipes: dge_occ, fp8, mxfp4,"),
+        (
+            "tetrajett",
+            ("--disable-bias-linear",),
+            "the recipes: dge_occ, four_over_six, fp8, mxfp4,",
+        ),
     ],
 )
 def test_what_upstream_s_linears_have_no_room_for(

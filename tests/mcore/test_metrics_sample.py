@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4 import get_quantizer, get_recipe, list_recipes
+from megatron_fp4 import get_quantizer, list_recipes
 from megatron_fp4.arithmetic.philox import Placement
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.execution.call import Call, Site
@@ -27,6 +27,7 @@ from megatron_fp4.operands import Carriers, Made, Matrix
 from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.plan.setting import Sharding, column_parallel, row_parallel
 from megatron_fp4.recipe import GEMMS, OPERANDS
+from testing.builders.small_recipes import small_recipe
 from testing.oracles import normal
 
 ROWS, COLUMNS, STRIDE = 256, 128, 3
@@ -181,7 +182,7 @@ class Lines:
 @pytest.mark.parametrize("name", list_recipes())
 def test_lines_are_those_of_the_whole_operand(name: str) -> None:
     """Also of operands that are transformed, made from codes, or multiplied by row scales."""
-    watch, recipe = Lines(), get_recipe(name)
+    watch, recipe = Lines(), small_recipe(name)
     x, w, dy = (normal((64, 64), seed).bfloat16() for seed in range(3))
     average = w.float() if name == "tetrajet-ema" else None
     y = quantized_linear(

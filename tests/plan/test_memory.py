@@ -22,12 +22,13 @@ from megatron_fp4.plan.memory import held_bytes, saved_bytes, y_bytes
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from megatron_fp4.target import target_of
+from testing.builders.small_recipes import small_recipe
 from testing.oracles import normal
 
 TOKENS, IN, OUT = 64, 128, 192
 CEIL = Quantizer(rule="ceil")
 TRANSFORMED = GemmRecipe(CEIL, CEIL, Hadamard(32))
-RECIPES = {name: get_recipe(name) for name in list_recipes()} | {
+RECIPES = {name: small_recipe(name) for name in list_recipes()} | {
     # Backward takes what fprop multiplied, and quantizes nothing itself.
     "forward-alone": Recipe("forward-alone", fprop=GemmRecipe(CEIL, CEIL), backward="forward"),
     "transformed": replace(get_recipe("tetrajet"), name="transformed", fprop=TRANSFORMED),

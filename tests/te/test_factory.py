@@ -91,7 +91,7 @@ def test_words_that_the_hook_has_no_room_for(recipe: Recipe, word: str | None) -
 
 
 def test_an_unknown_name_lists_the_recipes() -> None:
-    with pytest.raises(AttributeError, match="mxfp4_rht_sr, tetrajet"):
+    with pytest.raises(AttributeError, match="mxfp4_rht_sr, nvfp4_nvidia, quartet_2, tetrajet"):
         megatron_fp4.te.tetrajett  # noqa: B018
 
 

@@ -115,7 +115,7 @@ class QuantizedWeights:
         """Why the codes of training cannot be exported; "" if they can."""
         if recipe.fprop.hadamard is not None:
             return "a Hadamard transform of W"
-        if w.stochastic:
+        if w.draws:
             return "stochastic rounding of W"
         if w.rounding == "ema" and not any(map(self._average_key, self.linears)):
             return (

@@ -1,0 +1,53 @@
+"""Four over six: "Four Over Six: More Accurate NVFP4 Quantization with Adaptive Block Scaling"
+(arXiv 2512.02010).
+
+E2M1 has nothing between 4 and 6, where the largest magnitudes of a block have their largest errors.
+Each block of X and W is scaled so that its largest magnitude becomes 6 or 4, whichever gives the
+smaller squared error. A block scale that maps it to 4 is larger. The tensor scale leaves room for
+that: it is chosen for 256 in place of 448.
+
+The backward pass is that of NVIDIA's NVFP4 recipe (`nvfp4-nvidia`), with W and X quantized by the
+same rule, as in the authors' code. dY is rounded stochastically and is always scaled to 6.
+
+Choices of this project: blocks of 1 x 16 of W, where NVIDIA's recipe has 16 x 16, and the sum of
+squared errors where the authors' code can take other errors as well.
+"""
+
+from typing import Literal
+
+from megatron_fp4.arithmetic.quantizer import get_quantizer
+from megatron_fp4.recipe import GemmRecipe, Recipe
+from megatron_fp4.recipes.nvfp4_nvidia import backward_gemms
+from megatron_fp4.recipes.registry import register
+
+
+@register("four-over-six")
+def four_over_six(
+    *,
+    stochastic: bool = True,
+    gradient_rule: Literal["nearest", "up"] = "nearest",
+    hadamard: int = 16,
+    signs: Literal["fixed", "random", "none"] = "fixed",
+) -> Recipe:
+    """The recipe of arXiv 2512.02010.
+
+    stochastic, gradient_rule, hadamard, signs: of the backward pass; see
+        `nvfp4_nvidia.backward_gemms`.
+    """
+    operand = get_quantizer("nvfp4-four-over-six")
+    dgrad, wgrad = backward_gemms(
+        operand,
+        operand,
+        stochastic=stochastic,
+        gradient_rule=gradient_rule,
+        hadamard=hadamard,
+        signs=signs,
+    )
+    return Recipe(
+        name="four-over-six",
+        paper="arXiv 2512.02010",
+        fprop=GemmRecipe(operand, operand),
+        dgrad=dgrad,
+        wgrad=wgrad,
+        backward="raw",
+    )
