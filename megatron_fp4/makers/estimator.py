@@ -85,7 +85,9 @@ def _is_spread(operand: OperandPlan, setting: Setting) -> bool:
     """Whether ranks share blocks of the operand, and not an outer scale alone."""
     assert operand.quantizer is not None
     sharded = 0 if operand.is_part else setting.sharding.axis(operand.letter)
-    return replace(operand.quantizer, tensor_max=0.0, row_max=0.0).scale_spans(sharded, operand.axis)
+    return replace(operand.quantizer, tensor_max=0.0, row_max=0.0).scale_spans(
+        sharded, operand.axis
+    )
 
 
 def has_kernel(estimator: Estimator, operand: OperandPlan, setting: Setting) -> bool:
