@@ -73,7 +73,7 @@ LAYOUTS = {
 
 RECIPES = (
     *("mxfp4", "tetrajet", "mxfp4-rht-sr", "dge", "dge-occ"),
-    *("ue5m3", "estimators", "stochastic"),
+    *("ue5m3", "estimators", "x-mean", "stochastic"),
 )
 # Models that differ from another in a detail run only the recipe with noise in all three GEMMs.
 SIDE_RECIPES = ("stochastic",)
@@ -90,11 +90,12 @@ NOTICED = {"differing codes": 100, "gradients": 1e-3, "shared noise rows": 100}
 def recipes_of(model: str) -> tuple[str, ...]:
     """The recipes that are compared for a model.
 
-    A tensor scale spans all tokens that an expert is sent at once, which depend on the
-    expert-parallel size (docs/numerics.md, Across ranks): "moe" is not compared in "ue5m3".
+    A tensor scale, and the mean of X, span all tokens that an expert is sent at once, which depend
+    on the expert-parallel size (docs/numerics.md, Across ranks): "moe" is not compared in "ue5m3"
+    and "x-mean".
     """
     if model == "moe":
-        return tuple(recipe for recipe in RECIPES if recipe != "ue5m3")
+        return tuple(recipe for recipe in RECIPES if recipe not in ("ue5m3", "x-mean"))
     return RECIPES if model in ("llama", "wide") else SIDE_RECIPES
 
 
