@@ -21,14 +21,19 @@ def describe(recipe: Recipe) -> list[str]:
 
     The first line has the recipe's name, and its paper as `paper_of` returns it. Indented lines
     follow: one for each GEMM, with the formats, scales and rounding of its operands, and one each
-    for outliers, estimators, weight average, updates of W and bias gradient where the recipe has
-    them.
+    for outliers, mean of X, estimators, weight average, updates of W and bias gradient where the
+    recipe has them.
     """
     paper = paper_of(recipe)
     lines = [f"recipe {recipe.name}{f' ({paper})' if paper else ''}"]
     lines += [f"  {gemm}: {_gemm(recipe, gemm)}" for gemm in GEMMS]
     if recipe.outliers is not None:
         lines.append(f"  outliers of X in fprop: {_outliers(recipe.outliers)}")
+    if recipe.x_mean == "subtracted":
+        lines.append(
+            "  mean of X over tokens: subtracted before X is quantized, and multiplied in high "
+            "precision; not in evaluation"
+        )
     if recipe.estimator is not None:
         lines.append(f"  gradient of W: {estimator_words(recipe.estimator)}")
     if recipe.x_estimator is not None:

@@ -106,7 +106,7 @@ class Linear(nn.Linear):
             input,
             self.weight,
             self.bias,
-            recipe=self.recipe,
+            recipe=self.recipe if self.training else self.recipe.in_evaluation,
             seed=self.seed,
             step=step,
             name=self.name,

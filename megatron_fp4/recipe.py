@@ -71,6 +71,9 @@ class Recipe:
     estimator: the gradient through fprop's quantizer of W; None is straight-through.
     x_estimator: the same of X.
     outliers: how X is clamped before fprop quantizes it; None clamps nothing.
+    x_mean: "subtracted": the mean of X over the tokens of a microbatch is subtracted before X is
+        quantized, and multiplied in high precision; `in_evaluation` is "kept". The mean has a part
+        of later tokens, so that a model is no longer causal in training.
     bias_gradient: the sum over tokens of dY as it came ("raw"), or of dY as dgrad's quantizer left
         it ("quantized").
     weight_average: the moving average that is kept of each weight, for quantizers of W with
@@ -91,6 +94,7 @@ class Recipe:
     estimator: Estimator | None = None
     x_estimator: Estimator | None = None
     outliers: OutlierClamp | None = None
+    x_mean: Literal["kept", "subtracted"] = "kept"
     bias_gradient: Literal["raw", "quantized"] = "raw"
     weight_average: WeightAverage | None = None
     ramping: Ramping | None = None
@@ -102,7 +106,7 @@ class Recipe:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, *self._gemms.values(), self.backward))
+        return hash((self.name, *self._gemms.values(), self.backward, self.x_mean))
 
     def __post_init__(self) -> None:
         try:
@@ -117,6 +121,7 @@ class Recipe:
         self._check_average()
         self._check_ramping()
         self._check_estimators()
+        self._check_x_mean()
         if self.backward == "forward" and _prescale(self.fprop) != 1.0:
             raise ConfigError("backward: forward would meet fprop's prescaled operands again")
         dy = self.dgrad.a
@@ -152,6 +157,21 @@ class Recipe:
             raise ConfigError(
                 "an estimator of X takes no outliers, which pass by X's quantizer: leave one out"
             )
+
+    def _check_x_mean(self) -> None:
+        if self.x_mean == "kept":
+            return
+        if not self._quantizes_x:
+            raise ConfigError("x_mean: subtracted needs a quantizer of X, in fprop or in wgrad")
+        if self.x_estimator is not None or self.outliers is not None:
+            raise ConfigError(
+                "x_mean: subtracted takes neither an estimator of X nor outliers, which are of X "
+                "with its mean: leave one out"
+            )
+
+    @property
+    def _quantizes_x(self) -> bool:
+        return self.fprop.a is not None or self.wgrad.b is not None
 
     def _check_average(self) -> None:
         rounded = {
@@ -249,16 +269,25 @@ class Recipe:
         return self._late
 
     @cached_property
+    def in_evaluation(self) -> Recipe:
+        """The recipe of forward passes that are not of training, in which X keeps its mean."""
+        return self if self.x_mean == "kept" else replace(self, x_mean="kept")
+
+    @cached_property
     def _late(self) -> Recipe:
+        gemms = dict.fromkeys(self.bf16_gemms, HIGH_PRECISION)
+        x, late_x = self.fprop.a, self.wgrad.b
+        quantizes_x = (x and "fprop" not in gemms) or (late_x and "wgrad" not in gemms)
         return replace(
             self,
             bf16_after=None,
             bf16_gemms=GEMMS,
-            **{gemm: HIGH_PRECISION for gemm in self.bf16_gemms},  # type: ignore[arg-type]
+            **gemms,  # type: ignore[arg-type]
             # These fields need a quantizer, and are dropped with it.
             estimator=None if "fprop" in self.bf16_gemms else self.estimator,
             x_estimator=None if "fprop" in self.bf16_gemms else self.x_estimator,
             outliers=None if "fprop" in self.bf16_gemms else self.outliers,
+            x_mean=self.x_mean if quantizes_x else "kept",
             bias_gradient="raw" if "dgrad" in self.bf16_gemms else self.bias_gradient,
             weight_average=self.weight_average if self._rounds_to_average_late else None,
         )

@@ -5,7 +5,9 @@ import pytest
 from testing.worlds.launch import SCRIPTS, spawn
 
 
-@pytest.mark.parametrize("script", ["communication.py", "estimators.py", "overlap.py"])
+@pytest.mark.parametrize(
+    "script", ["communication.py", "estimators.py", "overlap.py", "token_means.py"]
+)
 def test_two_ranks(script: str) -> None:
     run = spawn(2, SCRIPTS / script)
     assert run.returncode == 0, run.stdout[-3000:]

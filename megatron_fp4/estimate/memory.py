@@ -259,5 +259,6 @@ class LayerPlans:
 
 
 def _keeps_x(made: LinearPlan) -> bool:
-    """Whether a linear saves X for backward in the model's dtype, and not as 4-bit codes alone."""
-    return made.saves_x == "model" or made.estimates_x is not None
+    """Whether a linear saves X itself for backward, and not 4-bit codes or another matrix alone."""
+    is_x = made.wgrad is None or made.wgrad.b.source != "centered"
+    return (made.saves_x == "model" and is_x) or made.estimates_x is not None

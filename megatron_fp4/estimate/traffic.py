@@ -67,6 +67,8 @@ def of_forward(plan: LinearPlan) -> list[Sent]:
         if plan.compensation is not None:
             found.append(gather(outlier_bytes(plan), ranks))
     found += _maxima([plan.fprop.a], ranks)
+    if plan.subtracts_mean and setting.sharding.tokens == "x":
+        found.append(reduce(8 * setting.inputs, ranks))
     rows, _ = setting.shape("dy", is_part=False)
     y = rows * setting.outputs * setting.dtype.itemsize
     if setting.sharding.tokens == "dy":
@@ -99,6 +101,8 @@ def of_backward(plan: LinearPlan) -> list[Sent]:
         found.append(scatter(dx, ranks))
     elif setting.sharding.sums_dx:
         found.append(reduce(dx, ranks))
+    if plan.mean_in_dw and setting.sharding.tokens == "dy" and wgrad.a.gathered == "after":
+        found.append(reduce(4 * setting.outputs, ranks))
     return found + _sums_of_estimators(plan, ranks)
 
 

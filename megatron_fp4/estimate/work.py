@@ -90,6 +90,8 @@ def of_linear(plan: LinearPlan, gpu: Gpu) -> Work:
         forward.add(_bf16_product(plan.fprop.product.shape))
     if plan.residual_in_dw and plan.wgrad is not None:
         backward.add(_bf16_product(plan.wgrad.product.shape))
+    forward.add(_mean_forward(plan))
+    backward.add(_mean_backward(plan))
     host = "quantized linear" if _is_quantized(plan) else "BF16 linear"
     if plan.clamping is not None:
         host = "linear with outliers"
@@ -215,6 +217,27 @@ def conversion(gemm: GemmPlan, side: Literal["a", "b"]) -> dict[str, float]:
 def _outliers(plan: LinearPlan) -> dict[str, float]:
     rows, columns = plan.setting.shape("x", is_part=plan.setting.has_part("x"))
     return {"element clamped": float(rows * columns)}
+
+
+def _mean_forward(plan: LinearPlan) -> dict[str, float]:
+    """The work of the mean of X: X is read, read again and written, and W read for Y."""
+    if not plan.subtracts_mean:
+        return {}
+    rows, columns = plan.setting.shape("x", is_part=plan.setting.has_part("x"))
+    elements = 3.0 * rows * columns
+    if plan.mean_in_y is not None:
+        elements += plan.setting.outputs * plan.setting.inputs
+    return {"byte quantized": elements * plan.setting.dtype.itemsize}
+
+
+def _mean_backward(plan: LinearPlan) -> dict[str, float]:
+    """The work of the mean of X in dW: dY is read, and dW read and written in float32."""
+    if not plan.mean_in_dw:
+        return {}
+    setting = plan.setting
+    rows, columns = setting.shape("dy", is_part=setting.has_part("dy"))
+    dw = 8.0 * setting.outputs * setting.inputs
+    return {"byte quantized": rows * columns * setting.dtype.itemsize + dw}
 
 
 # --- a layer --------------------------------------------------------------------------------------

@@ -243,11 +243,13 @@ class Backward:
         residual: Pending[Residual] | None,
         into: Tensor | None,
     ) -> Tensor:
-        """dW, with the estimator's factor and the outliers' product where the recipe has them."""
+        """dW, with the estimator's factor and the products of X's outliers or mean where the recipe
+        has them."""
         plan, saved = self.plan, self.saved
-        estimates = plan.estimates_w
-        if wgrad.product.adds or (estimates is None and residual is None):
-            return run_gemm(wgrad, a, b, self.site, into)
+        estimates, mean = plan.estimates_w, saved.mean
+        if wgrad.product.adds or (estimates is None and residual is None and mean is None):
+            dw = run_gemm(wgrad, a, b, self.site, into)
+            return dw if mean is None else self._with_mean(wgrad, dw, mean)
         dw = run_gemm(wgrad, a, b, self.site)
         if estimates is not None:
             assert (
@@ -264,9 +266,21 @@ class Backward:
             outliers = Decoded(plan.clamping.dense(residual.wait()).t())
             dy = Decoded(self._dy(wgrad).t())
             dw = plan.compensation.multiply(dy, outliers, 1.0, dw.dtype, dw)
+        if mean is not None:  # nor to the mean
+            dw = self._with_mean(wgrad, dw, mean)
         if dw is into:
             return dw
         return finish(dw, plan.setting.main_grad or plan.setting.weight_dtype, into)
+
+    def _with_mean(self, wgrad: GemmPlan, dw: Tensor, mean: Tensor) -> Tensor:
+        """dW, to which the product of X's mean is added in place: the sum of dY over the tokens of
+        all ranks, times the mean. dw: float32 or wider."""
+        summed = self._dy(wgrad).sum(0, dtype=dw.dtype)
+        parallel = self.site.parallel
+        is_part = self.plan.setting.has_part("dy") and wgrad.a.gathered != "before"
+        if parallel is not None and is_part:
+            summed = parallel.sum(summed).wait()
+        return dw.addr_(summed, mean.to(dw.dtype))
 
 
 def _kept_for(gemm: GemmPlan, codes: Operand, matrix: Tensor) -> Operand:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_fp4.arithmetic.outliers import Residual
+from megatron_fp4.arithmetic.token_mean import centered, mean_of, token_sums
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import Pending
 from megatron_fp4.execution.gemm import run_gemm, show_codes
@@ -30,6 +31,8 @@ class Saved:
     x_itself: X, if an estimator is applied to dX, which reads it; else None.
     residual: the outliers of X, if dW contains a product with them; else None.
     y: Y, in `Setting.kept_y`, if the gradient of a SwiGLU of it arrives in backward; else None.
+    mean: the mean of X over the tokens of all ranks, [in], if dW contains a product with it; else
+        None.
     """
 
     x: Operand | None
@@ -38,6 +41,7 @@ class Saved:
     x_itself: Tensor | None
     residual: Residual | None
     y: Tensor | None
+    mean: Tensor | None
 
 
 def forward(
@@ -53,9 +57,9 @@ def forward(
 
     X may be a SwiGLU or an RMSNorm that is computed here (`Setting.swiglu`, `Setting.normed`).
 
-    The product, the bias and the product of the outliers are summed before Y is rounded to X's
-    dtype. held: W's operands, where the calls of a step share them: read if they were made before,
-    else made and stored here.
+    The product, the bias and the product of X's outliers or mean are summed before Y is rounded to
+    X's dtype. held: W's operands, where the calls of a step share them: read if they were made
+    before, else made and stored here.
     """
     dtype = plan.setting.dtype
     matrices: dict[tuple[str, Source], Matrix] = {}
@@ -63,13 +67,17 @@ def forward(
         matrices["w", "model"] = weight.to(dtype)
     source: Source = "swiglu" if plan.setting.swiglu == "after" else "model"
     matrices["x", "normed" if plan.setting.normed else source] = x
-    whole, residual, clamping = x, None, plan.clamping
+    whole, residual, mean, clamping = x, None, None, plan.clamping
     if plan.compute_x is not None:
         assert isinstance(x, Computed)
         whole = matrices["x", "model"] = x.by(plan.compute_x)
     if clamping is not None:
         assert isinstance(whole, Tensor)
         matrices["x", "clamped"], residual = clamping.split(whole)
+    if plan.subtracts_mean:
+        assert isinstance(whole, Tensor)
+        mean = _mean(whole, plan, site)
+        whole = matrices["x", "centered"] = centered(whole, mean)
     made = _operands(plan, matrices, site, call, held)
     a, b = made[plan.fprop.a], made[plan.fprop.b]
     if plan.fprop.a.gathered and site.parallel is not None:
@@ -79,12 +87,23 @@ def forward(
         dense = clamping.dense(all_tokens(residual, plan, site).wait())
         outliers, w = Decoded(dense), Decoded(weight.to(dtype))
         y = plan.compensation.multiply(outliers, w, 1.0, y.dtype, y)
+    if mean is not None and plan.mean_in_y is not None:
+        w = Decoded(weight.to(dtype))
+        y += plan.mean_in_y.multiply(Decoded(mean[None]), w, 1.0, y.dtype)
     if bias is not None:
         y += bias
     y = y.to(dtype)
     if site.parallel is not None and plan.setting.has_part("dy"):
         y = site.parallel.scatter_sum(y).wait()
-    return y, _saved(plan, x, weight, made, residual, y)
+    return y, _saved(plan, whole if plan.mean_in_dw else x, weight, made, residual, mean, y)
+
+
+def _mean(x: Tensor, plan: LinearPlan, site: Site) -> Tensor:
+    """The mean of X over the tokens of all ranks, [in] in X's dtype."""
+    sums, tokens = token_sums(x), len(x)
+    if site.parallel is not None and plan.setting.has_part("x"):
+        sums, tokens = site.parallel.sum(sums).wait(), tokens * site.parallel.size
+    return mean_of(sums, tokens, x.dtype)
 
 
 def _operands(
@@ -122,8 +141,10 @@ def _saved(
     weight: Tensor,
     made: dict[OperandPlan, Made],
     residual: Residual | None,
+    mean: Tensor | None,
     y: Tensor,
 ) -> Saved:
+    """x: X, or X without its mean where that is what wgrad reads."""
     kept_x: Operand | None = None
     if plan.saves_x == "operand":
         kept_x = made[plan.fprop.a].operand
@@ -138,6 +159,7 @@ def _saved(
         x_itself=None if plan.estimates_x is None else _kept_x(plan, x),
         residual=residual if plan.residual_in_dw else None,
         y=_kept_y(plan, y) if plan.setting.swiglu == "before" else None,
+        mean=mean if plan.mean_in_dw else None,
     )
 
 

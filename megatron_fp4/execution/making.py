@@ -88,7 +88,7 @@ def source_of(
     operand: the plan of the backward operand. kept: what the forward pass saved of W or X. fprop:
     the plan of fprop's operand of it.
     """
-    if operand.source == "model":
+    if operand.source in ("model", "centered"):
         assert isinstance(kept, Tensor)
         return kept.to(operand.dtype), None
     if operand.source == "swiglu":

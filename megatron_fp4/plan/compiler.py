@@ -63,8 +63,10 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
         else "model",
         clamping=outliers.choose(recipe, setting),
         compute_x=_compute_x(recipe, fprop.a, setting),
-        compensation=_compensation(setting) if _compensates(recipe) else None,
+        compensation=_high_precision(setting) if _compensates(recipe) else None,
         residual_in_dw=setting.dw and _residual_in_dw(recipe),
+        mean_in_y=_high_precision(setting) if _reads_centered_x(recipe, "fprop") else None,
+        mean_in_dw=_mean_in_dw(recipe, setting),
         shows_packed_x=saves_x == "packed" and recipe.fprop.a is None,
         estimates_w=estimator.choose(_estimates(recipe, "w", setting), fprop.b, setting),
         estimates_x=estimator.choose(_estimates(recipe, "x", setting), fprop.a, setting),
@@ -98,7 +100,7 @@ def _saves_x(recipe: Recipe, setting: Setting) -> Literal["operand", "packed", "
     return "packed" if packs and tokens % token_tile(recipe, "wgrad", "x") == 0 else "model"
 
 
-# --- outliers -------------------------------------------------------------------------------------
+# --- outliers and mean of X -----------------------------------------------------------------------
 
 
 def _compensates(recipe: Recipe) -> bool:
@@ -113,8 +115,26 @@ def _residual_in_dw(recipe: Recipe) -> bool:
     return wanted and _is_forwards(recipe, "x")
 
 
-def _compensation(setting: Setting) -> Multiplier:
-    """The multiplier of outliers with W or dY, all in the model's dtype, added to Y or dW."""
+def _reads_centered_x(recipe: Recipe, gemm: str) -> bool:
+    """Whether X of fprop or wgrad is made from X without its mean, and not from fprop's codes."""
+    if recipe.x_mean == "kept" or recipe.quantizer(gemm, "x") is None:
+        return False
+    return gemm == "fprop" or not _is_forwards(recipe, "x")
+
+
+def _mean_in_dw(recipe: Recipe, setting: Setting) -> bool:
+    if recipe.x_mean == "kept" or not setting.dw:
+        return False
+    return _is_forwards(recipe, "x") or _reads_centered_x(recipe, "wgrad")
+
+
+def _subtracts_mean(recipe: Recipe, setting: Setting) -> bool:
+    return _reads_centered_x(recipe, "fprop") or _mean_in_dw(recipe, setting)
+
+
+def _high_precision(setting: Setting) -> Multiplier:
+    """The multiplier of what is left out of X with W or dY, all in the model's dtype, added to Y or
+    dW."""
     dtype, shape = setting.dtype, (0, 0, 0)
     product = Product(dtype, dtype, shape, dtype, wide(dtype), adds=True)
     return multipliers.choose(product, setting.target).multiplier
@@ -135,6 +155,8 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
     dtype = setting.dtype
     if (gemm, letter) == ("fprop", "x") and recipe.outliers is not None:
         return _From("clamped", dtype)
+    if letter == "x" and _reads_centered_x(recipe, gemm):
+        return _From("centered", dtype)
     if (gemm, letter) == ("fprop", "w") and setting.sent_w:
         return _From("codes", dtype, recipe.fprop.b)
     if gemm == "fprop" or letter == "dy" or not _is_forwards(recipe, letter):
@@ -167,7 +189,7 @@ def _computed(
         return ""
     if setting.normed:
         return "" if _reads_normed_x(recipe, setting) else "normed"
-    if setting.swiglu != "after":
+    if setting.swiglu != "after" or _subtracts_mean(recipe, setting):
         return ""
     if gemm == "fprop" or _saves_x(recipe, setting) == "packed":
         return "swiglu"
@@ -187,7 +209,8 @@ def _keeps_x(recipe: Recipe, setting: Setting) -> bool:
 
 def _reads_normed_x(recipe: Recipe, setting: Setting) -> bool:
     """Whether something but fprop's maker reads the result of a norm as a matrix."""
-    return recipe.outliers is not None or _keeps_x(recipe, setting)
+    split = recipe.outliers is not None or _subtracts_mean(recipe, setting)
+    return split or _keeps_x(recipe, setting)
 
 
 def _compute_x(recipe: Recipe, x: OperandPlan, setting: Setting) -> Compute | None:
@@ -196,7 +219,8 @@ def _compute_x(recipe: Recipe, x: OperandPlan, setting: Setting) -> Compute | No
         return computed.choose(replace(x, source="normed"), setting)
     keeps_x = setting.kept_y is not None and _keeps_x(recipe, setting)
     keeps_x |= _estimates(recipe, "x", setting) is not None
-    if setting.swiglu == "after" and (recipe.outliers is not None or keeps_x):
+    split = recipe.outliers is not None or _subtracts_mean(recipe, setting)
+    if setting.swiglu == "after" and (split or keeps_x):
         return computed.choose(x, setting)
     return None
 
@@ -347,10 +371,13 @@ def _output(recipe: Recipe, gemm: str, setting: Setting) -> tuple[torch.dtype, b
     """
     dtype = setting.dtype
     if gemm == "fprop":
-        return wide(dtype) if setting.has_bias or _compensates(recipe) else dtype, False
+        adds_to_y = _compensates(recipe) or _reads_centered_x(recipe, "fprop")
+        return wide(dtype) if setting.has_bias or adds_to_y else dtype, False
     if gemm == "dgrad":
         return dtype, False
-    if recipe.estimator is not None or _residual_in_dw(recipe):
+    # The mean's product is added in place, to a main_grad too if that is not rounded between.
+    apart = _mean_in_dw(recipe, setting) and setting.main_grad != wide(dtype)
+    if recipe.estimator is not None or _residual_in_dw(recipe) or apart:
         return wide(dtype), False
     return setting.main_grad or setting.weight_dtype, setting.main_grad is not None
 

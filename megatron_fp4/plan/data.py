@@ -29,13 +29,16 @@ if TYPE_CHECKING:
 #             Y and the gradient of the SwiGLU's result, which the model holds
 #   normed    X: the RMSNorm of what the model holds
 #   clamped   X without its outliers
+#   centered  X without its mean over tokens
 #   codes     fprop's operand, as codes and scales. W of fprop itself: as its owners sent it
 #   decoded   fprop's operand, decoded to `OperandPlan.dtype`; if fprop transformed it, after the
 #             inverse Hadamard transform
 #   values    fprop's operand, decoded without the scale of a whole row or tensor, which is
 #             multiplied into dY instead
 #   elements  fprop's codes without any scale; the scale of a whole row is multiplied into dY
-Source = Literal["model", "swiglu", "normed", "clamped", "codes", "decoded", "values", "elements"]
+Source = Literal[
+    "model", "swiglu", "normed", "clamped", "centered", "codes", "decoded", "values", "elements"
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,14 +146,18 @@ class LinearPlan:
     forward, backward: what is made at the start of the forward and of the backward pass.
     late: what is made after dgrad's product, because it depends on the gathered X.
     saves_x: what is saved of X for backward: fprop's operand ("operand"), wgrad's operand
-        ("packed"), X itself, or that whose SwiGLU it is ("model"), or nothing ("").
+        ("packed"), the matrix from which wgrad's operand is made, X itself or that whose SwiGLU it
+        is ("model"), or nothing ("").
     saves_w: what is saved of W: fprop's operand ("operand"), or W itself ("model").
     clamping: splits X into clamped X and outliers as recipe.outliers says; None where the recipe
         clamps nothing.
-    compute_x: computes X where it is the result of a SwiGLU or of a norm, and is clamped or kept as
-        a matrix; else None.
+    compute_x: computes X where it is the result of a SwiGLU or of a norm, and is clamped, without
+        its mean, or kept as a matrix; else None.
     compensation: the multiplier that adds outliers times W^T to Y; None where the recipe does not
         compensate. residual_in_dw: whether it also adds dY^T times the outliers to dW.
+    mean_in_y: the multiplier that adds the mean of X times W^T to Y; None where fprop multiplies X
+        with its mean. mean_in_dw: whether the mean is added to dW, because wgrad multiplies X
+        without it.
     shows_packed_x: whether the forward pass reports wgrad's packed X to `Site.observe`, because
         fprop does not quantize X and reports none.
     estimates_w, estimates_x: apply the recipe's estimators to dW and to dX; None where it has none,
@@ -172,6 +179,8 @@ class LinearPlan:
     compute_x: Compute | None
     compensation: Multiplier | None
     residual_in_dw: bool
+    mean_in_y: Multiplier | None
+    mean_in_dw: bool
     shows_packed_x: bool
     estimates_w: Estimating | None
     estimates_x: Estimating | None
@@ -180,6 +189,11 @@ class LinearPlan:
     def makes_x_at_start(self) -> bool:
         """Whether wgrad's operand of X is made at the start of the backward pass."""
         return self.wgrad is not None and any(self.wgrad.b in m.operands for m in self.backward)
+
+    @cached_property
+    def subtracts_mean(self) -> bool:
+        """Whether the forward pass subtracts the mean of X."""
+        return self.mean_in_y is not None or self.mean_in_dw
 
     @property
     def gemms(self) -> tuple[GemmPlan, ...]:

@@ -16,9 +16,9 @@ def operand_bytes(operand: OperandPlan) -> int:
 def saved_bytes(plan: LinearPlan) -> int:
     """The bytes that one call saves for its backward pass.
 
-    These are X, both as codes and as it is where an estimator reads it, its outliers, Y where a
-    SwiGLU follows, and W's operand where the calls of a step do not share it. W itself is not
-    counted, since the model holds it anyway.
+    These are X, both as codes and as it is where an estimator reads it, its outliers, its mean, Y
+    where a SwiGLU follows, and W's operand where the calls of a step do not share it. W itself is
+    not counted, since the model holds it anyway.
     """
     setting = plan.setting
     rows, columns = setting.shape("x", is_part=setting.has_part("x"))
@@ -33,6 +33,8 @@ def saved_bytes(plan: LinearPlan) -> int:
         total += rows * columns * setting.dtype.itemsize
     if plan.residual_in_dw:
         total += outlier_bytes(plan)
+    if plan.mean_in_dw:
+        total += columns * setting.dtype.itemsize
     if plan.saves_w == "operand" and setting.keeps_w is None and not setting.sent_w:
         total += operand_bytes(plan.fprop.b)
     return total + y_bytes(plan)

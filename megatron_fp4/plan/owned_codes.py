@@ -33,6 +33,8 @@ def reader_of_w(recipe: Recipe) -> str | None:
         return "the gradient estimator reads the unquantized W"
     if recipe.outliers is not None and recipe.outliers.compensate:
         return "outliers of X are multiplied by the unquantized W"
+    if recipe.x_mean == "subtracted" and recipe.fprop.a is not None:
+        return "the mean of X is multiplied by the unquantized W"
     if recipe.ramping is not None:
         return "the calibrations of Q-Ramping quantize W"
     late = recipe.at(1.0)

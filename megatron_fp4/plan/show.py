@@ -23,6 +23,7 @@ _SOURCES = {
     "swiglu": "through SwiGLU",
     "normed": "through RMSNorm",
     "clamped": "without its outliers",
+    "centered": "without its mean over tokens",
     "codes": "from the codes of fprop",
     "decoded": "decoded from the codes of fprop",
     "values": "decoded from the codes of fprop",
@@ -142,6 +143,12 @@ def _extras(plan: LinearPlan) -> Iterator[str]:
         reaches = "Y and dW" if plan.residual_in_dw else "Y"
         by = plan.compensation.name
         yield f"outliers  multiplied in high precision by {by}, added to {reaches}"
+    if plan.subtracts_mean:
+        summed = ", summed over the ranks" if sharding.tokens == "x" else ""
+        text = f"mean of X  by pytorch{summed}, in {_short(plan.setting.dtype)}"
+        if plan.mean_in_y is not None:
+            text += f"; times W^T by {plan.mean_in_y.name}, added to Y"
+        yield text + ("; times the sum of dY by pytorch, added to dW" if plan.mean_in_dw else "")
     for name, estimates, estimator in (
         ("dW", plan.estimates_w, recipe.estimator),
         ("dX", plan.estimates_x, recipe.x_estimator),
@@ -166,10 +173,13 @@ def _kept(plan: LinearPlan) -> Iterator[str]:
         whole = f"{_size(rows * columns * setting.dtype.itemsize)} in {_short(setting.dtype)}"
         words.append(f"X as codes of {x.gemm}, {_size(operand_bytes(x))} (X itself: {whole})")
     elif plan.saves_x:
-        words.append(f"X, {_size(rows * columns * setting.dtype.itemsize)}")
+        text = "X without its mean" if plan.wgrad and plan.wgrad.b.source == "centered" else "X"
+        words.append(f"{text}, {_size(rows * columns * setting.dtype.itemsize)}")
     if plan.estimates_x is not None:
         whole = _size(rows * columns * setting.dtype.itemsize)
         words.append(f"X itself, which its estimator reads, {whole}")
+    if plan.mean_in_dw:
+        words.append(f"the mean of X, {_size(columns * setting.dtype.itemsize)}")
     if size := y_bytes(plan):
         words.append(f"Y in {_short(setting.kept_y or setting.dtype)}, {_size(size)}")
     if setting.keeps_w is None and not setting.sent_w:

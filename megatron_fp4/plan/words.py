@@ -33,13 +33,15 @@ def notes(plan: LinearPlan) -> Iterator[str]:
 
 def kernel_notes(plan: LinearPlan) -> Iterator[str]:
     """A line for each kernel that is not used to make an operand or to apply an estimator, with its
-    reason; none on a CPU, which runs no kernels."""
+    reason, and for what has no kernel; none on a CPU, which runs no kernels."""
     if plan.setting.target.kind == "cpu":
         return
     for making in plan.makings:
         names = " and ".join(f"{LETTERS[o.letter]} of {o.gemm}" for o in making.operands)
         for name, why in making.passed_over:
             yield f"not used: {name}: {why}; PyTorch makes {names}"
+    if plan.subtracts_mean:
+        yield "no kernel subtracts the mean of X: PyTorch does, from X as a matrix"
     for name, estimates in (("dW", plan.estimates_w), ("dX", plan.estimates_x)):
         for kernel, why in () if estimates is None else estimates.passed_over:
             yield f"not used: {kernel}: {why}; PyTorch applies the estimator to {name}"

@@ -89,6 +89,8 @@ def _inexpressible(recipe: Recipe) -> str | None:
         return "multiplies dX by a factor of X"
     if recipe.outliers is not None:
         return "splits outliers from X"
+    if recipe.x_mean == "subtracted":
+        return "multiplies the mean of X apart"
     if recipe.weight_states:
         return "keeps an average of W"
     if recipe.ramping is not None:

@@ -33,6 +33,7 @@ def recipe_called(name: str) -> Recipe:
     these models' shards. "dge" is dge-occ without the outlier clamp, whose quantiles depend on the
     tensor-parallel size. "row-scales" has a scale for each row beside its block scales.
     "estimators" is dge with estimators of both operands that go through the maximum of a row.
+    "x-mean" is tetrajet that subtracts the mean of X.
     """
     if name in ("mxfp4-rht-sr", "ue5m3", "quartet-2"):
         return recipes.get_recipe(name, hadamard=32)
@@ -47,6 +48,8 @@ def recipe_called(name: str) -> Recipe:
     if name == "stochastic":  # in the forward pass too, where a recomputation must repeat it
         noisy = get_quantizer("mxfp4-ceil-sr")
         return replace(recipes.get_recipe("tetrajet"), fprop=GemmRecipe(noisy, noisy))
+    if name == "x-mean":
+        return replace(recipes.get_recipe("tetrajet"), x_mean="subtracted")
     if name == "estimators":  # in rows, which ranks share, and of both operands
         through = Estimator(form="sigmoid", maximum="vjp")
         rows = replace(recipes.get_recipe("dge-occ", occ=False), estimator=through)

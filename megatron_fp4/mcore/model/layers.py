@@ -102,6 +102,8 @@ class Fp4State:
         """
         moment, repeat = self.replay.take(self._now)
         recipe = self.run.in_force(self.recipe, moment)
+        if not training:
+            recipe = recipe.in_evaluation
         if not self.is_expert:
             return self._product(x, weight, bias, recipe, moment, repeat, training)
         assert isinstance(x, Tensor)
