@@ -51,7 +51,8 @@ class Cost:
         of blocks are multiplied by them), "two scales" (a block is rounded with both),
         "gain of 1" (products are summed, and scales rounded again), "average" (read to round
         towards it), "form" (the operand is written as the tensor cores read it), "outliers",
-        "estimator", "state beside the weight", "saved" or "sent".
+        "mean" (what the mean of X takes), "estimator", "state beside the weight", "saved" or
+        "sent".
     read, written: bytes of the GPU's memory.
     multiply_adds: in `precision`, on tensor cores but in float32.
     words: random 16-bit words.
@@ -88,7 +89,7 @@ def costs(plan: LinearPlan, gpu: Gpu) -> list[Cost]:
     for operands in _together(plan):
         made = of_operands(operands, plan.recipe)
         found += (replace(cost, once=operands[0] in held) for cost in made)
-    found += [*_outliers(plan), *_estimators(plan), *_state(plan), *_kept(plan)]
+    found += [*_outliers(plan), *_mean(plan), *_estimators(plan), *_state(plan), *_kept(plan)]
     return found
 
 
@@ -290,6 +291,19 @@ def _outliers(plan: LinearPlan) -> Iterator[Cost]:
         each = float(m * n * k)
         work = Amounts({"bf16 operation": 2 * each, "GEMM": 1})
         yield Cost(gemm.name, "x", "outliers", multiply_adds=each, precision="bf16", work=work)
+
+
+def _mean(plan: LinearPlan) -> Iterator[Cost]:
+    """X is read for its sums before it is quantized, and W for the product of the mean. dW gets its
+    part of the mean in a pass of its own."""
+    setting = plan.setting
+    rows, columns = setting.shape("x", is_part=setting.has_part("x"))
+    of_w = float(setting.outputs * setting.inputs)
+    if plan.subtracts_mean:
+        of_y = of_w if plan.mean_in_y is not None else 0.0
+        yield Cost("fprop", "x", "mean", **moved(BF16 * (rows * columns + of_y), 0.0))
+    if plan.mean_in_dw:
+        yield Cost("wgrad", "x", "mean", **moved(FP32 * of_w, FP32 * of_w))
 
 
 def _estimators(plan: LinearPlan) -> Iterator[Cost]:

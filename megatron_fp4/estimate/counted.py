@@ -25,6 +25,7 @@ COUNTED: dict[type, dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("weight_average", "ramping"), ()),
         **dict.fromkeys(("bf16_after", "bf16_gemms"), ()),  # the costs are those before it
         "backward": ("forward", "raw"),
+        "x_mean": ("kept", "subtracted"),
     },
     GemmRecipe: dict.fromkeys(("a", "b", "hadamard", "correction"), ()),
     Quantizer: {

@@ -55,6 +55,7 @@ RECIPES |= {
     "float32 scales": alike(Quantizer(scale="fp32", rule="absmax"), backward="forward"),
     "two levels": alike(replace(get_quantizer("nvfp4"), tensor_max=0.0, row_max=448.0)),
     "mse": alike(Quantizer(rule="mse"), Hadamard(64, "fixed")),
+    "mean": replace(get_recipe("tetrajet"), x_mean="subtracted"),
     "channels": get_recipe("dge-occ", scope="channel", compensate=False),
 }
 
@@ -165,6 +166,15 @@ def test_two_scales_are_tried(quantizer: Quantizer) -> None:
     amounts = [c.work["element rounded to nearest"] for c in each]
     assert sum(amounts) == 3 * 2 * (X + W + DY)
     assert not [c for c in found(alike(Quantizer())) if c.technique == "two scales"]
+
+
+def test_the_mean_of_x() -> None:
+    """X is read for its sums, and W to multiply the mean; dW gets a part of rank one."""
+    each = found(RECIPES["mean"])
+    parts = [(c.gemm, c.read, c.written) for c in each if c.technique == "mean"]
+    assert parts == [("fprop", 2 * X + 2 * W, 0), ("wgrad", 4 * W, 4 * W)]
+    plain = [c for c in found(get_recipe("tetrajet")) if c.technique == "mean"]
+    assert not plain and len(each) == len(found(get_recipe("tetrajet"))) + 2
 
 
 def test_dge_and_occ() -> None:

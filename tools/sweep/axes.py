@@ -25,7 +25,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "rule": ("floor", "ceil", "mse", "nearest", "up", "inflated", "four-over-six", "absmax"),
     "backward_rule": (
         *("floor", "ceil", "mse", "three-quarters"),
-        *("nearest", "up", "inflated", "absmax"),
+        *("nearest", "up", "inflated", "unit-gain", "absmax"),
     ),
     "outer_scale": ("none", "tensor", "row"),
     "rounding": ("nearest", "gradients", "gradients-and-x", "backward", "all"),
@@ -36,6 +36,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "estimator": ("straight-through", "dge", "spline", "sigmoid"),
     "maximum": ("straight-through", "absmax", "vjp", "softmax"),
     "estimated": ("w", "x", "both"),
+    "x_mean": ("kept", "subtracted"),
     "loss_scale": ("1", "65536"),
     "optimizer": ("adam", "stable-spam"),
 }
@@ -46,7 +47,10 @@ WHAT = {
     "block": "elements that share a scale",
     "weight_block": "blocks of W: of one row, or as many rows as columns",
     "rule": "how a block scale follows from the block's maximum, in fprop; inflated: times 17/16",
-    "backward_rule": "the same in dgrad and wgrad; three-quarters: floor, values times 3/4",
+    "backward_rule": (
+        "the same in dgrad and wgrad; three-quarters: floor, values times 3/4; unit-gain: as in "
+        "MS-EDEN (arXiv 2601.22813), nearest codes and scales rounded stochastically"
+    ),
     "outer_scale": "a float32 scale under the block scales, of the tensor or of each row",
     "rounding": "which operands are rounded stochastically; gradients: dY",
     "operands": "X and W of backward: unquantized, or as fprop multiplied them",
@@ -56,13 +60,14 @@ WHAT = {
     "estimator": "the gradient through a quantizer's rounding",
     "maximum": "the gradient through the block's maximum, from which its scale follows",
     "estimated": "the operands of fprop with an estimator, or a gradient through the maximum",
+    "x_mean": "whether the mean of X over tokens is multiplied apart, and only the rest quantized",
     "loss_scale": "what multiplies the loss, and divides the gradients",
     "optimizer": "AdamW, or StableSPAM (arXiv 2502.17055)",
 }
 _OF_SCALE = {
     "e8m0": ("floor", "ceil", "mse", "three-quarters"),
-    "e4m3": ("nearest", "up", "inflated", "four-over-six"),
-    "ue5m3": ("nearest", "up", "inflated", "four-over-six"),
+    "e4m3": ("nearest", "up", "inflated", "four-over-six", "unit-gain"),
+    "ue5m3": ("nearest", "up", "inflated", "four-over-six", "unit-gain"),
     "fp32": ("absmax",),
 }
 _OUTER = {"e8m0": ("none", "row"), "fp32": ("none",)}
@@ -90,6 +95,7 @@ class Combination:
     estimator: str = "straight-through"
     maximum: str = "straight-through"
     estimated: str = "w"
+    x_mean: str = "kept"
     loss_scale: str = "1"
     optimizer: str = "adam"
 
@@ -144,6 +150,7 @@ def values(combination: Combination, axis: str) -> tuple[str, ...]:
         "signs": bool(transformed),
         "estimator": c.forward == "fp4",
         "maximum": c.forward == "fp4",
+        "x_mean": c.forward == "fp4" or c.backward == "fp4",
         "estimated": {c.estimator, c.maximum} != {"straight-through"},
     }
     if not depends.get(axis, True):

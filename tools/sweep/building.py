@@ -13,10 +13,13 @@ from tools.sweep.axes import Combination, settled
 
 THREE_QUARTERS = 3 / 4  # the prescale of "Training LLMs with MXFP4", arXiv 2502.20586
 INFLATED = 17 / 16  # above the largest relative error of a scale of three mantissa bits
+UNIT_GAIN = 128  # elements of which MS-EDEN's scales give the gain 1 (arXiv 2601.22813)
+UNIT_GAIN_INFLATED = INFLATED * 0.93
 # The largest block scale under a tensor or row scale. NVFP4's is 448, E4M3's maximum; inflated
 # scales, and scales of which one maps a maximum to 4, need room above it. UE5M3 ends at 61,440.
 TOP = {"e8m0": 1.0, "e4m3": 448.0, "ue5m3": 32768.0}
 LOWER_TOP = TOP | {"e4m3": 256.0}
+_RULES = {"three-quarters": "floor", "inflated": "nearest", "unit-gain": "nearest"}
 GRADIENT = Quantizer(element="e5m2", scale="fp32", block=(1, 0), rule="absmax")
 
 
@@ -38,6 +41,7 @@ def recipe_of(combination: Combination) -> Recipe:
         backward="forward" if c.operands == "forward" else "raw",
         estimator=_estimator(c) if c.estimated != "x" else None,
         x_estimator=_estimator(c) if c.estimated != "w" else None,
+        x_mean=c.x_mean,  # type: ignore[arg-type]
     )
 
 
@@ -75,13 +79,16 @@ def _quantizer(c: Combination, rule: str, stochastic: bool, *, square: bool = Fa
     block = int(c.block)
     options: dict[str, Any] = {"scale": c.scale, "block": (block if square else 1, block)}
     options["rounding"] = "stochastic" if stochastic else "nearest"
-    options["rule"] = {"three-quarters": "floor", "inflated": "nearest"}.get(rule, rule)
+    options["rule"] = _RULES.get(rule, rule)
     if rule == "three-quarters":
         options["prescale"] = THREE_QUARTERS
     if rule == "inflated":
         options["inflate"] = INFLATED
+    if rule == "unit-gain":
+        options |= {"inflate": UNIT_GAIN_INFLATED, "unit_gain": UNIT_GAIN}
+        options["scale_rounding"] = "stochastic"
     if c.outer_scale != "none":
-        top = LOWER_TOP if rule in ("inflated", "four-over-six") else TOP
+        top = TOP if rule in ("nearest", "up") else LOWER_TOP
         options[f"{c.outer_scale}_max"] = top[c.scale]
     return Quantizer(**options)
 

@@ -20,7 +20,23 @@ RHT = Combination(
     hadamard="backward",
     group="64",
 )
-DRAWN = sample(400, seed=7)
+NVFP4 = {"scale": "e4m3", "block": "16", "outer_scale": "tensor", "rule": "nearest"}
+NVIDIA = Combination(
+    **NVFP4,
+    backward_rule="nearest",
+    weight_block="square",
+    rounding="gradients",
+    hadamard="wgrad",
+    signs="fixed",
+)
+QUARTET = Combination(
+    **NVFP4 | {"rule": "four-over-six"},
+    backward_rule="unit-gain",
+    operands="forward",
+    hadamard="backward",
+    group="128",
+)
+DRAWN = sample(700, seed=7)
 
 
 def unnamed(recipe: Recipe) -> Recipe:
@@ -30,7 +46,13 @@ def unnamed(recipe: Recipe) -> Recipe:
 
 @pytest.mark.parametrize(
     "name, combination",
-    [("mxfp4", Combination()), ("tetrajet", TETRAJET), ("mxfp4-rht-sr", RHT)],
+    [
+        ("mxfp4", Combination()),
+        ("tetrajet", TETRAJET),
+        ("mxfp4-rht-sr", RHT),
+        ("nvfp4-nvidia", NVIDIA),
+        ("quartet-2", QUARTET),
+    ],
 )
 def test_published_recipes_are_combinations(name: str, combination: Combination) -> None:
     assert unnamed(recipe_of(combination)) == unnamed(get_recipe(name))

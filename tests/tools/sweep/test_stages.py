@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,10 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import UE5M3
 from megatron_fp4.arithmetic.hadamard import transform
-from tests.tools.sweep.test_axes import RHT, TETRAJET
+from tests.tools.sweep.test_axes import QUARTET, RHT, TETRAJET
 from tools.sweep.axes import Combination
 from tools.sweep.results import BF16
-from tools.sweep.stages import digits, draws, products, regression
+from tools.sweep.stages import diffusion, digits, draws, products, regression
 from tools.sweep.stages.training import train
 from tools.sweep.tensors import Recorded
 
@@ -117,6 +119,17 @@ def test_the_regression_ends_at_the_error_of_the_forward_pass() -> None:
     """The teacher is learned in BF16; in FP4 the operands' rounding is left."""
     assert regression.evaluate(BF16, [], 1)["loss"] < 0.005
     assert 0.02 < regression.evaluate(Combination(), [], 1)["loss"] < 0.06
+
+
+@pytest.mark.parametrize("stage", [regression, digits, diffusion], ids=lambda each: each.__name__)
+def test_the_largest_groups_fit_all_small_tasks(
+    stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "STEPS", 2)
+    monkeypatch.setattr(stage, "TESTED", 1)
+    widest = Combination(hadamard="all", group="128", rounding="all", x_mean="subtracted")
+    for each in (widest, QUARTET):
+        assert stage.evaluate(each, [], 1)["loss"] > 0
 
 
 def test_a_loss_scale_is_taken_out_of_the_gradients() -> None:

@@ -16,7 +16,7 @@ from tools.sweep.effects import effects
 from tools.sweep.promotion import LEVELS, promoted, random_star
 from tools.sweep.sampling import sample
 
-STARS = sample(1200, seed=11).stars
+STARS = sample(2000, seed=11).stars
 EACH = list(STARS)
 
 

@@ -1,4 +1,4 @@
-"""Stage `digits`: a small classifier of noisy handwritten digits, with its head in float32.
+"""Stage `digits`: a small classifier of noisy digits, first and last linear in float32.
 
 With new noise in each step the model cannot learn the images by heart, so that its held-out loss
 says how well it was optimized.
@@ -16,25 +16,30 @@ from tools.sweep.stages.stage import Figures, Stage
 from tools.sweep.stages.training import SHARE, linear, train
 from tools.sweep.tensors import Recorded
 
-WIDTH, BATCH, STEPS, LEARNING_RATE = 128, 64, 300, 3e-3
+WIDTH, BATCH, STEPS, LEARNING_RATE = 128, 128, 300, 3e-3
 NOISE = 0.7  # standard deviation, of pixels in [-1, 1]
 TESTED = 8  # draws of noise for each held-out image
 
 
 class Classifier(nn.Module):
-    """Two hidden layers under the combination's recipe, each after a norm, and a head."""
+    """Two hidden layers under the combination's recipe, each after a norm and beside a residual
+    connection. First and last linear are in float32."""
 
     def __init__(self, combination: Combination, seed: int) -> None:
         super().__init__()
-        self.first = linear(combination, PIXELS, WIDTH, "first", seed)
-        self.second = linear(combination, WIDTH, WIDTH, "second", seed)
-        self.norms = nn.ModuleList([nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)])
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.first = nn.Linear(PIXELS, WIDTH)
+        self.hidden = nn.ModuleList()
+        for layer in range(2):
+            own = linear(combination, WIDTH, WIDTH, f"hidden.{layer}", seed)
+            self.hidden.append(nn.Sequential(nn.RMSNorm(WIDTH), own, nn.ReLU()))
+        self.last = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
         """The logits [n, classes] of images [n, pixels]."""
-        hidden = self.norms[0](self.first(images).relu())
-        return self.head(self.norms[1](hidden + self.second(hidden).relu()))
+        hidden = self.first(images)
+        for layer in self.hidden:
+            hidden = hidden + layer(hidden)
+        return self.last(hidden)
 
 
 def evaluate(combination: Combination, recorded: list[Recorded], seed: int) -> Figures:
