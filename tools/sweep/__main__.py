@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"sweep: {number} refused: {reason}")
     else:
         stars = promoted(rows.read(args.results, running.KEYS), level - 1) | {BF16: BF16.key}
-    recorded = tensors.record(args.work.resolve())
+    recorded = recorded_for(args)
     tasks = [running.Task(args.stage, each, star, recorded) for each, star in stars.items()]
     deadline = None if args.minutes is None else began + 60 * args.minutes
     left = running.run(tasks, args.results, stamp(args.commit), args.processes, deadline)
@@ -63,14 +63,21 @@ def attempt(args: argparse.Namespace) -> int:
     found = chosen(args.values)
     if unknown := set(found) - set(axes.AXES):
         raise ConfigError(f"no axis {min(unknown)}: {', '.join(axes.AXES)}")
-    recorded = tensors.record(args.work.resolve())
     combination = Combination(**found)
-    torch.set_num_threads(1)  # as in the processes of a run: the tensors are small
     if combination.quantized:
         print(recipe_of(combination))
-    row = running.evaluate(running.Task(args.stage, combination, combination.key, recorded))
+    torch.set_num_threads(1)  # as in the processes of a run: the tensors are small
+    task = running.Task(args.stage, combination, combination.key, recorded_for(args))
+    row = running.evaluate(task)
     print(json.dumps({key: row[key] for key in ("status", "seeds", "seconds")}, indent=2))
     return 0
+
+
+def recorded_for(args: argparse.Namespace) -> Path:
+    """The file of the recorded tensors, which is made where the stage reads it and it is not there
+    yet."""
+    work = args.work.resolve()
+    return tensors.record(work) if STAGES[args.stage].recorded else work
 
 
 def cost(args: argparse.Namespace) -> int:
