@@ -25,7 +25,8 @@ from torch import Tensor
 
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, linear, quantize
 from megatron_fp4.arithmetic.philox import Signs, stream_id
-from megatron_fp4.execution import call
+from megatron_fp4.execution import call, forward
+from megatron_fp4.execution.backward import Backward
 from megatron_fp4.linear import _site
 from testing.oracles import normal
 
@@ -141,6 +142,25 @@ def test_ue5m3_is_the_gradient_of_its_forward_pass(gradient: str) -> None:
     assert verdict.unbiased, verdict
 
 
+@pytest.mark.parametrize("base", [TETRAJET, RHT], ids=["tetrajet", "mxfp4-rht-sr"])
+def test_dw_without_the_mean_of_x_is_that_with_it(base: Recipe) -> None:
+    """dW is the gradient of the forward pass, Q(X - mean) + mean, or the raw gradient."""
+    verdict = judge(sample_dw, subtracting(base), expected_with_mean(base), STEPS)
+    assert verdict.unbiased, verdict
+
+
+def subtracting(base: Recipe) -> Recipe:
+    return replace(base, x_mean="subtracted")
+
+
+def expected_with_mean(base: Recipe) -> Tensor:
+    if base.fprop.a is None:
+        return RAW["dw"]
+    mean = X.double().mean(0).float()
+    rest = quantize(X - mean, base.fprop.a).dequantize(torch.float64)
+    return DY.double().t() @ (rest + mean.double())
+
+
 # --- the known mistakes ---------------------------------------------------------------------------
 
 
@@ -167,6 +187,19 @@ def test_one_noise_for_q5_and_q6_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not judge(sample_dw, TETRAJET, expected["dw"], STEPS).unbiased
     assert judge(sample_dx, TETRAJET, expected["dx"], FEW).unbiased  # which has other streams
     _site.cache_clear()
+
+
+@pytest.mark.parametrize("base", [TETRAJET, RHT], ids=["tetrajet", "mxfp4-rht-sr"])
+def test_a_mean_that_is_left_out_of_dw_fails(base: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Backward, "_with_mean", lambda self, wgrad, dw, mean: dw)
+    assert not judge(sample_dw, subtracting(base), expected_with_mean(base), FEW).unbiased
+
+
+@pytest.mark.parametrize("base", [TETRAJET, RHT], ids=["tetrajet", "mxfp4-rht-sr"])
+def test_a_mean_over_features_fails(base: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is subtracted alone: what is added is the right one."""
+    monkeypatch.setattr(forward, "centered", lambda x, mean: x - x.mean(1, keepdim=True))
+    assert not judge(sample_dw, subtracting(base), expected_with_mean(base), FEW).unbiased
 
 
 @both

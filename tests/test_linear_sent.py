@@ -172,6 +172,7 @@ STOCHASTIC = Quantizer(rounding="stochastic")
         (replace(TETRAJET, estimator=get_recipe("dge-occ").estimator), "estimator reads"),
         (replace(TETRAJET, outliers=OutlierClamp(0.9)), "outliers of X"),
         (replace(TETRAJET, outliers=OutlierClamp(0.9, compensate=False)), None),
+        (replace(TETRAJET, x_mean="subtracted"), "mean of X"),
     ],
 )  # fmt: skip
 def test_recipes_that_read_w(recipe: Recipe, says: str | None) -> None:

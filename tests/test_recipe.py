@@ -61,6 +61,16 @@ def test_the_named_correction_is_accepted() -> None:
             },
             ["estimator of X", "outliers"],
         ),
+        ({"x_mean": "subtract"}, ["x_mean", "kept or subtracted"]),
+        ({"x_mean": "subtracted", "dgrad": GemmRecipe(MX, MX)}, ["x_mean", "quantizer of X"]),
+        (
+            {"x_mean": "subtracted", "fprop": GemmRecipe(MX), "outliers": OutlierClamp()},
+            ["x_mean", "outliers"],
+        ),
+        (
+            {"x_mean": "subtracted", "fprop": GemmRecipe(MX), "x_estimator": Estimator()},
+            ["x_mean", "estimator of X"],
+        ),
         ({"backward": "forward", "fprop": GemmRecipe(PRESCALED, MX, None, 4 / 3)}, ["prescaled"]),
         ({"bias_gradient": "quantized"}, ["bias"]),
         (
@@ -125,6 +135,13 @@ def test_estimators_end_with_the_quantizers_of_fprop() -> None:
     for gemms, kept in ((("fprop",), None), (("dgrad", "wgrad"), Estimator())):
         late = replace(both, bf16_after=0.5, bf16_gemms=gemms).at(0.5)
         assert (late.estimator, late.x_estimator) == (kept, kept)
+
+
+def test_the_mean_is_subtracted_while_x_is_quantized() -> None:
+    both = replace(get_recipe("tetrajet"), x_mean="subtracted")
+    for gemms, kept in ((("fprop",), False), (("wgrad",), False), (("fprop", "wgrad"), True)):
+        late = replace(both, bf16_after=0.5, bf16_gemms=gemms).at(0.5)
+        assert (late.x_mean == "kept") == kept, gemms
 
 
 def test_schedule_from_the_first_step() -> None:

@@ -14,7 +14,7 @@ from megatron_fp4 import list_recipes
 from testing.worlds.launch import ROOT
 
 SCRIPT = "testing/scripts/compare_executors.py"
-ESTIMATED = "tests/cpp/estimated.yaml"
+ESTIMATED, CENTERED = "tests/cpp/estimated.yaml", "tests/cpp/centered.yaml"
 
 
 def compared(*words: str, ranks: int = 1, interpreted: bool = False) -> dict[str, Any]:
@@ -55,8 +55,9 @@ def test_w_that_comes_as_codes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_estimators(ranks: int) -> None:
-    found = compared(ESTIMATED, *["--mlps"] * (ranks == 1), ranks=ranks)
+@pytest.mark.parametrize("recipe", [ESTIMATED, CENTERED])
+def test_operators_on_gradients_and_on_x(recipe: str, ranks: int) -> None:
+    found = compared(recipe, *["--mlps"] * (ranks == 1), ranks=ranks)
     for name, case in found.items():
         assert case["equal"] and not case["problems"], (name, case)
         assert case["in C++"] >= case["passes"] // 2, (name, case)

@@ -36,6 +36,10 @@ RECIPES = {name: small_recipe(name) for name in list_recipes()} | {
     "estimated": replace(get_recipe("tetrajet"), estimator=Estimator(), x_estimator=Estimator()),
     "estimated-raw": replace(get_recipe("mxfp4"), estimator=Estimator(), x_estimator=Estimator()),
     "channels": get_recipe("dge-occ", scope="channel"),
+    # The mean of X beside codes, or beside X without it, but not beside X itself.
+    "centered": replace(get_recipe("tetrajet"), x_mean="subtracted"),
+    "centered-raw": replace(get_recipe("mxfp4"), x_mean="subtracted"),
+    "centered-fprop": replace(get_recipe("mxfp4"), wgrad=GemmRecipe(), x_mean="subtracted"),
 }
 
 

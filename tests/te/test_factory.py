@@ -72,6 +72,7 @@ def test_a_recipe_that_the_hook_cannot_express_is_refused_in_one_line(name: str,
     [
         (get_recipe("tetrajet"), None),
         (Recipe("late", bf16_after=0.5), "course of training"),
+        (Recipe("mean", fprop=GemmRecipe(Quantizer()), x_mean="subtracted"), "mean of X"),
         (
             Recipe("nv", fprop=GemmRecipe(Quantizer(scale="e4m3", rule="nearest", tensor_max=448))),
             "x of fprop",
