@@ -40,8 +40,8 @@ class Made:
 
     quantizer: the quantizer's name. axes: the contracted axis of each operand. group: of the
     Hadamard transform. carrier: the FP8 dtype of carriers that are written too. packed: whether it
-    reads codes. block: the elements that share a scale. two_draws: whether each operand has random
-    bits of its own; both of dY have the same. computes: what is computed as the matrix is read.
+    reads codes. block: the elements that share a scale. rule: of the scales, if not the quantizer's.
+    two_draws: whether each operand has random bits of its own; both of dY have the same. computes: what is computed as the matrix is read.
     kept_y: the dtype of Y, of whose SwiGLU it is the gradient.
     """
 
@@ -51,6 +51,7 @@ class Made:
     carrier: torch.dtype | None = None
     packed: bool = False
     block: int = 32
+    rule: str = ""
     two_draws: bool = False
     computes: Literal["", "SwiGLU", "gradient", "norm"] = ""
     kept_y: torch.dtype = torch.bfloat16
@@ -97,23 +98,25 @@ KERNELS = {
     ),
     "nearest, both, blocks of 16": Made("mxfp4-ceil", (1, 0), block=16),
     "stochastic, both, blocks of 16": Made("mxfp4-ceil-sr", (1, 0), block=16),
+    "nearest, along rows, rule mse": Made("mxfp4-ceil", (1,), rule="mse"),
+    "nearest, both, rule mse": Made("mxfp4-ceil", (1, 0), rule="mse"),
 }
 AIMS = {"nearest": 0.85, "stochastic": 0.70, "Hadamard": 0.60}  # of one direction
 BOTH = 0.65
 
 
-def study() -> list[dict[str, Any]]:
-    """A row for each shape and kernel."""
-    rows = []
+def study(having: str) -> list[dict[str, Any]]:
+    """A row for each shape and kernel whose name has the word `having`."""
+    rows, chosen = [], {name: made for name, made in KERNELS.items() if having in name}
     for shape in SHAPES:
         x = torch.randn(*shape, device="cuda").bfloat16()
         copy = torch.empty_like(x)
         calls: dict[str, Callable[[], Any]] = {"copy": partial(copy.copy_, x)}
-        for name, made in KERNELS.items():
+        for name, made in chosen.items():
             calls[name] = kernel(x, made)
         taken = medians(calls)
         speed = 4 * x.numel() / taken["copy"]
-        for name, made in KERNELS.items():
+        for name, made in chosen.items():
             moved = x.numel() * made.bytes
             aim = BOTH if len(made.axes) == 2 else AIMS[name.split(",")[0].split()[0]]
             rows.append(
@@ -132,7 +135,8 @@ def study() -> list[dict[str, Any]]:
 
 def kernel(x: torch.Tensor, made: Made) -> Callable[[], Any]:
     """A call as in training, with the random bits of the rows that a data-parallel rank holds."""
-    quantizer, group = replace(get_quantizer(made.quantizer), block=(1, made.block)), made.group
+    named, group = get_quantizer(made.quantizer), made.group
+    quantizer = replace(named, block=(1, made.block), rule=made.rule or named.rule)
     place = Placement(rows=torch.arange(len(x), device="cuda") + 3 * len(x))
     copies = [
         Copy(
@@ -178,11 +182,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     default = Path("benchmarks/results/quantize_kernels.json")
     parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--having", default="", help="a word of the kernels' names (all kernels)")
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("the kernels are timed on a GPU, and this machine shows none")
-    rows = study()
+    rows = study(args.having)
     result: dict[str, Any] = {
         "what": "quantize kernels against a copy",
         "stamp": stamp(args.commit),
