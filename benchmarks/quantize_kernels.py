@@ -40,9 +40,10 @@ class Made:
 
     quantizer: the quantizer's name. axes: the contracted axis of each operand. group: of the
     Hadamard transform. carrier: the FP8 dtype of carriers that are written too. packed: whether it
-    reads codes. block: the elements that share a scale. rule: of the scales, if not the quantizer's.
-    two_draws: whether each operand has random bits of its own; both of dY have the same. computes: what is computed as the matrix is read.
-    kept_y: the dtype of Y, of whose SwiGLU it is the gradient.
+    reads codes. block: the elements that share a scale. rule: of the scales, if not the
+    quantizer's. two_draws: whether each operand has random bits of its own; both of dY have the
+    same. computes: what is computed as the matrix is read. kept_y: the dtype of Y, of whose SwiGLU
+    it is the gradient.
     """
 
     quantizer: str
@@ -51,7 +52,7 @@ class Made:
     carrier: torch.dtype | None = None
     packed: bool = False
     block: int = 32
-    rule: str = ""
+    rule: Literal["", "mse"] = ""
     two_draws: bool = False
     computes: Literal["", "SwiGLU", "gradient", "norm"] = ""
     kept_y: torch.dtype = torch.bfloat16
