@@ -43,36 +43,36 @@ def powers(exponents, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _on_the_grid(v):
-    """Magnitudes below 8, float32, rounded to nearest to the grid of E2M1.
+def _finer(v):
+    """How much smaller the squared error is on the grid of E2M1 than on twice that grid, below 7.
 
-    Near 2^22, 2^23 and 2^24 float32 has the grid's steps of 1/2, 1 and 2.
+    v: magnitudes, float32. Above 2 both grids round to the same number. Below 2 the steps are 1/2
+    and 1: beside 1/2 and 3/2, at a distance d of at most 1/4, errors are d and 1/2 - d. The
+    difference of their squares is 1/4 - d, a multiple of 2^-9 for BF16 values.
     """
-    halves = (v + 4194304.0) - 4194304.0
-    ones = (v + 8388608.0) - 8388608.0
-    twos = (v + 16777216.0) - 16777216.0
-    return tl.where(v < 2, halves, tl.where(v < 4, ones, tl.minimum(twos, 6.0)))
+    distance = tl.minimum(tl.abs(v - 0.5), tl.abs(v - 1.5))
+    return tl.maximum(0.25 - distance, 0)
 
 
 @triton.jit
-def _squared(off):
-    """Squares of errors of BF16 values in units of 2^-18, rounded to integers, as int32.
+def _wider(v):
+    """How much larger it is above 7, where one grid ends at 6, and twice the grid has 8.
 
-    off: float32, at most 2. Such an error has eight significant bits, so its square is exact, and
-    it does not matter whether the sum below is fused.
+    v: magnitudes below 8, float32. (v - 6)^2 - (8 - v)^2 = 4 v - 28.
     """
-    return (off * off * 262144.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    return tl.maximum(4 * v - 28, 0)
 
 
 @triton.jit
-def squared_errors(pairs, whole):
-    """By how much more twice the scale errs than the scale itself, for each element.
+def more_errors(pairs, whole):
+    """By how much more twice the scale errs than the scale itself, for each element: the difference
+    of the squared errors, in units of the squared scale.
 
     pairs: words [..., n] of two BF16 values. whole: 2^-s in both halves, by rule floor, from
         `powers`.
 
-    Returns int32 [..., 2 n], whose sum over a block is below 0 if it errs less.
+    Returns float32 [..., 2 n], whose sum over a block is below 0 if twice the scale errs less. All
+    are multiples of 2^-9 and at most 4, so that the sum is exact in any order.
     """
-    scaled = tl.abs(unpacked(pairs)) * unpacked(whole)
-    single = _squared(_on_the_grid(scaled) - scaled)
-    return _squared(_on_the_grid(scaled * 0.5) * 2 - scaled) - single
+    v = tl.abs(unpacked(pairs)) * unpacked(whole)
+    return _finer(v) - _wider(v)

@@ -302,7 +302,7 @@ def transform_kernel(
         draw = tl.load(draw_in_memory)
     signs = 0, 0, 0, 0
     if SIGNS == "fixed":
-        signs = FIXED
+        signs = FIXED[0], FIXED[1], FIXED[2], FIXED[3]
     if SIGNS == "random":
         signs = sign_words(draw, signs_stream, noise)
     if AXIS == 1:

@@ -94,7 +94,7 @@ def quantize_along_rows(
     byte, whole, half = exponents.powers(found, INTERPRETED)
     if ROUNDING.MSE:
         both = tl.broadcast_to(whole[:, :, :, None], (L, 8, C // B, B // 2))
-        more = tl.sum(exponents.squared_errors(blocked, both), 3)
+        more = tl.sum(exponents.more_errors(blocked, both), 3)
         found += tl.where(more < 0, 0x00800080, 0)
         byte, whole, half = exponents.powers(found, INTERPRETED)
     byte, live = byte & 0xFF, encode.live(widest)
@@ -174,7 +174,7 @@ def quantize_along_columns(
     blocked = tl.reshape(pairs, (L // E, E, 8, C // 2))
     if ROUNDING.MSE:
         both = tl.broadcast_to(whole[:, None, None, :], (L // E, E, 8, C // 2))
-        more = tl.sum(tl.sum(exponents.squared_errors(blocked, both), 2), 1)
+        more = tl.sum(tl.sum(exponents.more_errors(blocked, both), 2), 1)
         low, high = tl.split(tl.reshape(more, (L // E, C // 2, 2)))
         found += tl.where(low < 0, 0x80, 0) + tl.where(high < 0, 0x800000, 0)
         byte, whole, half = exponents.powers(found, INTERPRETED)

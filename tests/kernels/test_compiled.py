@@ -225,6 +225,14 @@ def test_a_transform_compiles(memory: bool, axis: int, group: int, capability: i
     assert widest
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("signs", ["fixed", "none"])
+def test_signs_that_are_constants_compile(signs: str, axis: int, group: int) -> None:
+    start = _transform_launch(256, 256, Quantizer(), axis, group, signs, False, False)
+    assert "mma.sync.aligned.m16n8k16" in compiled_launch(start, 90)["ptx"]
+
+
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("element", row_operands.EXPONENTS)

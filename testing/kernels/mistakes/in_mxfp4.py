@@ -43,10 +43,6 @@ def _no_signs_of_zeros(pairs: Any) -> Any:
     return tl.where((pairs & 0x7FFF0000) == 0, pairs & 0x7FFFFFFF, pairs)
 
 
-def _beyond_six_is_kept(right: Any, v: Any) -> Any:
-    return tl.where(v > 6, v, right(v))
-
-
 CODES = {
     "ties go up": Mistake(
         NEAREST, encode.nearest_pairs, argument("magnitudes", lambda pairs: pairs + 0x10001)
@@ -64,12 +60,11 @@ CODES = {
         exponents.of_maxima,
         argument("widest", lambda widest: widest + 0x10001),
     ),
-    "errors beyond 6 are not counted": Mistake(MSE, exponents._on_the_grid, _beyond_six_is_kept),
-    "errors are not squared": Mistake(
-        MSE, exponents._squared, result(lambda errors: tl.sqrt(errors.to(tl.float32)).to(tl.int32))
-    ),
+    "errors beyond 6 are not counted": Mistake(MSE, exponents._wider, result(lambda e: e * 0)),
+    "errors are not squared": Mistake(MSE, exponents._wider, result(lambda e: e * 0.25)),
+    "errors below 2 are not counted": Mistake(MSE, exponents._finer, result(lambda e: e * 0)),
     "a tie takes twice the scale": Mistake(
-        MSE, exponents.squared_errors, result(lambda more: tl.where(more == 0, -1, more))
+        MSE, exponents.more_errors, result(lambda more: tl.where(more == 0, -1, more))
     ),
     "NaN is hidden": Mistake(NEAREST, encode.live, argument("widest", lambda widest: widest * 0)),
     "no sign of odd columns": Mistake(
