@@ -136,6 +136,8 @@ def estimator_words(estimator: Estimator) -> str:
         if estimator.maximum == "softmax":
             words += f" at temperature {estimator.temperature:g}"
         words += ")"
+    if estimator.outer_scale != "straight-through":
+        words += ", and through the outer scale"
     return words
 
 

@@ -153,6 +153,12 @@ class Recipe:
                     f"an estimator of {name} needs an E2M1 quantizer of it in fprop, with no "
                     "unit_gain"
                 )
+            outer = quantizer.tensor_max or quantizer.row_max
+            if estimator.outer_scale != "straight-through" and not outer:
+                raise ConfigError(
+                    f"outer_scale of the estimator of {name} needs a scale to go through: give its "
+                    "quantizer in fprop a tensor_max or a row_max"
+                )
         if self.x_estimator is not None and self.outliers is not None:
             raise ConfigError(
                 "an estimator of X takes no outliers, which pass by X's quantizer: leave one out"

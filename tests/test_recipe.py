@@ -16,6 +16,7 @@ from megatron_fp4.plan.sizes import check_sizes, contracted_multiple
 from megatron_fp4.recipe import GEMMS, HIGH_PRECISION
 
 MX = Quantizer()
+OUTER = Estimator(form="straight-through", outer_scale="vjp")
 PRESCALED = Quantizer(prescale=3 / 4, rounding="stochastic")
 
 
@@ -53,6 +54,15 @@ def test_the_named_correction_is_accepted() -> None:
         ({"bias_gradient": "quantised"}, ["bias_gradient", "raw or quantized"]),
         ({"estimator": Estimator(), "fprop": GemmRecipe(MX)}, ["estimator of W", "E2M1"]),
         ({"x_estimator": Estimator(), "fprop": GemmRecipe(None, MX)}, ["estimator of X", "E2M1"]),
+        ({"estimator": OUTER, "fprop": GemmRecipe(MX, MX)}, ["estimator of W", "tensor_max"]),
+        (
+            {"x_estimator": OUTER, "fprop": GemmRecipe(MX, get_quantizer("nvfp4"))},
+            ["outer_scale of the estimator of X", "tensor_max or a row_max"],
+        ),
+        (
+            {"x_estimator": OUTER, "fprop": GemmRecipe(get_quantizer("vector"))},
+            ["outer_scale of the estimator of X", "tensor_max or a row_max"],
+        ),
         (
             {
                 "x_estimator": Estimator(),

@@ -80,9 +80,15 @@ class Estimator:
         softmax: the same sum is shared by the softmax of |v| / `temperature` over the block, each
             share times the element's sign: the gradient where m is a smoothed maximum,
             t log(sum(exp(|x|/t))) with t = `temperature` * S.
-        The softmax's temperature and the shares of ties are this project's. A tensor scale has no
-        gradient.
+        The softmax's temperature and the shares of ties are this project's.
     temperature: of softmax, in units of scaled values, above 0.
+    outer_scale: the gradient through the scale of the tensor or of the row, t
+        (`Quantizer.tensor_max`, `row_max`), which is taken to be proportional to the largest
+        magnitude of the tensor or row. arXiv 2509.17791 compares ignoring and keeping it; the model
+        and the shares of ties are this project's.
+        straight-through: none: t is held fixed.
+        vjp: the element of that magnitude gets the vector-Jacobian product; see `with_outer_scale`.
+        It is zero where `maximum` is vjp already.
     Raises ConfigError for other values, for one that the form has no use for, and for an estimator
     that is the same as none.
     """
@@ -94,6 +100,7 @@ class Estimator:
     beyond: Literal["continued", "zero", "one"] = "continued"
     maximum: Literal["straight-through", "absmax", "vjp", "softmax"] = "straight-through"
     temperature: float = 0.5
+    outer_scale: Literal["straight-through", "vjp"] = "straight-through"
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -111,10 +118,16 @@ class Estimator:
                 raise ConfigError(
                     f"{name} belongs to {' and '.join(takers)}, not to {self.form}: leave it out"
                 )
-        if self.form == self.maximum == "straight-through" and self.beyond != "zero":
+        straight = self.form == self.maximum == self.outer_scale == "straight-through"
+        if straight and self.beyond != "zero":
             raise ConfigError(
                 "straight-through, with nothing through the maximum, is the gradient without an "
                 "estimator: leave it out"
+            )
+        if self.maximum == self.outer_scale == "vjp":
+            raise ConfigError(
+                "with maximum: vjp a block is decoded alike under any outer scale, so that nothing "
+                "goes through it: leave outer_scale out"
             )
 
     def factor(self, scaled: Tensor) -> Tensor:
@@ -137,7 +150,7 @@ class Estimator:
         block: tuple[int, int],
         ranks: Ranks = ONE_RANK,
     ) -> Tensor:
-        """The gradient of what was quantized.
+        """The gradient of what was quantized, with the outer scale held fixed.
 
         given: the gradient of the decoded values, [rows, K] with the blocked axis last. scaled: the
         scaled values v. rounded: the elements Q(v), or None where nothing goes through the maximum.
@@ -188,3 +201,39 @@ class Estimator:
         sums = torch.stack((shares.sum((1, 3), True), through.sum((1, 3), True)))
         parts, total = ranks.total(sums)
         return shares * (total / parts)
+
+
+def with_outer_scale(
+    gradient: Tensor,
+    given: Tensor,
+    x: Tensor,
+    decoded: Tensor,
+    *,
+    of_rows: bool,
+    ranks: Ranks = ONE_RANK,
+) -> Tensor:
+    """The gradient of x with what goes through its outer scale t (`Estimator.outer_scale`).
+
+    A quantizer is y = t F(x / t), with F that of the blocks, and dt/dM = t/M for the largest
+    magnitude M. If dx is the gradient of x where t is fixed, and g that of y, then g times the
+    derivative of y by M sums to (sum(g y) - sum(dx x)) / M. The elements of magnitude M share that,
+    times their signs.
+
+    gradient: dx, of `Estimator.gradient`. given: g. x: what was quantized. decoded: y. All
+    [rows, K] in float32 or float64. of_rows: whether each row has an outer scale, which is that of
+    the tensor otherwise. ranks: where that scale spans several ranks.
+    Sums are in float64. Blocks that decode to NaN have no part in the scale, and none in the sums.
+    """
+    if not given.numel():
+        return gradient
+    axes = (1,) if of_rows else (0, 1)
+    counts = ~decoded.isnan()
+    size = torch.where(counts, x.abs(), 0)
+    top = ranks.maximum(size.amax(axes, keepdim=True))
+    is_top = (size == top) & (top > 0)
+    terms = torch.where(counts, given * decoded - gradient * x, 0)
+    wide = torch.float64
+    sums = torch.stack((terms.sum(axes, True, dtype=wide), is_top.sum(axes, True, dtype=wide)))
+    total, ties = ranks.total(sums)
+    share = (total / ties / top).to(x.dtype)
+    return torch.where(is_top, gradient + share * x.sign(), gradient)

@@ -308,8 +308,9 @@ def _mean(plan: LinearPlan) -> Iterator[Cost]:
 
 def _estimators(plan: LinearPlan) -> Iterator[Cost]:
     """dW is read in float32 beside W, and the result is added to main_grad. dX is read and written
-    beside X. With a gradient through the maximum the codes are read too, and all again in a second
-    pass, after the sums of each block, unless blocks are short enough for one."""
+    beside X. With a gradient through the maximum or the outer scale the codes are read too, and all
+    again in a further pass, after the sums of each block, unless blocks are short enough for one,
+    and after the sums of what shares an outer scale."""
     recipe, setting = plan.recipe, plan.setting
     into = FP32 if setting.main_grad is not None else 0
     for letter, gemm, estimates, estimator, given, added in (
@@ -322,9 +323,11 @@ def _estimators(plan: LinearPlan) -> Iterator[Cost]:
         quantizer, elements = operand.quantizer, _elements(operand)
         assert quantizer is not None
         read = (given + BF16) * elements
-        if estimator.maximum != "straight-through":
+        through = estimator.maximum != "straight-through"
+        through_outer = estimator.outer_scale != "straight-through"
+        if through or through_outer:
             read += operand_bytes(operand)
-            read *= 2 if quantizer.outer else 1
+            read *= 1 + (through and quantizer.outer) + through_outer
         saved = BF16 * _elements(operand) if letter == "x" else 0.0
         yield Cost(
             gemm.name, letter, "estimator", saved=saved,

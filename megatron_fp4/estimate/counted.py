@@ -43,6 +43,7 @@ COUNTED: dict[type, dict[str, tuple[str, ...]]] = {
         "form": ("dge", "spline", "sigmoid", "straight-through"),
         "maximum": ("straight-through", "absmax", "vjp", "softmax"),
         **dict.fromkeys(("k", "clip", "width", "beyond", "temperature"), ()),
+        "outer_scale": ("straight-through", "vjp"),
     },
     WeightAverage: dict.fromkeys(("beta", "half_life", "follows_lr", "warmup", "delay"), ()),
     Ramping: dict.fromkeys(("k1", "k2", "interval", "interval_share", "calibration", "most"), ()),

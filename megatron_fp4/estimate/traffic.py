@@ -108,19 +108,24 @@ def of_backward(plan: LinearPlan) -> list[Sent]:
 
 def _sums_of_estimators(plan: LinearPlan, ranks: int) -> list[Sent]:
     """The all-reduces of estimators whose blocks ranks share: for each block the maximum, and two
-    sums unless the maximum gets its own term alone, in float32."""
+    sums unless the maximum gets its own term alone, in float32. Where ranks share an outer scale:
+    for each the maximum in float32, and two sums in float64."""
     found = []
     recipe, x, w = plan.recipe, plan.fprop.a, plan.fprop.b
     for estimates, estimator, operand in (
         (plan.estimates_w, recipe.estimator, w),
         (plan.estimates_x, recipe.x_estimator, x),
     ):
-        if estimates is None or estimator is None or not estimates.agrees:
+        if estimates is None or estimator is None or operand.quantizer is None:
             continue
-        assert operand.quantizer is not None
-        blocks = operand.shape[0] if operand.quantizer.block[0] else 1
-        found += [reduce(4 * blocks, ranks)]
-        found += [reduce(8 * blocks, ranks)] * (estimator.maximum != "absmax")
+        rows, quantizer = operand.shape[0], operand.quantizer
+        if estimates.agrees:
+            blocks = rows if quantizer.block[0] else 1
+            found += [reduce(4 * blocks, ranks)]
+            found += [reduce(8 * blocks, ranks)] * (estimator.maximum != "absmax")
+        if estimates.outer_agrees:
+            scales = rows if quantizer.row_max else 1
+            found += [reduce(4 * scales, ranks), reduce(16 * scales, ranks)]
     return found
 
 

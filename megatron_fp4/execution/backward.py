@@ -225,6 +225,8 @@ class Backward:
         more: dict[str, Any] = {}
         if estimates.agrees:
             more["ranks"] = self._ranks()
+        if estimates.outer_agrees:
+            more["outer_ranks"] = self._ranks()
         if estimates.transforms:
             more["given"] = self.site.given(operand, self.call, None, None)
         return estimates.apply(gradient, quantized, matrix, into, **more)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.estimators import ONE_RANK, Estimator, Ranks
+from megatron_fp4.arithmetic.estimators import ONE_RANK, Estimator, Ranks, with_outer_scale
 from megatron_fp4.arithmetic.formats import SCALE_FLOATS, widen
 from megatron_fp4.arithmetic.hadamard import inverse, transform
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
@@ -31,13 +31,16 @@ class Estimating(NamedTuple):
 
     name: of what applies it. apply: (gradient, quantized, matrix, into) -> gradient; see
     `estimated`. agrees: whether it also takes `ranks`, because it sums over blocks that are spread
-    over ranks. transforms: whether it also takes `given`, because fprop transforms the operand.
+    over ranks. outer_agrees: whether it also takes `outer_ranks`, because it sums over what shares
+    an outer scale, on several ranks. transforms: whether it also takes `given`, because fprop
+    transforms the operand.
     passed_over: (name, reason) of the kernel, if it does not apply it.
     """
 
     name: str
     apply: Callable[..., Tensor]
     agrees: bool = False
+    outer_agrees: bool = False
     transforms: bool = False
     passed_over: tuple[tuple[str, str], ...] = ()
 
@@ -58,8 +61,11 @@ def choose(
         return Estimating(KERNEL, partial(kernels.scale, estimator))
     through = estimator.maximum != "straight-through"
     agrees = through and operand.agrees and _is_spread(operand, setting)
+    outer_agrees = estimator.outer_scale != "straight-through" and operand.agrees
     apply = partial(estimated, estimator, operand)
-    return Estimating(PYTORCH.name, apply, agrees, operand.group > 0, ((KERNEL, why),))
+    return Estimating(
+        PYTORCH.name, apply, agrees, outer_agrees, operand.group > 0, ((KERNEL, why),)
+    )
 
 
 def _kernel_refuses(estimator: Estimator, operand: OperandPlan, setting: Setting) -> str | None:
@@ -113,6 +119,7 @@ def estimated(
     matrix: Tensor,
     into: Tensor | None = None,
     ranks: Ranks = ONE_RANK,
+    outer_ranks: Ranks = ONE_RANK,
     given: Given = NOTHING,
 ) -> Tensor:
     """The gradient of `matrix`, [rows, columns] in the dtype of `gradient`; or `into`, to which it
@@ -120,18 +127,24 @@ def estimated(
 
     operand: the plan of fprop's operand. gradient: of what was multiplied in place of the matrix.
     quantized: fprop's operand, made of `matrix` and `given`, blocked along its last axis. into: a
-    matrix of the gradient's dtype, or None. ranks: see `Estimator.gradient`. Computed in float32
-    (float64 for a matrix in float64), and rounded once.
+    matrix of the gradient's dtype, or None. ranks: see `Estimator.gradient`. outer_ranks: see
+    `with_outer_scale`. Computed in float32 (float64 for a matrix in float64), and rounded once.
     """
-    wanted, rounded = widen(gradient), None
-    scaled = scaled_values(quantized, before_quantizer(matrix, operand, given)).to(wanted.dtype)
+    wanted, rounded, quantizer = widen(gradient), None, quantized.quantizer
+    x = before_quantizer(matrix, operand, given)
+    scaled = scaled_values(quantized, x).to(wanted.dtype)
     if estimator.maximum != "straight-through":
         rounded = quantized.elements(scaled.dtype).view(scaled.shape)
     group = operand.group
     signs = None if given.signs is None else given.signs.vector(group, matrix.device)
     if group:  # the product is of transformed operands, and so is its gradient
         wanted = transform(wanted, group, signs)
-    found = estimator.gradient(wanted, scaled, rounded, quantized.quantizer.block, ranks)
+    found = estimator.gradient(wanted, scaled, rounded, quantizer.block, ranks)
+    if estimator.outer_scale != "straight-through":
+        # The GEMM's correction undoes the prescale, and the gradient is that of what is left.
+        decoded = quantized.dequantize(wanted.dtype).view(scaled.shape) / quantizer.prescale
+        x, of_rows = x.to(wanted.dtype).view(scaled.shape), quantizer.row_max > 0
+        found = with_outer_scale(found, wanted, x, decoded, of_rows=of_rows, ranks=outer_ranks)
     if group:
         found = inverse(found, group, signs)
     found = found.to(gradient.dtype)

@@ -154,7 +154,8 @@ def _extras(plan: LinearPlan) -> Iterator[str]:
         ("dX", plan.estimates_x, recipe.x_estimator),
     ):
         if estimates is not None and estimator is not None:
-            agreed = ", which takes sums over the ranks" if estimates.agrees else ""
+            sums = estimates.agrees or estimates.outer_agrees
+            agreed = ", which takes sums over the ranks" if sums else ""
             yield f"{name}  {estimator_words(estimator)}, by {estimates.name}{agreed}"
     if sharding.tokens == "dy":
         yield "Y  summed over the ranks, each of which takes its tokens"

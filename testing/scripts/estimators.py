@@ -53,6 +53,15 @@ ESTIMATORS = (
     Estimator(form="spline", maximum="softmax"),
     Estimator(maximum="absmax"),
 )
+# Quantizers with an outer scale, and the shardings that spread it over ranks.
+OUTER = {
+    "tensor scale": (NVFP4, set(SHARDINGS)),
+    "row scales": (replace(NVFP4, tensor_max=0.0, row_max=448.0), {"row", "row, sequence"}),
+}
+THROUGH_OUTER = (
+    Estimator(form="straight-through", outer_scale="vjp"),
+    Estimator(form="sigmoid", maximum="softmax", outer_scale="vjp"),
+)
 
 
 def main() -> None:
@@ -79,8 +88,22 @@ def main() -> None:
     recipe = replace(recipe_of(NVFP4, ESTIMATORS[0], "raw"), name="summed")  # of another plan
     with patched(maker, "_is_spread", lambda operand, setting: True):
         assert differs(recipe, SHARDINGS["row"]) > 1e-6
+    check_outer_scales()
     check_what_is_sent()
     dist.destroy_process_group()
+
+
+def check_outer_scales() -> None:
+    for name, (quantizer, spread) in OUTER.items():
+        for e in THROUGH_OUTER:
+            for sharding, each in SHARDINGS.items():
+                recipe = recipe_of(quantizer, e, "raw")
+                found = differs(recipe, each)
+                assert found < 1e-12, (name, e, sharding, found)
+                # The known mistake: each rank sums what it has of the tensor or row alone.
+                with patched(Backward, "_ranks", lambda self: ONE_RANK):
+                    found = differs(recipe, each)
+                    assert (found > 1e-6) == (sharding in spread), (name, e, sharding, found)
 
 
 def recipe_of(quantizer: Quantizer, e: Estimator, backward: Any) -> Recipe:
@@ -126,8 +149,13 @@ def check_what_is_sent() -> None:
     assert dist.group.WORLD is not None
     sharding = SHARDINGS["row"]
     site = Site(parallel=TensorParallel(dist.group.WORLD, sharding))
-    for e in ESTIMATORS:
-        recipe = recipe_of(VECTOR, e, "raw")
+    lengths = {e: (4 if e.maximum == "absmax" else 12) * (TOKENS + OUT) for e in ESTIMATORS}
+    cases = [(VECTOR, e, length) for e, length in lengths.items()]
+    # A maximum in float32, and two sums in float64.
+    cases += [(NVFP4, THROUGH_OUTER[0], 2 * (4 + 16))]
+    cases += [(OUTER["row scales"][0], THROUGH_OUTER[0], (4 + 16) * (TOKENS + OUT))]
+    for quantizer, e, length in cases:
+        recipe = recipe_of(quantizer, e, "raw")
         y = quantized_linear(x, w, None, recipe, site)
         sent.clear()
         with patched(dist, "all_reduce", counting):
@@ -136,7 +164,7 @@ def check_what_is_sent() -> None:
             TOKENS, IN // 2, OUT, torch.float32, target_of(x.device), torch.float32, sharding
         )
         counted = sum(one.sent for one in of_backward(compile_plan(recipe, setting)))
-        assert counted == sum(sent) == (4 if e.maximum == "absmax" else 12) * (TOKENS + OUT), e
+        assert counted == sum(sent) == length, e
 
 
 def gradients(

@@ -37,6 +37,7 @@ def alike(quantizer: Quantizer, hadamard: Hadamard | None = None, **others: Any)
     return Recipe("alike", fprop=gemm, dgrad=gemm, wgrad=gemm, **others)
 
 
+THROUGH_OUTER = Estimator("straight-through", outer_scale="vjp")
 RECIPES = {"bf16": BF16} | {name: get_recipe(name) for name in list_recipes()}
 RECIPES |= {
     "nvfp4": alike(get_quantizer("nvfp4")),
@@ -50,6 +51,9 @@ RECIPES |= {
     ),
     "estimators": replace(
         alike(Quantizer()), estimator=Estimator(maximum="vjp"), x_estimator=Estimator("spline")
+    ),
+    "outer scale": replace(
+        alike(get_quantizer("nvfp4")), estimator=THROUGH_OUTER, x_estimator=THROUGH_OUTER
     ),
     "one operand": replace(BF16, wgrad=GemmRecipe(Quantizer(), None, Hadamard(64))),
     "float32 scales": alike(Quantizer(scale="fp32", rule="absmax"), backward="forward"),
@@ -216,6 +220,24 @@ def test_estimators_of_x_and_through_the_maximum() -> None:
     assert (
         total(found(rows), "read", "estimator") == 2 * (4 + 2) * W + 2 * (W // 2 + 4 * OUT) + 4 * W
     )
+
+
+def test_estimators_through_an_outer_scale() -> None:
+    """Its sums are known only after a pass, so that gradient, matrix and codes are read twice."""
+    each = [c for c in found(RECIPES["outer scale"]) if c.technique == "estimator"]
+    nvfp4 = 1 / 2 + 1 / 16
+    assert [(c.gemm, c.operand, c.read, c.written, c.saved) for c in each] == [
+        ("wgrad", "w", 2 * ((4 + 2 + nvfp4) * W + 4) + 4 * W, 4 * W, 0),
+        ("dgrad", "x", 2 * ((2 + 2 + nvfp4) * X + 4), 2 * X, 2 * X),
+    ]
+    # The sums of rows, whose blocks are under a scale of the tensor, are known before those of it.
+    rows = alike(replace(get_quantizer("nvfp4"), block=(1, 0)))
+    three = replace(THROUGH_OUTER, maximum="softmax")
+    once, thrice = (
+        total(found(replace(rows, x_estimator=e)), "read", "estimator")
+        for e in (Estimator(), three)
+    )
+    assert (once, thrice) == (4 * X, 3 * (4 * X + X // 2 + TOKENS + 4))
 
 
 def test_state_beside_a_weight_is_updated_once_a_step() -> None:

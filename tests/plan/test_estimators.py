@@ -24,7 +24,9 @@ from megatron_fp4.target import Target, target_of
 
 CPU, H200 = target_of(torch.device("cpu")), Target("cuda", (9, 0))
 MX, VECTOR, NVFP4 = Quantizer(), get_quantizer("vector"), get_quantizer("nvfp4")
+ROW_SCALES = replace(NVFP4, tensor_max=0.0, row_max=448.0)
 VJP = Estimator(form="sigmoid", maximum="vjp")
+OUTER = Estimator(form="straight-through", outer_scale="vjp")
 
 
 def plan(recipe: Recipe, target: Target = H200, **fields: Any) -> LinearPlan:
@@ -92,7 +94,7 @@ def test_what_is_kept() -> None:
     ("quantizer", "sharding", "agree"),
     [
         (MX, row_parallel(2), ""),
-        (NVFP4, row_parallel(2), ""),  # ranks share the tensor scale, which has no gradient
+        (NVFP4, row_parallel(2), ""),  # ranks share the tensor scale, which is held fixed
         (VECTOR, row_parallel(2), "xw"),
         (VECTOR, column_parallel(2, sequence_parallel=True), ""),
         (replace(VECTOR, block=(0, 0)), column_parallel(2, sequence_parallel=True), "xw"),
@@ -109,6 +111,37 @@ def test_ranks_that_share_a_block_sum_over_it(
     factor = Estimator(form="sigmoid")  # sums over nothing
     made = plan(recipe(quantizer, estimator=factor, x_estimator=factor), sharding=sharding)
     assert made.estimates_x is not None and not made.estimates_x.agrees
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "sharding", "agree"),
+    [
+        (NVFP4, row_parallel(2), "xw"),
+        (NVFP4, column_parallel(2, sequence_parallel=True), "xw"),
+        (NVFP4, column_parallel(2, sums_dx=True), "w"),
+        (ROW_SCALES, row_parallel(2), "xw"),
+        (ROW_SCALES, column_parallel(2, sequence_parallel=True), ""),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_an_outer_scale_sum_over_it(
+    quantizer: Quantizer, sharding: Sharding, agree: str
+) -> None:
+    both = {"estimator": OUTER, "x_estimator": OUTER}
+    made = plan(recipe(quantizer, **both), sharding=sharding)
+    for name, estimates in (("x", made.estimates_x), ("w", made.estimates_w)):
+        assert estimates is not None and not estimates.agrees
+        assert estimates.outer_agrees == (name in agree)
+        line = next(
+            line for line in show(made).splitlines() if line.startswith(f"d{name.upper()} ")
+        )
+        assert "and through the outer scale" in line
+        assert ("sums over the ranks" in line) == (name in agree)
+    ignored = replace(OUTER, form="sigmoid", outer_scale="straight-through")
+    made = plan(recipe(quantizer, estimator=ignored, x_estimator=ignored), sharding=sharding)
+    assert made.estimates_x is not None and not made.estimates_x.outer_agrees
+    one = plan(recipe(quantizer, **both))
+    assert one.estimates_x is not None and not one.estimates_x.outer_agrees
 
 
 def test_random_signs_that_pytorch_draws_are_not_recorded() -> None:
@@ -136,6 +169,8 @@ def test_descriptions() -> None:
         "  gradient of X: straight through, and through the maximum of a block (softmax at "
         "temperature 2)",
     ]
+    [*_, last] = describe(recipe(NVFP4, x_estimator=OUTER))
+    assert last == "  gradient of X: straight through, and through the outer scale"
 
 
 def test_a_recipe_that_a_checkpoint_recorded_before_there_were_forms() -> None:

@@ -35,6 +35,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "signs": ("random", "fixed", "none"),
     "estimator": ("straight-through", "dge", "spline", "sigmoid"),
     "maximum": ("straight-through", "absmax", "vjp", "softmax"),
+    "outer_gradient": ("ignored", "kept"),
     "estimated": ("w", "x", "both"),
     "x_mean": ("kept", "subtracted"),
     "loss_scale": ("1", "65536"),
@@ -59,7 +60,8 @@ WHAT = {
     "signs": "the signs of the Hadamard transform",
     "estimator": "the gradient through a quantizer's rounding",
     "maximum": "the gradient through the block's maximum, from which its scale follows",
-    "estimated": "the operands of fprop with an estimator, or a gradient through the maximum",
+    "outer_gradient": "the gradient through the outer scale; with maximum vjp it is zero",
+    "estimated": "the operands of fprop with an estimator, or a gradient through a scale",
     "x_mean": "whether the mean of X over tokens is multiplied apart, and only the rest quantized",
     "loss_scale": "what multiplies the loss, and divides the gradients",
     "optimizer": "AdamW, or StableSPAM (arXiv 2502.17055)",
@@ -94,6 +96,7 @@ class Combination:
     signs: str = "random"
     estimator: str = "straight-through"
     maximum: str = "straight-through"
+    outer_gradient: str = "ignored"
     estimated: str = "w"
     x_mean: str = "kept"
     loss_scale: str = "1"
@@ -151,7 +154,8 @@ def values(combination: Combination, axis: str) -> tuple[str, ...]:
         "estimator": c.forward == "fp4",
         "maximum": c.forward == "fp4",
         "x_mean": c.forward == "fp4" or c.backward == "fp4",
-        "estimated": {c.estimator, c.maximum} != {"straight-through"},
+        "outer_gradient": c.forward == "fp4" and c.outer_scale != "none" and c.maximum != "vjp",
+        "estimated": estimates(c),
     }
     if not depends.get(axis, True):
         return kept[:1]
@@ -164,6 +168,12 @@ def values(combination: Combination, axis: str) -> tuple[str, ...]:
     if axis == "hadamard":
         return tuple(value for value in kept if value == "none" or _turns(c, value))
     return kept
+
+
+def estimates(c: Combination) -> bool:
+    """Whether a gradient of the combination is not that of the straight-through estimator."""
+    axes = ("estimator", "maximum", "outer_gradient")
+    return any(getattr(c, axis) != first(axis) for axis in axes)
 
 
 def _rounds(c: Combination, rounding: str) -> bool:

@@ -9,7 +9,7 @@ from megatron_fp4 import GemmRecipe, Quantizer, Recipe
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.errors import ConfigError
-from tools.sweep.axes import Combination, settled
+from tools.sweep.axes import Combination, estimates, settled
 
 THREE_QUARTERS = 3 / 4  # the prescale of "Training LLMs with MXFP4", arXiv 2502.20586
 INFLATED = 17 / 16  # above the largest relative error of a scale of three mantissa bits
@@ -46,9 +46,12 @@ def recipe_of(combination: Combination) -> Recipe:
 
 
 def _estimator(c: Combination) -> Estimator | None:
-    if c.estimator == c.maximum == "straight-through":
+    if not estimates(c):
         return None
-    return Estimator(form=c.estimator, maximum=c.maximum)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"form": c.estimator, "maximum": c.maximum}
+    if c.outer_gradient == "kept":
+        options["outer_scale"] = "vjp"
+    return Estimator(**options)
 
 
 def _forward(c: Combination) -> GemmRecipe:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_fp4 import ConfigError, Recipe, get_recipe
+from megatron_fp4.arithmetic.estimators import Estimator
 from tools.sweep.axes import AXES, TRAINING, Combination, first, flips, settled, values
 from tools.sweep.building import recipe_of
 from tools.sweep.sampling import sample
@@ -113,6 +114,18 @@ def test_contradictions_are_refused_with_the_reason() -> None:
             )
         )
     assert DRAWN.refused.total() > 0 and all(DRAWN.refused)
+
+
+def test_a_gradient_through_the_outer_scale_makes_an_estimator() -> None:
+    kept = Combination(**NVFP4, backward_rule="nearest", outer_gradient="kept", estimated="both")
+    through = Estimator(form="straight-through", outer_scale="vjp")
+    recipe = recipe_of(kept)
+    assert (recipe.estimator, recipe.x_estimator) == (through, through)
+    ignored = replace(kept, outer_gradient="ignored", estimated="w")
+    assert recipe_of(ignored).estimator is None
+    assert values(ignored, "estimated") == ("w",) and values(kept, "estimated")[1:]
+    for other in ({"outer_scale": "none"}, {"maximum": "vjp"}, {"forward": "bf16"}):
+        assert values(replace(kept, **other), "outer_gradient") == ("ignored",)
 
 
 def test_a_key_does_not_depend_on_axes_at_their_first_value() -> None:
