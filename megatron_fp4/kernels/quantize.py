@@ -331,14 +331,13 @@ def tile(
     carried: bool,
     reads: str = "",
 ) -> tuple[int, int, int, bool, int | None]:
-    """(rows, columns, warps, down, registers) of a program, by what was fastest on an H200. Rule
-    mse has not been timed.
+    """(rows, columns, warps, down, registers) of a program, by what was fastest on an H200.
 
     down: whether programs that run together have tiles below each other. registers: the most that a
     thread may use; None leaves it to the compiler.
     """
     stochastic, is_gradient = quantizer.stochastic, reads == "swiglu gradient"
-    if quantizer.rounding == "ema" or quantizer.rule == "mse":
+    if quantizer.rounding == "ema":
         return 64, 64, 8, False, None  # as much as registers hold
     if along_columns and not packed:
         if along_rows and stochastic and is_gradient:
