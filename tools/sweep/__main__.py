@@ -28,7 +28,7 @@ from tools.sweep import axes, llama, page, running, tensors
 from tools.sweep.axes import Combination
 from tools.sweep.building import recipe_of
 from tools.sweep.pareto import INPUTS, OUTPUTS, TOKENS, draw
-from tools.sweep.promotion import level_of, promoted
+from tools.sweep.promotion import level_of, promoted, stars_of
 from tools.sweep.results import BF16
 from tools.sweep.sampling import sample
 from tools.sweep.stages import STAGES
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         for reason, number in drawn.refused.most_common():
             print(f"sweep: {number} refused: {reason}")
     else:
-        stars = promoted(rows.read(args.results, running.KEYS), level - 1) | {BF16: BF16.key}
+        stars = promoted(rows.read(args.results, running.KEYS), level) | {BF16: BF16.key}
     recorded = recorded_for(args)
     tasks = [running.Task(args.stage, each, star, recorded) for each, star in stars.items()]
     deadline = None if args.minutes is None else began + 60 * args.minutes
@@ -102,16 +102,22 @@ def chosen(words: list[str]) -> dict[str, str]:
 def llama_matrix(args: argparse.Namespace) -> int:
     """Writes the matrix of benchmarks/study that trains what the stages before have promoted."""
     found = rows.read(args.results, running.KEYS)
-    written = llama.matrix(promoted(found, level_of(llama.NAME) - 1))
+    written = llama.matrix(promoted(found, level_of(llama.NAME)))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(written)
     print(f"sweep: python -m benchmarks.study run {args.out}")
     return 0
 
 
+def all_rows(results: Path, study: Path) -> list[rows.Row]:
+    """The rows of a result file, and those of the last stage from the study's results."""
+    found = rows.read(results, running.KEYS)
+    return found + llama.rows(rows.read(study, llama.KEYS), stars_of(found))
+
+
 def show(args: argparse.Namespace) -> int:
     """Prints the tables of the results, or writes them between the markers of a page."""
-    results = rows.read(args.results, running.KEYS)
+    results = all_rows(args.results, args.study)
     found = page.section(results)
     if args.page is None:
         print(found)
@@ -151,6 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     tables = commands.add_parser("show", help=(show.__doc__ or "").strip())
     tables.set_defaults(function=show)
     tables.add_argument("--results", type=Path, default=RESULTS, help="the result file")
+    tables.add_argument("--study", type=Path, default=llama.RESULTS, help="of the last stage")
     tables.add_argument("--page", type=Path, help="docs/design-space.md, or another")
     tables.add_argument("--picture", type=Path, help="draw scores over times, as SVG")
     costs = commands.add_parser("cost", help=(cost.__doc__ or "").strip())

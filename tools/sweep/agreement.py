@@ -9,7 +9,7 @@ import numpy as np
 
 from tools.rows import Row
 from tools.sweep.axes import Combination
-from tools.sweep.promotion import random_star
+from tools.sweep.promotion import LEVELS, level_of, random_lines, stars_of
 from tools.sweep.results import scores
 
 DRAWS, LEVEL, FIRST = 2000, 0.95, 20_250_917  # of the bootstrap, its interval, its seed
@@ -36,11 +36,12 @@ class Agreement:
 
 
 def agreement(rows: list[Row], first: str, second: str) -> Agreement | None:
-    """How the scores of two stages agree, over the combinations of random stars that have both;
-    None if there are fewer than three stars."""
-    stars = {Combination(**row["combination"]): row["star"] for row in rows}
+    """How the scores of two stages agree, over the combinations of the lines that were promoted to
+    the second at random; None if there are fewer than three stars."""
+    stars = stars_of(rows)
+    lines = random_lines(stars, LEVELS[level_of(second)].random)
     one, two = scores(rows, first), scores(rows, second)
-    common = [each for each in one if each in two and random_star(stars[each])]
+    common = [each for each in one if each in two and each in lines]
     groups: dict[str, list[int]] = {}
     for place, each in enumerate(common):
         groups.setdefault(stars[each], []).append(place)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -11,10 +13,12 @@ from tools.rows import Row
 from tools.sweep.axes import TRAINING, Combination, first
 
 NAME = "llama"
+RESULTS = Path("benchmarks/results/study-sweep.jsonl")  # of the study of the matrix sweep.yaml
+KEYS = {"status", "configuration"}
 RECIPE = "tools.sweep.building:combined"
 BASELINES = ["bf16", "tetrajet", "mxfp4-rht-sr"]
 TEXT = {"megabytes": 100, "vocabulary": 8192, "held_out_share": 0.02}
-BLOCK = {"sizes": ["3M"], "learning_rates": [1e-3], "steps": [600], "seeds": [1, 2]}
+BLOCK: dict[str, Any] = {"sizes": ["3M"], "learning_rates": [1e-3], "steps": [600], "seeds": [1, 2]}
 
 
 def matrix(combinations: Iterable[Combination]) -> str:
@@ -38,19 +42,23 @@ def recipe(combination: Combination) -> str:
     return ",".join([RECIPE, *(f"{axis}={value}" for axis, value in plain.chosen.items())])
 
 
-def rows(finished: Iterable[Row], stars: dict[Combination, str]) -> list[Row]:
-    """A sweep's rows of this stage, from the finished runs of a study.
+def rows(study: Iterable[Row], stars: Mapping[Combination, str]) -> list[Row]:
+    """A sweep's rows of this stage, of the recipes whose runs of all seeds have finished.
 
-    stars: of the combinations of the stage before; those that train the same recipe get its result.
+    study: rows of the matrix's results. stars: of the combinations of the stages before; those that
+    train the same recipe get its result.
     """
     losses: dict[str, dict[str, dict[str, float]]] = {}
-    for row in finished:
+    for row in study:
+        if row["status"] != "finished":
+            continue
         own = losses.setdefault(row["configuration"]["recipe"], {})
         own[str(row["configuration"]["seed"])] = {"loss": row["held_out"][-1][1]}
     found = []
     for each, star in stars.items():
         name = recipe(each) if each.quantized else BASELINES[0]
-        if seeds := losses.get(name):
+        seeds = losses.get(name, {})
+        if len(seeds) == len(BLOCK["seeds"]):
             row = {"stage": NAME, "star": star, "combination": each.chosen, "seeds": seeds}
             found.append(row | {"hash": f"{NAME}-{each.key}", "status": "finished"})
     return found

@@ -10,10 +10,10 @@ from tools.pages import table
 from tools.rows import Row
 from tools.sweep import llama
 from tools.sweep.agreement import Agreement, agreement
-from tools.sweep.axes import AXES, WHAT, Combination
+from tools.sweep.axes import AXES, WHAT
 from tools.sweep.effects import Effect, effects
 from tools.sweep.pareto import Point, frontier, points
-from tools.sweep.promotion import LEVELS, random_star
+from tools.sweep.promotion import LEVELS, level_of, random_lines, stars_of
 from tools.sweep.results import SCORES, scores
 from tools.sweep.running import FAILED
 from tools.sweep.stages import STAGES
@@ -96,13 +96,14 @@ def _cells(found: Agreement) -> list[str]:
 def effects_table(rows: list[Row]) -> list[str]:
     """What each value of an axis changes, in combinations that differ on this axis alone.
 
-    Only whole random stars count, so that it is no matter which combinations were promoted.
+    Only lines that were promoted at random count, so that it is no matter which were the best.
     """
     columns = {}
-    stars = {Combination(**row["combination"]): row["star"] for row in rows}
+    stars = stars_of(rows)
     for stage, figure, name in FIGURES:
         every = scores(rows, stage, figure=figure)
-        found = {each: score for each, score in every.items() if random_star(stars[each])}
+        chosen = random_lines(stars, LEVELS[level_of(stage)].random)
+        found = {each: score for each, score in every.items() if each in chosen}
         if found:
             columns[name] = {(e.axis, e.value, e.against): e for e in effects(found)}
     keys = dict.fromkeys(key for column in columns.values() for key in column)

@@ -3,29 +3,34 @@ random."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tools.rows import Row
 from tools.sweep import llama
-from tools.sweep.axes import Combination
+from tools.sweep.axes import AXES, Combination
 from tools.sweep.results import ranked
-
-RANDOM = 10  # one star of so many is promoted, however good it is
 
 
 @dataclass(frozen=True)
 class Level:
-    """Stages that the same combinations run. best: one of so many is promoted to the next level."""
+    """Stages that the same combinations run.
+
+    best: of the combinations of the level before, one of so many, the best ones, is promoted to
+    this level. random: of all lines of the sample, one of so many is, however good it is.
+    """
 
     stages: tuple[str, ...]
     best: int
+    random: int
 
 
 LEVELS = (
-    Level(("products",), best=20),
-    Level(("draws", "regression", "digits"), best=8),
-    Level(("diffusion",), best=8),
-    Level((llama.NAME,), best=8),
+    Level(("products",), best=1, random=1),
+    Level(("draws", "regression", "digits"), best=20, random=10),
+    Level(("diffusion",), best=8, random=10),
+    Level((llama.NAME,), best=8, random=50),
 )
 
 
@@ -35,24 +40,46 @@ def level_of(stage: str) -> int:
 
 
 def promoted(rows: list[Row], level: int) -> dict[Combination, str]:
-    """The combinations that level `level` promotes, with their stars, the best ones first.
+    """The combinations that are promoted to level `level`, from 1, with their stars, the best ones
+    first.
 
     rows: finished and failed rows of all stages. Of the combinations that quantize the same GEMMs,
-    and so cost about the same, one in `best` is promoted, by the mean of its ranks in the level's
-    stages. Beside them go all of the stars that `random_star` names: what these say of the next
-    level does not depend on how good they were. A combination whose training failed has no rank and
-    is not promoted.
+    and so cost about the same, one in `best` is promoted, by the mean of its ranks in the stages of
+    the level before. Beside them go those of `random_lines`. A combination whose training failed
+    has no rank and is not promoted.
     """
-    ranks = ranked(rows, LEVELS[level].stages)
-    stars = {Combination(**row["combination"]): row["star"] for row in rows}
+    ranks = ranked(rows, LEVELS[level - 1].stages)
+    stars = stars_of(rows)
     groups: dict[tuple[str, str], list[Combination]] = {}
     for each in sorted(ranks, key=lambda each: (ranks[each], each.key)):
         groups.setdefault((each.forward, each.backward), []).append(each)
-    best = [each for own in groups.values() for each in own[: -(-len(own) // LEVELS[level].best)]]
-    others = [each for each in ranks if random_star(stars[each])]
-    return {each: stars[each] for each in [*best, *others]}
+    count = LEVELS[level].best
+    best = [each for own in groups.values() for each in own[: -(-len(own) // count)]]
+    lines = random_lines(stars, LEVELS[level].random)
+    return {each: stars[each] for each in [*best, *(each for each in ranks if each in lines)]}
 
 
-def random_star(star: str) -> bool:
-    """Whether all combinations of a star go through all levels: one star of RANDOM, by its key."""
-    return int(star, 16) % RANDOM == 0
+def stars_of(rows: Iterable[Row]) -> dict[Combination, str]:
+    """The star of each combination that has a row."""
+    return {Combination(**row["combination"]): row["star"] for row in rows}
+
+
+def random_lines(stars: Mapping[Combination, str], count: int) -> set[Combination]:
+    """The combinations of one line of `count`, which the line's hash chooses.
+
+    A line is the center of a star, and those that differ from it on one axis: what they say of a
+    stage does not depend on how good they were in the stage before. The lines of a multiple of
+    `count` are among those of `count`.
+    """
+    centers = {each.key: each for each in stars}
+    found: set[Combination] = set()
+    for each, star in stars.items():
+        center = centers.get(star, each)
+        axis = next((axis for axis in AXES if getattr(each, axis) != getattr(center, axis)), None)
+        if axis is not None and _number(f"{star} {axis}") % count == 0:
+            found |= {center, each}
+    return found
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])

@@ -34,6 +34,7 @@ def test_a_contradiction_is_refused_as_a_recipe_too() -> None:
 def test_runs_of_a_study_are_scores_of_the_stage() -> None:
     def run(recipe: str, seed: int, loss: float) -> dict:
         return {
+            "status": "finished",
             "configuration": {"recipe": recipe, "seed": seed},
             "held_out": [(300, 9.0), (600, loss)],
         }
@@ -41,5 +42,8 @@ def test_runs_of_a_study_are_scores_of_the_stage() -> None:
     spam = Combination(rule="ceil", optimizer="stable-spam")
     finished = [run("bf16", seed, 3.0 + seed) for seed in (1, 2)]
     finished += [run(llama.recipe(TETRAJET), seed, 3.1 + seed) for seed in (1, 2)]
-    found = llama.rows(finished, {BF16: "0", TETRAJET: "1", spam: "2"})
+    failed = {"status": "failed", "configuration": finished[0]["configuration"]}
+    half = run(llama.recipe(RHT), 1, 4.0)  # its second seed has not run
+    stars = {BF16: "0", TETRAJET: "1", spam: "2", RHT: "3"}
+    found = llama.rows([*finished, failed, half], stars)
     assert scores(found, llama.NAME) == {TETRAJET: pytest.approx(0.1)}

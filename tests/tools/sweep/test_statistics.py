@@ -11,13 +11,14 @@ from scipy.stats import spearmanr
 
 from tools.rows import Row
 from tools.sweep.agreement import agreement, ceiling, spearman
-from tools.sweep.axes import Combination
+from tools.sweep.axes import AXES, Combination
 from tools.sweep.effects import effects
-from tools.sweep.promotion import LEVELS, promoted, random_star
+from tools.sweep.promotion import LEVELS, promoted, random_lines
 from tools.sweep.sampling import sample
 
 STARS = sample(2000, seed=11).stars
 EACH = list(STARS)
+TENTH = random_lines(STARS, 10)
 
 
 def rows_of(stage: str, figure: str, losses: dict[Combination, list[float]]) -> list[Row]:
@@ -40,14 +41,14 @@ def test_rank_correlations_are_scipy_s() -> None:
         assert spearman(a, b) == pytest.approx(spearmanr(a, b).statistic)
 
 
-def test_agreement_is_of_random_stars_alone() -> None:
+def test_agreement_is_of_random_lines_alone() -> None:
     """Among the best the first stage says little of the second: that must not lower it."""
     source = random.Random(0)
     truth = {each: source.gauss(0, 1) for each in EACH}
     first = rows_of("products", "score", {e: [truth[e] + source.gauss(0, 0.5)] for e in EACH})
     noisy = {e: [truth[e] + source.gauss(0, 0.8) for _ in range(3)] for e in EACH}
     found = agreement([*first, *rows_of("digits", "loss", noisy)], "products", "digits")
-    assert found is not None and found.number == sum(map(random_star, STARS.values()))
+    assert found is not None and found.number == len(TENTH)
     assert found.interval[0] < found.correlation < found.interval[1]
     assert found.predicts and found.correlation == pytest.approx(0.79, abs=0.12)
     # Reliability of a mean of 3 seeds: 1 / (1 + .64 / 3) = .82; its root .91.
@@ -89,17 +90,16 @@ def test_effects_are_those_of_pairs_that_differ_on_one_axis() -> None:
         assert effect.better == (term < 0)
 
 
-def test_the_best_of_each_kind_and_a_tenth_of_the_stars_are_promoted() -> None:
+def test_the_best_of_each_kind_and_a_tenth_of_the_lines_are_promoted() -> None:
     losses = {each: float(place) for place, each in enumerate(EACH)}
-    found = promoted(rows_of("products", "score", {e: [losses[e]] for e in EACH}), 0)
-    random_ones = {each for each in EACH if random_star(STARS[each])}
-    assert random_ones <= set(found)
+    found = promoted(rows_of("products", "score", {e: [losses[e]] for e in EACH}), 1)
+    assert TENTH <= set(found)
     for kind in {(each.forward, each.backward) for each in EACH}:
         own = [each for each in EACH if (each.forward, each.backward) == kind]
-        best = own[: -(-len(own) // LEVELS[0].best)]  # the losses are in this order
+        best = own[: -(-len(own) // LEVELS[1].best)]  # the losses are in this order
         assert set(best) <= set(found)
         assert {e for e in found if (e.forward, e.backward) == kind} == set(best) | (
-            random_ones & set(own)
+            TENTH & set(own)
         )
 
 
@@ -116,4 +116,18 @@ def test_a_combination_that_failed_one_stage_is_not_promoted() -> None:
                 "seeds": {"1": {figure: 1.0}},
             }
             found.append(row)
-    assert list(promoted(found, 1)) == [plain]
+    assert list(promoted(found, 2)) == [plain]
+
+
+def test_a_line_is_a_center_with_all_values_of_one_axis() -> None:
+    found = random_lines(STARS, 10)
+    assert random_lines(STARS, 1) == set(EACH) and random_lines(STARS, 50) < found
+    assert len(found) / len(EACH) == pytest.approx(0.13, abs=0.04)  # a tenth, and the centers
+    centers = {each.key: each for each in EACH}
+    lines: dict[tuple[str, str], set[Combination]] = {}
+    for each, star in STARS.items():
+        for axis in AXES:
+            if getattr(each, axis) != getattr(centers[star], axis):
+                lines.setdefault((star, axis), {centers[star]}).add(each)
+    whole = [line for line in lines.values() if line <= found]
+    assert set.union(*whole) == found and len(whole) < len(lines) / 6
