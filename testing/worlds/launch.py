@@ -117,8 +117,8 @@ def _launch(
     return subprocess.CompletedProcess(run.args, run.returncode, output)
 
 
-def train(processes: int, *flags: str) -> Result:
+def train(processes: int, *flags: str, timeout_s: float = 120) -> Result:
     """As `torchrun`; asserts that the exit status is 0."""
-    result = torchrun(processes, *flags)
+    result = torchrun(processes, *flags, timeout_s=timeout_s)
     assert result.status == 0, result.output[-4000:]
     return result
