@@ -16,6 +16,7 @@ from megatron_fp4 import makers, multipliers
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.formats import wide
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.makers import computed, estimator, outliers
 from megatron_fp4.multipliers.base import Multiplier, Product
 from megatron_fp4.operands import Compute
@@ -281,6 +282,11 @@ def operand_plan(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> Op
     if quantizer is not None and setting.sharding.ranks > 1:
         sharded = 0 if is_part else setting.sharding.axis(letter)
         agrees = quantizer.scale_spans(sharded, axis)
+        if quantizer.tensor_max and quantizer.outer and sharded == axis:
+            raise ConfigError(
+                f"{gemm} {letter}: ranks share a row, whose scale is under one of the tensor: "
+                "give tensor_max 0, or blocks along the row"
+            )
     return OperandPlan(
         gemm=gemm,
         letter=letter,

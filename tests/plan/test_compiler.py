@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp4 import Quantizer, get_recipe, list_recipes
+from megatron_fp4 import ConfigError, Quantizer, get_recipe, list_recipes
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.compiler import compile_plan
@@ -132,6 +132,16 @@ def test_ranks_agree_on_the_scales_that_they_share() -> None:
     assert not any(operand.agrees for operand in operands(plan(recipe)).values())
     rows = {name for name, o in operands(plan("dge-occ", sharding=ROW)).items() if o.agrees}
     assert rows == {"fprop x", "fprop w"}  # a scale of a row whose features are sharded
+
+
+def test_rows_under_a_scale_of_the_tensor_are_not_shared() -> None:
+    """Ranks would have to agree on the rows' maxima and on the tensor's."""
+    rows = Quantizer(scale="e4m3", rule="nearest", block=(1, 0), tensor_max=448.0)
+    found = Recipe("rows", fprop=GemmRecipe(rows, rows))
+    assert plan(found).fprop.a.quantizer == rows
+    plan(found, sharding=COLUMN)  # whole rows
+    with pytest.raises(ConfigError, match="fprop x: ranks share a row"):
+        plan(found, sharding=ROW)
 
 
 def test_products_say_why_no_faster_one_runs() -> None:

@@ -18,7 +18,7 @@ KEYS = {"status", "configuration"}
 RECIPE = "tools.sweep.building:combined"
 BASELINES = ["bf16", "tetrajet", "mxfp4-rht-sr"]
 TEXT = {"megabytes": 100, "vocabulary": 8192, "held_out_share": 0.02}
-BLOCK: dict[str, Any] = {"sizes": ["3M"], "learning_rates": [1e-3], "steps": [600], "seeds": [1, 2]}
+BLOCK: dict[str, Any] = {"sizes": ["3M"], "learning_rates": [1e-3], "steps": [300], "seeds": [1, 2]}
 
 
 def matrix(combinations: Iterable[Combination]) -> str:

@@ -30,7 +30,7 @@ LEVELS = (
     Level(("products",), best=1, random=1),
     Level(("draws", "regression", "digits"), best=20, random=10),
     Level(("diffusion",), best=8, random=10),
-    Level((llama.NAME,), best=8, random=50),
+    Level((llama.NAME,), best=16, random=50),
 )
 
 

@@ -14,7 +14,7 @@ from tools.sweep.building import recipe_of
 from tools.sweep.stages.stage import Figures, Stage
 from tools.sweep.tensors import Recorded
 
-PRODUCTS = ("y", "dx", "dw")
+GRADIENTS = 0.1  # the weight of the errors of dX and dW in the score
 
 
 def evaluate(combination: Combination, recorded: list[Recorded], seed: int) -> Figures:
@@ -24,8 +24,8 @@ def evaluate(combination: Combination, recorded: list[Recorded], seed: int) -> F
     The reference is the product of the BF16 tensors in float64. The gain is ⟨found, reference⟩ /
     ⟨reference, reference⟩: a gradient whose gain is 1 has the right length in its own direction.
 
-    The score is the error of Y, which every step repeats, plus the squared gains less 1 of dX and
-    dW, plus a hundredth of their errors, of which the random part averages out over steps.
+    The score is the error of Y, which every step repeats, plus GRADIENTS times the errors of dX and
+    dW, of which the random part averages out over steps.
     """
     recipe = recipe_of(combination)
     figures: dict[str, list[float]] = {}
@@ -39,8 +39,7 @@ def evaluate(combination: Combination, recorded: list[Recorded], seed: int) -> F
 
 
 def _score(means: Figures) -> float:
-    backward = [means[f"{name} gain"] ** 2 + means[f"{name} error"] / 100 for name in ("dx", "dw")]
-    return means["y error"] + sum(backward)
+    return means["y error"] + GRADIENTS * (means["dx error"] + means["dw error"])
 
 
 def multiplied(recipe: Recipe, each: Recorded, seed: int, step: int = 0) -> dict[str, Tensor]:
@@ -76,6 +75,6 @@ STAGE = Stage(
     evaluate=evaluate,
     seeds=1,
     score="score",
-    settings={},
+    settings={"gradients": GRADIENTS},
     recorded=True,
 )
