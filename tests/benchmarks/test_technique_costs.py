@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from benchmarks import technique_costs
 from benchmarks.estimate_rows import result
+from megatron_fp4.estimate.costs import SECOND_SCALE
+from megatron_fp4.estimate.rates import RATES
 
 PAGE = Path(__file__).parents[2] / "docs/notes/technique-costs.md"
 Rows = list[dict[str, Any]]
@@ -85,3 +88,14 @@ def test_a_wrong_count_lowers_the_rank_correlation(
     assert technique_costs.correlation(wrong, "with kernels") < technique_costs.correlation(
         own, "with kernels"
     )
+
+
+@pytest.mark.parametrize(("name", "directions"), [("nearest, along rows", 1), ("nearest, both", 2)])
+def test_two_scales_take_what_they_were_measured_to_take(name: str, directions: int) -> None:
+    us: dict[tuple[int, str], float] = {}
+    for row in result("quantize_kernels-mse")["rows"]:
+        us[math.prod(row["shape"]), row["kernel"]] = row["us"]
+    for elements in {elements for elements, _ in us}:
+        more = us[elements, f"{name}, rule mse"] - us[elements, name]
+        model = SECOND_SCALE * RATES.seconds["element rounded to nearest"]
+        assert more * 1e-6 / (directions * elements) == pytest.approx(model, rel=0.2)

@@ -13,7 +13,7 @@ from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.estimate import costs as module
-from megatron_fp4.estimate.costs import Cost, costs
+from megatron_fp4.estimate.costs import SECOND_SCALE, Cost, costs
 from megatron_fp4.estimate.counted import COUNTED
 from megatron_fp4.estimate.gpus import MEASURED, Gpu
 from megatron_fp4.estimate.overhead import DEVICES, plan_of, setting_of
@@ -165,10 +165,8 @@ def test_float32_scales_of_blocks_multiply_the_sums_of_blocks() -> None:
 
 @pytest.mark.parametrize("quantizer", [Quantizer(rule="mse"), RECIPES["four-over-six"].fprop.a])
 def test_two_scales_are_tried(quantizer: Quantizer) -> None:
-    """Each element is rounded a second time, and has two errors."""
-    each = [c for c in found(alike(quantizer)) if c.technique == "two scales"]
-    amounts = [c.work["element rounded to nearest"] for c in each]
-    assert sum(amounts) == 3 * 2 * (X + W + DY)
+    each = [c.work for c in found(alike(quantizer)) if c.technique == "two scales"]
+    assert sum(c["element rounded to nearest"] for c in each) == SECOND_SCALE * 2 * (X + W + DY)
     assert not [c for c in found(alike(Quantizer())) if c.technique == "two scales"]
 
 
