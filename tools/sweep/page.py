@@ -8,10 +8,11 @@ from itertools import pairwise
 from megatron_fp4.estimate.overhead import DEVICES
 from tools.pages import table
 from tools.rows import Row
-from tools.sweep import llama
+from tools.sweep import factorial, llama
 from tools.sweep.agreement import Agreement, agreement
 from tools.sweep.axes import AXES, WHAT
 from tools.sweep.effects import Effect, effects
+from tools.sweep.findings import FINDINGS, summary
 from tools.sweep.pareto import Point, frontier, points
 from tools.sweep.promotion import LEVELS, level_of, random_lines, stars_of
 from tools.sweep.results import SCORES, scores
@@ -28,6 +29,7 @@ FIGURES = (
     ("diffusion", "loss", "diffusion"),
     (llama.NAME, "loss", "LLaMA"),
 )
+TRAINED = ("regression", "digits", "diffusion", llama.NAME)  # stages whose score is a loss
 BEST = 10  # combinations of a table of the best
 
 
@@ -35,7 +37,7 @@ def section(rows: list[Row]) -> str:
     """All tables. rows: of a result file. Raises ValueError if there are none."""
     if not rows:
         raise ValueError("there are no results: python -m tools.sweep run products")
-    parts = [stages_table(rows), agreement_table(rows), effects_table(rows)]
+    parts = [stages_table(rows), agreement_table(rows), findings_table(rows), effects_table(rows)]
     stage, every = last_scores(rows)
     parts += [[f"The best {BEST} of `{stage}` that quantize all three GEMMs:"], best_table(every)]
     for device in DEVICES:
@@ -91,6 +93,21 @@ def _cells(found: Agreement) -> list[str]:
     ceiling = "" if found.ceiling is None else f"{found.ceiling:.2f}"
     numbers = [str(found.number), f"{found.correlation:.2f}", f"{low:.2f} to {high:.2f}"]
     return [*numbers, ceiling, "yes" if found.predicts else "nothing that is certain"]
+
+
+def findings_table(rows: list[Row]) -> list[str]:
+    """The claims of findings.py in each stage that trains, and in the last of these the verdict."""
+    stars, columns = stars_of(rows), {}
+    for stage in TRAINED:
+        every = scores(rows, stage)
+        found = {each: score for each, score in every.items() if stars[each] == factorial.STAR}
+        if found:
+            columns[stage] = found
+    lines = []
+    for finding in FINDINGS if columns else ():
+        differences = [finding.differences(found) for found in columns.values()]
+        lines.append([finding.claim, *map(summary, differences), finding.verdict(differences[-1])])
+    return table(["claim", *(f"`{stage}`" for stage in columns), "verdict"], lines)
 
 
 def effects_table(rows: list[Row]) -> list[str]:

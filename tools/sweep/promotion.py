@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tools.rows import Row
-from tools.sweep import llama
+from tools.sweep import factorial, llama
 from tools.sweep.axes import AXES, Combination
 from tools.sweep.results import ranked
 
@@ -45,8 +45,8 @@ def promoted(rows: list[Row], level: int) -> dict[Combination, str]:
 
     rows: finished and failed rows of all stages. Of the combinations that quantize the same GEMMs,
     and so cost about the same, one in `best` is promoted, by the mean of its ranks in the stages of
-    the level before. Beside them go those of `random_lines`. A combination whose training failed
-    has no rank and is not promoted.
+    the level before. Beside them go those of `random_lines` and the factorials. A combination whose
+    training failed has no rank and is not promoted.
     """
     ranks = ranked(rows, LEVELS[level - 1].stages)
     stars = stars_of(rows)
@@ -56,7 +56,8 @@ def promoted(rows: list[Row], level: int) -> dict[Combination, str]:
     count = LEVELS[level].best
     best = [each for own in groups.values() for each in own[: -(-len(own) // count)]]
     lines = random_lines(stars, LEVELS[level].random)
-    return {each: stars[each] for each in [*best, *(each for each in ranks if each in lines)]}
+    others = [each for each in ranks if each in lines or stars[each] == factorial.STAR]
+    return {each: stars[each] for each in [*best, *others]}
 
 
 def stars_of(rows: Iterable[Row]) -> dict[Combination, str]:

@@ -1,6 +1,7 @@
 """Draws combinations, in stars: one at random, and all that differ from it on one axis.
 
-Pairs of a star show what one axis does beside the same values of all others.
+Pairs of a star show what one axis does beside the same values of all others. The factorials of
+factorial.py come first.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from megatron_fp4.errors import ConfigError
+from tools.sweep import factorial
 from tools.sweep.axes import AXES, Combination, flips, settled
 from tools.sweep.building import recipe_of
 
@@ -18,8 +20,8 @@ from tools.sweep.building import recipe_of
 class Sample:
     """What was drawn.
 
-    stars: the key of the star's center by combination; a combination is in the first star that has
-    it. refused: how often each reason refused a combination.
+    stars: the key of the star's center by combination, or factorial.STAR; a combination is in the
+    first star that has it. refused: how often each reason refused a combination.
     """
 
     stars: dict[Combination, str] = field(default_factory=dict)
@@ -40,8 +42,12 @@ class Sample:
 
 
 def sample(number: int, seed: int) -> Sample:
-    """At least `number` combinations, in whole stars; the same for the same seed."""
+    """At least `number` combinations in whole stars, and the factorials; the same for the same
+    seed."""
     source, found = random.Random(seed), Sample()
+    for each in factorial.combinations():
+        found.add(each, factorial.STAR)
+    number += len(found.stars)
     while len(found.stars) < number:
         drawn = {axis: source.choice(values) for axis, values in AXES.items()}
         center = settled(Combination(**drawn))

@@ -13,20 +13,26 @@ from tools.rows import Row
 from tools.sweep.agreement import agreement, ceiling, spearman
 from tools.sweep.axes import AXES, Combination
 from tools.sweep.effects import effects
+from tools.sweep.factorial import STAR
 from tools.sweep.promotion import LEVELS, promoted, random_lines
 from tools.sweep.sampling import sample
 
-STARS = sample(2000, seed=11).stars
+STARS = {e: star for e, star in sample(2000, seed=11).stars.items() if star != STAR}
 EACH = list(STARS)
 TENTH = random_lines(STARS, 10)
 
 
-def rows_of(stage: str, figure: str, losses: dict[Combination, list[float]]) -> list[Row]:
+def rows_of(
+    stage: str,
+    figure: str,
+    losses: dict[Combination, list[float]],
+    stars: dict[Combination, str] = STARS,
+) -> list[Row]:
     return [
         {
             "stage": stage,
             "status": "finished",
-            "star": STARS[each],
+            "star": stars[each],
             "combination": each.chosen,
             "seeds": {str(seed): {figure: loss} for seed, loss in enumerate(own, start=1)},
         }

@@ -1,0 +1,103 @@
+"""Claims of a paper as comparisons within the factorials, on scores that are known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import pytest
+
+from tests.tools.sweep.test_statistics import rows_of
+from tools.sweep import factorial, page
+from tools.sweep.axes import AXES, Combination, settled
+from tools.sweep.building import recipe_of
+from tools.sweep.factorial import E4M3, E8M0, HADAMARD, STAR, STOCHASTIC, TENSOR, UE5M3
+from tools.sweep.findings import FINDINGS, Finding, interval, summary
+from tools.sweep.promotion import promoted, random_lines
+from tools.sweep.sampling import sample
+
+ALL = factorial.combinations()
+
+
+def scored(terms: Mapping[tuple[str, str], float]) -> dict[Combination, float]:
+    """Scores that are sums over the axes, by (axis, value)."""
+
+    def score(each: Combination) -> float:
+        return sum(terms.get((axis, getattr(each, axis)), 0.0) for axis in AXES)
+
+    return {each: score(each) for each in ALL}
+
+
+def test_the_factorials_are_whole() -> None:
+    assert len(ALL) == len(set(ALL)) == 2 * (4 + 8 + 8) + 4 * 4 - 1
+    for each in ALL:
+        assert settled(each) == each
+        recipe_of(each)
+    stars = sample(50, seed=3).stars
+    assert [each for each, star in stars.items() if star == STAR] == ALL
+    assert not random_lines(stars, 1) & set(ALL)
+
+
+def test_the_factorials_are_promoted_however_bad_they_are() -> None:
+    drawn = {each: star for each, star in sample(50, seed=3).stars.items() if star != STAR}
+    found = rows_of("products", "score", {each: [0.0] for each in drawn}, drawn)
+    found += rows_of("products", "score", {each: [9.0] for each in ALL}, dict.fromkeys(ALL, STAR))
+    assert set(ALL) <= set(promoted(found, 1))
+
+
+def test_differences_are_those_of_pairs_alike_but_for_the_change() -> None:
+    found = scored(
+        {("scale", "ue5m3"): -3.0, ("rule", "nearest"): -1.0, ("outer_scale", "tensor"): 0.25}
+        | {("block", "16"): -0.5, ("hadamard", "backward"): 2.0, ("estimator", "dge"): 4.0}
+    )
+    for finding, expected in (
+        (Finding("", UE5M3, E8M0), [-4.0] * 8),
+        (Finding("", UE5M3 | TENSOR, E8M0), [-3.75] * 8),
+        (Finding("", UE5M3, E4M3, TENSOR), [-3.0] * 8),
+        (Finding("", HADAMARD), [2.0] * 20),
+        (Finding("", HADAMARD, among=E8M0), [2.0] * 4),
+        (Finding("", {"estimator": "dge"}), [4.0] * 4),
+        (Finding("", TENSOR | STOCHASTIC | HADAMARD), [2.25] * 4),
+        (Finding("", {"block": "16"}, among=E4M3 | TENSOR), [-0.5] * 4),
+    ):
+        assert finding.differences(found) == pytest.approx(expected)
+
+
+def test_every_claim_has_pairs() -> None:
+    for finding in FINDINGS:
+        assert len(finding.differences(scored({}))) >= 4, finding.claim
+
+
+def test_verdicts() -> None:
+    helps, does_not = Finding("", HADAMARD), Finding("", HADAMARD, helps=False)
+    for differences, verdicts in (
+        ([-2.0, -1.0, -1.5], ("held", "not held")),
+        ([2.0, 1.0, 1.5], ("not held", "held")),
+        ([-1.0, 1.0, 0.1, -0.1], ("not decided", "held")),
+        ([-2.0, -1.0], ("not decided", "not decided")),
+        ([], ("not decided", "not decided")),
+    ):
+        assert (helps.verdict(differences), does_not.verdict(differences)) == verdicts
+
+
+def test_intervals_cover_the_mean() -> None:
+    """Of 20 pairs the bootstrap's interval of 95% covers the true mean in some 93% of samples."""
+    source, covered = random.Random(5), 0
+    for _ in range(300):
+        low, high = interval([source.gauss(0.3, 1) for _ in range(20)])
+        covered += low < 0.3 < high
+    assert covered / 300 == pytest.approx(0.93, abs=0.05)
+    assert summary([1.0, 1.0, 1.0]) == "+1.0000 (+1.0000 to +1.0000; 3)"
+    assert summary([0.5]) == "+0.5000 (1)" and not summary([])
+
+
+def test_the_table_says_what_the_last_stage_says() -> None:
+    helps = scored({("hadamard", "backward"): -1.0})
+    stars = dict.fromkeys(ALL, STAR)
+    rows = rows_of("regression", "loss", {each: [0.0] for each in ALL}, stars)
+    rows += rows_of("digits", "loss", {each: [score] for each, score in helps.items()}, stars)
+    lines = page.findings_table(rows)
+    assert lines[0] == "| claim | `regression` | `digits` | verdict |"
+    (line,) = (each for each in lines if each.startswith("| A Hadamard"))
+    zeros, ones = "+0.0000 (+0.0000 to +0.0000; 20)", "-1.0000 (-1.0000 to -1.0000; 20)"
+    assert line.endswith(f"| {zeros} | {ones} | held |")

@@ -1,0 +1,43 @@
+"""Combinations that are compared on purpose, beside those that are drawn: a full factorial of what
+"Elucidating the Design Space of FP4 training" (arXiv 2509.17791) says most of, and one of
+estimators. They go through all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from tools.sweep.axes import AXES, Combination
+
+STAR = "factorial"  # in place of a star's key, in results
+
+# Rules of which stochastic rounding is unbiased: no value is clipped.
+E8M0 = {"scale": "e8m0", "rule": "ceil", "backward_rule": "ceil"}
+E4M3 = {"scale": "e4m3", "rule": "nearest", "backward_rule": "inflated"}
+UE5M3 = E4M3 | {"scale": "ue5m3"}
+TENSOR = {"outer_scale": "tensor"}
+HADAMARD = {"hadamard": "backward", "group": "32"}
+STOCHASTIC = {"rounding": "gradients"}
+
+
+def combinations() -> list[Combination]:
+    """Formats of scales in both blocks, with and without a tensor scale, stochastic rounding of dY
+    and a Hadamard transform of the backward pass; and all estimators with all gradients through the
+    maximum."""
+    return list(dict.fromkeys([*_formats(), *_estimators()]))
+
+
+def _formats() -> Iterator[Combination]:
+    switches = product((E8M0, E4M3, UE5M3), ("32", "16"), (TENSOR, {}), (STOCHASTIC, {}))
+    for scale, block, outer, rounding in switches:
+        if outer and scale is E8M0:  # which takes no scale of the tensor
+            continue
+        for hadamard in (HADAMARD, {}):
+            yield Combination(block=block, **scale, **outer, **rounding, **hadamard)
+
+
+def _estimators() -> Iterator[Combination]:
+    plain = Combination(block="16", **UE5M3, **TENSOR, **STOCHASTIC)
+    for estimator, maximum in product(AXES["estimator"], AXES["maximum"]):
+        yield replace(plain, estimator=estimator, maximum=maximum)

@@ -1,0 +1,102 @@
+"""What a paper found, as comparisons of combinations of the factorials, and what they say here."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from tools.sweep.agreement import DRAWS, FIRST, LEVEL
+from tools.sweep.axes import AXES, Combination, first
+from tools.sweep.factorial import E4M3, E8M0, HADAMARD, STOCHASTIC, TENSOR, UE5M3
+
+Values = Mapping[str, str]
+FEWEST = 3  # pairs from which something is concluded
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim, as pairs of combinations that are alike but for some axes.
+
+    claim: in words. change: the values of the one of a pair. against: those of the other; axes that
+    it does not name are at their first value. among: values that both have. helps: whether the
+    claim is that the change lowers the loss; else that it does not.
+    """
+
+    claim: str
+    change: Values
+    against: Values = field(default_factory=dict)
+    among: Values = field(default_factory=dict)
+    helps: bool = True
+
+    def differences(self, scores: Mapping[Combination, float]) -> list[float]:
+        """The score of each combination with the change less that of its partner; below 0 the
+        change helps."""
+        plain = {axis: first(axis) for axis in self.change} | dict(self.against)
+        found = []
+        for each, score in scores.items():
+            if not _has(each, dict(self.among) | plain):
+                continue
+            changed = replace(each, **self.change)
+            if changed in scores:
+                found.append(scores[changed] - score)
+        return found
+
+    def verdict(self, differences: list[float]) -> str:
+        """ "held", "not held" or "not decided", by the interval of the mean."""
+        if len(differences) < FEWEST:
+            return "not decided"
+        low, high = interval(differences)
+        if not self.helps:
+            return "held" if high >= 0 else "not held"
+        return "held" if high < 0 else "not held" if low > 0 else "not decided"
+
+
+def _has(combination: Combination, values: Values) -> bool:
+    return all(getattr(combination, axis) == value for axis, value in values.items())
+
+
+def interval(differences: list[float]) -> tuple[float, float]:
+    """The bootstrap's interval of the mean, over pairs."""
+    values, source = np.array(differences), np.random.default_rng(FIRST)
+    means = source.choice(values, (DRAWS, len(values))).mean(1)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def summary(differences: list[float]) -> str:
+    """The mean, its interval if there are pairs enough, and the number of pairs."""
+    if not differences:
+        return ""
+    mean, number = statistics.mean(differences), len(differences)
+    if number < FEWEST:
+        return f"{mean:+.4f} ({number})"
+    low, high = interval(differences)
+    return f"{mean:+.4f} ({low:+.4f} to {high:+.4f}; {number})"
+
+
+_SUFFICES = "A straight-through estimator suffices"
+FINDINGS = (
+    *(
+        Finding(f"{_SUFFICES}: {form} does not help", {"estimator": form}, helps=False)
+        for form in AXES["estimator"][1:]
+    ),
+    *(
+        Finding(
+            f"{_SUFFICES} for the maximum: {form} does not help", {"maximum": form}, helps=False
+        )
+        for form in AXES["maximum"][1:]
+    ),
+    Finding("Scales limit: blocks of 16 help E8M0", {"block": "16"}, among=E8M0),
+    Finding("Scales limit: E4M3 helps, without a tensor scale", E4M3, E8M0),
+    Finding("Scales limit: UE5M3 helps, without a tensor scale", UE5M3, E8M0),
+    Finding("Scales limit: UE5M3 with a tensor scale helps", UE5M3 | TENSOR, E8M0),
+    Finding("UE5M3 is better than E4M3 under a tensor scale", UE5M3, E4M3, TENSOR),
+    Finding("UE5M3 needs a tensor scale", TENSOR, among=UE5M3),
+    Finding("UE5M3 needs stochastic rounding of dY", STOCHASTIC, among=UE5M3),
+    Finding("Stochastic rounding of dY helps E8M0", STOCHASTIC, among=E8M0),
+    Finding("A Hadamard transform of the backward pass helps", HADAMARD),
+    Finding("All three help together", TENSOR | STOCHASTIC | HADAMARD),
+)
