@@ -103,8 +103,10 @@ def findings_table(rows: list[Row]) -> list[str]:
         found = {each: score for each, score in every.items() if stars[each] == factorial.STAR}
         if found:
             columns[stage] = found
+    if not columns:
+        return []
     lines = []
-    for finding in FINDINGS if columns else ():
+    for finding in FINDINGS:
         differences = [finding.differences(found) for found in columns.values()]
         lines.append([finding.claim, *map(summary, differences), finding.verdict(differences[-1])])
     return table(["claim", *(f"`{stage}`" for stage in columns), "verdict"], lines)

@@ -101,3 +101,5 @@ def test_the_table_says_what_the_last_stage_says() -> None:
     (line,) = (each for each in lines if each.startswith("| A Hadamard"))
     zeros, ones = "+0.0000 (+0.0000 to +0.0000; 20)", "-1.0000 (-1.0000 to -1.0000; 20)"
     assert line.endswith(f"| {zeros} | {ones} | held |")
+    drawn = rows_of("digits", "loss", {each: [0.0] for each in ALL[:2]}, dict.fromkeys(ALL, "0"))
+    assert not page.findings_table(drawn)  # none of the factorials
