@@ -1,6 +1,6 @@
 """Combinations that are compared on purpose, beside those that are drawn: a full factorial of what
-"Elucidating the Design Space of FP4 training" (arXiv 2509.17791) says most of, and one of
-estimators. They go through all stages."""
+"Elucidating the Design Space of FP4 training" (arXiv 2509.17791) says most of, and each estimator
+in some of it. They go through all stages."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ STOCHASTIC = {"rounding": "gradients"}
 
 def combinations() -> list[Combination]:
     """Formats of scales in both blocks, with and without a tensor scale, stochastic rounding of dY
-    and a Hadamard transform of the backward pass; and all estimators with all gradients through the
-    maximum."""
+    and a Hadamard transform of the backward pass. In four of these each estimator, and each
+    gradient through the maximum."""
     return list(dict.fromkeys([*_formats(), *_estimators()]))
 
 
@@ -38,6 +38,8 @@ def _formats() -> Iterator[Combination]:
 
 
 def _estimators() -> Iterator[Combination]:
-    plain = Combination(block="16", **UE5M3, **TENSOR, **STOCHASTIC)
-    for estimator, maximum in product(AXES["estimator"], AXES["maximum"]):
-        yield replace(plain, estimator=estimator, maximum=maximum)
+    scaled = ({**scale, **TENSOR, **STOCHASTIC} for scale in (E4M3, UE5M3))
+    for formats in (E8M0, E8M0 | STOCHASTIC, *scaled):
+        for axis in ("estimator", "maximum"):
+            for form in AXES[axis][1:]:
+                yield replace(Combination(block="16", **formats), **{axis: form})

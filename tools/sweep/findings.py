@@ -1,4 +1,4 @@
-"""What a paper found, as comparisons of combinations of the factorials, and what they say here."""
+"""What a paper found, as comparisons of combinations of factorial.py, and what they say here."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class Finding:
     """A claim, as pairs of combinations that are alike but for some axes.
 
     claim: in words. change: the values of the one of a pair. against: those of the other; axes that
-    it does not name are at their first value. among: values that both have. helps: whether the
-    claim is that the change lowers the loss; else that it does not.
+    it does not name are at their first value, as are estimators that neither names. among: values
+    that both have. helps: whether the claim is that the change lowers the loss; else that it does
+    not.
     """
 
     claim: str
@@ -34,10 +35,10 @@ class Finding:
     def differences(self, scores: Mapping[Combination, float]) -> list[float]:
         """The score of each combination with the change less that of its partner; below 0 the
         change helps."""
-        plain = {axis: first(axis) for axis in self.change} | dict(self.against)
-        found = []
+        plain = {axis: first(axis) for axis in ("estimator", "maximum", *self.change)}
+        values, found = {**plain, **self.among, **self.against}, []
         for each, score in scores.items():
-            if not _has(each, dict(self.among) | plain):
+            if not _has(each, values):
                 continue
             changed = replace(each, **self.change)
             if changed in scores:
@@ -78,25 +79,25 @@ def summary(differences: list[float]) -> str:
 
 
 _SUFFICES = "A straight-through estimator suffices"
+_LIMITS = "The scale's format is the bottleneck"
 FINDINGS = (
     *(
         Finding(f"{_SUFFICES}: {form} does not help", {"estimator": form}, helps=False)
         for form in AXES["estimator"][1:]
     ),
     *(
-        Finding(
-            f"{_SUFFICES} for the maximum: {form} does not help", {"maximum": form}, helps=False
-        )
+        Finding(f"{_SUFFICES}: {form} of the maximum does not help", {"maximum": form}, helps=False)
         for form in AXES["maximum"][1:]
     ),
-    Finding("Scales limit: blocks of 16 help E8M0", {"block": "16"}, among=E8M0),
-    Finding("Scales limit: E4M3 helps, without a tensor scale", E4M3, E8M0),
-    Finding("Scales limit: UE5M3 helps, without a tensor scale", UE5M3, E8M0),
-    Finding("Scales limit: UE5M3 with a tensor scale helps", UE5M3 | TENSOR, E8M0),
-    Finding("UE5M3 is better than E4M3 under a tensor scale", UE5M3, E4M3, TENSOR),
+    Finding(f"{_LIMITS}: blocks of 16 help E8M0", {"block": "16"}, among=E8M0),
+    Finding(f"{_LIMITS}: E4M3 under a tensor scale helps", E4M3 | TENSOR, E8M0),
+    Finding(f"{_LIMITS}: UE5M3 under a tensor scale helps", UE5M3 | TENSOR, E8M0),
+    Finding(f"{_LIMITS}: UE5M3 is better than E4M3", UE5M3, E4M3, TENSOR),
     Finding("UE5M3 needs a tensor scale", TENSOR, among=UE5M3),
     Finding("UE5M3 needs stochastic rounding of dY", STOCHASTIC, among=UE5M3),
-    Finding("Stochastic rounding of dY helps E8M0", STOCHASTIC, among=E8M0),
-    Finding("A Hadamard transform of the backward pass helps", HADAMARD),
-    Finding("All three help together", TENSOR | STOCHASTIC | HADAMARD),
+    Finding("E8M0 needs stochastic rounding of dY", STOCHASTIC, among=E8M0),
+    Finding("Under a tensor scale stochastic rounding helps", STOCHASTIC, among=TENSOR),
+    Finding("Under a tensor scale a Hadamard transform helps", HADAMARD, among=TENSOR),
+    Finding("Under a tensor scale both together help", STOCHASTIC | HADAMARD, among=TENSOR),
+    Finding("All three together help", TENSOR | STOCHASTIC | HADAMARD),
 )

@@ -45,7 +45,7 @@ def promoted(rows: list[Row], level: int) -> dict[Combination, str]:
 
     rows: finished and failed rows of all stages. Of the combinations that quantize the same GEMMs,
     and so cost about the same, one in `best` is promoted, by the mean of its ranks in the stages of
-    the level before. Beside them go those of `random_lines` and the factorials. A combination whose
+    the level before. Beside them go those of `random_lines` and the factorial. A combination whose
     training failed has no rank and is not promoted.
     """
     ranks = ranked(rows, LEVELS[level - 1].stages)

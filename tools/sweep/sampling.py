@@ -1,7 +1,7 @@
 """Draws combinations, in stars: one at random, and all that differ from it on one axis.
 
-Pairs of a star show what one axis does beside the same values of all others. The factorials of
-factorial.py come first.
+Pairs of a star show what one axis does beside the same values of all others. The factorial of
+factorial.py comes first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sample:
 
 
 def sample(number: int, seed: int) -> Sample:
-    """At least `number` combinations in whole stars, and the factorials; the same for the same
+    """At least `number` combinations in whole stars, and the factorial; the same for the same
     seed."""
     source, found = random.Random(seed), Sample()
     for each in factorial.combinations():
