@@ -36,14 +36,18 @@ SHAPES = ((8192, 8192), (8192, 14336))
 
 @dataclass(frozen=True)
 class Made:
-    """What a kernel makes.
+    """The work of one kernel of the benchmark: which operands it makes, and from what.
 
-    quantizer: the quantizer's name. axes: the contracted axis of each operand. group: of the
-    Hadamard transform. carrier: the FP8 dtype of carriers that are written too. packed: whether it
-    reads codes. block: the elements that share a scale. rule: of the scales, if not the
-    quantizer's. two_draws: whether each operand has random bits of its own; both of dY have the
-    same. computes: what is computed as the matrix is read. kept_y: the dtype of Y, of whose SwiGLU
-    it is the gradient.
+    quantizer: the quantizer's name.
+    axes: the contracted axis of each operand.
+    group: the size of the Hadamard transform; 0 for none.
+    carrier: the FP8 dtype of carriers, if they are written too.
+    packed: whether the kernel reads codes in place of BF16.
+    block: how many elements share a scale.
+    rule: the rule of the scales, if it is not the quantizer's.
+    two_draws: whether each operand has random bits of its own. Both operands of dY have the same.
+    computes: what the kernel computes of the matrix as it reads it.
+    kept_y: the dtype of the Y of which it computes the gradient of a SwiGLU.
     """
 
     quantizer: str
@@ -107,7 +111,7 @@ BOTH = 0.65
 
 
 def study(having: str) -> list[dict[str, Any]]:
-    """A row for each shape and kernel whose name has the word `having`."""
+    """Times each kernel whose name contains `having` on each shape; returns a row for each."""
     rows, chosen = [], {name: made for name, made in KERNELS.items() if having in name}
     for shape in SHAPES:
         x = torch.randn(*shape, device="cuda").bfloat16()

@@ -48,11 +48,14 @@ ONE_RANK = Ranks(lambda own: own, lambda own: own)
 
 @dataclass(frozen=True)
 class Estimator:
-    """The gradient through a quantizer of E2M1 elements.
+    """How backward models a quantizer of E2M1 elements, whose true derivative is almost always 0.
 
-    form: the model f of the step between two grid points lo and lo + d, of a magnitude x with
-        u = 2 (x - lo)/d - 1, which is 0 at the threshold of rounding. f is odd. The gradient of an
-        element is multiplied by f'(v), with v the element divided by its block scale.
+    A quantizer turns an element x of a block with the scale S into Q(v) S, with v = x / S and Q
+    the rounding to the grid of E2M1. Backward takes a smooth function f in place of Q.
+
+    form: the function f. It is odd, and is given for magnitudes between two neighbouring grid
+        points lo and lo + d by u = 2 (|v| - lo)/d - 1, which is -1 and 1 at these points and 0 at
+        the threshold of rounding. The gradient of an element is multiplied by f'(v).
         dge: f = lo + d/2 (1 + sign(u) |u|^(1/k)); f' is at most `clip`. The differentiable gradient
             estimator of "Optimizing LLM Training Using FP4 Quantization" (arXiv 2501.17116, section
             3.1).
@@ -150,13 +153,15 @@ class Estimator:
         block: tuple[int, int],
         ranks: Ranks = ONE_RANK,
     ) -> Tensor:
-        """The gradient of what was quantized, with the outer scale held fixed.
+        """The gradient with respect to a quantizer's input, from that of its decoded output. What
+        goes through the outer scale is not in it: see `with_outer_scale`.
 
-        given: the gradient of the decoded values, [rows, K] with the blocked axis last. scaled: the
-        scaled values v. rounded: the elements Q(v), or None where nothing goes through the maximum.
-        All in float32 or float64, of one shape. block: of the quantizer, see `Quantizer`. ranks:
-        where blocks are spread over ranks.
-        Returns a new tensor of that shape and dtype.
+        given: the gradient of the decoded output, [rows, K] with the blocked axis last.
+        scaled: the input divided by its block scales, v.
+        rounded: the elements Q(v), or None where nothing goes through the maximum.
+        block: the quantizer's; see `Quantizer`.
+        ranks: those over which blocks are spread.
+        The tensors are float32 or float64, of one shape. Returns a new one of that shape and dtype.
         """
         slope = self.factor(scaled)
         if self.maximum == "straight-through" or not given.numel():
@@ -212,17 +217,21 @@ def with_outer_scale(
     of_rows: bool,
     ranks: Ranks = ONE_RANK,
 ) -> Tensor:
-    """The gradient of x with what goes through its outer scale t (`Estimator.outer_scale`).
+    """Adds what goes through the outer scale to a gradient in which that scale is held fixed, for
+    `outer_scale: vjp` of `Estimator`.
 
-    A quantizer is y = t F(x / t), with F that of the blocks, and dt/dM = t/M for the largest
-    magnitude M. If dx is the gradient of x where t is fixed, and g that of y, then g times the
-    derivative of y by M sums to (sum(g y) - sum(dx x)) / M. The elements of magnitude M share that,
-    times their signs.
+    gradient: dx, from `Estimator.gradient`.
+    given: g, the gradient of the decoded output.
+    x: the quantizer's input. decoded: y, its decoded output.
+    of_rows: whether each row has an outer scale; else the tensor has one.
+    ranks: those that share an outer scale.
+    The tensors are [rows, K], in float32 or float64. Returns one of that shape and dtype. Sums are
+    in float64. Blocks that decode to NaN have no part in the outer scale, and none in the sums.
 
-    gradient: dx, of `Estimator.gradient`. given: g. x: what was quantized. decoded: y. All
-    [rows, K] in float32 or float64. of_rows: whether each row has an outer scale, which is that of
-    the tensor otherwise. ranks: where that scale spans several ranks.
-    Sums are in float64. Blocks that decode to NaN have no part in the scale, and none in the sums.
+    The quantizer is y = t F(x / t), with the outer scale t and the quantizer F of blocks. The model
+    takes t to be proportional to the largest magnitude M of the tensor or row: dt/dM = t/M. By the
+    chain rule the gradient with respect to M, through t, is (sum(g y) - sum(dx x)) / M. The
+    elements of magnitude M share it equally, times their signs.
     """
     if not given.numel():
         return gradient

@@ -44,11 +44,13 @@ def powers(exponents, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _finer(v):
-    """How much smaller the squared error is on the grid of E2M1 than on twice that grid, below 7.
+    """The part of `more_errors` that comes from magnitudes below 2, where the scale itself errs
+    less.
 
-    v: magnitudes, float32. Above 2 both grids round to the same number. Below 2 the steps are 1/2
-    and 1: beside 1/2 and 3/2, at a distance d of at most 1/4, errors are d and 1/2 - d. The
-    difference of their squares is 1/4 - d, a multiple of 2^-9 for BF16 values.
+    v: magnitudes divided by the scale, float32. From 2 to 7 both scales round v to the same number.
+    Below 2 one rounds v to steps of 1/2, and twice the scale to steps of 1. These differ where v is
+    nearest to 1/2 or 3/2, at a distance d of at most 1/4: the errors are then d and 1/2 - d. Their
+    squares differ by 1/4 - d, a multiple of 2^-9 for BF16 values.
     """
     distance = tl.minimum(tl.abs(v - 0.5), tl.abs(v - 1.5))
     return tl.maximum(0.25 - distance, 0)
@@ -56,23 +58,26 @@ def _finer(v):
 
 @triton.jit
 def _wider(v):
-    """How much larger it is above 7, where one grid ends at 6, and twice the grid has 8.
+    """The part of `more_errors`, negated, that comes from magnitudes above 7, where twice the scale
+    errs less.
 
-    v: magnitudes below 8, float32. (v - 6)^2 - (8 - v)^2 = 4 v - 28.
+    v: magnitudes below 8 divided by the scale, float32. The scale itself rounds them to 6, twice
+    the scale to 8: (v - 6)^2 - (8 - v)^2 = 4 v - 28.
     """
     return tl.maximum(4 * v - 28, 0)
 
 
 @triton.jit
 def more_errors(pairs, whole):
-    """By how much more twice the scale errs than the scale itself, for each element: the difference
-    of the squared errors, in units of the squared scale.
+    """Compares two scales of a block, 2^s and 2^(s + 1): for each element the squared error of
+    rounding under the second one less that under the first one, divided by 2^(2 s).
 
-    pairs: words [..., n] of two BF16 values. whole: 2^-s in both halves, by rule floor, from
-        `powers`.
+    pairs: words [..., n], each with two BF16 elements.
+    whole: 2^-s in both halves of a word, for the s of rule floor, from `powers`.
 
-    Returns float32 [..., 2 n], whose sum over a block is below 0 if twice the scale errs less. All
-    are multiples of 2^-9 and at most 4, so that the sum is exact in any order.
+    Returns float32 [..., 2 n]. The second scale is the better one for a block if the sum over the
+    block is below 0. All numbers are multiples of 2^-9 and at most 4 in magnitude, so that the sum
+    is exact in any order.
     """
     v = tl.abs(unpacked(pairs)) * unpacked(whole)
     return _finer(v) - _wider(v)

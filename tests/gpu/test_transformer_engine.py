@@ -70,7 +70,6 @@ def test_its_fp8_learns(name: str) -> None:
 
 # --- its own linears ------------------------------------------------------------------------------
 
-CPU_WEIGHTS = ("--use-cpu-initialization",)
 UPSTREAM = ("--fp4-format", "e2m1", "--fp4-recipe", "custom", "--fp4-quantizer-factory")
 
 
@@ -97,8 +96,8 @@ def test_its_linears_learn_with_noise() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_its_linears_on_two_gpus() -> None:
-    """The same weights on one GPU, which Megatron draws on the CPU: its draws on GPUs differ with
-    the layout."""
-    layout, cpu = ("--tensor-model-parallel-size", "2", "--sequence-parallel"), CPU_WEIGHTS
-    losses = upstream(2, "mxfp4", *layout, *cpu).losses
-    assert losses == pytest.approx(upstream(1, "mxfp4", *cpu).losses, rel=2e-3)
+    """As one GPU from the same weights: Megatron's draws on GPUs differ with the layout."""
+    same = "--use-cpu-initialization"
+    layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    losses = upstream(2, "mxfp4", same, *layout).losses
+    assert losses == pytest.approx(upstream(1, "mxfp4", same).losses, rel=2e-3)

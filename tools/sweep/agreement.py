@@ -9,7 +9,7 @@ import numpy as np
 
 from tools.rows import Row
 from tools.sweep.axes import Combination
-from tools.sweep.promotion import LEVELS, level_of, random_lines, stars_of
+from tools.sweep.promotion import lines_of, stars_of
 from tools.sweep.results import scores
 
 DRAWS, LEVEL, FIRST = 2000, 0.95, 20_250_917  # of the bootstrap, its interval, its seed
@@ -39,7 +39,7 @@ def agreement(rows: list[Row], first: str, second: str) -> Agreement | None:
     """How the scores of two stages agree, over the combinations of the lines that were promoted to
     the second at random; None if there are fewer than three stars."""
     stars = stars_of(rows)
-    lines = random_lines(stars, LEVELS[level_of(second)].random)
+    lines = lines_of(stars, second)
     one, two = scores(rows, first), scores(rows, second)
     common = [each for each in one if each in two and each in lines]
     groups: dict[str, list[int]] = {}
@@ -54,8 +54,14 @@ def agreement(rows: list[Row], first: str, second: str) -> Agreement | None:
     for _ in range(DRAWS):  # whole stars: their combinations are alike
         chosen = np.concatenate([places[i] for i in source.integers(len(places), size=len(places))])
         drawn.append(spearman(a[chosen], b[chosen]))
+    limits = interval(np.array(drawn))
+    return Agreement(spearman(a, b), limits, ceiling(rows, second, common), len(common))
+
+
+def interval(drawn: np.ndarray) -> tuple[float, float]:
+    """The limits between which the middle LEVEL of a bootstrap's draws lies; NaN is left out."""
     low, high = np.nanquantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Agreement(spearman(a, b), (low, high), ceiling(rows, second, common), len(common))
+    return float(low), float(high)
 
 
 def ceiling(rows: list[Row], stage: str, among: Sequence[Combination]) -> float | None:

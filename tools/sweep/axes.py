@@ -171,7 +171,8 @@ def values(combination: Combination, axis: str) -> tuple[str, ...]:
 
 
 def estimates(c: Combination) -> bool:
-    """Whether a gradient of the combination is not that of the straight-through estimator."""
+    """Whether the combination has an estimator: whether any of its gradients through a quantizer
+    differs from the straight-through one."""
     axes = ("estimator", "maximum", "outer_gradient")
     return any(getattr(c, axis) != first(axis) for axis in axes)
 

@@ -1,6 +1,8 @@
-"""Combinations that are compared on purpose, beside those that are drawn: a full factorial of what
-"Elucidating the Design Space of FP4 training" (arXiv 2509.17791) says most of, and each estimator
-in some of it. They go through all stages."""
+"""Combinations that go through all stages of every sweep, beside those that are drawn at random.
+
+They test what "Elucidating the Design Space of FP4 training" (arXiv 2509.17791) found: findings.py
+compares pairs of them.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,13 @@ STOCHASTIC = {"rounding": "gradients"}
 
 
 def combinations() -> list[Combination]:
-    """Formats of scales in both blocks, with and without a tensor scale, stochastic rounding of dY
-    and a Hadamard transform of the backward pass. In four of these each estimator, and each
-    gradient through the maximum."""
-    return list(dict.fromkeys([*_formats(), *_estimators()]))
+    """The combinations that every sweep has.
+
+    They are all formats of block scales in blocks of 32 and 16, each with and without a tensor
+    scale, stochastic rounding of dY, and a Hadamard transform of the backward pass; and four of
+    these with each estimator, and with each gradient through the maximum.
+    """
+    return [*_formats(), *_estimators()]
 
 
 def _formats() -> Iterator[Combination]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tools.sweep.agreement import DRAWS, FIRST, LEVEL
+from tools.sweep.agreement import DRAWS, FIRST, interval
 from tools.sweep.axes import AXES, Combination, first
 from tools.sweep.factorial import E4M3, E8M0, HADAMARD, STOCHASTIC, TENSOR, UE5M3
 
@@ -18,12 +18,14 @@ FEWEST = 3  # pairs from which something is concluded
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim, as pairs of combinations that are alike but for some axes.
+    """A claim about one change, which is tested on pairs of combinations: with and without it.
 
-    claim: in words. change: the values of the one of a pair. against: those of the other; axes that
-    it does not name are at their first value, as are estimators that neither names. among: values
-    that both have. helps: whether the claim is that the change lowers the loss; else that it does
-    not.
+    claim: the claim in words.
+    change: axes with the values that they have with the change.
+    against: the values of these axes without the change; the first value where none is given.
+    among: values of other axes, to which the comparison is limited. Estimators are straight-through
+        unless they are named here or in `change`.
+    helps: True if the claim is that the change lowers the loss, False if it is that it does not.
     """
 
     claim: str
@@ -33,8 +35,8 @@ class Finding:
     helps: bool = True
 
     def differences(self, scores: Mapping[Combination, float]) -> list[float]:
-        """The score of each combination with the change less that of its partner; below 0 the
-        change helps."""
+        """For each pair the score with the change less that without it. Scores are losses, so that
+        the change helps where the difference is below 0."""
         plain = {axis: first(axis) for axis in ("estimator", "maximum", *self.change)}
         values, found = {**plain, **self.among, **self.against}, []
         for each, score in scores.items():
@@ -46,10 +48,15 @@ class Finding:
         return found
 
     def verdict(self, differences: list[float]) -> str:
-        """ "held", "not held" or "not decided", by the interval of the mean."""
+        """Whether the differences support the claim, by the interval of their mean.
+
+        A claim that the change helps is "held" if the whole interval is below 0, "not held" if it
+        is above 0, and else "not decided". A claim that it does not help is "not held" if the
+        interval is below 0, and else "held". With fewer than FEWEST pairs nothing is decided.
+        """
         if len(differences) < FEWEST:
             return "not decided"
-        low, high = interval(differences)
+        low, high = interval_of_mean(differences)
         if not self.helps:
             return "held" if high >= 0 else "not held"
         return "held" if high < 0 else "not held" if low > 0 else "not decided"
@@ -59,12 +66,10 @@ def _has(combination: Combination, values: Values) -> bool:
     return all(getattr(combination, axis) == value for axis, value in values.items())
 
 
-def interval(differences: list[float]) -> tuple[float, float]:
+def interval_of_mean(differences: list[float]) -> tuple[float, float]:
     """The bootstrap's interval of the mean, over pairs."""
     values, source = np.array(differences), np.random.default_rng(FIRST)
-    means = source.choice(values, (DRAWS, len(values))).mean(1)
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+    return interval(source.choice(values, (DRAWS, len(values))).mean(1))
 
 
 def summary(differences: list[float]) -> str:
@@ -74,7 +79,7 @@ def summary(differences: list[float]) -> str:
     mean, number = statistics.mean(differences), len(differences)
     if number < FEWEST:
         return f"{mean:+.4f} ({number})"
-    low, high = interval(differences)
+    low, high = interval_of_mean(differences)
     return f"{mean:+.4f} ({low:+.4f} to {high:+.4f}; {number})"
 
 

@@ -14,7 +14,7 @@ from tools.sweep.axes import AXES, WHAT
 from tools.sweep.effects import Effect, effects
 from tools.sweep.findings import FINDINGS, summary
 from tools.sweep.pareto import Point, frontier, points
-from tools.sweep.promotion import LEVELS, level_of, random_lines, stars_of
+from tools.sweep.promotion import LEVELS, lines_of, stars_of
 from tools.sweep.results import SCORES, scores
 from tools.sweep.running import FAILED
 from tools.sweep.stages import STAGES
@@ -96,7 +96,8 @@ def _cells(found: Agreement) -> list[str]:
 
 
 def findings_table(rows: list[Row]) -> list[str]:
-    """The claims of findings.py in each stage that trains, and in the last of these the verdict."""
+    """A line for each claim of findings.py: its differences in each stage that trains a model, and
+    the verdict of the last of these stages. No lines without results of the factorial."""
     stars, columns = stars_of(rows), {}
     for stage in TRAINED:
         every = scores(rows, stage)
@@ -121,7 +122,7 @@ def effects_table(rows: list[Row]) -> list[str]:
     stars = stars_of(rows)
     for stage, figure, name in FIGURES:
         every = scores(rows, stage, figure=figure)
-        chosen = random_lines(stars, LEVELS[level_of(stage)].random)
+        chosen = lines_of(stars, stage)
         found = {each: score for each, score in every.items() if each in chosen}
         if found:
             columns[name] = {(e.axis, e.value, e.against): e for e in effects(found)}

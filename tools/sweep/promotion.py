@@ -17,8 +17,8 @@ from tools.sweep.results import ranked
 class Level:
     """Stages that the same combinations run.
 
-    best: of the combinations of the level before, one of so many, the best ones, is promoted to
-    this level. random: of all lines of the sample, one of so many is, however good it is.
+    best: one of so many combinations of the level before is promoted to this level: the best ones.
+    random: one of so many lines of the sample is promoted too, however good it is.
     """
 
     stages: tuple[str, ...]
@@ -65,12 +65,19 @@ def stars_of(rows: Iterable[Row]) -> dict[Combination, str]:
     return {Combination(**row["combination"]): row["star"] for row in rows}
 
 
-def random_lines(stars: Mapping[Combination, str], count: int) -> set[Combination]:
-    """The combinations of one line of `count`, which the line's hash chooses.
+def lines_of(stars: Mapping[Combination, str], stage: str) -> set[Combination]:
+    """The combinations that were promoted to a stage at random: see `random_lines`."""
+    return random_lines(stars, LEVELS[level_of(stage)].random)
 
-    A line is the center of a star, and those that differ from it on one axis: what they say of a
-    stage does not depend on how good they were in the stage before. The lines of a multiple of
-    `count` are among those of `count`.
+
+def random_lines(stars: Mapping[Combination, str], count: int) -> set[Combination]:
+    """The combinations of a random share of all lines: one line of `count`.
+
+    A line is the center of a star, with the combinations of the star that differ from it on one
+    axis. The hash of star and axis decides, and not how good the combinations are. A combination
+    that is chosen for a multiple of `count` is chosen for `count` too.
+
+    stars: the star of each combination; those of factorial.py are in no line.
     """
     centers = {each.key: each for each in stars}
     found: set[Combination] = set()

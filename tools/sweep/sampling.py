@@ -1,7 +1,8 @@
-"""Draws combinations, in stars: one at random, and all that differ from it on one axis.
+"""Draws the combinations of a sweep.
 
-Pairs of a star show what one axis does beside the same values of all others. The factorial of
-factorial.py comes first.
+Combinations are drawn in stars. A star is a combination that is drawn at random, its center, with
+all combinations that differ from the center on one axis: their scores show what that axis does
+while all other axes stay the same. A sample also has the combinations of factorial.py.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Sample:
 
 
 def sample(number: int, seed: int) -> Sample:
-    """At least `number` combinations in whole stars, and the factorial; the same for the same
-    seed."""
+    """Takes all combinations of factorial.py, then draws stars until these have at least `number`
+    combinations. The last star is whole too. The same seed gives the same sample."""
     source, found = random.Random(seed), Sample()
     for each in factorial.combinations():
         found.add(each, factorial.STAR)

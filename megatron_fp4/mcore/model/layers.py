@@ -107,7 +107,7 @@ class Fp4State:
         if not self.is_expert:
             return self._product(x, weight, bias, recipe, moment, repeat, training)
         assert isinstance(x, Tensor)
-        # Rows of zeros fill the last block. They do not change any product, but a mean of X.
+        # Rows of zeros fill the last block. They change no product; a mean of X counts them.
         missing = -len(x) % token_multiple(recipe)
         padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
         return self._product(padded, weight, bias, recipe, moment, repeat, training)[: len(x)]

@@ -12,7 +12,7 @@ from tools.sweep import factorial, page
 from tools.sweep.axes import AXES, Combination, settled
 from tools.sweep.building import recipe_of
 from tools.sweep.factorial import E4M3, E8M0, HADAMARD, STAR, STOCHASTIC, TENSOR, UE5M3
-from tools.sweep.findings import FINDINGS, Finding, interval, summary
+from tools.sweep.findings import FINDINGS, Finding, interval_of_mean, summary
 from tools.sweep.promotion import promoted, random_lines
 from tools.sweep.sampling import sample
 
@@ -84,7 +84,7 @@ def test_intervals_cover_the_mean() -> None:
     """Of 20 pairs the bootstrap's interval of 95% covers the true mean in some 93% of samples."""
     source, covered = random.Random(5), 0
     for _ in range(300):
-        low, high = interval([source.gauss(0.3, 1) for _ in range(20)])
+        low, high = interval_of_mean([source.gauss(0.3, 1) for _ in range(20)])
         covered += low < 0.3 < high
     assert covered / 300 == pytest.approx(0.93, abs=0.05)
     assert summary([1.0, 1.0, 1.0]) == "+1.0000 (+1.0000 to +1.0000; 3)"

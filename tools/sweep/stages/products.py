@@ -24,8 +24,8 @@ def evaluate(combination: Combination, recorded: list[Recorded], seed: int) -> F
     The reference is the product of the BF16 tensors in float64. The gain is ⟨found, reference⟩ /
     ⟨reference, reference⟩: a gradient whose gain is 1 has the right length in its own direction.
 
-    The score is the error of Y, which every step repeats, plus GRADIENTS times the errors of dX and
-    dW, of which the random part averages out over steps.
+    The score is the error of Y plus GRADIENTS times the errors of dX and dW. These count less
+    because their random part averages out over steps; every step repeats the error of Y.
     """
     recipe = recipe_of(combination)
     figures: dict[str, list[float]] = {}
