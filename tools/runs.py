@@ -22,6 +22,7 @@ _ITERATION = re.compile(
 _GRAD_NORM = re.compile(r"\| grad norm: (\S+) \|")
 _HELD_OUT = re.compile(r"validation loss at iteration (\d+).* \| lm loss value: (\S+) \|")
 _RANK = re.compile(r"\[rank\d+\]:")
+_WARNING = re.compile(r"\[rank\d+\]:\[W\d{4} ")  # of torch's C++ code
 _LAUNCHER = re.compile(r"^[EW]\d{4} .* torch/distributed/")
 
 
@@ -229,12 +230,13 @@ def run(
 def _tail(path: Path, lines: int = 15) -> str:
     """The last lines of a log that explain a failure.
 
-    torchrun's own report, which does not name the cause, is cut off. If ranks raised, only lines of
-    the first rank that raised are returned: the errors of the others mostly follow from it.
+    torchrun's own report, which does not name the cause, and warnings are cut off. If ranks raised,
+    only lines of the first rank that raised are returned: the errors of the others mostly follow
+    from it.
     """
     text = path.read_text().splitlines()
     end = next((i for i, line in enumerate(text) if i and _LAUNCHER.match(line)), len(text))
-    text = text[:end]
+    text = [line for line in text[:end] if not _WARNING.match(line)]
     if raised := next(filter(None, map(_RANK.match, text)), None):
         text = [line for line in text if line.startswith(raised[0])]
     return "\n".join(text[-lines:])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.study import matrix
+from benchmarks.study.sizes import SIZES
 from megatron_fp4 import ConfigError, get_recipe
 from tests.tools.sweep.test_axes import RHT, TETRAJET, unnamed
 from tools.sweep import llama
@@ -24,6 +26,14 @@ def test_combinations_are_recipes_of_a_matrix(tmp_path: Path) -> None:
     words = flags[3::2]
     options = dict(word.split("=") for word in words if "=" in word)
     assert unnamed(get_recipe(flags[1], **options)) == unnamed(get_recipe("tetrajet"))
+
+
+def test_what_does_not_fit_the_model_is_left_out() -> None:
+    model = SIZES[llama.BLOCK["sizes"][0]].model
+    for group in ("64", "128"):
+        each = replace(RHT, group=group)
+        fits = model.hidden % int(group) == 0 and model.ffn % int(group) == 0
+        assert (llama.recipe(each) in llama.matrix([each])) == fits
 
 
 def test_a_contradiction_is_refused_as_a_recipe_too() -> None:
