@@ -15,7 +15,7 @@ from megatron_fp4.arithmetic.quantizer import (
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.linear import linear
 from megatron_fp4.module import Linear, name_layers, update_averages
-from megatron_fp4.recipe import GemmRecipe, Recipe
+from megatron_fp4.recipe import GemmRecipe, Phase, Recipe
 from megatron_fp4.recipes import get_recipe, list_recipes, recipe_options
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ __all__ = [
     "ConfigError",
     "GemmRecipe",
     "Linear",
+    "Phase",
     "QuantizedTensor",
     "Quantizer",
     "Recipe",

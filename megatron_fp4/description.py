@@ -22,7 +22,7 @@ def describe(recipe: Recipe) -> list[str]:
     The first line has the recipe's name, and its paper as `paper_of` returns it. Indented lines
     follow: one for each GEMM, with the formats, scales and rounding of its operands, and one each
     for outliers, mean of X, estimators, weight average, updates of W and bias gradient where the
-    recipe has them.
+    recipe has them. Then the lines of each phase's recipe, indented further.
     """
     paper = paper_of(recipe)
     lines = [f"recipe {recipe.name}{f' ({paper})' if paper else ''}"]
@@ -44,6 +44,10 @@ def describe(recipe: Recipe) -> list[str]:
         lines.append(f"  updates of W: {recipe.ramping}")
     if recipe.bias_gradient == "quantized":
         lines.append("  gradient of the bias: the sum of dgrad's quantized dY")
+    for phase in recipe.phases:
+        first, *rest = describe(phase.recipe)
+        lines.append(f"  after {phase.after:.4g} of training: {first}")
+        lines += [f"  {line}" for line in rest]
     return lines
 
 

@@ -10,7 +10,8 @@ A recipe is data. A method that combines existing quantizers and options needs n
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -58,6 +59,18 @@ HIGH_PRECISION = GemmRecipe()
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A later part of training, in which another recipe holds.
+
+    after: the share of training, in [0, 1], after which it begins.
+    recipe: what holds from then on; it has no phases of its own.
+    """
+
+    after: float
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
 class Recipe:
     """An FP4 training method: a published one, or a user's own.
 
@@ -80,8 +93,7 @@ class Recipe:
         rounding ema; None keeps none.
     ramping: at which periods the optimizer updates elements of W that oscillate (Q-Ramping); None:
         all in each step.
-    bf16_after: the share of training, in [0, 1], after which the GEMMs in `bf16_gemms` return to
-        high precision; None: never.
+    phases: the recipes that take the place of this one in the course of training, in their order.
     Raises ConfigError for fields that contradict each other.
     """
 
@@ -98,8 +110,7 @@ class Recipe:
     bias_gradient: Literal["raw", "quantized"] = "raw"
     weight_average: WeightAverage | None = None
     ramping: Ramping | None = None
-    bf16_after: float | None = None
-    bf16_gemms: tuple[str, ...] = field(default=GEMMS)
+    phases: tuple[Phase, ...] = ()
 
     def __hash__(self) -> int:  # cheap, since every call of a linear hashes it to find its plan
         return self._hash
@@ -132,16 +143,7 @@ class Recipe:
                 "a quantized bias gradient needs a quantized dY in dgrad without Hadamard or "
                 "prescale; use bias_gradient: raw"
             )
-        share = self.bf16_after
-        if share is not None and not (isinstance(share, (int, float)) and 0.0 <= share <= 1.0):
-            raise ConfigError(f"bf16_after is a share of training in [0, 1], not {share!r}")
-        unknown = [g for g in self.bf16_gemms if g not in GEMMS]
-        if unknown:
-            raise ConfigError(f"no GEMM is called {unknown[0]!r}; known: {', '.join(GEMMS)}")
-        if not self.bf16_gemms or (share is None and self.bf16_gemms != GEMMS):
-            raise ConfigError(
-                "bf16_gemms names the GEMMs that bf16_after returns to BF16: give both"
-            )
+        self._check_phases()
 
     def _check_estimators(self) -> None:
         for letter, estimator in (("w", self.estimator), ("x", self.x_estimator)):
@@ -209,11 +211,31 @@ class Recipe:
             raise ConfigError(
                 f"ramping follows a W that fprop rounds to nearest, not {w.rounding}; leave one out"
             )
-        if self.bf16_after is not None and "fprop" in self.bf16_gemms:
-            raise ConfigError(
-                "ramping follows the codes of W, which fprop no longer has after bf16_after: leave "
-                "fprop out of bf16_gemms"
-            )
+
+    def _check_phases(self) -> None:
+        begun = -1.0
+        for phase in self.phases:
+            share, late = phase.after, phase.recipe
+            if not (isinstance(share, (int, float)) and 0.0 <= share <= 1.0):
+                raise ConfigError(
+                    f"a phase begins after a share of training in [0, 1], not {share!r}"
+                )
+            if share <= begun:
+                raise ConfigError(f"a phase after {share:g} does not begin after the one before it")
+            begun = share
+            if late.phases:
+                raise ConfigError(f"recipe {late.name} of a phase has phases of its own")
+            # Optimizers keep both from the first step on.
+            if late.weight_average not in (None, self.weight_average):
+                raise ConfigError(
+                    f"recipe {late.name} of a phase has a weight_average that is not kept from the "
+                    "start: give the first recipe the same, or none to this one"
+                )
+            if late.ramping != self.ramping:
+                raise ConfigError(
+                    f"recipe {late.name} of a phase has another ramping, which the optimizer does "
+                    "all the time: give every phase the same"
+                )
 
     @property
     def weight_states(self) -> dict[str, WeightState]:
@@ -262,40 +284,51 @@ class Recipe:
         operands = [operand for gemm in self._gemms.values() for operand in (gemm.a, gemm.b)]
         return [quantizer for quantizer in operands if quantizer is not None]
 
-    @property
-    def _rounds_to_average_late(self) -> bool:
-        """Whether a quantizer of W still rounds towards the average after `bf16_after`."""
-        kept = [self.gemm(gemm).b for gemm in ("fprop", "dgrad") if gemm not in self.bf16_gemms]
-        return any(quantizer is not None and quantizer.rounding == "ema" for quantizer in kept)
+    @cached_property
+    def in_turn(self) -> tuple[Recipe, ...]:
+        """The recipes that hold in the course of training: this one and those of its phases."""
+        return (self, *(phase.recipe for phase in self.phases))
 
     def at(self, progress: float) -> Recipe:
         """The recipe that holds at `progress`, the share of training that is done, in [0, 1]."""
-        if self.bf16_after is None or progress < self.bf16_after:
-            return self
-        return self._late
+        begun = [phase.recipe for phase in self.phases if progress >= phase.after]
+        return begun[-1] if begun else self
 
     @cached_property
     def in_evaluation(self) -> Recipe:
         """The recipe of forward passes that are not of training, in which X keeps its mean."""
         return self if self.x_mean == "kept" else replace(self, x_mean="kept")
 
-    @cached_property
-    def _late(self) -> Recipe:
-        gemms = dict.fromkeys(self.bf16_gemms, HIGH_PRECISION)
-        x, late_x = self.fprop.a, self.wgrad.b
-        quantizes_x = (x and "fprop" not in gemms) or (late_x and "wgrad" not in gemms)
+    def without(self, gemms: Collection[str]) -> Recipe:
+        """The recipe with these GEMMs in high precision, and no phases.
+
+        Estimators, outliers, mean and average go where nothing is left that they belong to. Raises
+        ConfigError for no GEMM, for an unknown one, and for fprop of a recipe with ramping.
+        """
+        if unknown := [gemm for gemm in gemms if gemm not in GEMMS]:
+            raise ConfigError(f"no GEMM is called {unknown[0]!r}; known: {', '.join(GEMMS)}")
+        if not gemms:
+            raise ConfigError(f"no GEMM is named: name some of {', '.join(GEMMS)}")
+        if self.ramping is not None and "fprop" in gemms:
+            raise ConfigError(
+                "ramping follows the codes of W, which fprop has no more in high precision: leave "
+                "fprop out"
+            )
+        kept = [gemm for gemm in GEMMS if gemm not in gemms]
+        has_fprop = "fprop" in kept
+        averages = any((w := self.gemm(g).b) and w.rounding == "ema" for g in kept if g != "wgrad")
+        quantizes_x = any(self.quantizer(g, "x") for g in kept if "x" in OPERANDS[g])
         return replace(
             self,
-            bf16_after=None,
-            bf16_gemms=GEMMS,
-            **gemms,  # type: ignore[arg-type]
-            # These fields need a quantizer, and are dropped with it.
-            estimator=None if "fprop" in self.bf16_gemms else self.estimator,
-            x_estimator=None if "fprop" in self.bf16_gemms else self.x_estimator,
-            outliers=None if "fprop" in self.bf16_gemms else self.outliers,
+            name=f"{self.name} with {', '.join(g for g in GEMMS if g in gemms)} in high precision",
+            phases=(),
+            **dict.fromkeys(gemms, HIGH_PRECISION),  # type: ignore[arg-type]
+            estimator=self.estimator if has_fprop else None,
+            x_estimator=self.x_estimator if has_fprop else None,
+            outliers=self.outliers if has_fprop else None,
             x_mean=self.x_mean if quantizes_x else "kept",
-            bias_gradient="raw" if "dgrad" in self.bf16_gemms else self.bias_gradient,
-            weight_average=self.weight_average if self._rounds_to_average_late else None,
+            bias_gradient=self.bias_gradient if "dgrad" in kept else "raw",
+            weight_average=self.weight_average if averages else None,
         )
 
 

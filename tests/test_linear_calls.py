@@ -26,7 +26,7 @@ from megatron_fp4.execution import backward
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.monitor import NonFiniteMonitor, Sighting
-from megatron_fp4.recipe import OPERANDS
+from megatron_fp4.recipe import GEMMS, OPERANDS
 from testing.builders.small_recipes import small_recipe
 from testing.oracles import relative_error
 from tests.test_linear import (
@@ -121,8 +121,8 @@ def test_fixed_signs_are_of_no_seed_step_or_name(signs: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_after_its_schedule_a_recipe_is_the_plain_linear_bit_for_bit(dtype: torch.dtype) -> None:
-    late = replace(get_recipe("tetrajet"), bf16_after=0.0).at(0.0)
+def test_without_its_gemms_a_recipe_is_the_plain_linear_bit_for_bit(dtype: torch.dtype) -> None:
+    late = get_recipe("tetrajet").without(GEMMS)
     p = problem()
     results = []
     for product in (

@@ -22,7 +22,7 @@ from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.memory import held_bytes, saved_bytes, sent_bytes
 from megatron_fp4.plan.owned_codes import reader_of_w
 from megatron_fp4.plan.setting import KeepsW, Setting
-from megatron_fp4.recipe import GemmRecipe, Recipe
+from megatron_fp4.recipe import GEMMS, GemmRecipe, Phase, Recipe
 from megatron_fp4.target import target_of
 from testing.oracles import normal
 
@@ -155,13 +155,18 @@ def test_a_nan_in_the_codes_is_seen() -> None:
 STOCHASTIC = Quantizer(rounding="stochastic")
 
 
+def then(late: Recipe) -> Recipe:
+    return replace(TETRAJET, phases=(Phase(0.5, late),))
+
+
 @pytest.mark.parametrize(
     ("recipe", "says"),
     [
         *((recipe, None) for recipe in RECIPES),
-        (replace(TETRAJET, bf16_after=0.5, bf16_gemms=("dgrad", "wgrad"), bias_gradient="raw"),
-         None),
-        (replace(TETRAJET, bf16_after=0.5), "fprop multiplies W in high precision"),
+        (then(TETRAJET.without(("dgrad", "wgrad"))), None),
+        (then(TETRAJET.without(GEMMS)), "fprop multiplies W in high precision"),
+        (then(get_recipe("tetrajet", rule="floor")), "recipe tetrajet of a phase quantizes W oth"),
+        (then(get_recipe("mxfp4")), "backward reads the unquantized W"),
         (get_recipe("mxfp4"), "backward reads the unquantized W"),
         (get_recipe("tetrajet", double_quantization=False), "backward reads the unquantized W"),
         (get_recipe("mxfp4-rht-sr"), "fprop multiplies W in high precision"),

@@ -13,9 +13,10 @@ from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.errors import SizeError
 from megatron_fp4.plan.sizes import check_sizes, contracted_multiple
-from megatron_fp4.recipe import GEMMS, HIGH_PRECISION
+from megatron_fp4.recipe import GEMMS, HIGH_PRECISION, Phase
 
 MX = Quantizer()
+BF16 = Recipe("bf16")
 OUTER = Estimator(form="straight-through", outer_scale="vjp")
 PRESCALED = Quantizer(prescale=3 / 4, rounding="stochastic")
 
@@ -94,9 +95,13 @@ def test_the_named_correction_is_accepted() -> None:
             },
             ["bias", "prescale"],
         ),
-        ({"bf16_after": 1.5}, ["bf16_after", "1.5"]),
-        ({"bf16_after": -0.1}, ["bf16_after"]),
-        ({"bf16_gemms": ("forward",)}, ["forward", "fprop, dgrad, wgrad"]),
+        ({"phases": (Phase(1.5, BF16),)}, ["a share of training in [0, 1]", "1.5"]),
+        ({"phases": (Phase(-0.1, BF16),)}, ["a share of training in [0, 1]"]),
+        ({"phases": (Phase(float("nan"), BF16),)}, ["a share of training in [0, 1]"]),
+        ({"phases": (Phase(0.5, BF16), Phase(0.5, BF16))}, ["0.5", "the one before it"]),
+        ({"phases": (Phase(0.5, Recipe("p", phases=(Phase(0.6, BF16),))),)}, ["p", "its own"]),
+        ({"phases": (Phase(0.5, get_recipe("tetrajet-ema")),)}, ["weight_average", "start"]),
+        ({"phases": (Phase(0.5, get_recipe("tetrajet-ramping")),)}, ["ramping", "every phase"]),
     ],
     ids=lambda value: "" if isinstance(value, list) else "+".join(value),
 )
@@ -108,54 +113,72 @@ def test_contradictions_are_refused(fields: dict[str, Any], words: list[str]) ->
         assert word in str(error.value)
 
 
-# --- schedule -------------------------------------------------------------------------------------
+# --- phases ---------------------------------------------------------------------------------------
 
 
-def test_without_a_schedule_nothing_changes() -> None:
+def test_without_phases_nothing_changes() -> None:
     recipe = get_recipe("tetrajet")
     assert recipe.at(0.0) is recipe and recipe.at(1.0) is recipe
 
 
 @pytest.mark.parametrize(
-    ("progress", "late"), [(0.0, False), (0.7999, False), (0.8, True), (1.0, True)]
+    ("progress", "held"), [(0.0, 0), (0.4999, 0), (0.5, 1), (0.7999, 1), (0.8, 2), (1.0, 2)]
 )
-def test_schedule(progress: float, late: bool) -> None:
-    recipe = replace(get_recipe("tetrajet"), bf16_after=0.8)
-    at = recipe.at(progress)
-    assert all(at.gemm(g).quantized != late for g in GEMMS)
-    assert (at is recipe) != late
-    assert at.bias_gradient == ("raw" if late else "quantized")
-    assert recipe.at(1.0).at(1.0) is recipe.at(1.0)  # the late one has no schedule of its own
+def test_phases_follow_one_another(progress: float, held: int) -> None:
+    fp8 = get_recipe("fp8")
+    recipe = replace(get_recipe("tetrajet"), phases=(Phase(0.5, fp8), Phase(0.8, BF16)))
+    assert recipe.in_turn == (recipe, fp8, BF16)
+    assert recipe.at(progress) is recipe.in_turn[held]
 
 
-@pytest.mark.parametrize("gemms", [("wgrad",), ("dgrad", "wgrad"), ("fprop",)], ids="+".join)
+def test_a_phase_from_the_first_step_on() -> None:
+    recipe = replace(get_recipe("mxfp4"), phases=(Phase(0.0, BF16),))
+    assert recipe.at(0.0) is recipe.at(1.0) is BF16
+
+
+def test_what_is_kept_of_weights_from_the_start_goes_on_or_ends() -> None:
+    average, plain = get_recipe("tetrajet-ema"), get_recipe("tetrajet")
+    for late in (replace(average, bias_gradient="raw"), plain):
+        assert replace(average, phases=(Phase(0.5, late),)).at(0.5) is late
+    other = get_recipe("tetrajet-ema", ema_beta=0.9)
+    with pytest.raises(ConfigError, match="weight_average that is not kept from the start"):
+        replace(average, phases=(Phase(0.5, other),))
+    with pytest.raises(ConfigError, match="give every phase the same"):
+        replace(get_recipe("tetrajet-ramping"), phases=(Phase(0.5, plain),))
+
+
+@pytest.mark.parametrize("gemms", [("wgrad",), ("dgrad", "wgrad"), ("fprop",), GEMMS], ids="+".join)
 @pytest.mark.parametrize("name", ["tetrajet", "dge-occ", "mxfp4-rht-sr"])
-def test_some_gemms_return(name: str, gemms: tuple[str, ...]) -> None:
-    recipe = replace(get_recipe(name), bf16_after=0.5, bf16_gemms=gemms)
-    late = recipe.at(0.5)
+def test_a_recipe_without_some_gemms(name: str, gemms: tuple[str, ...]) -> None:
+    recipe = get_recipe(name)
+    late = recipe.without(gemms)
     for gemm in GEMMS:
         assert late.gemm(gemm) == (HIGH_PRECISION if gemm in gemms else recipe.gemm(gemm))
     assert (late.estimator, late.outliers) == (
         (None, None) if "fprop" in gemms else (recipe.estimator, recipe.outliers)
     )
+    assert late.bias_gradient == ("raw" if "dgrad" in gemms else recipe.bias_gradient)
+    assert late.name == f"{name} with {', '.join(gemms)} in high precision"
+
+
+def test_gemms_that_a_recipe_can_not_do_without() -> None:
+    with pytest.raises(ConfigError, match="'forward'; known: fprop, dgrad, wgrad"):
+        get_recipe("mxfp4").without(("forward",))
+    with pytest.raises(ConfigError, match="no GEMM is named"):
+        get_recipe("mxfp4").without(())
 
 
 def test_estimators_end_with_the_quantizers_of_fprop() -> None:
     both = replace(get_recipe("tetrajet"), estimator=Estimator(), x_estimator=Estimator())
     for gemms, kept in ((("fprop",), None), (("dgrad", "wgrad"), Estimator())):
-        late = replace(both, bf16_after=0.5, bf16_gemms=gemms).at(0.5)
+        late = both.without(gemms)
         assert (late.estimator, late.x_estimator) == (kept, kept)
 
 
 def test_the_mean_is_subtracted_while_x_is_quantized() -> None:
     both = replace(get_recipe("tetrajet"), x_mean="subtracted")
     for gemms, kept in ((("fprop",), False), (("wgrad",), False), (("fprop", "wgrad"), True)):
-        late = replace(both, bf16_after=0.5, bf16_gemms=gemms).at(0.5)
-        assert (late.x_mean == "kept") == kept, gemms
-
-
-def test_schedule_from_the_first_step() -> None:
-    assert not replace(get_recipe("mxfp4"), bf16_after=0.0).at(0.0).fprop.quantized
+        assert (both.without(gemms).x_mean == "kept") == kept, gemms
 
 
 # --- sizes ----------------------------------------------------------------------------------------

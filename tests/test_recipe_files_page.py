@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
-from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, list_quantizers
+from megatron_fp4 import GemmRecipe, Phase, Quantizer, Recipe, get_recipe, list_quantizers
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
@@ -55,6 +55,10 @@ def test_a_table_has_the_keys_the_defaults_and_the_choices(section: str) -> None
             assert field.default is not MISSING or field.name == "name"
 
 
+def test_a_phase_s_table_has_its_keys() -> None:
+    assert set(rows("Phases")) == {field.name for field in fields(Phase)}
+
+
 def test_the_page_names_the_quantizers() -> None:
     page = (DOCS / "recipes.md").read_text()
     [names] = re.findall(r"^A name \((.*?)\)", page, re.M)
@@ -70,6 +74,7 @@ def test_the_sample_loads_and_has_every_key() -> None:
         Hadamard: set(content["dgrad"]["hadamard"]),
         Estimator: set(content["estimator"]),
         OutlierClamp: set(content["outliers"]),
+        Phase: set(content["phases"][0]),
     }
     assert given == {kind: {field.name for field in fields(kind)} for kind in given}
     recipe = get_recipe(str(DOCS / "recipe.yaml"))

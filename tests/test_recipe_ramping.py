@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp4 import ConfigError, Linear, get_recipe, linear
+from megatron_fp4 import ConfigError, Linear, Phase, get_recipe, linear
 from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.description import describe
+from megatron_fp4.recipe import GEMMS
 from testing.oracles import normal
 
 
@@ -55,12 +56,13 @@ def test_what_is_refused(name: str, options: dict[str, Any], says: str) -> None:
         get_recipe(name, **options)
 
 
-def test_a_schedule_that_ends_the_codes_of_w_is_refused() -> None:
+def test_the_codes_of_w_may_not_end_before_ramping() -> None:
     recipe = get_recipe("tetrajet-ramping")
-    with pytest.raises(ConfigError, match="leave fprop out of bf16_gemms"):
-        replace(recipe, bf16_after=0.9)
-    late = replace(recipe, bf16_after=0.9, bf16_gemms=("dgrad", "wgrad")).at(0.95)
+    with pytest.raises(ConfigError, match="leave fprop out"):
+        recipe.without(GEMMS)
+    late = recipe.without(("dgrad", "wgrad"))
     assert late.ramping == recipe.ramping
+    assert replace(recipe, phases=(Phase(0.9, late),)).at(0.95) is late
 
 
 def test_linears_without_an_optimizer_warn_of_it() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from megatron_fp4 import (
     ConfigError,
     GemmRecipe,
+    Phase,
     Quantizer,
     Recipe,
     get_recipe,
@@ -21,6 +24,7 @@ from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.recipe import HIGH_PRECISION
+from megatron_fp4.recipes.files import recipe_of_fields
 
 # --- the methods ----------------------------------------------------------------------------------
 
@@ -225,16 +229,47 @@ def test_yaml_from_a_base(tmp_path: Path) -> None:
           a: mxfp4-ceil-sr
           b: {rule: ceil, rounding: stochastic, block: [1, 32]}
           hadamard: {group: 32, signs: none}
-        bf16_after: 0.9
-        bf16_gemms: [wgrad, dgrad]
         """,
     )
     base = get_recipe("tetrajet", rule="floor", double_quantization=False)
     operand = Quantizer(rule="ceil", rounding="stochastic")
     assert recipe.name == "mine" and recipe.fprop == base.fprop and recipe.dgrad == base.dgrad
     assert recipe.wgrad == GemmRecipe(operand, operand, Hadamard(32, "none"))
-    assert (recipe.bf16_after, recipe.bf16_gemms) == (0.9, ("wgrad", "dgrad"))
     assert recipe.backward == "raw"
+
+
+def test_phases_by_name_by_file_and_by_what_differs(tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text("base: mxfp4\nphases: []\n")
+    recipe = load(
+        tmp_path,
+        """
+        base: tetrajet
+        dgrad: {}
+        bias_gradient: raw
+        phases:
+          - {after: 1/4, recipe: {wgrad: {}}}
+          - {after: 0.5, recipe: {base: tetrajet, options: {rule: floor}, name: own}}
+          - {after: 0.7, recipe: other.yaml}
+          - {after: 0.8, recipe: fp8}
+          - {after: 0.9, recipe: bf16}
+        """,
+    )
+    floor = replace(get_recipe("tetrajet", rule="floor"), name="own")
+    assert [phase.after for phase in recipe.phases] == [0.25, 0.5, 0.7, 0.8, 0.9]
+    assert recipe.in_turn[1:] == (
+        replace(recipe, wgrad=GemmRecipe(), phases=(), name="mine, phase 1"),
+        floor,
+        replace(get_recipe("mxfp4"), name="other"),
+        get_recipe("fp8"),
+        Recipe("bf16"),
+    )
+    assert recipe_of_fields(json.loads(json.dumps(asdict(recipe))), "x") == recipe
+
+
+def test_a_base_s_phases_are_kept_unless_there_are_others(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("base: mxfp4\nphases: [{after: 0.5, recipe: fp8}]\n")
+    assert load(tmp_path, "base: base.yaml\n").phases == (Phase(0.5, get_recipe("fp8")),)
+    assert load(tmp_path, "base: base.yaml\nphases: []\n").phases == ()
 
 
 def test_yaml_without_a_base_spells_out_dge_occ(tmp_path: Path) -> None:
@@ -329,10 +364,18 @@ def test_a_users_module_that_fails_is_named(
         ("base: tetrajett\n", ["tetrajett", "tetrajet,"]),
         ("base: 5\n", ["5"]),
         ("wgrad: {a: mxfp4}\nwgrad: {}\n", ["'wgrad'", "twice"]),
-        ("base: mxfp4\nbf16_gemms: [dgrad]\n", ["bf16_after"]),
-        ("base: mxfp4\nbf16_after: 0.5\nbf16_gemms: []\n", ["bf16_gemms"]),
+        ("base: mxfp4\nbf16_after: 0.5\n", ["unknown key 'bf16_after'", "phases"]),
+        ("phases: {after: 0.5, recipe: fp8}\n", ["phases", "list"]),
+        ("phases: [0.5]\n", ["phases, number 1", "mapping"]),
+        ("phases: [{after: 0.5}]\n", ["phases, number 1", "recipe:"]),
+        ("phases: [{after: soon, recipe: fp8}]\n", ["phases, number 1", "after", "a number"]),
+        ("phases: [{after: 0.5, recipe: fp8, for: 1}]\n", ["'for'", "after, recipe"]),
+        ("phases: [{after: 0.5, recipe: fp9}]\n", ["phases, number 1", "'fp9'", "fp8,"]),
+        ("phases: [{after: 0.5, recipe: 8}]\n", ["phases, number 1", "recipe", "mapping"]),
+        ("phases: [{after: 0, recipe: {dgrat: {}}}]\n", ["phases, number 1", "'dgrat'"]),
+        ("phases: [{after: 0, recipe: mine.yaml}]\n", ["number 1", "built on this file itself"]),
         ("wgrad: {a: {prescale: .inf}, correction: 0}\n", ["prescale"]),
-        ("bas: tetrajet\n", ["'bas'", "base", "bf16_after"]),
+        ("bas: tetrajet\n", ["'bas'", "base", "phases"]),
         ("options: {rule: floor}\n", ["base"]),
         ("base: tetrajet\noptions: {rool: floor}\n", ["rool", "rule"]),
         ("wgrad: {c: mxfp4}\n", ["wgrad", "'c'", "hadamard"]),
@@ -352,9 +395,6 @@ def test_a_users_module_that_fails_is_named(
         ("estimator: {k: 5, klip: 3}\n", ["estimator", "klip", "clip"]),
         ("outliers: {alpha: 2}\n", ["outliers", "alpha"]),
         ("outliers: {scope: row}\n", ["outliers", "scope", "token"]),
-        ("bf16_after: soon\n", ["bf16_after"]),
-        ("bf16_gemms: wgrad\n", ["bf16_gemms", "list"]),
-        ("bf16_gemms: [wgrat]\n", ["wgrat"]),
         ("backward: both\n", ["backward", "forward or raw"]),
         ("name: 5\n", ["name", "a string"]),
     ],

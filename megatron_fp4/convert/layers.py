@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -19,9 +18,8 @@ from megatron_fp4.convert import keys
 from megatron_fp4.convert.blocks import ELEMENTS, blocks
 from megatron_fp4.convert.keys import Address, address
 from megatron_fp4.convert.torch_dist import Checkpoint
-from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import Recipe
-from megatron_fp4.recipes.files import recipe_of_fields
+from megatron_fp4.recipes import content as recorded
 
 _LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -113,10 +111,7 @@ def quantizer_of(
 
 def recipe_in(content: Any) -> Recipe | None:
     """The recipe that is recorded as JSON; None for None. Raises ConfigError if it is invalid."""
-    try:
-        return recipe_of_fields(json.loads(content), "the checkpoint's recipe") if content else None
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"the checkpoint's recipe cannot be read: {error}") from error
+    return recorded.read(content) if content else None
 
 
 def _recipe_of(args: argparse.Namespace, name: str, number: int) -> Recipe | None:

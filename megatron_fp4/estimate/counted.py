@@ -23,7 +23,7 @@ COUNTED: dict[type, dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("name", "paper", "fprop", "dgrad", "wgrad", "bias_gradient"), ()),
         **dict.fromkeys(("estimator", "x_estimator", "outliers"), ()),
         **dict.fromkeys(("weight_average", "ramping"), ()),
-        **dict.fromkeys(("bf16_after", "bf16_gemms"), ()),  # the costs are those before it
+        "phases": (),  # the costs are those before them
         "backward": ("forward", "raw"),
         "x_mean": ("kept", "subtracted"),
     },

@@ -81,7 +81,7 @@ def _graphs(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
     for what, is_there in (
         ("experts of varying numbers of tokens", model.experts > 0),
         ("recomputation", layout.recompute),
-        ("a recipe whose GEMMs return to BF16", recipe.bf16_after is not None),
+        ("a recipe with phases", bool(recipe.phases)),
     ):
         if is_there:
             yield f"CUDA graphs do not go with {what}"

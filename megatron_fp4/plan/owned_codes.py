@@ -6,8 +6,9 @@ from megatron_fp4.recipe import GEMMS, Recipe
 
 
 def reads_average(recipe: Recipe, sent_w: bool) -> bool:
-    """Whether a linear rounds W towards its average. sent_w: see `Setting.sent_w`."""
-    quantizers = [recipe.gemm(gemm).b for gemm in GEMMS if not (sent_w and gemm == "fprop")]
+    """Whether a linear rounds W towards its average in any phase. sent_w: see `Setting.sent_w`."""
+    gemms = [gemm for gemm in GEMMS if not (sent_w and gemm == "fprop")]
+    quantizers = [each.gemm(gemm).b for each in recipe.in_turn for gemm in gemms]
     return any(w is not None and w.rounding == "ema" for w in quantizers)
 
 
@@ -37,5 +38,9 @@ def reader_of_w(recipe: Recipe) -> str | None:
         return "the mean of X is multiplied by the unquantized W"
     if recipe.ramping is not None:
         return "the calibrations of Q-Ramping quantize W"
-    late = recipe.at(1.0)
-    return None if late is recipe else reader_of_w(late)
+    for phase in recipe.phases:
+        if (why := reader_of_w(phase.recipe)) is not None:
+            return why
+        if phase.recipe.fprop.b != w:
+            return f"recipe {phase.recipe.name} of a phase quantizes W otherwise"
+    return None

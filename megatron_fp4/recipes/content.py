@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import Any
 
-from megatron_fp4.recipe import Recipe
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.recipe import GEMMS, Recipe
 from megatron_fp4.recipes.files import recipe_of_fields
+
+_WHERE = "the recipe that the checkpoint records"
 
 
 def write(recipe: Recipe) -> str:
@@ -15,8 +19,26 @@ def write(recipe: Recipe) -> str:
 
 
 def read(text: str) -> Recipe:
-    """The recipe that `write` wrote.
+    """The recipe that `write` wrote, in this version or an earlier one.
 
-    Raises ConfigError for unknown keys and values, as of another version.
+    Raises ConfigError for text that is no recipe, and for unknown keys and values, as of a later
+    version.
     """
-    return recipe_of_fields(json.loads(text), "the recipe that the checkpoint records")
+    return recipe_of_fields(fields_of(text), _WHERE)
+
+
+def fields_of(text: str) -> dict[str, Any]:
+    """The fields that `write` wrote, by the names of this version.
+
+    In place of `phases` earlier versions had `bf16_after`, a share of training, and `bf16_gemms`,
+    which returned to BF16 after it. Raises ConfigError for other text.
+    """
+    try:
+        found = dict(json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{_WHERE} cannot be read: {error}") from error
+    after, gemms = found.pop("bf16_after", None), found.pop("bf16_gemms", GEMMS)
+    if after is not None:
+        late = recipe_of_fields(found, _WHERE).without(gemms)
+        found["phases"] = [{"after": after, "recipe": json.loads(write(late))}]
+    return found

@@ -8,7 +8,8 @@ wgrad:
   b: {rule: ceil, rounding: stochastic, block: [1, 32]}
   hadamard: {group: 32}
 dgrad: {}                   # a GEMM without quantizers is in high precision
-bf16_after: 0.9             # numbers may be fractions: 16/9
+phases:                     # what takes its place in the course of training
+  - {after: 9/10, recipe: fp8}  # numbers may be fractions
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
 from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.recipe import GEMMS, GemmRecipe, Recipe
+from megatron_fp4.recipe import GEMMS, GemmRecipe, Phase, Recipe
 from megatron_fp4.recipes.registry import SUFFIXES, get_recipe, typed
 
 # The keys whose values are mappings of the fields of a type.
@@ -89,20 +90,24 @@ def recipe_of_fields(content: Mapping[str, Any], where: str) -> Recipe:
 def _recipe(
     content: dict[str, Any], path: Path, options: Mapping[str, Any], above: tuple[Path, ...]
 ) -> Recipe:
+    content.setdefault("name", path.stem)
+    return _built(content, Recipe(name=path.stem), path, options, above)
+
+
+def _built(
+    content: dict[str, Any],
+    start: Recipe,
+    path: Path,
+    options: Mapping[str, Any],
+    above: tuple[Path, ...],
+) -> Recipe:
+    """The recipe with these keys. start: what the others are taken from where there is no base."""
     chosen = {**_mapping(content.pop("options", {}), "options"), **options}
     base = content.pop("base", None)
     if base is None and chosen:
         raise ConfigError("options belong to a base recipe; name one with base:")
-    if base is None:
-        start = Recipe(name=path.stem)
-    elif str(base).endswith(SUFFIXES):
-        start_path = path.parent / base
-        if start_path.resolve() in (chain := (*above, path.resolve())):
-            raise ConfigError(f"base: {base} is built on this file itself")
-        start = load_recipe_file(start_path, chosen, chain)
-    else:
-        start = get_recipe(base, **chosen)
-    content.setdefault("name", path.stem)
+    if base is not None:
+        start = _start(str(base), path, chosen, above)
     _known(content, Recipe, extra=("base", "options"))
     for gemm in GEMMS:
         if gemm in content:
@@ -110,9 +115,49 @@ def _recipe(
     for key, kind in _PARTS.items():
         if content.get(key) is not None:
             content[key] = _build(kind, content[key], key)
-    if "bf16_gemms" in content:
-        content["bf16_gemms"] = _tuple(content["bf16_gemms"], "bf16_gemms")
-    return replace(start, **_typed_fields(content, Recipe))
+    phases = content.pop("phases", None)
+    # Phases of the base may not go with fields that are replaced here, and are checked at the end.
+    found = replace(start, phases=(), **_typed_fields(content, Recipe))
+    if phases is None:
+        return replace(found, phases=start.phases)
+    entries = enumerate(_list(phases, "phases"), 1)
+    return replace(found, phases=tuple(_phase(e, n, found, path, above) for n, e in entries))
+
+
+def _start(name: str, path: Path, options: Mapping[str, Any], above: tuple[Path, ...]) -> Recipe:
+    """The recipe that the file at `path` names: a file beside it, or another recipe."""
+    if not name.endswith(SUFFIXES):
+        return get_recipe(name, **options)
+    found = path.parent / name
+    if found.resolve() in (chain := (*above, path.resolve())):
+        raise ConfigError(f"{name} is built on this file itself")
+    return load_recipe_file(found, options, chain)
+
+
+def _phase(content: Any, number: int, first: Recipe, path: Path, above: tuple[Path, ...]) -> Phase:
+    """Phase `number`, from 1. first: the recipe of the file, with which training begins."""
+    where = f"phases, number {number}"
+    content = _mapping(content, where)
+    _known(content, Phase, where)
+    if len(content) < len(fields(Phase)):
+        raise ConfigError(f"{where} needs after: and recipe:")
+    after = typed(content["after"], float, f"{where}: after")
+    try:
+        return Phase(after, _recipe_of_phase(content["recipe"], number, first, path, above))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _recipe_of_phase(
+    content: Any, number: int, first: Recipe, path: Path, above: tuple[Path, ...]
+) -> Recipe:
+    if content == "bf16":
+        return Recipe(name="bf16")
+    if isinstance(content, str):
+        return _start(content, path, {}, above)
+    content = _mapping(content, "recipe")
+    content.setdefault("name", f"{first.name}, phase {number}")
+    return _built(content, first, path, {}, above)
 
 
 def _gemm(content: Any, where: str) -> GemmRecipe:
@@ -131,7 +176,7 @@ def _quantizer(content: Any, where: str) -> Quantizer:
         return get_quantizer(content)
     content = _mapping(content, where)
     if "block" in content:
-        content["block"] = _tuple(content["block"], f"{where}.block")
+        content["block"] = tuple(_list(content["block"], f"{where}.block"))
     return _build(Quantizer, content, where)
 
 
@@ -150,10 +195,10 @@ def _typed_fields(content: Mapping[str, Any], cls: Any, where: str = "") -> dict
     return {key: typed(value, hints[key], _within(where, key)) for key, value in content.items()}
 
 
-def _tuple(content: Any, where: str) -> tuple[Any, ...]:
+def _list(content: Any, where: str) -> list[Any]:
     if not isinstance(content, list):
         raise ConfigError(f"{where} must be a list, not {content!r}")
-    return tuple(content)
+    return content
 
 
 def _mapping(content: Any, where: str) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _inexpressible(recipe: Recipe) -> str | None:
         return "keeps an average of W"
     if recipe.ramping is not None:
         return "updates elements of W at periods of their own"
-    if recipe.bf16_after is not None:
+    if recipe.phases:
         return "changes in the course of training"
     for gemm in GEMMS:
         for operand in OPERANDS[gemm]:

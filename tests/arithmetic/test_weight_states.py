@@ -15,6 +15,7 @@ from megatron_fp4.arithmetic.quantizer import quantize_matrix
 from megatron_fp4.arithmetic.weight_states import OptimizerStep, WeightAverage
 from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
+from megatron_fp4.recipe import GEMMS
 from testing.oracles import normal, relative_error
 
 STEP = OptimizerStep(number=1, total=100)
@@ -177,10 +178,7 @@ def test_fields_of_an_average_that_are_refused(fields: dict[str, Any], says: str
         WeightAverage(**fields)
 
 
-def test_a_schedule_that_ends_the_rounding_ends_the_average() -> None:
-    late = replace(RECIPE, bf16_after=0.5)
-    assert late.at(0.4).weight_states == RECIPE.weight_states
-    assert late.at(0.6).weight_states == {}
-    dgrad = replace(RECIPE, bf16_after=0.5, bf16_gemms=("dgrad",))
-    assert dgrad.at(0.6).weight_states == RECIPE.weight_states
+def test_the_average_ends_with_the_rounding() -> None:
+    assert RECIPE.without(GEMMS).weight_states == {}
+    assert RECIPE.without(("dgrad",)).weight_states == RECIPE.weight_states
     assert Recipe("none").weight_states == {}

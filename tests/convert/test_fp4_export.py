@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4 import GemmRecipe, Recipe, get_quantizer, get_recipe, quantize
+from megatron_fp4 import GemmRecipe, Phase, Recipe, get_quantizer, get_recipe, quantize
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.convert import command
@@ -176,15 +176,19 @@ def test_another_scale_rule_would_be_noticed(tmp_path: Path) -> None:
 OTHER = get_recipe("mxfp4", rule="ceil")
 
 
+def ended(after: float) -> Recipe:
+    return replace(OTHER, phases=(Phase(after, Recipe("bf16")),))
+
+
 @pytest.mark.parametrize(
     ("args", "in_fp4"),
     [
         (recorded(OTHER, first_last_layers_bf16=True, num_layers_at_end_in_bf16=0), {1}),
         (recorded(OTHER, (("decoder.layers.1.*", None),)), {0}),
         (recorded(OTHER, (("*.1.*", None), ("*fc2", OTHER))), {0, 1}),
-        (recorded(replace(OTHER, bf16_after=0.5), (("*.1.*", OTHER),), train_iters=0), {0, 1}),
+        (recorded(ended(0.5), (("*.1.*", OTHER),), train_iters=0), {0, 1}),
     ],
-    ids=["first-last", "glob", "last-glob-wins", "schedule-not-ended"],
+    ids=["first-last", "glob", "last-glob-wins", "phase-not-begun"],
 )
 def test_linears_in_bf16_stay_so(args: dict[str, Any], in_fp4: set[int], tmp_path: Path) -> None:
     export(checkpoint(tmp_path, "llama", args), tmp_path / "out")
@@ -232,7 +236,7 @@ UE5M3 = Quantizer(scale="ue5m3", block=(1, 16), rule="nearest")
 REFUSED = {
     "mxfp4-rht-sr": (get_recipe("mxfp4-rht-sr"), "without FP4 weights in the forward pass"),
     "bf16": (None, "without FP4 weights in the forward pass"),
-    "ended": (replace(OTHER, bf16_after=0.0), "without FP4 weights in the forward pass"),
+    "ended": (ended(0.0), "without FP4 weights in the forward pass"),
     "dge-occ": (get_recipe("dge-occ"), "fp32 scales for whole rows"),
     "fp8": (get_recipe("mxfp4-rht-sr", forward="fp8"), "e4m3 elements"),
     "ue5m3": (recipe(UE5M3), "ue5m3 scales"),

@@ -20,7 +20,7 @@ from megatron_fp4.mcore.model.start_table import Row, table
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.setting import Setting, column_parallel
 from megatron_fp4.plan.words import gemm_words
-from megatron_fp4.recipe import GemmRecipe, Recipe
+from megatron_fp4.recipe import GemmRecipe, Phase, Recipe
 from megatron_fp4.target import target_of
 from testing.builders import small_gpt
 from testing.worlds.launch import torchrun, train
@@ -130,10 +130,16 @@ def test_a_format_that_backward_takes_over_from_forward_is_named() -> None:
     assert words(get_recipe("mxfp4-rht-sr", forward="fp8"))[0] == "e4m3 x e4m3 on bf16"
 
 
-def test_the_table_tells_the_schedule() -> None:
-    row = Row("decoder.layers.0.mlp.linear_fc1", "8 x 8", "late", ("a", "b", "c"), ())
-    late = Recipe("late", bf16_after=0.9, bf16_gemms=("dgrad",))
-    assert "dgrad return to high precision after 0.9 of training" in table([late], [row])
+def test_the_table_has_a_line_for_each_phase(one_rank: None) -> None:
+    phases = (Phase(0.5, get_recipe("fp8")), Phase(0.9, Recipe("bf16")))
+    attached = run(replace(get_recipe("tetrajet"), phases=phases))
+    attach(attached, [model()])
+    lines = [" ".join(line.split()) for line in attached.start_table.splitlines()]
+    assert "after 0.5 of training: recipe fp8 (arXiv 2209.05433)" in lines
+    assert "after 0.9 of training: recipe bf16" in lines
+    own = [line for line in lines if line.startswith("decoder.layers.*.mlp.linear_fc1")]
+    assert [line.split()[5] for line in own] == ["bf16", "fp8", "tetrajet"], own
+    assert own[0].endswith("high precision " * 2 + "high precision") and "e5m2" in own[1]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +160,11 @@ def test_a_recipe_that_no_layer_would_follow_is_an_error(one_rank: None) -> None
 @pytest.mark.parametrize(
     ("recipe", "sizes", "says"),
     [
+        (
+            replace(get_recipe("tetrajet"), phases=(Phase(0.5, get_recipe("mxfp4-rht-sr")),)),
+            {"hidden_size": 96},
+            "linear_fc2: 96 outputs .* multiple of 64, which dgrad of recipe mxfp4-rht-sr takes",
+        ),
         (
             "tetrajet",
             {"ffn_hidden_size": 144},
@@ -184,9 +195,9 @@ def test_a_recipe_that_no_layer_would_follow_is_an_error(one_rank: None) -> None
     ],
 )
 def test_a_size_that_does_not_divide_names_the_layer_and_the_flags(
-    one_rank: None, recipe: str, sizes: dict[str, Any], says: str
+    one_rank: None, recipe: str | Recipe, sizes: dict[str, Any], says: str
 ) -> None:
-    told = run(get_recipe(recipe))
+    told = run(recipe if isinstance(recipe, Recipe) else get_recipe(recipe))
     given = {"hidden_size": 64, "num_attention_heads": 4, "group_query_attention": False} | sizes
     given.setdefault("kv_channels", given["hidden_size"] // given["num_attention_heads"])
     vars(told.args).update(given)

@@ -11,6 +11,7 @@ import pytest
 import megatron_fp4
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints.compare_numerics import compare
+from megatron_fp4.recipes.content import read
 from testing.builders.fp4_arguments import parse
 
 WAS = "--fp4-recipe tetrajet --seed 5"
@@ -23,11 +24,7 @@ YAML = "base: tetrajet\n"
         ("--fp4-recipe mxfp4 --seed 5", "--fp4-recipe was tetrajet and is mxfp4 (backward was f"),
         (f"{WAS} --fp4-recipe-option rule=floor", "is tetrajet rule=floor (dgrad.a.rule was ceil"),
         (f"{WAS} --fp4-seed 6", "--fp4-seed was 5 and is 6"),
-        (f"{WAS} --fp4-bf16-after 0.5", "--fp4-bf16-after was none and is 0.5"),
-        (
-            f"{WAS} --fp4-bf16-after 0.5 --fp4-bf16-gemms wgrad",
-            "--fp4-bf16-gemms was fprop dgrad wgrad and is wgrad",
-        ),
+        (f"{WAS} --fp4-bf16-after 0.5", "phases.1.after was none and is 0.5"),
         (f"{WAS} --micro-batch-size 4", "--micro-batch-size was none and is 4"),
         (f"{WAS} --first-last-layers-bf16", "--first-last-layers-bf16 was none and is True"),
         (f"{WAS} --fp4-module-recipe mlp=mxfp4", "--fp4-module-recipe was none and is mlp=mxfp4"),
@@ -174,7 +171,7 @@ def test_the_length_of_training_counts_where_a_schedule_is_a_share_of_it(tmp_pat
     longer = ("--train-iters", "8")
     compare(parse(*WAS.split(), "--train-iters", "4"), parse(*WAS.split(), *longer))
     path = tmp_path / "own.yaml"
-    path.write_text(YAML + "bf16_after: 0.5\n")
+    path.write_text(YAML + "phases: [{after: 0.5, recipe: bf16}]\n")
     for schedule in (["--fp4-bf16-after", "0.5"], ["--fp4-module-recipe", f"mlp={path}"]):
         saved = parse(*WAS.split(), *schedule, "--train-iters", "4")
         with pytest.raises(ConfigError, match="--train-iters was 4 and is 8"):
@@ -195,7 +192,7 @@ def test_without_their_contents_the_texts_of_modules_recipes_count() -> None:
         compare(saved, parse(*WAS.split()))
 
 
-@pytest.mark.parametrize("field", ["estimator", "bf16_gemms", "dgrad.correction"])
+@pytest.mark.parametrize("field", ["estimator", "phases", "dgrad.correction"])
 def test_a_field_that_its_version_had_not_got_had_its_default(field: str) -> None:
     saved = parse(*WAS.split())
     content = json.loads(saved.fp4_recipe_content)
@@ -203,6 +200,45 @@ def test_a_field_that_its_version_had_not_got_had_its_default(field: str) -> Non
     del (content[outer[0]] if outer else content)[name]
     saved.fp4_recipe_content = json.dumps(content)
     compare(saved, parse(*WAS.split()))
+
+
+LATE = "--fp4-bf16-after 0.5"
+
+
+@pytest.mark.parametrize(
+    ("was", "flags", "difference"),
+    [
+        ({"bf16_after": None, "bf16_gemms": ["fprop", "dgrad", "wgrad"]}, "", None),
+        ({"bf16_after": None, "bf16_gemms": ["fprop", "dgrad", "wgrad"]}, LATE, "phases.1.after"),
+        ({"bf16_after": 0.5, "bf16_gemms": ["fprop", "dgrad", "wgrad"]}, LATE, None),
+        ({"bf16_after": 0.5, "bf16_gemms": ["dgrad"]}, f"{LATE} --fp4-bf16-gemms dgrad", None),
+        ({"bf16_after": 0.5, "bf16_gemms": ["dgrad"]}, LATE, "phases.1.recipe.fprop.a"),
+    ],
+)
+def test_an_older_version_s_return_to_bf16_is_a_phase(
+    was: dict[str, object], flags: str, difference: str | None
+) -> None:
+    saved, launch = parse(*WAS.split()), parse(*WAS.split(), *flags.split())
+    content = json.loads(saved.fp4_recipe_content)
+    del content["phases"]
+    saved.fp4_recipe_content = json.dumps(content | was)
+    if difference is None:
+        compare(saved, launch)
+        assert read(saved.fp4_recipe_content) == read(launch.fp4_recipe_content)
+    else:
+        with pytest.raises(ConfigError, match=re.escape(difference)):
+            compare(saved, launch)
+
+
+@pytest.mark.parametrize("method", ["tetrajet-ema", "tetrajet-ramping"])
+def test_methods_come_and_go_beside_phases(method: str) -> None:
+    late = f"{LATE} --fp4-bf16-gemms dgrad wgrad"
+    saved, launch = (
+        parse(*f"--fp4-recipe {r} --seed 5 {late}".split()) for r in ("tetrajet", method)
+    )
+    compare(saved, launch)
+    with pytest.raises(ConfigError, match=r"phases\.1\.after was 0.5 and is none"):
+        compare(saved, parse(*f"--fp4-recipe {method} --seed 5".split()))
 
 
 def test_the_words_that_recipes_once_carried_do_not_count() -> None:

@@ -7,7 +7,7 @@ import pytest
 from megatron_fp4 import get_recipe, list_recipes
 from megatron_fp4.mcore.launch import fp4_arguments
 from megatron_fp4.mcore.launch.refusals.fp4_flags import UPSTREAM_RECIPES
-from megatron_fp4.recipe import GEMMS
+from megatron_fp4.recipe import GEMMS, Phase
 from testing.builders.fp4_arguments import parse, recipe, refusal
 
 PLAIN_OBJECT = 4
@@ -134,9 +134,10 @@ def test_a_wrong_option_names_what_is_known(option: str, names: tuple[str, ...])
 
 def test_a_recipe_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("base: tetrajet\nfprop: {}\nbf16_after: 1/2\n")
+    path.write_text("base: tetrajet\nfprop: {}\nphases: [{after: 1/2, recipe: fp8}]\n")
     found = recipe(str(path), "--fp4-recipe-option", "rule=floor")
-    assert (found.name, found.fprop.quantized, found.bf16_after) == ("mine", False, 0.5)
+    assert (found.name, found.fprop.quantized) == ("mine", False)
+    assert found.phases == (Phase(0.5, get_recipe("fp8")),)
     assert found.wgrad.a is not None and found.wgrad.a.rule == "floor"
 
 
@@ -164,22 +165,23 @@ def test_an_object_of_a_python_module() -> None:
     assert "cannot be imported" in refusal("--fp4-recipe", "no.such.module:recipe")
 
 
-# --- schedule, seed, evaluation ----------------------------------------------------------------
+# --- phases, seed, evaluation ------------------------------------------------------------------
 
 
-def test_a_schedule_returns_all_gemms_or_the_named_ones() -> None:
-    assert recipe("tetrajet").bf16_after is None
+def test_all_gemms_or_the_named_ones_return_to_bf16() -> None:
+    plain = recipe("tetrajet")
+    assert plain.phases == ()
     whole = recipe("tetrajet", "--fp4-bf16-after", "0.9")
-    assert (whole.bf16_after, whole.bf16_gemms) == (0.9, GEMMS)
+    assert whole.phases == (Phase(0.9, plain.without(GEMMS)),)
     part = recipe("tetrajet", "--fp4-bf16-after", "0", "--fp4-bf16-gemms", "dgrad", "wgrad")
-    assert (part.bf16_after, part.bf16_gemms) == (0.0, ("dgrad", "wgrad"))
+    assert part.phases == (Phase(0.0, plain.without(("dgrad", "wgrad"))),)
 
 
-def test_a_schedule_is_that_of_the_modules_recipes_too() -> None:
+def test_modules_recipes_return_to_bf16_too() -> None:
     modules = ("--fp4-module-recipe", "a=mxfp4", "--fp4-module-recipe", "b=bf16")
     args = parse("--fp4-recipe", "tetrajet", "--fp4-bf16-after", "0.9", *modules)
     (_, own), (_, none) = fp4_arguments.module_recipes(args)
-    assert own is not None and own.bf16_after == 0.9 and none is None
+    assert own is not None and own.phases[0].after == 0.9 and none is None
 
 
 @pytest.mark.parametrize(
@@ -198,10 +200,18 @@ def test_what_contradicts_itself_or_does_nothing(flags: str, says: str) -> None:
     assert says in refusal("--fp4-recipe", "tetrajet", *flags.split())
 
 
-def test_the_file_s_schedule_takes_other_gemms_from_the_command_line(tmp_path: Path) -> None:
+def test_a_recipe_with_phases_takes_none_from_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("base: tetrajet\nbf16_after: 0.5\n")
-    assert recipe(str(path), "--fp4-bf16-gemms", "wgrad").bf16_gemms == ("wgrad",)
+    path.write_text("base: tetrajet\nphases: [{after: 0.5, recipe: fp8}]\n")
+    says = "recipe mine has phases: leave out --fp4-bf16-after"
+    assert says in refusal("--fp4-recipe", str(path), "--fp4-bf16-after", "0.9")
+
+
+def test_fp4_may_begin_after_bf16(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("phases: [{after: 0.1, recipe: tetrajet}]\n")
+    found = recipe(str(path))
+    assert not found.at(0.0).fprop.quantized and found.at(0.1).fprop.quantized
 
 
 def test_the_seed_of_the_noise_is_the_run_s_unless_given() -> None:

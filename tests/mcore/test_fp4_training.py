@@ -120,10 +120,17 @@ def in_bf16(folder: Path) -> Result:
     return train(1, *SIZES, "--save", str(folder / "bf16"), "--save-interval", "2")
 
 
-def test_a_schedule_leaves_the_steps_before_it_alone(folder: Path) -> None:
-    half, whole = train(2, *TETRAJET, *TP2_SP, "--fp4-bf16-after", "0.5"), saved(folder)
-    # The third of four steps is the first in BF16.
-    assert half.losses[:2] == whole.losses[:2] and half.losses[2] != whole.losses[2]
+def test_a_phase_trains_as_its_recipe_would(folder: Path) -> None:
+    """The third of four steps is the first of the phase: until then it is the run without it, and
+    from then on a run of the phase's recipe that goes on from the other's checkpoint."""
+    path = folder / "phases.yaml"
+    path.write_text("base: tetrajet\nphases: [{after: 0.5, recipe: fp8}]\n")
+    turned = train(2, *SIZES, "--fp4-recipe", str(path), *TP2_SP)
+    whole = saved(folder)
+    other = ("--load", str(folder / "whole"), "--ckpt-step", "2", "--fp4-load-anyway")
+    fp8 = train(2, *SIZES, "--fp4-recipe", "fp8", *TP2_SP, *other)
+    assert turned.losses == whole.losses[:2] + fp8.losses
+    assert turned.losses[2:] != whole.losses[2:]
 
 
 def test_evaluation_in_bf16_leaves_the_training_alone(folder: Path) -> None:

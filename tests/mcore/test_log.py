@@ -23,7 +23,7 @@ LINE = (
 
 @functools.cache
 def launches(folder: Path) -> list[str]:
-    """What these print, on two ranks: a run, its last two steps once more, and a schedule's end."""
+    """What these print, on two ranks: a run, its last two steps once more, and a phase's begin."""
     save = f"--bf16 --save {folder} --save-interval 2"
     resumed = f"--bf16 --load {folder} --ckpt-step 2"
     late = "--bf16 --fp4-recipe tetrajet --ffn-hidden-size 128 --fp4-bf16-after 0.5"
@@ -68,9 +68,10 @@ def test_the_losses_of_a_resumed_run_are_those_of_the_whole(outputs: list[str]) 
     assert resumed == {number: whole[number] for number in (3, 4)}
 
 
-def test_a_schedule_that_ends_is_told_once(outputs: list[str]) -> None:
+def test_a_phase_that_begins_is_told_once(outputs: list[str]) -> None:
     told = (
-        "fprop, dgrad, wgrad of recipe tetrajet run in BF16 from step 3 on, after 0.5 of training"
+        "recipe tetrajet with fprop, dgrad, wgrad in high precision takes the place of tetrajet "
+        "from step 3 on"
     )
     assert outputs[2].count(told) == 1
     # Rank 0 writes the line and the last rank writes the log: the order of the line and of

@@ -19,7 +19,7 @@ from megatron_fp4.arithmetic.philox import Key, Placement
 from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.mcore.model.layers import Fp4State
 from megatron_fp4.mcore.model.run import Moment, Run
-from megatron_fp4.recipe import GemmRecipe, Recipe
+from megatron_fp4.recipe import GEMMS, GemmRecipe, Phase, Recipe
 from megatron_fp4.replay import Replay
 
 SEQUENCE, BATCH, MICROBATCHES = 32, 2, 3
@@ -119,8 +119,9 @@ def test_the_key_is_seed_and_step() -> None:
     assert run.key(Moment(3, 1)) == run.key(Moment(3, 2)) == Key(2**40 + 7, 3)
 
 
-def test_the_schedule_ends_at_its_share_of_the_iterations() -> None:
-    run, recipe = run_of(train_iters=10), replace(EVERYWHERE, bf16_after=0.3)
+def test_a_phase_begins_at_its_share_of_the_iterations() -> None:
+    late = (Phase(0.3, EVERYWHERE.without(GEMMS)),)
+    run, recipe = run_of(train_iters=10), replace(EVERYWHERE, phases=late)
     quantized = [run.in_force(recipe, Moment(step, 0)).fprop.quantized for step in range(10)]
     assert quantized == [True] * 3 + [False] * 7
 

@@ -14,6 +14,7 @@ from megatron.training import print_rank_0
 from megatron_fp4.arithmetic.messages import form_name
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipes.content import fields_of
 
 # Arguments that must not change if the results are to stay the same, besides the recipe, each with
 # its name in the message.
@@ -28,11 +29,10 @@ _FLAGS = {
     "activation_func_fp8_input_store": "--activation-func-fp8-input-store",
     "micro_batch_size": "--micro-batch-size",  # changes wgrad's blocks and tokens' random bits
 }
-# Fields of a recipe that have their own flags, and those that do not affect results.
-_SCHEDULE = {"bf16_after": "--fp4-bf16-after", "bf16_gemms": "--fp4-bf16-gemms"}
 # Methods that may come and go between runs, and what they keep of W.
 _METHODS = {"weight_average": "averages", "ramping": "periods"}
-_WORDS = ("name", "description", "paper")  # older versions had `description`
+# Fields of a recipe that do not affect results; older versions had `description`.
+_WORDS = ("name", "description", "paper")
 _SHOWN = 3  # how many differing fields of a recipe the message names
 
 
@@ -139,8 +139,6 @@ def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[
     # recipe may be built in or in a file.
     old, new = (_fields(args.fp4_recipe_content) for args in (saved, launch))
     old, new = _but_for_methods(old, new)
-    for name, flag in _SCHEDULE.items():
-        found += _was_and_is(flag, old.pop(name, None), new.pop(name, None))
     if changed := _changed(old, new):
         found.append(f"--fp4-recipe was {_spelled(saved)} and is {_spelled(launch)} ({changed})")
     return found + _module_differences(saved, launch)
@@ -184,17 +182,19 @@ def _has(recipe: dict[str, Any], field: str) -> bool:
 
 def _without(recipe: dict[str, Any], field: str) -> dict[str, Any]:
     """The fields of a recipe without those of one method. Without an average `ema` is nearest."""
-    rest = {name: value for name, value in recipe.items() if name.partition(".")[0] != field}
-    if field == "weight_average" and rest.get("fprop.b.rounding") == "ema":
-        rest["fprop.b.rounding"] = "nearest"
+    rest = {name: value for name, value in recipe.items() if field not in name.split(".")}
+    if field == "weight_average":
+        for name, value in rest.items():
+            if name.endswith("fprop.b.rounding") and value == "ema":
+                rest[name] = "nearest"
     return rest
 
 
 def _has_shares(args: argparse.Namespace) -> bool:
-    """Whether a recipe of the run has a schedule, or a half-life or an interval that is a share."""
+    """Whether a recipe of the run has phases, or a half-life or an interval that is a share."""
     own = [content for _, content in getattr(args, "fp4_module_contents", [])]
     recipes = [_fields(content) for content in [args.fp4_recipe_content, *own] if content]
-    shares = "bf16_after", "weight_average.half_life", "ramping.interval_share"
+    shares = "phases.1.after", "weight_average.half_life", "ramping.interval_share"
     return any(recipe.get(name) is not None for recipe in recipes for name in shares)
 
 
@@ -222,7 +222,7 @@ def _fields(content: str) -> dict[str, Any]:
 
     content: the recipe as JSON, from `fp4_recipe_content`.
     """
-    return _flat(_completed(json.loads(content), Recipe))
+    return _flat(_completed(fields_of(content), Recipe))
 
 
 def _completed(given: dict[str, Any], kind: Any) -> dict[str, Any]:
@@ -238,6 +238,8 @@ def _completed(given: dict[str, Any], kind: Any) -> dict[str, Any]:
         default: Any = field.default
         if inner and isinstance(given.get(field.name), dict):
             _completed(given[field.name], inner)
+        elif inner and isinstance(given.get(field.name), list):
+            given[field.name] = [_completed(each, inner) for each in given[field.name]]
         elif field.name not in given and default is not MISSING:
             plain = asdict(default) if inner and default else default
             given[field.name] = json.loads(json.dumps(plain))  # turns tuples into lists
@@ -249,7 +251,10 @@ def _flat(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in recipe.items():
         if isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{name}.")
-        elif prefix or name not in _WORDS:
+        elif name == "phases":
+            for number, phase in enumerate(value, 1):
+                flat |= _flat(phase, f"{prefix}{name}.{number}.")
+        elif name not in _WORDS:
             flat[prefix + name] = value
     return flat
 

@@ -18,7 +18,7 @@ from megatron_fp4.mcore.launch.refusals.cuda_graphs import captured_layers
 from megatron_fp4.mcore.launch.refusals.param_gather import gathered_codes
 from megatron_fp4.mcore.launch.refusals.table import refuse
 from megatron_fp4.mcore.launch.refusals.weight_states import keepers, ramping
-from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipe import GEMMS, Phase, Recipe
 from megatron_fp4.recipes import content, get_recipe
 
 OFF = ("off", "bf16")  # values of --fp4-recipe that mean no recipe
@@ -138,12 +138,15 @@ def _moments(args: argparse.Namespace) -> Moments:
 
 
 def _scheduled(recipe: Recipe, args: argparse.Namespace) -> Recipe:
-    """`recipe` with the schedule of --fp4-bf16-after and --fp4-bf16-gemms, if they are given."""
-    if args.fp4_bf16_after is not None:
-        recipe = replace(recipe, bf16_after=args.fp4_bf16_after)
-    if args.fp4_bf16_gemms is not None and recipe.bf16_after is not None:
-        recipe = replace(recipe, bf16_gemms=tuple(args.fp4_bf16_gemms))
-    return recipe
+    """`recipe` with the phase of --fp4-bf16-after and --fp4-bf16-gemms, if they are given."""
+    if args.fp4_bf16_after is None:
+        return recipe
+    if recipe.phases:
+        raise ConfigError(
+            f"recipe {recipe.name} has phases: leave out --fp4-bf16-after, and add BF16 to them"
+        )
+    late = recipe.without(args.fp4_bf16_gemms or GEMMS)
+    return replace(recipe, phases=(Phase(args.fp4_bf16_after, late),))
 
 
 def _options(pairs: list[str]) -> dict[str, str]:

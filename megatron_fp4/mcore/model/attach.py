@@ -53,7 +53,7 @@ def attach(
         for mlp in mlps:
             mlp.join()
     norms = sum(map(joined_norms.join, model)) if run.args.fp4_joins_norms else 0
-    rows = _gather([_row(run, name, layer, number, refused[name]) for name, layer, number in found])
+    rows = _gather([row for each in found for row in _rows(run, *each, refused[each[0]])])
     for glob, _ in run.modules:
         if not any(fnmatchcase(row.name, glob) for row in rows):
             some = ", ".join(sorted({start_table.kind(row.name)[0] for row in rows}))
@@ -76,12 +76,12 @@ def attach(
             "leave out --fp4-module-recipe GLOB=bf16, or lower --num-layers-at-start-in-bf16 or "
             "--num-layers-at-end-in-bf16"
         )
-    run.linears = [row.name for row in quantized]
+    run.linears = list(dict.fromkeys(row.name for row in quantized))
     check_streams(run.linears)
     if cuda_graphs.wanted(run.args):
         run.prepare_graphs(len(found), found[0][1].weight.device)
-    plans = [layer.plan() for _, layer, _ in found if layer.fp4 is not None]
-    held = max(_of_all_ranks(sum(map(held_bytes, plans))))
+    plans = [layer.plans() for _, layer, _ in found if layer.fp4 is not None]
+    held = max(_of_all_ranks(sum(max(map(held_bytes, phases)) for phases in plans)))
     states = max(_of_all_ranks(run.weight_states.bytes_of_copies))
     everything = sum(weight.numel() for chunk in model for weight in chunk.parameters())
     sent = max(_of_all_ranks((run.sent_weights.bytes, run.sent_weights.elements)))
@@ -177,15 +177,23 @@ def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> str
     return None
 
 
-def _row(run: Run, name: str, layer: Fp4Layer, number: int | None, refusal: str | None) -> Row:
-    """The row of the start table for a linear. refusal: what `_attach_one` returned."""
+def _rows(
+    run: Run, name: str, layer: Fp4Layer, number: int | None, refusal: str | None
+) -> list[Row]:
+    """The rows of the start table for a linear: one for each phase of its recipe.
+
+    refusal: what `_attach_one` returned.
+    """
     if refusal is not None:
         recipe = recipe_for(name, number, run.recipe, run.modules, run.args)
         assert recipe is not None
-        return start_table.refused(name, layer.weight, recipe, refusal)
+        return [start_table.refused(name, layer.weight, recipe, refusal)]
     if layer.fp4 is None:
-        return start_table.unquantized(name, layer.weight)
-    return start_table.planned(name, layer.weight, layer.plan(), layer.tokens())
+        return [start_table.unquantized(name, layer.weight)]
+    return [
+        start_table.planned(name, layer.weight, plan, layer.tokens(plan.recipe))
+        for plan in layer.plans()
+    ]
 
 
 def _kept_y(config: TransformerConfig) -> str:

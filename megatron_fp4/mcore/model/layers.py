@@ -182,9 +182,12 @@ class _FollowsRecipe:
 
         name: its global module name. average: of its weight, which `WeightStates.add` returns.
         sent_w: what `SentWeights.add` returns for its weight; None: the linear quantizes W.
-        Raises ConfigError if the recipe's blocks do not divide the linear's sizes.
+        Raises ConfigError if the blocks of the recipe, or of one of its phases, do not divide the
+        linear's sizes.
         """
         sharding, placements = self._sharded(name, run, recipe)
+        for phase in recipe.phases:
+            self._sharded(name, run, phase.recipe)
         site = run.site(name, placements, _ranks(self.tp_group, sharding), average, sent_w)
         self.fp4 = Fp4State(run, recipe, site, self.is_expert)
 
@@ -195,18 +198,23 @@ class _FollowsRecipe:
         """How tensor parallelism shards the linear, and where the rank's parts of its matrices lie.
         Raises ConfigError as `attach` does."""
 
-    def plan(self) -> LinearPlan:
-        """The plan that training executes for a microbatch of --micro-batch-size sequences.
+    def plans(self) -> list[LinearPlan]:
+        """The plans of the recipe and of its phases for a microbatch of --micro-batch-size
+        sequences.
 
-        In an expert, whose number of tokens varies, the plan for the smallest number of tokens that
+        In an expert, whose number of tokens varies, those for the smallest number of tokens that
         blocks divide. Requires that `attach` was called.
         """
         assert self.fp4 is not None
-        site, recipe, run = self.fp4.site, self.fp4.recipe, self.fp4.run
+        return [self._plan(recipe) for recipe in self.fp4.recipe.in_turn]
+
+    def _plan(self, recipe: Recipe) -> LinearPlan:
+        assert self.fp4 is not None
+        site, run = self.fp4.site, self.fp4.run
         weight, dtype = self.weight, self.config.params_dtype
         has_bias = self.bias is not None and not self.skip_bias_add
         return plan_for(
-            recipe, tokens_of_plan(recipe, self.tokens()), weight.shape, dtype, weight.device,
+            recipe, tokens_of_plan(recipe, self.tokens(recipe)), weight.shape, dtype, weight.device,
             weight.dtype, site.sharding, run.main_grad(dtype), True, True, has_bias, site.keeps_w,
             site.packs_x, self.fp4.swiglu, site.norm is not None, site.kept_y,
             site.sent_w is not None,
@@ -217,7 +225,8 @@ class _FollowsRecipe:
 
         Requires that `attach` was called, and that fprop rounds W to nearest in block scales.
         """
-        plan = self.plan()
+        assert self.fp4 is not None
+        plan = self._plan(self.fp4.run.in_force(self.fp4.recipe, self.fp4.run.now()))
         making = next(making for making in plan.forward if plan.fprop.b in making.operands)
         made = making.maker.make(self.weight.detach(), [plan.fprop.b], [Given()])[0].operand
         assert isinstance(made, QuantizedTensor)
@@ -227,11 +236,11 @@ class _FollowsRecipe:
         """Whether the next forward pass follows a recipe."""
         return self.fp4 is not None and self.fp4.in_force(self.training)
 
-    def tokens(self) -> int:
-        """The number of tokens that `plan` is for; see `Setting.tokens`."""
+    def tokens(self, recipe: Recipe) -> int:
+        """The number of tokens that the plan of a recipe is for; see `Setting.tokens`."""
         assert self.fp4 is not None
         if self.fp4.is_expert:
-            return token_multiple(self.fp4.recipe)
+            return token_multiple(recipe)
         return tokens_on_rank(self.fp4.run.args, self.fp4.site.sharding)
 
     def _forward_impl(self, input: Any, weight: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -85,7 +85,7 @@ class Run:
         self._first_rows: dict[_Shape, Tensor] = {}  # the token rows of microbatch 0
         self._rows: dict[_Shape, tuple[int, Tensor]] = {}  # the latest microbatch, its token rows
         self._clock: graphs.Clock | None = None
-        self._ended: set[Recipe] = set()  # the recipes whose schedule was seen to have ended
+        self._held: dict[Recipe, Recipe] = {}  # what held in the last step, for recipes with phases
         self._last_sighting = -2  # the last step with a NaN or Inf; no step follows -2
 
     @property
@@ -131,7 +131,7 @@ class Run:
             self._tell_of(self.monitor.rounding)
             self._step = step
             self._counts.clear()
-            self._tell_of_schedules(training)
+            self._tell_of_phases(training)
         # Modulo, because upstream may run a step again to tell faulty hardware from a real NaN.
         local = self._counts[vp_stage] % get_num_microbatches()
         self._counts[vp_stage] += 1
@@ -162,10 +162,10 @@ class Run:
         return Moment(max(self._step, 0), self._microbatch)
 
     def in_force(self, recipe: Recipe, moment: Moment) -> Recipe:
-        """`recipe` as it is at this moment: its schedule may have returned GEMMs to BF16."""
-        if recipe.bf16_after is None:
+        """`recipe`, or that of the phase that holds at this moment."""
+        if not recipe.phases:
             return recipe
-        assert isinstance(moment.step, int)  # refusals/cuda_graphs.py refuses schedules in graphs
+        assert isinstance(moment.step, int)  # refusals/cuda_graphs.py refuses phases in graphs
         return recipe.at(moment.step / max(self.args.train_iters or 1, 1))
 
     @property
@@ -305,7 +305,7 @@ class Run:
         self._clock = graphs.Clock(device)
         self.monitor.expect(linears * sum(map(len, OPERANDS.values())), device)
 
-    # --- NaN, rounded elements, schedules in the log ----------------------------------------
+    # --- NaN, rounded elements, phases in the log -----------------------------------------
 
     def _observe(self, module: str, gemm: str, operand: str, tally: Tensor) -> None:
         """Passes the tally of a linear's operand to the monitor.
@@ -326,22 +326,22 @@ class Run:
         self._tell(self.monitor.look())
         self._tell_of(self.monitor.rounding)
 
-    def _tell_of_schedules(self, training: bool) -> None:
-        """Prints one line for a recipe in the first step in which its schedule has ended."""
+    def _tell_of_phases(self, training: bool) -> None:
+        """Prints one line in the first step of each phase of a recipe."""
         if not training:
             return
-        now = self.now()
         for recipe in self.recipes:
-            ended = self.in_force(recipe, now) is not recipe
-            if ended and recipe not in self._ended and once(f"schedule:{recipe.name}"):
-                plain = "BF16" if self.args.bf16 else "FP16" if self.args.fp16 else "FP32"
-                gemms = ", ".join(recipe.bf16_gemms)
+            held = self.in_force(recipe, self.now())
+            if held is not self._held.get(recipe, recipe) and once(
+                f"phase:{self._step}:{recipe.name}"
+            ):
                 print(
-                    f"megatron-fp4: {gemms} of recipe {recipe.name} run in {plain} from step "
-                    f"{self._step + 1} on, after {recipe.bf16_after:.4g} of training",
+                    f"megatron-fp4: recipe {held.name} takes the place of {recipe.name} from step "
+                    f"{self._step + 1} on",
                     flush=True,
                 )
-            self._ended |= {recipe} if ended else set()
+            if recipe.phases:
+                self._held[recipe] = held
 
     def _tell_of(self, rounding: Rounding | None) -> None:
         """Writes how many elements were rounded, in steps that Megatron logs, for each stage."""

@@ -225,8 +225,8 @@ def table(recipes: Sequence[Recipe], rows: list[Row]) -> str:
     """The start table: the recipes in words, then one line for each kind of linear.
 
     A line has the linear's name, its layers, the shape of W on a rank, its recipe, and the formats
-    and multiplier of each GEMM. Notes and schedules follow. recipes: the launch's recipe, then
-    those that --fp4-module-recipe gives to single modules.
+    and multiplier of each GEMM. Each phase of a recipe has a line of its own. Notes follow.
+    recipes: the launch's recipe, then those that --fp4-module-recipe gives to single modules.
     """
     kinds: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     for row in rows:
@@ -252,7 +252,6 @@ def table(recipes: Sequence[Recipe], rows: list[Row]) -> str:
         "  embedding, head, norms, attention scores: high precision",
     ]
     lines += sorted({f"  {note}" for row in rows for note in row.notes})
-    lines += sorted({line for recipe in recipes for line in _schedule(recipe)})
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -268,13 +267,6 @@ def _alike(numbers: list[tuple[int, int]]) -> list[tuple[str, str]]:
     for layer, experts in sorted(of_layer.items()):
         layers.setdefault(_ranges(experts), []).append(layer)
     return [(experts, _ranges(found)) for experts, found in layers.items()]
-
-
-def _schedule(recipe: Recipe) -> list[str]:
-    if recipe.bf16_after is None:
-        return []
-    gemms, share = ", ".join(recipe.bf16_gemms), f"{recipe.bf16_after:.4g}"
-    return [f"  {recipe.name}: {gemms} return to high precision after {share} of training"]
 
 
 def kind(name: str) -> tuple[str, int, int]:

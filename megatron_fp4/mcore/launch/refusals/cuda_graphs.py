@@ -21,7 +21,7 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
     yield from _experts(args)
     yield from _microbatches(args)
     problems = {
-        "a recipe whose GEMMs return to BF16": any(r.bf16_after is not None for r in recipes),
+        "a recipe with phases (--fp4-bf16-after)": any(recipe.phases for recipe in recipes),
         "--mtp-num-layers": args.mtp_num_layers,
         # C/transformer/cuda_graphs.py replays the graphs of training in evaluation too, where there
         # must be no dropout.

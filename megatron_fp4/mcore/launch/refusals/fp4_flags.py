@@ -135,9 +135,10 @@ def upstreams(args: Namespace) -> Iterator[str]:
 
 def with_recipe(args: Namespace, recipe: Recipe) -> Iterator[str]:
     """Refuses flags that cannot be combined with a recipe, and a recipe that quantizes nothing."""
-    if args.fp4_bf16_gemms is not None and recipe.bf16_after is None:
+    if args.fp4_bf16_gemms is not None and args.fp4_bf16_after is None:
         yield "--fp4-bf16-gemms needs --fp4-bf16-after"
-    if not any(recipe.at(0.0).gemm(gemm).quantized for gemm in GEMMS):
+    held = [recipe.at(0.0), *recipe.in_turn[1:]]  # the first may never hold
+    if not any(each.gemm(gemm).quantized for each in held for gemm in GEMMS):
         yield (
             f"recipe {args.fp4_recipe} quantizes nothing: give fprop, dgrad or wgrad a quantizer "
             "and a share of training in FP4, or leave the recipe out"
