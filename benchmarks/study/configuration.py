@@ -4,9 +4,11 @@ import hashlib
 import json
 from typing import Any
 
-from benchmarks.study.matrix import Matrix, Point, is_bf16
+from benchmarks.study.matrix import Matrix, Point, is_bf16, recipe_of
 from benchmarks.study.sizes import SIZES
 from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
+from megatron_fp4.recipes import content
+from megatron_fp4.recipes.registry import SUFFIXES
 from tools import runs
 
 
@@ -14,7 +16,8 @@ def configuration(matrix: Matrix, point: Point, text: dict[str, Any]) -> dict[st
     """All that the result of a run depends on, as JSON, besides versions and the machine.
 
     point: of the matrix. text: of text.described(). "flags" are those of the launch but for paths
-    and for the layout. "ranks" is there if the matrix says how many share the batch.
+    and for the layout. "ranks" is there if the matrix says how many share the batch, and
+    "recipe_fields" if the recipe is a file, whose content may change under its name.
     """
     size = SIZES[point.size]
     training = runs.Training(
@@ -28,15 +31,18 @@ def configuration(matrix: Matrix, point: Point, text: dict[str, Any]) -> dict[st
     flags = [*size.flags(training, max(matrix.ranks, 1)), *point.flags(), *matrix.flags.split()]
     if not is_bf16(point.recipe):
         flags += ["--fp4-metrics-interval", str(matrix.metrics_interval)]
-    found = {"flags": flags, "text": text["sha256"], "numerics": NUMERICS_VERSION}
-    ranks = {"ranks": matrix.ranks} if matrix.ranks else {}
-    return point._asdict() | found | ranks
+    found: dict[str, Any] = {"flags": flags, "text": text["sha256"], "numerics": NUMERICS_VERSION}
+    if matrix.ranks:
+        found["ranks"] = matrix.ranks
+    if point.recipe.split()[0].partition(",")[0].endswith(SUFFIXES):
+        found["recipe_fields"] = content.fields_of(content.write(recipe_of(point.recipe)))
+    return point._asdict() | found
 
 
 def hash_of(configuration: dict[str, Any]) -> str:
     """16 hexadecimal digits of the SHA-256 of a configuration."""
-    content = json.dumps(configuration, sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    text = json.dumps(configuration, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def point_of(configuration: dict[str, Any]) -> Point:

@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks.study.errors import StudyError
 from benchmarks.study.sizes import SIZES
-from megatron_fp4 import get_recipe
+from megatron_fp4 import Recipe, get_recipe
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.data.errors import DataError
 from tools.installed_text import Text
@@ -138,7 +138,8 @@ def _matrix(name: str, found: Any) -> Matrix:
         raise StudyError("runs is a list of blocks")
     matrix = Matrix(**values | {"text": text, "runs": [_block(each) for each in values["runs"]]})
     for recipe in dict.fromkeys([*matrix.against, *(point.recipe for point in matrix.points())]):
-        _check_recipe(recipe)
+        if not is_bf16(recipe):
+            recipe_of(recipe)
     return matrix
 
 
@@ -173,8 +174,10 @@ def _checked(where: str, kind: Any, found: Any, **given: Any) -> dict[str, Any]:
     return values
 
 
-def _check_recipe(recipe: str) -> None:
-    """Raises ConfigError if there is no such recipe or option."""
-    if not is_bf16(recipe):
-        name, *options = recipe.split()[0].split(",")
-        get_recipe(name, **dict(option.partition("=")[::2] for option in options))
+def recipe_of(entry: str) -> Recipe:
+    """The recipe of an entry of a matrix, as in `Point.recipe`, that is not BF16.
+
+    Raises ConfigError if there is no such recipe or option.
+    """
+    name, *options = entry.split()[0].split(",")
+    return get_recipe(name, **dict(option.partition("=")[::2] for option in options))

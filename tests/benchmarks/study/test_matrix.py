@@ -43,6 +43,20 @@ def test_a_block_is_every_combination_seed_by_seed() -> None:
     assert all(p.rounding_seed == p.seed for p in points if p.recipe == "tetrajet")
 
 
+def test_a_recipe_file_counts_by_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+
+    def found(text: str) -> dict[str, Any]:
+        path.write_text(text)
+        return configuration(MATRIX, POINT._replace(recipe=f"{path},rule=floor"), TEXT)
+
+    plain = found("base: tetrajet\n")
+    assert plain["recipe_fields"]["fprop"]["a"]["rule"] == "floor"
+    assert hash_of(plain) == hash_of(found("{base: tetrajet}\n"))
+    assert hash_of(plain) != hash_of(found("base: mxfp4\n"))
+    assert "recipe_fields" not in configuration(MATRIX, POINT, TEXT)
+
+
 def test_bf16_has_no_rounding_seeds() -> None:
     block = Block(["bf16", "tetrajet"], ["tiny"], [1e-3], [60], [1], rounding_seeds=[7, 8])
     assert [(p.recipe, p.rounding_seed) for p in block.points()] == [
