@@ -1,5 +1,7 @@
 """On a GPU: pretrain_gpt.py trains in BF16 and with every recipe."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -49,3 +51,16 @@ def test_two_gpus_learn_what_one_does(recipe: str | None) -> None:
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     losses = train(2, *FLAGS, *layout, *flags).losses
     assert len(losses) == 8 and losses[-1] < losses[0]
+
+
+def test_a_phase_trains_as_its_recipe_would(tmp_path: Path) -> None:
+    """Half of the run in TetraJet and half in FP8, in C++: as two runs, bit for bit."""
+    path = tmp_path / "phases.yaml"
+    path.write_text("base: tetrajet\nphases: [{after: 0.5, recipe: fp8}]\n")
+    saved = ("--save", str(tmp_path / "run"), "--save-interval", "4")
+    first = train(1, *FLAGS, "--fp4-recipe", "tetrajet", *saved)
+    load = ("--load", str(tmp_path / "run"), "--ckpt-step", "4", "--fp4-load-anyway")
+    second = train(1, *FLAGS, "--fp4-recipe", "fp8", *load)
+    turned = train(1, *FLAGS, "--fp4-recipe", str(path))
+    assert turned.losses == first.losses[:4] + second.losses
+    assert turned.losses[4:] != first.losses[4:]
