@@ -165,12 +165,11 @@ def linear(
     fullgraph=True the compiler raises.
     Raises ConfigError for unsupported tensors or shapes that do not fit, for an axis that is not a
     multiple of its block or Hadamard group, and for an invalid seed, step or replica.
-    Warns of a recipe with `Recipe.ramping`, which is the optimizer's.
+    Warns of a recipe with `Recipe.ramping` or `Recipe.phases`; see `warn_of_training`.
     """
     if not isinstance(recipe, Recipe):
         recipe = get_recipe(recipe)
-    if recipe.ramping is not None:
-        warn_of_ramping(recipe)
+    warn_of_training(recipe)
     check_operands(x, weight, bias, name)
     tokens = None  # unchecked: only wgrad contracts the tokens
     if torch.is_grad_enabled() and weight.requires_grad:
@@ -189,13 +188,21 @@ def linear(
     return quantized_linear(x, weight, bias, recipe, site, call)
 
 
-def warn_of_ramping(recipe: Recipe) -> None:
-    """Warns, once in a process for each recipe, that a linear cannot do its ramping."""
-    warnings.warn(
-        f"recipe {recipe.name} updates weights at periods of their own, which Megatron's "
-        "optimizers do here and a linear cannot: it multiplies as without ramping",
-        stacklevel=3,
-    )
+def warn_of_training(recipe: Recipe) -> None:
+    """Warns, once in a process for each recipe, of what a linear alone cannot do of it: ramping,
+    which is the optimizer's, and phases, which follow the progress of training."""
+    if recipe.ramping is not None:
+        warnings.warn(
+            f"recipe {recipe.name} updates weights at periods of their own, which Megatron's "
+            "optimizers do here and a linear cannot: it multiplies as without ramping",
+            stacklevel=3,
+        )
+    if recipe.phases:
+        warnings.warn(
+            f"recipe {recipe.name} has phases, which Megatron's loop begins here and a linear does "
+            "not: give it recipe.at(progress), the recipe of a share of training",
+            stacklevel=3,
+        )
 
 
 def _check_average(average: Tensor, weight: Tensor, recipe: Recipe, name: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.weight_states import OptimizerStep
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.linear import linear, warn_of_ramping
+from megatron_fp4.linear import linear, warn_of_training
 from megatron_fp4.plan.sizes import check_sizes
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import get_recipe
@@ -76,15 +76,14 @@ class Linear(nn.Linear):
 
         It can be set to a Recipe or to anything `get_recipe` takes, and then holds from the next
         forward pass on. Setting it raises ConfigError for an unknown name, and for a layer whose
-        sizes are not multiples of the recipe's blocks. Warns of a recipe with `Recipe.ramping`.
+        sizes are not multiples of the recipe's blocks. Warns as `linear` does.
         """
         return self._recipe
 
     @recipe.setter
     def recipe(self, recipe: Recipe | str) -> None:
         followed = recipe if isinstance(recipe, Recipe) else get_recipe(recipe)
-        if followed.ramping is not None:
-            warn_of_ramping(followed)
+        warn_of_training(followed)
         check_sizes(followed, None, self.in_features, self.out_features, self.name)
         self._recipe = followed
         if followed.weight_average is None:

@@ -1,4 +1,4 @@
-"""Recipe and GemmRecipe as data: consistency, schedule, what a linear's sizes must divide."""
+"""Recipe and GemmRecipe as data: consistency, phases, what a linear's sizes must divide."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, Recipe, get_quantizer, get_recipe
+from megatron_fp4 import (
+    ConfigError,
+    GemmRecipe,
+    Linear,
+    Quantizer,
+    Recipe,
+    get_quantizer,
+    get_recipe,
+    linear,
+)
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
@@ -179,6 +189,18 @@ def test_the_mean_is_subtracted_while_x_is_quantized() -> None:
     both = replace(get_recipe("tetrajet"), x_mean="subtracted")
     for gemms, kept in ((("fprop",), False), (("wgrad",), False), (("fprop", "wgrad"), True)):
         assert (both.without(gemms).x_mean == "kept") == kept, gemms
+
+
+def test_linears_warn_of_phases_which_they_do_not_begin() -> None:
+    recipe = replace(get_recipe("mxfp4"), phases=(Phase(0.5, BF16),))
+    x = torch.ones(32, 32)
+    with pytest.warns(UserWarning, match=r"mxfp4 has phases.*give it recipe\.at\(progress\)"):
+        y = linear(x, x, recipe=recipe)
+    assert torch.equal(y, linear(x, x, recipe="mxfp4"))
+    with pytest.warns(UserWarning, match="mxfp4 has phases"):
+        layer = Linear(32, 32, recipe=recipe)
+    layer.recipe = recipe.at(0.5)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
 
 
 # --- sizes ----------------------------------------------------------------------------------------

@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> str:
         raise ConfigError(
             f"recipe {args.recipe} does not support --param-gather, because {reader}: leave it out"
         )
-    check_sizes(recipe, args.tokens, inputs, outputs, "this linear")
+    for each in recipe.in_turn:
+        check_sizes(each, args.tokens, inputs, outputs, "this linear")
     scattered = sharding.ranks if sharding.tokens is not None else 1
     tokens, dtype = _part(args.tokens, scattered, "--tokens"), _DTYPES[args.dtype]
     setting = Setting(
@@ -103,8 +104,10 @@ def run(args: argparse.Namespace) -> str:
     if args.dp < 1 or (args.dp == 1 and element is not None):
         raise ConfigError("--grad-comm needs --dp 2 or more: add it")
     moments = None if args.optimizer_state is None else Moments.read(args.optimizer_state)
-    shown = show(compile_plan(recipe, setting), moments)
-    return shown + show_gradients(inputs * outputs, args.dp, element)
+    shown = [show(compile_plan(each, setting), moments) for each in recipe.in_turn]
+    for number, phase in enumerate(recipe.phases, 1):
+        shown[number] = f"\nafter {phase.after:.4g} of training\n{shown[number]}"
+    return "".join(shown) + show_gradients(inputs * outputs, args.dp, element)
 
 
 def _sharding(args: argparse.Namespace) -> Sharding:

@@ -50,6 +50,17 @@ def test_every_operand_and_product_is_told(
         assert reason in text
 
 
+def test_every_phase_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: tetrajet\nphases: [{after: 0.5, recipe: fp8}]\n")
+    text = printed(capsys, monkeypatch, f"--recipe {path} --gpu sm_90")
+    first, late = text.split("\nafter 0.5 of training\n")
+    assert first == printed(capsys, monkeypatch, "--gpu sm_90").replace("tetrajet", "mine")
+    assert late == printed(capsys, monkeypatch, "--recipe fp8 --gpu sm_90")
+
+
 def test_bytes_and_reasons(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
