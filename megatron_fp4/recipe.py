@@ -315,12 +315,12 @@ class Recipe:
                 "fprop out"
             )
         kept = [gemm for gemm in GEMMS if gemm not in gemms]
-        has_fprop = "fprop" in kept
+        has_fprop, gone = "fprop" in kept, ", ".join(gemm for gemm in GEMMS if gemm in gemms)
         averages = any((w := self.gemm(g).b) and w.rounding == "ema" for g in kept if g != "wgrad")
         quantizes_x = any(self.quantizer(g, "x") for g in kept if "x" in OPERANDS[g])
         return replace(
             self,
-            name=f"{self.name} with {', '.join(g for g in GEMMS if g in gemms)} in high precision",
+            name=f"{self.name}{f' with {gone}' if kept else ''} in high precision",
             phases=(),
             **dict.fromkeys(gemms, HIGH_PRECISION),  # type: ignore[arg-type]
             estimator=self.estimator if has_fprop else None,

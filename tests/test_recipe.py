@@ -168,7 +168,10 @@ def test_a_recipe_without_some_gemms(name: str, gemms: tuple[str, ...]) -> None:
         (None, None) if "fprop" in gemms else (recipe.estimator, recipe.outliers)
     )
     assert late.bias_gradient == ("raw" if "dgrad" in gemms else recipe.bias_gradient)
-    assert late.name == f"{name} with {', '.join(gemms)} in high precision"
+    assert late.name == {
+        GEMMS: f"{name} in high precision",
+        ("dgrad", "wgrad"): f"{name} with dgrad, wgrad in high precision",
+    }.get(gemms, f"{name} with {gemms[0]} in high precision")
 
 
 def test_gemms_that_a_recipe_can_not_do_without() -> None:
