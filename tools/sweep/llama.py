@@ -19,6 +19,10 @@ RECIPE = "tools.sweep.building:combined"
 BASELINES = ["bf16", "tetrajet", "mxfp4-rht-sr"]
 TEXT = {"megabytes": 100, "vocabulary": 8192, "held_out_share": 0.02}
 BLOCK: dict[str, Any] = {"sizes": ["3M"], "learning_rates": [1e-3], "steps": [300], "seeds": [1, 2]}
+# Keys of a run's configuration, and of BLOCK, by which a run is one of the matrix.
+_OF_BLOCK = [
+    ("size", "sizes"), ("learning_rate", "learning_rates"), ("steps", "steps"), ("seed", "seeds"),
+]  # fmt: skip
 MOST = 64  # the largest group of a Hadamard transform of which all sizes of the model are multiples
 
 
@@ -46,15 +50,15 @@ def recipe(combination: Combination) -> str:
 def rows(study: Iterable[Row], stars: Mapping[Combination, str]) -> list[Row]:
     """A sweep's rows of this stage, of the recipes whose runs of all seeds have finished.
 
-    study: rows of the matrix's results. stars: of the combinations of the stages before; those that
-    train the same recipe get its result.
+    study: rows of a study's results; those that BLOCK does not have do not count. stars: of the
+    combinations of the stages before; those that train the same recipe get its result.
     """
     losses: dict[str, dict[str, dict[str, float]]] = {}
     for row in study:
-        if row["status"] != "finished":
-            continue
-        own = losses.setdefault(row["configuration"]["recipe"], {})
-        own[str(row["configuration"]["seed"])] = {"loss": row["held_out"][-1][1]}
+        run = row["configuration"]
+        if row["status"] == "finished" and all(run[key] in BLOCK[name] for key, name in _OF_BLOCK):
+            own = losses.setdefault(run["recipe"], {})
+            own[str(run["seed"])] = {"loss": row["held_out"][-1][1]}
     found = []
     for each, star in stars.items():
         name = recipe(each) if each.quantized else BASELINES[0]

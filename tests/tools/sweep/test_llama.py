@@ -42,11 +42,14 @@ def test_a_contradiction_is_refused_as_a_recipe_too() -> None:
 
 
 def test_runs_of_a_study_are_scores_of_the_stage() -> None:
-    def run(recipe: str, seed: int, loss: float) -> dict:
+    only = {key: llama.BLOCK[f"{key}s"][0] for key in ("size", "learning_rate")}
+    only["steps"] = llama.BLOCK["steps"][0]
+
+    def run(recipe: str, seed: int, loss: float, **other: float) -> dict:
         return {
             "status": "finished",
-            "configuration": {"recipe": recipe, "seed": seed},
-            "held_out": [(300, 9.0), (600, loss)],
+            "configuration": {"recipe": recipe, "seed": seed} | only | other,
+            "held_out": [(150, 9.0), (300, loss)],
         }
 
     spam = Combination(rule="ceil", optimizer="stable-spam")
@@ -55,5 +58,6 @@ def test_runs_of_a_study_are_scores_of_the_stage() -> None:
     failed = {"status": "failed", "configuration": finished[0]["configuration"]}
     half = run(llama.recipe(RHT), 1, 4.0)  # its second seed has not run
     stars = {BF16: "0", TETRAJET: "1", spam: "2", RHT: "3"}
-    found = llama.rows([*finished, failed, half], stars)
+    wrong = [run(llama.recipe(TETRAJET), 1, 9.0, **{key: 7}) for key in only]
+    found = llama.rows([*finished, failed, half, *wrong], stars)
     assert scores(found, llama.NAME) == {TETRAJET: pytest.approx(0.1)}
