@@ -40,13 +40,21 @@ def _factor(x, power, share, clip):
     return tl.where(x == x, factor, float("nan"))
 
 
+@triton.jit
+def _power_of_two(code):
+    """1 over the E8M0 scales of these codes: 2^(127 - code); NaN for 255."""
+    bits = tl.where(code < 254, (254 - code) << 23, 1 << 22)  # 2^-127 is subnormal
+    return tl.where(code < 255, bits.to(tl.float32, bitcast=True), float("nan"))
+
+
 @kernel(fp_fusion=True)
 def factor_kernel(
     dw_ptr,
     into_ptr,
     weight_ptr,
-    gamma_ptr,
+    scales_ptr,
     n_columns,
+    BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
     POWER: tl.constexpr,
     SHARE: tl.constexpr,
@@ -59,7 +67,8 @@ def factor_kernel(
 
     dw_ptr: float32 [rows, n_columns]. into_ptr: as dw_ptr, to which the product is added if ADDS.
     weight_ptr: the bits of BF16 [rows, n_columns], int16.
-    gamma_ptr: float32 [rows], which multiplies the weights.
+    scales_ptr: if BLOCK is 0 float32 [rows], which multiply the weights, else the codes of the E8M0
+    scales of blocks of BLOCK elements, uint8 [rows, n_columns / BLOCK], which divide them.
     POWER, SHARE, CLIP: 1/k - 1, 1/k, and the upper bound of the factor, of the estimator.
     TILE: columns of a program, which has one row.
     """
@@ -67,7 +76,12 @@ def factor_kernel(
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     there = at < n_columns
     bits = tl.load(weight_ptr + row * n_columns + at, mask=there, other=0).to(tl.int32)  # of BF16
-    x = tl.abs((bits << 16).to(tl.float32, bitcast=True) * tl.load(gamma_ptr + row))
+    if BLOCK == 0:
+        gamma = tl.load(scales_ptr + row)
+    else:
+        codes = scales_ptr + row * (n_columns // BLOCK) + at // BLOCK
+        gamma = _power_of_two(tl.load(codes, mask=there, other=127).to(tl.int32))
+    x = tl.abs((bits << 16).to(tl.float32, bitcast=True) * gamma)
     factor = _factor(x, POWER, SHARE, CLIP)
     places = row * n_columns + at
     product = tl.load(dw_ptr + places, mask=there) * factor
@@ -85,19 +99,24 @@ def scale(
     to `into`, and returns that.
 
     dw, into: float32 [out, in], contiguous.
-    w: the quantized weight, with a float32 scale for each row.
+    w: the quantized weight, with a float32 scale for each row, or E8M0 scales for blocks of a row.
     weight: BF16 [out, in], from which `w` was made.
     """
     rows, columns = dw.shape
-    launch = _launch(rows, columns, estimator, into is not None)
+    quantizer = w.quantizer
+    block = quantizer.block[1] if quantizer.scale == "e8m0" else 0
+    launch = _launch(rows, columns, block, estimator, into is not None)
     launch(dw.device, dw, into, weight.contiguous(), w.scales, columns)
     return dw if into is None else into
 
 
 @planned
-def _launch(rows: int, columns: int, estimator: Estimator, adds: bool) -> Launch:
+def _launch(rows: int, columns: int, block: int, estimator: Estimator, adds: bool) -> Launch:
+    """block: of E8M0 scales; 0: a float32 scale for each row."""
     constants = dict(
-        ADDS=adds, POWER=1 / estimator.k - 1, SHARE=1 / estimator.k, CLIP=estimator.clip, TILE=TILE
-    )
-    types = torch.float32, torch.float32, torch.int16, torch.float32, columns
+        BLOCK=block, ADDS=adds, POWER=1 / estimator.k - 1, SHARE=1 / estimator.k,
+        CLIP=estimator.clip, TILE=TILE,
+    )  # fmt: skip
+    scales = torch.uint8 if block else torch.float32
+    types = torch.float32, torch.float32, torch.int16, scales, columns
     return Launch(factor_kernel, (rows, tiles(columns, TILE)), types, constants, num_warps=WARPS)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.estimators import ONE_RANK, Estimator, Ranks, with_outer_scale
 from megatron_fp4.arithmetic.formats import SCALE_FLOATS, widen
 from megatron_fp4.arithmetic.hadamard import inverse, transform
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.arithmetic.scaling import per_block
 from megatron_fp4.makers import PYTORCH
 from megatron_fp4.makers.base import NOTHING, Given
@@ -78,13 +78,20 @@ def _kernel_refuses(estimator: Estimator, operand: OperandPlan, setting: Setting
         return "multiplies by the factor of dge alone"
     if operand.letter != "w":
         return "is for W alone"
-    if (quantizer.scale, quantizer.block, quantizer.prescale) != ("fp32", (1, 0), 1.0):
-        return "takes a float32 scale for each row"
+    if not _has_scales_of(quantizer):
+        return "takes a float32 scale for each row, or E8M0 scales for blocks of a row"
     if setting.dtype != torch.bfloat16 or operand.group:
         return "takes BF16, and transforms nothing"
     if not setting.outputs * setting.inputs:
         return "takes no empty matrix"
     return kernels_problem(setting.target)
+
+
+def _has_scales_of(quantizer: Quantizer) -> bool:
+    """Whether the kernel reads scales as this quantizer makes them."""
+    if quantizer.prescale != 1.0 or quantizer.row_max or quantizer.block[0] != 1:
+        return False
+    return quantizer.scale == ("e8m0" if quantizer.block[1] else "fp32")
 
 
 def _is_spread(operand: OperandPlan, setting: Setting) -> bool:
@@ -93,22 +100,6 @@ def _is_spread(operand: OperandPlan, setting: Setting) -> bool:
     sharded = 0 if operand.is_part else setting.sharding.axis(operand.letter)
     without = replace(operand.quantizer, tensor_max=0.0, row_max=0.0)
     return without.scale_spans(sharded, operand.axis)
-
-
-def has_kernel(estimator: Estimator, operand: OperandPlan, setting: Setting) -> bool:
-    """Whether a Triton kernel applies the estimator: dge to BF16 W with a float32 scale a row."""
-    quantizer = operand.quantizer
-    return (
-        quantizer is not None
-        and operand.letter == "w"
-        and estimator.form == "dge"
-        and estimator.beyond == "continued"
-        and estimator.maximum == "straight-through"
-        and (quantizer.scale, quantizer.block, quantizer.prescale) == ("fp32", (1, 0), 1.0)
-        and setting.dtype == torch.bfloat16
-        and setting.outputs * setting.inputs > 0
-        and kernels_problem(setting.target) is None
-    )
 
 
 def estimated(

@@ -287,8 +287,9 @@ def test_casts_with_scales_in_small_floats_compile(
 
 
 @pytest.mark.parametrize("capability", GPUS)
-def test_the_estimator_compiles(capability: int) -> None:
-    start = estimator._launch(64, 4096, Estimator(), True)
+@pytest.mark.parametrize("block", [0, 16])
+def test_the_estimator_compiles(block: int, capability: int) -> None:
+    start = estimator._launch(64, 4096, block, Estimator(), True)
     assert "ex2.approx" in compiled_launch(start, capability)["ptx"]
 
 

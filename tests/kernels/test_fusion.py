@@ -55,7 +55,7 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "blocks.cast_kernel": blocks._launches(64, 64, INFLATED, 1, False, False)[1],
     "carrier.carry_kernel": carry_launch((64, 256, 32, E4M3, False)),
     "carrier.elements_kernel": carrier._elements(4096),
-    "estimator.factor_kernel": estimator._launch(64, 4096, Estimator(), True),
+    "estimator.factor_kernel": estimator._launch(64, 4096, 0, Estimator(), True),
     "hadamard.transform_kernel": _transform_launch(
         64, 64, Quantizer(), 1, 32, "random", False, False
     ),

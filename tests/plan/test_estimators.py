@@ -24,6 +24,8 @@ from megatron_fp4.target import Target, target_of
 
 CPU, H200 = target_of(torch.device("cpu")), Target("cuda", (9, 0))
 MX, VECTOR, NVFP4 = Quantizer(), get_quantizer("vector"), get_quantizer("nvfp4")
+ROWS_OR_BLOCKS = "takes a float32 scale for each row, or E8M0 scales for blocks of a row"
+SQUARE = replace(MX, block=(32, 32))
 ROW_SCALES = replace(NVFP4, tensor_max=0.0, row_max=448.0)
 VJP = Estimator(form="sigmoid", maximum="vjp")
 OUTER = Estimator(form="straight-through", outer_scale="vjp")
@@ -39,12 +41,13 @@ def recipe(quantizer: Quantizer, **fields: Any) -> Recipe:
     return Recipe("r", fprop=GemmRecipe(quantizer, quantizer), **fields)
 
 
+@pytest.mark.parametrize("quantizer", [VECTOR, MX, replace(MX, block=(1, 16), rule="ceil")])
 @pytest.mark.parametrize("backward", ["raw", "forward"])
-def test_the_kernel_applies_dge_to_w(backward: Any) -> None:
-    made = plan(recipe(VECTOR, backward=backward, estimator=Estimator()))
+def test_the_kernel_applies_dge_to_w(backward: Any, quantizer: Quantizer) -> None:
+    made = plan(recipe(quantizer, backward=backward, estimator=Estimator()))
     assert made.estimates_w is not None and made.estimates_w.name == "dge kernel"
     assert "not used: dge kernel" not in "\n".join(notes(made))
-    on_cpu = plan(recipe(VECTOR, backward=backward, estimator=Estimator()), CPU)
+    on_cpu = plan(recipe(quantizer, backward=backward, estimator=Estimator()), CPU)
     assert on_cpu.estimates_w is not None and on_cpu.estimates_w.name == "pytorch"
 
 
@@ -65,7 +68,8 @@ def test_the_kernel_applies_dge_to_w(backward: Any) -> None:
             "multiplies by the factor of dge alone",
         ),
         (VECTOR, {"x_estimator": Estimator()}, "dX", "is for W alone"),
-        (MX, {"estimator": Estimator()}, "dW", "takes a float32 scale for each row"),
+        (NVFP4, {"estimator": Estimator()}, "dW", ROWS_OR_BLOCKS),
+        (SQUARE, {"estimator": Estimator()}, "dW", ROWS_OR_BLOCKS),
     ],
 )
 def test_the_start_table_says_why_pytorch_applies_one(

@@ -20,6 +20,9 @@ DGE_FACTOR = {
     "the place in half a step": Mistake(
         "", estimator._place, result(lambda place: (place - 1.0) * 0.5)
     ),
+    "a code is one too small": Mistake(
+        "", estimator._power_of_two, argument("code", lambda code: tl.maximum(code - 1, 0))
+    ),
     "no NaN": Mistake(
         "",
         estimator._factor,
