@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from megatron_fp4 import (
     list_recipes,
     quantize,
 )
+from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import transform
 from megatron_fp4.arithmetic.philox import Key, random_bits16
 from megatron_fp4.execution.call import Site
@@ -119,3 +122,25 @@ def test_dw_is_added_to_a_float32_main_grad_unrounded(name: str) -> None:
         gradients.append(weight.main_grad if fuses else weight.grad)  # type: ignore[attr-defined]
     main, rounded = (g.double() for g in gradients)
     assert 1e-4 < (main - rounded).norm() / main.norm() < 4e-3  # one rounding, and then another
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "tetrajet", "dge-occ"])
+def test_dge_multiplies_each_element_of_dw(name: str) -> None:
+    """dW of a recipe with the estimator is dW without it, times the factor of each weight."""
+    recipe = get_recipe(name, **({"occ": False} if name == "dge-occ" else {}))
+    generator = torch.Generator("cuda").manual_seed(1)
+    x, w, dy = (
+        torch.randn(size, device="cuda", generator=generator).bfloat16()
+        for size in ((256, 512), (384, 512), (256, 384))
+    )
+    found = []
+    for estimator in (None, Estimator()):
+        weight = w.clone().requires_grad_()
+        main_grad = weight.main_grad = torch.zeros(384, 512, device="cuda")  # type: ignore[attr-defined]
+        own = replace(recipe, estimator=estimator)
+        quantized_linear(x, weight, None, own, Site(fuses=True)).backward(dy)
+        found.append(main_grad.double())
+    assert recipe.fprop.b is not None
+    factor = Estimator().factor(quantize(w, recipe.fprop.b).grid_coordinates(w)).double()
+    assert (found[1] - found[0] * factor).norm() / found[1].norm() < 1e-6
+    assert (found[1] - found[0]).norm() / found[1].norm() > 0.1
