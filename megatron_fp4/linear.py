@@ -199,8 +199,8 @@ def warn_of_training(recipe: Recipe) -> None:
         )
     if recipe.phases:
         warnings.warn(
-            f"recipe {recipe.name} has phases, which Megatron's loop begins here and a linear does "
-            "not: give it recipe.at(progress), the recipe of a share of training",
+            f"recipe {recipe.name} has phases, but a linear outside Megatron does not know how far "
+            "training is, and uses the first recipe: give it recipe.at(progress)",
             stacklevel=3,
         )
 

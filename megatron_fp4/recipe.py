@@ -228,13 +228,13 @@ class Recipe:
             # Optimizers keep both from the first step on.
             if late.weight_average not in (None, self.weight_average):
                 raise ConfigError(
-                    f"recipe {late.name} of a phase has a weight_average that is not kept from the "
-                    "start: give the first recipe the same, or none to this one"
+                    f"recipe {late.name} of a phase has another weight_average: one that is kept "
+                    "from the first step on may end with a phase, but not begin or change"
                 )
             if late.ramping != self.ramping:
                 raise ConfigError(
-                    f"recipe {late.name} of a phase has another ramping, which the optimizer does "
-                    "all the time: give every phase the same"
+                    f"recipe {late.name} of a phase has another ramping: the optimizer's is the "
+                    "same from the first step to the last, so give every phase that, or none any"
                 )
 
     @property
@@ -289,10 +289,13 @@ class Recipe:
         """The recipes that hold in the course of training: this one and those of its phases."""
         return (self, *(phase.recipe for phase in self.phases))
 
+    def begun(self, progress: float) -> int:
+        """How many phases have begun at `progress`, the share of training that is done."""
+        return sum(progress >= phase.after for phase in self.phases)
+
     def at(self, progress: float) -> Recipe:
         """The recipe that holds at `progress`, the share of training that is done, in [0, 1]."""
-        begun = [phase.recipe for phase in self.phases if progress >= phase.after]
-        return begun[-1] if begun else self
+        return self.in_turn[self.begun(progress)]
 
     @cached_property
     def in_evaluation(self) -> Recipe:
@@ -311,8 +314,8 @@ class Recipe:
             raise ConfigError(f"no GEMM is named: name some of {', '.join(GEMMS)}")
         if self.ramping is not None and "fprop" in gemms:
             raise ConfigError(
-                "ramping follows the codes of W, which fprop has no more in high precision: leave "
-                "fprop out"
+                f"recipe {self.name} has ramping, which follows the codes of W in fprop: keep "
+                "fprop, and return dgrad and wgrad alone"
             )
         kept = [gemm for gemm in GEMMS if gemm not in gemms]
         has_fprop, gone = "fprop" in kept, ", ".join(gemm for gemm in GEMMS if gemm in gemms)

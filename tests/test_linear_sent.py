@@ -164,7 +164,7 @@ def then(late: Recipe) -> Recipe:
     [
         *((recipe, None) for recipe in RECIPES),
         (then(TETRAJET.without(("dgrad", "wgrad"))), None),
-        (then(TETRAJET.without(GEMMS)), "fprop multiplies W in high precision"),
+        (then(TETRAJET.without(GEMMS)), "tetrajet in high precision of a phase: fprop multiplies"),
         (then(get_recipe("tetrajet", rule="floor")), "recipe tetrajet of a phase quantizes W oth"),
         (then(get_recipe("mxfp4")), "backward reads the unquantized W"),
         (get_recipe("mxfp4"), "backward reads the unquantized W"),

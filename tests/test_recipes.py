@@ -257,7 +257,7 @@ def test_phases_by_name_by_file_and_by_what_differs(tmp_path: Path) -> None:
     floor = replace(get_recipe("tetrajet", rule="floor"), name="own")
     assert [phase.after for phase in recipe.phases] == [0.25, 0.5, 0.7, 0.8, 0.9]
     assert recipe.in_turn[1:] == (
-        replace(recipe, wgrad=GemmRecipe(), phases=(), name="mine, phase 1"),
+        replace(recipe, wgrad=GemmRecipe(), phases=(), name="mine (phase 1)"),
         floor,
         replace(get_recipe("mxfp4"), name="other"),
         get_recipe("fp8"),
@@ -269,7 +269,16 @@ def test_phases_by_name_by_file_and_by_what_differs(tmp_path: Path) -> None:
 def test_a_base_s_phases_are_kept_unless_there_are_others(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("base: mxfp4\nphases: [{after: 0.5, recipe: fp8}]\n")
     assert load(tmp_path, "base: base.yaml\n").phases == (Phase(0.5, get_recipe("fp8")),)
-    assert load(tmp_path, "base: base.yaml\nphases: []\n").phases == ()
+    for none in ("[]", "null", ""):
+        assert load(tmp_path, f"base: base.yaml\nphases: {none}\n").phases == ()
+
+
+def test_methods_of_options_do_not_reach_phases(tmp_path: Path) -> None:
+    text = "base: tetrajet\nphases: [{after: 0.5, recipe: fp8}]\n"
+    for option, value in (("ema_beta", 0.9), ("ramping_k1", 8)):
+        with pytest.raises(ConfigError, match=f"phases, which the option {option} does not reach"):
+            load(tmp_path, text, **{option: value})
+    assert load(tmp_path, text, rule="floor").fprop.a == Quantizer(rule="floor")
 
 
 def test_yaml_without_a_base_spells_out_dge_occ(tmp_path: Path) -> None:
@@ -371,7 +380,11 @@ def test_a_users_module_that_fails_is_named(
         ("phases: [{after: soon, recipe: fp8}]\n", ["phases, number 1", "after", "a number"]),
         ("phases: [{after: 0.5, recipe: fp8, for: 1}]\n", ["'for'", "after, recipe"]),
         ("phases: [{after: 0.5, recipe: fp9}]\n", ["phases, number 1", "'fp9'", "fp8,"]),
-        ("phases: [{after: 0.5, recipe: 8}]\n", ["phases, number 1", "recipe", "mapping"]),
+        (
+            "phases: [{after: 0.5, recipe: off}]\n",
+            ["phases, number 1", "bf16, or a mapping", "False"],
+        ),
+        ("phases: [{after: 0.5, recipe: {base: bf16}}]\n", ["number 1", "give recipe: bf16"]),
         ("phases: [{after: 0, recipe: {dgrat: {}}}]\n", ["phases, number 1", "'dgrat'"]),
         ("phases: [{after: 0, recipe: mine.yaml}]\n", ["number 1", "built on this file itself"]),
         ("wgrad: {a: {prescale: .inf}, correction: 0}\n", ["prescale"]),

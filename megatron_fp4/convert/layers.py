@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
@@ -18,8 +16,7 @@ from megatron_fp4.convert import keys
 from megatron_fp4.convert.blocks import ELEMENTS, blocks
 from megatron_fp4.convert.keys import Address, address
 from megatron_fp4.convert.torch_dist import Checkpoint
-from megatron_fp4.recipe import Recipe
-from megatron_fp4.recipes import content as recorded
+from megatron_fp4.convert.trained_recipes import TrainedRecipes
 
 _LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -78,7 +75,7 @@ class Ranges:
 
 def ranges(checkpoint: Checkpoint) -> Iterator[tuple[str, Ranges]]:
     """(name with the layer's number, ranges) of each weight."""
-    args = checkpoint.args()
+    recipes = TrainedRecipes(checkpoint)
     for key in sorted(key for key in checkpoint.tensors if keys.kind(key) == "weights"):
         at, shape = address(key), checkpoint.tensors[key].shape
         layers = range(shape[0]) if at.is_stacked else [at.layer]
@@ -89,42 +86,24 @@ def ranges(checkpoint: Checkpoint) -> Iterator[tuple[str, Ranges]]:
                 index = (layer if at.is_stacked else None, expert)
                 weight = checkpoint.tensor(key, tuple(i for i in index if i is not None))
                 found.add(weight)
-                quantizer = quantizer_of(args, at, layer, expert)
+                quantizer = quantizer_of(recipes, at, layer, expert)
                 if quantizer is not None and weight.dim() == 2:
                     found.quantize(weight, quantizer)
             yield _numbered(at.name, layer), found
 
 
 def quantizer_of(
-    args: argparse.Namespace, at: Address, layer: int | None, expert: int | None
+    recipes: TrainedRecipes, at: Address, layer: int | None, expert: int | None
 ) -> Quantizer | None:
     """The quantizer of W in fprop of the linear at an address; None if it is not quantized.
 
-    args: of the run that saved. Raises ConfigError if its recipe cannot be read.
+    recipes: of the run that saved.
     """
     module, _, parameter = at.name.rpartition(".")
     if layer is None or parameter != "weight" or module.rpartition(".")[2] not in _LINEARS:
         return None
-    recipe = _recipe_of(args, _numbered(module, layer, expert), layer + 1)
+    recipe = recipes.of(_numbered(module, layer, expert))
     return None if recipe is None else recipe.fprop.b
-
-
-def recipe_in(content: Any) -> Recipe | None:
-    """The recipe that is recorded as JSON; None for None. Raises ConfigError if it is invalid."""
-    return recorded.read(content) if content else None
-
-
-def _recipe_of(args: argparse.Namespace, name: str, number: int) -> Recipe | None:
-    """The recipe of a linear, by the rules of a launch: the last --fp4-module-recipe that matches
-    its global name, or the run's, but for the layers that are kept in BF16."""
-    for glob, content in reversed(getattr(args, "fp4_module_contents", None) or []):
-        if fnmatchcase(name, glob):
-            return recipe_in(content)
-    if getattr(args, "first_last_layers_bf16", False):
-        last = args.num_layers - args.num_layers_at_end_in_bf16
-        if number <= args.num_layers_at_start_in_bf16 or number > last:
-            return None
-    return recipe_in(getattr(args, "fp4_recipe_content", None))
 
 
 def _numbered(name: str, layer: int | None, expert: int | None = None) -> str:

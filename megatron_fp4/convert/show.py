@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp4.convert import arguments, integrity, keys, metadata, rewrite
-from megatron_fp4.convert.layers import ranges, recipe_in
+from megatron_fp4.convert.layers import ranges
 from megatron_fp4.convert.torch_dist import COMMON, Checkpoint, find
 from megatron_fp4.description import describe
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.recipes import content
 
 _MODEL = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups num_experts "
@@ -67,16 +68,19 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+_NONE = "no recipe: the linears are not quantized"
+
+
 def _values(args: argparse.Namespace, names: list[str]) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def _description(args: argparse.Namespace) -> list[str]:
     try:
-        recipe = recipe_in(getattr(args, "fp4_recipe_content", None))
+        recorded = getattr(args, "fp4_recipe_content", None)
+        return describe(content.read(recorded)) if recorded else [_NONE]
     except ConfigError as error:  # of another version of this package
         return [str(error)]
-    return describe(recipe) if recipe else ["no recipe: the linears are not quantized"]
 
 
 def _sizes(checkpoint: Checkpoint) -> dict[str, Any]:

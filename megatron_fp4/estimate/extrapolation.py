@@ -47,6 +47,9 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         "quantizing weights for --fp4-param-gather takes no time here": layout.sent_w,
         "recomputation was never measured": layout.recompute,
         "the memory of CUDA graphs was never measured": layout.graphs,
+        f"of the phases of {recipe.name} the longest counts, and the others take no time here": (
+            bool(recipe.phases)
+        ),
         f"steps of {recipe.name} were never measured": recipe.name not in RECIPES_BY_TORCH,
         f"steps of {recipe.name} were measured with torch's kernels alone": (
             recipe.name in RECIPES_BY_TORCH and recipe.name not in RECIPES and layout.fused_kernels

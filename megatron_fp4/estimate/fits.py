@@ -95,9 +95,10 @@ def _blocks(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
         for linear in model.linears(kind):
             inputs, outputs = shard(linear, layout)
             tokens = layout.micro_batch * model.sequence
-            problem = _sizes(recipe, None if linear.expert else tokens, inputs, outputs)
-            if problem is not None:
-                yield f"TP {layout.tp}: {linear.name} has {problem}"
+            for each in recipe.in_turn:
+                problem = _sizes(each, None if linear.expert else tokens, inputs, outputs)
+                if problem is not None:
+                    yield f"TP {layout.tp}: {linear.name} has {problem}"
             if sharding_of(linear, layout).tokens == "x":
                 part = tokens_on_rank(linear, model, layout, recipe)
                 if part % token_tile(recipe, "fprop", "x"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 
@@ -36,8 +37,15 @@ def recipe_named(name: str, **options: str) -> Recipe:
 
 
 def is_quantized(recipe: Recipe) -> bool:
-    """Whether a recipe quantizes an operand of any GEMM."""
-    return any(recipe.gemm(gemm).quantized for gemm in GEMMS)
+    """Whether a recipe quantizes an operand of any GEMM, in any phase."""
+    return any(each.gemm(gemm).quantized for each in recipe.in_turn for gemm in GEMMS)
+
+
+def longest(recipe: Recipe) -> Recipe:
+    """The recipe of the phase that holds for the largest share of training."""
+    begins = [0.0, *(phase.after for phase in recipe.phases), 1.0]
+    shares = [end - begin for begin, end in pairwise(begins)]
+    return recipe.in_turn[shares.index(max(shares))]
 
 
 def check_target(recipe: Recipe, target: Target) -> None:
@@ -50,8 +58,8 @@ def check_target(recipe: Recipe, target: Target) -> None:
 def plan(
     linear: Linear, model: Model, layout: Layout, recipe: Recipe, target: Target
 ) -> LinearPlan:
-    """The plan of one linear on a rank. A linear of an expert gets its even share of the tokens,
-    padded to whole blocks."""
+    """The plan of one linear on a rank, of the longest phase. A linear of an expert gets its even
+    share of the tokens, padded to whole blocks."""
     sharding = sharding_of(linear, layout)
     inputs, outputs = shard(linear, layout)
     setting = Setting(
@@ -62,7 +70,7 @@ def plan(
         keeps_w=layout.keeps_w if is_quantized(recipe) and not layout.graphs else None,
         sent_w=layout.sent_w and reader_of_w(recipe) is None,
     )  # fmt: skip
-    return _compiled(recipe, setting)
+    return _compiled(longest(recipe), setting)
 
 
 def joined(linear: Linear, made: LinearPlan, model: Model, layout: Layout) -> LinearPlan:

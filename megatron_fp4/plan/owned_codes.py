@@ -39,8 +39,9 @@ def reader_of_w(recipe: Recipe) -> str | None:
     if recipe.ramping is not None:
         return "the calibrations of Q-Ramping quantize W"
     for phase in recipe.phases:
+        late = f"recipe {phase.recipe.name} of a phase"
         if (why := reader_of_w(phase.recipe)) is not None:
-            return why
+            return f"of {late}: {why}"
         if phase.recipe.fprop.b != w:
-            return f"recipe {phase.recipe.name} of a phase quantizes W otherwise"
+            return f"{late} quantizes W otherwise"
     return None

@@ -37,6 +37,7 @@ def fields_of(text: str) -> dict[str, Any]:
         found = dict(json.loads(text))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{_WHERE} cannot be read: {error}") from error
+    found.pop("description", None)  # which recipes once carried
     after, gemms = found.pop("bf16_after", None), found.pop("bf16_gemms", GEMMS)
     if after is not None:
         late = recipe_of_fields(found, _WHERE).without(gemms)

@@ -115,12 +115,12 @@ def _built(
     for key, kind in _PARTS.items():
         if content.get(key) is not None:
             content[key] = _build(kind, content[key], key)
-    phases = content.pop("phases", None)
+    keeps_phases, phases = "phases" not in content, content.pop("phases", None)
     # Phases of the base may not go with fields that are replaced here, and are checked at the end.
     found = replace(start, phases=(), **_typed_fields(content, Recipe))
-    if phases is None:
+    if keeps_phases:
         return replace(found, phases=start.phases)
-    entries = enumerate(_list(phases, "phases"), 1)
+    entries = enumerate(_list([] if phases is None else phases, "phases"), 1)
     return replace(found, phases=tuple(_phase(e, n, found, path, above) for n, e in entries))
 
 
@@ -155,8 +155,12 @@ def _recipe_of_phase(
         return Recipe(name="bf16")
     if isinstance(content, str):
         return _start(content, path, {}, above)
-    content = _mapping(content, "recipe")
-    content.setdefault("name", f"{first.name}, phase {number}")
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"recipe is a name, a file, bf16, or a mapping, not {content!r}")
+    content = dict(content)
+    if content.get("base") == "bf16":
+        raise ConfigError("base: bf16 is no recipe to start from: give recipe: bf16")
+    content.setdefault("name", f"{first.name} (phase {number})")
     return _built(content, first, path, {}, above)
 
 

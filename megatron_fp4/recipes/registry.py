@@ -60,6 +60,11 @@ def get_recipe(name: str, **options: Any) -> Recipe:
     given = [(method, _taken(method, name, options)) for method in _METHODS]
     recipe = _found(name, options)
     for method, chosen in given:
+        if chosen and recipe.phases:
+            raise ConfigError(
+                f"recipe {name!r} has phases, which the option {next(iter(chosen))} does not "
+                "reach: write what it sets into the file"
+            )
         recipe = method.with_options(recipe, chosen)
     return _shared(recipe)
 

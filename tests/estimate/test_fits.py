@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from megatron.training import arguments
 
+from megatron_fp4 import Phase, Recipe
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.estimate import fits, gpus, report
 from megatron_fp4.estimate.layout import Layout
 from megatron_fp4.estimate.model import Model
-from megatron_fp4.estimate.plans import BF16, recipe_named
+from megatron_fp4.estimate.plans import BF16, is_quantized, longest, recipe_named
 from megatron_fp4.estimate.search import Fixed, Job, layouts, search
 from megatron_fp4.mcore.launch.refusals.cuda_graphs import captured_layers
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
@@ -136,6 +137,21 @@ def test_blocks_that_do_not_divide_a_shard_are_said() -> None:
     [problem] = fits.refusals(model, layout, TETRAJET)
     assert problem == ("TP 4: mlp.linear_fc2 has 80 in features on a rank, not a multiple of 32")
     assert not any(fits.refusals(model, layout, BF16))  # the control: BF16 has no blocks
+    late = Recipe("late", phases=(Phase(0.1, TETRAJET),))  # BF16 first
+    assert list(fits.refusals(model, layout, late)) == [problem]
+
+
+def test_of_phases_the_longest_counts() -> None:
+    late = Recipe("late", phases=(Phase(0.1, TETRAJET),))
+    assert is_quantized(late) and longest(late) is TETRAJET
+    early = replace(TETRAJET, phases=(Phase(0.9, BF16),))
+    assert longest(early) is early and longest(BF16) is BF16
+    job = Job(DENSE, late, gpus.MEASURED, 1, 1, 24)
+    fixed = Fixed(graphs=False, micro_batch=2)  # which phases exclude
+    found = search(job, fixed)
+    assert "of the phases of late the longest counts" in " ".join(found[0].extrapolated)
+    plain = search(replace(job, recipe=TETRAJET), fixed)
+    assert found[0].time == plain[0].time
 
 
 @pytest.mark.parametrize(

@@ -203,8 +203,16 @@ def test_what_contradicts_itself_or_does_nothing(flags: str, says: str) -> None:
 def test_a_recipe_with_phases_takes_none_from_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("base: tetrajet\nphases: [{after: 0.5, recipe: fp8}]\n")
-    says = "recipe mine has phases: leave out --fp4-bf16-after"
-    assert says in refusal("--fp4-recipe", str(path), "--fp4-bf16-after", "0.9")
+    for flags in (("--fp4-bf16-after", "0.9"), ("--fp4-bf16-gemms", "dgrad")):
+        assert "recipe mine has phases of its own" in refusal("--fp4-recipe", str(path), *flags)
+    options = ("--fp4-recipe-option", "ema_beta=0.9")
+    assert "phases, which the option ema_beta does" in refusal("--fp4-recipe", str(path), *options)
+
+
+def test_ramping_keeps_fprop_in_fp4() -> None:
+    after = ("--fp4-recipe", "tetrajet-ramping", "--fp4-bf16-after", "0.9")
+    assert "has ramping, which needs fprop in FP4: add --fp4-bf16-gemms dgrad" in refusal(*after)
+    assert recipe("tetrajet-ramping", *after[2:], "--fp4-bf16-gemms", "dgrad", "wgrad").phases
 
 
 def test_fp4_may_begin_after_bf16(tmp_path: Path) -> None:

@@ -267,7 +267,10 @@ def test_no_metrics_of_w_by_default() -> None:
         ("--fp4-recipe dge-occ", "because fprop's W is not E2M1 with an E8M0 scale"),
         ("--fp4-recipe tetrajet-ramping", "because the calibrations of Q-Ramping quantize W"),
         ("--fp4-module-recipe *.linear_fc1=mxfp4", "recipe mxfp4 does not support"),
-        ("--fp4-bf16-after 0.5", "because fprop multiplies W in high precision"),
+        (
+            "--fp4-bf16-after 0.5",
+            "because of recipe tetrajet in high precision of a phase: fprop mul",
+        ),
         ("--qk-clip", "does not support --qk-clip: leave out one of the two"),
         ("--overlap-param-gather-with-optimizer-step", "does not support --overlap-param"),
         ("--num-distributed-optimizer-instances 2", "does not support --num-dist"),

@@ -170,6 +170,7 @@ def test_a_calibration_draws_bits_that_no_step_draws() -> None:
 
 CASES = {
     "bf16": (1, BF16, ""),
+    "phases": (1, BF16, f"--fp4-recipe {HERE / 'ramping-phases.yaml'}"),
     "fp32": (1, f"{SMALL} --train-iters 8", ""),
     "fp16": (1, f"{SMALL} --train-iters 8 --fp16 --loss-scale 128", ""),
     "torch": (1, BF16, "--ckpt-format torch"),
@@ -183,22 +184,24 @@ CASES = {
 }
 
 
-QUICKER = ["bf16", "dp2-overlapped"]
+QUICKER = ["bf16", "phases", "dp2-overlapped"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICKER, *(outside(n) for n in CASES if n not in QUICKER)])
 def test_a_resumed_run_repeats_the_whole(name: str, tmp_path: Path) -> None:
-    """From between two updates of elements with long periods, over the next calibration."""
+    """From between two updates of elements with long periods, over the next calibration; with
+    phases from right before it, when the run has taken no step yet that says which phase it is."""
     processes, sizes, flags = CASES[name]
+    at = 6 if name == "phases" else 5
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     runs = {
-        "whole": f"{RAMPING} {flags} {saving(whole, 5)}",
-        "rest": f"{RAMPING} {flags} --load {whole} --ckpt-step 5 {saving(rest, 5)}",
+        "whole": f"{RAMPING} {flags} {saving(whole, at)}",
+        "rest": f"{RAMPING} {flags} --load {whole} --ckpt-step {at} {saving(rest, at)}",
     }
     results = run_in_turn(processes, runs, sizes)
     assert [r.status for r in results.values()] == [0, 0], results["rest"].output[-3000:]
-    assert results["rest"].losses == results["whole"].losses[5:]
+    assert results["rest"].losses == results["whole"].losses[at:]
     if "torch" in flags:
         return
     one, other = weights(step(whole, 8)), weights(step(rest, 8))

@@ -126,6 +126,35 @@ def test_a_phase_begins_at_its_share_of_the_iterations() -> None:
     assert quantized == [True] * 3 + [False] * 7
 
 
+def two_phases() -> Recipe:
+    late = EVERYWHERE.without(("dgrad",)), EVERYWHERE.without(GEMMS)
+    return replace(EVERYWHERE, phases=(Phase(0.3, late[0]), Phase(0.55, late[1])))
+
+
+def test_a_phase_is_told_once_for_equal_recipes(
+    one_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(two_phases())
+    run.modules = [("x", two_phases()), ("y", two_phases())]
+    for step in range(10):
+        run.args.curr_iteration = step
+        moments(run)
+    told = [line.partition("takes")[2] for line in capsys.readouterr().out.splitlines()]
+    name = EVERYWHERE.name
+    assert told == [
+        f" the place of {name} from step 4 on",
+        f" the place of {name} with dgrad in high precision from step 7 on",
+    ]
+
+
+def test_after_a_resume_the_step_is_told_in_which_a_phase_began(
+    one_rank: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_fp4.mcore.model.run.once", lambda key: True)  # a new process
+    moments(run_of(two_phases(), curr_iteration=8))
+    assert "from step 7 on" in capsys.readouterr().out
+
+
 # --- recomputation -----------------------------------------------------------------------------
 
 

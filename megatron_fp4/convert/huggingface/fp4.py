@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,43 +11,14 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, quanti
 from megatron_fp4.arithmetic.weight_states import key_of
 from megatron_fp4.convert.huggingface.layouts import Entry
 from megatron_fp4.convert.torch_dist import Checkpoint
+from megatron_fp4.convert.trained_recipes import TrainedRecipes
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import Recipe
-from megatron_fp4.recipes import content
-from megatron_fp4.recipes.assignment import recipe_for
 
 
 def is_expert(entry: Entry) -> bool:
     """Whether this is the weight of an expert, other than a shared one."""
     return entry.linear is not None and ".local_experts." in entry.linear
-
-
-class TrainedRecipes:
-    """The recipes of the run that saved a checkpoint, from the arguments in it."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._args = checkpoint.args()
-        own = getattr(self._args, "fp4_recipe_content", None)
-        modules = getattr(self._args, "fp4_module_contents", [])
-        self._recipe = content.read(own) if own else None
-        self._modules = [(glob, content.read(text) if text else None) for glob, text in modules]
-        steps = getattr(self._args, "train_iters", None) or 1
-        self._progress = max(checkpoint.common().get("iteration", 0) - 1, 0) / steps
-
-    def of(self, linear: str) -> Recipe | None:
-        """The recipe that was in force in the last step before the save; None for BF16.
-
-        linear: a global module name, such as "decoder.layers.3.mlp.linear_fc1".
-        """
-        if self._recipe is None:
-            return None
-        number = int(re.findall(r"\.layers\.(\d+)\.", linear)[0]) + 1
-        found = recipe_for(linear, number, self._recipe, self._modules, self._args)
-        return found and found.at(self._progress)
-
-    def keeps_in_bf16(self, linear: str) -> bool:
-        """Whether flags of an FP4 run keep this linear in BF16."""
-        return self._recipe is not None and self.of(linear) is None
 
 
 @dataclass(frozen=True)

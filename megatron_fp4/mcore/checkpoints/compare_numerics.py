@@ -6,6 +6,7 @@ and launch/fp4_arguments.py adds the content of recipes to them.
 
 import argparse
 import json
+import re
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -206,9 +207,21 @@ def _was_and_is(what: str, old: Any, new: Any) -> list[str]:
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
     """The fields that differ between two recipes, at most _SHOWN of them, as text."""
     found = []
+    if len(set(map(_phases, (old, new)))) > 1:  # the recipes of phases are then no pairs
+        old, new = (
+            {name: value for name, value in each.items() if not name.startswith("phases.")}
+            | {"phases": _phases(each) or "none"}
+            for each in (old, new)
+        )
     for name in sorted(old.keys() | new.keys()):
         found += _was_and_is(name, old.get(name), new.get(name))
     return ", ".join(found[:_SHOWN] + ["..."] * (len(found) > _SHOWN))
+
+
+def _phases(recipe: dict[str, Any]) -> str:
+    """When the phases of a recipe begin, as text."""
+    shares = [value for name, value in recipe.items() if re.fullmatch(r"phases\.\d+\.after", name)]
+    return " and ".join(f"after {share:.4g}" for share in shares)
 
 
 def _modules(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
@@ -260,7 +273,12 @@ def _flat(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _spelled(args: argparse.Namespace) -> str:
-    return " ".join([args.fp4_recipe, *args.fp4_recipe_option])
+    words = [args.fp4_recipe, *args.fp4_recipe_option]
+    if getattr(args, "fp4_bf16_after", None) is not None:
+        words += ["--fp4-bf16-after", str(args.fp4_bf16_after)]
+    if getattr(args, "fp4_bf16_gemms", None) is not None:
+        words += ["--fp4-bf16-gemms", *args.fp4_bf16_gemms]
+    return " ".join(words)
 
 
 def _said(value: Any) -> str:

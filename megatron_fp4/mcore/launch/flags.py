@@ -183,7 +183,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--fp4-load-anyway",
         action="store_true",
-        help="go on from a checkpoint of another recipe, seed, schedule, version or vocabulary",
+        help="go on from a checkpoint of another recipe, seed, phase, version or vocabulary",
     )
     group.add_argument(
         "--no-verify-integrity",

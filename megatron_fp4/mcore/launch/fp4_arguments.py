@@ -91,7 +91,7 @@ def metrics_folder(args: argparse.Namespace) -> str | None:
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe | None:
-    """The launch's recipe with its options and schedule; None if the linears follow no recipe.
+    """The launch's recipe with its options and phases; None if the linears follow no recipe.
 
     None too with --fp4-format, where Transformer Engine's linears do FP4. Raises ConfigError if the
     recipe is unknown or invalid, and if another argument, which may come from a checkpoint, cannot
@@ -99,7 +99,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
     """
     if args.fp4_recipe is None or args.fp4 is not None:
         return None
-    recipe = _scheduled(get_recipe(args.fp4_recipe, **_options(args.fp4_recipe_option)), args)
+    recipe = _with_phase(get_recipe(args.fp4_recipe, **_options(args.fp4_recipe_option)), args)
     refuse(fp4_flags.with_recipe(args, recipe))
     recipes = [recipe, *(own for _, own in module_recipes(args) if own is not None)]
     refuse(keepers(args, recipes))
@@ -125,7 +125,7 @@ def module_recipes(args: argparse.Namespace) -> list[tuple[str, Recipe | None]]:
         if name == "bf16" and pairs:
             raise ConfigError(f"--fp4-module-recipe {given}: bf16 takes no options")
         chosen = None if name == "bf16" else get_recipe(name, **_options(pairs))
-        found.append((glob, chosen and _scheduled(chosen, args)))
+        found.append((glob, chosen and _with_phase(chosen, args)))
     return found
 
 
@@ -137,15 +137,22 @@ def _moments(args: argparse.Namespace) -> Moments:
         raise ConfigError(f"--fp4-optimizer-state: {error}") from error
 
 
-def _scheduled(recipe: Recipe, args: argparse.Namespace) -> Recipe:
+def _with_phase(recipe: Recipe, args: argparse.Namespace) -> Recipe:
     """`recipe` with the phase of --fp4-bf16-after and --fp4-bf16-gemms, if they are given."""
+    if recipe.phases and (args.fp4_bf16_after, args.fp4_bf16_gemms) != (None, None):
+        raise ConfigError(
+            f"recipe {recipe.name} has phases of its own: add BF16 to them, and leave out "
+            "--fp4-bf16-after and --fp4-bf16-gemms"
+        )
     if args.fp4_bf16_after is None:
         return recipe
-    if recipe.phases:
+    gemms = args.fp4_bf16_gemms or GEMMS
+    if recipe.ramping is not None and "fprop" in gemms:
         raise ConfigError(
-            f"recipe {recipe.name} has phases: leave out --fp4-bf16-after, and add BF16 to them"
+            f"recipe {recipe.name} has ramping, which needs fprop in FP4: add --fp4-bf16-gemms "
+            "dgrad wgrad"
         )
-    late = recipe.without(args.fp4_bf16_gemms or GEMMS)
+    late = recipe.without(gemms)
     return replace(recipe, phases=(Phase(args.fp4_bf16_after, late),))
 
 

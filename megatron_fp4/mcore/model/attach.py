@@ -190,9 +190,10 @@ def _rows(
         return [start_table.refused(name, layer.weight, recipe, refusal)]
     if layer.fp4 is None:
         return [start_table.unquantized(name, layer.weight)]
+    phases = [None, *layer.fp4.recipe.phases]
     return [
-        start_table.planned(name, layer.weight, plan, layer.tokens(plan.recipe))
-        for plan in layer.plans()
+        start_table.planned(name, layer.weight, plan, layer.tokens(plan.recipe), phase)
+        for plan, phase in zip(layer.plans(), phases, strict=True)
     ]
 
 

@@ -47,7 +47,7 @@ from megatron_fp4.replay import Replay
 class Fp4State:
     """What an FP4 linear has beyond Megatron's linear. `attach` makes it when the model is built.
 
-    run: the training run. recipe: the linear's recipe, before its schedule.
+    run: the training run. recipe: the linear's recipe, with its phases.
     site: its global name, the place of its operands in the unsharded tensors, its ranks.
     is_expert: whether it belongs to an expert of a mixture. Its X is then [tokens, in] with the
         tokens that the router sends, a different number in each call.
@@ -221,12 +221,13 @@ class _FollowsRecipe:
         )  # fmt: skip
 
     def quantized_weight(self) -> Tensor:
-        """W as the recipe's fprop would multiply it now: float32 [out, in].
+        """W as fprop multiplies it in the step that runs or is about to: float32 [out, in].
 
         Requires that `attach` was called, and that fprop rounds W to nearest in block scales.
         """
         assert self.fp4 is not None
-        plan = self._plan(self.fp4.run.in_force(self.fp4.recipe, self.fp4.run.now()))
+        run = self.fp4.run
+        plan = self._plan(run.in_force(self.fp4.recipe, Moment(run.args.curr_iteration, 0)))
         making = next(making for making in plan.forward if plan.fprop.b in making.operands)
         made = making.maker.make(self.weight.detach(), [plan.fprop.b], [Given()])[0].operand
         assert isinstance(made, QuantizedTensor)

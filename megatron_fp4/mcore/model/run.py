@@ -85,7 +85,7 @@ class Run:
         self._first_rows: dict[_Shape, Tensor] = {}  # the token rows of microbatch 0
         self._rows: dict[_Shape, tuple[int, Tensor]] = {}  # the latest microbatch, its token rows
         self._clock: graphs.Clock | None = None
-        self._held: dict[Recipe, Recipe] = {}  # what held in the last step, for recipes with phases
+        self._begun: dict[Recipe, int] = {}  # how many phases of a recipe had begun when last told
         self._last_sighting = -2  # the last step with a NaN or Inf; no step follows -2
 
     @property
@@ -327,21 +327,24 @@ class Run:
         self._tell_of(self.monitor.rounding)
 
     def _tell_of_phases(self, training: bool) -> None:
-        """Prints one line in the first step of each phase of a recipe."""
+        """Prints one line in the first step of each phase of a recipe, and after a resume."""
         if not training:
             return
-        for recipe in self.recipes:
-            held = self.in_force(recipe, self.now())
-            if held is not self._held.get(recipe, recipe) and once(
-                f"phase:{self._step}:{recipe.name}"
-            ):
+        steps = max(self.args.train_iters or 1, 1)
+        for number, recipe in enumerate(dict.fromkeys(self.recipes)):
+            begun = recipe.begun(max(self._step, 0) / steps)
+            if begun == self._begun.get(recipe, 0):
+                continue
+            self._begun[recipe] = begun
+            if once(f"phase:{number}:{begun}"):
+                share = recipe.phases[begun - 1].after
+                first = next(s for s in range(int(share * steps), steps + 1) if s / steps >= share)
+                before, held = recipe.in_turn[begun - 1 : begun + 1]
                 print(
-                    f"megatron-fp4: recipe {held.name} takes the place of {recipe.name} from step "
-                    f"{self._step + 1} on",
+                    f"megatron-fp4: recipe {held.name} takes the place of {before.name} from step "
+                    f"{first + 1} on",
                     flush=True,
                 )
-            if recipe.phases:
-                self._held[recipe] = held
 
     def _tell_of(self, rounding: Rounding | None) -> None:
         """Writes how many elements were rounded, in steps that Megatron logs, for each stage."""

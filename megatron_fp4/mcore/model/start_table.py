@@ -6,7 +6,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from megatron_fp4.mcore.launch.refusals.weight_states import steps_of
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.sizes import token_tile
 from megatron_fp4.plan.words import gemm_words, notes
-from megatron_fp4.recipe import GEMMS, Recipe
+from megatron_fp4.recipe import GEMMS, Phase, Recipe
 
 LAYERS, EXPERTS = "layers.", "local_experts."  # in a module's name, a number follows these
 
@@ -32,6 +32,7 @@ class Row:
         in high precision.
     notes: which faster kernels and multipliers are not used, and why.
     refusal: why the linear cannot follow its recipe; None if it can.
+    after: the share of training after which the recipe holds, of a phase.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Row:
     gemms: tuple[str, ...]
     notes: tuple[str, ...]
     refusal: str | None = None
+    after: float = 0.0
 
 
 class SentGradients(NamedTuple):
@@ -71,11 +73,17 @@ def refused(name: str, weight: Tensor, recipe: Recipe, why: str) -> Row:
     return Row(name, _shape(weight), recipe.name, (), (), why)
 
 
-def planned(name: str, weight: Tensor, plan: LinearPlan, tokens: int) -> Row:
-    """The row of a linear that executes `plan`. tokens: see `Setting.tokens`."""
+def planned(
+    name: str, weight: Tensor, plan: LinearPlan, tokens: int, phase: Phase | None = None
+) -> Row:
+    """The row of a linear that executes `plan`. tokens: see `Setting.tokens`. phase: of whose
+    recipe the plan is; None: of the first."""
     gemms = tuple(gemm_words(plan, gemm) for gemm in plan.gemms)
-    found = [*notes(plan), *_unpacked_x(name, plan, tokens)]
-    return Row(name, _shape(weight), plan.recipe.name, gemms, tuple(found))
+    found, recipe, after = [*notes(plan), *_unpacked_x(name, plan, tokens)], plan.recipe.name, 0.0
+    if phase is not None:
+        after, recipe = phase.after, f"{recipe} after {phase.after:.4g}"
+        found = [f"{recipe}: {note}" for note in found]
+    return Row(name, _shape(weight), recipe, gemms, tuple(found), after=after)
 
 
 def _unpacked_x(name: str, plan: LinearPlan, tokens: int) -> list[str]:
@@ -228,18 +236,18 @@ def table(recipes: Sequence[Recipe], rows: list[Row]) -> str:
     and multiplier of each GEMM. Each phase of a recipe has a line of its own. Notes follow.
     recipes: the launch's recipe, then those that --fp4-module-recipe gives to single modules.
     """
-    kinds: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    kinds: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for row in rows:
         name, *numbers = kind(row.name)
         gemms = row.gemms or ("high precision",) * len(GEMMS)
-        key = (name, row.local_shape, row.precision, *gemms)
+        key = (name, row.local_shape, row.after, row.precision, *gemms)
         kinds.setdefault(key, []).append((numbers[0], numbers[1]))
     head = ("linear", "layers", "out x in on a rank", "recipe", *GEMMS)
     cells = []
-    for (name, *rest), found in sorted(kinds.items()):
+    for (name, shape, _, *rest), found in sorted(kinds.items()):
         for experts, layers in _alike(found):
             named = name.replace(EXPERTS + "*", f"{EXPERTS}{experts}")
-            cells.append((named, layers, *rest))
+            cells.append((named, layers, shape, *rest))
     widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
     words = [f"  {line}" for recipe in dict.fromkeys(recipes) for line in describe(recipe)]
     lines = [
