@@ -169,7 +169,8 @@ def linear(
     """
     if not isinstance(recipe, Recipe):
         recipe = get_recipe(recipe)
-    warn_of_training(recipe)
+    if recipe.ramping is not None or recipe.phases:
+        warn_of_training(recipe)
     check_operands(x, weight, bias, name)
     tokens = None  # unchecked: only wgrad contracts the tokens
     if torch.is_grad_enabled() and weight.requires_grad:
