@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -52,6 +53,7 @@ def gap_table(rows: list[Row], against: str) -> list[str]:
         *_PLACE,
         f"minus `{against}`",
         f"{LEVEL:.0%} interval",
+        "perplexity ratio",
         "spread of seeds",
         "the mean is",
     ]
@@ -62,8 +64,8 @@ def gap_table(rows: list[Row], against: str) -> list[str]:
             low_high = found.interval
             interval = "" if low_high is None else "{:+.4f} to {:+.4f}".format(*low_high)
             place = _place(cell, recipe, len(found.by_seed))
-            numbers = [f"{found.mean:+.4f}", interval, _number(found.spread, ".4f")]
-            body.append([*place, *numbers, found.verdict])
+            numbers = [f"{found.mean:+.4f}", interval, f"{math.exp(found.mean):.4f}"]
+            body.append([*place, *numbers, _number(found.spread, ".4f"), found.verdict])
     return _table(heads, body) if body else []
 
 

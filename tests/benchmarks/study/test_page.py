@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +151,12 @@ def test_a_line_of_each_table_is_what_its_rows_say() -> None:
     found = cells(tables.gap_table(ROWS, "bf16"), place)
     assert found[5] == f"{sum(differences) / 3:+.4f}"
     assert found[6] == f"{min(differences):+.4f} to {max(differences):+.4f}"  # of 3 seeds
-    assert found[7:] == [f"{max(differences) - min(differences):.4f}", "higher"]
+    perplexities, plain = (
+        [math.exp(row["held_out"][-1][1]) for row in by_seed.values()] for by_seed in (own, base)
+    )
+    ratio = statistics.geometric_mean(perplexities) / statistics.geometric_mean(plain)
+    assert found[7] == f"{ratio:.4f}"
+    assert found[8:] == [f"{max(differences) - min(differences):.4f}", "higher"]
     rates = [row["metrics"]["weight"]["r_quantized"][-1] for row in own.values()]
     assert {step for step, _ in rates} == {240}
     assert (
