@@ -60,7 +60,7 @@ HIGH_PRECISION = GemmRecipe()
 
 @dataclass(frozen=True)
 class Phase:
-    """A later part of training, in which another recipe holds.
+    """A later part of training, which follows another recipe than the first part.
 
     after: the share of training, in [0, 1], after which it begins.
     recipe: what holds from then on; it has no phases of its own.
@@ -93,7 +93,7 @@ class Recipe:
         rounding ema; None keeps none.
     ramping: at which periods the optimizer updates elements of W that oscillate (Q-Ramping); None:
         all in each step.
-    phases: the recipes that take the place of this one in the course of training, in their order.
+    phases: later parts of training with recipes of their own, in their order; () for none.
     Raises ConfigError for fields that contradict each other.
     """
 
@@ -283,6 +283,11 @@ class Recipe:
     def _quantizers(self) -> list[Quantizer]:
         operands = [operand for gemm in self._gemms.values() for operand in (gemm.a, gemm.b)]
         return [quantizer for quantizer in operands if quantizer is not None]
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any GEMM has a quantizer; phases do not count."""
+        return any(gemm.quantized for gemm in self._gemms.values())
 
     @cached_property
     def in_turn(self) -> tuple[Recipe, ...]:

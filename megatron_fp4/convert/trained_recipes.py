@@ -11,7 +11,10 @@ from megatron_fp4.recipes.assignment import recipe_for
 
 
 class TrainedRecipes:
-    """The recipes of the run that saved a checkpoint, from the arguments in it."""
+    """Tells which recipe each linear followed when its run saved a checkpoint.
+
+    It reads the arguments of the launch, which the checkpoint records.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._args = checkpoint.args()

@@ -23,7 +23,7 @@ from megatron_fp4.plan.setting import (
     row_parallel,
 )
 from megatron_fp4.plan.sizes import token_multiple
-from megatron_fp4.recipe import GEMMS, Recipe
+from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import get_recipe
 from megatron_fp4.target import Target, kernels_problem
 
@@ -38,7 +38,7 @@ def recipe_named(name: str, **options: str) -> Recipe:
 
 def is_quantized(recipe: Recipe) -> bool:
     """Whether a recipe quantizes an operand of any GEMM, in any phase."""
-    return any(each.gemm(gemm).quantized for each in recipe.in_turn for gemm in GEMMS)
+    return any(each.quantized for each in recipe.in_turn)
 
 
 def longest(recipe: Recipe) -> Recipe:

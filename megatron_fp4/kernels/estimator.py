@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.kernels.float_blocks import scale_of
 from megatron_fp4.kernels.launch import Launch, kernel, planned, tiles
 
 TILE, WARPS = 2048, 4
@@ -41,10 +42,9 @@ def _factor(x, power, share, clip):
 
 
 @triton.jit
-def _power_of_two(code):
+def _inverse(code):
     """1 over the E8M0 scales of these codes: 2^(127 - code); NaN for 255."""
-    bits = tl.where(code < 254, (254 - code) << 23, 1 << 22)  # 2^-127 is subnormal
-    return tl.where(code < 255, bits.to(tl.float32, bitcast=True), float("nan"))
+    return scale_of(tl.where(code == 255, code, 254 - code))
 
 
 @kernel(fp_fusion=True)
@@ -80,7 +80,7 @@ def factor_kernel(
         gamma = tl.load(scales_ptr + row)
     else:
         codes = scales_ptr + row * (n_columns // BLOCK) + at // BLOCK
-        gamma = _power_of_two(tl.load(codes, mask=there, other=127).to(tl.int32))
+        gamma = _inverse(tl.load(codes, mask=there, other=127).to(tl.int32))
     x = tl.abs((bits << 16).to(tl.float32, bitcast=True) * gamma)
     factor = _factor(x, POWER, SHARE, CLIP)
     places = row * n_columns + at

@@ -135,7 +135,11 @@ def _start(name: str, path: Path, options: Mapping[str, Any], above: tuple[Path,
 
 
 def _phase(content: Any, number: int, first: Recipe, path: Path, above: tuple[Path, ...]) -> Phase:
-    """Phase `number`, from 1. first: the recipe of the file, with which training begins."""
+    """The Phase that an entry of `phases:` describes.
+
+    content: the entry. number: its place in the list, from 1, which messages name. first: the
+    recipe of the file, with which training begins.
+    """
     where = f"phases, number {number}"
     content = _mapping(content, where)
     _known(content, Phase, where)

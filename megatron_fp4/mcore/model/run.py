@@ -166,7 +166,12 @@ class Run:
         if not recipe.phases:
             return recipe
         assert isinstance(moment.step, int)  # refusals/cuda_graphs.py refuses phases in graphs
-        return recipe.at(moment.step / max(self.args.train_iters or 1, 1))
+        return recipe.at(moment.step / self._steps)
+
+    @property
+    def _steps(self) -> int:
+        """The steps of the whole training."""
+        return max(self.args.train_iters or 1, 1)
 
     @property
     def is_training(self) -> bool:
@@ -330,7 +335,7 @@ class Run:
         """Prints one line in the first step of each phase of a recipe, and after a resume."""
         if not training:
             return
-        steps = max(self.args.train_iters or 1, 1)
+        steps = self._steps
         for number, recipe in enumerate(dict.fromkeys(self.recipes)):
             begun = recipe.begun(max(self._step, 0) / steps)
             if begun == self._begun.get(recipe, 0):

@@ -21,7 +21,7 @@ DGE_FACTOR = {
         "", estimator._place, result(lambda place: (place - 1.0) * 0.5)
     ),
     "a code is one too small": Mistake(
-        "", estimator._power_of_two, argument("code", lambda code: tl.maximum(code - 1, 0))
+        "", estimator._inverse, argument("code", lambda code: tl.maximum(code - 1, 0))
     ),
     "no NaN": Mistake(
         "",

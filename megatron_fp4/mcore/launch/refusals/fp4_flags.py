@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_fp4 import te
 from megatron_fp4.mcore.launch.flags import flag_of
-from megatron_fp4.recipe import GEMMS, Recipe
+from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import list_recipes
 
 UPSTREAM_RECIPES = ("nvfp4", "custom")
@@ -138,7 +138,7 @@ def with_recipe(args: Namespace, recipe: Recipe) -> Iterator[str]:
     if args.fp4_bf16_gemms is not None and args.fp4_bf16_after is None:
         yield "--fp4-bf16-gemms needs --fp4-bf16-after"
     held = [recipe.at(0.0), *recipe.in_turn[1:]]  # the first may never hold
-    if not any(each.gemm(gemm).quantized for each in held for gemm in GEMMS):
+    if not any(each.quantized for each in held):
         yield (
             f"recipe {args.fp4_recipe} quantizes nothing: give fprop, dgrad or wgrad a quantizer "
             "and a share of training in FP4, or leave the recipe out"
