@@ -7,7 +7,7 @@ import torch
 
 from megatron_fp4 import list_recipes
 from testing.builders.small_recipes import flags_of
-from testing.worlds.launch import OVERLAP, train
+from testing.worlds.launch import OVERLAP, Result, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,10 +16,15 @@ pytestmark = [
 FLAGS = ("--bf16", "--hidden-size", "128", "--ffn-hidden-size", "256", "--train-iters", "8")
 
 
+def learn(processes: int, *flags: str) -> Result:
+    """Trains with FLAGS and `flags`; the first launch on a machine compiles for some minutes."""
+    return train(processes, *FLAGS, *flags, timeout_s=300)
+
+
 @pytest.mark.parametrize("recipe", [None, *list_recipes()], ids=str)
 def test_one_gpu_learns(recipe: str | None) -> None:
     flags = () if recipe is None else flags_of(recipe)
-    losses = train(1, *FLAGS, *flags).losses
+    losses = learn(1, *flags).losses
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 
@@ -33,13 +38,13 @@ EXPERTS = """
 @two_gpus
 @pytest.mark.parametrize("recipe", list_recipes())
 def test_experts_on_two_gpus_learn(recipe: str) -> None:
-    losses = train(2, *FLAGS, *EXPERTS, *flags_of(recipe)).losses
+    losses = learn(2, *EXPERTS, *flags_of(recipe)).losses
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 
 @two_gpus
 def test_overlapped_communication_on_two_gpus_learns() -> None:
-    losses = train(2, *FLAGS, *OVERLAP, "--fp4-recipe", "tetrajet").losses
+    losses = learn(2, *OVERLAP, "--fp4-recipe", "tetrajet").losses
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 
@@ -49,7 +54,7 @@ def test_two_gpus_learn_what_one_does(recipe: str | None) -> None:
     """Tensor and sequence parallelism with the distributed optimizer's sharding over one rank."""
     flags = () if recipe is None else flags_of(recipe)
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
-    losses = train(2, *FLAGS, *layout, *flags).losses
+    losses = learn(2, *layout, *flags).losses
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 
@@ -58,9 +63,9 @@ def test_a_phase_trains_as_its_recipe_would(tmp_path: Path) -> None:
     path = tmp_path / "phases.yaml"
     path.write_text("base: tetrajet\nphases: [{after: 0.5, recipe: fp8}]\n")
     saved = ("--save", str(tmp_path / "run"), "--save-interval", "4")
-    first = train(1, *FLAGS, "--fp4-recipe", "tetrajet", *saved)
+    first = learn(1, "--fp4-recipe", "tetrajet", *saved)
     load = ("--load", str(tmp_path / "run"), "--ckpt-step", "4", "--fp4-load-anyway")
-    second = train(1, *FLAGS, "--fp4-recipe", "fp8", *load)
-    turned = train(1, *FLAGS, "--fp4-recipe", str(path))
+    second = learn(1, "--fp4-recipe", "fp8", *load)
+    turned = learn(1, "--fp4-recipe", str(path))
     assert turned.losses == first.losses[:4] + second.losses
     assert turned.losses[4:] != first.losses[4:]
