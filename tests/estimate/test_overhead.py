@@ -43,7 +43,7 @@ def test_the_text_says_what_was_never_measured() -> None:
 @pytest.mark.parametrize("gpu", DEVICES.values())
 def test_every_recipe_of_the_sweep_is_costed(gpu: Gpu) -> None:
     """Those of a sample. Each axis that adds a technique adds its time."""
-    drawn = sample(120, seed=2).stars
+    drawn = sample(120, seed=2)
     setting = setting_of(gpu, 4096, 4096, 8192)
     for combination in drawn:
         found = with_kernels(recipe_of(combination), setting, gpu)

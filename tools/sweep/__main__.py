@@ -24,11 +24,11 @@ from megatron_fp4.estimate.costs_text import text
 from megatron_fp4.estimate.overhead import DEVICES, setting_of
 from tools import pages, rows, runs
 from tools.stamp import stamp
-from tools.sweep import axes, llama, page, running, tensors
+from tools.sweep import axes, llama, page, results, running, tensors
 from tools.sweep.axes import Combination
 from tools.sweep.building import recipe_of
 from tools.sweep.pareto import INPUTS, OUTPUTS, TOKENS, draw
-from tools.sweep.promotion import level_of, promoted, stars_of
+from tools.sweep.promotion import LEVELS, level_of, promoted, stars_of
 from tools.sweep.results import BF16
 from tools.sweep.sampling import sample
 from tools.sweep.stages import STAGES
@@ -41,50 +41,74 @@ NUMBER, SEED = 2400, 1  # of the sample
 def run(args: argparse.Namespace) -> int:
     """Evaluates combinations by a stage: a sample by the first, promoted ones by the others."""
     began = time.monotonic()
-    level = level_of(args.stage)
-    if level == 0:
-        drawn = sample(args.number, args.seed)
-        stars = drawn.stars
-        print(f"sweep: {len(stars)} combinations; {drawn.refused.total()} were refused")
-        for reason, number in drawn.refused.most_common():
-            print(f"sweep: {number} refused: {reason}")
-    else:
-        stars = promoted(rows.read(args.results, running.KEYS), level) | {BF16: BF16.key}
+    stars = to_evaluate(args)
     recorded = recorded_for(args)
     tasks = [running.Task(args.stage, each, star, recorded) for each, star in stars.items()]
     deadline = None if args.minutes is None else began + 60 * args.minutes
     left = running.run(tasks, args.results, stamp(args.commit), args.processes, deadline)
-    print(f"sweep: {len(tasks) - left} of {len(tasks)} have results of {args.stage}")
+    hashes = {task.hash for task in tasks}
+    own = [row for row in results.read(args.results) if row["hash"] in hashes]
+    failed = sum(row["status"] == running.FAILED for row in own)
+    what = f"{len(own)} of {len(tasks)} have results of {args.stage}"
+    print(f"sweep: {what}, of which {failed} failed")
     return 75 if left else 0
 
 
+def to_evaluate(args: argparse.Namespace) -> dict[Combination, str]:
+    """The combinations that a stage is to evaluate, with their stars. Raises ConfigError where the
+    stages before have not evaluated all of theirs."""
+    level = level_of(args.stage)
+    if level == 0:
+        return sample(args.number, args.seed)
+    found = results.read(args.results)
+    for stage in LEVELS[level - 1].stages:
+        if not any(row["stage"] == stage for row in found):
+            raise ConfigError(
+                f"{args.results} has no results of {stage}, which promotes combinations to "
+                f"{args.stage}: run {stage} first"
+            )
+    plain = {each: each.key for each in BF16.values()}
+    return promoted(found, level) | plain
+
+
 def attempt(args: argparse.Namespace) -> int:
-    """Evaluates one combination, given as axis=value, and keeps no result."""
-    found = chosen(args.values)
-    if unknown := set(found) - set(axes.AXES):
-        raise ConfigError(f"no axis {min(unknown)}: {', '.join(axes.AXES)}")
-    combination = Combination(**found)
-    if combination.quantized:
+    """Evaluates one combination, given as axis=value, and keeps no result. Prints what it scores
+    less than BF16 of the same seeds."""
+    combination = combination_of(args.values)
+    if combination.in_fp4:
         print(recipe_of(combination))
     torch.set_num_threads(1)  # as in the processes of a run: the tensors are small
-    task = running.Task(args.stage, combination, combination.key, recorded_for(args))
-    row = running.evaluate(task)
-    print(json.dumps({key: row[key] for key in ("status", "seeds", "seconds")}, indent=2))
+    stage, recorded = STAGES[args.stage], recorded_for(args)
+    tasks = [running.Task(args.stage, combination, combination.key, recorded)]
+    if not stage.recorded:
+        plain = BF16[combination.optimizer]
+        tasks.append(running.Task(args.stage, plain, plain.key, recorded))
+    found = [running.evaluate(task) for task in tasks]
+    print(json.dumps({key: found[0][key] for key in ("status", "seeds", "seconds")}, indent=2))
+    for score in results.scores(found, args.stage).values():
+        print(f"score: {score:+.5f}{'' if stage.recorded else ' (the loss less that of BF16)'}")
     return 0
 
 
-def recorded_for(args: argparse.Namespace) -> Path:
-    """The file of the recorded tensors, which is made where the stage reads it and it is not there
-    yet."""
-    work = args.work.resolve()
-    return tensors.record(work) if STAGES[args.stage].recorded else work
+def combination_of(words: list[str]) -> Combination:
+    """The combination with these values, each as axis=value. Raises ConfigError for others."""
+    found = chosen(words)
+    if unknown := set(found) - set(axes.AXES):
+        raise ConfigError(f"no axis {min(unknown)}: {', '.join(axes.AXES)}")
+    return Combination(**found)
+
+
+def recorded_for(args: argparse.Namespace) -> Path | None:
+    """The file of the recorded tensors, which is made if it is not there yet; None for a stage that
+    reads none."""
+    return tensors.record(args.work.resolve()) if STAGES[args.stage].recorded else None
 
 
 def cost(args: argparse.Namespace) -> int:
     """Prints what a recipe takes in one linear on a GPU, by technique and GEMM."""
     first, *others = args.values
     if "=" in first:
-        recipe = recipe_of(Combination(**chosen(args.values)))
+        recipe = recipe_of(combination_of(args.values))
     else:
         recipe = get_recipe(first, **chosen(others))
     gpu = DEVICES[args.device]
@@ -101,7 +125,7 @@ def chosen(words: list[str]) -> dict[str, str]:
 
 def llama_matrix(args: argparse.Namespace) -> int:
     """Writes the matrix of benchmarks/study that trains what the stages before have promoted."""
-    found = rows.read(args.results, running.KEYS)
+    found = results.read(args.results)
     written = llama.matrix(promoted(found, level_of(llama.NAME)))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(written)
@@ -109,24 +133,23 @@ def llama_matrix(args: argparse.Namespace) -> int:
     return 0
 
 
-def all_rows(results: Path, study: Path) -> list[rows.Row]:
+def all_rows(path: Path, study: Path) -> list[rows.Row]:
     """The rows of a result file, and those of the last stage from the study's results."""
-    found = rows.read(results, running.KEYS)
+    found = results.read(path)
     return found + llama.rows(rows.read(study, llama.KEYS), stars_of(found))
 
 
 def show(args: argparse.Namespace) -> int:
     """Prints the tables of the results, or writes them between the markers of a page."""
-    results = all_rows(args.results, args.study)
-    found = page.section(results)
+    every = all_rows(args.results, args.study)
+    found = page.section(every)
     if args.page is None:
         print(found)
     else:
         written = pages.into(args.page.read_text(), "sweep", found)
         args.page.write_text(pages.into(written, "axes", "\n".join(page.axes_table())))
     if args.picture is not None:
-        stage, every = page.last_scores(results)
-        draw(every, f"score of {stage}", args.picture)
+        draw(page.last_points(every), f"score of {page.last_stage(every)}", args.picture)
     return 0
 
 

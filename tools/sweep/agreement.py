@@ -9,10 +9,11 @@ import numpy as np
 
 from tools.rows import Row
 from tools.sweep.axes import Combination
-from tools.sweep.promotion import lines_of, stars_of
-from tools.sweep.results import scores
+from tools.sweep.promotion import lines_of, on_lines, stars_of
+from tools.sweep.results import ranks, scores, seeds_of
 
-DRAWS, LEVEL, FIRST = 2000, 0.95, 20_250_917  # of the bootstrap, its interval, its seed
+BOOTSTRAP_DRAWS, BOOTSTRAP_SEED = 2000, 20_250_917
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,17 @@ class Agreement:
 
     interval: the bootstrap's, over stars. ceiling: the square root of the second stage's
     reliability, the most that its scores could agree with the truth; None of one seed. number: of
-    combinations.
+    combinations. better_half: the correlation among the half that is better in the first stage.
+    alike: the correlation of ranks among combinations that quantize the same GEMMs, by which
+    combinations are promoted.
     """
 
     correlation: float
     interval: tuple[float, float]
     ceiling: float | None
     number: int
+    better_half: float
+    alike: float
 
     @property
     def predicts(self) -> bool:
@@ -39,36 +44,58 @@ def agreement(rows: list[Row], first: str, second: str) -> Agreement | None:
     """How the scores of two stages agree, over the combinations of the lines that were promoted to
     the second at random; None if there are fewer than three stars."""
     stars = stars_of(rows)
-    lines = lines_of(stars, second)
+    lines = on_lines(lines_of(stars, second))
     one, two = scores(rows, first), scores(rows, second)
     common = [each for each in one if each in two and each in lines]
-    groups: dict[str, list[int]] = {}
-    for place, each in enumerate(common):
-        groups.setdefault(stars[each], []).append(place)
-    if len(groups) < 3:
+    if len({stars[each] for each in common}) < 3:
         return None
     a, b = (np.array([table[each] for each in common]) for table in (one, two))
-    places = [np.array(group) for group in groups.values()]
-    source = np.random.default_rng(FIRST)
+    better = a <= np.median(a)
+    gemms = _places([f"{each.forward} {each.backward}" for each in common])
+    return Agreement(
+        spearman(a, b),
+        _interval_over(_places([stars[each] for each in common]), a, b),
+        ceiling(rows, second, common),
+        len(common),
+        spearman(a[better], b[better]),
+        spearman(_within(gemms, a), _within(gemms, b)),
+    )
+
+
+def _places(names: Sequence[str]) -> list[np.ndarray]:
+    """For each name the places where it is."""
+    found: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        found.setdefault(name, []).append(place)
+    return [np.array(places) for places in found.values()]
+
+
+def _interval_over(stars: list[np.ndarray], a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """The bootstrap's interval of the correlation. It draws whole stars, given by the places of
+    their combinations, because these are alike."""
+    source = np.random.default_rng(BOOTSTRAP_SEED)
     drawn = []
-    for _ in range(DRAWS):  # whole stars: their combinations are alike
-        chosen = np.concatenate([places[i] for i in source.integers(len(places), size=len(places))])
+    for _ in range(BOOTSTRAP_DRAWS):
+        chosen = np.concatenate([stars[i] for i in source.integers(len(stars), size=len(stars))])
         drawn.append(spearman(a[chosen], b[chosen]))
-    limits = interval(np.array(drawn))
-    return Agreement(spearman(a, b), limits, ceiling(rows, second, common), len(common))
-
-
-def interval(drawn: np.ndarray) -> tuple[float, float]:
-    """The limits between which the middle LEVEL of a bootstrap's draws lies; NaN is left out."""
-    low, high = np.nanquantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.nanquantile(drawn, [tail, 1 - tail])  # a draw of equal values is NaN
     return float(low), float(high)
+
+
+def _within(groups: list[np.ndarray], values: np.ndarray) -> np.ndarray:
+    """The rank of each value in its group, from -1/2 to 1/2."""
+    found = np.zeros(len(values))
+    for places in groups:
+        found[places] = (ranks(values[places]) + 0.5) / len(places) - 0.5
+    return found
 
 
 def ceiling(rows: list[Row], stage: str, among: Sequence[Combination]) -> float | None:
     """The square root of the reliability of a stage's scores: of the rank correlation of the mean
     over half of the seeds with that over the other half, stepped up to all seeds by
     Spearman and Brown. None of one seed; 0 where the halves do not agree at all."""
-    seeds = next((sorted(row["seeds"]) for row in rows if row["stage"] == stage), [])
+    seeds = seeds_of(rows, stage)
     if len(seeds) < 2:
         return None
     halves = [scores(rows, stage, part) for part in (seeds[::2], seeds[1::2])]
@@ -78,15 +105,6 @@ def ceiling(rows: list[Row], stage: str, among: Sequence[Combination]) -> float 
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """The correlation of the ranks, ties at their mean rank."""
-    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
-
-
-def ranks(values: np.ndarray) -> np.ndarray:
-    """The rank of each value, from 0; equal values have the mean of their ranks."""
-    order = np.argsort(values, kind="stable")
-    _, inverse, counts = np.unique(values[order], return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    found = np.empty(len(values))
-    found[order] = ((ends - counts + ends - 1) / 2)[inverse]
-    return found
+    """The correlation of the ranks, ties at their mean rank; NaN where all values are equal."""
+    with np.errstate(invalid="ignore"):
+        return float(np.corrcoef(ranks(a), ranks(b))[0, 1])

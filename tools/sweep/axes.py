@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import random
 from dataclasses import asdict, dataclass, fields, replace
 
 from megatron_fp4.errors import ConfigError
@@ -73,6 +73,9 @@ _OF_SCALE = {
     "fp32": ("absmax",),
 }
 _OUTER = {"e8m0": ("none", "row"), "fp32": ("none",)}
+_OF_ROWS = ("four-over-six", "unit-gain")  # rules of blocks of one row alone
+_TO_NEAREST = ("mse", "four-over-six", "unit-gain")  # rules without stochastic rounding
+_OF_FP4 = ("scale", "block", "weight_block", "outer_scale", "rounding", "hadamard", "x_mean")
 # Axes that no recipe has: of the training around it.
 TRAINING = ("loss_scale", "optimizer")
 
@@ -120,7 +123,7 @@ class Combination:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
-    def quantized(self) -> bool:
+    def in_fp4(self) -> bool:
         """Whether any operand is in FP4."""
         return "fp4" in (self.forward, self.backward)
 
@@ -137,37 +140,41 @@ def first(axis: str) -> str:
 def values(combination: Combination, axis: str) -> tuple[str, ...]:
     """The values that the axis may have beside the other values of the combination: one value if
     the recipe does not depend on the axis."""
-    c, kept = combination, AXES[axis]
-    transformed = _transformed(c)
+    if not _depends(combination, axis):
+        return AXES[axis][:1]
+    return tuple(value for value in AXES[axis] if _goes_with(combination, axis, value))
+
+
+def _depends(c: Combination, axis: str) -> bool:
+    """Whether the recipe depends on the axis at all."""
     depends = {
-        "scale": c.quantized,
-        "block": c.quantized,
-        "weight_block": c.forward == "fp4" or c.backward == "fp4",
-        "rule": c.forward == "fp4",
+        **dict.fromkeys(_OF_FP4, c.in_fp4),
+        **dict.fromkeys(("rule", "estimator", "maximum"), c.forward == "fp4"),
+        **dict.fromkeys(("group", "signs"), c.hadamard != "none"),
         "backward_rule": c.backward == "fp4",
-        "outer_scale": c.quantized,
-        "rounding": c.quantized,
         "operands": c.forward == "fp4" and c.backward != "bf16",
-        "hadamard": c.quantized,
-        "group": bool(transformed),
-        "signs": bool(transformed),
-        "estimator": c.forward == "fp4",
-        "maximum": c.forward == "fp4",
-        "x_mean": c.forward == "fp4" or c.backward == "fp4",
         "outer_gradient": c.forward == "fp4" and c.outer_scale != "none" and c.maximum != "vjp",
         "estimated": estimates(c),
     }
-    if not depends.get(axis, True):
-        return kept[:1]
+    return depends.get(axis, True)
+
+
+def _goes_with(c: Combination, axis: str, value: str) -> bool:
+    """Whether a recipe can have the value beside the axes before it, and has no other value that
+    does the same."""
     if axis in ("rule", "backward_rule"):
-        return tuple(value for value in kept if value in _OF_SCALE[c.scale])
+        square = c.weight_block == "square"
+        return value in _OF_SCALE[c.scale] and not (square and value in _OF_ROWS)
     if axis == "outer_scale":
-        return _OUTER.get(c.scale, kept)
+        square = c.weight_block == "square"
+        return value in _OUTER.get(c.scale, AXES[axis]) and not (square and value == "row")
     if axis == "rounding":
-        return tuple(value for value in kept if _rounds(c, value))
+        return _rounds(c, value)
     if axis == "hadamard":
-        return tuple(value for value in kept if value == "none" or _turns(c, value))
-    return kept
+        return value == "none" or _turns(c, value)
+    if axis == "x_mean":  # an estimator of X would be of X without its mean
+        return value == "kept" or not estimates(c) or c.estimated == "w"
+    return True
 
 
 def estimates(c: Combination) -> bool:
@@ -178,9 +185,13 @@ def estimates(c: Combination) -> bool:
 
 
 def _rounds(c: Combination, rounding: str) -> bool:
-    """Whether this rounding differs from the others, for the GEMMs that are quantized."""
+    """Whether the combination can round so, and rounds otherwise with each other value."""
+    if rounding == "all" and c.forward == "fp4" and c.rule in _TO_NEAREST:
+        return False
     if c.backward != "fp4":
         return rounding in ("nearest", "all")
+    if rounding != "nearest" and c.backward_rule in _TO_NEAREST:
+        return False
     return rounding != "all" or c.forward == "fp4"
 
 
@@ -190,10 +201,6 @@ def _turns(c: Combination, hadamard: str) -> bool:
     if hadamard == "all":
         return c.forward == c.backward == "fp4"
     return c.forward == "fp4" if hadamard == "forward" else c.backward == "fp4"
-
-
-def _transformed(c: Combination) -> tuple[str, ...]:
-    return () if c.hadamard == "none" else (c.hadamard,)
 
 
 def settled(combination: Combination) -> Combination:
@@ -206,11 +213,30 @@ def settled(combination: Combination) -> Combination:
     return combination
 
 
-def flips(combination: Combination) -> Iterator[tuple[str, Combination]]:
-    """(axis, combination) for each other value of each axis, all else as it is. Those that would
-    change a second axis too are left out."""
+def check(combination: Combination) -> None:
+    """Raises ConfigError, with the axis and the values that it may have, if a value contradicts the
+    axes before it or changes nothing beside them."""
     for axis in AXES:
-        for value in values(combination, axis):
-            flipped = replace(combination, **{axis: value})
-            if flipped != combination and settled(flipped) == flipped:
-                yield axis, flipped
+        allowed, value = values(combination, axis), getattr(combination, axis)
+        if value not in allowed:
+            raise ConfigError(
+                f"{combination}: {axis} is {value}, but beside the other values it can only be "
+                f"{' or '.join(allowed)}"
+            )
+
+
+def draw(source: random.Random) -> Combination:
+    """A combination at random: on each axis in turn one of the values that it may have beside those
+    that were drawn, each with the same probability."""
+    found = Combination()
+    for axis in AXES:
+        found = replace(found, **{axis: source.choice(values(found, axis))})
+    return found
+
+
+def line(center: Combination, axis: str) -> dict[str, Combination]:
+    """By value of the axis the combinations that differ from the center on this axis, and the
+    center itself. On other axes they differ only where the center's value contradicts the axis:
+    another format of scales has other rules, of which each has the first."""
+    found = {value: replace(center, **{axis: value}) for value in values(center, axis)}
+    return {value: settled(each) for value, each in found.items()}

@@ -8,8 +8,7 @@ from typing import Any
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
-from megatron_fp4.errors import ConfigError
-from tools.sweep.axes import Combination, estimates, settled
+from tools.sweep.axes import Combination, check, estimates
 
 THREE_QUARTERS = 3 / 4  # the prescale of "Training LLMs with MXFP4", arXiv 2502.20586
 INFLATED = 17 / 16  # above the largest relative error of a scale of three mantissa bits
@@ -29,8 +28,7 @@ def recipe_of(combination: Combination) -> Recipe:
     Raises ConfigError, with the reason, if the combination contradicts itself.
     """
     c = combination
-    if (plain := settled(c)) != c:
-        raise ConfigError(f"{c} contradicts itself: it would be {plain}")
+    check(c)
     prescales = 2 if c.backward == "fp4" and c.backward_rule == "three-quarters" else 0
     correction = THREE_QUARTERS**-prescales
     return Recipe(

@@ -1,20 +1,22 @@
-"""What each value of an axis does: differences of combinations that are alike on all other axes."""
+"""What each value of an axis does: differences of combinations of one line."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from tools.sweep.axes import AXES, Combination, first
+from tools.sweep.axes import AXES, Combination
+from tools.sweep.promotion import Line
 
 
 @dataclass(frozen=True)
 class Effect:
-    """A value of an axis against the axis's first value.
+    """A value of an axis against another.
 
-    differences: of the scores, one for each pair of combinations that differ on this axis alone;
-    below 0 the value is the better one.
+    differences: of the scores, one for each line that has both; below 0 the value is the better
+    one.
     """
 
     axis: str
@@ -27,40 +29,32 @@ class Effect:
         return statistics.median(self.differences)
 
     @property
-    def better(self) -> float:
-        """The share of the pairs in which the value is better."""
-        return sum(each < 0 for each in self.differences) / len(self.differences)
-
-    @property
     def quartiles(self) -> tuple[float, float]:
-        """Between which the middle half of the differences lies."""
+        """Between which the middle half of the differences lies; NaN of a single one."""
         if len(self.differences) == 1:
-            return self.differences[0], self.differences[0]
+            return math.nan, math.nan
         low, _, high = statistics.quantiles(self.differences, n=4, method="inclusive")
         return low, high
 
 
-def effects(scores: Mapping[Combination, float]) -> list[Effect]:
-    """The effects of all values of all axes, in their order.
+def effects(scores: Mapping[Combination, float], lines: Iterable[Line]) -> list[Effect]:
+    """The effects of all values of all axes, in their order, on these lines.
 
-    On an axis whose first value some combinations cannot have, such as a rule of another scale,
-    values are compared with the first that the other axes allow.
+    In each line a value is compared with the axis's first value, or the first that the line has:
+    rules of one format of scales are not compared with those of another.
     """
     found: dict[tuple[str, str, str], list[float]] = {}
-    for axis in AXES:
-        groups: dict[Combination, dict[str, float]] = {}
-        for each, score in scores.items():
-            same = replace(each, **{axis: first(axis)})
-            groups.setdefault(same, {})[getattr(each, axis)] = score
-        for group in groups.values():
-            present = [value for value in AXES[axis] if value in group]
-            for value in present[1:]:
-                difference = group[value] - group[present[0]]
-                found.setdefault((axis, value, present[0]), []).append(difference)
-    order = {(axis, value): place for place, (axis, value) in enumerate(_pairs())}
-    keys = sorted(found, key=lambda key: (order[key[:2]], order[key[0], key[2]]))
-    return [Effect(*key, found[key]) for key in keys]
+    for each in lines:
+        present = {v: scores[c] for v, c in each.combinations.items() if c in scores}
+        against = next(iter(present), "")
+        for value, score in present.items():
+            if value != against:
+                differences = found.setdefault((each.axis, value, against), [])
+                differences.append(score - present[against])
+    return [Effect(*key, found[key]) for key in sorted(found, key=_order)]
 
 
-def _pairs() -> list[tuple[str, str]]:
-    return [(axis, value) for axis, values in AXES.items() for value in values]
+def _order(key: tuple[str, str, str]) -> tuple[int, int, int]:
+    axis, value, against = key
+    values = AXES[axis]
+    return list(AXES).index(axis), values.index(value), values.index(against)

@@ -18,28 +18,39 @@ STAR = "factorial"  # in place of a star's key, in results
 E8M0 = {"scale": "e8m0", "rule": "ceil", "backward_rule": "ceil"}
 E4M3 = {"scale": "e4m3", "rule": "nearest", "backward_rule": "inflated"}
 UE5M3 = E4M3 | {"scale": "ue5m3"}
+FP32 = {"scale": "fp32", "rule": "absmax", "backward_rule": "absmax"}
 TENSOR = {"outer_scale": "tensor"}
 HADAMARD = {"hadamard": "backward", "group": "32"}
 STOCHASTIC = {"rounding": "gradients"}
+LOSS_SCALE = {"loss_scale": "65536"}
 
 
 def combinations() -> list[Combination]:
     """The combinations that every sweep has.
 
     They are all formats of block scales in blocks of 32 and 16, each with and without a tensor
-    scale, stochastic rounding of dY, and a Hadamard transform of the backward pass; and four of
-    these with each estimator, and with each gradient through the maximum.
+    scale, stochastic rounding of dY, and a Hadamard transform of the backward pass; UE5M3 with and
+    without these under a loss scale; and four of the formats with each estimator, and with each
+    gradient through the maximum.
     """
-    return [*_formats(), *_estimators()]
+    return [*_formats(), *_loss_scales(), *_estimators()]
 
 
 def _formats() -> Iterator[Combination]:
-    switches = product((E8M0, E4M3, UE5M3), ("32", "16"), (TENSOR, {}), (STOCHASTIC, {}))
-    for scale, block, outer, rounding in switches:
-        if outer and scale is E8M0:  # which takes no scale of the tensor
-            continue
-        for hadamard in (HADAMARD, {}):
-            yield Combination(block=block, **scale, **outer, **rounding, **hadamard)
+    for scale in (E8M0, E4M3, UE5M3, FP32):
+        for outer in ({}, TENSOR) if scale in (E4M3, UE5M3) else ({},):
+            yield from _switched(scale | outer)
+
+
+def _loss_scales() -> Iterator[Combination]:
+    for outer in ({}, TENSOR):
+        yield from _switched(UE5M3 | LOSS_SCALE | outer)
+
+
+def _switched(values: dict[str, str]) -> Iterator[Combination]:
+    switches = product(("32", "16"), (STOCHASTIC, {}), (HADAMARD, {}))
+    for block, rounding, hadamard in switches:
+        yield Combination(block=block, **values, **rounding, **hadamard)
 
 
 def _estimators() -> Iterator[Combination]:

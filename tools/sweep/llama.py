@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,13 @@ from tools.rows import Row
 from tools.sweep.axes import TRAINING, Combination, first
 
 NAME = "llama"
+WHAT = "a LLaMA of 3M parameters through pretrain_gpt.py, 300 steps of 16,384 tokens"
 RESULTS = Path("benchmarks/results/study-sweep.jsonl")  # of the study of the matrix sweep.yaml
 KEYS = {"status", "configuration"}
 RECIPE = "tools.sweep.building:combined"
 BASELINES = ["bf16", "tetrajet", "mxfp4-rht-sr"]
 TEXT = {"megabytes": 100, "vocabulary": 8192, "held_out_share": 0.02}
-BLOCK: dict[str, Any] = {"sizes": ["3M"], "learning_rates": [1e-3], "steps": [300], "seeds": [1, 2]}
+BLOCK: dict[str, Any] = {"sizes": ["3M"], "learning_rates": [3e-3], "steps": [300], "seeds": [1, 2]}
 # Keys of a run's configuration, and of BLOCK, by which a run is one of the matrix.
 _OF_BLOCK = [
     ("size", "sizes"), ("learning_rate", "learning_rates"), ("steps", "steps"), ("seed", "seeds"),
@@ -54,16 +56,19 @@ def rows(study: Iterable[Row], stars: Mapping[Combination, str]) -> list[Row]:
     combinations of the stages before; those that train the same recipe get its result.
     """
     losses: dict[str, dict[str, dict[str, float]]] = {}
+    taken: Counter[str] = Counter()  # seconds
     for row in study:
         run = row["configuration"]
         if row["status"] == "finished" and all(run[key] in BLOCK[name] for key, name in _OF_BLOCK):
             own = losses.setdefault(run["recipe"], {})
             own[str(run["seed"])] = {"loss": row["held_out"][-1][1]}
+            taken[run["recipe"]] += row["milliseconds"] * run["steps"] / 1000
     found = []
     for each, star in stars.items():
-        name = recipe(each) if each.quantized else BASELINES[0]
+        name = recipe(each) if each.in_fp4 else BASELINES[0]
         seeds = losses.get(name, {})
         if len(seeds) == len(BLOCK["seeds"]):
             row = {"stage": NAME, "star": star, "combination": each.chosen, "seeds": seeds}
-            found.append(row | {"hash": f"{NAME}-{each.key}", "status": "finished"})
+            row |= {"hash": f"{NAME}-{each.key}", "status": "finished", "seconds": taken[name]}
+            found.append(row)
     return found

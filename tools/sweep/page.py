@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import combinations
 
 from megatron_fp4.estimate.overhead import DEVICES
 from tools.pages import table
@@ -14,22 +15,34 @@ from tools.sweep.axes import AXES, WHAT
 from tools.sweep.effects import Effect, effects
 from tools.sweep.findings import FINDINGS, summary
 from tools.sweep.pareto import Point, frontier, points
-from tools.sweep.promotion import LEVELS, lines_of, stars_of
-from tools.sweep.results import SCORES, scores
+from tools.sweep.promotion import level_of, lines_of, stars_of
+from tools.sweep.results import SCORES, scores, seeds_of
 from tools.sweep.running import FAILED
 from tools.sweep.stages import STAGES
 
-# Of which the effects have a column: a stage, a figure, and what it is.
-FIGURES = (
+# A column of a table of effects: a stage, a figure, and what it is.
+Column = tuple[str, str, str]
+OPERANDS: list[Column] = [
+    ("products", f"{operand} {figure}", f"{text} of {name}")
+    for operand, name in (("x", "X"), ("w", "W"), ("dy", "dY"))
+    for figure, text in (("error", "error"), ("zeros", "zeros"))
+]
+PRODUCTS: list[Column] = [
     ("products", "y error", "error of Y"),
+    ("products", "dx error", "error of dX"),
     ("products", "dw error", "error of dW"),
+    ("draws", "dx bias", "bias of dX"),
+    ("draws", "dx variance", "variance of dX"),
     ("draws", "dw bias", "bias of dW"),
+    ("draws", "dw variance", "variance of dW"),
+]
+LOSSES: list[Column] = [
     ("regression", "loss", "regression"),
     ("digits", "loss", "digits"),
     ("diffusion", "loss", "diffusion"),
     (llama.NAME, "loss", "LLaMA"),
-)
-TRAINED = ("regression", "digits", "diffusion", llama.NAME)  # stages whose score is a loss
+]
+TRAINED = [stage for stage, *_ in LOSSES]
 BEST = 10  # combinations of a table of the best
 
 
@@ -37,19 +50,39 @@ def section(rows: list[Row]) -> str:
     """All tables. rows: of a result file. Raises ValueError if there are none."""
     if not rows:
         raise ValueError("there are no results: python -m tools.sweep run products")
-    parts = [stages_table(rows), agreement_table(rows), findings_table(rows), effects_table(rows)]
-    stage, every = last_scores(rows)
-    parts += [[f"The best {BEST} of `{stage}` that quantize all three GEMMs:"], best_table(every)]
+    parts = [stages_table(rows), missing(rows), agreement_table(rows), findings_table(rows)]
+    for what, columns in (
+        ("losses", LOSSES),
+        ("products and gradients", PRODUCTS),
+        ("operands", OPERANDS),
+    ):
+        found = effects_table(rows, columns)
+        parts += [[f"What each value does to {what}:"], found] if found else []
+    stage = last_stage(rows)
+    every = last_points(rows)
+    parts += [[f"The best {BEST} of `{stage}` that quantize all three GEMMs:"]]
+    parts += [best_table(rows, stage, every)]
     for device in DEVICES:
         what = f"No combination is better in `{stage}` and needs less time on {device} than these:"
-        parts += [[what], frontier_table(every, device)]
+        parts += [[what], _points_table(rows, stage, frontier(every, device))]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def last_scores(rows: list[Row]) -> tuple[str, list[Point]]:
-    """The last stage that has results, and its combinations with scores and times."""
-    stage = next(stage for stage in reversed(SCORES) if scores(rows, stage))
-    return stage, points(scores(rows, stage))
+def last_stage(rows: list[Row]) -> str:
+    """The last stage that has results."""
+    return next(stage for stage in reversed(SCORES) if scores(rows, stage))
+
+
+def last_points(rows: list[Row]) -> list[Point]:
+    """The combinations of the last stage that has results, with their scores and times."""
+    return points(scores(rows, last_stage(rows)))
+
+
+def missing(rows: list[Row]) -> list[str]:
+    """A line that names the stages without results; none if all have some."""
+    found = {row["stage"] for row in rows}
+    names = [f"`{stage}`" for stage in SCORES if stage not in found]
+    return [f"Not run yet: {', '.join(names)}."] if names else []
 
 
 def axes_table() -> list[str]:
@@ -60,39 +93,41 @@ def axes_table() -> list[str]:
 
 
 def stages_table(rows: list[Row]) -> list[str]:
-    """How many combinations each stage evaluated, and what one takes."""
+    """How many combinations each stage evaluated, and what this took."""
     lines = []
-    for stage in STAGES.values():
-        own = [row for row in rows if row["stage"] == stage.name]
+    for name in SCORES:
+        own = [row for row in rows if row["stage"] == name]
         if own:
+            what = STAGES[name].what if name in STAGES else llama.WHAT
             failed = sum(row["status"] == FAILED for row in own)
-            seconds = statistics.median(row["seconds"] for row in own)
-            cells = [f"`{stage.name}`", stage.what, f"{len(own):,}", str(failed)]
-            lines.append([*cells, str(stage.seeds), f"{seconds:.1f}"])
-    head = ["stage", "what it measures", "combinations", "diverged", "seeds", "seconds each"]
+            taken = [row["seconds"] for row in own]
+            numbers = [f"{len(own):,}", str(failed), str(len(seeds_of(rows, name)))]
+            times = [f"{statistics.median(taken):.1f}", f"{sum(taken) / 3600:.2f}"]
+            lines.append([f"`{name}`", what, *numbers, *times])
+    head = ["stage", "what it measures", "combinations", "failed", "seeds", "seconds each", "hours"]
     return table(head, lines)
 
 
 def agreement_table(rows: list[Row]) -> list[str]:
-    """How each stage ranks combinations as a stage of the next level does."""
+    """How each stage ranks combinations as the others of its level and those of the next do."""
     lines = []
-    for level, following in pairwise(LEVELS):
-        for first in level.stages:
-            for second in following.stages:
-                found = agreement(rows, first, second)
-                if found is not None:
-                    lines.append([f"`{first}`", f"`{second}`", *_cells(found)])
+    for first, second in combinations(SCORES, 2):
+        if level_of(second) - level_of(first) <= 1:
+            found = agreement(rows, first, second)
+            if found is not None:
+                lines.append([f"`{first}`", f"`{second}`", *_cells(found)])
     if not lines:
         return []
-    head = ["stage", "next", "combinations", "rank correlation", "95% interval", "ceiling"]
-    return table([*head, "it predicts"], lines)
+    head = ["stage", "later stage", "combinations", "rank correlation", "95% interval", "ceiling"]
+    return table([*head, "same GEMMs", "better half", "it predicts"], lines)
 
 
 def _cells(found: Agreement) -> list[str]:
     low, high = found.interval
-    ceiling = "" if found.ceiling is None else f"{found.ceiling:.2f}"
-    numbers = [str(found.number), f"{found.correlation:.2f}", f"{low:.2f} to {high:.2f}"]
-    return [*numbers, ceiling, "yes" if found.predicts else "nothing that is certain"]
+    ceiling = "one seed" if found.ceiling is None else f"{found.ceiling:.2f}"
+    numbers = [str(found.number), f"{found.correlation:.2f}", f"{low:.2f} to {high:.2f}", ceiling]
+    parts = [f"{found.alike:.2f}", f"{found.better_half:.2f}"]
+    return [*numbers, *parts, "yes" if found.predicts else "no: the interval has 0"]
 
 
 def findings_table(rows: list[Row]) -> list[str]:
@@ -106,58 +141,65 @@ def findings_table(rows: list[Row]) -> list[str]:
             columns[stage] = found
     if not columns:
         return []
+    last, own = list(columns.items())[-1]
+    of_seeds = (scores(rows, last, [seed]) for seed in seeds_of(rows, last))
+    by_seed = [{each: every[each] for each in own} for every in of_seeds]
     lines = []
     for finding in FINDINGS:
         differences = [finding.differences(found) for found in columns.values()]
-        lines.append([finding.claim, *map(summary, differences), finding.verdict(differences[-1])])
+        verdict = finding.verdict(own, by_seed)
+        lines.append([finding.claim, *map(summary, differences), verdict])
     return table(["claim", *(f"`{stage}`" for stage in columns), "verdict"], lines)
 
 
-def effects_table(rows: list[Row]) -> list[str]:
-    """What each value of an axis changes, in combinations that differ on this axis alone.
-
-    Only lines that were promoted at random count, so that it is no matter which were the best.
-    """
-    columns = {}
-    stars = stars_of(rows)
-    for stage, figure, name in FIGURES:
-        every = scores(rows, stage, figure=figure)
-        chosen = lines_of(stars, stage)
-        found = {each: score for each, score in every.items() if each in chosen}
-        if found:
-            columns[name] = {(e.axis, e.value, e.against): e for e in effects(found)}
-    keys = dict.fromkeys(key for column in columns.values() for key in column)
+def effects_table(rows: list[Row], columns: Iterable[Column]) -> list[str]:
+    """What each value of an axis changes, on lines that were promoted at random, so that it is no
+    matter which were the best. No lines without results."""
+    found, stars = {}, stars_of(rows)
+    for stage, figure, name in columns:
+        every = effects(scores(rows, stage, figure=figure), lines_of(stars, stage))
+        if every:
+            found[name] = {(e.axis, e.value, e.against): e for e in every}
+    keys = dict.fromkeys(key for column in found.values() for key in column)
     lines = [
         [f"`{axis}`", f"`{value}`", f"`{against}`"]
-        + [_effect(column.get((axis, value, against))) for column in columns.values()]
+        + [_effect(column.get((axis, value, against))) for column in found.values()]
         for axis, value, against in keys
     ]
-    return table(["axis", "value", "against", *columns], lines)
+    changed = [line for line in lines if any(cell not in ("", "0") for cell in line[3:])]
+    return table(["axis", "value", "against", *found], changed) if changed else []
 
 
 def _effect(effect: Effect | None) -> str:
-    """The median, the quartiles, and the number of pairs."""
+    """The median, the quartiles, and the number of pairs; "0" where nothing changes."""
     if effect is None:
         return ""
+    if not any(effect.differences):
+        return "0"
+    if len(effect.differences) == 1:
+        return f"{effect.median:+.2g} (1)"
     low, high = effect.quartiles
     return f"{effect.median:+.2g} ({low:+.2g} to {high:+.2g}; {len(effect.differences)})"
 
 
-def best_table(every: list[Point]) -> list[str]:
+def best_table(rows: list[Row], stage: str, every: list[Point]) -> list[str]:
     """The best combinations, among those that quantize all three GEMMs."""
     fp4 = [p for p in every if p.combination.forward == p.combination.backward == "fp4"]
-    return _points_table(fp4[:BEST])
+    return _points_table(rows, stage, fp4[:BEST])
 
 
-def frontier_table(every: list[Point], device: str) -> list[str]:
-    """The combinations on the frontier of score and time on a device."""
-    return _points_table(frontier(every, device))
+def _points_table(rows: list[Row], stage: str, found: list[Point]) -> list[str]:
+    """With each score the standard error of its mean over the seeds, if there are two or more."""
+    by_seed = [scores(rows, stage, [seed]) for seed in seeds_of(rows, stage)]
 
+    def score(point: Point) -> str:
+        own = [each[point.combination] for each in by_seed]
+        error = f" ± {statistics.stdev(own) / len(own) ** 0.5:.4f}" if len(own) > 1 else ""
+        return f"{point.score:+.4f}{error}"
 
-def _points_table(found: list[Point]) -> list[str]:
     lines = [
         [
-            f"{point.score:+.4f}",
+            score(point),
             *(f"{point.times[device]:.2f}" for device in DEVICES),
             f"`{point.combination}`",
         ]

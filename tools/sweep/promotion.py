@@ -6,10 +6,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tools.rows import Row
 from tools.sweep import factorial, llama
-from tools.sweep.axes import AXES, Combination
+from tools.sweep.axes import AXES, TRAINING, Combination, line
 from tools.sweep.results import ranked
 
 
@@ -17,21 +18,37 @@ from tools.sweep.results import ranked
 class Level:
     """Stages that the same combinations run.
 
-    best: one of so many combinations of the level before is promoted to this level: the best ones.
-    random: one of so many lines of the sample is promoted too, however good it is.
+    best_of: the best one of so many combinations of the level before is promoted to this level.
+    line_of: one of so many lines of the sample is promoted too, however good it is.
     """
 
     stages: tuple[str, ...]
-    best: int
-    random: int
+    best_of: int
+    line_of: int
+
+
+class Line(NamedTuple):
+    """A center of a star, and an axis."""
+
+    center: Combination
+    axis: str
+
+    @property
+    def combinations(self) -> dict[str, Combination]:
+        """By value: see `axes.line`."""
+        return line(self.center, self.axis)
 
 
 LEVELS = (
-    Level(("products",), best=1, random=1),
-    Level(("draws", "regression", "digits"), best=20, random=10),
-    Level(("diffusion",), best=8, random=10),
-    Level((llama.NAME,), best=16, random=50),
+    Level(("products",), best_of=1, line_of=1),
+    Level(("draws", "regression", "digits"), best_of=20, line_of=10),
+    Level(("diffusion",), best_of=8, line_of=20),
+    Level((llama.NAME,), best_of=16, line_of=60),
 )
+
+
+# Stages that do not depend on the axes of TRAINING.
+_WITHOUT_TRAINING = ("products", "draws", llama.NAME)
 
 
 def level_of(stage: str) -> int:
@@ -44,18 +61,18 @@ def promoted(rows: list[Row], level: int) -> dict[Combination, str]:
     first.
 
     rows: finished and failed rows of all stages. Of the combinations that quantize the same GEMMs,
-    and so cost about the same, one in `best` is promoted, by the mean of its ranks in the stages of
-    the level before. Beside them go those of `random_lines` and the factorial. A combination whose
-    training failed has no rank and is not promoted.
+    and so cost about the same, the best one of `best_of` is promoted, by the mean of its ranks in
+    the stages of the level before. Beside them go those of `random_lines` and the factorial. A
+    combination whose training failed has no rank and is not promoted.
     """
     ranks = ranked(rows, LEVELS[level - 1].stages)
     stars = stars_of(rows)
     groups: dict[tuple[str, str], list[Combination]] = {}
     for each in sorted(ranks, key=lambda each: (ranks[each], each.key)):
         groups.setdefault((each.forward, each.backward), []).append(each)
-    count = LEVELS[level].best
+    count = LEVELS[level].best_of
     best = [each for own in groups.values() for each in own[: -(-len(own) // count)]]
-    lines = random_lines(stars, LEVELS[level].random)
+    lines = on_lines(random_lines(stars, LEVELS[level].line_of))
     others = [each for each in ranks if each in lines or stars[each] == factorial.STAR]
     return {each: stars[each] for each in [*best, *others]}
 
@@ -65,28 +82,29 @@ def stars_of(rows: Iterable[Row]) -> dict[Combination, str]:
     return {Combination(**row["combination"]): row["star"] for row in rows}
 
 
-def lines_of(stars: Mapping[Combination, str], stage: str) -> set[Combination]:
-    """The combinations that were promoted to a stage at random: see `random_lines`."""
-    return random_lines(stars, LEVELS[level_of(stage)].random)
+def lines_of(stars: Mapping[Combination, str], stage: str) -> list[Line]:
+    """The lines that were promoted to a stage at random, without those of axes on which the stage
+    does not depend: see `random_lines`."""
+    found = random_lines(stars, LEVELS[level_of(stage)].line_of)
+    return [each for each in found if stage not in _WITHOUT_TRAINING or each.axis not in TRAINING]
 
 
-def random_lines(stars: Mapping[Combination, str], count: int) -> set[Combination]:
-    """The combinations of a random share of all lines: one line of `count`.
+def random_lines(stars: Mapping[Combination, str], count: int) -> list[Line]:
+    """A random share of all lines: one of `count`. See `axes.line`.
 
-    A line is the center of a star, with the combinations of the star that differ from it on one
-    axis. The hash of star and axis decides, and not how good the combinations are. A combination
-    that is chosen for a multiple of `count` is chosen for `count` too.
+    The hash of star and axis decides, and not how good the combinations are. A line that is chosen
+    for a multiple of `count` is chosen for `count` too.
 
     stars: the star of each combination; those of factorial.py are in no line.
     """
-    centers = {each.key: each for each in stars}
-    found: set[Combination] = set()
-    for each, star in stars.items():
-        center = centers.get(star, each)
-        axis = next((axis for axis in AXES if getattr(each, axis) != getattr(center, axis)), None)
-        if axis is not None and _number(f"{star} {axis}") % count == 0:
-            found |= {center, each}
-    return found
+    centers = [each for each, star in stars.items() if star == each.key]
+    lines = (Line(each, axis) for each in centers for axis in AXES if len(line(each, axis)) > 1)
+    return [each for each in lines if _number(f"{each.center.key} {each.axis}") % count == 0]
+
+
+def on_lines(lines: Iterable[Line]) -> set[Combination]:
+    """All combinations of the lines."""
+    return {each for own in lines for each in own.combinations.values()}
 
 
 def _number(text: str) -> int:

@@ -4,39 +4,75 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from tools import rows as jsonl
 from tools.rows import Row
 from tools.sweep import llama
-from tools.sweep.axes import Combination
+from tools.sweep.axes import AXES, Combination
 from tools.sweep.stages import STAGES
 
-BF16 = Combination(forward="bf16", backward="bf16")
+# What scores are compared with: BF16 by each optimizer.
+BF16 = {
+    optimizer: Combination(forward="bf16", backward="bf16", optimizer=optimizer)
+    for optimizer in AXES["optimizer"]
+}
 SCORES = {name: stage.score for name, stage in STAGES.items()} | {llama.NAME: "loss"}
+
+
+KEYS = {"hash", "stage", "star", "combination", "seeds"}
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a result file; none if it does not exist.
+
+    Raises ValueError if results of one stage were made with different settings, recorded tensors or
+    numerics: such scores cannot be compared.
+    """
+    every, found = jsonl.read(path, KEYS), dict[str, Any]()
+    for row in every:
+        made = {key: row.get(key) for key in ("settings", "tensors", "numerics")}
+        if found.setdefault(row["stage"], made) != made:
+            stage, before = row["stage"], found[row["stage"]]
+            differ = ", ".join(key for key in made if made[key] != before[key])
+            raise ValueError(f"results of {stage} in {path} differ in {differ}: use another file")
+    return every
 
 
 def scores(
     rows: list[Row], stage: str, seeds: Sequence[str] = (), figure: str | None = None
 ) -> dict[Combination, float]:
     """The score of each combination that finished the stage: the mean over seeds, less BF16's of
-    the same seeds where BF16 ran the stage.
+    the same seeds and optimizer where BF16 ran the stage.
 
-    seeds: those that count; none: all. figure: another figure of the stage than its score.
+    seeds: those that count; none: all. figure: another figure of the stage than its score; where
+    a row does not have it, there is none.
     """
+    name = figure or SCORES[stage]
     found = {
         Combination(**row["combination"]): row["seeds"]
         for row in rows
-        if row["stage"] == stage and row["status"] == "finished"
+        if row["stage"] == stage and row["status"] == "finished" and name in row["seeds"]["1"]
     }
-    plain = found.get(BF16, {})
-    name = figure or SCORES[stage]
+    plain = {optimizer: found.pop(each, None) for optimizer, each in BF16.items()}
+    compared = any(plain.values())
 
-    def score(by_seed: dict[str, dict[str, float]]) -> float:
-        chosen = seeds or list(by_seed)
-        own = (by_seed[seed][name] for seed in chosen)
-        other = (plain[seed][name] if plain else 0.0 for seed in chosen)
-        return statistics.mean(a - b for a, b in zip(own, other, strict=True))
+    def score(each: Combination) -> float:
+        own, other = found[each], plain[each.optimizer] if compared else None
+        return statistics.mean(
+            own[seed][name] - (other[seed][name] if other else 0.0) for seed in seeds or own
+        )
 
-    return {each: score(by_seed) for each, by_seed in found.items() if each != BF16}
+    return {each: score(each) for each in found if not compared or plain[each.optimizer]}
+
+
+def seeds_of(rows: list[Row], stage: str) -> list[str]:
+    """The seeds with which the stage's combinations ran."""
+    found = (row for row in rows if row["stage"] == stage and row["status"] == "finished")
+    return next((sorted(row["seeds"]) for row in found), [])
 
 
 def ranked(rows: list[Row], stages: Sequence[str]) -> dict[Combination, float]:
@@ -44,8 +80,16 @@ def ranked(rows: list[Row], stages: Sequence[str]) -> dict[Combination, float]:
     finished all the stages."""
     tables = [scores(rows, stage) for stage in stages]
     common = set.intersection(*map(set, tables))
-    places = [
-        {each: place for place, each in enumerate(sorted(common, key=lambda c: (table[c], c.key)))}
-        for table in tables
-    ]
-    return {each: statistics.mean(place[each] for place in places) for each in common}
+    order = sorted(common, key=lambda each: each.key)
+    places = [ranks(np.array([table[each] for each in order])) for table in tables]
+    return dict(zip(order, np.mean(places, 0).tolist(), strict=True))
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """The rank of each value, from 0; equal values have the mean of their ranks."""
+    order = np.argsort(values, kind="stable")
+    _, inverse, counts = np.unique(values[order], return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    found = np.empty(len(values))
+    found[order] = ((ends - counts + ends - 1) / 2)[inverse]
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable
@@ -18,11 +19,11 @@ import torch
 from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
 from tools import rows
 from tools.rows import Row
-from tools.sweep import tensors
+from tools.sweep import results, tensors
 from tools.sweep.axes import Combination
 from tools.sweep.stages import STAGES
+from tools.sweep.stages.stage import Figures
 
-KEYS = {"hash", "stage", "star", "combination", "seeds"}
 FINISHED, FAILED = "finished", "failed"
 
 
@@ -32,21 +33,22 @@ class SweepError(RuntimeError):
 
 @dataclass(frozen=True)
 class Task:
-    """A combination to evaluate by a stage. star: of the sample. tensors: the recorded ones."""
+    """A combination to evaluate by a stage. star: of the sample. tensors_file: the recorded ones;
+    None for a stage that reads none."""
 
     stage: str
     combination: Combination
     star: str
-    tensors: Path
+    tensors_file: Path | None
 
     @property
     def configuration(self) -> dict[str, Any]:
         """All that the figures depend on."""
         stage = STAGES[self.stage]
-        recorded = tensors.digest(self.tensors) if stage.recorded else None
+        recorded = tensors.digest(self.tensors_file) if self.tensors_file else None
         return {
             "stage": self.stage,
-            "settings": dict(stage.settings),
+            "settings": {"seeds": stage.seeds, **stage.settings},
             "combination": self.combination.chosen,
             "tensors": recorded,
             "numerics": NUMERICS_VERSION,
@@ -60,17 +62,29 @@ class Task:
 
 
 def evaluate(task: Task) -> Row:
-    """The row of a task: its figures by seed, or why there are none."""
+    """The row of a task: its figures by seed, or why there are none. Raises SweepError, with the
+    combination, if the code cannot evaluate it."""
     began, stage = time.monotonic(), STAGES[task.stage]
     row = {"hash": task.hash, "star": task.star, **task.configuration, "seeds": {}}
-    recorded = tensors.read(task.tensors) if stage.recorded else []
+    recorded = tensors.read(task.tensors_file) if task.tensors_file else []
     try:
         for seed in range(1, stage.seeds + 1):
-            row["seeds"][str(seed)] = stage.evaluate(task.combination, recorded, seed)
+            row["seeds"][str(seed)] = _finite(stage.evaluate(task.combination, recorded, seed))
         row["status"] = FINISHED
     except ArithmeticError as error:  # a loss or product that is not finite is a result too
         row |= {"status": FAILED, "error": str(error)}
+    except Exception as error:  # as text, since not every error can be sent to another process
+        what = f"{task.stage} cannot evaluate {task.combination}"
+        raise SweepError(f"{what}: {type(error).__name__}: {error}") from error
     return row | {"seconds": round(time.monotonic() - began, 3)}
+
+
+def _finite(figures: Figures) -> Figures:
+    """The figures. Raises ArithmeticError for one that is NaN or Inf."""
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            raise ArithmeticError(f"{name} is {value}")
+    return figures
 
 
 def run(
@@ -84,9 +98,10 @@ def run(
     """Evaluates the tasks whose results the file `path` does not have; the number that is left.
 
     stamp: recorded with each row. deadline: of time.monotonic(); None: all are evaluated. An
-    interrupt loses only what is being evaluated.
+    interrupt loses only what is being evaluated. Raises SweepError if a process was ended, or if
+    the code cannot evaluate a combination, which the message names.
     """
-    done = {row["hash"] for row in rows.read(path, KEYS)}
+    done = {row["hash"] for row in results.read(path)}
     left = [task for task in tasks if task.hash not in done]
     began, number = time.monotonic(), len(left)
     context = multiprocessing.get_context("spawn")
@@ -99,7 +114,8 @@ def run(
                 if not waiting:
                     break
                 ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in ready:
+                # Results come before errors, which end the sweep.
+                for future in sorted(ready, key=lambda each: each.exception() is not None):
                     rows.append(path, future.result() | {"stamp": stamp})
                 finished = number - len(left) - len(waiting)
                 if finished % 100 < len(ready):

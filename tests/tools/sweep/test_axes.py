@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from megatron_fp4 import ConfigError, Recipe, get_recipe
 from megatron_fp4.arithmetic.estimators import Estimator
-from tools.sweep.axes import AXES, TRAINING, Combination, first, flips, settled, values
+from tools.sweep.axes import AXES, TRAINING, Combination, check, draw, first, line, values
 from tools.sweep.building import recipe_of
 from tools.sweep.factorial import STAR
 from tools.sweep.sampling import sample
@@ -63,59 +64,84 @@ def test_published_recipes_are_combinations(name: str, combination: Combination)
 def test_each_recipe_is_one_combination() -> None:
     """No axis is without an effect, apart from those of the training around the recipe."""
     plain = {axis: first(axis) for axis in TRAINING}
-    combinations = {replace(each, **plain) for each in DRAWN.stars}
+    combinations = {replace(each, **plain) for each in DRAWN}
     recipes = {unnamed(recipe_of(each)) for each in combinations}
     assert len(recipes) == len(combinations) > 200
 
 
-def test_a_star_differs_from_its_center_on_one_axis() -> None:
-    centers = {each.key: each for each in DRAWN.stars if each.key == DRAWN.stars[each]}
-    stars = {each: star for each, star in DRAWN.stars.items() if star != STAR}
+def test_a_star_is_the_lines_through_its_center() -> None:
+    stars = {each: star for each, star in DRAWN.items() if star != STAR}
+    centers = {each.key: each for each, star in stars.items() if star == each.key}
     assert set(centers) == set(stars.values())
     for each, star in stars.items():
-        differ = [axis for axis in AXES if getattr(each, axis) != getattr(centers[star], axis)]
-        assert len(differ) == (0 if each == centers[star] else 1)
+        assert any(each in line(centers[star], axis).values() for axis in AXES)
+    for center in centers.values():  # the last star is whole too
+        every = (each for axis in AXES for each in line(center, axis).values())
+        assert {each for each in every if each.in_fp4} <= set(DRAWN)
 
 
-def test_settled_combinations_stay() -> None:
+def test_each_combination_that_is_drawn_is_a_recipe() -> None:
+    """None is refused, which would change what is drawn evenly."""
     source = random.Random(3)
-    for _ in range(300):
-        drawn = {axis: source.choice(found) for axis, found in AXES.items()}
-        once = settled(Combination(**drawn))
-        assert settled(once) == once
-        assert all(getattr(once, axis) in values(once, axis) for axis in AXES)
+    drawn = [draw(source) for _ in range(600)]
+    for each in drawn:
+        check(each)
+        if each.in_fp4:
+            recipe_of(each)
+
+
+def test_values_are_drawn_evenly_among_those_that_are_possible() -> None:
+    source = random.Random(4)
+    drawn = [draw(source) for _ in range(4000)]
+    for axis in ("scale", "rule", "backward_rule", "outer_scale", "rounding", "group"):
+        cases: dict[tuple[str, ...], Counter[str]] = {}
+        for each in drawn:
+            own = cases.setdefault(values(each, axis), Counter())
+            own[getattr(each, axis)] += 1
+        for allowed, found in cases.items():
+            for value in allowed:
+                expected = found.total() / len(allowed)
+                # 5 standard deviations of a binomial
+                assert abs(found[value] - expected) <= 5 * expected**0.5 + 1, (axis, value)
 
 
 def test_every_value_is_drawn() -> None:
-    seen = {(axis, getattr(each, axis)) for each in DRAWN.stars for axis in AXES}
+    seen = {(axis, getattr(each, axis)) for each in DRAWN for axis in AXES}
     assert seen == {(axis, value) for axis, found in AXES.items() for value in found}
 
 
 def test_the_same_seed_draws_the_same() -> None:
-    assert list(sample(100, seed=1).stars) == list(sample(100, seed=1).stars)
-    assert list(sample(100, seed=1).stars) != list(sample(100, seed=2).stars)
+    assert list(sample(100, seed=1)) == list(sample(100, seed=1))
+    assert list(sample(100, seed=1)) != list(sample(100, seed=2))
 
 
-def test_flips_leave_out_what_changes_two_axes() -> None:
-    """Another format of scales has other rules too."""
-    scales = {each.scale for axis, each in flips(Combination()) if axis == "scale"}
-    assert scales == set()
-    float_scales = Combination(scale="e4m3", rule="nearest", backward_rule="nearest")
-    assert {each.scale for axis, each in flips(float_scales) if axis == "scale"} == {"ue5m3"}
+def test_a_line_changes_another_axis_only_where_it_must() -> None:
+    """Another format of scales has other rules: each has the first of its own."""
+    found = line(Combination(rule="ceil", block="16", hadamard="backward", group="64"), "scale")
+    kept = {"block": "16", "hadamard": "backward", "group": "64"}
+    assert found == {
+        "e8m0": Combination(rule="ceil", **kept),
+        "e4m3": Combination(scale="e4m3", rule="nearest", backward_rule="nearest", **kept),
+        "ue5m3": Combination(scale="ue5m3", rule="nearest", backward_rule="nearest", **kept),
+        "fp32": Combination(scale="fp32", rule="absmax", backward_rule="absmax", **kept),
+    }
+    assert line(Combination(), "group") == {"16": Combination()}
+    blocks = line(Combination(rule="ceil"), "block")
+    assert blocks == {size: Combination(rule="ceil", block=size) for size in ("32", "16")}
 
 
 def test_contradictions_are_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match="it would be scale=e4m3 rule=nearest"):
+    reason = "rule is floor, but beside the other values it can only be nearest or up or inflated"
+    with pytest.raises(ConfigError, match=reason):
         recipe_of(Combination(scale="e4m3"))
     with pytest.raises(ConfigError, match="scale has no value 'e3m4': e8m0, e4m3"):
         Combination(scale="e3m4")
-    with pytest.raises(ConfigError, match="four-over-six takes blocks of one row"):
+    with pytest.raises(ConfigError, match="rule is four-over-six, but"):
         recipe_of(
             Combination(
                 scale="e4m3", rule="four-over-six", backward_rule="up", weight_block="square"
             )
         )
-    assert DRAWN.refused.total() > 0 and all(DRAWN.refused)
 
 
 def test_a_gradient_through_the_outer_scale_makes_an_estimator() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
 from tests.tools.sweep.test_statistics import rows_of
 from tools.sweep import factorial, page
-from tools.sweep.axes import AXES, Combination, settled
+from tools.sweep.axes import AXES, Combination
 from tools.sweep.building import recipe_of
-from tools.sweep.factorial import E4M3, E8M0, HADAMARD, STAR, STOCHASTIC, TENSOR, UE5M3
+from tools.sweep.factorial import E4M3, E8M0, HADAMARD, LOSS_SCALE, STAR, STOCHASTIC, TENSOR, UE5M3
 from tools.sweep.findings import FINDINGS, Finding, interval_of_mean, summary
 from tools.sweep.promotion import promoted, random_lines
 from tools.sweep.sampling import sample
@@ -29,17 +30,16 @@ def scored(terms: Mapping[tuple[str, str], float]) -> dict[Combination, float]:
 
 
 def test_the_factorial_is_whole() -> None:
-    assert len(ALL) == len(set(ALL)) == 2 * (4 + 8 + 8) + 4 * 6
+    assert len(ALL) == len(set(ALL)) == 2 * 4 * (1 + 2 + 2 + 1 + 2) + 4 * 6
     for each in ALL:
-        assert settled(each) == each
         recipe_of(each)
-    stars = sample(50, seed=3).stars
+    stars = sample(50, seed=3)
     assert [each for each, star in stars.items() if star == STAR] == ALL
-    assert not random_lines(stars, 1) & set(ALL)
+    assert not {center for center, _ in random_lines(stars, 1)} & set(ALL)
 
 
 def test_the_factorial_is_promoted_however_bad_it_is() -> None:
-    drawn = {each: star for each, star in sample(50, seed=3).stars.items() if star != STAR}
+    drawn = {each: star for each, star in sample(50, seed=3).items() if star != STAR}
     found = rows_of("products", "score", {each: [0.0] for each in drawn}, drawn)
     found += rows_of("products", "score", {each: [9.0] for each in ALL}, dict.fromkeys(ALL, STAR))
     assert set(ALL) <= set(promoted(found, 1))
@@ -54,7 +54,8 @@ def test_differences_are_those_of_pairs_alike_but_for_the_change() -> None:
         (Finding("", UE5M3, E8M0), [-4.0] * 8),
         (Finding("", UE5M3 | TENSOR, E8M0), [-3.75] * 8),
         (Finding("", UE5M3, E4M3, TENSOR), [-3.0] * 8),
-        (Finding("", HADAMARD), [2.0] * 20),
+        (Finding("", HADAMARD), [2.0] * 24),
+        (Finding("", HADAMARD, among=UE5M3 | LOSS_SCALE), [2.0] * 8),
         (Finding("", HADAMARD, among=E8M0), [2.0] * 4),
         (Finding("", {"estimator": "dge"}), [4.0] * 4),
         (Finding("", TENSOR | STOCHASTIC | HADAMARD), [2.25] * 4),
@@ -73,20 +74,41 @@ def test_verdicts() -> None:
     for differences, verdicts in (
         ([-2.0, -1.0, -1.5], ("held", "not held")),
         ([2.0, 1.0, 1.5], ("not held", "held")),
-        ([-1.0, 1.0, 0.1, -0.1], ("not decided", "held")),
+        ([-1.0, 1.0, 0.1, -0.1], ("not decided", "not decided")),
         ([-2.0, -1.0], ("not decided", "not decided")),
         ([], ("not decided", "not decided")),
     ):
-        assert (helps.verdict(differences), does_not.verdict(differences)) == verdicts
+        scores = with_differences(differences)
+        found = (helps.verdict(scores, [scores]), does_not.verdict(scores, [scores]))
+        assert found == verdicts
 
 
-def test_intervals_cover_the_mean() -> None:
-    """Of 20 pairs the bootstrap's interval of 95% covers the true mean in some 93% of samples."""
+def test_a_verdict_is_that_of_each_seed() -> None:
+    """Pairs share their seeds: one seed that says the opposite leaves a claim undecided."""
+    scores, opposite = with_differences([-2.0, -1.0, -1.5]), with_differences([0.5, 0.4, 0.6])
+    assert Finding("", HADAMARD).verdict(scores, [scores, scores]) == "held"
+    assert Finding("", HADAMARD).verdict(scores, [scores, opposite]) == "not decided"
+
+
+def with_differences(differences: list[float]) -> dict[Combination, float]:
+    """Scores of pairs with and without HADAMARD that differ so."""
+    plain = [each for each in ALL if each.hadamard == "none" and each.loss_scale == "1"]
+    found: dict[Combination, float] = {}
+    for each, difference in zip(plain, differences, strict=False):
+        found |= {each: 1.0, replace(each, **HADAMARD): 1.0 + difference}
+    return found
+
+
+@pytest.mark.parametrize("number", [3, 4, 8, 20])
+def test_intervals_cover_the_mean(number: int) -> None:
     source, covered = random.Random(5), 0
-    for _ in range(300):
-        low, high = interval_of_mean([source.gauss(0.3, 1) for _ in range(20)])
+    for _ in range(600):
+        low, high = interval_of_mean([source.gauss(0.3, 1) for _ in range(number)])
         covered += low < 0.3 < high
-    assert covered / 300 == pytest.approx(0.93, abs=0.05)
+    assert covered / 600 == pytest.approx(0.95, abs=0.03)
+
+
+def test_summaries() -> None:
     assert summary([1.0, 1.0, 1.0]) == "+1.0000 (+1.0000 to +1.0000; 3)"
     assert summary([0.5]) == "+0.5000 (1)" and not summary([])
 

@@ -13,7 +13,6 @@ from megatron_fp4.arithmetic.formats import UE5M3
 from megatron_fp4.arithmetic.hadamard import transform
 from tests.tools.sweep.test_axes import QUARTET, RHT, TETRAJET
 from tools.sweep.axes import Combination
-from tools.sweep.results import BF16
 from tools.sweep.stages import diffusion, digits, draws, products, regression
 from tools.sweep.stages.training import train
 from tools.sweep.tensors import Recorded
@@ -60,6 +59,33 @@ def test_stochastic_rounding_of_raw_operands_has_no_bias() -> None:
     assert nearest["dx bias"] > 0.02 and nearest["dx variance"] == 0
 
 
+def test_the_error_of_a_draw_is_not_that_of_the_mean() -> None:
+    """Stochastic rounding of X and W: each draw of Y is worse than nearest rounding, and the mean
+    of many draws is better, which no forward pass sees."""
+    stochastic = draws.evaluate(
+        Combination(rule="ceil", backward_rule="ceil", rounding="all"), recorded(), 1
+    )
+    nearest = draws.evaluate(Combination(rule="ceil", backward_rule="ceil"), recorded(), 1)
+    assert abs(stochastic["y bias"]) < 2e-3 and nearest["y variance"] == 0
+    expected = stochastic["y bias"] + stochastic["y variance"]
+    gradients = stochastic["dx bias"] + stochastic["dw bias"]
+    assert stochastic["score"] == pytest.approx(expected + gradients)
+    # Each operand's error is .0271 in place of .01334 (Gaussian, blocks of 32).
+    assert expected == pytest.approx(2 * 0.0271, rel=0.1)
+    assert nearest["y bias"] == pytest.approx(2 * 0.01334, rel=0.1)
+
+
+def test_errors_of_operands() -> None:
+    each = recorded(1024, 512, 512)
+    found = products.evaluate(Combination(backward="bf16"), each, 1)
+    # Floor in blocks of 32 of Gaussian values: the error, and 2.33% of them clipped.
+    assert found["x error"] == pytest.approx(0.01325, rel=0.05)
+    assert found["x clipped"] == pytest.approx(0.0233, rel=0.1)
+    assert found["dy error"] == found["dy zeros"] == 0
+    ceil = products.evaluate(Combination(rule="ceil", backward="bf16"), each, 1)
+    assert ceil["x clipped"] == ceil["w clipped"] == 0 and ceil["x zeros"] > found["x zeros"] > 0
+
+
 def test_double_quantization_is_biased_by_the_forward_pass_alone() -> None:
     """E[dX] is dY times the quantized W, so the bias is the error of W's nearest rounding."""
     each = recorded()[0]
@@ -97,6 +123,7 @@ def test_ue5m3_has_three_bits_of_mantissa() -> None:
     assert values.max() == 61440 and values[values > 0].min() == 2**-17
 
 
+BF16 = Combination(forward="bf16", backward="bf16")
 DGE_BASE = Combination(rule="ceil", backward_rule="ceil", operands="forward")
 DGE = Combination(rule="ceil", backward_rule="ceil", operands="forward", estimator="dge")
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from tools.sweep.axes import Combination
-from tools.sweep.stages.images import PIXELS, digits
+from tools.sweep.stages.images import HELD_OUT, PIXELS, digits
 from tools.sweep.stages.stage import Figures, Stage
-from tools.sweep.stages.training import SHARE, linear, train
+from tools.sweep.stages.training import SETTINGS, linear, train
 from tools.sweep.tensors import Recorded
 
 WIDTH, BLOCKS, BATCH, STEPS, LEARNING_RATE = 128, 2, 128, 600, 2e-3
@@ -73,5 +73,15 @@ STAGE = Stage(
     evaluate=evaluate,
     seeds=2,
     score="loss",
-    settings={"width": WIDTH, "batch": BATCH, "steps": STEPS, "lr": LEARNING_RATE, "share": SHARE},
+    settings={
+        "width": WIDTH,
+        "blocks": BLOCKS,
+        "batch": BATCH,
+        "steps": STEPS,
+        "lr": LEARNING_RATE,
+        "frequencies": FREQUENCIES,
+        "tested": TESTED,
+        "held out": HELD_OUT,
+        **SETTINGS,
+    },
 )

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tools.sweep.axes import Combination
-from tools.sweep.stages.images import CLASSES, PIXELS, digits
+from tools.sweep.stages.images import CLASSES, HELD_OUT, PIXELS, digits
 from tools.sweep.stages.stage import Figures, Stage
-from tools.sweep.stages.training import SHARE, linear, train
+from tools.sweep.stages.training import SETTINGS, linear, train
 from tools.sweep.tensors import Recorded
 
 WIDTH, BATCH, STEPS, LEARNING_RATE = 128, 128, 300, 3e-3
@@ -43,7 +43,7 @@ class Classifier(nn.Module):
 
 
 def evaluate(combination: Combination, recorded: list[Recorded], seed: int) -> Figures:
-    """ "loss": the held-out cross-entropy; "errors": the share of wrong labels."""
+    """ "loss": the held-out cross-entropy."""
     images, labels, held_out, held_out_labels = digits()
     torch.manual_seed(seed)
     model, source = Classifier(combination, seed), torch.Generator().manual_seed(seed)
@@ -56,9 +56,7 @@ def evaluate(combination: Combination, recorded: list[Recorded], seed: int) -> F
     fixed = torch.Generator().manual_seed(0)  # the same noise for every combination and seed
     with torch.no_grad():
         logits = model(_noisy(held_out.repeat(TESTED, 1), fixed))
-    labels = held_out_labels.repeat(TESTED)
-    wrong = (logits.argmax(1) != labels).float().mean()
-    return {"loss": float(cross_entropy(logits, labels)), "errors": float(wrong)}
+    return {"loss": float(cross_entropy(logits, held_out_labels.repeat(TESTED)))}
 
 
 def _noisy(images: Tensor, source: torch.Generator) -> Tensor:
@@ -76,7 +74,9 @@ STAGE = Stage(
         "batch": BATCH,
         "steps": STEPS,
         "lr": LEARNING_RATE,
-        "share": SHARE,
         "noise": NOISE,
+        "tested": TESTED,
+        "held out": HELD_OUT,
+        **SETTINGS,
     },
 )

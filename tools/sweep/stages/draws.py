@@ -1,4 +1,4 @@
-"""Stage `draws`: bias and variance of the gradients over many draws, on recorded tensors."""
+"""Stage `draws`: bias and variance of the products over many draws, on recorded tensors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ DRAWS = 16
 
 
 def evaluate(combination: Combination, recorded: list[Recorded], seed: int) -> Figures:
-    """The error of Y, and for dX and dW the relative squared bias and variance of one draw, each
-    as the mean over the linears; "score": the error of Y plus both biases.
+    """For Y, dX and dW the relative squared bias and the variance of one draw ("y bias", "dx
+    variance"), each as the mean over the linears, and "score".
 
     A bias is the squared error of the mean over all draws, less the variance of that mean; it may
     be a little below 0. The reference is the product of the BF16 tensors.
+
+    The score is the expected squared error of Y in one draw, which is the sum of its bias and its
+    variance, plus the biases of dX and dW, whose variance averages out over steps.
     """
     recipe = recipe_of(combination)
-    found = [_of(recipe, each, seed) for each in recorded]
+    found = [_of_linear(recipe, each, seed) for each in recorded]
     means = {name: statistics.mean(each[name] for each in found) for name in found[0]}
-    return means | {"score": means["y error"] + means["dx bias"] + means["dw bias"]}
+    score = means["y bias"] + means["y variance"] + means["dx bias"] + means["dw bias"]
+    return means | {"score": score}
 
 
-def _of(recipe: Recipe, each: Recorded, seed: int) -> Figures:
+def _of_linear(recipe: Recipe, each: Recorded, seed: int) -> Figures:
     reference = each.products()
     # Without random bits all draws are equal.
     draws = DRAWS if recipe.draws else 1
@@ -39,19 +43,19 @@ def _of(recipe: Recipe, each: Recorded, seed: int) -> Figures:
         for name, product in multiplied(recipe, each, seed, step).items():
             sums[name] = sums.get(name, 0) + product
             squares[name] = squares.get(name, 0) + product.square()
-    figures = {"y error": error(sums["y"] / draws, reference["y"])}
-    for name in ("dx", "dw"):
-        mean, scale = sums[name] / draws, reference[name].square().sum()
+    figures = {}
+    for name, exact in reference.items():
+        mean = sums[name] / draws
         spread = (squares[name] / draws - mean.square()).sum() * draws / max(draws - 1, 1)
-        variance = finite(spread / scale)
-        figures[f"{name} bias"] = error(mean, reference[name]) - variance / draws
+        variance = finite(spread / exact.square().sum())
+        figures[f"{name} bias"] = error(mean, exact) - variance / draws
         figures[f"{name} variance"] = variance
     return figures
 
 
 STAGE = Stage(
     name="draws",
-    what=f"bias and variance of dX and dW of recorded linears, {DRAWS} draws",
+    what=f"bias and variance of Y, dX and dW of recorded linears, {DRAWS} draws",
     evaluate=evaluate,
     seeds=1,
     score="score",

@@ -1,5 +1,5 @@
 """Stage `products`: the errors of one draw of the three GEMMs, and of their operands, on recorded
-tensors. Milliseconds a combination."""
+tensors. Less than a second a combination."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import statistics
 
 from torch import Tensor
 
-from megatron_fp4 import Recipe, linear
+from megatron_fp4 import Recipe, linear, quantize
+from megatron_fp4.arithmetic.hadamard import transform
+from megatron_fp4.metrics.operands import operand_metrics, operand_sums
 from tools.sweep.axes import Combination
 from tools.sweep.building import recipe_of
 from tools.sweep.stages.stage import Figures, Stage
@@ -19,7 +21,7 @@ GRADIENTS = 0.1  # the weight of the errors of dX and dW in the score
 
 def evaluate(combination: Combination, recorded: list[Recorded], seed: int) -> Figures:
     """For each product the mean over the linears of its relative squared error ("y error") and of
-    its gain less 1 ("y gain"), and "score".
+    its gain less 1 ("y gain"), those of `operand_figures`, and "score".
 
     The reference is the product of the BF16 tensors in float64. The gain is ⟨found, reference⟩ /
     ⟨reference, reference⟩: a gradient whose gain is 1 has the right length in its own direction.
@@ -34,6 +36,8 @@ def evaluate(combination: Combination, recorded: list[Recorded], seed: int) -> F
         for name, reference in each.products().items():
             figures.setdefault(f"{name} error", []).append(error(found[name], reference))
             figures.setdefault(f"{name} gain", []).append(gain(found[name], reference) - 1)
+        for name, figure in operand_figures(recipe, each, seed).items():
+            figures.setdefault(name, []).append(figure)
     means = {name: statistics.mean(values) for name, values in figures.items()}
     return means | {"score": _score(means)}
 
@@ -49,6 +53,34 @@ def multiplied(recipe: Recipe, each: Recorded, seed: int, step: int = 0) -> dict
     y.backward(each.gradient)
     assert x.grad is not None and weight.grad is not None
     return {"y": y.detach().double(), "dx": x.grad.double(), "dw": weight.grad.double()}
+
+
+def operand_figures(recipe: Recipe, each: Recorded, seed: int) -> Figures:
+    """For fprop's X and W and dgrad's dY ("x", "w", "dy"), blocked along the axis that the GEMM
+    contracts, the relative squared error ("x error"), and the shares of elements that became zero
+    ("x zeros", of those that were not) and that were clipped ("x clipped"). 0 of what is not
+    quantized. Where a GEMM transforms its operands they are of the transformed matrix, without
+    random signs.
+    """
+    x = each.x - each.x.mean(0) if recipe.x_mean == "subtracted" else each.x
+    operands = {
+        "x": (x, recipe.fprop.a, recipe.fprop),
+        "w": (each.weight, recipe.fprop.b, recipe.fprop),
+        "dy": (each.gradient, recipe.dgrad.a, recipe.dgrad),
+    }
+    figures: Figures = {}
+    for name, (matrix, quantizer, gemm) in operands.items():
+        found = {"error": 0.0, "zeros": 0.0, "clipped": 0.0}
+        if quantizer is not None:
+            if gemm.hadamard is not None:
+                matrix = transform(matrix, gemm.hadamard.group)
+            quantized = quantize(matrix, quantizer, seed=seed)
+            exact = matrix.double() * quantizer.prescale
+            metrics = operand_metrics(operand_sums(matrix, quantized).tolist())
+            found = {"error": error(quantized.dequantize(exact.dtype), exact)}
+            found |= {key: metrics[key] for key in ("zeros", "clipped")}
+        figures |= {f"{name} {key}": value for key, value in found.items()}
+    return figures
 
 
 def error(found: Tensor, reference: Tensor) -> float:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tools.sweep.axes import Combination
 from tools.sweep.stages.stage import Figures, Stage
-from tools.sweep.stages.training import SHARE, linear, train
+from tools.sweep.stages.training import SETTINGS, linear, train
 from tools.sweep.tensors import Recorded
 
 WIDTH, BATCH, STEPS, LEARNING_RATE = 128, 128, 200, 3e-3
@@ -42,5 +42,12 @@ STAGE = Stage(
     evaluate=evaluate,
     seeds=2,
     score="loss",
-    settings={"width": WIDTH, "batch": BATCH, "steps": STEPS, "lr": LEARNING_RATE, "share": SHARE},
+    settings={
+        "width": WIDTH,
+        "batch": BATCH,
+        "steps": STEPS,
+        "lr": LEARNING_RATE,
+        "tested": TESTED,
+        **SETTINGS,
+    },
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from tools.sweep.axes import Combination
 from tools.sweep.tensors import Recorded
@@ -18,7 +19,7 @@ class Stage:
     name: in the command line and in results. what: for the page. evaluate: the figures of a
     combination, from the recorded tensors and a seed. seeds: how many seeds a combination is
     evaluated with. score: the name of the figure by which combinations are ranked; a lower one is
-    better. settings: the numbers on which the figures depend. recorded: whether it reads the
+    better. settings: all numbers on which the figures depend. recorded: whether it reads the
     recorded tensors.
     """
 
@@ -27,5 +28,5 @@ class Stage:
     evaluate: Callable[[Combination, list[Recorded], int], Figures]
     seeds: int
     score: str
-    settings: dict[str, float]
+    settings: dict[str, Any]
     recorded: bool = False

@@ -20,11 +20,18 @@ BETAS, DECAY = (0.9, 0.95), 0.01
 # small, and formats of scales may lose them. Those of these tasks, whose batches are about 100, are
 # made as small for the backward pass.
 SHARE = 2.0**-10
+SETTINGS = {  # of all small tasks
+    "share": SHARE,
+    "warmup": WARMUP,
+    "last": LAST,
+    "betas": list(BETAS),
+    "decay": DECAY,
+}
 
 
 def linear(combination: Combination, inputs: int, outputs: int, name: str, seed: int) -> nn.Linear:
     """A linear without bias under the combination's recipe; nn.Linear if it quantizes nothing."""
-    if not combination.quantized:
+    if not combination.in_fp4:
         return nn.Linear(inputs, outputs, bias=False)
     recipe = recipe_of(combination)
     return Linear(inputs, outputs, bias=False, recipe=recipe, seed=seed, name=name)
