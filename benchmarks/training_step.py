@@ -10,11 +10,11 @@ return to BF16, which adds dW to main_grad in the GEMM. "te bf16" is Megatron wi
 with the layers of Transformer Engine. Ratios are to the fastest BF16 row that was measured.
 
 In all rows but those of Transformer Engine attention is SDPA, and the kernels outside the linears
-are the same: Liger-Kernel's, where it is installed, and torch's fused AdamW (--fp4-fused-kernels).
-Those of Transformer Engine are "te bf16", "te fp8 ..." with its FP8 recipes, and recipes with
---transformer-impl transformer_engine, whose linears are this package's. In "te ..." dW is added to
-main_grad in the GEMM, as with Apex (stand_ins/). Where Transformer Engine is installed, Megatron
-takes the optimizer from it in every row.
+are the same: Liger-Kernel's, where it is installed, this package's for rotary embedding, and
+torch's fused AdamW (--fp4-fused-kernels). Those of Transformer Engine are "te bf16", "te fp8 ..."
+with its FP8 recipes, and recipes with --transformer-impl transformer_engine, whose linears are this
+package's. In "te ..." dW is added to main_grad in the GEMM, as with Apex (stand_ins/). Where
+Transformer Engine is installed, Megatron takes the optimizer from it in every row.
 """
 
 from __future__ import annotations
