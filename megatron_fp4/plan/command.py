@@ -75,9 +75,13 @@ def run(args: argparse.Namespace) -> str:
         for size, axis, flag in ((args.inputs, 1, "--in"), (args.outputs, 0, "--out"))
     )
     if args.swiglu and args.bias:
-        raise ConfigError("--swiglu and --bias: a linear with a bias computes no SwiGLU")
+        raise ConfigError(
+            "--swiglu and --bias: a linear with a bias computes no SwiGLU: leave out one"
+        )
     if args.norm and args.swiglu == "after":
-        raise ConfigError("--norm and --swiglu after: X is the result of one of them")
+        raise ConfigError(
+            "--norm and --swiglu after: X is the result of one of them: leave out one"
+        )
     stores_fp8 = args.activation_func_fp8_input_store
     if stores_fp8 and not args.swiglu:
         raise ConfigError("--activation-func-fp8-input-store needs --swiglu: add it")
@@ -101,7 +105,9 @@ def run(args: argparse.Namespace) -> str:
         sent_w=args.param_gather,
     )  # fmt: skip
     element = element_of(args.grad_comm, args.grad_comm_element)
-    if args.dp < 1 or (args.dp == 1 and element is not None):
+    if args.dp < 1:
+        raise ConfigError(f"--dp {args.dp}: give 1 or more")
+    if args.dp == 1 and element is not None:
         raise ConfigError("--grad-comm needs --dp 2 or more: add it")
     moments = None if args.optimizer_state is None else Moments.read(args.optimizer_state)
     shown = [show(compile_plan(each, setting), moments) for each in recipe.in_turn]

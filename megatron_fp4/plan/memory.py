@@ -18,7 +18,8 @@ def saved_bytes(plan: LinearPlan) -> int:
 
     These are X, both as codes and as it is where an estimator reads it, its outliers, its mean, Y
     where a SwiGLU follows, and W's operand where the calls of a step do not share it. W itself is
-    not counted, since the model holds it anyway.
+    not counted, since the model holds it anyway, and neither is what an RMSNorm before the linear
+    saves (`norm_bytes`), since it does so without the linear too.
     """
     setting = plan.setting
     rows, columns = setting.shape("x", is_part=setting.has_part("x"))
@@ -48,6 +49,14 @@ def y_bytes(plan: LinearPlan) -> int:
         return 0
     rows, columns = setting.shape("dy", is_part=False)
     return rows * columns * (setting.kept_y or setting.dtype).itemsize
+
+
+def norm_bytes(plan: LinearPlan) -> int:
+    """The bytes of what goes into the RMSNorm that the linear computes, which is saved for its
+    gradient (`execution.norm.before_linear`); 0 without a norm."""
+    setting = plan.setting
+    rows, columns = setting.shape("x", is_part=setting.has_part("x"))
+    return rows * columns * setting.dtype.itemsize if setting.normed else 0
 
 
 def outlier_bytes(plan: LinearPlan) -> int:

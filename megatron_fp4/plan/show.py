@@ -10,7 +10,7 @@ from megatron_fp4.arithmetic.messages import FORMS, form_name
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.description import estimator_words, quantizer_words, transform_words
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan
-from megatron_fp4.plan.memory import held_bytes, operand_bytes, sent_bytes, y_bytes
+from megatron_fp4.plan.memory import held_bytes, norm_bytes, operand_bytes, sent_bytes, y_bytes
 from megatron_fp4.plan.words import LETTERS, kernel_notes
 
 _PRODUCTS = {
@@ -181,6 +181,8 @@ def _kept(plan: LinearPlan) -> Iterator[str]:
         words.append(f"X itself, which its estimator reads, {whole}")
     if plan.mean_in_dw:
         words.append(f"the mean of X, {_size(columns * setting.dtype.itemsize)}")
+    if size := norm_bytes(plan):
+        words.append(f"the input of its RMSNorm, {_size(size)}")
     if size := y_bytes(plan):
         words.append(f"Y in {_short(setting.kept_y or setting.dtype)}, {_size(size)}")
     if setting.keeps_w is None and not setting.sent_w:

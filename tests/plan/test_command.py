@@ -89,6 +89,9 @@ def test_bytes_and_reasons(
         ("--tp 3", "--out 4096: give a multiple of 3"),
         ("--in 0", "--in 0: give a multiple of 1, one or more"),
         ("--in 48", "in_features is 48, not a multiple of 32"),
+        ("--dp 0", "--dp 0: give 1 or more"),
+        ("--norm --swiglu after", "X is the result of one of them: leave out one"),
+        ("--swiglu before --bias", "a linear with a bias computes no SwiGLU: leave out one"),
         ("--row", "--row and --sequence-parallel need --tp 2"),
         ("--gpu h100", "'h100' is no GPU architecture; give sm_90"),
     ],
@@ -102,6 +105,19 @@ def test_a_mistake_is_one_line(
     with pytest.raises(SystemExit) as end:
         printed(capsys, monkeypatch, text)
     assert says in str(end.value.code) and "\n" not in str(end.value.code)
+
+
+@pytest.mark.parametrize("layout", ["", "--tp 2 --sequence-parallel"])
+def test_the_input_of_a_norm_is_kept(
+    layout: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the tokens of this rank, in BF16, beside the codes of X."""
+    sizes = f"--in 4096 --out 14336 --gpu sm_90 {layout}"
+    kept = 2 * 4096 * 8192 / (2 if layout else 1)
+    text = f"; the input of its RMSNorm, {kept / 1e6:.1f} MB"
+    plain, normed = (printed(capsys, monkeypatch, f"{sizes}{norm}") for norm in ("", " --norm"))
+    [line] = re.findall(r"kept for backward  X as codes of .*", normed)
+    assert line.endswith(text) and "RMSNorm" not in plain
 
 
 def test_dw_between_data_parallel_ranks(
