@@ -88,8 +88,6 @@ def test_other_optimizers_keep_it(flags: str) -> None:
 
 GRAPHS = [
     "--fp4-bf16-after 0.5",
-    "--hidden-dropout 0.1",
-    "--attention-dropout 0.1",
     "--recompute-granularity selective",
     "--save-activations-interval 2",
     "--save-dgrads-interval 2",
@@ -112,6 +110,15 @@ def test_what_a_captured_layer_cannot_follow_is_refused(flags: str) -> None:
     message = refusal(*graphs, *flags.split())
     named = flags.split()[0]
     assert named in message and "leave out one of them" in message
+
+
+@pytest.mark.parametrize("zero", ["", "--hidden-dropout 0", "--attention-dropout 0"])
+def test_graphs_name_the_values_that_take_dropout_away(zero: str) -> None:
+    """Megatron's defaults are not 0."""
+    graphs = ("--fp4-recipe", "tetrajet", "--cuda-graph-impl", "local", *zero.split())
+    remedy = ("--attention-dropout", "0", "--hidden-dropout", "0")
+    assert f"with dropout: give {' '.join(remedy)}, since" in refusal(*graphs)
+    parse(*graphs, *remedy)
 
 
 PIPELINED_GRAPHS = (

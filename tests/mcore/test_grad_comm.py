@@ -37,8 +37,10 @@ REFUSED = {
     "--cuda-graph-impl full_iteration": "use --cuda-graph-impl local",
     "--cuda-graph-impl transformer_engine": "use --cuda-graph-impl local",
     "--external-cuda-graph": "use --cuda-graph-impl local",
-    "--cuda-graph-impl local --cuda-graph-modules full_iteration": "leave out --cuda-graph-modules",
-    "--cuda-graph-impl local --cuda-graph-scope full_iteration": "leave out --cuda-graph-modules",
+    "--cuda-graph-impl local --cuda-graph-modules full_iteration": "--cuda-graph-modules full_itera"
+    "tion: leave it out",
+    "--cuda-graph-impl local --cuda-graph-scope full_iteration": "--cuda-graph-scope full_iteration"
+    ": leave it out",
     "--tensor-parallel-num-weight-shards 2": "use --tensor-model-parallel-size",
     "--expert-tensor-parallel-num-weight-shards 2": "use --expert-tensor-parallel-size",
     "--reuse-grad-buf-for-mxfp8-param-ag": "leave it out",

@@ -269,7 +269,8 @@ def test_no_metrics_of_w_by_default() -> None:
         ("--fp4-module-recipe *.linear_fc1=mxfp4", "recipe mxfp4 does not support"),
         (
             "--fp4-bf16-after 0.5",
-            "because of recipe tetrajet in high precision of a phase: fprop mul",
+            "--fp4-bf16-after, after which fprop multiplies W in high precision: add --fp4-bf16-"
+            "gemms dgrad wgrad, or leave out --fp4-param-gather",
         ),
         ("--qk-clip", "does not support --qk-clip: leave out one of the two"),
         ("--overlap-param-gather-with-optimizer-step", "does not support --overlap-param"),

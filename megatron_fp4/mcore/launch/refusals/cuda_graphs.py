@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from megatron_fp4.recipe import Recipe
 
-_SET_TO_0 = ", or set it to 0 (Megatron's default is 0.1)"
+_REPLAYS = "--cuda-graph-impl local replays each layer as training captured it, which does not go"
 
 
 def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]:
@@ -23,10 +23,6 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
     problems = {
         "a recipe with phases (--fp4-bf16-after)": any(recipe.phases for recipe in recipes),
         "--mtp-num-layers": args.mtp_num_layers,
-        # C/transformer/cuda_graphs.py replays the graphs of training in evaluation too, where there
-        # must be no dropout.
-        "--hidden-dropout": args.hidden_dropout,
-        "--attention-dropout": args.attention_dropout,
         # These need hooks on modules, which a replay does not call.
         "--save-activations-interval": args.save_activations_interval,
         "--save-dgrads-interval": args.save_dgrads_interval,
@@ -39,12 +35,16 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
             args.eval_micro_batch_size not in (None, args.micro_batch_size)
         ),
     }
+    # C/transformer/cuda_graphs.py replays the graphs of training in evaluation too, where there
+    # must be no dropout.
+    if args.hidden_dropout or args.attention_dropout:
+        yield (
+            f"{_REPLAYS} with dropout: give --attention-dropout 0 --hidden-dropout 0, since "
+            "Megatron's default is 0.1"
+        )
     for what, is_there in problems.items():
         if is_there:
-            yield (
-                "--cuda-graph-impl local replays each layer as training captured it, which does "
-                f"not go with {what}: leave out one of them{_SET_TO_0 if 'dropout' in what else ''}"
-            )
+            yield f"{_REPLAYS} with {what}: leave out one of them"
 
 
 def _recomputation(args: Namespace) -> Iterator[str]:

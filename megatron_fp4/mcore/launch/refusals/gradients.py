@@ -20,7 +20,6 @@ def _problems(args: Namespace) -> dict[str, tuple[bool, str]]:
     # Megatron's layer-wise optimizer, which gives whole weights to single ranks.
     is_layer_wise = args.use_distributed_optimizer and args.optimizer not in ("adam", "sgd")
     captured = {args.cuda_graph_impl} - set(_GRAPHS)
-    modules = [*(args.cuda_graph_modules or ()), *(args.cuda_graph_scope_deprecated or ())]
     out = "leave it out"
     return {
         "--ddp-average-in-collective": (
@@ -47,9 +46,13 @@ def _problems(args: Namespace) -> dict[str, tuple[bool, str]]:
             "use --cuda-graph-impl local, which captures layers",
         ),
         "--external-cuda-graph": (args.external_cuda_graph, "use --cuda-graph-impl local"),
-        "CUDA graphs of full_iteration": (
-            "full_iteration" in map(str, modules),
-            "leave out --cuda-graph-modules, whole layers are captured",
+        "--cuda-graph-modules full_iteration": (
+            "full_iteration" in map(str, args.cuda_graph_modules or ()),
+            f"{out}, whole layers are captured",
+        ),
+        "--cuda-graph-scope full_iteration": (
+            "full_iteration" in map(str, args.cuda_graph_scope_deprecated or ()),
+            f"{out}, whole layers are captured",
         ),
         "--tensor-parallel-num-weight-shards": (
             (args.tensor_parallel_num_weight_shards or 1) > args.tensor_model_parallel_size,
