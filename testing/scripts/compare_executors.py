@@ -75,10 +75,41 @@ def no_last_use(self: Any) -> dict[int, tuple[int, int]]:
 
 
 _uses = lowering._Lowering._uses
-# What each replaces in `lowering._Lowering`.
-MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "a step that stays": ("_is_word", no_words),
-    "memory that is used again too early": ("_uses", no_last_use),
+
+
+class Unflagged:
+    """A parameter that is never told that dW was added to its main_grad."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def __getattr__(self, name: str) -> Any:  # what is set stays in this object
+        return getattr(self._weight, name)
+
+
+def leave_out_flag(loaded: Any) -> None:
+    """Megatron then adds the gradient that autograd has, memory that nobody should read."""
+    call = loaded.Call
+
+    def wrong(passes: Any, *given: Any) -> Any:
+        *others, weight, unread = given[:6]
+        if weight is not None:
+            weight = Unflagged(weight)
+            unread.fill_(1.0)  # it is uninitialized, and may happen to be zeros
+        return call(passes, *others, weight, unread, *given[6:])
+
+    loaded.Call = wrong
+
+
+def replace_in_lowering(name: str, wrong: Callable[..., Any]) -> Callable[[Any], None]:
+    return lambda loaded: setattr(lowering._Lowering, name, wrong)
+
+
+# Each is called with the extension.
+MISTAKES: dict[str, Callable[[Any], None]] = {
+    "a step that stays": replace_in_lowering("_is_word", no_words),
+    "memory that is used again too early": replace_in_lowering("_uses", no_last_use),
+    "grad_added_to_main_grad left out": leave_out_flag,
 }
 
 
@@ -187,6 +218,16 @@ class SentW:
         self.codes.scales.copy_(new.scales)
 
 
+def reduced(weight: Any) -> Tensor:
+    """main_grad after what Megatron does with a gradient before it reduces main_grad, with
+    overlap (C/distributed/distributed_data_parallel.py, the hook after a backward pass)."""
+    assert weight.grad is not None
+    if not getattr(weight, "grad_added_to_main_grad", False):
+        weight.main_grad += weight.grad
+    weight.grad, weight.grad_added_to_main_grad = None, False
+    return weight.main_grad.clone()  # type: ignore[no-any-return]
+
+
 def run(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
     """Trains nothing: runs the passes of some steps, with other data in each."""
     execute_by(executor)
@@ -223,11 +264,7 @@ def run(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
         call = Call(Key(2**40 + 7, step), microbatch, 0, rows)
         y = quantized_linear(x, weight, bias, recipe, site, call, held)
         torch.autograd.backward(y, normal(*y.shape))
-        gradient = weight.main_grad.clone() if case.fuses else weight.grad  # type: ignore[attr-defined]
-        found.tensors += [y.detach(), x.grad, gradient]  # type: ignore[list-item]
-        assert getattr(weight, "grad_added_to_main_grad", False) == case.fuses
-        assert weight.grad is not None  # Megatron's hooks demand it
-        weight.grad = None
+        found.tensors += [y.detach(), x.grad, reduced(weight)]  # type: ignore[list-item]
         if bias is not None:
             found.tensors.append(bias.grad)  # type: ignore[arg-type]
             bias.grad = None
@@ -275,9 +312,7 @@ def run_mlp(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
         found.tensors += [z.detach(), x.grad, gain.grad]  # type: ignore[list-item]
         gain.grad = None
         gain.data *= 1.125  # which a recorded pass must read again
-        for w in weights:
-            found.tensors.append(w.main_grad.clone() if case.fuses else w.grad)  # type: ignore
-            w.grad = None
+        found.tensors += [reduced(w) for w in weights]
     found.tensors += watch.values.values()
     monitor._close()
     assert monitor._verdict is not None
@@ -334,9 +369,9 @@ def main() -> None:
         from testing.kernels import pretend_gpu
 
         pretend_gpu.install()
-    if args.mistake is not None:
-        setattr(lowering._Lowering, *MISTAKES[args.mistake])
     loaded = extension.load()
+    if args.mistake is not None:
+        MISTAKES[args.mistake](loaded)
     found = {
         str(case): compared(case, loaded) for case in cases(args.recipes, args.mlps, args.sent)
     }

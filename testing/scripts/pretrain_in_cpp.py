@@ -1,9 +1,10 @@
 """pretrain_gpt.py on a CPU whose linears run in C++, as on a GPU.
 
-    torchrun ... pretrain_in_cpp.py [mistake=old-rows] FLAGS ...
+    torchrun ... pretrain_in_cpp.py [mistake=old-rows | mistake=no-flag] FLAGS ...
 
 Recipes for which PyTorch draws random bits stay in Python. Prints "forward passes in Python: N", of
-the linears of this rank. old-rows: metrics take the rows of W that the step before held.
+the linears of this rank. old-rows: metrics take the rows of W that the step before held. no-flag:
+C++ does not tell Megatron that it added dW to main_grad.
 """
 
 import sys
@@ -27,12 +28,21 @@ def main() -> None:
         run.monitor.from_cpp = extension.load().Tallies()
 
     executor.start = start
-    if sys.argv[1] == "mistake=old-rows":
-        del sys.argv[1]
-        take_old_rows()
+    if sys.argv[1].startswith("mistake="):
+        make(sys.argv.pop(1).removeprefix("mistake="))
     calls = counting_calls()
     pretrain.main()
     print(f"forward passes in Python: {len(calls)}", flush=True)
+
+
+def make(mistake: str) -> None:
+    if mistake == "old-rows":
+        take_old_rows()
+    else:
+        from megatron_fp4.cpp import extension
+        from testing.scripts.compare_executors import leave_out_flag
+
+        leave_out_flag(extension.load())
 
 
 def counting_calls() -> list[None]:

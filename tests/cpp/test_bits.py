@@ -100,6 +100,16 @@ def test_codes_on_two_ranks() -> None:
         assert case["equal"] and not case["problems"], (name, case)
 
 
+@pytest.mark.slow
+def test_a_flag_that_is_left_out_is_noticed() -> None:
+    """Where dW is added to main_grad, and nowhere else."""
+    found = compared("fp8", "--mistake", "grad_added_to_main_grad left out")
+    assert {name: case["equal"] for name, case in found.items()} == {
+        name: "fused" not in name for name in found
+    }
+    assert len({case["equal"] for case in found.values()}) == 2
+
+
 @pytest.mark.parametrize(
     "mistake",
     [
