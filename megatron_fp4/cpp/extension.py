@@ -22,10 +22,12 @@ from megatron_fp4.linear import execute_by
 
 SOURCES = Path(__file__).parent / "sources"
 FLAGS = ["-O2", "-fvisibility=hidden"]
+_TOOLS = "install a C++ compiler, ninja and Python's headers, or name another compiler by CXX"
+_ANOTHER_FOLDER = "name another folder by TORCH_EXTENSIONS_DIR"
 
 
 class CannotBuild(Exception):
-    """The extension cannot be built or loaded. str() is the reason, in one line."""
+    """The extension cannot be built or loaded. str() says why and what to do, in one line."""
 
 
 @cache
@@ -37,12 +39,14 @@ def load() -> Any:
     from torch.utils import cpp_extension  # imports setuptools
 
     name = f"megatron_fp4_cpp_{_version()}"
-    folder = Path(cpp_extension._get_build_directory(name, verbose=False))
-    with _alone(folder):
-        if not (folder / f"{name}.so").exists():
-            sys.stderr.write("megatron-fp4: builds its executor in C++, once, in about a minute\n")
-        (folder / "lock").unlink(missing_ok=True)  # of a process that was killed
-        try:
+    try:
+        folder = Path(cpp_extension._get_build_directory(name, verbose=False))
+        with _alone(folder):
+            if not (folder / f"{name}.so").exists():
+                sys.stderr.write(
+                    "megatron-fp4: builds its executor in C++, once, in about a minute\n"
+                )
+            (folder / "lock").unlink(missing_ok=True)  # of a process that was killed
             return cpp_extension.load(
                 name,
                 [str(path) for path in sorted(SOURCES.glob("*.cpp"))],
@@ -50,8 +54,10 @@ def load() -> Any:
                 build_directory=str(folder),
                 with_cuda=False,
             )
-        except (RuntimeError, OSError, ImportError) as error:
-            raise CannotBuild(str(error).strip().splitlines()[0]) from error
+    except RuntimeError as error:
+        raise CannotBuild(f"{_cause(str(error))}; {_TOOLS}") from error
+    except (OSError, ImportError) as error:
+        raise CannotBuild(f"{_cause(str(error))}; {_ANOTHER_FOLDER}") from error
 
 
 def start() -> Any:
@@ -63,6 +69,17 @@ def start() -> Any:
 
     execute_by(CppExecutor(load()))
     return load()
+
+
+def _cause(message: str) -> str:
+    """The line of an error's message that says the cause.
+
+    In ninja's output it follows the line that begins with FAILED, and the failed command.
+    """
+    lines = message.strip().splitlines()
+    failed = (i for i, line in enumerate(lines) if line.startswith("FAILED:"))
+    said = lines[next(failed, -2) + 2 :]
+    return next((line for line in said if "error:" in line), said[0]).strip()
 
 
 @contextmanager

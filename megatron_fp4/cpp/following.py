@@ -175,7 +175,9 @@ def _tell(name: str, problem: str) -> None:
         return
     if problem not in _told:
         _told.add(problem)
-        sys.stderr.write(f"megatron-fp4: {name} and others like it run in Python: {problem}\n")
+        sys.stderr.write(
+            f"megatron-fp4: {name} and others like it stay in Python, which is slower: {problem}\n"
+        )
 
 
 def words(call: Call) -> Words:

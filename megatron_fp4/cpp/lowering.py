@@ -319,7 +319,8 @@ def compiled(start: Any, device: torch.device, aligned: bool) -> Kernel:
     scratch = scratch_pointers(start.flat_types, made.asm["ptx"])
     if scratch is None:
         raise CannotLower(
-            f"Triton {launching.triton.__version__} lays out the arguments of kernels otherwise"
+            f"Triton {launching.triton.__version__} lays out the arguments of kernels in a way "
+            "that is not known here: install a version that README.md lists"
         )
     metadata = made.metadata
     return Kernel(made.function, 32 * metadata.num_warps, metadata.shared, scratch)

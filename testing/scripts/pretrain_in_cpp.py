@@ -23,9 +23,10 @@ def main() -> None:
     from megatron_fp4.linear import execute_by
     from megatron_fp4.mcore.model import executor
 
-    def start(run: Any) -> None:
+    def start(run: Any, plans: Any) -> executor.Started:
         execute_by(CppExecutor(extension.load(), on_cpu=True))
         run.monitor.from_cpp = extension.load().Tallies()
+        return executor.Started()
 
     executor.start = start
     if sys.argv[1].startswith("mistake="):

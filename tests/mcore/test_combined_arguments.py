@@ -145,19 +145,19 @@ def test_experts_that_always_get_as_many_tokens_can_be_captured() -> None:
 
 
 def test_graphs_are_advised_where_they_can_be_had_and_help() -> None:
-    def advice(*flags: str) -> str | None:
+    def advice(*flags: str, in_python: bool = False) -> str | None:
         args = parse("--fp4-recipe", "tetrajet", *flags)
         recipe = fp4_arguments.recipe_of(args)
         assert recipe is not None
-        return cuda_graphs.advice(args, [recipe])
+        return cuda_graphs.advice(args, [recipe], in_python)
 
     launch = ("--hidden-dropout", "0", "--attention-dropout", "0")
     two, four = ((*launch, "--tensor-model-parallel-size", ranks) for ranks in ("2", "4"))
     assert (advice(*four) or "").startswith("--cuda-graph-impl local may be faster")
     assert advice(*four, "--save", "runs/a", "--save-interval", "10")  # it writes metrics
-    assert advice(*two, "--fp4-executor", "python")
+    assert advice(*two, in_python=True)
     assert advice(*two) is None
-    assert advice(*launch, "--fp4-executor", "python") is None
+    assert advice(*launch, in_python=True) is None
     assert advice(*four, "--num-experts", "4") is None
     assert advice(*four, "--pipeline-model-parallel-size", "2") is None
     assert advice(*four, "--cuda-graph-impl", "local") is None

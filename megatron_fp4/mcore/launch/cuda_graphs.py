@@ -12,15 +12,15 @@ def wanted(args: Namespace) -> bool:
     return bool(args.cuda_graph_impl == "local")
 
 
-def advice(args: Namespace, recipes: Iterable[Recipe]) -> str | None:
+def advice(args: Namespace, recipes: Iterable[Recipe], in_python: bool) -> str | None:
     """A line that advises --cuda-graph-impl local; None where it would not help or is refused.
 
     It helps where layers are so small that the GPU waits for the host to launch kernels: under
     tensor parallelism of more than two, and of two where linears run in Python. Under pipeline
     parallelism it does not help, and takes memory for each microbatch (docs/notes/host.md).
-    recipes: the launch's, and those of single modules.
+    recipes: the launch's, and those of single modules. in_python: whether linears run in Python.
     """
-    most = 1 if args.fp4_executor == "python" else 2  # ranks whose hosts keep up without graphs
+    most = 1 if in_python else 2  # ranks whose hosts keep up without graphs
     if wanted(args) or args.tensor_model_parallel_size <= most:
         return None
     if args.pipeline_model_parallel_size > 1:

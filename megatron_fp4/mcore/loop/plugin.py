@@ -26,7 +26,6 @@ from collections.abc import Callable
 from typing import Any
 
 import megatron.training as package
-import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
@@ -38,7 +37,7 @@ from megatron_fp4.mcore.checkpoints.weight_states import complete, saved_states
 from megatron_fp4.mcore.data import vocabulary
 from megatron_fp4.mcore.exchange import start
 from megatron_fp4.mcore.gather import buckets
-from megatron_fp4.mcore.launch import command_line, cuda_graphs, fp4_arguments
+from megatron_fp4.mcore.launch import command_line, fp4_arguments
 from megatron_fp4.mcore.launch.command_line import Script
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
@@ -119,14 +118,11 @@ class Plugin:
         self.args = args
         with megatrons_demands():
             recipe = fp4_arguments.recipe_of(args)
-        if recipe is None:
-            line = log.precision(args)
-        else:
+        line = log.precision(args) if recipe is None else ""
+        if recipe is not None:
             self.run = Run(recipe, args, fp4_arguments.module_recipes(args))
             if self.run.ramping is not None:
                 args.fp4_fused_adamw = False  # Q-Ramping has an AdamW of its own
-            advice = cuda_graphs.advice(args, self.run.recipes)
-            line = f"megatron-fp4: {advice}" if advice and torch.cuda.is_available() else ""
         if self.ours or self.run is not None:
             log.install()
         if steps := metrics.interval(args):

@@ -86,7 +86,7 @@ def attach(
     everything = sum(weight.numel() for chunk in model for weight in chunk.parameters())
     sent = max(_of_all_ranks((run.sent_weights.bytes, run.sent_weights.elements)))
     ramped = max(_of_all_ranks((run.weight_states.ramped_elements, everything)))
-    problems = [each for each in _of_all_ranks(executor.start(run)) if each is not None]
+    started = _of_all_ranks(executor.start(run, [plan for phases in plans for plan in phases]))
     joined = _of_all_ranks((any(mlp.is_joined for mlp in mlps), norms > 0))
     kernels = fuse()
     if torch.distributed.get_rank() == 0:
@@ -98,7 +98,7 @@ def attach(
             start_table.calibrations(run.ramping, run.args, *ramped)
             if start_table.trains(run.args) and run.ramping is not None
             else "",
-            executor.line(problems[0] if problems else None),
+            executor.lines(run, started),
             _JOINED * any(swiglus for swiglus, _ in joined),
             _JOINED_NORMS * any(has_norms for _, has_norms in joined),
             _kept_y(model[0].config),
