@@ -120,20 +120,29 @@ def test_evaluation_takes_any_number_of_tokens(recipe: str) -> None:
 
 
 def test_torch_compile_leaves_the_linears_out_of_its_graphs() -> None:
-    """Two of them, of other shapes; the result is the one without."""
+    """Two of them, of other shapes, with a graph between them; the result is the one without."""
+    graphs = list[torch.fx.GraphModule]()
+
+    def taken(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
     for recipe in map(small_recipe, ALL):
-        net = nn.Sequential(
-            Linear(64, 128, recipe=recipe, name="a"), nn.GELU(), Linear(128, 64, recipe=recipe)
-        )
+        fc1, fc2 = Linear(64, 128, recipe=recipe, name="a"), Linear(128, 64, recipe=recipe)
+
+        def mlp(x: Tensor, fc1: Linear = fc1, fc2: Linear = fc2) -> Tensor:
+            return fc2(nn.functional.gelu(fc1(x)))  # type: ignore[no-any-return]
+
+        torch._dynamo.reset()
+        graphs.clear()
         x, dy = x_and_dy()
         results = []
-        for module in (net, torch.compile(net, backend="eager")):
-            for linear_of in (net[0], net[2]):
-                assert isinstance(linear_of, Linear)
-                linear_of.steps = 0
-            module(x).backward(dy)
-            results.append(gradients(net))
+        for run in (mlp, torch.compile(mlp, backend=taken)):
+            fc1.steps = fc2.steps = 0
+            run(x).backward(dy)
+            results.append(gradients(fc1) + gradients(fc2))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert len(graphs) == 1
 
 
 def test_torch_compile_takes_no_fullgraph() -> None:
