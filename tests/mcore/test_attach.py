@@ -13,11 +13,12 @@ from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.model import attach as attaching
-from megatron_fp4.mcore.model import start_table
+from megatron_fp4.mcore.model import executor, start_table
 from megatron_fp4.mcore.model.attach import attach
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.start_table import Row, table
 from megatron_fp4.plan.compiler import compile_plan
+from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.setting import Setting, column_parallel
 from megatron_fp4.plan.words import gemm_words
 from megatron_fp4.recipe import GemmRecipe, Phase, Recipe
@@ -298,6 +299,21 @@ def test_globs_see_the_whole_pipeline_s_numbers() -> None:
     result = train(2, *PP2, *flags)
     quantized = [line.split() for line in result.output.splitlines() if " e2m1 " in line]
     assert quantized and all(line[1] == "0" for line in quantized)
+
+
+def test_the_table_has_the_lines_of_the_executor(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the plans of all linears and phases."""
+
+    def start(run: Run, plans: Sequence[LinearPlan]) -> executor.Started:
+        assert [plan.recipe.name for plan in plans] == ["tetrajet", "fp8"] * 16
+        return executor.Started("it cannot be built")
+
+    monkeypatch.setattr(executor, "start", start)
+    attached = run(replace(get_recipe("tetrajet"), phases=(Phase(0.5, get_recipe("fp8")),)))
+    attach(attached, [model()])
+    assert "\n  linears run in Python: it cannot be built\n" in attached.start_table + "\n"
 
 
 def test_the_memory_that_kept_weights_take_is_told(
