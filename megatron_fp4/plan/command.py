@@ -15,7 +15,7 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.owned_codes import reader_of_w
 from megatron_fp4.plan.setting import Setting, Sharding, column_parallel, row_parallel
-from megatron_fp4.plan.show import show, show_gradients
+from megatron_fp4.plan.show import show, show_exchange
 from megatron_fp4.plan.sizes import check_sizes
 from megatron_fp4.recipes import get_recipe
 from megatron_fp4.target import Target, gpu_named, target_of
@@ -110,10 +110,11 @@ def run(args: argparse.Namespace) -> str:
     if args.dp == 1 and element is not None:
         raise ConfigError("--grad-comm needs --dp 2 or more: add it")
     moments = None if args.optimizer_state is None else Moments.read(args.optimizer_state)
-    shown = [show(compile_plan(each, setting), moments) for each in recipe.in_turn]
+    plans = [compile_plan(each, setting) for each in recipe.in_turn]
+    shown = [show(plan, moments) for plan in plans]
     for number, phase in enumerate(recipe.phases, 1):
         shown[number] = f"\nafter {phase.after:.4g} of training\n{shown[number]}"
-    return "".join(shown) + show_gradients(inputs * outputs, args.dp, element)
+    return "".join(shown) + show_exchange(plans[0], args.dp, element)
 
 
 def _sharding(args: argparse.Namespace) -> Sharding:

@@ -49,23 +49,40 @@ def show(plan: LinearPlan, moments: Moments | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def show_gradients(elements: int, ranks: int, element: str | None) -> str:
-    """A line about dW between data-parallel ranks; "" for one rank.
+def show_exchange(plan: LinearPlan, ranks: int, element: str | None) -> str:
+    """The lines about W and dW between data-parallel ranks; "" for one rank.
 
-    elements: of dW on a rank. element: the elements in which it is sent, a key of
-    `arithmetic.messages.FORMS`; None: in float32, by Megatron's collectives.
+    element: the elements in which dW is sent, a key of `arithmetic.messages.FORMS`; None: in
+    float32, by Megatron's collectives.
     """
     if ranks == 1:
         return ""
-    share = elements * (ranks - 1) / ranks
-    plain = f"{_size(int(4 * share))} from each in float32 by reduce-scatter"
-    head = f"dW  summed over {ranks} data-parallel ranks: "
+    setting = plan.setting
+    elements = setting.inputs * setting.outputs
+
+    def sent(bits: float) -> str:
+        return _size(round(bits / 8 * elements * (ranks - 1) / ranks))
+
+    def from_each(bits: float, form: str, collective: str) -> str:
+        share = f"{ranks - 1}/{ranks} of {bits:.3g} bits a parameter"
+        return f"{sent(bits)} from each by {collective}, {share}, {form}"
+
+    plain, name = 8 * setting.dtype.itemsize, _short(setting.dtype)
+    if size := sent_bytes(plan):
+        w = from_each(8 * size / elements, "as codes of fprop", "all-gather")
+        w += f" (in {name} {sent(plain)})"
+    else:
+        w = from_each(plain, f"in {name}, with the distributed optimizer", "all-gather")
     if element is None:
-        return f"{head}{plain}, or twice that by all-reduce\n"
-    sent = _size(int(FORMS[element].bits / 8 * share))
+        dw = from_each(32, "in float32", "reduce-scatter")
+        dw += f" (in BF16 {sent(16)}); all-reduce sends twice that"
+    else:
+        dw = from_each(FORMS[element].bits, f"in {form_name(element)}", "all-to-all")
+        dw += f" (by reduce-scatter in float32 {sent(32)}, in BF16 {sent(16)})"
+        dw += "; without the distributed optimizer as much again by all-gather"
     return (
-        f"{head}{sent} from each in {form_name(element)} by all-to-all, and without the "
-        f"distributed optimizer as much again by all-gather (not {plain})\n"
+        f"W   gathered by {ranks} data-parallel ranks: {w}\n"
+        f"dW  summed over {ranks} data-parallel ranks: {dw}\n"
     )
 
 
@@ -98,7 +115,7 @@ def _operand(plan: LinearPlan, operand: OperandPlan) -> str:
     if operand.is_sent:
         assert operand.codes is not None
         size = _size(operand_bytes(operand))
-        return f"{quantizer_words(operand.codes)} by the ranks that own W, which send {size}"
+        return f"{quantizer_words(operand.codes)} by the ranks that own W, {size}"
     made = _making(plan, operand)
     words = [_SOURCES[operand.source]]
     if operand.gathered == "before":
@@ -202,7 +219,7 @@ def _state(plan: LinearPlan, moments: Moments) -> str:
     size = round(each * plan.setting.inputs * plan.setting.outputs)
     return (
         f"optimizer state  the weight in float32, moments as {moments}: {_size(size)}, {each:.4g} "
-        "bytes a parameter"
+        "bytes a parameter in place of 12"
     )
 
 

@@ -78,9 +78,13 @@ def test_the_start_table_has_a_line_of_bytes() -> None:
     def line(moments: str | None, **others: object) -> str:
         return start_table.moments(Namespace(fp4_optimizer_state=moments, **others))
 
-    wanted = "\n  Adam's moments are stored as m=fp8,v=fp16: 3.016 bytes a parameter in place of 8"
+    moments = 1 + 1 / 128 + 2 + 1 / 128  # codes, and a scale for each block of 128
+    wanted = (
+        f"\n  Adam's moments are stored as m=fp8,v=fp16: {moments:.4g} bytes a parameter in place "
+        f"of 8, with the main weight {moments + 4:.4g} in place of 12"
+    )
     assert line("m=fp8,v=fp16") == wanted
-    assert " 4 bytes a parameter" in line("m=bf16,v=bf16")
+    assert ": 4 bytes a parameter in place of 8, with the main weight 8 in" in line("m=bf16,v=bf16")
     assert line(None) == line("m=fp8,v=fp16", skip_train=True) == start_table.moments(Namespace())
 
 
@@ -103,8 +107,9 @@ def test_the_command_plan_has_the_bytes(
         return capsys.readouterr().out
 
     size = (4 + 3 + 2 / 128) * 4096 * 4096 / 1e6
-    assert f"moments as m=fp8,v=fp16: {size:.1f} MB, 7.016 bytes a parameter" in printed(
-        "--optimizer-state", "m=fp8,v=fp16"
+    assert (
+        f"moments as m=fp8,v=fp16: {size:.1f} MB, 7.016 bytes a parameter in place of 12"
+        in printed("--optimizer-state", "m=fp8,v=fp16")
     )
     assert "optimizer state" not in printed()
     with pytest.raises(SystemExit, match="given as m=FORMAT"):

@@ -9,10 +9,15 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_fp4.mcore.launch import fp4_arguments
+from megatron_fp4.mcore.model import attach
+from megatron_fp4.mcore.model.sent_weights import SentWeights
+from megatron_fp4.recipes import get_recipe
 from testing.builders.fp4_arguments import parse, refusal
 from testing.worlds.checkpoints import (
     EP2,
@@ -86,6 +91,13 @@ QUICK = ("overlapped, in buckets", "average")
 def test_codes_and_losses_are_those_of_the_plain_gather(name: str) -> None:
     found = check(*LAYOUTS[name])
     assert ("blocks are cut" in found.output) == name.startswith("cut blocks")
+    if name == "overlapped, in buckets":  # 17 bytes for a block of 32; half of it leaves each rank
+        elements = weights_in(found)
+        codes, plain = (each * elements / 2 / 2**10 for each in (17 / 32, 2))
+        says = (
+            f"4.25 bits each and not 16: a rank sends {codes:.1f} KiB a step, not {plain:.1f} KiB"
+        )
+        assert says in found.output
 
 
 def test_main_weights_that_are_not_rounded_first_are_noticed() -> None:
@@ -132,6 +144,25 @@ def weights_in(result: Result) -> int:
     """How many weights the start table says to be gathered."""
     [found] = re.findall(r"([\d,]+) weights on a rank are gathered as codes", result.output)
     return int(found.replace(",", ""))
+
+
+def test_a_rank_sends_less_of_weights_of_which_fewer_ranks_have_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a dense weight of 4 ranks 3/4 leave each, of an expert's of 2 ranks 1/2."""
+    monkeypatch.setattr(attach.mpu, "get_data_parallel_world_size", lambda: 4)
+    monkeypatch.setattr(attach.mpu, "get_expert_data_parallel_world_size", lambda: 2)
+    weights, recipe = SentWeights(), get_recipe("tetrajet")
+    for size, is_expert in ((64, False), (128, True)):
+        weight = torch.nn.Parameter(torch.zeros(size, 64, dtype=torch.bfloat16))
+        setattr(weight, "allreduce", not is_expert)  # noqa: B010  mypy knows no such attribute
+        weights.add(weight, recipe)
+    found = attach._gathered(SimpleNamespace(sent_weights=weights))  # type: ignore[arg-type]
+    dense, experts = 64 * 64, 128 * 64
+    sent = dense * 3 / 4 + experts / 2
+    assert found.elements == dense + experts
+    assert (found.size, found.plain) == (found.elements * 17 / 32, found.elements * 2)
+    assert (found.sent, found.plain_sent) == (sent * 17 / 32, sent * 2)
 
 
 @pytest.mark.outside

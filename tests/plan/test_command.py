@@ -72,7 +72,7 @@ def test_bytes_and_reasons(
     assert "by the ranks that own W" not in text
     text = printed(capsys, monkeypatch, "--in 4096 --out 14336 --gpu sm_90 --param-gather")
     codes = f"{4096 * 14336 * 17 / 32 / 1e6:.1f} MB"
-    assert f"nearest by the ranks that own W, which send {codes}" in text
+    assert f"nearest by the ranks that own W, {codes}" in text
     assert f"kept over the run  W as codes of fprop, {codes}" in text
     assert f"held over a step  W's operands, packed: {codes}" in text  # those of dgrad
     assert "blackwell not used in fprop, dgrad, wgrad: FP4 tensor cores need" in text
@@ -120,25 +120,59 @@ def test_the_input_of_a_norm_is_kept(
     assert line.endswith(text) and "RMSNorm" not in plain
 
 
+@pytest.mark.parametrize(
+    ("flags", "bits", "form"),
+    [
+        ("", 32, "by reduce-scatter, 7/8 of 32 bits a parameter, in float32"),
+        ("--grad-comm fp8", 8 + 8 / 128, "by all-to-all, 7/8 of 8.06 bits a parameter, in FP8"),
+        ("--grad-comm fp8 --grad-comm-element e5m2", 8 + 8 / 128, "a parameter, in FP8 (E5M2)"),
+        ("--grad-comm bf16", 16, "by all-to-all, 7/8 of 16 bits a parameter, in BF16"),
+    ],
+)
 def test_dw_between_data_parallel_ranks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: str,
+    bits: float,
+    form: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """4096 x 4096 elements over 8 ranks: 7/8 of them leave each rank."""
-    plain = "58.7 MB from each in float32 by reduce-scatter"
-    for flags, says in (
-        ("", f"ranks: {plain}, or twice that by all-reduce"),
+    """7/8 of the elements leave each of 8 ranks."""
+    text = printed(capsys, monkeypatch, f"--dp 8 {flags}")
+    [line] = [line for line in text.splitlines() if line.startswith("dW  summed over 8 data")]
+    sent, float32, bf16 = (
+        f"{each / 8 * 4096 * 4096 * 7 / 8 / 1e6:.1f} MB" for each in (bits, 32, 16)
+    )
+    assert f"ranks: {sent} from each by " in line and form in line
+    if flags:
+        assert f"(by reduce-scatter in float32 {float32}, in BF16 {bf16})" in line
+    else:
+        assert f"(in BF16 {bf16}); all-reduce sends twice that" in line
+
+
+@pytest.mark.parametrize(("tp", "dtype", "size"), [(1, "bf16", 2), (2, "bf16", 2), (1, "fp32", 4)])
+def test_w_between_data_parallel_ranks(
+    tp: int,
+    dtype: str,
+    size: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """3/4 of W leave each of 4 ranks: 17 bytes for a block of 32, or 2 or 4 for each element."""
+    own = 4096 * 4096 // tp * 3 / 4
+    codes, plain = (f"{each * own / 1e6:.1f} MB" for each in (17 / 32, size))
+    name = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
+    for flag, says in (
+        ("", f"{plain} from each by all-gather, 3/4 of {8 * size} bits a parameter, in {name}"),
         (
-            "--grad-comm fp8",
-            "ranks: 14.8 MB from each in FP8 (E4M3) by all-to-all, and without the distributed "
-            f"optimizer as much again by all-gather (not {plain})",
+            "--param-gather",
+            f"{codes} from each by all-gather, 3/4 of 4.25 bits a parameter, as codes of fprop "
+            f"(in {name} {plain})",
         ),
-        ("--grad-comm fp8 --grad-comm-element e5m2", "14.8 MB from each in FP8 (E5M2) by"),
-        ("--grad-comm bf16", "29.4 MB from each in BF16 by all-to-all"),
     ):
-        text = printed(capsys, monkeypatch, f"--dp 8 {flags}")
-        [line] = [line for line in text.splitlines() if line.startswith("dW  summed over 8 data")]
-        assert says in line
-    assert "data-parallel" not in printed(capsys, monkeypatch, "")
+        text = printed(capsys, monkeypatch, f"--dp 4 --tp {tp} --dtype {dtype} {flag}")
+        assert f"W   gathered by 4 data-parallel ranks: {says}" in text
+    for alone in ("", "--param-gather"):
+        assert "data-parallel" not in printed(capsys, monkeypatch, alone)
 
 
 def test_the_module_is_the_command() -> None:

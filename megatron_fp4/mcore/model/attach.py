@@ -18,7 +18,7 @@ from megatron_fp4.mcore.model import executor, joined_norms, start_table
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
 from megatron_fp4.mcore.model.mlp import GatedMLP
 from megatron_fp4.mcore.model.run import Run
-from megatron_fp4.mcore.model.start_table import Row
+from megatron_fp4.mcore.model.start_table import GatheredWeights, Row
 from megatron_fp4.plan.memory import held_bytes
 from megatron_fp4.plan.owned_codes import reads_average
 from megatron_fp4.recipes.assignment import recipe_for
@@ -84,15 +84,15 @@ def attach(
     held = max(_of_all_ranks(sum(max(map(held_bytes, phases)) for phases in plans)))
     states = max(_of_all_ranks(run.weight_states.bytes_of_copies))
     everything = sum(weight.numel() for chunk in model for weight in chunk.parameters())
-    sent = max(_of_all_ranks((run.sent_weights.bytes, run.sent_weights.elements)))
+    sent = max(_of_all_ranks(_gathered(run)))
     ramped = max(_of_all_ranks((run.weight_states.ramped_elements, everything)))
     started = _of_all_ranks(executor.start(run, [plan for phases in plans for plan in phases]))
     joined = _of_all_ranks((any(mlp.is_joined for mlp in mlps), norms > 0))
     kernels = fuse()
     if torch.distributed.get_rank() == 0:
         lines = (
-            start_table.held(run.keeps_weights, held, sent[0] > 0),
-            start_table.gathered(run.args, *sent),
+            start_table.held(run.keeps_weights, held, sent.size > 0),
+            start_table.gathered(run.args, sent),
             start_table.states(run.recipes, states, run.args),
             start_table.moments(run.args),
             start_table.calibrations(run.ramping, run.args, *ramped)
@@ -195,6 +195,25 @@ def _rows(
         start_table.planned(name, layer.weight, plan, layer.tokens(plan.recipe), phase)
         for plan, phase in zip(layer.plans(), phases, strict=True)
     ]
+
+
+def _gathered(run: Run) -> GatheredWeights:
+    """The weights of this rank that are gathered as codes, and what a rank sends of them.
+
+    A rank sends its share to each of the other ranks that have a copy of the weight. What a border
+    of a share cuts off a block is not counted.
+    """
+    elements = size = plain = 0
+    sent = plain_sent = 0.0
+    for weight, each in run.sent_weights.by_parameter.items():
+        if getattr(weight, "allreduce", True):
+            ranks = mpu.get_data_parallel_world_size()
+        else:
+            ranks = mpu.get_expert_data_parallel_world_size()
+        elements, size, plain = elements + weight.numel(), size + each.nbytes, plain + weight.nbytes
+        sent += each.nbytes * (ranks - 1) / ranks
+        plain_sent += weight.nbytes * (ranks - 1) / ranks
+    return GatheredWeights(elements, size, plain, round(sent), round(plain_sent))
 
 
 def _kept_y(config: TransformerConfig) -> str:

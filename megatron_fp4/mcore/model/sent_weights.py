@@ -107,16 +107,6 @@ class SentWeights:
             found = self.by_parameter[weight] = SentWeight(weight, recipe, _empty(weight, recipe))
         return found.codes
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of all codes and scales on this rank."""
-        return sum(each.nbytes for each in self.by_parameter.values())
-
-    @property
-    def elements(self) -> int:
-        """The elements of all these weights on this rank."""
-        return sum(weight.numel() for weight in self.by_parameter)
-
     def follow(self, groups: Iterable[Group]) -> None:
         """Lets `groups`, which have all these weights, gather the codes."""
         self._groups = list(groups)

@@ -58,6 +58,20 @@ class SentGradients(NamedTuple):
     to_all: int
 
 
+class GatheredWeights(NamedTuple):
+    """The weights of a rank that data-parallel ranks gather as codes and scales.
+
+    elements: their number. size: the bytes of their codes and scales. plain: the bytes of the
+    weights themselves. sent, plain_sent: what of either one rank sends in a step, on average.
+    """
+
+    elements: int
+    size: int
+    plain: int
+    sent: int
+    plain_sent: int
+
+
 def unquantized(name: str, weight: Tensor) -> Row:
     """The row of a linear that stays in high precision."""
     return Row(name, _shape(weight), "high precision", (), ())
@@ -120,19 +134,21 @@ def held(keeps: str | None, size: int, is_sent: bool) -> str:
     return f"\n  {once}: {_size(size)} on a rank"
 
 
-def gathered(args: Namespace, size: int, elements: int) -> str:
+def gathered(args: Namespace, weights: GatheredWeights) -> str:
     """The line about --fp4-param-gather; "" without the flag. args: Megatron's.
 
-    size, elements: the bytes of codes and scales, and the elements of the weights that are sent as
-    these, on the rank with most.
+    weights: those of the rank with most.
     """
     if not args.fp4_gathers_codes:
         return ""
     if not trains(args):
         return "\n  no weights are gathered under --skip-train, which makes no optimizer"
+    count = max(weights.elements, 1)
+    bits, plain_bits = (8 * size / count for size in (weights.size, weights.plain))
     return (
-        f"\n  {elements:,} weights on a rank are gathered as codes and scales for fprop, from the "
-        f"ranks that own them: {_size(size)} a step, of {_size(2 * elements)} in BF16"
+        f"\n  {weights.elements:,} weights on a rank are gathered as codes for fprop, in "
+        f"{bits:.3g} bits each and not {plain_bits:.3g}: a rank sends {_size(weights.sent)} a "
+        f"step, not {_size(weights.plain_sent)}"
     )
 
 
@@ -166,9 +182,10 @@ def moments(args: Namespace) -> str:
     given = getattr(args, "fp4_optimizer_state", None)  # a model without a loop has none
     if given is None or not trains(args):
         return ""
+    each = Moments.read(given).bytes
     return (
-        f"\n  Adam's moments are stored as {given}: {Moments.read(given).bytes:.4g} bytes a "
-        "parameter in place of 8"
+        f"\n  Adam's moments are stored as {given}: {each:.4g} bytes a parameter in place of 8, "
+        f"with the main weight {4 + each:.4g} in place of 12"
     )
 
 
