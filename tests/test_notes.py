@@ -20,7 +20,8 @@ from benchmarks import (
     training_step,
 )
 from megatron_fp4.arithmetic.outliers import OutlierClamp
-from tests.test_readme import weights_gradients_and_optimizer
+from megatron_fp4.recipes import list_recipes
+from tests.test_readme import peaks_with_fp8_input, weights_gradients_and_optimizer
 
 ROOT = Path(__file__).parents[1]
 PAGES: dict[str, tuple[str, Any]] = {
@@ -160,6 +161,73 @@ def of_memory() -> list[str]:
         f"Without the {same:.1f} GiB of weights, gradients and optimizer",
         f"that is {beside[0]:.1f} GiB and {beside[1]:.1f}: {beside[0] / beside[1]:.2f} times "
         f"BF16's memory, at {low['ratio']:.2f} times its speed",
+    ]
+
+
+def of_commits() -> list[str]:
+    table, kernels, counted = (
+        result(name)["stamp"]["commit"][:7]
+        for name in ("linear-te", "quantize_kernels-fused", "counters")
+    )
+    return [
+        f"This table is of commit {table}. The quantize kernels were timed alone at commit "
+        f"{kernels}",
+        f"the hardware counters of the note are of commit {counted}",
+    ]
+
+
+def of_memory_beside_bf16_with_the_flag() -> list[str]:
+    same = weights_gradients_and_optimizer()
+    bf16, ours = peaks_with_fp8_input()
+    return [
+        f"estimates a peak of {bf16:.1f} GiB, and {ours:.1f} for `tetrajet` with both flags. "
+        "Beside weights, gradients and optimizer that is "
+        f"{(ours - same) / (bf16 - same):.2f} times BF16's memory"
+    ]
+
+
+def of_memory_in_training() -> list[str]:
+    same = weights_gradients_and_optimizer()
+    measured, _, low = (row["peak_gib"] - same for row in result("fused-step")["rows"])
+    bf16, ours = (peak - same for peak in peaks_with_fp8_input())
+    return [
+        f"takes {low / measured:.2f} of BF16's memory beside weights, gradients and optimizer, in "
+        f"a step that was measured, and an estimated {ours / bf16:.2f} of that of BF16 with the "
+        "same flag"
+    ]
+
+
+def of_graphs() -> list[str]:
+    now = steps("parallel_step")
+    with_graphs, without = (now["tp4-sp", name]["ms"] for name in (GRAPHS, "tetrajet"))
+    return [f"took {with_graphs:.0f} ms a step with graphs and {without:,.0f} ms without"]
+
+
+def of_recipes_on_the_host() -> list[str]:
+    """Which built-in recipes were measured, in C++ and in Python."""
+
+    def recipes(name: str, key: str) -> set[str]:
+        return {row[key] for row in result(name)["rows"]} & {*list_recipes()}
+
+    first, before, last = (
+        recipes(name, "name") for name in ("host-operators", "host", "host-recorded")
+    )
+    in_cpp = first | before | last
+    in_python = recipes("host_linear", "recipe") - in_cpp
+    never = {*list_recipes()} - in_cpp - in_python
+    assert last == {"tetrajet", "dge-occ"} and before - last == {"fp8"} and "mxfp4" in first
+    assert in_python == {"mxfp4-rht-sr", "tetrajet-ema"}
+    assert never == {"tetrajet-ramping", "ue5m3", "nvfp4-nvidia", "four-over-six", "quartet-2"}
+    worst = [
+        max(row[f"times linear_{linear}"] for linear in ("fc1", "fc2"))
+        for name, recipe in (("host-recorded", "tetrajet"), ("host-recorded", "dge-occ"),
+                             ("host", "fp8"), ("host-operators", "mxfp4"))
+        for row in result(name)["rows"] if row["name"] == recipe
+    ]  # fmt: skip
+    assert max(worst) < 2
+    return [
+        "`mxfp4-rht-sr` and `tetrajet-ema` were measured in Python ([above](#fewer-calls)); "
+        "`tetrajet-ramping`, `ue5m3`, `nvfp4-nvidia`, `four-over-six` and `quartet-2` were not",
     ]
 
 
@@ -312,13 +380,15 @@ FIGURES: dict[str, list[Any]] = {
         of_transformer_engine,
         of_a_training_step,
         of_memory,
+        of_memory_beside_bf16_with_the_flag,
+        of_commits,
         of_a_step_beside,
         of_other_packages,
     ],  # fmt: skip
-    "docs/notes/host.md": [of_the_host],
+    "docs/notes/host.md": [of_the_host, of_recipes_on_the_host],
     "docs/notes/quantize-kernels.md": [of_the_quantize_kernels, of_rule_mse],
     "docs/communication.md": [of_bytes],
-    "docs/training.md": [of_checkpoints],
+    "docs/training.md": [of_checkpoints, of_graphs, of_memory_in_training],
 }
 
 

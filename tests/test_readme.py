@@ -2,14 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.estimate_rows import steps
+from megatron_fp4.estimate.fits import peak
+from megatron_fp4.estimate.gpus import MEASURED
 from megatron_fp4.estimate.layout import stages
 from megatron_fp4.estimate.memory import states
+from megatron_fp4.estimate.plans import recipe_named
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,6 +61,18 @@ def weights_gradients_and_optimizer() -> float:
     return sum(states(step.model, step.layout, step.recipe, stage)) / 2**30
 
 
+def peaks_with_fp8_input() -> tuple[float, float]:
+    """GiB that the command of docs/hopper.md estimates for BF16 with
+    --activation-func-fp8-input-store, and for the flags of LOW."""
+    step = next(each for each in steps(("fused-step",)) if each.name == LOW)
+    model = replace(step.model, vocabulary_multiple=128)  # the command's default
+    in_bf16, ours = (
+        peak(model, step.layout, recipe, MEASURED).total / 2**30
+        for recipe in (recipe_named("bf16"), step.recipe)
+    )
+    return in_bf16, ours
+
+
 def test_the_training_step() -> None:
     rows = by_name("fused-step")
     low, bf16 = rows[LOW], rows["bf16"]
@@ -70,6 +86,17 @@ def test_the_training_step() -> None:
         f"times BF16's speed: beside weights, gradients and optimizer, which take {same:.1f} GiB "
         f"in both, that is {(low['peak_gib'] - same) / (bf16['peak_gib'] - same):.2f} times"
     )
+    in_bf16, ours = peaks_with_fp8_input()
+    says(
+        f"BF16 with it is estimated at {in_bf16:.1f} GiB, not measured; `tetrajet` then takes "
+        f"{(ours - same) / (in_bf16 - same):.2f} times"
+    )
+    kinds = ("gemm", "quantize", "carry", "attention", "optimizer")
+    other = [
+        sum(row["gpu_ms"].values()) - sum(row["gpu_ms"].get(kind, 0) for kind in kinds)
+        for row in (rows["tetrajet"], bf16)
+    ]
+    says(f"take {other[0]:.0f} ms of the step of 20 layers, and {other[1]:.0f} ms in BF16")
     others = by_name("training_step")
     says(
         f"The other recipes, in the step of {result('training_step')['layers']} layers on one GPU, "
@@ -99,6 +126,24 @@ def test_transformer_engine_s_fp8_on_two_gpus() -> None:
         f"under tensor and sequence parallelism and {pipeline[0]} under pipeline parallelism, "
         f"`tetrajet` {tensor[1]} and {pipeline[1]}"
     )
+    ours, fp8 = (
+        f"{row['sent']['all-gather'] / 1e9:.1f}"
+        for name in ("tetrajet", "te fp8 delayed")
+        for row in found["rows"]
+        if (row["layout"], row["name"]) == ("tp2-sp", name)
+    )
+    says(f"a rank gathers {ours} GB in a step, not {fp8}")
+
+
+def test_the_host_s_time() -> None:
+    times = [
+        row[f"times linear_{linear}"]
+        for name in ("host", "host-recorded")
+        for row in result(name)["rows"]
+        if row["name"] == "tetrajet"
+        for linear in ("fc1", "fc2")
+    ]
+    says(f"takes the host {min(times):.2f} to {max(times):.2f} times BF16's time")
 
 
 def test_the_table_of_training_steps() -> None:
