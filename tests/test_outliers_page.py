@@ -75,6 +75,30 @@ def test_sparsity_and_fp8() -> None:
     assert round(1 / crowded, -3) == 32_000 and "32,000" in PAGE
 
 
+def test_what_is_not_explained() -> None:
+    later = measured("linear-te")
+    took = later[SIZE, SIZE, "dge-occ"]["ms"]
+
+    def rest(run: dict[tuple[int, int, str], dict[str, float]]) -> tuple[float, float, float]:
+        """(products, all that is counted, what of `took` is left)."""
+        bf16 = run[SIZE, SIZE, "bf16"]["ms"]
+        products = run[SIZE, SIZE, "tetrajet"]["products ms"] + bf16 * 2 / 3
+        counted = products + 0.45 + 0.08  # bytes and clamping, of which other tests are
+        return products, counted, took - counted
+
+    products, counted, left = rest(later)
+    earlier, _, more = rest(measured())
+    for text in (
+        f"the linear takes {took:.2f} ms",
+        f"from the same run, take {products:.2f} ms",
+        f"sums to {counted:.2f} ms, so {left:.2f} ms are not explained. With the {earlier:.2f} ms "
+        f"of the table above they are {more:.2f} ms",
+    ):
+        assert text in PAGE
+    issued, elements = 1.05e12, TOKENS * SIZE  # warp instructions a second; a warp has 32 threads
+    assert f"at least {80 * elements / 32 / issued * 1e3:.2f} and" in PAGE
+
+
 def test_bytes_beside_the_products() -> None:
     elements = {"X": TOKENS * SIZE, "W": SIZE * SIZE, "dY": TOKENS * SIZE, "Y": TOKENS * SIZE}
     elements["dW"] = elements["W"]
