@@ -165,13 +165,19 @@ def test_a_result_is_what_the_start_table_says(row: Row) -> None:
     each = [f"{a_parameter(row, 'sent', 'gradients', kind):.2f} by {kind}" for kind in kinds]
     assert (" and ".join(each) in said) is (layout.gradients is not None)
     shards = layout.dp if layout.sharded else 1
-    moments = f"{a_parameter(row, 'held', 'moments') * shards:.3f} bytes a parameter in place of 8"
+    each_moments, each_weight = (
+        a_parameter(row, "held", key) * shards for key in ("moments", "main weights")
+    )
+    moments = (
+        f"{each_moments:.3f} bytes a parameter in place of 8, with the main weight "
+        f"{each_moments + each_weight:.3f} in place of 12"
+    )
     assert (moments in said) is (layout.moments != FLOAT32)
-    gathered = re.search(r"([\d,]+) weights on a rank .* them: ([\d.]+) MiB a step", said)
+    gathered = re.search(r"[\d,]+ weights .* sends ([\d.]+) MiB a step, not ([\d.]+) MiB", said)
     assert (gathered is not None) is layout.gathers_codes
     if gathered is not None:
-        elements, size = int(gathered[1].replace(",", "")), float(gathered[2]) * 2**20
-        saved = (2 * elements - size) / row["each"][0]["parameters"] * (1 - 1 / layout.dp)
+        codes, weights = (float(size) * 2**20 for size in gathered.groups())
+        saved = (weights - codes) / row["each"][0]["parameters"]
         _, plain = estimated(model_of(MODEL), replace(layout, gathers_codes=False), row)
         assert sent(row)[1] == pytest.approx(plain - saved, rel=PADDED)
 
