@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.study import matrix, pictures, results, showing, tables
 from benchmarks.study.__main__ import default_results, main
@@ -16,6 +17,7 @@ from benchmarks.study.configuration import hash_of
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import Gap, gap
 from benchmarks.study.sizes import SIZES
+from megatron_fp4.arithmetic.estimators import Estimator
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/study.md").read_text()
@@ -27,6 +29,8 @@ COMMITTED = {
     "few-bits-tiny": ("docs/notes/few-bits.md", "CPU"),
     "few-bits": ("docs/notes/few-bits.md", "NVIDIA H200"),
     "oscillation-3M": ("docs/notes/oscillation.md", "NVIDIA H200"),
+    "estimators": ("docs/notes/estimators.md", "CPU"),
+    "rates-3M": ("docs/notes/estimators.md", "NVIDIA H200"),
 }
 
 
@@ -56,6 +60,57 @@ def test_the_result_has_every_run_once_under_its_hash(name: str) -> None:
     assert all(row["hash"] == hash_of(row["configuration"]) for row in rows)
     assert len({row["hash"] for row in rows}) == len(rows)
     assert all(row["stamp"]["device"][0].startswith(COMMITTED[name][1]) for row in rows)
+
+
+ESTIMATORS = (ROOT / "docs/notes/estimators.md").read_text()
+APART = " --decoupled-lr 1.6e-2"
+
+
+def test_figures_in_running_text_of_estimators() -> None:
+    rows = rows_of("estimators")
+    dge = next(row["configuration"]["recipe"] for row in rows if "dge" in str(row)).split()[0]
+    cells = {cell.learning_rate: cell for cell in tables.cells(rows)}
+
+    def mean(recipe: str, rate: float) -> str:
+        wanted = [
+            row["held_out"][-1][1]
+            for row in rows
+            if (row["configuration"]["recipe"], row["configuration"]["learning_rate"])
+            == (recipe, rate)
+        ]
+        assert len(wanted) == 3
+        return f"{statistics.mean(wanted):.4f}"
+
+    def beside(recipe: str, rate: float, plain: str) -> Gap:
+        found = gap(rows, cells[rate], recipe, plain)
+        assert found is not None
+        return found
+
+    bf16 = mean("bf16", 4e-3)
+    ends = f"ends at {mean(dge, 4e-3)}, `tetrajet` at {mean('tetrajet', 4e-3)} and BF16 at {bf16}"
+    assert f"at 0.004, `tetrajet` with DGE on W {ends}." in ESTIMATORS
+    assert f"from {bf16} to {mean('bf16' + APART, 4e-3)} at 0.004" in ESTIMATORS
+    for recipe in (dge, "tetrajet"):
+        found = beside(recipe + APART, 4e-3, "bf16" + APART)
+        assert found.verdict == "within the spread"
+    above = [beside(name + APART, 2e-3, "bf16" + APART) for name in (dge, "tetrajet")]
+    assert {each.verdict for each in above} == {"higher"}
+    words = f"it is {above[0].mean:.4f} above BF16, and `tetrajet` {above[1].mean:.4f}"
+    assert words in ESTIMATORS
+    assert beside(dge + APART, 8e-3, "bf16" + APART).verdict == "lower"
+    small = rows_of("rates-3M")
+    named = next(row["configuration"]["recipe"] for row in small if "dge" in str(row))
+    gaps = [gap(small, cell, named, "bf16") for cell in tables.cells(small)]
+    below = [f"{-each.mean:.4f}" for each in gaps if each is not None]
+    assert f"is {below[0]} below BF16 at 0.002 and {below[1]} below it at 0.004" in ESTIMATORS
+
+
+def test_the_factor_of_dge_over_a_step_of_the_grid() -> None:
+    """Its mean, its root mean square, and their ratio, by the midpoint rule."""
+    factors = Estimator().factor((torch.arange(2**20).double() + 0.5) / 2**21)  # of [0, 1/2]
+    mean, root = factors.mean(), factors.square().mean().sqrt()
+    words = f"the mean {mean:.3f} and the root mean square {root:.3f}"
+    assert words in ESTIMATORS and f"moves {mean / root:.2f} times as far" in ESTIMATORS
 
 
 FEW_BITS = (ROOT / "docs/notes/few-bits.md").read_text()
