@@ -141,7 +141,7 @@ def _given(operand: OperandPlan, x: Tensor) -> Given:
 
 def _elements(q: QuantizedTensor) -> Tensor:
     codes = q.codes.cpu()
-    return unpack(codes) if q.quantizer.element == "e2m1" else codes
+    return unpack(codes) if q.quantizer.format.packed else codes
 
 
 def _scales(q: QuantizedTensor) -> Tensor:

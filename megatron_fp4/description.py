@@ -134,7 +134,7 @@ def estimator_words(estimator: Estimator) -> str:
         "straight-through": "straight through",
     }[estimator.form]
     if estimator.beyond != "continued":
-        words += f", {'0' if estimator.beyond == 'zero' else '1'} beyond 6"
+        words += f", {'0' if estimator.beyond == 'zero' else '1'} beyond the grid"
     if estimator.maximum != "straight-through":
         words += f", and through the maximum of a block ({estimator.maximum}"
         if estimator.maximum == "softmax":

@@ -150,10 +150,10 @@ class Recipe:
             if estimator is None:
                 continue
             quantizer, name = self.quantizer("fprop", letter), letter.upper()
-            if quantizer is None or quantizer.element != "e2m1" or quantizer.unit_gain:
+            if quantizer is None or not quantizer.format.packed or quantizer.unit_gain:
                 raise ConfigError(
-                    f"an estimator of {name} needs an E2M1 quantizer of it in fprop, with no "
-                    "unit_gain"
+                    f"an estimator of {name} needs an E2M1 or E1M2 quantizer of it in fprop, with "
+                    "no unit_gain"
                 )
             outer = quantizer.tensor_max or quantizer.row_max
             if estimator.outer_scale != "straight-through" and not outer:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-GRID = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]
+GRID = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]  # of E2M1
+UNIFORM = [Fraction(n, 4) for n in range(8)]  # of E1M2
 MASK = 0xFFFFFFFF
 
 
@@ -58,17 +59,17 @@ def fnv1a(text: str) -> int:
     return value
 
 
-# --- E2M1 -----------------------------------------------------------------------------------------
+# --- 4-bit elements -------------------------------------------------------------------------------
 
 
-def e2m1_code(v: float, bits: int | None = None) -> int:
+def fp4_code(v: float, bits: int | None = None, grid: list[Fraction] = GRID) -> int:
     """The code of one finite value: nearest with ties to even, or stochastic with 16 bits."""
     sign = 8 if math.copysign(1.0, v) < 0 else 0
-    a = min(abs(Fraction(v)), Fraction(6))
-    low = max(i for i, g in enumerate(GRID) if g <= a)
+    a = min(abs(Fraction(v)), grid[-1])
+    low = max(i for i, g in enumerate(grid) if g <= a)
     if low == 7:
         return sign + 7
-    fraction = (a - GRID[low]) / (GRID[low + 1] - GRID[low])
+    fraction = (a - grid[low]) / (grid[low + 1] - grid[low])
     if bits is None:
         up = fraction > Fraction(1, 2) or (fraction == Fraction(1, 2) and low % 2 == 1)
     else:
@@ -89,54 +90,61 @@ def exponent_of(m: Fraction) -> int:
     return e
 
 
-def e8m0_byte(amax: float, rule: str) -> int:
-    """The scale byte of a block: OCP's floor rule, or the smallest power of two that clips
-    nothing."""
+def e8m0_byte(amax: float, rule: str, top: Fraction = GRID[-1]) -> int:
+    """The scale byte of a block: OCP's floor rule, or the smallest power of two that clips nothing.
+
+    top: the largest element. OCP's emax is its exponent.
+    """
     if math.isnan(amax) or math.isinf(amax):
         return 0xFF
     if amax == 0:
         return 0
     m = Fraction(amax)
     if rule == "floor":
-        s = exponent_of(m) - 2
-    else:  # the least s with m <= 6 * 2^s
-        s = exponent_of(m / 6)
-        s += m > 6 * Fraction(2) ** s
+        s = exponent_of(m) - exponent_of(top)
+    else:  # the least s with m <= top * 2^s
+        s = exponent_of(m / top)
+        s += m > top * Fraction(2) ** s
     return max(-127, min(127, s)) + 127
 
 
-def mx_block(block: list[float], rule: str, prescale: Fraction = Fraction(1)) -> tuple[int, list]:
-    """(E8M0 byte, E2M1 codes) of the values of one MXFP4 block, rounded to nearest.
+def mx_block(
+    block: list[float],
+    rule: str,
+    prescale: Fraction = Fraction(1),
+    grid: list[Fraction] = GRID,
+) -> tuple[int, list]:
+    """(E8M0 byte, codes) of the values of one block of 4-bit elements, rounded to nearest.
 
     rule: "floor" or "ceil".
     """
     worst = max((abs(v) if not math.isnan(v) else math.inf) for v in block)
-    byte = e8m0_byte(worst, rule)
+    byte = e8m0_byte(worst, rule, grid[-1])
     if byte == 0xFF:
         return byte, [0] * len(block)
     scale = Fraction(2) ** (127 - byte)
 
     def code(v: float) -> int:
         exact = Fraction(v) * scale * prescale
-        magnitude = e2m1_code(float(abs(exact)) if exact < 10**30 else 6.0)
+        magnitude = fp4_code(float(min(abs(exact), grid[-1])), grid=grid)
         return magnitude + (8 if math.copysign(1.0, v) < 0 else 0)
 
     return byte, [code(v) for v in block]
 
 
-def mse_block(block: list[float]) -> tuple[int, list]:
-    """(E8M0 byte, E2M1 codes) of the values of one block by rule mse, rounded to nearest.
+def mse_block(block: list[float], grid: list[Fraction] = GRID) -> tuple[int, list]:
+    """(E8M0 byte, codes) of the values of one block by rule mse, rounded to nearest.
 
     Both scales are tried. An element's squared error is rounded to float32 and counted in units of
     2^-18 of floor's squared scale.
     """
-    floor = mx_block(block, "floor")
+    floor = mx_block(block, "floor", grid=grid)
     byte, codes = floor
     if byte >= 254:  # NaN, or no larger scale
         return floor
     unit = Fraction(2) ** (byte - 127)
     double = [
-        e2m1_code(float(min(abs(Fraction(v)) / unit / 2, Fraction(6))))
+        fp4_code(float(min(abs(Fraction(v)) / unit / 2, grid[-1])), grid=grid)
         + (8 if math.copysign(1.0, v) < 0 else 0)
         for v in block
     ]
@@ -144,7 +152,7 @@ def mse_block(block: list[float]) -> tuple[int, list]:
     def error(found: list[int], scale: int) -> int:
         total = 0
         for code, v in zip(found, block, strict=True):
-            off = GRID[code & 7] * scale - abs(Fraction(v)) / unit
+            off = grid[code & 7] * scale - abs(Fraction(v)) / unit
             narrow = np.float32(float(off))
             assert Fraction(float(narrow)) == off or abs(off) < Fraction(1, 2**20)
             total += round(Fraction(float(narrow * narrow)) * 2**18)

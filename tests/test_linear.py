@@ -333,13 +333,17 @@ WORDS: dict[str, dict[str, Any]] = {
         "scale": "ue5m3", "block": (1, 16), "rule": "up", "row_max": 32768.0,
     },
     "float32-scales": {"scale": "fp32", "block": (1, 32), "rule": "absmax"},
+    "uniform": {"element": "e1m2", "rule": "ceil"},
+    "uniform-in-ue5m3": {
+        "element": "e1m2", "scale": "ue5m3", "block": (1, 16), "rule": "up", "tensor_max": 32768.0,
+    },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("backward", ["forward", "raw"])
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("word", WORDS)
-def test_other_scales(word: str, dtype: torch.dtype, backward: Any) -> None:
+def test_other_scales_and_elements(word: str, dtype: torch.dtype, backward: Any) -> None:
     """Quantized in all three GEMMs, stochastically in two, against the composition."""
     p, form = problem(dtype), WORDS[word]
     nearest = Quantizer(**form)
@@ -360,6 +364,17 @@ def test_other_scales(word: str, dtype: torch.dtype, backward: Any) -> None:
     }
     for name, error in errors(run(p, recipe), expected).items():
         assert error < BOUND[dtype], (name, error)
-    plain = {"block": (1, 16)} if word == "float32-scales" else {"row_max": 0.0}
-    other = q(p.x, 1, **form | plain)  # the control
+    plain: dict[str, Any] = {"block": (1, 16)} if word == "float32-scales" else {"row_max": 0.0}
+    other = q(p.x, 1, **form | plain | {"element": "e2m1"})  # the control
     assert relative_error(other.dequantize(), value(q1)) > 10 * BOUND[torch.float32]
+
+
+@pytest.mark.parametrize("word", ["uniform", "uniform-in-ue5m3"])
+def test_codes_of_a_uniform_grid_that_are_read_as_e2m1_are_noticed(word: str) -> None:
+    quantizer, p = Quantizer(**WORDS[word]), problem()
+    recipe = Recipe("t", fprop=GemmRecipe(quantizer, quantizer))
+    each = [quantize_matrix(t, quantizer, axis=1) for t in (p.x, p.w)]
+    wrong = [value(replace(t, quantizer=replace(quantizer, element="e2m1"))) for t in each]
+    found = run(p, recipe)["y"]
+    assert relative_error(found, value(each[0]) @ value(each[1]).t()) < BOUND[torch.float32]
+    assert relative_error(found, wrong[0] @ wrong[1].t()) > 0.1

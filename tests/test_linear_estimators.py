@@ -21,6 +21,7 @@ from testing.oracles import normal, relative_error
 TOKENS, IN, OUT = 64, 96, 64
 BOUND = {torch.bfloat16: 2e-3, torch.float32: 2e-4, torch.float64: 1e-12}
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+GRIDS = {"e2m1": GRID, "e1m2": np.arange(8) / 4}
 CEIL, FLOOR = Quantizer(rule="ceil"), Quantizer()
 VECTOR, NVFP4 = get_quantizer("vector"), get_quantizer("nvfp4")
 QUANTIZERS = {
@@ -31,6 +32,8 @@ QUANTIZERS = {
     "tensor": replace(VECTOR, block=(0, 0)),
     "square": Quantizer(block=(16, 16)),
     "ue5m3": Quantizer(scale="ue5m3", block=(1, 16), rule="up"),
+    "uniform": Quantizer(element="e1m2"),  # clips
+    "uniform, up": Quantizer(element="e1m2", scale="ue5m3", block=(1, 16), rule="up"),
 }
 ESTIMATORS = {
     "dge": Estimator(),
@@ -56,10 +59,10 @@ def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 # --- the composition ------------------------------------------------------------------------------
 
 
-def factor(v: np.ndarray, e: Estimator) -> np.ndarray:
+def factor(v: np.ndarray, e: Estimator, grid: np.ndarray = GRID) -> np.ndarray:
     size = np.abs(v)
-    i = np.clip(np.searchsorted(GRID, size, side="right") - 1, 0, 6)
-    u = 2 * (size - GRID[i]) / (GRID[i + 1] - GRID[i]) - 1
+    i = np.clip(np.searchsorted(grid, size, side="right") - 1, 0, 6)
+    u = 2 * (size - grid[i]) / (grid[i + 1] - grid[i]) - 1
     with np.errstate(divide="ignore"):
         found = {
             "dge": lambda: np.minimum(np.abs(u) ** (1 / e.k - 1) / e.k, e.clip),
@@ -70,7 +73,7 @@ def factor(v: np.ndarray, e: Estimator) -> np.ndarray:
             "straight-through": lambda: np.ones_like(u),
         }[e.form]()
     if e.beyond != "continued":
-        found[size > 6.0001] = {"zero": 0, "one": 1}[e.beyond]
+        found[size > grid[-1] * 1.00001] = {"zero": 0, "one": 1}[e.beyond]
     return found
 
 
@@ -94,7 +97,8 @@ def expected(g: Tensor, q: QuantizedTensor, x: Tensor, e: Estimator, mistake: st
     """The gradient of x from g, that of the decoded values of q, block by block."""
     v, elements = scaled(q, x), q.elements(torch.float64).view(x.shape).numpy()
     given = g.double().numpy()
-    slope = factor(x.double().numpy() if mistake == "unscaled" else v, e)
+    grid = GRID if mistake == "of E2M1" else GRIDS[q.quantizer.element]
+    slope = factor(x.double().numpy() if mistake == "unscaled" else v, e, grid)
     found = given * slope
     own = given * (elements - slope * v)
     blocks = block_of_each((x.shape[0], x.shape[1]), q.quantizer.block)
@@ -192,6 +196,14 @@ def test_known_mistakes_lie_outside_the_bound(mistake: str, backward: str) -> No
     found = run(recipe_of(CEIL, backward, e), torch.float64)
     wrong = errors(found, composed(CEIL, backward, e, torch.float64, mistake))
     assert wrong["dx"] > 1e-3 and (mistake == "swapped" or wrong["dw"] > 1e-3)
+
+
+@pytest.mark.parametrize("name", ["sigmoid, vjp", "dge, absmax", "spline, 0 beyond"])
+def test_the_slope_of_another_grid_lies_outside_the_bound(name: str) -> None:
+    chosen, e = QUANTIZERS["uniform"], ESTIMATORS[name]
+    found = run(recipe_of(chosen, "raw", e), torch.float64)
+    wrong = errors(found, composed(chosen, "raw", e, torch.float64, "of E2M1"))
+    assert min(wrong.values()) > 1e-3
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)

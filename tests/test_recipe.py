@@ -21,6 +21,7 @@ from megatron_fp4 import (
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
+from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.errors import SizeError
 from megatron_fp4.plan.sizes import check_sizes, contracted_multiple
 from megatron_fp4.recipe import GEMMS, HIGH_PRECISION, Phase
@@ -65,6 +66,10 @@ def test_the_named_correction_is_accepted() -> None:
         ({"bias_gradient": "quantised"}, ["bias_gradient", "raw or quantized"]),
         ({"estimator": Estimator(), "fprop": GemmRecipe(MX)}, ["estimator of W", "E2M1"]),
         ({"x_estimator": Estimator(), "fprop": GemmRecipe(None, MX)}, ["estimator of X", "E2M1"]),
+        (
+            {"ramping": Ramping(), "fprop": GemmRecipe(MX, Quantizer(element="e1m2"))},
+            ["ramping", "E2M1 with E8M0"],
+        ),
         ({"estimator": OUTER, "fprop": GemmRecipe(MX, MX)}, ["estimator of W", "tensor_max"]),
         (
             {"x_estimator": OUTER, "fprop": GemmRecipe(MX, get_quantizer("nvfp4"))},

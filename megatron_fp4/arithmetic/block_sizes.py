@@ -30,5 +30,5 @@ def check_divides(quantizer: Quantizer, rows: int, k: int, axis: int | str) -> N
         raise ConfigError(
             f"{rows} rows are not a multiple of the {across} x {along} block across axis {axis}"
         )
-    if quantizer.element == "e2m1" and k % 2:
+    if quantizer.format.packed and k % 2:
         raise ConfigError(f"axis {axis} has {k} elements; packing two a byte needs an even number")

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.formats import E2M1_MAGNITUDES, E2M1_MAX, table, widen
+from megatron_fp4.arithmetic.formats import E2M1, Fp4, table, widen
 from megatron_fp4.arithmetic.scaling import in_blocks
 from megatron_fp4.errors import ConfigError, check_choices
 
@@ -28,8 +28,8 @@ _TAKEN_BY = {
     "width": ("spline",),
     "temperature": ("softmax",),
 }
-# Scales are rounded, so that the scaled value of a block's maximum may exceed 6 by a few units in
-# the last place. It counts as 6.
+# Scales are rounded, so that the scaled value of a block's maximum may exceed the largest element
+# by a few units in the last place. It counts as that element.
 _ROUNDING = 1 + 2.0**-18
 
 
@@ -48,10 +48,10 @@ ONE_RANK = Ranks(lambda own: own, lambda own: own)
 
 @dataclass(frozen=True)
 class Estimator:
-    """How backward models a quantizer of E2M1 elements, whose true derivative is almost always 0.
+    """How backward models a quantizer of 4-bit elements, whose true derivative is almost always 0.
 
     A quantizer turns an element x of a block with the scale S into Q(v) S, with v = x / S and Q
-    the rounding to the grid of E2M1. Backward takes a smooth function f in place of Q.
+    the rounding to the grid of the elements. Backward takes a smooth function f in place of Q.
 
     form: the function f. It is odd, and is given for magnitudes between two neighbouring grid
         points lo and lo + d by u = 2 (|v| - lo)/d - 1, which is -1 and 1 at these points and 0 at
@@ -70,8 +70,9 @@ class Estimator:
     k: the steepness of dge (1 or more) and of sigmoid (above 0).
     clip: the upper bound of f' of dge, above 0.
     width: of spline, above 0 and at most 1.
-    beyond: f' of magnitudes beyond 6, which are clipped: that of the last step's formula, whose u
-        is then above 1 ("continued"), "zero", which is the slope of clipping, or "one".
+    beyond: f' of magnitudes beyond the largest element, which are clipped: that of the last step's
+        formula, whose u is then above 1 ("continued"), "zero", which is the slope of clipping, or
+        "one".
     maximum: the gradient through m, the largest magnitude of the block. S is taken to be
         proportional to m: dS/dm = S/m. For scales that are not rounded this is exact, and for
         rounded ones, powers of two among them, it is a straight-through model.
@@ -133,16 +134,16 @@ class Estimator:
                 "goes through it: leave outer_scale out"
             )
 
-    def factor(self, scaled: Tensor) -> Tensor:
+    def factor(self, scaled: Tensor, form: Fp4 = E2M1) -> Tensor:
         """f' of each scaled value.
 
-        scaled: values divided by their block scales; any shape. Computed and returned in float32
-        (float64 for float64 input). NaN for NaN.
+        scaled: values divided by their block scales; any shape. form: the format of the elements.
+        Computed and returned in float32 (float64 for float64 input). NaN for NaN.
         """
         x = widen(scaled).abs()  # f' is even
-        slope = self._slope(x)
+        slope = self._slope(x, form)
         if self.beyond != "continued":
-            slope = torch.where(x > E2M1_MAX * _ROUNDING, float(self.beyond == "one"), slope)
+            slope = torch.where(x > form.max * _ROUNDING, float(self.beyond == "one"), slope)
         return slope
 
     def gradient(
@@ -152,6 +153,7 @@ class Estimator:
         rounded: Tensor | None,
         block: tuple[int, int],
         ranks: Ranks = ONE_RANK,
+        form: Fp4 = E2M1,
     ) -> Tensor:
         """The gradient with respect to a quantizer's input, from that of its decoded output. What
         goes through the outer scale is not in it: see `with_outer_scale`.
@@ -160,10 +162,10 @@ class Estimator:
         scaled: the input divided by its block scales, v.
         rounded: the elements Q(v), or None where nothing goes through the maximum.
         block: the quantizer's; see `Quantizer`.
-        ranks: those over which blocks are spread.
+        ranks: those over which blocks are spread. form: the format of the elements.
         The tensors are float32 or float64, of one shape. Returns a new one of that shape and dtype.
         """
-        slope = self.factor(scaled)
+        slope = self.factor(scaled, form)
         if self.maximum == "straight-through" or not given.numel():
             return given * slope
         assert rounded is not None
@@ -176,12 +178,12 @@ class Estimator:
         term = term * blocks.sign() / torch.where(top == 0, 1, top)
         return given * slope + term.view(given.shape)
 
-    def _slope(self, x: Tensor) -> Tensor:
-        """f' of magnitudes, with the last step's formula beyond 6."""
+    def _slope(self, x: Tensor, form: Fp4) -> Tensor:
+        """f' of magnitudes, with the last step's formula beyond the largest element."""
         if self.form == "straight-through":
             return 0 * x + 1  # NaN for NaN
-        grid = table(E2M1_MAGNITUDES, x.dtype, x.device)
-        low = (torch.bucketize(x, grid, right=True) - 1).clamp(max=len(E2M1_MAGNITUDES) - 2)
+        grid = table(form.magnitudes, x.dtype, x.device)
+        low = (torch.bucketize(x, grid, right=True) - 1).clamp(max=len(grid) - 2)
         u = 2 * (x - grid[low]) / (grid[low + 1] - grid[low]) - 1
         if self.form == "dge":
             return u.abs().pow(1 / self.k - 1).div(self.k).clamp(max=self.clip)

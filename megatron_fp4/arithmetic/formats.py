@@ -1,8 +1,7 @@
 """Element and scale formats: encode, decode, pack, unpack.
 
-E2M1 (OCP Microscaling Formats v1.0, section 5.3.3): code bit 3 is the sign, bits 0-2 index the
-magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6. All arithmetic here is exact: divisions are by powers of
-two, and every rounding is stated. Float64 input is computed in float64, all else in float32.
+All arithmetic here is exact: divisions are by powers of two, and every rounding is stated. Float64
+input is computed in float64, all else in float32.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,12 +17,6 @@ from torch import Tensor
 from megatron_fp4.recording import lasting
 
 NUMERICS_VERSION = 3  # of docs/numerics.md; a change of any rule there increases it
-
-E2M1_MAX = 6.0
-E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-_VALUES = E2M1_MAGNITUDES + tuple(-m for m in E2M1_MAGNITUDES)
-_PAIRS = tuple(v for byte in range(256) for v in (_VALUES[byte & 15], _VALUES[byte >> 4]))
 
 E8M0_BIAS = 127
 E8M0_NAN = 0xFF
@@ -53,52 +47,113 @@ def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
 _LAYOUT = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
 
 
-# --- E2M1 ---------------------------------------------------------------------------------------
+# --- 4-bit elements -------------------------------------------------------------------------------
 
 
-def encode_e2m1(v: Tensor, bits: Tensor | None = None, average: Tensor | None = None) -> Tensor:
-    """E2M1 codes of `v`, one code in each byte.
+@dataclass(frozen=True)
+class Fp4:
+    """A 4-bit element format: a float with a sign, an exponent bias of 1, and no code for Inf or
+    NaN.
 
-    v: float32 or float64, any shape, already divided by its scale. Magnitudes above 6 saturate.
-    bits: None rounds to nearest, ties to the even code. Otherwise uniform integers in [0, 65536)
-        of v's shape, for stochastic rounding: the magnitude is rounded up where its fraction of the
-        interval between two grid points exceeds (bits + 1/2) / 65536.
-    average: a moving average of v, divided by the same scale, of v's shape and dtype; bits is then
-        not read. v becomes that of its two neighbours on the grid which is nearer to the average
-        (Q-EMA, arXiv 2502.20853). If the average is midway between them, v is rounded to nearest.
-        A v on the grid is not changed; a zero v needs an average of 0.
-    Returns uint8 of v's shape. The sign is kept on zero (-0.1 becomes code 8). The result for NaN
-    is undefined: callers replace it.
+    name: of the format. mantissa_bits: 1 or 2; the exponent has the other bits.
+    Code bit 3 is the sign, and bits 0-2 index the magnitudes. Two codes share a byte.
     """
-    # Integer arithmetic on the bits is several times faster on a CPU than comparisons and
-    # selections.
-    integers, mantissa_bits, bias = _LAYOUT[v.dtype]
-    magnitude = v.abs().clamp_(max=E2M1_MAX)
-    # Binade 0 holds [0, 2) in steps of .5, binade 1 [2, 4) in steps of 1, binade 2 [4, 6] in
-    # steps of 2. The code is the magnitude in units of the step, plus 2 for each binade.
-    binade = (magnitude.view(integers) >> mantissa_bits).sub_(bias).clamp_(min=0)
-    per_step = (bias + 1 - binade).bitwise_left_shift_(mantissa_bits).view(v.dtype)  # 2, 1, 1/2
-    steps = magnitude.mul_(per_step)
-    if average is not None:
-        integer = steps.floor()
-        middle = (integer + 0.5) / per_step
-        toward = torch.where(v.signbit(), -average, average)
-        up = torch.where(toward == middle, steps.round() > integer, toward > middle)
-        integer += up & ((steps > integer) | (integer == 0))
-    elif bits is None:
-        integer = steps.round()  # half to even, and even integers are even codes
-    else:
-        integer = steps.floor()
-        # Both differences are exact wherever they are near zero, so their sign is correct.
-        excess = steps.sub_(integer).mul_(65536).sub_(bits).sub_(0.5)
-        integer += excess.ceil_().clamp_(0, 1)
-    sign = (v.view(integers) >> (8 * v.element_size() - 4)) & 8
-    return integer.to(integers).add_(binade, alpha=2).bitwise_or_(sign).to(torch.uint8)
+
+    name: str
+    mantissa_bits: int
+    packed: ClassVar[bool] = True
+
+    @cached_property
+    def magnitudes(self) -> tuple[float, ...]:
+        """The magnitudes by code. Those of the exponent fields 0 and 1 have the same steps."""
+        ones = 1 << self.mantissa_bits
+        fields = (divmod(code, ones) for code in range(8))
+        return tuple(
+            math.ldexp(fraction + ones * (field > 0), max(field - 1, 0) - self.mantissa_bits)
+            for field, fraction in fields
+        )
+
+    @cached_property
+    def max(self) -> float:
+        return self.magnitudes[-1]
+
+    @cached_property
+    def smallest(self) -> float:
+        """The smallest magnitude above 0."""
+        return self.magnitudes[1]
+
+    def encode(
+        self, v: Tensor, bits: Tensor | None = None, average: Tensor | None = None
+    ) -> Tensor:
+        """Codes of `v`, one code in each byte.
+
+        v: float32 or float64, any shape, already divided by its scale. Magnitudes above `max`
+            saturate.
+        bits: None rounds to nearest, ties to the even code. Otherwise uniform integers in
+            [0, 65536) of v's shape, for stochastic rounding: the magnitude is rounded up where its
+            fraction of the interval between two grid points exceeds (bits + 1/2) / 65536.
+        average: a moving average of v, divided by the same scale, of v's shape and dtype; bits is
+            then not read. v becomes that of its two neighbours on the grid which is nearer to the
+            average (Q-EMA, arXiv 2502.20853). If the average is midway between them, v is rounded
+            to nearest. A v on the grid is not changed; a zero v needs an average of 0.
+        Returns uint8 of v's shape. The sign is kept on zero (-0.1 becomes code 8 in E2M1). The
+        result for NaN is undefined: callers replace it.
+        """
+        # Integer arithmetic on the bits is several times faster on a CPU than comparisons and
+        # selections.
+        integers, mantissa_bits, bias = _LAYOUT[v.dtype]
+        magnitude = v.abs().clamp_(max=self.max)
+        # Binade 0 holds [0, 2), and binade b above it [2^b, 2^(b + 1)), in steps that are twice as
+        # long in each. The code is the magnitude in units of the step, plus for each binade the
+        # number of steps in [0, 1).
+        binade = (magnitude.view(integers) >> mantissa_bits).sub_(bias).clamp_(min=0)
+        per_step = (bias + self.mantissa_bits - binade).bitwise_left_shift_(mantissa_bits)
+        per_step = per_step.view(v.dtype)  # in E2M1 2, 1, 1/2
+        steps = magnitude.mul_(per_step)
+        if average is not None:
+            integer = steps.floor()
+            middle = (integer + 0.5) / per_step
+            toward = torch.where(v.signbit(), -average, average)
+            up = torch.where(toward == middle, steps.round() > integer, toward > middle)
+            integer += up & ((steps > integer) | (integer == 0))
+        elif bits is None:
+            integer = steps.round()  # half to even, and even integers are even codes
+        else:
+            integer = steps.floor()
+            # Both differences are exact wherever they are near zero, so their sign is correct.
+            excess = steps.sub_(integer).mul_(65536).sub_(bits).sub_(0.5)
+            integer += excess.ceil_().clamp_(0, 1)
+        sign = (v.view(integers) >> (8 * v.element_size() - 4)) & 8
+        code = integer.to(integers).add_(binade, alpha=1 << self.mantissa_bits)
+        return code.bitwise_or_(sign).to(torch.uint8)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Values of unpacked codes (uint8), in `dtype`; exact in BF16, FP16 and wider dtypes."""
+        return table(self._values, dtype, codes.device)[codes.int()]
+
+    def stored(self, codes: Tensor) -> Tensor:
+        """Codes as `QuantizedTensor` has them."""
+        return pack(codes)
+
+    def decode_stored(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """`decode(unpack(packed))`, faster: each table look-up decodes a pair of elements."""
+        wide = {2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]
+        pairs = table(self._pairs, dtype, packed.device).view(wide)
+        values = pairs.index_select(0, packed.flatten().int()).view(dtype)
+        return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+    @cached_property
+    def _values(self) -> tuple[float, ...]:
+        return self.magnitudes + tuple(-magnitude for magnitude in self.magnitudes)
+
+    @cached_property
+    def _pairs(self) -> tuple[float, ...]:
+        values = self._values
+        return tuple(v for byte in range(256) for v in (values[byte & 15], values[byte >> 4]))
 
 
-def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of unpacked E2M1 codes (uint8), in `dtype`; exact in BF16, FP16 and wider dtypes."""
-    return table(_VALUES, dtype, codes.device)[codes.int()]
+E2M1 = Fp4("e2m1", mantissa_bits=1)  # OCP Microscaling Formats v1.0, section 5.3.3
+E1M2 = Fp4("e1m2", mantissa_bits=2)  # its grid is uniform
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -112,14 +167,6 @@ def pack(codes: Tensor) -> Tensor:
 def unpack(packed: Tensor) -> Tensor:
     """The inverse of `pack`: uint8 [..., K / 2] to uint8 codes [..., K]."""
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-
-
-def decode_packed_e2m1(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """`decode_e2m1(unpack(packed))`, faster: each table look-up decodes a pair of elements."""
-    wide = {2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]
-    pairs = table(_PAIRS, dtype, packed.device).view(wide)
-    values = pairs.index_select(0, packed.flatten().int()).view(dtype)
-    return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 # --- E8M0 ---------------------------------------------------------------------------------------
@@ -216,21 +263,47 @@ SCALE_FLOATS = {"e4m3": E4M3, "ue5m3": UE5M3}
 FP8_ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-def element_max(element: str) -> float:
-    """The largest magnitude of an element format: e2m1, e4m3 or e5m2."""
-    return E2M1_MAX if element == "e2m1" else torch.finfo(FP8_ELEMENTS[element]).max
+@dataclass(frozen=True)
+class Fp8:
+    """An 8-bit element format. name: of the format. dtype: torch's dtype of it."""
+
+    name: str
+    dtype: torch.dtype
+    packed: ClassVar[bool] = False
+
+    @cached_property
+    def max(self) -> float:
+        return torch.finfo(self.dtype).max
+
+    @cached_property
+    def smallest(self) -> float:
+        """The smallest magnitude above 0, which is subnormal."""
+        return torch.finfo(self.dtype).smallest_normal * torch.finfo(self.dtype).eps
+
+    def encode(self, v: Tensor) -> Tensor:
+        """Codes (uint8) of `v`, rounded to nearest even, saturated at the format's maximum.
+
+        Without the clamp torch's cast would give NaN or Inf beyond the maximum. Torch casts float64
+        to float32 first, so a float64 input is rounded twice.
+        """
+        return v.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values in `dtype` of codes (uint8)."""
+        return codes.view(self.dtype).to(dtype)
+
+    def stored(self, codes: Tensor) -> Tensor:
+        """Codes as `QuantizedTensor` has them."""
+        return codes
+
+    def decode_stored(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same as `decode`."""
+        return self.decode(codes, dtype)
 
 
-def encode_fp8(v: Tensor, element: str) -> Tensor:
-    """FP8 codes (uint8) of `v`, rounded to nearest even, saturated at the format's maximum.
-
-    element: "e4m3" or "e5m2". Without the clamp torch's cast would give NaN or Inf beyond the
-    maximum. Torch casts float64 to float32 first, so a float64 input is rounded twice.
-    """
-    limit = element_max(element)
-    return v.clamp(-limit, limit).to(FP8_ELEMENTS[element]).view(torch.uint8)
-
-
-def decode_fp8(codes: Tensor, element: str, dtype: torch.dtype) -> Tensor:
-    """Values in `dtype` of FP8 codes (uint8). element: "e4m3" or "e5m2"."""
-    return codes.view(FP8_ELEMENTS[element]).to(dtype)
+# The element formats by name.
+ELEMENTS: dict[str, Fp4 | Fp8] = {
+    "e2m1": E2M1,
+    "e1m2": E1M2,
+    **{name: Fp8(name, dtype) for name, dtype in FP8_ELEMENTS.items()},
+}

@@ -47,7 +47,7 @@ def scales_of_unit_gain(
     scale_format = formats.SCALE_FLOATS[quantizer.scale]
     given = scale_format.decode(scales, torch.float64)
     per_unit = given if over is None else given * over.double()
-    decoded = formats.decode_e2m1(codes, torch.float64)
+    decoded = formats.E2M1.decode(codes, torch.float64)
     q = per_block(decoded, quantizer.block, per_unit, torch.mul).view(-1, group)
     x = torch.where(q.isnan(), 0.0, matrix.double().view(-1, group))
     xx, xq = (x * x).sum(1), (x * q.nan_to_num(nan=0.0)).sum(1)

@@ -40,7 +40,7 @@ COUNTS = 4  # integers of `QuantizedTensor.counts` before the reciprocals
 class Quantizer:
     """How a matrix is quantized to 4-bit (or FP8) codes and block scales.
 
-    element: the format of the codes: e2m1, or e4m3 or e5m2 for operands that a method keeps in FP8.
+    element: the format of the codes: e2m1, or e1m2 (a uniform grid); in FP8 e4m3 or e5m2.
     scale: the format of the block scales: e8m0, e4m3, ue5m3 or fp32.
     block: (across, along): the elements that share a scale: `across` rows (the block height) by
         `along` elements of the blocked axis (the block length). 0 is the whole axis: (1, 0) is a
@@ -49,9 +49,9 @@ class Quantizer:
         e8m0: floor (OCP; may clip), ceil (never clips; TetraJet, arXiv 2502.20853, section 3.2) or
         mse (floor's scale or twice that, whichever gives the smaller squared error).
         e4m3, ue5m3: nearest, up, or four-over-six (the maximum is scaled to 6 or to 4, whichever
-        gives the smaller error; arXiv 2512.02010). fp32: absmax.
+        gives the smaller error; e2m1 elements; arXiv 2512.02010). fp32: absmax.
     rounding: nearest (ties to even), stochastic, or ema: to the neighbour on the grid that is
-        nearer to a moving average of the tensor (e8m0 scales; Q-EMA, arXiv 2502.20853).
+        nearer to a moving average of the tensor (e2m1 and e8m0; Q-EMA, arXiv 2502.20853).
     prescale: multiplies the scaled value before it is rounded (3/4 in "Training LLMs with MXFP4",
         arXiv 2502.20586). Decoded values contain it; the GEMM's `correction` undoes it.
     tensor_max: e4m3 and ue5m3 only. Adds a tensor scale, chosen so that the largest block scale is
@@ -59,7 +59,7 @@ class Quantizer:
     inflate: multiplies e4m3 and ue5m3 block scales; with 17/16 a rounded scale never clips.
     row_max: e8m0, e4m3 and ue5m3. As tensor_max, but each row has a scale of its own, chosen so
         that its largest block scale is about `row_max`; under e8m0, where it is a power of two, so
-        that its largest magnitude is 6 * row_max. 0 adds none.
+        that its largest magnitude is row_max times the largest element. 0 adds none.
     unit_gain: e4m3 and ue5m3. Elements along the blocked axis in groups of which the block scales
         are multiplied by <x, x> / <x, q> after x was rounded to q, so that the gain
         <x, q> / <x, x> is 1 (MS-EDEN, arXiv 2601.22813). 0 multiplies nothing.
@@ -67,7 +67,7 @@ class Quantizer:
     Raises ConfigError for fields that contradict each other.
     """
 
-    element: Literal["e2m1", "e4m3", "e5m2"] = "e2m1"
+    element: Literal["e2m1", "e1m2", "e4m3", "e5m2"] = "e2m1"
     scale: Literal["e8m0", "e4m3", "ue5m3", "fp32"] = "e8m0"
     block: tuple[int, int] = (1, 32)
     rule: Literal["floor", "ceil", "mse", "nearest", "up", "four-over-six", "absmax"] = "floor"
@@ -94,6 +94,10 @@ class Quantizer:
     def fields(self) -> tuple[Any, ...]:
         """The arguments of the constructor. Their hash takes no Python code."""
         return tuple(getattr(self, field.name) for field in fields(self))
+
+    @cached_property
+    def format(self) -> formats.Fp4 | formats.Fp8:
+        return formats.ELEMENTS[self.element]
 
     @cached_property
     def stochastic(self) -> bool:
@@ -128,7 +132,7 @@ class Quantizer:
 
     def nbytes(self, rows: int, k: int) -> int:
         """The bytes of codes and scales of a [rows, k] matrix with the blocked axis last."""
-        codes = rows * k // 2 if self.element == "e2m1" else rows * k
+        codes = rows * k // 2 if self.format.packed else rows * k
         across, along = self.block[0] or rows, self.block[1] or k
         scales = (rows // across) * (k // along) * (4 if self.scale == "fp32" else 1)
         return codes + scales + 4 * (rows if self.row_max else self.tensor_max > 0)
@@ -145,7 +149,7 @@ class Quantizer:
 class QuantizedTensor:
     """Codes and scales of one tensor, with the blocked axis last.
 
-    codes: uint8: E2M1 codes, two in a byte, [..., K / 2]; or FP8 codes [..., K].
+    codes: uint8: 4-bit codes, two in a byte, [..., K / 2]; or FP8 codes [..., K].
     scales: one for each block: [..., K / length], or [rows / height, K / length] where the block
         height is not 1. uint8 for E8M0, E4M3 and UE5M3. float32 scales are stored as the factor
         that multiplied the tensor: the decoded value is code / scale.
@@ -176,9 +180,7 @@ class QuantizedTensor:
 
     def elements(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values of the codes without any scale, [..., K] with the blocked axis last."""
-        if self.quantizer.element == "e2m1":
-            return formats.decode_packed_e2m1(self.codes, dtype)
-        return formats.decode_fp8(self.codes, self.quantizer.element, dtype)
+        return self.quantizer.format.decode_stored(self.codes, dtype)
 
     def block_scales(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The factors that multiply the elements of each block, without the tensor scale."""
@@ -220,10 +222,10 @@ class QuantizedTensor:
 
     def along(self, axis: int) -> QuantizedTensor:
         """A matrix with one scale for the tensor, transposed if `axis` is not last already. Both
-        of its sizes must be even in E2M1."""
+        of its sizes must be even where two codes share a byte."""
         if axis == self.axis:
             return self
-        if self.quantizer.element == "e2m1":
+        if self.quantizer.format.packed:
             codes = formats.pack(formats.unpack(self.codes).t().contiguous())
         else:
             codes = self.codes.t().contiguous()
@@ -299,9 +301,10 @@ def quantize_matrix(
     check_divides(quantizer, rows, k, axis)
     matrix = rows_along(x, axis)
     scaled, scales, tensor_scale, finite = scale_blocks(matrix, quantizer, widest)
+    form = quantizer.format
     if quantizer.prescale != 1.0:
         scaled = scaled * quantizer.prescale
-    if quantizer.element == "e2m1":
+    if isinstance(form, formats.Fp4):
         if quantizer.draws:
             if bits is None:
                 raise ConfigError("a stochastic quantizer needs random bits: give it a seed")
@@ -311,15 +314,14 @@ def quantize_matrix(
         if average is not None:
             kept = rows_along(average, axis).to(matrix.dtype)
             toward, scales, finite = scale_average(kept, matrix, scales, finite, quantizer)
-        codes = formats.encode_e2m1(scaled, bits if quantizer.stochastic else None, toward)
+        codes = form.encode(scaled, bits if quantizer.stochastic else None, toward)
         if quantizer.unit_gain:
             drawn = bits if quantizer.draws else None
             scales = scales_of_unit_gain(matrix, codes, scales, tensor_scale, quantizer, drawn)
     else:
-        codes = formats.encode_fp8(scaled, quantizer.element)
+        codes = form.encode(scaled)
     codes = per_block(codes, quantizer.block, finite.to(torch.uint8), torch.mul)
-    if quantizer.element == "e2m1":
-        codes = formats.pack(codes)
+    codes = form.stored(codes)
     codes = codes.view(*moved.shape[:-1], codes.shape[-1])
     if quantizer.block[0] == 1:
         scales = scales.view(*moved.shape[:-1], scales.shape[-1])

@@ -51,7 +51,7 @@ def _check_scales(q: Quantizer) -> None:
 
 
 def _check_rounding(q: Quantizer) -> None:
-    if q.element != "e2m1" and (q.scale != "fp32" or q.stochastic or not q.outer):
+    if not q.format.packed and (q.scale != "fp32" or q.stochastic or not q.outer):
         raise ConfigError(
             f"{q.element} elements take fp32 scales of a whole row or tensor, and nearest rounding"
         )
@@ -62,8 +62,10 @@ def _check_rounding(q: Quantizer) -> None:
         )
     if q.rule == "mse" and (q.rounding != "nearest" or q.prescale != 1.0):
         raise ConfigError("rule mse takes nearest rounding and no prescale")
-    if q.rule == "four-over-six" and (q.block[0] != 1 or q.stochastic):
-        raise ConfigError("four-over-six takes blocks of one row and nearest rounding")
+    if q.rule == "four-over-six" and (q.element != "e2m1" or q.block[0] != 1 or q.stochastic):
+        raise ConfigError(
+            "four-over-six takes blocks of one row, nearest rounding and e2m1 elements"
+        )
 
 
 def _check_gain(q: Quantizer) -> None:
@@ -72,8 +74,11 @@ def _check_gain(q: Quantizer) -> None:
         raise ConfigError(f"unit_gain is a number of elements, 0 or more, not {group!r}")
     if q.scale_rounding != "nearest" and not group:
         raise ConfigError("scale_rounding rounds the scales that unit_gain changes: give both")
-    if group and (q.scale not in ("e4m3", "ue5m3") or q.block[0] != 1 or q.outer):
-        raise ConfigError("unit_gain takes e4m3 or ue5m3 scales for blocks within a row")
+    form = q.element == "e2m1" and q.scale in ("e4m3", "ue5m3")
+    if group and (not form or q.block[0] != 1 or q.outer):
+        raise ConfigError(
+            "unit_gain takes e2m1 elements, and e4m3 or ue5m3 scales for blocks within a row"
+        )
     if group and (group % length or q.rounding != "nearest" or q.prescale != 1.0):
         raise ConfigError(
             f"unit_gain takes a multiple of the block of {length}, nearest rounding and no prescale"

@@ -86,7 +86,7 @@ def _over_blocks(amax: Tensor, quantizer: Quantizer) -> Tensor:
 
 def _over_scales(amax: Tensor, quantizer: Quantizer, widest: Tensor | None) -> Tensor | None:
     """The scale of the tensor (a scalar) or of each row [rows, 1]; None without such a scale."""
-    limit = formats.E2M1_MAX * (quantizer.tensor_max or quantizer.row_max)
+    limit = quantizer.format.max * (quantizer.tensor_max or quantizer.row_max)
     if not limit:
         return None
     top = _over_blocks(amax, quantizer) if widest is None else widest
@@ -114,7 +114,7 @@ def scale_blocks(
     if quantizer.scale == "e8m0":
         if over is not None:
             matrix, amax = _in_units_of_rows(matrix, over, quantizer), amax / over
-            amax = amax.clamp(max=formats.E2M1_MAX * quantizer.row_max)
+            amax = amax.clamp(max=quantizer.format.max * quantizer.row_max)
         scaled, scales = _scale_e8m0(matrix, amax, finite, quantizer)
     elif quantizer.scale == "fp32":
         scaled, scales = _scale_fp32(matrix, amax, finite, quantizer)
@@ -126,10 +126,10 @@ def scale_blocks(
 def _in_units_of_rows(matrix: Tensor, rows: Tensor, quantizer: Quantizer) -> Tensor:
     """A matrix divided by the scales of its rows.
 
-    A quotient may be rounded to beyond 6 times `row_max`, the row's largest magnitude, to which it
-    is limited.
+    A quotient may be rounded to beyond the row's largest magnitude, which is the largest element
+    times `row_max`. It is limited to that.
     """
-    limit = formats.E2M1_MAX * quantizer.row_max
+    limit = quantizer.format.max * quantizer.row_max
     return (matrix / rows).clamp_(-limit, limit)
 
 
@@ -165,15 +165,22 @@ def _scale_e8m0(
     matrix: Tensor, amax: Tensor, finite: Tensor, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor]:
     mantissa, exponent = formats.block_exponent(torch.where(finite, amax, 0))
-    exponent = exponent - 2
+    top, binade = _binade(quantizer.format.max)
+    exponent = exponent - binade
     if quantizer.rule == "ceil":
-        exponent += mantissa > 1.5  # 1.5 * 2^2 is the grid's 6
+        exponent += mantissa > top
     byte = formats.encode_e8m0(torch.where(amax == 0, -formats.E8M0_BIAS, exponent))
     scaled = _divided(matrix, byte, quantizer.block)
     if quantizer.rule == "mse":
-        byte += _next_errs_less(scaled, quantizer.block) & (byte < 2 * formats.E8M0_BIAS)
+        byte += _next_errs_less(scaled, quantizer) & (byte < 2 * formats.E8M0_BIAS)
         scaled = _divided(matrix, byte, quantizer.block)
     return scaled, torch.where(finite, byte, formats.E8M0_NAN).to(torch.uint8)
+
+
+def _binade(largest: float) -> tuple[float, int]:
+    """(m, e) of the largest element, m * 2^e with 1 <= m < 2: 1.5 and 2 for E2M1's 6."""
+    mantissa, exponent = math.frexp(largest)
+    return mantissa * 2, exponent - 1
 
 
 def _divided(matrix: Tensor, byte: Tensor, block: tuple[int, int]) -> Tensor:
@@ -187,20 +194,23 @@ def _divided(matrix: Tensor, byte: Tensor, block: tuple[int, int]) -> Tensor:
 _PER_SQUARE = 2.0**18
 
 
-def _next_errs_less(scaled: Tensor, block: tuple[int, int]) -> Tensor:
+def _next_errs_less(scaled: Tensor, quantizer: Quantizer) -> Tensor:
     """Whether twice the scale gives each block a smaller squared error. Returns a bool a block.
 
-    scaled: [rows, K], divided by the scale that rule floor gives, and below 8.
+    scaled: [rows, K], divided by the scale that rule floor gives, and so within the binade of the
+    largest element.
     """
-    scaled = scaled.clamp(-8, 8)  # of float64 a scale may be clamped
+    form, (_, binade) = quantizer.format, _binade(quantizer.format.max)
+    limit = math.ldexp(1.0, binade + 1)
+    scaled = scaled.clamp(-limit, limit)  # of float64 a scale may be clamped
 
     def error(rounded: Tensor) -> Tensor:
         off = rounded - scaled  # exact
         counted = torch.round(off * off * _PER_SQUARE).to(torch.int64)
-        return in_blocks(counted, block).sum((1, 3))
+        return in_blocks(counted, quantizer.block).sum((1, 3))
 
-    same = formats.decode_e2m1(formats.encode_e2m1(scaled), scaled.dtype)
-    double = formats.decode_e2m1(formats.encode_e2m1(scaled / 2), scaled.dtype) * 2
+    same = form.decode(form.encode(scaled), scaled.dtype)
+    double = form.decode(form.encode(scaled / 2), scaled.dtype) * 2
     return error(double) < error(same)
 
 
@@ -220,7 +230,7 @@ def gamma(amax: Tensor, finite: Tensor, quantizer: Quantizer) -> tuple[Tensor, T
     The factor multiplies the values. It is stored as the scale, except that the stored scale of a
     block that is not finite is NaN.
     """
-    limit = formats.element_max(quantizer.element)
+    limit = quantizer.format.max
     # Divides a tensor by a tensor: if one side is a number, torch may multiply by a rounded
     # reciprocal. The clamp keeps the factor of a denormal maximum finite.
     factor = (torch.full_like(amax, limit) / amax).clamp(max=torch.finfo(torch.float32).max)
@@ -252,7 +262,7 @@ def _scale_float(
         divisor = torch.where(divisor > 0, divisor, math.inf)
         return per_block(matrix, quantizer.block, divisor, torch.div), code
 
-    scaled, code = quantize_to(formats.E2M1_MAX)
+    scaled, code = quantize_to(quantizer.format.max)
     if quantizer.rule == "four-over-six":
         scaled, code = _smaller_error(matrix, quantizer, per_unit, (scaled, code), quantize_to(4.0))
     code = torch.where(finite, code, formats.SCALE_FLOATS[quantizer.scale].nan).to(torch.uint8)
@@ -274,7 +284,7 @@ def _smaller_error(
 
     def error(candidate: tuple[Tensor, Tensor]) -> Tensor:
         scaled, code = candidate
-        rounded = formats.decode_e2m1(formats.encode_e2m1(scaled), torch.float64)
+        rounded = formats.E2M1.decode(formats.E2M1.encode(scaled), torch.float64)
         scales = scale_format.decode(code, torch.float64) * per_unit.double()
         off = per_block(rounded, quantizer.block, scales, torch.mul) - matrix
         return in_blocks(off.square(), quantizer.block).sum((1, 3))

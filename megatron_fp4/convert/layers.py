@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fp4.arithmetic.formats import element_max
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer, quantize_matrix
 from megatron_fp4.convert import keys
 from megatron_fp4.convert.blocks import ELEMENTS, blocks
@@ -56,7 +55,7 @@ class Ranges:
             codes = quantize_matrix(rows, replace(quantizer, rounding="nearest"), axis=1)
             scaled = codes.grid_coordinates(rows).abs()
             self.quantized += rows.numel()
-            self.clipped += int((scaled > element_max(quantizer.element)).sum())
+            self.clipped += int((scaled > quantizer.format.max).sum())
             elements = codes.elements().view(rows.shape)
             self.zeroed += int(((elements == 0) & (rows != 0)).sum())
 

@@ -16,6 +16,8 @@ What is assumed:
   of two for the row. FP8 takes E2M1 codes with power-of-two scales, or with scales of whole rows or
   tensors, but not with E4M3 or UE5M3 scales of blocks: these are multiplied in BF16. No tensor core
   takes float32 scales of blocks: the sum of each block is multiplied by them in float32.
+- E1M2 elements are multiplied in BF16. No FP4 tensor core takes them. In FP8 they would be exact
+  where E2M1 codes are, if a kernel converted them: this is not counted.
 - Outliers are multiplied by dense products (docs/notes/outliers.md).
 """
 
@@ -118,6 +120,8 @@ def precision_of(gemm: GemmPlan, gpu: Gpu) -> Precision:
 def _narrowest(operand: OperandPlan, gpu: Gpu) -> Precision:
     quantizer = operand.quantizer or operand.codes
     if quantizer is None:
+        return "bf16"
+    if quantizer.element == "e1m2":
         return "bf16"
     if quantizer.element == "e2m1" and gpu.fp4:
         return "fp4"

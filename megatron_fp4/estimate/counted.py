@@ -29,7 +29,7 @@ COUNTED: dict[type, dict[str, tuple[str, ...]]] = {
     },
     GemmRecipe: dict.fromkeys(("a", "b", "hadamard", "correction"), ()),
     Quantizer: {
-        "element": ("e2m1", "e4m3", "e5m2"),
+        "element": ("e2m1", "e1m2", "e4m3", "e5m2"),
         "scale": ("e8m0", "e4m3", "ue5m3", "fp32"),
         "rule": ("floor", "ceil", "mse", "nearest", "up", "four-over-six", "absmax"),
         "rounding": ("nearest", "stochastic", "ema"),

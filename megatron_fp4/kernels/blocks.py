@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.arithmetic.formats import E2M1_MAX, SCALE_FLOATS
+from megatron_fp4.arithmetic.formats import E2M1, SCALE_FLOATS
 from megatron_fp4.arithmetic.philox import Noise, signed
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.kernels.arguments import Draws
@@ -294,7 +294,7 @@ def _launches(
     has_groups: whether the placement lists the columns' groups.
     """
     scale = SCALE_FLOATS[quantizer.scale]
-    assert scale.mantissa_bits == MANTISSA and E2M1_MAX == 6
+    assert scale.mantissa_bits == MANTISSA and E2M1.max == 6
     across, along = quantizer.block
     form: dict[str, Any] = dict(AXIS=axis, ACROSS=across, ALONG=along, TILE=TILE)
     kind = dict(

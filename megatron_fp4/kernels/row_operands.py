@@ -10,7 +10,6 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_fp4.arithmetic.formats import element_max
 from megatron_fp4.arithmetic.quantizer import COUNTS, QuantizedTensor, Quantizer
 from megatron_fp4.kernels.launch import Launch, planned, tiles
 from megatron_fp4.kernels.rows import Element, Form, Out, cast_kernel, largest_kernel, row_kernel
@@ -125,7 +124,7 @@ def _form(quantizer: Quantizer, kind: _Kind) -> Form:
 
 def _element(quantizer: Quantizer) -> Element:
     element = quantizer.element
-    return Element(element_max(element), element == "e2m1", *EXPONENTS[element])
+    return Element(quantizer.format.max, element == "e2m1", *EXPONENTS[element])
 
 
 @planned

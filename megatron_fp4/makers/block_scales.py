@@ -27,6 +27,8 @@ class BlockScaleKernel:
         from megatron_fp4.kernels.blocks import TILE  # imports Triton
 
         across, along = quantizer.block
+        if quantizer.element != "e2m1":
+            return f"makes no {quantizer.element.upper()} elements"
         if quantizer.rule not in ("nearest", "up"):
             return f"has no rule {quantizer.rule}"
         if quantizer.unit_gain:

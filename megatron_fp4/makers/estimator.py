@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.estimators import ONE_RANK, Estimator, Ranks, with_outer_scale
-from megatron_fp4.arithmetic.formats import SCALE_FLOATS, widen
+from megatron_fp4.arithmetic.formats import SCALE_FLOATS, Fp4, widen
 from megatron_fp4.arithmetic.hadamard import inverse, transform
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.arithmetic.scaling import per_block
@@ -78,6 +78,8 @@ def _kernel_refuses(estimator: Estimator, operand: OperandPlan, setting: Setting
         return "multiplies by the factor of dge alone"
     if operand.letter != "w":
         return "is for W alone"
+    if quantizer.element != "e2m1":
+        return "has the grid of E2M1 alone"
     if not _has_scales_of(quantizer):
         return "takes a float32 scale for each row, or E8M0 scales for blocks of a row"
     if setting.dtype != torch.bfloat16 or operand.group:
@@ -122,6 +124,8 @@ def estimated(
     `with_outer_scale`. Computed in float32 (float64 for a matrix in float64), and rounded once.
     """
     wanted, rounded, quantizer = widen(gradient), None, quantized.quantizer
+    form = quantizer.format
+    assert isinstance(form, Fp4)
     x = before_quantizer(matrix, operand, given)
     scaled = scaled_values(quantized, x).to(wanted.dtype)
     if estimator.maximum != "straight-through":
@@ -130,7 +134,7 @@ def estimated(
     signs = None if given.signs is None else given.signs.vector(group, matrix.device)
     if group:  # the product is of transformed operands, and so is its gradient
         wanted = transform(wanted, group, signs)
-    found = estimator.gradient(wanted, scaled, rounded, quantizer.block, ranks)
+    found = estimator.gradient(wanted, scaled, rounded, quantizer.block, ranks, form)
     if estimator.outer_scale != "straight-through":
         # The GEMM's correction undoes the prescale, and the gradient is that of what is left.
         decoded = quantized.dequantize(wanted.dtype).view(scaled.shape) / quantizer.prescale

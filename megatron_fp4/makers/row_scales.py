@@ -23,6 +23,8 @@ class RowScaleKernel:
     def refuses(self, operand: OperandPlan) -> str | None:
         quantizer = operand.quantizer
         assert quantizer is not None
+        if quantizer.element not in ("e2m1", "e4m3", "e5m2"):
+            return f"makes no {quantizer.element.upper()} elements"
         if not quantizer.outer:
             return "gives blocks within a row no scales"
         if quantizer.stochastic or quantizer.prescale != 1.0:

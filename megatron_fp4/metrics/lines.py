@@ -93,7 +93,7 @@ def _across_blocks(quantized: QuantizedTensor, columns: Tensor) -> Tensor:
     columns = pad(columns, (0, count % 2))  # two codes share a byte
     along = quantized.quantizer.block[1]
     codes, scales = quantized.codes, quantized.scales
-    if quantized.quantizer.element == "e2m1":
+    if quantized.quantizer.format.packed:
         shifts = (columns % 2 * 4).to(torch.uint8)
         codes = pack((codes.index_select(1, columns // 2) >> shifts) & 0xF)
     else:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.formats import element_max
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.arithmetic.scaling import in_blocks
 from megatron_fp4.metrics.ratios import decibels, histogram, ratio
@@ -39,7 +38,6 @@ WIDTH = len(_SUMS) + _LAST - _FIRST + 1
 # A magnitude beyond this times the largest element counts as clipped. Scales in float32 are
 # rounded, so that the largest magnitude of a block may become 6 (1 + 2^-24).
 _EXCESS = 1 + 2.0**-20
-_SMALLEST = {"e2m1": 0.5, "e4m3": 2.0**-9, "e5m2": 2.0**-16}  # the smallest positive elements
 
 
 def operand_sums(x: Tensor, quantized: QuantizedTensor, share: float = 1.0) -> Tensor:
@@ -65,13 +63,13 @@ def sums_of_parts(x: Tensor, quantized: QuantizedTensor, parts: int, share: floa
     exact = _rows(x, quantized.axis).double() * quantizer.prescale
     exact, decoded = torch.where(finite, exact, 0), torch.where(finite, decoded, 0)
     zero, nonzero = (elements == 0) & finite, exact != 0
-    largest = element_max(quantizer.element)
+    largest = quantizer.format.max
     sums = (
         finite,
         nonzero,
         zero,
         zero & nonzero,
-        nonzero & (scaled < _SMALLEST[quantizer.element] / 2),
+        nonzero & (scaled < quantizer.format.smallest / 2),
         finite & (scaled > largest * _EXCESS),
         elements == largest,
         exact.square(),

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.formats import E2M1_MAX, table
+from megatron_fp4.arithmetic.formats import Fp4, table
 from megatron_fp4.arithmetic.philox import stream_id
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.metrics.ratios import ratio
@@ -25,9 +26,6 @@ CONFIDENCE_WIDTH = 2 + BINS
 CHANGE_WIDTH = 4  # sums for each step
 OSCILLATION_WIDTH = 3
 _EPSILON = 1e-8
-# Around E2M1's magnitudes in their order: the thresholds of rounding to nearest. The first and the
-# last make 0 and 6 midpoints of their intervals, so that they are the most confident values.
-_THRESHOLDS = (-0.25, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0)
 
 
 def reports_in_window(interval: int) -> int:
@@ -61,13 +59,15 @@ def confidence_sums(w: Tensor, quantized: QuantizedTensor) -> Tensor:
     histogram of it in BINS bins over [0, 1].
 
     QuantConf = min_i |w/S - threshold_i| / (the largest distance for the same code), with the
-    thresholds of rounding to nearest. Magnitudes that are clipped count as 6. W is quantized to
-    E2M1; elements of blocks whose scale is zero or NaN are left out.
+    thresholds of rounding to nearest. Magnitudes that are clipped count as the largest element. W
+    is quantized to 4-bit elements; those of blocks whose scale is zero or NaN are left out.
     """
+    form = quantized.quantizer.format
+    assert isinstance(form, Fp4)
     scaled = quantized.grid_coordinates(w).double().abs().flatten()
     counted = scaled.isfinite()
-    scaled = torch.where(counted, scaled, 0).clamp(max=E2M1_MAX)
-    thresholds = table(_THRESHOLDS, torch.float64, w.device)
+    scaled = torch.where(counted, scaled, 0).clamp(max=form.max)
+    thresholds = table(_thresholds(form), torch.float64, w.device)
     upper = torch.bucketize(scaled, thresholds)
     low, high = thresholds[upper - 1], thresholds[upper]
     confidence = torch.minimum(scaled - low, high - scaled) / ((high - low) / 2)
@@ -75,6 +75,18 @@ def confidence_sums(w: Tensor, quantized: QuantizedTensor) -> Tensor:
     ones = counted.double()
     histogram = ones.new_zeros(BINS).index_add_(0, bins, ones)
     return torch.cat((torch.stack((ones.sum(), (confidence * ones).sum())), histogram))
+
+
+@cache
+def _thresholds(form: Fp4) -> tuple[float, ...]:
+    """The thresholds of rounding to nearest around each of the magnitudes.
+
+    The first and the last make 0 and the largest element midpoints of their intervals, so that they
+    are the most confident values.
+    """
+    grid = form.magnitudes
+    middles = [(low + high) / 2 for low, high in zip(grid, grid[1:], strict=False)]
+    return (-middles[0], *middles, 2 * form.max - middles[-1])
 
 
 class Changes:

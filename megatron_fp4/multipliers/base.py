@@ -118,14 +118,17 @@ def dtype_problem(product: Product) -> str | None:
     return f"the model computes in {str(product.dtype).removeprefix('torch.')}; use --bf16"
 
 
-def scales_problem(product: Product) -> str | None:
-    """Why FP4 tensor cores cannot multiply these operands, if their block scales are the reason.
+def format_problem(product: Product) -> str | None:
+    """Why FP4 tensor cores cannot multiply these operands, if their 4-bit elements or their block
+    scales are the reason.
 
-    None if both operands are in high precision or have scales that some instruction takes.
+    None if some instruction takes those of both operands, or if they are in high precision.
     """
     for operand in (product.a, product.b):
         if not isinstance(operand, Quantizer):
             continue
+        if operand.element == "e1m2":
+            return "FP4 tensor cores have no instruction for E1M2 elements"
         if operand.scale == "ue5m3":
             return "FP4 tensor cores have no instruction for UE5M3 scales"
         if not operand.exact_in_bf16:

@@ -1,8 +1,8 @@
 """Operands decoded to BF16 and multiplied by torch's GEMM.
 
 For GPUs without FP8 or FP4 tensor cores, for CPUs, and for products that FP8 and FP4 tensor cores
-cannot run. Block-scaled E2M1 elements and FP8 elements are exact in BF16, and scales of a whole row
-or tensor multiply the float32 product. So only the accumulation and the output are rounded.
+cannot run. Block-scaled 4-bit elements and FP8 elements are exact in BF16, and scales of a whole
+row or tensor multiply the float32 product. So only the accumulation and the output are rounded.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
-from megatron_fp4.multipliers.base import Product, codes_of, dtype_problem, finish, scales_problem
+from megatron_fp4.multipliers.base import Product, codes_of, dtype_problem, finish, format_problem
 from megatron_fp4.multipliers.trial import TRIED, trial
 from megatron_fp4.operands import Form, Made
 from megatron_fp4.target import Target, kernels_problem
@@ -33,7 +33,7 @@ class Blackwell:
             return problem
         if product.quantizers is None:
             return "an operand is in high precision"
-        if (problem := scales_problem(product)) is not None:
+        if (problem := format_problem(product)) is not None:
             return problem
         if not all(quantizer.mxfp4 for quantizer in product.quantizers):
             return "an operand is not MXFP4 in blocks of 32"

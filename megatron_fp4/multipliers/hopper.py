@@ -118,6 +118,8 @@ def _carrier_problem(quantizer: Quantizer) -> str | None:
     """Why the quantizer's operand cannot be converted to FP8; None if it can."""
     if not quantizer.exact_in_bf16:
         return INEXACT
+    if quantizer.element == "e1m2":
+        return "no kernel converts E1M2 elements to FP8"
     if quantizer.scale == "fp32":
         return None
     if quantizer.scale != "e8m0":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import NVFP4, QuantizedTensor, Quantizer
-from megatron_fp4.multipliers.base import Product, codes_of, dtype_problem, finish, scales_problem
+from megatron_fp4.multipliers.base import Product, codes_of, dtype_problem, finish, format_problem
 from megatron_fp4.multipliers.trial import trial
 from megatron_fp4.operands import Form, Made
 from megatron_fp4.target import Target
@@ -36,7 +36,7 @@ class Nvfp4:
             return problem
         if product.quantizers is None:
             return "an operand is in high precision"
-        if (problem := scales_problem(product)) is not None:
+        if (problem := format_problem(product)) is not None:
             return problem
         if not all(map(_is_nvfp4, product.quantizers)):
             return "an operand is not NVFP4 in blocks of 16"

@@ -26,7 +26,7 @@ def bound(output: torch.dtype, quantizer: Quantizer) -> float:
 
     quantizer: of both operands.
     """
-    return (_BOUND if quantizer.element == "e2m1" else _BOUND_FP8)[output]
+    return (_BOUND if quantizer.format.packed else _BOUND_FP8)[output]
 
 
 def trial(

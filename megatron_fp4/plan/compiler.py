@@ -172,7 +172,7 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
         # An element times its block scale is exact in BF16, and may overflow in float16.
         fits = dtype == torch.bfloat16 and left.exact_in_bf16
         return _From("values", dtype if fits else wide(dtype))
-    # An E2M1 element times a power of two is exact in BF16 too.
+    # A 4-bit element times a power of two is exact in BF16 too.
     narrow = left.scale == "e8m0" and not left.row_max and dtype == torch.bfloat16
     narrow = narrow and not transformed
     if narrow and own.b is not None:
@@ -269,7 +269,7 @@ def _stands_alone(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> b
     """Whether a rank can quantize its part of the tokens to 4-bit codes without the other parts."""
     quantizer = recipe.quantizer(gemm, letter)
     tile = token_tile(recipe, gemm, letter)
-    return quantizer is not None and quantizer.element == "e2m1" and setting.tokens % tile == 0
+    return quantizer is not None and quantizer.format.packed and setting.tokens % tile == 0
 
 
 def operand_plan(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> OperandPlan:

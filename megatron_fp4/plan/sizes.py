@@ -32,7 +32,7 @@ def contracted_multiple(gemm: GemmRecipe) -> int:
     tiles = [1 if gemm.hadamard is None else gemm.hadamard.group]
     for quantizer in (gemm.a, gemm.b):
         if quantizer is not None:
-            tiles += [quantizer.block[1] or 1, 2 if quantizer.element == "e2m1" else 1]
+            tiles += [quantizer.block[1] or 1, 2 if quantizer.format.packed else 1]
             tiles += [quantizer.unit_gain or 1]
     return math.lcm(*tiles)
 

@@ -115,8 +115,7 @@ def _place(operand: Any, matrix: Any, site: Any, call: Any) -> Place:
 
 
 def _record(place: Place, matrix: Tensor, operand: QuantizedTensor) -> Record:
-    e2m1 = operand.quantizer.element == "e2m1"
-    codes = unpack(operand.codes) if e2m1 else operand.codes
+    codes = unpack(operand.codes) if operand.quantizer.format.packed else operand.codes
     return Record(
         **vars(place),
         codes=codes.cpu().view(torch.uint8).movedim(-1, operand.axis),

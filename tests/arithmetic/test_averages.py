@@ -13,7 +13,7 @@ from megatron_fp4 import ConfigError, Quantizer, get_recipe, quantize
 from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.quantizer import quantize_matrix
 from megatron_fp4.recipe import GemmRecipe, Recipe
-from testing.oracles import GRID, e2m1_code, mx_block, normal
+from testing.oracles import GRID, fp4_code, mx_block, normal
 
 CEIL = Quantizer(rule="ceil", rounding="ema")
 
@@ -22,13 +22,13 @@ def by_hand(v: Fraction, average: Fraction, negative: bool) -> int:
     """The code of v, as the contract's sentences have it."""
     sign, magnitude = 8 * negative, abs(v)
     if magnitude in GRID or magnitude > 6:
-        return sign | e2m1_code(float(magnitude))
+        return sign | fp4_code(float(magnitude))
     above = next(i for i, point in enumerate(GRID) if point > magnitude)
     below, over = GRID[above - 1], GRID[above]
     toward = -average if negative else average
     to_below, to_over = abs(toward - below), abs(toward - over)
     if to_below == to_over:
-        return sign | e2m1_code(float(magnitude))
+        return sign | fp4_code(float(magnitude))
     return sign | (above if to_over < to_below else above - 1)
 
 
@@ -50,7 +50,7 @@ def _code(w: Fraction, average: Fraction, v: float, e: float, scale: Fraction, m
     """The code of w, whose float is v, beside an average, whose float is e."""
     negative = math.copysign(1, e if mistake == "sign of the average" else v) < 0
     if mistake == "code of the average":
-        return 8 * negative | e2m1_code(min(float(abs(average) / scale), 6.0))
+        return 8 * negative | fp4_code(min(float(abs(average) / scale), 6.0))
     beside = average if mistake == "average that is not scaled" else average / scale
     return by_hand(w / scale, beside, negative)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic import formats
-from megatron_fp4.arithmetic.formats import E4M3, UE5M3
-from testing.oracles import GRID, e2m1_code, nearest_code, normal, ue5m3_value
+from megatron_fp4.arithmetic.formats import E2M1, E4M3, ELEMENTS, UE5M3
+from testing.oracles import GRID, fp4_code, nearest_code, normal, ue5m3_value
 
 FLOAT32_TINY = 2.0**-149
 
@@ -43,7 +43,7 @@ INPUTS = {
 def test_e2m1_nearest_is_ml_dtypes(name: str, dtype: torch.dtype) -> None:
     values = INPUTS[name]
     expected = values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    codes = formats.encode_e2m1(torch.from_numpy(values).to(dtype))
+    codes = E2M1.encode(torch.from_numpy(values).to(dtype))
     assert codes.dtype == torch.uint8
     np.testing.assert_array_equal(codes.numpy(), expected)
 
@@ -59,12 +59,12 @@ def test_ties_away_from_zero_are_told_apart() -> None:
 
 def test_e2m1_agrees_with_the_rational_oracle() -> None:
     values = torch.from_numpy(np.concatenate((INPUTS["edges"], INPUTS["gaussian"][:2000])))
-    assert formats.encode_e2m1(values).tolist() == [e2m1_code(v) for v in values.tolist()]
+    assert E2M1.encode(values).tolist() == [fp4_code(v) for v in values.tolist()]
 
 
 def test_negative_values_that_round_to_zero_keep_their_sign() -> None:
     v = torch.tensor([-0.0, -0.25, -0.1, -FLOAT32_TINY, 0.0, 0.25, FLOAT32_TINY])
-    assert formats.encode_e2m1(v).tolist() == [8, 8, 8, 8, 0, 0, 0]
+    assert E2M1.encode(v).tolist() == [8, 8, 8, 8, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_negative_values_that_round_to_zero_keep_their_sign() -> None:
 def test_decode_e2m1_is_ml_dtypes(dtype: torch.dtype) -> None:
     codes = np.arange(16, dtype=np.uint8)
     expected = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    values = formats.decode_e2m1(torch.from_numpy(codes), dtype).double().numpy()
+    values = E2M1.decode(torch.from_numpy(codes), dtype).double().numpy()
     np.testing.assert_array_equal(values, expected)
     assert np.signbit(values).tolist() == [False] * 8 + [True] * 8
 
@@ -98,8 +98,8 @@ def _stochastic_cases() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_stochastic_threshold_is_exact(dtype: torch.dtype) -> None:
     values, bits = _stochastic_cases()
-    codes = formats.encode_e2m1(values.to(dtype), bits.int())
-    expected = [e2m1_code(v, r) for v, r in zip(values.tolist(), bits.tolist(), strict=True)]
+    codes = E2M1.encode(values.to(dtype), bits.int())
+    expected = [fp4_code(v, r) for v, r in zip(values.tolist(), bits.tolist(), strict=True)]
     assert codes.tolist() == expected
 
 
@@ -114,7 +114,7 @@ def test_another_threshold_is_told_apart(slip: float) -> None:
         if low < 7:
             f = (a - GRID[low]) / (GRID[low + 1] - GRID[low])
             up = f > (r + Fraction(1, 2) + Fraction(slip)) / 65536
-            differ += low + up != e2m1_code(v, r) & 7
+            differ += low + up != fp4_code(v, r) & 7
     assert differ > 0
 
 
@@ -125,7 +125,7 @@ def test_every_threshold_of_one_value() -> None:
         a = Fraction(float(np.float32(v)))
         low = max(i for i, g in enumerate(GRID) if g <= a)
         f = (a - GRID[low]) / (GRID[low + 1] - GRID[low])
-        codes = formats.encode_e2m1(torch.full((65536,), v), bits).long()
+        codes = E2M1.encode(torch.full((65536,), v), bits).long()
         assert set(codes.tolist()) <= {low, low + 1}
         ups = Fraction(int((codes - low).sum()))
         assert abs(ups - 65536 * f) <= Fraction(1, 2)
@@ -134,7 +134,7 @@ def test_every_threshold_of_one_value() -> None:
 def test_encode_leaves_its_arguments_alone() -> None:
     v, bits = normal((4, 8), 0), torch.randint(0, 65536, (4, 8)).float()
     kept, kept_bits = v.clone(), bits.clone()
-    formats.encode_e2m1(v, bits)
+    E2M1.encode(v, bits)
     assert torch.equal(v, kept) and torch.equal(bits, kept_bits)
 
 
@@ -151,8 +151,8 @@ def test_unpack_inverts_pack_over_all_bytes() -> None:
     codes = formats.unpack(packed)
     assert codes.shape == (16, 32) and int(codes.max()) == 15
     assert torch.equal(formats.pack(codes), packed)
-    expected = formats.decode_e2m1(codes, torch.bfloat16)
-    assert torch.equal(formats.decode_packed_e2m1(packed, torch.bfloat16), expected)
+    expected = E2M1.decode(codes, torch.bfloat16)
+    assert torch.equal(E2M1.decode_stored(packed, torch.bfloat16), expected)
 
 
 # --- E8M0 and exponents ---------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_scale_specials(name: str) -> None:
     ids=["e4m3", "e5m2"],
 )
 def test_fp8_elements_are_ml_dtypes(element: str, dtype: type) -> None:
-    limit = formats.element_max(element)
+    limit = ELEMENTS[element].max
     assert limit == float(ml_dtypes.finfo(dtype).max)
     grid = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
     grid = np.sort(grid[np.isfinite(grid)])
@@ -256,7 +256,7 @@ def test_fp8_elements_are_ml_dtypes(element: str, dtype: type) -> None:
                              np.nextafter(ties, np.float32(1e9)), INPUTS["wide"],
                              -INPUTS["wide"], INPUTS["gaussian"]))  # fmt: skip
     expected = np.clip(values, -limit, limit).astype(dtype)
-    codes = formats.encode_fp8(torch.from_numpy(values), element)
+    codes = ELEMENTS[element].encode(torch.from_numpy(values))
     np.testing.assert_array_equal(codes.numpy(), expected.view(np.uint8))
-    decoded = formats.decode_fp8(codes, element, torch.float32).numpy()
+    decoded = ELEMENTS[element].decode(codes, torch.float32).numpy()
     np.testing.assert_array_equal(decoded, expected.astype(np.float32))

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_fp4 import ConfigError, Quantizer, quantize
 from megatron_fp4.arithmetic.formats import SCALE_FLOATS, unpack
 from megatron_fp4.arithmetic.quantizer import quantize_matrix
-from testing.oracles import GRID, e2m1_code, element_bits, normal, ue5m3_value
+from testing.oracles import GRID, element_bits, fp4_code, normal, ue5m3_value
 
 EDEN = Quantizer(
     scale="e4m3",
@@ -114,7 +114,7 @@ def row_by_fractions(row: np.ndarray, q: Quantizer, g: np.float32, bits: list[in
         first = low + (near[1] < near[0] or (near[1] == near[0] and low % 2))
         divisor = one(float(values[first])) * g
         codes += [
-            e2m1_code(float(v / divisor)) if divisor else e2m1_code(float(v) * 0) for v in block
+            fp4_code(float(v / divisor)) if divisor else fp4_code(float(v) * 0) for v in block
         ]
         firsts.append(first)
     scales: list[int] = []

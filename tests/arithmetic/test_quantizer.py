@@ -26,7 +26,7 @@ from megatron_fp4 import (
 )
 from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.quantizer import quantize_matrix
-from testing.oracles import e2m1_code, e8m0_byte, matrix_bits, mx_block, normal
+from testing.oracles import e8m0_byte, fp4_code, matrix_bits, mx_block, normal
 
 ALL_NAMES = list_quantizers()
 
@@ -60,7 +60,7 @@ def test_axes(shape: tuple[int, ...]) -> None:
         assert torch.equal(formats.unpack(q.codes), codes)
         assert torch.equal(q.scales, scales)
         assert q.axis == axis and q.dequantize().shape == shape
-        values = formats.decode_e2m1(codes).view(-1, 32) * formats.decode_e8m0(scales).view(-1, 1)
+        values = formats.E2M1.decode(codes).view(-1, 32) * formats.decode_e8m0(scales).view(-1, 1)
         moved = values.view(codes.shape).movedim(-1, axis)
         assert torch.equal(q.dequantize(), moved)
 
@@ -135,7 +135,7 @@ def test_2d_blocks(block: tuple[int, int], axis: int) -> None:
             tile = moved[i : i + across, k : k + along]
             byte, codes = mx_block(tile.flatten().tolist(), "ceil")
             assert q.scales[i // across, k // along] == byte
-            values = formats.decode_e2m1(torch.tensor(codes)) * 2.0 ** (byte - 127)
+            values = formats.E2M1.decode(torch.tensor(codes)) * 2.0 ** (byte - 127)
             expected[i : i + across, k : k + along] = values.view(tile.shape)
     assert torch.equal(q.dequantize(), expected.movedim(-1, axis))
 
@@ -154,8 +154,8 @@ def test_vector_wise(axis: int) -> None:
     gamma = (np.float32(6) / moved.abs().amax(1).numpy()).astype(np.float32)
     assert q.scales.dtype == torch.float32 and q.scales[:, 0].tolist() == gamma.tolist()
     scaled = moved.numpy() * gamma[:, None]
-    assert codes_of(q) == [[e2m1_code(v) for v in row] for row in scaled.tolist()]
-    values = formats.decode_e2m1(formats.unpack(q.codes)).numpy() / gamma[:, None]
+    assert codes_of(q) == [[fp4_code(v) for v in row] for row in scaled.tolist()]
+    values = formats.E2M1.decode(formats.unpack(q.codes)).numpy() / gamma[:, None]
     np.testing.assert_array_equal(q.dequantize().movedim(axis, -1).numpy(), values)
 
 
@@ -219,7 +219,7 @@ def test_stochastic_codes_are_the_rational_oracles(
             byte = e8m0_byte(max(map(abs, block)), rule)
             scale = float(prescale) * 2.0 ** (127 - byte)
             pairs = zip(block, r[k : k + 32].tolist(), strict=True)
-            expected = [e2m1_code(v * scale, b) for v, b in pairs]
+            expected = [fp4_code(v * scale, b) for v, b in pairs]
             assert formats.unpack(q.codes)[i, k : k + 32].tolist() == expected
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_fp4 import Quantizer, quantize
 from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.quantizer import absolute_max, quantize_matrix
-from testing.oracles import e2m1_code, normal
+from testing.oracles import fp4_code, normal
 
 ROWS: dict[str, dict] = {
     "e8m0-floor": {"rule": "floor", "row_max": 1.0},
@@ -117,8 +117,8 @@ def test_float32_scales_within_a_row(block: tuple[int, int]) -> None:
             row = i // height
             scales = q.scales.reshape(48 // height, -1)
             assert scales[row, j // length].item() == factor
-            codes = [[e2m1_code(float(v * factor)) for v in line] for line in part]
+            codes = [[fp4_code(float(v * factor)) for v in line] for line in part]
             found = formats.unpack(q.codes)[i : i + height, j : j + length]
             assert found.tolist() == codes
-            values = formats.decode_e2m1(found, torch.float32).numpy() / factor
+            values = formats.E2M1.decode(found, torch.float32).numpy() / factor
             assert np.array_equal(q.dequantize()[i : i + height, j : j + length].numpy(), values)

@@ -246,7 +246,7 @@ def test_four_over_six_takes_the_smaller_error() -> None:
     x = normal((64, 64), 16)
     chosen = quantize(x, "nvfp4-four-over-six")
     g = float(chosen.tensor_scale)  # type: ignore[arg-type]
-    grid = torch.tensor([float(v) for v in formats.E2M1_MAGNITUDES], dtype=torch.float64)
+    grid = torch.tensor([float(v) for v in formats.E2M1.magnitudes], dtype=torch.float64)
     blocks = x.double().view(-1, 16)
     errors = []
     for target in (6.0, 4.0):

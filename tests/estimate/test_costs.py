@@ -347,28 +347,6 @@ def test_with_kernels_for_all_it_is_the_work_of_a_step(name: str) -> None:
     assert needed == runs
 
 
-def test_the_precision_of_products() -> None:
-    """FP8 is exact for powers of two and for scales that are left out of the product."""
-    e4m3, rows = get_quantizer("nvfp4"), get_quantizer("vector")
-    fp8 = replace(rows, element="e4m3")
-    for a, b, hopper, blackwell in (
-        (Quantizer(), Quantizer(block=(1, 16)), "fp8", "fp4"),
-        (Quantizer(), e4m3, "bf16", "fp4"),
-        (replace(e4m3, scale="ue5m3"), e4m3, "bf16", "fp4"),
-        (rows, rows, "fp8", "fp4"),
-        (fp8, rows, "fp8", "fp8"),
-        (fp8, e4m3, "bf16", "fp8"),
-        (replace(Quantizer(), row_max=1.0), Quantizer(), "fp8", "fp4"),
-        (replace(e4m3, tensor_max=0.0, row_max=448.0), Quantizer(), "bf16", "fp4"),
-        (Quantizer(scale="fp32", rule="absmax"), Quantizer(), "fp8", "fp4"),
-        (Quantizer(), None, "bf16", "bf16"),
-    ):
-        recipe = replace(BF16, fprop=GemmRecipe(a, b))
-        for gpu, precision in ((MEASURED, hopper), (BLACKWELL, blackwell)):
-            product = next(c for c in found(recipe, gpu) if c.technique == "product")
-            assert product.precision == precision
-
-
 # --- what is not counted is refused ---------------------------------------------------------------
 
 

@@ -47,8 +47,16 @@ def test_a_prescale_of_fp8(prescale: float) -> None:
     assert told(X, quantizer)[0] == ("row scale kernel" if prescale == 1.0 else "pytorch")
 
 
+@pytest.mark.parametrize("element", ["e2m1", "e1m2", "e4m3", "e5m2"])
+def test_elements_that_the_row_scale_kernel_makes(element: Any) -> None:
+    quantizer = Quantizer(element=element, scale="fp32", block=(1, 0), rule="absmax")
+    none = ("pytorch", "makes no E1M2 elements")
+    assert told(X, quantizer) == (none if element == "e1m2" else ("row scale kernel", ""))
+
+
 CODES = quantize_matrix(X, Quantizer(), axis=1)
 ROWS = quantize_matrix(X, Quantizer(row_max=1.0), axis=1)
+E1M2 = quantize_matrix(X, Quantizer(element="e1m2"), axis=1)
 TALL = quantize_matrix(X, Quantizer(block=(32, 32)), axis=1)
 
 
@@ -66,6 +74,8 @@ TALL = quantize_matrix(X, Quantizer(block=(32, 32)), axis=1)
         (CODES, Quantizer(), {"group": 64}, "neither transforms codes"),
         (X, Quantizer(), {"folds": True}, "folds no scales"),
         (X, Quantizer(row_max=1.0), {}, "gives rows no scales of their own"),
+        (X, Quantizer(element="e1m2"), {}, "makes E2M1 with E8M0 scales in blocks of 1 x 16 and"),
+        (E1M2, Quantizer(), {}, "reads E2M1 with E8M0 scales in blocks of 1 x 16 and 1 x 32 only"),
         (ROWS, Quantizer(), {}, "reads E2M1 with E8M0 scales in blocks of 1 x 16 and 1 x 32 only"),
     ],
 )  # fmt: skip
@@ -89,6 +99,7 @@ def test_what_the_mxfp4_kernel_refuses(x: Any, quantizer: Any, fields: Any, why:
         (X, replace(NVFP4, block=(1, 128)), "takes blocks that divide 64 x 64"),
         (X[:0], NVFP4, "there are no elements"),
         (X, replace(NVFP4, tensor_max=0.0, row_max=448.0), "gives rows no scales of their own"),
+        (X, replace(NVFP4, element="e1m2"), "makes no E1M2 elements"),
         (X, replace(NVFP4, unit_gain=32), "does not correct scales for a gain of 1"),
     ],
 )
@@ -102,6 +113,8 @@ def test_codes_without_a_scale_of_their_own_are_transposed() -> None:
     codes = quantize_matrix(X, get_quantizer("vector"), axis=1).unscaled()
     assert told(codes, None, 0, source="elements") == ("transpose kernel", "")
     assert told(codes, None, 1, source="elements")[0] == "pytorch"
+    uniform = quantize_matrix(X, replace(get_quantizer("vector"), element="e1m2"), axis=1)
+    assert told(uniform.unscaled(), None, 0, source="elements")[0] == "pytorch"
     assert choose(plan(codes, None, 0, source="elements"), CPU).maker.name == "pytorch"
 
 

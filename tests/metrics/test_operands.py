@@ -23,13 +23,15 @@ from megatron_fp4.metrics.operands import (
 )
 from testing.oracles import normal
 
-VALUES = np.array([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+GRIDS = {"e2m1": np.array([0.0, 0.5, 1, 1.5, 2, 3, 4, 6]), "e1m2": np.arange(8) / 4}
 SQUARE = Quantizer(scale="e4m3", block=(16, 16), rule="nearest", tensor_max=448.0)
 CASES = {name: get_quantizer(name) for name in list_quantizers()} | {
     "square": SQUARE,
     "tensor": Quantizer(scale="fp32", block=(0, 0), rule="absmax"),
     "prescaled": Quantizer(rule="floor", prescale=0.75),
     "ue5m3": Quantizer(scale="ue5m3", block=(1, 16), rule="nearest"),
+    "e1m2": Quantizer(element="e1m2"),
+    "e1m2-tensor": Quantizer(element="e1m2", scale="fp32", block=(0, 0), rule="absmax"),
 }
 
 
@@ -61,7 +63,8 @@ def decoded(quantized: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
     rows, k = codes.shape
     scales = scales.reshape(-1, stored.shape[-1])
     across, along = rows // scales.shape[0], k // scales.shape[1]
-    return VALUES[codes], scales.repeat(across, 0).repeat(along, 1)
+    grid = GRIDS[quantized.quantizer.element]
+    return np.concatenate((grid, -grid))[codes], scales.repeat(across, 0).repeat(along, 1)
 
 
 def wanted(x: Tensor, quantized: QuantizedTensor) -> dict[str, Any]:
@@ -69,6 +72,7 @@ def wanted(x: Tensor, quantized: QuantizedTensor) -> dict[str, Any]:
     exact = x.movedim(quantized.axis, -1).double().numpy() * quantized.quantizer.prescale
     elements, scales = decoded(quantized)
     q, given = elements * scales, exact != 0
+    _, smallest, *_, largest = GRIDS[quantized.quantizer.element]
     across, along = quantized.quantizer.block
     across, along = across or exact.shape[0], along or exact.shape[1]
     binades: Counter[int] = Counter()
@@ -80,10 +84,10 @@ def wanted(x: Tensor, quantized: QuantizedTensor) -> dict[str, Any]:
     return {
         "zeros": (given & (q == 0)).sum() / given.sum(),
         "zeros_overall": (q == 0).mean(),
-        "underflow": (given & (abs(exact) < 0.25 * scales)).sum() / given.sum(),
+        "underflow": (given & (abs(exact) < smallest / 2 * scales)).sum() / given.sum(),
         # Scales in float32 can bring a largest element to 6 (1 + 2^-24) times its scale.
-        "clipped": (abs(exact) > 6 * scales * (1 + 1e-6)).mean(),
-        "saturated": (abs(elements) == 6).mean(),
+        "clipped": (abs(exact) > largest * scales * (1 + 1e-6)).mean(),
+        "saturated": (abs(elements) == largest).mean(),
         "sqnr_db": 10 * math.log10((exact**2).sum() / ((q - exact) ** 2).sum()),
         "gain": (q * exact).sum() / (exact**2).sum(),
         "scales": {"first": first, "counts": [binades[e] for e in range(first, max(binades) + 1)]},

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fp4 import quantize
+from megatron_fp4 import Quantizer, quantize
 from megatron_fp4.metrics.gradients import gradient_metrics, gradient_sums
 from megatron_fp4.metrics.weights import (
     SAMPLE,
@@ -62,6 +62,21 @@ def test_confidence_is_that_of_its_definition() -> None:
     assert found["confidence"] == pytest.approx(np.mean(expected), rel=1e-9)
     counts, _ = np.histogram(expected, 10, (0, 1))
     assert found["confidences"] == {"first": 0.0, "width": 0.1, "counts": (2 * counts).tolist()}
+
+
+def test_confidence_on_a_uniform_grid() -> None:
+    """The thresholds are the odd eighths, and each code has the largest distance of 1/8."""
+    w = normal((64, 96), 2)
+    quantized = quantize(w, Quantizer(element="e1m2"))
+    scales = np.ldexp(1.0, quantized.scales.numpy().astype(int) - 127).repeat(32, 1)
+    scaled = abs(w.double().numpy()) / scales
+    assert scaled.max() > 1.75
+    thresholds = np.arange(-1, 14, 2) / 8
+    distance = abs(np.minimum(scaled, 1.75)[..., None] - thresholds).min(-1)
+    found = confidence_metrics(confidence_sums(w, quantized).tolist())
+    assert found["confidence"] == pytest.approx((distance * 8).mean(), rel=1e-12)
+    by_e2m1 = np.mean([confidence(v) for v in scaled[0]])  # the control
+    assert abs(by_e2m1 - (distance[0] * 8).mean()) > 0.05
 
 
 def test_confidence_of_a_random_weight() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,6 +111,32 @@ def test_blackwell_tells_that_no_instruction_takes_ue5m3_scales(capability: tupl
     assert choose(asked(e4m3, e4m3), Target("cuda", capability)).multiplier.name == "nvfp4"
 
 
+E1M2 = {
+    "e8m0": Quantizer(element="e1m2"),
+    "e4m3": Quantizer(element="e1m2", scale="e4m3", block=(1, 16), rule="nearest"),
+    "row": Quantizer(element="e1m2", scale="fp32", block=(1, 0), rule="absmax"),
+}
+
+
+@pytest.mark.parametrize("scale", E1M2)
+@pytest.mark.parametrize("target", [CPU, *(Target("cuda", (n, 0)) for n in (8, 9, 10, 12))])
+def test_no_tensor_core_takes_a_uniform_grid(target: Target, scale: str) -> None:
+    """Alone or beside E2M1 it is multiplied in BF16, and those that could do E2M1 say why not."""
+    uniform, plain = E1M2[scale], replace(E1M2[scale], element="e2m1")
+    for a, b in ((uniform, uniform), (plain, uniform), (uniform, plain)):
+        choice = choose(asked(a, b), target)
+        reasons = dict(choice.passed_over)
+        assert choice.multiplier.name == "bf16"
+        if target.capability == (9, 0):
+            assert reasons["hopper"] == "no kernel converts E1M2 elements to FP8" or scale == "e4m3"
+        if target.capability >= (10, 0):
+            for name in ("blackwell", "nvfp4"):
+                assert "no instruction for E1M2 elements" in reasons[name]
+    fast = {"e8m0": (9, 10, 12), "row": (9,), "e4m3": (10, 12)}[scale]  # the control
+    alone = choose(asked(plain, plain), target).multiplier.name
+    assert (alone != "bf16") == (target.kind == "cuda" and target.capability[0] in fast)
+
+
 @pytest.mark.parametrize("shape", [(24, 256, 256), (256, 24, 256), (256, 256, 24), (0, 256, 256)])
 def test_hopper_leaves_odd_sides_to_bf16(shape: tuple[int, int, int]) -> None:
     choice = choose(asked(shape=shape), Target("cuda", (9, 0)))
@@ -136,6 +163,8 @@ PAIRS: dict[str, tuple[Any, Any]] = {
         ROWS,
     ),
     "square-blocks": (Quantizer(block=(16, 16)), "mxfp4"),
+    "uniform": (E1M2["e8m0"], E1M2["e4m3"]),
+    "uniform-rows": (E1M2["row"], "vector"),
     "mx-scale-of-a-row": (Quantizer(block=(1, 0)), "mxfp4"),
     "nvfp4-scale-of-a-row": (
         Quantizer(scale="e4m3", block=(1, 0), rule="nearest", tensor_max=448.0),

@@ -70,6 +70,12 @@ def test_the_kernel_applies_dge_to_w(backward: Any, quantizer: Quantizer) -> Non
         (VECTOR, {"x_estimator": Estimator()}, "dX", "is for W alone"),
         (NVFP4, {"estimator": Estimator()}, "dW", ROWS_OR_BLOCKS),
         (SQUARE, {"estimator": Estimator()}, "dW", ROWS_OR_BLOCKS),
+        (
+            replace(VECTOR, element="e1m2"),
+            {"estimator": Estimator()},
+            "dW",
+            "has the grid of E2M1 alone",
+        ),
     ],
 )
 def test_the_start_table_says_why_pytorch_applies_one(
@@ -169,7 +175,7 @@ def test_descriptions() -> None:
         )
     )
     assert words[-2:] == [
-        "  gradient of W: times the slope of a spline (width 0.25), 0 beyond 6",
+        "  gradient of W: times the slope of a spline (width 0.25), 0 beyond the grid",
         "  gradient of X: straight through, and through the maximum of a block (softmax at "
         "temperature 2)",
     ]

@@ -222,7 +222,7 @@ class Metrics:
         shared = operand.agrees and quantizer.outer
         add = self._operands.add if lines is None else self._operands.add_rows
         add(_place(followed, operand), x, quantized, 1 / site.sharding.ranks if shared else 1.0)
-        if is_w and operand.gemm == "fprop" and quantizer.element == "e2m1":
+        if is_w and operand.gemm == "fprop" and quantizer.format.packed:
             self._confidences[followed.row] += weights.confidence_sums(x, quantized)
 
     def held(self, site: Site, w: Tensor, held: HeldWeight) -> None:
