@@ -153,6 +153,7 @@ def test_a_nan_in_the_codes_is_seen() -> None:
 
 
 STOCHASTIC = Quantizer(rounding="stochastic")
+E1M2 = Quantizer(element="e1m2")
 
 
 def then(late: Recipe) -> Recipe:
@@ -171,6 +172,7 @@ def then(late: Recipe) -> Recipe:
         (get_recipe("tetrajet", double_quantization=False), "backward reads the unquantized W"),
         (get_recipe("mxfp4-rht-sr"), "fprop multiplies W in high precision"),
         (get_recipe("dge-occ"), "not E2M1 with an E8M0 scale"),
+        (replace(TETRAJET, fprop=GemmRecipe(E1M2, E1M2)), "not E2M1 with an E8M0 scale"),
         (get_recipe("tetrajet-ramping"), "calibrations of Q-Ramping"),
         (replace(TETRAJET, fprop=GemmRecipe(STOCHASTIC, STOCHASTIC)), "stochastically"),
         (replace(TETRAJET, fprop=replace(TETRAJET.fprop, hadamard=Hadamard(32))), "transforms W"),

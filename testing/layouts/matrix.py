@@ -74,7 +74,7 @@ LAYOUTS = {
 RECIPES = (
     *("mxfp4", "tetrajet", "mxfp4-rht-sr", "dge", "dge-occ"),
     *("ue5m3", "nvfp4-nvidia", "four-over-six", "quartet-2"),
-    *("row-scales", "estimators", "x-mean", "stochastic"),
+    *("row-scales", "estimators", "x-mean", "uniform", "stochastic"),
 )
 WITH_TENSOR_SCALE = ("ue5m3", "nvfp4-nvidia", "four-over-six", "quartet-2")
 # Models that differ from another in a detail run only the recipe with noise in all three GEMMs.

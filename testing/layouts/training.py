@@ -33,7 +33,7 @@ def recipe_called(name: str) -> Recipe:
     these models' shards. "dge" is dge-occ without the outlier clamp, whose quantiles depend on the
     tensor-parallel size. "row-scales" has a scale for each row beside its block scales.
     "estimators" is dge with estimators of both operands that go through the maximum of a row.
-    "x-mean" is tetrajet that subtracts the mean of X.
+    "x-mean" is tetrajet that subtracts the mean of X. "uniform" has E1M2 elements.
     """
     if name in ("mxfp4-rht-sr", "ue5m3", "quartet-2"):
         return recipes.get_recipe(name, hadamard=32)
@@ -48,6 +48,8 @@ def recipe_called(name: str) -> Recipe:
     if name == "stochastic":  # in the forward pass too, where a recomputation must repeat it
         noisy = get_quantizer("mxfp4-ceil-sr")
         return replace(recipes.get_recipe("tetrajet"), fprop=GemmRecipe(noisy, noisy))
+    if name == "uniform":
+        return _uniform(name)
     if name == "x-mean":
         return replace(recipes.get_recipe("tetrajet"), x_mean="subtracted")
     if name == "estimators":  # in rows, which ranks share, and of both operands
@@ -55,6 +57,14 @@ def recipe_called(name: str) -> Recipe:
         rows = replace(recipes.get_recipe("dge-occ", occ=False), estimator=through)
         return replace(rows, x_estimator=through)
     return recipes.get_recipe(name)
+
+
+def _uniform(name: str) -> Recipe:
+    nearest = Quantizer(element="e1m2", rule="ceil")
+    e4m3 = Quantizer(element="e1m2", scale="e4m3", block=(1, 16), rule="nearest", row_max=448.0)
+    noisy = replace(e4m3, rounding="stochastic")
+    backward = GemmRecipe(noisy, noisy)
+    return Recipe(name, "", GemmRecipe(nearest, nearest), backward, backward, backward="forward")
 
 
 @dataclass

@@ -37,6 +37,8 @@ MORE = {
     "fp8-tensor": Quantizer(element="e4m3", scale="fp32", block=(0, 0), rule="absmax"),
     "fp8-row": Quantizer(element="e5m2", scale="fp32", block=(1, 0), rule="absmax"),
     "square": Quantizer(block=(16, 16)),
+    "uniform": Quantizer(element="e1m2"),
+    "uniform-row": Quantizer(element="e1m2", scale="fp32", block=(1, 0), rule="absmax"),
 }
 
 

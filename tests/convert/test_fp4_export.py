@@ -240,6 +240,7 @@ REFUSED = {
     "dge-occ": (get_recipe("dge-occ"), "fp32 scales for whole rows"),
     "fp8": (get_recipe("mxfp4-rht-sr", forward="fp8"), "e4m3 elements"),
     "ue5m3": (recipe(UE5M3), "ue5m3 scales"),
+    "e1m2": (recipe(Quantizer(element="e1m2")), "e1m2 elements"),
     "blocks-of-16": (recipe(Quantizer(block=(1, 16))), "blocks of 16 under e8m0 scales"),
     "stochastic": (recipe(Quantizer(rounding="stochastic")), "stochastic rounding of W"),
     "hadamard": (

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="layouts 
 QUICK = {
     "tp2-sp": (
         ("llama", "frozen", "mtp-repeated"),
-        ("mxfp4-rht-sr", "dge-occ", "ue5m3", "stochastic"),
+        ("mxfp4-rht-sr", "dge-occ", "ue5m3", "uniform", "stochastic"),
     ),
     "pp2": (("llama", "gpt2"), ("stochastic",)),
     "pp2-vpp2": (("llama",), ("stochastic",)),
