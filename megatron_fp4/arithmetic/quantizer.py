@@ -1,7 +1,6 @@
 """Quantizer (element format, scale format, block, scale rule, rounding) and QuantizedTensor.
 
-This plain PyTorch code is the reference: every kernel gives the same codes and scales bit for bit.
-docs/numerics.md is the specification.
+The reference of all kernels, which give the same bits. docs/numerics.md is the specification.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from megatron_fp4.errors import ConfigError
 AXES: dict[str, tuple[str, ...]] = {
     "forward": ("fp4", "bf16"),
     "backward": ("fp4", "fp8", "bf16"),
+    "element": ("e2m1", "e1m2"),
     "scale": ("e8m0", "e4m3", "ue5m3", "fp32"),
     "block": ("32", "16"),
     "weight_block": ("line", "square"),
@@ -44,6 +45,7 @@ AXES: dict[str, tuple[str, ...]] = {
 WHAT = {
     "forward": "fprop's operands X and W",
     "backward": "dgrad's and wgrad's operands; fp8: dY alone, in E5M2 with a scale a row",
+    "element": "the grid of FP4 elements: e2m1, or e1m2, which is uniform",
     "scale": "the format of block scales",
     "block": "elements that share a scale",
     "weight_block": "blocks of W: of one row, or as many rows as columns",
@@ -73,9 +75,12 @@ _OF_SCALE = {
     "fp32": ("absmax",),
 }
 _OUTER = {"e8m0": ("none", "row"), "fp32": ("none",)}
-_OF_ROWS = ("four-over-six", "unit-gain")  # rules of blocks of one row alone
+_OF_E2M1_ROWS = ("four-over-six", "unit-gain")  # rules of E2M1 in blocks of one row alone
 _TO_NEAREST = ("mse", "four-over-six", "unit-gain")  # rules without stochastic rounding
-_OF_FP4 = ("scale", "block", "weight_block", "outer_scale", "rounding", "hadamard", "x_mean")
+_OF_FP4 = (
+    *("element", "scale", "block", "weight_block", "outer_scale"),
+    *("rounding", "hadamard", "x_mean"),
+)
 # Axes that no recipe has: of the training around it.
 TRAINING = ("loss_scale", "optimizer")
 
@@ -86,6 +91,7 @@ class Combination:
 
     forward: str = "fp4"
     backward: str = "fp4"
+    element: str = "e2m1"
     scale: str = "e8m0"
     block: str = "32"
     weight_block: str = "line"
@@ -163,8 +169,8 @@ def _goes_with(c: Combination, axis: str, value: str) -> bool:
     """Whether a recipe can have the value beside the axes before it, and has no other value that
     does the same."""
     if axis in ("rule", "backward_rule"):
-        square = c.weight_block == "square"
-        return value in _OF_SCALE[c.scale] and not (square and value in _OF_ROWS)
+        fits = (c.element, c.weight_block) == ("e2m1", "line")
+        return value in _OF_SCALE[c.scale] and (fits or value not in _OF_E2M1_ROWS)
     if axis == "outer_scale":
         square = c.weight_block == "square"
         return value in _OUTER.get(c.scale, AXES[axis]) and not (square and value == "row")

@@ -78,7 +78,8 @@ def _backward(c: Combination, gemm: str, correction: float) -> GemmRecipe:
 
 def _quantizer(c: Combination, rule: str, stochastic: bool, *, square: bool = False) -> Quantizer:
     block = int(c.block)
-    options: dict[str, Any] = {"scale": c.scale, "block": (block if square else 1, block)}
+    options: dict[str, Any] = {"element": c.element, "scale": c.scale}
+    options["block"] = (block if square else 1, block)
     options["rounding"] = "stochastic" if stochastic else "nearest"
     options["rule"] = _RULES.get(rule, rule)
     if rule == "three-quarters":

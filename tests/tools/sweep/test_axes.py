@@ -144,6 +144,17 @@ def test_contradictions_are_refused_with_the_reason() -> None:
         )
 
 
+def test_a_uniform_grid_takes_no_rule_of_e2m1() -> None:
+    uniform = Combination(**NVFP4, backward_rule="up", element="e1m2")
+    elements = [recipe_of(uniform).quantizer(g, o) for g, o in (("fprop", "w"), ("wgrad", "dy"))]
+    assert [q and q.element for q in elements] == ["e1m2", "e1m2"]
+    for axis, rule in (("rule", "four-over-six"), ("backward_rule", "unit-gain")):
+        assert rule not in values(uniform, axis)
+        assert rule in values(replace(uniform, element="e2m1"), axis)  # the control
+        with pytest.raises(ConfigError, match=f"{axis} is {rule}, but"):
+            check(replace(uniform, **{axis: rule}))
+
+
 def test_a_gradient_through_the_outer_scale_makes_an_estimator() -> None:
     kept = Combination(**NVFP4, backward_rule="nearest", outer_gradient="kept", estimated="both")
     through = Estimator(form="straight-through", outer_scale="vjp")

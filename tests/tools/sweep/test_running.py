@@ -188,7 +188,7 @@ def test_scores_are_less_bf16_s_by_seed() -> None:
 
 def test_bad_words_end_the_command_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert __main__.main(["try", "digits", "scales=e4m3"]) == 2
-    assert capsys.readouterr().err.startswith("sweep: no axis scales: forward, backward, scale")
+    assert capsys.readouterr().err.startswith("sweep: no axis scales: forward, backward, element")
     assert __main__.main(["try", "digits", "scale=e4m3"]) == 2
     assert "rule is floor, but beside the other values it can only be" in capsys.readouterr().err
     assert __main__.main(["cost", "foo=bar"]) == 2
