@@ -65,8 +65,8 @@ def test_tables_of_results() -> None:
     (line,) = (each for each in text.splitlines() if each.startswith("| `products` | `digits` |"))
     assert " 1.00 | 1.00 to 1.00 | 1.00 | 1.00 | 1.00 | yes |" in line
     assert "Not run yet: `draws`, `regression`, `diffusion`, `llama`." in text
-    found_lines = [each for each in text.splitlines() if each.startswith("| `rule` | `ceil` |")]
-    assert len(found_lines) == 2 and all("-2 (-2 to -2; " in each for each in found_lines)
+    found_lines = [each for each in text.splitlines() if each.startswith("| `block` | `16` |")]
+    assert len(found_lines) == 2 and all("+0.5 (+0.5 to +0.5; " in each for each in found_lines)
     assert f"The best {page.BEST} of `digits`" in text
     best = min(loss(each) for each in some if each.forward == each.backward == "fp4")
     assert best == -2.0 and "\n| -2.0000 ± 0.0000 | " in text

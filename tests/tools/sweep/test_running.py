@@ -42,10 +42,15 @@ COMBINATIONS = [
 ]
 
 
-MORE = [
-    Combination(block="16", rule=rule, rounding=rounding)
+MORE = [  # so many that an interrupt comes before they have all finished
+    Combination(
+        rule=rule, backward_rule=backward, block=block, rounding=rounding, operands=operands
+    )
     for rule in ("floor", "ceil")
-    for rounding in ("nearest", "gradients", "gradients-and-x", "backward", "all")
+    for backward in ("floor", "three-quarters")
+    for block in ("16", "32")
+    for rounding in ("gradients", "gradients-and-x", "backward", "all")
+    for operands in ("raw", "forward")
 ]
 
 
@@ -188,11 +193,11 @@ def test_scores_are_less_bf16_s_by_seed() -> None:
 
 def test_bad_words_end_the_command_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert __main__.main(["try", "digits", "scales=e4m3"]) == 2
-    assert capsys.readouterr().err.startswith("sweep: no axis scales: forward, backward, element")
+    assert capsys.readouterr().err.startswith("sweep: no axis scales: forward, backward")
     assert __main__.main(["try", "digits", "scale=e4m3"]) == 2
     assert "rule is floor, but beside the other values it can only be" in capsys.readouterr().err
     assert __main__.main(["cost", "foo=bar"]) == 2
-    assert capsys.readouterr().err.startswith("sweep: no axis foo: forward, backward, scale")
+    assert capsys.readouterr().err.startswith("sweep: no axis foo: forward, backward")
 
 
 def test_a_stage_needs_the_results_of_those_before(
