@@ -36,8 +36,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def before_training(output: str) -> list[str]:
-    # The last rank logs a step, and rank 0 its memory after it: either may come first.
-    lines = re.split(r" iteration +\d+/|\[Rank 0\] \(after 1 iter", output)[0].splitlines()
+    # The last rank logs the first step, and rank 0 its memory after it: either may come first.
+    lines = re.split(r" iteration +\d+/|Number of parameters in tr", output)[0].splitlines()
     return [line for line in lines if line]
 
 

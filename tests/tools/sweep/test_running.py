@@ -23,6 +23,7 @@ from tools.sweep.running import SweepError, Task
 
 ROOT = Path(__file__).parents[3]
 INTERRUPTED = """
+import signal
 import sys
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from tests.tools.sweep.test_running import COMBINATIONS, MORE
 from tools.sweep import running
 
 if __name__ == "__main__":
+    # Where the tests run in the background of a shell, this signal is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     path, tensors = map(Path, sys.argv[1:])
     tasks = [running.Task("products", each, each.key, tensors) for each in (*COMBINATIONS, *MORE)]
     running.run(tasks, path, {}, 1)
