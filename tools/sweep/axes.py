@@ -11,6 +11,7 @@ import hashlib
 import json
 import random
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 
 from megatron_fp4.errors import ConfigError
 
@@ -240,6 +241,7 @@ def draw(source: random.Random) -> Combination:
     return found
 
 
+@cache
 def line(center: Combination, axis: str) -> dict[str, Combination]:
     """By value of the axis the combinations that differ from the center on this axis, and the
     center itself. On other axes they differ only where the center's value contradicts the axis:

@@ -98,8 +98,13 @@ def random_lines(stars: Mapping[Combination, str], count: int) -> list[Line]:
     stars: the star of each combination; those of factorial.py are in no line.
     """
     centers = [each for each, star in stars.items() if star == each.key]
-    lines = (Line(each, axis) for each in centers for axis in AXES if len(line(each, axis)) > 1)
-    return [each for each in lines if _number(f"{each.center.key} {each.axis}") % count == 0]
+    chosen = (
+        Line(each, axis)
+        for each in centers
+        for axis in AXES
+        if _number(f"{each.key} {axis}") % count == 0
+    )
+    return [each for each in chosen if len(each.combinations) > 1]
 
 
 def on_lines(lines: Iterable[Line]) -> set[Combination]:
