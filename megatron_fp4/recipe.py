@@ -286,7 +286,8 @@ class Recipe:
 
     @property
     def quantized(self) -> bool:
-        """Whether any GEMM has a quantizer; phases do not count."""
+        """Whether any of the three GEMMs quantizes an operand. The recipes of `phases`, which take
+        its place later in training, are not looked at."""
         return any(gemm.quantized for gemm in self._gemms.values())
 
     @cached_property

@@ -1,7 +1,9 @@
-"""Element and scale formats: encode, decode, pack, unpack.
+"""The number formats of elements and of scales, and how values become codes and codes values.
 
-All arithmetic here is exact: divisions are by powers of two, and every rounding is stated. Float64
-input is computed in float64, all else in float32.
+Elements are 4-bit floats (`Fp4`: E2M1, E1M2) or FP8 (`Fp8`). Scales are powers of two (E8M0) or
+small unsigned floats (`ScaleFloat`: E4M3, UE5M3). Float64 input is computed in float64, all else in
+float32. Nothing is rounded but where a docstring says how: other steps, such as a division by a
+power of two, are exact.
 """
 
 from __future__ import annotations

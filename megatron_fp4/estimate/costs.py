@@ -119,9 +119,7 @@ def precision_of(gemm: GemmPlan, gpu: Gpu) -> Precision:
 
 def _narrowest(operand: OperandPlan, gpu: Gpu) -> Precision:
     quantizer = operand.quantizer or operand.codes
-    if quantizer is None:
-        return "bf16"
-    if quantizer.element == "e1m2":
+    if quantizer is None or quantizer.element == "e1m2":
         return "bf16"
     if quantizer.element == "e2m1" and gpu.fp4:
         return "fp4"

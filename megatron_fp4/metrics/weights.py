@@ -79,10 +79,11 @@ def confidence_sums(w: Tensor, quantized: QuantizedTensor) -> Tensor:
 
 @cache
 def _thresholds(form: Fp4) -> tuple[float, ...]:
-    """The thresholds of rounding to nearest around each of the magnitudes.
+    """Between which two values each magnitude of the grid is the nearest: magnitude i between
+    numbers i and i + 1 of the result. They are the midpoints between neighbours.
 
-    The first and the last make 0 and the largest element midpoints of their intervals, so that they
-    are the most confident values.
+    0 and the largest magnitude have a neighbour on one side alone. On the other side the threshold
+    is as far away, so that QuantConf is 1 at 0 and at the largest magnitude.
     """
     grid = form.magnitudes
     middles = [(low + high) / 2 for low, high in zip(grid, grid[1:], strict=False)]

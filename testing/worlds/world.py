@@ -38,7 +38,7 @@ from torch.distributed import TCPStore
 ROOT = Path(__file__).parents[2]
 FOREVER = timedelta(days=1)
 POLL_S = 0.05  # seconds between looks at what may have ended
-# What a training imports, some of it late. A child that finds it imported starts 1.5 s sooner.
+# What a training imports, some of it late. A child that finds it imported ends a second sooner.
 NEEDED = [
     *("megatron_fp4.mcore.loop.gpt", "megatron_fp4.mcore.pretrain"),
     *("megatron.core.tokenizers.text", "megatron.core.models.mimo", "torch._dynamo"),

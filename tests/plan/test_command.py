@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,18 @@ import pytest
 from megatron_fp4 import __main__, list_recipes
 
 
-def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["megatron-fp4", "plan", *text.split()])
-    __main__.main()
-    return capsys.readouterr().out
+@pytest.fixture
+def printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], str]:
+    """Runs `megatron-fp4 plan` with these flags; returns what it prints."""
+
+    def run(flags: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["megatron-fp4", "plan", *flags.split()])
+        __main__.main()
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.parametrize("gpu", ["", "--gpu sm_90", "--gpu sm_100", "--gpu sm_120"])
@@ -27,10 +36,9 @@ def test_every_operand_and_product_is_told(
     recipe: str,
     layout: str,
     gpu: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    printed: Callable[[str], str],
 ) -> None:
-    text = printed(capsys, monkeypatch, f"--recipe {recipe} {layout} {gpu}")
+    text = printed(f"--recipe {recipe} {layout} {gpu}")
     assert text.startswith(f"recipe {recipe}: ")
     for gemm, letters in (("fprop", "X W"), ("dgrad", "dY W"), ("wgrad", "dY X")):
         [part] = re.findall(rf"^{gemm}  .*\n((?:  .*\n)+)", text, re.MULTILINE)
@@ -50,27 +58,23 @@ def test_every_operand_and_product_is_told(
         assert reason in text
 
 
-def test_every_phase_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_phase_is_told(tmp_path: Path, printed: Callable[[str], str]) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("base: tetrajet\nphases: [{after: 0.5, recipe: fp8}]\n")
-    text = printed(capsys, monkeypatch, f"--recipe {path} --gpu sm_90")
+    text = printed(f"--recipe {path} --gpu sm_90")
     first, late = text.split("\nafter 0.5 of training\n")
-    assert first == printed(capsys, monkeypatch, "--gpu sm_90").replace("tetrajet", "mine")
-    assert late == printed(capsys, monkeypatch, "--recipe fp8 --gpu sm_90")
+    assert first == printed("--gpu sm_90").replace("tetrajet", "mine")
+    assert late == printed("--recipe fp8 --gpu sm_90")
 
 
-def test_bytes_and_reasons(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = printed(capsys, monkeypatch, "--in 4096 --out 14336 --gpu sm_90")
+def test_bytes_and_reasons(printed: Callable[[str], str]) -> None:
+    text = printed("--in 4096 --out 14336 --gpu sm_90")
     kept = 4096 * 8192 * (1 / 2 + 1 / 32)  # codes, and a scale for each block of 32
     assert f"kept for backward  X as codes of fprop, {kept / 1e6:.1f} MB" in text
     assert f"W's operands, packed: {2 * 4096 * 14336 * 17 / 32 / 1e6:.1f} MB" in text
     assert "in one pass with dY of wgrad" in text
     assert "by the ranks that own W" not in text
-    text = printed(capsys, monkeypatch, "--in 4096 --out 14336 --gpu sm_90 --param-gather")
+    text = printed("--in 4096 --out 14336 --gpu sm_90 --param-gather")
     codes = f"{4096 * 14336 * 17 / 32 / 1e6:.1f} MB"
     assert f"nearest by the ranks that own W, {codes}" in text
     assert f"kept over the run  W as codes of fprop, {codes}" in text
@@ -99,23 +103,20 @@ def test_bytes_and_reasons(
 def test_a_mistake_is_one_line(
     text: str,
     says: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    printed: Callable[[str], str],
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        printed(capsys, monkeypatch, text)
+        printed(text)
     assert says in str(end.value.code) and "\n" not in str(end.value.code)
 
 
 @pytest.mark.parametrize("layout", ["", "--tp 2 --sequence-parallel"])
-def test_the_input_of_a_norm_is_kept(
-    layout: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_input_of_a_norm_is_kept(layout: str, printed: Callable[[str], str]) -> None:
     """Of the tokens of this rank, in BF16, beside the codes of X."""
     sizes = f"--in 4096 --out 14336 --gpu sm_90 {layout}"
     kept = 2 * 4096 * 8192 / (2 if layout else 1)
     text = f"; the input of its RMSNorm, {kept / 1e6:.1f} MB"
-    plain, normed = (printed(capsys, monkeypatch, f"{sizes}{norm}") for norm in ("", " --norm"))
+    plain, normed = (printed(f"{sizes}{norm}") for norm in ("", " --norm"))
     [line] = re.findall(r"kept for backward  X as codes of .*", normed)
     assert line.endswith(text) and "RMSNorm" not in plain
 
@@ -133,11 +134,10 @@ def test_dw_between_data_parallel_ranks(
     flags: str,
     bits: float,
     form: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    printed: Callable[[str], str],
 ) -> None:
     """7/8 of the elements leave each of 8 ranks."""
-    text = printed(capsys, monkeypatch, f"--dp 8 {flags}")
+    text = printed(f"--dp 8 {flags}")
     [line] = [line for line in text.splitlines() if line.startswith("dW  summed over 8 data")]
     sent, float32, bf16 = (
         f"{each / 8 * 4096 * 4096 * 7 / 8 / 1e6:.1f} MB" for each in (bits, 32, 16)
@@ -154,8 +154,7 @@ def test_w_between_data_parallel_ranks(
     tp: int,
     dtype: str,
     size: int,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    printed: Callable[[str], str],
 ) -> None:
     """3/4 of W leave each of 4 ranks: 17 bytes for a block of 32, or 2 or 4 for each element."""
     own = 4096 * 4096 // tp * 3 / 4
@@ -169,10 +168,10 @@ def test_w_between_data_parallel_ranks(
             f"(in {name} {plain})",
         ),
     ):
-        text = printed(capsys, monkeypatch, f"--dp 4 --tp {tp} --dtype {dtype} {flag}")
+        text = printed(f"--dp 4 --tp {tp} --dtype {dtype} {flag}")
         assert f"W   gathered by 4 data-parallel ranks: {says}" in text
     for alone in ("", "--param-gather"):
-        assert "data-parallel" not in printed(capsys, monkeypatch, alone)
+        assert "data-parallel" not in printed(alone)
 
 
 def test_the_module_is_the_command() -> None:
@@ -184,22 +183,20 @@ def test_the_module_is_the_command() -> None:
     assert done.returncode == 0 and "wgrad  dW = dY^T X   [4096, 4096]" in done.stdout
 
 
-def test_the_page_s_excerpt_is_what_is_printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_s_excerpt_is_what_is_printed(printed: Callable[[str], str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-it-works.md").read_text()
     [(flags, excerpt)] = re.findall(
         r"^    python -m megatron_fp4 plan (.*)\n\nAn excerpt.*\n\n((?:    .*\n)+)",
         page,
         re.MULTILINE,
     )
-    text = printed(capsys, monkeypatch, flags)
+    text = printed(flags)
     lines = [line[4:] for line in excerpt.splitlines() if line.strip() != "..."]
     assert len(lines) > 8 and all(line in text.splitlines() for line in lines)
 
 
 def test_scales_beside_scales_and_simulated_ones_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, printed: Callable[[str], str]
 ) -> None:
     path = tmp_path / "mine.yaml"
     rows = "{rule: mse, row_max: 1}"
@@ -208,12 +205,12 @@ def test_scales_beside_scales_and_simulated_ones_are_told(
         f"backward: forward\nfprop: {{a: {rows}, b: {rows}}}\n"
         f"wgrad: {{a: {within}, b: {within}}}\ndgrad: {{a: {{rule: ceil}}}}\n"
     )
-    text = printed(capsys, monkeypatch, f"--recipe {path} --gpu sm_90")
+    text = printed(f"--recipe {path} --gpu sm_90")
     assert "E8M0 scales (mse, row scale for 1) for blocks of 32, nearest, by pytorch" in text
     assert re.findall(r"product  by (\w+)", text) == ["hopper", "bf16", "reference"]
     assert "float32 scales within a row are simulated" in text
     assert "times the row scales of the other operand" in text  # dY of dgrad
     kept = 4096 * 8192 * 17 / 32 + 8192 * 4  # codes, block scales, row scales
     assert f"kept for backward  X as codes of fprop, {kept / 1e6:.1f} MB" in text
-    text = printed(capsys, monkeypatch, f"--recipe {path} --gpu sm_100")
+    text = printed(f"--recipe {path} --gpu sm_100")
     assert "an operand has a scale for each row beside its block scales" in text

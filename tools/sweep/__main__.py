@@ -91,7 +91,11 @@ def attempt(args: argparse.Namespace) -> int:
 
 
 def combination_of(words: list[str]) -> Combination:
-    """The combination with these values, each as axis=value. Raises ConfigError for others."""
+    """The combination with these values on its axes, and the first value on all others.
+
+    words: each "axis=value". Raises ConfigError for a word of another form, an axis that does not
+    exist, and a value that the axis does not have.
+    """
     found = chosen(words)
     if unknown := set(found) - set(axes.AXES):
         raise ConfigError(f"no axis {min(unknown)}: {', '.join(axes.AXES)}")
@@ -149,7 +153,8 @@ def show(args: argparse.Namespace) -> int:
         written = pages.into(args.page.read_text(), "sweep", found)
         args.page.write_text(pages.into(written, "axes", "\n".join(page.axes_table())))
     if args.picture is not None:
-        draw(page.last_points(every), f"score of {page.last_stage(every)}", args.picture)
+        stage = page.last_stage(every)
+        draw(page.points_of(every, stage), f"score of {stage}", args.picture)
     return 0
 
 

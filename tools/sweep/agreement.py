@@ -71,8 +71,11 @@ def _places(names: Sequence[str]) -> list[np.ndarray]:
 
 
 def _interval_over(stars: list[np.ndarray], a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """The bootstrap's interval of the correlation. It draws whole stars, given by the places of
-    their combinations, because these are alike."""
+    """The interval of the rank correlation of a with b, by a bootstrap.
+
+    stars: for each star the places in a and b of its combinations. The combinations of a star are
+    alike, and so no independent samples: each draw of the bootstrap takes all of a star, or none.
+    """
     source = np.random.default_rng(BOOTSTRAP_SEED)
     drawn = []
     for _ in range(BOOTSTRAP_DRAWS):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 from megatron_fp4.errors import ConfigError
@@ -213,10 +213,10 @@ def _turns(c: Combination, hadamard: str) -> bool:
 def settled(combination: Combination) -> Combination:
     """The combination with each value that it does not depend on, or that contradicts the axes
     before it, replaced by the first that it may have."""
-    for axis in fields(Combination):
-        allowed = values(combination, axis.name)
-        if getattr(combination, axis.name) not in allowed:
-            combination = replace(combination, **{axis.name: allowed[0]})
+    for axis in AXES:
+        allowed = values(combination, axis)
+        if getattr(combination, axis) not in allowed:
+            combination = replace(combination, **{axis: allowed[0]})
     return combination
 
 

@@ -1,4 +1,7 @@
-"""What each value of an axis does: differences of combinations of one line."""
+"""What the choice on one axis does to a score, all other choices being the same.
+
+It is read off lines (`axes.line`): combinations that differ on one axis alone.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,11 @@ class Effect:
 
 
 def effects(scores: Mapping[Combination, float], lines: Iterable[Line]) -> list[Effect]:
-    """The effects of all values of all axes, in their order, on these lines.
+    """What each value of each axis changes, in the order of AXES.
 
-    In each line a value is compared with the axis's first value, or the first that the line has:
-    rules of one format of scales are not compared with those of another.
+    scores: of combinations; those that have none are left out. lines: each gives one difference for
+    each of its values but the first, to which the others are compared. The first value of a line is
+    that of its axis if the line has it. A line of rules for E4M3 scales, say, has none of E8M0's.
     """
     found: dict[tuple[str, str, str], list[float]] = {}
     for each in lines:

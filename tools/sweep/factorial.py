@@ -28,10 +28,11 @@ LOSS_SCALE = {"loss_scale": "65536"}
 def combinations() -> list[Combination]:
     """The combinations that every sweep has.
 
-    They are all formats of block scales in blocks of 32 and 16, each with and without a tensor
-    scale, stochastic rounding of dY, and a Hadamard transform of the backward pass; UE5M3 with and
-    without these under a loss scale; and four of the formats with each estimator, and with each
-    gradient through the maximum.
+    - All formats of block scales. E4M3 and UE5M3 are there with and without a tensor scale, and
+      UE5M3 with a loss scale too.
+    - Each of these in blocks of 32 and of 16, with and without stochastic rounding of dY, and with
+      and without a Hadamard transform of the backward pass.
+    - Four of them with each estimator, and with each gradient through a block's maximum.
     """
     return [*_formats(), *_loss_scales(), *_estimators()]
 

@@ -11,7 +11,7 @@ from tools.pages import table
 from tools.rows import Row
 from tools.sweep import factorial, llama
 from tools.sweep.agreement import Agreement, agreement
-from tools.sweep.axes import AXES, WHAT
+from tools.sweep.axes import AXES, WHAT, Combination
 from tools.sweep.effects import Effect, effects
 from tools.sweep.findings import FINDINGS, summary
 from tools.sweep.pareto import Point, frontier, points
@@ -59,12 +59,12 @@ def section(rows: list[Row]) -> str:
         found = effects_table(rows, columns)
         parts += [[f"What each value does to {what}:"], found] if found else []
     stage = last_stage(rows)
-    every = last_points(rows)
+    every, errors = points_of(rows, stage), standard_errors(rows, stage)
     parts += [[f"The best {BEST} of `{stage}` that quantize all three GEMMs:"]]
-    parts += [best_table(rows, stage, every)]
+    parts += [points_table(best(every), errors)]
     for device in DEVICES:
         what = f"No combination is better in `{stage}` and needs less time on {device} than these:"
-        parts += [[what], _points_table(rows, stage, frontier(every, device))]
+        parts += [[what], points_table(frontier(every, device), errors)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -73,9 +73,9 @@ def last_stage(rows: list[Row]) -> str:
     return next(stage for stage in reversed(SCORES) if scores(rows, stage))
 
 
-def last_points(rows: list[Row]) -> list[Point]:
-    """The combinations of the last stage that has results, with their scores and times."""
-    return points(scores(rows, last_stage(rows)))
+def points_of(rows: list[Row], stage: str) -> list[Point]:
+    """The combinations of a stage, with their scores and times."""
+    return points(scores(rows, stage))
 
 
 def missing(rows: list[Row]) -> list[str]:
@@ -127,7 +127,7 @@ def _cells(found: Agreement) -> list[str]:
     ceiling = "one seed" if found.ceiling is None else f"{found.ceiling:.2f}"
     numbers = [str(found.number), f"{found.correlation:.2f}", f"{low:.2f} to {high:.2f}", ceiling]
     parts = [f"{found.alike:.2f}", f"{found.better_half:.2f}"]
-    return [*numbers, *parts, "yes" if found.predicts else "no: the interval has 0"]
+    return [*numbers, *parts, "yes" if found.predicts else "no"]
 
 
 def findings_table(rows: list[Row]) -> list[str]:
@@ -182,27 +182,26 @@ def _effect(effect: Effect | None) -> str:
     return f"{effect.median:+.2g} ({low:+.2g} to {high:+.2g}; {len(effect.differences)})"
 
 
-def best_table(rows: list[Row], stage: str, every: list[Point]) -> list[str]:
+def best(every: list[Point]) -> list[Point]:
     """The best combinations, among those that quantize all three GEMMs."""
     fp4 = [p for p in every if p.combination.forward == p.combination.backward == "fp4"]
-    return _points_table(rows, stage, fp4[:BEST])
+    return fp4[:BEST]
 
 
-def _points_table(rows: list[Row], stage: str, found: list[Point]) -> list[str]:
-    """With each score the standard error of its mean over the seeds, if there are two or more."""
+def standard_errors(rows: list[Row], stage: str) -> dict[Combination, float]:
+    """The standard error over the seeds of each combination's score; none of a single seed."""
     by_seed = [scores(rows, stage, [seed]) for seed in seeds_of(rows, stage)]
+    if len(by_seed) < 2:
+        return {}
+    each_by_seed = {each: [own[each] for own in by_seed] for each in by_seed[0]}
+    return {each: statistics.stdev(own) / len(own) ** 0.5 for each, own in each_by_seed.items()}
 
-    def score(point: Point) -> str:
-        own = [each[point.combination] for each in by_seed]
-        error = f" ± {statistics.stdev(own) / len(own) ** 0.5:.4f}" if len(own) > 1 else ""
-        return f"{point.score:+.4f}{error}"
 
-    lines = [
-        [
-            score(point),
-            *(f"{point.times[device]:.2f}" for device in DEVICES),
-            f"`{point.combination}`",
-        ]
-        for point in found
-    ]
+def points_table(found: list[Point], errors: dict[Combination, float]) -> list[str]:
+    """A line for each point. errors: the standard errors of scores, where there are any."""
+    lines = []
+    for point in found:
+        error = f" ± {errors[point.combination]:.4f}" if errors else ""
+        times = [f"{point.times[device]:.2f}" for device in DEVICES]
+        lines.append([f"{point.score:+.4f}{error}", *times, f"`{point.combination}`"])
     return table(["score", *(f"time, {device}" for device in DEVICES), "combination"], lines)

@@ -45,8 +45,6 @@ LEVELS = (
     Level(("diffusion",), best_of=8, line_of=20),
     Level((llama.NAME,), best_of=16, line_of=60),
 )
-
-
 # Stages that do not depend on the axes of TRAINING.
 _WITHOUT_TRAINING = ("products", "draws", llama.NAME)
 

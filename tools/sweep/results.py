@@ -1,4 +1,4 @@
-"""Reads the result rows of a sweep: scores, and ranks over several stages."""
+"""The result rows of a sweep: reads them, and makes scores and ranks of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ BF16 = {
     for optimizer in AXES["optimizer"]
 }
 SCORES = {name: stage.score for name, stage in STAGES.items()} | {llama.NAME: "loss"}
-
-
 KEYS = {"hash", "stage", "star", "combination", "seeds"}
 
 

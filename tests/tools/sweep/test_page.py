@@ -31,7 +31,8 @@ def test_the_results_are_the_committed_ones() -> None:
 
 def test_the_picture_is_that_of_the_results(tmp_path: Path) -> None:
     found = __main__.all_rows(__main__.RESULTS, llama.RESULTS)
-    draw(page.last_points(found), f"score of {page.last_stage(found)}", tmp_path / "p.svg")
+    stage = page.last_stage(found)
+    draw(page.points_of(found, stage), f"score of {stage}", tmp_path / "p.svg")
     assert (tmp_path / "p.svg").read_bytes() == PICTURE.read_bytes()
 
 

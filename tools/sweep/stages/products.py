@@ -1,5 +1,6 @@
-"""Stage `products`: the errors of one draw of the three GEMMs, and of their operands, on recorded
-tensors. Less than a second a combination."""
+"""Stage `products`: how far the products of the three GEMMs, and their quantized operands, are from
+those in BF16, on tensors that were recorded in a training. Stochastic rounding is drawn once. A
+combination takes less than a second."""
 
 from __future__ import annotations
 
