@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
@@ -145,7 +146,13 @@ def estimator_words(estimator: Estimator) -> str:
     return words
 
 
-def _outliers(clamp: OutlierClamp) -> str:
+def _outliers(outliers: OutlierClamp | HotChannels) -> str:
+    if isinstance(outliers, HotChannels):
+        return (
+            f"of each {outliers.group} channels the {outliers.count} with the largest norm over "
+            "the microbatch's tokens, multiplied in high precision, also in wgrad"
+        )
+    clamp = outliers
     low, high = f"{1 - clamp.alpha:.4g}", f"{clamp.alpha:.4g}"
     text = f"clamped to the {low} and {high} quantiles of the rank's part of a {clamp.scope}"
     if clamp.compensate:

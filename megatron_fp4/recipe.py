@@ -19,6 +19,7 @@ import torch
 
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.arithmetic.ramping import STATES, Ramping
@@ -83,7 +84,8 @@ class Recipe:
         unquantized W and X.
     estimator: the gradient through fprop's quantizer of W; None is straight-through.
     x_estimator: the same of X.
-    outliers: how X is clamped before fprop quantizes it; None clamps nothing.
+    outliers: what is split off X before fprop quantizes it, and multiplied in high precision: by
+        quantiles, or hot channels; None splits nothing off.
     x_mean: "subtracted": the mean of X over the tokens of a microbatch is subtracted before X is
         quantized, and multiplied in high precision; `in_evaluation` is "kept". The mean has a part
         of later tokens, so that a model is no longer causal in training.
@@ -105,7 +107,7 @@ class Recipe:
     backward: Literal["forward", "raw"] = "raw"
     estimator: Estimator | None = None
     x_estimator: Estimator | None = None
-    outliers: OutlierClamp | None = None
+    outliers: OutlierClamp | HotChannels | None = None
     x_mean: Literal["kept", "subtracted"] = "kept"
     bias_gradient: Literal["raw", "quantized"] = "raw"
     weight_average: WeightAverage | None = None

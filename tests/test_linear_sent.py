@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fp4 import Quantizer, get_recipe
 from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
@@ -179,6 +180,7 @@ def then(late: Recipe) -> Recipe:
         (replace(TETRAJET, estimator=get_recipe("dge-occ").estimator), "estimator reads"),
         (replace(TETRAJET, outliers=OutlierClamp(0.9)), "outliers of X"),
         (replace(TETRAJET, outliers=OutlierClamp(0.9, compensate=False)), None),
+        (replace(TETRAJET, outliers=HotChannels()), "outliers of X"),
         (replace(TETRAJET, x_mean="subtracted"), "mean of X"),
     ],
 )  # fmt: skip

@@ -20,6 +20,7 @@ from megatron_fp4 import (
 )
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.errors import SizeError
@@ -86,6 +87,18 @@ def test_the_named_correction_is_accepted() -> None:
                 "outliers": OutlierClamp(),
             },
             ["estimator of X", "outliers"],
+        ),
+        (
+            {
+                "x_estimator": Estimator(),
+                "fprop": GemmRecipe(MX, MX),
+                "outliers": HotChannels(),
+            },
+            ["estimator of X", "outliers"],
+        ),
+        (
+            {"x_mean": "subtracted", "fprop": GemmRecipe(MX), "outliers": HotChannels()},
+            ["x_mean", "outliers"],
         ),
         ({"x_mean": "subtract"}, ["x_mean", "kept or subtracted"]),
         ({"x_mean": "subtracted", "dgrad": GemmRecipe(MX, MX)}, ["x_mean", "quantizer of X"]),

@@ -11,7 +11,9 @@ import pytest
 
 from megatron_fp4 import ConfigError, GemmRecipe, Phase, Quantizer, Recipe, get_recipe
 from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.recipe import HIGH_PRECISION
+from megatron_fp4.recipes import content
 from megatron_fp4.recipes.files import recipe_of_fields
 
 
@@ -100,6 +102,16 @@ def test_yaml_without_a_base_spells_out_dge_occ(tmp_path: Path) -> None:
     assert recipe == get_recipe("dge-occ")
 
 
+def test_outliers_are_hot_channels_in_their_form(tmp_path: Path) -> None:
+    recipe = load(tmp_path, "base: tetrajet\noutliers: {form: channels, group: 64}\n")
+    assert recipe.outliers == HotChannels(64, 1)
+    assert content.read(content.write(recipe)) == recipe  # as checkpoints record it
+    clamped = get_recipe("dge-occ")
+    recorded = content.write(clamped).replace(', "form": "quantiles"', "")
+    assert recorded != content.write(clamped)
+    assert content.read(recorded) == clamped  # as versions without hot channels recorded it
+
+
 def test_yaml_fractions(tmp_path: Path) -> None:
     operand = "{rounding: stochastic, prescale: 3/4}"
     gemm = f"{{a: {operand}, b: {operand}, hadamard: {{group: 64}}, correction: 16/9}}"
@@ -186,6 +198,9 @@ def test_files_that_build_on_each_other_are_refused(tmp_path: Path) -> None:
         ("estimator: {k: 5, klip: 3}\n", ["estimator", "klip", "clip"]),
         ("outliers: {alpha: 2}\n", ["outliers", "alpha"]),
         ("outliers: {scope: row}\n", ["outliers", "scope", "token"]),
+        ("outliers: {form: tokens}\n", ["outliers: form is quantiles or channels, not 'tokens'"]),
+        ("outliers: {form: channels, alpha: 0.9}\n", ["outliers: unknown key 'alpha'", "count"]),
+        ("outliers: {form: channels, count: 32}\n", ["outliers: count 32", "group of 32"]),
         ("backward: both\n", ["backward", "forward or raw"]),
         ("name: 5\n", ["name", "a string"]),
     ],

@@ -11,6 +11,7 @@ import yaml
 from megatron_fp4 import GemmRecipe, Phase, Quantizer, Recipe, get_recipe, list_quantizers
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.arithmetic.weight_states import WeightAverage
@@ -23,6 +24,7 @@ SECTIONS = {
     "A Hadamard transform": Hadamard,
     "Estimators": Estimator,
     "The outlier clamp": OutlierClamp,
+    "Hot channels": HotChannels,
     "The weight average": WeightAverage,
     "Ramping": Ramping,
 }

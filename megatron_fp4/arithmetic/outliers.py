@@ -6,7 +6,7 @@ docs/numerics.md, Outlier clamp, defines the bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ class OutlierClamp:
     compensate: add residual @ W^T in high precision to Y.
     residual_in_wgrad: add dY^T @ residual in high precision to dW. The paper does not specify this;
         it is the gradient of the forward pass with compensation.
+    form: what tells it from `hot_channels.HotChannels` in a recipe file.
     Raises ConfigError for another scope or alpha.
     """
 
@@ -64,6 +65,9 @@ class OutlierClamp:
     scope: Scope = "token"
     compensate: bool = True
     residual_in_wgrad: bool = True
+    form: Literal["quantiles"] = "quantiles"
+
+    reads: ClassVar[int] = 1  # how often a kernel that splits reads X
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -74,6 +78,20 @@ class OutlierClamp:
         """How many elements of each end of a line of `length` elements the residual stores."""
         # As many as are ranked beyond a quantile, and one more in case the rank is rounded.
         return min(int((1 - self.alpha) * (length - 1)) + 2, length)
+
+    def multiplied(self, columns: int) -> int:
+        """The number of features, of so many, that the products of the outliers read: all, since
+        each token has its own."""
+        return columns
+
+    def nbytes(self, rows: int, columns: int, itemsize: int) -> int:
+        """The bytes of the `Residual` of an X of these sizes, with elements of `itemsize` bytes."""
+        lines, length = {
+            "token": (rows, columns),
+            "channel": (columns, rows),
+            "tensor": (1, rows * columns),
+        }[self.scope]
+        return lines * 2 * self.kept(length) * (itemsize + index_dtype(length).itemsize)
 
     def split(self, x: Tensor) -> tuple[Tensor, Residual]:
         """(clamped X in X's dtype, residual) of x [tokens, features].

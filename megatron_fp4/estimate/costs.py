@@ -18,7 +18,7 @@ What is assumed:
   takes float32 scales of blocks: the sum of each block is multiplied by them in float32.
 - E1M2 elements are multiplied in BF16. No FP4 tensor core takes them. In FP8 they would be exact
   where E2M1 codes are, if a kernel converted them: this is not counted.
-- Outliers are multiplied by dense products (docs/notes/outliers.md).
+- Outliers are multiplied by dense products (docs/notes/outliers.md), hot channels by themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_fp4.estimate.amounts import Amounts
 from megatron_fp4.estimate.counted import check
 from megatron_fp4.estimate.gpus import Gpu
 from megatron_fp4.estimate.traffic import of_backward, of_forward
-from megatron_fp4.estimate.work import Precision, operand_of, product
+from megatron_fp4.estimate.work import Precision, operand_of, outlier_product, product
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, OperandPlan
 from megatron_fp4.plan.memory import operand_bytes, outlier_bytes, saved_bytes
 from megatron_fp4.recipe import Recipe
@@ -283,21 +283,22 @@ def _transform(
 
 
 def _outliers(plan: LinearPlan) -> Iterator[Cost]:
-    """X is read and written clamped, and what was clamped off is multiplied in BF16."""
-    if plan.clamping is None:
+    """X is read and written without its outliers, and these are multiplied in BF16."""
+    outliers = plan.recipe.outliers
+    if outliers is None:
         return
     rows, columns = plan.setting.shape("x", is_part=plan.setting.has_part("x"))
     size = float(rows * columns * BF16)
     apart = outlier_bytes(plan) if plan.compensation is not None else 0
     saved = outlier_bytes(plan) if plan.residual_in_dw else 0
-    yield Cost("fprop", "x", "outliers", saved=saved, **moved(size, size + apart))
+    read = outliers.reads * size
+    yield Cost("fprop", "x", "outliers", saved=saved, **moved(read, size + apart))
     multiplied = [plan.fprop] if plan.compensation is not None else []
     if plan.residual_in_dw and plan.wgrad is not None:
         multiplied.append(plan.wgrad)
     for gemm in multiplied:
-        m, n, k = gemm.product.shape
-        each = float(m * n * k)
-        work = Amounts({"bf16 operation": 2 * each, "GEMM": 1})
+        work = Amounts(outlier_product(plan, gemm))
+        each = work["bf16 operation"] / 2
         yield Cost(gemm.name, "x", "outliers", multiply_adds=each, precision="bf16", work=work)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.arithmetic.ramping import Ramping
@@ -38,7 +39,11 @@ COUNTED: dict[type, dict[str, tuple[str, ...]]] = {
         "scale_rounding": ("nearest", "stochastic"),
     },
     Hadamard: {"group": (), "signs": ()},
-    OutlierClamp: dict.fromkeys(("alpha", "scope", "compensate", "residual_in_wgrad"), ()),
+    OutlierClamp: {
+        **dict.fromkeys(("alpha", "scope", "compensate", "residual_in_wgrad"), ()),
+        "form": ("quantiles",),
+    },
+    HotChannels: {"form": ("channels",), "group": (), "count": ()},
     Estimator: {
         "form": ("dge", "spline", "sigmoid", "straight-through"),
         "maximum": ("straight-through", "absmax", "vjp", "softmax"),

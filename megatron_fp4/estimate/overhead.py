@@ -119,7 +119,7 @@ def _is_in_work(plan: LinearPlan, cost: Cost) -> bool:
     clamping, which was fitted to `dge-occ`, contains the estimator.
     """
     if cost.technique == "estimator":
-        return plan.clamping is not None
+        return plan.splitting is not None
     if cost.technique in ("sent", "mean"):
         return cost.technique == "mean"
     operands = [operand for gemm in plan.gemms for operand in (gemm.a, gemm.b)]

@@ -67,6 +67,8 @@ def of_forward(plan: LinearPlan) -> list[Sent]:
         if plan.compensation is not None:
             found.append(gather(outlier_bytes(plan), ranks))
     found += _maxima([plan.fprop.a], ranks)
+    if plan.splitting is not None and plan.splitting.agrees:
+        found.append(reduce(8 * setting.inputs, ranks))
     if plan.subtracts_mean and setting.sharding.tokens == "x":
         found.append(reduce(8 * setting.inputs, ranks))
     rows, _ = setting.shape("dy", is_part=False)

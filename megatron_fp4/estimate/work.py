@@ -84,16 +84,16 @@ def of_linear(plan: LinearPlan, gpu: Gpu) -> Work:
         (once if gemm.holds_form else into).add(conversion(gemm, "b"))
     if plan.compute_x is not None and plan.setting.swiglu == "after":
         forward.add(_swiglu(plan, "x"))
-    if plan.clamping is not None:
+    if plan.splitting is not None:
         forward.add(_outliers(plan))
     if plan.compensation is not None:
-        forward.add(_bf16_product(plan.fprop.product.shape))
+        forward.add(outlier_product(plan, plan.fprop))
     if plan.residual_in_dw and plan.wgrad is not None:
-        backward.add(_bf16_product(plan.wgrad.product.shape))
+        backward.add(outlier_product(plan, plan.wgrad))
     forward.add(_mean_forward(plan))
     backward.add(_mean_backward(plan))
     host = "quantized linear" if _is_quantized(plan) else "BF16 linear"
-    if plan.clamping is not None:
+    if plan.splitting is not None:
         host = "linear with outliers"
     work.forward.host.add({host: 1 / 3})
     work.backward.host.add({host: 2 / 3})
@@ -195,9 +195,12 @@ def product(gemm: GemmPlan, gpu: Gpu, precision: Precision) -> Amounts:
     return Amounts({f"{precision} operation": operations, "GEMM": 1})
 
 
-def _bf16_product(shape: tuple[int, int, int]) -> dict[str, float]:
-    m, n, k = shape
-    return {"bf16 operation": 2.0 * m * n * k, "GEMM": 1}
+def outlier_product(plan: LinearPlan, gemm: GemmPlan) -> dict[str, float]:
+    """The work of the product of X's outliers that is added to fprop's or wgrad's."""
+    m, n, k = gemm.product.shape
+    assert plan.recipe.outliers is not None
+    share = plan.recipe.outliers.multiplied(plan.setting.inputs) / plan.setting.inputs
+    return {"bf16 operation": 2.0 * m * n * k * share, "GEMM": 1}
 
 
 def conversion(gemm: GemmPlan, side: Literal["a", "b"]) -> dict[str, float]:

@@ -244,7 +244,7 @@ def _taken_apart(
     builds: tuple[tuple[slice, Build] | None, ...] = ()
     end = 0
     w = None if shares_w else saved.w
-    for part in (saved.x, w, saved.weight, saved.x_itself, saved.residual, saved.y, saved.mean):
+    for part in (saved.x, w, saved.weight, saved.x_itself, saved.outliers, saved.y, saved.mean):
         if part is None:
             builds += (None,)
             continue

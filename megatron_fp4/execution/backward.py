@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_fp4.arithmetic.estimators import Ranks
-from megatron_fp4.arithmetic.outliers import Residual
+from megatron_fp4.arithmetic.hot_channels import Columns, Outliers
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import Pending
 from megatron_fp4.execution.forward import Saved, all_tokens
@@ -62,9 +62,9 @@ class Backward:
         """
         plan, site = self.plan, self.site
         x = self._send_kept_x()
-        residual = None
-        if self.saved.residual is not None:
-            residual = all_tokens(self.saved.residual, plan, site)
+        outliers = None
+        if self.saved.outliers is not None:
+            outliers = all_tokens(self.saved.outliers, plan, site)
         if self.saved.y is not None:
             self._matrices["dy", "swiglu"] = SwigluGradient(dy, self.saved.y)
         else:
@@ -88,7 +88,7 @@ class Backward:
             if plan.late:
                 b = self._make_late(plan.wgrad, b)
             a = self._made[plan.wgrad.a] if wgrads is None else wgrads.wait()
-            dw = self._dw(plan.wgrad, a, b, residual, into)
+            dw = self._dw(plan.wgrad, a, b, outliers, into)
         summed = None if dx is None else dx.wait()
         if summed is not None and plan.estimates_x is not None:
             saved = self.saved
@@ -242,14 +242,14 @@ class Backward:
         wgrad: GemmPlan,
         a: Made,
         b: Made,
-        residual: Pending[Residual] | None,
+        outliers: Pending[Outliers] | None,
         into: Tensor | None,
     ) -> Tensor:
         """dW, with the estimator's factor and the products of X's outliers or mean where the recipe
         has them."""
         plan, saved = self.plan, self.saved
         estimates, mean = plan.estimates_w, saved.mean
-        if wgrad.product.adds or (estimates is None and residual is None and mean is None):
+        if wgrad.product.adds or (estimates is None and outliers is None and mean is None):
             dw = run_gemm(wgrad, a, b, self.site, into)
             return dw if mean is None else self._with_mean(wgrad, dw, mean)
         dw = run_gemm(wgrad, a, b, self.site)
@@ -259,20 +259,27 @@ class Backward:
             )  # saved with fprop's operand where there is an estimator
             # If no other term follows, the kernel of the factor adds dW to main_grad.
             adds = into is not None and into.dtype == dw.dtype and into.is_contiguous()
-            adds = adds and residual is None
+            adds = adds and outliers is None
             weight = saved.weight.to(plan.setting.dtype)
             added_to = into if adds else None
             dw = self._estimated(estimates, plan.fprop.b, dw, saved.w, weight, added_to)
-        if residual is not None and plan.clamping is not None and plan.compensation is not None:
+        if outliers is not None:
             # Fprop multiplied the outliers by the unquantized W, so no estimator applies here.
-            outliers = Decoded(plan.clamping.dense(residual.wait()).t())
-            dy = Decoded(self._dy(wgrad).t())
-            dw = plan.compensation.multiply(dy, outliers, 1.0, dw.dtype, dw)
+            dw = self._with_outliers(wgrad, dw, outliers.wait())
         if mean is not None:  # nor to the mean
             dw = self._with_mean(wgrad, dw, mean)
         if dw is into:
             return dw
         return finish(dw, plan.setting.main_grad or plan.setting.weight_dtype, into)
+
+    def _with_outliers(self, wgrad: GemmPlan, dw: Tensor, outliers: Outliers) -> Tensor:
+        """dW, to which the product of dY and X's outliers is added. dw: float32 or wider."""
+        splitting, compensation = self.plan.splitting, self.plan.compensation
+        assert splitting is not None and compensation is not None
+        dy, dense = Decoded(self._dy(wgrad).t()), Decoded(splitting.dense(outliers).t())
+        if not isinstance(outliers, Columns):
+            return compensation.multiply(dy, dense, 1.0, dw.dtype, dw)
+        return dw.index_add_(1, outliers.channels, compensation.multiply(dy, dense, 1.0, dw.dtype))
 
     def _with_mean(self, wgrad: GemmPlan, dw: Tensor, mean: Tensor) -> Tensor:
         """dW, to which the product of X's mean is added in place: the sum of dY over the tokens of

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_fp4.arithmetic.hot_channels import Columns, Outliers
 from megatron_fp4.arithmetic.outliers import Residual
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, QuantizedTensor
 from megatron_fp4.operands import Operand
@@ -76,10 +77,16 @@ class TensorParallel:
             return self._gather_quantized(operand)
         return self._gather([operand], -1 if axis == 0 else 0).then(itemgetter(0))
 
-    def gather_residual(self, residual: Residual) -> Pending[Residual]:
-        """Gathers the tokens of a residual.
+    def gather_outliers(self, outliers: Outliers) -> Pending[Outliers]:
+        """Gathers the tokens of what was split off X. All ranks have the same channels."""
+        if isinstance(outliers, Residual):
+            return self._gather_residual(outliers)
+        return self._gather([outliers.values], 0).then(
+            lambda values: Columns(values[0], outliers.channels)
+        )
 
-        The lines of scope "channel" and "tensor" span the tokens: a gathered line has one rank's
+    def _gather_residual(self, residual: Residual) -> Pending[Outliers]:
+        """The lines of scope "channel" and "tensor" span the tokens: a gathered line has one rank's
         elements after the other's.
         """
         tokens, features = residual.shape

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_fp4.arithmetic.outliers import Residual
+from megatron_fp4.arithmetic.hot_channels import Columns, Outliers
 from megatron_fp4.arithmetic.token_mean import centered, mean_of, token_sums
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import Pending
 from megatron_fp4.execution.gemm import run_gemm, show_codes
 from megatron_fp4.execution.making import Matrices, make_operands
 from megatron_fp4.execution.weights import HeldWeight
+from megatron_fp4.makers.outliers import Splitting
 from megatron_fp4.operands import Computed, Decoded, Made, Matrix, Operand, Swiglu
 from megatron_fp4.plan.data import LinearPlan, OperandPlan, Source
 
@@ -29,7 +30,7 @@ class Saved:
     w: see `LinearPlan.saves_w`.
     weight: W, if an estimator is applied to dW, which reads it; else None.
     x_itself: X, if an estimator is applied to dX, which reads it; else None.
-    residual: the outliers of X, if dW contains a product with them; else None.
+    outliers: those of X, if dW contains a product with them; else None.
     y: Y, in `Setting.kept_y`, if the gradient of a SwiGLU of it arrives in backward; else None.
     mean: the mean of X over the tokens of all ranks, [in], if dW contains a product with it; else
         None.
@@ -39,7 +40,7 @@ class Saved:
     w: Operand
     weight: Tensor | None
     x_itself: Tensor | None
-    residual: Residual | None
+    outliers: Outliers | None
     y: Tensor | None
     mean: Tensor | None
 
@@ -67,13 +68,13 @@ def forward(
         matrices["w", "model"] = weight.to(dtype)
     source: Source = "swiglu" if plan.setting.swiglu == "after" else "model"
     matrices["x", "normed" if plan.setting.normed else source] = x
-    whole, residual, mean, clamping = x, None, None, plan.clamping
+    whole, outliers, mean, splitting = x, None, None, plan.splitting
     if plan.compute_x is not None:
         assert isinstance(x, Computed)
         whole = matrices["x", "model"] = x.by(plan.compute_x)
-    if clamping is not None:
+    if splitting is not None:
         assert isinstance(whole, Tensor)
-        matrices["x", "clamped"], residual = clamping.split(whole)
+        matrices["x", "inliers"], outliers = _split(whole, splitting, site)
     if plan.subtracts_mean:
         assert isinstance(whole, Tensor)
         mean = _mean(whole, plan, site)
@@ -83,19 +84,30 @@ def forward(
     if plan.fprop.a.gathered and site.parallel is not None:
         a = Made(site.parallel.gather(a.operand).wait())
     y = run_gemm(plan.fprop, a, b, site, held=held)
-    if residual is not None and clamping is not None and plan.compensation is not None:
-        dense = clamping.dense(all_tokens(residual, plan, site).wait())
-        outliers, w = Decoded(dense), Decoded(weight.to(dtype))
-        y = plan.compensation.multiply(outliers, w, 1.0, y.dtype, y)
+    if outliers is not None and splitting is not None and plan.compensation is not None:
+        whole_outliers = all_tokens(outliers, plan, site).wait()
+        w = weight.to(dtype)
+        if isinstance(whole_outliers, Columns):
+            w = w.index_select(1, whole_outliers.channels)
+        dense = Decoded(splitting.dense(whole_outliers))
+        y = plan.compensation.multiply(dense, Decoded(w), 1.0, y.dtype, y)
     if mean is not None and plan.mean_in_y is not None:
-        w = Decoded(weight.to(dtype))
-        y += plan.mean_in_y.multiply(Decoded(mean[None]), w, 1.0, y.dtype)
+        w = weight.to(dtype)
+        y += plan.mean_in_y.multiply(Decoded(mean[None]), Decoded(w), 1.0, y.dtype)
     if bias is not None:
         y += bias
     y = y.to(dtype)
     if site.parallel is not None and plan.setting.has_part("dy"):
         y = site.parallel.scatter_sum(y).wait()
-    return y, _saved(plan, whole if plan.mean_in_dw else x, weight, made, residual, mean, y)
+    return y, _saved(plan, whole if plan.mean_in_dw else x, weight, made, outliers, mean, y)
+
+
+def _split(x: Tensor, splitting: Splitting, site: Site) -> tuple[Tensor, Outliers]:
+    """(X without its outliers, the outliers), of this rank's tokens."""
+    parallel = site.parallel
+    if not splitting.agrees or parallel is None:
+        return splitting.split(x)
+    return splitting.split(x, lambda own: parallel.sum(own).wait())
 
 
 def _mean(x: Tensor, plan: LinearPlan, site: Site) -> Tensor:
@@ -140,7 +152,7 @@ def _saved(
     x: Tensor | Computed,
     weight: Tensor,
     made: dict[OperandPlan, Made],
-    residual: Residual | None,
+    outliers: Outliers | None,
     mean: Tensor | None,
     y: Tensor,
 ) -> Saved:
@@ -157,7 +169,7 @@ def _saved(
         w=made[plan.fprop.b].operand if plan.saves_w == "operand" else weight,
         weight=None if plan.estimates_w is None else weight,
         x_itself=None if plan.estimates_x is None else _kept_x(plan, x),
-        residual=residual if plan.residual_in_dw else None,
+        outliers=outliers if plan.residual_in_dw else None,
         y=_kept_y(plan, y) if plan.setting.swiglu == "before" else None,
         mean=mean if plan.mean_in_dw else None,
     )
@@ -180,8 +192,8 @@ def _kept_x(plan: LinearPlan, x: Tensor | Computed) -> Tensor:
     return x.result
 
 
-def all_tokens(residual: Residual, plan: LinearPlan, site: Site) -> Pending[Residual]:
+def all_tokens(outliers: Outliers, plan: LinearPlan, site: Site) -> Pending[Outliers]:
     """The outliers of X with the tokens of all ranks, gathered under sequence parallelism."""
     if site.parallel is None or not plan.setting.has_part("x"):
-        return Pending(None, residual)
-    return site.parallel.gather_residual(residual)
+        return Pending(None, outliers)
+    return site.parallel.gather_outliers(outliers)

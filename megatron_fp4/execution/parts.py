@@ -1,4 +1,4 @@
-"""Splits operands and residuals into plain tensors, and builds them again."""
+"""Splits operands and outliers into plain tensors, and builds them again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fp4.arithmetic.hot_channels import Columns, Outliers
 from megatron_fp4.arithmetic.outliers import Residual
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.operands import Operand
@@ -17,8 +18,8 @@ Parts = list[Tensor | None]
 Build = Callable[..., Any]
 
 
-def take_apart(part: Operand | Residual | None) -> tuple[Parts, Build]:
-    """Splits an operand or residual into tensors that save_for_backward can take.
+def take_apart(part: Operand | Outliers | None) -> tuple[Parts, Build]:
+    """Splits an operand or outliers into tensors that save_for_backward can take.
 
     Returns (tensors, build): build(*tensors) gives the part back. build itself references no
     tensor, so it keeps none of them alive.
@@ -31,6 +32,8 @@ def take_apart(part: Operand | Residual | None) -> tuple[Parts, Build]:
         return [part.codes, part.scales, part.tensor_scale], build
     if isinstance(part, Residual):
         return [part.values, part.places], partial(Residual, scope=part.scope, shape=part.shape)
+    if isinstance(part, Columns):
+        return [part.values, part.channels], Columns
     assert part is None or isinstance(part, Tensor)
     return [part], _itself
 

@@ -62,7 +62,7 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
         saves_w="operand"
         if _is_forwards(recipe, "w") or _estimates(recipe, "w", setting)
         else "model",
-        clamping=outliers.choose(recipe, setting),
+        splitting=outliers.choose(recipe, setting),
         compute_x=_compute_x(recipe, fprop.a, setting),
         compensation=_high_precision(setting) if _compensates(recipe) else None,
         residual_in_dw=setting.dw and _residual_in_dw(recipe),
@@ -111,8 +111,8 @@ def _compensates(recipe: Recipe) -> bool:
 def _residual_in_dw(recipe: Recipe) -> bool:
     """Whether dY^T times the outliers is added to dW. It is not where wgrad reads the raw X, which
     still contains the outliers."""
-    clamp = recipe.outliers
-    wanted = clamp is not None and clamp.compensate and clamp.residual_in_wgrad
+    split = recipe.outliers
+    wanted = split is not None and split.compensate and split.residual_in_wgrad
     return wanted and _is_forwards(recipe, "x")
 
 
@@ -155,7 +155,7 @@ class _From(NamedTuple):
 def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
     dtype = setting.dtype
     if (gemm, letter) == ("fprop", "x") and recipe.outliers is not None:
-        return _From("clamped", dtype)
+        return _From("inliers", dtype)
     if letter == "x" and _reads_centered_x(recipe, gemm):
         return _From("centered", dtype)
     if (gemm, letter) == ("fprop", "w") and setting.sent_w:

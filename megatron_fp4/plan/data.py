@@ -19,7 +19,7 @@ from megatron_fp4.recipe import Recipe
 if TYPE_CHECKING:
     from megatron_fp4.makers.base import Maker
     from megatron_fp4.makers.estimator import Estimating
-    from megatron_fp4.makers.outliers import Clamping
+    from megatron_fp4.makers.outliers import Splitting
     from megatron_fp4.multipliers.base import Multiplier, Product
     from megatron_fp4.plan.setting import Setting
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #   swiglu    X of fc2: the SwiGLU of fc1's Y, which the model holds. dY of fc1: computed from fc1's
 #             Y and the gradient of the SwiGLU's result, which the model holds
 #   normed    X: the RMSNorm of what the model holds
-#   clamped   X without its outliers
+#   inliers   X without its outliers
 #   centered  X without its mean over tokens
 #   codes     fprop's operand, as codes and scales. W of fprop itself: as its owners sent it
 #   decoded   fprop's operand, decoded to `OperandPlan.dtype`; if fprop transformed it, after the
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 #             multiplied into dY instead
 #   elements  fprop's codes without any scale; the scale of a whole row is multiplied into dY
 Source = Literal[
-    "model", "swiglu", "normed", "clamped", "centered", "codes", "decoded", "values", "elements"
+    "model", "swiglu", "normed", "inliers", "centered", "codes", "decoded", "values", "elements"
 ]
 
 
@@ -149,10 +149,9 @@ class LinearPlan:
         ("packed"), the matrix from which wgrad's operand is made, X itself or that whose SwiGLU it
         is ("model"), or nothing ("").
     saves_w: what is saved of W: fprop's operand ("operand"), or W itself ("model").
-    clamping: splits X into clamped X and outliers as recipe.outliers says; None where the recipe
-        clamps nothing.
-    compute_x: computes X where it is the result of a SwiGLU or of a norm, and is clamped, without
-        its mean, or kept as a matrix; else None.
+    splitting: splits outliers off X as recipe.outliers says; None where the recipe splits none off.
+    compute_x: computes X where it is the result of a SwiGLU or of a norm, and is split, without its
+        mean, or kept as a matrix; else None.
     compensation: the multiplier that adds outliers times W^T to Y; None where the recipe does not
         compensate. residual_in_dw: whether it also adds dY^T times the outliers to dW.
     mean_in_y: the multiplier that adds the mean of X times W^T to Y; None where fprop multiplies X
@@ -175,7 +174,7 @@ class LinearPlan:
     late: tuple[Making, ...]
     saves_x: Literal["operand", "packed", "model", ""]
     saves_w: Literal["operand", "model"]
-    clamping: Clamping | None
+    splitting: Splitting | None
     compute_x: Compute | None
     compensation: Multiplier | None
     residual_in_dw: bool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_fp4.arithmetic.outliers import index_dtype
 from megatron_fp4.plan.data import LinearPlan, OperandPlan
 
 
@@ -61,18 +60,12 @@ def norm_bytes(plan: LinearPlan) -> int:
 
 def outlier_bytes(plan: LinearPlan) -> int:
     """The bytes of the values and places of X's outliers, of this rank's tokens; 0 where the recipe
-    clamps nothing."""
-    setting, clamp = plan.setting, plan.recipe.outliers
-    if clamp is None:
+    splits none off."""
+    setting, outliers = plan.setting, plan.recipe.outliers
+    if outliers is None:
         return 0
-    rows, columns = setting.shape("x", is_part=setting.has_part("x"))
-    lines, length = {
-        "token": (rows, columns),
-        "channel": (columns, rows),
-        "tensor": (1, rows * columns),
-    }[clamp.scope]
-    each = setting.dtype.itemsize + index_dtype(length).itemsize
-    return lines * 2 * clamp.kept(length) * each
+    shape = setting.shape("x", is_part=setting.has_part("x"))
+    return outliers.nbytes(*shape, setting.dtype.itemsize)
 
 
 def sent_bytes(plan: LinearPlan) -> int:

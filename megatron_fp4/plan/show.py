@@ -22,7 +22,7 @@ _SOURCES = {
     "model": "",
     "swiglu": "through SwiGLU",
     "normed": "through RMSNorm",
-    "clamped": "without its outliers",
+    "inliers": "without its outliers",
     "centered": "without its mean over tokens",
     "codes": "from the codes of fprop",
     "decoded": "decoded from the codes of fprop",
@@ -158,8 +158,10 @@ def _extras(plan: LinearPlan) -> Iterator[str]:
     recipe, sharding = plan.recipe, plan.setting.sharding
     if plan.compensation is not None:
         reaches = "Y and dW" if plan.residual_in_dw else "Y"
+        agrees = plan.splitting is not None and plan.splitting.agrees
+        chosen = "chosen by sums over the ranks, " if agrees else ""
         by = plan.compensation.name
-        yield f"outliers  multiplied in high precision by {by}, added to {reaches}"
+        yield f"outliers  {chosen}multiplied in high precision by {by}, added to {reaches}"
     if plan.subtracts_mean:
         summed = ", summed over the ranks" if sharding.tokens == "x" else ""
         text = f"mean of X  by pytorch{summed}, in {_short(plan.setting.dtype)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import cache, lru_cache
 
+from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.errors import SizeError
 from megatron_fp4.recipe import GEMMS, OPERANDS, GemmRecipe, Recipe
@@ -67,6 +68,9 @@ def check_sizes(recipe: Recipe, tokens: int | None, inputs: int, outputs: int, w
     the message. Raises SizeError for the first size that is not a multiple.
     """
     sizes = {"tokens": tokens, "in_features": inputs, "out_features": outputs}
+    if isinstance(recipe.outliers, HotChannels) and inputs % recipe.outliers.group:
+        reason = f"in which recipe {recipe.name} looks for hot channels"
+        raise SizeError(where, "in_features", inputs, recipe.outliers.group, reason)
     for gemm in GEMMS:
         wanted = recipe.gemm(gemm)
         for letter in OPERANDS[gemm]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, OperandPlan
 
 LETTERS = {"x": "X", "w": "W", "dy": "dY"}
@@ -40,6 +41,8 @@ def kernel_notes(plan: LinearPlan) -> Iterator[str]:
         names = " and ".join(f"{LETTERS[o.letter]} of {o.gemm}" for o in making.operands)
         for name, why in making.passed_over:
             yield f"not used: {name}: {why}; PyTorch makes {names}"
+    if isinstance(plan.recipe.outliers, HotChannels):
+        yield "no kernel splits hot channels off X: PyTorch does, from X as a matrix"
     if plan.subtracts_mean:
         yield "no kernel subtracts the mean of X: PyTorch does, from X as a matrix"
     for name, estimates in (("dW", plan.estimates_w), ("dX", plan.estimates_x)):

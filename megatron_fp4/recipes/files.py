@@ -23,6 +23,7 @@ import yaml
 
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
 from megatron_fp4.arithmetic.ramping import Ramping
@@ -35,10 +36,10 @@ from megatron_fp4.recipes.registry import SUFFIXES, get_recipe, typed
 _PARTS = {
     "estimator": Estimator,
     "x_estimator": Estimator,
-    "outliers": OutlierClamp,
     "weight_average": WeightAverage,
     "ramping": Ramping,
 }
+_OUTLIERS = {"quantiles": OutlierClamp, "channels": HotChannels}  # by form, the first by default
 
 
 class _NoRepeats(yaml.SafeLoader):
@@ -115,6 +116,8 @@ def _built(
     for key, kind in _PARTS.items():
         if content.get(key) is not None:
             content[key] = _build(kind, content[key], key)
+    if content.get("outliers") is not None:
+        content["outliers"] = _outliers(content["outliers"])
     keeps_phases, phases = "phases" not in content, content.pop("phases", None)
     # Phases of the base may not go with fields that are replaced here, and are checked at the end.
     found = replace(start, phases=(), **_typed_fields(content, Recipe))
@@ -166,6 +169,14 @@ def _recipe_of_phase(
         raise ConfigError("base: bf16 is no recipe to start from: give recipe: bf16")
     content.setdefault("name", f"{first.name} (phase {number})")
     return _built(content, first, path, {}, above)
+
+
+def _outliers(content: Any) -> OutlierClamp | HotChannels:
+    content = _mapping(content, "outliers")
+    form = content.get("form", next(iter(_OUTLIERS)))
+    if form not in _OUTLIERS:
+        raise ConfigError(f"outliers: form is {' or '.join(_OUTLIERS)}, not {form!r}")
+    return _build(_OUTLIERS[form], content, "outliers")  # type: ignore[no-any-return]
 
 
 def _gemm(content: Any, where: str) -> GemmRecipe:

@@ -74,7 +74,7 @@ LAYOUTS = {
 RECIPES = (
     *("mxfp4", "tetrajet", "mxfp4-rht-sr", "dge", "dge-occ"),
     *("ue5m3", "nvfp4-nvidia", "four-over-six", "quartet-2"),
-    *("row-scales", "estimators", "x-mean", "uniform", "stochastic"),
+    *("row-scales", "estimators", "x-mean", "hot-channels", "uniform", "stochastic"),
 )
 WITH_TENSOR_SCALE = ("ue5m3", "nvfp4-nvidia", "four-over-six", "quartet-2")
 # Models that differ from another in a detail run only the recipe with noise in all three GEMMs.
@@ -92,11 +92,12 @@ NOTICED = {"differing codes": 100, "gradients": 1e-3, "shared noise rows": 100}
 def recipes_of(model: str) -> tuple[str, ...]:
     """The recipes that are compared for a model.
 
-    A tensor scale, and the mean of X, span all tokens that an expert is sent at once, which depend
-    on the expert-parallel size (docs/numerics.md, Across ranks): "moe" is not compared with them.
+    A tensor scale, the mean of X, and the norms of its channels span all tokens that an expert is
+    sent at once, which depend on the expert-parallel size (docs/numerics.md, Across ranks): "moe"
+    is not compared with them.
     """
     if model == "moe":
-        others = (*WITH_TENSOR_SCALE, "x-mean")
+        others = (*WITH_TENSOR_SCALE, "x-mean", "hot-channels")
         return tuple(recipe for recipe in RECIPES if recipe not in others)
     return RECIPES if model in ("llama", "wide") else SIDE_RECIPES
 

@@ -34,9 +34,9 @@ def quantiles_of_parts(dense: int, experts: int) -> Iterator[None]:
     def with_parts(plan: Any, x: Tensor, weight: Tensor, bias: Any, site: Any, *rest: Any) -> Any:
         sharded = site.name.rsplit(".", 1)[-1] in ROW_PARALLEL
         count = (experts if EXPERT in site.name else dense) if sharded else 1
-        if plan.clamping is not None and count > 1:
-            split = partial(_of_parts, plan.clamping.split, count)
-            plan = replace(plan, clamping=plan.clamping._replace(split=split))
+        if plan.splitting is not None and count > 1:
+            split = partial(_of_parts, plan.splitting.split, count)
+            plan = replace(plan, splitting=plan.splitting._replace(split=split))
         return forward(plan, x, weight, bias, site, *rest)
 
     with patched(autograd, "forward", with_parts):

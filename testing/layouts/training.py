@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_fp4 import recipes
 from megatron_fp4.arithmetic.estimators import Estimator
+from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.recipe import GemmRecipe, Recipe
@@ -33,7 +34,8 @@ def recipe_called(name: str) -> Recipe:
     these models' shards. "dge" is dge-occ without the outlier clamp, whose quantiles depend on the
     tensor-parallel size. "row-scales" has a scale for each row beside its block scales.
     "estimators" is dge with estimators of both operands that go through the maximum of a row.
-    "x-mean" is tetrajet that subtracts the mean of X. "uniform" has E1M2 elements.
+    "hot-channels" is tetrajet with hot channels of X, and "x-mean" tetrajet that subtracts the mean
+    of X. "uniform" has E1M2 elements.
     """
     if name in ("mxfp4-rht-sr", "ue5m3", "quartet-2"):
         return recipes.get_recipe(name, hadamard=32)
@@ -50,6 +52,8 @@ def recipe_called(name: str) -> Recipe:
         return replace(recipes.get_recipe("tetrajet"), fprop=GemmRecipe(noisy, noisy))
     if name == "uniform":
         return _uniform(name)
+    if name == "hot-channels":
+        return replace(recipes.get_recipe("tetrajet"), outliers=HotChannels(16, 1))
     if name == "x-mean":
         return replace(recipes.get_recipe("tetrajet"), x_mean="subtracted")
     if name == "estimators":  # in rows, which ranks share, and of both operands

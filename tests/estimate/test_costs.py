@@ -11,6 +11,7 @@ import pytest
 from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, Recipe, get_recipe, list_recipes
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.estimate import costs as module
 from megatron_fp4.estimate.costs import SECOND_SCALE, Cost, costs
@@ -61,6 +62,7 @@ RECIPES |= {
     "mse": alike(Quantizer(rule="mse"), Hadamard(64, "fixed")),
     "mean": replace(get_recipe("tetrajet"), x_mean="subtracted"),
     "channels": get_recipe("dge-occ", scope="channel", compensate=False),
+    "hot": replace(get_recipe("tetrajet"), outliers=HotChannels(64, 3)),
 }
 
 
@@ -177,6 +179,18 @@ def test_the_mean_of_x() -> None:
     assert parts == [("fprop", 2 * X + 2 * W, 0), ("wgrad", 4 * W, 4 * W)]
     plain = [c for c in found(get_recipe("tetrajet")) if c.technique == "mean"]
     assert not plain and len(each) == len(found(get_recipe("tetrajet"))) + 2
+
+
+def test_hot_channels() -> None:
+    """X is read for its sums and again to be split; Y and dW get products of 3 / 64 of K."""
+    each = [c for c in found(RECIPES["hot"]) if c.technique == "outliers"]
+    apart = 3 * IN // 64 * (2 * TOKENS + 8)  # values in BF16, channels in int64
+    assert [(c.gemm, c.read, c.written, c.multiply_adds) for c in each] == [
+        ("fprop", 4 * X, 2 * X + apart, 0),
+        ("fprop", 0, 0, PRODUCT * 3 / 64),
+        ("wgrad", 0, 0, PRODUCT * 3 / 64),
+    ]
+    assert sum(c.saved for c in each) == apart
 
 
 def test_dge_and_occ() -> None:

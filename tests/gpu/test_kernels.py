@@ -155,9 +155,9 @@ def test_many_tokens_are_split_through_the_maker(features: int) -> None:
     wanted, wanted_residual = OutlierClamp().split(x)
     target, bf16 = target_of(torch.device("cuda")), torch.bfloat16
     setting = Setting(512, features, 64, bf16, target, bf16)
-    clamping = outliers.choose(get_recipe("dge-occ"), setting)
-    assert clamping is not None and isinstance(clamping.split, partial)
-    for each in (clamping.split, OutlierClamp().split):  # PyTorch's sort on a GPU too
+    splitting = outliers.choose(get_recipe("dge-occ"), setting)
+    assert splitting is not None and isinstance(splitting.split, partial)
+    for each in (splitting.split, OutlierClamp().split):  # PyTorch's sort on a GPU too
         found, residual = each(x.cuda())
         assert torch.equal(found.cpu(), wanted)
         assert torch.equal(residual.dense().cpu(), wanted_residual.dense())

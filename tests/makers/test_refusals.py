@@ -143,10 +143,10 @@ def test_outliers_of_other_scopes_dtypes_and_shapes(
 ) -> None:
     setting = Setting(64, features, 64, dtype, GPU, dtype)
     for given, on_gpu in ((setting, takes), (replace(setting, target=CPU), False)):
-        clamping = outliers.choose(Recipe("clamps", outliers=clamp), given)
-        assert clamping is not None
+        splitting = outliers.choose(Recipe("clamps", outliers=clamp), given)
+        assert splitting is not None
         assert (
-            isinstance(clamping.split, partial) and clamping.split.func is kernel.split
+            isinstance(splitting.split, partial) and splitting.split.func is kernel.split
         ) == on_gpu
-        assert (clamping.dense is kernel.dense) == on_gpu
+        assert (splitting.dense is kernel.dense) == on_gpu
     assert outliers.choose(Recipe("clamps"), setting) is None

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_fp4 import Quantizer, get_recipe, list_recipes
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
@@ -36,6 +37,8 @@ RECIPES = {name: small_recipe(name) for name in list_recipes()} | {
     "estimated": replace(get_recipe("tetrajet"), estimator=Estimator(), x_estimator=Estimator()),
     "estimated-raw": replace(get_recipe("mxfp4"), estimator=Estimator(), x_estimator=Estimator()),
     "channels": get_recipe("dge-occ", scope="channel"),
+    "hot": replace(get_recipe("tetrajet"), outliers=HotChannels(32, 2)),
+    "hot-raw": replace(get_recipe("mxfp4"), outliers=HotChannels()),
     # The mean of X beside codes, or beside X without it, but not beside X itself.
     "centered": replace(get_recipe("tetrajet"), x_mean="subtracted"),
     "centered-raw": replace(get_recipe("mxfp4"), x_mean="subtracted"),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import megatron_fp4.te
 from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, Recipe, get_recipe, linear
+from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.recipe import GEMMS, Phase
 from megatron_fp4.te import Factory, operand_of
 from testing.builders import te_stand_in
@@ -72,6 +73,7 @@ def test_a_recipe_that_the_hook_cannot_express_is_refused_in_one_line(name: str,
     [
         (get_recipe("tetrajet"), None),
         (Recipe("late", phases=(Phase(0.5, Recipe("bf16")),)), "course of training"),
+        (Recipe("hot", fprop=GemmRecipe(Quantizer()), outliers=HotChannels()), "outliers"),
         (Recipe("mean", fprop=GemmRecipe(Quantizer()), x_mean="subtracted"), "mean of X"),
         (
             Recipe("nv", fprop=GemmRecipe(Quantizer(scale="e4m3", rule="nearest", tensor_max=448))),

@@ -161,7 +161,7 @@ class CompressedTensors:
             if x is None:
                 return "as in training"
             if choice.recipe.outliers is not None:
-                return f"{entry.linear} clamps its outliers"
+                return f"{entry.linear} splits outliers off X"
             if not x.mxfp4 or x.rounding != "nearest" or x.prescale != 1.0:
                 return "only MXFP4 with nearest rounding can be asked for without calibration"
         return "" if self._form == MXFP4 else "the weights are in NVFP4"

@@ -1,6 +1,7 @@
-"""Checks on two ranks that a sharded linear subtracts the mean of X as the whole one does.
+"""Checks on two ranks that a sharded linear sums over tokens as the whole one does: for the mean of X,
+and to choose its hot channels.
 
-torchrun --nproc-per-node 2 testing/scripts/token_means.py
+torchrun --nproc-per-node 2 testing/scripts/token_sums.py
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_quantizer
+from megatron_fp4.arithmetic.hot_channels import HotChannels, Outliers
 from megatron_fp4.arithmetic.token_mean import mean_of, token_sums
 from megatron_fp4.estimate.traffic import of_backward, of_forward
 from megatron_fp4.execution import forward
@@ -20,6 +22,7 @@ from megatron_fp4.execution.backward import Backward
 from megatron_fp4.execution.call import Site
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.linear import quantized_linear
+from megatron_fp4.makers.outliers import Splitting
 from megatron_fp4.mcore.runtime import gloo
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import GemmPlan, LinearPlan
@@ -40,12 +43,16 @@ BLOCKS = Quantizer(rule="ceil")
 BOTH = GemmRecipe(BLOCKS, BLOCKS)
 VECTOR = get_quantizer("vector")
 MEAN = Recipe("mean", fprop=BOTH, dgrad=BOTH, wgrad=BOTH, x_mean="subtracted")
+HOT = replace(MEAN, name="hot", x_mean="kept", outliers=HotChannels(32, 2), backward="forward")
 RECIPES = (
     MEAN,
     replace(MEAN, name="forward", backward="forward"),
     replace(MEAN, name="rows", fprop=GemmRecipe(VECTOR, VECTOR), backward="forward"),
     replace(MEAN, name="wgrad alone", fprop=GemmRecipe()),
     replace(MEAN, name="fprop alone", wgrad=GemmRecipe(), dgrad=GemmRecipe()),
+    HOT,
+    replace(HOT, name="hot, raw", backward="raw"),
+    replace(HOT, name="hot, fprop alone", wgrad=GemmRecipe(), dgrad=GemmRecipe()),
 )
 
 
@@ -64,7 +71,12 @@ def main() -> None:
         with patched(Backward, "_with_mean", with_own_sum):
             found = differs(replace(MEAN, name=f"own sum, {name}"), sharding)
             assert (found > 1e-3) == (name == ROW), (name, found)
-        check_what_is_sent(sharding)
+        # The known mistake: hot channels of the rank's own tokens.
+        with patched(forward, "_split", own_split):
+            found = differs(replace(HOT, name=f"own channels, {name}"), sharding)
+            assert (found > 1e-3) == (name == COLUMN), (name, found)
+        for recipe in (MEAN, HOT):
+            check_what_is_sent(recipe, sharding)
     dist.destroy_process_group()
 
 
@@ -72,14 +84,20 @@ def own_mean(x: Tensor, plan: LinearPlan, site: Site) -> Tensor:
     return mean_of(token_sums(x), len(x), x.dtype)
 
 
+def own_split(x: Tensor, splitting: Splitting, site: Site) -> tuple[Tensor, Outliers]:
+    return splitting.split(x)
+
+
 def with_own_sum(self: Backward, wgrad: GemmPlan, dw: Tensor, mean: Tensor) -> Tensor:
     return dw.addr_(self._dy(wgrad).sum(0, dtype=dw.dtype), mean.to(dw.dtype))
 
 
 def problem(dtype: torch.dtype) -> list[Tensor]:
-    """X with a strong mean, which is not that of a half of the tokens; W; dY."""
+    """X with a strong mean, which is not that of a half of the tokens, and channels whose norms
+    differ between its halves; W; dY."""
     shapes = (TOKENS, IN), (OUT, IN), (TOKENS, OUT)
     x, w, dy = (normal(shape, i, torch.float64) for i, shape in enumerate(shapes))
+    x[TOKENS // 2 :] *= normal((IN,), 6, torch.float64).exp()
     x += 5 * normal((IN,), 7, torch.float64)
     x[: TOKENS // 2] += 2
     dy[: TOKENS // 2] += 1
@@ -117,12 +135,12 @@ def check_bits(sharding: Sharding) -> None:
     wanted = mean_of(token_sums(x), TOKENS, x.dtype)
     rank, axis = dist.get_rank(), 0 if sharding.tokens == "x" else sharding.x
     own = x if axis is None else x.chunk(2, axis)[rank]
-    plan = plan_of(sharding, torch.bfloat16)
+    plan = plan_of(MEAN, sharding, torch.bfloat16)
     found = forward._mean(own, plan, sharded(sharding))
     assert torch.equal(found, wanted if axis != 1 else wanted.chunk(2)[rank])
 
 
-def check_what_is_sent(sharding: Sharding) -> None:
+def check_what_is_sent(recipe: Recipe, sharding: Sharding) -> None:
     """Checks that the linear all-reduces the bytes that `choose_layout` counts."""
     sent: list[int] = []
     all_reduce = dist.all_reduce
@@ -131,7 +149,7 @@ def check_what_is_sent(sharding: Sharding) -> None:
         sent.append(tensor.nbytes)
         return all_reduce(tensor, *args, **kwargs)
 
-    plan = plan_of(sharding, torch.float32)
+    plan = plan_of(recipe, sharding, torch.float32)
     shapes = (
         plan.setting.shape("x", is_part=sharding.tokens == "x"),
         (plan.setting.outputs, plan.setting.inputs),
@@ -139,20 +157,21 @@ def check_what_is_sent(sharding: Sharding) -> None:
     )
     matrices = [normal(shape, i) for i, shape in enumerate(shapes)]
     with patched(dist, "all_reduce", counting):
-        results(MEAN, sharded(sharding), *matrices)
+        results(recipe, sharded(sharding), *matrices)
     counted = [one for one in (*of_forward(plan), *of_backward(plan)) if one.kind == "all-reduce"]
     if sharding.tokens is None and sharding.x is not None:
         counted.pop(0)  # of Y, by Megatron's layer
     assert sum(one.sent for one in counted) == sum(sent), (counted, sent)
-    assert bool(sent) == (sharding.tokens is not None or sharding.sums_dx)
+    sums_dy = sharding.tokens == "dy" and recipe.x_mean == "subtracted"
+    assert bool(sent) == (sharding.tokens == "x" or sums_dy or sharding.sums_dx)
 
 
-def plan_of(sharding: Sharding, dtype: torch.dtype) -> LinearPlan:
-    """The plan of MEAN for this rank's part of the problem."""
+def plan_of(recipe: Recipe, sharding: Sharding, dtype: torch.dtype) -> LinearPlan:
+    """The plan for this rank's part of the problem."""
     tokens = TOKENS // (1 if sharding.tokens is None else 2)
     inputs, outputs = IN // (1 if sharding.x is None else 2), OUT // (2 if sharding.w == 0 else 1)
     target = target_of(torch.device("cpu"))
-    return compile_plan(MEAN, Setting(tokens, inputs, outputs, dtype, target, dtype, sharding))
+    return compile_plan(recipe, Setting(tokens, inputs, outputs, dtype, target, dtype, sharding))
 
 
 def sharded(sharding: Sharding) -> Site:
