@@ -19,7 +19,7 @@ from megatron_fp4.arithmetic.block_sizes import check_divides
 from megatron_fp4.arithmetic.formats import widen
 from megatron_fp4.arithmetic.gain import scales_of_unit_gain
 from megatron_fp4.arithmetic.philox import WHOLE, Key, random_bits16
-from megatron_fp4.arithmetic.quantizer_fields import check_fields
+from megatron_fp4.arithmetic.quantizer_fields import Rule, check_fields
 from megatron_fp4.arithmetic.scaling import (
     average_for,
     per_block,
@@ -48,7 +48,8 @@ class Quantizer:
         e8m0: floor (OCP; may clip), ceil (never clips; TetraJet, arXiv 2502.20853, section 3.2) or
         mse (floor's scale or twice that, whichever gives the smaller squared error).
         e4m3, ue5m3: nearest, up, or four-over-six (the maximum is scaled to 6 or to 4, whichever
-        gives the smaller error; e2m1 elements; arXiv 2512.02010). fp32: absmax.
+        gives the smaller error; e2m1 elements; arXiv 2512.02010), or mse-fp8 (of the scales that
+        FP8 products take, the one with the smallest error; e2m1 elements). fp32: absmax.
     rounding: nearest (ties to even), stochastic, or ema: to the neighbour on the grid that is
         nearer to a moving average of the tensor (e2m1 and e8m0; Q-EMA, arXiv 2502.20853).
     prescale: multiplies the scaled value before it is rounded (3/4 in "Training LLMs with MXFP4",
@@ -69,7 +70,7 @@ class Quantizer:
     element: Literal["e2m1", "e1m2", "e4m3", "e5m2"] = "e2m1"
     scale: Literal["e8m0", "e4m3", "ue5m3", "fp32"] = "e8m0"
     block: tuple[int, int] = (1, 32)
-    rule: Literal["floor", "ceil", "mse", "nearest", "up", "four-over-six", "absmax"] = "floor"
+    rule: Rule = "floor"
     rounding: Literal["nearest", "stochastic", "ema"] = "nearest"
     prescale: float = 1.0
     tensor_max: float = 0.0

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from megatron_fp4.arithmetic.fp8_scales import scales_in_fp8
 from megatron_fp4.errors import ConfigError, check_choices
 
 if TYPE_CHECKING:
     from megatron_fp4.arithmetic.quantizer import Quantizer
 
+Rule = Literal["floor", "ceil", "mse", "nearest", "up", "four-over-six", "mse-fp8", "absmax"]
 _RULES = {"e8m0": ("floor", "ceil", "mse"), "fp32": ("absmax",)}
-_FLOAT_RULES = ("nearest", "up", "four-over-six")  # of e4m3 and ue5m3
+_FLOAT_RULES = ("nearest", "up", "four-over-six", "mse-fp8")  # of e4m3 and ue5m3
 
 
 def check_fields(quantizer: Quantizer) -> None:
@@ -62,10 +64,22 @@ def _check_rounding(q: Quantizer) -> None:
         )
     if q.rule == "mse" and (q.rounding != "nearest" or q.prescale != 1.0):
         raise ConfigError("rule mse takes nearest rounding and no prescale")
-    if q.rule == "four-over-six" and (q.element != "e2m1" or q.block[0] != 1 or q.stochastic):
-        raise ConfigError(
-            "four-over-six takes blocks of one row, nearest rounding and e2m1 elements"
-        )
+    fits = (q.element, q.block[0], q.rounding) == ("e2m1", 1, "nearest")
+    if q.rule in ("four-over-six", "mse-fp8") and not fits:
+        raise ConfigError(f"{q.rule} takes blocks of one row, nearest rounding and e2m1 elements")
+    if q.rule == "mse-fp8":
+        _check_scales_in_fp8(q)
+
+
+def _check_scales_in_fp8(q: Quantizer) -> None:
+    if (q.inflate, q.prescale) != (1.0, 1.0):
+        raise ConfigError("mse-fp8 takes neither inflate nor prescale")
+    largest = scales_in_fp8(q.scale)[-1][0]
+    for name, value in (("tensor_max", q.tensor_max), ("row_max", q.row_max)):
+        if value > largest:
+            raise ConfigError(
+                f"mse-fp8 takes no {name} of {value:g}: its largest scale is {largest:g}"
+            )
 
 
 def _check_gain(q: Quantizer) -> None:

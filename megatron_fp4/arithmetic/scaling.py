@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.formats import widen
+from megatron_fp4.arithmetic.fp8_scales import choose
 from megatron_fp4.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -246,6 +247,8 @@ def _scale_float(
     over: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """over: of `_over_scales`."""
+    if quantizer.rule == "mse-fp8":
+        return _scale_for_fp8(matrix, amax, finite, quantizer, over)
     per_unit = amax.new_ones(()) if over is None else over
     safe = torch.where(finite, amax, 0)
 
@@ -267,6 +270,26 @@ def _scale_float(
         scaled, code = _smaller_error(matrix, quantizer, per_unit, (scaled, code), quantize_to(4.0))
     code = torch.where(finite, code, formats.SCALE_FLOATS[quantizer.scale].nan).to(torch.uint8)
     return scaled, code
+
+
+def _scale_for_fp8(
+    matrix: Tensor,
+    amax: Tensor,
+    finite: Tensor,
+    quantizer: Quantizer,
+    over: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """over: of `_over_scales`."""
+    if over is not None:
+        matrix, amax = matrix / over, amax / over
+    blocks = in_blocks(matrix, quantizer.block).squeeze(1)
+    scales, code = choose(
+        torch.where(finite[..., None], blocks, 0), torch.where(finite, amax, 0), quantizer.scale
+    )
+    divisor = torch.where(scales > 0, scales, math.inf)
+    nan = formats.SCALE_FLOATS[quantizer.scale].nan
+    scaled = per_block(matrix, quantizer.block, divisor, torch.div)
+    return scaled, torch.where(finite, code, nan).to(torch.uint8)
 
 
 def _smaller_error(

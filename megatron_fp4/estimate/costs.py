@@ -46,6 +46,7 @@ FP32, BF16 = torch.float32.itemsize, torch.bfloat16.itemsize
 # mse takes 15 along the rows, and 21 in each of both directions: quantize_kernels-mse.json of
 # benchmarks/results.
 SECOND_SCALE = 18
+_OTHER_SCALES = {"mse": 1, "four-over-six": 1, "mse-fp8": 3}  # scales that are compared with one
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Cost:
     operand: "x", "w" or "dy"; "" for what is not of one operand.
     technique: "product", "codes" (a matrix is read, codes and scales are written), "rounding",
         "random words", "Hadamard transform", "tensor scale", "row scales", "block scales" (the sums
-        of blocks are multiplied by them), "two scales" (a block is rounded with both),
+        of blocks are multiplied by them), "two scales" (a block is rounded with several),
         "gain of 1" (products are summed, and scales rounded again), "average" (read to round
         towards it), "form" (the operand is written as the tensor cores read it), "outliers",
         "mean" (what the mean of X takes), "estimator", "state beside the weight", "saved" or
@@ -255,8 +256,8 @@ def _rounding(
         yield Cost(*where, "random words", words=drawn, work=Amounts({"element drawn": drawn}))
     if quantizer.rounding == "ema":
         yield Cost(*where, "average", **moved(FP32 * elements, 0))
-    if quantizer.rule in ("mse", "four-over-six"):
-        work = Amounts({"element rounded to nearest": SECOND_SCALE * elements})
+    if others := _OTHER_SCALES.get(quantizer.rule):
+        work = Amounts({"element rounded to nearest": others * SECOND_SCALE * elements})
         yield Cost(*where, "two scales", work=work)
     if quantizer.unit_gain:  # two products an element, and a random word a scale
         words = elements / quantizer.block[1] if quantizer.draws else 0.0

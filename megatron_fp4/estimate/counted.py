@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, get_args
 
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer
+from megatron_fp4.arithmetic.quantizer_fields import Rule
 from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.errors import ConfigError
@@ -32,7 +33,7 @@ COUNTED: dict[type, dict[str, tuple[str, ...]]] = {
     Quantizer: {
         "element": ("e2m1", "e1m2", "e4m3", "e5m2"),
         "scale": ("e8m0", "e4m3", "ue5m3", "fp32"),
-        "rule": ("floor", "ceil", "mse", "nearest", "up", "four-over-six", "absmax"),
+        "rule": get_args(Rule),
         "rounding": ("nearest", "stochastic", "ema"),
         **dict.fromkeys(("block", "prescale", "tensor_max", "inflate", "row_max"), ()),
         "unit_gain": (),

@@ -1,4 +1,4 @@
-"""Checks on two ranks that a sharded linear sums over tokens as the whole one does: for the mean of X,
+"""Checks on two ranks that a sharded linear sums X over tokens as the whole one does, for its mean
 and to choose its hot channels.
 
 torchrun --nproc-per-node 2 testing/scripts/token_sums.py
