@@ -17,8 +17,8 @@ from megatron_fp4.arithmetic.formats import E2M1, E8M0_BIAS, SCALE_FLOATS, decod
 SIGNIFICANDS = (1, 3, 5)
 # The candidates of a block, counted from the smallest scale that clips nothing.
 CANDIDATES = (-1, 0, 1, 2)
-# A squared error counts in units of 2^-18 of the square of a power of two near the scale, so that
-# the order of a sum does not matter.
+# A squared error counts in whole units of 2^-18 of the square of a power of two near the scale, so
+# that the order of a sum does not matter.
 _PER_SQUARE = 2.0**18
 
 
@@ -70,6 +70,6 @@ def _error(magnitudes: Tensor, scale: Tensor, exponent: Tensor) -> Tensor:
     """
     scaled = magnitudes / scale[..., None]
     rounded = E2M1.decode(E2M1.encode(scaled), magnitudes.dtype) * scale[..., None]  # exact
-    unit = decode_e8m0((E8M0_BIAS - exponent).clamp(0, 2 * E8M0_BIAS), magnitudes.dtype)
+    unit = decode_e8m0(E8M0_BIAS - exponent.clamp(-125, 126), magnitudes.dtype)
     off = (rounded - magnitudes) * unit[..., None]
-    return torch.round(off * off * _PER_SQUARE).to(torch.int64).sum(-1)
+    return (off * off * _PER_SQUARE).to(torch.int64).sum(-1)

@@ -20,6 +20,7 @@ from megatron_fp4.arithmetic.philox import Noise, signed
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.kernels.arguments import Draws
 from megatron_fp4.kernels.encode import nearest, pack, stochastic
+from megatron_fp4.kernels.fp8_scales import best_in_fp8, scale_of
 from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, planned, tiles
 from megatron_fp4.kernels.philox import noise_of, rest_of_tile, tile_group_indices
 from megatron_fp4.kernels.quantize import RANDOM, SILENCE, is_in_memory, random_of
@@ -104,13 +105,6 @@ def _scale_code(wanted, BIAS: tl.constexpr, MAX: tl.constexpr, UP: tl.constexpr)
 
 
 @triton.jit
-def _scale_of(code, BIAS: tl.constexpr):
-    """The float32 value of each code of a block scale. BIAS: the scale format's exponent bias."""
-    normal = ((code << 20) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
-    return tl.where(code < 8, code.to(tl.float32) * 2.0 ** (-BIAS - 2), normal)
-
-
-@triton.jit
 def _scale_byte(code, finite, NAN: tl.constexpr):
     """The bytes of block scales: the code, or NAN for a block that is not finite."""
     return tl.where(finite, code, NAN).to(tl.uint8)
@@ -123,7 +117,7 @@ def _divisor(code, unit, BIAS: tl.constexpr):
     code: the code of the block scale. If the product is 0 the divisor is Inf, so that all quotients
         are 0.
     """
-    divisor = _scale_of(code, BIAS) * unit
+    divisor = scale_of(code, BIAS) * unit
     return tl.where(divisor > 0.0, divisor, float("inf"))
 
 
@@ -172,6 +166,7 @@ def cast_kernel(
     INFLATE: tl.constexpr,
     PRESCALE: tl.constexpr,
     UP: tl.constexpr,
+    IN_FP8: tl.constexpr,
     BIAS: tl.constexpr,
     MAX: tl.constexpr,
     NAN: tl.constexpr,
@@ -191,6 +186,7 @@ def cast_kernel(
     ACROSS, ALONG: the size of a block across AXIS and along it.
     TENSOR_MAX: the largest block scale under a tensor scale; 0 if there is no tensor scale.
     INFLATE: multiplies block scales before they are rounded. UP: whether they are rounded up.
+    IN_FP8: whether they are chosen by rule mse-fp8 (fp8_scales.py), for which ACROSS is 1.
     PRESCALE: multiplies scaled elements before they are rounded.
     BIAS, MAX, NAN: of the scale format, its exponent bias, largest number and byte of NaN.
 
@@ -216,9 +212,15 @@ def cast_kernel(
     largest = _largest(v, ACROSS, ALONG)
     finite = largest < INFINITE
     amax = _finite_or_0(largest).to(tl.float32, bitcast=True)
-    wanted = tl.div_rn(amax, tl.broadcast_to(unit * 6.0, amax.shape)) * INFLATE
-    scale = _scale_code(wanted, BIAS, MAX, UP)
-    divisor = _divisor(scale, unit, BIAS)
+    if IN_FP8:
+        if TENSOR_MAX > 0:
+            v, amax = tl.div_rn(v, unit), tl.div_rn(amax, unit)
+        scale = best_in_fp8(v, amax, BIAS, MAX, ALONG)
+        divisor = _divisor(scale, 1.0, BIAS)
+    else:
+        wanted = tl.div_rn(amax, tl.broadcast_to(unit * 6.0, amax.shape)) * INFLATE
+        scale = _scale_code(wanted, BIAS, MAX, UP)
+        divisor = _divisor(scale, unit, BIAS)
 
     BLOCKED: tl.constexpr = (TILE // ACROSS, ACROSS, TILE // ALONG, ALONG)
     divisor = tl.broadcast_to(divisor[:, None, :, None], BLOCKED)
@@ -302,6 +304,7 @@ def _launches(
         INFLATE=quantizer.inflate,
         PRESCALE=quantizer.prescale,
         UP=quantizer.rule == "up",
+        IN_FP8=quantizer.rule == "mse-fp8",
         BIAS=scale.bias,
         MAX=scale.max,
         NAN=scale.nan,
@@ -315,6 +318,6 @@ def _launches(
         Launch(top_kernel, grid, (*read, *sizes), form, num_warps=WARPS),
         Launch(
             cast_kernel, grid, (*read, *written, NUMBER, RANDOM, *sizes), form | kind,
-            num_warps=WARPS,
+            num_warps=2 * WARPS if kind["IN_FP8"] else WARPS,  # or registers are spilled
         ),
     )  # fmt: skip

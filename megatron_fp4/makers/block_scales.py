@@ -14,7 +14,8 @@ from megatron_fp4.plan.data import OperandPlan
 
 
 class BlockScaleKernel:
-    """Quantizes a BF16 matrix to E2M1, with E4M3 or UE5M3 scales that map a block's maximum to 6.
+    """Quantizes a BF16 matrix to E2M1, with E4M3 or UE5M3 scales: those that map a block's maximum
+    to 6, or those that rule mse-fp8 chooses.
 
     It refuses the rule four-over-six, Hadamard transforms, and operands times row scales.
     """
@@ -29,7 +30,7 @@ class BlockScaleKernel:
         across, along = quantizer.block
         if quantizer.element != "e2m1":
             return f"makes no {quantizer.element.upper()} elements"
-        if quantizer.rule not in ("nearest", "up"):
+        if quantizer.rule not in ("nearest", "up", "mse-fp8"):
             return f"has no rule {quantizer.rule}"
         if quantizer.unit_gain:
             return "does not correct scales for a gain of 1"

@@ -172,10 +172,10 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
         # An element times its block scale is exact in BF16, and may overflow in float16.
         fits = dtype == torch.bfloat16 and left.exact_in_bf16
         return _From("values", dtype if fits else wide(dtype))
-    # A 4-bit element times a power of two is exact in BF16 too.
-    narrow = left.scale == "e8m0" and not left.row_max and dtype == torch.bfloat16
+    # A 4-bit element times a block scale is exact in BF16 too.
+    narrow = left.exact_in_bf16 and not left.scales_product and dtype == torch.bfloat16
     narrow = narrow and not transformed
-    if narrow and own.b is not None:
+    if narrow and left.scale == "e8m0" and own.b is not None:
         return _From("codes", dtype, left)
     return _From("decoded", dtype if narrow else wide(dtype))
 

@@ -287,6 +287,18 @@ def test_casts_with_scales_in_small_floats_compile(
 
 
 @pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("length", [16, 32])
+def test_casts_with_the_best_scale_in_fp8_compile(length: int, axis: int, capability: int) -> None:
+    for scale in ({"scale": "ue5m3"}, {"scale": "e4m3", "tensor_max": 256.0}):
+        quantizer = Quantizer(block=(1, length), rule="mse-fp8", **scale)  # type: ignore[arg-type]
+        _, cast = blocks._launches(4096, 4096, quantizer, axis, False, False)
+        compiled = compiled_launch(cast, capability)
+        assert "STL" not in sass(compiled["cubin"])  # no registers are spilled
+        assert ".ftz" not in compiled["ptx"] and "div.full" not in compiled["ptx"]
+
+
+@pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("block", [0, 16])
 def test_the_estimator_compiles(block: int, capability: int) -> None:
     start = estimator._launch(64, 4096, block, Estimator(), True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import triton.language as tl
 
-from megatron_fp4.kernels import blocks, encode, rows
+from megatron_fp4.kernels import blocks, encode, fp8_scales, rows
 from testing.kernels.mistakes.injection import Mistake, argument, result
 from testing.kernels.mistakes.rounding import halves_down, halves_up
 
@@ -63,7 +63,7 @@ def _least_of_rows(right: Any, v: Any, ACROSS: Any, ALONG: Any) -> Any:
 BLOCK_SCALES = {
     "up is nearest": Mistake("ue5m3-up", blocks._scale_code, argument("UP", lambda _: False)),
     "subnormal scales go down": Mistake("e4m3-up-sr", blocks._scale_code, _subnormal_scales_down),
-    "a subnormal scale is a normal one": Mistake("e4m3", blocks._scale_of, _subnormal_as_normal),
+    "a subnormal scale is a normal one": Mistake("e4m3", fp8_scales.scale_of, _subnormal_as_normal),
     "an overflow spoils the rest": Mistake(
         "nvfp4", blocks._finite_or_0, lambda right, largest: largest
     ),
@@ -86,6 +86,12 @@ BLOCK_SCALES = {
     "another element's noise": Mistake("prescaled", blocks._rest, argument("AXIS", lambda _: 1)),
     "no NaN": Mistake("ue5m3", blocks._scale_byte, argument("NAN", lambda _: 0)),
     "one row's block": Mistake("2d", blocks._largest, _least_of_rows),
+    "the next scale is the first": Mistake(
+        "in-fp8", fp8_scales._first, argument("wanted", lambda wanted: wanted * 1.2)
+    ),
+    "errors in another unit": Mistake(
+        "in-fp8", fp8_scales._errors, argument("unit", lambda unit: unit / 256)
+    ),
     "ties of scales go up": Mistake("e4m3", encode.nearest_even, halves_up),
     "ties go up": Mistake(
         "e4m3", encode.nearest, argument("magnitudes", lambda given: given * 1.0000002)
