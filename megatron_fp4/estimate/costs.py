@@ -14,7 +14,8 @@ What is assumed:
 - A product runs in the narrowest precision in which the GPU's tensor cores take both operands
   exactly. FP4 tensor cores take all E2M1 codes. UE5M3 scales are for them E4M3 scales times a power
   of two for the row. FP8 takes E2M1 codes with power-of-two scales, or with scales of whole rows or
-  tensors, but not with E4M3 or UE5M3 scales of blocks: these are multiplied in BF16. No tensor core
+  tensors, but not with E4M3 or UE5M3 scales of blocks, other than those of rule mse-fp8: these are
+  multiplied in BF16. No tensor core
   takes float32 scales of blocks: the sum of each block is multiplied by them in float32.
 - E1M2 elements are multiplied in BF16. No FP4 tensor core takes them. In FP8 they would be exact
   where E2M1 codes are, if a kernel converted them: this is not counted.
@@ -125,6 +126,7 @@ def _narrowest(operand: OperandPlan, gpu: Gpu) -> Precision:
     if quantizer.element == "e2m1" and gpu.fp4:
         return "fp4"
     exact = quantizer.element != "e2m1" or quantizer.scale in ("e8m0", "fp32")
+    exact |= quantizer.rule == "mse-fp8"
     return "fp8" if exact and gpu.fp8 else "bf16"
 
 

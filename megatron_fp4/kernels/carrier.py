@@ -1,9 +1,10 @@
-"""Converts E2M1 codes with E8M0 scales to FP8 carriers, which FP8 tensor cores multiply.
+"""Converts E2M1 codes with block scales to FP8 carriers, which FP8 tensor cores multiply.
 
-An element c 2^s of a row is converted to c 2^(s - f). The row exponent f brings the row's largest
-scale to the top of FP8's window, and 2^f multiplies the row of the product. The conversion is exact
-while s - f lies in the window. Elements below it are rounded, and counted (docs/numerics.md,
-Carriers).
+Scales are in E8M0, or E4M3 and UE5M3 scales that rule mse-fp8 chose: 2^s, or 1.25 or 1.5 times
+that. An element c 2^s of a row is converted to c 2^(s - f). The row exponent f brings the row's
+largest scale to the top of FP8's window, and 2^f multiplies the row of the product. The conversion
+is exact while s - f lies in the window. Elements below it are rounded, and counted
+(docs/numerics.md, Carriers).
 
 f is known only when the whole row has been read. The kernel that quantizes an operand can therefore
 write its carriers with a guess, one row exponent for all rows, from a sample of the matrix. Rows
@@ -23,8 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_fp4.arithmetic.formats import SCALE_FLOATS
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.kernels.fp8 import FORMATS, LOWEST, looked_up, table
+from megatron_fp4.kernels.fp8_scales import scale_of
 from megatron_fp4.kernels.launch import INTERPRETED, Launch, address, kernel, planned, tiles
 from megatron_fp4.operands import Carriers
 
@@ -32,6 +35,9 @@ from megatron_fp4.operands import Carriers
 ROWS, BLOCKS, WARPS = 1, 256, 2
 # The same where rows are corrected. Such a program loops over all blocks of its rows.
 CORRECTED_ROWS, CORRECTED_BLOCKS = 8, 8
+# The window of E4M3 for elements times 1, 1.25 or 1.5. The largest, 6 * 1.5 * 2^5, is below 448.
+# The smallest that needs four bits, 1.5 * 1.25 * 2^-6, ends at E4M3's last bit, 2^-9.
+WINDOW_OF_FLOATS = -6, 5
 HELD = 2048  # scales in registers of such a program: with more, fewer programs run at once
 
 
@@ -61,6 +67,8 @@ class Form(NamedTuple):
     MANTISSA, BIAS, NAN: mantissa bits, exponent bias and the byte of NaN of the FP8 format.
     BOTTOM, TOP: the lowest and the highest s - f of its window, in which all elements are exact.
     LOWEST: the lowest s - f for which `fp8.quick_table` is right.
+    SCALE_BIAS, SCALE_NAN: the exponent bias and the byte of NaN of scales with three mantissa bits;
+        a bias of 0 stands for E8M0.
     WORDS: words of codes in a block.
     ALL_BLOCKS: blocks in a row, rounded up to a power of two.
     """
@@ -74,8 +82,20 @@ class Form(NamedTuple):
     BOTTOM: int
     TOP: int
     LOWEST: int
+    SCALE_BIAS: int
+    SCALE_NAN: int
     WORDS: int
     ALL_BLOCKS: int
+
+
+@triton.jit
+def _bits(scales, FORM: tl.constexpr):
+    """Scales as the bits of float32 numbers, of which the exponent is 255 for NaN, and 0 for a byte
+    0. scales: bytes as int32."""
+    if FORM.SCALE_BIAS == 0:
+        return scales << 23
+    bits = scale_of(scales, FORM.SCALE_BIAS).to(tl.int32, bitcast=True)
+    return tl.where(scales == FORM.SCALE_NAN, 255 << 23, bits)
 
 
 @triton.jit
@@ -138,9 +158,11 @@ def _convert(x, rows, wanted, exponent, block0, FORM: tl.constexpr, INTERPRETED:
     blocks = block0 + tl.arange(0, BLOCKS)
     here = wanted[:, None] & (blocks < x.blocks)[None, :]
     byte = tl.load(x.scales + at_rows * x.blocks + blocks[None, :], mask=here, other=0)
-    byte = byte.to(tl.int32)
+    bits = _bits(byte.to(tl.int32), FORM)
+    byte = bits >> 23
     k = byte - exponent[:, None]
-    power = ((tl.maximum(k, -64) + 127) << 23).to(tl.float32, bitcast=True)
+    power = ((tl.maximum(k, -64) + 127) << 23) | (bits & 0x7FFFFF)
+    power = power.to(tl.float32, bitcast=True)
     nan = FORM.NAN * 0x01010101
     low = tl.where(byte == 255, nan, table(power, False, FORM.MANTISSA, FORM.BIAS))
     high = tl.where(byte == 255, nan, table(power, True, FORM.MANTISSA, FORM.BIAS))
@@ -214,7 +236,7 @@ def _operand(
     every = tl.arange(0, FORM.ALL_BLOCKS)
     there = (rows < x.rows)[:, None] & (every < x.blocks)[None, :]
     scales = tl.load(x.scales + at_rows * x.blocks + every[None, :], mask=there, other=0)
-    scales = scales.to(tl.int32)
+    scales = _bits(scales.to(tl.int32), FORM) >> 23
     exponent = _row_exponent(scales, FORM.TOP)
     if FORM.CORRECTS:
         guess = tl.load(x.counts + 2)
@@ -267,7 +289,8 @@ def carried(
     """Converts one operand, or both operands of a product, to FP8 carriers.
 
     operands: for each, the codes [rows, K / 2] with scales [rows, K / 32] or [rows, K / 16], the
-        FP8 dtype, and the carriers that the maker wrote beside the codes, or None.
+        FP8 dtype (E4M3 for scales that are not in E8M0), and the carriers that the maker wrote
+        beside the codes, or None.
 
     Carriers that the maker wrote are corrected in place, which may be done once: rows that do not
     fit the window of the guessed row exponent are converted again. A row that is kept may differ
@@ -279,7 +302,8 @@ def carried(
     made: list[Carriers] = []
     for operand, element, carriers in operands:
         (rows, blocks), block = operand.scales.shape, operand.quantizer.block[1]
-        kinds += ((rows, blocks, block, element, carriers is not None),)
+        scale = operand.quantizer.scale
+        kinds += (Kind(rows, blocks, block, element, carriers is not None, scale),)
         if carriers is None:
             carriers = _room(operand, element)
         given += *carriers.addresses, rows, blocks
@@ -303,8 +327,16 @@ def _room(operand: QuantizedTensor, element: torch.dtype) -> Carriers:
     return Carriers(values, element, counts, addresses)
 
 
-# An operand: its rows, blocks in a row, block size, FP8 dtype, and whether it is corrected.
-Kind = tuple[int, int, int, torch.dtype, bool]
+class Kind(NamedTuple):
+    """An operand: its rows, blocks in a row, block size, FP8 dtype, whether it is corrected, and
+    the format of its scales."""
+
+    rows: int
+    blocks: int
+    block: int
+    element: torch.dtype
+    corrects: bool
+    scale: str = "e8m0"
 
 
 @planned
@@ -326,12 +358,19 @@ def _launch(*kinds: Kind) -> Launch:
 
 def _form(kind: Kind) -> Form:
     """The Form of an operand. Tile sizes are those that were fastest on an H200."""
-    _, blocks, block, element, corrects = kind
+    _, blocks, block, element, corrects, scale = kind
     every = 1 << (blocks - 1).bit_length()
     rows = max(1, min(CORRECTED_ROWS, HELD // every))
     tile = (rows, CORRECTED_BLOCKS) if corrects else (ROWS, min(BLOCKS, every))
     mantissa, bias, nan, bottom, top = FORMATS[element]
-    limits = bottom, top, LOWEST[mantissa]
+    scales = 0, 0
+    if scale != "e8m0":
+        assert element == torch.float8_e4m3fn and not corrects
+        scales, (bottom, top) = (
+            (SCALE_FLOATS[scale].bias, SCALE_FLOATS[scale].nan),
+            WINDOW_OF_FLOATS,
+        )
+    limits = bottom, top, LOWEST[mantissa], *scales
     return Form(corrects, *tile, mantissa, bias, nan, *limits, block // 8, every)
 
 

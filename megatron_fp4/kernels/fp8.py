@@ -1,4 +1,4 @@
-"""Converts E2M1 codes, times a power of two, to FP8 bytes, in Triton.
+"""Converts E2M1 codes, times a block scale, to FP8 bytes, in Triton.
 
 The elements of a block have eight magnitudes. Their FP8 bytes are computed once for the block, as
 two words (`table`, `quick_table`), and each code selects one of them (`looked_up`).
@@ -29,7 +29,7 @@ def table(power, SECOND: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexp
     """The FP8 bytes of four E2M1 magnitudes times `power`, in one word, the smallest in the lowest
     byte.
 
-    power: float32 powers of two.
+    power: float32, powers of two, or 1.25 or 1.5 times these.
     SECOND: whether the magnitudes are 2, 3, 4 and 6; otherwise they are 0, 1/2, 1 and 3/2.
     MANTISSA, BIAS: mantissa bits and exponent bias of the FP8 format.
 

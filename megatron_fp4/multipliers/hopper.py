@@ -4,7 +4,8 @@ An E2M1 element times a power of two is exact in FP8 if the exponent is in the w
 format: -8 to 6 in E4M3, -15 to 13 in E5M2. An FP8 element contains its block scale, relative to a
 power of two for the row (2 to the row exponent), which multiplies the product. X and W are
 converted to E4M3 and dY to E5M2. Elements below the window are rounded and counted. Sums are
-accurate, in float32. docs/numerics.md, Carriers, has the definition.
+accurate, in float32. E4M3 and UE5M3 scales that rule mse-fp8 chose are exact in E4M3 too, with
+exponents from -6 to 5. docs/numerics.md, Carriers, has the definition.
 
 Operands with float32 scales for whole rows are multiplied in FP8 too: their elements are exact in
 FP8, and the scales multiply the rows of the product.
@@ -55,7 +56,7 @@ class Hopper:
     ) -> list[Form]:
         operands: list[Any] = [each.operand for each in made]
         blocked = [
-            (each.operand, _ELEMENTS[letter], each.carriers)
+            (each.operand, _element(each.operand.quantizer, letter), each.carriers)  # type: ignore[union-attr]
             for each, letter in zip(made, letters, strict=True)
             if not each.operand.quantizer.outer  # type: ignore[union-attr]
         ]
@@ -122,12 +123,17 @@ def _carrier_problem(quantizer: Quantizer) -> str | None:
         return "no kernel converts E1M2 elements to FP8"
     if quantizer.scale == "fp32":
         return None
-    if quantizer.scale != "e8m0":
+    if quantizer.scale != "e8m0" and quantizer.rule != "mse-fp8":
         return f"{quantizer.scale} scales of {quantizer.element} are not powers of two"
     height, length = quantizer.block
     if height == 1 and length in BLOCKS:
         return None
     return f"the carrier kernel takes blocks of 1 x 16 and 1 x 32, not of {height} x {length}"
+
+
+def _element(quantizer: Quantizer, letter: str) -> torch.dtype:
+    """The FP8 dtype of an operand's carriers. Scales with two mantissa bits need those of E4M3."""
+    return _ELEMENTS[letter] if quantizer.scale == "e8m0" else torch.float8_e4m3fn
 
 
 @cache

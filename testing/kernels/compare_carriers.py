@@ -116,6 +116,34 @@ def beside(device: str, of: str = "") -> Iterator[str]:
                 yield f"{element}, blocks of {block} beside {other}, {order}: differ"
 
 
+def in_fp8(device: str, of: str = "") -> Iterator[str]:
+    """A line for each operand with scales of rule mse-fp8 whose carriers are wrong."""
+    if of not in "mse-fp8":
+        return
+    kinds = itertools.product(("e4m3", "ue5m3"), (16, 32), ((16, 96, 1.0), (48, 2080, 4.0)))
+    for scale, block, (rows, columns, spread) in kinds:
+        quantizer = Quantizer(scale=scale, block=(1, block), rule="mse-fp8")  # type: ignore[arg-type]
+        q = quantize_matrix(matrix(rows, columns, spread), quantizer, axis=1)
+        mine = replace(q, codes=q.codes.to(device), scales=q.scales.to(device))
+        [form] = Hopper().decode([Made(mine)], ["dy"], torch.bfloat16)
+        assert isinstance(form, Carriers) and form.element == torch.float8_e4m3fn
+        scales, value = q.block_scales(torch.float64), q.dequantize(torch.float64)
+        nan = scales.isnan()
+        exponent = torch.where(nan | (scales == 0), 2.0**-127, scales).log2().floor()
+        row = (exponent.amax(1, keepdim=True) - 5).clamp(min=-126)
+        wanted = torch.ldexp(value, -row).numpy().astype(ml_dtypes.float8_e4m3fn)
+        there = ~np.isnan(wanted.astype(np.float64))
+        found = form.elements.cpu().view(torch.uint8).numpy()
+        wrong = int((found[there] != wanted.view(np.uint8)[there]).sum())
+        wrong += int((form.elements.cpu().float().isnan().numpy() == there).sum())
+        factors = int((form.outer.cpu().double() != torch.exp2(row)).sum())
+        below = (exponent - row < -6).repeat_interleave(block, 1)
+        count = int((below & (value != 0) & ~value.isnan()).sum())
+        if wrong or factors or form.tally.tolist() != [count, int(nan.sum())]:
+            told = f"{form.tally.tolist()} of [{count}, {int(nan.sum())}] rounded and NaN"
+            yield f"{scale}, blocks of {block}: {wrong} bytes, {factors} factors, {told}"
+
+
 def with_row_scales(device: str, of: str = "") -> Iterator[str]:
     """A line for each block size for which the Hopper multiplier's form of an operand with scales
     of rows beside block scales does not stand for its decoded values."""
@@ -136,5 +164,5 @@ def with_row_scales(device: str, of: str = "") -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    comparisons = differences, beside, with_row_scales
+    comparisons = differences, beside, in_fp8, with_row_scales
     print("\n".join(line for each in comparisons for line in each("cpu", *sys.argv[1:])))

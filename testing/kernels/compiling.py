@@ -95,9 +95,9 @@ VARIANTS: dict[str, Launch] = {
 }
 
 
-def carry_launch(*kinds: carrier.Kind) -> Launch:
-    """A launch of the carry kernel; see `carrier.Kind`."""
-    return carrier._launch(*kinds)
+def carry_launch(*kinds: tuple[Any, ...]) -> Launch:
+    """A launch of the carry kernel. kinds: the fields of `carrier.Kind`, of each operand."""
+    return carrier._launch(*(carrier.Kind(*kind) for kind in kinds))
 
 
 def compiled_launch(

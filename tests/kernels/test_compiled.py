@@ -196,7 +196,7 @@ def test_threads_go_over_the_axes_as_said() -> None:
 @pytest.mark.parametrize("second", [None, False, True], ids=["alone", "beside", "both"])
 def test_rows_are_corrected_without_spilling(second: bool | None, blocks: int) -> None:
     """Triton tells of registers that did not suffice as local memory."""
-    kinds: list[carrier.Kind] = [(4096, blocks, 32, E5M2, True)]
+    kinds: list[tuple[Any, ...]] = [(4096, blocks, 32, E5M2, True)]
     kinds += [] if second is None else [(4096, blocks, 32, E4M3, second)]
     start = carry_launch(*kinds)
 
@@ -315,6 +315,17 @@ def test_a_carrier_compiles(block: int, corrects: bool, element: Any, capability
     )
     ptx = compiled_launch(start, capability)["ptx"]
     assert "prmt.b32" in ptx and "mul.ftz" not in ptx
+
+
+@pytest.mark.parametrize("scale", ["e4m3", "ue5m3"])
+@pytest.mark.parametrize("block", [16, 32])
+def test_a_carrier_of_scales_in_small_floats_compiles(block: int, scale: str) -> None:
+    """Alone, and beside an operand with E8M0 scales."""
+    kind = (4096, 512, block, E4M3, False, scale)
+    for kinds in ([kind], [(4096, 512, 32, E5M2, True), kind]):
+        asm = compiled_launch(carry_launch(*kinds), 90)
+        assert "prmt.b32" in asm["ptx"] and ".ftz" not in asm["ptx"]
+        assert "STL" not in sass(asm["cubin"])
 
 
 @pytest.mark.parametrize("capability", GPUS)

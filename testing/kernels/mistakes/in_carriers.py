@@ -15,6 +15,9 @@ CARRIERS = {
         carrier._row_exponent,
         lambda right, scales, TOP: tl.maximum(tl.max(scales, 1) - TOP, 1),
     ),
+    "scales are powers of two": Mistake(
+        "mse-fp8", carrier._bits, result(lambda bits: bits & 0x7F800000)
+    ),
     "zeros are counted": Mistake(
         "48 x", carrier._nonzero, argument("words", lambda words: words | 0x77777777)
     ),
