@@ -18,6 +18,7 @@ from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import Gap, gap
 from benchmarks.study.sizes import SIZES
 from megatron_fp4.arithmetic.estimators import Estimator
+from tools.sweep import llama
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/study.md").read_text()
@@ -31,6 +32,7 @@ COMMITTED = {
     "oscillation-3M": ("docs/notes/oscillation.md", "NVIDIA H200"),
     "estimators": ("docs/notes/estimators.md", "CPU"),
     "rates-3M": ("docs/notes/estimators.md", "NVIDIA H200"),
+    "two-rates-3M": ("docs/notes/estimators.md", "NVIDIA H100"),
 }
 
 
@@ -103,6 +105,21 @@ def test_figures_in_running_text_of_estimators() -> None:
     gaps = [gap(small, cell, named, "bf16") for cell in tables.cells(small)]
     below = [f"{-each.mean:.4f}" for each in gaps if each is not None]
     assert f"is {below[0]} below BF16 at 0.002 and {below[1]} below it at 0.004" in ESTIMATORS
+
+
+def test_the_rates_of_the_last_stage_of_the_sweep_are_the_best_of_a_study() -> None:
+    losses: dict[tuple[str, float], list[float]] = {}
+    for row in rows_of("two-rates-3M"):
+        run = row["configuration"]
+        losses.setdefault((run["recipe"], run["learning_rate"]), []).append(row["held_out"][-1][1])
+    means = {run: statistics.mean(each) for run, each in losses.items()}
+    best = min(means, key=means.__getitem__)
+    single = min((run for run in means if run[0] == "bf16"), key=means.__getitem__)
+    [rate], (flag, other) = llama.BLOCK["learning_rates"], llama.FLAGS
+    assert best == (f"bf16 {flag} {float(other) * 100:g}e-2", rate)
+    ends = f"ends at {means[best]:.4f} with {rate} for the linears and {other} for embedding"
+    assert ends in ESTIMATORS
+    assert f"and at {means[single]:.4f} with its best single rate" in ESTIMATORS
 
 
 def test_the_factor_of_dge_over_a_step_of_the_grid() -> None:

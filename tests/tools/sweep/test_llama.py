@@ -23,6 +23,7 @@ def test_combinations_are_recipes_of_a_matrix(tmp_path: Path) -> None:
     assert len(points) == 2 * (len(llama.BASELINES) + 3)
     flags = next(point for point in points if "rule=ceil" in point.recipe).flags()
     assert flags[:2] == ["--fp4-recipe", "tools.sweep.building:combined"]
+    assert matrix.read(str(path)).flags.split() == llama.FLAGS
     words = flags[3::2]
     options = dict(word.split("=") for word in words if "=" in word)
     assert unnamed(get_recipe(flags[1], **options)) == unnamed(get_recipe("tetrajet"))
@@ -45,10 +46,12 @@ def test_runs_of_a_study_are_scores_of_the_stage() -> None:
     only = {key: llama.BLOCK[f"{key}s"][0] for key in ("size", "learning_rate")}
     only["steps"] = llama.BLOCK["steps"][0]
 
-    def run(recipe: str, seed: int, loss: float, **other: float) -> dict:
+    flags = ["--lr", "1", *llama.FLAGS, "--seed", "1"]
+
+    def run(recipe: str, seed: int, loss: float, **other: object) -> dict:
         return {
             "status": "finished",
-            "configuration": {"recipe": recipe, "seed": seed} | only | other,
+            "configuration": {"recipe": recipe, "seed": seed, "flags": flags} | only | other,
             "held_out": [(150, 9.0), (300, loss)],
             "milliseconds": 20,
         }
@@ -60,6 +63,8 @@ def test_runs_of_a_study_are_scores_of_the_stage() -> None:
     half = run(llama.recipe(RHT), 1, 4.0)  # its second seed has not run
     stars = {BF16["adam"]: "0", TETRAJET: "1", spam: "2", RHT: "3"}
     wrong = [run(llama.recipe(TETRAJET), 1, 9.0, **{key: 7}) for key in only]
+    others = [["--lr", "1"], [*llama.FLAGS[:-1], "9"], llama.FLAGS[::-1]]
+    wrong += [run(llama.recipe(TETRAJET), 1, 9.0, flags=each) for each in others]
     found = llama.rows([*finished, failed, half, *wrong], stars)
     assert scores(found, llama.NAME) == {TETRAJET: pytest.approx(0.1)}
     assert {row["seconds"] for row in found} == {2 * 300 * 0.02}
