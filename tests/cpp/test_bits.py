@@ -15,7 +15,7 @@ from testing.worlds.launch import ROOT
 
 SCRIPT = "testing/scripts/compare_executors.py"
 ESTIMATED, CENTERED = "tests/cpp/estimated.yaml", "tests/cpp/centered.yaml"
-OUTER = "tests/cpp/outer_scale.yaml"
+OUTER, HOT = "tests/cpp/outer_scale.yaml", "tests/cpp/hot.yaml"
 
 
 def compared(*words: str, ranks: int = 1, interpreted: bool = False) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def test_w_that_comes_as_codes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("recipe", [ESTIMATED, CENTERED, OUTER])
+@pytest.mark.parametrize("recipe", [ESTIMATED, CENTERED, OUTER, HOT])
 def test_operators_on_gradients_and_on_x(recipe: str, ranks: int) -> None:
     found = compared(recipe, *["--mlps"] * (ranks == 1), ranks=ranks)
     for name, case in found.items():

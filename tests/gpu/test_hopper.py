@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4 import get_quantizer, get_recipe, linear, list_recipes
+from megatron_fp4 import Quantizer, get_quantizer, get_recipe, linear, list_recipes
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
@@ -35,12 +35,17 @@ pytestmark = [
 SHAPES = [(256, 512, 1024), (16, 48, 32), (1024, 4096, 14336), (208, 4112, 96)]
 
 
-def quantized(rows: int, columns: int, spread: float, seed: int) -> QuantizedTensor:
+CEIL = get_quantizer("mxfp4-ceil")
+
+
+def quantized(
+    rows: int, columns: int, spread: float, seed: int, quantizer: Quantizer = CEIL
+) -> QuantizedTensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator, device="cuda")
     scale = torch.randn(rows, columns // 32, generator=generator, device="cuda")
     x *= torch.exp(spread * scale).repeat_interleave(32, 1)
-    return quantize_matrix(x.bfloat16(), get_quantizer("mxfp4-ceil"), axis=1)
+    return quantize_matrix(x.bfloat16(), quantizer, axis=1)
 
 
 def float64(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
@@ -80,6 +85,33 @@ def test_products(shape: tuple[int, int, int], gradient: bool) -> None:
     narrow = torch.zeros(m, n, device="cuda", dtype=torch.bfloat16)
     assert backend.multiply(*forms, 1.0, torch.bfloat16, narrow) is narrow
     assert relative_error(narrow, expected) < 2e-3
+
+
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("scale", [{"scale": "ue5m3"}, {"scale": "e4m3", "tensor_max": 256.0}])
+@pytest.mark.parametrize("other", ["alike", "e8m0"])
+def test_products_of_scales_in_small_floats(scale: dict[str, Any], block: int, other: str) -> None:
+    """Rule mse-fp8, with both operands in E4M3, also where one is dY."""
+    quantizer = Quantizer(block=(1, block), rule="mse-fp8", **scale)
+    a, b = quantized(256, 1024, 0.7, 1, quantizer), quantized(512, 1024, 0.7, 2, quantizer)
+    if other == "e8m0":
+        b = quantized(512, 1024, 0.7, 2)
+    assert Hopper().refuses(_product(a, b), target_of(a.device)) is None
+    forms, expected = decoded(Made(a), Made(b), gradient=True), float64(a, b)
+    for form in forms:
+        assert isinstance(form, Carriers) and form.element == torch.float8_e4m3fn
+        assert not form.tally.any()
+    assert relative_error(Hopper().multiply(*forms, 1.0, torch.bfloat16), expected) < 2e-3
+    assert relative_error(Hopper().multiply(*forms, 1.0, torch.float32), expected) < 2e-4
+    # Negative control: the scales as powers of two alone.
+    wrong = replace(a, scales=a.scales & 0xF8)
+    forms = decoded(Made(wrong), Made(b))
+    assert relative_error(Hopper().multiply(*forms, 1.0, torch.float32), expected) > 0.02
+
+
+def _product(a: QuantizedTensor, b: QuantizedTensor) -> Product:
+    shape = len(a.codes), len(b.codes), a.shape[1]
+    return Product(a.quantizer, b.quantizer, shape, torch.bfloat16, torch.bfloat16)
 
 
 def test_a_gradient_s_window_is_wider() -> None:
