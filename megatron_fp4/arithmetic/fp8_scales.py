@@ -7,19 +7,20 @@ defines the bits.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.formats import E2M1, E8M0_BIAS, SCALE_FLOATS, decode_e8m0, table
+from megatron_fp4.arithmetic.formats import E2M1, SCALE_FLOATS, table
 
 SIGNIFICANDS = (1, 3, 5)
 # The candidates of a block, counted from the smallest scale that clips nothing.
 CANDIDATES = (-1, 0, 1, 2)
-# A squared error counts in whole units of 2^-18 of the square of a power of two near the scale, so
-# that the order of a sum does not matter.
-_PER_SQUARE = 2.0**18
+# Errors, in units of the scale, are rounded to multiples of 2^-8. The sum of the squares of LONGEST
+# errors of at most 2 is then exact in float32, so that its order does not matter.
+_PER_ERROR, LONGEST = 2.0**8, 64
 
 
 @cache
@@ -41,35 +42,31 @@ def _significand(value: float) -> int:
 
 
 def choose(blocks: Tensor, amax: Tensor, scale: str) -> tuple[Tensor, Tensor]:
-    """(scales, their uint8 codes), of the shape of amax: of four candidates the one that gives a
-    block the smallest squared error, and of equal ones the smallest.
+    """(the reciprocals of the scales, the scales' uint8 codes), of the shape of amax: of four
+    candidates the one that gives a block the smallest squared error, and of equal ones the
+    smallest.
 
     blocks: [..., elements], in units of the scale of the tensor or row. amax: [...], their largest
-    magnitudes, finite. A block of zeros has the scale 0.
+    magnitudes, finite. A block of zeros has the scale 0, and the reciprocal 0.
     """
     values, codes = zip(*scales_in_fp8(scale), strict=True)
-    grid = table(values, blocks.dtype, blocks.device)
-    wanted = amax / torch.full_like(amax, E2M1.max)
-    start = torch.searchsorted(grid, wanted)
-    magnitudes, exponent = blocks.abs(), torch.frexp(wanted)[1]
-    best, least = start, None
+    grid, last = table(values, blocks.dtype, blocks.device), len(values) - 1
+    first = torch.searchsorted(grid, amax / torch.full_like(amax, E2M1.max))
+    magnitudes, best, least = blocks.abs(), first, torch.full_like(amax, math.inf)
     for offset in CANDIDATES:
-        index = (start + offset).clamp(0, len(values) - 1)
-        error = _error(magnitudes, grid[index], exponent)
-        better = torch.ones_like(error, dtype=torch.bool) if least is None else error < least
-        best = torch.where(better, index, best)
-        least = error if least is None else torch.minimum(error, least)
+        index = (first + offset).clamp(0, last)
+        error = _error(magnitudes, grid[index])
+        best = torch.where(error < least, index, best)
+        least = torch.minimum(error, least)
+    best = torch.where(first > last, last, best)  # of a maximum that all scales clip
     code = table(codes, torch.int32, blocks.device)[best]
-    return torch.where(amax > 0, grid[best], 0), torch.where(amax > 0, code, 0).to(torch.uint8)
+    inverse = torch.where(amax > 0, 1 / grid[best], 0)
+    return inverse, torch.where(amax > 0, code, 0).to(torch.uint8)
 
 
-def _error(magnitudes: Tensor, scale: Tensor, exponent: Tensor) -> Tensor:
-    """The counted squared error of each block, int64 [...], with these scales [...].
-
-    exponent: of the power of two in whose square errors are counted.
-    """
-    scaled = magnitudes / scale[..., None]
-    rounded = E2M1.decode(E2M1.encode(scaled), magnitudes.dtype) * scale[..., None]  # exact
-    unit = decode_e8m0(E8M0_BIAS - exponent.clamp(-125, 126), magnitudes.dtype)
-    off = (rounded - magnitudes) * unit[..., None]
-    return (off * off * _PER_SQUARE).to(torch.int64).sum(-1)
+def _error(magnitudes: Tensor, scale: Tensor) -> Tensor:
+    """The squared error [...] of each block with these scales [...]."""
+    scaled = magnitudes * (1 / scale)[..., None]
+    off = E2M1.decode(E2M1.encode(scaled), scaled.dtype) - scaled
+    off = torch.round(off * _PER_ERROR) / _PER_ERROR
+    return off.square().sum(-1) * scale.square()

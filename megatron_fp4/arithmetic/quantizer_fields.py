@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-from megatron_fp4.arithmetic.fp8_scales import scales_in_fp8
+from megatron_fp4.arithmetic.fp8_scales import LONGEST, scales_in_fp8
 from megatron_fp4.errors import ConfigError, check_choices
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ def _check_rounding(q: Quantizer) -> None:
 def _check_scales_in_fp8(q: Quantizer) -> None:
     if (q.inflate, q.prescale) != (1.0, 1.0):
         raise ConfigError("mse-fp8 takes neither inflate nor prescale")
+    if not 0 < q.block[1] <= LONGEST:
+        raise ConfigError(f"mse-fp8 takes blocks of at most {LONGEST} elements, not {q.block}")
     largest = scales_in_fp8(q.scale)[-1][0]
     for name, value in (("tensor_max", q.tensor_max), ("row_max", q.row_max)):
         if value > largest:

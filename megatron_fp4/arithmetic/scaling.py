@@ -283,12 +283,11 @@ def _scale_for_fp8(
     if over is not None:
         matrix, amax = matrix / over, amax / over
     blocks = in_blocks(matrix, quantizer.block).squeeze(1)
-    scales, code = choose(
+    inverse, code = choose(
         torch.where(finite[..., None], blocks, 0), torch.where(finite, amax, 0), quantizer.scale
     )
-    divisor = torch.where(scales > 0, scales, math.inf)
     nan = formats.SCALE_FLOATS[quantizer.scale].nan
-    scaled = per_block(matrix, quantizer.block, divisor, torch.div)
+    scaled = per_block(matrix, quantizer.block, inverse, torch.mul)
     return scaled, torch.where(finite, code, nan).to(torch.uint8)
 
 

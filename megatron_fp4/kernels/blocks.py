@@ -20,7 +20,7 @@ from megatron_fp4.arithmetic.philox import Noise, signed
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.kernels.arguments import Draws
 from megatron_fp4.kernels.encode import nearest, pack, stochastic
-from megatron_fp4.kernels.fp8_scales import best_in_fp8, scale_of
+from megatron_fp4.kernels.fp8_scales import best_in_fp8, inverse_of, scale_of
 from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, planned, tiles
 from megatron_fp4.kernels.philox import noise_of, rest_of_tile, tile_group_indices
 from megatron_fp4.kernels.quantize import RANDOM, SILENCE, is_in_memory, random_of
@@ -216,16 +216,16 @@ def cast_kernel(
         if TENSOR_MAX > 0:
             v, amax = tl.div_rn(v, unit), tl.div_rn(amax, unit)
         scale = best_in_fp8(v, amax, BIAS, MAX, ALONG)
-        divisor = _divisor(scale, 1.0, BIAS)
+        factor = inverse_of(scale, BIAS)
     else:
         wanted = tl.div_rn(amax, tl.broadcast_to(unit * 6.0, amax.shape)) * INFLATE
         scale = _scale_code(wanted, BIAS, MAX, UP)
-        divisor = _divisor(scale, unit, BIAS)
+        factor = _divisor(scale, unit, BIAS)
 
     BLOCKED: tl.constexpr = (TILE // ACROSS, ACROSS, TILE // ALONG, ALONG)
-    divisor = tl.broadcast_to(divisor[:, None, :, None], BLOCKED)
+    factor = tl.reshape(tl.broadcast_to(factor[:, None, :, None], BLOCKED), (TILE, TILE))
     live = tl.broadcast_to(finite.to(tl.int32)[:, None, :, None], BLOCKED)
-    scaled = tl.abs(tl.div_rn(v, tl.reshape(divisor, (TILE, TILE)))) * PRESCALE
+    scaled = tl.abs(v * factor if IN_FP8 else tl.div_rn(v, factor)) * PRESCALE
     scaled = _saturated(scaled)
     if STOCHASTIC:
         code = ~(stochastic(scaled * 0.5, rest, 1.0, INTERPRETED) >> 24) & 7

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 _SUBNORMAL = tl.constexpr(6)  # subnormal scales
-_MOST = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -45,21 +44,23 @@ def _code_of(index):
 
 
 @triton.jit
-def _rounded(magnitudes):
-    """Scaled float32 magnitudes rounded to E2M1, nearest even, as numbers."""
-    v = tl.minimum(magnitudes, 6.0)
-    half, one, two = v + 6291456.0, v + 12582912.0, v + 25165824.0  # 1.5 * 2^22, 2^23, 2^24
-    by_one = tl.where(v < 4.0, one - 12582912.0, two - 25165824.0)
-    return tl.where(v < 2.0, half - 6291456.0, by_one)
+def inverse_of(code, BIAS: tl.constexpr):
+    """The reciprocals of scales with these codes, float32; 0 for the code 0."""
+    scale = scale_of(code, BIAS)
+    return tl.where(code > 0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
 
 
 @triton.jit
-def _errors(magnitudes, scale, unit):
-    """Counted squared errors of elements, int32. scale: what they are divided by. unit: 2^-e, by
-    which errors are multiplied before they are squared."""
-    rounded = _rounded(tl.div_rn(magnitudes, scale)) * scale  # exact
-    off = (rounded - magnitudes) * unit
-    return (off * off * 262144.0).to(tl.int32)  # 2^18
+def _off(scaled):
+    """The rounding errors of scaled magnitudes, float32, as multiples of 2^-8.
+
+    A sum with 1.5 * 2^23 times the distance of two numbers of the grid is rounded to one of them.
+    """
+    clipped = tl.minimum(scaled, 6.0)
+    binade = tl.maximum(clipped.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
+    large = binade.to(tl.float32, bitcast=True) * 6291456.0  # half of it is the distance
+    off = ((clipped + large) - large) - scaled
+    return (off + 49152.0) - 49152.0  # 1.5 * 2^15
 
 
 @triton.jit
@@ -73,17 +74,16 @@ def best_in_fp8(v, amax, BIAS: tl.constexpr, MAX: tl.constexpr, ALONG: tl.conste
     R: tl.constexpr = v.shape[0]
     C: tl.constexpr = v.shape[1] // ALONG
     magnitudes = tl.reshape(tl.abs(v), (R, C, ALONG))
-    wanted = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
-    first = _first(wanted, BIAS)
-    exponent = tl.maximum(wanted.to(tl.int32, bitcast=True) >> 23, 1) - 126
-    unit = ((127 - tl.minimum(exponent, 126)) << 23).to(tl.float32, bitcast=True)
-    unit = tl.broadcast_to(unit[:, :, None], (R, C, ALONG))
+    first = _first(tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)), BIAS)
     last = _first(tl.full(amax.shape, MAX, tl.float32), BIAS) - 1  # MAX has the significand 7 or 15
-    best, least = first, tl.full(amax.shape, _MOST, tl.int32)
+    best, least = first, tl.full(amax.shape, float("inf"), tl.float32)
     for offset in range(-1, 3):
         index = tl.minimum(tl.maximum(first + offset, 0), last)
-        scale = tl.broadcast_to(scale_of(_code_of(index), BIAS)[:, :, None], (R, C, ALONG))
-        error = tl.sum(_errors(magnitudes, scale, unit), 2)
-        better = error < least
-        best, least = tl.where(better, index, best), tl.where(better, error, least)
+        code = _code_of(index)
+        inverse = tl.broadcast_to(inverse_of(code, BIAS)[:, :, None], (R, C, ALONG))
+        off, scale = _off(magnitudes * inverse), scale_of(code, BIAS)
+        error = tl.sum(off * off, 2) * (scale * scale)
+        best = tl.where(error < least, index, best)
+        least = tl.minimum(error, least)
+    best = tl.where(first > last, last, best)  # of a maximum that all scales clip
     return tl.where(amax > 0.0, _code_of(best), 0)

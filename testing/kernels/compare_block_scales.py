@@ -33,7 +33,7 @@ QUANTIZERS = {
     "ue5m3": Quantizer(scale="ue5m3", block=(1, 32), rule="nearest"),
     "ue5m3-up": Quantizer(scale="ue5m3", block=(1, 16), rule="up"),
     "ue5m3-sr": Quantizer(scale="ue5m3", block=(32, 32), rule="nearest", rounding="stochastic"),
-    "in-fp8": Quantizer(scale="ue5m3", block=(1, 16), rule="mse-fp8"),
+    "in-fp8-16": Quantizer(scale="ue5m3", block=(1, 16), rule="mse-fp8"),
     "in-fp8-32": Quantizer(scale="e4m3", block=(1, 32), rule="mse-fp8"),
     "in-fp8-tensor": Quantizer(scale="e4m3", block=(1, 16), rule="mse-fp8", tensor_max=256.0),
     "prescaled": Quantizer(

@@ -87,10 +87,13 @@ BLOCK_SCALES = {
     "no NaN": Mistake("ue5m3", blocks._scale_byte, argument("NAN", lambda _: 0)),
     "one row's block": Mistake("2d", blocks._largest, _least_of_rows),
     "the next scale is the first": Mistake(
-        "in-fp8", fp8_scales._first, argument("wanted", lambda wanted: wanted * 1.2)
+        "in-fp8-16", fp8_scales._first, argument("wanted", lambda wanted: wanted * 1.2)
     ),
-    "errors in another unit": Mistake(
-        "in-fp8", fp8_scales._errors, argument("unit", lambda unit: unit / 256)
+    "errors are not clipped": Mistake(
+        "in-fp8-16", fp8_scales._off, argument("scaled", lambda scaled: tl.minimum(scaled, 6.0))
+    ),
+    "errors are not rounded": Mistake(
+        "in-fp8-16", fp8_scales._off, lambda right, scaled: right(scaled * 1.001)
     ),
     "ties of scales go up": Mistake("e4m3", encode.nearest_even, halves_up),
     "ties go up": Mistake(
