@@ -10,7 +10,7 @@ from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
-from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
+from megatron_fp4.recipe import GEMMS, OPERANDS, Layers, Recipe
 from megatron_fp4.recipes import get_recipe, list_recipes
 
 _LETTERS = {"x": "X", "w": "W", "dy": "dY"}
@@ -23,7 +23,8 @@ def describe(recipe: Recipe) -> list[str]:
     The first line has the recipe's name, and its paper as `paper_of` returns it. Indented lines
     follow: one for each GEMM, with the formats, scales and rounding of its operands, and one each
     for outliers, mean of X, estimators, weight average, updates of W and bias gradient where the
-    recipe has them. Then the lines of each phase's recipe, indented further.
+    recipe has them. Then the lines of each phase's recipe, indented further, and the names of the
+    recipes of some layers.
     """
     paper = paper_of(recipe)
     lines = [f"recipe {recipe.name}{f' ({paper})' if paper else ''}"]
@@ -49,7 +50,17 @@ def describe(recipe: Recipe) -> list[str]:
         first, *rest = describe(phase.recipe)
         lines.append(f"  after {phase.after:.4g} of training: {first}")
         lines += [f"  {line}" for line in rest]
+    for layers in recipe.layers:
+        lines.append(f"  {place_of(layers)}: recipe {layers.recipe.name}")
     return lines
+
+
+def place_of(layers: Layers) -> str:
+    """Which linears `layers` is of, in words."""
+    if layers.modules:
+        return f"linears {layers.modules}"
+    which, count = ("first", layers.first) if layers.first else ("last", layers.last)
+    return f"the {which} layer" if count == 1 else f"the {which} {count} layers"
 
 
 def paper_of(recipe: Recipe) -> str:

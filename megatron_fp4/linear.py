@@ -165,11 +165,12 @@ def linear(
     fullgraph=True the compiler raises.
     Raises ConfigError for unsupported tensors or shapes that do not fit, for an axis that is not a
     multiple of its block or Hadamard group, and for an invalid seed, step or replica.
-    Warns of a recipe with `Recipe.ramping` or `Recipe.phases`; see `warn_of_training`.
+    Warns of a recipe with `Recipe.ramping`, `Recipe.phases` or `Recipe.layers`; see
+    `warn_of_training`.
     """
     if not isinstance(recipe, Recipe):
         recipe = get_recipe(recipe)
-    if recipe.ramping is not None or recipe.phases:
+    if recipe.ramping is not None or recipe.phases or recipe.layers:
         warn_of_training(recipe)
     check_operands(x, weight, bias, name)
     tokens = None  # unchecked: only wgrad contracts the tokens
@@ -191,7 +192,8 @@ def linear(
 
 def warn_of_training(recipe: Recipe) -> None:
     """Warns, once in a process for each recipe, of what a linear alone cannot do of it: ramping,
-    which is the optimizer's, and phases, which follow the progress of training."""
+    which is the optimizer's, phases, which follow the progress of training, and recipes of some
+    layers."""
     if recipe.ramping is not None:
         warnings.warn(
             f"recipe {recipe.name} updates weights at periods of their own, which Megatron's "
@@ -202,6 +204,12 @@ def warn_of_training(recipe: Recipe) -> None:
         warnings.warn(
             f"recipe {recipe.name} has phases, but a linear outside Megatron does not know how far "
             "training is, and uses the first recipe: give it recipe.at(progress)",
+            stacklevel=3,
+        )
+    if recipe.layers:
+        warnings.warn(
+            f"recipe {recipe.name} has layers with recipes of their own, but a linear outside "
+            "Megatron does not know its layer, and uses the recipe of the others: give it its own",
             stacklevel=3,
         )
 

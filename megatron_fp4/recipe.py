@@ -72,6 +72,45 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Layers:
+    """Linears that follow another recipe than the rest of the model, by their place in it.
+
+    recipe: what they follow; one that quantizes nothing keeps them in high precision. It has no
+        layers of its own.
+    first, last: the first or the last so many layers of the decoder. modules: a glob for global
+        module names. One of the three is given. Raises ConfigError otherwise.
+    """
+
+    recipe: Recipe
+    first: int = 0
+    last: int = 0
+    modules: str = ""
+
+    def __post_init__(self) -> None:
+        counts = [self.first, self.last]
+        given = [bool(each) for each in (*counts, self.modules)]
+        if sum(given) != 1 or not all(type(each) is int and each >= 0 for each in counts):
+            raise ConfigError(
+                "layers are the first: N or the last: N of the decoder, or modules: a glob of "
+                "names; give one of the three"
+            )
+
+    def globs(self, count: int | None) -> list[str]:
+        """Globs for the names of the linears, of a decoder with `count` layers. Raises ConfigError
+        for more layers than it has, and for any where the number is not known (None)."""
+        if self.modules:
+            return [self.modules]
+        if count is None or self.first + self.last > count:
+            has = "an unknown number of" if count is None else count
+            raise ConfigError(
+                f"layers: {'first' if self.first else 'last'}: {self.first or self.last} of a "
+                f"decoder with {has} layers: give --num-layers, or fewer"
+            )
+        numbers = range(self.first) if self.first else range(count - self.last, count)
+        return [f"decoder.layers.{number}.*" for number in numbers]
+
+
+@dataclass(frozen=True)
 class Recipe:
     """An FP4 training method: a published one, or a user's own.
 
@@ -96,6 +135,8 @@ class Recipe:
     ramping: at which periods the optimizer updates elements of W that oscillate (Q-Ramping); None:
         all in each step.
     phases: later parts of training with recipes of their own, in their order; () for none.
+    layers: linears with recipes of their own, of which the last that names a linear decides; () for
+        none. Megatron's models follow them; a linear by itself does not know its place.
     Raises ConfigError for fields that contradict each other.
     """
 
@@ -113,6 +154,7 @@ class Recipe:
     weight_average: WeightAverage | None = None
     ramping: Ramping | None = None
     phases: tuple[Phase, ...] = ()
+    layers: tuple[Layers, ...] = ()
 
     def __hash__(self) -> int:  # cheap, since every call of a linear hashes it to find its plan
         return self._hash
@@ -146,6 +188,8 @@ class Recipe:
                 "prescale; use bias_gradient: raw"
             )
         self._check_phases()
+        if nested := [each.recipe.name for each in self.layers if each.recipe.layers]:
+            raise ConfigError(f"recipe {nested[0]} of some layers has layers of its own")
 
     def _check_estimators(self) -> None:
         for letter, estimator in (("w", self.estimator), ("x", self.x_estimator)):
@@ -225,8 +269,8 @@ class Recipe:
             if share <= begun:
                 raise ConfigError(f"a phase after {share:g} does not begin after the one before it")
             begun = share
-            if late.phases:
-                raise ConfigError(f"recipe {late.name} of a phase has phases of its own")
+            if late.phases or late.layers:
+                raise ConfigError(f"recipe {late.name} of a phase has phases or layers of its own")
             # Optimizers keep both from the first step on.
             if late.weight_average not in (None, self.weight_average):
                 raise ConfigError(
@@ -311,7 +355,7 @@ class Recipe:
         return self if self.x_mean == "kept" else replace(self, x_mean="kept")
 
     def without(self, gemms: Collection[str]) -> Recipe:
-        """The recipe with these GEMMs in high precision, and no phases.
+        """The recipe with these GEMMs in high precision, and no phases or layers.
 
         Estimators, outliers, mean and average go where nothing is left that they belong to. Raises
         ConfigError for no GEMM, for an unknown one, and for fprop of a recipe with ramping.
@@ -333,6 +377,7 @@ class Recipe:
             self,
             name=f"{self.name}{f' with {gone}' if kept else ''} in high precision",
             phases=(),
+            layers=(),
             **dict.fromkeys(gemms, HIGH_PRECISION),  # type: ignore[arg-type]
             estimator=self.estimator if has_fprop else None,
             x_estimator=self.x_estimator if has_fprop else None,

@@ -6,11 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, list_recipes
+from megatron_fp4 import (
+    ConfigError,
+    GemmRecipe,
+    Quantizer,
+    Recipe,
+    get_recipe,
+    linear,
+    list_recipes,
+)
 from megatron_fp4.__main__ import info
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.description import describe, paper_of
+from megatron_fp4.estimate.plans import recipe_named
 
 BLOCKS = "for blocks of 32"
 CEIL = f"E2M1, E8M0 scales (ceil) {BLOCKS}"
@@ -20,6 +30,22 @@ def from_file(folder: Path, text: str, name: str = "mine") -> Recipe:
     path = folder / f"{name}.yaml"
     path.write_text(text)
     return get_recipe(str(path))
+
+
+def test_layers_in_words(tmp_path: Path) -> None:
+    entries = "{last: 2, recipe: bf16}, {first: 1, recipe: fp8}, {modules: a.*, recipe: fp8}"
+    recipe = from_file(tmp_path, f"base: tetrajet\nlayers: [{entries}]\n")
+    assert describe(recipe)[-3:] == [
+        "  the last 2 layers: recipe bf16",
+        "  the first layer: recipe fp8",
+        "  linears a.*: recipe fp8",
+    ]
+    x = torch.ones(32, 32)
+    with pytest.warns(UserWarning, match="does not know its layer, and uses the recipe of the"):
+        found = linear(x, x, recipe=recipe)
+    assert torch.equal(found, linear(x, x, recipe="tetrajet"))
+    with pytest.raises(ConfigError, match="has layers .* which estimates do not count"):
+        recipe_named(str(tmp_path / "mine.yaml"))
 
 
 def test_tetrajet_in_words() -> None:

@@ -14,6 +14,7 @@ from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.recipe import HIGH_PRECISION
 from megatron_fp4.recipes import content
+from megatron_fp4.recipes.assignment import recipes_of_layers
 from megatron_fp4.recipes.files import recipe_of_fields
 
 
@@ -100,6 +101,35 @@ def test_yaml_without_a_base_spells_out_dge_occ(tmp_path: Path) -> None:
         """,
     )
     assert recipe == get_recipe("dge-occ")
+
+
+def test_layers_by_place_and_by_name(tmp_path: Path) -> None:
+    entries = (
+        "{last: 2, recipe: bf16}",
+        "{first: 1, recipe: {wgrad: {}, bias_gradient: raw}}",
+        "{modules: '*.linear_fc2', recipe: fp8}",
+    )
+    text = f"base: tetrajet\nlayers: [{', '.join(entries)}]\n"
+    recipe = load(tmp_path, text)
+    last, first, named = recipe.layers
+    plain = replace(recipe, layers=())
+    assert (last.last, last.recipe) == (2, Recipe("bf16"))
+    own = replace(plain, wgrad=HIGH_PRECISION, bias_gradient="raw", name="mine (layers 2)")
+    assert (first.first, first.recipe) == (1, own)
+    assert (named.modules, named.recipe) == ("*.linear_fc2", get_recipe("fp8"))
+    assert content.read(content.write(recipe)) == recipe  # as checkpoints record it
+    assert recipes_of_layers(recipe, 3) == [
+        ("decoder.layers.1.*", None),
+        ("decoder.layers.2.*", None),
+        ("decoder.layers.0.*", own),
+        ("*.linear_fc2", get_recipe("fp8")),
+    ]
+    for count, has in ((1, "1"), (None, "an unknown number of")):
+        with pytest.raises(ConfigError, match=f"last: 2 of a decoder with {has} layers"):
+            recipes_of_layers(recipe, count)
+    (tmp_path / "base.yaml").write_text(f"{text}name: mine\n")
+    assert load(tmp_path, "base: base.yaml\nname: mine\n").layers == recipe.layers
+    assert load(tmp_path, "base: base.yaml\nlayers: []\n").layers == ()
 
 
 def test_outliers_are_hot_channels_in_their_form(tmp_path: Path) -> None:
@@ -196,6 +226,19 @@ def test_files_that_build_on_each_other_are_refused(tmp_path: Path) -> None:
         ),
         ("wgrad: {a: {prescale: 0.75}}\n", ["wgrad", "correction", "1.333"]),
         ("estimator: {k: 5, klip: 3}\n", ["estimator", "klip", "clip"]),
+        ("layers: [{recipe: fp8}]\n", ["layers, number 1", "give one of the three"]),
+        ("layers: [{first: 1, last: 1, recipe: fp8}]\n", ["give one of the three"]),
+        ("layers: [{first: -1, recipe: fp8}]\n", ["give one of the three"]),
+        ("layers: [{first: 1}]\n", ["layers, number 1 needs recipe:"]),
+        ("layers: [{first: 1, recipe: fp7}]\n", ["layers, number 1", "unknown recipe 'fp7'"]),
+        (
+            "layers: [{first: 1, recipe: {layers: [{first: 1, recipe: fp8}]}}]\n",
+            ["mine (layers 1) of some layers has layers of its own"],
+        ),
+        (
+            "phases: [{after: 0.5, recipe: {layers: [{first: 1, recipe: fp8}]}}]\n",
+            ["mine (phase 1) of a phase has phases or layers of its own"],
+        ),
         ("outliers: {alpha: 2}\n", ["outliers", "alpha"]),
         ("outliers: {scope: row}\n", ["outliers", "scope", "token"]),
         ("outliers: {form: tokens}\n", ["outliers: form is quantiles or channels, not 'tokens'"]),

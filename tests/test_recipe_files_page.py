@@ -15,6 +15,7 @@ from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.arithmetic.weight_states import WeightAverage
+from megatron_fp4.recipe import Layers
 
 DOCS = Path(__file__).parents[1] / "docs"
 SECTIONS = {
@@ -59,6 +60,10 @@ def test_a_table_has_the_keys_the_defaults_and_the_choices(section: str) -> None
 
 def test_a_phase_s_table_has_its_keys() -> None:
     assert set(rows("Phases")) == {field.name for field in fields(Phase)}
+
+
+def test_the_table_of_layers_has_their_keys() -> None:
+    assert set(rows("Layers")) == {field.name for field in fields(Layers)}
 
 
 def test_the_page_names_the_quantizers() -> None:

@@ -32,8 +32,14 @@ BF16 = Recipe("bf16")
 
 def recipe_named(name: str, **options: str) -> Recipe:
     """The recipe of a name that --fp4-recipe takes; BF16, which quantizes nothing, for "bf16" and
-    "off". options: of the recipe."""
-    return BF16 if name in ("bf16", "off") else get_recipe(name, **options)
+    "off". options: of the recipe. Raises ConfigError for a recipe with `layers`."""
+    recipe = BF16 if name in ("bf16", "off") else get_recipe(name, **options)
+    if recipe.layers:
+        raise ConfigError(
+            f"recipe {recipe.name} has layers with recipes of their own, which estimates do not "
+            "count: leave layers: out of the file"
+        )
+    return recipe
 
 
 def is_quantized(recipe: Recipe) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from megatron_fp4.arithmetic.messages import ELEMENTS, element_of
 from megatron_fp4.arithmetic.moments import Moments
+from megatron_fp4.description import place_of
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.owned_codes import reader_of_w
@@ -114,6 +115,8 @@ def run(args: argparse.Namespace) -> str:
     shown = [show(plan, moments) for plan in plans]
     for number, phase in enumerate(recipe.phases, 1):
         shown[number] = f"\nafter {phase.after:.4g} of training\n{shown[number]}"
+    for layers in recipe.layers:
+        shown += [f"\n{place_of(layers)}\n{show(compile_plan(layers.recipe, setting), moments)}"]
     return "".join(shown) + show_exchange(plans[0], args.dp, element)
 
 

@@ -11,6 +11,17 @@ from megatron_fp4.recipe import Recipe
 Modules = Sequence[tuple[str, Recipe | None]]  # glob for global module names, recipe or None: BF16
 
 
+def recipes_of_layers(recipe: Recipe, count: int | None) -> list[tuple[str, Recipe | None]]:
+    """`Recipe.layers` as (glob, recipe or None for BF16), for a decoder with `count` layers. Raises
+    ConfigError as `Layers.globs`."""
+    return [
+        (glob, own if own.quantized or own.phases else None)
+        for layers in recipe.layers
+        for own in (layers.recipe,)
+        for glob in layers.globs(count)
+    ]
+
+
 def recipe_for(
     name: str,
     number: int | None,
@@ -20,11 +31,12 @@ def recipe_for(
 ) -> Recipe | None:
     """The recipe of a linear, or None for BF16.
 
-    The last --fp4-module-recipe that matches the name decides; if none does, it is the launch's
-    recipe, or BF16 in the layers that --first-last-layers-bf16 keeps.
+    The last of `modules` that matches the name decides; if none does, it is the launch's recipe, or
+    BF16 in the layers that --first-last-layers-bf16 keeps.
 
     name: the linear's global module name. number: of its decoder layer, from 1; None in no layer.
-    recipe: the launch's. modules: those of --fp4-module-recipe. args: Megatron's arguments.
+    recipe: the launch's. modules: those of its layers, then those of --fp4-module-recipe. args:
+    Megatron's arguments.
     """
     for glob, own in reversed(modules):
         if fnmatchcase(name, glob):

@@ -10,12 +10,14 @@ wgrad:
 dgrad: {}                   # a GEMM without quantizers is in high precision
 phases:                     # what takes its place in the course of training
   - {after: 9/10, recipe: fp8}  # numbers may be fractions
+layers:                     # what takes its place in some layers
+  - {last: 2, recipe: bf16}
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -29,7 +31,7 @@ from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
 from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.recipe import GEMMS, GemmRecipe, Phase, Recipe
+from megatron_fp4.recipe import GEMMS, GemmRecipe, Layers, Phase, Recipe
 from megatron_fp4.recipes.registry import SUFFIXES, get_recipe, typed
 
 # The keys whose values are mappings of the fields of a type.
@@ -39,6 +41,7 @@ _PARTS = {
     "weight_average": WeightAverage,
     "ramping": Ramping,
 }
+_ENTRIES: dict[str, Any] = {"phases": Phase, "layers": Layers}  # the keys that are lists
 _OUTLIERS = {"quantiles": OutlierClamp, "channels": HotChannels}  # by form, the first by default
 
 
@@ -118,13 +121,14 @@ def _built(
             content[key] = _build(kind, content[key], key)
     if content.get("outliers") is not None:
         content["outliers"] = _outliers(content["outliers"])
-    keeps_phases, phases = "phases" not in content, content.pop("phases", None)
+    kept = {key: getattr(start, key) for key in _ENTRIES if key not in content}
+    given = {key: content.pop(key) for key in _ENTRIES if key in content}
     # Phases of the base may not go with fields that are replaced here, and are checked at the end.
-    found = replace(start, phases=(), **_typed_fields(content, Recipe))
-    if keeps_phases:
-        return replace(found, phases=start.phases)
-    entries = enumerate(_list([] if phases is None else phases, "phases"), 1)
-    return replace(found, phases=tuple(_phase(e, n, found, path, above) for n, e in entries))
+    found = replace(start, phases=(), layers=(), **_typed_fields(content, Recipe))
+    for key, entries in given.items():
+        listed = enumerate(_list([] if entries is None else entries, key), 1)
+        kept[key] = tuple(_entry(key, e, n, found, path, above) for n, e in listed)
+    return replace(found, **kept)
 
 
 def _start(name: str, path: Path, options: Mapping[str, Any], above: tuple[Path, ...]) -> Recipe:
@@ -137,26 +141,32 @@ def _start(name: str, path: Path, options: Mapping[str, Any], above: tuple[Path,
     return load_recipe_file(found, options, chain)
 
 
-def _phase(content: Any, number: int, first: Recipe, path: Path, above: tuple[Path, ...]) -> Phase:
-    """The Phase that an entry of `phases:` describes.
+def _entry(
+    key: str, content: Any, number: int, first: Recipe, path: Path, above: tuple[Path, ...]
+) -> Any:
+    """The Phase or Layers that an entry of `phases:` or `layers:` describes.
 
     content: the entry. number: its place in the list, from 1, which messages name. first: the
-    recipe of the file, with which training begins.
+    recipe of the file.
     """
-    where = f"phases, number {number}"
+    kind, where = _ENTRIES[key], f"{key}, number {number}"
     content = _mapping(content, where)
-    _known(content, Phase, where)
-    if len(content) < len(fields(Phase)):
-        raise ConfigError(f"{where} needs after: and recipe:")
-    after = typed(content["after"], float, f"{where}: after")
+    _known(content, kind, where)
+    needed = [field.name for field in fields(kind) if field.default is MISSING]
+    if missing := [name for name in needed if name not in content]:
+        raise ConfigError(f"{where} needs {missing[0]}:")
+    recipe = content.pop("recipe")
+    values = _typed_fields(content, kind, where)
     try:
-        return Phase(after, _recipe_of_phase(content["recipe"], number, first, path, above))
+        label = f"{'phase' if kind is Phase else key} {number}"
+        own = _recipe_of_entry(recipe, label, first, path, above)
+        return kind(recipe=own, **values)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _recipe_of_phase(
-    content: Any, number: int, first: Recipe, path: Path, above: tuple[Path, ...]
+def _recipe_of_entry(
+    content: Any, label: str, first: Recipe, path: Path, above: tuple[Path, ...]
 ) -> Recipe:
     if content == "bf16":
         return Recipe(name="bf16")
@@ -167,7 +177,7 @@ def _recipe_of_phase(
     content = dict(content)
     if content.get("base") == "bf16":
         raise ConfigError("base: bf16 is no recipe to start from: give recipe: bf16")
-    content.setdefault("name", f"{first.name} (phase {number})")
+    content.setdefault("name", f"{first.name} ({label})")
     return _built(content, first, path, {}, above)
 
 

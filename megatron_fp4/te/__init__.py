@@ -97,6 +97,8 @@ def _inexpressible(recipe: Recipe) -> str | None:
         return "updates elements of W at periods of their own"
     if recipe.phases:
         return "changes in the course of training"
+    if recipe.layers:
+        return "gives some layers recipes of their own"
     for gemm in GEMMS:
         for operand in OPERANDS[gemm]:
             quantizer = recipe.quantizer(gemm, operand)

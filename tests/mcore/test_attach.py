@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -289,7 +290,7 @@ def test_globs_choose_recipes_by_global_names_and_the_last_match_counts(
 
 def test_a_glob_that_names_nothing_is_an_error_that_lists_names(one_rank: None) -> None:
     modules = [("layers.0.*", None)]
-    with pytest.raises(ConfigError, match=r"layers.0.\*: no linear .* decoder.layers.\*.mlp"):
+    with pytest.raises(ConfigError, match=r"layers.0.\* of .*: no linear .* decoder.layers.\*.mlp"):
         attach(run(get_recipe("tetrajet"), modules=modules), [model()])
 
 
@@ -299,6 +300,22 @@ def test_globs_see_the_whole_pipeline_s_numbers() -> None:
     result = train(2, *PP2, *flags)
     quantized = [line.split() for line in result.output.splitlines() if " e2m1 " in line]
     assert quantized and all(line[1] == "0" for line in quantized)
+
+
+def test_layers_of_a_recipe_are_those_of_the_whole_pipeline(tmp_path: Path) -> None:
+    """As the flag that names them, to the bit; and the other layer is not."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: tetrajet\nname: tetrajet\nlayers: [{last: 1, recipe: bf16}]\n")
+    flag = ("--fp4-recipe", "tetrajet", "--fp4-module-recipe")
+    losses = [
+        train(2, *PP2, "--bf16", *words).losses
+        for words in (
+            ("--fp4-recipe", str(path)),
+            (*flag, "decoder.layers.1.*=bf16"),
+            (*flag, "decoder.layers.0.*=bf16"),
+        )
+    ]
+    assert losses[0] == losses[1] != losses[2]
 
 
 def test_the_table_has_the_lines_of_the_executor(

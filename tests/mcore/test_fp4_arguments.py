@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp4 import get_recipe, list_recipes
+from megatron_fp4 import ConfigError, get_recipe, list_recipes
 from megatron_fp4.mcore.launch import fp4_arguments
 from megatron_fp4.mcore.launch.refusals.fp4_flags import UPSTREAM_RECIPES
 from megatron_fp4.recipe import GEMMS, Phase
@@ -182,6 +182,23 @@ def test_modules_recipes_return_to_bf16_too() -> None:
     args = parse("--fp4-recipe", "tetrajet", "--fp4-bf16-after", "0.9", *modules)
     (_, own), (_, none) = fp4_arguments.module_recipes(args)
     assert own is not None and own.phases[0].after == 0.9 and none is None
+
+
+def test_layers_of_the_recipe_come_before_the_flag_s(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "base: tetrajet\nlayers:\n- {last: 1, recipe: bf16}\n- {first: 1, recipe: fp8}\n"
+    )
+    flags = ("--fp4-recipe", str(path), "--num-layers", "4")
+    args = parse(*flags, "--fp4-bf16-after", "0.9", "--fp4-module-recipe", "a=mxfp4")
+    (last, none), (first, fp8), (glob, own) = fp4_arguments.module_recipes(args)
+    names = ("decoder.layers.3.*", "decoder.layers.0.*", "a")
+    assert (last, first, glob) == names and none is None
+    assert fp8 is not None and (fp8.fprop, fp8.phases[0].after) == (get_recipe("fp8").fprop, 0.9)
+    assert own is not None and own.name == "mxfp4"
+    path.write_text("base: tetrajet\nlayers: [{last: 99, recipe: bf16}]\n")
+    with pytest.raises(ConfigError, match="last: 99 of a decoder with"):
+        fp4_arguments.module_recipes(parse(*flags))
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,17 @@ def test_every_phase_is_told(tmp_path: Path, printed: Callable[[str], str]) -> N
     assert late == printed("--recipe fp8 --gpu sm_90")
 
 
+def test_the_recipes_of_layers_are_told(tmp_path: Path, printed: Callable[[str], str]) -> None:
+    path = tmp_path / "mine.yaml"
+    entries = "{last: 2, recipe: fp8}, {modules: a.*, recipe: bf16}"
+    path.write_text(f"base: tetrajet\nlayers: [{entries}]\n")
+    text = printed(f"--recipe {path} --gpu sm_90")
+    first, own = text.split("\nthe last 2 layers\n")
+    own, named = own.split("\nlinears a.*\n")
+    assert first == printed("--gpu sm_90").replace("tetrajet", "mine")
+    assert own == printed("--recipe fp8 --gpu sm_90") and named.startswith("recipe bf16")
+
+
 def test_bytes_and_reasons(printed: Callable[[str], str]) -> None:
     text = printed("--in 4096 --out 14336 --gpu sm_90")
     kept = 4096 * 8192 * (1 / 2 + 1 / 32)  # codes, and a scale for each block of 32

@@ -15,7 +15,7 @@ from torch import Tensor
 import megatron_fp4.te
 from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, Recipe, get_recipe, linear
 from megatron_fp4.arithmetic.hot_channels import HotChannels
-from megatron_fp4.recipe import GEMMS, Phase
+from megatron_fp4.recipe import GEMMS, Layers, Phase
 from megatron_fp4.te import Factory, operand_of
 from testing.builders import te_stand_in
 from testing.oracles import normal
@@ -73,6 +73,7 @@ def test_a_recipe_that_the_hook_cannot_express_is_refused_in_one_line(name: str,
     [
         (get_recipe("tetrajet"), None),
         (Recipe("late", phases=(Phase(0.5, Recipe("bf16")),)), "course of training"),
+        (Recipe("some", layers=(Layers(Recipe("bf16"), last=1),)), "some layers"),
         (Recipe("hot", fprop=GemmRecipe(Quantizer()), outliers=HotChannels()), "outliers"),
         (Recipe("mean", fprop=GemmRecipe(Quantizer()), x_mean="subtracted"), "mean of X"),
         (

@@ -20,6 +20,7 @@ from megatron_fp4.mcore.launch.refusals.table import refuse
 from megatron_fp4.mcore.launch.refusals.weight_states import keepers, ramping
 from megatron_fp4.recipe import GEMMS, Phase, Recipe
 from megatron_fp4.recipes import content, get_recipe
+from megatron_fp4.recipes.assignment import recipes_of_layers
 
 OFF = ("off", "bf16")  # values of --fp4-recipe that mean no recipe
 METRICS_INTERVAL = 100  # the default
@@ -112,11 +113,15 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
 
 
 def module_recipes(args: argparse.Namespace) -> list[tuple[str, Recipe | None]]:
-    """(glob for global module names, recipe or None for BF16) for each --fp4-module-recipe.
+    """(glob for global module names, recipe or None for BF16) for the layers that the launch's
+    recipe gives recipes of their own, then for each --fp4-module-recipe.
 
-    Raises ConfigError for a value that is not GLOB=RECIPE, and for an unknown or invalid recipe.
+    Raises ConfigError for a value that is not GLOB=RECIPE, for an unknown or invalid recipe, and
+    for more layers than the model has.
     """
-    found: list[tuple[str, Recipe | None]] = []
+    recipe = get_recipe(args.fp4_recipe, **_options(args.fp4_recipe_option))
+    own = recipes_of_layers(recipe, args.num_layers)
+    found = [(glob, own and _with_phase(own, args)) for glob, own in own]
     for given in args.fp4_module_recipe:
         glob, equals, recipe = given.partition("=")
         name, *pairs = recipe.split(",")

@@ -44,7 +44,7 @@ def attach(
 
     A pre-wrap hook of Megatron's model builder: every rank calls it with its model chunks, and gets
     them back. Raises ConfigError, on all ranks, if a linear cannot follow its recipe, if no linear
-    would follow one, if an --fp4-module-recipe matches no linear, or if two random streams collide.
+    would follow one, if a glob of modules matches no linear, or if two random streams collide.
     """
     found = [linear for chunk in model for linear in _linears(chunk)]
     refused = {name: _attach_one(run, name, layer, number) for name, layer, number in found}
@@ -57,7 +57,10 @@ def attach(
     for glob, _ in run.modules:
         if not any(fnmatchcase(row.name, glob) for row in rows):
             some = ", ".join(sorted({start_table.kind(row.name)[0] for row in rows}))
-            raise ConfigError(f"--fp4-module-recipe {glob}: no linear has such a name; try {some}")
+            raise ConfigError(
+                f"{glob} of --fp4-module-recipe, or of layers: of the recipe: no linear has such a "
+                f"name; try {some}"
+            )
     for row in rows:
         if row.refusal is not None:
             raise ConfigError(row.refusal)

@@ -56,8 +56,8 @@ class Run:
 
     recipe: the recipe of all linears that no glob in `modules` matches.
     args: Megatron's arguments, from which the current step is read too.
-    modules: (glob for global module names, recipe or None for BF16) for each --fp4-module-recipe;
-        the last glob that matches decides.
+    modules: (glob for global module names, recipe or None for BF16) for the recipe's `layers` and
+        each --fp4-module-recipe; the last glob that matches decides.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def recipes(self) -> list[Recipe]:
-        """The launch's recipe, then those that --fp4-module-recipe gives to single modules."""
+        """The launch's recipe, then those of `modules`."""
         return [self.recipe, *(own for _, own in self.modules if own is not None)]
 
     @property
