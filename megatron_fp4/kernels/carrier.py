@@ -289,8 +289,7 @@ def carried(
     """Converts one operand, or both operands of a product, to FP8 carriers.
 
     operands: for each, the codes [rows, K / 2] with scales [rows, K / 32] or [rows, K / 16], the
-        FP8 dtype (E4M3 for scales that are not in E8M0), and the carriers that the maker wrote
-        beside the codes, or None.
+        FP8 dtype (E4M3 unless scales are in E8M0), and the maker's carriers, or None.
 
     Carriers that the maker wrote are corrected in place, which may be done once: rows that do not
     fit the window of the guessed row exponent are converted again. A row that is kept may differ
@@ -328,8 +327,7 @@ def _room(operand: QuantizedTensor, element: torch.dtype) -> Carriers:
 
 
 class Kind(NamedTuple):
-    """An operand: its rows, blocks in a row, block size, FP8 dtype, whether it is corrected, and
-    the format of its scales."""
+    """An operand; corrects: whether it is corrected. scale: the format of its scales."""
 
     rows: int
     blocks: int
