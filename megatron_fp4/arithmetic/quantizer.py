@@ -47,9 +47,8 @@ class Quantizer:
     rule: how a block's scale follows from its largest magnitude.
         e8m0: floor (OCP; may clip), ceil (never clips; TetraJet, arXiv 2502.20853, section 3.2) or
         mse (floor's scale or twice that, whichever gives the smaller squared error).
-        e4m3, ue5m3: nearest, up, or four-over-six (the maximum is scaled to 6 or to 4, whichever
-        gives the smaller error; e2m1 elements; arXiv 2512.02010), or mse-fp8 (of the scales that
-        FP8 products take, the one with the smallest error; e2m1 elements). fp32: absmax.
+        e4m3, ue5m3: nearest, up, and of e2m1 four-over-six (the maximum is scaled to 6 or 4, by the
+        smaller error; arXiv 2512.02010) or mse-fp8 (the best of those that FP8 takes). fp32: absmax
     rounding: nearest (ties to even), stochastic, or ema: to the neighbour on the grid that is
         nearer to a moving average of the tensor (e2m1 and e8m0; Q-EMA, arXiv 2502.20853).
     prescale: multiplies the scaled value before it is rounded (3/4 in "Training LLMs with MXFP4",

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import SCALE_FLOATS
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
@@ -302,7 +301,7 @@ def carried(
     for operand, element, carriers in operands:
         (rows, blocks), block = operand.scales.shape, operand.quantizer.block[1]
         scale = operand.quantizer.scale
-        kinds += (Kind(rows, blocks, block, element, carriers is not None, scale),)
+        kinds += ((rows, blocks, block, element, carriers is not None, scale),)
         if carriers is None:
             carriers = _room(operand, element)
         given += *carriers.addresses, rows, blocks
@@ -326,15 +325,9 @@ def _room(operand: QuantizedTensor, element: torch.dtype) -> Carriers:
     return Carriers(values, element, counts, addresses)
 
 
-class Kind(NamedTuple):
-    """An operand; corrects: whether it is corrected. scale: the format of its scales."""
-
-    rows: int
-    blocks: int
-    block: int
-    element: torch.dtype
-    corrects: bool
-    scale: str = "e8m0"
+# An operand: its rows, blocks in a row, block size, FP8 dtype, whether it is corrected, and the
+# format of its scales. A plain tuple, since a call makes one for each operand.
+Kind = tuple[int, int, int, torch.dtype, bool, str]
 
 
 @planned
@@ -370,31 +363,3 @@ def _form(kind: Kind) -> Form:
         )
     limits = bottom, top, LOWEST[mantissa], *scales
     return Form(corrects, *tile, mantissa, bias, nan, *limits, block // 8, every)
-
-
-@kernel(fp_fusion=True)
-def elements_kernel(codes_ptr, out_ptr, n, INTERPRETED: tl.constexpr, TILE: tl.constexpr):
-    """Converts n words of eight codes to 2 n words of four E4M3 elements, without scales."""
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    words = tl.load(codes_ptr + at, mask=at < n, other=0)
-    low, high = tl.full((TILE,), 0x3C383000, tl.int32), tl.full((TILE,), 0x4C484440, tl.int32)
-    first, second = looked_up(words, low, high, INTERPRETED)
-    pairs = tl.program_id(0).to(tl.int64) * (2 * TILE) + tl.arange(0, 2 * TILE)
-    out = tl.reshape(tl.join(first, second), (2 * TILE,))
-    tl.store(out_ptr + pairs, out, mask=pairs < 2 * n)
-
-
-def elements(codes: Tensor) -> Tensor:
-    """E4M3 elements [rows, K] of E2M1 codes [rows, K / 2], without scales. K is a multiple of 8."""
-    rows, half = codes.shape
-    out = codes.new_empty(rows, 2 * half)
-    words = codes.numel() // 4
-    _elements(words)(codes.device, codes, out, words)
-    return out.view(torch.float8_e4m3fn)
-
-
-@planned
-def _elements(words: int) -> Launch:
-    constants = dict(INTERPRETED=INTERPRETED, TILE=1024)
-    types = torch.int32, torch.int32, words
-    return Launch(elements_kernel, (tiles(words, 1024),), types, constants)

@@ -55,14 +55,14 @@ class Hopper:
         self, made: Sequence[Made], letters: Sequence[str], dtype: torch.dtype
     ) -> list[Form]:
         operands: list[Any] = [each.operand for each in made]
-        blocked = [
-            (each.operand, _element(each.operand.quantizer, letter), each.carriers)  # type: ignore[union-attr]
-            for each, letter in zip(made, letters, strict=True)
-            if not each.operand.quantizer.outer  # type: ignore[union-attr]
+        blocked = [  # scales with mantissa bits need those of E4M3, of dY too
+            (x, _ELEMENTS[letter if x.quantizer.scale == "e8m0" else "x"], each.carriers)
+            for each, x, letter in zip(made, operands, letters, strict=True)
+            if not x.quantizer.outer
         ]
         carried: list[Any] = _kernels().carried(blocked) if blocked else []
         for (operand, *_), form in zip(blocked, carried, strict=True):
-            rows: Any = operand.tensor_scale  # type: ignore[union-attr]
+            rows = operand.tensor_scale
             if rows is not None:  # no maker writes carriers of such an operand beside its codes
                 form.outer.mul_(rows)
         if not [x for x in operands if x.quantizer.outer]:
@@ -131,11 +131,6 @@ def _carrier_problem(quantizer: Quantizer) -> str | None:
     return f"the carrier kernel takes blocks of 1 x 16 and 1 x 32, not of {height} x {length}"
 
 
-def _element(quantizer: Quantizer, letter: str) -> torch.dtype:
-    """The FP8 dtype of an operand's carriers. Scales with two mantissa bits need those of E4M3."""
-    return _ELEMENTS[letter] if quantizer.scale == "e8m0" else torch.float8_e4m3fn
-
-
 @cache
 def _rows_can_be_scaled() -> bool:
     return _gemm().version() >= (12, 9)
@@ -150,6 +145,13 @@ def _kernels() -> ModuleType:
     from megatron_fp4.kernels import carrier  # imports Triton
 
     return carrier
+
+
+@cache
+def _codes() -> ModuleType:
+    from megatron_fp4.kernels import elements
+
+    return elements
 
 
 @cache
@@ -169,7 +171,7 @@ def _with_row_scales(made: Made) -> Decoded:
     else:
         outer, tally = operand.reciprocals, operand.counts[:2]
     if operand.quantizer.element == "e2m1":
-        return Decoded(_kernels().elements(operand.codes.contiguous()), outer, tally)
+        return Decoded(_codes().elements(operand.codes.contiguous()), outer, tally)
     return Decoded(operand.codes.view(FP8_ELEMENTS[operand.quantizer.element]), outer, tally)
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megatron_fp4 import get_quantizer
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, quantize_matrix
-from megatron_fp4.kernels.carrier import carried, elements
+from megatron_fp4.kernels.carrier import carried
+from megatron_fp4.kernels.elements import elements
 from megatron_fp4.kernels.quantize import Copy, quantize
 from megatron_fp4.multipliers.hopper import Hopper
 from megatron_fp4.operands import Carriers, Made

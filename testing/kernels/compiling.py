@@ -96,8 +96,9 @@ VARIANTS: dict[str, Launch] = {
 
 
 def carry_launch(*kinds: tuple[Any, ...]) -> Launch:
-    """A launch of the carry kernel. kinds: the fields of `carrier.Kind`, of each operand."""
-    return carrier._launch(*(carrier.Kind(*kind) for kind in kinds))
+    """A launch of the carry kernel. kinds: `carrier.Kind` of each operand, perhaps without the
+    format of its scales, which is then E8M0."""
+    return carrier._launch(*((*kind, "e8m0")[:6] for kind in kinds))
 
 
 def compiled_launch(

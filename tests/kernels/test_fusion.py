@@ -18,7 +18,7 @@ from megatron_fp4.arithmetic.quantizer import NVFP4, Quantizer
 from megatron_fp4.kernels import (
     averages,
     blocks,
-    carrier,
+    elements,
     estimator,
     launch,
     low_bit_adamw,
@@ -54,7 +54,7 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "blocks.top_kernel": blocks._launches(64, 64, INFLATED, 1, False, False)[0],
     "blocks.cast_kernel": blocks._launches(64, 64, INFLATED, 1, False, False)[1],
     "carrier.carry_kernel": carry_launch((64, 256, 32, E4M3, False)),
-    "carrier.elements_kernel": carrier._elements(4096),
+    "elements.elements_kernel": elements._elements(4096),
     "estimator.factor_kernel": estimator._launch(64, 4096, 0, Estimator(), True),
     "hadamard.transform_kernel": _transform_launch(
         64, 64, Quantizer(), 1, 32, "random", False, False
