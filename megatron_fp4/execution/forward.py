@@ -84,13 +84,8 @@ def forward(
     if plan.fprop.a.gathered and site.parallel is not None:
         a = Made(site.parallel.gather(a.operand).wait())
     y = run_gemm(plan.fprop, a, b, site, held=held)
-    if outliers is not None and splitting is not None and plan.compensation is not None:
-        whole_outliers = all_tokens(outliers, plan, site).wait()
-        w = weight.to(dtype)
-        if isinstance(whole_outliers, Columns):
-            w = w.index_select(1, whole_outliers.channels)
-        dense = Decoded(splitting.dense(whole_outliers))
-        y = plan.compensation.multiply(dense, Decoded(w), 1.0, y.dtype, y)
+    if outliers is not None and plan.compensation is not None:
+        y = _with_outliers(plan, y, weight.to(dtype), all_tokens(outliers, plan, site).wait())
     if mean is not None and plan.mean_in_y is not None:
         w = weight.to(dtype)
         y += plan.mean_in_y.multiply(Decoded(mean[None]), Decoded(w), 1.0, y.dtype)
@@ -108,6 +103,16 @@ def _split(x: Tensor, splitting: Splitting, site: Site) -> tuple[Tensor, Outlier
     if not splitting.agrees or parallel is None:
         return splitting.split(x)
     return splitting.split(x, lambda own: parallel.sum(own).wait())
+
+
+def _with_outliers(plan: LinearPlan, y: Tensor, weight: Tensor, outliers: Outliers) -> Tensor:
+    """Y, to which the product of X's outliers and W is added. y: float32 or wider."""
+    splitting, compensation = plan.splitting, plan.compensation
+    assert splitting is not None and compensation is not None
+    if isinstance(outliers, Columns):
+        weight = weight.index_select(1, outliers.channels)
+    dense = Decoded(splitting.dense(outliers))
+    return compensation.multiply(dense, Decoded(weight), 1.0, y.dtype, y)
 
 
 def _mean(x: Tensor, plan: LinearPlan, site: Site) -> Tensor:
