@@ -287,8 +287,7 @@ def test_casts_with_scales_in_small_floats_compile(
 
 
 @pytest.mark.parametrize("capability", GPUS)
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("length", [16, 32])
+@pytest.mark.parametrize(("axis", "length"), [(0, 16), (1, 32)])
 def test_casts_with_the_best_scale_in_fp8_compile(length: int, axis: int, capability: int) -> None:
     for scale in ({"scale": "ue5m3"}, {"scale": "e4m3", "tensor_max": 256.0}):
         quantizer = Quantizer(block=(1, length), rule="mse-fp8", **scale)  # type: ignore[arg-type]
