@@ -42,6 +42,40 @@ def test_other_numerics_are_named_with_what_was_and_what_is(flags: str, differen
     compare(parse(*WAS.split()), parse(*flags.split(), "--fp4-load-anyway"))
 
 
+@pytest.mark.parametrize(
+    ("was", "is_", "difference"),
+    [
+        ("", "last: 1, recipe: bf16", "were none and are decoder.layers.3.*=bf16;"),
+        ("last: 1, recipe: bf16", "", "were decoder.layers.3.*=bf16 and are none;"),
+        (
+            "last: 1, recipe: bf16",
+            "first: 1, recipe: fp8",
+            "were decoder.layers.3.*=bf16 and are decoder.layers.0.*=fp8 (",
+        ),
+        (
+            "modules: a.*, recipe: {base: mxfp4, name: own}",
+            "modules: a.*, recipe: {base: mxfp4, name: own, options: {rule: ceil}}",
+            "were a.*=own and are a.*=own (dgrad.a.rule was floor and is ceil,",
+        ),
+    ],
+)
+def test_other_layers_of_a_recipe_are_named(
+    tmp_path: Path, was: str, is_: str, difference: str
+) -> None:
+    def launch(entry: str, *more: str) -> argparse.Namespace:
+        path = tmp_path / "mine.yaml"
+        path.write_text(f"base: tetrajet\nlayers: [{f'{{{entry}}}' if entry else ''}]\n")
+        return parse("--fp4-recipe", str(path), "--num-layers", "4", "--seed", "5", *more)
+
+    with pytest.raises(ConfigError) as raised:
+        compare(launch(was), launch(is_))
+    message = str(raised.value)
+    begin = "layers of the recipe, with --fp4-module-recipe, "
+    assert f"{begin}{difference}" in message and len(message) < 500
+    compare(launch(is_), launch(is_))
+    compare(launch(was), launch(is_, "--fp4-load-anyway"))
+
+
 def test_another_form_of_gradients_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     fp8, bf16 = "--fp4-grad-comm fp8", "--fp4-grad-comm bf16"
     e5m2 = f"{fp8} --fp4-grad-comm-element e5m2"

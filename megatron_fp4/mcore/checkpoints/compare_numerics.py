@@ -78,9 +78,8 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
             )
     contents = [getattr(args, "fp4_module_contents", []) for args in (saved, launch)]
     if contents[0] != contents[1] and not differing:
-        flags = (_said(args.fp4_module_recipe) for args in (saved, launch))
         methods = " or ".join(_METHODS.values())
-        _tell("--fp4-module-recipe was {} and is {}: {} of W come or go".format(*flags, methods))
+        _tell(f"{_modules_were(saved, launch)}: {methods} of W come or go")
 
 
 def _compare_rows(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
@@ -164,7 +163,29 @@ def _module_differences(saved: argparse.Namespace, launch: argparse.Namespace) -
     # If the flags are equal, a recipe file has changed. The changed fields are named.
     changed = "; ".join(_changed(a, b) for a, b in pairs)
     shown = f" ({changed})" if changed else ""
-    return [f"--fp4-module-recipe was {_said(was)} and is {_said(is_)}{shown}"]
+    return [f"{_modules_were(saved, launch)}{shown}"]
+
+
+def _modules_were(saved: argparse.Namespace, launch: argparse.Namespace) -> str:
+    """Which linears had and have recipes of their own, in words."""
+    both = saved, launch
+    flags = [getattr(args, "fp4_module_recipe", []) for args in both]
+    contents = [
+        getattr(args, "fp4_module_contents", own) for args, own in zip(both, flags, strict=True)
+    ]
+    if list(map(len, flags)) == list(map(len, contents)):
+        return "--fp4-module-recipe was {} and is {}".format(*map(_said, flags))
+    given = (
+        [f"{glob}={own.get('name', 'bf16')}" for glob, own in _named_modules(args)] for args in both
+    )
+    said = (_said(each) for each in given)
+    return "layers of the recipe, with --fp4-module-recipe, were {} and are {}".format(*said)
+
+
+def _named_modules(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    """(glob, its recipe's fields as they are recorded) for each of `_modules`."""
+    given = args.fp4_module_contents
+    return [(glob, fields_of(content) if content else {}) for glob, content in given]
 
 
 def _but_for_methods(
@@ -225,7 +246,8 @@ def _phases(recipe: dict[str, Any]) -> str:
 
 
 def _modules(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
-    """(glob, fields of its recipe) for each --fp4-module-recipe; {} for BF16."""
+    """(glob, fields of its recipe) for the recipe's layers and each --fp4-module-recipe; {} for
+    BF16."""
     given = args.fp4_module_contents
     return [(glob, _fields(content) if content else {}) for glob, content in given]
 
@@ -267,7 +289,7 @@ def _flat(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         elif name == "phases":
             for number, phase in enumerate(value, 1):
                 flat |= _flat(phase, f"{prefix}{name}.{number}.")
-        elif name not in _WORDS:
+        elif name not in _WORDS and name != "layers":  # whose recipes are in `_modules`
             flat[prefix + name] = value
     return flat
 
