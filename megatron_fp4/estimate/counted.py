@@ -26,6 +26,7 @@ COUNTED: dict[type, dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("estimator", "x_estimator", "outliers"), ()),
         **dict.fromkeys(("weight_average", "ramping"), ()),
         "phases": (),  # the costs are those before them
+        "layers": (),  # the costs are those of the other layers
         "backward": ("forward", "raw"),
         "x_mean": ("kept", "subtracted"),
     },
