@@ -191,9 +191,12 @@ def linear(
 
 
 def warn_of_training(recipe: Recipe) -> None:
-    """Warns, once in a process for each recipe, of what a linear alone cannot do of it: ramping,
-    which is the optimizer's, phases, which follow the progress of training, and recipes of some
-    layers."""
+    """Warns of the parts of a recipe that a linear outside Megatron leaves out.
+
+    These are ramping, which the optimizer would do, phases, for which the linear would have to know
+    how far training is, and recipes of some layers, for which it would have to know its layer. Each
+    warning is shown once in a process for each recipe.
+    """
     if recipe.ramping is not None:
         warnings.warn(
             f"recipe {recipe.name} updates weights at periods of their own, which Megatron's "

@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, linear
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
 from megatron_fp4.arithmetic.rms_norm import RmsNorm, factors, normed
 from megatron_fp4.arithmetic.swiglu import swiglu
 from megatron_fp4.errors import SizeError
@@ -24,11 +23,13 @@ from megatron_fp4.plan.setting import Setting, column_parallel
 from megatron_fp4.plan.show import show
 from megatron_fp4.recipe import HIGH_PRECISION
 from megatron_fp4.target import Target
+from testing.linears import Results, errors, gradients
+from testing.linears import quantized as q
+from testing.linears import results as run
 from testing.oracles import normal, relative_error
 
 TOKENS, IN, OUT = 128, 192, 64
 BOUND = {torch.bfloat16: 2e-3, torch.float32: 2e-4, torch.float64: 1e-12}
-Results = dict[str, Tensor]
 
 CEIL, FLOOR = Quantizer(rule="ceil"), Quantizer()
 BOTH, BACKWARD = GemmRecipe(CEIL, CEIL), GemmRecipe(FLOOR, FLOOR)
@@ -49,11 +50,6 @@ def problem(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]
     x[TOKENS // 2 :] *= (1.5 * normal((IN,), 8)).exp()
     w = normal((OUT, IN), 2) * 0.05
     return x.to(dtype), w.to(dtype), normal((TOKENS, OUT), 3).to(dtype)
-
-
-def q(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
-    """x as the quantizer leaves it, float64."""
-    return quantize_matrix(x, quantizer, axis=axis).dequantize(torch.float64)
 
 
 def hot_channels(x: Tensor, mistake: str) -> np.ndarray:
@@ -85,18 +81,6 @@ def composition(name: str, dtype: torch.dtype, mistake: str = "") -> Results:
     if not name.startswith("raw") and mistake != "left out of dW":
         dw[:, hot] += dy.double().t() @ x.double()[:, hot]
     return {"y": y, "dx": dx, "dw": dw}
-
-
-def run(x: Tensor, w: Tensor, dy: Tensor, followed: Recipe) -> Results:
-    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
-    y = linear(*leaves, recipe=followed)
-    y.backward(dy)
-    assert leaves[0].grad is not None and leaves[1].grad is not None
-    return {"y": y.detach(), "dx": leaves[0].grad, "dw": leaves[1].grad}
-
-
-def errors(found: Results, expected: Results) -> dict[str, float]:
-    return {name: relative_error(found[name], expected[name]) for name in expected}
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
@@ -178,10 +162,6 @@ def test_the_error_of_y_falls_by_the_share_of_the_hot_channel() -> None:
 
 
 # --- joined linears, sizes, words -----------------------------------------------------------------
-
-
-def gradients(y: Tensor, dy: Tensor, *leaves: Tensor) -> list[Tensor]:
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
 @pytest.mark.parametrize("packs_x", [True, False])

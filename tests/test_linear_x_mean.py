@@ -24,11 +24,13 @@ from megatron_fp4.arithmetic.token_mean import centered, mean_of, token_sums
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.linear import linear_after_swiglu, linear_before_swiglu, quantized_linear
 from megatron_fp4.recipe import HIGH_PRECISION
+from testing.linears import Results, errors, gradients
+from testing.linears import quantized as q
+from testing.linears import results as run
 from testing.oracles import normal, relative_error
 
 TOKENS, IN, OUT = 128, 192, 64
 BOUND = {torch.bfloat16: 2e-3, torch.float32: 2e-4, torch.float64: 1e-12}
-Results = dict[str, Tensor]
 
 CEIL, FLOOR = Quantizer(rule="ceil"), Quantizer()
 VECTOR, E5M2 = get_quantizer("vector"), replace(get_quantizer("vector"), element="e5m2")
@@ -59,11 +61,6 @@ def problem(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]
 
 
 # --- the method, written out ----------------------------------------------------------------------
-
-
-def q(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
-    """x as the quantizer leaves it, float64."""
-    return quantize_matrix(x, quantizer, axis=axis).dequantize(torch.float64)
 
 
 def mean_over_tokens(x: Tensor, mistake: str = "") -> Tensor:
@@ -119,18 +116,6 @@ def composition(name: str, dtype: torch.dtype, mistake: str = "") -> Results:
     if name != "raw-in-bf16" and mistake != "left out of dW":
         dw = dw + rank_one
     return {"y": y, "dx": dx, "dw": dw}
-
-
-def run(x: Tensor, w: Tensor, dy: Tensor, followed: Recipe) -> Results:
-    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
-    y = linear(*leaves, recipe=followed)
-    y.backward(dy)
-    assert leaves[0].grad is not None and leaves[1].grad is not None
-    return {"y": y.detach(), "dx": leaves[0].grad, "dw": leaves[1].grad}
-
-
-def errors(found: Results, expected: Results) -> dict[str, float]:
-    return {name: relative_error(found[name], expected[name]) for name in expected}
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
@@ -303,10 +288,6 @@ def test_a_recomputed_pass_subtracts_the_mean_too() -> None:
 
 
 # --- joined linears -------------------------------------------------------------------------------
-
-
-def gradients(y: Tensor, dy: Tensor, *leaves: Tensor) -> list[Tensor]:
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
 @pytest.mark.parametrize("packs_x", [True, False])

@@ -62,16 +62,22 @@ class HotChannels:
     def split(
         self, x: Tensor, total: Callable[[Tensor], Tensor] = lambda own: own
     ) -> tuple[Tensor, Columns]:
-        """(x [tokens, features] with zeros in its hot channels, its hot channels).
+        """Splits the hot channels off x [tokens, features].
 
-        total: the sum of a tensor over the ranks that share the tokens.
+        Returns (a copy of x with zeros in its hot channels, the values of these channels).
+        total: called with a tensor, returns its sum over the ranks that share the tokens; by
+        default the tensor itself, for one rank.
         """
         hot = self._hottest(total(x.double().square().sum(0)))
         return x.index_fill(1, hot, 0), Columns(x.index_select(1, hot), hot)
 
     def _hottest(self, scores: Tensor) -> Tensor:
-        """The hot ones, int64 [k] ascending, of channels with these scores [features]. Of equal
-        scores the first is taken; NaN is above all numbers."""
+        """The indices of the hot channels, int64 [k] in ascending order: in each group those with
+        the highest scores.
+
+        scores: of all channels, [features]. Of channels with equal scores the first is taken. A NaN
+        is higher than every number.
+        """
         by_group = scores.view(-1, self.group)
         ranked = by_group.argsort(stable=True, dim=1, descending=True)[:, : self.count]
         first = torch.arange(0, scores.numel(), self.group, device=scores.device)

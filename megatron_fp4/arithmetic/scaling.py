@@ -247,8 +247,6 @@ def _scale_float(
     over: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """over: of `_over_scales`."""
-    if quantizer.rule == "mse-fp8":
-        return _scale_for_fp8(matrix, amax, finite, quantizer, over)
     per_unit = amax.new_ones(()) if over is None else over
     safe = torch.where(finite, amax, 0)
 
@@ -265,30 +263,22 @@ def _scale_float(
         divisor = torch.where(divisor > 0, divisor, math.inf)
         return per_block(matrix, quantizer.block, divisor, torch.div), code
 
-    scaled, code = quantize_to(quantizer.format.max)
+    if quantizer.rule == "mse-fp8":
+        scaled, code = _scale_for_fp8(matrix / per_unit, safe / per_unit, quantizer)
+    else:
+        scaled, code = quantize_to(quantizer.format.max)
     if quantizer.rule == "four-over-six":
         scaled, code = _smaller_error(matrix, quantizer, per_unit, (scaled, code), quantize_to(4.0))
     code = torch.where(finite, code, formats.SCALE_FLOATS[quantizer.scale].nan).to(torch.uint8)
     return scaled, code
 
 
-def _scale_for_fp8(
-    matrix: Tensor,
-    amax: Tensor,
-    finite: Tensor,
-    quantizer: Quantizer,
-    over: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """over: of `_over_scales`."""
-    if over is not None:
-        matrix, amax = matrix / over, amax / over
+def _scale_for_fp8(matrix: Tensor, amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """(scaled values, scale codes) by rule mse-fp8. matrix, amax: in units of the scale of the
+    tensor or row; the largest magnitude of a block that is not finite is 0."""
     blocks = in_blocks(matrix, quantizer.block).squeeze(1)
-    inverse, code = choose(
-        torch.where(finite[..., None], blocks, 0), torch.where(finite, amax, 0), quantizer.scale
-    )
-    nan = formats.SCALE_FLOATS[quantizer.scale].nan
-    scaled = per_block(matrix, quantizer.block, inverse, torch.mul)
-    return scaled, torch.where(finite, code, nan).to(torch.uint8)
+    inverse, code = choose(blocks, amax, quantizer.scale)
+    return per_block(matrix, quantizer.block, inverse, torch.mul), code
 
 
 def _smaller_error(

@@ -52,9 +52,12 @@ def inverse_of(code, BIAS: tl.constexpr):
 
 @triton.jit
 def _off(scaled):
-    """The rounding errors of scaled magnitudes, float32, as multiples of 2^-8.
+    """By how much rounding to E2M1 changes each scaled magnitude: float32, rounded to a multiple of
+    2^-8. Magnitudes above 6 become 6.
 
-    A sum with 1.5 * 2^23 times the distance of two numbers of the grid is rounded to one of them.
+    Adding a large number and subtracting it again rounds to multiples of the large number's last
+    bit. The large number is chosen so that this bit is the distance of E2M1's numbers: 1/2 below 2,
+    1 below 4, and 2 above.
     """
     clipped = tl.minimum(scaled, 6.0)
     binade = tl.maximum(clipped.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)

@@ -167,7 +167,8 @@ def _module_differences(saved: argparse.Namespace, launch: argparse.Namespace) -
 
 
 def _modules_were(saved: argparse.Namespace, launch: argparse.Namespace) -> str:
-    """Which linears had and have recipes of their own, in words."""
+    """Says, for a message, which linears had recipes of their own in the run that saved, and which
+    have them in this launch."""
     both = saved, launch
     flags = [getattr(args, "fp4_module_recipe", []) for args in both]
     contents = [
@@ -175,17 +176,12 @@ def _modules_were(saved: argparse.Namespace, launch: argparse.Namespace) -> str:
     ]
     if list(map(len, flags)) == list(map(len, contents)):
         return "--fp4-module-recipe was {} and is {}".format(*map(_said, flags))
-    given = (
-        [f"{glob}={own.get('name', 'bf16')}" for glob, own in _named_modules(args)] for args in both
+    names = (
+        [f"{glob}={fields_of(own)['name'] if own else 'bf16'}" for glob, own in each]
+        for each in contents
     )
-    said = (_said(each) for each in given)
-    return "layers of the recipe, with --fp4-module-recipe, were {} and are {}".format(*said)
-
-
-def _named_modules(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
-    """(glob, its recipe's fields as they are recorded) for each of `_modules`."""
-    given = args.fp4_module_contents
-    return [(glob, fields_of(content) if content else {}) for glob, content in given]
+    told = map(_said, names)
+    return "layers of the recipe, with --fp4-module-recipe, were {} and are {}".format(*told)
 
 
 def _but_for_methods(

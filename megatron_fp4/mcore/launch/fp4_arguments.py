@@ -120,8 +120,7 @@ def module_recipes(args: argparse.Namespace) -> list[tuple[str, Recipe | None]]:
     for more layers than the model has.
     """
     recipe = get_recipe(args.fp4_recipe, **_options(args.fp4_recipe_option))
-    own = recipes_of_layers(recipe, args.num_layers)
-    found = [(glob, own and _with_phase(own, args)) for glob, own in own]
+    found = recipes_of_layers(recipe, args.num_layers)
     for given in args.fp4_module_recipe:
         glob, equals, recipe = given.partition("=")
         name, *pairs = recipe.split(",")
@@ -130,8 +129,8 @@ def module_recipes(args: argparse.Namespace) -> list[tuple[str, Recipe | None]]:
         if name == "bf16" and pairs:
             raise ConfigError(f"--fp4-module-recipe {given}: bf16 takes no options")
         chosen = None if name == "bf16" else get_recipe(name, **_options(pairs))
-        found.append((glob, chosen and _with_phase(chosen, args)))
-    return found
+        found.append((glob, chosen))
+    return [(glob, own and _with_phase(own, args)) for glob, own in found]
 
 
 def _moments(args: argparse.Namespace) -> Moments:
