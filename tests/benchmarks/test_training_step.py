@@ -9,6 +9,7 @@ import pytest
 from torch.autograd import DeviceType
 
 from benchmarks import training_step
+from benchmarks.training_step import asked
 from benchmarks.training_step_worker import covered, exposed_ms, kind
 
 KERNELS = Path(__file__).parents[2] / "megatron_fp4/kernels"
@@ -111,3 +112,9 @@ def test_ranges_and_the_host_hide_no_communication() -> None:
     host = event("cudaLaunchKernel", 4000, 20000, device_type=DeviceType.CPU)
     assert exposed_ms([*HIDDEN, named, host]) == exposed_ms(HIDDEN)
     assert exposed_ms([*HIDDEN, event("nvjet_sm90", 4000, 20000)]) == 0  # a kernel does
+
+
+def test_rows_of_bf16_take_further_flags_too() -> None:
+    more = ["--activation-func-fp8-input-store", "--seed", "2"]
+    for name in ("bf16", "upstream bf16, graphs", "tetrajet"):
+        assert asked(" ".join([name, *more])) == [*asked(name), *more]

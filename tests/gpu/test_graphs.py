@@ -169,7 +169,7 @@ FLAGS = """
 GRAPHS = ("--cuda-graph-impl", "local")
 NOISY = str(Path(__file__).with_name("noisy.yaml"))
 FROZEN = SCRIPTS / "pretrain_with_frozen_noise.py"
-ON_ONE_GPU = SCRIPTS / "pretrain_on_one_gpu.py"
+WITH_DIGESTS = SCRIPTS / "pretrain_with_digests.py"
 
 
 def agree(one: Result, other: Result) -> bool:
@@ -238,11 +238,13 @@ def test_graphs_train_on_two_gpus(layout: tuple[str, ...]) -> None:
     same_training(2, NOISY, *layout)
 
 
-def on_one_gpu(mistake: str, *flags: str) -> tuple[list[str], list[float], list[float]]:
-    """The digests of both ranks' weights after each step, and the losses, of two ranks."""
+ONE_GPU = ("--distributed-backend", "gloo")
+
+
+def of_two_ranks(mistake: str, *flags: str) -> tuple[list[str], list[float], list[float]]:
+    """The digests of both ranks' weights after each step, and the losses."""
     sizes = "--bf16 --hidden-size 128 --ffn-hidden-size 256".split()
-    words = tiny_on_mock_data(*sizes, *flags, "--distributed-backend", "gloo")
-    result = result_of(spawn(2, ON_ONE_GPU, mistake, *words))
+    result = result_of(spawn(2, WITH_DIGESTS, mistake, *tiny_on_mock_data(*sizes, *flags)))
     assert result.status == 0, result.output[-4000:]
     digests = sorted(re.findall(r"weights of rank .*", result.output))
     assert len(digests) == 8 and len(result.losses) == 4 and len(result.evaluations) == 2
@@ -259,17 +261,37 @@ def test_graphs_train_in_a_pipeline_on_one_gpu(
     recipe: tuple[str, ...], layout: tuple[str, ...]
 ) -> None:
     """Bit for bit, and without a recipe too."""
-    flags = (*recipe, *layout)
-    assert on_one_gpu("none", *flags, *GRAPHS) == on_one_gpu("none", *flags)
+    flags = (*recipe, *layout, *ONE_GPU)
+    assert of_two_ranks("none", *flags, *GRAPHS) == of_two_ranks("none", *flags)
 
 
 def test_one_clock_for_all_microbatches_would_be_noticed() -> None:
     """Negative control: backward passes that draw the bits of a later microbatch."""
-    flags = (*RECIPE, NOISY, *PIPELINE)
+    flags = (*RECIPE, NOISY, *PIPELINE, *ONE_GPU)
     (wrong, losses, _), (right, wanted, _) = (
-        on_one_gpu(mistake, *flags, *GRAPHS) for mistake in ("one-clock", "none")
+        of_two_ranks(mistake, *flags, *GRAPHS) for mistake in ("one-clock", "none")
     )
     assert losses[0] == wanted[0] and losses[2:] != wanted[2:] and wrong != right
+
+
+FEW_BITS = {
+    "gradients": ("tetrajet", *OVERLAP, "--fp4-grad-comm", "fp8"),
+    "gradients, plain DDP": ("tetrajet", "--overlap-grad-reduce", "--fp4-grad-comm", "fp8"),
+    "weights": ("tetrajet", *OVERLAP, "--fp4-param-gather"),
+    "averaged weights": ("tetrajet-ema", *OVERLAP, "--fp4-param-gather"),
+    "all": (
+        *("tetrajet", *OVERLAP, "--fp4-grad-comm", "bf16", "--fp4-param-gather"),
+        *("--fp4-optimizer-state", "m=fp8,v=fp16"),
+    ),
+}
+
+
+@two_gpus
+@pytest.mark.parametrize("flags", FEW_BITS.values(), ids=FEW_BITS)
+def test_graphs_train_with_few_bits_between_two_gpus(flags: tuple[str, ...]) -> None:
+    """Bit for bit: each exchange waits for the graphs of backward, and each replay for a gather."""
+    flags = ("--fp4-weight-cache", "off", "--ddp-bucket-size", "20000", "--fp4-recipe", *flags)
+    assert of_two_ranks("none", *flags, *GRAPHS) == of_two_ranks("none", *flags)
 
 
 def test_graphs_train_padded_experts() -> None:

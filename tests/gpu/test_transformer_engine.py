@@ -50,6 +50,17 @@ def test_two_gpus_learn(recipe: str) -> None:
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("recipe", ["tetrajet", "dge-occ"])
+def test_its_adam_stores_moments_in_few_bits(recipe: str) -> None:
+    """Upstream's --use-precision-aware-optimizer, whose Adam keeps the main weights too."""
+    words = (recipe, "--use-distributed-optimizer")
+    few = "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16".split()
+    plain, found = (run(1, "local", *words, *more).losses for more in ((), few))
+    assert found[-1] < found[0] == plain[0]
+    assert found == pytest.approx(plain, rel=5e-3)
+    assert found != plain  # the control
+
+
 # --- the rows of the benchmarks -------------------------------------------------------------------
 
 

@@ -173,7 +173,7 @@ def test_bits_that_depend_on_the_tensor_parallel_rank_are_noticed() -> None:
 def test_copies_to_the_host_change_nothing(form: str) -> None:
     """By which several ranks of one GPU exchange gradients over gloo, in tests."""
     flags = [*TINY, *MOCK_DATA, *SMALL.split(), "--bf16", *f"{form} {OVERLAPPED}".split()]
-    script = SCRIPTS / "pretrain_on_one_gpu.py"
+    script = SCRIPTS / "pretrain_with_digests.py"
     copied = result_of(spawn(2, script, "none", *flags, "--distributed-backend", "gloo"))
     assert copied.status == 0 and copied.losses == run(f"{form} {OVERLAPPED}").losses
 

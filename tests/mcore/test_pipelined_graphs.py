@@ -111,7 +111,7 @@ def test_megatron_s_errors_are_still_there(mistake: str, said: str) -> None:
 def test_two_ranks_of_one_gpu_train_as_others_do() -> None:
     """The copies to the host, with which tests/gpu/test_graphs.py compares graphs on one GPU."""
     flags = (*tiny_on_mock_data(*FLAGS, *PIPELINE), "--distributed-backend", "gloo")
-    copying = spawn(2, SCRIPTS / "pretrain_on_one_gpu.py", "none", *flags)
+    copying = spawn(2, SCRIPTS / "pretrain_with_digests.py", "none", *flags)
     assert told(result_of(copying)) == told(trained(2, "none", *PIPELINE))
 
 

@@ -26,8 +26,9 @@ def main() -> None:
     mistake = sys.argv.pop(1)
     if torch.cuda.is_available():
         _be_deterministic()
-    cpu.install_in_torch()
-    one_gpu.install()
+    if "gloo" in sys.argv:
+        cpu.install_in_torch()
+        one_gpu.install()
     cpu.install()
     from megatron_fp4.mcore.model import graphs
 

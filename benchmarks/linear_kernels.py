@@ -1,0 +1,196 @@
+"""Times each kernel of a linear of `tetrajet`, in the order in which they run.
+
+    python -m benchmarks.linear_kernels
+
+The step is that of benchmarks/linear.py: forward, dgrad and wgrad, with all operands quantized. It
+is replayed from a CUDA graph under torch's profiler. A kernel that quantizes has a floor beside it:
+the bytes that it must move, at the bandwidth of a copy in the same run. The floor of a product is
+its time on operands that were converted before, and that of a correction is zero. The sum is the
+floor of the linear in benchmarks/linear.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import linear
+from benchmarks.linear import CARRIED, OTHER_SHAPES, PACKED, SHAPES, TOKENS
+from benchmarks.timing import medians
+from benchmarks.training_step_worker import kind
+from megatron_fp4 import get_recipe
+from tools.stamp import stamp
+
+RECIPE = "tetrajet"
+REPLAYS = 40
+BETWEEN = "between kernels"
+MADE = PACKED + CARRIED
+
+
+class Step(NamedTuple):
+    """What one kernel does, its kind, and what it must move: bytes for each element of a matrix."""
+
+    what: str
+    kind: str
+    matrix: str = ""
+    moved: float = 0.0
+
+
+STEPS = (  # in the order in which they run
+    Step("X for fprop", "quantize", "x", 2 + MADE),
+    Step("W for fprop", "quantize", "w", 2 + MADE),
+    Step("corrections for fprop", "carry"),
+    Step("fprop", "gemm"),
+    Step("W for dgrad, from codes", "quantize", "w", PACKED + MADE),
+    Step("X for wgrad, from codes", "quantize", "x", PACKED + MADE),
+    Step("dY for dgrad and wgrad", "quantize", "dy", 2 + 2 * MADE),
+    Step("corrections for dgrad", "carry"),
+    Step("dgrad", "gemm"),
+    Step("corrections for wgrad", "carry"),
+    Step("wgrad", "gemm"),
+)
+
+
+class Ran(NamedTuple):
+    """A kernel that ran: its name, and when, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def replayed(call: Callable[[], Any], kinds: Sequence[str]) -> list[list[Ran]]:
+    """The kernels of each of REPLAYS replays of a CUDA graph of the call, in their order.
+
+    kinds: of the kernels that one call runs. Raises ValueError if it runs others.
+    """
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(REPLAYS):
+            graph.replay()
+        torch.cuda.synchronize()
+    events = profiler.events()
+    assert events is not None
+    kernels = [
+        Ran(event.name, event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+    return in_replays(kernels, kinds)
+
+
+def in_replays(kernels: Sequence[Ran], kinds: Sequence[str]) -> list[list[Ran]]:
+    """The kernels of each replay. Raises ValueError if they are not of these kinds, in order."""
+    ordered = sorted(kernels, key=lambda kernel: kernel.start)
+    replays = [ordered[i : i + len(kinds)] for i in range(0, len(ordered), len(kinds))]
+    for replay in replays:
+        found = [kind(kernel.name) for kernel in replay]
+        if found != list(kinds):
+            names = [kernel.name[:60] for kernel in replay]
+            raise ValueError(f"kernels of {list(kinds)} were expected, and {names} ran")
+    return replays
+
+
+def times(replays: Sequence[Sequence[Ran]]) -> list[float]:
+    """The median microseconds of each kernel, and last those in which no kernel ran."""
+    found = [
+        statistics.median(kernel.end - kernel.start for kernel in kernels)
+        for kernels in zip(*replays, strict=True)
+    ]
+    idle = [
+        replay[-1].end - replay[0].start - sum(kernel.end - kernel.start for kernel in replay)
+        for replay in replays
+    ]
+    return [*found, statistics.median(idle)]
+
+
+def floors(inputs: int, outputs: int, speed: float, products: Sequence[float]) -> list[float]:
+    """The floor of each of STEPS in microseconds.
+
+    speed: of a copy, in bytes a second. products: the microseconds of the three products alone.
+    """
+    sizes = {"x": TOKENS * inputs, "w": outputs * inputs, "dy": TOKENS * outputs, "": 0}
+    alone = iter(products)
+    return [
+        next(alone) if step.kind == "gemm" else step.moved * sizes[step.matrix] / speed * 1e6
+        for step in STEPS
+    ]
+
+
+def study() -> list[dict[str, Any]]:
+    """A row for each shape and each of STEPS, and one for the time between the kernels."""
+    rows = []
+    for inputs, outputs in (*SHAPES, *OTHER_SHAPES):
+        p = linear.problem(inputs, outputs)
+        there = torch.empty_like(p.dy)
+        speed = 4 * p.dy.numel() / medians({"copy": partial(there.copy_, p.dy)})["copy"]
+        *products, _ = times(replayed(linear.products(p), ["gemm"] * 3))
+        call = linear.quantized(p, get_recipe(RECIPE))
+        *taken, idle = times(replayed(call, [step.kind for step in STEPS]))
+        shape = {"in": inputs, "out": outputs}
+        for step, us, floor in zip(
+            STEPS, taken, floors(inputs, outputs, speed, products), strict=True
+        ):
+            rows.append({**shape, "what": step.what, "us": us, "floor us": floor})
+        rows.append({**shape, "what": BETWEEN, "us": idle, "floor us": 0.0})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The result as a Markdown table: a column for each shape, with the time and its floor."""
+    shapes = list(dict.fromkeys((row["in"], row["out"]) for row in rows))
+    lines = ["| µs (floor) | " + " | ".join(f"{a} × {b}" for a, b in shapes) + " |"]
+    lines.append("|---" * (len(shapes) + 1) + "|")
+    found = {(row["what"], row["in"], row["out"]): row for row in rows}
+    for what in dict.fromkeys(row["what"] for row in rows):
+        cells = [found[what, *shape] for shape in shapes]
+        lines.append(f"| {what} | " + " | ".join(map(_cell, cells)) + " |")
+    sums = [
+        {key: sum(row[key] for row in rows if (row["in"], row["out"]) == shape) for key in KEYS}
+        for shape in shapes
+    ]
+    return [*lines, "| sum | " + " | ".join(map(_cell, sums)) + " |"]
+
+
+KEYS = ("us", "floor us")
+
+
+def _cell(row: dict[str, Any]) -> str:
+    us, floor = (row[key] for key in KEYS)
+    return f"{us:.0f} ({floor:.0f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    default = Path("benchmarks/results/linear_kernels.json")
+    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--commit", help="where the tree has no git of its own")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("kernels are timed on a GPU, and this machine shows none")
+    stamped = stamp(args.commit)
+    rows = study()
+    result = {"stamp": stamped, "tokens": TOKENS, "recipe": RECIPE, "rows": rows}
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    main()
