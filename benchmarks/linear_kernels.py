@@ -6,7 +6,8 @@ The step is that of benchmarks/linear.py: forward, dgrad and wgrad, with all ope
 is replayed from a CUDA graph under torch's profiler. A kernel that quantizes has a floor beside it:
 the bytes that it must move, at the bandwidth of a copy in the same run. The floor of a product is
 its time on operands that were converted before, and that of a correction is zero. The sum is the
-floor of the linear in benchmarks/linear.py.
+floor of the linear in benchmarks/linear.py. Memory that cuBLASLt sets to zero before a product
+counts as time between kernels.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def replayed(call: Callable[[], Any], kinds: Sequence[str]) -> list[list[Ran]]:
     kernels = [
         Ran(event.name, event.time_range.start, event.time_range.end)
         for event in events
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        if event.device_type == DeviceType.CUDA
+        and not event.is_user_annotation
+        and kind(event.name) != "copies"
     ]
     return in_replays(kernels, kinds)
 
