@@ -3,7 +3,7 @@
     python -m benchmarks.linear_kernels
 
 The step is that of benchmarks/linear.py: forward, dgrad and wgrad, with all operands quantized. It
-is replayed from a CUDA graph under torch's profiler. A kernel that quantizes has a floor beside it:
+runs under torch's profiler. A kernel that quantizes has a floor beside it:
 the bytes that it must move, at the bandwidth of a copy in the same run. The floor of a product is
 its time on operands that were converted before, and that of a correction is zero. The sum is the
 floor of the linear in benchmarks/linear.py. Memory that cuBLASLt sets to zero before a product
@@ -27,13 +27,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import linear
 from benchmarks.linear import CARRIED, OTHER_SHAPES, PACKED, SHAPES, TOKENS
-from benchmarks.timing import medians
+from benchmarks.timing import BUSY, medians
 from benchmarks.training_step_worker import kind
 from megatron_fp4 import get_recipe
 from tools.stamp import stamp
 
 RECIPE = "tetrajet"
-REPLAYS = 40
+CALLS = 40
+WAIT = "spin_kernel"  # of torch.cuda._sleep
 BETWEEN = "between kernels"
 MADE = PACKED + CARRIED
 
@@ -70,56 +71,57 @@ class Ran(NamedTuple):
     end: float
 
 
-def replayed(call: Callable[[], Any], kinds: Sequence[str]) -> list[list[Ran]]:
-    """The kernels of each of REPLAYS replays of a CUDA graph of the call, in their order.
+def kernels_of(call: Callable[[], Any], kinds: Sequence[str]) -> list[list[Ran]]:
+    """The kernels of each of CALLS calls, in their order.
 
+    The host launches them while the GPU is busy, so that none of them waits for the host.
     kinds: of the kernels that one call runs. Raises ValueError if it runs others.
     """
     for _ in range(2):
         call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(REPLAYS):
-            graph.replay()
-        torch.cuda.synchronize()
+        for _ in range(CALLS):
+            torch.cuda._sleep(BUSY)
+            call()
+            torch.cuda.synchronize()
     events = profiler.events()
     assert events is not None
     kernels = [
         Ran(event.name, event.time_range.start, event.time_range.end)
         for event in events
-        if event.device_type == DeviceType.CUDA
-        and not event.is_user_annotation
-        and kind(event.name) != "copies"
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
-    return in_replays(kernels, kinds)
+    return by_call(kernels, kinds)
 
 
-def in_replays(kernels: Sequence[Ran], kinds: Sequence[str]) -> list[list[Ran]]:
-    """The kernels of each replay. Raises ValueError if they are not of these kinds, in order."""
-    ordered = sorted(kernels, key=lambda kernel: kernel.start)
-    replays = [ordered[i : i + len(kinds)] for i in range(0, len(ordered), len(kinds))]
-    for replay in replays:
-        found = [kind(kernel.name) for kernel in replay]
+def by_call(kernels: Sequence[Ran], kinds: Sequence[str]) -> list[list[Ran]]:
+    """The kernels of each call, without memory that is set, and without the wait before each.
+
+    Raises ValueError if they are not of these kinds, in order.
+    """
+    ordered = sorted(
+        (k for k in kernels if kind(k.name) != "copies" and WAIT not in k.name),
+        key=lambda kernel: kernel.start,
+    )
+    calls = [ordered[i : i + len(kinds)] for i in range(0, len(ordered), len(kinds))]
+    for call in calls:
+        found = [kind(kernel.name) for kernel in call]
         if found != list(kinds):
-            names = [kernel.name[:60] for kernel in replay]
+            names = [kernel.name[:60] for kernel in call]
             raise ValueError(f"kernels of {list(kinds)} were expected, and {names} ran")
-    return replays
+    return calls
 
 
-def times(replays: Sequence[Sequence[Ran]]) -> list[float]:
+def times(calls: Sequence[Sequence[Ran]]) -> list[float]:
     """The median microseconds of each kernel, and last those in which no kernel ran."""
     found = [
         statistics.median(kernel.end - kernel.start for kernel in kernels)
-        for kernels in zip(*replays, strict=True)
+        for kernels in zip(*calls, strict=True)
     ]
     idle = [
-        replay[-1].end - replay[0].start - sum(kernel.end - kernel.start for kernel in replay)
-        for replay in replays
+        call[-1].end - call[0].start - sum(kernel.end - kernel.start for kernel in call)
+        for call in calls
     ]
     return [*found, statistics.median(idle)]
 
@@ -144,9 +146,9 @@ def study() -> list[dict[str, Any]]:
         p = linear.problem(inputs, outputs)
         there = torch.empty_like(p.dy)
         speed = 4 * p.dy.numel() / medians({"copy": partial(there.copy_, p.dy)})["copy"]
-        *products, _ = times(replayed(linear.products(p), ["gemm"] * 3))
+        *products, _ = times(kernels_of(linear.products(p), ["gemm"] * 3))
         call = linear.quantized(p, get_recipe(RECIPE))
-        *taken, idle = times(replayed(call, [step.kind for step in STEPS]))
+        *taken, idle = times(kernels_of(call, [step.kind for step in STEPS]))
         shape = {"in": inputs, "out": outputs}
         for step, us, floor in zip(
             STEPS, taken, floors(inputs, outputs, speed, products), strict=True

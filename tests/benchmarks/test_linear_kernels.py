@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import linear, linear_kernels
-from benchmarks.linear_kernels import Ran, floors, in_replays, times
+from benchmarks.linear_kernels import Ran, floors, by_call, times
 from megatron_fp4 import get_recipe
 
 NAMES = {"quantize": "quantize_kernel", "carry": "carry_kernel", "gemm": "nvjet_qqtst_128x256"}
@@ -19,22 +19,23 @@ def test_the_kernels_floors_add_up_to_the_linear_s() -> None:
     assert sum(floors(inputs, outputs, speed, products)) == pytest.approx(whole)
 
 
-def test_replays_are_told_apart_and_timed() -> None:
+def test_calls_are_told_apart_and_timed() -> None:
     kinds = ["quantize", "gemm"]
     starts = [0.0, 5.0, 20.0, 27.0, 40.0, 46.0]
     kernels = [
         Ran(NAMES[kind], start, start + (4 if kind == "gemm" else 3))
         for kind, start in zip(kinds * 3, starts, strict=True)
     ]
-    replays = in_replays(kernels[::-1], kinds)  # the profiler gives them in any order
-    assert [len(replay) for replay in replays] == [2, 2, 2]
-    assert times(replays) == [3, 4, 3]  # idle between the two: 2, 4 and 3
+    others = [Ran("at::cuda::spin_kernel(long)", -9, 0), Ran("Memset (Device)", 3, 3.5)]
+    calls = by_call([*others, *kernels[::-1]], kinds)  # the profiler gives them in any order
+    assert [len(replay) for replay in calls] == [2, 2, 2]
+    assert times(calls) == [3, 4, 3]  # idle between the two: 2, 4 and 3
 
 
 def test_other_kernels_are_an_error() -> None:
     kernels = [Ran(NAMES["quantize"], 0, 1), Ran("elementwise_kernel", 2, 3)]
     with pytest.raises(ValueError, match="elementwise"):
-        in_replays(kernels, ["quantize", "gemm"])
+        by_call(kernels, ["quantize", "gemm"])
 
 
 def test_each_step_is_a_kernel_of_the_recording() -> None:
