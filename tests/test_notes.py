@@ -11,6 +11,7 @@ from benchmarks import (
     host,
     host_linear,
     linear,
+    linear_kernels,
     method_costs,
     metrics_costs,
     mlp,
@@ -21,7 +22,7 @@ from benchmarks import (
 )
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.recipes import list_recipes
-from tests.test_readme import peaks_with_fp8_input, weights_gradients_and_optimizer
+from tests.test_readme import LOW, weights_gradients_and_optimizer, with_fp8_input
 
 ROOT = Path(__file__).parents[1]
 PAGES: dict[str, tuple[str, Any]] = {
@@ -30,7 +31,9 @@ PAGES: dict[str, tuple[str, Any]] = {
     "host_linear-before": ("docs/notes/host.md", host_linear),
     "linear-te": ("docs/hopper.md", linear),
     "mlp": ("docs/hopper.md", mlp),
-    "fp8-step": ("docs/hopper.md", training_step),
+    "fused-step-others": ("docs/hopper.md", training_step),
+    "linear_kernels": ("docs/hopper.md", linear_kernels),
+    "host-all": ("docs/notes/host.md", host),
     "te-step": ("docs/hopper.md", training_step),
     "fused-step": ("docs/hopper.md", training_step),
     "fused-step-before": ("docs/hopper.md", training_step),
@@ -118,6 +121,36 @@ def of_a_linear() -> list[str]:
     ]
 
 
+def of_a_linear_s_kernels() -> list[str]:
+    over: dict[str, list[float]] = {}  # the parts of what is above the floor, by shape
+    slower: dict[str, list[float]] = {}
+    for shape in linear.SHAPES:
+        rows = [r for r in result("linear_kernels")["rows"] if (r["in"], r["out"]) == shape]
+        above = sum(row["us"] - row["floor us"] for row in rows)
+        for word in ("from codes", "dY for", "corrections", linear_kernels.BETWEEN):
+            found = [row for row in rows if word in row["what"]]
+            over.setdefault(word, []).append(
+                sum(row["us"] - row["floor us"] for row in found) / above
+            )
+            slower.setdefault(word, []).extend(
+                row["us"] / row["floor us"] for row in found if row["floor us"]
+            )
+    parts = {word: f"{min(found):.0%} to {max(found):.0%}" for word, found in over.items()}
+    assert 2 < min(slower["from codes"]) and max(slower["from codes"]) < 3.1
+    low, high = min(slower["dY for"]), max(slower["dY for"])
+    return [
+        f"is {parts['from codes']} of all that is above the floor on the first four shapes",
+        f"takes {low:.1f} to {high:.1f} times its floor, for the same reason: {parts['dY for']}",
+        f"guessed wrong take {parts['corrections']} of it, and the time between eleven kernels "
+        f"{parts[linear_kernels.BETWEEN]}",
+    ]
+
+
+def of_fp8_in_a_step() -> list[str]:
+    rows = {row["name"]: row["ms"] for row in result("fused-step-others")["rows"]}
+    return [f"`tetrajet` takes {rows['tetrajet'] / rows['fp8']:.2f} of the time of `fp8`"]
+
+
 def of_an_mlp() -> list[str]:
     [row] = [
         row for row in result("mlp")["rows"] if (row["hidden"], row["recipe"]) == (4096, "tetrajet")
@@ -170,30 +203,28 @@ def of_commits() -> list[str]:
         for name in ("linear-te", "quantize_kernels-fused", "counters")
     )
     return [
-        f"This table is of commit {table}. The quantize kernels were timed alone at commit "
-        f"{kernels}",
+        f"The table of linears is of commit {table}.",
+        f"The quantize kernels were timed alone at commit {kernels}",
         f"the hardware counters of the note are of commit {counted}",
     ]
 
 
 def of_memory_beside_bf16_with_the_flag() -> list[str]:
-    same = weights_gradients_and_optimizer()
-    bf16, ours = peaks_with_fp8_input()
+    row, times = with_fp8_input()
+    [low] = [row for row in result("fused-step")["rows"] if row["name"] == LOW]
     return [
-        f"estimates a peak of {bf16:.1f} GiB, and {ours:.1f} for `tetrajet` with both flags. "
-        "Beside weights, gradients and optimizer that is "
-        f"{(ours - same) / (bf16 - same):.2f} times BF16's memory"
+        f"its peak is then {row['peak_gib']:.1f} GiB, at {row['ratio']:.2f} times its speed",
+        f"Beside weights, gradients and optimizer the {low['peak_gib']:.1f} GiB of `tetrajet` with "
+        f"both flags are {times:.2f} times that",
     ]
 
 
 def of_memory_in_training() -> list[str]:
     same = weights_gradients_and_optimizer()
     measured, _, low = (row["peak_gib"] - same for row in result("fused-step")["rows"])
-    bf16, ours = (peak - same for peak in peaks_with_fp8_input())
     return [
-        f"takes {low / measured:.2f} of BF16's memory beside weights, gradients and optimizer, in "
-        f"a step that was measured, and an estimated {ours / bf16:.2f} of that of BF16 with the "
-        "same flag"
+        f"takes {low / measured:.2f} of BF16's memory beside weights, gradients and optimizer, and "
+        f"{with_fp8_input()[1]:.2f} of that of BF16 with the first flag"
     ]
 
 
@@ -203,31 +234,24 @@ def of_graphs() -> list[str]:
     return [f"took {with_graphs:.0f} ms a step with graphs and {without:,.0f} ms without"]
 
 
+IN_PYTORCH = {"four-over-six", "nvfp4-nvidia", "quartet-2", "ue5m3"}
+
+
 def of_recipes_on_the_host() -> list[str]:
-    """Which built-in recipes were measured, in C++ and in Python."""
-
-    def recipes(name: str, key: str) -> set[str]:
-        return {row[key] for row in result(name)["rows"]} & {*list_recipes()}
-
-    first, before, last = (
-        recipes(name, "name") for name in ("host-operators", "host", "host-recorded")
-    )
-    in_cpp = first | before | last
-    in_python = recipes("host_linear", "recipe") - in_cpp
-    never = {*list_recipes()} - in_cpp - in_python
-    assert last == {"tetrajet", "dge-occ"} and before - last == {"fp8"} and "mxfp4" in first
-    assert in_python == {"mxfp4-rht-sr", "tetrajet-ema"}
-    assert never == {"tetrajet-ramping", "ue5m3", "nvfp4-nvidia", "four-over-six", "quartet-2"}
-    worst = [
-        max(row[f"times linear_{linear}"] for linear in ("fc1", "fc2"))
-        for name, recipe in (("host-recorded", "tetrajet"), ("host-recorded", "dge-occ"),
-                             ("host", "fp8"), ("host-operators", "mxfp4"))
-        for row in result(name)["rows"] if row["name"] == recipe
-    ]  # fmt: skip
-    assert max(worst) < 2
+    rows = {row["name"]: row for row in result("host-all")["rows"]}
+    assert {*rows} == {"upstream bf16", "bf16", *list_recipes()}
+    times = {
+        name: max(rows[name][f"times linear_{linear}"] for linear in ("fc1", "fc2"))
+        for name in list_recipes()
+    }
+    emulated = [
+        rows[name][f"times linear_{linear}"] for name in IN_PYTORCH for linear in ("fc1", "fc2")
+    ]
+    fast = {name: each for name, each in times.items() if name not in IN_PYTORCH}
+    assert max(fast.values()) < 2
     return [
-        "`mxfp4-rht-sr` and `tetrajet-ema` were measured in Python ([above](#fewer-calls)); "
-        "`tetrajet-ramping`, `ue5m3`, `nvfp4-nvidia`, `four-over-six` and `quartet-2` were not",
+        f"takes at most {max(fast.values()):.2f} times the time of the faster BF16 linear",
+        f"take {min(emulated):.0f} to {max(emulated):.0f} times",
     ]
 
 
@@ -375,6 +399,8 @@ FIGURES: dict[str, list[Any]] = {
     "docs/notes/costs.md": [of_methods, of_metrics],
     "docs/hopper.md": [
         of_a_linear,
+        of_a_linear_s_kernels,
+        of_fp8_in_a_step,
         of_an_mlp,
         of_held_elements,
         of_transformer_engine,

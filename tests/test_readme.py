@@ -2,18 +2,14 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.estimate_rows import steps
-from megatron_fp4.estimate.fits import peak
-from megatron_fp4.estimate.gpus import MEASURED
 from megatron_fp4.estimate.layout import stages
 from megatron_fp4.estimate.memory import states
-from megatron_fp4.estimate.plans import recipe_named
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,16 +57,13 @@ def weights_gradients_and_optimizer() -> float:
     return sum(states(step.model, step.layout, step.recipe, stage)) / 2**30
 
 
-def peaks_with_fp8_input() -> tuple[float, float]:
-    """GiB that the command of docs/hopper.md estimates for BF16 with
-    --activation-func-fp8-input-store, and for the flags of LOW."""
-    step = next(each for each in steps(("fused-step",)) if each.name == LOW)
-    model = replace(step.model, vocabulary_multiple=128)  # the command's default
-    in_bf16, ours = (
-        peak(model, step.layout, recipe, MEASURED).total / 2**30
-        for recipe in (recipe_named("bf16"), step.recipe)
-    )
-    return in_bf16, ours
+def with_fp8_input() -> tuple[dict[str, Any], float]:
+    """The row of BF16 with --activation-func-fp8-input-store, and the memory of LOW as a multiple
+    of its memory, beside weights, gradients and optimizer."""
+    row = by_name("fused-step-others")["bf16 --activation-func-fp8-input-store"]
+    same = weights_gradients_and_optimizer()
+    ours = by_name("fused-step")[LOW]["peak_gib"]
+    return row, (ours - same) / (row["peak_gib"] - same)
 
 
 def test_the_training_step() -> None:
@@ -86,11 +79,9 @@ def test_the_training_step() -> None:
         f"times BF16's speed: beside weights, gradients and optimizer, which take {same:.1f} GiB "
         f"in both, that is {(low['peak_gib'] - same) / (bf16['peak_gib'] - same):.2f} times"
     )
-    in_bf16, ours = peaks_with_fp8_input()
-    says(
-        f"BF16 with it is estimated at {in_bf16:.1f} GiB, not measured; `tetrajet` then takes "
-        f"{(ours - same) / (in_bf16 - same):.2f} times"
-    )
+    row, times = with_fp8_input()
+    says(f"its peak is then {row['peak_gib']:.1f} GiB")
+    says(f"and `tetrajet` takes {times:.2f} times its memory")
     kinds = ("gemm", "quantize", "carry", "attention", "optimizer")
     other = [
         sum(row["gpu_ms"].values()) - sum(row["gpu_ms"].get(kind, 0) for kind in kinds)

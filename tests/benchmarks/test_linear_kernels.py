@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import linear, linear_kernels
-from benchmarks.linear_kernels import Ran, floors, by_call, times
+from benchmarks.linear_kernels import Ran, by_call, floors, times
 from megatron_fp4 import get_recipe
 
 NAMES = {"quantize": "quantize_kernel", "carry": "carry_kernel", "gemm": "nvjet_qqtst_128x256"}
