@@ -58,3 +58,28 @@ def test_the_page_has_the_result() -> None:
     assert means[best] < means["NVFP4"] and means[hot] < six
     assert f"{means[best] / six:.2f} times that of `four-over-six`" in PAGE
     assert f"lower it to {means[hot] / plain:.2f} times `tetrajet`'s, below that of `four" in PAGE
+
+
+def test_the_page_has_the_measured_linears() -> None:
+    found = json.loads((ROOT / "benchmarks/results/linear-fp8-scales.json").read_text())
+    rows = {(row["in"], row["out"], row["recipe"]): row for row in found["rows"]}
+    shapes = list(dict.fromkeys(key[:2] for key in rows))
+    folder = "benchmarks/study/candidates"
+    for recipe, name in {
+        "tetrajet": "`tetrajet`",
+        "fp8": "`fp8`",
+        f"{folder}/fp8-scales.yaml": "UE5M3, `mse-fp8`, 16; backward E8M0, 16",
+        f"{folder}/fp8-scales-hot.yaml": "the same with hot channels",
+        "four-over-six": "`four-over-six`",
+    }.items():
+        cells = [f"{rows[(*shape, recipe)]['ratio']:.2f}" for shape in shapes]
+        assert f"| {name} | {' | '.join(cells)} |" in PAGE
+    slower, hot = (
+        [rows[(*at, f"{folder}/{more}")]["ms"] / rows[(*at, less)]["ms"] for at in shapes]
+        for more, less in (
+            ("fp8-scales.yaml", "tetrajet"),
+            ("fp8-scales-hot.yaml", f"{folder}/fp8-scales.yaml"),
+        )
+    )
+    assert f"take {min(slower):.1f} to {max(slower):.1f} times as long" in PAGE
+    assert f"take {min(hot):.1f} to {max(hot):.1f} times as long again" in PAGE
