@@ -96,7 +96,7 @@ def test_linears_of_tetrajet_are_estimated_too_short() -> None:
 
 def test_steps_in_few_bits_are_predicted() -> None:
     rows = [row for row in result("estimate_error")["rows"] if row["file"].startswith("few-bits")]
-    assert len(rows) == 11 and "The eleven steps of the last three" in PAGE
+    assert len(rows) == 11 and "The eleven steps of the `few-bits` results" in PAGE
     times, peaks = ([row[key] for row in rows] for key in ("fitted", "memory"))
     assert f"at {min(times):.2f} to {max(times):.2f} of their time" in PAGE
     assert f"at {min(peaks):.3f} to {max(peaks):.3f} of their peak memory" in PAGE
