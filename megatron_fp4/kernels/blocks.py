@@ -20,14 +20,18 @@ from megatron_fp4.arithmetic.philox import Noise, signed
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.kernels.arguments import Draws
 from megatron_fp4.kernels.encode import nearest, pack, stochastic
-from megatron_fp4.kernels.fp8_scales import best_in_fp8, inverse_of, scale_of
+from megatron_fp4.kernels.float_scales import code_of, divisor_of, spread
+from megatron_fp4.kernels.four_over_six import smaller_error
+from megatron_fp4.kernels.fp8_scales import best_in_fp8, inverse_of
 from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, planned, tiles
 from megatron_fp4.kernels.philox import noise_of, rest_of_tile, tile_group_indices
 from megatron_fp4.kernels.quantize import RANDOM, SILENCE, is_in_memory, random_of
-from megatron_fp4.kernels.rows import INFINITE, fp8_code
+from megatron_fp4.kernels.rows import INFINITE
 
 TILE, WARPS = 64, 4  # rows and columns of a program's tile
 MANTISSA = 3  # mantissa bits of both scale formats
+COMPARED = ("mse-fp8", "four-over-six")  # rules that compare the errors of several scales
+RULES = ("nearest", "up", *COMPARED)
 
 
 @triton.jit
@@ -87,38 +91,9 @@ def top_kernel(
 
 
 @triton.jit
-def _scale_code(wanted, BIAS: tl.constexpr, MAX: tl.constexpr, UP: tl.constexpr):
-    """Codes of block scales in the scale format, which has 3 mantissa bits.
-
-    wanted: float32, not negative. Larger numbers than MAX, the format's largest, become MAX.
-    BIAS: the format's exponent bias.
-    UP: whether the scale is rounded up instead of to nearest even.
-    """
-    magnitude = tl.minimum(wanted, MAX)
-    if UP:
-        normal = ((magnitude.to(tl.int32, bitcast=True) + 0xFFFFF) >> 20) - ((127 - BIAS) << 3)
-        steps = tl.ceil(magnitude * 2.0 ** (BIAS + 2)).to(tl.int32)
-        code = tl.where(magnitude < 2.0 ** (1 - BIAS), steps, normal)
-    else:
-        code = fp8_code(magnitude, 3, BIAS)
-    return code
-
-
-@triton.jit
 def _scale_byte(code, finite, NAN: tl.constexpr):
     """The bytes of block scales: the code, or NAN for a block that is not finite."""
     return tl.where(finite, code, NAN).to(tl.uint8)
-
-
-@triton.jit
-def _divisor(code, unit, BIAS: tl.constexpr):
-    """What a block's elements are divided by: the block scale times the tensor scale `unit`.
-
-    code: the code of the block scale. If the product is 0 the divisor is Inf, so that all quotients
-        are 0.
-    """
-    divisor = scale_of(code, BIAS) * unit
-    return tl.where(divisor > 0.0, divisor, float("inf"))
 
 
 @triton.jit
@@ -165,8 +140,7 @@ def cast_kernel(
     TENSOR_MAX: tl.constexpr,
     INFLATE: tl.constexpr,
     PRESCALE: tl.constexpr,
-    UP: tl.constexpr,
-    IN_FP8: tl.constexpr,
+    RULE: tl.constexpr,
     BIAS: tl.constexpr,
     MAX: tl.constexpr,
     NAN: tl.constexpr,
@@ -185,8 +159,8 @@ def cast_kernel(
     stream, random, DRAWS: what the random bits depend on (arguments.py); read if STOCHASTIC.
     ACROSS, ALONG: the size of a block across AXIS and along it.
     TENSOR_MAX: the largest block scale under a tensor scale; 0 if there is no tensor scale.
-    INFLATE: multiplies block scales before they are rounded. UP: whether they are rounded up.
-    IN_FP8: whether they are chosen by rule mse-fp8 (fp8_scales.py), for which ACROSS is 1.
+    INFLATE: multiplies block scales before they are rounded. RULE: nearest or up, how they are
+        rounded; four-over-six (four_over_six.py) or mse-fp8 (fp8_scales.py), where ACROSS is 1.
     PRESCALE: multiplies scaled elements before they are rounded.
     BIAS, MAX, NAN: of the scale format, its exponent bias, largest number and byte of NaN.
 
@@ -212,27 +186,25 @@ def cast_kernel(
     largest = _largest(v, ACROSS, ALONG)
     finite = largest < INFINITE
     amax = _finite_or_0(largest).to(tl.float32, bitcast=True)
-    if IN_FP8:
+    if RULE == "mse-fp8":
         if TENSOR_MAX > 0:
             v, amax = tl.div_rn(v, unit), tl.div_rn(amax, unit)
         scale = best_in_fp8(v, amax, BIAS, MAX, ALONG)
-        factor = inverse_of(scale, BIAS)
+        scaled = v * spread(inverse_of(scale, BIAS), ACROSS, ALONG)
     else:
         wanted = tl.div_rn(amax, tl.broadcast_to(unit * 6.0, amax.shape)) * INFLATE
-        scale = _scale_code(wanted, BIAS, MAX, UP)
-        factor = _divisor(scale, unit, BIAS)
-
-    BLOCKED: tl.constexpr = (TILE // ACROSS, ACROSS, TILE // ALONG, ALONG)
-    factor = tl.reshape(tl.broadcast_to(factor[:, None, :, None], BLOCKED), (TILE, TILE))
-    live = tl.broadcast_to(finite.to(tl.int32)[:, None, :, None], BLOCKED)
-    scaled = tl.abs(v * factor if IN_FP8 else tl.div_rn(v, factor)) * PRESCALE
+        scale = code_of(wanted, BIAS, MAX, RULE == "up")
+        if RULE == "four-over-six":
+            scale = smaller_error(v, amax, scale, unit, BIAS, MAX, INFLATE, ALONG)
+        scaled = tl.div_rn(v, spread(divisor_of(scale, unit, BIAS), ACROSS, ALONG))
+    scaled = tl.abs(scaled) * PRESCALE
     scaled = _saturated(scaled)
     if STOCHASTIC:
         code = ~(stochastic(scaled * 0.5, rest, 1.0, INTERPRETED) >> 24) & 7
     else:
         code = nearest(scaled)
     code |= tl.where(v.to(tl.int32, bitcast=True) < 0, 8, 0)
-    code = tl.where(tl.reshape(live, (TILE, TILE)) != 0, code, 0)
+    code = tl.where(spread(finite.to(tl.int32), ACROSS, ALONG) != 0, code, 0)
 
     low, high = tl.split(tl.reshape(code, (TILE, TILE // 2, 2)))
     line0, along0 = tl.program_id(1 - AXIS) * TILE, tl.program_id(AXIS) * TILE
@@ -303,8 +275,7 @@ def _launches(
         TENSOR_MAX=quantizer.tensor_max,
         INFLATE=quantizer.inflate,
         PRESCALE=quantizer.prescale,
-        UP=quantizer.rule == "up",
-        IN_FP8=quantizer.rule == "mse-fp8",
+        RULE=quantizer.rule,
         BIAS=scale.bias,
         MAX=scale.max,
         NAN=scale.nan,
@@ -318,6 +289,6 @@ def _launches(
         Launch(top_kernel, grid, (*read, *sizes), form, num_warps=WARPS),
         Launch(
             cast_kernel, grid, (*read, *written, NUMBER, RANDOM, *sizes), form | kind,
-            num_warps=2 * WARPS if kind["IN_FP8"] else WARPS,  # or registers are spilled
+            num_warps=2 * WARPS if quantizer.rule in COMPARED else WARPS,  # else registers spill
         ),
     )  # fmt: skip

@@ -25,8 +25,8 @@ import triton.language as tl
 
 from megatron_fp4.arithmetic.formats import SCALE_FLOATS
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.kernels.float_scales import scale_of
 from megatron_fp4.kernels.fp8 import FORMATS, LOWEST, looked_up, table
-from megatron_fp4.kernels.fp8_scales import scale_of
 from megatron_fp4.kernels.launch import INTERPRETED, Launch, address, kernel, planned, tiles
 from megatron_fp4.operands import Carriers
 

@@ -11,15 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_fp4.kernels.float_scales import rounded, scale_of
+
 _SUBNORMAL = tl.constexpr(6)  # subnormal scales
-
-
-@triton.jit
-def scale_of(code, BIAS: tl.constexpr):
-    """The float32 value of each code of a block scale with three mantissa bits. BIAS: the format's
-    exponent bias."""
-    normal = ((code << 20) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
-    return tl.where(code < 8, code.to(tl.float32) * 2.0 ** (-BIAS - 2), normal)
 
 
 @triton.jit
@@ -53,17 +47,8 @@ def inverse_of(code, BIAS: tl.constexpr):
 @triton.jit
 def _off(scaled):
     """By how much rounding to E2M1 changes each scaled magnitude: float32, rounded to a multiple of
-    2^-8. Magnitudes above 6 become 6.
-
-    Adding a large number and subtracting it again rounds to multiples of the large number's last
-    bit. The large number is chosen so that this bit is the distance of E2M1's numbers: 1/2 below 2,
-    1 below 4, and 2 above.
-    """
-    clipped = tl.minimum(scaled, 6.0)
-    binade = tl.maximum(clipped.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
-    large = binade.to(tl.float32, bitcast=True) * 6291456.0  # half of it is the distance
-    off = ((clipped + large) - large) - scaled
-    return (off + 49152.0) - 49152.0  # 1.5 * 2^15
+    2^-8. Magnitudes above 6 become 6."""
+    return ((rounded(scaled) - scaled) + 49152.0) - 49152.0  # 1.5 * 2^15
 
 
 @triton.jit

@@ -9,36 +9,39 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import GROUP
 from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.pytorch import before_quantizer
 from megatron_fp4.operands import Made, Matrix
 from megatron_fp4.plan.data import OperandPlan
 
 
 class BlockScaleKernel:
-    """Quantizes a BF16 matrix to E2M1, with E4M3 or UE5M3 scales: those that map a block's maximum
-    to 6, or those that rule mse-fp8 chooses.
+    """Quantizes a BF16 matrix to E2M1, with E4M3 or UE5M3 scales. PyTorch applies a Hadamard
+    transform first.
 
-    It refuses the rule four-over-six, Hadamard transforms, and operands times row scales.
+    It refuses operands times row scales, and scales that are corrected for a gain of 1.
     """
 
     name = "block scale kernel"
+    transforms = False
 
     def refuses(self, operand: OperandPlan) -> str | None:
         quantizer = operand.quantizer
         assert quantizer is not None
-        from megatron_fp4.kernels.blocks import TILE  # imports Triton
+        from megatron_fp4.kernels.blocks import RULES, TILE  # imports Triton
 
         across, along = quantizer.block
         if quantizer.element != "e2m1":
             return f"makes no {quantizer.element.upper()} elements"
-        if quantizer.rule not in ("nearest", "up", "mse-fp8"):
+        if quantizer.rule not in RULES:
             return f"has no rule {quantizer.rule}"
         if quantizer.unit_gain:
             return "does not correct scales for a gain of 1"
         if quantizer.row_max:
             return "gives rows no scales of their own"
-        if operand.group or operand.folds:
-            return "neither transforms nor folds scales"
-        if operand.codes is not None or operand.dtype != torch.bfloat16:
+        if operand.folds:
+            return "folds no scales"
+        # A transform's result is BF16, whatever it reads.
+        if operand.codes is not None or (operand.dtype != torch.bfloat16 and not operand.group):
             return "reads BF16 only"
         if not (2 <= along <= TILE) or TILE % along or not across or TILE % across:
             return f"takes blocks that divide {TILE} x {TILE}"
@@ -67,5 +70,6 @@ class BlockScaleKernel:
 
         [operand], [each] = operands, given
         assert isinstance(matrix, Tensor) and operand.quantizer is not None
-        made = blocks.quantize(matrix, operand.quantizer, operand.axis, each.noise, each.widest)
+        x = before_quantizer(matrix, operand, each)
+        made = blocks.quantize(x, operand.quantizer, operand.axis, each.noise, each.widest)
         return [Made(made)]

@@ -22,6 +22,7 @@ class PyTorch:
     """Makes any operand, one at a time."""
 
     name = "pytorch"
+    transforms = True
 
     def refuses(self, operand: OperandPlan) -> str | None:
         return None

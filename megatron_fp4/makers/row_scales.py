@@ -19,6 +19,7 @@ class RowScaleKernel:
     """
 
     name = "row scale kernel"
+    transforms = False
 
     def refuses(self, operand: OperandPlan) -> str | None:
         quantizer = operand.quantizer

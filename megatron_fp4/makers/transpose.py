@@ -17,6 +17,7 @@ class TransposeKernel:
     """
 
     name = "transpose kernel"
+    transforms = False
 
     def refuses(self, operand: OperandPlan) -> str | None:
         if operand.codes is None or operand.codes.element != "e2m1" or operand.axis == 1:

@@ -41,6 +41,8 @@ def kernel_notes(plan: LinearPlan) -> Iterator[str]:
         names = " and ".join(f"{LETTERS[o.letter]} of {o.gemm}" for o in making.operands)
         for name, why in making.passed_over:
             yield f"not used: {name}: {why}; PyTorch makes {names}"
+        if making.operands[0].group and not making.maker.transforms:
+            yield f"no kernel transforms {names} for these scales: PyTorch does, and one quantizes"
     if isinstance(plan.recipe.outliers, HotChannels):
         yield "no kernel splits hot channels off X: PyTorch does, from X as a matrix"
     if plan.subtracts_mean:

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_quantizer
+from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS
 from megatron_fp4.arithmetic.philox import Key, Noise, Placement
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, absolute_max
 from megatron_fp4.kernels.blocks import quantize
+from megatron_fp4.makers.base import Given
 from megatron_fp4.makers.block_scales import BlockScaleKernel
+from megatron_fp4.makers.pytorch import make_operand
 from testing.builders.operand_plans import made_in_pytorch, plan
 
 ROWS, COLUMNS = 96, 160  # tiles do not fill it
@@ -36,6 +39,10 @@ QUANTIZERS = {
     "in-fp8-16": Quantizer(scale="ue5m3", block=(1, 16), rule="mse-fp8"),
     "in-fp8-32": Quantizer(scale="e4m3", block=(1, 32), rule="mse-fp8"),
     "in-fp8-tensor": Quantizer(scale="e4m3", block=(1, 16), rule="mse-fp8", tensor_max=256.0),
+    "four-over-six": get_quantizer("nvfp4-four-over-six"),
+    "four-over-six-32": Quantizer(
+        scale="ue5m3", block=(1, 32), rule="four-over-six", inflate=17 / 16
+    ),
     "prescaled": Quantizer(
         scale="e4m3", block=(1, 16), rule="nearest", rounding="stochastic", prescale=0.9
     ),
@@ -61,6 +68,8 @@ def matrix() -> Tensor:
 
 
 def differences(device: str, of: str = "") -> Iterator[str]:
+    if of in "transformed":
+        yield from transformed(device)
     x = matrix()
     ordinary = torch.where(x.isfinite() & (x.abs() < 1e20), x, 1.0)
     for name, quantizer in QUANTIZERS.items():
@@ -83,6 +92,27 @@ def differences(device: str, of: str = "") -> Iterator[str]:
                         yield f"{name} {axis} {is_shard} {widest is None}: {told}"
 
 
+def transformed(device: str) -> Iterator[str]:
+    """Differences of operands that PyTorch transforms, and the kernel quantizes. The reference runs
+    on the same device: sums of the transform may have another order on another."""
+    x = matrix().to(device)
+    x = torch.where(x.isfinite() & (x.abs() < 1e20), x, 1.0)
+    for name, group in (("nvfp4", 16), ("ue5m3-up", 32), ("nvfp4-17-16-sr", 16)):
+        for axis, dtype in ((0, torch.bfloat16), (1, torch.bfloat16), (0, torch.float32)):
+            quantizer = QUANTIZERS[name]
+            given = Given(signs=FIXED_SIGNS)
+            if quantizer.stochastic:
+                given.noise = _noise(device, False)
+            wanted = plan(x.to(dtype), quantizer, axis, group=group)
+            assert BlockScaleKernel().refuses(wanted) is None
+            [found] = BlockScaleKernel().make(x.to(dtype) / 3, [wanted], [given])
+            assert isinstance(found.operand, QuantizedTensor)
+            made = make_operand(x.to(dtype) / 3, wanted, given)
+            assert isinstance(made, QuantizedTensor)
+            if told := _differing(found.operand, made):
+                yield f"{name} transformed {axis}: {told}"
+
+
 def _noise(device: str, is_shard: bool) -> Noise:
     place = Placement()
     if is_shard:
@@ -97,7 +127,7 @@ def _differing(found: QuantizedTensor, made: QuantizedTensor) -> str:
     assert (found.shape, found.axis, found.scales.shape) == (
         made.shape, made.axis, made.scales.shape,
     )  # fmt: skip
-    codes, scales = (int((a.cpu() != b).sum()) for a, b in (
+    codes, scales = (int((a.cpu() != b.cpu()).sum()) for a, b in (
         (found.codes, made.codes), (found.scales, made.scales)))  # fmt: skip
     units = [None if q.tensor_scale is None else float(q.tensor_scale) for q in (found, made)]
     same = units[0] == units[1]

@@ -288,9 +288,12 @@ def test_casts_with_scales_in_small_floats_compile(
 
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize(("axis", "length"), [(0, 16), (1, 32)])
-def test_casts_with_the_best_scale_in_fp8_compile(length: int, axis: int, capability: int) -> None:
+@pytest.mark.parametrize("rule", blocks.COMPARED)
+def test_casts_that_compare_scales_compile(
+    rule: Any, length: int, axis: int, capability: int
+) -> None:
     for scale in ({"scale": "ue5m3"}, {"scale": "e4m3", "tensor_max": 256.0}):
-        quantizer = Quantizer(block=(1, length), rule="mse-fp8", **scale)  # type: ignore[arg-type]
+        quantizer = Quantizer(block=(1, length), rule=rule, **scale)  # type: ignore[arg-type]
         _, cast = blocks._launches(4096, 4096, quantizer, axis, False, False)
         compiled = compiled_launch(cast, capability)
         assert "STL" not in sass(compiled["cubin"])  # no registers are spilled

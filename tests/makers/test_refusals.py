@@ -91,8 +91,6 @@ def test_what_the_mxfp4_kernel_refuses(x: Any, quantizer: Any, fields: Any, why:
 @pytest.mark.parametrize(
     ("x", "quantizer", "why"),
     [
-        # Its choice is made of float64 sums.
-        (X, get_quantizer("nvfp4-four-over-six"), "has no rule four-over-six"),
         (X.float(), NVFP4, "reads BF16 only"),
         (X[:, :40], NVFP4, "takes multiples of blocks of 1 x 16"),
         (X[:40], replace(NVFP4, block=(16, 16)), "takes multiples of blocks of 16 x 16"),
@@ -107,6 +105,8 @@ def test_what_the_block_scale_kernel_refuses(x: Any, quantizer: Any, why: str) -
     assert told(x, quantizer) == ("pytorch", why)
     assert told(X, NVFP4, 0)[0] == "block scale kernel"  # the controls
     assert told(X[:, :48], replace(NVFP4, block=(16, 16)))[0] == "block scale kernel"
+    assert told(X, get_quantizer("nvfp4-four-over-six"), group=16)[0] == "block scale kernel"
+    assert told(X, NVFP4, folds=True) == ("pytorch", "folds no scales")
 
 
 def test_codes_without_a_scale_of_their_own_are_transposed() -> None:

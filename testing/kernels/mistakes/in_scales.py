@@ -7,7 +7,7 @@ from typing import Any
 
 import triton.language as tl
 
-from megatron_fp4.kernels import blocks, encode, fp8_scales, rows
+from megatron_fp4.kernels import blocks, encode, float_scales, four_over_six, fp8_scales, rows
 from testing.kernels.mistakes.injection import Mistake, argument, result
 from testing.kernels.mistakes.rounding import halves_down, halves_up
 
@@ -60,10 +60,21 @@ def _least_of_rows(right: Any, v: Any, ACROSS: Any, ALONG: Any) -> Any:
     return tl.min(tl.reshape(by_row, (lines // ACROSS, ACROSS, count)), 1)
 
 
+def _always_six(right: Any, v: Any, amax: Any, six: Any, *given: Any) -> Any:
+    return six
+
+
+def _in_scales(right: Any, v: Any, code: Any, unit: Any, BIAS: Any, ALONG: Any) -> Any:
+    scale = tl.maximum(float_scales.scale_of(code, BIAS), 1e-9)
+    return right(v, code, unit, BIAS, ALONG) / scale
+
+
 BLOCK_SCALES = {
-    "up is nearest": Mistake("ue5m3-up", blocks._scale_code, argument("UP", lambda _: False)),
-    "subnormal scales go down": Mistake("e4m3-up-sr", blocks._scale_code, _subnormal_scales_down),
-    "a subnormal scale is a normal one": Mistake("e4m3", fp8_scales.scale_of, _subnormal_as_normal),
+    "up is nearest": Mistake("ue5m3-up", float_scales.code_of, argument("UP", lambda _: False)),
+    "subnormal scales go down": Mistake("e4m3-up-sr", float_scales.code_of, _subnormal_scales_down),
+    "a subnormal scale is a normal one": Mistake(
+        "e4m3", float_scales.scale_of, _subnormal_as_normal
+    ),
     "an overflow spoils the rest": Mistake(
         "nvfp4", blocks._finite_or_0, lambda right, largest: largest
     ),
@@ -80,7 +91,7 @@ BLOCK_SCALES = {
     ),
     "a vanished scale": Mistake(
         "nvfp4",
-        blocks._divisor,
+        float_scales.divisor_of,
         result(lambda divisor: tl.where(divisor < float("inf"), divisor, 1.0)),
     ),
     "another element's noise": Mistake("prescaled", blocks._rest, argument("AXIS", lambda _: 1)),
@@ -95,6 +106,8 @@ BLOCK_SCALES = {
     "errors are not rounded": Mistake(
         "in-fp8-16", fp8_scales._off, lambda right, scaled: right(scaled * 1.001)
     ),
+    "always six": Mistake("four-over-six", four_over_six.smaller_error, _always_six),
+    "errors in units of the scale": Mistake("four-over-six", four_over_six._error, _in_scales),
     "ties of scales go up": Mistake("e4m3", encode.nearest_even, halves_up),
     "ties go up": Mistake(
         "e4m3", encode.nearest, argument("magnitudes", lambda given: given * 1.0000002)

@@ -1,0 +1,53 @@
+"""Block scales by rule four-over-six, in Triton: those that map a block's largest magnitude to 6 or
+to 4, whichever gives the smaller squared error (arXiv 2512.02010).
+
+The bits are those of `_smaller_error` in arithmetic/scaling.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_fp4.kernels.float_scales import code_of, divisor_of, rounded, scale_of, spread
+
+
+@triton.jit
+def _error(v, code, unit, BIAS: tl.constexpr, ALONG: tl.constexpr):
+    """The squared error of each block with these scales: float64 [rows, columns / ALONG].
+
+    In float64 an element's error is exact, and the order of a sum does not decide.
+    """
+    R: tl.constexpr = code.shape[0]
+    C: tl.constexpr = code.shape[1]
+    magnitude = tl.abs(v)
+    scaled = tl.div_rn(magnitude, spread(divisor_of(code, unit, BIAS), 1, ALONG))
+    scale = scale_of(code, BIAS).to(tl.float64) * unit.to(tl.float64)
+    off = rounded(scaled).to(tl.float64) * spread(scale, 1, ALONG) - magnitude.to(tl.float64)
+    return tl.sum(tl.reshape(off * off, (R, C, ALONG)), 2)
+
+
+@triton.jit
+def smaller_error(
+    v,
+    amax,
+    six,
+    unit,
+    BIAS: tl.constexpr,
+    MAX: tl.constexpr,
+    INFLATE: tl.constexpr,
+    ALONG: tl.constexpr,
+):
+    """The codes of block scales, of the two candidates those with the smaller error: int32
+    [rows, columns / ALONG]. A tie takes `six`.
+
+    v: float32 [rows, columns]. amax: the largest magnitudes of its blocks of ALONG columns; 0 for a
+    block that is not finite. six: the codes of the scales that map them to 6. unit: the tensor
+    scale.
+    BIAS, MAX: of the scale format, its exponent bias and largest number. INFLATE: multiplies block
+    scales before they are rounded.
+    """
+    wanted = tl.div_rn(amax, tl.broadcast_to(unit * 4.0, amax.shape)) * INFLATE
+    four = code_of(wanted, BIAS, MAX, False)
+    of_six = _error(v, six, unit, BIAS, ALONG)
+    return tl.where(_error(v, four, unit, BIAS, ALONG) < of_six, four, six)
