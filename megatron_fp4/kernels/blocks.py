@@ -23,28 +23,34 @@ from megatron_fp4.kernels.encode import nearest, pack, stochastic
 from megatron_fp4.kernels.float_scales import code_of, divisor_of, spread
 from megatron_fp4.kernels.four_over_six import smaller_error
 from megatron_fp4.kernels.fp8_scales import best_in_fp8, inverse_of
+from megatron_fp4.kernels.gain import of_unit_gain
 from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, planned, tiles
 from megatron_fp4.kernels.philox import noise_of, rest_of_tile, tile_group_indices
 from megatron_fp4.kernels.quantize import RANDOM, SILENCE, is_in_memory, random_of
 from megatron_fp4.kernels.rows import INFINITE
 
 TILE, WARPS = 64, 4  # rows and columns of a program's tile
+LONGEST_GAIN = 128  # the most elements whose scales are corrected for a gain of 1 together
+_LONG = (LONGEST_GAIN, 32), (32, LONGEST_GAIN)  # rows and columns of a tile for these, by the axis
 MANTISSA = 3  # mantissa bits of both scale formats
 COMPARED = ("mse-fp8", "four-over-six")  # rules that compare the errors of several scales
 RULES = ("nearest", "up", *COMPARED)
 
 
 @triton.jit
-def _loaded(x_ptr, n_rows, n_columns, TILE: tl.constexpr):
-    """The tile of x that this program handles, float32 [TILE, TILE], with zeros outside of x.
+def _loaded(
+    x_ptr, n_rows, n_columns, AXIS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The tile of x that this program handles, float32, with AXIS last and zeros outside of x.
 
-    x_ptr: the bits of BF16 [n_rows, n_columns], int16.
+    x_ptr: the bits of BF16 [n_rows, n_columns], int16. ROWS, COLUMNS: of the tile.
     """
-    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
-    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     there = (rows < n_rows) & (columns < n_columns)
     bits = tl.load(x_ptr + rows.to(tl.int64) * n_columns + columns, mask=there, other=0)
-    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    v = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return tl.trans(v) if AXIS == 0 else v
 
 
 @triton.jit
@@ -75,17 +81,17 @@ def top_kernel(
     AXIS: tl.constexpr,
     ACROSS: tl.constexpr,
     ALONG: tl.constexpr,
-    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Finds the bits of the largest magnitude in all blocks that are finite.
 
     x_ptr: the bits of BF16 [n_rows, n_columns], int16.
     top_ptr: int32 [], 0 at the launch; the maximum is written to it.
     AXIS: the blocked axis. ACROSS, ALONG: the size of a block across this axis and along it.
+    ROWS, COLUMNS: of the tile of x that a program handles.
     """
-    v = _loaded(x_ptr, n_rows, n_columns, TILE)
-    if AXIS == 0:
-        v = tl.trans(v)
+    v = _loaded(x_ptr, n_rows, n_columns, AXIS, ROWS, COLUMNS)
     largest = _finite_or_0(_largest(v, ACROSS, ALONG))
     tl.atomic_max(top_ptr, tl.max(tl.max(largest, 1), 0))
 
@@ -110,16 +116,18 @@ def _rest(
     AXIS: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Random bits for the elements of a program's tile: int32 [TILE, TILE], AXIS last.
+    """Random bits for the elements of a program's tile: int32, with AXIS last.
 
     They are the argument `rest` of `encode.stochastic`. place: see `philox.group_indices`. noise:
-    (step, low and high word of the seed). stream: the number of the random stream.
+    (step, low and high word of the seed). stream: the number of the random stream. ROWS, COLUMNS:
+    of the tile in x.
     """
-    row0, column0 = tl.program_id(0) * TILE, tl.program_id(1) * TILE
-    index = tile_group_indices(place, row0, column0, TILE, TILE, HAS_GROUPS, INTERPRETED)
-    rest = tl.reshape(rest_of_tile(index, noise, stream, INTERPRETED), (TILE, TILE))
+    row0, column0 = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
+    index = tile_group_indices(place, row0, column0, ROWS, COLUMNS, HAS_GROUPS, INTERPRETED)
+    rest = tl.reshape(rest_of_tile(index, noise, stream, INTERPRETED), (ROWS, COLUMNS))
     return tl.trans(rest) if AXIS == 0 else rest
 
 
@@ -144,10 +152,13 @@ def cast_kernel(
     BIAS: tl.constexpr,
     MAX: tl.constexpr,
     NAN: tl.constexpr,
+    GAIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    SCALES_DRAW: tl.constexpr,
     DRAWS: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Quantizes BF16 x [n_rows, n_columns] to codes, two in a byte, and block scales, with AXIS
     last.
@@ -156,26 +167,31 @@ def cast_kernel(
     codes_ptr: uint8 [others, n / 2], with n the length of AXIS and `others` that of the other axis.
     scales_ptr: uint8 [others / ACROSS, n / ALONG].
     unit_ptr: float32 [], where the tensor scale is written if TENSOR_MAX is not 0.
-    stream, random, DRAWS: what the random bits depend on (arguments.py); read if STOCHASTIC.
+    stream, random, DRAWS: what the random bits depend on (arguments.py); read if STOCHASTIC or
+        SCALES_DRAW.
     ACROSS, ALONG: the size of a block across AXIS and along it.
     TENSOR_MAX: the largest block scale under a tensor scale; 0 if there is no tensor scale.
     INFLATE: multiplies block scales before they are rounded. RULE: nearest or up, how they are
         rounded; four-over-six (four_over_six.py) or mse-fp8 (fp8_scales.py), where ACROSS is 1.
     PRESCALE: multiplies scaled elements before they are rounded.
     BIAS, MAX, NAN: of the scale format, its exponent bias, largest number and byte of NaN.
+    GAIN: the elements of a group whose scales are corrected for a gain of 1 (gain.py); 0 corrects
+        none. ACROSS is then 1, and SCALES_DRAW says whether they are rounded stochastically.
+    ROWS, COLUMNS: of the tile of x that a program handles.
 
     docs/numerics.md, E4M3 and UE5M3, has the steps. A block with Inf or NaN gets codes 0 and the
     scale NaN.
     """
-    v = _loaded(x_ptr, n_rows, n_columns, TILE)
+    v = _loaded(x_ptr, n_rows, n_columns, AXIS, ROWS, COLUMNS)
+    LINES: tl.constexpr = v.shape[0]
+    LENGTH: tl.constexpr = v.shape[1]
     rest = 0
-    if STOCHASTIC:
+    if STOCHASTIC or SCALES_DRAW:
         place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row
         noise = noise_of(random, DRAWS.IN_MEMORY)
-        rest = _rest(place, noise, stream, AXIS, DRAWS.HAS_GROUPS, INTERPRETED, TILE)
+        rest = _rest(place, noise, stream, AXIS, DRAWS.HAS_GROUPS, INTERPRETED, ROWS, COLUMNS)
     n_lines, n_along = n_rows, n_columns
     if AXIS == 0:
-        v = tl.trans(v)
         n_lines, n_along = n_columns, n_rows
     unit = tl.full([], 1.0, tl.float32)
     if TENSOR_MAX > 0:
@@ -204,17 +220,23 @@ def cast_kernel(
     else:
         code = nearest(scaled)
     code |= tl.where(v.to(tl.int32, bitcast=True) < 0, 8, 0)
-    code = tl.where(spread(finite.to(tl.int32), ACROSS, ALONG) != 0, code, 0)
+    live = finite.to(tl.int32)
+    code = tl.where(spread(live, ACROSS, ALONG) != 0, code, 0)
+    if GAIN > 0:
+        bits = (rest >> 8) - 0xF0000
+        scale = of_unit_gain(
+            v, scaled, scale, live, unit, bits, BIAS, MAX, ALONG, GAIN, SCALES_DRAW
+        )
 
-    low, high = tl.split(tl.reshape(code, (TILE, TILE // 2, 2)))
-    line0, along0 = tl.program_id(1 - AXIS) * TILE, tl.program_id(AXIS) * TILE
-    lines = line0 + tl.arange(0, TILE)[:, None]
-    along = along0 // 2 + tl.arange(0, TILE // 2)[None, :]
+    low, high = tl.split(tl.reshape(code, (LINES, LENGTH // 2, 2)))
+    line0, along0 = tl.program_id(1 - AXIS) * LINES, tl.program_id(AXIS) * LENGTH
+    lines = line0 + tl.arange(0, LINES)[:, None]
+    along = along0 // 2 + tl.arange(0, LENGTH // 2)[None, :]
     there = (lines < n_lines) & (along < n_along // 2)
     places = lines.to(tl.int64) * (n_along // 2) + along
     tl.store(codes_ptr + places, pack(low, high).to(tl.uint8), mask=there)
-    lines = line0 // ACROSS + tl.arange(0, TILE // ACROSS)[:, None]
-    along = along0 // ALONG + tl.arange(0, TILE // ALONG)[None, :]
+    lines = line0 // ACROSS + tl.arange(0, LINES // ACROSS)[:, None]
+    along = along0 // ALONG + tl.arange(0, LENGTH // ALONG)[None, :]
     there = (lines < n_lines // ACROSS) & (along < n_along // ALONG)
     places = lines.to(tl.int64) * (n_along // ALONG) + along
     tl.store(scales_ptr + places, _scale_byte(scale, finite, NAN), mask=there)
@@ -242,7 +264,7 @@ def quantize(
     scales = x.new_empty(others // across, k // along, dtype=torch.uint8)
     noise = noise or SILENCE
     in_memory = is_in_memory(noise.key.step)
-    random = random_of(x, noise, in_memory, rows, columns, places=quantizer.stochastic)
+    random = random_of(x, noise, in_memory, rows, columns, places=quantizer.draws)
     has_groups = noise.placement.groups is not None
     find, cast = _launches(rows, columns, quantizer, axis, in_memory, has_groups)
     top = unit = None
@@ -270,7 +292,7 @@ def _launches(
     scale = SCALE_FLOATS[quantizer.scale]
     assert scale.mantissa_bits == MANTISSA and E2M1.max == 6
     across, along = quantizer.block
-    form: dict[str, Any] = dict(AXIS=axis, ACROSS=across, ALONG=along, TILE=TILE)
+    form: dict[str, Any] = dict(AXIS=axis, ACROSS=across, ALONG=along)
     kind = dict(
         TENSOR_MAX=quantizer.tensor_max,
         INFLATE=quantizer.inflate,
@@ -279,16 +301,21 @@ def _launches(
         BIAS=scale.bias,
         MAX=scale.max,
         NAN=scale.nan,
+        GAIN=quantizer.unit_gain,
         STOCHASTIC=quantizer.stochastic,
+        SCALES_DRAW=quantizer.scale_rounding == "stochastic",
         DRAWS=Draws(in_memory, has_groups),
         INTERPRETED=INTERPRETED,
     )
-    grid, sizes = (tiles(rows, TILE), tiles(columns, TILE)), (rows, columns)
+    sizes, tile = (rows, columns), (TILE, TILE) if not quantizer.unit_gain else _LONG[axis]
+    grid = tiles(rows, tile[0]), tiles(columns, tile[1])
+    form |= dict(ROWS=tile[0], COLUMNS=tile[1])
+    warps = WARPS * (1 + (quantizer.rule in COMPARED or quantizer.unit_gain > 0))  # else they spill
     read, written = (torch.int16, torch.int32), (torch.uint8, torch.uint8, torch.float32)
     return (
         Launch(top_kernel, grid, (*read, *sizes), form, num_warps=WARPS),
         Launch(
             cast_kernel, grid, (*read, *written, NUMBER, RANDOM, *sizes), form | kind,
-            num_warps=2 * WARPS if quantizer.rule in COMPARED else WARPS,  # else registers spill
+            num_warps=warps,
         ),
     )  # fmt: skip

@@ -18,7 +18,7 @@ class BlockScaleKernel:
     """Quantizes a BF16 matrix to E2M1, with E4M3 or UE5M3 scales. PyTorch applies a Hadamard
     transform first.
 
-    It refuses operands times row scales, and scales that are corrected for a gain of 1.
+    It refuses operands times row scales.
     """
 
     name = "block scale kernel"
@@ -27,15 +27,15 @@ class BlockScaleKernel:
     def refuses(self, operand: OperandPlan) -> str | None:
         quantizer = operand.quantizer
         assert quantizer is not None
-        from megatron_fp4.kernels.blocks import RULES, TILE  # imports Triton
+        from megatron_fp4.kernels.blocks import LONGEST_GAIN, RULES, TILE  # imports Triton
 
         across, along = quantizer.block
         if quantizer.element != "e2m1":
             return f"makes no {quantizer.element.upper()} elements"
         if quantizer.rule not in RULES:
             return f"has no rule {quantizer.rule}"
-        if quantizer.unit_gain:
-            return "does not correct scales for a gain of 1"
+        if quantizer.unit_gain and LONGEST_GAIN % quantizer.unit_gain:
+            return f"corrects a gain only in groups that divide {LONGEST_GAIN}"
         if quantizer.row_max:
             return "gives rows no scales of their own"
         if operand.folds:
@@ -48,9 +48,9 @@ class BlockScaleKernel:
         if not all(operand.shape):
             return "there are no elements"
         k, others = operand.shape[operand.axis], operand.shape[1 - operand.axis]
-        if k % along or others % across:
-            return f"takes multiples of blocks of {across} x {along}"
-        if quantizer.stochastic and operand.shape[1] % GROUP:
+        if k % max(along, quantizer.unit_gain) or others % across:
+            return f"takes multiples of blocks of {across} x {max(along, quantizer.unit_gain)}"
+        if quantizer.draws and operand.shape[1] % GROUP:
             return f"draws noise for multiples of {GROUP} columns"
         return None
 

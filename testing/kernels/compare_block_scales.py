@@ -43,6 +43,23 @@ QUANTIZERS = {
     "four-over-six-32": Quantizer(
         scale="ue5m3", block=(1, 32), rule="four-over-six", inflate=17 / 16
     ),
+    "gain": Quantizer(scale="e4m3", block=(1, 16), rule="nearest", tensor_max=256.0, unit_gain=32),
+    "gain-drawn": Quantizer(
+        scale="e4m3",
+        block=(1, 16),
+        rule="nearest",
+        tensor_max=256.0,
+        inflate=17 / 16 * 0.93,
+        unit_gain=32,
+        scale_rounding="stochastic",
+    ),
+    "gain-ue5m3": Quantizer(
+        scale="ue5m3",
+        block=(1, 16),
+        rule="four-over-six",
+        unit_gain=16,
+        scale_rounding="stochastic",
+    ),
     "prescaled": Quantizer(
         scale="e4m3", block=(1, 16), rule="nearest", rounding="stochastic", prescale=0.9
     ),
@@ -77,14 +94,14 @@ def differences(device: str, of: str = "") -> Iterator[str]:
             continue
         for source, axis in ((x, 1), (x, 0), (ordinary, 1), (ordinary, 0), (0 * ordinary, 1)):
             assert BlockScaleKernel().refuses(plan(source, quantizer, axis)) is None
-            for is_shard in (False, True) if quantizer.stochastic else (False,):
+            for is_shard in (False, True) if quantizer.draws else (False,):
                 for widest in (None, absolute_max(8 * ordinary, quantizer, axis)):
                     if widest is not None and not quantizer.tensor_max:
                         continue
                     noises = [_noise(place, is_shard) for place in (device, "cpu")]
                     found = quantize(
                         source.to(device), quantizer, axis,
-                        noises[0] if quantizer.stochastic else None,
+                        noises[0] if quantizer.draws else None,
                         None if widest is None else widest.to(device),
                     )  # fmt: skip
                     made = made_in_pytorch(source, quantizer, axis, noise=noises[1], widest=widest)
@@ -101,7 +118,7 @@ def transformed(device: str) -> Iterator[str]:
         for axis, dtype in ((0, torch.bfloat16), (1, torch.bfloat16), (0, torch.float32)):
             quantizer = QUANTIZERS[name]
             given = Given(signs=FIXED_SIGNS)
-            if quantizer.stochastic:
+            if quantizer.draws:
                 given.noise = _noise(device, False)
             wanted = plan(x.to(dtype), quantizer, axis, group=group)
             assert BlockScaleKernel().refuses(wanted) is None

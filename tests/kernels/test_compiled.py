@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.messages import FORMS
 from megatron_fp4.arithmetic.moments import Moments
@@ -298,6 +299,17 @@ def test_casts_that_compare_scales_compile(
         compiled = compiled_launch(cast, capability)
         assert "STL" not in sass(compiled["cubin"])  # no registers are spilled
         assert ".ftz" not in compiled["ptx"] and "div.full" not in compiled["ptx"]
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_casts_with_a_gain_of_1_compile(axis: int, capability: int) -> None:
+    operand = get_recipe("quartet-2").quantizer("dgrad", "dy")
+    assert operand is not None and operand.unit_gain == 128
+    _, cast = blocks._launches(4096, 4096, operand, axis, True, True)
+    compiled = compiled_launch(cast, capability)
+    assert "STL" not in sass(compiled["cubin"])
+    assert ".ftz" not in compiled["ptx"] and "div.full" not in compiled["ptx"]
 
 
 @pytest.mark.parametrize("capability", GPUS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import triton.language as tl
 
-from megatron_fp4.kernels import blocks, encode, float_scales, four_over_six, fp8_scales, rows
+from megatron_fp4.kernels import blocks, encode, float_scales, four_over_six, fp8_scales, gain, rows
 from testing.kernels.mistakes.injection import Mistake, argument, result
 from testing.kernels.mistakes.rounding import halves_down, halves_up
 
@@ -64,6 +64,25 @@ def _always_six(right: Any, v: Any, amax: Any, six: Any, *given: Any) -> Any:
     return six
 
 
+def _gain_as_it_is(right: Any, v: Any, scaled: Any, code: Any, *given: Any) -> Any:
+    return code
+
+
+def _of_the_last(right: Any, of_elements: Any, ALONG: Any) -> Any:
+    rows, columns = of_elements.shape
+    is_last = tl.arange(0, ALONG)[None, None, :] == ALONG - 1
+    in_blocks = tl.reshape(of_elements, (rows, columns // ALONG, ALONG))
+    return tl.sum(tl.where(is_last, in_blocks, 0), 2)
+
+
+def _all_live(right: Any, v: Any, scaled: Any, scale: Any, live: Any, *given: Any) -> Any:
+    return right(v, scaled, scale, live * 0 + 1, *given)
+
+
+def _scale_to_nearest(right: Any, wanted: Any, random: Any, BIAS: Any, MAX: Any) -> Any:
+    return float_scales.code_of(wanted, BIAS, MAX, False)
+
+
 def _in_scales(right: Any, v: Any, code: Any, unit: Any, BIAS: Any, ALONG: Any) -> Any:
     scale = tl.maximum(float_scales.scale_of(code, BIAS), 1e-9)
     return right(v, code, unit, BIAS, ALONG) / scale
@@ -108,6 +127,10 @@ BLOCK_SCALES = {
     ),
     "always six": Mistake("four-over-six", four_over_six.smaller_error, _always_six),
     "errors in units of the scale": Mistake("four-over-six", four_over_six._error, _in_scales),
+    "the gain as it is": Mistake("gain", gain.of_unit_gain, _gain_as_it_is),
+    "the gain of blocks with a NaN": Mistake("gain", gain.correction, _all_live),
+    "the bits of the last element": Mistake("gain-drawn", gain._firsts, _of_the_last),
+    "a corrected scale to nearest": Mistake("gain-drawn", gain.stochastic_code, _scale_to_nearest),
     "ties of scales go up": Mistake("e4m3", encode.nearest_even, halves_up),
     "ties go up": Mistake(
         "e4m3", encode.nearest, argument("magnitudes", lambda given: given * 1.0000002)
