@@ -186,3 +186,21 @@ def test_the_versions_are_those_that_are_installed(file: str) -> None:
     pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / file).read_text(), re.M))
     versions = [pins[name] for name in ("torch", "triton", "megatron-core")]
     assert f"| `{file}` | {' | '.join(versions)} |" in (ROOT / "README.md").read_text()
+
+
+def test_the_loss_beside_fp8() -> None:
+    losses: dict[str, dict[int, float]] = {}
+    for line in (ROOT / "benchmarks/results/study-candidates.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        if run["status"] == "finished":
+            setup = run["configuration"]
+            losses.setdefault(setup["recipe"], {})[setup["seed"]] = run["held_out"][-1][1]
+    bf16 = losses["bf16"]
+    gaps = {
+        recipe: {seed: loss - bf16[seed] for seed, loss in found.items()}
+        for recipe, found in losses.items()
+    }
+    assert {*gaps["tetrajet"]} == {*gaps["fp8"]} == {1}
+    ours, fp8 = gaps["tetrajet"][1], gaps["fp8"][1]
+    says(f"ends {ours:.3f} above BF16 in held-out loss with `tetrajet`, and {fp8:.3f} with `fp8`")
+    says("(one seed each:")
