@@ -27,7 +27,7 @@ from megatron_fp4.mcore.runtime import cpu
 KINDS = {
     "quantize": (
         *("quantize_kernel", "transform_kernel", "top_kernel", "largest_kernel", "cast_kernel"),
-        *("row_kernel", "split_kernel", "dense_kernel", "factor_kernel"),
+        *("row_kernel", "split_kernel", "dense_kernel", "factor_kernel", "signs_kernel"),
         *("cast_transpose", "amax", "unary_kernel", "transpose_optimized"),  # Transformer Engine's
     ),
     "carry": ("carry_kernel", "elements_kernel", "transpose_kernel"),

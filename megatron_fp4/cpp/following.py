@@ -202,10 +202,11 @@ def refusal(plan: LinearPlan) -> str | None:
     for making in plan.makings:
         for operand in making.operands:
             quantizer, hadamard = operand.quantizer, operand.hadamard
-            draws = quantizer is not None and quantizer.draws
-            draws |= hadamard is not None and hadamard.signs == "random"
-            if draws and making.maker is PYTORCH:
+            by_pytorch = making.maker is PYTORCH
+            if by_pytorch and quantizer is not None and quantizer.draws:
                 return f"PyTorch draws the random bits of {operand.letter} in {operand.gemm}"
+            if by_pytorch and hadamard is not None and hadamard.signs == "random":
+                return f"PyTorch draws the random signs of {operand.letter} in {operand.gemm}"
             fprop = plan.fprop.b if operand.letter == "w" else plan.fprop.a
             transform = fprop.hadamard if operand.source == "decoded" else None
             if transform is not None and transform.signs == "random":

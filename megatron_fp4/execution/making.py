@@ -10,7 +10,6 @@ from megatron_fp4.arithmetic.formats import wide
 from megatron_fp4.arithmetic.hadamard import inverse
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
-from megatron_fp4.makers.pytorch import largest_of
 from megatron_fp4.operands import Computed, Made, Matrix, Operand, Swiglu
 from megatron_fp4.plan.data import Making, OperandPlan, Source
 
@@ -36,6 +35,9 @@ def make_operands(
     by row scales first (`OperandPlan.folds`), those scales. Where ranks share scales, the maxima of
     all operands are all-reduced by one collective.
     """
+    for making in makings:
+        if making.compute is not None and not making.activates:
+            matrices = {**matrices, making.matrix: computed(making, matrices)}
     widest = {} if site.parallel is None else _agreed(makings, matrices, folds, site, call)
     made: dict[OperandPlan, Made] = {}
     for making in makings:
@@ -50,8 +52,6 @@ def make_operands(
             for operand in operands
         ]
         matrix = matrices[making.matrix]
-        if making.compute is not None and not making.activates:
-            matrix = computed(making, matrices)
         found = making.maker.make(matrix, operands, given)
         for operand, each in zip(operands, found, strict=True):
             made[operand] = each
@@ -73,7 +73,9 @@ def _agreed(
             if operand.agrees:
                 given = site.given(operand, call, folds.get(operand), None)
                 shared.append(operand)
-                maxima.append(largest_of(computed(making, matrices), operand, given))
+                matrix = matrices[making.matrix]
+                assert not isinstance(matrix, Computed)  # what activates shares no scales
+                maxima.append(making.maker.largest(matrix, operand, given))
     if not shared:
         return {}
     return dict(zip(shared, site.parallel.maximum(maxima), strict=True))

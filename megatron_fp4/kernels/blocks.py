@@ -280,6 +280,17 @@ def quantize(
     return QuantizedTensor(codes, scales, unit, quantizer, x.shape, axis)
 
 
+def largest(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
+    """The largest magnitude from which a tensor scale follows, float32 []; see
+    `quantizer.absolute_max`. x: BF16 [rows, columns]."""
+    x = x.contiguous()
+    rows, columns = x.shape
+    top = torch.zeros((), dtype=torch.int32, device=x.device)
+    find, _ = _launches(rows, columns, quantizer, axis, False, False)
+    find(x.device, x, top, rows, columns)
+    return top.view(torch.float32)
+
+
 @planned
 def _launches(
     rows: int, columns: int, quantizer: Quantizer, axis: int, in_memory: bool, has_groups: bool

@@ -169,7 +169,7 @@ def _transform(
         form = which, in_memory, noise.placement.groups is not None, varies
         start = _transform_launch(rows, columns, quantizer, axis, group, *form)
         output = codes, scales, None, None, signed(noise.stream)
-        draw = signed(signs.stream), *_in_two_forms(number, in_memory, source)
+        draw = signed(signs.stream), *in_two_forms(number, in_memory, source)
         stochastic = quantizer.stochastic
         random = random_of(source, noise, in_memory, rows, columns, places=stochastic)
         start(source.device, source, *output, *draw, *random, rows, columns)
@@ -194,7 +194,7 @@ def random_of(
     at_rows = _rows(like, rows, place) if places else None
     groups = place.groups_per_row or columns // GROUP
     step, low, high = key.signed_words
-    in_tensor = _in_two_forms(key.step, True, like)[1] if in_memory else None
+    in_tensor = in_two_forms(key.step, True, like)[1] if in_memory else None
     return at_rows, place.groups, groups, step, in_tensor, low, high
 
 
@@ -204,7 +204,7 @@ def is_in_memory(*numbers: int | Tensor) -> bool:
     return any(isinstance(number, Tensor) for number in numbers)
 
 
-def _in_two_forms(number: int | Tensor, in_memory: bool, like: Tensor) -> tuple[int, Tensor | None]:
+def in_two_forms(number: int | Tensor, in_memory: bool, like: Tensor) -> tuple[int, Tensor | None]:
     """A 64-bit number for a kernel: (its low word as an int32, a tensor that holds it); the kernel
     reads the latter if `in_memory`."""
     if number.__class__ is not int and isinstance(number, Tensor):

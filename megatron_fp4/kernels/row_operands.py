@@ -86,6 +86,23 @@ def quantize(x: Tensor, quantizer: Quantizer, copies: Sequence[Copy]) -> list[Ma
     return made
 
 
+def largest(x: Tensor, quantizer: Quantizer, copy: Copy) -> Tensor:
+    """The largest magnitudes from which an operand's scales follow, float32 [lines, 1], or [1, 1]
+    for a scale of the tensor; see `quantizer.absolute_max`.
+
+    x: BF16 [rows, columns]. copy: the operand; its `widest` and `carrier` are not read.
+    """
+    x = x.contiguous()
+    rows, columns = x.shape
+    lines = x.shape[1 - copy.axis] if quantizer.block[0] == 1 else 1
+    found = x.new_zeros(lines, 1, dtype=torch.int32)
+    fold = None if copy.fold is None else copy.fold.float().contiguous()
+    find, _ = _launches(rows, columns, quantizer, (copy.axis, fold is not None, None))
+    given = fold, found, None, None, None, None
+    find(x.device, x, *given, *_NOTHING, rows, columns)
+    return found.view(torch.float32)
+
+
 def _is_held(copy: Copy, quantizer: Quantizer, columns: int) -> bool:
     """Whether programs that hold a whole row make this operand of a matrix with `columns`."""
     rows_alone = copy.axis == 1 and quantizer.block[0] == 1 and copy.widest is None

@@ -92,8 +92,8 @@ def _folded(
 
 @triton.jit
 def _magnitudes(v):
-    """The bits of |v|, int32. Those of NaN are larger than those of Inf."""
-    return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    """The bits of |v|, int32. Those of NaN become those of Inf, which a collective preserves."""
+    return tl.minimum(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, INFINITE)
 
 
 @triton.jit

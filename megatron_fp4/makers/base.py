@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.hadamard import FixedSigns
 from megatron_fp4.arithmetic.philox import Noise, Signs
-from megatron_fp4.operands import Made, Matrix
+from megatron_fp4.operands import Made, Matrix, Operand
 from megatron_fp4.plan.data import OperandPlan
 
 
@@ -67,6 +67,11 @@ class Maker(Protocol):
 
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
         """Whether it can make both operands, which share a matrix, in one pass over it."""
+        ...
+
+    def largest(self, matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
+        """The largest magnitudes of this rank's part of an operand whose scales ranks share; Inf
+        stands for NaN too. Their maximum over the ranks is `Given.widest`."""
         ...
 
     def make(

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.philox import GROUP
+from megatron_fp4.arithmetic.philox import GROUP, Signs
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.makers.base import Given
 from megatron_fp4.makers.pytorch import before_quantizer
-from megatron_fp4.operands import Made, Matrix
+from megatron_fp4.operands import Made, Matrix, Operand
 from megatron_fp4.plan.data import OperandPlan
 
 
@@ -28,6 +29,7 @@ class BlockScaleKernel:
         quantizer = operand.quantizer
         assert quantizer is not None
         from megatron_fp4.kernels.blocks import LONGEST_GAIN, RULES, TILE  # imports Triton
+        from megatron_fp4.kernels.signs import MOST
 
         across, along = quantizer.block
         if quantizer.element != "e2m1":
@@ -40,6 +42,8 @@ class BlockScaleKernel:
             return "gives rows no scales of their own"
         if operand.folds:
             return "folds no scales"
+        if operand.group > MOST:
+            return f"draws at most {MOST} signs"
         # A transform's result is BF16, whatever it reads.
         if operand.codes is not None or (operand.dtype != torch.bfloat16 and not operand.group):
             return "reads BF16 only"
@@ -63,6 +67,13 @@ class BlockScaleKernel:
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
         return False
 
+    def largest(self, matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
+        from megatron_fp4.kernels import blocks  # imports Triton
+
+        assert operand.quantizer is not None
+        x = _before_quantizer(matrix, operand, given)
+        return blocks.largest(x, operand.quantizer, operand.axis)
+
     def make(
         self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]
     ) -> list[Made]:
@@ -70,6 +81,16 @@ class BlockScaleKernel:
 
         [operand], [each] = operands, given
         assert isinstance(matrix, Tensor) and operand.quantizer is not None
-        x = before_quantizer(matrix, operand, each)
+        x = _before_quantizer(matrix, operand, each)
         made = blocks.quantize(x, operand.quantizer, operand.axis, each.noise, each.widest)
         return [Made(made)]
+
+
+def _before_quantizer(matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
+    """As `pytorch.before_quantizer`, with the random signs of a transform drawn by a kernel."""
+    if not operand.group or not isinstance(given.signs, Signs):
+        return before_quantizer(matrix, operand, given)
+    from megatron_fp4.kernels import signs  # imports Triton
+
+    like = matrix.codes if isinstance(matrix, QuantizedTensor) else matrix
+    return before_quantizer(matrix, operand, given, signs.vector(given.signs, operand.group, like))

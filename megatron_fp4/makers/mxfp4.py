@@ -12,12 +12,13 @@ from functools import cache
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import GROUP
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.makers.base import Given
 from megatron_fp4.makers.computed import WIDEST_NORM
-from megatron_fp4.operands import Made, Matrix
+from megatron_fp4.operands import Made, Matrix, Operand
 from megatron_fp4.plan.data import OperandPlan
 
 
@@ -67,6 +68,9 @@ class Mxfp4Kernel:
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
         forms = [(p.letter, p.quantizer, p.group, p.is_part) for p in (one, other)]
         return one.axis != other.axis and forms[0] == forms[1]
+
+    def largest(self, matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
+        raise AssertionError("ranks share none of its scales")
 
     def make(
         self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]

@@ -36,6 +36,11 @@ class PyTorch:
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
         return False
 
+    def largest(self, matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
+        assert operand.quantizer is not None  # high precision has no scale to share
+        x = before_quantizer(matrix, operand, given)
+        return absolute_max(x, operand.quantizer, operand.axis)
+
     def make(
         self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]
     ) -> list[Made]:
@@ -67,27 +72,21 @@ def make_operand(matrix: Operand, operand: OperandPlan, given: Given) -> Operand
     )
 
 
-def largest_of(matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
-    """The largest magnitudes of this rank's part of an operand whose scales ranks share.
-
-    Their maximum over the ranks is `Given.widest`; see `quantizer.absolute_max`.
-    """
-    assert operand.quantizer is not None  # high precision has no scale to share
-    x = before_quantizer(matrix, operand, given)
-    return absolute_max(x, operand.quantizer, operand.axis)
-
-
-def before_quantizer(matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
+def before_quantizer(
+    matrix: Operand, operand: OperandPlan, given: Given, signs: Tensor | None = None
+) -> Tensor:
     """What the quantizer reads: the matrix times row scales, transformed, if the plan says so.
 
     Returns [rows, columns] as the model holds them. Codes of fprop are decoded first.
+    signs: those of the transform; None takes `given.signs`.
     """
     axis = operand.axis
     x = matrix.dequantize(torch.bfloat16) if isinstance(matrix, QuantizedTensor) else matrix
     if given.fold is not None:
         x = widen(x) * (given.fold if axis == 1 else given.fold[:, None])
     if operand.group:
-        signs = None if given.signs is None else given.signs.vector(operand.group, x.device)
+        if signs is None and given.signs is not None:
+            signs = given.signs.vector(operand.group, x.device)
         x = transform(x.movedim(axis, -1), operand.group, signs)
         if operand.quantizer is not None:
             # docs/numerics.md rounds here, so that tensor cores can give the same codes.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.makers.base import Given
-from megatron_fp4.operands import Made, Matrix
+from megatron_fp4.operands import Made, Matrix, Operand
 from megatron_fp4.plan.data import OperandPlan
 
 
@@ -49,6 +49,13 @@ class RowScaleKernel:
         # Where ranks share a scale, the kernel that finds the maxima is not launched.
         forms = [(p.letter, p.quantizer, p.is_part, p.agrees) for p in (one, other)]
         return one.axis != other.axis and forms[0] == forms[1] and not one.agrees
+
+    def largest(self, matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
+        from megatron_fp4.kernels import row_operands  # imports Triton
+
+        assert isinstance(matrix, Tensor) and operand.quantizer is not None
+        copy = row_operands.Copy(operand.axis, given.fold)
+        return row_operands.largest(matrix, operand.quantizer, copy)
 
     def make(
         self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]

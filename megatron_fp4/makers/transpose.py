@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.makers.base import Given
-from megatron_fp4.operands import Made, Matrix
+from megatron_fp4.operands import Made, Matrix, Operand
 from megatron_fp4.plan.data import OperandPlan
 
 
@@ -32,6 +34,9 @@ class TransposeKernel:
 
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:
         return False
+
+    def largest(self, matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
+        raise AssertionError("it makes no scales")
 
     def make(
         self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_quantizer
 from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS
-from megatron_fp4.arithmetic.philox import Key, Noise, Placement
+from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, absolute_max
-from megatron_fp4.kernels.blocks import quantize
+from megatron_fp4.kernels.blocks import largest, quantize
 from megatron_fp4.makers.base import Given
 from megatron_fp4.makers.block_scales import BlockScaleKernel
-from megatron_fp4.makers.pytorch import make_operand
+from megatron_fp4.makers.pytorch import PyTorch, make_operand
 from testing.builders.operand_plans import made_in_pytorch, plan
 
 ROWS, COLUMNS = 96, 160  # tiles do not fill it
@@ -92,6 +92,10 @@ def differences(device: str, of: str = "") -> Iterator[str]:
     for name, quantizer in QUANTIZERS.items():
         if of not in name:
             continue
+        for source, axis in ((x, 1), (x, 0)) if quantizer.tensor_max else ():
+            wanted = PyTorch().largest(source, plan(source, quantizer, axis), Given())
+            if not torch.equal(largest(source.to(device), quantizer, axis).cpu(), wanted):
+                yield f"{name} {axis}: the largest magnitude"
         for source, axis in ((x, 1), (x, 0), (ordinary, 1), (ordinary, 0), (0 * ordinary, 1)):
             assert BlockScaleKernel().refuses(plan(source, quantizer, axis)) is None
             for is_shard in (False, True) if quantizer.draws else (False,):
@@ -117,7 +121,9 @@ def transformed(device: str) -> Iterator[str]:
     for name, group in (("nvfp4", 16), ("ue5m3-up", 32), ("nvfp4-17-16-sr", 16)):
         for axis, dtype in ((0, torch.bfloat16), (1, torch.bfloat16), (0, torch.float32)):
             quantizer = QUANTIZERS[name]
-            given = Given(signs=FIXED_SIGNS)
+            step = torch.tensor(5, device=device) if axis else 5
+            drawn = Signs(Key(2**63 + 11, step), 0xFFFFFFF1, 3 if axis else None)
+            given = Given(signs=drawn if quantizer.scale == "ue5m3" else FIXED_SIGNS)
             if quantizer.draws:
                 given.noise = _noise(device, False)
             wanted = plan(x.to(dtype), quantizer, axis, group=group)

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_quantizer
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
-from megatron_fp4.kernels.row_operands import CARRIERS, Copy, quantize
+from megatron_fp4.kernels.row_operands import CARRIERS, Copy, largest, quantize
 from megatron_fp4.kernels.transpose import transposed
+from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.pytorch import PyTorch
 from megatron_fp4.makers.row_scales import RowScaleKernel
 from megatron_fp4.operands import Made
 from testing.builders.operand_plans import made_in_pytorch, plan
@@ -64,6 +66,10 @@ def differences(device: str) -> Iterator[str]:
             copies = [Copy(axis, folds[axis] if folded else None, None, carrier) for axis in axes]
             for told in _differences(x.bfloat16(), quantizer, copies, device):
                 yield f"{element} {block} {bad} {told}"
+        for axis, fold in itertools.product((1, 0), (False, True)):
+            copy = Copy(axis, folds[axis] if fold else None)
+            if not _finds(x.bfloat16(), quantizer, copy, device):
+                yield f"{element} {block} {bad} largest {axis} {fold}"
         if bad == 1.0:
             for axis, widest in shared.items():
                 for told in _differences(
@@ -93,6 +99,15 @@ def _differences(x: Tensor, quantizer: Quantizer, copies: list[Copy], device: st
         if _differ(made, wanted, copy.carrier):
             folded, agreed = copy.fold is not None, copy.widest is not None
             yield f"axis {copy.axis} of {len(copies)} {folded} {agreed} {copy.carrier}"
+
+
+def _finds(x: Tensor, quantizer: Quantizer, copy: Copy, device: str) -> bool:
+    """Whether the largest magnitudes of an operand are those of the reference."""
+    wanted_plan = plan(x, quantizer, copy.axis, folds=copy.fold is not None)
+    wanted = PyTorch().largest(x, wanted_plan, Given(fold=copy.fold))
+    there = Copy(copy.axis, _moved(copy.fold, device))
+    found = largest(x.to(device), quantizer, there).cpu()
+    return found.shape == wanted.shape and torch.equal(found, wanted)
 
 
 def _moved(x: Tensor | None, device: str) -> Tensor | None:

@@ -14,9 +14,7 @@ from testing.scripts.compare_executors import FORMS
 from testing.worlds.launch import ROOT
 
 pytestmark = pytest.mark.gpu
-# PyTorch draws random bits of these, whose passes are therefore not recorded.
-IN_PYTHON = ("ue5m3", "nvfp4-nvidia", "four-over-six", "quartet-2")
-RECIPES = [*(name for name in list_recipes() if name not in IN_PYTHON), "tests/cpp/hot.yaml"]
+RECIPES = [*list_recipes(), "tests/cpp/hot.yaml"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

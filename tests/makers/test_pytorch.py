@@ -13,7 +13,7 @@ from megatron_fp4.arithmetic.hadamard import transform
 from megatron_fp4.arithmetic.philox import Key, Noise, Signs, random_bits16
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.makers.base import Given
-from megatron_fp4.makers.pytorch import PyTorch, largest_of, make_operand
+from megatron_fp4.makers.pytorch import PyTorch, make_operand
 from megatron_fp4.multipliers.reference import Reference
 from megatron_fp4.operands import Decoded
 from testing.builders.operand_plans import plan
@@ -94,7 +94,7 @@ def test_row_and_tensor_maxima_reach_the_quantizer() -> None:
         (FP8_TENSOR, (1, 1)),
         (get_quantizer("nvfp4"), ()),
     ):
-        widest = largest_of(x, plan(x, quantizer, 1), Given(fold=fold))
+        widest = PyTorch().largest(x, plan(x, quantizer, 1), Given(fold=fold))
         assert widest.shape == shape and widest.max() == 2 * x.abs().max()
         found, same, wider = (
             made(x, quantizer, 1, fold=fold, widest=given) for given in (None, widest, 7 * widest)

@@ -7,7 +7,16 @@ from typing import Any
 
 import triton.language as tl
 
-from megatron_fp4.kernels import blocks, encode, float_scales, four_over_six, fp8_scales, gain, rows
+from megatron_fp4.kernels import (
+    blocks,
+    encode,
+    float_scales,
+    four_over_six,
+    fp8_scales,
+    gain,
+    philox,
+    rows,
+)
 from testing.kernels.mistakes.injection import Mistake, argument, result
 from testing.kernels.mistakes.rounding import halves_down, halves_up
 
@@ -127,6 +136,9 @@ BLOCK_SCALES = {
     ),
     "always six": Mistake("four-over-six", four_over_six.smaller_error, _always_six),
     "errors in units of the scale": Mistake("four-over-six", four_over_six._error, _in_scales),
+    "signs of another draw": Mistake(
+        "transformed", philox.sign_words, argument("draw", lambda draw: draw + 1)
+    ),
     "the gain as it is": Mistake("gain", gain.of_unit_gain, _gain_as_it_is),
     "the gain of blocks with a NaN": Mistake("gain", gain.correction, _all_live),
     "the bits of the last element": Mistake("gain-drawn", gain._firsts, _of_the_last),
