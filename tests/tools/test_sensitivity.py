@@ -1,0 +1,74 @@
+"""tools/sensitivity.py: where a recipe loses most."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_fp4 import get_recipe
+from testing.worlds.launch import MOCK_DATA, ROOT, TINY, train
+from tools.sensitivity import Found, chosen, layers_of, places, sensitivity, table
+
+LOSSES = {"*": 2.0, "decoder.layers.0.*": 2.3, "decoder.layers.1.*": 2.1, "*.linear_fc2": 2.2}
+
+
+def evaluate(flags: Sequence[str]) -> float:
+    """2.4 with the recipe in all linears, less with the other one in some of them."""
+    assert list(flags[:2]) == ["--fp4-recipe", "tetrajet"]
+    if len(flags) == 2:
+        return 2.4
+    _, place = flags[2:]
+    return LOSSES.get(place.removesuffix("=fp8"), 2.4)
+
+
+def test_each_place_is_measured_by_itself() -> None:
+    low, high, found = sensitivity(evaluate, "tetrajet", "fp8", layers=2)
+    assert (low, high) == (2.4, 2.0) and [each.place for each in found] == list(places(2))
+    lines = table(low, high, found, "tetrajet", "fp8")
+    assert lines[2] == "| none | 2.4000 | +0.0000 | 0% |"
+    assert lines[3] == "| decoder.layers.1.* | 2.1000 | +0.3000 | 75% |"  # layers come first
+    assert lines[5] == "| *.linear_fc2 | 2.2000 | +0.2000 | 50% |"
+    assert lines[-1] == "| all | 2.0000 | +0.4000 | 100% |"
+
+
+def test_the_recipe_leaves_the_best_layers_to_the_other(tmp_path: Path) -> None:
+    _, _, found = sensitivity(evaluate, "tetrajet", "fp8", layers=3)
+    text = chosen(found, 2, 2.4, "tetrajet", "fp8")
+    assert [entry["modules"] for entry in yaml.safe_load(text)["layers"]] == [
+        "decoder.layers.1.*", "decoder.layers.0.*"
+    ]  # fmt: skip
+    path = tmp_path / "own.yaml"
+    path.write_text(text)
+    assert len(get_recipe(str(path)).layers) == 2
+    assert "layers:" not in chosen([Found("decoder.layers.0.*", 2.5)], 2, 2.4, "tetrajet", "fp8")
+
+
+def test_a_launch_without_its_layers_is_refused() -> None:
+    assert layers_of(["--bf16", "--num-layers", "4"]) == 4
+    with pytest.raises(ValueError, match="needs --num-layers"):
+        layers_of(["--bf16"])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_s_layers(tmp_path: Path) -> None:
+    """Each place gains little, and all of them together what FP8 gains in the whole model."""
+    flags = ["--bf16", "--eval-iters", "4", "--train-iters", "8"]
+    saving = ["--save", str(tmp_path / "saved"), "--save-interval", "8"]
+    train(1, *flags, "--fp4-recipe", "tetrajet", *saving)
+    command = [sys.executable, "-m", "tools.sensitivity", "--work", str(tmp_path / "logs"), "--"]
+    launch = [*TINY, *MOCK_DATA, *flags, "--load", str(tmp_path / "saved")]
+    done = subprocess.run([*command, *launch], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    cells = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    gains = {place.removeprefix("| "): float(gain) for place, _, gain, _ in cells[1:]}
+    layers = sum(gain for place, gain in gains.items() if "layers" in place)
+    kinds = sum(gain for place, gain in gains.items() if "linear" in place)
+    assert gains["none"] == 0 < gains["all"]
+    assert layers == pytest.approx(gains["all"], rel=0.5, abs=5e-4)
+    assert kinds == pytest.approx(gains["all"], rel=0.5, abs=5e-4)
+    assert "modules: " in done.stdout

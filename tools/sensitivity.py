@@ -1,0 +1,132 @@
+"""Measures in which linears a recipe loses most: the held-out loss of a checkpoint with one place
+of the model at a time in another recipe.
+
+    python -m tools.sensitivity --recipe tetrajet --in-place fp8 --choose 2 -- \\
+        <the flags of the launch that trained the checkpoint, with --load>
+
+The launch is evaluated, not trained: with the recipe in all linears, with the other recipe in all,
+and with the other recipe in each layer of the decoder and in each kind of linear. All runs read the
+same held-out text, so that differences of their losses are due to the recipes. It is the loss of
+the forward pass alone. What a recipe loses in training is more than that.
+
+Prints a table, and the `layers` of a recipe that leaves the places of the largest gain to the other
+recipe (docs/recipes.md, Layers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.runs import RunFailed, run
+
+KINDS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+# Nothing is trained, and the recipe may differ from that of training.
+EVALUATED = "--skip-train --no-load-optim --no-load-rng --fp4-load-anyway".split()
+Evaluate = Callable[[Sequence[str]], float]
+
+
+class Found(NamedTuple):
+    """The loss with the other recipe in one place. place: a glob for names of linears."""
+
+    place: str
+    loss: float
+
+
+def places(layers: int) -> Iterator[str]:
+    """Globs: one for each layer of the decoder, and one for each kind of linear."""
+    yield from (f"decoder.layers.{layer}.*" for layer in range(layers))
+    yield from (f"*.{kind}" for kind in KINDS)
+
+
+def layers_of(flags: Sequence[str]) -> int:
+    """The number of layers of a launch. Raises ValueError without --num-layers."""
+    for name, value in zip(flags, flags[1:], strict=False):
+        if name == "--num-layers":
+            return int(value)
+    raise ValueError("the launch needs --num-layers: its layers are measured one by one")
+
+
+def sensitivity(
+    evaluate: Evaluate, recipe: str, other: str, layers: int
+) -> tuple[float, float, list[Found]]:
+    """(loss with the recipe in all linears, with the other one in all, with the other one in each
+    place).
+
+    evaluate: the held-out loss of the launch with further flags.
+    """
+    whole = ["--fp4-recipe", recipe]
+
+    def loss(place: str) -> float:
+        return evaluate([*whole, "--fp4-module-recipe", f"{place}={other}"])
+
+    return evaluate(whole), loss("*"), [Found(place, loss(place)) for place in places(layers)]
+
+
+def launched(flags: Sequence[str], processes: int, work: Path) -> Evaluate:
+    """Evaluates a launch of so many processes, from the checkout; paths in its flags count from
+    there. work: a folder for the logs. The function raises RunFailed if a launch fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), "pretrain_gpt.py", *flags, *EVALUATED]
+    logs = (work / f"{number}.log" for number in itertools.count())
+
+    def evaluate(more: Sequence[str]) -> float:
+        found = run([*command, *more], next(logs), environment={"OMP_NUM_THREADS": "1"})
+        _, loss = found.held_out[0]  # of the validation set; that of the test set follows
+        return loss
+
+    return evaluate
+
+
+def table(low: float, high: float, found: Sequence[Found], recipe: str, other: str) -> list[str]:
+    """A Markdown table: layers, then kinds of linears, each in the order of their gains."""
+
+    def row(place: str, loss: float) -> str:
+        share = f"{(low - loss) / (low - high):.0%}" if low != high else ""
+        return f"| {place} | {loss:.4f} | {low - loss:+.4f} | {share} |"
+
+    ordered = sorted(found, key=lambda each: (each.place.startswith("*"), each.loss))
+    head = f"| `{other}` in place of `{recipe}` | loss | gain | share of all |"
+    rows = [row("none", low), *(row(*each) for each in ordered), row("all", high)]
+    return [head, "|---" * 4 + "|", *rows]
+
+
+def chosen(found: Sequence[Found], count: int, low: float, recipe: str, other: str) -> str:
+    """A recipe file that leaves the `count` layers of the largest gain to the other recipe."""
+    layers = [each for each in found if not each.place.startswith("*") and each.loss < low]
+    best = sorted(layers, key=lambda each: each.loss)[:count]
+    lines = [f"base: {recipe}", "layers:"] if best else [f"base: {recipe}  # no layer gains"]
+    return "\n".join(
+        [*lines, *(f'  - {{modules: "{each.place}", recipe: {other}}}' for each in best)]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        usage="python -m tools.sensitivity [options] -- <flags of the launch, with --load>",
+    )
+    parser.add_argument("--recipe", default="tetrajet", help="of all linears")
+    parser.add_argument("--in-place", default="fp8", help="of one place at a time: fp8, bf16, ...")
+    parser.add_argument("--choose", type=int, default=2, help="layers of the recipe file")
+    parser.add_argument("--processes", type=int, default=1, help="ranks of the launch")
+    parser.add_argument("--work", type=Path, default=Path("runs/sensitivity"), help="for logs")
+    parser.add_argument("flags", nargs="+", help="of the launch, after --")
+    args = parser.parse_args()
+    try:
+        layers = layers_of(args.flags)
+        evaluate = launched(args.flags, args.processes, args.work)
+        low, high, found = sensitivity(evaluate, args.recipe, args.in_place, layers)
+    except (ValueError, RunFailed) as error:
+        sys.exit(f"sensitivity: {error}")
+    print("\n".join(table(low, high, found, args.recipe, args.in_place)))
+    print()
+    print(chosen(found, args.choose, low, args.recipe, args.in_place))
+
+
+if __name__ == "__main__":
+    main()
