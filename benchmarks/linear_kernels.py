@@ -3,11 +3,11 @@
     python -m benchmarks.linear_kernels
 
 The step is that of benchmarks/linear.py: forward, dgrad and wgrad, with all operands quantized. It
-runs under torch's profiler. A kernel that quantizes has a floor beside it:
-the bytes that it must move, at the bandwidth of a copy in the same run. The floor of a product is
-its time on operands that were converted before, and that of a correction is zero. The sum is the
-floor of the linear in benchmarks/linear.py. Memory that cuBLASLt sets to zero before a product
-counts as time between kernels.
+runs under torch's profiler. A kernel that quantizes has a floor beside it: the bytes that it must
+move, at the bandwidth of a copy in the same run. The floor of a product is its time on operands
+that were converted before, and that of a correction is zero. The sum is the floor of the linear in
+benchmarks/linear.py. Memory that cuBLASLt sets to zero before a product counts as time between
+kernels.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ RECIPE = "tetrajet"
 CALLS = 40
 WAIT = "spin_kernel"  # of torch.cuda._sleep
 BETWEEN = "between kernels"
+KEYS = ("us", "floor us")
 MADE = PACKED + CARRIED
 
 
@@ -101,7 +102,7 @@ def by_call(kernels: Sequence[Ran], kinds: Sequence[str]) -> list[list[Ran]]:
     Raises ValueError if they are not of these kinds, in order.
     """
     ordered = sorted(
-        (k for k in kernels if kind(k.name) != "copies" and WAIT not in k.name),
+        (k for k in kernels if "memset" not in k.name.lower() and WAIT not in k.name),
         key=lambda kernel: kernel.start,
     )
     calls = [ordered[i : i + len(kinds)] for i in range(0, len(ordered), len(kinds))]
@@ -172,9 +173,6 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         for shape in shapes
     ]
     return [*lines, "| sum | " + " | ".join(map(_cell, sums)) + " |"]
-
-
-KEYS = ("us", "floor us")
 
 
 def _cell(row: dict[str, Any]) -> str:

@@ -22,11 +22,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_fp4 import ConfigError, get_recipe
 from tools.runs import RunFailed, run
 
 KINDS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 # Nothing is trained, and the recipe may differ from that of training.
-EVALUATED = "--skip-train --no-load-optim --no-load-rng --fp4-load-anyway".split()
+EVALUATED = """
+    --skip-train --no-load-optim --no-load-rng --exit-on-missing-checkpoint --fp4-load-anyway
+""".split()
+# Flags that give some linears a recipe, or some of the training.
+CONFLICTS = ("--fp4-module-recipe", "--fp4-bf16-after", "--first-last-layers-bf16")
 Evaluate = Callable[[Sequence[str]], float]
 
 
@@ -44,11 +49,20 @@ def places(layers: int) -> Iterator[str]:
 
 
 def layers_of(flags: Sequence[str]) -> int:
-    """The number of layers of a launch. Raises ValueError without --num-layers."""
-    for name, value in zip(flags, flags[1:], strict=False):
-        if name == "--num-layers":
-            return int(value)
-    raise ValueError("the launch needs --num-layers: its layers are measured one by one")
+    """The number of layers of a launch. Raises ValueError for one that cannot be measured."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--num-layers", type=int)
+    for name in ("--load", *CONFLICTS):
+        parser.add_argument(name, nargs="*")
+    known, _ = parser.parse_known_args(flags)
+    if known.num_layers is None:
+        raise ValueError("the launch needs --num-layers: its layers are measured one by one")
+    if known.load is None:
+        raise ValueError("the launch needs --load: it evaluates a checkpoint")
+    for name in CONFLICTS:
+        if getattr(known, name.strip("-").replace("-", "_")) is not None:
+            raise ValueError(f"leave out {name}: each place is measured in one recipe or the other")
+    return int(known.num_layers)
 
 
 def sensitivity(
@@ -62,7 +76,9 @@ def sensitivity(
     whole = ["--fp4-recipe", recipe]
 
     def loss(place: str) -> float:
-        return evaluate([*whole, "--fp4-module-recipe", f"{place}={other}"])
+        found = evaluate([*whole, "--fp4-module-recipe", f"{place}={other}"])
+        print(f"{place} in {other}: {found:.4f}", file=sys.stderr, flush=True)
+        return found
 
     return evaluate(whole), loss("*"), [Found(place, loss(place)) for place in places(layers)]
 
@@ -119,9 +135,12 @@ def main() -> None:
     args = parser.parse_args()
     try:
         layers = layers_of(args.flags)
+        for name in (args.recipe, args.in_place):
+            if name != "bf16" and (get_recipe(name).phases or get_recipe(name).layers):
+                raise ValueError(f"{name} has phases or layers: give a recipe of one kind")
         evaluate = launched(args.flags, args.processes, args.work)
         low, high, found = sensitivity(evaluate, args.recipe, args.in_place, layers)
-    except (ValueError, RunFailed) as error:
+    except (ValueError, ConfigError, RunFailed) as error:
         sys.exit(f"sensitivity: {error}")
     print("\n".join(table(low, high, found, args.recipe, args.in_place)))
     print()

@@ -72,8 +72,8 @@ def _check_rounding(q: Quantizer) -> None:
 
 
 def _check_scales_in_fp8(q: Quantizer) -> None:
-    if (q.inflate, q.prescale) != (1.0, 1.0):
-        raise ConfigError("mse-fp8 takes neither inflate nor prescale")
+    if (q.inflate, q.prescale, q.unit_gain) != (1.0, 1.0, 0):
+        raise ConfigError("mse-fp8 takes neither inflate nor prescale nor unit_gain")
     if not 0 < q.block[1] <= LONGEST:
         raise ConfigError(f"mse-fp8 takes blocks of at most {LONGEST} elements, not {q.block}")
     largest = scales_in_fp8(q.scale)[-1][0]

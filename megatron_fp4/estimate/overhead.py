@@ -88,8 +88,8 @@ def with_kernels(recipe: Recipe, setting: Setting, gpu: Gpu) -> Overhead:
 
 
 def as_it_runs(recipe: Recipe, setting: Setting, gpu: Gpu) -> Overhead:
-    """The same with the kernels and multipliers of today. What no kernel makes, plain PyTorch
-    makes, and products that no multiplier runs in FP4 or FP8 run in BF16 or float32.
+    """The same with the kernels and multipliers of today. What no kernel makes or transforms, plain
+    PyTorch does, and products that no multiplier runs in FP4 or FP8 run in BF16 or float32.
 
     PyTorch's time is that of one measured quantizer, whose operands were neither transformed nor
     rounded stochastically: with these it takes longer.

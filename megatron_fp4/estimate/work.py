@@ -136,6 +136,9 @@ def quantize(making: Making) -> Amounts:
     elements = float(first.shape[0] * first.shape[1])
     if making.maker.name == "pytorch":
         return Amounts({"element by PyTorch": elements * len(operands)})
+    if first.group and making.maker.transforms_in_pytorch:
+        # PyTorch transforms in as many passes as it quantizes in.
+        found["element by PyTorch"] += elements
     if making.maker.name == "row scale kernel":
         return Amounts({"element with a row scale": elements * len(operands)})
     found.add(_reading(making, first, elements))
@@ -143,7 +146,7 @@ def quantize(making: Making) -> Amounts:
         assert operand.quantizer is not None
         written = operand_bytes(operand) + (elements if operand.carrier is not None else 0)
         found["byte quantized"] += written
-        rounding = _rounding(operand)
+        rounding = _rounding(operand, making.maker.transforms_in_pytorch)
         found[f"element {rounding}"] += elements
         if rounding == "rounded stochastically" and not (number and operand.letter == "dy"):
             found["element drawn"] += elements  # both operands of dY have the same random bits
@@ -167,9 +170,9 @@ def _reading(making: Making, first: OperandPlan, elements: float) -> Amounts:
     return Amounts({"byte quantized": 1.5 * size, "element of SwiGLU's gradient": elements})
 
 
-def _rounding(operand: OperandPlan) -> str:
+def _rounding(operand: OperandPlan, in_pytorch: bool) -> str:
     assert operand.quantizer is not None
-    if operand.hadamard is not None:
+    if operand.hadamard is not None and not in_pytorch:
         return "transformed"
     return "rounded stochastically" if operand.quantizer.stochastic else "rounded to nearest"
 

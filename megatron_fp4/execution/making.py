@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ def computed(making: Making, matrices: Matrices) -> Operand:
 
 
 def make_operands(
-    makings: Iterable[Making], matrices: Matrices, folds: Folds, site: Site, call: Call
+    makings: Sequence[Making], matrices: Matrices, folds: Folds, site: Site, call: Call
 ) -> dict[OperandPlan, Made]:
     """The operands of `makings`, by their plans.
 
@@ -35,10 +35,11 @@ def make_operands(
     by row scales first (`OperandPlan.folds`), those scales. Where ranks share scales, the maxima of
     all operands are all-reduced by one collective.
     """
+    whole = matrices  # for makers that do not compute a matrix as they read it
     for making in makings:
         if making.compute is not None and not making.activates:
-            matrices = {**matrices, making.matrix: computed(making, matrices)}
-    widest = {} if site.parallel is None else _agreed(makings, matrices, folds, site, call)
+            whole = {**whole, making.matrix: computed(making, whole)}
+    widest = {} if site.parallel is None else _agreed(makings, whole, folds, site, call)
     made: dict[OperandPlan, Made] = {}
     for making in makings:
         operands = making.operands
@@ -51,7 +52,7 @@ def make_operands(
             )
             for operand in operands
         ]
-        matrix = matrices[making.matrix]
+        matrix = (matrices if making.activates else whole)[making.matrix]
         found = making.maker.make(matrix, operands, given)
         for operand, each in zip(operands, found, strict=True):
             made[operand] = each
@@ -62,19 +63,19 @@ def make_operands(
 
 
 def _agreed(
-    makings: Iterable[Making], matrices: Matrices, folds: Folds, site: Site, call: Call
+    makings: Sequence[Making], whole: Matrices, folds: Folds, site: Site, call: Call
 ) -> dict[OperandPlan, Tensor]:
     """The largest magnitudes over all ranks, for each operand whose scales ranks share. The linear
-    is sharded."""
+    is sharded. whole: the matrices; makers that compute one as they read it share no scales."""
     assert site.parallel is not None
     shared, maxima = [], []
     for making in makings:
         for operand in making.operands:
             if operand.agrees:
                 given = site.given(operand, call, folds.get(operand), None)
+                matrix = whole[making.matrix]
+                assert not isinstance(matrix, Computed)
                 shared.append(operand)
-                matrix = matrices[making.matrix]
-                assert not isinstance(matrix, Computed)  # what activates shares no scales
                 maxima.append(making.maker.largest(matrix, operand, given))
     if not shared:
         return {}

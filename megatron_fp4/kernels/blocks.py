@@ -25,13 +25,12 @@ from megatron_fp4.kernels.four_over_six import smaller_error
 from megatron_fp4.kernels.fp8_scales import best_in_fp8, inverse_of
 from megatron_fp4.kernels.gain import of_unit_gain
 from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, planned, tiles
-from megatron_fp4.kernels.philox import noise_of, rest_of_tile, tile_group_indices
+from megatron_fp4.kernels.philox import integers_of, noise_of, rest_of_tile, tile_group_indices
 from megatron_fp4.kernels.quantize import RANDOM, SILENCE, is_in_memory, random_of
 from megatron_fp4.kernels.rows import INFINITE
 
 TILE, WARPS = 64, 4  # rows and columns of a program's tile
-LONGEST_GAIN = 128  # the most elements whose scales are corrected for a gain of 1 together
-_LONG = (LONGEST_GAIN, 32), (32, LONGEST_GAIN)  # rows and columns of a tile for these, by the axis
+GAIN_GROUP = 128  # the most elements of a group whose scales are corrected for a gain of 1
 MANTISSA = 3  # mantissa bits of both scale formats
 COMPARED = ("mse-fp8", "four-over-six")  # rules that compare the errors of several scales
 RULES = ("nearest", "up", *COMPARED)
@@ -131,7 +130,51 @@ def _rest(
     return tl.trans(rest) if AXIS == 0 else rest
 
 
-@kernel(fp_fusion=True)
+@triton.jit
+def _in_scales(
+    v,
+    amax,
+    unit,
+    TENSOR_MAX: tl.constexpr,
+    INFLATE: tl.constexpr,
+    RULE: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAX: tl.constexpr,
+    ACROSS: tl.constexpr,
+    ALONG: tl.constexpr,
+):
+    """(the codes of block scales, the magnitudes of v divided by the scales).
+
+    v: float32 [rows, columns]. amax: float32 [rows / ACROSS, columns / ALONG], the largest
+    magnitudes of its blocks; 0 for a block that is not finite. unit: the tensor scale. For the
+    constants see `cast_kernel`.
+    """
+    if RULE == "mse-fp8":
+        if TENSOR_MAX > 0:
+            v, amax = tl.div_rn(v, unit), tl.div_rn(amax, unit)
+        scale = best_in_fp8(v, amax, BIAS, MAX, ALONG)
+        scaled = v * spread(inverse_of(scale, BIAS), ACROSS, ALONG)
+    else:
+        wanted = tl.div_rn(amax, tl.broadcast_to(unit * 6.0, amax.shape)) * INFLATE
+        scale = code_of(wanted, BIAS, MAX, RULE == "up")
+        if RULE == "four-over-six":
+            scale = smaller_error(v, amax, scale, unit, BIAS, MAX, INFLATE, ALONG)
+        scaled = tl.div_rn(v, spread(divisor_of(scale, unit, BIAS), ACROSS, ALONG))
+    return scale, tl.abs(scaled)
+
+
+@triton.jit
+def _store(ptr, tile, n_lines, n_along, AXIS: tl.constexpr):
+    """Stores a program's tile of a matrix uint8 [n_lines, n_along] that has AXIS last."""
+    LINES: tl.constexpr = tile.shape[0]
+    LENGTH: tl.constexpr = tile.shape[1]
+    lines = tl.program_id(1 - AXIS) * LINES + tl.arange(0, LINES)[:, None]
+    along = tl.program_id(AXIS) * LENGTH + tl.arange(0, LENGTH)[None, :]
+    there = (lines < n_lines) & (along < n_along)
+    tl.store(ptr + lines.to(tl.int64) * n_along + along, tile, mask=there)
+
+
+@kernel(fp_fusion=False)
 def cast_kernel(
     x_ptr,
     top_ptr,
@@ -183,8 +226,6 @@ def cast_kernel(
     scale NaN.
     """
     v = _loaded(x_ptr, n_rows, n_columns, AXIS, ROWS, COLUMNS)
-    LINES: tl.constexpr = v.shape[0]
-    LENGTH: tl.constexpr = v.shape[1]
     rest = 0
     if STOCHASTIC or SCALES_DRAW:
         place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row
@@ -202,19 +243,8 @@ def cast_kernel(
     largest = _largest(v, ACROSS, ALONG)
     finite = largest < INFINITE
     amax = _finite_or_0(largest).to(tl.float32, bitcast=True)
-    if RULE == "mse-fp8":
-        if TENSOR_MAX > 0:
-            v, amax = tl.div_rn(v, unit), tl.div_rn(amax, unit)
-        scale = best_in_fp8(v, amax, BIAS, MAX, ALONG)
-        scaled = v * spread(inverse_of(scale, BIAS), ACROSS, ALONG)
-    else:
-        wanted = tl.div_rn(amax, tl.broadcast_to(unit * 6.0, amax.shape)) * INFLATE
-        scale = code_of(wanted, BIAS, MAX, RULE == "up")
-        if RULE == "four-over-six":
-            scale = smaller_error(v, amax, scale, unit, BIAS, MAX, INFLATE, ALONG)
-        scaled = tl.div_rn(v, spread(divisor_of(scale, unit, BIAS), ACROSS, ALONG))
-    scaled = tl.abs(scaled) * PRESCALE
-    scaled = _saturated(scaled)
+    scale, scaled = _in_scales(v, amax, unit, TENSOR_MAX, INFLATE, RULE, BIAS, MAX, ACROSS, ALONG)
+    scaled = _saturated(scaled * PRESCALE)
     if STOCHASTIC:
         code = ~(stochastic(scaled * 0.5, rest, 1.0, INTERPRETED) >> 24) & 7
     else:
@@ -223,23 +253,14 @@ def cast_kernel(
     live = finite.to(tl.int32)
     code = tl.where(spread(live, ACROSS, ALONG) != 0, code, 0)
     if GAIN > 0:
-        bits = (rest >> 8) - 0xF0000
+        bits = integers_of(rest) if SCALES_DRAW else 0
         scale = of_unit_gain(
             v, scaled, scale, live, unit, bits, BIAS, MAX, ALONG, GAIN, SCALES_DRAW
         )
-
-    low, high = tl.split(tl.reshape(code, (LINES, LENGTH // 2, 2)))
-    line0, along0 = tl.program_id(1 - AXIS) * LINES, tl.program_id(AXIS) * LENGTH
-    lines = line0 + tl.arange(0, LINES)[:, None]
-    along = along0 // 2 + tl.arange(0, LENGTH // 2)[None, :]
-    there = (lines < n_lines) & (along < n_along // 2)
-    places = lines.to(tl.int64) * (n_along // 2) + along
-    tl.store(codes_ptr + places, pack(low, high).to(tl.uint8), mask=there)
-    lines = line0 // ACROSS + tl.arange(0, LINES // ACROSS)[:, None]
-    along = along0 // ALONG + tl.arange(0, LENGTH // ALONG)[None, :]
-    there = (lines < n_lines // ACROSS) & (along < n_along // ALONG)
-    places = lines.to(tl.int64) * (n_along // ALONG) + along
-    tl.store(scales_ptr + places, _scale_byte(scale, finite, NAN), mask=there)
+    low, high = tl.split(tl.reshape(code, (code.shape[0], code.shape[1] // 2, 2)))
+    _store(codes_ptr, pack(low, high).to(tl.uint8), n_lines, n_along // 2, AXIS)
+    byte = _scale_byte(scale, finite, NAN)
+    _store(scales_ptr, byte, n_lines // ACROSS, n_along // ALONG, AXIS)
 
 
 def quantize(
@@ -266,13 +287,13 @@ def quantize(
     in_memory = is_in_memory(noise.key.step)
     random = random_of(x, noise, in_memory, rows, columns, places=quantizer.draws)
     has_groups = noise.placement.groups is not None
-    find, cast = _launches(rows, columns, quantizer, axis, in_memory, has_groups)
+    cast = _cast_launch(rows, columns, quantizer, axis, in_memory, has_groups)
     top = unit = None
     if quantizer.tensor_max:
         unit = x.new_empty((), dtype=torch.float32)
         if widest is None:
             top = torch.zeros((), dtype=torch.int32, device=x.device)
-            find(x.device, x, top, rows, columns)
+            _find_launch(rows, columns, quantizer, axis)(x.device, x, top, rows, columns)
         else:
             top = widest.float().contiguous().view(torch.int32)
     stream = signed(noise.stream)
@@ -280,31 +301,50 @@ def quantize(
     return QuantizedTensor(codes, scales, unit, quantizer, x.shape, axis)
 
 
-def largest(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
+def find_largest(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
     """The largest magnitude from which a tensor scale follows, float32 []; see
     `quantizer.absolute_max`. x: BF16 [rows, columns]."""
     x = x.contiguous()
     rows, columns = x.shape
     top = torch.zeros((), dtype=torch.int32, device=x.device)
-    find, _ = _launches(rows, columns, quantizer, axis, False, False)
-    find(x.device, x, top, rows, columns)
+    _find_launch(rows, columns, quantizer, axis)(x.device, x, top, rows, columns)
     return top.view(torch.float32)
 
 
-@planned
-def _launches(
-    rows: int, columns: int, quantizer: Quantizer, axis: int, in_memory: bool, has_groups: bool
-) -> tuple[Launch, Launch]:
-    """(launch that finds the largest magnitude of x, launch that quantizes x); see `quantize`.
+def _tile(quantizer: Quantizer, axis: int) -> tuple[int, int]:
+    """The rows and columns of a program's tile, with whole groups of `unit_gain` along the axis."""
+    if not quantizer.unit_gain:
+        return TILE, TILE
+    return (32, GAIN_GROUP) if axis else (GAIN_GROUP, 32)
 
-    rows, columns: of x. in_memory: whether the step is read from memory (`is_in_memory`).
-    has_groups: whether the placement lists the columns' groups.
+
+def _shape(quantizer: Quantizer, axis: int) -> dict[str, int]:
+    """The constants of both kernels."""
+    (across, along), (height, width) = quantizer.block, _tile(quantizer, axis)
+    return dict(AXIS=axis, ACROSS=across, ALONG=along, ROWS=height, COLUMNS=width)
+
+
+@planned
+def _find_launch(rows: int, columns: int, quantizer: Quantizer, axis: int) -> Launch:
+    """The launch that finds the largest magnitude of x [rows, columns]."""
+    height, width = _tile(quantizer, axis)
+    grid, types = (tiles(rows, height), tiles(columns, width)), (torch.int16, torch.int32)
+    constants = _shape(quantizer, axis)
+    return Launch(top_kernel, grid, (*types, rows, columns), constants, num_warps=WARPS)
+
+
+@planned
+def _cast_launch(
+    rows: int, columns: int, quantizer: Quantizer, axis: int, in_memory: bool, has_groups: bool
+) -> Launch:
+    """The launch that quantizes x [rows, columns].
+
+    in_memory: whether the step is read from memory (`is_in_memory`). has_groups: whether the
+    placement lists the columns' groups.
     """
     scale = SCALE_FLOATS[quantizer.scale]
     assert scale.mantissa_bits == MANTISSA and E2M1.max == 6
-    across, along = quantizer.block
-    form: dict[str, Any] = dict(AXIS=axis, ACROSS=across, ALONG=along)
-    kind = dict(
+    constants: dict[str, Any] = dict(
         TENSOR_MAX=quantizer.tensor_max,
         INFLATE=quantizer.inflate,
         PRESCALE=quantizer.prescale,
@@ -318,15 +358,10 @@ def _launches(
         DRAWS=Draws(in_memory, has_groups),
         INTERPRETED=INTERPRETED,
     )
-    sizes, tile = (rows, columns), (TILE, TILE) if not quantizer.unit_gain else _LONG[axis]
-    grid = tiles(rows, tile[0]), tiles(columns, tile[1])
-    form |= dict(ROWS=tile[0], COLUMNS=tile[1])
-    warps = WARPS * (1 + (quantizer.rule in COMPARED or quantizer.unit_gain > 0))  # else they spill
-    read, written = (torch.int16, torch.int32), (torch.uint8, torch.uint8, torch.float32)
-    return (
-        Launch(top_kernel, grid, (*read, *sizes), form, num_warps=WARPS),
-        Launch(
-            cast_kernel, grid, (*read, *written, NUMBER, RANDOM, *sizes), form | kind,
-            num_warps=warps,
-        ),
-    )  # fmt: skip
+    height, width = _tile(quantizer, axis)
+    grid = tiles(rows, height), tiles(columns, width)
+    memory = torch.int16, torch.int32, torch.uint8, torch.uint8, torch.float32
+    types = *memory, NUMBER, RANDOM, rows, columns
+    spills = quantizer.rule in COMPARED or quantizer.unit_gain > 0  # registers, with fewer warps
+    warps = 2 * WARPS if spills else WARPS
+    return Launch(cast_kernel, grid, types, _shape(quantizer, axis) | constants, num_warps=warps)

@@ -16,7 +16,8 @@ from megatron_fp4.kernels.float_scales import code_of, divisor_of, rounded, scal
 def _error(v, code, unit, BIAS: tl.constexpr, ALONG: tl.constexpr):
     """The squared error of each block with these scales: float64 [rows, columns / ALONG].
 
-    In float64 an element's error is exact, and the order of a sum does not decide.
+    In float64 an element's error is exact. The order of the sum could decide only between
+    candidates that are equal to within some 2^-50.
     """
     R: tl.constexpr = code.shape[0]
     C: tl.constexpr = code.shape[1]

@@ -99,12 +99,18 @@ def random16(index, step, stream, seed_low, seed_high):
 
 
 @triton.jit
+def integers_of(rest):
+    """The random integers in [0, 65536), int32, of which `rest` are the words (`rest16`)."""
+    return (rest >> 8) - 0xF0000
+
+
+@triton.jit
 def random16_of_groups(group, step, stream, seed_low, seed_high, INTERPRETED: tl.constexpr):
     """`random16` of eight neighbours for each group, int32 [..., 8 n], in one draw.
 
     group: int64 [..., n], the index of the first of the eight, divided by eight.
     """
-    return (rest16(group, step, stream, seed_low, seed_high, INTERPRETED) >> 8) - 0xF0000
+    return integers_of(rest16(group, step, stream, seed_low, seed_high, INTERPRETED))
 
 
 @triton.jit

@@ -79,14 +79,13 @@ def quantize(x: Tensor, quantizer: Quantizer, copies: Sequence[Copy]) -> list[Ma
         return made
     if len(copies) == 1:
         given += _NOTHING
-    find, cast = _launches(rows, columns, quantizer, *kinds)
     if finds:
-        find(x.device, x, *given, rows, columns)
-    cast(x.device, x, *given, rows, columns)
+        _find_launch(rows, columns, quantizer, *kinds)(x.device, x, *given, rows, columns)
+    _cast_launch(rows, columns, quantizer, *kinds)(x.device, x, *given, rows, columns)
     return made
 
 
-def largest(x: Tensor, quantizer: Quantizer, copy: Copy) -> Tensor:
+def find_largest(x: Tensor, quantizer: Quantizer, copy: Copy) -> Tensor:
     """The largest magnitudes from which an operand's scales follow, float32 [lines, 1], or [1, 1]
     for a scale of the tensor; see `quantizer.absolute_max`.
 
@@ -97,9 +96,9 @@ def largest(x: Tensor, quantizer: Quantizer, copy: Copy) -> Tensor:
     lines = x.shape[1 - copy.axis] if quantizer.block[0] == 1 else 1
     found = x.new_zeros(lines, 1, dtype=torch.int32)
     fold = None if copy.fold is None else copy.fold.float().contiguous()
-    find, _ = _launches(rows, columns, quantizer, (copy.axis, fold is not None, None))
-    given = fold, found, None, None, None, None
-    find(x.device, x, *given, *_NOTHING, rows, columns)
+    out = fold, found, None, None, None, None
+    find = _find_launch(rows, columns, quantizer, (copy.axis, fold is not None, None))
+    find(x.device, x, *out, *_NOTHING, rows, columns)
     return found.view(torch.float32)
 
 
@@ -144,19 +143,26 @@ def _element(quantizer: Quantizer) -> Element:
     return Element(quantizer.format.max, element == "e2m1", *EXPONENTS[element])
 
 
-@planned
-def _launches(
-    rows: int, columns: int, quantizer: Quantizer, *kinds: _Kind
-) -> tuple[Launch, Launch]:
-    """The launch that finds the largest magnitudes, and the launch that quantizes."""
+def _tiled(rows: int, columns: int, quantizer: Quantizer, kinds: Sequence[_Kind]) -> Any:
+    """(grid, types, constants) of the two kernels that read tiles."""
     grid = tiles(rows, TILE_ROWS), tiles(columns, TILE_COLUMNS)
     a, b = (*(_form(quantizer, kind) for kind in kinds), None)[:2]
     form = dict(A=a, B=b, TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS)
-    types = torch.int16, _OUT, _OUT, rows, columns
-    return (
-        Launch(largest_kernel, grid, types, form, num_warps=WARPS),
-        Launch(cast_kernel, grid, types, form | dict(ELEMENT=_element(quantizer)), num_warps=WARPS),
-    )
+    return grid, (torch.int16, _OUT, _OUT, rows, columns), form
+
+
+@planned
+def _find_launch(rows: int, columns: int, quantizer: Quantizer, *kinds: _Kind) -> Launch:
+    """The launch that finds the largest magnitudes."""
+    return Launch(largest_kernel, *_tiled(rows, columns, quantizer, kinds), num_warps=WARPS)
+
+
+@planned
+def _cast_launch(rows: int, columns: int, quantizer: Quantizer, *kinds: _Kind) -> Launch:
+    """The launch that quantizes."""
+    grid, types, form = _tiled(rows, columns, quantizer, kinds)
+    constants = form | dict(ELEMENT=_element(quantizer))
+    return Launch(cast_kernel, grid, types, constants, num_warps=WARPS)
 
 
 @planned

@@ -11,13 +11,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.arithmetic.philox import Noise, Signs, signed
+from megatron_fp4.arithmetic.philox import GROUP, Noise, Signs, signed
 from megatron_fp4.kernels.launch import NUMBER, Launch, kernel, planned
 from megatron_fp4.kernels.philox import noise_of, sign_words
 from megatron_fp4.kernels.quantize import RANDOM, in_two_forms, is_in_memory, random_of
 from megatron_fp4.recording import DRAW
 
-MOST = 128  # signs that one draw gives
+MOST_SIGNS = 128  # signs that one draw gives
 
 
 @kernel(fp_fusion=True)
@@ -47,12 +47,13 @@ def signs_kernel(
 def vector(signs: Signs, count: int, like: Tensor) -> Tensor:
     """The first `count` signs, float32 [count], on the device of `like`; see `Signs.vector`.
 
-    count: a power of two, at most MOST.
+    count: a power of two, at most MOST_SIGNS.
     """
     made = like.new_empty(count, dtype=torch.float32)
     number = 0 if signs.draw is None else signs.draw
     in_memory = is_in_memory(signs.key.step, number)
-    random = random_of(like, Noise(signs.key, 0), in_memory, 1, 8, places=False)
+    # Of the key alone: signs have no place in a matrix, and a stream of their own.
+    random = random_of(like, Noise(signs.key, 0), in_memory, rows=1, columns=GROUP, places=False)
     draw = in_two_forms(number, in_memory, like)
     start = _launch(count, in_memory, signs.draw is not None)
     start(like.device, made, signed(signs.stream), *draw, *random)

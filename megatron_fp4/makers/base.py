@@ -42,12 +42,11 @@ class Maker(Protocol):
     Its codes and scales must be those of makers/pytorch.py bit for bit; docs/numerics.md states the
     one exception, for Hadamard transforms.
 
-    transforms: whether its kernel computes Hadamard transforms. If this is False PyTorch computes
-        them, before the kernel quantizes.
+    transforms_in_pytorch: whether PyTorch computes Hadamard transforms before its kernel quantizes.
     """
 
     name: str
-    transforms: bool
+    transforms_in_pytorch: bool
 
     def refuses(self, operand: OperandPlan) -> str | None:
         """Why it cannot make this operand, in a few words that users read; None if it can."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import GROUP, Signs
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.makers.base import Given
 from megatron_fp4.makers.pytorch import before_quantizer
 from megatron_fp4.operands import Made, Matrix, Operand
@@ -23,40 +23,12 @@ class BlockScaleKernel:
     """
 
     name = "block scale kernel"
-    transforms = False
+    transforms_in_pytorch = True
 
     def refuses(self, operand: OperandPlan) -> str | None:
         quantizer = operand.quantizer
         assert quantizer is not None
-        from megatron_fp4.kernels.blocks import LONGEST_GAIN, RULES, TILE  # imports Triton
-        from megatron_fp4.kernels.signs import MOST
-
-        across, along = quantizer.block
-        if quantizer.element != "e2m1":
-            return f"makes no {quantizer.element.upper()} elements"
-        if quantizer.rule not in RULES:
-            return f"has no rule {quantizer.rule}"
-        if quantizer.unit_gain and LONGEST_GAIN % quantizer.unit_gain:
-            return f"corrects a gain only in groups that divide {LONGEST_GAIN}"
-        if quantizer.row_max:
-            return "gives rows no scales of their own"
-        if operand.folds:
-            return "folds no scales"
-        if operand.group > MOST:
-            return f"draws at most {MOST} signs"
-        # A transform's result is BF16, whatever it reads.
-        if operand.codes is not None or (operand.dtype != torch.bfloat16 and not operand.group):
-            return "reads BF16 only"
-        if not (2 <= along <= TILE) or TILE % along or not across or TILE % across:
-            return f"takes blocks that divide {TILE} x {TILE}"
-        if not all(operand.shape):
-            return "there are no elements"
-        k, others = operand.shape[operand.axis], operand.shape[1 - operand.axis]
-        if k % max(along, quantizer.unit_gain) or others % across:
-            return f"takes multiples of blocks of {across} x {max(along, quantizer.unit_gain)}"
-        if quantizer.draws and operand.shape[1] % GROUP:
-            return f"draws noise for multiples of {GROUP} columns"
-        return None
+        return _format_problem(quantizer) or _source_problem(operand) or _size_problem(operand)
 
     def writes_carriers(self, operand: OperandPlan) -> bool:
         return False
@@ -70,9 +42,9 @@ class BlockScaleKernel:
     def largest(self, matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
         from megatron_fp4.kernels import blocks  # imports Triton
 
-        assert operand.quantizer is not None
+        assert isinstance(matrix, Tensor) and operand.quantizer is not None
         x = _before_quantizer(matrix, operand, given)
-        return blocks.largest(x, operand.quantizer, operand.axis)
+        return blocks.find_largest(x, operand.quantizer, operand.axis)
 
     def make(
         self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]
@@ -86,11 +58,58 @@ class BlockScaleKernel:
         return [Made(made)]
 
 
-def _before_quantizer(matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
+def _format_problem(quantizer: Quantizer) -> str | None:
+    from megatron_fp4.kernels.blocks import GAIN_GROUP, RULES, TILE  # imports Triton
+
+    across, along = quantizer.block
+    if quantizer.element != "e2m1":
+        return f"makes no {quantizer.element.upper()} elements"
+    if quantizer.rule not in RULES:
+        return f"has no rule {quantizer.rule}"
+    if quantizer.unit_gain and GAIN_GROUP % quantizer.unit_gain:
+        return f"corrects a gain only in groups that divide {GAIN_GROUP}"
+    if quantizer.row_max:
+        return "gives rows no scales of their own"
+    if not (2 <= along <= TILE) or TILE % along or not across or TILE % across:
+        return f"takes blocks that divide {TILE} x {TILE}"
+    return None
+
+
+def _source_problem(operand: OperandPlan) -> str | None:
+    from megatron_fp4.kernels.signs import MOST_SIGNS  # imports Triton
+
+    if operand.folds:
+        return "folds no scales"
+    hadamard = operand.hadamard
+    if hadamard is not None and hadamard.signs == "random" and hadamard.group > MOST_SIGNS:
+        return f"draws at most {MOST_SIGNS} signs"
+    # A transform's result is BF16, whatever it reads.
+    if operand.codes is not None or (operand.dtype != torch.bfloat16 and hadamard is None):
+        return "reads BF16 only"
+    return None
+
+
+def _size_problem(operand: OperandPlan) -> str | None:
+    quantizer = operand.quantizer
+    assert quantizer is not None
+    across, along = quantizer.block
+    k, others = operand.shape[operand.axis], operand.shape[1 - operand.axis]
+    if not all(operand.shape):
+        return "there are no elements"
+    if k % along or others % across:
+        return f"takes multiples of blocks of {across} x {along}"
+    if quantizer.unit_gain and k % quantizer.unit_gain:
+        return f"takes multiples of {quantizer.unit_gain} elements, which have a gain of 1 together"
+    if quantizer.draws and operand.shape[1] % GROUP:
+        return f"draws noise for multiples of {GROUP} columns"
+    return None
+
+
+def _before_quantizer(matrix: Tensor, operand: OperandPlan, given: Given) -> Tensor:
     """As `pytorch.before_quantizer`, with the random signs of a transform drawn by a kernel."""
-    if not operand.group or not isinstance(given.signs, Signs):
+    if not isinstance(given.signs, Signs):
         return before_quantizer(matrix, operand, given)
     from megatron_fp4.kernels import signs  # imports Triton
 
-    like = matrix.codes if isinstance(matrix, QuantizedTensor) else matrix
-    return before_quantizer(matrix, operand, given, signs.vector(given.signs, operand.group, like))
+    drawn = signs.vector(given.signs, operand.group, matrix)
+    return before_quantizer(matrix, operand, given, drawn)

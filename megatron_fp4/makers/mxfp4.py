@@ -27,7 +27,7 @@ class Mxfp4Kernel:
     codes with blocks along the rows."""
 
     name = "mxfp4 kernel"
-    transforms = True
+    transforms_in_pytorch = False
 
     def refuses(self, operand: OperandPlan) -> str | None:
         quantizer, codes = operand.quantizer, operand.codes

@@ -22,7 +22,7 @@ class PyTorch:
     """Makes any operand, one at a time."""
 
     name = "pytorch"
-    transforms = True
+    transforms_in_pytorch = False
 
     def refuses(self, operand: OperandPlan) -> str | None:
         return None

@@ -19,7 +19,7 @@ class RowScaleKernel:
     """
 
     name = "row scale kernel"
-    transforms = False
+    transforms_in_pytorch = False
 
     def refuses(self, operand: OperandPlan) -> str | None:
         quantizer = operand.quantizer
@@ -55,7 +55,7 @@ class RowScaleKernel:
 
         assert isinstance(matrix, Tensor) and operand.quantizer is not None
         copy = row_operands.Copy(operand.axis, given.fold)
-        return row_operands.largest(matrix, operand.quantizer, copy)
+        return row_operands.find_largest(matrix, operand.quantizer, copy)
 
     def make(
         self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]

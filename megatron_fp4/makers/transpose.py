@@ -19,7 +19,7 @@ class TransposeKernel:
     """
 
     name = "transpose kernel"
-    transforms = False
+    transforms_in_pytorch = False
 
     def refuses(self, operand: OperandPlan) -> str | None:
         if operand.codes is None or operand.codes.element != "e2m1" or operand.axis == 1:

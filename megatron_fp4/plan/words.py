@@ -34,15 +34,16 @@ def notes(plan: LinearPlan) -> Iterator[str]:
 
 def kernel_notes(plan: LinearPlan) -> Iterator[str]:
     """A line for each kernel that is not used to make an operand or to apply an estimator, with its
-    reason, and for what has no kernel; none on a CPU, which runs no kernels."""
+    reason, and for what PyTorch computes since it has no kernel; none on a CPU, which runs no
+    kernels."""
     if plan.setting.target.kind == "cpu":
         return
     for making in plan.makings:
         names = " and ".join(f"{LETTERS[o.letter]} of {o.gemm}" for o in making.operands)
         for name, why in making.passed_over:
             yield f"not used: {name}: {why}; PyTorch makes {names}"
-        if making.operands[0].group and not making.maker.transforms:
-            yield f"no kernel transforms {names} for these scales: PyTorch does, and one quantizes"
+        if making.operands[0].group and making.maker.transforms_in_pytorch:
+            yield f"PyTorch transforms {names}, and the {making.maker.name} quantizes the result"
     if isinstance(plan.recipe.outliers, HotChannels):
         yield "no kernel splits hot channels off X: PyTorch does, from X as a matrix"
     if plan.subtracts_mean:

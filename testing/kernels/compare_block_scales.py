@@ -19,7 +19,7 @@ from megatron_fp4 import Quantizer, get_quantizer
 from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS
 from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, absolute_max
-from megatron_fp4.kernels.blocks import largest, quantize
+from megatron_fp4.kernels.blocks import find_largest, quantize
 from megatron_fp4.makers.base import Given
 from megatron_fp4.makers.block_scales import BlockScaleKernel
 from megatron_fp4.makers.pytorch import PyTorch, make_operand
@@ -94,7 +94,7 @@ def differences(device: str, of: str = "") -> Iterator[str]:
             continue
         for source, axis in ((x, 1), (x, 0)) if quantizer.tensor_max else ():
             wanted = PyTorch().largest(source, plan(source, quantizer, axis), Given())
-            if not torch.equal(largest(source.to(device), quantizer, axis).cpu(), wanted):
+            if not torch.equal(find_largest(source.to(device), quantizer, axis).cpu(), wanted):
                 yield f"{name} {axis}: the largest magnitude"
         for source, axis in ((x, 1), (x, 0), (ordinary, 1), (ordinary, 0), (0 * ordinary, 1)):
             assert BlockScaleKernel().refuses(plan(source, quantizer, axis)) is None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_quantizer
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
-from megatron_fp4.kernels.row_operands import CARRIERS, Copy, largest, quantize
+from megatron_fp4.kernels.row_operands import CARRIERS, Copy, find_largest, quantize
 from megatron_fp4.kernels.transpose import transposed
 from megatron_fp4.makers.base import Given
 from megatron_fp4.makers.pytorch import PyTorch
@@ -106,7 +106,7 @@ def _finds(x: Tensor, quantizer: Quantizer, copy: Copy, device: str) -> bool:
     wanted_plan = plan(x, quantizer, copy.axis, folds=copy.fold is not None)
     wanted = PyTorch().largest(x, wanted_plan, Given(fold=copy.fold))
     there = Copy(copy.axis, _moved(copy.fold, device))
-    found = largest(x.to(device), quantizer, there).cpu()
+    found = find_largest(x.to(device), quantizer, there).cpu()
     return found.shape == wanted.shape and torch.equal(found, wanted)
 
 

@@ -70,9 +70,7 @@ def test_w_that_comes_as_codes_in_kernels() -> None:
         assert case["equal"] and not case["problems"], (name, case)
 
 
-# Those of which some pass can be recorded: for IN_PYTHON PyTorch draws random bits.
-IN_PYTHON = ("ue5m3", "nvfp4-nvidia", "four-over-six", "quartet-2")
-OTHERS = [name for name in list_recipes() if name not in ("tetrajet", "fp8", *IN_PYTHON)]
+OTHERS = [name for name in list_recipes() if name not in ("tetrajet", "fp8")]
 
 
 @pytest.mark.parametrize(

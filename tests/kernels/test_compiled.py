@@ -240,7 +240,10 @@ def test_casts_with_float32_scales_compile(element: Any, axis: int, capability: 
     quantizer = Quantizer(element=element, scale="fp32", block=(1, 0), rule="absmax")
     find, cast = (
         compiled_launch(start, capability)["ptx"]
-        for start in row_operands._launches(72, 96, quantizer, (axis, True, None))
+        for start in (
+            row_operands._find_launch(72, 96, quantizer, (axis, True, None)),
+            row_operands._cast_launch(72, 96, quantizer, (axis, True, None)),
+        )
     )
     row = compiled_launch(row_operands._row_launch(72, 96, quantizer, (1, True, None)), capability)
     assert ".ftz" not in find + cast + row["ptx"]
@@ -254,7 +257,11 @@ def test_row_scales_fit_the_registers(element: Any) -> None:
     """Both operands of a matrix, and rows of the most columns, with all that they may have."""
     quantizer = Quantizer(element=element, scale="fp32", block=(1, 0), rule="absmax")
     carrier = E4M3 if element == "e2m1" else None
-    both = row_operands._launches(1024, 1024, quantizer, (1, True, carrier), (0, True, carrier))
+    kinds = (1, True, carrier), (0, True, carrier)
+    both = (
+        row_operands._find_launch(1024, 1024, quantizer, *kinds),
+        row_operands._cast_launch(1024, 1024, quantizer, *kinds),
+    )
     rows = row_operands._row_launch(1024, row_operands.WIDEST, quantizer, (1, True, carrier))
     for start in (*both, rows):
         assert "STL" not in sass(compiled_launch(start, 90)["cubin"])
@@ -281,7 +288,10 @@ def test_casts_with_scales_in_small_floats_compile(
     )  # fmt: skip
     find, cast = (
         compiled_launch(start, capability)["ptx"]
-        for start in blocks._launches(80, 96, quantizer, axis, rounding == "stochastic", True)
+        for start in (
+            blocks._find_launch(80, 96, quantizer, axis),
+            blocks._cast_launch(80, 96, quantizer, axis, rounding == "stochastic", True),
+        )
     )
     assert ".ftz" not in find + cast
     assert "div.rn.f32" in cast and "div.full" not in cast
@@ -295,7 +305,7 @@ def test_casts_that_compare_scales_compile(
 ) -> None:
     for scale in ({"scale": "ue5m3"}, {"scale": "e4m3", "tensor_max": 256.0}):
         quantizer = Quantizer(block=(1, length), rule=rule, **scale)  # type: ignore[arg-type]
-        _, cast = blocks._launches(4096, 4096, quantizer, axis, False, False)
+        cast = blocks._cast_launch(4096, 4096, quantizer, axis, False, False)
         compiled = compiled_launch(cast, capability)
         assert "STL" not in sass(compiled["cubin"])  # no registers are spilled
         assert ".ftz" not in compiled["ptx"] and "div.full" not in compiled["ptx"]
@@ -306,7 +316,7 @@ def test_casts_that_compare_scales_compile(
 def test_casts_with_a_gain_of_1_compile(axis: int, capability: int) -> None:
     operand = get_recipe("quartet-2").quantizer("dgrad", "dy")
     assert operand is not None and operand.unit_gain == 128
-    _, cast = blocks._launches(4096, 4096, operand, axis, True, True)
+    cast = blocks._cast_launch(4096, 4096, operand, axis, True, True)
     compiled = compiled_launch(cast, capability)
     assert "STL" not in sass(compiled["cubin"])
     assert ".ftz" not in compiled["ptx"] and "div.full" not in compiled["ptx"]

@@ -52,8 +52,8 @@ PRODUCT = {"ADDS": True, "TILE_M": 64, "TILE_N": 64, "TILE_K": 64, "BAND": 8}
 # to fuse if it ever has.
 CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "averages.blend_kernel": averages._launch(4, torch.float32),
-    "blocks.top_kernel": blocks._launches(64, 64, INFLATED, 1, False, False)[0],
-    "blocks.cast_kernel": blocks._launches(64, 64, INFLATED, 1, False, False)[1],
+    "blocks.top_kernel": blocks._find_launch(64, 64, INFLATED, 1),
+    "blocks.cast_kernel": blocks._cast_launch(64, 64, INFLATED, 1, False, False),
     "carrier.carry_kernel": carry_launch((64, 256, 32, E4M3, False)),
     "elements.elements_kernel": elements._elements(4096),
     "estimator.factor_kernel": estimator._launch(64, 4096, 0, Estimator(), True),
@@ -79,8 +79,8 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "rotary.rotary_kernel": rotary._launch(
         torch.bfloat16, (64, 2, 2), ((512, 256, 64),) * 3, 4, 64, 32, False
     ),
-    "rows.largest_kernel": row_operands._launches(64, 64, VECTOR, (1, True, None))[0],
-    "rows.cast_kernel": row_operands._launches(64, 64, VECTOR, (1, True, None))[1],
+    "rows.largest_kernel": row_operands._find_launch(64, 64, VECTOR, (1, True, None)),
+    "rows.cast_kernel": row_operands._cast_launch(64, 64, VECTOR, (1, True, None)),
     "rows.row_kernel": row_operands._row_launch(64, 64, VECTOR, (1, True, None)),
     "transpose.transpose_kernel": transpose._launch(64, 64, None),
 }
@@ -130,7 +130,7 @@ def test_the_default_of_triton_changes_nothing(name: str, monkeypatch: pytest.Mo
         assert any(i in ptx(name, enable_fp_fusion=True) for i in FUSED)
 
 
-@pytest.mark.parametrize("name", ["mxfp4.quantize_kernel", "blocks.cast_kernel"])
+@pytest.mark.parametrize("name", ["mxfp4.quantize_kernel"])
 def test_what_is_allowed_is_fused(name: str) -> None:
     assert "fma.rn.f32" in ptx(name) and "fma.rn.f32" not in ptx(name, enable_fp_fusion=False)
 

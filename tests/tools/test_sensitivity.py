@@ -49,9 +49,15 @@ def test_the_recipe_leaves_the_best_layers_to_the_other(tmp_path: Path) -> None:
 
 
 def test_a_launch_without_its_layers_is_refused() -> None:
-    assert layers_of(["--bf16", "--num-layers", "4"]) == 4
-    with pytest.raises(ValueError, match="needs --num-layers"):
-        layers_of(["--bf16"])
+    launch = ["--bf16", "--num-layers=2", "--load", "saved", "--num-layers", "4"]
+    assert layers_of(launch) == 4  # as argparse takes the last
+    for flags, why in (
+        (["--load", "saved"], "needs --num-layers"),
+        (["--num-layers", "4"], "needs --load"),
+        ([*launch, "--fp4-bf16-after", "0.9"], "leave out --fp4-bf16-after"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            layers_of(flags)
 
 
 @pytest.mark.slow

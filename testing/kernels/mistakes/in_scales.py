@@ -109,12 +109,12 @@ BLOCK_SCALES = {
     "beyond 6": Mistake("e4m3", blocks._saturated, lambda right, magnitude: magnitude),
     "not inflated": Mistake(
         "nvfp4-17-16-sr",
-        blocks._launches,
+        blocks._cast_launch,
         argument("quantizer", lambda quantizer: replace(quantizer, inflate=1.0)),
     ),
     "not prescaled": Mistake(
         "prescaled",
-        blocks._launches,
+        blocks._cast_launch,
         argument("quantizer", lambda quantizer: replace(quantizer, prescale=1.0)),
     ),
     "a vanished scale": Mistake(
