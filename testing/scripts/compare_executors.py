@@ -52,6 +52,7 @@ from megatron_fp4.mcore.runtime import gloo
 from megatron_fp4.monitor import NonFiniteMonitor
 from megatron_fp4.plan.setting import KeepsW, column_parallel, row_parallel
 from megatron_fp4.recipe import Recipe
+from testing.builders.small_recipes import OPTIONS, small_recipe
 
 TOKENS, INPUTS, OUTPUTS = 64, 64, 64  # on each rank
 HIDDEN = 256  # the columns of a SwiGLU, which kernels take
@@ -237,7 +238,7 @@ def run(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
         return torch.randn(*shape, generator=random, device=case.device).bfloat16()
 
     options = {"backward_rounding": "nearest"} if case.sent and not INTERPRETED else {}
-    recipe = get_recipe(case.recipe, **options)
+    recipe = get_recipe(case.recipe, **OPTIONS.get(case.recipe, {}) | options)
     monitor, cache = NonFiniteMonitor(), WeightCache()
     monitor.from_cpp = tallies
     weight = normal(OUTPUTS, INPUTS).requires_grad_()
@@ -284,7 +285,8 @@ def run_mlp(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random, device=case.device).bfloat16()
 
-    recipe, monitor, watch, found = get_recipe(case.recipe), NonFiniteMonitor(), Weights(), Found()
+    recipe, monitor = small_recipe(case.recipe), NonFiniteMonitor()
+    watch, found = Weights(), Found()
     monitor.from_cpp = tallies
     weights = [(normal(*shape) / 8).requires_grad_() for shape in ((2 * HIDDEN, 64), (64, HIDDEN))]
     averages = [None if recipe.weight_average is None else w.detach().float() for w in weights]
