@@ -22,7 +22,7 @@ from benchmarks import (
 )
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.recipes import list_recipes
-from tests.test_readme import LOW, weights_gradients_and_optimizer, with_fp8_input
+from tests.test_readme import weights_gradients_and_optimizer, with_fp8_input
 
 ROOT = Path(__file__).parents[1]
 PAGES: dict[str, tuple[str, Any]] = {
@@ -99,126 +99,6 @@ def test_a_page_s_figures_are_the_committed_result(name: str) -> None:
 # --- figures in running text ----------------------------------------------------------------------
 
 
-def of_a_linear() -> list[str]:
-    rows = {(row["in"], row["out"], row["recipe"]): row for row in result("linear-te")["rows"]}
-    ours = {key[:2]: row for key, row in rows.items() if key[2] == "tetrajet"}
-    more = [f"{ours[at]['ms'] / ours[at]['floor ms'] - 1:.0%} more" for at in linear.SHAPES]
-    bf16 = {at: min(rows[(*at, name)]["ms"] for name in ("bf16", "te bf16")) for at in ours}
-    gemms = [bf16[at] / row["products ms"] for at, row in ours.items()]
-    beside = {
-        name: [row["ms"] / rows[(*at, name)]["ms"] for at, row in ours.items()]
-        for name in ("fp8", "te fp8 delayed")
-    }
-    low, high = (
-        {name: f"{pick(found):.2f}" for name, found in beside.items()} for pick in (min, max)
-    )
-    return [
-        f"it takes {more[0]} than its floor at 4096 × 4096, {more[1]} at 4096 × 14336, "
-        f"{more[2]} at 14336 × 4096 and {more[3]} at 8192 × 8192",
-        f"The FP8 products are {min(gemms):.1f} to {max(gemms):.1f} times as fast as BF16's",
-        f"takes {low['fp8']} to {high['fp8']} of the time of `fp8`",
-        f"`tetrajet` takes {low['te fp8 delayed']} to {high['te fp8 delayed']} times its time",
-    ]
-
-
-def of_a_linear_s_kernels() -> list[str]:
-    over: dict[str, list[float]] = {}  # the parts of what is above the floor, by shape
-    slower: dict[str, list[float]] = {}
-    for shape in linear.SHAPES:
-        rows = [r for r in result("linear_kernels")["rows"] if (r["in"], r["out"]) == shape]
-        above = sum(row["us"] - row["floor us"] for row in rows)
-        for word in ("from codes", "dY for", "corrections", linear_kernels.BETWEEN):
-            found = [row for row in rows if word in row["what"]]
-            over.setdefault(word, []).append(
-                sum(row["us"] - row["floor us"] for row in found) / above
-            )
-            slower.setdefault(word, []).extend(
-                row["us"] / row["floor us"] for row in found if row["floor us"]
-            )
-    parts = {word: f"{min(found):.0%} to {max(found):.0%}" for word, found in over.items()}
-    assert 2 < min(slower["from codes"]) and max(slower["from codes"]) < 3.1
-    low, high = min(slower["dY for"]), max(slower["dY for"])
-    return [
-        f"is {parts['from codes']} of all that is above the floor on the first four shapes",
-        f"takes {low:.1f} to {high:.1f} times its floor, for the same reason: {parts['dY for']}",
-        f"guessed wrong take {parts['corrections']} of it, and the time between eleven kernels "
-        f"{parts[linear_kernels.BETWEEN]}",
-    ]
-
-
-def of_fp8_in_a_step() -> list[str]:
-    rows = {row["name"]: row["ms"] for row in result("fused-step-others")["rows"]}
-    return [f"`tetrajet` takes {rows['tetrajet'] / rows['fp8']:.2f} of the time of `fp8`"]
-
-
-def of_an_mlp() -> list[str]:
-    [row] = [
-        row for row in result("mlp")["rows"] if (row["hidden"], row["recipe"]) == (4096, "tetrajet")
-    ]
-    return [f"`tetrajet` takes {row['ms'] / row['floor ms'] - 1:.0%} more than its floor"]
-
-
-def of_held_elements() -> list[str]:
-    _, packed, decoded = result("fused-step-decoded")["rows"]
-    return [f"takes {decoded['peak_gib'] - packed['peak_gib']:.1f} GiB"]
-
-
-def of_a_training_step() -> list[str]:
-    rows = [row["gpu_ms"] for row in result("training_step")["rows"]]
-    [optimizer] = {f"{spent['optimizer']:.0f}" for spent in rows}
-    own = {"gemm", "quantize", "carry", "attention", "optimizer"}
-    others = [sum(ms for kind, ms in spent.items() if kind not in own) for spent in rows]
-    alike = ([spent[kind] for spent in rows] for kind in ("attention", "optimizer"))
-    widest = max(1 - min(times) / max(times) for times in (*alike, others))
-    return [
-        f"differ by up to {widest:.0%} between the rows",
-        f"The optimizer takes {optimizer} ms",
-    ]
-
-
-def of_transformer_engine() -> list[str]:
-    fp8, ours = (row["ms"] for row in result("te-delayed")["rows"])
-    peaks = [row["peak_gib"] for row in result("te-delayed")["rows"]]
-    return [
-        f"`te fp8 delayed` takes {fp8:.0f} ms a step, `tetrajet` {ours:.0f}",
-        f"its peak is the lower one by some {peaks[0] - peaks[1]:.0f} GiB",
-    ]
-
-
-def of_memory() -> list[str]:
-    bf16, _, low = result("fused-step")["rows"]
-    same = weights_gradients_and_optimizer()
-    beside = [row["peak_gib"] - same for row in (low, bf16)]
-    return [
-        f"the peak is {low['peak_gib']:.1f} GiB where BF16's is {bf16['peak_gib']:.1f}",
-        f"Without the {same:.1f} GiB of weights, gradients and optimizer",
-        f"that is {beside[0]:.1f} GiB and {beside[1]:.1f}: {beside[0] / beside[1]:.2f} times "
-        f"BF16's memory, at {low['ratio']:.2f} times its speed",
-    ]
-
-
-def of_commits() -> list[str]:
-    table, kernels, counted = (
-        result(name)["stamp"]["commit"][:7]
-        for name in ("linear-te", "quantize_kernels-fused", "counters")
-    )
-    return [
-        f"The table of linears is of commit {table}.",
-        f"The quantize kernels were timed alone at commit {kernels}",
-        f"the hardware counters of the note are of commit {counted}",
-    ]
-
-
-def of_memory_beside_bf16_with_the_flag() -> list[str]:
-    row, times = with_fp8_input()
-    [low] = [row for row in result("fused-step")["rows"] if row["name"] == LOW]
-    return [
-        f"its peak is then {row['peak_gib']:.1f} GiB, at {row['ratio']:.2f} times its speed",
-        f"Beside weights, gradients and optimizer the {low['peak_gib']:.1f} GiB of `tetrajet` with "
-        f"both flags are {times:.2f} times that",
-    ]
-
-
 def of_memory_in_training() -> list[str]:
     same = weights_gradients_and_optimizer()
     measured, _, low = (row["peak_gib"] - same for row in result("fused-step")["rows"])
@@ -252,32 +132,6 @@ def of_recipes_on_the_host() -> list[str]:
     return [
         f"takes at most {max(fast.values()):.2f} times the time of the faster BF16 linear",
         f"take {min(emulated):.0f} to {max(emulated):.0f} times",
-    ]
-
-
-def of_a_step_beside() -> list[str]:
-    bf16, ours = result("fused-step-beside")["rows"]
-    return [
-        f"BF16 takes {bf16['ms']:.0f} ms and `tetrajet` {ours['ms']:.0f} ms: {ours['ratio']:.2f} "
-        "times as fast"
-    ]
-
-
-def of_other_packages() -> list[str]:
-    rows = {row["name"]: row.get("found") for row in result("peers")["rows"]}
-
-    def times(name: str, digits: int = 0) -> str:
-        """BF16's time as multiples, over the linears."""
-        slower = [1 / row["ratio"] for row in rows[name] or ()]
-        return f"{min(slower):.{digits}f} to {max(slower):.{digits}f} times"
-
-    [ours], [torchao] = rows["to MXFP4"], rows["torchao to MXFP4, floor"]
-    assert round(torchao["us"] / ours["us"]) == 70 and torchao["equal"] == 1
-    return [
-        f"takes {times('torchao QAT, MXFP4, compiled', 1)} BF16's time when compiled, and "
-        f"{times('torchao QAT, MXFP4')} when not",
-        f"takes {times('fouroversix, NVFP4')} BF16's time in NVFP4",
-        "those of torchao bit for bit, and are made seventy times as fast",
     ]
 
 
@@ -397,20 +251,6 @@ def of_metrics() -> list[str]:
 
 FIGURES: dict[str, list[Any]] = {
     "docs/notes/costs.md": [of_methods, of_metrics],
-    "docs/hopper.md": [
-        of_a_linear,
-        of_a_linear_s_kernels,
-        of_fp8_in_a_step,
-        of_an_mlp,
-        of_held_elements,
-        of_transformer_engine,
-        of_a_training_step,
-        of_memory,
-        of_memory_beside_bf16_with_the_flag,
-        of_commits,
-        of_a_step_beside,
-        of_other_packages,
-    ],  # fmt: skip
     "docs/notes/host.md": [of_the_host, of_recipes_on_the_host],
     "docs/notes/quantize-kernels.md": [of_the_quantize_kernels, of_rule_mse],
     "docs/communication.md": [of_bytes],

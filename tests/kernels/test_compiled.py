@@ -6,21 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.messages import FORMS
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.kernels import (
-    blocks,
     carrier,
     estimator,
     low_bit_adamw,
     messages,
     outliers,
     rms_norm,
-    row_operands,
     swiglu,
     transpose,
 )
@@ -234,92 +231,10 @@ def test_signs_that_are_constants_compile(signs: str, axis: int, group: int) -> 
 
 
 @pytest.mark.parametrize("capability", GPUS)
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("element", row_operands.EXPONENTS)
-def test_casts_with_float32_scales_compile(element: Any, axis: int, capability: int) -> None:
-    quantizer = Quantizer(element=element, scale="fp32", block=(1, 0), rule="absmax")
-    find, cast = (
-        compiled_launch(start, capability)["ptx"]
-        for start in (
-            row_operands._find_launch(72, 96, quantizer, (axis, True, None)),
-            row_operands._cast_launch(72, 96, quantizer, (axis, True, None)),
-        )
-    )
-    row = compiled_launch(row_operands._row_launch(72, 96, quantizer, (1, True, None)), capability)
-    assert ".ftz" not in find + cast + row["ptx"]
-    # The reference divides as IEEE 754 does; an approximate quotient would move codes.
-    for ptx in (cast, row["ptx"]):
-        assert "div.rn.f32" in ptx and "div.full" not in ptx
-
-
-@pytest.mark.parametrize("element", row_operands.EXPONENTS)
-def test_row_scales_fit_the_registers(element: Any) -> None:
-    """Both operands of a matrix, and rows of the most columns, with all that they may have."""
-    quantizer = Quantizer(element=element, scale="fp32", block=(1, 0), rule="absmax")
-    carrier = E4M3 if element == "e2m1" else None
-    kinds = (1, True, carrier), (0, True, carrier)
-    both = (
-        row_operands._find_launch(1024, 1024, quantizer, *kinds),
-        row_operands._cast_launch(1024, 1024, quantizer, *kinds),
-    )
-    rows = row_operands._row_launch(1024, row_operands.WIDEST, quantizer, (1, True, carrier))
-    for start in (*both, rows):
-        assert "STL" not in sass(compiled_launch(start, 90)["cubin"])
-    # Negative control: rows that are held by an eighth of the threads.
-    assert "STL" in sass(compiled_launch(rows, 90, num_warps=2)["cubin"])
-
-
-@pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("carrier", [None, E4M3, E5M2])
 def test_a_transpose_compiles(carrier: Any, capability: int) -> None:
     start = transpose._launch(4096, 2048, carrier)
     assert "STL" not in sass(compiled_launch(start, capability)["cubin"])
-
-
-@pytest.mark.parametrize("capability", GPUS)
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_casts_with_scales_in_small_floats_compile(
-    rounding: Any, axis: int, capability: int
-) -> None:
-    quantizer = Quantizer(
-        scale="e4m3", block=(16, 16), rule="nearest", rounding=rounding, tensor_max=448.0,
-        inflate=17 / 16, prescale=0.9,
-    )  # fmt: skip
-    find, cast = (
-        compiled_launch(start, capability)["ptx"]
-        for start in (
-            blocks._find_launch(80, 96, quantizer, axis),
-            blocks._cast_launch(80, 96, quantizer, axis, rounding == "stochastic", True),
-        )
-    )
-    assert ".ftz" not in find + cast
-    assert "div.rn.f32" in cast and "div.full" not in cast
-
-
-@pytest.mark.parametrize("capability", GPUS)
-@pytest.mark.parametrize(("axis", "length"), [(0, 16), (1, 32)])
-@pytest.mark.parametrize("rule", blocks.COMPARED)
-def test_casts_that_compare_scales_compile(
-    rule: Any, length: int, axis: int, capability: int
-) -> None:
-    for scale in ({"scale": "ue5m3"}, {"scale": "e4m3", "tensor_max": 256.0}):
-        quantizer = Quantizer(block=(1, length), rule=rule, **scale)  # type: ignore[arg-type]
-        cast = blocks._cast_launch(4096, 4096, quantizer, axis, False, False)
-        compiled = compiled_launch(cast, capability)
-        assert "STL" not in sass(compiled["cubin"])  # no registers are spilled
-        assert ".ftz" not in compiled["ptx"] and "div.full" not in compiled["ptx"]
-
-
-@pytest.mark.parametrize("capability", GPUS)
-@pytest.mark.parametrize("axis", [0, 1])
-def test_casts_with_a_gain_of_1_compile(axis: int, capability: int) -> None:
-    operand = get_recipe("quartet-2").quantizer("dgrad", "dy")
-    assert operand is not None and operand.unit_gain == 128
-    cast = blocks._cast_launch(4096, 4096, operand, axis, True, True)
-    compiled = compiled_launch(cast, capability)
-    assert "STL" not in sass(compiled["cubin"])
-    assert ".ftz" not in compiled["ptx"] and "div.full" not in compiled["ptx"]
 
 
 @pytest.mark.parametrize("capability", GPUS)
