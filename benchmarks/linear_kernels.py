@@ -1,13 +1,16 @@
-"""Times each kernel of a linear of `tetrajet`, in the order in which they run.
+"""Times the kernels of one linear of the recipe `tetrajet`, one by one.
 
     python -m benchmarks.linear_kernels
 
-The step is that of benchmarks/linear.py: forward, dgrad and wgrad, with all operands quantized. It
-runs under torch's profiler. A kernel that quantizes has a floor beside it: the bytes that it must
-move, at the bandwidth of a copy in the same run. The floor of a product is its time on operands
-that were converted before, and that of a correction is zero. The sum is the floor of the linear in
-benchmarks/linear.py. Memory that cuBLASLt sets to zero before a product counts as time between
-kernels.
+It runs forward, dgrad and wgrad, with all operands quantized, under torch's profiler on a GPU, and
+says for each kernel how long it takes and how long it would take at least (its floor):
+
+- a kernel that quantizes: the time of a copy of as many bytes as it must read and write;
+- a GEMM: its time alone, on operands that were converted to FP8 before;
+- a kernel that corrects FP8 elements, for which a row exponent was guessed wrong: zero.
+
+The sum of the floors is the floor of the linear in benchmarks/linear.py. Memory that cuBLASLt sets
+to zero before a GEMM counts as time between kernels.
 """
 
 from __future__ import annotations
@@ -22,13 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import linear
 from benchmarks.linear import CARRIED, OTHER_SHAPES, PACKED, SHAPES, TOKENS
 from benchmarks.timing import BUSY, medians
-from benchmarks.training_step_worker import kind
+from benchmarks.training_step_worker import kind, on_gpu
 from megatron_fp4 import get_recipe
 from tools.stamp import stamp
 
@@ -86,12 +88,9 @@ def kernels_of(call: Callable[[], Any], kinds: Sequence[str]) -> list[list[Ran]]
             torch.cuda._sleep(BUSY)
             call()
             torch.cuda.synchronize()
-    events = profiler.events()
-    assert events is not None
     kernels = [
         Ran(event.name, event.time_range.start, event.time_range.end)
-        for event in events
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        for event in on_gpu(profiler.events())
     ]
     return by_call(kernels, kinds)
 

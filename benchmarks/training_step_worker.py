@@ -95,16 +95,24 @@ def tell(profiler: profile) -> None:
     found["exposed_ms"] = round(exposed_ms(profiler.events()), 2)
 
 
+def on_gpu(events: Any) -> list[Any]:
+    """The events of what ran on the GPU: kernels and copies, without named ranges around them."""
+    return [
+        event
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+
+
 def exposed_ms(events: Any) -> float:
     """The milliseconds in which kernels of communication ran on the GPU, and no other kernel.
 
     events: of the profiler, with times in microseconds.
     """
     communication, others = list[Interval](), list[Interval]()
-    for event in events:
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            into = communication if kind(event.name) == "communication" else others
-            into.append((event.time_range.start, event.time_range.end))
+    for event in on_gpu(events):
+        into = communication if kind(event.name) == "communication" else others
+        into.append((event.time_range.start, event.time_range.end))
     return (covered(communication + others) - covered(others)) / 1e3
 
 

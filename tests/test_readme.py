@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.estimate_rows import steps
+from benchmarks.study import results
 from megatron_fp4.estimate.layout import stages
 from megatron_fp4.estimate.memory import states
 
@@ -190,8 +191,7 @@ def test_the_versions_are_those_that_are_installed(file: str) -> None:
 
 def test_the_loss_beside_fp8() -> None:
     losses: dict[str, dict[int, float]] = {}
-    for line in (ROOT / "benchmarks/results/study-candidates.jsonl").read_text().splitlines():
-        run = json.loads(line)
+    for run in results.read(ROOT / "benchmarks/results/study-candidates.jsonl"):
         if run["status"] == "finished":
             setup = run["configuration"]
             losses.setdefault(setup["recipe"], {})[setup["seed"]] = run["held_out"][-1][1]

@@ -84,8 +84,12 @@ def sensitivity(
 
 
 def launched(flags: Sequence[str], processes: int, work: Path) -> Evaluate:
-    """Evaluates a launch of so many processes, from the checkout; paths in its flags count from
-    there. work: a folder for the logs. The function raises RunFailed if a launch fails."""
+    """A function that takes further flags, evaluates the launch with them, and returns its loss.
+
+    flags: of the launch. Paths in them are relative to the checkout, where it runs. processes: how
+    many ranks it has. work: a folder for the logs. The function raises RunFailed if the launch
+    fails; the message has the end of its log.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(processes), "pretrain_gpt.py", *flags, *EVALUATED]
     logs = (work / f"{number}.log" for number in itertools.count())
@@ -112,7 +116,11 @@ def table(low: float, high: float, found: Sequence[Found], recipe: str, other: s
 
 
 def chosen(found: Sequence[Found], count: int, low: float, recipe: str, other: str) -> str:
-    """A recipe file that leaves the `count` layers of the largest gain to the other recipe."""
+    """The text of a recipe file: `recipe`, but `other` in the `count` layers whose loss it lowers
+    most. Layers whose loss it does not lower are left out.
+
+    found: the losses with `other` in one place each. low: the loss without it.
+    """
     layers = [each for each in found if not each.place.startswith("*") and each.loss < low]
     best = sorted(layers, key=lambda each: each.loss)[:count]
     lines = [f"base: {recipe}", "layers:"] if best else [f"base: {recipe}  # no layer gains"]

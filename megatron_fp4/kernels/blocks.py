@@ -143,7 +143,10 @@ def _in_scales(
     ACROSS: tl.constexpr,
     ALONG: tl.constexpr,
 ):
-    """(the codes of block scales, the magnitudes of v divided by the scales).
+    """Chooses the block scales by RULE, and divides by them.
+
+    Returns (the codes of the scales, int32 of amax's shape; the magnitudes of v in units of the
+    scales, float32 of v's shape).
 
     v: float32 [rows, columns]. amax: float32 [rows / ACROSS, columns / ALONG], the largest
     magnitudes of its blocks; 0 for a block that is not finite. unit: the tensor scale. For the
@@ -292,8 +295,7 @@ def quantize(
     if quantizer.tensor_max:
         unit = x.new_empty((), dtype=torch.float32)
         if widest is None:
-            top = torch.zeros((), dtype=torch.int32, device=x.device)
-            _find_launch(rows, columns, quantizer, axis)(x.device, x, top, rows, columns)
+            top = _found(x, quantizer, axis)
         else:
             top = widest.float().contiguous().view(torch.int32)
     stream = signed(noise.stream)
@@ -302,49 +304,56 @@ def quantize(
 
 
 def find_largest(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
-    """The largest magnitude from which a tensor scale follows, float32 []; see
-    `quantizer.absolute_max`. x: BF16 [rows, columns]."""
-    x = x.contiguous()
+    """The largest magnitude in x, float32 [], from which the scale of the tensor follows.
+
+    Blocks with an Inf or a NaN do not count, so that they do not change the scale of the others.
+    x: BF16 [rows, columns]. axis: along which its blocks lie.
+    """
+    return _found(x.contiguous(), quantizer, axis).view(torch.float32)
+
+
+def _found(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
+    """The bits of `find_largest`, int32 [], of a contiguous x."""
     rows, columns = x.shape
     top = torch.zeros((), dtype=torch.int32, device=x.device)
     _find_launch(rows, columns, quantizer, axis)(x.device, x, top, rows, columns)
-    return top.view(torch.float32)
+    return top
 
 
-def _tile(quantizer: Quantizer, axis: int) -> tuple[int, int]:
-    """The rows and columns of a program's tile, with whole groups of `unit_gain` along the axis."""
-    if not quantizer.unit_gain:
-        return TILE, TILE
-    return (32, GAIN_GROUP) if axis else (GAIN_GROUP, 32)
+def _tiled(rows: int, columns: int, quantizer: Quantizer, axis: int) -> Any:
+    """(grid, constants) of both kernels, whose programs handle a tile of x [rows, columns] each.
 
-
-def _shape(quantizer: Quantizer, axis: int) -> dict[str, int]:
-    """The constants of both kernels."""
-    (across, along), (height, width) = quantizer.block, _tile(quantizer, axis)
-    return dict(AXIS=axis, ACROSS=across, ALONG=along, ROWS=height, COLUMNS=width)
+    A tile has whole groups of `unit_gain` elements along the axis.
+    """
+    across, along = quantizer.block
+    height, width = TILE, TILE
+    if quantizer.unit_gain:
+        height, width = (32, GAIN_GROUP) if axis else (GAIN_GROUP, 32)
+    constants = dict(AXIS=axis, ACROSS=across, ALONG=along, ROWS=height, COLUMNS=width)
+    return (tiles(rows, height), tiles(columns, width)), constants
 
 
 @planned
 def _find_launch(rows: int, columns: int, quantizer: Quantizer, axis: int) -> Launch:
-    """The launch that finds the largest magnitude of x [rows, columns]."""
-    height, width = _tile(quantizer, axis)
-    grid, types = (tiles(rows, height), tiles(columns, width)), (torch.int16, torch.int32)
-    constants = _shape(quantizer, axis)
-    return Launch(top_kernel, grid, (*types, rows, columns), constants, num_warps=WARPS)
+    """Launches `top_kernel` for a matrix x [rows, columns]."""
+    grid, constants = _tiled(rows, columns, quantizer, axis)
+    types = torch.int16, torch.int32, rows, columns
+    return Launch(top_kernel, grid, types, constants, num_warps=WARPS)
 
 
 @planned
 def _cast_launch(
     rows: int, columns: int, quantizer: Quantizer, axis: int, in_memory: bool, has_groups: bool
 ) -> Launch:
-    """The launch that quantizes x [rows, columns].
+    """Launches `cast_kernel` for a matrix x [rows, columns].
 
     in_memory: whether the step is read from memory (`is_in_memory`). has_groups: whether the
     placement lists the columns' groups.
     """
     scale = SCALE_FLOATS[quantizer.scale]
     assert scale.mantissa_bits == MANTISSA and E2M1.max == 6
-    constants: dict[str, Any] = dict(
+    grid, constants = _tiled(rows, columns, quantizer, axis)
+    constants |= dict(
         TENSOR_MAX=quantizer.tensor_max,
         INFLATE=quantizer.inflate,
         PRESCALE=quantizer.prescale,
@@ -358,10 +367,8 @@ def _cast_launch(
         DRAWS=Draws(in_memory, has_groups),
         INTERPRETED=INTERPRETED,
     )
-    height, width = _tile(quantizer, axis)
-    grid = tiles(rows, height), tiles(columns, width)
     memory = torch.int16, torch.int32, torch.uint8, torch.uint8, torch.float32
     types = *memory, NUMBER, RANDOM, rows, columns
     spills = quantizer.rule in COMPARED or quantizer.unit_gain > 0  # registers, with fewer warps
     warps = 2 * WARPS if spills else WARPS
-    return Launch(cast_kernel, grid, types, _shape(quantizer, axis) | constants, num_warps=warps)
+    return Launch(cast_kernel, grid, types, constants, num_warps=warps)

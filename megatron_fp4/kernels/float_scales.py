@@ -1,6 +1,7 @@
 """Block scales in E4M3 and UE5M3, with three mantissa bits: their codes and values, in Triton.
 
-The rules mse-fp8 (fp8_scales.py) and four-over-six (four_over_six.py) stand on these functions.
+The rules mse-fp8 (fp8_scales.py) and four-over-six (four_over_six.py), and scales with a gain of 1
+(gain.py), use these functions.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_fp4.kernels.float_blocks import power
 from megatron_fp4.kernels.rows import fp8_code
 
 
 @triton.jit
 def code_of(wanted, BIAS: tl.constexpr, MAX: tl.constexpr, UP: tl.constexpr):
-    """Codes of block scales.
+    """Rounds numbers to block scales, and returns the scales' codes, int32.
 
     wanted: float32, not negative. Larger numbers than MAX, the format's largest, become MAX.
-    BIAS: the format's exponent bias.
-    UP: whether the scale is rounded up instead of to nearest even.
+    BIAS: the format's exponent bias. UP: whether numbers are rounded up, not to nearest even.
     """
     magnitude = tl.minimum(wanted, MAX)
     if UP:
@@ -27,6 +28,21 @@ def code_of(wanted, BIAS: tl.constexpr, MAX: tl.constexpr, UP: tl.constexpr):
     else:
         code = fp8_code(magnitude, 3, BIAS)
     return code
+
+
+@triton.jit
+def stochastic_code(wanted, random, BIAS: tl.constexpr, MAX: tl.constexpr):
+    """Rounds numbers stochastically to block scales, and returns the scales' codes, int32.
+
+    A number between two scales becomes the upper one with the probability that keeps its mean.
+    wanted, BIAS, MAX: see `code_of`. random: int32 of the shape of wanted, in [0, 65536).
+    """
+    magnitude = tl.minimum(wanted, MAX)
+    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, 1 - BIAS)
+    steps = magnitude * power(3 - exponent)
+    below = steps.to(tl.int32)
+    up = (steps - below.to(tl.float32)) * 65536 > random.to(tl.float32) + 0.5
+    return ((exponent + (BIAS - 1)) << 3) + below + up.to(tl.int32)
 
 
 @triton.jit
@@ -63,9 +79,9 @@ def rounded(scaled):
 
 @triton.jit
 def spread(of_blocks, ACROSS: tl.constexpr, ALONG: tl.constexpr):
-    """What belongs to a block, for each of its elements: [rows, columns].
+    """Repeats a value of each block for all elements of the block: [rows, columns].
 
-    of_blocks: [rows / ACROSS, columns / ALONG].
+    of_blocks: [rows / ACROSS, columns / ALONG]. A block has ACROSS rows and ALONG columns.
     """
     R: tl.constexpr = of_blocks.shape[0]
     C: tl.constexpr = of_blocks.shape[1]

@@ -8,28 +8,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fp4.kernels.float_blocks import power
-from megatron_fp4.kernels.float_scales import code_of, rounded, scale_of, spread
-
-
-@triton.jit
-def stochastic_code(wanted, random, BIAS: tl.constexpr, MAX: tl.constexpr):
-    """Codes of block scales, rounded up with the probability of the fraction.
-
-    wanted: float32, not negative. Larger numbers than MAX, the format's largest, become MAX.
-    random: int32 in [0, 65536). BIAS: the format's exponent bias.
-    """
-    magnitude = tl.minimum(wanted, MAX)
-    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, 1 - BIAS)
-    steps = magnitude * power(3 - exponent)
-    below = steps.to(tl.int32)
-    up = (steps - below.to(tl.float32)) * 65536 > random.to(tl.float32) + 0.5
-    return ((exponent + (BIAS - 1)) << 3) + below + up.to(tl.int32)
+from megatron_fp4.kernels.float_scales import (
+    code_of,
+    rounded,
+    scale_of,
+    spread,
+    stochastic_code,
+)
 
 
 @triton.jit
 def _firsts(of_elements, ALONG: tl.constexpr):
-    """What belongs to the first element of each block: int32 [rows, columns / ALONG]."""
+    """Of values of elements, int32 [rows, columns], those of the first element of each block of
+    ALONG columns: int32 [rows, columns / ALONG]."""
     R: tl.constexpr = of_elements.shape[0]
     C: tl.constexpr = of_elements.shape[1] // ALONG
     is_first = tl.arange(0, ALONG)[None, None, :] == 0

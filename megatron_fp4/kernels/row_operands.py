@@ -86,8 +86,9 @@ def quantize(x: Tensor, quantizer: Quantizer, copies: Sequence[Copy]) -> list[Ma
 
 
 def find_largest(x: Tensor, quantizer: Quantizer, copy: Copy) -> Tensor:
-    """The largest magnitudes from which an operand's scales follow, float32 [lines, 1], or [1, 1]
-    for a scale of the tensor; see `quantizer.absolute_max`.
+    """The largest magnitude of each row of an operand, from which the scale of the row follows:
+    float32 [lines, 1]. With one scale for the tensor that of all elements, [1, 1]. Inf stands for
+    NaN too.
 
     x: BF16 [rows, columns]. copy: the operand; its `widest` and `carrier` are not read.
     """
@@ -153,13 +154,13 @@ def _tiled(rows: int, columns: int, quantizer: Quantizer, kinds: Sequence[_Kind]
 
 @planned
 def _find_launch(rows: int, columns: int, quantizer: Quantizer, *kinds: _Kind) -> Launch:
-    """The launch that finds the largest magnitudes."""
+    """Launches `largest_kernel` for one operand of a matrix x [rows, columns], or for both."""
     return Launch(largest_kernel, *_tiled(rows, columns, quantizer, kinds), num_warps=WARPS)
 
 
 @planned
 def _cast_launch(rows: int, columns: int, quantizer: Quantizer, *kinds: _Kind) -> Launch:
-    """The launch that quantizes."""
+    """Launches `cast_kernel` for one operand of a matrix x [rows, columns], or for both."""
     grid, types, form = _tiled(rows, columns, quantizer, kinds)
     constants = form | dict(ELEMENT=_element(quantizer))
     return Launch(cast_kernel, grid, types, constants, num_warps=WARPS)

@@ -106,7 +106,11 @@ def _size_problem(operand: OperandPlan) -> str | None:
 
 
 def _before_quantizer(matrix: Tensor, operand: OperandPlan, given: Given) -> Tensor:
-    """As `pytorch.before_quantizer`, with the random signs of a transform drawn by a kernel."""
+    """What the kernel quantizes: the matrix, or its Hadamard transform, which PyTorch computes.
+
+    Random signs of the transform are drawn by a kernel (kernels/signs.py). Returns BF16
+    [rows, columns].
+    """
     if not isinstance(given.signs, Signs):
         return before_quantizer(matrix, operand, given)
     from megatron_fp4.kernels import signs  # imports Triton

@@ -31,7 +31,6 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.philox import Key, Placement
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.arithmetic.rms_norm import RmsNorm
@@ -52,7 +51,7 @@ from megatron_fp4.mcore.runtime import gloo
 from megatron_fp4.monitor import NonFiniteMonitor
 from megatron_fp4.plan.setting import KeepsW, column_parallel, row_parallel
 from megatron_fp4.recipe import Recipe
-from testing.builders.small_recipes import OPTIONS, small_recipe
+from testing.builders.small_recipes import small_recipe
 
 TOKENS, INPUTS, OUTPUTS = 64, 64, 64  # on each rank
 HIDDEN = 256  # the columns of a SwiGLU, which kernels take
@@ -238,7 +237,7 @@ def run(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
         return torch.randn(*shape, generator=random, device=case.device).bfloat16()
 
     options = {"backward_rounding": "nearest"} if case.sent and not INTERPRETED else {}
-    recipe = get_recipe(case.recipe, **OPTIONS.get(case.recipe, {}) | options)
+    recipe = small_recipe(case.recipe, **options)
     monitor, cache = NonFiniteMonitor(), WeightCache()
     monitor.from_cpp = tallies
     weight = normal(OUTPUTS, INPUTS).requires_grad_()

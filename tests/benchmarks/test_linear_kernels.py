@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from benchmarks import linear, linear_kernels
 from benchmarks.linear_kernels import Ran, by_call, floors, times
 from megatron_fp4 import get_recipe
+from testing.worlds.launch import ROOT
 
 NAMES = {"quantize": "quantize_kernel", "carry": "carry_kernel", "gemm": "nvjet_qqtst_128x256"}
 
@@ -39,6 +44,11 @@ def test_other_kernels_are_an_error() -> None:
 
 
 def test_each_step_is_a_kernel_of_the_recording() -> None:
-    """tests/cpp/test_recorded_steps.py holds the numbers of launches and products."""
+    """Of the passes that make W's operands, as a linear for a Hopper GPU records them."""
+    command = [sys.executable, "-m", "testing.scripts.recorded_steps", "tetrajet"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    passes = json.loads(done.stdout)["tetrajet"]
+    made = [passes[f"{direction}, makes W"] for direction in ("forward", "backward")]
     kinds = [step.kind for step in linear_kernels.STEPS]
     assert (kinds.count("quantize") + kinds.count("carry"), kinds.count("gemm")) == (8, 3)
+    assert (sum(p["launches"] for p in made), sum(p["products"] for p in made)) == (8, 3)

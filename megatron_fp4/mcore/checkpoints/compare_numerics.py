@@ -167,8 +167,8 @@ def _module_differences(saved: argparse.Namespace, launch: argparse.Namespace) -
 
 
 def _modules_were(saved: argparse.Namespace, launch: argparse.Namespace) -> str:
-    """Says, for a message, which linears had recipes of their own in the run that saved, and which
-    have them in this launch."""
+    """The part of a message that says which linears have recipes of their own: first in the run
+    that saved the checkpoint, then in this launch."""
     both = saved, launch
     flags = [getattr(args, "fp4_module_recipe", []) for args in both]
     contents = [

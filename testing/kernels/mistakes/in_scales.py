@@ -142,7 +142,9 @@ BLOCK_SCALES = {
     "the gain as it is": Mistake("gain", gain.of_unit_gain, _gain_as_it_is),
     "the gain of blocks with a NaN": Mistake("gain", gain.correction, _all_live),
     "the bits of the last element": Mistake("gain-drawn", gain._firsts, _of_the_last),
-    "a corrected scale to nearest": Mistake("gain-drawn", gain.stochastic_code, _scale_to_nearest),
+    "a corrected scale to nearest": Mistake(
+        "gain-drawn", float_scales.stochastic_code, _scale_to_nearest
+    ),
     "ties of scales go up": Mistake("e4m3", encode.nearest_even, halves_up),
     "ties go up": Mistake(
         "e4m3", encode.nearest, argument("magnitudes", lambda given: given * 1.0000002)
