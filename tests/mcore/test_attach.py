@@ -14,7 +14,7 @@ from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.model import attach as attaching
-from megatron_fp4.mcore.model import executor, start_table
+from megatron_fp4.mcore.model import attention, executor, start_table
 from megatron_fp4.mcore.model.attach import attach
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.start_table import Row, table
@@ -331,6 +331,20 @@ def test_the_table_has_the_lines_of_the_executor(
     attached = run(replace(get_recipe("tetrajet"), phases=(Phase(0.5, get_recipe("fp8")),)))
     attach(attached, [model()])
     assert "\n  linears run in Python: it cannot be built\n" in attached.start_table + "\n"
+
+
+@pytest.mark.parametrize("problem", [None, "it is older than torch's"])
+def test_the_table_says_when_attention_is_slower_than_it_could_be(
+    problem: str | None, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "cudnn_problem", lambda: problem)
+    attached = run(get_recipe("tetrajet"))
+    chunk = model()
+    core = chunk.decoder.layers[0].self_attention.core_attention
+    assert isinstance(core, attention.SdpaAttention)
+    attach(attached, [chunk])
+    line = f"cuDNN's kernels, the fastest here: {problem}; set CUDNN_HOME"
+    assert (line in attached.start_table) == (problem is not None)
 
 
 def test_the_memory_that_kept_weights_take_is_told(

@@ -152,3 +152,42 @@ def test_packed_sequences_and_a_bias_are_refused() -> None:
         module(*operands(4), None, packed_seq_params=PackedSeqParams())
     with pytest.raises(ConfigError, match="attention bias"):
         module(*operands(4), None, attention_bias=torch.zeros(1))
+
+
+OLDER = (
+    "cuDNN version incompatibility: PyTorch was compiled  against (9, 19, 0) but found runtime "
+    "version (9, 14, 0). PyTorch already comes bundled with cuDNN. One option is to remove it."
+)
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_older", "problem"),
+    [
+        ((9, 0), False, None),
+        ((9, 0), True, "PyTorch was compiled against (9, 19, 0) but found runtime version (9, 14"),
+        ((10, 0), True, "PyTorch was compiled against (9, 19, 0) but found runtime version (9, 14"),
+        ((8, 0), True, None),
+    ],
+)
+def test_an_older_cudnn_than_torch_s_is_a_problem_where_torch_prefers_cudnn(
+    capability: tuple[int, int],
+    is_older: bool,
+    problem: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def version() -> int:
+        if is_older:
+            raise RuntimeError(OLDER)
+        return 91900
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    found = attention.cudnn_problem()
+    assert found is None if problem is None else found is not None and problem in found
+    assert found is None or "One option" not in found
+
+
+def test_there_is_no_problem_with_cudnn_on_a_cpu() -> None:
+    if not torch.cuda.is_available():
+        assert attention.cudnn_problem() is None

@@ -10,8 +10,11 @@ from typing import Any
 
 import yaml
 
+from megatron_fp4.plan.sizes import contracted_multiple
+from megatron_fp4.recipe import GEMMS
 from tools.rows import Row
 from tools.sweep.axes import TRAINING, Combination, first
+from tools.sweep.building import recipe_of
 
 NAME = "llama"
 WHAT = "a LLaMA of 3M parameters through pretrain_gpt.py, 300 steps of 16,384 tokens"
@@ -30,7 +33,7 @@ FLAGS = ["--decoupled-lr", "0.024"]
 _OF_BLOCK = [
     ("size", "sizes"), ("learning_rate", "learning_rates"), ("steps", "steps"), ("seed", "seeds"),
 ]  # fmt: skip
-MOST = 64  # the largest group of a Hadamard transform of which all sizes of the model are multiples
+MULTIPLE = 64  # all sizes of the model are multiples of it; a block or group may not be larger
 
 
 def matrix(combinations: Iterable[Combination]) -> str:
@@ -38,7 +41,7 @@ def matrix(combinations: Iterable[Combination]) -> str:
 
     Axes of the training around the recipe are left out: Megatron's optimizer is the same for all.
     """
-    recipes = dict.fromkeys(recipe(each) for each in combinations if int(each.group) <= MOST)
+    recipes = dict.fromkeys(recipe(each) for each in combinations if _fits(each))
     found = {
         "what": "whether the small tasks of a sweep say anything of a language model",
         "text": TEXT,
@@ -47,6 +50,12 @@ def matrix(combinations: Iterable[Combination]) -> str:
         "runs": [{"recipes": [*BASELINES, *recipes], **BLOCK}],
     }
     return yaml.safe_dump(found, sort_keys=False, width=1000)
+
+
+def _fits(combination: Combination) -> bool:
+    """Whether the sizes of the model are multiples of all blocks and groups of a combination."""
+    found = recipe_of(combination)
+    return all(MULTIPLE % contracted_multiple(found.gemm(gemm)) == 0 for gemm in GEMMS)
 
 
 def recipe(combination: Combination) -> str:

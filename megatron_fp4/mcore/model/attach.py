@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import cuda_graphs
-from megatron_fp4.mcore.model import executor, joined_norms, start_table
+from megatron_fp4.mcore.model import attention, executor, joined_norms, start_table
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
 from megatron_fp4.mcore.model.mlp import GatedMLP
 from megatron_fp4.mcore.model.run import Run
@@ -31,6 +31,7 @@ _JOINED = (
 _JOINED_NORMS = (
     "\n  RMSNorm is computed by linear_qkv and mlp.linear_fc1 behind it, as they quantize"
 )
+_CUDNN = "set CUDNN_HOME to the folder of PyTorch's cuDNN, site-packages/nvidia/cudnn"
 # Classes of linears by name, so that Transformer Engine need not be there.
 _LINEARS = {"ColumnParallelLinear", "RowParallelLinear", "Linear", "TELinear", "LayerNormLinear"}
 
@@ -106,6 +107,7 @@ def attach(
             _JOINED_NORMS * any(has_norms for _, has_norms in joined),
             _kept_y(model[0].config),
             kernels and f"\n  {kernels}",
+            _attention(model),
         )
         run.start_table = start_table.table(run.recipes, [*rows, *stock]) + "".join(lines)
         print(run.start_table, flush=True)
@@ -226,6 +228,15 @@ def _kept_y(config: TransformerConfig) -> str:
     # Megatron's SwiGLU, of layers without a recipe for example, obeys the flag where it is fused.
     where = "" if config.bias_activation_fusion else ", where linears compute it"
     return f"\n  SwiGLU's input is kept in float8_e4m3fn for backward{where}; NaN above 464"
+
+
+def _attention(model: list[MegatronModule]) -> str:
+    """The line about attention that runs in slower kernels than it could; "" if none does."""
+    modules = (module for chunk in model for module in chunk.modules())
+    problem = attention.cudnn_problem()
+    if problem is None or not any(isinstance(each, attention.SdpaAttention) for each in modules):
+        return ""
+    return f"\n  attention does not run in cuDNN's kernels, the fastest here: {problem}; {_CUDNN}"
 
 
 def _gather(rows: list[Row]) -> list[Row]:

@@ -20,6 +20,8 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch.refusals import model as refusals
 from megatron_fp4.mcore.launch.refusals.table import refuse
 
+_CUDNN_FIRST = (9, 10)  # major compute capabilities on which torch prefers cuDNN's kernels
+
 
 class SdpaAttention(MegatronModule):
     """Causal or masked attention, also with grouped queries, for Megatron's SelfAttention.
@@ -100,3 +102,19 @@ class SdpaAttention(MegatronModule):
         else:
             context = attend()
         return torch.flatten(context.permute(2, 0, 1, 3), start_dim=2)
+
+
+def cudnn_problem() -> str | None:
+    """Why torch cannot take cuDNN's attention on this GPU; None if it can, or would not anyway.
+
+    The attention of Hopper and data-center Blackwell GPUs is fastest in cuDNN's kernels. torch
+    takes them if the cuDNN that the process has loaded is not older than torch's own. Transformer
+    Engine, which Megatron imports where it is installed, may have loaded an older one before.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in _CUDNN_FIRST:
+        return None
+    try:
+        torch.backends.cudnn.version()
+    except RuntimeError as error:
+        return " ".join(str(error).partition(". ")[0].split())
+    return None

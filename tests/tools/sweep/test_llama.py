@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import pytest
 from benchmarks.study import matrix
 from benchmarks.study.sizes import SIZES
 from megatron_fp4 import ConfigError, get_recipe
+from megatron_fp4.errors import SizeError
+from megatron_fp4.plan.sizes import check_sizes
 from tests.tools.sweep.test_axes import RHT, TETRAJET, unnamed
 from tools.sweep import llama
 from tools.sweep.axes import Combination
+from tools.sweep.building import recipe_of
 from tools.sweep.results import BF16, scores
 
 
@@ -29,12 +33,22 @@ def test_combinations_are_recipes_of_a_matrix(tmp_path: Path) -> None:
     assert unnamed(get_recipe(flags[1], **options)) == unnamed(get_recipe("tetrajet"))
 
 
-def test_what_does_not_fit_the_model_is_left_out() -> None:
+UNIT_GAIN = Combination(
+    scale="e4m3", rule="nearest", backward_rule="unit-gain", operands="forward"
+)  # whose backward pass takes blocks of 128 elements, as docs/numerics.md has it
+
+
+@pytest.mark.parametrize(
+    ("combination", "multiple"),
+    [(replace(RHT, group="64"), 64), (replace(RHT, group="128"), 128), (UNIT_GAIN, 128)],
+)
+def test_what_does_not_fit_the_model_is_left_out(combination: Combination, multiple: int) -> None:
+    """It is what a linear would refuse."""
     model = SIZES[llama.BLOCK["sizes"][0]].model
-    for group in ("64", "128"):
-        each = replace(RHT, group=group)
-        fits = model.hidden % int(group) == 0 and model.ffn % int(group) == 0
-        assert (llama.recipe(each) in llama.matrix([each])) == fits
+    fits = model.hidden % multiple == 0 and model.ffn % multiple == 0
+    assert (llama.recipe(combination) in llama.matrix([combination])) == fits
+    with nullcontext() if fits else pytest.raises(SizeError):
+        check_sizes(recipe_of(combination), None, model.hidden, model.ffn, "fc1")
 
 
 def test_a_contradiction_is_refused_as_a_recipe_too() -> None:
