@@ -161,8 +161,8 @@ def summary(rows: list[Row]) -> list[str]:
 
 def _waits_for_python(row: Row) -> bool:
     """Whether linears ran in Python, where the GPUs may wait for the host. They run in C++ now."""
-    is_current = row["file"] in CURRENT
-    return not is_current and row.get("layout", "")[:2] == "tp" and row["name"] == "tetrajet"
+    in_python = row["file"].startswith("parallel_step")
+    return in_python and row.get("layout", "")[:2] == "tp" and row["name"] == "tetrajet"
 
 
 def _in(files: tuple[str, ...], alone: bool | None = None) -> Callable[[Row], bool]:

@@ -36,7 +36,7 @@ BY_TORCH = ("training_step", "training_step-four", "parallel_step")
 OTHERS = (
     *("few-bits-one", "few-bits-two", "few-bits-bf16"),
     *("fused-step", "fused-step-decoded", "fused-step-before", "fp8-step"),
-    "fused-step-others",
+    *("fused-step-others", "parallel-fp8"),
     *(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs")),
 )
 # Linears, and quantize kernels, of which those of the first file and of KERNELS are fitted to.

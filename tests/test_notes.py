@@ -44,6 +44,7 @@ PAGES: dict[str, tuple[str, Any]] = {
     "training_step-four": ("docs/hopper.md", training_step),
     "parallel-two": ("docs/hopper.md", parallel_step),
     "parallel-te": ("docs/hopper.md", parallel_step),
+    "parallel-fp8": ("docs/hopper.md", parallel_step),
     "few-bits-one": ("docs/communication.md", parallel_step),
     "few-bits-two": ("docs/communication.md", parallel_step),
     "few-bits-bf16": ("docs/communication.md", parallel_step),

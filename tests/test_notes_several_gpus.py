@@ -51,33 +51,33 @@ def of_several_gpus() -> list[str]:
 
 
 def of_two_gpus_beside_fp8() -> list[str]:
-    found, before = steps("parallel-te"), steps("parallel-two")
-    pairs = [(found[at, "tetrajet"], found[at, FP8]) for at in ("tp2-sp", "pp2")]
-    share = [f"{ours['ms'] / fp8['ms']:.2f}" for ours, fp8 in pairs]
-    lower = [f"{less(ours, fp8):.1f}" for ours, fp8 in pairs]
-    made = [f"{spent(row, ('gemm', 'quantize', 'carry')):.0f}" for row in pairs[0]]
-    rest = [f"{spent(row, WITHOUT_A_COLUMN):.0f}" for row in pairs[0]]
-    gathered = [f"{row['sent']['all-gather'] / 1e9:.1f}" for row in pairs[0]]
-    exposed = [f"{row['exposed_ms']:.0f}" for row in pairs[0]]
-    bf16 = [f"{before[at, 'bf16']['ms']:.0f}" for at in ("tp2-sp", "pp2")]
-    again, (ours, fp8) = before["pp2", "tetrajet"], pairs[1]
-    assert 0.75 < (again["ms"] - ours["ms"]) / (fp8["ms"] - ours["ms"]) < 1
-    shorter = ours["gpu_ms"]["optimizer"] - again["gpu_ms"]["optimizer"]
-    waiting = found["tp2-sp", "te bf16"]
-    others = spent(waiting, waiting["gpu_ms"].keys() - {"communication"})
-    assert waiting["exposed_ms"] + others > 1.2 * waiting["ms"]
+    found, before = steps("parallel-fp8") | steps("parallel-te"), steps("parallel-two")
+    rows = {at: [found[at, name] for name in ("tetrajet", FP8, "fp8")] for at in ("tp2-sp", "pp2")}
+    share = {at: [f"{of[0]['ms'] / each['ms']:.2f}" for each in of[1:]] for at, of in rows.items()}
+    tensor, pipeline = rows.values()
+    made = [f"{spent(row, ('gemm', 'quantize', 'carry')):.0f} ms" for row in tensor]
+    gathered = [f"{row['sent']['all-gather'] / 1e9:.1f} GB" for row in tensor]
+    exposed = [f"{row['exposed_ms']:.0f}" for row in tensor]
+    again = before["pp2", "tetrajet"]["ms"]
+    assert 0.75 < (again - pipeline[0]["ms"]) / (pipeline[1]["ms"] - pipeline[0]["ms"]) < 1
     return [
-        f"takes {share[0]} of its time under TP2 with SP, and {share[1]} under PP2",
-        f"takes {bf16[0]} and {bf16[1]} ms in the table above",
-        f"`tetrajet` takes {share[0]} of the time of `te fp8 delayed`. Its GEMMs with their "
-        f"operands take longer, {made[0]} ms, not {made[1]}. But a rank gathers {gathered[0]} GB, "
-        f"not {gathered[1]}, and {exposed[0]} ms of communication are exposed, not {exposed[1]}.",
-        f"take {rest[0]} ms, not {rest[1]}",
-        f"`tetrajet` takes {share[1]} of the time of `te fp8 delayed`. Two runs differ",
-        f"took {again['ms']:.0f} ms in the table above, where torch's AdamW takes {shorter:.0f} ms",
-        f"is {lower[0]} and {lower[1]} GiB lower than that of `te fp8 delayed`",
-        f"{waiting['exposed_ms']:.0f} ms of exposed communication and {others:.0f} ms of other "
-        f"kernels are more than the {waiting['ms']:.0f} ms of a step",
+        f"takes {share['tp2-sp'][0]} of its time under TP2 with SP, and {share['pp2'][0]} under "
+        "PP2",
+        *(
+            f"`tetrajet` takes {of[0]} of the time of `te fp8 delayed`, and {of[1]} of that of "
+            "`fp8`"
+            for of in share.values()
+        ),
+        f"Its GEMMs with their operands take {made[0]}: longer than those of `te fp8 delayed`, "
+        f"{made[1]}, but not than those of `fp8`, {made[2]}",
+        f"A rank gathers {gathered[0]}, where it gathers {gathered[1]} with `te fp8 delayed` and "
+        f"{gathered[2]} with `fp8`. {exposed[0]} ms of communication are exposed, in place of "
+        f"{exposed[1]} and {exposed[2]}",
+        f"it took {again:.0f} ms in the table",
+        "is {:.1f} and {:.1f} GiB lower than that of `te fp8 delayed`, and {:.1f} and {:.1f} GiB "
+        "lower than that of `fp8`".format(
+            *(less(of[0], of[other]) for other in (1, 2) for of in rows.values())
+        ),
     ]
 
 

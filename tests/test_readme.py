@@ -110,21 +110,19 @@ def test_transformer_engine_s_fp8() -> None:
 
 
 def test_transformer_engine_s_fp8_on_two_gpus() -> None:
-    found = result("parallel-te")
-    ms = {(row["layout"], row["name"]): f"{row['ms']:.0f} ms" for row in found["rows"]}
-    tensor, pipeline = ((ms[at, "te fp8 delayed"], ms[at, "tetrajet"]) for at in ("tp2-sp", "pp2"))
+    results = result("parallel-te"), result("parallel-fp8")
+    found = {(row["layout"], row["name"]): row for each in results for row in each["rows"]}
+    fp8, ours = (
+        [found[at, name] for at in ("tp2-sp", "pp2")] for name in ("te fp8 delayed", "tetrajet")
+    )
+    ms = [f"{row['ms']:.0f} ms" for row in (*fp8, *ours)]
     says(
-        f"in the step of {found['layers']} layers, FP8 with delayed scaling takes {tensor[0]} "
-        f"under tensor and sequence parallelism and {pipeline[0]} under pipeline parallelism, "
-        f"`tetrajet` {tensor[1]} and {pipeline[1]}"
+        f"in the step of {results[0]['layers']} layers, FP8 with delayed scaling takes {ms[0]} "
+        f"under tensor and sequence parallelism and {ms[1]} under pipeline parallelism, "
+        f"`tetrajet` {ms[2]} and {ms[3]}"
     )
-    ours, fp8 = (
-        f"{row['sent']['all-gather'] / 1e9:.1f}"
-        for name in ("tetrajet", "te fp8 delayed")
-        for row in found["rows"]
-        if (row["layout"], row["name"]) == ("tp2-sp", name)
-    )
-    says(f"a rank gathers {ours} GB in a step, not {fp8}")
+    gathered = [f"{row['sent']['all-gather'] / 1e9:.1f}" for row in (ours[0], fp8[0])]
+    says(f"a rank gathers {gathered[0]} GB in a step, not {gathered[1]}")
 
 
 def test_the_host_s_time() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from megatron_fp4.arithmetic.messages import FORMS, PIECE_BYTES, PIECES
@@ -10,8 +11,8 @@ from megatron_fp4.arithmetic.ramping import MOVEMENT_BYTES, SNAPSHOT_BYTES
 from megatron_fp4.estimate.layout import Layout, Stage, linears, parameters
 from megatron_fp4.estimate.model import Linear, Model, Parameters
 from megatron_fp4.estimate.plans import plan
-from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.memory import held_bytes, saved_bytes, sent_bytes
+from megatron_fp4.plan.data import LinearPlan, OperandPlan
+from megatron_fp4.plan.memory import held_bytes, operand_bytes, saved_bytes, sent_bytes
 from megatron_fp4.plan.owned_codes import reads_average
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.target import Target
@@ -242,8 +243,8 @@ class LayerPlans:
         """Bytes that the backward pass of a layer takes for a moment.
 
         This is while fc1 runs: the gradients of fc1's output, of the activation function's output
-        and of both sums, and fc1's operands of dY in FP8 or BF16. Megatron's SwiGLU, which may run
-        before it, converts an input in FP8 to BF16.
+        and of both sums, and fc1's operands of dY as they are multiplied. Megatron's SwiGLU, which
+        may run before it, converts an input in FP8 to BF16.
         """
         widest = 0.0
         for linear, made, _ in self.linears(has_experts):
@@ -252,10 +253,19 @@ class LayerPlans:
             rows, columns = made.setting.shape("dy", is_part=False)
             gates = 2 if self._model.gated else 1
             operands = [gemm.a for gemm in (made.dgrad, made.wgrad) if gemm is not None]
-            carriers = sum(1 for operand in operands if operand.carrier is not None)
-            others = max(carriers, 2 if self._model.fp8_input else 0)
-            widest = max(widest, rows * columns * (2 + 2 / gates + others))
+            others = sum(map(_multiplied_bytes, operands))
+            if self._model.fp8_input:
+                others = max(others, 2 * rows * columns)
+            widest = max(widest, rows * columns * (2 + 2 / gates) + others)
         return widest + 2 * self.residual
+
+
+def _multiplied_bytes(operand: OperandPlan) -> int:
+    """The bytes of an operand as it is multiplied, beside the matrix that it is made of: FP8
+    elements, or the codes of an FP8 quantizer."""
+    if operand.carrier is not None:
+        return math.prod(operand.shape)
+    return operand_bytes(operand) if operand.is_quantized else 0
 
 
 def _keeps_x(made: LinearPlan) -> bool:

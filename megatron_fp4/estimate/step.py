@@ -17,6 +17,7 @@ from megatron_fp4.estimate.traffic import (
     Sent,
     network_share,
     of_batch,
+    of_held_weight,
     of_pipeline,
     of_step,
     ranks_of,
@@ -84,7 +85,10 @@ def work_of(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> list[Stag
             ("parameter updated", optimizer_bytes(held, layout, 1)),
         ):
             once[unit if layout.fused_kernels else by_torch(unit)] += amount
-        found.append(StageWork(stage, micro, once, of_step(model, layout, recipe, stage)))
+        sent = of_step(model, layout, recipe, stage)
+        for kind in stage.layers:
+            sent += [each for _, made, _ in plans.linears(kind) for each in of_held_weight(made)]
+        found.append(StageWork(stage, micro, once, sent))
     return found
 
 

@@ -54,19 +54,16 @@ def reduce(size: float, ranks: int, group: Group = "tensor") -> Sent:
 
 
 def of_forward(plan: LinearPlan) -> list[Sent]:
-    """What one linear sends in the forward pass of a microbatch.
-
-    The maximum that ranks agree on for W is not counted: it is sent once a step.
-    """
+    """What one linear sends in the forward pass of a microbatch."""
     setting, found = plan.setting, []
     ranks = setting.sharding.ranks
     if ranks == 1:
         return []
     if plan.fprop.a.gathered:
-        found.append(gather(operand_bytes(plan.fprop.a), ranks))
+        found.append(gather(_part_bytes(plan.fprop.a), ranks))
         if plan.compensation is not None:
             found.append(gather(outlier_bytes(plan), ranks))
-    found += _maxima([plan.fprop.a], ranks)
+    found += _maxima([plan.fprop.a, *([] if plan.fprop.holds_b else [plan.fprop.b])], ranks)
     if plan.splitting is not None and plan.splitting.agrees:
         found.append(reduce(8 * setting.inputs, ranks))
     if plan.subtracts_mean and setting.sharding.tokens == "x":
@@ -95,8 +92,8 @@ def of_backward(plan: LinearPlan) -> list[Sent]:
         rows, columns = setting.shape("dy", is_part=True)
         found.append(gather(rows * columns * setting.dtype.itemsize, ranks))
     elif dgrad.a.gathered == "after":
-        found += [gather(operand_bytes(gemm.a), ranks) for gemm in (dgrad, wgrad)]
-    found += _maxima([dgrad.a, wgrad.a, wgrad.b], ranks)
+        found += [gather(_part_bytes(gemm.a), ranks) for gemm in (dgrad, wgrad)]
+    found += _maxima([dgrad.a, wgrad.a, wgrad.b, *([] if dgrad.holds_b else [dgrad.b])], ranks)
     rows, _ = setting.shape("x", is_part=False)
     dx = rows * setting.inputs * setting.dtype.itemsize
     if setting.sharding.tokens == "x":
@@ -135,17 +132,37 @@ def _kept_x(plan: LinearPlan) -> int:
     """Bytes of what is gathered of X in backward, of this rank's tokens."""
     assert plan.wgrad is not None
     if plan.wgrad.b.gathered == "after":
-        return operand_bytes(plan.wgrad.b)
+        return _part_bytes(plan.wgrad.b)
     if plan.saves_x == "operand" and plan.wgrad.b.source != "model":
-        return operand_bytes(plan.fprop.a)
+        return _part_bytes(plan.fprop.a)
     rows, columns = plan.setting.shape("x", is_part=True)
     return rows * columns * plan.setting.dtype.itemsize
 
 
+def of_held_weight(plan: LinearPlan) -> list[Sent]:
+    """What one linear sends once a step, to quantize the operands of W that its calls share."""
+    gemms = [gemm for gemm in (plan.fprop, plan.dgrad) if gemm is not None and gemm.holds_b]
+    return [sent for gemm in gemms for sent in _maxima([gemm.b], plan.setting.sharding.ranks)]
+
+
+def _part_bytes(operand: OperandPlan) -> int:
+    """Bytes of a rank's part of an operand that is gathered. Scales that the ranks share are the
+    same on all of them, and not sent."""
+    return operand_bytes(operand) - 4 * _shared_scales(operand)
+
+
 def _maxima(operands: list[OperandPlan], ranks: int) -> list[Sent]:
     """The all-reduce of the maxima on which the ranks agree, one float32 for each scale."""
-    rows = [operand.shape[1 - operand.axis] for operand in operands if operand.agrees]
-    return [reduce(4 * sum(rows), ranks)] if rows else []
+    scales = sum(map(_shared_scales, operands))
+    return [reduce(4 * scales, ranks)] if scales else []
+
+
+def _shared_scales(operand: OperandPlan) -> int:
+    """The number of float32 scales of an operand that ranks share: one a row, or of the tensor."""
+    if not operand.agrees or operand.quantizer is None:
+        return 0
+    of_rows = not operand.quantizer.tensor_max and any(operand.quantizer.block)
+    return operand.shape[1 - operand.axis] if of_rows else 1
 
 
 # --- the rest of a microbatch ---------------------------------------------------------------------

@@ -79,9 +79,13 @@ def test_the_tables_are_in_the_page() -> None:
 
 def test_figures_in_running_text() -> None:
     rows = [row for row in result("estimate_error")["rows"] if "memory" in row]
-    eager = [row["memory"] for row in rows if not _has_graphs(row)]
+    lowest, *eager = sorted(row["memory"] for row in rows if not _has_graphs(row))
     graphs = [1 - row["memory"] for row in rows if _has_graphs(row)]
-    assert f"lie between {min(eager):.3f} and {max(eager):.3f} of the measured peak" in PAGE
+    assert f"lie between {eager[0]:.3f} and {eager[-1]:.3f} of the measured peak" in PAGE
+    [worst] = [row for row in rows if row["memory"] == lowest]
+    assert (worst["file"], worst["layout"], worst["name"]) == ("parallel-fp8", "pp2", "fp8")
+    missing = f"{lowest:.3f}: {worst['peak GiB'] * (1 - lowest):.1f} GiB of {worst['peak GiB']:.1f}"
+    assert f"That of `fp8` under PP2 (`parallel-fp8`) is {missing} are missing" in PAGE
     assert f"which is {min(graphs):.0%} to {max(graphs):.0%} below" in PAGE
 
 
@@ -100,6 +104,13 @@ def test_steps_in_few_bits_are_predicted() -> None:
     times, peaks = ([row[key] for row in rows] for key in ("fitted", "memory"))
     assert f"at {min(times):.2f} to {max(times):.2f} of their time" in PAGE
     assert f"at {min(peaks):.3f} to {max(peaks):.3f} of their peak memory" in PAGE
+
+
+def test_steps_beside_fp8_are_predicted() -> None:
+    rows = result("estimate_error")["rows"]
+    times = [row["fitted"] for row in rows if row["file"] == "parallel-fp8"]
+    found = f"{min(times):.2f} to {max(times):.2f} of their time"
+    assert f"The steps of `parallel-fp8`, on two GPUs, are estimated at {found}" in PAGE
 
 
 def test_gemms_of_one_step_differ_between_runs() -> None:

@@ -62,6 +62,8 @@ def test_a_linear_sends_what_was_counted(file: str) -> None:
         plan = planned(record, file)
         assert summed(traffic.of_forward(plan)) == record["forward"], record
         assert summed(traffic.of_backward(plan)) == record["backward"], record
+        once = summed(traffic.of_held_weight(plan)).get("all-reduce", 0)
+        assert once == record["sent once a step"], record
         assert saved_bytes(plan) == record["saved"]
         if record["recipe"] != "dge-occ":  # whose row factors are kept too
             assert held_bytes(plan) == record["kept of W"]
