@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.study import matrix, showing
 from tests.tools.sweep.test_statistics import STARS
-from tools import pages
+from tools import pages, rows
 from tools.rows import Row
 from tools.sweep import __main__, llama, page
 from tools.sweep.axes import Combination
 from tools.sweep.pareto import draw
-from tools.sweep.promotion import on_lines, random_lines
+from tools.sweep.promotion import on_lines, promoted, random_lines
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE, PICTURE = DOCS / "design-space.md", DOCS / "images/design-space.svg"
@@ -34,6 +35,17 @@ def test_the_picture_is_that_of_the_results(tmp_path: Path) -> None:
     stage = page.last_stage(found)
     draw(page.points_of(found, stage), f"score of {stage}", tmp_path / "p.svg")
     assert (tmp_path / "p.svg").read_bytes() == PICTURE.read_bytes()
+
+
+def test_the_last_stage_grows(tmp_path: Path) -> None:
+    """Its runs so far are of the matrix that the stages before promote."""
+    path = tmp_path / "sweep.yaml"
+    path.write_text(llama.matrix(promoted(__main__.all_rows(__main__.RESULTS, llama.RESULTS), 3)))
+    study, found = matrix.read(str(path)), rows.read(llama.RESULTS, llama.KEYS)
+    finished, failed = showing.rows_of(study, found)
+    assert 0 < len(finished) == len(found) < len(study.points()) and not failed
+    assert {row["configuration"]["seed"] for row in found} == {1}
+    assert f"has {len(found)} of its {len(study.points())} runs" in PAGE.read_text()
 
 
 def test_tables_of_results() -> None:
