@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
-from megatron_fp4.kernels.float_blocks import scale_of
+from megatron_fp4.kernels.float_blocks import e8m0_scale
 from megatron_fp4.kernels.launch import Launch, kernel, planned, tiles
 
 TILE, WARPS = 2048, 4
@@ -44,7 +44,7 @@ def _factor(x, power, share, clip):
 @triton.jit
 def _inverse(code):
     """1 over the E8M0 scales of these codes: 2^(127 - code); NaN for 255."""
-    return scale_of(tl.where(code == 255, code, 254 - code))
+    return e8m0_scale(tl.where(code == 255, code, 254 - code))
 
 
 @kernel(fp_fusion=True)

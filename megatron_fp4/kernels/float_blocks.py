@@ -23,7 +23,7 @@ def power(exponent):
 
 
 @triton.jit
-def scale_of(byte):
+def e8m0_scale(byte):
     """The value of E8M0 scales, float32: NaN for 255."""
     bits = tl.where(byte == 255, 0x7FC00000, tl.maximum(byte << 23, 0x400000))
     return bits.to(tl.float32, bitcast=True)
@@ -41,13 +41,13 @@ def decoded(codes, byte, FORM: tl.constexpr):
     if FORM == "bf16":
         return (codes.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     if FORM == "fp16":
-        return codes.to(tl.float32) * scale_of(byte)
+        return codes.to(tl.float32) * e8m0_scale(byte)
     # The exponent bits of FP8 as those of a float32 are those of a power of two times the number.
     SHIFT: tl.constexpr = 21 if FORM == "e5m2" else 20
     POWER: tl.constexpr = 2.0**112 if FORM == "e5m2" else 2.0**120
     code = codes.to(tl.int32)
     bits = (code & 0x7F) << SHIFT | (code & 0x80) << 24
-    found = bits.to(tl.float32, bitcast=True) * POWER * scale_of(byte)
+    found = bits.to(tl.float32, bitcast=True) * POWER * e8m0_scale(byte)
     return found * found if FORM == "root" else found
 
 
