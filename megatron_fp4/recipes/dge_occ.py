@@ -4,6 +4,11 @@ X and W are E2M1 with a float32 scale for each row: a token of X, an output chan
 clamped to two quantiles, and what was clamped off is multiplied in high precision (OCC). dY is in
 FP8 (E5M2) and is multiplied by the FP4 operands of the forward pass. dW is multiplied by the factor
 of the gradient estimator DGE.
+
+This follows the paper. The authors' code (MS-AMP) differs from it: scales of X and W are powers of
+two, W has one for each input channel, dY has one for the tensor, and what was clamped off is not
+added in its layer. Its quantiles are elements, not interpolated between two, and ties of E2M1 are
+rounded up, not to even.
 """
 
 from typing import Literal

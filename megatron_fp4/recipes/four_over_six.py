@@ -7,10 +7,12 @@ smaller squared error. A block scale that maps it to 4 is larger. The tensor sca
 that: it is chosen for 256 in place of 448.
 
 The backward pass is that of NVIDIA's NVFP4 recipe (`nvfp4-nvidia`), with W and X quantized by the
-same rule, as in the authors' code. dY is rounded stochastically and is always scaled to 6.
+same rule. dY is rounded stochastically and is always scaled to 6.
 
-Choices of this project: blocks of 1 x 16 of W, where NVIDIA's recipe has 16 x 16, and the sum of
-squared errors where the authors' code can take other errors as well.
+Choices of this project, where the authors' training code differs: blocks of 1 x 16 of W (16 x 16
+there); dY scaled to 6 (by four over six too there, and since March 2026 with scales that stochastic
+rounding does not clip, as `gradient_rule="up"` has them here); and the sum of squared errors (other
+errors as well there).
 """
 
 from typing import Literal

@@ -15,7 +15,9 @@ Each operand is unbiased over rotations, as far as a Hadamard transform is a ran
 two operands of a product share their rotation, and so have errors in common where they resemble
 each other: a product of a matrix with itself keeps a bias.
 
-The authors' code multiplies the tensor scale by 17/16 times 0.93, and not the block scales.
+The authors' code multiplies the tensor scale by 17/16 times 0.93, and not the block scales. Its
+kernels give each block of 16 a gain of 1, and not each group of 128 as its training code does. It
+has the same signs in dgrad and wgrad, which have their own here.
 """
 
 from megatron_fp4.arithmetic.hadamard import Hadamard
