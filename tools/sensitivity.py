@@ -92,6 +92,8 @@ def launched(flags: Sequence[str], processes: int, work: Path) -> Evaluate:
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(processes), "pretrain_gpt.py", *flags, *EVALUATED]
+    if not {"--train-iters", "--train-samples"} & {flag.partition("=")[0] for flag in flags}:
+        command += ["--train-iters", "1"]  # Megatron asks for one of them
     logs = (work / f"{number}.log" for number in itertools.count())
 
     def evaluate(more: Sequence[str]) -> float:

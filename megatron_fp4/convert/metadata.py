@@ -180,7 +180,7 @@ def _check_format(path: Path) -> None:
     if any(path.glob("mp_rank_*")):
         raise ConfigError(
             f"{path} is of the format torch: convert it by a launch with --ckpt-convert-format "
-            "torch_dist --ckpt-convert-save FOLDER"
+            "torch_dist --ckpt-convert-save FOLDER, which writes to FOLDER/torch_dist"
         )
     try:
         found = json.loads((path / CONFIG_FILE).read_text())

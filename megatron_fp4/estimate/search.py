@@ -91,7 +91,7 @@ def search(job: Job, fixed: Fixed) -> list[Estimate]:
     for layout in layouts(job, fixed):
         problem = next(refusals(job.model, layout, job.recipe), None)
         if problem is not None:
-            reasons[problem] += 1
+            reasons[problem] += _is_asked_for(layout, fixed)
             continue
         needs = peak(job.model, layout, job.recipe, job.gpu)
         if needs.total > room(job.gpu):
@@ -113,6 +113,13 @@ def _nothing(job: Job, reasons: Counter[str], smallest: float) -> str:
         )
     [(problem, _)] = reasons.most_common(1) or [("nothing divides", 0)]
     return f"no layout runs: {problem}; change it, or fix less"
+
+
+def _is_asked_for(layout: Layout, fixed: Fixed) -> bool:
+    """Whether the user gave what keeps a layout from dividing the GPUs, if it does not divide them.
+    Of all layouts many do not, and that is not why none runs."""
+    chosen = (layout.tp if fixed.tp is None else 1) * (layout.pp if fixed.pp is None else 1)
+    return chosen == 1 or layout.gpus % (layout.tp * layout.pp) == 0
 
 
 def layouts(job: Job, fixed: Fixed) -> Iterator[Layout]:

@@ -96,15 +96,17 @@ def encode_kernel(
 ):  # fmt: skip
     """Messages of the segments of a table.
 
-    source_ptr: float32, or int16 of the bits of BF16 (FROM_BF16). codes_ptr, scales_ptr: to the
-    same memory, of codes and of bytes. segments: int64 [count, 9]; see `Table`. rank: see
-    `Rounding`. FORM: see kernels/float_blocks.py.
+    source_ptr: float32 or float16, or int16 of the bits of BF16 (FROM_BF16). codes_ptr,
+    scales_ptr: to the same memory, of codes and of bytes. segments: int64 [count, 9]; see `Table`.
+    rank: see `Rounding`. FORM: see kernels/float_blocks.py.
     """
     segment = _segment(segments, count, HALVINGS)
     elements, there, blocks = _elements(segment, ROWS, COLUMNS)
     x = tl.load(source_ptr + tl.load(segment + 1) + elements, there, 0)
     if FROM_BF16:
         x = decoded(x, tl.zeros((ROWS, 1), tl.int32), "bf16")
+    else:
+        x = x.to(tl.float32)
     random = _random(
         segment, rank, step, stream, seed_low, seed_high, ROWS, COLUMNS, ALIGNED, INTERPRETED
     )

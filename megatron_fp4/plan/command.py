@@ -133,7 +133,8 @@ def _sharding(args: argparse.Namespace) -> Sharding:
 
 def _part(size: int, ranks: int, flag: str) -> int:
     if size < 1 or size % ranks:
-        raise ConfigError(f"{flag} {size}: give a multiple of {ranks}, one or more")
+        what = "1 or more" if ranks == 1 else f"a multiple of {ranks}, above 0"
+        raise ConfigError(f"{flag} {size}: give {what}")
     return size // ranks
 
 

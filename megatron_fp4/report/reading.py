@@ -83,7 +83,8 @@ def metrics_file(run: Path) -> Path:
     file = run / FILE if run.is_dir() else run
     if not file.exists():
         raise ConfigError(
-            f"{file}: no such file; give the folder in which a run wrote {FILE}, or that file"
+            f"{file}: no such file or folder; give the folder in which a run wrote {FILE}, or that "
+            "file"
         )
     return file
 

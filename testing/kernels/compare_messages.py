@@ -62,7 +62,7 @@ def gradients(size: int, seed: int) -> Tensor:
 
 def differences(device: str, words: str = "") -> Iterator[str]:
     for (name, (parameters, borders)), (element, form) in product(CASES.items(), FORMS.items()):
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
             case = f"{name} {element} {str(dtype).removeprefix('torch.')}"
             if words in case:
                 shards = segments(parameters, borders)

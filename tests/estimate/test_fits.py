@@ -169,6 +169,12 @@ def test_where_nothing_runs_the_reason_is_said(fixed: Fixed, message: str) -> No
         search(Job(DENSE, TETRAJET, gpus.MEASURED, 4, 4, 24), fixed)
 
 
+def test_of_sizes_that_nobody_gave_none_is_the_reason() -> None:
+    """The batch does not divide over the GPUs, by which TP 2 and PP 2 do not divide either."""
+    with pytest.raises(ConfigError, match=r"DP 3 times micro-batch \d does not divide the global"):
+        search(Job(replace(DENSE, layers=8), TETRAJET, gpus.MEASURED, 3, 3, 16), Fixed())
+
+
 def test_where_nothing_fits_the_smallest_is_said() -> None:
     large = Model(96, 12288, 49152, 96, 96, 128, 50000, 2048)
     with pytest.raises(ConfigError, match=r"the smallest takes \d+ GiB on a rank, and a h200 has"):

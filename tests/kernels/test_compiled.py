@@ -320,6 +320,7 @@ def test_messages_fit_the_registers(element: str, capability: int) -> None:
     for start in (
         messages._encode_launch(64, 4, torch.float32, form, True),
         messages._encode_launch(64, 4, torch.bfloat16, form, False),
+        messages._encode_launch(64, 4, torch.float16, form, True),
         messages._sum_launch(64, 4, torch.bfloat16, form, 8),
     ):
         spills = "STL" in sass(compiled_launch(start, capability)["cubin"])

@@ -311,6 +311,16 @@ def test_a_first_launch_finds_nothing_and_a_first_save_killed_neither(tmp_path: 
     assert "none there is whole" in str(problem_in(tmp_path))
 
 
+def test_a_converted_checkpoint_is_found_in_its_folder(tmp_path: Path) -> None:
+    """--ckpt-convert-save writes to a folder in the one that it is given."""
+    inner = tmp_path / "torch_dist"
+    inner.mkdir()
+    assert problem_in(tmp_path) is None  # of a first launch
+    (inner / TRACKER).write_text("4")
+    problem = problem_in(tmp_path)
+    assert problem == f"{tmp_path} has checkpoints in torch_dist: give --load {inner}"
+
+
 def test_upstream_ends_well_where_the_tracker_says_nothing(tmp_path: Path) -> None:
     """The control: status 0 and nothing trained, which a script takes for success."""
     (tmp_path / TRACKER).write_text("")

@@ -120,7 +120,12 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
             "--non-persistent-ckpt-type global --ckpt-format torch",
             "does not save in --ckpt-format torch: leave out one",
         ),
-        ("--train-iters 0", "give --train-iters or --train-samples"),
+        ("--train-iters 0", "^how long to train. give --train-iters or --train-samples"),
+        ("--train-iters 0 --skip-train", "with --skip-train too: how long to train. give --train-"),
+        (
+            "--fp4-recipe tetrajet --fp4-bf16-after 1.5",
+            "-after 1.5: give a share of training, 0 to",
+        ),
         ("--not-a-flag", "unrecognized arguments: --not-a-flag"),
         ("--lrr 1", "unrecognized arguments: --lrr 1; did you mean --lr"),
         ("--fp4-recipe", "expected one argument: give a value .a shell variable may not be set"),

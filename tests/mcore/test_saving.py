@@ -19,7 +19,7 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints import folders, saving
 from testing.worlds.checkpoints import ENDS, SIZES, TORCH, TP2_SP, TRACKER, good, run_in_turn
 from testing.worlds.checkpoints import saving as saves
-from testing.worlds.launch import MOCK_DATA, ROOT, TINY, Result
+from testing.worlds.launch import MOCK_DATA, ROOT, TINY, Result, train
 
 # Runs a shell command where a small file system is mounted over a folder, which ends with it.
 MOUNT = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
@@ -38,6 +38,33 @@ def test_a_folder_that_is_gone_is_told(folder: Path) -> None:
     save = folder / "spoilt"
     line = stopped(run_in_turn(2, {"": f"spoils=save {TP2_SP} {saves(save)}"})[""])
     assert "of iteration 4 was not saved: " in line and "cannot be written" in line
+
+
+PHASES = "--fp4-recipe mxfp4 --fp4-bf16-after 0.5"
+
+
+def test_a_run_that_has_ended_saves_nothing_and_evaluates_as_it_did(tmp_path: Path) -> None:
+    """The same launch again, as after a requeue. Its last step is not one of --save-interval, so
+    that Megatron would save it again, and be without it for a while."""
+    flags = [*f"{PHASES} --train-iters 3 --save-interval 2".split(), "--save", str(tmp_path)]
+    first = train(1, *flags)
+    before = times(tmp_path / "iter_0000003")
+    again = train(1, *flags, "--load", str(tmp_path))
+    assert times(tmp_path / "iter_0000003") == before and len(before) > 2
+    assert "is at step 3 of 3: nothing is left to train; raise --train-iters" in again.output
+    assert again.evaluations == first.evaluations and not again.losses
+    # Negative controls: another form is saved, and the recipe of the first phase evaluates
+    # otherwise.
+    train(1, *flags, "--load", str(tmp_path), "--dist-ckpt-optim-fully-reshardable")
+    assert times(tmp_path / "iter_0000003") != before
+    flags[flags.index("0.5")] = "1"
+    early = train(1, *flags, "--load", str(tmp_path), "--fp4-load-anyway")
+    assert early.evaluations != first.evaluations
+
+
+def times(checkpoint: Path) -> dict[str, int]:
+    """When each file of a checkpoint was written."""
+    return {path.name: path.stat().st_mtime_ns for path in checkpoint.iterdir()}
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def test_bytes_and_reasons(printed: Callable[[str], str]) -> None:
         ("--recipe mxfp4 --param-gather", "because backward reads the unquantized W: leave"),
         ("--recipe tetrajet --recipe-option rule=up", "rule"),
         ("--tp 3", "--out 4096: give a multiple of 3"),
-        ("--in 0", "--in 0: give a multiple of 1, one or more"),
+        ("--in 0", "--in 0: give 1 or more"),
         ("--in 48", "in_features is 48, not a multiple of 32"),
         ("--dp 0", "--dp 0: give 1 or more"),
         ("--norm --swiglu after", "X is the result of one of them: leave out one"),

@@ -156,7 +156,7 @@ def test_histograms_with_missing_or_absurd_numbers(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_an_error_of_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run: no such file; give the folder"):
+    with pytest.raises(ConfigError, match=r"run: no such file or folder; give the folder"):
         read(tmp_path / "run")
     (tmp_path / "run").mkdir()
     with pytest.raises(ConfigError, match=r"run/metrics.jsonl: no such file"):

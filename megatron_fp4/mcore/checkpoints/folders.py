@@ -153,6 +153,9 @@ def _mistake(folder: Path) -> str | None:
         return f"{error.filename} cannot be read ({error.strerror}): give --load another folder"
     if tracker(folder) in parts:
         return None
+    for part in parts:  # what --ckpt-convert-save writes
+        if part.name in ("torch", "torch_dist") and tracker(part).exists():
+            return f"{folder} has checkpoints in {part.name}: give --load {part}"
     is_one = any(part.name in (".metadata", "metadata.json") for part in parts)
     if iteration := _ITERATION.fullmatch(folder.resolve().name):
         above = folder.resolve().parent

@@ -25,6 +25,8 @@ from megatron_fp4.mcore.checkpoints import compare_state, folders, integrity, sa
 from megatron_fp4.mcore.checkpoints.compare_numerics import compare
 from megatron_fp4.mcore.runtime.ranks import on_first
 
+# Arguments by which two checkpoints of one state differ.
+_FORM = ("ckpt_format", "dist_ckpt_optim_fully_reshardable")
 _of_checkpoint: list[argparse.Namespace] = []  # [arguments in the checkpoint that is being loaded]
 
 
@@ -151,15 +153,34 @@ def _in_one_line(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def load_checkpoint(*args: Any, load_arg: str = "load", **kwargs: Any) -> Any:
         try:
-            return upstream(*args, load_arg=load_arg, **kwargs)
-        except ConfigError:
+            loaded = upstream(*args, load_arg=load_arg, **kwargs)
+        except (ConfigError, torch.OutOfMemoryError):
             raise
         except SystemExit as ended:
             raise ConfigError(_given_up(_folder(get_args(), load_arg), ended)) from ended
         except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
             raise ConfigError(_unfit(_folder(get_args(), load_arg), error)) from error
+        if load_arg == "load":
+            _say_if_at_the_end(get_args(), loaded[0])
+        return loaded
 
     return load_checkpoint
+
+
+def _say_if_at_the_end(args: argparse.Namespace, step: int) -> None:
+    """Says that nothing is left to train. step: of the checkpoint that was loaded."""
+    if not args.train_iters or step < args.train_iters or args.skip_train:
+        return
+    print_rank_0(
+        f"megatron-fp4: the checkpoint is at step {step} of {args.train_iters}: nothing is left to "
+        "train; raise --train-iters to go on"
+    )
+    in_part = args.no_load_optim or args.no_load_rng or args.finetune
+    [saved] = _of_checkpoint or [argparse.Namespace()]
+    alike = all(getattr(saved, name, None) == getattr(args, name) for name in _FORM)
+    if args.load == args.save and args.ckpt_step is None and alike and not in_part:
+        # Megatron saves at the end of a loop that ran no step.
+        saving.hold(Path(checkpointing.get_checkpoint_name(args.load, step, return_base_dir=True)))
 
 
 def _in_one_line_at_parsing(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,11 +227,12 @@ def _unfit(folder: str, error: BaseException) -> str:
     changed = compare_state.differences(saved, launch) if saved else ""
     remedy = "give what was, or load another" if changed else "load another"
     # The error is about optimizer state that was saved as it was sharded in memory.
-    if "optimizer.distributed.dp_group_idx" in cause:
+    if "optimizer.distributed.dp_group_idx" in cause or "dp_reshardable" in cause:
         remedy = (
             f"{'give what was, ' if changed else ''}or save with "
             "--dist-ckpt-optim-fully-reshardable to change the layout "
-            "(--expert-model-parallel-size too), or load with --no-load-optim"
+            "(--expert-model-parallel-size too; resume for a step in the old layout to save so), "
+            "or load with --no-load-optim"
         )
     reason = changed or "its model, layout and optimizer are this launch's"
     return f"the checkpoint in {folder} cannot be loaded: {cause}; {reason}; {remedy}"

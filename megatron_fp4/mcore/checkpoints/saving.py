@@ -23,7 +23,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints import integrity
-from megatron_fp4.mcore.checkpoints.folders import last_whole, named, non_persistent_folder, tracker
+from megatron_fp4.mcore.checkpoints.folders import (
+    flaw_of,
+    last_whole,
+    named,
+    non_persistent_folder,
+    tracker,
+)
 from megatron_fp4.mcore.runtime.ranks import on_all, on_first
 
 # The files of a torch_dist checkpoint, in the order in which they are deleted. Without the first
@@ -33,6 +39,9 @@ _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used
 # Bytes that are written to find out whether the disk is full: more than it can have left when a
 # file of a checkpoint did not fit.
 _TRIED = 1 << 20
+
+
+_saved: list[Path] = []  # [the folder of the checkpoint that this process saved last]
 
 
 def install() -> None:
@@ -71,15 +80,24 @@ def _whole_or_told(upstream: Callable[..., Any]) -> Callable[..., Any]:
             return save()
         folder = non_persistent_folder(launch) if non_persistent_ckpt else Path(launch.save)
         path = Path(checkpointing.get_checkpoint_name(folder, iteration, return_base_dir=True))
+        if on_first(lambda: _saved == [path] and (launch.async_save or not flaw_of(path))):
+            return None  # saved again, it would be incomplete for a while, and say the same
         told = _failure_told(f"the checkpoint of iteration {iteration}", folder, path)
         with told, _helpers_kept(launch):
             on_first(lambda: _empty(path))
             result = save()
             if launch.ckpt_format == "torch" and launch.fp4_verify_integrity:
                 integrity.write(path)
+            _saved[:] = [path]
             return result
 
     return save_checkpoint
+
+
+def hold(path: Path) -> None:
+    """Says that the checkpoint in folder `path` has all that the run would save now. It is not
+    saved again before the run has trained a step."""
+    _saved[:] = [path]
 
 
 @contextmanager

@@ -121,7 +121,8 @@ class Start(io.TextIOBase):
         if folder is None or is_object_storage_path(folder):
             return "Megatron's arguments and what it says at the start: add --fp4-verbose"
         try:
-            (Path(folder) / FILE).write_text("".join(self._held))
+            with (Path(folder) / FILE).open("a") as file:
+                file.write("".join(self._held))
         except OSError as error:
             return f"{folder}/{FILE} cannot be written ({error.strerror})"
         return f"Megatron's arguments and what it said at the start: {folder}/{FILE}"

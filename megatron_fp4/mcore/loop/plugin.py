@@ -38,6 +38,7 @@ from megatron_fp4.mcore.data import vocabulary
 from megatron_fp4.mcore.exchange import start
 from megatron_fp4.mcore.gather import buckets
 from megatron_fp4.mcore.launch import command_line, fp4_arguments
+from megatron_fp4.mcore.launch import fused_kernels as launched_kernels
 from megatron_fp4.mcore.launch.command_line import Script
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
@@ -153,7 +154,10 @@ class Plugin:
         @functools.wraps(upstream)
         def validate_args(args: argparse.Namespace, defaults: Any = None) -> Any:
             script = Script(self.ours, defaults=defaults or {})
-            if script.is_checked(args):
+            is_checked = script.is_checked(args)
+            if args.use_checkpoint_args:  # which may name another activation or normalization
+                launched_kernels.settle(args, is_checked)
+            if is_checked:
                 vocabulary.install()  # Megatron pads the vocabulary right after this function
                 if args.use_checkpoint_args:
                     refuse(of_launch(script.settled(args), self.ours))
@@ -197,6 +201,7 @@ class Plugin:
         else:
             attach(self.run, model, fuse)
             self._is_attached = True
+            self.run.awaits_steps = True
             if self.metrics is not None:
                 self.metrics.follow_model(model)
         return model

@@ -82,7 +82,7 @@ def attach(
         )
     run.linears = list(dict.fromkeys(row.name for row in quantized))
     check_streams(run.linears)
-    if cuda_graphs.wanted(run.args):
+    if cuda_graphs.wanted(run.args) and found:  # a stage may have no linears
         run.prepare_graphs(len(found), found[0][1].weight.device)
     plans = [layer.plans() for _, layer, _ in found if layer.fp4 is not None]
     held = max(_of_all_ranks(sum(max(map(held_bytes, phases)) for phases in plans)))

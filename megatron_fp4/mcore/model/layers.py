@@ -100,6 +100,8 @@ class Fp4State:
         sequence, and a row-parallel linear returns it. weight: [out, in]. bias: [out] or None.
         After a SwiGLU x is an Activated; in `before_swiglu` the result is one.
         """
+        if training and self.run.awaits_steps:
+            self.run.refuse_uncounted()
         moment, repeat = self.replay.take(self._now)
         recipe = self.run.in_force(self.recipe, moment)
         if not training:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.philox import Key, Placement
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.arithmetic.ramping import Ramping
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.call import Site, Watch
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.mcore.model import graphs
@@ -76,6 +77,7 @@ class Run:
         self.linears: list[str] = []  # the global names of all linears that follow a recipe
         self.start_table = ""  # as rank 0 prints it
         self.passes = 0  # calls of forward_step so far: one for each microbatch and model chunk
+        self.awaits_steps = False  # whether training needs a call of forward_step first
         self.epoch = 0  # changes whenever the optimizer may have changed the weights
         self._training = True
         self._calibration: int | None = None  # the step of a calibration that runs now, from 0
@@ -118,9 +120,11 @@ class Run:
         return counted
 
     def _start_microbatch(self, vp_stage: int | None, training: bool) -> None:
-        # With --skip-train Megatron sets no current step. The last one of the checkpoint is taken.
-        step = getattr(self.args, "curr_iteration", self.args.iteration - 1)
+        # With --skip-train Megatron sets no current step, and sets it to 0 where the checkpoint is
+        # that of the last step. The last one of the checkpoint is taken.
+        step = max(getattr(self.args, "curr_iteration", 0), self.args.iteration - 1)
         self.passes += 1
+        self.awaits_steps = False
         if step != self._step or training != self._training:
             self.epoch += 1
             self._training = training
@@ -138,6 +142,15 @@ class Run:
         self._microbatch = local * mpu.get_data_parallel_world_size() + mpu.get_data_parallel_rank()
         if self._clock is not None:
             self._clock.set(self._drawn(max(self._step, 0)), self._microbatch)
+
+    def refuse_uncounted(self) -> NoReturn:
+        """Raises ConfigError for a forward pass that trains, in a script whose steps are not
+        counted: random bits and weights that are held over a step would be those of the first step
+        in all of them."""
+        raise ConfigError(
+            f"recipe {self.recipe.name} counts the steps of megatron.training's pretrain, and this "
+            "script trains in a loop of its own: train by pretrain"
+        )
 
     def calibrate(self, number: int | None) -> None:
         """Begins step `number`, from 0, of a calibration of Q-Ramping; None ends the calibration.

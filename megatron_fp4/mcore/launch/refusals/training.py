@@ -22,8 +22,9 @@ def settings(args: Namespace) -> Iterator[str]:
     Missing: its length, the learning rate or a size of the model. Contradictory: two dtypes.
     Unsupported: in-process restart.
     """
-    if not (args.train_iters or args.train_samples or args.skip_train):
-        yield "how long to train? give --train-iters or --train-samples"
+    if not (args.train_iters or args.train_samples):
+        why = "Megatron reads as much text, with --skip-train too: " if args.skip_train else ""
+        yield f"{why}how long to train? give --train-iters or --train-samples"
     if args.lr is None and not args.skip_train:
         yield "no learning rate: give --lr"
     for name, older in _REQUIRED.items():
