@@ -131,6 +131,7 @@ def job_of(args: argparse.Namespace) -> Job:
         keeps_w=None if args.fp4_weight_cache == "off" else args.fp4_weight_cache,
         gradients=element_of(args.fp4_grad_comm, args.fp4_grad_comm_element),
         gathers_codes=args.fp4_param_gather,
+        given=args.recipe,
     )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def saved_by_layer(job: Job, layout: Layout) -> dict[str, dict[str, dict[str, fl
 
 def flags(job: Job, layout: Layout) -> list[str]:
     """Megatron's flags for a layout, with the recipe's and those that every estimate assumes."""
-    recipe = [] if job.recipe.name == "bf16" else [f"--fp4-recipe {job.recipe.name}"]
+    recipe = [] if job.recipe.name == "bf16" else [f"--fp4-recipe {job.given or job.recipe.name}"]
     if job.keeps_w != "packed" and recipe and not layout.graphs:
         recipe.append(f"--fp4-weight-cache {job.keeps_w or 'off'}")
     recipe += ["--activation-func-fp8-input-store"] * job.model.fp8_input

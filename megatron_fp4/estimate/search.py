@@ -42,6 +42,7 @@ class Fixed:
 class Job:
     """What is to be trained: a model with a recipe, on how many GPUs, in what batches.
 
+    given: what --fp4-recipe takes of the recipe, such as the path of a file; "": its name.
     node: GPUs of a host. fused_dw, fused_kernels, keeps_w, moments, gradients, gathers_codes: see
         Layout.
     """
@@ -58,6 +59,7 @@ class Job:
     keeps_w: KeepsW | None = "packed"
     gradients: str | None = None
     gathers_codes: bool = False
+    given: str = ""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_fp4 import Quantizer, get_recipe
+from megatron_fp4 import ConfigError, Quantizer, get_recipe
 from megatron_fp4.arithmetic.philox import Placement
 from megatron_fp4.execution import backward, forward, making
 from megatron_fp4.execution.weights import HeldWeight
@@ -77,6 +77,18 @@ def step(run: Run, layer: Fp4State, w: Tensor, training: bool = True) -> Tensor:
         model = types.SimpleNamespace(vp_stage=None, training=training)
         run.counting(forward)(iter(()), model)
     return torch.stack(outputs).detach()
+
+
+def test_a_loop_that_counts_no_steps_is_refused(one_rank: None) -> None:
+    """All its steps would draw the bits of the first, and multiply its weights."""
+    run = run_of(curr_iteration=0)
+    layer, w = state(run), weight()
+    run.awaits_steps = True  # as the plugin sets it
+    layer.product(activation(), w, None, False)  # evaluates
+    with pytest.raises(ConfigError, match="trains in a loop of its own: train by pretrain"):
+        layer.product(activation(), w, None, True)
+    step(run, layer, w)  # counted
+    assert not run.awaits_steps
 
 
 # --- W's operands ------------------------------------------------------------------------------

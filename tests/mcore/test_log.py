@@ -158,6 +158,15 @@ def test_what_was_held_back_is_shown_where_a_launch_fails_otherwise(
     assert capsys.readouterr().out == "megatron-fp4: a line\n" + ("> a stage" if shows else "")
 
 
+def test_what_launches_say_is_added_to_what_earlier_ones_said(tmp_path: Path) -> None:
+    """An evaluation with the flags of a training leaves the training's arguments there."""
+    for said in ("a training", "an evaluation"):
+        with log.Start() as start:
+            start.follow(argparse.Namespace(fp4_verbose=False, rank=0, save=str(tmp_path)))
+            print(said)
+    assert (tmp_path / log.FILE).read_text() == "a training\nan evaluation\n"
+
+
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -95,10 +95,11 @@ def test_state_beside_weights_is_kept() -> None:
     assert unkept.losses != expected.losses
 
 
-def test_forward_steps_that_are_not_counted_show() -> None:
+def test_forward_steps_that_are_not_counted_are_refused() -> None:
+    """As in a loop that is not that of pretrain."""
     uncounted = run("provider.py", 2, *TETRAJET, *PP2, by=WITH_MISTAKES, mistake="uncounted")
-    assert uncounted.status == 0 and len(uncounted.losses) == 4
-    assert uncounted.losses != ours(2, *TETRAJET, *PP2).losses
+    assert uncounted.status != 0 and not uncounted.losses
+    assert "this script trains in a loop of its own: train by pretrain" in uncounted.output
 
 
 def test_what_a_fork_changes_in_a_linear_stays() -> None:

@@ -80,6 +80,14 @@ def test_json_adds_up() -> None:
         assert "--fp4-recipe tetrajet" in each["flags"]
 
 
+def test_flags_name_a_recipe_file_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: tetrajet\n")
+    job = [str(path) if word == "tetrajet" else word for word in JOB]
+    found = json.loads(run([*job, *FLAGS, "--json", "--top", "1"]))
+    assert f"--fp4-recipe {path}" in found["layouts"][0]["flags"]
+
+
 def test_the_command_prints_a_table() -> None:
     command = [sys.executable, "-m", "tools.choose_layout", *JOB, *FLAGS, "--top", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
