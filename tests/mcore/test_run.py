@@ -109,8 +109,10 @@ def test_evaluations_do_not_shift_the_next_step(one_rank: None) -> None:
 def test_an_evaluation_alone_is_the_one_that_ended_the_training(one_rank: None) -> None:
     trained = run_of(curr_iteration=6)
     moments(trained)
-    loaded = run_of(iteration=7)  # as after --load with --skip-train
-    assert moments(loaded, count=2) == moments(trained, count=2)
+    ended = moments(trained, count=2)
+    assert moments(run_of(iteration=7), count=2) == ended  # as after --load with --skip-train
+    again = run_of(iteration=7, curr_iteration=0)  # as where all steps were trained before
+    assert moments(again, count=2) == ended
     assert moments(run_of(iteration=0))[0] == Moment(0, 0)
 
 
@@ -124,6 +126,15 @@ def test_a_phase_begins_at_its_share_of_the_iterations() -> None:
     run, recipe = run_of(train_iters=10), replace(EVERYWHERE, phases=late)
     quantized = [run.in_force(recipe, Moment(step, 0)).fprop.quantized for step in range(10)]
     assert quantized == [True] * 3 + [False] * 7
+
+
+def test_a_share_is_of_the_steps_that_the_samples_make() -> None:
+    """With --skip-train Megatron does not count them."""
+    late = (Phase(0.5, EVERYWHERE.without(GEMMS)),)
+    samples = {"train_samples": 40, "global_batch_size": 4, "step_batch_size_schedule": None}
+    run, recipe = run_of(train_iters=None, **samples), replace(EVERYWHERE, phases=late)
+    quantized = [run.in_force(recipe, Moment(step, 0)).fprop.quantized for step in (4, 5)]
+    assert quantized == [True, False]
 
 
 def two_phases() -> Recipe:

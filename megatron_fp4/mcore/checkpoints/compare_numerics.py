@@ -14,6 +14,7 @@ from megatron.training import print_rank_0
 
 from megatron_fp4.arithmetic.messages import form_name
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.launch.refusals.weight_states import steps_of
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes.content import fields_of
 
@@ -134,7 +135,7 @@ def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[
     found += _gradients(saved, launch)
     # Shares of training are numbers of steps, which depend on the number of iterations.
     if all(_has_shares(args) for args in (saved, launch)):
-        found += _was_and_is("--train-iters", saved.train_iters, launch.train_iters)
+        found += _was_and_is("--train-iters", saved.train_iters, steps_of(launch))
     # Compare the contents of the recipes, not their names: a file may have changed, and the same
     # recipe may be built in or in a file.
     old, new = (_fields(args.fp4_recipe_content) for args in (saved, launch))

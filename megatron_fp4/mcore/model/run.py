@@ -23,6 +23,7 @@ from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.call import Site, Watch
 from megatron_fp4.execution.communication import TensorParallel
+from megatron_fp4.mcore.launch.refusals.weight_states import steps_of
 from megatron_fp4.mcore.model import graphs
 from megatron_fp4.mcore.model.sent_weights import SentWeights
 from megatron_fp4.mcore.model.weight_states import WeightStates
@@ -184,7 +185,8 @@ class Run:
     @property
     def _steps(self) -> int:
         """The steps of the whole training."""
-        return max(self.args.train_iters or 1, 1)
+        # With --skip-train Megatron does not derive the steps from --train-samples.
+        return max(self.args.train_iters or steps_of(self.args) or 1, 1)
 
     @property
     def is_training(self) -> bool:

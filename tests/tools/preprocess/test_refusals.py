@@ -159,6 +159,7 @@ def test_files_that_are_no_text_are_named(models: Path, tmp_path: Path) -> None:
         (None, [], "text.jsonl: not readable: No such file or directory"),
         ("\n", [], "the text is empty"),
         ('{"text": ""}\n', [], "the text is empty"),
+        ('{"content": "a"}\n', [], 'text.jsonl:1: no text under the key "text"; name the key'),
         (
             '{"text": "a"}\n',
             ["--held-out-share", "0.001"],

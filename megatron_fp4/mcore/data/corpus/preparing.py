@@ -161,7 +161,9 @@ def _counts(headers: list[Header], options: Options) -> dict[str, Count]:
     counts = {side: sum((it.counts[side] for it in headers), Count()) for side in SIDES}
     train, held_out = (counts[side].tokens for side in SIDES)
     if not train + held_out:
-        raise DataError("the text is empty: no line or file has text that can be used")
+        first = next((problem for header in headers for problem in header.problems), None)
+        why = "no line or file has text that can be used" if first is None else ": ".join(first)
+        raise DataError(f"the text is empty: {why}")
     if not train or (options.held_out_share and not held_out):
         raise DataError(
             f"--held-out-share {options.held_out_share} leaves one side of "

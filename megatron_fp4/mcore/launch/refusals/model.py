@@ -23,7 +23,10 @@ def layers(args: Namespace) -> Iterator[str]:
         yield "Megatron-core 0.19 drops --rampup-batch-size: use --step-batch-size-schedule"
     alltoall = args.num_experts and args.moe_token_dispatcher_type == "alltoall"
     if alltoall and args.expert_model_parallel_size > 1 and args.distributed_backend == "gloo":
-        yield "gloo has no all-to-all: use --moe-token-dispatcher-type allgather"
+        yield (
+            "gloo cannot send as Megatron's all-to-all of tokens does: use "
+            "--moe-token-dispatcher-type allgather"
+        )
     spread = args.tensor_model_parallel_size > 1 and not args.sequence_parallel
     if args.num_experts and spread and not args.skip_train:  # else each rank fails in step 1
         yield "experts under tensor parallelism need --sequence-parallel: add it"
