@@ -124,7 +124,7 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
         ("--train-iters 0 --skip-train", "with --skip-train too: how long to train. give --train-"),
         (
             "--fp4-recipe tetrajet --fp4-bf16-after 1.5",
-            "-after 1.5: give a share of training, 0 to",
+            "-after 1.5: give a share of training in",
         ),
         ("--not-a-flag", "unrecognized arguments: --not-a-flag"),
         ("--lrr 1", "unrecognized arguments: --lrr 1; did you mean --lr"),

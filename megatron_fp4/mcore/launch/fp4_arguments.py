@@ -152,7 +152,7 @@ def _with_phase(recipe: Recipe, args: argparse.Namespace) -> Recipe:
         return recipe
     if not 0 <= args.fp4_bf16_after <= 1:
         raise ConfigError(
-            f"--fp4-bf16-after {args.fp4_bf16_after:g}: give a share of training, 0 to 1"
+            f"--fp4-bf16-after {args.fp4_bf16_after:g}: give a share of training in [0, 1]"
         )
     gemms = args.fp4_bf16_gemms or GEMMS
     if recipe.ramping is not None and "fprop" in gemms:
