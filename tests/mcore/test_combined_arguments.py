@@ -5,8 +5,10 @@ import re
 import pytest
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.data import vocabulary
 from megatron_fp4.mcore.launch import cuda_graphs, fp4_arguments
 from megatron_fp4.mcore.launch.refusals.fp4_flags import NOT_WITH_A_RECIPE
+from megatron_fp4.mcore.loop import plugin
 from testing.builders.fp4_arguments import parse, refusal
 
 REFUSED = [
@@ -188,3 +190,18 @@ def test_what_a_checkpoint_s_arguments_bring_is_refused_too() -> None:
     args.multi_latent_attention = True
     with pytest.raises(ConfigError, match="--multi-latent-attention: use grouped-query attention"):
         fp4_arguments.recipe_of(args)
+
+
+def test_linears_compute_what_a_checkpoint_s_arguments_bring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As they did in the training: a resume is exact."""
+    args = parse("--fp4-recipe", "tetrajet", "--use-checkpoint-args")
+    joined = args.fp4_joins_swiglu, args.fp4_joins_norms
+    args.swiglu, args.normalization = True, "RMSNorm"  # as Megatron reads them
+    args.transformer_impl, args.add_bias_linear = "local", False
+    monkeypatch.setattr(vocabulary, "install", lambda: None)
+    monkeypatch.setattr(plugin, "refuse", lambda refusals: None)
+    plugin.Plugin(ours=True).validating(lambda args, defaults: None)(args)
+    assert joined == (False, False)
+    assert (args.fp4_joins_swiglu, args.fp4_joins_norms) == (True, True)

@@ -131,7 +131,11 @@ def test_a_phase_begins_at_its_share_of_the_iterations() -> None:
 def test_a_share_is_of_the_steps_that_the_samples_make() -> None:
     """With --skip-train Megatron does not count them."""
     late = (Phase(0.5, EVERYWHERE.without(GEMMS)),)
-    samples = {"train_samples": 40, "global_batch_size": 4, "step_batch_size_schedule": None}
+    samples: dict[str, Any] = {
+        "train_samples": 40,
+        "global_batch_size": 4,
+        "step_batch_size_schedule": None,
+    }
     run, recipe = run_of(train_iters=None, **samples), replace(EVERYWHERE, phases=late)
     quantized = [run.in_force(recipe, Moment(step, 0)).fprop.quantized for step in (4, 5)]
     assert quantized == [True, False]
