@@ -38,8 +38,10 @@ def passes(layer: Any, tokens: int) -> Callable[[], None]:
     weight = layer.weight
     x = torch.randn(tokens, 1, weight.shape[1], device=weight.device, dtype=weight.dtype)
     x.requires_grad_()
-    dy = torch.randn_like(layer(x)[0])
     run = None if getattr(layer, "fp4", None) is None else layer.fp4.run
+    if run is not None:
+        run.awaits_steps = False  # `once` counts the passes
+    dy = torch.randn_like(layer(x)[0])
 
     def once() -> None:
         if run is not None:
