@@ -261,8 +261,8 @@ class LayerPlans:
 
 
 def _multiplied_bytes(operand: OperandPlan) -> int:
-    """The bytes of an operand as it is multiplied, beside the matrix that it is made of: FP8
-    elements, or the codes of an FP8 quantizer."""
+    """The bytes that a GEMM reads of an operand, if that is not the BF16 matrix which the operand
+    is made of: its FP8 elements, or its codes and scales. 0 if the GEMM reads the matrix."""
     if operand.carrier is not None:
         return math.prod(operand.shape)
     return operand_bytes(operand) if operand.is_quantized else 0

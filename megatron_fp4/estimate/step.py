@@ -86,8 +86,9 @@ def work_of(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> list[Stag
         ):
             once[unit if layout.fused_kernels else by_torch(unit)] += amount
         sent = of_step(model, layout, recipe, stage)
-        for kind in stage.layers:
-            sent += [each for _, made, _ in plans.linears(kind) for each in of_held_weight(made)]
+        for kind, count in Counter(stage.layers).items():
+            held_w = (each for _, made, _ in plans.linears(kind) for each in of_held_weight(made))
+            sent += [each.times(count) for each in held_w]
         found.append(StageWork(stage, micro, once, sent))
     return found
 

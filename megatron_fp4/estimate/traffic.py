@@ -13,7 +13,7 @@ from typing import Literal
 from megatron_fp4.arithmetic.messages import FORMS
 from megatron_fp4.estimate.layout import Layout, Stage, linears, parameters
 from megatron_fp4.estimate.model import Linear, Model, norm_parameters
-from megatron_fp4.plan.data import LinearPlan, OperandPlan
+from megatron_fp4.plan.data import GemmPlan, LinearPlan, OperandPlan
 from megatron_fp4.plan.memory import operand_bytes, outlier_bytes
 from megatron_fp4.recipe import Recipe
 
@@ -63,7 +63,7 @@ def of_forward(plan: LinearPlan) -> list[Sent]:
         found.append(gather(_part_bytes(plan.fprop.a), ranks))
         if plan.compensation is not None:
             found.append(gather(outlier_bytes(plan), ranks))
-    found += _maxima([plan.fprop.a, *([] if plan.fprop.holds_b else [plan.fprop.b])], ranks)
+    found += _maxima([plan.fprop.a, *_w_of_a_call(plan.fprop)], ranks)
     if plan.splitting is not None and plan.splitting.agrees:
         found.append(reduce(8 * setting.inputs, ranks))
     if plan.subtracts_mean and setting.sharding.tokens == "x":
@@ -93,7 +93,7 @@ def of_backward(plan: LinearPlan) -> list[Sent]:
         found.append(gather(rows * columns * setting.dtype.itemsize, ranks))
     elif dgrad.a.gathered == "after":
         found += [gather(_part_bytes(gemm.a), ranks) for gemm in (dgrad, wgrad)]
-    found += _maxima([dgrad.a, wgrad.a, wgrad.b, *([] if dgrad.holds_b else [dgrad.b])], ranks)
+    found += _maxima([dgrad.a, wgrad.a, wgrad.b, *_w_of_a_call(dgrad)], ranks)
     rows, _ = setting.shape("x", is_part=False)
     dx = rows * setting.inputs * setting.dtype.itemsize
     if setting.sharding.tokens == "x":
@@ -140,9 +140,15 @@ def _kept_x(plan: LinearPlan) -> int:
 
 
 def of_held_weight(plan: LinearPlan) -> list[Sent]:
-    """What one linear sends once a step, to quantize the operands of W that its calls share."""
+    """What the ranks of one linear send once a step to quantize W: the maxima from which shared
+    scales follow. This is where W's operands are held over the step, not made in each call."""
     gemms = [gemm for gemm in (plan.fprop, plan.dgrad) if gemm is not None and gemm.holds_b]
     return [sent for gemm in gemms for sent in _maxima([gemm.b], plan.setting.sharding.ranks)]
+
+
+def _w_of_a_call(gemm: GemmPlan) -> list[OperandPlan]:
+    """W's operand if it is made in each call, else []."""
+    return [] if gemm.holds_b else [gemm.b]
 
 
 def _part_bytes(operand: OperandPlan) -> int:

@@ -143,7 +143,7 @@ def _in_scales(
     ACROSS: tl.constexpr,
     ALONG: tl.constexpr,
 ):
-    """Chooses the block scales by RULE, and divides by them.
+    """Chooses a scale for each block of v by RULE, and divides the block's elements by it.
 
     Returns (the codes of the scales, int32 of amax's shape; the magnitudes of v in units of the
     scales, float32 of v's shape).
@@ -335,7 +335,7 @@ def _tiled(rows: int, columns: int, quantizer: Quantizer, axis: int) -> Any:
 
 @planned
 def _find_launch(rows: int, columns: int, quantizer: Quantizer, axis: int) -> Launch:
-    """Launches `top_kernel` for a matrix x [rows, columns]."""
+    """The launch of `top_kernel` for a matrix [rows, columns]."""
     grid, constants = _tiled(rows, columns, quantizer, axis)
     types = torch.int16, torch.int32, rows, columns
     return Launch(top_kernel, grid, types, constants, num_warps=WARPS)
@@ -345,7 +345,7 @@ def _find_launch(rows: int, columns: int, quantizer: Quantizer, axis: int) -> La
 def _cast_launch(
     rows: int, columns: int, quantizer: Quantizer, axis: int, in_memory: bool, has_groups: bool
 ) -> Launch:
-    """Launches `cast_kernel` for a matrix x [rows, columns].
+    """The launch of `cast_kernel` for a matrix [rows, columns].
 
     in_memory: whether the step is read from memory (`is_in_memory`). has_groups: whether the
     placement lists the columns' groups.

@@ -154,13 +154,19 @@ def _tiled(rows: int, columns: int, quantizer: Quantizer, kinds: Sequence[_Kind]
 
 @planned
 def _find_launch(rows: int, columns: int, quantizer: Quantizer, *kinds: _Kind) -> Launch:
-    """Launches `largest_kernel` for one operand of a matrix x [rows, columns], or for both."""
+    """The launch of `largest_kernel`, which reads a matrix [rows, columns] for one operand or two.
+
+    kinds: of each operand.
+    """
     return Launch(largest_kernel, *_tiled(rows, columns, quantizer, kinds), num_warps=WARPS)
 
 
 @planned
 def _cast_launch(rows: int, columns: int, quantizer: Quantizer, *kinds: _Kind) -> Launch:
-    """Launches `cast_kernel` for one operand of a matrix x [rows, columns], or for both."""
+    """The launch of `cast_kernel`, which quantizes a matrix [rows, columns] for one operand or two.
+
+    kinds: of each operand.
+    """
     grid, types, form = _tiled(rows, columns, quantizer, kinds)
     constants = form | dict(ELEMENT=_element(quantizer))
     return Launch(cast_kernel, grid, types, constants, num_warps=WARPS)
@@ -168,7 +174,7 @@ def _cast_launch(rows: int, columns: int, quantizer: Quantizer, *kinds: _Kind) -
 
 @planned
 def _row_launch(rows: int, columns: int, quantizer: Quantizer, kind: _Kind) -> Launch:
-    """The launch that makes an operand in one read."""
+    """The launch of `row_kernel`, which finds the scales and quantizes in one read."""
     block = triton.next_power_of_2(columns)
     constants = dict(FORM=_form(quantizer, kind), ELEMENT=_element(quantizer), COLUMNS=block)
     types = torch.int16, _OUT, rows, columns

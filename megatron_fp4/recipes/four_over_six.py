@@ -3,8 +3,8 @@
 
 E2M1 has nothing between 4 and 6, where the largest magnitudes of a block have their largest errors.
 Each block of X and W is scaled so that its largest magnitude becomes 6 or 4, whichever gives the
-smaller squared error. A block scale that maps it to 4 is larger. The tensor scale leaves room for
-that: it is chosen for 256 in place of 448.
+smaller squared error. A block scale that maps it to 4 is 1.5 times as large. The tensor scale
+leaves room for that: the largest block scale is 256 where it maps to 6, and not E4M3's 448.
 
 The backward pass is that of NVIDIA's NVFP4 recipe (`nvfp4-nvidia`), with W and X quantized by the
 same rule. dY is rounded stochastically and is always scaled to 6.

@@ -160,27 +160,27 @@ def _in_one_line(upstream: Callable[..., Any]) -> Callable[..., Any]:
             raise ConfigError(_given_up(_folder(get_args(), load_arg), ended)) from ended
         except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
             raise ConfigError(_unfit(_folder(get_args(), load_arg), error)) from error
-        if load_arg == "load":
-            _say_if_at_the_end(get_args(), loaded[0])
+        launch, step = get_args(), loaded[0]
+        trained = launch.train_iters and step >= launch.train_iters and not launch.skip_train
+        if load_arg == "load" and trained:
+            print_rank_0(
+                f"megatron-fp4: the checkpoint is at step {step} of {launch.train_iters}: nothing "
+                "is left to train; raise --train-iters to go on"
+            )
+            if _would_save_the_same(launch):
+                saving.keep(step)
         return loaded
 
     return load_checkpoint
 
 
-def _say_if_at_the_end(args: argparse.Namespace, step: int) -> None:
-    """Says that nothing is left to train. step: of the checkpoint that was loaded."""
-    if not args.train_iters or step < args.train_iters or args.skip_train:
-        return
-    print_rank_0(
-        f"megatron-fp4: the checkpoint is at step {step} of {args.train_iters}: nothing is left to "
-        "train; raise --train-iters to go on"
-    )
-    in_part = args.no_load_optim or args.no_load_rng or args.finetune
+def _would_save_the_same(launch: argparse.Namespace) -> bool:
+    """Whether the launch, if it saves before it trains, saves what the checkpoint has that it has
+    loaded, in the same form and the same place."""
+    in_part = launch.no_load_optim or launch.no_load_rng or launch.finetune
     [saved] = _of_checkpoint or [argparse.Namespace()]
-    alike = all(getattr(saved, name, None) == getattr(args, name) for name in _FORM)
-    if args.load == args.save and args.ckpt_step is None and alike and not in_part:
-        # Megatron saves at the end of a loop that ran no step.
-        saving.hold(Path(checkpointing.get_checkpoint_name(args.load, step, return_base_dir=True)))
+    alike = all(getattr(saved, name, None) == getattr(launch, name) for name in _FORM)
+    return launch.load == launch.save and launch.ckpt_step is None and alike and not in_part
 
 
 def _in_one_line_at_parsing(upstream: Callable[..., Any]) -> Callable[..., Any]:

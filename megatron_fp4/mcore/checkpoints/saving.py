@@ -39,9 +39,8 @@ _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used
 # Bytes that are written to find out whether the disk is full: more than it can have left when a
 # file of a checkpoint did not fit.
 _TRIED = 1 << 20
-
-
-_saved: list[Path] = []  # [the folder of the checkpoint that this process saved last]
+# [the folder of a checkpoint that has the present state of the run, or an earlier one]
+_saved: list[Path] = []
 
 
 def install() -> None:
@@ -79,7 +78,7 @@ def _whole_or_told(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if is_local or launch.enable_msc:  # not saved in a folder that all ranks can read
             return save()
         folder = non_persistent_folder(launch) if non_persistent_ckpt else Path(launch.save)
-        path = Path(checkpointing.get_checkpoint_name(folder, iteration, return_base_dir=True))
+        path = _folder_of(folder, iteration)
         if on_first(lambda: _saved == [path] and (launch.async_save or not flaw_of(path))):
             return None  # saved again, it would be incomplete for a while, and say the same
         told = _failure_told(f"the checkpoint of iteration {iteration}", folder, path)
@@ -94,10 +93,18 @@ def _whole_or_told(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return save_checkpoint
 
 
-def hold(path: Path) -> None:
-    """Says that the checkpoint in folder `path` has all that the run would save now. It is not
-    saved again before the run has trained a step."""
-    _saved[:] = [path]
+def keep(iteration: int) -> None:
+    """Makes saves of `iteration` to the folder of --save do nothing, while its checkpoint there is
+    complete.
+
+    Call it if that checkpoint was loaded. Megatron saves at the end of its loop even if it ran no
+    step, and would delete the checkpoint first.
+    """
+    _saved[:] = [_folder_of(Path(get_args().save), iteration)]
+
+
+def _folder_of(folder: Path, iteration: int) -> Path:
+    return Path(checkpointing.get_checkpoint_name(folder, iteration, return_base_dir=True))
 
 
 @contextmanager
