@@ -35,7 +35,7 @@ class Sighting:
 
 
 @dataclass(frozen=True)
-class Rounding:
+class CarrierRounding:
     """How many elements FP8 carriers rounded in a step. str() gives the line for the log.
 
     elements: in all operands. worst: the operand with the most of them. most: their number there.
@@ -86,7 +86,8 @@ class NonFiniteMonitor:
         self._verdict: _Verdict | None = None
         self.from_cpp: Any = None  # collects the tallies of passes in C++
         self._known: list[Label] = []  # by the numbers that `from_cpp` knows
-        self.rounding: Rounding | None = None  # of the last step that was read; None: no rounding
+        # Of the last step that was read; None: no rounding.
+        self.rounding: CarrierRounding | None = None
 
     def observe(self, module: str, gemm: str, operand: str, tally: Tensor) -> None:
         """Record one operand of the current step.
@@ -201,7 +202,7 @@ class NonFiniteMonitor:
         if any(lost):
             most = max(lost)
             worst = verdict.labels[lost.index(most)]
-            self.rounding = Rounding(verdict.step, sum(lost), worst, most)
+            self.rounding = CarrierRounding(verdict.step, sum(lost), worst, most)
         for label, (_, nan) in zip(verdict.labels, tallies, strict=True):
             if nan:
                 return Sighting(verdict.step, *label)

@@ -20,7 +20,7 @@ from torch import distributed as dist
 
 from benchmarks.traffic import Traffic
 from megatron_fp4.arithmetic import messages
-from megatron_fp4.arithmetic.messages import Rounding
+from megatron_fp4.arithmetic.messages import RankRounding
 from megatron_fp4.mcore.exchange import coding, places, slots
 from megatron_fp4.mcore.exchange.buckets import ExchangingBucketGroup
 from megatron_fp4.mcore.exchange.slots import _Flight
@@ -28,8 +28,8 @@ from megatron_fp4.mcore.exchange.slots import _Flight
 
 def rounds_alike() -> None:
     """All ranks round with the bits of rank 0."""
-    changed = functools.partial(Rounding, rank=0)
-    slots.Rounding = lambda key, stream, _: changed(key, stream)  # type: ignore[misc,assignment]
+    changed = functools.partial(RankRounding, rank=0)
+    slots.RankRounding = lambda key, stream, _: changed(key, stream)  # type: ignore[misc,assignment]
 
 
 def keeps_own_sums() -> None:

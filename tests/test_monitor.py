@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fp4 import list_quantizers, monitor, quantize
-from megatron_fp4.monitor import NonFiniteMonitor, Rounding, Sighting
+from megatron_fp4.monitor import CarrierRounding, NonFiniteMonitor, Sighting
 
 BAD = [float("nan"), float("inf"), float("-inf")]
 
@@ -47,7 +47,7 @@ def test_the_first_in_the_order_of_use_is_named(fold: int, monkeypatch: pytest.M
         watching.observe(f"layer {i}", "fprop", "w", tally(bad, rounded=i % 18))
     assert watching.look() == Sighting(0, "layer 11", "fprop", "w")
     lost = sum(i % 18 for i in range(20))
-    assert watching.rounding == Rounding(0, lost, ("layer 17", "fprop", "w"), 17)
+    assert watching.rounding == CarrierRounding(0, lost, ("layer 17", "fprop", "w"), 17)
     assert watching.look() is None
 
 

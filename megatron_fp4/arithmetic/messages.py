@@ -85,7 +85,7 @@ def form_name(element: str) -> str:
 
 
 @dataclass(frozen=True)
-class Rounding:
+class RankRounding:
     """What identifies the random bits by which a rank rounds what it sends.
 
     key: seed and step. stream: the number of the random stream. rank: the rank in the data-parallel
@@ -119,7 +119,10 @@ def of_shard(gradients: Tensor, shard: Sequence[Segment]) -> Tensor:
 
 
 def encoded(
-    values: Tensor, shard: Sequence[Segment], form: GradientForm, rounding: Rounding | None = None
+    values: Tensor,
+    shard: Sequence[Segment],
+    form: GradientForm,
+    rounding: RankRounding | None = None,
 ) -> Tensor:
     """The message of a shard: uint8 [length(shard, form)].
 

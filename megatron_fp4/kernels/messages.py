@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.arithmetic.messages import FORMS, GradientForm, Rounding
+from megatron_fp4.arithmetic.messages import FORMS, GradientForm, RankRounding
 from megatron_fp4.arithmetic.philox import GROUP, signed
 from megatron_fp4.arithmetic.segments import Segment
 from megatron_fp4.kernels.encode import bf16_bits
@@ -98,7 +98,7 @@ def encode_kernel(
 
     source_ptr: float32 or float16, or int16 of the bits of BF16 (FROM_BF16). codes_ptr,
     scales_ptr: to the same memory, of codes and of bytes. segments: int64 [count, 9]; see `Table`.
-    rank: see `Rounding`. FORM: see kernels/float_blocks.py.
+    rank: see `RankRounding`. FORM: see kernels/float_blocks.py.
     """
     segment = _segment(segments, count, HALVINGS)
     elements, there, blocks = _elements(segment, ROWS, COLUMNS)
@@ -209,7 +209,7 @@ def table(
 
 
 def encode(
-    of: Table, form: GradientForm, source: Tensor, messages: Tensor, rounding: Rounding
+    of: Table, form: GradientForm, source: Tensor, messages: Tensor, rounding: RankRounding
 ) -> None:
     """Writes the messages of a table, as `arithmetic.messages.encoded` makes them.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic import messages as reference
-from megatron_fp4.arithmetic.messages import FORMS, GradientForm, Rounding
+from megatron_fp4.arithmetic.messages import FORMS, GradientForm, RankRounding
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.segments import Place, Segment, segments
 from megatron_fp4.kernels import messages as kernels
@@ -80,7 +80,7 @@ def of_case(
     every = kernels.table(shards, form, starts[:-1], torch.device(device))
     sent = []
     for rank, source in enumerate(sources):
-        rounding = Rounding(KEY, STREAM, rank)
+        rounding = RankRounding(KEY, STREAM, rank)
         found = torch.full((starts[-1],), 0xAB, dtype=torch.uint8, device=device)
         kernels.encode(every, form, source.to(device), found, rounding)
         wanted = torch.cat(

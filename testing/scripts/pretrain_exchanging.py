@@ -21,7 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from megatron_fp4.arithmetic import messages
-from megatron_fp4.arithmetic.messages import Rounding
+from megatron_fp4.arithmetic.messages import RankRounding
 from megatron_fp4.mcore import pretrain
 from megatron_fp4.mcore.exchange import slots, start
 from megatron_fp4.mcore.exchange.buckets import ExchangingBucketGroup, ranks_of, shards_of
@@ -198,11 +198,11 @@ def expected(group: Any, bucket: Any) -> Tensor:
     for owner, shard in enumerate(shards_of(bucket, len(every), PLACES)):
         total = torch.zeros(sum(map(len, shard)), device=wanted.device)
         for rank, one in enumerate(every):
-            rounding = Rounding(key, slots.SENT, rank)
+            rounding = RankRounding(key, slots.SENT, rank)
             sent = messages.encoded(messages.of_shard(one, shard), shard, form, rounding)
             total = total + messages.decoded(sent, shard, form)
         if not group.ddp_config.use_distributed_optimizer:
-            rounding = Rounding(key, slots.SUMMED, owner)
+            rounding = RankRounding(key, slots.SUMMED, owner)
             total = messages.decoded(messages.encoded(total, shard, form, rounding), shard, form)
         messages.store(total, shard, wanted)
     return wanted

@@ -23,7 +23,7 @@ from megatron_fp4.arithmetic.quantizer import quantize_matrix
 from megatron_fp4.mcore import pretrain
 from megatron_fp4.mcore.gather import parts
 from megatron_fp4.mcore.gather.buckets import CodesBucket
-from megatron_fp4.mcore.gather.parts import Piece
+from megatron_fp4.mcore.gather.parts import WeightRange
 from megatron_fp4.mcore.loop import whole_weights
 from megatron_fp4.mcore.runtime import cpu
 
@@ -94,7 +94,7 @@ def expected(self: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def unrounded() -> None:
-    def _encoded(self: Any, blocks: Piece, values: Tensor, averages: Tensor) -> Any:
+    def _encoded(self: Any, blocks: WeightRange, values: Tensor, averages: Tensor) -> Any:
         main: Tensor = blocks.weight.weight.main_param  # type: ignore[attr-defined]
         begin = max(self._own.low - blocks.start, 0)  # of this rank's part of the weight
         first, last = blocks.within

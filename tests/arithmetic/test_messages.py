@@ -14,7 +14,7 @@ from megatron_fp4.arithmetic.messages import (
     ELEMENTS,
     FORMS,
     GradientForm,
-    Rounding,
+    RankRounding,
     decoded,
     encoded,
     form_name,
@@ -40,8 +40,8 @@ def gradients(seed: int) -> Tensor:
     return torch.randn(SIZE, generator=generator) * 0.01
 
 
-def rounding(step: int, rank: int) -> Rounding:
-    return Rounding(Key(3, step), STREAM, rank)
+def rounding(step: int, rank: int) -> RankRounding:
+    return RankRounding(Key(3, step), STREAM, rank)
 
 
 def sent(

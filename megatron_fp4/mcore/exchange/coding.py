@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from megatron_fp4.arithmetic import messages
-from megatron_fp4.arithmetic.messages import GradientForm, Rounding
+from megatron_fp4.arithmetic.messages import GradientForm, RankRounding
 from megatron_fp4.arithmetic.segments import Segment
 
 
@@ -59,7 +59,7 @@ class Coding(Protocol):
     rank owns, one behind the other.
     """
 
-    def encode(self, piece: Piece, sent: Tensor, rounding: Rounding) -> None:
+    def encode(self, piece: Piece, sent: Tensor, rounding: RankRounding) -> None:
         """Writes the messages of all shards, one behind the other."""
         ...
 
@@ -67,7 +67,7 @@ class Coding(Protocol):
         """Writes the sums of this rank's shard to the piece's buffer."""
         ...
 
-    def encode_sums(self, piece: Piece, received: Tensor, rounding: Rounding) -> None:
+    def encode_sums(self, piece: Piece, received: Tensor, rounding: RankRounding) -> None:
         """Writes the message of the sums of this rank's shard to the beginning of `received`."""
         ...
 
@@ -82,7 +82,7 @@ class Coding(Protocol):
 class TorchCoding:
     """`Coding` by arithmetic/messages.py."""
 
-    def encode(self, piece: Piece, sent: Tensor, rounding: Rounding) -> None:
+    def encode(self, piece: Piece, sent: Tensor, rounding: RankRounding) -> None:
         for shard, part in zip(piece.shards, sent.split(piece.lengths), strict=True):
             values = messages.of_shard(piece.gradients, shard)
             part.copy_(messages.encoded(values, shard, piece.form, rounding))
@@ -90,7 +90,7 @@ class TorchCoding:
     def sum(self, piece: Piece, received: Tensor) -> None:
         messages.store(self._sums(piece, received), piece.shard, piece.gradients)
 
-    def encode_sums(self, piece: Piece, received: Tensor, rounding: Rounding) -> None:
+    def encode_sums(self, piece: Piece, received: Tensor, rounding: RankRounding) -> None:
         total = self._sums(piece, received)
         message = messages.encoded(total, piece.shard, piece.form, rounding)
         received[: len(message)] = message

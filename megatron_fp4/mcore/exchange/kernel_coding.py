@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.messages import Rounding
+from megatron_fp4.arithmetic.messages import RankRounding
 from megatron_fp4.arithmetic.segments import Segment
 from megatron_fp4.kernels import messages as kernels
 from megatron_fp4.kernels.messages import Table, table
@@ -60,13 +60,13 @@ _tables = cache(_Tables)  # those of a piece
 class KernelCoding:
     """`coding.Coding`. Each of its methods launches one kernel; `encode_sums` launches two."""
 
-    def encode(self, piece: Piece, sent: Tensor, rounding: Rounding) -> None:
+    def encode(self, piece: Piece, sent: Tensor, rounding: RankRounding) -> None:
         kernels.encode(_tables(piece).sent, piece.form, piece.gradients, sent, rounding)
 
     def sum(self, piece: Piece, received: Tensor) -> None:
         _write_sums(piece, _tables(piece).owned, received, piece.gradients)
 
-    def encode_sums(self, piece: Piece, received: Tensor, rounding: Rounding) -> None:
+    def encode_sums(self, piece: Piece, received: Tensor, rounding: RankRounding) -> None:
         total = received.new_empty(sum(map(len, piece.shard)), dtype=torch.float32)
         packed = _tables(piece).packed
         _write_sums(piece, packed, received, total)

@@ -15,7 +15,7 @@ from megatron.core import mpu
 
 from megatron_fp4.arithmetic.segments import Place, begins, place_of
 from megatron_fp4.mcore.model.attach import modules
-from megatron_fp4.mcore.runtime.ranks import on_all
+from megatron_fp4.mcore.runtime.ranks import of_all
 
 # Attributes that Megatron gives to parameters whose gradients it sums over tensor-parallel ranks
 # (megatron/core/distributed/finalize_model_grads.py).
@@ -46,7 +46,7 @@ def places(chunks: Sequence[Any]) -> dict[torch.nn.Parameter, Place]:
     """The Place of each parameter of this rank's model chunks. All ranks have to call it."""
     found = {name: (parameter, sharded(parameter)) for name, parameter in named(chunks)}
     sizes: dict[str, int] = {}
-    for each in on_all(lambda: {name: shard.size for name, (_, shard) in found.items()}):
+    for each in of_all({name: shard.size for name, (_, shard) in found.items()}):
         sizes |= each
     names = sorted(sizes)
     begin = dict(zip(names, begins(sizes[name] for name in names), strict=True))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_fp4.arithmetic.messages import PIECES, Rounding
+from megatron_fp4.arithmetic.messages import PIECES, RankRounding
 from megatron_fp4.arithmetic.philox import Key, stream_id
 from megatron_fp4.execution.communication import Pending
 from megatron_fp4.mcore.exchange.coding import Coding, Piece, coding_on
@@ -102,7 +102,7 @@ class _Flight:
         self._piece, self._key, self._coding, self._slot = piece, key, coding, slot
         self._is_summed = False
         sent = slot.sent[: sum(piece.lengths)]
-        coding.encode(piece, sent, Rounding(key, SENT, piece.own))
+        coding.encode(piece, sent, RankRounding(key, SENT, piece.own))
         own, ranks = piece.lengths[piece.own], len(piece.lengths)
         self._received = slot.received[: ranks * own]
         self._work = dist.all_to_all_single(
@@ -120,7 +120,7 @@ class _Flight:
             self._coding.sum(piece, self._received)
             return
         # Both buffers are free: what was sent has been received, and this rank's part is summed.
-        rounding = Rounding(self._key, SUMMED, piece.own)
+        rounding = RankRounding(self._key, SUMMED, piece.own)
         self._coding.encode_sums(piece, self._received, rounding)
         self._work = dist.all_gather_into_tensor(
             self._slot.sent[: piece.room], self._slot.received[: max(piece.lengths)],

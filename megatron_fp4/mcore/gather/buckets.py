@@ -19,7 +19,7 @@ from torch import distributed as dist
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.communication import Pending
 from megatron_fp4.mcore.exchange.buckets import extend, groups_of, ranks_of
-from megatron_fp4.mcore.gather.parts import Piece, bytes_of, head_length, parts_of
+from megatron_fp4.mcore.gather.parts import WeightRange, bytes_of, head_length, rank_parts
 from megatron_fp4.mcore.model.sent_weights import SentWeights
 from megatron_fp4.mcore.model.weight_states import WeightStates
 
@@ -33,7 +33,7 @@ class CodesBucket:
         """group: the ranks that own the shards. states: has the averages of the weights."""
         self._buffer: Tensor = bucket.param_data
         self._group, self._states = group, states
-        parts = parts_of(bucket, group.size(), weights.by_parameter)
+        parts = rank_parts(bucket, group.size(), weights.by_parameter)
         self._own = parts[group.rank()]
         self._places = [part.places(self._buffer) for part in parts]
         self._broadcast = [
@@ -82,20 +82,22 @@ class CodesBucket:
             [*pieces, self._buffer.new_zeros(self._longest - written, dtype=torch.uint8)]
         )
 
-    def _encoded(self, blocks: Piece, values: Tensor, averages: Tensor) -> tuple[Tensor, Tensor]:
+    def _encoded(
+        self, blocks: WeightRange, values: Tensor, averages: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The codes and the scales of `blocks`, flattened. values, averages: see `_behind`."""
         end = min(blocks.high, self._own.high)
         over = blocks.high - end
         elements, average = self._buffer[blocks.low : end], None
         if blocks.weight.rounds_to_average:
-            average = self._average(Piece(blocks.weight, blocks.start, blocks.low, end))
+            average = self._average(WeightRange(blocks.weight, blocks.start, blocks.low, end))
         if over:
             elements = torch.cat([elements, values[:over]])
             average = None if average is None else torch.cat([average, averages[:over]])
         made = blocks.weight.quantized(elements, average)
         return made.codes.view(-1), made.scales.view(-1)
 
-    def _average(self, piece: Piece) -> Tensor:
+    def _average(self, piece: WeightRange) -> Tensor:
         """The average of a piece of this rank's shard: float32."""
         start, own = self._states.part(piece.weight.weight, "average")
         first, last = piece.within
@@ -127,7 +129,7 @@ class CodesBucket:
         averages = self._buffer.new_zeros(self._head * self._has_averages, dtype=torch.float32)
         for piece in self._own.sent:
             if piece.low < end and piece.weight.rounds_to_average:
-                head = Piece(piece.weight, piece.start, piece.low, min(piece.high, end))
+                head = WeightRange(piece.weight, piece.start, piece.low, min(piece.high, end))
                 averages[head.low - low : head.high - low] = self._average(head)
         return self._buffer[low:end], averages
 

@@ -28,7 +28,7 @@ LONG = 1 << 20  # the bytes from which on a run of other parameters is broadcast
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightRange:
     """Elements [low, high) of a bucket, which belong to the weight that begins at `start`."""
 
     weight: SentWeight
@@ -60,8 +60,8 @@ class Part:
 
     low: int
     high: int
-    blocks: list[Piece] = field(default_factory=list)
-    sent: list[Piece] = field(default_factory=list)
+    blocks: list[WeightRange] = field(default_factory=list)
+    sent: list[WeightRange] = field(default_factory=list)
     short: list[tuple[int, int]] = field(default_factory=list)
     long: list[tuple[int, int]] = field(default_factory=list)
 
@@ -85,7 +85,7 @@ def bytes_of(runs: Sequence[tuple[int, int]], buffer: Tensor) -> list[Tensor]:
     return [of_bytes[low * size : high * size] for low, high in runs]
 
 
-def parts_of(bucket: Any, ranks: int, weights: Mapping[Any, SentWeight]) -> list[Part]:
+def rank_parts(bucket: Any, ranks: int, weights: Mapping[Any, SentWeight]) -> list[Part]:
     """The part of each rank of a bucket of Megatron's. weights: the sent ones, by parameter."""
     size = bucket.param_data.numel()
     borders = [rank * (size // ranks) for rank in range(ranks + 1)]
@@ -98,12 +98,12 @@ def parts_of(bucket: Any, ranks: int, weights: Mapping[Any, SentWeight]) -> list
                 is_long = (high - low) * bucket.param_data.element_size() >= LONG
                 (part.long if is_long else part.short).append((low, high))
             elif low < high and weight is not None:
-                part.sent.append(Piece(weight, start, low, high))
+                part.sent.append(WeightRange(weight, start, low, high))
         if weight is not None:
             owned = owned_blocks(start, stop, weight.block, borders)
             for part, (first, last) in zip(found, owned, strict=True):
                 if first < last:
-                    part.blocks.append(Piece(weight, start, start + first, start + last))
+                    part.blocks.append(WeightRange(weight, start, start + first, start + last))
     return found
 
 

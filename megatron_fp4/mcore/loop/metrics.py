@@ -31,7 +31,7 @@ from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.makers.base import Given
 from megatron_fp4.mcore.launch.fp4_arguments import metrics_folder
-from megatron_fp4.mcore.launch.refusals.weight_states import steps_of
+from megatron_fp4.mcore.launch.steps import steps_of
 from megatron_fp4.mcore.loop.metrics_log import FILE, MetricsLog
 from megatron_fp4.mcore.loop.metrics_shares import (
     Samples,

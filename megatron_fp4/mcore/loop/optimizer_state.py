@@ -15,7 +15,7 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.exchange.places import named, place_in
 from megatron_fp4.mcore.model.optimizers import part_of, stepping_parts
 from megatron_fp4.mcore.model.run import Run
-from megatron_fp4.mcore.runtime.ranks import on_all
+from megatron_fp4.mcore.runtime.ranks import of_all
 from megatron_fp4.streams import check_streams
 
 # Under pipeline parallelism a head that is tied to the embedding is a second copy of it. Both
@@ -37,7 +37,7 @@ def replace_optimizers(
     """
     moments = Moments.read(run.args.fp4_optimizer_state)
     weights = [(_name(name, weight), weight) for name, weight in named(unwrap_model(list(chunks)))]
-    everyone = {each for names in on_all(lambda: [name for name, _ in weights]) for each in names}
+    everyone = {each for names in of_all([name for name, _ in weights]) for each in names}
     check_streams(run.linears, sorted(everyone))
     for part in stepping_parts(optimizer):
         if not part.config.decoupled_weight_decay:

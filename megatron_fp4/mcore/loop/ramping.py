@@ -97,9 +97,7 @@ class Calibrations:
             if self._is_due():
                 offload = self._run.args.fp4_offload_calibration
                 before = LoopState(model, optimizer, opt_param_scheduler, data_iterator, offload)
-                ended = self._calibrate(step, model, optimizer, before)
-                if ended is not None:
-                    return ended
+                self._calibrate(step, model, optimizer, before)
             return step()
 
         return train_step
@@ -123,13 +121,9 @@ class Calibrations:
         model: list[MegatronModule],
         optimizer: MegatronOptimizer,
         before: LoopState,
-    ) -> Any:
-        """Runs a calibration, restores `before`, and sets the periods.
-
-        step: runs a training step. Returns the result of a step after which Megatron wants to
-        exit; else None.
-        """
-        start, run, ended = time.perf_counter(), self._run, None
+    ) -> None:
+        """Runs a calibration of steps by `step`, restores `before`, and sets the periods."""
+        start, run = time.perf_counter(), self._run
         inner = [part.optimizer for part in stepping_parts(optimizer)]
         ramped = run.weight_states.ramped
         gather_weights(model)
@@ -141,10 +135,7 @@ class Calibrations:
         with _writing_nothing(run.args), _without_reruns():
             for number in range(self._ramping.calibration):
                 run.calibrate(number)
-                result = step()
-                if result[3]:  # should_exit
-                    ended = result
-                    break
+                step()
                 gather_weights(model)
                 for kept, movement in zip(ramped, movements, strict=True):
                     movement.add(*_moved(kept))
@@ -152,9 +143,7 @@ class Calibrations:
         before.restore()
         for each in inner:
             each.calibrates = False
-        if ended is None:
-            self._set_periods(ramped, movements, start)
-        return ended
+        self._set_periods(ramped, movements, start)
 
     @torch.no_grad()
     def _set_periods(self, ramped: list[Kept], movements: list[Movement], start: float) -> None:

@@ -19,6 +19,7 @@ from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParal
 from megatron_fp4.mcore.model.mlp import GatedMLP
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.start_table import GatheredWeights, Row
+from megatron_fp4.mcore.runtime.ranks import of_all
 from megatron_fp4.plan.memory import held_bytes
 from megatron_fp4.plan.owned_codes import reads_average
 from megatron_fp4.recipes.assignment import recipe_for
@@ -85,13 +86,13 @@ def attach(
     if cuda_graphs.wanted(run.args) and found:  # a stage may have no linears
         run.prepare_graphs(len(found), found[0][1].weight.device)
     plans = [layer.plans() for _, layer, _ in found if layer.fp4 is not None]
-    held = max(_of_all_ranks(sum(max(map(held_bytes, phases)) for phases in plans)))
-    states = max(_of_all_ranks(run.weight_states.bytes_of_copies))
+    held = max(of_all(sum(max(map(held_bytes, phases)) for phases in plans)))
+    states = max(of_all(run.weight_states.bytes_of_copies))
     everything = sum(weight.numel() for chunk in model for weight in chunk.parameters())
-    sent = max(_of_all_ranks(_gathered(run)))
-    ramped = max(_of_all_ranks((run.weight_states.ramped_elements, everything)))
-    started = _of_all_ranks(executor.start(run, [plan for phases in plans for plan in phases]))
-    joined = _of_all_ranks((any(mlp.is_joined for mlp in mlps), norms > 0))
+    sent = max(of_all(_gathered(run)))
+    ramped = max(of_all((run.weight_states.ramped_elements, everything)))
+    started = of_all(executor.start(run, [plan for phases in plans for plan in phases]))
+    joined = of_all((any(mlp.is_joined for mlp in mlps), norms > 0))
     kernels = fuse()
     if torch.distributed.get_rank() == 0:
         lines = (
@@ -241,11 +242,5 @@ def _attention(model: list[MegatronModule]) -> str:
 
 def _gather(rows: list[Row]) -> list[Row]:
     """The rows of all ranks, without duplicates, sorted by name and number."""
-    everyone = {row for part in _of_all_ranks(rows) for row in part}
+    everyone = {row for part in of_all(rows) for row in part}
     return sorted(everyone, key=lambda row: start_table.kind(row.name))
-
-
-def _of_all_ranks[A](mine: A) -> list[A]:
-    found: list[A] = [mine for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(found, mine)
-    return found

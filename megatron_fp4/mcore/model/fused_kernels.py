@@ -19,7 +19,7 @@ from megatron_fp4.mcore.model.attention import SdpaAttention
 from megatron_fp4.mcore.model.mlp import GatedMLP, changes_swiglu, has_swiglu
 from megatron_fp4.mcore.model.norm import Norm
 from megatron_fp4.mcore.model.self_attention import RotatingSelfAttention
-from megatron_fp4.mcore.runtime.ranks import on_all
+from megatron_fp4.mcore.runtime.ranks import of_all
 
 ROTARY, SWIGLU, NORMS, LOSS = "rotary embedding", "SwiGLU", "norms", "cross-entropy"
 _OPERATIONS = (ROTARY, SWIGLU, NORMS, LOSS)
@@ -89,7 +89,7 @@ def _set(
         if function.operation not in refused:
             setattr(function.module, function.attribute, function.value)
     set_here = {function.operation for function in given if function.is_told}
-    found = set().union(*on_all(lambda: set_here))
+    found = set().union(*of_all(set_here))
     ours = [name for name in _OPERATIONS if name in found and name not in refused]
     others = {name: why for name, why in refused.items() if name in found}
     if others and args.fp4_fused_kernels == "liger":

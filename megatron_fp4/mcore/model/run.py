@@ -23,12 +23,12 @@ from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.call import Site, Watch
 from megatron_fp4.execution.communication import TensorParallel
-from megatron_fp4.mcore.launch.refusals.weight_states import steps_of
+from megatron_fp4.mcore.launch.steps import steps_of
 from megatron_fp4.mcore.model import graphs
 from megatron_fp4.mcore.model.sent_weights import SentWeights
 from megatron_fp4.mcore.model.weight_states import WeightStates
 from megatron_fp4.mcore.runtime.ranks import once
-from megatron_fp4.monitor import NonFiniteMonitor, Rounding, Sighting
+from megatron_fp4.monitor import CarrierRounding, NonFiniteMonitor, Sighting
 from megatron_fp4.plan.setting import KeepsW
 from megatron_fp4.recipe import OPERANDS, Recipe
 
@@ -366,7 +366,7 @@ class Run:
                     flush=True,
                 )
 
-    def _tell_of(self, rounding: Rounding | None) -> None:
+    def _tell_of(self, rounding: CarrierRounding | None) -> None:
         """Writes how many elements were rounded, in steps that Megatron logs, for each stage."""
         if rounding is None or rounding.step % self.args.log_interval:
             return

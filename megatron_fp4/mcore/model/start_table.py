@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.arithmetic.ramping import MOVEMENT_BYTES, SNAPSHOT_BYTES, STATE_BYTES, Ramping
 from megatron_fp4.description import describe
-from megatron_fp4.mcore.launch.refusals.weight_states import steps_of
+from megatron_fp4.mcore.launch.steps import steps_of
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.sizes import token_tile
 from megatron_fp4.plan.words import gemm_words, notes

@@ -34,7 +34,7 @@ from megatron_fp4.arithmetic.weight_states import Blend, OptimizerStep, blend, k
 from megatron_fp4.mcore.model.kept import Kept
 from megatron_fp4.mcore.model.optimizers import part_of, parts_of
 from megatron_fp4.mcore.model.saved_states import SavedStates, stack_of
-from megatron_fp4.mcore.runtime.ranks import on_all
+from megatron_fp4.mcore.runtime.ranks import of_all
 from megatron_fp4.recipe import Recipe
 
 
@@ -111,7 +111,7 @@ class WeightStates:
         """
         self._args, self._saved = args, saved
         mine = {(stack_of(kept.name), *one) for kept in self._all for one in kept.dtypes.items()}
-        everywhere = set().union(*on_all(lambda: mine))
+        everywhere = set().union(*of_all(mine))
         for kept in self._all:
             kept.saved = saved.names_of(kept.name, kept.number)
             of_stack = {name: d for stack, name, d in everywhere if stack == stack_of(kept.name)}
@@ -343,7 +343,7 @@ class WeightStates:
                     state[key_of(name)] = kept.start_of(name)
         self._is_loading, self._is_stale = False, True
         found: dict[str, dict[str, bool]] = {}
-        for name, linear, is_loaded in sorted(one for part in on_all(lambda: mine) for one in part):
+        for name, linear, is_loaded in sorted(one for part in of_all(mine) for one in part):
             of_name = found.setdefault(name, {})
             of_name[linear] = is_loaded and of_name.get(linear, True)
         return found

@@ -39,6 +39,11 @@ def on_all[T](work: Callable[[], T]) -> list[T]:
     return results
 
 
+def of_all[T](mine: T) -> list[T]:
+    """The values `mine` of all ranks, in the order of the ranks. All ranks must call it."""
+    return on_all(lambda: mine)
+
+
 def on_first[T](work: Callable[[], T]) -> T:
     """The result of `work`, which runs on rank 0 only. All ranks must call it and get the result.
 

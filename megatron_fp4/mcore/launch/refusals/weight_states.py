@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
+from megatron_fp4.mcore.launch.steps import steps_of
 from megatron_fp4.recipe import Recipe
 
 
@@ -74,13 +75,3 @@ def ramping(args: Namespace, recipes: Sequence[Recipe]) -> Iterator[str]:
                 f"recipe {first.name} takes steps of AdamW ahead and undoes them, which {flags} "
                 "does not support: leave it out"
             )
-
-
-def steps_of(args: Namespace) -> int | None:
-    """The number of steps of the training, from --train-iters or --train-samples.
-
-    None under --step-batch-size-schedule with --train-samples: Megatron counts the steps later.
-    """
-    if args.train_iters or not args.train_samples or args.step_batch_size_schedule:
-        return args.train_iters or None
-    return int(args.train_samples // args.global_batch_size) if args.global_batch_size else None

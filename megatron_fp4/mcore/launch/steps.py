@@ -1,0 +1,13 @@
+"""How long a launch trains."""
+
+from argparse import Namespace
+
+
+def steps_of(args: Namespace) -> int | None:
+    """The number of steps of the training, from --train-iters or --train-samples.
+
+    None under --step-batch-size-schedule with --train-samples: Megatron counts the steps later.
+    """
+    if args.train_iters or not args.train_samples or args.step_batch_size_schedule:
+        return args.train_iters or None
+    return int(args.train_samples // args.global_batch_size) if args.global_batch_size else None
