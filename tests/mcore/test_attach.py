@@ -20,7 +20,7 @@ from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.start_table import Row, table
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.setting import Setting, column_parallel
+from megatron_fp4.plan.setting import Setting
 from megatron_fp4.plan.words import gemm_words
 from megatron_fp4.recipe import GemmRecipe, Phase, Recipe
 from megatron_fp4.target import target_of
@@ -359,24 +359,6 @@ def test_the_memory_that_kept_weights_take_is_told(
     attach(told, [model()])
     decoded = packed + 2 * 4 * weights  # float32
     assert f"kept decoded: {decoded / 2**20:.1f} MiB on a rank" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("recipe", "sequence", "told"),
-    [("mxfp4", 8, True), ("mxfp4", 16, False), ("tetrajet", 8, False)],
-)
-def test_an_x_that_cannot_be_packed_is_told(recipe: str, sequence: int, told: bool) -> None:
-    """Two samples of a sequence, whose tokens wgrad takes in blocks of 32; ranks of a sequence-
-    parallel group have less."""
-    bf16, tokens = torch.bfloat16, 2 * sequence
-    sharding = column_parallel(4, sequence_parallel=True)
-    setting = Setting(tokens, 64, 64, bf16, target_of(torch.device("cpu")), bf16, sharding)
-    for packs_x in (True, False):
-        plan = compile_plan(get_recipe(recipe), replace(setting, packs_x=packs_x))
-        notes = start_table.planned("mlp.linear_fc1", torch.empty(64, 64), plan, tokens).notes
-        line = "X of linear_fc1 is kept in BF16 for backward: 16 tokens on a rank are not a "
-        found = [note for note in notes if note.startswith(line + "multiple of 32")]
-        assert len(found) == (told and packs_x)
 
 
 def test_experts_are_told_of_the_layers_that_have_them() -> None:

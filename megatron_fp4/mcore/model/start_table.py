@@ -93,17 +93,23 @@ def planned(
     """The row of a linear that executes `plan`. tokens: see `Setting.tokens`. phase: of whose
     recipe the plan is; None: of the first."""
     gemms = tuple(gemm_words(plan, gemm) for gemm in plan.gemms)
-    found, recipe, after = [*notes(plan), *_unpacked_x(name, plan, tokens)], plan.recipe.name, 0.0
+    found, recipe, after = [*notes(plan), *_saved_x(name, plan, tokens)], plan.recipe.name, 0.0
     if phase is not None:
         after, recipe = phase.after, f"{recipe} after {phase.after:.4g}"
         found = [f"{recipe}: {note}" for note in found]
     return Row(name, _shape(weight), recipe, gemms, tuple(found), after=after)
 
 
-def _unpacked_x(name: str, plan: LinearPlan, tokens: int) -> list[str]:
-    """A note if X is saved in high precision although --fp4-saved-x asks for codes, else []."""
-    wanted = plan.setting.packs_x and plan.wgrad is not None and plan.wgrad.b.quantizer is not None
-    if not wanted or plan.saves_x != "model":
+def _saved_x(name: str, plan: LinearPlan, tokens: int) -> list[str]:
+    """A note if --fp4-saved-x cannot be followed, or bf16 changes nothing, else []."""
+    has_codes = plan.wgrad is not None and plan.wgrad.b.quantizer is not None
+    keeps_x = plan.saves_x == "model"
+    if not plan.setting.packs_x and plan.wgrad is not None and not (has_codes and keeps_x):
+        return [
+            f"--fp4-saved-x bf16 changes nothing for {plan.recipe.name}: its backward quantizes no "
+            "X itself"
+        ]
+    if not (plan.setting.packs_x and has_codes and keeps_x):
         return []
     if plan.setting.has_part("dy"):
         tokens *= plan.setting.sharding.ranks
