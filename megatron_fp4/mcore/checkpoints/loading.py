@@ -10,11 +10,13 @@ T stands for megatron/training.
 import argparse
 import functools
 import pickle
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core import optimizer_param_scheduler
 from megatron.training import checkpointing, get_args, print_rank_0, training
@@ -28,6 +30,12 @@ from megatron_fp4.mcore.runtime.ranks import on_first
 # Arguments by which two checkpoints of one state differ.
 _FORM = ("ckpt_format", "dist_ckpt_optim_fully_reshardable")
 _of_checkpoint: list[argparse.Namespace] = []  # [arguments in the checkpoint that is being loaded]
+# Where code lies that is not the user's. Megatron and this package may lie in checkouts.
+_LIBRARIES = (
+    *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
+    Path(megatron.core.__file__).parents[1],
+    Path(__file__).parents[2],
+)
 
 
 def install() -> None:
@@ -159,6 +167,8 @@ def _in_one_line(upstream: Callable[..., Any]) -> Callable[..., Any]:
         except SystemExit as ended:
             raise ConfigError(_given_up(_folder(get_args(), load_arg), ended)) from ended
         except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
+            if _is_users(error):
+                raise
             raise ConfigError(_unfit(_folder(get_args(), load_arg), error)) from error
         launch, step = get_args(), loaded[0]
         trained = launch.train_iters and step >= launch.train_iters and not launch.skip_train
@@ -236,6 +246,13 @@ def _unfit(folder: str, error: BaseException) -> str:
         )
     reason = changed or "its model, layout and optimizer are this launch's"
     return f"the checkpoint in {folder} cannot be loaded: {cause}; {reason}; {remedy}"
+
+
+def _is_users(error: BaseException) -> bool:
+    """Whether the user's own code raised an error, such as a layer that Megatron asks for its
+    state. The checkpoint may then be good, and the traceback says more than one line."""
+    source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return source.exists() and not any(map(source.is_relative_to, _LIBRARIES))
 
 
 def _folder(args: argparse.Namespace, load_arg: str) -> str:
