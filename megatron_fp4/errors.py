@@ -30,6 +30,10 @@ class SizeError(ConfigError):
             remedy += ", or call it under torch.no_grad() where no gradient is needed"
         super().__init__(f"{where}: {counted}, not a multiple of {multiple}, {reason}; {remedy}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception is pickled with its message, which is no argument of this class.
+        return SizeError, (self.where, self.axis, self.size, self.multiple, self.reason)
+
 
 def check_choices(data: Any) -> None:
     """Check that each field of a dataclass that is declared as a Literal has one of its values.

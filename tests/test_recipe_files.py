@@ -190,7 +190,7 @@ def test_files_that_build_on_each_other_are_refused(tmp_path: Path) -> None:
         ("", ["mapping"]),
         ("- a\n- b\n", ["mapping"]),
         ("a: [1\n", ["not valid YAML"]),
-        ("base: tetrajett\n", ["tetrajett", "tetrajet,"]),
+        ("base: tetrajett\n", ["base: unknown recipe", "tetrajett", "tetrajet,"]),
         ("base: 5\n", ["5"]),
         ("wgrad: {a: mxfp4}\nwgrad: {}\n", ["'wgrad'", "twice"]),
         ("base: mxfp4\nbf16_after: 0.5\n", ["unknown key 'bf16_after'", "phases"]),

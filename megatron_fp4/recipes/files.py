@@ -111,7 +111,10 @@ def _built(
     if base is None and chosen:
         raise ConfigError("options belong to a base recipe; name one with base:")
     if base is not None:
-        start = _start(str(base), path, chosen, above)
+        try:
+            start = _start(str(base), path, chosen, above)
+        except ConfigError as error:
+            raise ConfigError(f"base: {error}") from error
     _known(content, Recipe, extra=("base", "options"))
     for gemm in GEMMS:
         if gemm in content:
