@@ -142,6 +142,17 @@ def test_every_recipe_runs_in_cpp(recipe: str, gpu: None, monkeypatch: pytest.Mo
     assert executor.lines(a_run(), [executor.start(a_run(), plans(recipe))]) == IN_CPP
 
 
+def test_the_table_says_what_runs_in_graphs(gpu: None) -> None:
+    [line] = (
+        executor.lines(
+            a_run(cuda_graph_impl="local"), [Started(refusals=frozenset({("tetrajet", None)}))]
+        )
+        .strip()
+        .split("\n")
+    )
+    assert line.startswith("linears run in CUDA graphs; outside of them in C++ once ")
+
+
 def test_recipes_that_never_run_in_cpp_are_named(
     gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,8 +54,9 @@ def lines(run: Run, started: Sequence[Started]) -> str:
         found.append(f"linears run in Python: {problem}")
     else:
         if in_cpp:
+            outside = "in CUDA graphs; outside of them " if cuda_graphs.wanted(run.args) else ""
             when = "once their calls have been recorded, in the first steps"
-            found.append(f"linears run in C++ {when}")
+            found.append(f"linears run {outside}in C++ {when}")
         for recipe, why in in_python:
             which = "some linears" if recipe in in_cpp else "linears"
             found.append(f"{which} of recipe {recipe} run in Python: {why}")
