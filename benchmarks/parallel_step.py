@@ -73,6 +73,7 @@ LAYOUTS = {
     "dp2": Layout(dp=2),
     "tp4-sp": Layout(tp=4, sp=True),
     "dp4": Layout(dp=4),
+    "tp2-sp-pp2": Layout(tp=2, pp=2, sp=True),
     "tp8": Layout(tp=8),
     "tp8-sp": Layout(tp=8, sp=True),
     "dp8": Layout(dp=8),

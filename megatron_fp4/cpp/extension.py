@@ -36,8 +36,10 @@ def load() -> Any:
 
     Raises CannotBuild.
     """
-    from torch.utils import cpp_extension  # imports setuptools
-
+    try:
+        from torch.utils import cpp_extension  # imports setuptools
+    except ImportError as error:
+        raise CannotBuild(f"{error}; pip install setuptools") from error
     name = f"megatron_fp4_cpp_{_version()}"
     try:
         folder = Path(cpp_extension._get_build_directory(name, verbose=False))
