@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -33,8 +34,7 @@ class Model:
     layers, hidden, ffn, heads, sequence: [num-layers, hidden-size, ffn-hidden-size,
         num-attention-heads, seq-length].
     groups: key and value heads [num-query-groups]. channels: of one head [kv-channels].
-    vocabulary: without padding [vocab-size]. vocabulary_multiple: [make-vocab-size-divisible-by],
-        which Megatron multiplies by the tensor-parallel size.
+    vocabulary: without padding [vocab-size]. vocabulary_multiple: [make-vocab-size-divisible-by].
     gated: whether fc1 has a gate [swiglu]. rope: whether queries and keys are rotated; without it
         positions are learned [position-embedding-type].
     tied: whether the head uses the embedding's weight [untie-embeddings-and-output-weights].
@@ -115,8 +115,8 @@ class Model:
         )
 
     def padded_vocabulary(self, tensor_parallel: int) -> int:
-        """The rows of the embedding over all ranks."""
-        multiple = self.vocabulary_multiple * tensor_parallel
+        """The rows of the embedding over all ranks, as mcore/data/vocabulary.py pads them."""
+        multiple = math.lcm(self.vocabulary_multiple, tensor_parallel)
         return -(-self.vocabulary // multiple) * multiple
 
 

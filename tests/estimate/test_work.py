@@ -13,6 +13,7 @@ from megatron_fp4.estimate.memory import LayerPlans
 from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import recipe_named
 from megatron_fp4.estimate.work import Work, of_layer
+from megatron_fp4.mcore.data.vocabulary import padded_size
 from megatron_fp4.plan.setting import KeepsW
 
 MODEL = Model(1, 4096, 14336, 32, 8, 128, 32000, 4096)
@@ -86,3 +87,10 @@ def test_collectives_of_quantized_linears_are_those_in_cpp() -> None:
         for part in (work.forward, work.backward):
             assert part.host[own] == sum(sent.calls for sent in part.sent) > 0
             assert part.host[other] == 0
+
+
+@pytest.mark.parametrize("vocabulary", [32000, 50257, 49152])
+@pytest.mark.parametrize("tp", [1, 2, 6, 8])
+def test_the_head_is_as_large_as_in_a_launch(vocabulary: int, tp: int) -> None:
+    model = replace(MODEL, vocabulary=vocabulary)
+    assert model.padded_vocabulary(tp) == padded_size(vocabulary, 128, tp)
