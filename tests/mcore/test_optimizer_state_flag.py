@@ -80,7 +80,7 @@ def test_the_start_table_has_a_line_of_bytes() -> None:
 
     moments = 1 + 1 / 128 + 2 + 1 / 128  # codes, and a scale for each block of 128
     wanted = (
-        f"\n  Adam's moments are stored as m=fp8,v=fp16: {moments:.4g} bytes a parameter in place "
+        f"Adam's moments are stored as m=fp8,v=fp16: {moments:.4g} bytes a parameter in place "
         f"of 8, with the main weight {moments + 4:.4g} in place of 12"
     )
     assert line("m=fp8,v=fp16") == wanted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -14,12 +15,14 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import cuda_graphs
+from megatron_fp4.mcore.launch.refusals.table import refuse
 from megatron_fp4.mcore.model import attention, executor, joined_norms, start_table
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
 from megatron_fp4.mcore.model.mlp import GatedMLP
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.start_table import GatheredWeights, Row
 from megatron_fp4.mcore.runtime.ranks import of_all
+from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.memory import held_bytes
 from megatron_fp4.plan.owned_codes import reads_average
 from megatron_fp4.recipes.assignment import recipe_for
@@ -27,14 +30,19 @@ from megatron_fp4.streams import check_streams
 
 Fp4Layer = Fp4ColumnParallelLinear | Fp4RowParallelLinear
 _JOINED = (
-    "\n  SwiGLU is computed by mlp.linear_fc2, and its gradient by mlp.linear_fc1, as they quantize"
+    "SwiGLU is computed by mlp.linear_fc2, and its gradient by mlp.linear_fc1, as they quantize"
 )
-_JOINED_NORMS = (
-    "\n  RMSNorm is computed by linear_qkv and mlp.linear_fc1 behind it, as they quantize"
-)
+_JOINED_NORMS = "RMSNorm is computed by linear_qkv and mlp.linear_fc1 behind it, as they quantize"
 _CUDNN = "set CUDNN_HOME to the folder of PyTorch's cuDNN, site-packages/nvidia/cudnn"
 # Classes of linears by name, so that Transformer Engine need not be there.
 _LINEARS = {"ColumnParallelLinear", "RowParallelLinear", "Linear", "TELinear", "LayerNormLinear"}
+
+
+class _Joined(NamedTuple):
+    """What linears of a rank compute as they quantize: SwiGLU, and norms."""
+
+    swiglu: bool
+    norms: bool
 
 
 def attach(
@@ -50,69 +58,88 @@ def attach(
     """
     found = [linear for chunk in model for linear in _linears(chunk)]
     refused = {name: _attach_one(run, name, layer, number) for name, layer, number in found}
+    joined = _join(run, model)
+    rows = _gather([row for each in found for row in _rows(run, *each, refused[each[0]])])
+    stock = _gather([row for chunk in model for row in _stock_linears(chunk)])
+    refuse(_problems(run, rows, stock))
+    run.linears = list(dict.fromkeys(row.name for row in rows if row.gemms))
+    check_streams(run.linears)
+    if cuda_graphs.wanted(run.args) and found:  # a stage may have no linears
+        run.prepare_graphs(len(found), found[0][1].weight.device)
+    plans = [layer.plans() for _, layer, _ in found if layer.fp4 is not None]
+    lines = [*_sizes(run, model, plans), *_kernels(run, model, plans, joined), fuse()]
+    if torch.distributed.get_rank() == 0:
+        table = start_table.table(run.recipes, [*rows, *stock])
+        run.start_table = "\n  ".join([table, *filter(None, lines)])
+        print(run.start_table, flush=True)
+    return model
+
+
+def _join(run: Run, model: list[MegatronModule]) -> _Joined:
+    """Lets linears compute the SwiGLUs and norms before them where the flags say so."""
     mlps = [mlp for chunk in model for mlp in chunk.modules() if isinstance(mlp, GatedMLP)]
     if run.args.fp4_joins_swiglu:
         for mlp in mlps:
             mlp.join()
     norms = sum(map(joined_norms.join, model)) if run.args.fp4_joins_norms else 0
-    rows = _gather([row for each in found for row in _rows(run, *each, refused[each[0]])])
+    return _Joined(any(mlp.is_joined for mlp in mlps), norms > 0)
+
+
+def _problems(run: Run, rows: list[Row], stock: list[Row]) -> Iterator[str]:
+    """Why the launch cannot train the model. rows, stock: of the linears of all ranks."""
     for glob, _ in run.modules:
         if not any(fnmatchcase(row.name, glob) for row in rows):
             some = ", ".join(sorted({start_table.kind(row.name)[0] for row in rows}))
-            raise ConfigError(
+            yield (
                 f"{glob} of --fp4-module-recipe, or of layers: of the recipe: no linear has such a "
                 f"name; try {some}"
             )
-    for row in rows:
-        if row.refusal is not None:
-            raise ConfigError(row.refusal)
-    quantized = [row for row in rows if row.gemms]
-    stock = _gather([row for chunk in model for row in _stock_linears(chunk)])
+    yield from (row.refusal for row in rows if row.refusal is not None)
     if not rows:
         names = sorted({start_table.kind(row.name)[0] for row in stock})
-        raise ConfigError(
+        yield (
             f"no linear follows recipe {run.recipe.name}: the specification of the layers has no "
             "ColumnParallelLinear or RowParallelLinear of Megatron's, nor a class that derives "
             f"from one; linears of other classes are {', '.join(names) or 'not there either'}"
         )
-    if not quantized:
-        raise ConfigError(
+    if not any(row.gemms for row in rows):
+        yield (
             f"recipe {run.recipe.name} would quantize no layer: all of them are kept in BF16; "
             "leave out --fp4-module-recipe GLOB=bf16, or lower --num-layers-at-start-in-bf16 or "
             "--num-layers-at-end-in-bf16"
         )
-    run.linears = list(dict.fromkeys(row.name for row in quantized))
-    check_streams(run.linears)
-    if cuda_graphs.wanted(run.args) and found:  # a stage may have no linears
-        run.prepare_graphs(len(found), found[0][1].weight.device)
-    plans = [layer.plans() for _, layer, _ in found if layer.fp4 is not None]
+
+
+def _sizes(run: Run, model: list[MegatronModule], plans: list[list[LinearPlan]]) -> Iterator[str]:
+    """Lines about memory and messages, of the rank with most; "" where there is nothing to say."""
     held = max(of_all(sum(max(map(held_bytes, phases)) for phases in plans)))
-    states = max(of_all(run.weight_states.bytes_of_copies))
-    everything = sum(weight.numel() for chunk in model for weight in chunk.parameters())
     sent = max(of_all(_gathered(run)))
-    ramped = max(of_all((run.weight_states.ramped_elements, everything)))
+    yield start_table.held(run.keeps_weights, held, sent.size > 0)
+    yield start_table.gathered(run.args, sent)
+    yield start_table.states(run.recipes, max(of_all(run.weight_states.bytes_of_copies)), run.args)
+    yield start_table.moments(run.args)
+    if start_table.trains(run.args) and run.ramping is not None:
+        everything = sum(weight.numel() for chunk in model for weight in chunk.parameters())
+        ramped = max(of_all((run.weight_states.ramped_elements, everything)))
+        yield start_table.calibrations(run.ramping, run.args, *ramped)
+
+
+def _kernels(
+    run: Run, model: list[MegatronModule], plans: list[list[LinearPlan]], joined: _Joined
+) -> Iterator[str]:
+    """Lines about what runs the linears and attention; "" where there is nothing to say.
+
+    joined: what linears compute on this rank.
+    """
     started = of_all(executor.start(run, [plan for phases in plans for plan in phases]))
-    joined = of_all((any(mlp.is_joined for mlp in mlps), norms > 0))
-    kernels = fuse()
-    if torch.distributed.get_rank() == 0:
-        lines = (
-            start_table.held(run.keeps_weights, held, sent.size > 0),
-            start_table.gathered(run.args, sent),
-            start_table.states(run.recipes, states, run.args),
-            start_table.moments(run.args),
-            start_table.calibrations(run.ramping, run.args, *ramped)
-            if start_table.trains(run.args) and run.ramping is not None
-            else "",
-            executor.lines(run, started),
-            _JOINED * any(swiglus for swiglus, _ in joined),
-            _JOINED_NORMS * any(has_norms for _, has_norms in joined),
-            _kept_y(model[0].config),
-            kernels and f"\n  {kernels}",
-            _attention(model),
-        )
-        run.start_table = start_table.table(run.recipes, [*rows, *stock]) + "".join(lines)
-        print(run.start_table, flush=True)
-    return model
+    yield from executor.lines(run, started)
+    everywhere = of_all(joined)
+    if any(each.swiglu for each in everywhere):
+        yield _JOINED
+    if any(each.norms for each in everywhere):
+        yield _JOINED_NORMS
+    yield _kept_y(model[0].config)
+    yield _attention(model)
 
 
 def _linears(chunk: MegatronModule) -> Iterator[tuple[str, Fp4Layer, int | None]]:
@@ -228,7 +255,7 @@ def _kept_y(config: TransformerConfig) -> str:
         return ""
     # Megatron's SwiGLU, of layers without a recipe for example, obeys the flag where it is fused.
     where = "" if config.bias_activation_fusion else ", where linears compute it"
-    return f"\n  SwiGLU's input is kept in float8_e4m3fn for backward{where}; NaN above 464"
+    return f"SwiGLU's input is kept in float8_e4m3fn for backward{where}; NaN above 464"
 
 
 def _attention(model: list[MegatronModule]) -> str:
@@ -237,7 +264,7 @@ def _attention(model: list[MegatronModule]) -> str:
     problem = attention.cudnn_problem()
     if problem is None or not any(isinstance(each, attention.SdpaAttention) for each in modules):
         return ""
-    return f"\n  attention does not run in cuDNN's kernels, the fastest here: {problem}; {_CUDNN}"
+    return f"attention does not run in cuDNN's kernels, the fastest here: {problem}; {_CUDNN}"
 
 
 def _gather(rows: list[Row]) -> list[Row]:

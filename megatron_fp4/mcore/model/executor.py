@@ -43,7 +43,7 @@ def start(run: Run, plans: Iterable[LinearPlan]) -> Started:
     return Started(refusals=frozenset((plan.recipe.name, refusal(plan)) for plan in plans))
 
 
-def lines(run: Run, started: Sequence[Started]) -> str:
+def lines(run: Run, started: Sequence[Started]) -> list[str]:
     """The lines of the start table about the executor. started: on each rank."""
     problem = next((each.problem for each in started if each.problem is not None), None)
     refusals = {each for one in started for each in one.refusals}
@@ -63,4 +63,4 @@ def lines(run: Run, started: Sequence[Started]) -> str:
     if torch.cuda.is_available():
         slow = problem is not None or bool(in_python)
         found += filter(None, [cuda_graphs.advice(run.args, run.recipes, slow)])
-    return "".join(f"\n  {line}" for line in found)
+    return found

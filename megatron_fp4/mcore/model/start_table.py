@@ -132,12 +132,12 @@ def held(keeps: str | None, size: int, is_sent: bool) -> str:
     """
     weights = "weights for dgrad" if is_sent else "weights"
     if keeps is None or (keeps == "fprop" and is_sent):
-        return f"\n  {weights} are quantized for each microbatch anew"
+        return f"{weights} are quantized for each microbatch anew"
     if keeps == "fprop":
         once = "weights are quantized once a step for fprop, whose codes are kept"
     else:
         once = f"{weights} are quantized once a step and kept {keeps}"
-    return f"\n  {once}: {_size(size)} on a rank"
+    return f"{once}: {_size(size)} on a rank"
 
 
 def gathered(args: Namespace, weights: GatheredWeights) -> str:
@@ -148,11 +148,11 @@ def gathered(args: Namespace, weights: GatheredWeights) -> str:
     if not args.fp4_gathers_codes:
         return ""
     if not trains(args):
-        return "\n  no weights are gathered under --skip-train, which makes no optimizer"
+        return "no weights are gathered under --skip-train, which makes no optimizer"
     count = max(weights.elements, 1)
     bits, plain_bits = (8 * size / count for size in (weights.size, weights.plain))
     return (
-        f"\n  {weights.elements:,} weights on a rank are gathered as codes for fprop, in "
+        f"{weights.elements:,} weights on a rank are gathered as codes for fprop, in "
         f"{bits:.3g} bits each and not {plain_bits:.3g}: a rank sends {_size(weights.sent)} a "
         f"step, not {_size(weights.plain_sent)}"
     )
@@ -169,15 +169,15 @@ def states(recipes: Sequence[Recipe], size: int, args: Namespace) -> str:
         return ""
     if not trains(args):
         return (
-            f"\n  no {' and '.join(names)} under --skip-train, which loads no optimizer state: "
+            f"no {' and '.join(names)} under --skip-train, which loads no optimizer state: "
             "rounding ema rounds to nearest here"
         )
     kept = "as optimizer state"
     if not size:
-        return f"\n  {' and '.join(names)} of each weight in float32, as optimizer state, sharded"
+        return f"{' and '.join(names)} of each weight in float32, as optimizer state, sharded"
     if getattr(args, "use_distributed_optimizer", False):
         kept = "as copies for linears to read, and as much as optimizer state, sharded"
-    return f"\n  {' and '.join(names)} of each weight in float32: {_size(size)} on a rank, {kept}"
+    return f"{' and '.join(names)} of each weight in float32: {_size(size)} on a rank, {kept}"
 
 
 def moments(args: Namespace) -> str:
@@ -190,7 +190,7 @@ def moments(args: Namespace) -> str:
         return ""
     each = Moments.read(given).bytes
     return (
-        f"\n  Adam's moments are stored as {given}: {each:.4g} bytes a parameter in place of 8, "
+        f"Adam's moments are stored as {given}: {each:.4g} bytes a parameter in place of 8, "
         f"with the main weight {4 + each:.4g} in place of 12"
     )
 
@@ -212,13 +212,13 @@ def calibrations(ramping: Ramping, args: Namespace, ramped: int, everything: int
     if steps is not None:
         if not (found := ramping.calibrations_in(steps)):
             return (
-                f"\n  Q-Ramping does nothing: {steps} steps end before a calibration after "
+                f"Q-Ramping does nothing: {steps} steps end before a calibration after "
                 f"{ramping.interval_in(steps)}; give ramping_interval_share"
             )
         number = f"{found} "
     place = " on the host" if args.fp4_offload_calibration else ""
     return (
-        f"\n  Q-Ramping: sums, counts and periods of {kept} on a rank, as optimizer state, sharded "
+        f"Q-Ramping: sums, counts and periods of {kept} on a rank, as optimizer state, sharded "
         f"like it; {number}calibrations of {ramping.calibration} steps, each with {size} "
         f"more{place}, sharded too"
     )
