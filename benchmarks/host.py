@@ -87,7 +87,7 @@ def study(names: list[str], size: int, tp: int) -> Iterator[Row]:
 
 def table(rows: list[Row]) -> list[str]:
     """The result as a Markdown table."""
-    head = ["| linear |", *(f" {n} µs | torch's | times BF16 |" for n in ("fc1", "fc2"))]
+    head = ["| linear |", *(f" {n} µs | torch's | relative to BF16 |" for n in ("fc1", "fc2"))]
     lines = ["".join(head), "|---" * 7 + "|"]
     for row in rows:
         cells = [row["name"]]

@@ -4,7 +4,7 @@
 
 The time is that of a whole step of the linear: all operands are quantized, W's too, and dW is added
 to a float32 main_grad, as in BF16. A lower bound, the "floor", is measured in the same run:
-the three FP8 products on operands that are quantized already, plus the bytes that quantization must
+the three FP8 GEMMs on operands that are quantized already, plus the bytes that quantization must
 move at the bandwidth of a copy.
 
 The rows "te ..." are Transformer Engine's linear, in BF16 and in FP8 recipes with Megatron's
@@ -225,7 +225,7 @@ def study(names: list[str]) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The result as a Markdown table."""
-    head = "| in × out | recipe | ms | times BF16 | products alone | floor | its ratio | aim |"
+    head = "| in × out | recipe | ms | speedup | GEMMs alone | lower bound | its speedup | target |"
     lines = [head, "|---" * 8 + "|"]
     for row in rows:
         recipe = f"{row['recipe']}, {row['timed']}" if "timed" in row else row["recipe"]

@@ -161,7 +161,7 @@ def study() -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The result as a Markdown table: a column for each shape, with the time and its floor."""
     shapes = list(dict.fromkeys((row["in"], row["out"]) for row in rows))
-    lines = ["| µs (floor) | " + " | ".join(f"{a} × {b}" for a, b in shapes) + " |"]
+    lines = ["| µs (lower bound) | " + " | ".join(f"{a} × {b}" for a, b in shapes) + " |"]
     lines.append("|---" * (len(shapes) + 1) + "|")
     found = {(row["what"], row["in"], row["out"]): row for row in rows}
     for what in dict.fromkeys(row["what"] for row in rows):

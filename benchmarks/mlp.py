@@ -145,7 +145,7 @@ def study(names: list[str]) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The result as a Markdown table."""
-    head = "| hidden, ffn | recipe | ms | times BF16 | products alone | floor | its ratio |"
+    head = "| hidden, ffn | recipe | ms | speedup | GEMMs alone | lower bound | its speedup |"
     lines = [head, "|---" * 7 + "|"]
     for row in rows:
         cells = [f"{row['hidden']}, {row['ffn']}", row["recipe"]]

@@ -170,7 +170,7 @@ def table(rows: list[Row]) -> list[str]:
     """The result as a Markdown table; bytes in MB. Rows of older results have no `exposed_ms`."""
     exposed = ["exposed"] if any("exposed_ms" in row for row in rows) else []
     kinds = sent_kinds(rows)
-    head = ["layout", "recipe", "ms a step", "tokens/s", "a GPU", "times BF16", "scaling"]
+    head = ["layout", "recipe", "ms a step", "tokens/s", "a GPU", "speedup", "scaling"]
     head += ["peak GiB", *KINDS, *exposed, *(f"{kind} MB" for kind in kinds)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:

@@ -174,7 +174,7 @@ def kernel(x: torch.Tensor, made: Made) -> Callable[[], Any]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The result as a Markdown table."""
-    lines = ["| matrix | kernel | µs | TB/s | of a copy | aim |", "|---" * 6 + "|"]
+    lines = ["| matrix | kernel | µs | TB/s | of a copy | target |", "|---" * 6 + "|"]
     for row in rows:
         size = " × ".join(str(n) for n in row["shape"])
         cells = [size, row["kernel"], f"{row['us']:.1f}", f"{row['TB/s']:.2f}"]

@@ -153,7 +153,7 @@ def study(names: list[str], layers: int, micro: int, batch: int) -> Iterator[dic
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The result as a Markdown table."""
     kinds = ("gemm", "quantize", "carry", "attention", "optimizer")
-    head = ["recipe", "ms a step", "tokens/s", "times BF16", "peak GiB"]
+    head = ["recipe", "ms a step", "tokens/s", "speedup", "peak GiB"]
     lines = [f"| {' | '.join([*head, *kinds, 'other'])} |", "|---" * (len(head) + 6) + "|"]
     for row in rows:
         cells = [row["name"], f"{row['ms']:.0f}", f"{row['tokens/s']:.0f}", f"{row['ratio']:.2f}"]

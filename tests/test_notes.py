@@ -104,8 +104,9 @@ def of_memory_in_training() -> list[str]:
     same = weights_gradients_and_optimizer()
     measured, _, low = (row["peak_gib"] - same for row in result("fused-step")["rows"])
     return [
-        f"takes {low / measured:.2f} of BF16's memory beside weights, gradients and optimizer, and "
-        f"{with_fp8_input()[1]:.2f} of that of BF16 with the first flag"
+        f"takes {low / measured:.2f} of BF16's memory and "
+        f"{with_fp8_input()[1]:.2f} of that of BF16 "
+        "with `--activation-func-fp8-input-store`, without weights, gradients and optimizer"
     ]
 
 

@@ -25,9 +25,9 @@ def of_a_linear() -> list[str]:
         {name: f"{pick(found):.2f}" for name, found in beside.items()} for pick in (min, max)
     )
     return [
-        f"it takes {more[0]} than its floor at 4096 × 4096, {more[1]} at 4096 × 14336, "
+        f"it takes {more[0]} than its lower bound at 4096 × 4096, {more[1]} at 4096 × 14336, "
         f"{more[2]} at 14336 × 4096 and {more[3]} at 8192 × 8192",
-        f"The FP8 products are {min(gemms):.1f} to {max(gemms):.1f} times as fast as BF16's",
+        f"The FP8 GEMMs are {min(gemms):.1f} to {max(gemms):.1f} times as fast as BF16's",
         f"takes {low['fp8']} to {high['fp8']} of the time of `fp8`",
         f"`tetrajet` takes {low['te fp8 delayed']} to {high['te fp8 delayed']} times its time",
     ]
@@ -51,8 +51,9 @@ def of_a_linear_s_kernels() -> list[str]:
     assert 2 < min(slower["from codes"]) and max(slower["from codes"]) < 3.1
     low, high = min(slower["dY for"]), max(slower["dY for"])
     return [
-        f"is {parts['from codes']} of all that is above the floor on the first four shapes",
-        f"takes {low:.1f} to {high:.1f} times its floor, for the same reason: {parts['dY for']}",
+        f"is {parts['from codes']} of all that is above the lower bound on the first four shapes",
+        f"takes {low:.1f} to {high:.1f} times its lower bound, for the same reason: "
+        f"{parts['dY for']}",
         f"guessed wrong take {parts['corrections']} of it, and the time between eleven kernels "
         f"{parts[linear_kernels.BETWEEN]}",
     ]
@@ -67,7 +68,7 @@ def of_an_mlp() -> list[str]:
     [row] = [
         row for row in result("mlp")["rows"] if (row["hidden"], row["recipe"]) == (4096, "tetrajet")
     ]
-    return [f"`tetrajet` takes {row['ms'] / row['floor ms'] - 1:.0%} more than its floor"]
+    return [f"`tetrajet` takes {row['ms'] / row['floor ms'] - 1:.0%} more than its lower bound"]
 
 
 def of_held_elements() -> list[str]:

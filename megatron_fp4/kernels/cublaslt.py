@@ -1,4 +1,4 @@
-"""FP8 products on tensor cores by cuBLASLt.
+"""FP8 GEMMs on tensor cores by cuBLASLt.
 
     D[i, j] = alpha a_scale[i] b_scale[j] sum_k a[i, k] b[j, k] + beta D[i, j]
 

@@ -1,4 +1,4 @@
-"""Block scales by rule mse-fp8, in Triton: of the scales that FP8 products take, the one with the
+"""Block scales by rule mse-fp8, in Triton: of the scales that FP8 GEMMs take, the one with the
 smallest squared error.
 
 The bits are those of arithmetic/fp8_scales.py. The scales of a format are counted in ascending

@@ -1,4 +1,4 @@
-"""MXFP4 products on FP4 tensor cores (compute capability 10.x and 12.x), by a Triton kernel.
+"""MXFP4 GEMMs on FP4 tensor cores (compute capability 10.x and 12.x), by a Triton kernel.
 
 The kernel reads codes and block scales, and can add to a float32 main_grad. Tests check the
 instructions that it compiles to. No Blackwell GPU has run it yet, so its products are compared with
@@ -96,7 +96,7 @@ def problem_on(device: torch.device) -> str | None:
     }
     quantizer = get_quantizer("mxfp4-ceil")
     tried = (
-        trial(f"Triton's product {name}", each, quantizer, TRIED, device)
+        trial(f"Triton's GEMM {name}", each, quantizer, TRIED, device)
         for name, each in products.items()
     )
     return next((problem for problem in tried if problem is not None), None)

@@ -30,7 +30,7 @@ from megatron_fp4.target import Target, kernels_problem
 BLOCKS = (16, 32)  # sizes that the carrier kernel takes
 _ELEMENTS = {"x": torch.float8_e4m3fn, "w": torch.float8_e4m3fn, "dy": torch.float8_e5m2}
 _FACTORS = 16  # bytes of `Carriers.counts` before the row factors
-ALIGNMENT = 16  # of M, N and K in an FP8 product
+ALIGNMENT = 16  # of M, N and K in an FP8 GEMM
 
 
 class Hopper:
@@ -40,7 +40,7 @@ class Hopper:
 
     def refuses(self, product: Product, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability != (9, 0):
-            return "FP8 products with a scale a row need a GPU of compute capability 9.0"
+            return "FP8 GEMMs with a scale a row need a GPU of compute capability 9.0"
         problem = dtype_problem(product) or kernels_problem(target)
         if problem is None and target.device is not None and not _rows_can_be_scaled():
             problem = (

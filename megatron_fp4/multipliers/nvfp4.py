@@ -1,4 +1,4 @@
-"""NVFP4 products on FP4 tensor cores (compute capability 10.x and 12.x), by Transformer Engine.
+"""NVFP4 GEMMs on FP4 tensor cores (compute capability 10.x and 12.x), by Transformer Engine.
 
 It is used where Transformer Engine is installed. No Blackwell GPU has run these products yet, so
 they are compared with float64 first, once in a process and device. If they differ, or raise, the
@@ -31,7 +31,7 @@ class Nvfp4:
 
     def refuses(self, product: Product, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability[0] not in (10, 12):
-            return "NVFP4 products need a GPU of compute capability 10.x or 12.x"
+            return "NVFP4 GEMMs need a GPU of compute capability 10.x or 12.x"
         if (problem := dtype_problem(product)) is not None:
             return problem
         if product.quantizers is None:

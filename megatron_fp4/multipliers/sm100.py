@@ -1,4 +1,4 @@
-"""MXFP4 products on FP4 tensor cores (compute capability 10.x), by torch's scaled_mm.
+"""MXFP4 GEMMs on FP4 tensor cores (compute capability 10.x), by torch's scaled_mm.
 
 torch.nn.functional.scaled_mm runs products with BF16 output and no factor: fprop without a bias,
 and dgrad without a prescale. No Blackwell GPU has run it yet, so its products are compared with
@@ -30,7 +30,7 @@ class Sm100:
 
     def refuses(self, product: Product, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability[0] != 10:
-            return "torch's MXFP4 products need a GPU of compute capability 10.x"
+            return "torch's MXFP4 GEMMs need a GPU of compute capability 10.x"
         if (problem := dtype_problem(product) or kernels_problem(target)) is not None:
             return problem
         if product.quantizers is None:
@@ -40,7 +40,7 @@ class Sm100:
         if not all(quantizer.mxfp4 for quantizer in product.quantizers):
             return "an operand is not MXFP4 in blocks of 32"
         if product.adds or product.out_dtype != torch.bfloat16 or product.correction != 1.0:
-            return "torch's MXFP4 products are BF16, without a factor, and add to nothing"
+            return "torch's MXFP4 GEMMs are BF16, without a factor, and add to nothing"
         if not all(product.shape) or product.shape[1] % ALIGNMENT:
             return f"the product's columns are no multiple of {ALIGNMENT}"
         return None if target.device is None else problem_on(target.device)

@@ -146,7 +146,7 @@ def test_right_products_are_right_and_wrong_ones_are_not(form: str, output: str)
 def test_a_refusal_is_recorded_with_its_reason() -> None:
     row = check_product(Sm100(), "mxfp4", OUTPUTS["bf16"], SHAPES, CPU)
     assert set(row) == {"refused"}
-    assert row["refused"]["32 x 48 x 64"] == "torch's MXFP4 products need a GPU of compute " + (
+    assert row["refused"]["32 x 48 x 64"] == "torch's MXFP4 GEMMs need a GPU of compute " + (
         "capability 10.x"
     )
 

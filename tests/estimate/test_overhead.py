@@ -37,7 +37,7 @@ def test_the_text_says_what_was_never_measured() -> None:
             ("as it runs today", as_it_runs(recipe, setting, gpu)),
         ):
             assert f"{what}: {1e3 * found.total:.2f} ms, {found.times_bf16:.2f} of a" in each
-    assert "sm100: torch's MXFP4 products" in blackwell  # why it is not used
+    assert "sm100: torch's MXFP4 GEMMs" in blackwell  # why it is not used
 
 
 @pytest.mark.parametrize("gpu", DEVICES.values())

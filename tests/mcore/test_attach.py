@@ -91,10 +91,10 @@ def test_the_table_tells_layers_shapes_formats_backends_and_why_not_the_faster(
         *["linear_qkv"] * 2,
     ]
     assert text.count("not used:") == 5
-    assert "not used: sm100: torch's MXFP4 products need a GPU of compute" in text
+    assert "not used: sm100: torch's MXFP4 GEMMs need a GPU of compute" in text
     assert "not used: blackwell: FP4 tensor cores need a GPU of compute capability 10.x" in text
-    assert "not used: nvfp4: NVFP4 products need a GPU of compute capability 10.x" in text
-    assert "not used: hopper: FP8 products with a scale a row need a GPU of compute" in text
+    assert "not used: nvfp4: NVFP4 GEMMs need a GPU of compute capability 10.x" in text
+    assert "not used: hopper: FP8 GEMMs with a scale a row need a GPU of compute" in text
     assert "not used: bf16: the model computes in float32; use --bf16" in text
     # Neither its group of 64: it is not the paper's recipe.
     assert text.splitlines()[0] == "megatron-fp4: recipe mxfp4-rht-sr"

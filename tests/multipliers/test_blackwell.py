@@ -81,11 +81,11 @@ def test_right_products_pass_once_a_process(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("gemm", "reason"),
     [
-        (without_alpha, "Triton's product in float32 errs by 1.0e+00"),
-        (replaces, "Triton's product added to float32 errs by"),
-        (without_nan, "Triton's product in bfloat16 loses or misplaces a NaN"),
-        (other_rows, "Triton's product in bfloat16 loses or misplaces a NaN"),
-        (raises, "Triton's product in bfloat16 raised RuntimeError: no kernel image is available"),
+        (without_alpha, "Triton's GEMM in float32 errs by 1.0e+00"),
+        (replaces, "Triton's GEMM added to float32 errs by"),
+        (without_nan, "Triton's GEMM in bfloat16 loses or misplaces a NaN"),
+        (other_rows, "Triton's GEMM in bfloat16 loses or misplaces a NaN"),
+        (raises, "Triton's GEMM in bfloat16 raised RuntimeError: no kernel image is available"),
     ],
 )
 def test_a_wrong_product_is_passed_over_and_named(

@@ -1,4 +1,4 @@
-"""NVFP4 products by Transformer Engine's GEMM, without the GPU and the package that they need: a
+"""NVFP4 GEMMs by Transformer Engine's GEMM, without the GPU and the package that they need: a
 stand-in decodes what it is given and multiplies in float64."""
 
 from __future__ import annotations

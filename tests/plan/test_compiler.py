@@ -147,7 +147,7 @@ def test_rows_under_a_scale_of_the_tensor_are_not_shared() -> None:
 def test_products_say_why_no_faster_one_runs() -> None:
     fprop, dgrad, wgrad = plan("tetrajet", target=B200).gemms
     assert [g.multiplier.name for g in (fprop, dgrad, wgrad)] == ["sm100", "sm100", "blackwell"]
-    assert dict(wgrad.passed_over)["sm100"].startswith("torch's MXFP4 products are BF16")
+    assert dict(wgrad.passed_over)["sm100"].startswith("torch's MXFP4 GEMMs are BF16")
     assert plan("tetrajet", target=B200, has_bias=True).fprop.multiplier.name == "blackwell"
     wide = plan(Recipe("h", fprop=GemmRecipe(None, None, Hadamard(32, "none"))), target=H200).fprop
     assert wide.multiplier.name == "reference"

@@ -79,10 +79,10 @@ def points_of(rows: list[Row], stage: str) -> list[Point]:
 
 
 def missing(rows: list[Row]) -> list[str]:
-    """A line that names the stages without results; none if all have some."""
+    """A line that names the stages without complete results; none if all have some."""
     found = {row["stage"] for row in rows}
     names = [f"`{stage}`" for stage in SCORES if stage not in found]
-    return [f"Not run yet: {', '.join(names)}."] if names else []
+    return [f"Not complete yet: {', '.join(names)}."] if names else []
 
 
 def axes_table() -> list[str]:

@@ -151,8 +151,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=("auto", "python"),
         default="auto",
         help="what runs the passes of linears on a GPU: an extension in C++, which is built in "
-        "about a minute the first time, where a C++ compiler is there, or Python, with the same "
-        "bits and more host time",
+        "about a minute the first time, where a C++ compiler, ninja and Python's headers are "
+        "installed, or Python, with the same bits and more host overhead",
     )
     group.add_argument(
         "--fp4-fused-kernels",
@@ -183,7 +183,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--fp4-load-anyway",
         action="store_true",
-        help="go on from a checkpoint of another recipe, seed, phase, version or vocabulary",
+        help="resume from a checkpoint of another recipe, seed, phase, micro-batch size, version, "
+        "padding of the vocabulary or other numerics",
     )
     group.add_argument(
         "--no-verify-integrity",

@@ -77,7 +77,7 @@ def test_tables_of_results() -> None:
     assert line.endswith(f" | {len(some):,} | 1 | 2 | 1.2 | {hours:.2f} |")
     (line,) = (each for each in text.splitlines() if each.startswith("| `products` | `digits` |"))
     assert " 1.00 | 1.00 to 1.00 | 1.00 | 1.00 | 1.00 | yes |" in line
-    assert "Not run yet: `draws`, `regression`, `diffusion`, `llama`." in text
+    assert "Not complete yet: `draws`, `regression`, `diffusion`, `llama`." in text
     found_lines = [each for each in text.splitlines() if each.startswith("| `block` | `16` |")]
     assert len(found_lines) == 2 and all("+0.5 (+0.5 to +0.5; " in each for each in found_lines)
     assert f"The best {page.BEST} of `digits`" in text
