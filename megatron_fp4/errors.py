@@ -16,23 +16,34 @@ class SizeError(ConfigError):
     axis: what `size` counts: "tokens", "in_features" or "out_features".
     multiple: what `size` has to be a multiple of.
     reason: which GEMM of which recipe needs that, as a relative clause.
+    is_backward: whether that GEMM is one of the backward pass.
 
     The message names the arguments of `linear` and `Linear`. A caller whose users set sizes by
     other names (Megatron's flags) builds its own message from the fields.
     """
 
-    def __init__(self, where: str, axis: str, size: int, multiple: int, reason: str) -> None:
+    def __init__(
+        self,
+        where: str,
+        axis: str,
+        size: int,
+        multiple: int,
+        reason: str,
+        is_backward: bool = False,
+    ) -> None:
         self.where, self.axis, self.size, self.multiple = where, axis, size, multiple
-        self.reason = reason
+        self.reason, self.is_backward = reason, is_backward
         counted, remedy = f"{axis} is {size}", f"choose a multiple of {multiple}"
         if axis == "tokens":
             counted = f"x has {size} tokens (the product of all its dimensions but the last)"
-            remedy += ", or call it under torch.no_grad() where no gradient is needed"
+            if is_backward:
+                remedy += ", or call it under torch.no_grad() where no gradient is needed"
         super().__init__(f"{where}: {counted}, not a multiple of {multiple}, {reason}; {remedy}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # An exception is pickled with its message, which is no argument of this class.
-        return SizeError, (self.where, self.axis, self.size, self.multiple, self.reason)
+        fields = (self.where, self.axis, self.size, self.multiple, self.reason, self.is_backward)
+        return SizeError, fields
 
 
 def check_choices(data: Any) -> None:

@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +26,13 @@ from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.inputs import autocasts, check_operands, check_tensor, computes_in
 from megatron_fp4.operands import Activated
 from megatron_fp4.plan.sizes import check_sizes
-from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipe import GEMMS, Recipe
 from megatron_fp4.recipes import get_recipe
 from megatron_fp4.replicas import own_replica, replica_placements
 
 _ANY_SITE, _ANY_CALL = Site(), Call()
+# Files between a warning and the line of the caller's code that it is about.
+_OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 
 def in_python(
@@ -119,13 +124,13 @@ def _product(
     held: HeldWeight | None,
     beside: Beside,
 ) -> Any:
+    if recipe.weight_average is not None and site.average is None:
+        site = replace(site, average=weight.detach().float())  # as before the first update
     device = x.device.type
     if autocasts(device):
         x, weight = x.to(computes_in(x)), weight.to(computes_in(weight))
         with torch.autocast(device, enabled=False):
             return _product(x, weight, bias, recipe, site, call, held, beside)
-    if recipe.weight_average is not None and site.average is None:
-        site = replace(site, average=weight.detach().float())  # as before the first update
     return _execute(x, weight, bias, recipe, site, call, held, beside)
 
 
@@ -154,7 +159,8 @@ def linear(
     recipe: a Recipe or anything `get_recipe` takes.
     seed, step, name: the key of the random bits. Each linear of a model needs its own name, and
         each training step its own number. A step that is an int64 tensor [] on x's device is read
-        again at each replay of a CUDA graph; an integer step is captured as a constant.
+        again at each replay of a CUDA graph; an integer step is captured as a constant. Where
+        activations are recomputed it must not change before the backward pass.
     replica: the index of this process among the data-parallel replicas, from 0. Replicas round X
         and dY with different random bits, so that their rounding errors average out. None: the
         rank in torch.distributed's default group, or 0 without one. Pass it where ranks of that
@@ -173,10 +179,10 @@ def linear(
     if recipe.ramping is not None or recipe.phases or recipe.layers:
         warn_of_training(recipe)
     check_operands(x, weight, bias, name)
-    tokens = None  # unchecked: only wgrad contracts the tokens
-    if torch.is_grad_enabled() and weight.requires_grad:
-        tokens = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    check_sizes(recipe, tokens, weight.shape[1], weight.shape[0], name)
+    tokens, differentiates = math.prod(x.shape[:-1]), torch.is_grad_enabled()
+    needed = True, differentiates and x.requires_grad, differentiates and weight.requires_grad
+    gemms = tuple(itertools.compress(GEMMS, needed))
+    check_sizes(recipe, tokens, weight.shape[1], weight.shape[0], name, gemms)
     if isinstance(step, Tensor):
         if step.device != x.device:
             raise ConfigError(f"{name}: its step is on {step.device} and x on {x.device}: move it")
@@ -195,25 +201,25 @@ def warn_of_training(recipe: Recipe) -> None:
 
     These are ramping, which the optimizer would do, phases, for which the linear would have to know
     how far training is, and recipes of some layers, for which it would have to know its layer. Each
-    warning is shown once in a process for each recipe.
+    warning names the line of the caller's code.
     """
     if recipe.ramping is not None:
         warnings.warn(
             f"recipe {recipe.name} updates weights at periods of their own, which Megatron's "
             "optimizers do here and a linear cannot: it multiplies as without ramping",
-            stacklevel=3,
+            skip_file_prefixes=_OURS,
         )
     if recipe.phases:
         warnings.warn(
             f"recipe {recipe.name} has phases, but a linear outside Megatron does not know how far "
             "training is, and uses the first recipe: give it recipe.at(progress)",
-            stacklevel=3,
+            skip_file_prefixes=_OURS,
         )
     if recipe.layers:
         warnings.warn(
             f"recipe {recipe.name} has layers with recipes of their own, but a linear outside "
             "Megatron does not know its layer, and uses the recipe of the others: give it its own",
-            stacklevel=3,
+            skip_file_prefixes=_OURS,
         )
 
 

@@ -137,9 +137,15 @@ class Linear(nn.Linear):
     def _is_captured(self) -> bool:
         return self.weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self.average is not None and not self._has_started:
+            with torch.no_grad():
+                self.average.copy_(self.weight)  # which may have been loaded since
+        super()._save_to_state_dict(*args, **kwargs)
+
     def get_extra_state(self) -> Tensor:
         steps = self.steps
-        return steps.detach() if isinstance(steps, Tensor) else torch.tensor(steps)
+        return steps.detach() if isinstance(steps, Tensor) else torch.tensor(steps, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         if isinstance(self.steps, Tensor):
@@ -213,8 +219,10 @@ def update_averages(model: nn.Module, step: int, steps: int, rate: float = 1.0) 
     step: the number of the optimizer step, from 1. steps: the number of steps of the training.
     rate: the step's learning rate as a share of the schedule's largest, for averages that follow
     it. Weights that FSDP2 shards (fully_shard) are gathered one after the other, so every rank must
-    call it. Megatron's optimizers do this by themselves.
+    call it. Megatron's optimizers do this by themselves. Raises ConfigError for a step below 1.
     """
+    if step < 1:
+        raise ConfigError(f"step is the number of an optimizer step, from 1, not {step}")
     time = OptimizerStep(step, steps, rate)
     for layer in model.modules():
         if isinstance(layer, Linear) and layer.average is not None:

@@ -9,11 +9,11 @@ A recipe is data. A method that combines existing quantizers and options needs n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
+from zlib import crc32
 
 import torch
 
@@ -24,11 +24,9 @@ from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.arithmetic.ramping import STATES, Ramping
 from megatron_fp4.arithmetic.weight_states import WeightAverage, WeightState
-from megatron_fp4.errors import ConfigError, check_choices
-
-GEMMS = ("fprop", "dgrad", "wgrad")
-# The two operands of each GEMM, by the letters that streams and messages use.
-OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.gemms import GEMMS, OPERANDS
+from megatron_fp4.recipe_fields import check_fields
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,11 @@ class GemmRecipe:
     b: Quantizer | None = None
     hadamard: Hadamard | None = None
     correction: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, kind in (("a", Quantizer), ("b", Quantizer), ("hadamard", Hadamard)):
+            if not isinstance(given := getattr(self, name), kind | None):
+                raise ConfigError(f"{name} is a {kind.__name__} or None, not {given!r}")
 
     def __hash__(self) -> int:  # cheap, since every call of a linear hashes it to find its plan
         return hash((self.a, self.b))
@@ -161,127 +164,14 @@ class Recipe:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, *self._gemms.values(), self.backward, self.x_mean))
+        words = self.name, self.backward, self.x_mean  # hash(str) is another in each process
+        return hash((crc32(repr(words).encode()), *self._gemms.values()))
 
     def __post_init__(self) -> None:
         try:
-            check_choices(self)
-            self._check_fields()
-            for gemm in GEMMS:
-                self._check_correction(gemm)
+            check_fields(self)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
-
-    def _check_fields(self) -> None:
-        self._check_average()
-        self._check_ramping()
-        self._check_estimators()
-        self._check_x_mean()
-        if self.backward == "forward" and _prescale(self.fprop) != 1.0:
-            raise ConfigError("backward: forward would meet fprop's prescaled operands again")
-        dy = self.dgrad.a
-        if self.bias_gradient == "quantized" and (
-            dy is None or self.dgrad.hadamard or dy.prescale != 1.0
-        ):
-            raise ConfigError(
-                "a quantized bias gradient needs a quantized dY in dgrad without Hadamard or "
-                "prescale; use bias_gradient: raw"
-            )
-        self._check_phases()
-        if nested := [each.recipe.name for each in self.layers if each.recipe.layers]:
-            raise ConfigError(f"recipe {nested[0]} of some layers has layers of its own")
-
-    def _check_estimators(self) -> None:
-        for letter, estimator in (("w", self.estimator), ("x", self.x_estimator)):
-            if estimator is None:
-                continue
-            quantizer, name = self.quantizer("fprop", letter), letter.upper()
-            if quantizer is None or not quantizer.format.packed or quantizer.unit_gain:
-                raise ConfigError(
-                    f"an estimator of {name} needs an E2M1 or E1M2 quantizer of it in fprop, with "
-                    "no unit_gain"
-                )
-            outer = quantizer.tensor_max or quantizer.row_max
-            if estimator.outer_scale != "straight-through" and not outer:
-                raise ConfigError(
-                    f"outer_scale of the estimator of {name} needs a scale to go through: give its "
-                    "quantizer in fprop a tensor_max or a row_max"
-                )
-        if self.x_estimator is not None and self.outliers is not None:
-            raise ConfigError(
-                "an estimator of X takes no outliers, which pass by X's quantizer: leave one out"
-            )
-
-    def _check_x_mean(self) -> None:
-        if self.x_mean == "kept":
-            return
-        if not self._quantizes_x:
-            raise ConfigError("x_mean: subtracted needs a quantizer of X, in fprop or in wgrad")
-        if self.x_estimator is not None or self.outliers is not None:
-            raise ConfigError(
-                "x_mean: subtracted takes neither an estimator of X nor outliers, which are of X "
-                "with its mean: leave one out"
-            )
-
-    @property
-    def _quantizes_x(self) -> bool:
-        return self.fprop.a is not None or self.wgrad.b is not None
-
-    def _check_average(self) -> None:
-        rounded = {
-            (gemm, letter)
-            for gemm in GEMMS
-            for letter in OPERANDS[gemm]
-            if (quantizer := self.quantizer(gemm, letter)) and quantizer.rounding == "ema"
-        }
-        if any(letter != "w" for _, letter in rounded):
-            raise ConfigError("rounding ema takes an average, which is kept of W alone")
-        if bool(rounded) != (self.weight_average is not None):
-            raise ConfigError(
-                "rounding ema of W and weight_average belong together: give both or neither"
-            )
-        if any(self.gemm(gemm).hadamard is not None for gemm, _ in rounded):
-            raise ConfigError("rounding ema takes no Hadamard transform: leave one out")
-
-    def _check_ramping(self) -> None:
-        if self.ramping is None:
-            return
-        w = self.fprop.b
-        form = None if w is None else (w.element, w.scale, w.row_max)
-        if w is None or self.fprop.hadamard or form != ("e2m1", "e8m0", 0.0):
-            raise ConfigError(
-                "ramping follows the codes of W in fprop: give W a quantizer of E2M1 with E8M0 "
-                "scales there, no row_max and no Hadamard transform"
-            )
-        if w.rounding != "nearest":
-            raise ConfigError(
-                f"ramping follows a W that fprop rounds to nearest, not {w.rounding}; leave one out"
-            )
-
-    def _check_phases(self) -> None:
-        begun = -1.0
-        for phase in self.phases:
-            share, late = phase.after, phase.recipe
-            if not (isinstance(share, (int, float)) and 0.0 <= share <= 1.0):
-                raise ConfigError(
-                    f"a phase begins after a share of training in [0, 1], not {share!r}"
-                )
-            if share <= begun:
-                raise ConfigError(f"a phase after {share:g} does not begin after the one before it")
-            begun = share
-            if late.phases or late.layers:
-                raise ConfigError(f"recipe {late.name} of a phase has phases or layers of its own")
-            # Optimizers keep both from the first step on.
-            if late.weight_average not in (None, self.weight_average):
-                raise ConfigError(
-                    f"recipe {late.name} of a phase has another weight_average: one that is kept "
-                    "from the first step on may end with a phase, but not begin or change"
-                )
-            if late.ramping != self.ramping:
-                raise ConfigError(
-                    f"recipe {late.name} of a phase has another ramping: the optimizer's is the "
-                    "same from the first step to the last, so give every phase that, or none any"
-                )
 
     @property
     def weight_states(self) -> dict[str, WeightState]:
@@ -296,13 +186,6 @@ class Recipe:
         """
         states = dict.fromkeys(self.weight_states, torch.float32)
         return states if self.ramping is None else states | STATES
-
-    def _check_correction(self, gemm: str) -> None:
-        correction, needed = self.gemm(gemm).correction, 1 / _prescale(self.gemm(gemm))
-        if not math.isclose(correction, needed, rel_tol=1e-9):
-            raise ConfigError(
-                f"{gemm}'s correction is {correction!r} but its operands' prescales need {needed!r}"
-            )
 
     def gemm(self, name: str) -> GemmRecipe:
         """The GemmRecipe of the GEMM called "fprop", "dgrad" or "wgrad"."""
@@ -386,7 +269,3 @@ class Recipe:
             bias_gradient=self.bias_gradient if "dgrad" in kept else "raw",
             weight_average=self.weight_average if averages else None,
         )
-
-
-def _prescale(gemm: GemmRecipe) -> float:
-    return math.prod(q.prescale for q in (gemm.a, gemm.b) if q is not None)

@@ -43,7 +43,7 @@ class Replay:
 
         Raises RuntimeError where a recomputation takes more values than its first pass did. Warns,
         and returns the last fresh value, in a forward pass that an unknown kind of checkpoint runs
-        inside a backward pass.
+        inside a backward pass, where there was a forward pass before.
         """
         first_passes: list[Checkpoint] = []
         for checkpoint, again in reversed(_passes.running):
@@ -52,7 +52,7 @@ class Replay:
                 break
             first_passes.append(checkpoint)
         else:
-            if torch._C._current_graph_task_id() != -1:
+            if torch._C._current_graph_task_id() != -1 and self._latest is not None:
                 warnings.warn(_UNKNOWN, stacklevel=2)
                 return self._latest
             value = self._latest = fresh()

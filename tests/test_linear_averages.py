@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_fp4 import Linear, get_recipe, linear, name_layers, update_averages
+from megatron_fp4 import ConfigError, Linear, get_recipe, linear, name_layers, update_averages
 
 RECIPE = get_recipe("tetrajet-ema", ema_beta=0.5, ema_delay=1)
 
@@ -97,3 +97,28 @@ def test_recipes_with_and_without_one_exchange_state_dicts() -> None:
     assert torch.equal(averaged.eval()(x), wanted)
     averaged.recipe = "tetrajet"  # type: ignore[assignment]
     assert averaged.average is None and "average" not in averaged.state_dict()
+
+
+def test_a_state_dict_before_the_first_update_has_the_weight_as_the_average() -> None:
+    """And not what the layer was made with, which a loaded layer would round W towards."""
+    pretrained = nn.Linear(64, 32)
+    model, other = layer(), layer()
+    model.load_state_dict(pretrained.state_dict(), strict=False)
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(32, 64)
+    torch.testing.assert_close(other(x), model(x), rtol=0, atol=0)
+    assert torch.equal(other.average, pretrained.weight)  # type: ignore[arg-type]
+
+
+def test_the_first_average_is_the_weight_in_float32_under_autocast_too() -> None:
+    x, weight = torch.randn(32, 64), layer().weight.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear(x, weight, recipe=RECIPE, name="fc")
+        assert torch.equal(found, linear(x, weight, recipe=RECIPE, name="fc", average=weight))
+        rounded = weight.bfloat16().float()  # the known mistake
+        assert not torch.equal(found, linear(x, weight, recipe=RECIPE, name="fc", average=rounded))
+
+
+def test_an_average_is_not_updated_before_the_first_step() -> None:
+    with pytest.raises(ConfigError, match="from 1, not 0"):
+        update_averages(layer(), 0, 10)

@@ -15,6 +15,7 @@ from megatron_fp4 import (
     ConfigError,
     GemmRecipe,
     Quantizer,
+    Recipe,
     get_recipe,
     linear,
     list_recipes,
@@ -22,6 +23,7 @@ from megatron_fp4 import (
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.philox import Key, random_signs, stream_id
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.errors import SizeError
 from megatron_fp4.execution import backward
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.linear import quantized_linear
@@ -217,8 +219,9 @@ def test_autocast(name: str, inside: bool) -> None:
         y.backward(p.dy.bfloat16())
     narrow_x, narrow_w = (t.bfloat16().requires_grad_() for t in (p.x, p.w))
     wide = p.bias.clone().requires_grad_()  # is added in float32
-    call = Call(Key(SEED, STEP))
-    expected = quantized_linear(narrow_x, narrow_w, wide, small_recipe(name), call=call)
+    recipe, call = small_recipe(name), Call(Key(SEED, STEP))
+    site = Site() if recipe.weight_average is None else Site(average=p.w)  # W in float32
+    expected = quantized_linear(narrow_x, narrow_w, wide, recipe, site, call)
     expected.backward(p.dy.bfloat16())
     assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
     for found, leaf in zip((x, w, bias), (narrow_x, narrow_w, wide), strict=True):
@@ -353,3 +356,16 @@ def left_of_dgrad(name: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         x, w, bias = (t.clone().requires_grad_() for t in (p.x, p.w, p.bias))
         linear(x, w, bias, recipe=small_recipe(name)).backward(p.dy)
     return left
+
+
+def test_tokens_are_checked_for_the_gemms_that_run() -> None:
+    """Square blocks of X take whole blocks of tokens in the forward pass too: no advice to leave
+    out gradients."""
+    square = Quantizer(scale="e4m3", rule="nearest", block=(16, 16))
+    recipe = Recipe("square", fprop=GemmRecipe(square, square))
+    x, weight = torch.randn(5, 64), torch.randn(32, 64)
+    with pytest.raises(SizeError, match="fc1: x has 5 tokens .*choose a multiple of 16$"):
+        linear(x, weight, recipe=recipe, name="fc1")
+    assert linear(x, weight, recipe="mxfp4").shape == (5, 32)  # wgrad alone contracts tokens
+    with pytest.raises(SizeError, match="under torch.no_grad"):
+        linear(x, weight.requires_grad_(), recipe="mxfp4")

@@ -264,3 +264,23 @@ def test_a_nan_shows_in_the_loss() -> None:
     x[3, 5] = float("nan")
     y = module(x)
     assert y[3].isnan().all() and not y[4:].isnan().any()
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (2, 16, 64)])
+def test_what_follows_may_change_y_in_place(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    fc1, fc2 = (Linear(64, 64, recipe="mxfp4", name=name) for name in ("fc1", "fc2"))
+    found = []
+    for inplace in (True, False):
+        fc1.zero_grad()
+        fc1.steps = fc2.steps = 0
+        nn.Sequential(fc1, nn.ReLU(inplace), fc2)(x).square().sum().backward()
+        found.append(fc1.weight.grad.clone())  # type: ignore[union-attr]
+    assert torch.equal(*found)
+
+
+def test_a_count_of_steps_is_kept_where_tensors_are_made_without_memory() -> None:
+    layer = Linear(64, 32, recipe="mxfp4", name="fc")
+    layer.steps = 5
+    with torch.device("meta"):
+        assert int(layer.state_dict()["_extra_state"]) == 5

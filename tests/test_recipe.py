@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -299,3 +305,61 @@ def test_check_sizes_minds_the_height_of_2d_blocks(gemm: str, operand: str, size
     with pytest.raises(SizeError) as error:
         check_sizes(recipe, tokens, inputs, outputs, "fc")
     assert (error.value.axis, error.value.size, error.value.multiple) == (size, 48, 32)
+
+
+def test_a_quantized_bias_gradient_takes_no_scales_of_w() -> None:
+    """dgrad would multiply dY by them before it quantizes dY."""
+    nvfp4 = get_quantizer("nvfp4")
+    with pytest.raises(ConfigError, match="scales of rows or of the tensor of W"):
+        Recipe(
+            "mine",
+            fprop=GemmRecipe(nvfp4, nvfp4),
+            dgrad=GemmRecipe(MX),
+            backward="forward",
+            bias_gradient="quantized",
+        )
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda: GemmRecipe("mxfp4"), "a is a Quantizer or None, not 'mxfp4'"),  # type: ignore[arg-type]
+        (lambda: GemmRecipe(hadamard=64), "hadamard is a Hadamard or None, not 64"),  # type: ignore[arg-type]
+        (lambda: Quantizer(block=[1, 32]), "block is a tuple"),  # type: ignore[arg-type]
+        (lambda: Quantizer(block=32), "block is a tuple"),  # type: ignore[arg-type]
+        (lambda: Quantizer(prescale="3/4"), "prescale is a finite number"),  # type: ignore[arg-type]
+        (lambda: get_recipe("dge-occ", occ=False, alpha=0.97), "occ=false leaves out the clamp"),
+        (lambda: get_recipe("dge-occ", dge=False, k=3.0), "dge=false leaves out the estimator"),
+        (lambda: get_recipe("mxfp4-rht-sr", hadamard=0, signs="none"), "hadamard=0 leaves out"),
+        (lambda: get_recipe("quartet-2", hadamard=0), "16 or more, not 0"),
+        (lambda: get_recipe("tetrajet-ema", ema_share=0.1, ema_beta=0.5), "ema_share"),
+    ],
+)
+def test_values_of_another_type_and_options_without_effect_are_refused(
+    made: Callable[[], Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        made()
+
+
+@pytest.mark.parametrize(
+    ("scale", "largest"), [("e4m3", 448.0), ("ue5m3", 61440.0), ("e8m0", 2.0**127)]
+)
+def test_no_outer_scale_maps_a_maximum_beyond_the_largest_block_scale(
+    scale: Any, largest: float
+) -> None:
+    rule: Any = "floor" if scale == "e8m0" else "nearest"
+    Quantizer(scale=scale, rule=rule, block=(1, 16), row_max=largest)
+    with pytest.raises(ConfigError, match=f"the largest {scale} scale"):
+        Quantizer(scale=scale, rule=rule, block=(1, 16), row_max=2 * largest)
+
+
+def test_a_recipe_of_another_process_has_its_hash() -> None:
+    """Its name is no reason for another hash, though Python hashes strings anew in each process."""
+    code = (
+        "import pickle, sys; from megatron_fp4 import get_recipe; r = get_recipe('tetrajet'); "
+        "hash(r); sys.stdout.buffer.write(pickle.dumps(r))"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": "1"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert pickle.loads(found.stdout) in {get_recipe("tetrajet")}

@@ -232,7 +232,7 @@ class ScaleFloat:
             ulps = torch.ceil(ulps) if up else torch.round(ulps)
         else:
             below = ulps.floor()
-            ulps = below + ((ulps - below) * 65536 > bits + 0.5)
+            ulps = below + ((ulps - below) * 65536 > bits.to(ulps.dtype) + 0.5)
         # Where a mantissa is rounded up to the next binade, the addition carries into the exponent
         # field.
         code = ((exponent - lowest) << width) + ulps.to(exponent.dtype)

@@ -134,7 +134,7 @@ class FloatBlocks:
         exponent = torch.where(magnitude > 0, exponent, lowest)
         steps = magnitude * decode_e8m0(mantissa - exponent + E8M0_BIAS)
         integer = steps.floor()
-        up = self._fraction(steps, integer) * 65536 > bits + 0.5
+        up = self._fraction(steps, integer) * 65536 > bits.float() + 0.5
         # Where a mantissa is rounded up to the next binade, the addition carries into the exponent.
         code = ((exponent - lowest) << mantissa) + (integer + up).int()
         sign = v.signbit().int() << 8 * codes.itemsize - 1

@@ -93,7 +93,7 @@ def transform(x: Tensor, group: int, signs: Tensor | None = None) -> Tensor:
     if signs is not None:
         grouped = grouped * signs.to(wide.dtype)
     product = grouped @ hadamard_matrix(group, wide.dtype, x.device)
-    return product.mul_(1 / math.sqrt(group)).view(wide.shape)
+    return (product * (1 / math.sqrt(group))).view(wide.shape)
 
 
 def inverse(x: Tensor, group: int, signs: Tensor | None = None) -> Tensor:

@@ -59,6 +59,10 @@ class LowBitAdamW(torch.optim.AdamW):
         self._owned: dict[Tensor, Owned] = {}
         super().__init__(params, **options)
 
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: vars(self)[name] for name in ("moments", "_seed", "_step", "_owned")}
+        return super().__getstate__() | own  # a copy has these too
+
     @classmethod
     def in_place_of(
         cls,

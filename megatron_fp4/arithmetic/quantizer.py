@@ -293,7 +293,7 @@ def quantize_matrix(
     average that the rounding needs are missing.
     """
     if not isinstance(axis, int) or not -x.dim() <= axis < x.dim():
-        raise ConfigError(f"a tensor of {x.dim()} axes has no axis {axis}")
+        raise ConfigError(f"a tensor of {x.dim()} axes has no axis {axis!r}")
     axis %= x.dim()
     moved = x.detach().movedim(axis, -1)
     rows, k = math.prod(moved.shape[:-1]), moved.shape[-1]
@@ -351,13 +351,14 @@ def quantize(
     seed: the key of a stochastic quantizer's random bits (step 0, stream 0); required for one.
     average: a moving average of x, of its shape; required for rounding ema.
     The result is not differentiable, and neither is its `dequantize`: this function is for looking
-    at codes. `linear` and `Linear` are differentiable.
-    Raises ConfigError for an unknown name, a missing seed or average, an unsupported tensor, or an
-    axis that is not a multiple of the block.
+    at codes. Raises ConfigError for an unknown name, a missing seed or average, an unsupported
+    tensor, or an axis that is not a multiple of the block.
     """
     if not isinstance(quantizer, Quantizer):
         quantizer = get_quantizer(quantizer)
     check_tensor(x, "quantize: x")
+    if average is not None and quantizer.rounding != "ema":
+        raise ConfigError(f"rounding {quantizer.rounding} takes no average: leave it out")
     bits = None
     if quantizer.draws:
         if seed is None:

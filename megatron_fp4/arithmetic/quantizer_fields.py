@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
+from megatron_fp4.arithmetic.formats import SCALE_FLOATS
 from megatron_fp4.arithmetic.fp8_scales import LONGEST, scales_in_fp8
 from megatron_fp4.errors import ConfigError, check_choices
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from megatron_fp4.arithmetic.quantizer import Quantizer
 
 Rule = Literal["floor", "ceil", "mse", "nearest", "up", "four-over-six", "mse-fp8", "absmax"]
+LARGEST_E8M0 = 2.0**127
 _RULES = {"e8m0": ("floor", "ceil", "mse"), "fp32": ("absmax",)}
 _FLOAT_RULES = ("nearest", "up", "four-over-six", "mse-fp8")  # of e4m3 and ue5m3
 
@@ -19,26 +21,32 @@ _FLOAT_RULES = ("nearest", "up", "four-over-six", "mse-fp8")  # of e4m3 and ue5m
 def check_fields(quantizer: Quantizer) -> None:
     """Raises ConfigError for fields that are out of range or contradict each other."""
     check_choices(quantizer)
+    _check_numbers(quantizer)
     _check_block(quantizer)
     _check_scales(quantizer)
     _check_rounding(quantizer)
     _check_gain(quantizer)
 
 
+def _check_numbers(q: Quantizer) -> None:
+    for name in ("prescale", "inflate", "tensor_max", "row_max"):
+        if not isinstance(value := getattr(q, name), int | float) or not math.isfinite(value):
+            raise ConfigError(f"{name} is a finite number, not {value!r}")
+
+
 def _check_block(q: Quantizer) -> None:
+    if not isinstance(q.block, tuple) or len(q.block) != 2:
+        raise ConfigError(f"block is a tuple (across, along), such as (1, 32), not {q.block!r}")
     sizes = [b for b in q.block if isinstance(b, int) and b >= 0]
-    if len(q.block) != 2 or sizes != list(q.block) or (not q.outer and 0 in sizes):
+    if sizes != list(q.block) or (not q.outer and 0 in sizes):
         raise ConfigError(f"block is [across, along], [1, 0] or [0, 0], not {q.block}")
     if q.outer and q.block[0] > 1:
         raise ConfigError(f"a block along a whole axis is [1, 0] or [0, 0], not {q.block}")
 
 
 def _check_scales(q: Quantizer) -> None:
-    factors = (q.prescale, q.inflate, q.tensor_max, q.row_max)
-    if not (all(map(math.isfinite, factors)) and min(factors[:2]) > 0 and min(factors[2:]) >= 0):
-        raise ConfigError(
-            "prescale and inflate must be finite and above 0, tensor_max and row_max 0 or more"
-        )
+    if min(q.prescale, q.inflate) <= 0 or min(q.tensor_max, q.row_max) < 0:
+        raise ConfigError("prescale and inflate are above 0, tensor_max and row_max 0 or more")
     if q.scale in ("e8m0", "fp32") and (q.tensor_max or q.inflate != 1.0):
         raise ConfigError(f"scale {q.scale} takes neither tensor_max nor inflate")
     if q.row_max and (q.scale == "fp32" or q.tensor_max or q.outer or q.block[0] != 1):
@@ -47,6 +55,12 @@ def _check_scales(q: Quantizer) -> None:
         )
     if q.row_max and q.scale == "e8m0" and math.frexp(q.row_max)[0] != 0.5:
         raise ConfigError(f"row_max of e8m0 scales is a power of two, not {q.row_max:g}")
+    largest = SCALE_FLOATS[q.scale].max if q.scale in SCALE_FLOATS else LARGEST_E8M0
+    for name, value in (("tensor_max", q.tensor_max), ("row_max", q.row_max)):
+        if value > largest:
+            raise ConfigError(
+                f"{name} of {value:g} is above {largest:g}, the largest {q.scale} scale"
+            )
     rules = _RULES.get(q.scale, _FLOAT_RULES)
     if q.rule not in rules:
         raise ConfigError(f"scale {q.scale} takes rule {' or '.join(rules)}: {q.rule!r}")

@@ -44,6 +44,10 @@ class RampingAdamW(torch.optim.AdamW):
         self.calibrates = False
         self._ramped: set[Tensor] = set()
 
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: vars(self)[name] for name in ("_step", "calibrates", "_ramped")}
+        return super().__getstate__() | own  # a copy has these too
+
     @classmethod
     def in_place_of(cls, optimizer: torch.optim.Optimizer, update: Update = update) -> RampingAdamW:
         """A RampingAdamW of the parameters of `optimizer`, in the dictionaries of its groups.

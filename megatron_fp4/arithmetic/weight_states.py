@@ -94,6 +94,8 @@ class WeightAverage:
     delay: int = 0
 
     def __post_init__(self) -> None:
+        if self.half_life is not None and self.beta != WeightAverage.beta:
+            raise ConfigError("half_life replaces beta: give one of the two")
         if not 0.0 <= self.beta < 1.0:
             raise ConfigError(f"beta is in [0, 1), not {self.beta}")
         if self.half_life is not None and not 0.0 < self.half_life < math.inf:

@@ -108,7 +108,8 @@ class Linear(torch.autograd.Function):
         if leading and site.parallel is not None and x.numel():
             # Sequence parallelism changes the number of tokens.
             leading[0] = leading[0] * y.shape[0] // (x.numel() // x.shape[-1])
-        y = y.view(*leading, y.shape[-1])
+        # Autograd would call the result of `view` a view, which nothing may change in place.
+        y = torch.ops.aten._unsafe_view(y, [*leading, y.shape[-1]])
         if beside.place != "before":
             return y
         ctx.mark_non_differentiable(y)

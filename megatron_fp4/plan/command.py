@@ -6,19 +6,21 @@ The plan can be for this machine's device or for a GPU that is not present.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import torch
 
 from megatron_fp4.arithmetic.messages import ELEMENTS, element_of
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.description import place_of
-from megatron_fp4.errors import ConfigError
+from megatron_fp4.errors import ConfigError, SizeError
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.owned_codes import reader_of_w
 from megatron_fp4.plan.setting import Setting, Sharding, column_parallel, row_parallel
 from megatron_fp4.plan.show import show, show_exchange
 from megatron_fp4.plan.sizes import check_sizes
-from megatron_fp4.recipes import get_recipe
+from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipes import get_recipe, read_options
 from megatron_fp4.target import Target, gpu_named, target_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -28,7 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command to a parser."""
     parser.add_argument("--recipe", default="tetrajet", help="a recipe, as --fp4-recipe takes it")
     parser.add_argument(
-        "--recipe-option", nargs="+", default=[], metavar="KEY=VALUE", help="options of the recipe"
+        "--recipe-option",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="options of the recipe",
     )
     parser.add_argument("--in", type=int, default=4096, dest="inputs", help="over all ranks")
     parser.add_argument("--out", type=int, default=4096, dest="outputs", help="over all ranks")
@@ -69,8 +76,8 @@ def run(args: argparse.Namespace) -> str:
     Raises ConfigError for an unknown recipe, option or GPU, and for sizes that are not multiples of
     the number of ranks or of a block.
     """
-    options = dict(option.partition("=")[::2] for option in args.recipe_option)
-    recipe, sharding = get_recipe(args.recipe, **options), _sharding(args)
+    recipe = get_recipe(args.recipe, **read_options(args.recipe_option))
+    sharding, followed = _sharding(args), [recipe, *(each.recipe for each in recipe.layers)]
     inputs, outputs = (
         _part(size, args.tp if axis == sharding.w else 1, flag)
         for size, axis, flag in ((args.inputs, 1, "--in"), (args.outputs, 0, "--out"))
@@ -83,15 +90,19 @@ def run(args: argparse.Namespace) -> str:
         raise ConfigError(
             "--norm and --swiglu after: X is the result of one of them: leave out one"
         )
+    if args.swiglu == "before" and outputs % 2:
+        raise ConfigError(f"--swiglu before and --out {args.outputs}: give an even part to a rank")
     stores_fp8 = args.activation_func_fp8_input_store
     if stores_fp8 and not args.swiglu:
         raise ConfigError("--activation-func-fp8-input-store needs --swiglu: add it")
-    if args.param_gather and (reader := reader_of_w(recipe)) is not None:
-        raise ConfigError(
-            f"recipe {args.recipe} does not support --param-gather, because {reader}: leave it out"
-        )
-    for each in recipe.in_turn:
-        check_sizes(each, args.tokens, inputs, outputs, "this linear")
+    for each in followed:
+        if args.param_gather and each.quantized and (reader := reader_of_w(each)) is not None:
+            raise ConfigError(
+                f"recipe {each.name} does not support --param-gather, because {reader}: leave it "
+                "out"
+            )
+        for late in each.in_turn:
+            _check_sizes(late, args.tokens, inputs, outputs)
     scattered = sharding.ranks if sharding.tokens is not None else 1
     tokens, dtype = _part(args.tokens, scattered, "--tokens"), _DTYPES[args.dtype]
     setting = Setting(
@@ -111,13 +122,29 @@ def run(args: argparse.Namespace) -> str:
     if args.dp == 1 and element is not None:
         raise ConfigError("--grad-comm needs --dp 2 or more: add it")
     moments = None if args.optimizer_state is None else Moments.read(args.optimizer_state)
-    plans = [compile_plan(each, setting) for each in recipe.in_turn]
-    shown = [show(plan, moments) for plan in plans]
-    for number, phase in enumerate(recipe.phases, 1):
-        shown[number] = f"\nafter {phase.after:.4g} of training\n{shown[number]}"
+    shown = _in_turn(recipe, setting, moments)
     for layers in recipe.layers:
-        shown += [f"\n{place_of(layers)}\n{show(compile_plan(layers.recipe, setting), moments)}"]
-    return "".join(shown) + show_exchange(plans[0], args.dp, element)
+        shown += f"\n{place_of(layers)}\n{_in_turn(layers.recipe, setting, moments)}"
+    return shown + show_exchange(compile_plan(recipe, setting), args.dp, element)
+
+
+def _in_turn(recipe: Recipe, setting: Setting, moments: Moments | None) -> str:
+    """The plans of a recipe and of its phases as text."""
+    setting = setting if recipe.quantized else replace(setting, sent_w=False)
+    first, *late = (show(compile_plan(each, setting), moments) for each in recipe.in_turn)
+    shares = [f"\nafter {phase.after:.4g} of training\n" for phase in recipe.phases]
+    return first + "".join(map("".join, zip(shares, late, strict=True)))
+
+
+def _check_sizes(recipe: Recipe, tokens: int, inputs: int, outputs: int) -> None:
+    """Raises ConfigError, with this command's flag, for a size that a block does not divide."""
+    try:
+        check_sizes(recipe, tokens, inputs, outputs, "this linear")
+    except SizeError as error:
+        flag = {"tokens": "--tokens", "in_features": "--in", "out_features": "--out"}[error.axis]
+        raise ConfigError(
+            f"{flag}: {error.size} on a rank is not a multiple of {error.multiple}, {error.reason}"
+        ) from error
 
 
 def _sharding(args: argparse.Namespace) -> Sharding:

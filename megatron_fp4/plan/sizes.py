@@ -61,11 +61,19 @@ def token_multiple(recipe: Recipe) -> int:
 
 
 @lru_cache(4096)
-def check_sizes(recipe: Recipe, tokens: int | None, inputs: int, outputs: int, where: str) -> None:
+def check_sizes(
+    recipe: Recipe,
+    tokens: int | None,
+    inputs: int,
+    outputs: int,
+    where: str,
+    running: tuple[str, ...] = GEMMS,
+) -> None:
     """Check that blocks and Hadamard groups tile a linear of these sizes on a rank.
 
     tokens: None if the number is not known yet; it is then not checked. where: the linear's name in
-    the message. Raises SizeError for the first size that is not a multiple.
+    the message. running: the GEMMs that will run; the others may have any number of tokens. Raises
+    SizeError for the first size that is not a multiple.
     """
     sizes = {"tokens": tokens, "in_features": inputs, "out_features": outputs}
     if isinstance(recipe.outliers, HotChannels) and inputs % recipe.outliers.group:
@@ -78,7 +86,7 @@ def check_sizes(recipe: Recipe, tokens: int | None, inputs: int, outputs: int, w
             axes = _AXES[letter][along], _AXES[letter][1 - along]
             multiples = contracted_multiple(wanted), _height(recipe.quantizer(gemm, letter))
             for axis, multiple in zip(axes, multiples, strict=True):
-                size = sizes[axis]
+                size = None if axis == "tokens" and gemm not in running else sizes[axis]
                 if size is not None and size % multiple:
                     reason = f"which {gemm} of recipe {recipe.name} takes in blocks"
-                    raise SizeError(where, axis, size, multiple, reason)
+                    raise SizeError(where, axis, size, multiple, reason, gemm != "fprop")

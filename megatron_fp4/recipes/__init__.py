@@ -15,6 +15,11 @@ from megatron_fp4.recipes import (  # noqa: F401  (register)
     tetrajet,
     ue5m3,
 )
-from megatron_fp4.recipes.registry import get_recipe, list_recipes, recipe_options
+from megatron_fp4.recipes.registry import (
+    get_recipe,
+    list_recipes,
+    read_options,
+    recipe_options,
+)
 
-__all__ = ["get_recipe", "list_recipes", "recipe_options"]
+__all__ = ["get_recipe", "list_recipes", "read_options", "recipe_options"]

@@ -16,6 +16,7 @@ from typing import Literal
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from megatron_fp4.recipes.registry import register
 
@@ -40,8 +41,16 @@ def dge_occ(
     dge: whether to use the gradient estimator; k, clip: its parameters, see Estimator.
     occ: whether to clamp outliers; alpha, scope, compensate, residual_in_wgrad: see OutlierClamp.
     Quantiles are taken over the rank's shard. Those of tokens therefore depend on the
-    tensor-parallel size in a row-parallel linear, whose features are sharded.
+    tensor-parallel size in a row-parallel linear, whose features are sharded. Raises ConfigError
+    for an option of a part that is left out.
     """
+    if not dge and (k, clip) != (5.0, 3.0):
+        raise ConfigError("dge=false leaves out the estimator, which k and clip belong to")
+    if not occ and (alpha, scope, compensate, residual_in_wgrad) != (0.99, "token", True, True):
+        raise ConfigError(
+            "occ=false leaves out the clamp, which alpha, scope, compensate and residual_in_wgrad "
+            "belong to"
+        )
     return Recipe(
         name="dge-occ",
         paper="arXiv 2501.17116, section 3",

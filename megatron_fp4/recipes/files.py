@@ -187,7 +187,7 @@ def _recipe_of_entry(
 def _outliers(content: Any) -> OutlierClamp | HotChannels:
     content = _mapping(content, "outliers")
     form = content.get("form", next(iter(_OUTLIERS)))
-    if form not in _OUTLIERS:
+    if not isinstance(form, str) or form not in _OUTLIERS:
         raise ConfigError(f"outliers: form is {' or '.join(_OUTLIERS)}, not {form!r}")
     return _build(_OUTLIERS[form], content, "outliers")  # type: ignore[no-any-return]
 
@@ -205,7 +205,10 @@ def _gemm(content: Any, where: str) -> GemmRecipe:
 
 def _quantizer(content: Any, where: str) -> Quantizer:
     if isinstance(content, str):
-        return get_quantizer(content)
+        try:
+            return get_quantizer(content)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
     content = _mapping(content, where)
     if "block" in content:
         content["block"] = tuple(_list(content["block"], f"{where}.block"))

@@ -9,6 +9,7 @@ from typing import Literal
 
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import HIGH_PRECISION, GemmRecipe, Recipe
 from megatron_fp4.recipes.registry import register
 
@@ -30,7 +31,10 @@ def mxfp4_rht_sr(
     hadamard: the group size of the transform; 0 is no transform. The paper uses 32 to 256.
     signs: see Hadamard.
     stochastic: false rounds to nearest, without the factor 3/4.
+    Raises ConfigError for signs without a transform.
     """
+    if not hadamard and signs != "random":
+        raise ConfigError("hadamard=0 leaves out the transform, which signs belong to")
     if stochastic:
         operand, correction = Quantizer(prescale=3 / 4, rounding="stochastic"), 16 / 9
     else:

@@ -22,6 +22,7 @@ has the same signs in dgrad and wgrad, which have their own here.
 
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.quantizer import NVFP4, Quantizer, get_quantizer
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from megatron_fp4.recipes.registry import register
 
@@ -35,9 +36,11 @@ def quartet_2(*, four_over_six: bool = True, hadamard: int = 128, unit_gain: boo
     four_over_six: whether fprop chooses between 6 and 4 for the largest magnitude of a block; false
         is plain NVFP4.
     hadamard: the group size of the transform in dgrad and wgrad, and of the groups with a gain of
-        1: 16 or more.
+        1: 16 or more. Raises ConfigError for a smaller one.
     unit_gain: false leaves the scales as they are, which makes the gradient about 1.6% too small.
     """
+    if hadamard < 16:
+        raise ConfigError(f"hadamard is a group of 16 or more, not {hadamard}")
     forward = get_quantizer("nvfp4-four-over-six") if four_over_six else NVFP4
     operand = Quantizer(
         scale="e4m3",

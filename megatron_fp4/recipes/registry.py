@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -48,15 +49,30 @@ def recipe_options(name: str) -> dict[str, Any]:
     return {p.name: p.default for p in inspect.signature(_FACTORIES[name]).parameters.values()}
 
 
-def get_recipe(name: str, **options: Any) -> Recipe:
+def read_options(pairs: Iterable[str]) -> dict[str, str]:
+    """The options of a recipe from KEY=VALUE pairs; of pairs with the same key the last one counts.
+
+    Raises ConfigError for any other text.
+    """
+    options = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"an option of a recipe is KEY=VALUE, not {pair!r}")
+        options[key.replace("-", "_")] = value
+    return options
+
+
+def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
     """The recipe called `name`: a built-in, a YAML file, or `package.module:object`.
 
     options: options of the recipe, by keyword. A string is converted to the type of its option.
         Beside a recipe's own options there are those of `averaging.OPTIONS` and `ramping.OPTIONS`.
     Raises ConfigError for an unknown name, option or value; the message lists the known ones.
     """
-    if not isinstance(name, str):
-        raise ConfigError(f"a recipe goes by a name, not by {name!r}")
+    if not isinstance(name, str | os.PathLike):
+        raise ConfigError(f"a recipe goes by a name or a path, not by {name!r}")
+    name = os.fspath(name)
     given = [(method, _taken(method, name, options)) for method in _METHODS]
     recipe = _found(name, options)
     for method, chosen in given:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.formats import E2M1, E4M3, ELEMENTS, UE5M3
+from megatron_fp4.arithmetic.fp8_blocks import Fp8Blocks
 from testing.oracles import GRID, fp4_code, nearest_code, normal, ue5m3_value
 
 FLOAT32_TINY = 2.0**-149
@@ -260,3 +261,17 @@ def test_fp8_elements_are_ml_dtypes(element: str, dtype: type) -> None:
     np.testing.assert_array_equal(codes.numpy(), expected.view(np.uint8))
     decoded = ELEMENTS[element].decode(codes, torch.float32).numpy()
     np.testing.assert_array_equal(decoded, expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16])
+def test_stochastic_rounding_does_not_depend_on_torch_s_default_dtype(default: torch.dtype) -> None:
+    """Half a unit of the last of 16 bits: in bfloat16 only eight of them would be left."""
+    x, bits = torch.rand(4096) * 448, torch.randint(0, 65536, (4096,), dtype=torch.int32)
+    block = Fp8Blocks("e4m3")
+    wanted = formats.E4M3.encode(x, bits=bits), block._stochastic(x, bits).view(torch.uint8)
+    torch.set_default_dtype(default)
+    try:
+        found = formats.E4M3.encode(x, bits=bits), block._stochastic(x, bits).view(torch.uint8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, wanted, found))

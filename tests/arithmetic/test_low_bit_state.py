@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.errors import ConfigError
 from testing.low_bit import (
     ALL,
+    LOW,
     OPTIONS,
     groups_of,
     losses_of_closures,
@@ -161,3 +163,13 @@ def test_a_parameter_without_elements_or_gradient() -> None:
     empty.grad = torch.zeros(0)
     optimizer.step()
     assert list(optimizer.state) == [empty] and optimizer.state[empty]["exp_avg"].numel() == 0
+
+
+def test_a_copy_takes_the_same_steps() -> None:
+    optimizer = low_bit(weights(), LOW)
+    train(optimizer, range(3))
+    copied = copy.deepcopy(optimizer)
+    train(optimizer, range(3, 6))
+    train(copied, range(3, 6))
+    for own, same in zip(parameters(optimizer), parameters(copied), strict=True):
+        assert torch.equal(own, same)

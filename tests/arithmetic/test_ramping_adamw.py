@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -236,3 +237,16 @@ def test_what_is_refused() -> None:
             options: dict[str, Any] = {option: True}
             RampingAdamW([weight], **options).ramp(weight)
     assert not plain.state
+
+
+def test_a_copy_takes_the_same_steps() -> None:
+    weight = torch.nn.Parameter(torch.randn(64))
+    optimizer = RampingAdamW([weight])
+    optimizer.ramp(weight)
+    copied = copy.deepcopy(optimizer)
+    [same] = copied.param_groups[0]["params"]
+    for one in (weight, same):
+        one.grad = torch.ones(64)
+    optimizer.step()
+    copied.step()
+    assert torch.equal(weight, same)

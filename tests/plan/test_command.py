@@ -101,7 +101,9 @@ def test_bytes_and_reasons(printed: Callable[[str], str]) -> None:
         ("--recipe tetrajet --recipe-option rule=up", "rule"),
         ("--tp 3", "--out 4096: give a multiple of 3"),
         ("--in 0", "--in 0: give 1 or more"),
-        ("--in 48", "in_features is 48, not a multiple of 32"),
+        ("--in 48", "--in: 48 on a rank is not a multiple of 32, which fprop"),
+        ("--tokens 33", "--tokens: 33 on a rank is not a multiple of 32, which wgrad"),
+        ("--recipe fp8 --swiglu before --out 33", "--out 33: give an even part"),
         ("--dp 0", "--dp 0: give 1 or more"),
         ("--norm --swiglu after", "X is the result of one of them: leave out one"),
         ("--swiglu before --bias", "a linear with a bias computes no SwiGLU: leave out one"),
@@ -223,3 +225,22 @@ def test_scales_beside_scales_and_simulated_ones_are_told(
     assert f"kept for backward  X as codes of fprop, {kept / 1e6:.1f} MB" in text
     text = printed(f"--recipe {path} --gpu sm_100")
     assert "an operand has a scale for each row beside its block scales" in text
+
+
+def test_options_may_be_given_several_times(printed: Callable[[str], str]) -> None:
+    text = printed("--recipe-option rule=floor --recipe-option bias_gradient=raw")
+    assert "E8M0 scales (floor)" in text
+
+
+def test_recipes_of_layers_are_checked_and_shown_with_their_phases(
+    tmp_path: Path, printed: Callable[[str], str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: tetrajet\nlayers: [{last: 1, recipe: quartet-2}]\n")
+    with pytest.raises(SystemExit, match="--tokens: 64 on a rank is not a multiple of 128"):
+        printed(f"--recipe {path} --tokens 64")
+    late = "recipe: {base: mxfp4, phases: [{after: 0.5, recipe: fp8}]}"
+    path.write_text(f"base: tetrajet\nlayers: [{{last: 1, {late}}}]\n")
+    assert "after 0.5 of training" in printed(f"--recipe {path}")
+    path.write_text("base: tetrajet\nlayers: [{last: 1, recipe: bf16}]\n")
+    assert "recipe bf16" in printed(f"--recipe {path} --param-gather")

@@ -19,7 +19,7 @@ from megatron_fp4.mcore.launch.refusals.param_gather import gathered_codes
 from megatron_fp4.mcore.launch.refusals.table import refuse
 from megatron_fp4.mcore.launch.refusals.weight_states import keepers, ramping
 from megatron_fp4.recipe import GEMMS, Phase, Recipe
-from megatron_fp4.recipes import content, get_recipe
+from megatron_fp4.recipes import content, get_recipe, read_options
 from megatron_fp4.recipes.assignment import recipes_of_layers
 
 OFF = ("off", "bf16")  # values of --fp4-recipe that mean no recipe
@@ -100,7 +100,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
     """
     if args.fp4_recipe is None or args.fp4 is not None:
         return None
-    recipe = _with_phase(get_recipe(args.fp4_recipe, **_options(args.fp4_recipe_option)), args)
+    recipe = _with_phase(get_recipe(args.fp4_recipe, **read_options(args.fp4_recipe_option)), args)
     refuse(fp4_flags.with_recipe(args, recipe))
     recipes = [recipe, *(own for _, own in module_recipes(args) if own is not None)]
     refuse(keepers(args, recipes))
@@ -119,7 +119,7 @@ def module_recipes(args: argparse.Namespace) -> list[tuple[str, Recipe | None]]:
     Raises ConfigError for a value that is not GLOB=RECIPE, for an unknown or invalid recipe, and
     for more layers than the model has.
     """
-    recipe = get_recipe(args.fp4_recipe, **_options(args.fp4_recipe_option))
+    recipe = get_recipe(args.fp4_recipe, **read_options(args.fp4_recipe_option))
     found = recipes_of_layers(recipe, args.num_layers)
     for given in args.fp4_module_recipe:
         glob, equals, recipe = given.partition("=")
@@ -128,7 +128,7 @@ def module_recipes(args: argparse.Namespace) -> list[tuple[str, Recipe | None]]:
             raise ConfigError(f"--fp4-module-recipe takes GLOB=RECIPE or GLOB=bf16, not {given!r}")
         if name == "bf16" and pairs:
             raise ConfigError(f"--fp4-module-recipe {given}: bf16 takes no options")
-        chosen = None if name == "bf16" else get_recipe(name, **_options(pairs))
+        chosen = None if name == "bf16" else get_recipe(name, **read_options(pairs))
         found.append((glob, chosen))
     return [(glob, own and _with_phase(own, args)) for glob, own in found]
 
@@ -162,13 +162,3 @@ def _with_phase(recipe: Recipe, args: argparse.Namespace) -> Recipe:
         )
     late = recipe.without(gemms)
     return replace(recipe, phases=(Phase(args.fp4_bf16_after, late),))
-
-
-def _options(pairs: list[str]) -> dict[str, str]:
-    options = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"an option of a recipe is KEY=VALUE, not {pair!r}")
-        options[key.replace("-", "_")] = value
-    return options
