@@ -166,7 +166,7 @@ def test_a_parameter_without_elements_or_gradient() -> None:
 
 
 def test_a_copy_takes_the_same_steps() -> None:
-    optimizer = low_bit(weights(), LOW)
+    optimizer = low_bit(weights(), LOW[0])
     train(optimizer, range(3))
     copied = copy.deepcopy(optimizer)
     train(optimizer, range(3, 6))
