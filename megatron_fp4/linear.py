@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import Key
+from megatron_fp4.caller import warn_caller
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.autograd import Linear
 from megatron_fp4.execution.call import ALONE, BEFORE, Beside, Call, Site
@@ -31,8 +30,6 @@ from megatron_fp4.recipes import get_recipe
 from megatron_fp4.replicas import own_replica, replica_placements
 
 _ANY_SITE, _ANY_CALL = Site(), Call()
-# Files between a warning and the line of the caller's code that it is about.
-_OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 
 def in_python(
@@ -204,22 +201,19 @@ def warn_of_training(recipe: Recipe) -> None:
     warning names the line of the caller's code.
     """
     if recipe.ramping is not None:
-        warnings.warn(
+        warn_caller(
             f"recipe {recipe.name} updates weights at periods of their own, which Megatron's "
             "optimizers do here and a linear cannot: it multiplies as without ramping",
-            skip_file_prefixes=_OURS,
         )
     if recipe.phases:
-        warnings.warn(
+        warn_caller(
             f"recipe {recipe.name} has phases, but a linear outside Megatron does not know how far "
             "training is, and uses the first recipe: give it recipe.at(progress)",
-            skip_file_prefixes=_OURS,
         )
     if recipe.layers:
-        warnings.warn(
+        warn_caller(
             f"recipe {recipe.name} has layers with recipes of their own, but a linear outside "
             "Megatron does not know its layer, and uses the recipe of the others: give it its own",
-            skip_file_prefixes=_OURS,
         )
 
 

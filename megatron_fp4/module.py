@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.weight_states import OptimizerStep
+from megatron_fp4.caller import warn_caller
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.linear import linear, warn_of_training
 from megatron_fp4.plan.sizes import check_sizes
@@ -245,8 +245,7 @@ def _claim_noise(layer: Linear) -> None:
         return
     _drawing[key] = layer
     if other is not None and (other.seed, other.name) == key and own_replica() == 0:
-        warnings.warn(
+        warn_caller(
             f"two layers are called {layer.name!r} and draw the same noise: give each a name of "
             "its own, or call megatron_fp4.name_layers(model); give a second model another seed=",
-            stacklevel=2,
         )

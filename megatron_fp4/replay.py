@@ -10,7 +10,6 @@ not; `follow` adds other checkpointing functions.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
@@ -18,6 +17,8 @@ from typing import Any, cast
 
 import torch
 from torch.utils import checkpoint as torchs
+
+from megatron_fp4.caller import warn_caller
 
 _UNKNOWN = (
     "a forward pass inside a backward pass belongs to no checkpoint of PyTorch or Megatron: it "
@@ -53,7 +54,7 @@ class Replay:
             first_passes.append(checkpoint)
         else:
             if torch._C._current_graph_task_id() != -1 and self._latest is not None:
-                warnings.warn(_UNKNOWN, stacklevel=2)
+                warn_caller(_UNKNOWN)
                 return self._latest
             value = self._latest = fresh()
         for checkpoint in first_passes:

@@ -284,3 +284,12 @@ def test_a_count_of_steps_is_kept_where_tensors_are_made_without_memory() -> Non
     layer.steps = 5
     with torch.device("meta"):
         assert int(layer.state_dict()["_extra_state"]) == 5
+
+
+def test_a_warning_names_the_caller_s_line(recwarn: pytest.WarningsRecorder) -> None:
+    first, second = (Linear(64, 64, recipe="mxfp4-rht-sr", name="twice") for _ in range(2))
+    x = torch.randn(64, 64)
+    for each in (first, second):
+        each(x)
+    [told] = [warning for warning in recwarn if "draw the same noise" in str(warning.message)]
+    assert told.filename == __file__

@@ -127,7 +127,8 @@ def of_memory_beside_bf16_with_the_flag() -> list[str]:
     [low] = [row for row in result("fused-step")["rows"] if row["name"] == LOW]
     return [
         f"its peak is then {row['peak_gib']:.1f} GiB, at {row['ratio']:.2f} times its speed",
-        f"Without weights, gradients and optimizer the {low['peak_gib']:.1f} GiB of `tetrajet` with "
+        "Without weights, gradients and optimizer the "
+        f"{low['peak_gib']:.1f} GiB of `tetrajet` with "
         f"both flags are {times:.2f} times that",
     ]
 
