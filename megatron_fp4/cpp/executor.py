@@ -81,6 +81,8 @@ class CppExecutor:
 
         x: X, or what goes through a SwiGLU before the linear.
         """
+        if not x.numel():  # an expert without tokens
+            return False
         if not x.is_cuda:
             if not self.on_cpu:
                 return False

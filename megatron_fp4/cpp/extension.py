@@ -44,10 +44,10 @@ def load() -> Any:
     try:
         folder = Path(cpp_extension._get_build_directory(name, verbose=False))
         with _alone(folder):
-            if not (folder / f"{name}.so").exists():
-                sys.stderr.write(
-                    "megatron-fp4: builds its executor in C++, once, in about a minute\n"
-                )
+            if (folder / f"{name}.so").exists():
+                # Ninja would build it again for a checkout in another folder.
+                return cpp_extension._import_module_from_library(name, str(folder), True)
+            sys.stderr.write("megatron-fp4: builds its executor in C++, once, in about a minute\n")
             (folder / "lock").unlink(missing_ok=True)  # of a process that was killed
             return cpp_extension.load(
                 name,
@@ -80,7 +80,7 @@ def _cause(message: str) -> str:
     """
     lines = message.strip().splitlines()
     failed = (i for i, line in enumerate(lines) if line.startswith("FAILED:"))
-    said = lines[next(failed, -2) + 2 :]
+    said = lines[next(failed, -2) + 2 :] or lines[-1:] or ["the compiler said nothing"]
     return next((line for line in said if "error:" in line), said[0]).strip()
 
 

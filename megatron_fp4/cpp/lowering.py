@@ -126,7 +126,11 @@ class _Lowering:
                 made.result(*place, tensor.shape, tensor.stride(), tensor.dtype)
         for i, given in enumerate(recording.memories[: recording.inputs]):
             alignment = self._alignment(i)
-            made.input(alignment, -1 if given is None else given.start % alignment)
+            if given is None or given.tensor is None:
+                made.input(alignment, -1, [], [], torch.uint8)
+            else:
+                form = given.tensor.shape, given.tensor.stride(), given.tensor.dtype
+                made.input(alignment, given.start % alignment, *form)
         return made
 
     def _alignment(self, memory: int) -> int:
@@ -159,7 +163,11 @@ class _Lowering:
             if memory is not None and memory.origin == "allocation"
         }
         for use, result in zip(uses, self._results, strict=True):
-            if result is not None and found.get(result[0].memory) in ("temporary", "tallies"):
+            if result is None:
+                continue
+            # Tallies outlive the pass by many: they must not keep what is saved beside them.
+            now, is_tally = found.get(result[0].memory), use == "tallies"
+            if now == "temporary" or (is_tally and now in ("saved", "held")):
                 found[result[0].memory] = use
         return {i: use for i, use in found.items() if use != "own"}
 

@@ -25,7 +25,7 @@ def run_gemm(
     plan says so, and where an earlier call stored it.
     """
     product, multiplier, names = gemm.product, gemm.multiplier, (gemm.a.letter, gemm.b.letter)
-    kept = None if held is None else held.forms.get(gemm.name)
+    kept = held.forms.get(gemm.name) if held is not None and gemm.holds_form else None
     if kept is not None:
         [first] = multiplier.decode([a], names[:1], product.dtype)
         second = kept

@@ -93,7 +93,7 @@ def tiles(size: int, tile: int) -> int:
 def in_words(x: Tensor) -> Tensor:
     """x, or a copy of it, whose elements are contiguous and begin at an even place: kernels read
     words of two."""
-    if not x.is_contiguous() or x.storage_offset() % 2:
+    if not x.is_contiguous() or x.data_ptr() % (2 * x.element_size()):
         return x.clone(memory_format=torch.contiguous_format)
     return x
 

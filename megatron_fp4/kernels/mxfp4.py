@@ -171,14 +171,16 @@ def quantize_along_columns(
     widest = _largest(widest, 1, INTERPRETED)
     found = exponents.of_maxima(widest, ROUNDING.CEIL, INTERPRETED)
     byte, whole, half = exponents.powers(found, INTERPRETED)
+    low_live, high_live = encode.live(widest << 16), encode.live(widest)
     blocked = tl.reshape(pairs, (L // E, E, 8, C // 2))
     if ROUNDING.MSE:
         both = tl.broadcast_to(whole[:, None, None, :], (L // E, E, 8, C // 2))
         more = tl.sum(tl.sum(exponents.more_errors(blocked, both), 2), 1)
         low, high = tl.split(tl.reshape(more, (L // E, C // 2, 2)))
+        # A block with an Inf keeps its exponent, which would carry into the other half.
+        low, high = tl.where(low_live != 0, low, 0.0), tl.where(high_live != 0, high, 0.0)
         found += tl.where(low < 0, 0x80, 0) + tl.where(high < 0, 0x800000, 0)
         byte, whole, half = exponents.powers(found, INTERPRETED)
-    low_live, high_live = encode.live(widest << 16), encode.live(widest)
     if ROUNDING.AVERAGED:
         average = tl.reshape(average, (L // E, E, 8, C))
         alive = tl.max(tl.max(_live(average), 2), 1)

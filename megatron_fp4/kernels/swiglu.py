@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_fp4.kernels.decode import halves
 from megatron_fp4.kernels.encode import rounded_pairs
-from megatron_fp4.kernels.launch import INTERPRETED, Launch, kernel, planned, tiles
+from megatron_fp4.kernels.launch import INTERPRETED, Launch, in_words, kernel, planned, tiles
 
 _WORDS, _WARPS = 1024, 4  # words of the result that a program writes
 
@@ -163,7 +163,7 @@ def swiglu_gradient_kernel(
 
 def swiglu(y: Tensor) -> Tensor:
     """The SwiGLU of y, BF16 [rows, 2 n] with n even: BF16 [rows, n]."""
-    y = y.contiguous()
+    y = in_words(y)
     rows, words = y.shape[0], y.shape[1] // 4
     out = y.new_empty((rows, 2 * words))
     if rows:
@@ -174,7 +174,7 @@ def swiglu(y: Tensor) -> Tensor:
 def swiglu_gradient(gradient: Tensor, y: Tensor) -> Tensor:
     """The gradient of y, BF16 or E4M3 [rows, 2 n] with n even, from `gradient`, that of its
     SwiGLU: BF16."""
-    gradient, y = gradient.contiguous(), y.contiguous()
+    gradient, y = in_words(gradient), in_words(y)
     rows, words = y.shape[0], y.shape[1] // 4
     out = gradient.new_empty(y.shape)
     if rows:

@@ -341,8 +341,8 @@ def _gemm(recipe: Recipe, gemm: str, setting: Setting) -> GemmPlan:
     if _saves_x(recipe, setting) == "packed" and gemm == "wgrad":
         b = replace(b, carrier=None)  # made in forward, multiplied in backward: only codes are kept
     # An operand that is only decoded from fprop's codes takes as many bytes as W. It is held only
-    # where the setting asks for decoded forms.
-    decoded = setting.keeps_w == "decoded" and b.letter == "w"
+    # where the setting asks for decoded forms. Calls without tokens may have another multiplier.
+    decoded = setting.keeps_w == "decoded" and b.letter == "w" and setting.tokens > 0
     held = {None: (), "fprop": ("fprop",)}.get(setting.keeps_w, ("fprop", "dgrad"))
     holds_b = gemm in held and (b.is_quantized or (decoded and gemm == "dgrad"))
     return GemmPlan(

@@ -54,7 +54,8 @@ class Case:
         words += ["block 16"] * (q.block[1] == 16)
         words += [f"group {self.group}"] if self.group else []
         words += ["shard"] * self.is_shard + ["signs"] * self.signed + ["packed"] * self.packed
-        words += [] if self.carrier is None else [str(self.carrier), self.filled]
+        words += [] if self.carrier is None else [str(self.carrier)]
+        words += [self.filled] if self.carrier is not None or self.filled else []
         words += ["fixed signs"] * self.fixed
         words += ["in memory"] * self.in_memory + ["one draw"] * self.one_draw
         words += [] if self.unsigned is None else [f"no signs along {self.unsigned}"]
@@ -121,6 +122,7 @@ def cases() -> Iterator[Case]:
     for axes in ((0,), (1,), (1, 0)):
         yield Case(Quantizer(rule="mse"), axes)
         yield Case(Quantizer(rule="mse", block=(1, 16)), axes)
+        yield Case(Quantizer(rule="mse", block=(1, 16)), axes, filled=BESIDE_HUGE)
     yield Case(Quantizer(rule="mse"), (1, 0), packed=True)
     yield Case(Quantizer(rule="mse"), (1, 0), 64, fixed=True)
     short: dict[str, Any] = {"rule": "ceil", "block": (1, 16)}
@@ -144,7 +146,11 @@ def cases() -> Iterator[Case]:
 def carried() -> Iterator[Case]:
     """Cases in which carriers are asked for too."""
     for case in cases():
-        plain = not case.group and case.quantizer.prescale == 1.0 and case.quantizer.rule != "floor"
+        plain = (
+            not (case.group or case.filled)
+            and case.quantizer.prescale == 1.0
+            and case.quantizer.rule != "floor"
+        )
         if plain and not case.is_shard:
             yield from (replace(case, carrier=element) for element in FORMATS)
             if len(case.axes) == 2 and not case.packed and case.quantizer.rounding == "nearest":
@@ -155,6 +161,7 @@ def carried() -> Iterator[Case]:
 
 
 # Values that the guess of the row exponent, made from a sample, cannot know or must ignore.
+BESIDE_HUGE = "Inf in every other column, beside huge"
 FILLED = ("NaN", "NaN in rows", "Inf in columns", "zeros in rows", "subnormal rows", "huge")
 
 
@@ -165,6 +172,9 @@ def filled(shape: tuple[int, int], what: str) -> Tensor:
         x[8:16] = torch.nan
     elif what == "Inf in columns":
         x[:, 32:64] = torch.inf
+    elif what == BESIDE_HUGE:  # a block's exponent shares a word with that of the next column
+        x *= 2.0**126
+        x[3::16, ::2] = torch.inf
     elif what == "zeros in rows":
         x[32:64] = -0.0
     elif what == "subnormal rows":

@@ -96,6 +96,8 @@ def test_a_compiler_that_says_nothing_and_a_message_of_one_line() -> None:
         extension._cause(ninja + "In file included from a\nb.h:3: error: c\n") == "b.h:3: error: c"
     )
     assert extension._cause("undefined symbol: f") == "undefined symbol: f"
+    assert extension._cause("Error building\nFAILED: a.o") == "FAILED: a.o"
+    assert extension._cause("") == "the compiler said nothing"
 
 
 # --- a run -------------------------------------------------------------------------------------

@@ -205,3 +205,10 @@ def test_an_x_that_is_kept_is_not_computed_from_a_y_that_is_gone() -> None:
     assert plain.wgrad is not None and plain.wgrad.b.source == "swiglu"
     assert rounded.wgrad is not None and rounded.wgrad.b.source == "model"
     assert rounded.fprop.a.source == "swiglu" and rounded.forward[0].activates
+
+
+def test_a_call_without_tokens_holds_no_form_of_w() -> None:
+    """It has another multiplier on Hopper, which reads another form than the calls with tokens."""
+    full, empty = (plan("tetrajet", tokens=n, keeps_w="decoded") for n in (256, 0))
+    assert full.fprop.holds_form and not empty.fprop.holds_form
+    assert full.fprop.multiplier.name != empty.fprop.multiplier.name

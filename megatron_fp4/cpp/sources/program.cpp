@@ -81,7 +81,8 @@ struct Program::Frame {
     if (memory < 0) return at::Tensor();
     const auto& owner = tensors[owners[memory]];
     auto tensor = view_of(owner, starts[memory], view.place.offset, view);
-    if (memory < inputs)  // so that autograd notices if a saved input is changed in place
+    // An inference tensor has no counter, as all that is made in inference mode.
+    if (memory < inputs && !owner.is_inference() && !tensor.is_inference())  // so that autograd notices if a saved input is changed in place
       tensor.unsafeGetTensorImpl()->set_version_counter(
           owner.unsafeGetTensorImpl()->version_counter());
     return tensor;
@@ -190,14 +191,28 @@ void Program::result(int memory, int64_t offset, std::vector<int64_t> sizes,
   results_.push_back({{memory, offset}, std::move(sizes), std::move(strides), dtype});
 }
 
+void Program::input(int alignment, int remainder, std::vector<int64_t> sizes,
+                    std::vector<int64_t> strides, at::ScalarType dtype) {
+  expected_.push_back({alignment, remainder, std::move(sizes), std::move(strides), dtype});
+}
+
+namespace {
+
+bool has_form(const at::Tensor& tensor, const Input& wanted) {
+  if (tensor.scalar_type() != wanted.dtype || tensor.sizes() != wanted.sizes) return false;
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis)
+    if (wanted.sizes[axis] > 1 && tensor.stride(axis) != wanted.strides[axis]) return false;
+  const auto address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  return static_cast<int>(address % wanted.alignment) == wanted.remainder;
+}
+
+}  // namespace
+
 bool Program::takes(const std::vector<at::Tensor>& inputs) const {
   if (static_cast<int>(inputs.size()) != inputs_) return false;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const auto [alignment, remainder] = alignments_[i];
-    if (inputs[i].defined() != (remainder >= 0)) return false;
-    if (!inputs[i].defined()) continue;
-    const auto address = reinterpret_cast<uintptr_t>(inputs[i].data_ptr());
-    if (static_cast<int>(address % alignment) != remainder) return false;
+    if (inputs[i].defined() != (expected_[i].remainder >= 0)) return false;
+    if (inputs[i].defined() && !has_form(inputs[i], expected_[i])) return false;
   }
   return true;
 }

@@ -29,7 +29,7 @@ struct View {
 };
 
 // Numbers that differ between the calls of a linear: the low word of the step, the words of the
-// seed, and the microbatch of random signs, as `megatron_fp4.recording.Word` numbers them.
+// seed, and the microbatch of random signs, as `megatron_fp4.recording.WORDS` numbers them.
 using Words = std::array<int32_t, 4>;
 
 // Allocates a tensor of its own for a piece of memory, such as Y.
@@ -84,6 +84,13 @@ struct Zero {
   int64_t bytes;
 };
 
+// What an input of a Program must be; see `Program::input`.
+struct Input {
+  int alignment, remainder;
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype;
+};
+
 struct Step {
   std::variant<Allocate, Launch, Product, Call, Wait, Zero> what;
   std::vector<int> releases;  // memory that no later step reads
@@ -118,9 +125,10 @@ class Program {
   // A tensor that `run` returns.
   void result(int memory, int64_t offset, std::vector<int64_t> sizes, std::vector<int64_t> strides,
               at::ScalarType dtype);
-  // The next input: what its address is modulo an alignment; -1 for an input that is no tensor. A
-  // call with another input is not this program's.
-  void input(int alignment, int remainder) { alignments_.emplace_back(alignment, remainder); }
+  // The next input: what its address is modulo an alignment, -1 for an input that is no tensor, and
+  // the tensor's form. A call with another input is not this program's.
+  void input(int alignment, int remainder, std::vector<int64_t> sizes, std::vector<int64_t> strides,
+             at::ScalarType dtype);
 
   bool takes(const std::vector<at::Tensor>& inputs) const;
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const Words& words) const;
@@ -142,7 +150,7 @@ class Program {
   std::vector<std::pair<int, Place>> parts_;
   std::vector<Step> steps_;
   std::vector<View> results_;
-  std::vector<std::pair<int, int>> alignments_;
+  std::vector<Input> expected_;
   mutable std::mutex products_;  // the descriptors of products are written before each launch
 };
 
