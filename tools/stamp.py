@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -47,6 +48,8 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str:
+    if shutil.which("git") is None:
+        return "unknown"
     found = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         cwd=Path(__file__).parent,

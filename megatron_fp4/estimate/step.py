@@ -25,8 +25,6 @@ from megatron_fp4.estimate.traffic import (
 from megatron_fp4.estimate.work import Pass, Work, of_ends, of_layer
 from megatron_fp4.recipe import Recipe
 
-_BUCKET = 4 * 40e6  # bytes of gradients that Megatron sums at a time
-
 
 class Time(NamedTuple):
     """Seconds of a step, on the stage that takes longest.

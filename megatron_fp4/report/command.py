@@ -11,8 +11,8 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.report.page import page
 from megatron_fp4.report.reading import metrics_file, read
 
-_ABOUT = """Makes one HTML page of the metrics that a run has logged, or of two runs beside each
-other. A browser opens it without a network. docs/report.md says what it shows."""
+_ABOUT = """Makes one HTML page of the metrics that a run has logged, or of two runs, to compare
+them. A browser opens it without a network. docs/report.md says what it shows."""
 
 
 def run(arguments: Sequence[str] | None = None) -> Path:
@@ -27,8 +27,11 @@ def run(arguments: Sequence[str] | None = None) -> Path:
         "--output", type=Path, metavar="FILE", help="where the page goes (RUN/report.html)"
     )
     args = parser.parse_args(arguments)
-    text = page([read(path) for path in (args.run, args.other) if path is not None])
+    runs = [path for path in (args.run, args.other) if path is not None]
     output: Path = args.output or metrics_file(args.run).with_name("report.html")
+    if output.resolve() in [metrics_file(path).resolve() for path in runs]:
+        raise ConfigError(f"--output {output} has the metrics of a run: give another file")
+    text = page(list(map(read, runs)))
     try:
         # Half of a surrogate pair, which JSON and file names may have, is not in UTF-8.
         output.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")

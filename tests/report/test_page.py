@@ -227,6 +227,8 @@ def test_the_command_writes_beside_the_metrics(tmp_path: Path) -> None:
     assert "report.html" in {path.name for path in a.iterdir()}
     with pytest.raises(ConfigError, match=r"not writable: Is a directory; give another --output"):
         command.run([str(a), "--output", str(tmp_path)])
+    with pytest.raises(ConfigError, match="has the metrics of a run: give another file"):
+        command.run([str(a), "--output", str(a / "metrics.jsonl")])
     with pytest.raises(ConfigError, match=r"other/metrics.jsonl|other: no such file"):
         command.run([str(a), str(tmp_path / "other")])
 
