@@ -138,7 +138,8 @@ class Linear(nn.Linear):
         return self.weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        if self.average is not None and not self._has_started:
+        whole = not hasattr(self.weight, "full_tensor")  # FSDP2 shards it
+        if self.average is not None and not self._has_started and whole:
             with torch.no_grad():
                 self.average.copy_(self.weight)  # which may have been loaded since
         super()._save_to_state_dict(*args, **kwargs)

@@ -30,6 +30,7 @@ from megatron_fp4.recipe import Recipe
 # small torch operations, none of which a mode has to change. Where a mode is active (the CPU
 # runtime installs one), calling it for each operation would cost more than most operations.
 _plain_tensors = torch._C.DisableTorchFunction
+_view = torch.ops.aten._unsafe_view.default._op  # takes no Python code
 
 
 @dataclass(slots=True)
@@ -109,7 +110,7 @@ class Linear(torch.autograd.Function):
             # Sequence parallelism changes the number of tokens.
             leading[0] = leading[0] * y.shape[0] // (x.numel() // x.shape[-1])
         # Autograd would call the result of `view` a view, which nothing may change in place.
-        y = torch.ops.aten._unsafe_view(y, [*leading, y.shape[-1]])
+        y = _view(y, [*leading, y.shape[-1]])
         if beside.place != "before":
             return y
         ctx.mark_non_differentiable(y)
