@@ -192,16 +192,21 @@ void Program::result(int memory, int64_t offset, std::vector<int64_t> sizes,
 }
 
 void Program::input(int alignment, int remainder, std::vector<int64_t> sizes,
-                    std::vector<int64_t> strides, at::ScalarType dtype) {
-  expected_.push_back({alignment, remainder, std::move(sizes), std::move(strides), dtype});
+                    std::vector<int64_t> strides, at::ScalarType dtype, bool is_contiguous) {
+  expected_.push_back(
+      {alignment, remainder, std::move(sizes), std::move(strides), dtype, is_contiguous});
 }
 
 namespace {
 
 bool has_form(const at::Tensor& tensor, const Input& wanted) {
-  if (tensor.scalar_type() != wanted.dtype || tensor.sizes() != wanted.sizes) return false;
-  for (int64_t axis = 0; axis < tensor.dim(); ++axis)
-    if (wanted.sizes[axis] > 1 && tensor.stride(axis) != wanted.strides[axis]) return false;
+  if (tensor.scalar_type() != wanted.dtype) return false;
+  if (wanted.is_contiguous) {  // X may come with more axes than it was recorded with
+    const auto elements = c10::multiply_integers(wanted.sizes);
+    if (!tensor.is_contiguous() || tensor.numel() != elements) return false;
+  } else if (tensor.sizes() != wanted.sizes || tensor.strides() != wanted.strides) {
+    return false;
+  }
   const auto address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
   return static_cast<int>(address % wanted.alignment) == wanted.remainder;
 }
