@@ -140,8 +140,7 @@ class Linear(nn.Linear):
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         whole = not hasattr(self.weight, "full_tensor")  # FSDP2 shards it
         if self.average is not None and not self._has_started and whole:
-            with torch.no_grad():
-                self.average.copy_(self.weight)  # which may have been loaded since
+            self._start_average(self.average)  # the weight may have been loaded since
         super()._save_to_state_dict(*args, **kwargs)
 
     def get_extra_state(self) -> Tensor:

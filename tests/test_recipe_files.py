@@ -12,6 +12,7 @@ import pytest
 from megatron_fp4 import ConfigError, GemmRecipe, Phase, Quantizer, Recipe, get_recipe
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
+from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.recipe import HIGH_PRECISION
 from megatron_fp4.recipes import content
 from megatron_fp4.recipes.assignment import recipes_of_layers
@@ -158,6 +159,13 @@ def test_options_override_the_files_own(tmp_path: Path) -> None:
 
 def test_a_gemm_can_be_returned_to_high_precision(tmp_path: Path) -> None:
     assert load(tmp_path, "base: mxfp4\nwgrad: {}\n").wgrad == HIGH_PRECISION
+
+
+def test_an_option_takes_the_place_of_the_one_that_it_contradicts(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("base: tetrajet-ema\noptions: {ema_beta: 0.5}\n")
+    mine = str(tmp_path / "mine.yaml")
+    assert get_recipe(mine, ema_share=0.1).weight_average == WeightAverage(half_life=0.1, delay=10)
+    assert get_recipe(mine, ema_beta=0.6).weight_average == WeightAverage(0.6, delay=10)
 
 
 def test_a_file_can_build_on_a_file(tmp_path: Path) -> None:

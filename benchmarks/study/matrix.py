@@ -14,6 +14,7 @@ from benchmarks.study.sizes import SIZES
 from megatron_fp4 import Recipe, get_recipe
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.data.errors import DataError
+from megatron_fp4.recipes import read_options
 from tools.installed_text import Text
 
 BF16 = "bf16"
@@ -180,4 +181,4 @@ def recipe_of(entry: str) -> Recipe:
     Raises ConfigError if there is no such recipe or option.
     """
     name, *options = entry.split()[0].split(",")
-    return get_recipe(name, **dict(option.partition("=")[::2] for option in options))
+    return get_recipe(name, **read_options(options))

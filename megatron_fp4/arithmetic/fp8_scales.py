@@ -29,9 +29,8 @@ def scales_in_fp8(scale: str) -> tuple[tuple[float, int], ...]:
     ascending order."""
     form = SCALE_FLOATS[scale]
     found = []
-    for code, value in enumerate(
-        form.decode(torch.arange(256, device="cpu"), torch.float64).tolist()
-    ):
+    values = form.decode(torch.arange(256, device="cpu"), torch.float64)
+    for code, value in enumerate(values.tolist()):
         if value > 0 and code != form.nan and _significand(value) in SIGNIFICANDS:
             found.append((value, code))
     return tuple(sorted(found))

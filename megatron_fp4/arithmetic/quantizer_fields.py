@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-from megatron_fp4.arithmetic.formats import SCALE_FLOATS
+from megatron_fp4.arithmetic.formats import E8M0_BIAS, SCALE_FLOATS
 from megatron_fp4.arithmetic.fp8_scales import LONGEST, scales_in_fp8
 from megatron_fp4.errors import ConfigError, check_choices
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from megatron_fp4.arithmetic.quantizer import Quantizer
 
 Rule = Literal["floor", "ceil", "mse", "nearest", "up", "four-over-six", "mse-fp8", "absmax"]
-LARGEST_E8M0 = 2.0**127
 _RULES = {"e8m0": ("floor", "ceil", "mse"), "fp32": ("absmax",)}
 _FLOAT_RULES = ("nearest", "up", "four-over-six", "mse-fp8")  # of e4m3 and ue5m3
 
@@ -55,15 +54,22 @@ def _check_scales(q: Quantizer) -> None:
         )
     if q.row_max and q.scale == "e8m0" and math.frexp(q.row_max)[0] != 0.5:
         raise ConfigError(f"row_max of e8m0 scales is a power of two, not {q.row_max:g}")
-    largest = SCALE_FLOATS[q.scale].max if q.scale in SCALE_FLOATS else LARGEST_E8M0
-    for name, value in (("tensor_max", q.tensor_max), ("row_max", q.row_max)):
-        if value > largest:
-            raise ConfigError(
-                f"{name} of {value:g} is above {largest:g}, the largest {q.scale} scale"
-            )
     rules = _RULES.get(q.scale, _FLOAT_RULES)
     if q.rule not in rules:
         raise ConfigError(f"scale {q.scale} takes rule {' or '.join(rules)}: {q.rule!r}")
+    largest = _largest_scale(q)
+    for name, value in (("tensor_max", q.tensor_max), ("row_max", q.row_max)):
+        if value > largest:
+            raise ConfigError(
+                f"{q.rule} takes no {name} of {value:g}: its largest scale is {largest:g}"
+            )
+
+
+def _largest_scale(q: Quantizer) -> float:
+    """The largest block scale that the quantizer's rule gives. 2^127 for E8M0 and FP32 scales."""
+    if q.rule == "mse-fp8":
+        return scales_in_fp8(q.scale)[-1][0]
+    return SCALE_FLOATS[q.scale].max if q.scale in SCALE_FLOATS else 2.0**E8M0_BIAS
 
 
 def _check_rounding(q: Quantizer) -> None:
@@ -90,12 +96,6 @@ def _check_scales_in_fp8(q: Quantizer) -> None:
         raise ConfigError("mse-fp8 takes neither inflate nor prescale nor unit_gain")
     if not 0 < q.block[1] <= LONGEST:
         raise ConfigError(f"mse-fp8 takes blocks of at most {LONGEST} elements, not {q.block}")
-    largest = scales_in_fp8(q.scale)[-1][0]
-    for name, value in (("tensor_max", q.tensor_max), ("row_max", q.row_max)):
-        if value > largest:
-            raise ConfigError(
-                f"mse-fp8 takes no {name} of {value:g}: its largest scale is {largest:g}"
-            )
 
 
 def _check_gain(q: Quantizer) -> None:

@@ -127,11 +127,10 @@ class _Lowering:
         for i, given in enumerate(recording.memories[: recording.inputs]):
             alignment = self._alignment(i)
             if given is None or given.tensor is None:
-                made.input(alignment, -1, [], [], torch.uint8, True)
+                made.input(alignment, -1, [], [], torch.uint8)
             else:
                 form = given.tensor.shape, given.tensor.stride(), given.tensor.dtype
-                is_contiguous = given.tensor.is_contiguous()
-                made.input(alignment, given.start % alignment, *form, is_contiguous)
+                made.input(alignment, given.start % alignment, *form)
         return made
 
     def _alignment(self, memory: int) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from megatron_fp4.vocabulary import padded_size
 
 
 class Linear(NamedTuple):
@@ -115,9 +116,8 @@ class Model:
         )
 
     def padded_vocabulary(self, tensor_parallel: int) -> int:
-        """The rows of the embedding over all ranks, as mcore/data/vocabulary.py pads them."""
-        multiple = math.lcm(self.vocabulary_multiple, tensor_parallel)
-        return -(-self.vocabulary // multiple) * multiple
+        """The rows of the embedding over all ranks."""
+        return padded_size(self.vocabulary, self.vocabulary_multiple, tensor_parallel)
 
 
 class Parameters(NamedTuple):

@@ -154,9 +154,11 @@ def _tiled(rows: int, columns: int, quantizer: Quantizer, kinds: Sequence[_Kind]
 
 @planned
 def _find_launch(rows: int, columns: int, quantizer: Quantizer, *kinds: _Kind) -> Launch:
-    """The launch of `largest_kernel`, which reads a matrix [rows, columns] for one operand or two.
+    """The launch of `largest_kernel`, which finds the largest magnitudes of the rows of one operand
+    or two, made of a matrix [rows, columns].
 
-    kinds: of each operand.
+    kinds: of each operand, the contracted axis, whether it is multiplied by scales first, and the
+    dtype of its FP8 elements.
     """
     return Launch(largest_kernel, *_tiled(rows, columns, quantizer, kinds), num_warps=WARPS)
 
@@ -165,7 +167,7 @@ def _find_launch(rows: int, columns: int, quantizer: Quantizer, *kinds: _Kind) -
 def _cast_launch(rows: int, columns: int, quantizer: Quantizer, *kinds: _Kind) -> Launch:
     """The launch of `cast_kernel`, which quantizes a matrix [rows, columns] for one operand or two.
 
-    kinds: of each operand.
+    kinds: see `_find_launch`.
     """
     grid, types, form = _tiled(rows, columns, quantizer, kinds)
     constants = form | dict(ELEMENT=_element(quantizer))

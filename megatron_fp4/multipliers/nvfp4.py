@@ -1,6 +1,6 @@
 """NVFP4 GEMMs on FP4 tensor cores (compute capability 10.x and 12.x), by Transformer Engine.
 
-It is used where Transformer Engine is installed. No Blackwell GPU has run these products yet, so
+It is used where Transformer Engine is installed. No Blackwell GPU has run these GEMMs yet, so
 they are compared with float64 first, once in a process and device. If they differ, or raise, the
 multiplier is not used, and the plan gives the reason.
 """

@@ -137,7 +137,8 @@ def _in_turn(recipe: Recipe, setting: Setting, moments: Moments | None) -> str:
 
 
 def _check_sizes(recipe: Recipe, tokens: int, inputs: int, outputs: int) -> None:
-    """Raises ConfigError, with this command's flag, for a size that a block does not divide."""
+    """Checks that the recipe's blocks divide these sizes. Raises ConfigError, which names the flag
+    of the size that they do not divide."""
     try:
         check_sizes(recipe, tokens, inputs, outputs, "this linear")
     except SizeError as error:

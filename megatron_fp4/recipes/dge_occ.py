@@ -44,9 +44,11 @@ def dge_occ(
     tensor-parallel size in a row-parallel linear, whose features are sharded. Raises ConfigError
     for an option of a part that is left out.
     """
-    if not dge and (k, clip) != (5.0, 3.0):
+    estimator = Estimator(k=k, clip=clip)
+    clamp = OutlierClamp(alpha, scope, compensate, residual_in_wgrad)
+    if not dge and estimator != Estimator():
         raise ConfigError("dge=false leaves out the estimator, which k and clip belong to")
-    if not occ and (alpha, scope, compensate, residual_in_wgrad) != (0.99, "token", True, True):
+    if not occ and clamp != OutlierClamp():
         raise ConfigError(
             "occ=false leaves out the clamp, which alpha, scope, compensate and residual_in_wgrad "
             "belong to"
@@ -58,6 +60,6 @@ def dge_occ(
         dgrad=GemmRecipe(GRADIENT, None),
         wgrad=GemmRecipe(GRADIENT, None),
         backward="forward",
-        estimator=Estimator(k=k, clip=clip) if dge else None,
-        outliers=OutlierClamp(alpha, scope, compensate, residual_in_wgrad) if occ else None,
+        estimator=estimator if dge else None,
+        outliers=clamp if occ else None,
     )

@@ -19,7 +19,8 @@ class Method:
     options: the field of the settings that each option sets, by the option's name.
     applied: returns a recipe that follows the method with these settings. Raises ConfigError for a
         recipe that cannot follow it.
-    either: two options of which only one may be given: setting the first unsets the second's field.
+    either: two options of which only one may be given. The field of the second takes precedence, so
+        that setting the first unsets it; setting the second returns the first's to its default.
     contradiction: what is said of a recipe that is given both.
     """
 
@@ -45,6 +46,8 @@ class Method:
                 if given.get(second) is not None:
                     raise ConfigError(self.contradiction)
                 fields[self.options[second]] = None
+            elif given.get(second) is not None:
+                fields[self.options[first]] = getattr(self.default, self.options[first])
             settings = getattr(recipe, self.field) or self.default
             return self.applied(recipe, replace(settings, **fields))
         except ConfigError as error:

@@ -212,7 +212,7 @@ def test_rounding_by_the_scales_is_to_nearest() -> None:
         ({"inflate": 1.0625}, "neither inflate nor prescale"),
         ({"unit_gain": 32, "tensor_max": 256.0}, "nor unit_gain"),
         ({"prescale": 0.75}, "neither inflate nor prescale"),
-        ({"tensor_max": 50000.0}, "its largest scale is 49152"),
+        ({"tensor_max": 65536.0}, "its largest scale is 49152"),
         ({"scale": "e4m3", "tensor_max": 448.0}, "its largest scale is 384"),
         ({"scale": "e4m3", "row_max": 448.0}, "its largest scale is 384"),
         ({"scale": "e8m0"}, "scale e8m0 takes rule"),

@@ -79,7 +79,10 @@ def points_of(rows: list[Row], stage: str) -> list[Point]:
 
 
 def missing(rows: list[Row]) -> list[str]:
-    """A line that names the stages without complete results; none if all have some."""
+    """One line that names the stages without results in `rows`; [] if every stage has some.
+
+    A combination has a result of a stage once all its seeds have run.
+    """
     found = {row["stage"] for row in rows}
     names = [f"`{stage}`" for stage in SCORES if stage not in found]
     return [f"Not complete yet: {', '.join(names)}."] if names else []

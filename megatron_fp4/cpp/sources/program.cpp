@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include <ATen/TensorGeometry.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -81,8 +82,9 @@ struct Program::Frame {
     if (memory < 0) return at::Tensor();
     const auto& owner = tensors[owners[memory]];
     auto tensor = view_of(owner, starts[memory], view.place.offset, view);
-    // An inference tensor has no counter, as all that is made in inference mode.
-    if (memory < inputs && !owner.is_inference() && !tensor.is_inference())  // so that autograd notices if a saved input is changed in place
+    // So that autograd notices if a saved input is changed in place. What is made in inference mode
+    // has no counter.
+    if (memory < inputs && !owner.is_inference() && !tensor.is_inference())
       tensor.unsafeGetTensorImpl()->set_version_counter(
           owner.unsafeGetTensorImpl()->version_counter());
     return tensor;
@@ -192,7 +194,8 @@ void Program::result(int memory, int64_t offset, std::vector<int64_t> sizes,
 }
 
 void Program::input(int alignment, int remainder, std::vector<int64_t> sizes,
-                    std::vector<int64_t> strides, at::ScalarType dtype, bool is_contiguous) {
+                    std::vector<int64_t> strides, at::ScalarType dtype) {
+  const bool is_contiguous = at::geometry_is_contiguous(sizes, strides);
   expected_.push_back(
       {alignment, remainder, std::move(sizes), std::move(strides), dtype, is_contiguous});
 }

@@ -129,7 +129,7 @@ class Program {
   // The next input: what its address is modulo an alignment, -1 for an input that is no tensor, and
   // the tensor's form. A call with another input is not this program's.
   void input(int alignment, int remainder, std::vector<int64_t> sizes, std::vector<int64_t> strides,
-             at::ScalarType dtype, bool is_contiguous);
+             at::ScalarType dtype);
 
   bool takes(const std::vector<at::Tensor>& inputs) const;
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const Words& words) const;

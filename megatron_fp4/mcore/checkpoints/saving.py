@@ -94,11 +94,11 @@ def _whole_or_told(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep(iteration: int) -> None:
-    """Makes saves of `iteration` to the folder of --save do nothing, while its checkpoint there is
-    complete.
+    """Keeps the checkpoint of `iteration` in the folder of --save: saving that iteration again does
+    nothing as long as the checkpoint is complete.
 
-    Call it if that checkpoint was loaded. Megatron saves at the end of its loop even if it ran no
-    step, and would delete the checkpoint first.
+    Call it after that checkpoint was loaded by a run that has no steps left. Megatron saves at the
+    end of its loop even then, and would delete the checkpoint before it writes it again.
     """
     _saved[:] = [_folder_of(Path(get_args().save), iteration)]
 

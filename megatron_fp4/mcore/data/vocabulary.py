@@ -7,10 +7,11 @@ It is the same in every parallel layout whose tensor-parallel size divides
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 
 from megatron.core.tokenizers.utils import build_tokenizer
+
+from megatron_fp4.vocabulary import padded_size
 
 
 def install() -> None:
@@ -21,17 +22,6 @@ def install() -> None:
     same model would depend on the tensor-parallel size.
     """
     build_tokenizer.vocab_size_with_padding = _padded_for
-
-
-def padded_size(tokens: int, divisor: int, tensor_parallel: int) -> int:
-    """The smallest number >= `tokens` that both `divisor` and `tensor_parallel` divide.
-
-    tokens: the size of the vocabulary. divisor: --make-vocab-size-divisible-by.
-    tensor_parallel: the tensor-parallel size. The result depends on it only if it does not divide
-    `divisor`.
-    """
-    multiple = math.lcm(divisor, tensor_parallel)
-    return -(-tokens // multiple) * multiple
 
 
 def _padded_for(tokens: int, args: argparse.Namespace, logging_enabled: bool = True) -> int:

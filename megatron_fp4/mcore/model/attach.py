@@ -111,7 +111,10 @@ def _problems(run: Run, rows: list[Row], stock: list[Row]) -> Iterator[str]:
 
 
 def _sizes(run: Run, model: list[MegatronModule], plans: list[list[LinearPlan]]) -> Iterator[str]:
-    """Lines about memory and messages, of the rank with most; "" where there is nothing to say."""
+    """The start table's lines about memory and messages, each for the rank with the largest number.
+
+    A line is "" if it does not apply.
+    """
     held = max(of_all(sum(max(map(held_bytes, phases)) for phases in plans)))
     sent = max(of_all(_gathered(run)))
     yield start_table.held(run.keeps_weights, held, sent.size > 0)
@@ -127,9 +130,10 @@ def _sizes(run: Run, model: list[MegatronModule], plans: list[list[LinearPlan]])
 def _kernels(
     run: Run, model: list[MegatronModule], plans: list[list[LinearPlan]], joined: _Joined
 ) -> Iterator[str]:
-    """Lines about what runs the linears and attention; "" where there is nothing to say.
+    """The start table's lines about what runs linears and attention. A line is "" if it does not
+    apply.
 
-    joined: what linears compute on this rank.
+    joined: what linears of this rank compute as they quantize.
     """
     started = of_all(executor.start(run, [plan for phases in plans for plan in phases]))
     yield from executor.lines(run, started)
@@ -150,10 +154,10 @@ def _linears(chunk: MegatronModule) -> Iterator[tuple[str, Fp4Layer, int | None]
 
 
 def _stock_linears(chunk: MegatronModule) -> Iterator[Row]:
-    """A row for each linear that no recipe can be given to.
+    """A row of the start table for each linear to which this package can give no recipe.
 
-    These are linears of a user's layers that their specification does not name, or that do not
-    derive from Megatron's. The head is left out.
+    These are linears in a user's own layers: they are not named in the specification of the layers,
+    or their class does not derive from a linear of Megatron's. The head is left out.
     """
     for name, module, _ in modules(chunk):
         is_linear = any(base.__name__ in _LINEARS for base in type(module).__mro__)
@@ -186,7 +190,10 @@ def modules(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Module, int |
 
 
 def _with_global_expert(name: str, config: TransformerConfig) -> str:
-    """`name` with the expert's number in the whole model; each rank numbers its experts from 0."""
+    """The module name, in which experts are numbered over the whole model.
+
+    Megatron numbers the experts of each expert-parallel rank from 0.
+    """
     ranks = mpu.get_expert_model_parallel_world_size()
     if ranks == 1 or ".local_experts." not in name:
         return name
@@ -195,7 +202,11 @@ def _with_global_expert(name: str, config: TransformerConfig) -> str:
 
 
 def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> str | None:
-    """Makes a linear follow its recipe, if it has one. Returns why it cannot, or None."""
+    """Makes a linear follow its recipe, if it has one.
+
+    Returns the reason if the linear cannot follow it, such as a size that a block does not divide;
+    else None.
+    """
     recipe = recipe_for(name, number, run.recipe, run.modules, run.args)
     sends = recipe is not None and run.sends(layer.weight)
     reads = recipe is not None and reads_average(recipe, sends)
@@ -250,7 +261,7 @@ def _gathered(run: Run) -> GatheredWeights:
 
 
 def _kept_y(config: TransformerConfig) -> str:
-    """The line about --activation-func-fp8-input-store; "" without the flag."""
+    """The start table's line about --activation-func-fp8-input-store; "" if it is not given."""
     if not config.activation_func_fp8_input_store:
         return ""
     # Megatron's SwiGLU, of layers without a recipe for example, obeys the flag where it is fused.
@@ -259,7 +270,8 @@ def _kept_y(config: TransformerConfig) -> str:
 
 
 def _attention(model: list[MegatronModule]) -> str:
-    """The line about attention that runs in slower kernels than it could; "" if none does."""
+    """The start table's line about attention that runs in slower kernels than the GPU has; "" if
+    there is no such attention."""
     modules = (module for chunk in model for module in chunk.modules())
     problem = attention.cudnn_problem()
     if problem is None or not any(isinstance(each, attention.SdpaAttention) for each in modules):

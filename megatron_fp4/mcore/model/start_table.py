@@ -102,14 +102,16 @@ def planned(
 
 def _saved_x(name: str, plan: LinearPlan, tokens: int) -> list[str]:
     """A note if --fp4-saved-x cannot be followed, or bf16 changes nothing, else []."""
-    has_codes = plan.wgrad is not None and plan.wgrad.b.quantizer is not None
-    keeps_x = plan.saves_x == "model"
-    if not plan.setting.packs_x and plan.wgrad is not None and not (has_codes and keeps_x):
-        return [
+    if plan.wgrad is None:
+        return []
+    keeps_x = plan.wgrad.b.quantizer is not None and plan.saves_x == "model"
+    if not plan.setting.packs_x:
+        nothing = (
             f"--fp4-saved-x bf16 changes nothing for {plan.recipe.name}: its backward quantizes no "
             "X itself"
-        ]
-    if not (plan.setting.packs_x and has_codes and keeps_x):
+        )
+        return [] if keeps_x else [nothing]
+    if not keeps_x:
         return []
     if plan.setting.has_part("dy"):
         tokens *= plan.setting.sharding.ranks
