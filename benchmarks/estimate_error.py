@@ -162,7 +162,13 @@ def summary(rows: list[Row]) -> list[str]:
 def _waits_for_python(row: Row) -> bool:
     """Whether linears ran in Python, where the GPUs may wait for the host. They run in C++ now."""
     in_python = row["file"].startswith("parallel_step")
-    return in_python and row.get("layout", "")[:2] == "tp" and row["name"] == "tetrajet"
+    return in_python and row.get("layout", "")[:2] == "tp" and row["name"] in ("bf16", "tetrajet")
+
+
+def _waits_for_hosts(row: Row) -> bool:
+    """Whether GPUs wait for the host in the present steps: each collective for the slowest."""
+    captured = "graph" in row["name"]
+    return row["file"] in CURRENT and row.get("layout", "")[:3] == "tp4" and not captured
 
 
 def _in(files: tuple[str, ...], alone: bool | None = None) -> Callable[[Row], bool]:
@@ -178,11 +184,12 @@ def _in(files: tuple[str, ...], alone: bool | None = None) -> Callable[[Row], bo
 
 KINDS: dict[str, Callable[[Row], bool]] = {
     "steps on one GPU": _in(CURRENT, True),
-    "steps on 2 GPUs": _in(CURRENT, False),
+    "steps on 2 or 4 GPUs": lambda row: _in(CURRENT, False)(row) and not _waits_for_hosts(row),
+    "TP4 without CUDA graphs": _waits_for_hosts,
     "steps with torch's kernels, on one GPU": _in(BY_TORCH, True),
     "steps with torch's kernels, on 2 or 4 GPUs": _in(BY_TORCH, False),
     "steps of other commits": _in(OTHERS),
-    "TP of `tetrajet` with linears in Python": _waits_for_python,
+    "TP with linears in Python": _waits_for_python,
     "linears": lambda row: " × " in row["name"] and row["file"] in (*LINEARS, "peers"),
     "MLPs": _in(("mlp",)),
     "quantize kernels": lambda row: row["file"] == KERNELS or "to " in row["name"],

@@ -265,7 +265,8 @@ def _gradients(rows: list[Step], idle: Idle) -> tuple[Seconds, float]:
 
 def _host(rows: list[Step], known: Seconds) -> Seconds:
     """Host time: of linears from host.json, of a BF16 layer without collectives from
-    held_out_loss.json; of collectives an upper bound, from tensor parallelism without graphs."""
+    held_out_loss.json; of collectives the most that every step of tensor parallelism without
+    graphs leaves for them."""
     found = {
         "BF16 linear": _linear_on_host("upstream bf16"),
         "quantized linear": _linear_on_host("tetrajet", "fp8"),

@@ -29,12 +29,12 @@ from megatron_fp4.recipe import Recipe
 
 RESULTS = Path(__file__).parent / "results"
 # Steps of the present kernels, with linears in C++.
-CURRENT = ("fused-step-beside", "parallel-two")
+CURRENT = ("fused-step-beside", "parallel-two", "parallel-four")
 # Steps with torch's kernels outside the linears, and with linears in Python.
 BY_TORCH = ("training_step", "training_step-four", "parallel_step")
 # Steps of other commits, to which no rate is fitted.
 OTHERS = (
-    *("few-bits-one", "few-bits-two", "few-bits-bf16"),
+    *("few-bits-one", "few-bits-two", "few-bits-four", "few-bits-bf16"),
     *("fused-step", "fused-step-decoded", "fused-step-before", "fp8-step"),
     *("fused-step-others", "parallel-fp8"),
     *(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs")),

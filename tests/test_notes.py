@@ -43,10 +43,12 @@ PAGES: dict[str, tuple[str, Any]] = {
     "training_step": ("docs/hopper.md", training_step),
     "training_step-four": ("docs/hopper.md", training_step),
     "parallel-two": ("docs/hopper.md", parallel_step),
+    "parallel-four": ("docs/hopper.md", parallel_step),
     "parallel-te": ("docs/hopper.md", parallel_step),
     "parallel-fp8": ("docs/hopper.md", parallel_step),
     "few-bits-one": ("docs/communication.md", parallel_step),
     "few-bits-two": ("docs/communication.md", parallel_step),
+    "few-bits-four": ("docs/communication.md", parallel_step),
     "few-bits-bf16": ("docs/communication.md", parallel_step),
     "few-bits-aware": ("docs/communication.md", parallel_step),
     "host-recorded": ("docs/notes/host.md", host),
@@ -111,9 +113,15 @@ def of_memory_in_training() -> list[str]:
 
 
 def of_graphs() -> list[str]:
-    now = steps("parallel_step")
-    with_graphs, without = (now["tp4-sp", name]["ms"] for name in (GRAPHS, "tetrajet"))
-    return [f"took {with_graphs:.0f} ms a step with graphs and {without:,.0f} ms without"]
+    four = steps("parallel-four")
+    tensor, both = (
+        [f"{four[layout, name]['ms']:.0f} ms" for name in (GRAPHS, "tetrajet")]
+        for layout in ("tp4-sp", "tp2-sp-pp2")
+    )
+    return [
+        f"takes {tensor[0]} a step with graphs and {tensor[1]} without, and under TP2 with PP2 "
+        f"{both[0]} and {both[1]}"
+    ]
 
 
 IN_PYTORCH = {"four-over-six", "nvfp4-nvidia", "quartet-2", "ue5m3"}
@@ -146,7 +154,8 @@ def of_the_host() -> list[str]:
         shares(f"quantize_kernels{part}")["stochastic, along rows"] for part in ("-in-memory", "")
     ]
     anew = (quantize_ms(graphs) - quantize_ms(after[ours])) / graphs["ms"]
-    two = steps("parallel-two")
+    two, last = steps("parallel-two"), steps("parallel-four")
+    over_four = [f"{last['tp4-sp', name]['ms']:.0f}" for name in (GRAPHS, "tetrajet")]
     tensor, pipeline = (
         [f"{two[layout, name]['ms']:.0f}" for name in (GRAPHS, "tetrajet")]
         for layout in ("tp2-sp", "pp2")
@@ -154,6 +163,8 @@ def of_the_host() -> list[str]:
     return [
         f"takes {tensor[0]} ms with graphs and {tensor[1]} ms without, and PP2 {pipeline[0]} and "
         f"{pipeline[1]} ms",
+        f"TP4 with SP takes {over_four[0]} ms with graphs and {over_four[1]} ms without",
+        f"took {now['tp4-sp', GRAPHS]['ms']:.0f} and {four['ms']:,.0f} ms there",
         f"which took {now[ours]['ms']:,.0f} ms in Python, takes {two[ours]['ms']:.0f} ms, and is "
         f"{two[ours]['ratio']:.2f} times as fast as BF16. Under PP2 it is "
         f"{two['pp2', 'tetrajet']['ratio']:.2f} times as fast",

@@ -50,6 +50,34 @@ def of_several_gpus() -> list[str]:
     ]
 
 
+def of_four_gpus() -> list[str]:
+    found = steps("parallel-four")
+    tensor, both = (
+        {name: row for (at, name), row in found.items() if at == layout}
+        for layout in ("tp4-sp", "tp2-sp-pp2")
+    )
+    bf16, ours, captured = (tensor[name] for name in ("bf16", "tetrajet", GRAPHS))
+    plain = [f"{tensor[name]['ms']:.0f}" for name in ("upstream bf16", "upstream bf16, graphs")]
+    made = spent(captured, ("gemm", "quantize", "carry"))
+    sent = [f"{sum(row['sent'].values()) / 1e9:.1f} GB" for row in (ours, bf16)]
+    fp8 = [tensor[f"fp8{graphs}"]["ratio"] for graphs in ("", " --cuda-graph-impl local")]
+    [data] = [row for (_, name), row in steps("few-bits-four").items() if name == "tetrajet"]
+    return [
+        f"Under TP4 with SP `tetrajet` is {ours['ratio']:.2f} times as fast as BF16, and "
+        f"{captured['ratio']:.2f} times with CUDA graphs",
+        f"{ours['exposed_ms']:.0f} ms of the collectives are exposed without graphs, and "
+        f"{captured['exposed_ms']:.0f} ms with them",
+        f"With graphs the GEMMs and their operands take {made:.0f} ms, where BF16's take "
+        f"{bf16['gpu_ms']['gemm']:.0f} ms, and a rank sends {sent[0]}, where BF16's sends "
+        f"{sent[1]}",
+        f"({plain[0]} and {plain[1]} ms)",
+        f"{fp8[0]:.2f} times as fast as BF16 without them, and {fp8[1]:.2f} times with them",
+        f"Under TP2 with SP and PP2 `tetrajet` is {both['tetrajet']['ratio']:.2f} times as fast as "
+        f"BF16, and {both[GRAPHS]['ratio']:.2f} times with CUDA graphs",
+        f"`tetrajet` is {data['ratio']:.2f} times as fast as BF16. [notes/host.md]",
+    ]
+
+
 def of_two_gpus_beside_fp8() -> list[str]:
     found, before = steps("parallel-fp8") | steps("parallel-te"), steps("parallel-two")
     rows = {at: [found[at, name] for name in ("tetrajet", FP8, "fp8")] for at in ("tp2-sp", "pp2")}
@@ -82,7 +110,7 @@ def of_two_gpus_beside_fp8() -> list[str]:
 
 
 def of_few_bits() -> list[str]:
-    one, two = steps("few-bits-one"), steps("few-bits-two")
+    one, two, four = (steps(f"few-bits-{gpus}") for gpus in ("one", "two", "four"))
     lower = [
         less(found[at, STATE], found[at, "tetrajet"]) for found, at in ((one, "one"), (two, "dp2"))
     ]
@@ -90,14 +118,18 @@ def of_few_bits() -> list[str]:
     [together] = [row for (_, name), row in two.items() if len(name.split()) > 4]
     sent, few = plain["sent"], together["sent"]
     totals = [f"{sum(each.values()) / 1e9:.1f} GB" for each in (few, sent)]
-    ours = [row for found in (one, two) for row in found.values() if row["name"] != "bf16"]
-    times = [row["ms"] / found["ms"] for row in ours for found in (one["one", "tetrajet"], plain)
-             if row["layout"] == found["layout"]]  # fmt: skip
+    base = {"one": one["one", "tetrajet"], "dp2": plain, "dp4": four["dp4", "tetrajet"]}
+    ours = [row for of in (one, two, four) for row in of.values() if row["name"] != "bf16"]
+    times = [row["ms"] / base[row["layout"]]["ms"] for row in ours]
+    [over_four] = [row for (_, name), row in four.items() if len(name.split()) > 4]
+    of_four = [f"{sum(row['sent'].values()) / 1e9:.1f} GB" for row in (over_four, base["dp4"])]
     alike = [plain, two["dp2", STATE]]
     assert fp8["gpu_ms"].keys() >= {"gradients"}
     return [
         f"takes {lower[0]:.1f} GiB less on one GPU, and {lower[1]:.1f} GiB less on each of two",
         f"take {fp8['peak_gib'] - plain['peak_gib']:.1f} GiB",
+        f"On each of four GPUs all flags together take {less(over_four, base['dp4']):.1f} GiB less",
+        f"On four GPUs it is {of_four[0]} in place of {of_four[1]}",
         f"{few['all-to-all'] / 1e6:,.0f} MB of gradients in place of "
         f"{sent['reduce-scatter'] / 1e6:,.0f} MB, and {few['all-gather'] / 1e6:,.0f} MB of weights "
         f"in place of {sent['all-gather'] / 1e6:,.0f} MB: with all flags {totals[0]} in place of "
@@ -177,7 +209,7 @@ def of_the_memory_of_moments() -> list[str]:
 
 
 FIGURES: dict[str, list[Any]] = {
-    "docs/hopper.md": [of_several_gpus, of_two_gpus_beside_fp8],
+    "docs/hopper.md": [of_several_gpus, of_four_gpus, of_two_gpus_beside_fp8],
     "docs/communication.md": [of_few_bits, of_gradients_in_bf16, of_the_precision_aware_optimizer],
     "docs/training.md": [of_few_bits_in_training, of_the_memory_of_moments],
 }

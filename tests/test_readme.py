@@ -150,11 +150,19 @@ def test_the_table_of_training_steps() -> None:
         f" | {layers} | 2 | tensor and sequence | {two['tp2-sp', 'tetrajet']} |"
         f" | {layers} | 2 | pipeline | {two['pp2', 'tetrajet']} |"
     )
-    graphs, before = "tetrajet --cuda-graph-impl local", ratios("parallel_step")
+    graphs, four = "tetrajet --cuda-graph-impl local", ratios("parallel-four")
+    assert result("parallel-four")["layers"] == layers
+    says(
+        f"| {layers} | 4 | tensor and sequence | {four['tp4-sp', 'tetrajet']} |"
+        f" | {layers} | 4 | tensor and sequence, with CUDA graphs | {four['tp4-sp', graphs]} |"
+        f" | {layers} | 4 | tensor and sequence (2), pipeline (2) |"
+        f" {four['tp2-sp-pp2', 'tetrajet']} |"
+    )
     for layout in ("tp2-sp", "pp2"):
         assert two[layout, graphs] <= two[layout, "tetrajet"]
-    with_graphs, without = before["tp4-sp", graphs], before["tp4-sp", "tetrajet"]
-    says(f"and needed them: {with_graphs} times with graphs, {without} without")
+    ms = {row["name"]: row["ms"] for row in result("parallel-four")["rows"] if row["gpus"] == 4
+          and row["layout"] == "tp4-sp"}  # fmt: skip
+    says(f"a step of `tetrajet` from {ms['tetrajet']:.0f} to {ms[graphs]:.0f} ms")
 
 
 def test_a_linear() -> None:

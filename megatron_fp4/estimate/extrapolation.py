@@ -8,12 +8,12 @@ from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import is_quantized
 from megatron_fp4.recipe import Recipe
 
-# Measured in training steps with fused kernels and linears in C++ (fused-step-beside.json and
-# parallel-two.json of benchmarks/results; gradients and weights in few bits: few-bits-two.json,
-# few-bits-bf16.json), and beyond that with torch's kernels (fp8-step.json, training_step.json), on
-# more than two GPUs with linears in Python too (parallel_step.json).
-RECIPES, MOST_FUSED = ("bf16", "tetrajet"), 2
-RECIPES_BY_TORCH = (*RECIPES, "mxfp4", "mxfp4-rht-sr", "fp8")
+# Measured in training steps with fused kernels and linears in C++ (fused-step-others.json,
+# parallel-two.json and parallel-four.json of benchmarks/results; gradients and weights in few bits:
+# few-bits-four.json, few-bits-bf16.json). RECIPES_BY_TORCH: with torch's kernels too
+# (training_step.json).
+RECIPES = ("bf16", "tetrajet", "fp8", "dge-occ")
+RECIPES_BY_TORCH = (*RECIPES, "mxfp4", "mxfp4-rht-sr")
 MOST_GPUS, MOST_TP, MOST_PP = 4, 4, 2
 LAYER = (4096, 14336, 32, 8)  # hidden and FFN size, heads and groups
 
@@ -28,15 +28,16 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         f"measured up to {MOST_GPUS} GPUs of one host; beyond that extrapolated": (
             layout.gpus > MOST_GPUS
         ),
-        f"more than {MOST_FUSED} GPUs were measured with torch's kernels and linears in Python": (
-            layout.gpus > MOST_FUSED
+        "TP without CUDA graphs may take longer: GPUs can wait for the slowest host process": (
+            layout.tp > 1 and not layout.graphs
         ),
-        "the host time of collectives is an upper bound": layout.tp > 1 and not layout.graphs,
         "the network between hosts was never measured": layout.gpus > layout.node,
         f"TP was measured up to {MOST_TP}": layout.tp > MOST_TP,
         "TP was measured with SP only": layout.tp > 1 and not layout.sp,
         f"PP was measured up to {MOST_PP}": layout.pp > MOST_PP,
-        "TP, PP and DP were measured one at a time": spread > 1,
+        "of TP, PP and DP together only TP2 with PP2 was measured": (
+            spread > 1 and (layout.tp, layout.pp, layout.dp) != (2, 2, 1)
+        ),
         "virtual pipeline stages were never measured": layout.vpp > 1,
         "experts were never measured": model.experts > 0,
         "converting SwiGLU's input to FP8 takes no time here": model.fp8_input,

@@ -108,10 +108,10 @@ FITTED: dict[str, float] = {
     "attention operation": 2.41e-15,
     "bf16 operation": 1.432e-15,
     "byte of gradients over NVLink": 9.378e-12,
-    "byte over NVLink": 4.132e-12,
+    "byte over NVLink": 3.798e-12,
     "byte quantized": 3.017e-13,
-    "collective": 0.0008209,
-    "collective in C++": 0.0003908,
+    "collective": 0.0003315,
+    "collective in C++": 0.0002184,
     "element by PyTorch": 5.758e-11,
     "element clamped": 1.976e-11,
     "element converted": 4.626e-13,
@@ -139,7 +139,7 @@ FITTED: dict[str, float] = {
     "query, key or value, by torch": 3.733e-11,
     "residual element": 1.02e-11,
     "residual element, by torch": 4.321e-12,
-    "weight accumulated": 4.565e-12,
+    "weight accumulated": 4.826e-12,
 }
 # Measured nowhere: a GEMM takes some microseconds to start and end, float32 reaches its peak, and a
 # network 80% of its. FP4 tensor cores are assumed to reach the share of their peak that FP8's reach

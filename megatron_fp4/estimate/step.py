@@ -74,7 +74,7 @@ def work_of(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> list[Stag
         if layout.recompute:
             micro.backward.add(_again(micro.forward))
         micro.add(of_ends(model, layout, stage.first, stage.last))
-        micro.forward.sent += of_batch(model, layout)
+        micro.forward.sent += of_batch(model, layout, stage)
         micro.backward.sent += of_pipeline(model, layout, stage)
         once = Amounts(micro.once)
         held = parameters(model, layout, stage)

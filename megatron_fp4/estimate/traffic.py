@@ -200,12 +200,14 @@ def of_head(model: Model, layout: Layout) -> list[Sent]:
     return [gather(size / ranks, ranks)] * 2 + [scatter(size, ranks), *loss]
 
 
-def of_batch(model: Model, layout: Layout) -> list[Sent]:
-    """The tokens of a microbatch, which the first tensor-parallel rank reads and broadcasts:
-    tokens, labels and positions as int64 and the loss mask as float32. The mean over the ranks."""
-    if layout.tp == 1:
+def of_batch(model: Model, layout: Layout, stage: Stage) -> list[Sent]:
+    """The batch of a microbatch, which the first tensor-parallel rank reads and broadcasts: the
+    first stage's tokens and positions as int64, and the last stage's labels as int64 and loss mask
+    as float32. The mean over the ranks."""
+    each = (8 + 8 if stage.first else 0) + (8 + 4 if stage.last else 0)
+    if layout.tp == 1 or not each:
         return []
-    size = layout.micro_batch * model.sequence * (3 * 8 + 4)
+    size = layout.micro_batch * model.sequence * each
     return [Sent("broadcast", "tensor", size * (layout.tp - 1) / layout.tp)]
 
 

@@ -68,12 +68,15 @@ def test_fused_kernels_save_memory(step: Step) -> None:
 
 @pytest.mark.parametrize("step", GRAPHS, ids=name)
 def test_with_graphs_the_counter_misses_the_activations(step: Step) -> None:
-    """torch counts less than the estimate of all memory, and more than that of states alone."""
+    """torch counts less than the estimate of all memory, and more than that of states alone: by
+    less than 0.23 GiB a layer."""
     every = [
         memory.memory(step.model, step.layout, step.recipe, MEASURED.target, stage).total
         for stage in stages(step.model, step.layout)
     ]
-    assert 0.9 * step.row["peak_gib"] < peak(step) < step.row["peak_gib"] < max(every) / 2**30
+    missing = step.row["peak_gib"] - peak(step)
+    assert 0 < missing < 0.23 * step.model.layers
+    assert step.row["peak_gib"] < max(every) / 2**30
 
 
 def test_an_optimizer_that_is_not_spread_over_ranks_is_noticed() -> None:

@@ -14,7 +14,7 @@ from megatron_fp4.estimate.gpus import GPUS, MEASURED
 from megatron_fp4.estimate.layout import Layout
 from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import recipe_named
-from megatron_fp4.estimate.rates import RATES
+from megatron_fp4.estimate.rates import RATES, UNITS
 
 LLAMA = Model(32, 4096, 14336, 32, 8, 128, 32000, 4096)
 TETRAJET = recipe_named("tetrajet")
@@ -80,8 +80,10 @@ def test_bubble_and_microbatches_of_an_estimate() -> None:
 
 
 def test_steps_of_the_present_kernels() -> None:
-    """The mistake: torch's kernels outside the linears."""
+    """Where no GPU waits for a host. The mistake: torch's kernels outside the linears."""
     for row in steps(CURRENT):
+        if row.layout.gpus == 4 and not row.layout.graphs:
+            continue
         assert abs(ratio(row) - 1) < 0.05
         unfused = replace(row.layout, fused_kernels=False)
         wrong = step.step_time(row.model, unfused, row.recipe, MEASURED, RATES).total
@@ -104,19 +106,16 @@ def test_hidden_communication_of_gradients_is_not_added() -> None:
 
 
 def test_a_host_that_takes_no_time_is_noticed() -> None:
-    """The mistake: GPU time alone. Under TP4 without graphs GPUs wait for launches. No rate is
-    fitted to the host time of these rows."""
-    fast = {
-        unit: 0.0 if unit in ("layer", "collective", "BF16 linear") else rate
-        for unit, rate in RATES.seconds.items()
-    }
-    rows = of_layout("tp4-sp", "parallel_step", "parallel_step-apart")
-    waiting = [row for row in rows if row.name == "bf16"]
-    assert len(waiting) == 2
+    """Under TP4 without graphs GPUs wait for launches. A collective takes the host what every step
+    leaves for it, so no step is estimated longer than it took. The mistake: GPU time alone."""
+    fast = {unit: 0.0 if UNITS[unit].limit == "host" else s for unit, s in RATES.seconds.items()}
+    waiting = [row for row in of_layout("tp4-sp", "parallel-four") if not row.layout.graphs]
+    assert len(waiting) == 4
     for row in waiting:
-        assert abs(ratio(row) - 1) < 0.09
-        wrong = time_of(row, RATES._replace(seconds=fast)).total * 1e3
-        assert wrong < 0.75 * row.row["ms"]
+        assert 0.7 < ratio(row) < 1.02
+    [ours] = [row for row in waiting if row.name == "tetrajet"]
+    assert abs(ratio(ours) - 1) < 0.02
+    assert time_of(ours, RATES._replace(seconds=fast)).total * 1e3 < 0.8 * ours.row["ms"]
 
 
 def test_recomputation_takes_another_forward_pass() -> None:
@@ -165,12 +164,12 @@ def test_a_measured_layout_has_no_mark() -> None:
         return {(layout.tp, layout.pp, layout.sp): notes for layout, notes in layouts}
 
     two, four = marks("tetrajet", 2), marks("tetrajet", 4)
-    bound = "the host time of collectives is an upper bound"
-    earlier = "more than 2 GPUs were measured with torch's kernels and linears in Python"
-    assert two[1, 1, False] == two[1, 2, False] == () and two[2, 1, True] == (bound,)
-    assert four[1, 1, False] == (earlier,) and four[4, 1, True] == (earlier, bound)
-    assert four[4, 1, False] == (earlier, bound, "TP was measured with SP only")
+    waits = "TP without CUDA graphs may take longer: GPUs can wait for the slowest host process"
+    assert two[1, 1, False] == two[1, 2, False] == four[1, 1, False] == ()
+    assert two[2, 1, True] == four[4, 1, True] == four[2, 2, True] == (waits,)
+    assert four[4, 1, False] == (waits, "TP was measured with SP only")
     assert "PP was measured up to 2" in four[1, 4, False]
+    assert four[1, 2, False] == ("of TP, PP and DP together only TP2 with PP2 was measured",)
     assert marks("mxfp4", 1)[1, 1, False] == (
         "steps of mxfp4 were measured with torch's kernels alone",
     )
