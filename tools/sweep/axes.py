@@ -144,6 +144,12 @@ def first(axis: str) -> str:
     return AXES[axis][0]
 
 
+def without_training(combination: Combination) -> Combination:
+    """The combination with the first values of TRAINING: what it is where the training around a
+    recipe is another."""
+    return replace(combination, **{axis: first(axis) for axis in TRAINING})
+
+
 def values(combination: Combination, axis: str) -> tuple[str, ...]:
     """The values that the axis may have beside the other values of the combination: one value if
     the recipe does not depend on the axis."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import yaml
 from megatron_fp4.plan.sizes import contracted_multiple
 from megatron_fp4.recipe import GEMMS
 from tools.rows import Row
-from tools.sweep.axes import TRAINING, Combination, first
+from tools.sweep.axes import Combination, without_training
 from tools.sweep.building import recipe_of
 
 NAME = "llama"
@@ -60,8 +59,8 @@ def _fits(combination: Combination) -> bool:
 
 def recipe(combination: Combination) -> str:
     """A combination as an entry of a matrix."""
-    plain = replace(combination, **{axis: first(axis) for axis in TRAINING})
-    return ",".join([RECIPE, *(f"{axis}={value}" for axis, value in plain.chosen.items())])
+    chosen = without_training(combination).chosen
+    return ",".join([RECIPE, *(f"{axis}={value}" for axis, value in chosen.items())])
 
 
 def rows(study: Iterable[Row], stars: Mapping[Combination, str]) -> list[Row]:

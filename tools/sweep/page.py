@@ -11,11 +11,11 @@ from tools.pages import table
 from tools.rows import Row
 from tools.sweep import factorial, llama
 from tools.sweep.agreement import Agreement, agreement
-from tools.sweep.axes import AXES, WHAT, Combination
+from tools.sweep.axes import AXES, WHAT, Combination, without_training
 from tools.sweep.effects import Effect, effects
 from tools.sweep.findings import FINDINGS, summary
 from tools.sweep.pareto import Point, frontier, points
-from tools.sweep.promotion import level_of, lines_of, stars_of
+from tools.sweep.promotion import WITHOUT_TRAINING, level_of, lines_of, stars_of
 from tools.sweep.results import SCORES, scores, seeds_of
 from tools.sweep.running import FAILED
 from tools.sweep.stages import STAGES
@@ -74,8 +74,16 @@ def last_stage(rows: list[Row]) -> str:
 
 
 def points_of(rows: list[Row], stage: str) -> list[Point]:
-    """The combinations of a stage, with their scores and times."""
-    return points(scores(rows, stage))
+    """The recipes of a stage, with their scores and times."""
+    return points(_of_recipes(scores(rows, stage), stage))
+
+
+def _of_recipes(every: dict[Combination, float], stage: str) -> dict[Combination, float]:
+    """The scores of a stage, one for each recipe where the stage does not depend on the training
+    around it: combinations that differ in it alone have one score there."""
+    if stage not in WITHOUT_TRAINING:
+        return every
+    return {without_training(each): score for each, score in every.items()}
 
 
 def missing(rows: list[Row]) -> list[str]:
@@ -141,11 +149,11 @@ def findings_table(rows: list[Row]) -> list[str]:
         every = scores(rows, stage)
         found = {each: score for each, score in every.items() if stars[each] == factorial.STAR}
         if found:
-            columns[stage] = found
+            columns[stage] = _of_recipes(found, stage)
     if not columns:
         return []
     last, own = list(columns.items())[-1]
-    of_seeds = (scores(rows, last, [seed]) for seed in seeds_of(rows, last))
+    of_seeds = (_of_recipes(scores(rows, last, [seed]), last) for seed in seeds_of(rows, last))
     by_seed = [{each: every[each] for each in own} for every in of_seeds]
     lines = []
     for finding in FINDINGS:
@@ -193,7 +201,8 @@ def best(every: list[Point]) -> list[Point]:
 
 def standard_errors(rows: list[Row], stage: str) -> dict[Combination, float]:
     """The standard error over the seeds of each combination's score; none of a single seed."""
-    by_seed = [scores(rows, stage, [seed]) for seed in seeds_of(rows, stage)]
+    seeds = seeds_of(rows, stage)
+    by_seed = [_of_recipes(scores(rows, stage, [seed]), stage) for seed in seeds]
     if len(by_seed) < 2:
         return {}
     each_by_seed = {each: [own[each] for own in by_seed] for each in by_seed[0]}

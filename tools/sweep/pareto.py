@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.estimate.overhead import DEVICES, setting_of, with_kernels
-from tools.sweep.axes import TRAINING, Combination, first
+from tools.sweep.axes import Combination, without_training
 from tools.sweep.building import recipe_of
 
 INPUTS, OUTPUTS, TOKENS = 4096, 14336, 8192  # of the linear whose time is estimated
@@ -33,7 +33,7 @@ def points(scores: Mapping[Combination, float]) -> list[Point]:
 
 def times(combination: Combination) -> dict[str, float]:
     """The time of a linear by device, as multiples of BF16's."""
-    recipe = recipe_of(replace(combination, **{axis: first(axis) for axis in TRAINING}))
+    recipe = recipe_of(without_training(combination))
     found = {}
     for device, gpu in DEVICES.items():
         setting = setting_of(gpu, INPUTS, OUTPUTS, TOKENS)

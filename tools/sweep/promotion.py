@@ -46,7 +46,7 @@ LEVELS = (
     Level((llama.NAME,), best_of=16, line_of=60),
 )
 # Stages that do not depend on the axes of TRAINING.
-_WITHOUT_TRAINING = ("products", "draws", llama.NAME)
+WITHOUT_TRAINING = ("products", "draws", llama.NAME)
 
 
 def level_of(stage: str) -> int:
@@ -84,7 +84,7 @@ def lines_of(stars: Mapping[Combination, str], stage: str) -> list[Line]:
     """The lines that were promoted to a stage at random, without those of axes on which the stage
     does not depend: see `random_lines`."""
     found = random_lines(stars, LEVELS[level_of(stage)].line_of)
-    return [each for each in found if stage not in _WITHOUT_TRAINING or each.axis not in TRAINING]
+    return [each for each in found if stage not in WITHOUT_TRAINING or each.axis not in TRAINING]
 
 
 def random_lines(stars: Mapping[Combination, str], count: int) -> list[Line]:

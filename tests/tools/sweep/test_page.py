@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -10,8 +11,10 @@ from benchmarks.study import matrix, showing
 from tests.tools.sweep.test_statistics import STARS
 from tools import pages, rows
 from tools.rows import Row
-from tools.sweep import __main__, llama, page
+from tools.sweep import __main__, factorial, llama, page, promotion, results
+from tools.sweep.agreement import agreement
 from tools.sweep.axes import Combination
+from tools.sweep.findings import FINDINGS
 from tools.sweep.pareto import draw
 from tools.sweep.promotion import on_lines, promoted, random_lines
 
@@ -44,8 +47,36 @@ def test_the_last_stage_grows(tmp_path: Path) -> None:
     study, found = matrix.read(str(path)), rows.read(llama.RESULTS, llama.KEYS)
     finished, failed = showing.rows_of(study, found)
     assert 0 < len(finished) == len(found) < len(study.points()) and not failed
-    assert {row["configuration"]["seed"] for row in found} == {1}
+    assert {row["configuration"]["seed"] for row in found} == {1, 2}
     assert f"has {len(found)} of its {len(study.points())} runs" in PAGE.read_text()
+
+
+def test_figures_in_words() -> None:
+    found = __main__.all_rows(__main__.RESULTS, llama.RESULTS)
+    text = " ".join(PAGE.read_text().split())
+    last = agreement(found, "diffusion", llama.NAME)
+    assert last is not None and last.predicts
+    low, high = last.interval
+    assert f"the rank correlation is {last.correlation:.2f} ({low:.2f} to {high:.2f})" in text
+    assert f"Among the better half of them it is {last.better_half:.2f}." in text
+    scores, stars = results.scores(found, llama.NAME), promotion.stars_of(found)
+    own = {each: score for each, score in scores.items() if stars[each] == factorial.STAR}
+    change = {claim.claim: mean(claim.differences(own)) for claim in FINDINGS[10:12]}
+    assert f"without it the loss is {-change['UE5M3 needs a tensor scale']:.2f} higher" in text
+    [worse] = [difference for claim, difference in change.items() if "E4M3" in claim]
+    assert f"it is {worse:.3f} worse than E4M3" in text
+
+
+def test_a_stage_without_the_training_around_a_recipe_says_nothing_of_it() -> None:
+    """The mistake: runs that do not scale the loss count as such that do."""
+    [claim] = [each for each in FINDINGS if "loss is scaled" in each.claim]
+    found = __main__.all_rows(__main__.RESULTS, llama.RESULTS)
+    assert len(claim.differences(results.scores(found, llama.NAME))) >= 3
+    section = page.section(found)
+    [line] = [each for each in section.splitlines() if claim.claim in each]
+    assert line.endswith("|  | not decided |")
+    best = section.split("The best 10 of `llama`")[1]
+    assert "loss_scale" not in best and "optimizer" not in best
 
 
 def test_tables_of_results() -> None:
