@@ -22,6 +22,7 @@ from torch import distributed as dist
 
 from megatron_fp4.arithmetic import messages
 from megatron_fp4.arithmetic.messages import RankRounding
+from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.mcore import pretrain
 from megatron_fp4.mcore.exchange import slots, start
 from megatron_fp4.mcore.exchange.buckets import ExchangingBucketGroup, ranks_of, shards_of
@@ -191,9 +192,9 @@ def gathered(buffer: Tensor, group: Any) -> list[Tensor]:
 
 def expected(group: Any, bucket: Any) -> Tensor:
     """The buffer that an exchange must give: for each shard the sum of what all ranks send of it,
-    whole, without pieces."""
-    exchange, every = group.exchange, bucket.every
-    form, key = exchange.pieces[bucket][0].form, exchange.key()
+    whole, without pieces. Its random bits are those of the step (docs/numerics.md)."""
+    args, every = get_args(), bucket.every
+    form, key = group.exchange.pieces[bucket][0].form, Key(args.fp4_seed, args.curr_iteration)
     wanted = torch.zeros_like(every[0])
     for owner, shard in enumerate(shards_of(bucket, len(every), PLACES)):
         total = torch.zeros(sum(map(len, shard)), device=wanted.device)

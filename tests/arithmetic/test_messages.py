@@ -25,9 +25,11 @@ from megatron_fp4.arithmetic.messages import (
 )
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.segments import Place, Segment, segments
+from testing.oracles import element_bits
 
 FORM = Fp8Blocks("e4m3", 32)
-EACH_FORM = pytest.mark.parametrize("form", [FORM, Bf16Elements()], ids=["fp8", "bf16"])
+# The forms of the flags, and one with blocks that end within the parameters here.
+EACH_FORM = pytest.mark.parametrize("form", [FORM, *FORMS.values()], ids=["small", *FORMS])
 SIZE, STREAM = 900, 11
 # Three parameters with gaps between them, in two shards; the border cuts the second.
 PARAMETERS = [(0, 130, Place(0, 130, 130)), (192, 700, Place(136, 508, 508)),
@@ -94,6 +96,16 @@ def test_shards_draw_the_bits_of_the_whole() -> None:
     assert not torch.equal(decoded(sent(4, 1, two, shifted), right, FORM), parts[1])
 
 
+def test_the_bits_are_those_that_the_numerics_define() -> None:
+    """By the scalar Philox: i is rank * 2^48 plus the place; element i % 8 of group i // 8."""
+    seed, step, rank, segment = 2**40 + 7, 5, 3, SHARDS[1][0]
+    found = RankRounding(Key(seed, step), STREAM, rank).bits(segment, torch.device("cpu"))
+    for element in (0, 1, 7, 8, len(segment) - 1):
+        index = rank * 2**48 + segment.place.first + segment.within + element
+        bits = element_bits(seed, step, STREAM, index // 8, index % 8)
+        assert int(found[element]) & 0xFFFF == bits
+
+
 def test_an_empty_shard() -> None:
     assert (
         len(encoded(torch.zeros(0), [], FORM)) == len(decoded(torch.zeros(0).byte(), [], FORM)) == 0
@@ -114,54 +126,80 @@ def test_what_is_stored_leaves_the_padding() -> None:
 # --- sums --------------------------------------------------------------------------------------
 
 
-def mean_and_variance(
-    values: list[Tensor], share: bool, draws: int, form: GradientForm
-) -> tuple[Tensor, Tensor]:
-    """Of the sum of the first shard, over draws. share: whether all ranks have rank 0's bits."""
-    total, squares = torch.zeros(2, len(of_shard(values[0], SHARDS[0])), dtype=torch.float64)
-    for step in range(draws):
-        messages = [
-            sent(step, 0 if share else rank, each, SHARDS[0], form)
-            for rank, each in enumerate(values)
-        ]
-        found = summed(messages, SHARDS[0], form).double()
-        total += found
-        squares += found**2
-    mean = total / draws
-    return mean, squares / draws - mean**2
+VALUES, DRAWS = 512, 1500  # of each test below: whole blocks of every form; draws of each value
+SIZE_REPEATED = VALUES * DRAWS
+[REPEATED] = segments(
+    [(0, SIZE_REPEATED, Place(8, SIZE_REPEATED, SIZE_REPEATED))], [0, SIZE_REPEATED]
+)
+
+
+def drawn(values: list[Tensor], share: bool, form: GradientForm) -> Tensor:
+    """The sum of what ranks send of VALUES values, by so many draws of the random bits:
+    float32 [DRAWS, VALUES].
+
+    A parameter has the values DRAWS times: each place draws bits of its own. share: whether all
+    ranks have rank 0's bits.
+    """
+    messages = [
+        sent(4, 0 if share else rank, each.repeat(DRAWS), REPEATED, form)
+        for rank, each in enumerate(values)
+    ]
+    return summed(messages, REPEATED, form).view(DRAWS, VALUES)
+
+
+def is_unbiased(draws: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """(whether the mean of each value is the exact one, the central limit theorem's bound)."""
+    mean, variance = draws.double().mean(0), draws.double().var(0)
+    bound = 5 * (variance / DRAWS).sqrt() + 1e-8
+    return (mean - exact).abs() <= bound, bound
 
 
 @EACH_FORM
 def test_the_expected_sum_is_the_sum(form: GradientForm) -> None:
-    values, draws = [gradients(rank) for rank in range(4)], 1500
-    exact = torch.stack([of_shard(each, SHARDS[0]).double() for each in values]).sum(0)
-    mean, variance = mean_and_variance(values, False, draws, form)
-    bound = 5 * (variance / draws).sqrt() + 1e-8
-    assert ((mean - exact).abs() <= bound).float().mean() > 0.999
+    values = [gradients(rank)[:VALUES] for rank in range(4)]
+    exact = torch.stack(values).double().sum(0)
+    right, bound = is_unbiased(drawn(values, False, form), exact)
+    assert right.float().mean() > 0.999
     nearest = summed(
-        [encoded(of_shard(each, SHARDS[0]), SHARDS[0], form) for each in values], SHARDS[0], form
+        [encoded(each.repeat(DRAWS), REPEATED, form) for each in values], REPEATED, form
     )
-    assert ((nearest - exact).abs() > bound).float().mean() > 0.8  # negative control
+    error = (nearest[:VALUES] - exact).abs()
+    assert (error > bound).float().mean() > 0.8  # negative control
 
 
 @EACH_FORM
 def test_the_error_of_a_mean_falls_with_the_number_of_ranks(form: GradientForm) -> None:
     """Four ranks with equal gradients: the variance of their mean is a quarter of one rank's."""
-    values, draws = gradients(5), 400
-    _, one = mean_and_variance([values], False, draws, form)
-    _, four = mean_and_variance([values / 4] * 4, False, draws, form)
-    _, alike = mean_and_variance([values / 4] * 4, True, draws, form)  # negative control
-    assert abs(float(four.mean() / one.mean()) - 0.25) < 0.02
-    assert abs(float(alike.mean() / one.mean()) - 1) < 0.06
+    values = gradients(5)[:VALUES]
+    one, four, alike = (
+        float(drawn([values / ranks] * ranks, share, form).double().var(0).mean())
+        for ranks, share in ((1, False), (4, False), (4, True))  # the last one: negative control
+    )
+    assert abs(four / one - 0.25) < 0.02
+    assert abs(alike / one - 1) < 0.06
+
+
+def test_a_second_rounding_keeps_the_mean_and_adds_a_variance_of_its_own() -> None:
+    """Without the distributed optimizer the owner rounds the sum once more, by its own stream. The
+    error that this adds does not fall with the number of ranks."""
+    values = gradients(5)[:VALUES]
+    sums = drawn([values / 8] * 8, False, FORM)
+    owner = RankRounding(Key(3, 4), STREAM + 1, 0)
+    again = decoded(encoded(sums.flatten(), REPEATED, FORM, owner), REPEATED, FORM)
+    right, _ = is_unbiased(again.view(DRAWS, VALUES), values.double())
+    assert right.float().mean() > 0.999
+    assert again.view(DRAWS, VALUES).double().var(0).mean() > 4 * sums.double().var(0).mean()
 
 
 def test_ranks_are_added_in_their_order() -> None:
-    values = [gradients(rank) * 10.0**rank for rank in range(4)]
+    values = [gradients(rank) * 1000.0**rank for rank in range(4)]
     messages = [encoded(of_shard(each, SHARDS[1]), SHARDS[1], FORM) for each in values]
     parts = [decoded(message, SHARDS[1], FORM) for message in messages]
     assert torch.equal(
         summed(messages, SHARDS[1], FORM), ((parts[0] + parts[1]) + parts[2]) + parts[3]
     )
+    backwards = ((parts[3] + parts[2]) + parts[1]) + parts[0]
+    assert not torch.equal(summed(messages, SHARDS[1], FORM), backwards)  # the order shows
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

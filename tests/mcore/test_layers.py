@@ -91,6 +91,35 @@ def test_a_loop_that_counts_no_steps_is_refused(one_rank: None) -> None:
     assert not run.awaits_steps
 
 
+def test_microbatches_round_as_one_of_all_their_sequences(one_rank: None) -> None:
+    """Each token draws the bits of its row in the global batch, in both passes."""
+    whole, dy = activation(5, (SEQUENCE, MICROBATCHES * BATCH)), activation(6)
+
+    def results(size: int) -> tuple[Tensor, Tensor]:
+        calculator.destroy_num_microbatches_calculator()
+        calculator.init_num_microbatches_calculator(0, None, MICROBATCHES * BATCH, size, 1)
+        run = run_of(curr_iteration=0)
+        layer, w = state(run), weight()
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def forward(data: Any, model: Any) -> None:
+            x = whole[:, len(found) * size :][:, :size].clone().requires_grad_()
+            y = layer.product(x, w, None, True)
+            y.backward(dy[:, :1].expand_as(y))
+            assert x.grad is not None
+            found.append((y.detach(), x.grad))
+
+        for _ in range(MICROBATCHES * BATCH // size):
+            run.counting(forward)(iter(()), types.SimpleNamespace(vp_stage=None))
+        y, dx = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+        return y, dx
+
+    together = results(MICROBATCHES * BATCH)
+    apart = results(BATCH)
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+    assert not torch.equal(apart[1][:, 0], apart[1][:, BATCH])  # the same dY, other bits
+
+
 # --- W's operands ------------------------------------------------------------------------------
 
 
