@@ -155,7 +155,10 @@ def of_the_host() -> list[str]:
     ]
     anew = (quantize_ms(graphs) - quantize_ms(after[ours])) / graphs["ms"]
     two, last = steps("parallel-two"), steps("parallel-four")
-    over_four = [f"{last['tp4-sp', name]['ms']:.0f}" for name in (GRAPHS, "tetrajet")]
+    over_four, both = (
+        [f"{last[layout, name]['ms']:.0f}" for name in (GRAPHS, "tetrajet")]
+        for layout in ("tp4-sp", "tp2-sp-pp2")
+    )
     tensor, pipeline = (
         [f"{two[layout, name]['ms']:.0f}" for name in (GRAPHS, "tetrajet")]
         for layout in ("tp2-sp", "pp2")
@@ -163,8 +166,9 @@ def of_the_host() -> list[str]:
     return [
         f"takes {tensor[0]} ms with graphs and {tensor[1]} ms without, and PP2 {pipeline[0]} and "
         f"{pipeline[1]} ms",
-        f"TP4 with SP takes {over_four[0]} ms with graphs and {over_four[1]} ms without",
-        f"took {now['tp4-sp', GRAPHS]['ms']:.0f} and {four['ms']:,.0f} ms there",
+        f"TP4 with SP takes {over_four[0]} ms with graphs and {over_four[1]} ms without, and TP2 "
+        f"with SP and PP2 {both[0]} and {both[1]} ms",
+        f"took {now['tp4-sp', GRAPHS]['ms']:.0f} and {four['ms']:,.0f} ms under TP4",
         f"which took {now[ours]['ms']:,.0f} ms in Python, takes {two[ours]['ms']:.0f} ms, and is "
         f"{two[ours]['ratio']:.2f} times as fast as BF16. Under PP2 it is "
         f"{two['pp2', 'tetrajet']['ratio']:.2f} times as fast",

@@ -75,6 +75,33 @@ def test_sparsity_and_fp8() -> None:
     assert round(1 / crowded, -3) == 32_000 and "32,000" in PAGE
 
 
+def test_the_table_of_a_training_step() -> None:
+    found = json.loads((ROOT / "benchmarks/results/fused-step-others.json").read_text())["rows"]
+    rows = {row["name"]: row for row in found}
+    bf16, ours = rows["bf16"], rows["dge-occ"]
+    largest = {name: ms for ms, _, name in ours["largest"]}
+    fp8 = sum(ms for name, ms in largest.items() if "nvjet_sm90_q" in name)
+    named = [largest[f"{name}_kernel"] for name in ("split", "cast", "factor")]
+    gemm, plain = ours["gpu_ms"]["gemm"], bf16["gpu_ms"]["gemm"]
+    made = ours["gpu_ms"]["quantize"] + ours["gpu_ms"]["carry"]
+    around = [sum(row["gpu_ms"].values()) for row in (bf16, ours)]
+    left = around[0] - plain
+    for what, *cells in (
+        ("GEMMs in FP8", 0, fp8),
+        ("GEMMs in BF16", plain, gemm - fp8),
+        ("`split_kernel`", 0, named[0]),
+        ("`cast_kernel`", 0, named[1]),
+        ("`factor_kernel`", 0, named[2]),
+        ("other kernels that quantize, and carriers", 0, made - sum(named)),
+        ("all else", left, around[1] - gemm - made),
+        ("the step", bf16["ms"], ours["ms"]),
+    ):
+        [line] = [each for each in PAGE.splitlines() if each.startswith(f"| {what}")]
+        assert line.endswith(f" | {cells[0]:.0f} | {cells[1]:.0f} |"), what
+    bound = gemm + left
+    assert f"would take {bound:,.0f} ms: {bf16['ms'] / bound:.2f} times BF16's speed" in PAGE
+
+
 def test_what_is_not_explained() -> None:
     later = measured("linear-te")
     took = later[SIZE, SIZE, "dge-occ"]["ms"]

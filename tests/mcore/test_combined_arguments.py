@@ -161,7 +161,9 @@ def test_graphs_are_advised_where_they_can_be_had_and_help() -> None:
     assert advice(*two) is None
     assert advice(*launch, in_python=True) is None
     assert advice(*four, "--num-experts", "4") is None
-    assert advice(*four, "--pipeline-model-parallel-size", "2") is None
+    pipeline = ("--pipeline-model-parallel-size", "2")
+    assert advice(*four, *pipeline) and advice(*two, *pipeline)
+    assert advice(*launch, *pipeline, in_python=True) is None
     assert advice(*four, "--cuda-graph-impl", "local") is None
 
 

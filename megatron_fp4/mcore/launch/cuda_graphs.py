@@ -15,15 +15,15 @@ def wanted(args: Namespace) -> bool:
 def advice(args: Namespace, recipes: Iterable[Recipe], in_python: bool) -> str | None:
     """A line that advises --cuda-graph-impl local; None where it would not help or is refused.
 
-    It helps where layers are so small that the GPU waits for the host to launch kernels: under
-    tensor parallelism of more than two, and of two where linears run in Python. Under pipeline
-    parallelism it does not help, and takes memory for each microbatch (docs/notes/host.md).
+    It helps where layers are so small that the GPU waits for the host to launch kernels, and for
+    other ranks' hosts in collectives: where tensor parallelism, with pipeline parallelism or
+    without, divides the model by more than two, and by two where linears run in Python. Under
+    pipeline parallelism alone it does not help (docs/notes/host.md).
     recipes: the launch's, and those of single modules. in_python: whether linears run in Python.
     """
+    tensor = args.tensor_model_parallel_size
     most = 1 if in_python else 2  # ranks whose hosts keep up without graphs
-    if wanted(args) or args.tensor_model_parallel_size <= most:
-        return None
-    if args.pipeline_model_parallel_size > 1:
+    if wanted(args) or tensor == 1 or tensor * args.pipeline_model_parallel_size <= most:
         return None
     with_graphs = {"fp4_weight_cache": None, "fp4_metrics_interval": None}  # their defaults differ
     if any(captured_layers(Namespace(**vars(args) | with_graphs), recipes)):
