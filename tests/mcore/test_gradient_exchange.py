@@ -220,6 +220,17 @@ def test_what_overflows_on_one_rank_is_found_on_all(form: str, sharded: str) -> 
     assert hidden.status != 0 and "sums differ" in hidden.output
 
 
+@pytest.mark.parametrize("sharded", [SHARDED, pytest.param("", marks=pytest.mark.outside)])
+def test_what_overflows_under_bf16_ends_the_run_or_is_in_the_norm(sharded: str) -> None:
+    """Megatron checks the gradients of each rank before they are sent, unless it is told not to."""
+    checked = run(f"{FP8} {sharded}", "overflows", dtype="--bf16")
+    assert checked.status != 0 and "found Inf in local grad norm" in checked.output
+    unchecked = run(f"{FP8} {sharded} --no-check-for-nan-in-loss-and-grad", "overflows")
+    assert unchecked.status == 0, unchecked.output[-3000:]
+    norms = re.findall(r"grad norm: +(\S+)", unchecked.output)
+    assert norms[0] != "nan" and norms[1:] == ["nan"] * 3  # of the second step, and then of weights
+
+
 def skipped(result: Result) -> list[int]:
     found = re.findall(r"number of skipped iterations: +(\d+)", result.output)
     return [int(number) for number in found]

@@ -79,6 +79,10 @@ LAYOUTS = {
     "recomputed": (2, f"{TETRAJET} {RECOMPUTED} {BUCKETS} {EIGHT}"),
     "decoded": (2, f"{TETRAJET} --fp4-weight-cache decoded {EIGHT}"),
     "no cache": (2, f"{TETRAJET} --fp4-weight-cache off {EIGHT}"),
+    "backward in BF16": (
+        2,
+        f"{TETRAJET} {BUCKETS} --fp4-bf16-after 0.5 --fp4-bf16-gemms dgrad wgrad",
+    ),
     "some in BF16": (2, f"{TETRAJET} --fp4-module-recipe *.linear_fc1=bf16"),
 }
 QUICK = ("overlapped, in buckets", "average")
