@@ -7,11 +7,13 @@ Each rank writes one line with a digest of its weights after each step.
 none: no mistake. one-clock: the backward pass reads the step and the microbatch of the latest
 forward pass. unmended: Megatron's errors under pipeline parallelism are not worked around. no-view:
 a view becomes a tensor that a schedule may free, but not the memory of a replay's output.
-all-uses: an input's uses by other microbatches are counted.
+all-uses: an input's uses by other microbatches are counted. count: no mistake; at the end a line
+says how often Megatron recomputed a module.
 """
 
 from __future__ import annotations
 
+import atexit
 import sys
 from typing import Any
 
@@ -45,8 +47,25 @@ def _make(mistake: str) -> None:
         patched._sendable = lambda runner, outputs, static=(): sendable(runner, outputs)
     elif mistake == "all-uses":
         patched._forget_uses = lambda inputs: None
+    elif mistake == "count":
+        _count_recomputed()
     else:
         assert mistake == "none"
+
+
+def _count_recomputed() -> None:
+    from megatron.core.tensor_parallel.random import CheckpointFunction
+
+    calls: list[None] = []
+    backward: Any = CheckpointFunction.backward
+
+    def counting(ctx: Any, *gradients: Any) -> Any:
+        calls.append(None)
+        return backward(ctx, *gradients)
+
+    patched: Any = CheckpointFunction
+    patched.backward = staticmethod(counting)
+    atexit.register(lambda: print("recomputed:", len(calls), flush=True))
 
 
 if __name__ == "__main__":
