@@ -197,7 +197,7 @@ def of_the_quantize_kernels() -> list[str]:
         f"{counted['fma heavy pipe % of peak']:.0f}% of the peak of the multipliers",
         f"{counted['issue slots %']:.0f}% of all issue slots",
         f"{counted['dram % of peak']:.0f}% of the peak of memory",
-        f"where a copy of as many bytes takes {copied:.0f} µs",
+        f"and {copied:.0f} µs of memory traffic, and take {both['us']:.0f} µs",
         f"the share rises from {100 * two['share']:.0f} to {both['share']:.0%} of a copy",
         f"tiles below each other take {both['us']:.1f} µs, and tiles beside each other took "
         f"{before['stochastic, both']['us']:.1f} µs",

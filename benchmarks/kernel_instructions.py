@@ -1,0 +1,150 @@
+"""Counts the instructions of the kernels that quantize to MXFP4, as compiled for a Hopper GPU.
+
+    python -m benchmarks.kernel_instructions
+
+No GPU is needed. Each instruction of a program runs once, but for those of a transform's loop,
+which run once for each part of the tile. *issue* is the time of a matrix of 8192 x 8192 if an H200
+issued an instruction in every slot, four a cycle on each multiprocessor. *ALU* is that of the
+instructions for logic, shifts, permutations, comparisons and additions of integers, whose units
+take one every other cycle. *measured* and *copy* are of quantize_kernels-fused.json: the kernel,
+and a copy of as many bytes. *warps* run at once on each of the four parts of a multiprocessor, as
+far as registers allow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fp4.arithmetic.quantizer import Quantizer
+from megatron_fp4.kernels.launch import Launch
+from megatron_fp4.kernels.quantize import _transform_launch
+from testing.kernels.compiling import compiled_launch, quantize_launch, registers, sass
+from tools.pages import table as markdown
+from tools.stamp import stamp
+
+SIZE = 8192  # rows and columns of the matrix
+SLOTS = 132 * 4 * 1.98e9  # instructions of warps that an H200 issues a second
+# Opcodes of the units that take an instruction every other cycle.
+ALU = "LOP3 SHF PRMT IADD3 ISETP SEL LEA VIMNMX IMNMX FMNMX HMNMX2 FSETP FSEL PLOP3 HSETP2 HSET2"
+E5M2 = torch.float8_e5m2
+NOISY = Quantizer(rounding="stochastic")
+
+
+def launches() -> dict[str, list[Launch]]:
+    """The launches that make what a row of quantize_kernels-fused.json times."""
+    sizes = (SIZE, SIZE)
+    along = {"along rows": (True, False), "along columns": (False, True), "both": (True, True)}
+    found = {
+        f"{rounding}, {name}": [
+            quantize_launch(rounding, *wanted, sizes=sizes, rule="ceil", shared=name == "both")
+        ]
+        for rounding in ("nearest", "stochastic")
+        for name, wanted in along.items()
+    }
+    two = quantize_launch("stochastic", True, True, sizes=sizes, rule="ceil")
+    found["stochastic, both, two draws"] = [two]
+    carried = quantize_launch("stochastic", E5M2, E5M2, sizes=sizes, rule="ceil", shared=True)
+    found["stochastic, both, with E5M2"] = [carried]
+    rows, columns = (
+        _transform_launch(SIZE, SIZE, NOISY, axis, 64, "random", False, True) for axis in (1, 0)
+    )
+    for name, each in (
+        ("along rows", [rows]),
+        ("along columns", [columns]),
+        ("both", [rows, columns]),
+    ):
+        found[f"Hadamard 64 + stochastic, {name}"] = each
+    return found
+
+
+def counted(launch: Launch) -> dict[str, float]:
+    """Instructions an element, those of ALU, registers of a thread, and warps that run at once."""
+    cubin, tile = compiled_launch(launch, 90)["cubin"], launch.constants["TILE"]
+    codes = executed(sass(cubin), _repeats(launch))
+    share = 32 * launch.options["num_warps"] / (tile.ROWS * tile.COLUMNS)
+    used = registers(cubin)
+    return {
+        "instructions": len(codes) * share,
+        "alu": sum(code in ALU.split() for code in codes) * share,
+        "registers": used,
+        "warps": min(16, 2**14 // (32 * -(-used // 8 * 8))),
+    }
+
+
+def _repeats(launch: Launch) -> int:
+    """How often a program runs the loop of its kernel: a transform goes through its tile by 16 rows
+    along the rows, and by 64 along the columns."""
+    if "AXIS" not in launch.constants:
+        return 1
+    return launch.constants["TILE"].ROWS // (16 if launch.constants["AXIS"] == 1 else 64)
+
+
+def executed(text: str, repeats: int) -> list[str]:
+    """The opcodes that a warp executes. text: the disassembly. repeats: of its one loop, if any."""
+    found: list[str] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if label := re.match(r"\.(L_x_\d+):", line):
+            labels[label[1]] = len(found)
+        code = re.match(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z0-9]+)", line)
+        if code is None or code[2] == "NOP":
+            continue
+        found.append(code[2])
+        target = re.search(r"@.* BRA `\(\.(L_x_\d+)\)", line)
+        if target and target[1] in labels:
+            found += found[labels[target[1]] :] * (repeats - 1)
+        elif code[2] == "EXIT":
+            break
+    return found
+
+
+def rows() -> list[dict[str, Any]]:
+    """A row for each kernel. Where two launches make the two operands their counts are added."""
+    path = Path("benchmarks/results/quantize_kernels-fused.json")
+    timed = json.loads(path.read_text())["rows"]
+    found = []
+    for name, each in launches().items():
+        [row] = [r for r in timed if r["kernel"] == name and r["shape"] == [SIZE, SIZE]]
+        counts = [counted(launch) for launch in each]
+        total = {key: sum(one[key] for one in counts) for key in ("instructions", "alu")}
+        elements = SIZE * SIZE / 32 / SLOTS * 1e6
+        found.append(
+            {"kernel": name, **total}
+            | {"registers": max(one["registers"] for one in counts)}
+            | {"warps": min(one["warps"] for one in counts)}
+            | {"issue us": total["instructions"] * elements, "alu us": 2 * total["alu"] * elements}
+            | {"us": row["us"], "copy us": row["us"] * row["share"]}
+        )
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> list[str]:
+    """The result as a Markdown table."""
+    head = ["kernel", "instructions", "of ALU", "registers", "warps"]
+    lines = [
+        [row["kernel"], f"{row['instructions']:.1f}", f"{row['alu']:.1f}", f"{row['registers']}"]
+        + [f"{row['warps']}"]
+        + [f"{row[key]:.0f}" for key in ("issue us", "alu us", "copy us", "us")]
+        for row in found
+    ]
+    return markdown([*head, "issue, µs", "ALU, µs", "copy, µs", "measured, µs"], lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    default = Path("benchmarks/results/kernel_instructions.json")
+    parser.add_argument("--out", type=Path, default=default)
+    found = rows()
+    args = parser.parse_args()
+    args.out.write_text(json.dumps({"stamp": stamp(), "rows": found}, indent=1) + "\n")
+    print("\n".join(table(found)))
+
+
+if __name__ == "__main__":
+    main()

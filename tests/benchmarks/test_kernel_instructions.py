@@ -1,0 +1,53 @@
+"""benchmarks/kernel_instructions.py: what is counted, and the table of the note."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import kernel_instructions
+from benchmarks.kernel_instructions import executed
+
+ROOT = Path(__file__).parents[2]
+LOOP = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/                   IADD3 R2, R2, 0x1, RZ ;
+        /*0020*/              @!P1 LOP3.LUT R3, R2, 0xff, RZ, 0xc0, !PT ;
+        /*0030*/               @P0 BRA `(.L_x_0) ;
+        /*0040*/                   NOP ;
+        /*0050*/                   EXIT ;
+.L_x_1:
+        /*0060*/                   BRA `(.L_x_1);
+"""
+
+
+def test_a_loop_is_counted_as_often_as_it_runs() -> None:
+    """Its three instructions once or four times, with one before it and one behind it."""
+    assert executed(LOOP, 1) == ["MOV", "IADD3", "LOP3", "BRA", "EXIT"]
+    assert executed(LOOP, 4) == ["MOV", *["IADD3", "LOP3", "BRA"] * 4, "EXIT"]
+
+
+def test_the_table_is_that_of_the_result() -> None:
+    found = json.loads((ROOT / "benchmarks/results/kernel_instructions.json").read_text())["rows"]
+    page = (ROOT / "docs/notes/quantize-kernels.md").read_text()
+    assert "\n".join(kernel_instructions.table(found)) in page
+    rows = {row["kernel"]: row for row in found}
+    both, turned = rows["stochastic, both"], rows["Hadamard 64 + stochastic, both"]
+    assert (
+        f"have {both['issue us']:.0f} µs of instructions and {both['copy us']:.0f} µs of memory "
+        f"traffic, and take {both['us']:.0f} µs: with three warps" in page
+    )
+    assert both["warps"] == 3
+    bound = f"can reach {turned['copy us'] / turned['issue us']:.0%} of a copy at most"
+    assert f"has {turned['issue us']:.0f} µs of instructions, so that it {bound}" in page
+
+
+@pytest.mark.slow
+def test_the_result_is_that_of_the_present_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a kernel changes, run the benchmark again."""
+    monkeypatch.chdir(ROOT)
+    committed = json.loads((ROOT / "benchmarks/results/kernel_instructions.json").read_text())
+    assert kernel_instructions.rows() == committed["rows"]
