@@ -17,7 +17,7 @@ from megatron_fp4.errors import ConfigError
 def check_target(path: Path, force: bool, sources: tuple[Path, ...] = ()) -> None:
     """Raises ConfigError, before anything is written, if `path` cannot be the target.
 
-    It must not exist, unless `force`, and must not be one of `sources` or contain one.
+    It must not exist, or with `force` be a folder, and must not be one of `sources` or contain one.
     """
     real = path.resolve()
     for source in sources:
@@ -26,6 +26,8 @@ def check_target(path: Path, force: bool, sources: tuple[Path, ...] = ()) -> Non
     there = next(above for above in real.parents if above.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{path} cannot be written: no permission in {there}")
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is not a folder: give another --output")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists: give another --output, or --force to replace it")
 
@@ -36,21 +38,41 @@ def complete_folder(path: Path) -> Iterator[Path]:
 
     What was at `path` is removed only after the new folder is complete. If the context ends with an
     exception, the new folder is removed and `path` stays as it was. A process that is killed leaves
-    the new folder under its own name, PATH.partial. Raises ConfigError if a disk is full.
+    the new folder under its own name, PATH.partial. Raises ConfigError if the new folder cannot be
+    made, and if a disk is full.
     """
-    partial, old = (path.with_name(f"{path.name}.{word}") for word in ("partial", "replaced"))
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    path = path.resolve()  # "." has no name, and what a link names is replaced where it is
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{partial} cannot be made ({error.strerror or error}): give another --output"
+        ) from error
     try:
         yield partial
-        if path.exists():
-            path.rename(old)
-        partial.rename(path)
+        _take_place(partial, path)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _take_place(made: Path, path: Path) -> None:
+    """Moves the folder `made` to `path`. What is there is removed, but kept if that fails."""
+    old = path.with_name(f"{path.name}.replaced")
+    replaces = path.exists()
+    if replaces:
+        shutil.rmtree(old, ignore_errors=True)  # of a process that was killed at this place
+        path.rename(old)
+    try:
+        made.rename(path)
+    except BaseException:
+        if replaces:
+            old.rename(path)
         raise
     shutil.rmtree(old, ignore_errors=True)
 
