@@ -106,7 +106,8 @@ def _shares(given: list[float] | None, count: int) -> list[float]:
         raise ConfigError(f"--weights has {len(given)} numbers for {count} checkpoints: give each")
     if not all(math.isfinite(share) and share > 0 for share in given):
         raise ConfigError("--weights are numbers above 0: leave out a checkpoint without weight")
-    return given
+    # A power of two changes no ratio. The largest is then below 1, so that no sum overflows.
+    return [math.ldexp(share, -math.frexp(max(given))[1]) for share in given]
 
 
 def _check_same_model(one: Checkpoint, other: Checkpoint) -> None:

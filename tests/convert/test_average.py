@@ -89,6 +89,10 @@ def test_checkpoints_are_averaged(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert not key.startswith("optimizer")
         exact = torch.stack([run.tensor(key).double() for run in opened]).sum(0) / 3
         assert torch.equal(mean.tensor(key), rounded(exact, torch.bfloat16))
+    large = ("--weights", *[str(2.0**1023)] * 3)  # their sum is no float64
+    assert main(["average", *words, "--output", str(tmp_path / "large"), *large]) == 0
+    again = Checkpoint(find(tmp_path / "large"))
+    assert all(torch.equal(again.tensor(key), mean.tensor(key)) for key in mean.tensors)
     capsys.readouterr()
     for wrong, text in {
         ("--weights", "1", "2"): "--weights has 2 numbers for 3 checkpoints",
