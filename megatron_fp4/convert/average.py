@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     """Writes the averaged checkpoint. Raises ConfigError if it cannot."""
     paths = _paths(args.checkpoints, args.steps)
     shares = _shares(args.weights, len(paths))
-    sources = [rewrite.source_of(path, args) for path in paths]
+    sources = [Checkpoint(path) for path in paths]
     last = sources[-1]
     for other in sources[:-1]:
         _check_same_model(other, last)

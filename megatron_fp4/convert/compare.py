@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
     """Prints the comparison; returns the exit status. Raises ConfigError if it cannot read one."""
     steps = args.steps or (None, None)
     a, b = (
-        rewrite.opened(find(path, step), not args.no_verify)
-        for path, step in zip((args.a, args.b), steps, strict=True)
+        Checkpoint(find(path, step)) for path, step in zip((args.a, args.b), steps, strict=True)
     )
+    rewrite.verify((a, b), args)
     found = compare(a, b, args.weights_only)
     print(json.dumps(found, indent=2) if args.json else _text(found))
     return 0 if found["equal"] else 1

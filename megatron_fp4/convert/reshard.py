@@ -35,9 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes the checkpoint anew. Raises ConfigError if it cannot."""
-    path = find(args.checkpoint, args.step)
-    _check(Checkpoint(path))  # before all files are read to verify them
-    source = rewrite.source_of(path, args)
+    source = Checkpoint(find(args.checkpoint, args.step))
+    _check(source)
     layout = layout_of(
         source.args(),
         args.tensor_model_parallel_size,

@@ -85,23 +85,15 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def opened(path: Path, verify: bool) -> Checkpoint:
-    """The checkpoint in the folder `path`.
+def verify(sources: Iterable[Checkpoint], args: argparse.Namespace) -> None:
+    """Verifies all files of checkpoints, unless `args` has --no-verify; see `integrity.verify`.
 
-    verify: whether to verify all its files; see `integrity.verify`. Raises ConfigError if it is
-    incomplete or damaged.
+    It reads them whole, so whatever can be checked without comes first.
     """
-    checkpoint = Checkpoint(path)
-    if verify:
-        common = [COMMON_FILE] if checkpoint.common_file.is_file() else []
+    for source in () if args.no_verify else sources:
+        common = [COMMON_FILE] if source.common_file.is_file() else []
         own = [metadata.CONFIG_FILE, metadata.FILE]
-        integrity.verify(path, [*own, *common, *checkpoint.files])
-    return checkpoint
-
-
-def source_of(path: Path, args: argparse.Namespace) -> Checkpoint:
-    """A checkpoint to read, verified unless nothing is to be written. args: the parser's."""
-    return opened(path, not (args.no_verify or args.dry_run))
+        integrity.verify(source.path, [*own, *common, *source.files])
 
 
 def as_saved(checkpoint: Checkpoint, keys: Iterable[str]) -> list[Part]:
@@ -140,6 +132,7 @@ def write_checkpoint(plan: Plan, args: argparse.Namespace) -> None:
     if args.dry_run:
         print(f"would write {target / name}: {what} in {files} files")
         return
+    verify(plan.sources, args)
     with complete_folder(target) as folder:
         _write(plan, folder / name)
         number = _ITERATION.fullmatch(name)

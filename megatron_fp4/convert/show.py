@@ -41,8 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Prints what a checkpoint has. Raises ConfigError if it cannot be read."""
     path = find(args.checkpoint, args.step)
-    checkpoint = rewrite.opened(path, args.layers and not args.no_verify)
-    if not (args.layers or args.no_verify):
+    checkpoint = Checkpoint(path)
+    if args.layers:
+        rewrite.verify([checkpoint], args)
+    elif not args.no_verify:
         integrity.verify(path, [metadata.FILE, *_files_with_arguments(checkpoint)])
     found = summary(checkpoint)
     if args.layers:

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes the stripped checkpoint. Raises ConfigError if it cannot."""
-    source = rewrite.source_of(find(args.checkpoint, args.step), args)
+    source = Checkpoint(find(args.checkpoint, args.step))
     kept = weights(source) + (_averages(source) if args.keep_average else [])
     objects, common_file = model_state(source)
     dropped = [key for key in source.tensors if key not in kept]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_fp4.convert import integrity
 from megatron_fp4.convert.command import main
 from megatron_fp4.convert.torch_dist import TRACKER, Checkpoint, find
 from testing.builders.checkpoints import arguments, small
@@ -110,6 +111,35 @@ def test_a_dry_run_writes_nothing_and_a_target_is_not_replaced(
     onto = [command, *runs, "--output", runs[0], *more, "--force"]
     assert tool(*onto) == 1
     assert "has what is to be read: give another --output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "wrong"),
+    [
+        ("reshard", RESHARD, ["--pipeline-model-parallel-size", "3"]),
+        ("strip", [], ["--keep-average"]),
+        ("average", [], ["--weights", "0", "1"]),
+    ],
+    ids=["reshard", "strip", "average"],
+)
+def test_all_files_are_read_after_what_is_refused_without(
+    tmp_path: Path,
+    command: str,
+    more: list[str],
+    wrong: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr(integrity, "verify", lambda path, names: read.append(path))
+    runs = [small(tmp_path / "run")]
+    if command == "average":
+        runs.append(small(tmp_path / "other"))
+    words = [command, *runs, "--output", tmp_path / "new", *more]
+    assert tool(*words, *wrong) == 1 and not read
+    assert tool(*words, "--no-verify") == 0 and not read
+    assert tool(*words) == 1 and not read  # the target is there
+    assert tool(*words, "--force") == 0
+    assert read == [find(run) for run in runs]
 
 
 def test_sizes_that_do_not_divide_are_told(

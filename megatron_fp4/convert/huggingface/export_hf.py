@@ -14,6 +14,7 @@ not quantize, or in a way that the format cannot hold, are quantized if --quanti
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -78,8 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Exports a model. Raises ConfigError, before anything is written, if it cannot be."""
+    if not (math.isfinite(args.shard_gb) and args.shard_gb > 0):
+        raise ConfigError(f"--shard-gb is a size above 0, such as 2, not {args.shard_gb:g}")
     path = torch_dist.find(args.checkpoint, args.step)
-    checkpoint = rewrite.source_of(path, args)
+    checkpoint = Checkpoint(path)
     source = Source(checkpoint, args.like or _kept(path), args.vocab_size)
     form = _form(args, source)
     named = list(source.tensors(form))
@@ -91,6 +94,7 @@ def run(args: argparse.Namespace) -> None:
     check_target(args.output, args.force, sources)
     if args.dry_run:
         return
+    rewrite.verify([checkpoint], args)
     progress = Progress(f"export to {args.output}", size)
     with complete_folder(args.output) as folder:
         safetensors_files.write(
