@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 from megatron_fp4.convert import command
 from megatron_fp4.convert.metadata import TensorInfo
 from megatron_fp4.convert.torch_dist_writer import saved, whole, write
+from testing.builders.fp4_checkpoint import checkpoint
 from testing.builders.small_hf import save
 
 pytest.importorskip("transformers")
@@ -93,6 +95,19 @@ BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     ),
     "another shape": ("llama", retensored(lambda t: t.update({GATE: t[GATE][1:]})), "do not fit"),
     "other sizes": ("llama", configured(num_key_value_heads=4), "do not fit config.json"),
+    "a wider MLP": ("llama", configured(intermediate_size=320), "do not fit config.json"),
+    "a wider model": (
+        "llama",
+        configured(hidden_size=128, head_dim=16),
+        "(320, 64) do not fit config.json",
+    ),
+    "more tokens": ("llama", configured(vocab_size=400), "(320, 64) do not fit config.json"),
+    "wider experts": (
+        "qwen3-moe",
+        configured(moe_intermediate_size=64),
+        "experts.0.up_proj.weight: (32, 64), (32, 64) do not fit config.json",
+    ),
+    "more positions": ("gpt2", configured(n_positions=256), "(128, 64) do not fit config.json"),
     "two dtypes": (
         "llama",
         retensored(lambda t: t.update({GATE: t[GATE].half()})),
@@ -207,6 +222,32 @@ def test_checkpoints_that_cannot_be_exported(
     write(tmp_path / "lacking", [whole("x", info, lambda: torch.zeros(2))], lacking)
     assert "has no tensor" in refused(capsys, "export-hf", tmp_path / "lacking", *out)
     assert not (tmp_path / "out").exists()
+
+
+def test_arguments_that_do_not_fit_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint whose arguments were changed is not exported with a config of other sizes."""
+    made = checkpoint(tmp_path, "llama", {"ffn_hidden_size": 320})
+    shutil.rmtree(made / "huggingface")
+    said = refused(capsys, "export-hf", made, "--output", tmp_path / "out")
+    assert "linear_fc1.weight is (2, 320, 64)" in said and "imply (2, 640, 64)" in said
+
+
+@pytest.mark.parametrize("like", [True, False], ids=["like", "made"])
+@pytest.mark.parametrize("model", ["mixtral", "qwen3-moe", "qwen3-moe-dense-first"])
+def test_the_size_of_dense_layers_matters_if_there_are_some(
+    like: bool, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = checkpoint(tmp_path, model, {"ffn_hidden_size": 320})
+    if not like:
+        shutil.rmtree(made / "huggingface")
+    words = ("export-hf", made, "--output", tmp_path / "out")
+    if model == "qwen3-moe-dense-first":
+        reason = "ffn_hidden_size is 320, not 160" if like else "linear_fc1.weight is (320, 64)"
+        assert reason in refused(capsys, *words)
+    else:
+        assert command.main([str(word) for word in words]) == 0
 
 
 def _arguments(folder: Path) -> dict[str, Any]:

@@ -197,49 +197,68 @@ class Decoder:
 
     def entries(self, settings: Settings, vocab_size: int) -> Iterator[Entry]:
         """Every tensor of the model, in the order of its layers."""
-        rows = PaddedRows(vocab_size, settings["padded_vocab_size"])
-        yield Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)
+        hidden, padded = settings["hidden_size"], settings["padded_vocab_size"]
+        table, rows = (padded, hidden), PaddedRows(vocab_size, padded)
+        yield Entry("embedding.word_embeddings.weight", table, ("model.embed_tokens.weight",), rows)
         pattern = moe_pattern(settings)
         stacked = all(pattern) or not any(pattern)
         for i, is_moe in enumerate(pattern):
-            yield from self._layer(Layer(i, len(pattern), stacked), settings, is_moe)
-        yield Entry("decoder.final_layernorm.weight", ("model.norm.weight",))
+            layer = Layer(i, len(pattern), stacked)
+            yield from self._attention(layer, settings)
+            yield from self._moe(layer, settings) if is_moe else self._mlp(layer, settings)
+        yield Entry("decoder.final_layernorm.weight", (hidden,), ("model.norm.weight",))
         if settings["untie_embeddings_and_output_weights"]:
-            yield Entry("output_layer.weight", ("lm_head.weight",), rows)
+            yield Entry("output_layer.weight", table, ("lm_head.weight",), rows)
 
-    def _layer(self, layer: Layer, settings: Settings, is_moe: bool) -> Iterator[Entry]:
+    def _attention(self, layer: Layer, settings: Settings) -> Iterator[Entry]:
+        hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
         groups, size = settings["num_query_groups"], settings["kv_channels"]
-        qkv = Qkv(groups, settings["num_attention_heads"] // groups, size)
+        qkv, out = Qkv(groups, heads // groups, size), (heads + 2 * groups) * size
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        attention = "self_attention.linear_qkv"
-        yield layer.entry(f"{attention}.layer_norm_weight", ("input_layernorm.weight",))
-        yield layer.linear(attention, names, qkv)
+        attention = "self_attention"
+        of = f"{attention}.linear_qkv"
+        yield layer.entry(f"{of}.layer_norm_weight", (hidden,), ("input_layernorm.weight",))
+        yield layer.linear(of, (out, hidden), names, qkv)
         if self.qkv_bias:
-            yield layer.entry(f"{attention}.bias", tuple(f"{name}.bias" for name in names), qkv)
+            yield layer.entry(f"{of}.bias", (out,), tuple(f"{name}.bias" for name in names), qkv)
         if self.qk_norm:
-            yield layer.entry("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",))
-            yield layer.entry("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",))
-        yield layer.linear("self_attention.linear_proj", ("self_attn.o_proj",))
-        norm = "pre_mlp_layernorm.weight" if is_moe else "mlp.linear_fc1.layer_norm_weight"
-        yield layer.entry(norm, ("post_attention_layernorm.weight",))
-        if is_moe:
-            yield from self._moe(layer, settings["num_experts"])
-        else:
-            yield layer.linear("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"), Rows())
-            yield layer.linear("mlp.linear_fc2", ("mlp.down_proj",))
+            for x in ("q", "k"):
+                name = f"self_attn.{x}_norm.weight"
+                yield layer.entry(f"{attention}.{x}_layernorm.weight", (size,), (name,))
+        shape = (hidden, heads * size)
+        yield layer.linear(f"{attention}.linear_proj", shape, ("self_attn.o_proj",))
 
-    def _moe(self, layer: Layer, experts: int) -> Iterator[Entry]:
-        gate, up, down = self.gated
-        yield layer.entry("mlp.router.weight", (f"{self.experts}.gate.weight",))
+    def _mlp(self, layer: Layer, settings: Settings) -> Iterator[Entry]:
+        hidden, size = settings["hidden_size"], settings["ffn_hidden_size"]
+        norm = "mlp.linear_fc1.layer_norm_weight"
+        yield layer.entry(norm, (hidden,), ("post_attention_layernorm.weight",))
+        yield from self._gated_mlp(layer, "mlp", hidden, size, "mlp")
+
+    def _moe(self, layer: Layer, settings: Settings) -> Iterator[Entry]:
+        hidden, experts = settings["hidden_size"], settings["num_experts"]
+        size, (gate, up, down) = settings["moe_ffn_hidden_size"], self.gated
+        norm = "pre_mlp_layernorm.weight"
+        yield layer.entry(norm, (hidden,), ("post_attention_layernorm.weight",))
+        router = (f"{self.experts}.gate.weight",)
+        yield layer.entry("mlp.router.weight", (experts, hidden), router)
         for e in range(experts):
             of = f"{self.experts}.experts.{e}"
-            yield layer.expert("linear_fc1", e, experts, (f"{of}.{gate}", f"{of}.{up}"), Rows())
-            yield layer.expert("linear_fc2", e, experts, (f"{of}.{down}",))
+            fc1, fc2 = (f"{of}.{gate}", f"{of}.{up}"), (f"{of}.{down}",)
+            yield layer.expert("linear_fc1", e, experts, (2 * size, hidden), fc1, Rows())
+            yield layer.expert("linear_fc2", e, experts, (hidden, size), fc2)
         if self.shared_expert:
             of, to = "mlp.shared_expert", "mlp.shared_experts"
-            yield layer.entry(f"{to}.gate_weight", (f"{of}_gate.weight",))
-            yield layer.linear(f"{to}.linear_fc1", (f"{of}.gate_proj", f"{of}.up_proj"), Rows())
-            yield layer.linear(f"{to}.linear_fc2", (f"{of}.down_proj",))
+            yield layer.entry(f"{to}.gate_weight", (1, hidden), (f"{of}_gate.weight",))
+            shared = settings["moe_shared_expert_intermediate_size"]
+            yield from self._gated_mlp(layer, to, hidden, shared, of)
+
+    def _gated_mlp(
+        self, layer: Layer, module: str, hidden: int, size: int, of: str
+    ) -> Iterator[Entry]:
+        """The linears of a gated MLP. size: between them. of: its name in `transformers`."""
+        names = (f"{of}.gate_proj", f"{of}.up_proj")
+        yield layer.linear(f"{module}.linear_fc1", (2 * size, hidden), names, Rows())
+        yield layer.linear(f"{module}.linear_fc2", (hidden, size), (f"{of}.down_proj",))
 
 
 def rope(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:

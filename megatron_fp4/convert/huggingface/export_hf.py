@@ -159,6 +159,7 @@ class Source:
             self._compare(config)
         self.entries = list(self.family.entries(self.settings, self.vocab_size))
         self._check_keys()
+        self._check_shapes()
 
     def _vocab_size(self) -> int:
         """The number of tokens, from the run's arguments: without rows of padding if they tell."""
@@ -186,6 +187,15 @@ class Source:
                 f"{self.checkpoint.path} has {unknown[0]}, which a {self.family.model_type} here "
                 "does not have"
             )
+
+    def _check_shapes(self) -> None:
+        for entry in self.entries:
+            shape = self.checkpoint.tensors[entry.key].shape
+            if shape != (*entry.axes, *entry.shape):
+                raise ConfigError(
+                    f"{self.checkpoint.path}: {entry.key} is {shape}, and the checkpoint's "
+                    f"arguments imply {(*entry.axes, *entry.shape)}: it is damaged"
+                )
 
     def tensors(self, form: Fp4Format | None = None) -> Iterator[Named]:
         """Every tensor of the model, to be loaded when it is written.

@@ -108,5 +108,11 @@ def changed(family: Family, settings: Settings, vocab_size: int) -> list[str]:
 
 
 def comparable(settings: Settings) -> Settings:
-    """The settings with a flag for each layer, since moe_layer_freq has several spellings."""
-    return settings | {"moe_layer_freq": moe_pattern(settings)}
+    """The settings in a form in which two are equal if the models are.
+
+    moe_layer_freq, which has several spellings, is a flag for each layer. ffn_hidden_size, which is
+    of layers without experts, is None if there are none.
+    """
+    pattern = moe_pattern(settings)
+    unused = {"ffn_hidden_size": None} if all(pattern) else {}
+    return settings | {"moe_layer_freq": pattern} | unused

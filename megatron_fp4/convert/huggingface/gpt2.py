@@ -72,27 +72,31 @@ class Gpt2:
         }
 
     def entries(self, settings: Settings, vocab_size: int) -> Iterator[Entry]:
-        rows = PaddedRows(vocab_size, settings["padded_vocab_size"])
-        yield Entry("embedding.word_embeddings.weight", ("transformer.wte.weight",), rows)
-        yield Entry("embedding.position_embeddings.weight", ("transformer.wpe.weight",))
+        hidden, padded = settings["hidden_size"], settings["padded_vocab_size"]
+        table, rows = (padded, hidden), PaddedRows(vocab_size, padded)
+        yield Entry("embedding.word_embeddings.weight", table, ("transformer.wte.weight",), rows)
+        positions = (settings["max_position_embeddings"], hidden)
+        yield Entry("embedding.position_embeddings.weight", positions, ("transformer.wpe.weight",))
         layers = settings["num_layers"]
         for i in range(layers):
             yield from self._layer(Layer(i, layers, True, "transformer.h"), settings)
         for word in ("weight", "bias"):
-            yield Entry(f"decoder.final_layernorm.{word}", (f"transformer.ln_f.{word}",))
+            names = (f"transformer.ln_f.{word}",)
+            yield Entry(f"decoder.final_layernorm.{word}", (hidden,), names)
         if settings["untie_embeddings_and_output_weights"]:
-            yield Entry("output_layer.weight", ("lm_head.weight",), rows)
+            yield Entry("output_layer.weight", table, ("lm_head.weight",), rows)
 
     def _layer(self, layer: Layer, settings: Settings) -> Iterator[Entry]:
+        hidden, size = settings["hidden_size"], settings["ffn_hidden_size"]
         qkv = Transposed(Qkv(settings["num_attention_heads"], 1, settings["kv_channels"]), 3)
         for norm, name in (("self_attention.linear_qkv", "ln_1"), ("mlp.linear_fc1", "ln_2")):
             for word in ("weight", "bias"):
-                yield layer.entry(f"{norm}.layer_norm_{word}", (f"{name}.{word}",))
-        for module, name, layout in (
-            ("self_attention.linear_qkv", "attn.c_attn", qkv),
-            ("self_attention.linear_proj", "attn.c_proj", Transposed(Same())),
-            ("mlp.linear_fc1", "mlp.c_fc", Transposed(Same())),
-            ("mlp.linear_fc2", "mlp.c_proj", Transposed(Same())),
+                yield layer.entry(f"{norm}.layer_norm_{word}", (hidden,), (f"{name}.{word}",))
+        for module, shape, name, layout in (
+            ("self_attention.linear_qkv", (3 * hidden, hidden), "attn.c_attn", qkv),
+            ("self_attention.linear_proj", (hidden, hidden), "attn.c_proj", Transposed(Same())),
+            ("mlp.linear_fc1", (size, hidden), "mlp.c_fc", Transposed(Same())),
+            ("mlp.linear_fc2", (hidden, size), "mlp.c_proj", Transposed(Same())),
         ):
-            yield layer.linear(module, (name,), layout)
-            yield layer.entry(f"{module}.bias", (f"{name}.bias",), layout)
+            yield layer.linear(module, shape, (name,), layout)
+            yield layer.entry(f"{module}.bias", shape[:1], (f"{name}.bias",), layout)

@@ -132,25 +132,25 @@ class Source:
         """Every tensor of Megatron's checkpoint, to be loaded when it is written."""
         for entry in self.entries:
             infos = [self.folder.tensors[self.names[name]] for name in entry.names]
-            shape = self._shape(entry, infos)
-            whole = TensorInfo((*entry.axes, *shape), infos[0].dtype)
-            offset = (*entry.index, *(0 for _ in shape))
-            part = (*(1 for _ in entry.index), *shape)
+            self._check_shapes(entry, infos)
+            whole = TensorInfo((*entry.axes, *entry.shape), infos[0].dtype)
+            offset = (*entry.index, *(0 for _ in entry.shape))
+            part = (*(1 for _ in entry.index), *entry.shape)
             yield Chunk(entry.key, whole, offset, part, partial(self._load, entry))
 
-    def _shape(self, entry: Entry, infos: list[TensorInfo]) -> tuple[int, ...]:
-        """The shape of an entry in Megatron. Raises ConfigError if the model's do not fit."""
+    def _check_shapes(self, entry: Entry, infos: list[TensorInfo]) -> None:
+        """Raises ConfigError if the model's tensors do not make Megatron's tensor of its shape."""
         if len({info.dtype for info in infos}) > 1:
             raise ConfigError(f"{', '.join(entry.names)} have different dtypes: save in one dtype")
         try:
             joined = entry.layout.join([torch.empty(info.shape, device="meta") for info in infos])
             again = [tuple(part.shape) for part in entry.layout.split(joined)]
+            fits = joined.shape == entry.shape and again == [info.shape for info in infos]
         except RuntimeError:
-            again = []
-        if again != [info.shape for info in infos]:
+            fits = False
+        if not fits:
             shapes = ", ".join(str(info.shape) for info in infos)
             raise ConfigError(f"{', '.join(entry.names)}: {shapes} do not fit config.json")
-        return tuple(joined.shape)
 
     def _load(self, entry: Entry) -> Tensor:
         return entry.layout.join([self.folder.tensor(self.names[name]) for name in entry.names])

@@ -119,8 +119,9 @@ _SAME = Same()
 class Entry:
     """One tensor of Megatron's, or the part of it that belongs to one layer or one expert.
 
-    key: in the checkpoint. index: the part's place in the first axes: (), (layer,), or (layer,
-    expert). axes: the sizes of those axes.
+    key: in the checkpoint. shape: of the part, as the settings of the model imply it.
+    index: the part's place in the first axes: (), (layer,), or (layer, expert). axes: the sizes of
+    those axes.
     names: of the tensors of `transformers`.
     linear: the global module name of the linear whose weight this is, such as
         "decoder.layers.3.mlp.linear_fc1"; None if it is not the weight of a linear that follows a
@@ -128,6 +129,7 @@ class Entry:
     """
 
     key: str
+    shape: tuple[int, ...]
     names: tuple[str, ...]
     layout: Layout = _SAME
     index: tuple[int, ...] = ()
@@ -149,18 +151,28 @@ class Layer:
     stacked: bool
     prefix: str = "model.layers"
 
-    def entry(self, key: str, names: tuple[str, ...], layout: Layout = _SAME) -> Entry:
+    def entry(
+        self, key: str, shape: tuple[int, ...], names: tuple[str, ...], layout: Layout = _SAME
+    ) -> Entry:
         """A tensor. key, names: what follows the number of the layer."""
-        return Entry(self._key(key), self._names(names), layout, *self._place())
+        return Entry(self._key(key), shape, self._names(names), layout, *self._place())
 
-    def linear(self, module: str, names: tuple[str, ...], layout: Layout = _SAME) -> Entry:
+    def linear(
+        self, module: str, shape: tuple[int, int], names: tuple[str, ...], layout: Layout = _SAME
+    ) -> Entry:
         """The weight of a linear. module, names: without ".weight"."""
         weights = self._names(tuple(f"{name}.weight" for name in names))
         name = f"decoder.layers.{self.number}.{module}"
-        return Entry(self._key(f"{module}.weight"), weights, layout, *self._place(), name)
+        return Entry(self._key(f"{module}.weight"), shape, weights, layout, *self._place(), name)
 
     def expert(
-        self, module: str, number: int, experts: int, names: tuple[str, ...], layout: Layout = _SAME
+        self,
+        module: str,
+        number: int,
+        experts: int,
+        shape: tuple[int, int],
+        names: tuple[str, ...],
+        layout: Layout = _SAME,
     ) -> Entry:
         """The weight of a linear of one of the layer's experts.
 
@@ -170,7 +182,7 @@ class Layer:
         key = self._key(f"mlp.experts.experts.{module}.weight")
         index, axes = self._place()
         name = f"decoder.layers.{self.number}.mlp.experts.local_experts.{number}.{module}"
-        return Entry(key, weights, layout, (*index, number), (*axes, experts), name)
+        return Entry(key, shape, weights, layout, (*index, number), (*axes, experts), name)
 
     def _key(self, key: str) -> str:
         return f"decoder.layers.{key}" if self.stacked else f"decoder.layers.{self.number}.{key}"
