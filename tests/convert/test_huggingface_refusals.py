@@ -298,5 +298,10 @@ def test_a_checkpoint_that_has_changed_is_not_exported(
     words = ("export-hf", run, "--output", made)
     assert "has changed since it was saved" in refused(capsys, *words)
     assert not made.exists()
+    # What can be said without reading all files is said first.
+    assert "--vocab-size is" in refused(capsys, *words, "--vocab-size", 0)
+    made.mkdir()
+    assert "exists: give another --output" in refused(capsys, *words)
+    made.rmdir()
     # The control: only the SHA-256 finds it.
     assert command.main([str(word) for word in (*words, "--no-verify")]) == 0

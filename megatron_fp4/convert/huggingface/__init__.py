@@ -8,6 +8,7 @@ families.py     the family of a config.json, and of Megatron's arguments
 fp4.py          which weights are exported in FP4, and their codes and scales
 compressed_tensors.py   FP4 weights in the formats of compressed-tensors
 gpt_oss.py      FP4 weights of experts in the layout of gpt-oss
+run_tokenizer.py        the tokenizer of a Megatron run
 import_hf.py    the command import-hf
 export_hf.py    the command export-hf
 """

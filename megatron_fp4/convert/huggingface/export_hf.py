@@ -25,10 +25,12 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import get_quantizer, list_quantizers
 from megatron_fp4.convert import keys, rewrite, safetensors_files, torch_dist
+from megatron_fp4.convert.arguments import whole_number
 from megatron_fp4.convert.huggingface import compressed_tensors, families, model_files
 from megatron_fp4.convert.huggingface.compressed_tensors import CompressedTensors
 from megatron_fp4.convert.huggingface.gpt_oss import GptOssExperts
 from megatron_fp4.convert.huggingface.layouts import Entry
+from megatron_fp4.convert.huggingface.run_tokenizer import RunTokenizer
 from megatron_fp4.convert.huggingface.settings import differences
 from megatron_fp4.convert.metadata import TensorInfo
 from megatron_fp4.convert.output import Progress, check_target, complete_folder
@@ -70,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="training",
         help="of linears in FP4, where compressed-tensors expresses it (%(default)s)",
     )
-    add("--vocab-size", type=int, help="tokens of the vocabulary, if nothing else tells")
+    add("--vocab-size", type=int, help="tokens, that is rows of the embedding without padding")
     add("--shard-gb", type=float, default=2.0, help="size of a safetensors file (%(default)s)")
     add("--force", action="store_true", help="replace --output if it exists")
     add("--dry-run", action="store_true", help="check the checkpoint; write nothing")
@@ -88,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
     named = list(source.tensors(form))
     size = sum(tensor.info.bytes for tensor in named)
     print(f"{path}: {source.family.model_type}, {size / 1e9:.2f} GB")
-    for line in [] if form is None else form.summary():
+    for line in [*([] if form is None else form.summary()), *source.notes()]:
         print(f"    {line}")
     sources = (args.checkpoint, path, *([args.like] if args.like else []))
     check_target(args.output, args.force, sources)
@@ -140,16 +142,19 @@ class Source:
     """A Megatron checkpoint as a model of `transformers`.
 
     like: the folder of a model of the same architecture, or None.
-    vocab_size: tokens of the vocabulary; None: that of `like`, or of the run's arguments.
-    Raises ConfigError if no family can express the model, if `like` has another architecture, and
-    if the checkpoint does not have the tensors that its arguments imply.
+    vocab_size: tokens of the vocabulary; None: those of `like`, or of the run's tokenizer, or as
+        many as the embedding has rows.
+    Raises ConfigError if no family can express the model, if `like` has another architecture, if
+    the embedding cannot have so many tokens, and if the checkpoint does not have the tensors that
+    its arguments imply.
     """
 
     def __init__(self, checkpoint: Checkpoint, like: Path | None, vocab_size: int | None) -> None:
         self.checkpoint, self.like = checkpoint, like
         self.args = self.checkpoint.args()
         config = None if like is None else model_files.read_config(like)
-        self.vocab_size = vocab_size or (config or {}).get("vocab_size") or self._vocab_size()
+        self.tokenizer = RunTokenizer(self.args) if config is None else None
+        self.vocab_size = self._vocab_size(config, vocab_size)
         self.family: families.Family
         if config is None:
             self.family, self.settings = families.of_run(self.args, self.vocab_size)
@@ -161,13 +166,42 @@ class Source:
         self._check_keys()
         self._check_shapes()
 
-    def _vocab_size(self) -> int:
-        """The number of tokens, from the run's arguments: without rows of padding if they tell."""
-        if getattr(self.args, "vocab_size", None) and self.args.tokenizer_type == "NullTokenizer":
-            return int(self.args.vocab_size)
-        if self.args.padded_vocab_size is None:
-            raise ConfigError(f"{self.checkpoint.path} does not tell: give --vocab-size")
-        return int(self.args.padded_vocab_size)
+    def _vocab_size(self, config: dict[str, Any] | None, given: int | None) -> int:
+        """The number of tokens, which is that of the embedding's rows without those of padding."""
+        rows = whole_number(self.args, "padded_vocab_size")
+        if config is not None:
+            tokens, source = config["vocab_size"], str(self.like)
+        else:
+            assert self.tokenizer is not None
+            tokens, source = self.tokenizer.size, "the run's tokenizer"
+        if tokens is not None and tokens > rows:
+            raise ConfigError(
+                f"{source} has {tokens} tokens, more than the embedding's {rows} rows: give --like "
+                "MODEL, with the tokenizer of the run"
+            )
+        if given is None:
+            return rows if tokens is None else int(tokens)
+        if not (tokens or 1) <= given <= rows:
+            least = "1" if tokens is None else f"{tokens} (the tokens of {source})"
+            raise ConfigError(
+                f"--vocab-size is {least} to {rows} (the embedding's rows), not {given}"
+            )
+        return given
+
+    def notes(self) -> list[str]:
+        """Lines that tell what the run's arguments leave open."""
+        found = []
+        if self.tokenizer is not None and self.tokenizer.problem:
+            found.append(
+                f"tokenizer: none, since the run {self.tokenizer.problem}: give --like MODEL for "
+                "another"
+            )
+            if self.vocab_size == self.settings["padded_vocab_size"] != self.tokenizer.size:
+                found.append(
+                    f"vocabulary: {self.vocab_size}, all rows of the embedding; if some are "
+                    "padding, give --vocab-size"
+                )
+        return found
 
     def _compare(self, config: dict[str, Any]) -> None:
         """Raises ConfigError if the model of --like has other settings than the checkpoint."""
@@ -221,8 +255,10 @@ class Source:
         dtype = next(iter(self.tensors())).info.dtype
         if self.like is not None:
             model_files.copy(self.like, folder)
-            model_files.set_dtype(folder, dtype)
-            return
-        model_files.write_config(folder, self.family.config(self.settings, self.vocab_size))
+            model_files.edit_config(folder, {"vocab_size": self.vocab_size})
+        else:
+            assert self.tokenizer is not None
+            config = self.family.config(self.settings, self.vocab_size) | self.tokenizer.ids()
+            model_files.write_config(folder, config)
+            self.tokenizer.write(folder)
         model_files.set_dtype(folder, dtype)
-        model_files.copy_tokenizer(self.args, folder)

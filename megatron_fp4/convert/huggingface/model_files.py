@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megatron_fp4.convert.huggingface import sentencepiece_models as sentencepiece
 from megatron_fp4.convert.safetensors_files import PACKAGES
 from megatron_fp4.errors import ConfigError
 
@@ -76,22 +74,24 @@ def copy(source: Path, target: Path) -> list[str]:
     return names
 
 
-def copy_tokenizer(args: argparse.Namespace, folder: Path) -> None:
-    """Writes the tokenizer of a Megatron run for transformers, or prints that it cannot.
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer in `folder`, of a class of transformers. Raises ConfigError if it cannot be
+    read."""
+    auto = _transformers().AutoTokenizer
+    try:
+        return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as in read_config
+        line = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"the tokenizer in {folder} cannot be read: give --like MODEL for another ({line})"
+        ) from error
 
-    args: the run's arguments. A SentencePiece model is converted by transformers.
-    """
-    kind = getattr(args, "tokenizer_type", None)
-    path = Path(getattr(args, "tokenizer_model", None) or "")
-    if kind == "HuggingFaceTokenizer" and path.is_dir():
-        for name in TOKENIZER:
-            if (path / name).is_file():
-                shutil.copy(path / name, folder / name)
-    elif kind == "SentencePieceTokenizer" and path.is_file():
-        sentencepiece.convert(path).save_pretrained(folder)
-    else:
-        named = "names none" if kind is None else f"names {kind} {path}, which is not here"
-        print(f"tokenizer: none was written, since the run {named}: give --like MODEL for another")
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copies the files of a tokenizer of transformers from one folder to another."""
+    for name in TOKENIZER:
+        if (source / name).is_file():
+            shutil.copy(source / name, target / name)
 
 
 def has_tokenizer(folder: Path) -> bool:
