@@ -281,7 +281,7 @@ def test_other_refusals(tmp_path: Path, capsys: Any) -> None:
     plain = recorded(get_recipe("mxfp4"))
     assert "Conv1D" in refusal(tmp_path, plain, capsys, model="gpt2")
     asks = "--format", "plain", "--quantize-as", "mxfp4"
-    assert "need --format compressed-tensors" in refusal(tmp_path, plain, capsys, *asks)
+    assert "needs --format compressed-tensors" in refusal(tmp_path, plain, capsys, *asks)
     mixed = recorded(get_recipe("mxfp4"), (("*fc2", recipe(get_quantizer("nvfp4"))),))
     assert "MXFP4 and others in NVFP4" in refusal(tmp_path, mixed, capsys)
 

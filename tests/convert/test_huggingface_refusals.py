@@ -173,9 +173,9 @@ def test_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (to / "mine").exists() and (hf / "config.json").exists()
     assert command.main(["import-hf", str(hf), "--output", str(to), "--force"]) == 0
     assert not (to / "mine").exists()
-    assert "--vocab-multiple 0" in refused(
-        capsys, "import-hf", hf, "--output", tmp_path / "x", "--vocab-multiple", 0
-    )
+    for multiple, says in {0: "is not positive", 10**13: "would add 9999999999680 rows"}.items():
+        words = ("import-hf", hf, "--output", tmp_path / "x", "--vocab-multiple", multiple)
+        assert f"--vocab-multiple {multiple} {says}" in refused(capsys, *words)
 
 
 def test_damaged_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,6 +221,12 @@ def test_checkpoints_that_cannot_be_exported(
     lacking = {"common_state/shard_0_1": saved({"args": _namespace(_arguments(to))})}
     write(tmp_path / "lacking", [whole("x", info, lambda: torch.zeros(2))], lacking)
     assert "has no tensor" in refused(capsys, "export-hf", tmp_path / "lacking", *out)
+    for size in ("nan", "inf", "-1", "0"):
+        said = refused(capsys, "export-hf", to, *out, "--shard-gb", size)
+        assert said == f"--shard-gb is a size above 0, such as 2, not {size}"
+    for form in ("plain", "gpt-oss-experts"):
+        words = ("export-hf", to, *out, "--format", form, "--activations", "bf16")
+        assert "--activations needs --format" in refused(capsys, *words)
     assert not (tmp_path / "out").exists()
 
 

@@ -116,9 +116,11 @@ def _can_be_asked_for(name: str) -> bool:
 
 def _form(args: argparse.Namespace, source: Source) -> Fp4Format | None:
     """The form of FP4 weights; None to export weights as the checkpoint has them."""
+    if args.activations != "training" and args.format != "compressed-tensors":
+        raise ConfigError("--activations needs --format compressed-tensors")
     if args.format == "plain":
-        if args.quantize_as is not None or args.activations != "training":
-            raise ConfigError("--quantize-as and --activations need --format compressed-tensors")
+        if args.quantize_as is not None:
+            raise ConfigError("--quantize-as needs --format compressed-tensors")
         return None
     quantizer = args.quantize_as and get_quantizer(args.quantize_as)
     if args.format == "gpt-oss-experts":

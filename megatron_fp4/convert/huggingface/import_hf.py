@@ -104,6 +104,12 @@ class Source:
         self.family = families.by_name(self.config["model_type"])
         vocab_size = self.config["vocab_size"]
         padded = -(-vocab_size // multiple) * multiple
+        if padded > 2 * vocab_size:
+            raise ConfigError(
+                f"--vocab-multiple {multiple} would add {padded - vocab_size} rows to the "
+                f"{vocab_size} of the vocabulary: give the tensor-parallel size, or a small "
+                "multiple of it"
+            )
         self.settings = self.family.settings(self.config, padded)
         self.entries = list(self.family.entries(self.settings, vocab_size))
         self.folder = Folder(path)
