@@ -279,3 +279,27 @@ def test_the_flags_are_those_of_the_release(tmp_path: Path, capsys: Any) -> None
         assert words in said
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert f"--num-layers {config['num_hidden_layers']}" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "attention", "hidden"),
+    [
+        ("llama", {}, "0", "0"),
+        ("llama", {"attention_dropout": 0.05}, "0.05", "0"),
+        ("gpt2", {"attn_pdrop": 0.2}, "0.2", "0.1"),
+    ],
+)
+def test_the_flags_give_the_model_s_dropout(
+    name: str,
+    fields: dict[str, Any],
+    attention: str,
+    hidden: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Megatron's defaults are 0.1."""
+    save(name, tmp_path / "hf", **fields)
+    run("import-hf", tmp_path / "hf", "--output", tmp_path / "to", "--dry-run")
+    words = capsys.readouterr().out.split()
+    assert words[words.index("--attention-dropout") + 1] == attention
+    assert words[words.index("--hidden-dropout") + 1] == hidden

@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> None:
     if not args.dry_run:
         _write(source, args.output, size)
     print("Megatron's flags for this model:\n")
-    words = [*settings.flags(source.settings), *source.tokenizer_flags(args.output)]
+    words = [*settings.flags(source.settings), *source.dropout_flags()]
+    words += source.tokenizer_flags(args.output)
     print(f"    {_lines(words)}\n")
     print(f"To train from it, add --load {args.output} and --save with another folder.")
 
@@ -182,6 +183,12 @@ class Source:
         the model's sizes from them.
         """
         return self.settings | {"add_position_embedding": True, "seq_length": None}
+
+    def dropout_flags(self) -> list[str]:
+        """The model's own dropout. Without these flags Megatron trains with 0.1."""
+        attention = self.config.get("attention_dropout", self.config.get("attn_pdrop", 0.0))
+        hidden = self.config.get("resid_pdrop", 0.0)
+        return ["--attention-dropout", f"{attention:g}", "--hidden-dropout", f"{hidden:g}"]
 
     def tokenizer_flags(self, output: Path) -> list[str]:
         if not model_files.has_tokenizer(self.folder.path):
