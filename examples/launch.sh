@@ -26,8 +26,30 @@
 # started again. Other statuses are errors.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-name=$1
+
+refuse() {
+    echo "examples/launch.sh: $1" >&2
+    exit 2
+}
+name=${1:-}
+if [[ ! -f examples/models/$name.sh ]]; then
+    known=$(basename -s .sh examples/models/*.sh | xargs)
+    refuse "give one of $known first, then Megatron's flags; '$name' is no model of examples/models"
+fi
 shift
+# With these the last checkpoint would never be step TRAIN_ITERS of RUN_DIR, at which a launch is
+# complete, and a job would be requeued for ever.
+for flag in "$@"; do
+    case ${flag%%=*} in
+        --train-iters) refuse "--train-iters is set by TRAIN_ITERS: set that variable instead" ;;
+        --train-samples) refuse "--train-samples does not go with TRAIN_ITERS: set the steps there" ;;
+        --save | --load)
+            refuse "${flag%%=*} is set by RUN_DIR: set that variable, or start from other weights \
+with --pretrained-checkpoint" ;;
+        --skip-train)
+            refuse "--skip-train never reaches step TRAIN_ITERS: evaluate with pretrain_gpt.py" ;;
+    esac
+done
 : "${RUN_DIR:?set it to the folder of the run}"
 : "${DATA:?set it to the folder of the data, or to mock}"
 if [[ -n ${VENV:-} ]]; then source "$VENV/bin/activate"; fi
