@@ -23,6 +23,12 @@ _WITH_A_VALUE = (
     "weight-decay", "adam-beta2", "clip-grad",
 )  # fmt: skip
 _ALONE = ("bf16", "use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather")
+# Numbers that may be 0; all others count something that is there.
+_MAY_BE_0 = ("num_experts", "moe_shared_expert_intermediate_size")
+# Flags beside --hf-config that do not contradict it.
+_BESIDE_A_CONFIG = (
+    "hf_config", "seq_length", "make_vocab_size_divisible_by", "activation_func_fp8_input_store"
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +69,7 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
     model.add_argument("--seq-length", type=int, required=True)
     for name in ("num-layers", "hidden-size", "num-attention-heads", "vocab-size"):
         model.add_argument(f"--{name}", type=int)
-    for name in ("ffn-hidden-size", "num-query-groups", "kv-channels"):
+    for name in ("ffn-hidden-size", "num-query-groups", "kv-channels", "max-position-embeddings"):
         model.add_argument(f"--{name}", type=int)
     model.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     model.add_argument("--group-query-attention", action="store_true")
@@ -91,20 +97,18 @@ def _add_launch(launch: argparse._ArgumentGroup) -> None:
         launch.add_argument(f"--{name}", action="store_true")
     for name in ("attention-dropout", "hidden-dropout"):
         launch.add_argument(f"--{name}", type=float, choices=[0.0])
-    launch.add_argument("--max-position-embeddings", type=int)
 
 
 def job_of(args: argparse.Namespace) -> Job:
     """What the flags ask for. Raises ConfigError for values that do not make sense."""
-    for name in ("gpus", "gpus_per_node", "global_batch_size", "seq_length"):
-        if getattr(args, name) < 1:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more"
-            )
+    _check_numbers(args)
     if args.hf_config is None:
         model = model_of(args)
     else:
         model, _ = read(args.hf_config, args.seq_length)
+        _check_flags_beside_a_config(args)
+        model = replace(model, vocabulary_multiple=args.make_vocab_size_divisible_by)
+    _check_experts(model, args)
     if args.activation_func_fp8_input_store:
         if not model.gated:
             raise ConfigError(
@@ -135,10 +139,42 @@ def job_of(args: argparse.Namespace) -> Job:
     )  # fmt: skip
 
 
+def _check_numbers(args: argparse.Namespace) -> None:
+    for name, value in vars(args).items():
+        least = 0 if name in _MAY_BE_0 else 1
+        if type(value) is int and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: give {least} or more")
+
+
+def _check_flags_beside_a_config(args: argparse.Namespace) -> None:
+    """Refuses flags that describe the model which the config.json describes."""
+    parser = argparse.ArgumentParser()
+    _add_model(parser.add_argument_group())
+    for name, default in vars(parser.parse_args(["--seq-length", "1"])).items():
+        if name not in _BESIDE_A_CONFIG and getattr(args, name) != default:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} and --hf-config both describe the model: leave out "
+                "one of them"
+            )
+
+
+def _check_experts(model: Model, args: argparse.Namespace) -> None:
+    if model.experts and model.top_k > model.experts:
+        raise ConfigError(
+            f"a token goes to {model.top_k} of {model.experts} experts: lower --moe-router-topk, "
+            "or raise --num-experts"
+        )
+    if not model.experts and (args.expert_model_parallel_size or 1) > 1:
+        raise ConfigError(
+            "--expert-model-parallel-size needs a model with experts: give --num-experts, or leave "
+            "it out"
+        )
+
+
 def model_of(args: argparse.Namespace) -> Model:
     """The model that Megatron's flags describe, with Megatron's defaults."""
     for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-        if getattr(args, name) is None or getattr(args, name) < 1:
+        if getattr(args, name) is None:
             raise ConfigError(f"--{name.replace('_', '-')} is missing: give it, or --hf-config")
     heads, hidden = args.num_attention_heads, args.hidden_size
     if args.kv_channels is None and hidden % heads:
@@ -146,11 +182,16 @@ def model_of(args: argparse.Namespace) -> Model:
             f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: change "
             "one of them, or give --kv-channels"
         )
+    groups = (args.group_query_attention and args.num_query_groups) or heads
+    if heads % groups:
+        raise ConfigError(
+            f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}: "
+            "change one of them"
+        )
     _check_positions(args)
     ffn = args.ffn_hidden_size or (int(4 * hidden * 2 / 3 / 64) * 64 if args.swiglu else 4 * hidden)
-    grouped = args.group_query_attention and args.num_query_groups
     return Model(
-        args.num_layers, hidden, ffn, heads, grouped or heads,
+        args.num_layers, hidden, ffn, heads, groups,
         args.kv_channels or hidden // heads, args.vocab_size, args.seq_length,
         args.make_vocab_size_divisible_by,
         gated=args.swiglu,
@@ -170,6 +211,11 @@ def model_of(args: argparse.Namespace) -> Model:
 
 def _check_positions(args: argparse.Namespace) -> None:
     positions = args.max_position_embeddings or args.seq_length
+    if positions < args.seq_length:
+        raise ConfigError(
+            f"--seq-length {args.seq_length} is above --max-position-embeddings {positions}: "
+            "change one of them"
+        )
     if positions != args.seq_length and args.position_embedding_type == "learned_absolute":
         raise ConfigError(
             f"--max-position-embeddings {positions} is not --seq-length {args.seq_length}: learned "

@@ -13,12 +13,18 @@ def read(path: Path, sequence: int) -> tuple[Model, list[str]]:
     """(the model of a config.json, Megatron's flags for it).
 
     path: the file, or its folder. sequence: the tokens of a training sequence. Raises ConfigError
-    for a file that cannot be read, and for architectures that cannot be imported or estimated.
+    for a file that cannot be read, for sequences longer than it allows, and for architectures that
+    cannot be imported or estimated.
     """
     config = model_files.read_config(path.parent if path.name == model_files.CONFIG else path)
     found = families.by_name(config["model_type"]).settings(config, config["vocab_size"])
     if not isinstance(found["moe_layer_freq"], int):
         raise ConfigError(f"{path}: dense layers between those with experts are not estimated")
+    if sequence > (positions := found["max_position_embeddings"]):
+        raise ConfigError(
+            f"--seq-length {sequence} is above the {positions} positions of {path}: give at most "
+            "that, or change the file"
+        )
     model = Model(
         found["num_layers"], found["hidden_size"], found["ffn_hidden_size"],
         found["num_attention_heads"], found["num_query_groups"], found["kv_channels"],

@@ -113,7 +113,12 @@ def _nothing(job: Job, reasons: Counter[str], smallest: float) -> str:
             f"no layout fits: the smallest takes {smallest / GIB:.0f} GiB on a rank, and a "
             f"{job.gpu.name} has room for {room(job.gpu) / GIB:.0f} GiB; use more GPUs, or fix less"
         )
-    [(problem, _)] = reasons.most_common(1) or [("nothing divides", 0)]
+    if not reasons:
+        return (
+            "no layout is left: SP needs TP 2 or more, VPP needs PP 2 or more, and CUDA graphs do "
+            "not go with recomputation; fix less"
+        )
+    [(problem, _)] = reasons.most_common(1)
     return f"no layout runs: {problem}; change it, or fix less"
 
 
@@ -139,7 +144,7 @@ def layouts(job: Job, fixed: Fixed) -> Iterator[Layout]:
     )
     for tp, sp, pp, vpp, ep, micro_batch, recompute, graphs in everything:
         idle = (sp and tp == 1) or (vpp > 1 and pp == 1) or (graphs and recompute)
-        if idle or model.layers % (pp * vpp) and fixed.vpp is None:
+        if idle or (model.layers % (pp * vpp) and vpp > 1 and fixed.vpp is None):
             continue  # the same as another layout, or no layout
         whole = job.gpus % (tp * pp) == 0
         yield Layout(

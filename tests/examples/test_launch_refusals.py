@@ -12,7 +12,7 @@ LAUNCH = EXAMPLES / "launch.sh"
 
 
 def launched(folder: Path, *words: str) -> tuple[int, list[str]]:
-    """(status, lines of stderr) of the launch; torchrun, which is stood in for, trains all steps."""
+    """(status, lines of stderr) of a launch. torchrun is stood in for, and completes the run."""
     body = 'mkdir "$RUN_DIR/checkpoints"; echo 9 > "$RUN_DIR/checkpoints/$TRACKER"'
     own = {"TORCHRUN": body, "TRACKER": TRACKER, "TRAIN_ITERS": "9"}
     env = environment(with_stand_ins(folder), LAUNCH) | own

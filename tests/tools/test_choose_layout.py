@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 4096,
     "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "vocab_size": 32000, "tie_word_embeddings": False,
+    "max_position_embeddings": 8192, "vocab_size": 32000, "tie_word_embeddings": False,
 }  # fmt: skip
 FLAGS = """
     --num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
@@ -118,7 +118,19 @@ def test_dropout_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
             ["--max-position-embeddings", "8192", "--position-embedding-type", "learned_absolute"],
             "--max-position-embeddings 8192 is not --seq-length 4096",
         ),
+        (["--max-position-embeddings", "2048"], "is above --max-position-embeddings 2048"),
+        (["--hidden-size", "-4096"], "--hidden-size is -4096: give 1 or more"),
+        (["--num-attention-heads", "0"], "--num-attention-heads is 0: give 1 or more"),
+        (["--micro-batch-size", "0"], "--micro-batch-size is 0: give 1 or more"),
+        (["--pipeline-model-parallel-size", "0"], "size is 0: give 1 or more"),
+        (["--num-experts", "-8"], "--num-experts is -8: give 0 or more"),
+        (["--top", "-1"], "--top is -1: give 1 or more"),
+        (["--num-query-groups", "5"], "32 is not a multiple of --num-query-groups 5"),
+        (["--num-experts", "2", "--moe-router-topk", "4"], "goes to 4 of 2 experts: lower"),
+        (["--expert-model-parallel-size", "2"], "needs a model with experts: give --num-experts"),
         (["--tensor-model-parallel-size", "3"], "no layout runs: TP 3 does not divide"),
+        (["--pipeline-model-parallel-size", "3"], "no layout runs: PP 3 times 1 chunks does not"),
+        (["--gpus", "1", "--sequence-parallel"], "no layout is left: SP needs TP 2 or more"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -129,6 +141,31 @@ def test_a_mistake_is_one_line(
     assert main() == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("megatron-fp4: error: ") and message in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--hidden-size", "2048"], "--hidden-size and --hf-config both describe the model"),
+        (["--qk-layernorm"], "--qk-layernorm and --hf-config both describe the model"),
+        (["--max-position-embeddings", "4096"], "both describe the model: leave out one of them"),
+        (["--seq-length", "16384"], "--seq-length 16384 is above the 8192 positions of"),
+    ],
+)
+def test_flags_that_contradict_a_config_are_refused(
+    tmp_path: Path, flags: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run([*JOB, "--hf-config", config(tmp_path), "--seq-length", "4096", *flags])
+
+
+def test_padding_of_a_config_s_vocabulary(tmp_path: Path) -> None:
+    given = [*JOB, "--hf-config", config(tmp_path, vocab_size=32001), "--seq-length", "4096"]
+    plain, padded = (
+        json.loads(run([*given, *flags, "--json"]))["layouts"][0]["memory"]["weights"]
+        for flags in ([], ["--make-vocab-size-divisible-by", "65536"])
+    )
+    assert padded > plain
 
 
 @pytest.mark.parametrize("recipe", ["tetrajet", "bf16"])
