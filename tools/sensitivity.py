@@ -1,8 +1,8 @@
 """Measures in which linears a recipe loses most: the held-out loss of a checkpoint with one place
 of the model at a time in another recipe.
 
-    python -m tools.sensitivity --recipe tetrajet --in-place fp8 --choose 2 -- \\
-        <the flags of the launch that trained the checkpoint, with --load>
+    python -m tools.sensitivity --in-place fp8 --choose 2 -- \\
+        <the flags of the launch that trained the checkpoint, with --fp4-recipe and --load>
 
 The launch is evaluated, not trained: with the recipe in all linears, with the other recipe in all,
 and with the other recipe in each layer of the decoder and in each kind of linear. All runs read the
@@ -18,11 +18,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 from megatron_fp4 import ConfigError, get_recipe
+from megatron_fp4.recipes.registry import read_options
 from tools.runs import RunFailed, run
 
 KINDS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -48,39 +51,48 @@ def places(layers: int) -> Iterator[str]:
     yield from (f"*.{kind}" for kind in KINDS)
 
 
-def layers_of(flags: Sequence[str]) -> int:
-    """The number of layers of a launch. Raises ValueError for one that cannot be measured."""
+class Launch(NamedTuple):
+    """What the flags of a launch say. options: of its recipe."""
+
+    layers: int
+    recipe: str
+    options: dict[str, str]
+
+
+def read_launch(flags: Sequence[str]) -> Launch:
+    """The layers and the recipe of a launch. Raises ValueError for one that cannot be measured."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--num-layers", type=int)
+    for name in ("--num-layers", "--fp4-recipe"):
+        parser.add_argument(name)
+    parser.add_argument("--fp4-recipe-option", action="append", default=[])
     for name in ("--load", *CONFLICTS):
         parser.add_argument(name, nargs="*")
     known, _ = parser.parse_known_args(flags)
-    if known.num_layers is None:
+    if known.num_layers is None or not known.num_layers.isdecimal():
         raise ValueError("the launch needs --num-layers: its layers are measured one by one")
     if known.load is None:
         raise ValueError("the launch needs --load: it evaluates a checkpoint")
+    if known.fp4_recipe is None:
+        raise ValueError("the launch needs --fp4-recipe, of all linears: it may be another recipe")
     for name in CONFLICTS:
         if getattr(known, name.strip("-").replace("-", "_")) is not None:
             raise ValueError(f"leave out {name}: each place is measured in one recipe or the other")
-    return int(known.num_layers)
+    return Launch(int(known.num_layers), known.fp4_recipe, read_options(known.fp4_recipe_option))
 
 
-def sensitivity(
-    evaluate: Evaluate, recipe: str, other: str, layers: int
-) -> tuple[float, float, list[Found]]:
-    """(loss with the recipe in all linears, with the other one in all, with the other one in each
-    place).
+def sensitivity(evaluate: Evaluate, other: str, layers: int) -> tuple[float, float, list[Found]]:
+    """(loss with the launch's recipe in all linears, with the other one in all, with the other one
+    in each place).
 
     evaluate: the held-out loss of the launch with further flags.
     """
-    whole = ["--fp4-recipe", recipe]
 
     def loss(place: str) -> float:
-        found = evaluate([*whole, "--fp4-module-recipe", f"{place}={other}"])
+        found = evaluate(["--fp4-module-recipe", f"{place}={other}"])
         print(f"{place} in {other}: {found:.4f}", file=sys.stderr, flush=True)
         return found
 
-    return evaluate(whole), loss("*"), [Found(place, loss(place)) for place in places(layers)]
+    return evaluate([]), loss("*"), [Found(place, loss(place)) for place in places(layers)]
 
 
 def launched(flags: Sequence[str], processes: int, work: Path) -> Evaluate:
@@ -117,15 +129,27 @@ def table(low: float, high: float, found: Sequence[Found], recipe: str, other: s
     return [head, "|---" * 4 + "|", *rows]
 
 
-def chosen(found: Sequence[Found], count: int, low: float, recipe: str, other: str) -> str:
+def chosen(
+    found: Sequence[Found],
+    count: int,
+    low: float,
+    recipe: str,
+    options: Mapping[str, str],
+    other: str,
+) -> str:
     """The text of a recipe file: `recipe`, but `other` in the `count` layers whose loss it lowers
     most. Layers whose loss it does not lower are left out.
 
-    found: the losses with `other` in one place each. low: the loss without it.
+    found: the losses with `other` in one place each. low: the loss without it. options: of
+    `recipe`.
     """
     layers = [each for each in found if not each.place.startswith("*") and each.loss < low]
     best = sorted(layers, key=lambda each: each.loss)[:count]
-    lines = [f"base: {recipe}", "layers:"] if best else [f"base: {recipe}  # no layer gains"]
+    lines = [f"base: {recipe}" if best else f"base: {recipe}  # no layer gains"]
+    if options:
+        lines.append(f"options: {yaml.safe_dump(options, default_flow_style=True).strip()}")
+    if best:
+        lines.append("layers:")
     return "\n".join(
         [*lines, *(f'  - {{modules: "{each.place}", recipe: {other}}}' for each in best)]
     )
@@ -134,27 +158,34 @@ def chosen(found: Sequence[Found], count: int, low: float, recipe: str, other: s
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0],
-        usage="python -m tools.sensitivity [options] -- <flags of the launch, with --load>",
+        usage="python -m tools.sensitivity [options] -- <flags of the launch>",
     )
-    parser.add_argument("--recipe", default="tetrajet", help="of all linears")
     parser.add_argument("--in-place", default="fp8", help="of one place at a time: fp8, bf16, ...")
     parser.add_argument("--choose", type=int, default=2, help="layers of the recipe file")
     parser.add_argument("--processes", type=int, default=1, help="ranks of the launch")
     parser.add_argument("--work", type=Path, default=Path("runs/sensitivity"), help="for logs")
-    parser.add_argument("flags", nargs="+", help="of the launch, after --")
+    parser.add_argument(
+        "flags", nargs="+", help="of the launch, after --: with --fp4-recipe and --load"
+    )
     args = parser.parse_args()
     try:
-        layers = layers_of(args.flags)
-        for name in (args.recipe, args.in_place):
-            if name != "bf16" and (get_recipe(name).phases or get_recipe(name).layers):
-                raise ValueError(f"{name} has phases or layers: give a recipe of one kind")
+        if args.processes < 1:
+            raise ValueError(f"--processes is {args.processes}: give 1 or more")
+        launch = read_launch(args.flags)
+        for name, options in ((launch.recipe, launch.options), (args.in_place, {})):
+            if name not in ("bf16", "off"):
+                recipe = get_recipe(name, **options)
+                if recipe.phases or recipe.layers:
+                    raise ValueError(f"{name} has phases or layers: give a recipe of one kind")
         evaluate = launched(args.flags, args.processes, args.work)
-        low, high, found = sensitivity(evaluate, args.recipe, args.in_place, layers)
+        low, high, found = sensitivity(evaluate, args.in_place, launch.layers)
+    except OSError as error:
+        sys.exit(f"sensitivity: --work {args.work}: {error.strerror}: give another folder")
     except (ValueError, ConfigError, RunFailed) as error:
         sys.exit(f"sensitivity: {error}")
-    print("\n".join(table(low, high, found, args.recipe, args.in_place)))
+    print("\n".join(table(low, high, found, launch.recipe, args.in_place)))
     print()
-    print(chosen(found, args.choose, low, args.recipe, args.in_place))
+    print(chosen(found, args.choose, low, launch.recipe, launch.options, args.in_place))
 
 
 if __name__ == "__main__":
