@@ -20,6 +20,7 @@ from megatron_fp4.errors import ConfigError
 
 FILE = "metrics.jsonl"
 _MOST_BINS = 1024  # the exponents of float32 are a quarter of these
+_STEPS = range(2**53)  # integers that JavaScript tells apart
 
 
 @dataclass
@@ -161,7 +162,7 @@ def _add_step(run: Run, record: dict[str, Any]) -> None:
     seconds, tokens = _number(record.get("seconds")), _number(record.get("tokens"))
     run.steps[_step(record)] = {
         **{name: _number(record.get(name)) for name in ("loss", "grad_norm", "learning_rate")},
-        "tokens_per_second": tokens / seconds if tokens is not None and seconds else None,
+        "tokens_per_second": _number(tokens / seconds) if tokens is not None and seconds else None,
     }
 
 
@@ -212,6 +213,8 @@ def _step(record: dict[str, Any]) -> int:
     step = record["step"]
     if isinstance(step, bool) or not isinstance(step, int):
         raise TypeError(f"a step is an integer, not {step!r}")
+    if step not in _STEPS:
+        raise ValueError(f"no run has a step {step}")
     return step
 
 

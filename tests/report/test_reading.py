@@ -9,6 +9,7 @@ import pytest
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.report.layers import place
+from megatron_fp4.report.page import page
 from megatron_fp4.report.reading import Run, read
 from testing.builders.metrics import operand, start, whole_run, write
 
@@ -90,6 +91,8 @@ def test_unknown_kinds_and_keys_are_skipped(tmp_path: Path) -> None:
         '{"kind": "step"}',
         '{"kind": "step", "step": "1"}',
         '{"kind": "step", "step": true}',
+        '{"kind": "step", "step": 1180591620717411303424, "loss": 3.0}',
+        '{"kind": "step", "step": -1, "loss": 3.0}',
         '{"kind": "operand", "step": 1, "layer": "a", "gemm": "fprop", "operand": "w"}',
         '{"kind": "weight", "step": 1, "layer": "a", "metrics": [1]}',
         '{"kind": "weight", "step": 1' + "0" * 30 + ', "layer": "a", "metrics": {"r": 1}}',
@@ -102,6 +105,12 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, line: str) -> No
     end = f"{line}\n{json.dumps(step(2))}\n"
     run = read(write(tmp_path, [start(), step(1)], end=end))
     assert losses(run) == {1: 3.0, 2: 3.0} and run.unreadable == 1
+
+
+def test_a_rate_that_is_not_finite_is_not_known(tmp_path: Path) -> None:
+    run = read(write(tmp_path, [start(), step(1, tokens=8192, seconds=1e-320)]))
+    assert run.steps[1]["tokens_per_second"] is None
+    page([run])  # takes finite numbers only
 
 
 def test_of_repeated_steps_the_last_wins(tmp_path: Path) -> None:
