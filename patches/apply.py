@@ -14,6 +14,7 @@ second call changes nothing; --revert restores both files byte by byte.
 import argparse
 import ast
 import difflib
+import io
 import os
 import re
 import sys
@@ -90,9 +91,15 @@ def without(source: str) -> str:
     return re.sub(rf"\r?\n{pattern}\Z", "", source, flags=re.DOTALL)
 
 
+def lines_of(source: str) -> list[str]:
+    """The lines of `source` as Python counts them: a form feed, unlike in str.splitlines, ends
+    none."""
+    return io.StringIO(source, newline="").readlines()
+
+
 def with_plugin(source: str, place: Place) -> str:
     """`source` with the lines of `place`. Raises ConfigError if there is no place for them."""
-    lines = source.splitlines(keepends=True)
+    lines = lines_of(source)
     end = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
     before = place.line(ast.parse(source).body)
     new = place.lines(end)
@@ -117,7 +124,7 @@ def changes(checkout: Path, revert: bool) -> Iterator[tuple[Path, str, str]]:
             wanted = without(source)
             if not revert:
                 wanted = with_plugin(wanted, place)
-        except (OSError, SyntaxError, ConfigError) as error:
+        except (OSError, SyntaxError, UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(f"{file} is not as Megatron-core {name} has it: {error}") from error
         if wanted != source:
             yield file, source, wanted
@@ -125,7 +132,7 @@ def changes(checkout: Path, revert: bool) -> Iterator[tuple[Path, str, str]]:
 
 def shown(file: Path, source: str, wanted: str) -> str:
     """The difference between two texts of a file, as a unified diff."""
-    old, new = source.splitlines(keepends=True), wanted.splitlines(keepends=True)
+    old, new = map(lines_of, (source, wanted))
     lines = difflib.unified_diff(old, new, str(file), str(file))
     return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
 

@@ -52,9 +52,10 @@ def contents(folder: Path) -> dict[str, bytes]:
         (CORE.rstrip("\n"), TRAINING.rstrip("\n")),
         (CORE.replace("\n", "\r\n"), TRAINING.replace("\n", "\r\n")),
         ("# A comment.\nimport os, sys\n", f"x = 1\n{TRAINING}y = (\n    2\n)  # the end\n\n\n"),
+        (f"x = '\x0c'\n{CORE.splitlines()[-1]}\n", f"x = '\x0b\u2028'\n{TRAINING}y = 1\n"),
         ("import os; import sys", TRAINING.replace("get_model, pretrain", "(\n    pretrain,\n)")),
     ],
-    ids=["plain", "no last line ending", "CRLF", "comments", "on one line"],
+    ids=["plain", "no last line ending", "CRLF", "comments", "form feed", "on one line"],
 )
 def test_it_goes_in_once_and_out_without_a_trace(core: str, training: str, tmp_path: Path) -> None:
     folder = checkout(tmp_path, core, training)
@@ -103,9 +104,13 @@ def test_what_it_does_not_know_is_refused_by_its_name(tmp_path: Path) -> None:
     assert "training/__init__.py is not as Megatron-core 0.19.0 has it: it does not import" in (
         other.stderr
     )
+    latin = checkout(tmp_path / "d")
+    (latin / "megatron" / FILES[0]).write_bytes("# caf\xe9\nimport os\n".encode("latin-1"))
+    coded = apply(latin, "--yes")
+    assert coded.returncode == 1 and "core/__init__.py is not as Megatron-core" in coded.stderr
     nothing = apply(tmp_path / "c", "--yes")
     assert nothing.returncode == 1 and "package_info.py cannot be read" in nothing.stderr
-    assert all(ended.stderr.count("\n") == 1 for ended in (unknown, other, nothing))
+    assert all(ended.stderr.count("\n") == 1 for ended in (unknown, other, coded, nothing))
 
 
 @pytest.mark.parametrize("flags", [("--yes",), ("--yes", "--revert")], ids=["in", "out"])
