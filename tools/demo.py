@@ -23,6 +23,7 @@ from tools import runs
 
 OUTPUT = Path("runs/demo")
 TOKENS = 150_000  # 73 steps: both curves have fallen far, and FP4 on a CPU is slow
+FEWEST_STEPS = 20  # with fewer there are no curves to compare
 HELD_OUT_BATCHES = 8  # of an evaluation: 16,384 tokens, the same for both runs
 PROCESSES = 2
 BASELINE = "bf16"  # the name of the run without FP4
@@ -92,10 +93,15 @@ def run_name(recipe: str) -> str:
     return name if name not in ("", BASELINE) else f"fp4-{name}"
 
 
+def tokens_per_step() -> int:
+    """The tokens of all sequences of a step."""
+    return runs.Training.batch * runs.Model().sequence
+
+
 def train_both(name: str, recipe: str, tokens: int, data: Path) -> dict[str, runs.Log]:
     """The logs of a run in FP4 and of the same run in BF16. Raises runs.RunFailed."""
     model = runs.Model()
-    steps = max(tokens // (runs.Training.batch * model.sequence), 20)
+    steps = tokens // tokens_per_step()
     training = runs.Training(steps, held_out_batches=HELD_OUT_BATCHES)
     flags = model.flags() + training.flags() + runs.data_flags(data)
     fp4 = ["--fp4-recipe", recipe]
@@ -139,8 +145,11 @@ def demo(text: list[Path], tokens: int, recipe: str) -> None:
     Raises DataError, ConfigError or RunFailed. Mistakes in the options are found before any work is
     done.
     """
-    if tokens <= 0:
-        raise prepare_data.DataError(f"--tokens {tokens} is not positive")
+    fewest = FEWEST_STEPS * tokens_per_step()
+    if tokens < fewest:
+        raise prepare_data.DataError(
+            f"--tokens {tokens} is too few: give {fewest} or more, {FEWEST_STEPS} steps"
+        )
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("the curves need matplotlib: pip install matplotlib")
     name = run_name(recipe)

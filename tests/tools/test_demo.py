@@ -33,8 +33,8 @@ def started(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tokens", "-5"], "--tokens -5 is not positive"),
-        (["--tokens", "0"], "--tokens 0 is not positive"),
+        (["--tokens", "-5"], "--tokens -5 is too few: give 40960 or more"),
+        (["--tokens", "40959"], "--tokens 40959 is too few: give 40960 or more"),
         (["--tokens", "many"], "argument --tokens: invalid int value: 'many'"),
         (["--nope"], "unrecognized arguments: --nope"),
         (["--recipe", "nope"], "unknown recipe 'nope'; known: "),
@@ -92,7 +92,7 @@ def test_a_recipe_file_leaves_nothing_beside_itself(
     monkeypatch.setattr(demo, "OUTPUT", output)
     monkeypatch.setattr(demo, "prepare", lambda *_: {})
     monkeypatch.setattr(demo.runs, "launch", lambda *_: command)
-    demo.demo([], 1, str(recipe))
+    demo.demo([], demo.TOKENS, str(recipe))
     assert [path.name for path in recipe.parent.iterdir()] == ["my-recipe.yaml"]
     logs = {f"{name}.log", "bf16.log"}
     assert {path.name for path in output.iterdir()} == logs | {"curves.png", "result.json"}
