@@ -230,6 +230,11 @@ def test_the_budget_takes_a_part_and_at_least_one_is_held_out() -> None:
         ('{"text": "a"}\n', ["--vocab-size", "0"], "--vocab-size 0 is not in 260 to"),
         ('{"text": "a"}\n', ["--vocab-size", "-1"], "--vocab-size -1 is not in"),
         ('{"text": "a"}\n', ["--vocab-size", "99999999999"], "--vocab-size 99999999999 is not in"),
+        (
+            '{"text": "a"}\n',
+            ["--vocab-size", "2048", "--tokenizer-model", "m"],
+            "--vocab-size is that of a tokenizer to train: leave it out, or --tokenizer-model",
+        ),
         ('{"text": "a"}\n', ["--vocab-size", "x"], "invalid int value: 'x'"),
         ('{"text": "a"}\n', ["--json-key"], "--json-key: expected one argument"),
         ('{"text": "a"}\n', ["--no-such-option"], "unrecognized arguments: --no-such-option"),

@@ -28,6 +28,7 @@ from typing import Any
 
 from megatron_fp4.mcore.data import manifest, outputs
 from megatron_fp4.mcore.data.command import OneLineParser
+from megatron_fp4.mcore.data.corpus import job
 from megatron_fp4.mcore.data.errors import DataError
 from megatron_fp4.mcore.data.folders import LeftOut, shown
 from megatron_fp4.mcore.data.text import Document, documents_at, library_documents
@@ -289,6 +290,11 @@ def _check_not_a_corpus(output: Path) -> None:
             f"{output} has data that megatron-fp4-preprocess wrote: give another --output, or "
             "delete it"
         )
+    if job.exists(output):
+        raise DataError(
+            f"{output} has unfinished data of megatron-fp4-preprocess: give another --output, or "
+            f"delete {output / job.FOLDER}"
+        )
 
 
 def _write_part(prefix: Path, texts: list[str], model: bytes) -> dict[str, int]:
@@ -346,7 +352,7 @@ def main(arguments: list[str] | None = None) -> int:
         "without any, the sources of Python's standard library, to try it out",
     )
     add("--output", type=Path, default=Path("data"), help="where to write (data)")
-    add("--vocab-size", type=int, default=Options.vocab_size, help="tokens in all (%(default)s)")
+    add("--vocab-size", type=int, help=f"tokens in all ({Options.vocab_size})")
     add("--tokenizer-model", type=Path, help="take this SentencePiece model; train none")
     add(
         "--held-out-share",
@@ -365,7 +371,12 @@ def main(arguments: list[str] | None = None) -> int:
     sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
     try:
         given = parser.parse_args(arguments)
-        options = Options(given.vocab_size, given.held_out_share, given.max_bytes, given.json_key)
+        if given.tokenizer_model is not None and given.vocab_size is not None:
+            raise DataError(
+                "--vocab-size is that of a tokenizer to train: leave it out, or --tokenizer-model"
+            )
+        vocab_size = Options.vocab_size if given.vocab_size is None else given.vocab_size
+        options = Options(vocab_size, given.held_out_share, given.max_bytes, given.json_key)
         prepare(given.text, given.output, options, tokenizer=given.tokenizer_model)
     except DataError as error:
         print(f"prepare_data: {error}", file=sys.stderr)

@@ -101,11 +101,14 @@ def _run(given: Namespace) -> None:
         from megatron_fp4.mcore.data.corpus.tokenizers import open_tokenizer
     sources = sources_of(given.text, options.json_key, running.say)
     is_folder = given.tokenizer_model.is_dir() or given.tokenizer_model.name == "tokenizer.json"
-    tokenizer = open_tokenizer(
-        given.tokenizer_type or ("HuggingFaceTokenizer" if is_folder else "SentencePieceTokenizer"),
-        given.tokenizer_model,
-        not given.tokenizer_hf_no_include_special_tokens,
-    )
+    kind = given.tokenizer_type
+    kind = kind or ("HuggingFaceTokenizer" if is_folder else "SentencePieceTokenizer")
+    with_special = not given.tokenizer_hf_no_include_special_tokens
+    if kind != "HuggingFaceTokenizer" and not with_special:
+        raise DataError(
+            "--tokenizer-hf-no-include-special-tokens is for a Hugging Face tokenizer: leave it out"
+        )
+    tokenizer = open_tokenizer(kind, given.tokenizer_model, with_special)
     if given.dry_run:
         for line in estimate(sources, options, tokenizer):
             print(line)

@@ -176,11 +176,14 @@ def _unreadable(error: Exception) -> Unusable:
 
 
 def whole_text(path: Path) -> str:
-    """The content of a text file. Raises Unusable if it cannot be read, or is not UTF-8 text."""
+    """The content of a text file, without a byte order mark at its start.
+
+    Raises Unusable if it cannot be read, or is not UTF-8 text.
+    """
     with _opened(path) as file:
         content = file.read()
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))  # its text contains zero bytes
         raise Unusable(BINARY if b"\0" in content and not utf16 else NOT_UTF8) from error

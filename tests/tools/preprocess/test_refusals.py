@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,60 @@ def test_a_mistake_can_be_corrected_while_nothing_is_finished(
     assert (tmp_path / "data" / "manifest.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        (["--json-key", "body"], 'no text under the key "body"'),
+        (["--json-key", "body", "--strict"], 'no text under the key "body"'),
+        (["--held-out-share", "1e-9"], "leaves one side of 200 documents without text"),
+    ],
+)
+def test_a_refused_command_leaves_nothing_in_the_way_of_the_corrected_one(
+    models: Path, tmp_path: Path, mistake: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = write_corpus(tmp_path / "text", "lines")
+    command = (*paths, "--tokenizer-model", models / "sp.model", "--output", tmp_path / "data")
+    assert says in failure(capsys, *command, *mistake)
+    run(*command)
+    assert (tmp_path / "data" / "manifest.json").exists()
+
+
+def test_what_strict_has_tokenized_before_its_refusal_is_kept(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_bad(tmp_path / "text.jsonl")
+    command = (path, "--tokenizer-model", models / "sp.model", "--output", tmp_path / "data")
+    failure(capsys, *command, "--strict", "--workers", 1)
+    run(*command)
+    assert "going on after" in capsys.readouterr().out
+
+
+def test_prepare_data_leaves_an_unfinished_corpus_alone(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_bad(tmp_path / "text.jsonl")
+    command = (path, "--tokenizer-model", models / "sp.model", "--output", tmp_path / "data")
+    failure(capsys, *command, "--strict")
+    with pytest.raises(DataError, match="data has unfinished data of megatron-fp4-preprocess"):
+        prepare_data.prepare([tmp_path], tmp_path / "data", prepare_data.Options(vocab_size=300))
+    assert [each.name for each in (tmp_path / "data").iterdir()] == [".parts"]
+
+
+def test_more_workers_than_the_system_allows(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_corpus(tmp_path / "text", "lines")
+    command = (tmp_path / "text", "--tokenizer-model", models / "sp.model")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 9, before[1]))
+    try:
+        said = failure(capsys, *command, "--output", tmp_path / "data", "--workers", 64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert "--workers 64: Too many open files: give fewer" in said
+    run(*command, "--output", tmp_path / "data", "--workers", 1)
+
+
 def test_a_damaged_file_is_read_as_far_as_it_goes(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,7 +204,7 @@ def test_files_that_are_no_text_are_named(models: Path, tmp_path: Path) -> None:
     (tmp_path / "text" / "broken.parquet").write_bytes(b"PAR1 and nothing else")
     run(tmp_path / "text", "--tokenizer-model", models / "sp.model", "--output", tmp_path / "data")
     named = (tmp_path / "data" / "left_out.txt").read_text()
-    assert "picture.png: binary" in named and "broken.parquet: damaged" in named
+    assert "picture.png: binary" in named and "broken.parquet: damaged, all" in named
     assert "caf\\xe9/a.jsonl:1: not a JSON object" in named
 
 
@@ -167,6 +222,11 @@ def test_files_that_are_no_text_are_named(models: Path, tmp_path: Path) -> None:
         ),
         ('{"text": "a"}\n', ["--held-out-share", "1"], "1.0 is not at least 0 and below 1"),
         ('{"text": "a"}\n', ["--workers", "0"], "--workers 0 is not positive"),
+        (
+            '{"text": "a"}\n',
+            ["--tokenizer-hf-no-include-special-tokens"],
+            "is for a Hugging Face tokenizer: leave it out",
+        ),
         ('{"text": "a"}\n', ["--no-such-option"], "unrecognized arguments: --no-such-option"),
         ('{"text": "a"}\n', ["--tokenizer-model", "no.model"], "no.model is no file"),
         ('{"text": "a"}\n', ["--tokenizer-model", __file__], "is no SentencePieceTokenizer"),

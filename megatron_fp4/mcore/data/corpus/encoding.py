@@ -121,9 +121,11 @@ def texts_of(piece: Piece, column: str) -> Iterator[str | Problem]:
             yield Problem(shown(piece.path), str(error))
     else:
         reason = piece.content.decode()
-        yield Problem(
-            shown(piece.path), f"damaged after line {piece.before}, the rest left out: {reason}"
-        )
+        if piece.before:
+            reason = f"damaged after line {piece.before}, the rest left out: {reason}"
+        else:
+            reason = f"damaged, all of it left out: {reason}"
+        yield Problem(shown(piece.path), reason)
 
 
 def _line_texts(piece: Piece, column: str) -> Iterator[str | Problem]:

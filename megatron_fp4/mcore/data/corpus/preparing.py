@@ -3,7 +3,8 @@
 import itertools
 import shutil
 import sys
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,12 @@ def preprocess(
     else:
         _check_empty(output, made)
         with outputs.writing(output), job.opened(output, work) as folder:
-            headers = _tokenize(sources, options, tokenizer, running, folder)
+            with _dropped_if_refused(folder, lambda: not _documents(_finished(folder, tokenizer))):
+                headers = _tokenize(sources, options, tokenizer, running, folder)
             if path := changed(sources):
                 raise DataError(f"{path} changed while it was read: delete {folder} to start anew")
-            counts = _counts(headers, options)
+            with _dropped_if_refused(folder):
+                counts = _counts(headers, options)
             made = _manifest(work, headers, options, tokenizer, counts)
             running.say(f"Data: writing {shown(output)}")
             made["files"] = _write(output, folder, headers, counts, tokenizer.dtype)
@@ -85,12 +88,29 @@ def _check_empty(output: Path, made: dict[str, Any] | None) -> None:
                 raise DataError(f"{path} exists already: give another --output, or delete it")
 
 
+@contextmanager
+def _dropped_if_refused(
+    folder: Path, is_useless: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
+    """A context that deletes `folder` at a DataError if is_useless(), so that the parts of a
+    command that was refused do not stand in the way of the corrected one."""
+    try:
+        yield
+    except DataError:
+        if is_useless():
+            shutil.rmtree(folder)
+        raise
+
+
+def _finished(folder: Path, tokenizer: Tokenizer) -> list[Header]:
+    return parts.finished(folder, numpy.dtype(tokenizer.dtype).itemsize)
+
+
 def _tokenize(
     sources: list[Source], options: Options, tokenizer: Tokenizer, running: Running, folder: Path
 ) -> list[Header]:
     """Tokenizes what is not yet tokenized; returns the headers of all parts."""
-    found = parts.finished(folder, numpy.dtype(tokenizer.dtype).itemsize)
-    headers = [_accepted(header, running.strict) for header in found]
+    headers = [_accepted(header, running.strict) for header in _finished(folder, tokenizer)]
     parts.drop_after(folder, len(headers))
     begin, position = (headers[-1].end, headers[-1].position) if headers else (START, 0)
     if headers:

@@ -116,20 +116,22 @@ def _worker_lives() -> Iterator[None]:
 def _workers(encoder: Encoder, count: int) -> Iterator[list[Connection]]:
     """The pipes of `count` workers, which are killed at the end of the context.
 
-    They are forked, so that they share the memory of the tokenizer.
+    They are forked, so that they share the memory of the tokenizer. Raises DataError if the system
+    cannot have so many.
     """
     processes: list[ForkProcess] = []
     pipes = []
     try:
         with _interrupt_later():
             for _ in range(count):
-                here, there = multiprocessing.Pipe()
-                # A daemon, so that it is ended at exit whatever happens here.
-                process = ForkProcess(target=_work, args=(there, encoder), daemon=True)
-                process.start()
-                there.close()  # so that only the worker has it, and its end is the pipe's end
+                with _enough(count):
+                    here, there = multiprocessing.Pipe()
+                    pipes.append(here)
+                    # A daemon, so that it is ended at exit whatever happens here.
+                    process = ForkProcess(target=_work, args=(there, encoder), daemon=True)
+                    process.start()
                 processes.append(process)
-                pipes.append(here)
+                there.close()  # so that only the worker has it, and its end is the pipe's end
         yield pipes
     finally:
         with _interrupt_later():
@@ -139,6 +141,17 @@ def _workers(encoder: Encoder, count: int) -> Iterator[list[Connection]]:
                 process.join()
         for pipe in pipes:
             pipe.close()
+
+
+@contextmanager
+def _enough(count: int) -> Iterator[None]:
+    """A context that starts one of `count` workers. Raises DataError if the system has no room."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"--workers {count}: {error.strerror}: give fewer, and the same command goes on"
+        ) from error
 
 
 @contextmanager
