@@ -67,6 +67,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     """Raises SystemExit for sizes, folds or layouts that this model cannot have."""
+    if min(args.img_h, args.img_w, args.patch_dim) < 1:
+        raise refusal("--img-h, --img-w and --patch-dim are 1 or more")
     down, across = args.img_h // args.patch_dim, args.img_w // args.patch_dim
     if (down * args.patch_dim, across * args.patch_dim) != (args.img_h, args.img_w):
         raise refusal("--img-h and --img-w are multiples of --patch-dim")

@@ -247,6 +247,8 @@ def test_the_evaluation_takes_each_image_of_the_fold_once() -> None:
     [
         ("--folds 2000", "--folds 2000 of 1797 images: give"),
         ("--fold 5", "--fold is from 0 to --folds - 1"),
+        ("--patch-dim 0", "--img-h, --img-w and --patch-dim are 1 or more"),
+        ("--img-h -32 --img-w -32", "--img-h, --img-w and --patch-dim are 1 or more"),
         ("--img-h 64", "an image has 128 patches: give --seq-length 128"),
         ("--img-w 30", "--img-h and --img-w are multiples of --patch-dim"),
     ],
