@@ -6,6 +6,7 @@ The plan can be for this machine's device or for a GPU that is not present.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -24,6 +25,7 @@ from megatron_fp4.recipes import get_recipe, read_options
 from megatron_fp4.target import Target, gpu_named, target_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_FLAGS = {"tokens": "--tokens", "in_features": "--in", "out_features": "--out"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +104,7 @@ def run(args: argparse.Namespace) -> str:
                 "out"
             )
         for late in each.in_turn:
-            _check_sizes(late, args.tokens, inputs, outputs)
+            check_sizes_of_flags(late, args.tokens, inputs, outputs, _FLAGS)
     scattered = sharding.ranks if sharding.tokens is not None else 1
     tokens, dtype = _part(args.tokens, scattered, "--tokens"), _DTYPES[args.dtype]
     setting = Setting(
@@ -136,15 +138,20 @@ def _in_turn(recipe: Recipe, setting: Setting, moments: Moments | None) -> str:
     return first + "".join(map("".join, zip(shares, late, strict=True)))
 
 
-def _check_sizes(recipe: Recipe, tokens: int, inputs: int, outputs: int) -> None:
+def check_sizes_of_flags(
+    recipe: Recipe, tokens: int, inputs: int, outputs: int, flags: Mapping[str, str]
+) -> None:
     """Checks that the recipe's blocks divide these sizes. Raises ConfigError, which names the flag
-    of the size that they do not divide."""
+    of the size that they do not divide.
+
+    flags: by what they set: tokens, in_features and out_features.
+    """
     try:
         check_sizes(recipe, tokens, inputs, outputs, "this linear")
     except SizeError as error:
-        flag = {"tokens": "--tokens", "in_features": "--in", "out_features": "--out"}[error.axis]
         raise ConfigError(
-            f"{flag}: {error.size} on a rank is not a multiple of {error.multiple}, {error.reason}"
+            f"{flags[error.axis]}: {error.size} on a rank is not a multiple of {error.multiple}, "
+            f"{error.reason}"
         ) from error
 
 

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_fp4 import get_recipe
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.estimate.costs_text import text
 from megatron_fp4.estimate.overhead import DEVICES, setting_of
+from megatron_fp4.estimate.plans import recipe_named
+from megatron_fp4.plan.command import check_sizes_of_flags
 from tools import pages, rows, runs
 from tools.stamp import stamp
 from tools.sweep import axes, llama, page, results, running, tensors
@@ -36,11 +37,14 @@ from tools.sweep.stages import STAGES
 RESULTS = Path("benchmarks/results/sweep.jsonl")
 WORK = Path("runs/sweep")
 NUMBER, SEED = 2400, 1  # of the sample
+SIZES = {"tokens": "--tokens", "in_features": "--inputs", "out_features": "--outputs"}
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluates combinations by a stage: a sample by the first, promoted ones by the others."""
     began = time.monotonic()
+    for name in ("number", "processes"):
+        _check_positive(args, name)
     stars = to_evaluate(args)
     recorded = recorded_for(args)
     tasks = [running.Task(args.stage, each, star, recorded) for each, star in stars.items()]
@@ -60,15 +64,26 @@ def to_evaluate(args: argparse.Namespace) -> dict[Combination, str]:
     level = level_of(args.stage)
     if level == 0:
         return sample(args.number, args.seed)
-    found = results.read(args.results)
-    for stage in LEVELS[level - 1].stages:
-        if not any(row["stage"] == stage for row in found):
-            raise ConfigError(
-                f"{args.results} has no results of {stage}, which promotes combinations to "
-                f"{args.stage}: run {stage} first"
-            )
     plain = {each: each.key for each in BF16.values()}
-    return promoted(found, level) | plain
+    return promoted_to(args.stage, args.results) | plain
+
+
+def promoted_to(stage: str, path: Path) -> dict[Combination, str]:
+    """The combinations that results in the file `path` promote to a stage, with their stars. Raises
+    ConfigError where the stages before have no results."""
+    found, level = results.read(path), level_of(stage)
+    for before in LEVELS[level - 1].stages:
+        if not any(row["stage"] == before for row in found):
+            raise ConfigError(
+                f"{path} has no results of {before}, which promotes combinations to {stage}: run "
+                f"{before} first"
+            )
+    return promoted(found, level)
+
+
+def _check_positive(args: argparse.Namespace, name: str) -> None:
+    if (value := getattr(args, name)) < 1:
+        raise ConfigError(f"--{name} is {value}: give 1 or more")
 
 
 def attempt(args: argparse.Namespace) -> int:
@@ -114,9 +129,16 @@ def cost(args: argparse.Namespace) -> int:
     if "=" in first:
         recipe = recipe_of(combination_of(args.values))
     else:
-        recipe = get_recipe(first, **chosen(others))
+        recipe = recipe_named(first, **chosen(others))
+    for name in SIZES.values():
+        _check_positive(args, name.strip("-"))
+    for each in recipe.in_turn:
+        check_sizes_of_flags(each, args.tokens, args.inputs, args.outputs, SIZES)
     gpu = DEVICES[args.device]
-    print(text(recipe, setting_of(gpu, args.inputs, args.outputs, args.tokens), gpu), end="")
+    setting = setting_of(gpu, args.inputs, args.outputs, args.tokens)
+    shares = ["", *(f"\nafter {phase.after:.4g} of training\n" for phase in recipe.phases)]
+    for share, each in zip(shares, recipe.in_turn, strict=True):
+        print(share + text(each, setting, gpu), end="")
     return 0
 
 
@@ -129,8 +151,7 @@ def chosen(words: list[str]) -> dict[str, str]:
 
 def llama_matrix(args: argparse.Namespace) -> int:
     """Writes the matrix of benchmarks/study that trains what the stages before have promoted."""
-    found = results.read(args.results)
-    written = llama.matrix(promoted(found, level_of(llama.NAME)))
+    written = llama.matrix(promoted_to(llama.NAME, args.results))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(written)
     print(f"sweep: python -m benchmarks.study run {args.out}")
@@ -199,6 +220,9 @@ def main(arguments: list[str] | None = None) -> int:
         return int(args.function(args))
     except (ConfigError, ValueError, runs.RunFailed, running.SweepError) as error:
         print(f"sweep: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"sweep: {error.filename}: {error.strerror}: give another file", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

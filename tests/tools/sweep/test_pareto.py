@@ -69,3 +69,34 @@ def test_the_command_says_what_a_recipe_takes(capsys: pytest.CaptureFixture[str]
     assert "Hadamard transform" not in capsys.readouterr().out
     assert __main__.main(["cost", "tetrajet", "rule"]) == 2
     assert capsys.readouterr().err == "sweep: rule is not name=value\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--inputs", "0"], "--inputs is 0: give 1 or more"),
+        (["--tokens", "-32"], "--tokens is -32: give 1 or more"),
+        (["--outputs", "100"], "--outputs: 100 on a rank is not a multiple of 32, which"),
+    ],
+)
+def test_sizes_that_a_linear_cannot_have(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert __main__.main(["cost", "tetrajet", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"sweep: {says}")
+
+
+def test_phases_are_told_and_layers_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("{base: tetrajet, phases: [{after: 9/10, recipe: fp8}]}")
+    assert __main__.main(["cost", "tetrajet"]) == __main__.main(["cost", "fp8"]) == 0
+    plain = capsys.readouterr().out.splitlines()
+    assert __main__.main(["cost", str(path)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert "after 0.9 of training" in told and set(plain[1:]) - set(told) == set()
+    path.write_text("{base: tetrajet, layers: [{last: 2, recipe: bf16}]}")
+    assert __main__.main(["cost", str(path)]) == 2
+    assert "has layers with recipes of their own" in capsys.readouterr().err

@@ -201,10 +201,20 @@ def test_bad_words_end_the_command_in_one_line(capsys: pytest.CaptureFixture[str
     assert "rule is floor, but beside the other values it can only be" in capsys.readouterr().err
     assert __main__.main(["cost", "foo=bar"]) == 2
     assert capsys.readouterr().err.startswith("sweep: no axis foo: forward, backward")
+    assert __main__.main(["run", "products", "--processes", "0"]) == 2
+    assert capsys.readouterr().err == "sweep: --processes is 0: give 1 or more\n"
+    assert __main__.main(["show", "--page", "none.md"]) == 2
+    assert (
+        capsys.readouterr().err == "sweep: none.md: No such file or directory: give another file\n"
+    )
 
 
 def test_a_stage_needs_the_results_of_those_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert __main__.main(["run", "digits", "--results", str(tmp_path / "none.jsonl")]) == 2
+    none, matrix = str(tmp_path / "none.jsonl"), tmp_path / "sweep.yaml"
+    assert __main__.main(["run", "digits", "--results", none]) == 2
     assert "has no results of products, which promotes combinations" in capsys.readouterr().err
+    assert __main__.main(["llama", "--results", none, "--out", str(matrix)]) == 2
+    assert "has no results of diffusion, which promotes" in capsys.readouterr().err
+    assert not matrix.exists()
