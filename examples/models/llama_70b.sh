@@ -12,9 +12,9 @@ model=(
 
 # Four GPUs of a node share a layer, and eight such groups the layers. Without CUDA graphs a
 # microbatch has to be long enough that a GPU does not run its layers faster than the host launches
-# them. By the estimate below that takes 2 sequences, which fit under PP8:
-# this is the fastest layout of all. Under PP4 only one fits, and a step takes 4% longer: the GPUs
-# wait for the host for up to 10% of it.
+# them. 2 sequences are, and fit under PP8. Under PP4 only one fits. By the estimate below, which is
+# for the host of docs/hopper.md, a step then takes 7% less. On a host that takes twice as long for
+# a collective it takes 13% longer: the GPUs wait for the host for 17% of it.
 #
 # Memory of a rank in GiB, of 64. After `source examples/models/llama_70b.sh` this prints it:
 #   python -m tools.choose_layout --gpu h100 --gpus 64 --recipe tetrajet --vocab-size 128256 \

@@ -13,7 +13,7 @@ model=(
 # Two GPUs share a layer. CUDA graphs replay it, so that a slow host does not matter. By the estimate
 # below, which is for the host of docs/hopper.md, a step takes 2% less without them. The fastest
 # layout of all is a whole model on each GPU, with micro-batches of 1 and CUDA graphs. A step takes
-# 5% less, which is within the errors of the estimate, but nearly all of the memory (71 GiB).
+# 4% less, which is within the errors of the estimate, but nearly all of the memory (71 GiB).
 # On GPUs with 141 GB a whole model fits with micro-batches of 4 (126 GiB), and whole layers need no
 # graphs. By the estimate this is the fastest layout there:
 #   --tensor-model-parallel-size 1 --cuda-graph-impl none --micro-batch-size 4

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.estimate import search
 from megatron_fp4.estimate.command import run
 from megatron_fp4.estimate.fits import GIB, peak
 from megatron_fp4.estimate.flags import model_of
@@ -25,6 +26,7 @@ from megatron_fp4.estimate.layout import Layout, parameters, stages
 from megatron_fp4.estimate.memory import Memory
 from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import recipe_named
+from megatron_fp4.estimate.rates import RATES
 from testing import launches as made
 from testing.launches import EXAMPLES, MODELS, directives, start, with_stand_ins, words
 from testing.worlds.checkpoints import TRACKER
@@ -286,7 +288,7 @@ def test_the_readme_has_the_command_of_llama_8b() -> None:
     assert "    source examples/models/llama_8b.sh\n {} {}".format(*line) in readme
 
 
-# Estimates of steps on several GPUs are wrong by up to 11% (docs/choose-layout.md).
+# Most estimates of steps on several GPUs are wrong by less than 11% (docs/choose-layout.md).
 _ERROR = 1.11
 
 
@@ -304,14 +306,20 @@ def test_no_layout_of_these_gpus_is_much_faster(model: str) -> None:
     assert (f"{less:.0%} less" if less else "this is the fastest layout of all") in script(model)
 
 
-def test_a_layout_whose_gpus_wait_for_the_host_is_slower() -> None:
+def test_a_layout_whose_gpus_wait_for_a_slow_host_is_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slow = ["--pipeline-model-parallel-size", "4", "--micro-batch-size", "1"]
     flags = command("llama_70b")
-    chosen, other = (seconds([*flags, *own]) for own in ([], slow))
     text = " ".join(script("llama_70b").replace("\n#", "").split())
-    assert other["total"] > chosen["total"] and other["host"] > 2 * chosen["host"]
-    assert f"a step takes {other['total'] / chosen['total'] - 1:.0%} longer" in text
-    assert f"for up to {other['host'] / other['total']:.0%} of it" in text
+    chosen, other = (seconds([*flags, *own]) for own in ([], slow))
+    assert f"a step then takes {1 - other['total'] / chosen['total']:.0%} less" in text
+    unit = "collective in C++"
+    twice = dict(RATES.seconds) | {unit: 2 * RATES.seconds[unit]}
+    monkeypatch.setattr(search, "RATES", RATES._replace(seconds=twice))
+    chosen, other = (seconds([*flags, *own]) for own in ([], slow))
+    assert f"it takes {other['total'] / chosen['total'] - 1:.0%} longer" in text
+    assert f"for {other['host'] / other['total']:.0%} of it" in text
     with pytest.raises(ConfigError, match="no layout fits"):
         run([*flags, *slow, "--micro-batch-size", "2", "--recompute-granularity", "none"])
 
