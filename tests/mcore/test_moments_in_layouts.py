@@ -170,6 +170,26 @@ def test_a_run_begins_and_ends_in_float32(flags: str, tmp_path: Path) -> None:
     assert len(goes_on.losses) == 2
 
 
+@pytest.mark.parametrize("flags", ["--bf16", f"--bf16 {SHARDED}", ""])
+def test_a_run_begins_and_ends_in_float32_in_the_format_torch(flags: str, tmp_path: Path) -> None:
+    """A checkpoint in few bits trains on in float32 as what a launch in float32 saves of it."""
+    plain, low, after = (tmp_path / name for name in ("plain", "low", "after"))
+    flags = f"{flags} --ckpt-format torch"
+    launch(plain, f"{flags} {ENDS} {saving(plain)}", moments=None)
+    again = f"{flags} {ENDS} --ckpt-step 2 --save-interval 1000"
+    begins = launch(low, f"{again} --load {plain} --save {low}")
+    assert "moments stored as float32, this launch stores them as m=fp8,v=fp16" in begins.output
+    ends = launch(after, f"{again} --load {low} --save {after}", moments=None)
+    assert "moments stored as m=fp8,v=fp16, this launch stores them as float32" in ends.output
+    on = f"{flags} --ckpt-step 2 --override-opt_param-scheduler --load"
+    losses = [
+        launch(tmp_path / f"on-{folder.name}", f"{on} {folder}", moments=None).losses
+        for folder in (low, after, plain)
+    ]
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
+    assert losses[0] != losses[2]  # Negative control: the moments before they were rounded.
+
+
 def test_skipped_steps_change_no_moment(tmp_path: Path) -> None:
     """The loss scale doubles after every step until gradients overflow."""
     scale = "--initial-loss-scale 524288 --loss-scale-window 1 --hysteresis 1"
