@@ -140,6 +140,35 @@ def test_another_number_of_ranks_changes_what_is_tiny_alone(optimizer: str, tmp_
     assert number > everything / 10 and not allowed
 
 
+@pytest.mark.parametrize("layout", [TP2_SP, PP2])
+def test_other_model_parallel_ranks_load_the_moments_of_whole_weights(
+    layout: str, tmp_path: Path
+) -> None:
+    """Two tensor- or pipeline-parallel ranks to one: the float32 moments of the checkpoint, rounded
+    to nearest in the blocks of the whole weights. What this changes is tiny in its block."""
+    two, exact, low = (tmp_path / name for name in ("two", "exact", "low"))
+    launch(two, f"--bf16 {layout} {ENDS} {saving(two)}", 2)
+    saved = tensors(step(two, 2))
+    for folder, moments in ((exact, None), (low, DEFAULT)):
+        again = f"--load {two} --ckpt-step 2 --save {folder} --save-interval 1000"
+        launch(folder, f"--bf16 {ENDS} {again}", moments=moments)
+    whole, found = tensors(step(exact, 2)), tensors(step(low, 2))
+    keys = {key for key in whole if ".exp_avg" in key}
+    assert keys and whole.keys() == found.keys()
+    changed = 0
+    for key in keys:
+        assert torch.equal(whole[key], saved[key])
+        name = "exp_avg_sq" if "exp_avg_sq" in key else "exp_avg"
+        flat = whole[key].reshape(-1)
+        nearest = through(DEFAULT.forms[name], flat, None)
+        assert torch.equal(found[key].reshape(-1), nearest)
+        largest = torch.nn.functional.pad(flat.abs(), (0, -len(flat) % 128)).view(-1, 128).amax(1)
+        tiny = SUBNORMAL[name] * largest.repeat_interleave(128)[: len(flat)]
+        assert ((nearest - flat).abs() <= tiny).all()
+        changed += int((nearest != flat).sum())
+    print(f"{changed} of {sum(whole[key].numel() for key in keys)} moments change")
+
+
 # --- formats --------------------------------------------------------------------------------------
 
 
