@@ -4,7 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from testing.worlds.checkpoints import SHARDED, SMALL, TETRAJET, again, run_in_turn, same, saving
+from testing.worlds.checkpoints import (
+    EP2,
+    MOE,
+    SHARDED,
+    SMALL,
+    TETRAJET,
+    TP2_SP,
+    again,
+    run_in_turn,
+    same,
+    saving,
+)
 from testing.worlds.launch import MOCK_DATA, SCRIPTS, TINY, Result, result_of, spawn
 
 HERE = Path(__file__).parent
@@ -15,10 +26,10 @@ BUCKETS = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 RECIPES = {"tetrajet": TETRAJET, "with an average": f"--fp4-recipe {HERE / 'ema.yaml'}"}
 
 
-def run(flags: str) -> Result:
-    """Two ranks; compares what they gathered with the weights (pretrain_gathering.py)."""
+def run(flags: str, processes: int = 2) -> Result:
+    """Compares what the ranks gathered with the weights (pretrain_gathering.py)."""
     words = [*TINY, *MOCK_DATA, *SMALL.split(), "--bf16", OWNED, *flags.split()]
-    return result_of(spawn(2, SCRIPTS / "pretrain_gathering.py", *words, timeout_s=120))
+    return result_of(spawn(processes, SCRIPTS / "pretrain_gathering.py", *words, timeout_s=120))
 
 
 @pytest.mark.parametrize(
@@ -39,6 +50,30 @@ def test_a_gather_changes_nothing_of_the_others(recipe: str, buckets: str) -> No
         without = run(few.replace(f" {flag}", ""))
         assert without.status == 0 and without.losses != plain.losses
         assert without.losses == pytest.approx(plain.losses, rel=1e-3)
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("layout", [TP2_SP, f"{MOE} {EP2}"])
+def test_a_gather_changes_nothing_in_other_layouts(layout: str) -> None:
+    """Two data-parallel ranks of two tensor-parallel ones, and four of which two share experts."""
+    few = f"{TETRAJET} {layout} {BUCKETS} {EIGHT} {GRADIENTS} {MOMENTS}"
+    plain, gathered = run(few, 4), run(f"{few} {GATHER}", 4)
+    assert (plain.status, gathered.status) == (0, 0), gathered.output[-3000:]
+    assert gathered.losses == plain.losses and len(plain.losses) == 4
+
+
+@pytest.mark.outside
+def test_other_numbers_of_ranks_go_on(tmp_path: Path) -> None:
+    """DP 2 to 1 and back, near the losses of the run that stays on two ranks."""
+    flags = f"{TETRAJET} {OWNED} {EIGHT} {GRADIENTS} {MOMENTS} {GATHER} --train-iters 6"
+    two, one, back = (tmp_path / name for name in ("two", "one", "back"))
+    whole = run_in_turn(2, {"whole": f"{flags} {saving(two)}"})["whole"]
+    alone = run_in_turn(1, {"alone": f"{flags} {again(two)} {saving(one, 4)}"})["alone"]
+    both = run_in_turn(2, {"both": f"{flags} {again(one, 4)} {saving(back, 6)}"})["both"]
+    assert (whole.status, alone.status, both.status) == (0, 0, 0), both.output[-3000:]
+    assert (len(whole.losses), len(alone.losses), len(both.losses)) == (6, 4, 2)
+    assert alone.losses == pytest.approx(whole.losses[2:], rel=1e-3)
+    assert both.losses == pytest.approx(whole.losses[4:], rel=1e-3)
 
 
 @pytest.mark.slow
