@@ -46,6 +46,9 @@ for flag in "$@"; do
         --save | --load)
             refuse "${flag%%=*} is set by RUN_DIR: set that variable, or start from other weights \
 with --pretrained-checkpoint" ;;
+        --finetune)
+            refuse "--finetune begins at step 0 again after each requeue: give the weights by \
+--pretrained-checkpoint alone" ;;
         --skip-train)
             refuse "--skip-train never reaches step TRAIN_ITERS: evaluate with pretrain_gpt.py" ;;
     esac

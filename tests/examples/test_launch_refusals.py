@@ -28,6 +28,7 @@ def launched(folder: Path, *words: str) -> tuple[int, list[str]]:
         ("--train-samples 100", "--train-samples does not go with TRAIN_ITERS"),
         ("--save elsewhere", "--save is set by RUN_DIR: set that variable"),
         ("--load=elsewhere", "--load is set by RUN_DIR: set that variable"),
+        ("--finetune", "--finetune begins at step 0 again after each requeue: give the weights by"),
         ("--skip-train", "--skip-train never reaches step TRAIN_ITERS"),
     ],
 )
