@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.estimate_rows import KERNELS, RESULTS, result
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.kernels.launch import Launch
 from megatron_fp4.kernels.quantize import _transform_launch
@@ -78,15 +79,22 @@ def counted(launch: Launch) -> dict[str, float]:
 
 
 def _repeats(launch: Launch) -> int:
-    """How often a program runs the loop of its kernel: a transform goes through its tile by 16 rows
-    along the rows, and by 64 along the columns."""
+    """How often a program runs the loop of its kernel.
+
+    A kernel with a transform loops over its tile, by 16 rows where it transforms along the rows, by
+    64 where along the columns (kernels/hadamard.py). The others have no loop: 1.
+    """
     if "AXIS" not in launch.constants:
         return 1
     return launch.constants["TILE"].ROWS // (16 if launch.constants["AXIS"] == 1 else 64)
 
 
 def executed(text: str, repeats: int) -> list[str]:
-    """The opcodes that a warp executes. text: the disassembly. repeats: of its one loop, if any."""
+    """The opcodes of the instructions that one warp executes, in their order.
+
+    text: the kernel's instructions, as nvdisasm prints them. repeats: how often the loop of the
+    kernel runs; it has one at most, which may not contain a branch.
+    """
     found: list[str] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -106,14 +114,13 @@ def executed(text: str, repeats: int) -> list[str]:
 
 def rows() -> list[dict[str, Any]]:
     """A row for each kernel. Where two launches make the two operands their counts are added."""
-    path = Path("benchmarks/results/quantize_kernels-fused.json")
-    timed = json.loads(path.read_text())["rows"]
-    found = []
+    found, elements = [], SIZE * SIZE / 32 / SLOTS * 1e6
     for name, each in launches().items():
-        [row] = [r for r in timed if r["kernel"] == name and r["shape"] == [SIZE, SIZE]]
+        [row] = [
+            r for r in result(KERNELS)["rows"] if r["kernel"] == name and r["shape"] == [SIZE, SIZE]
+        ]
         counts = [counted(launch) for launch in each]
         total = {key: sum(one[key] for one in counts) for key in ("instructions", "alu")}
-        elements = SIZE * SIZE / 32 / SLOTS * 1e6
         found.append(
             {"kernel": name, **total}
             | {"registers": max(one["registers"] for one in counts)}
@@ -138,10 +145,9 @@ def table(found: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    default = Path("benchmarks/results/kernel_instructions.json")
-    parser.add_argument("--out", type=Path, default=default)
-    found = rows()
+    parser.add_argument("--out", type=Path, default=RESULTS / "kernel_instructions.json")
     args = parser.parse_args()
+    found = rows()
     args.out.write_text(json.dumps({"stamp": stamp(), "rows": found}, indent=1) + "\n")
     print("\n".join(table(found)))
 

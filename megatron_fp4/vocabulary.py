@@ -1,4 +1,4 @@
-"""The rows of the embedding, of launches and of estimates."""
+"""The number of rows of the embedding, to which launches and estimates pad the vocabulary."""
 
 import math
 

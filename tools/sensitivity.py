@@ -52,7 +52,11 @@ def places(layers: int) -> Iterator[str]:
 
 
 class Launch(NamedTuple):
-    """What the flags of a launch say. options: of its recipe."""
+    """What the flags of a launch say of its model and recipe.
+
+    layers: of the decoder. recipe: as --fp4-recipe names it. options: those of --fp4-recipe-option,
+    by their names.
+    """
 
     layers: int
     recipe: str

@@ -10,8 +10,8 @@ from megatron_fp4.recipe import Recipe
 
 # Measured in training steps with fused kernels and linears in C++ (fused-step-others.json,
 # parallel-two.json and parallel-four.json of benchmarks/results; gradients and weights in few bits:
-# few-bits-four.json, few-bits-bf16.json). RECIPES_BY_TORCH: with torch's kernels too
-# (training_step.json).
+# few-bits-four.json, few-bits-bf16.json). RECIPES_BY_TORCH has those recipes too that were measured
+# with torch's kernels alone (training_step.json).
 RECIPES = ("bf16", "tetrajet", "fp8", "dge-occ")
 RECIPES_BY_TORCH = (*RECIPES, "mxfp4", "mxfp4-rht-sr")
 MOST_GPUS, MOST_TP, MOST_PP = 4, 4, 2

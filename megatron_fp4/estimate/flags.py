@@ -147,7 +147,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _check_flags_beside_a_config(args: argparse.Namespace) -> None:
-    """Refuses flags that describe the model which the config.json describes."""
+    """Raises ConfigError if flags such as --num-layers are given together with --hf-config, whose
+    config.json has these values already."""
     parser = argparse.ArgumentParser()
     _add_model(parser.add_argument_group())
     for name, default in vars(parser.parse_args(["--seq-length", "1"])).items():

@@ -141,10 +141,10 @@ def _in_turn(recipe: Recipe, setting: Setting, moments: Moments | None) -> str:
 def check_sizes_of_flags(
     recipe: Recipe, tokens: int, inputs: int, outputs: int, flags: Mapping[str, str]
 ) -> None:
-    """Checks that the recipe's blocks divide these sizes. Raises ConfigError, which names the flag
-    of the size that they do not divide.
+    """Raises ConfigError if a block of the recipe does not divide one of these sizes.
 
-    flags: by what they set: tokens, in_features and out_features.
+    The message names the flag that sets the size. flags: the command's flag for each of "tokens",
+    "in_features" and "out_features".
     """
     try:
         check_sizes(recipe, tokens, inputs, outputs, "this linear")

@@ -51,6 +51,22 @@ def run_in_turn(processes: int, trainings: dict[str, str], sizes: str = SIZES) -
     return results
 
 
+def on_other_numbers_of_ranks(flags: str, folder: Path) -> tuple[list[float], list[float]]:
+    """Trains for six steps on two ranks, on one, and on two again, two steps each.
+
+    Each run loads what the one before has saved in `folder`. Returns the losses of the six steps,
+    and those of a run that stays on two ranks.
+    """
+    flags = f"{flags} --train-iters 6"
+    two, one, back = (folder / name for name in ("two", "one", "back"))
+    first = run_in_turn(2, {"two": f"{flags} {saving(two)} --exit-interval 2"})["two"]
+    alone = run_in_turn(1, {"one": f"{flags} {saving(one)} --load {two} --exit-interval 4"})["one"]
+    last = run_in_turn(2, {"back": f"{flags} {saving(back)} --load {one}"})["back"]
+    assert first.status == 0 and len(good(alone).losses) == len(good(last).losses) == 2
+    whole = run_in_turn(2, {"whole": flags})["whole"]
+    return [*first.losses, *alone.losses, *last.losses], whole.losses
+
+
 def told(result: Result) -> str:
     """The error line of a launch that was refused; asserts that there is one, and no training."""
     lines = [line for line in result.output.splitlines() if "megatron-fp4: error:" in line]

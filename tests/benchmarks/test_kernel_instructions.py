@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks import kernel_instructions
+from benchmarks.estimate_rows import result
 from benchmarks.kernel_instructions import executed
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def test_a_loop_is_counted_as_often_as_it_runs() -> None:
 
 
 def test_the_table_is_that_of_the_result() -> None:
-    found = json.loads((ROOT / "benchmarks/results/kernel_instructions.json").read_text())["rows"]
+    found = result("kernel_instructions")["rows"]
     page = (ROOT / "docs/notes/quantize-kernels.md").read_text()
     assert "\n".join(kernel_instructions.table(found)) in page
     rows = {row["kernel"]: row for row in found}
@@ -46,8 +46,6 @@ def test_the_table_is_that_of_the_result() -> None:
 
 
 @pytest.mark.slow
-def test_the_result_is_that_of_the_present_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_is_that_of_the_present_kernels() -> None:
     """Where a kernel changes, run the benchmark again."""
-    monkeypatch.chdir(ROOT)
-    committed = json.loads((ROOT / "benchmarks/results/kernel_instructions.json").read_text())
-    assert kernel_instructions.rows() == committed["rows"]
+    assert kernel_instructions.rows() == result("kernel_instructions")["rows"]

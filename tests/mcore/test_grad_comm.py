@@ -15,6 +15,7 @@ from testing.worlds.checkpoints import (
     TETRAJET,
     again,
     good,
+    on_other_numbers_of_ranks,
     run_in_turn,
     same,
     saving,
@@ -223,14 +224,8 @@ def test_other_precisions_and_formats_resume(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_other_numbers_of_ranks_go_on_and_back(tmp_path: Path) -> None:
     """Two ranks, then one, then two: each begins with the weights and state of the one before."""
-    flags = f"{TETRAJET} {FP8} {SHARDED} {OVERLAPPED} --train-iters 6"
-    two, one, back = (tmp_path / name for name in ("two", "one", "back"))
-    first = run_in_turn(2, {"two": f"{flags} {saving(two)} --exit-interval 2"})["two"]
-    alone = run_in_turn(1, {"one": f"{flags} {saving(one)} --load {two} --exit-interval 4"})["one"]
-    last = run_in_turn(2, {"back": f"{flags} {saving(back)} --load {one}"})["back"]
-    assert first.status == 0 and len(good(alone).losses) == len(good(last).losses) == 2
-    losses = [*first.losses, *alone.losses, *last.losses]
-    whole = run_in_turn(2, {"whole": flags})["whole"].losses
+    flags = f"{TETRAJET} {FP8} {SHARDED} {OVERLAPPED}"
+    losses, whole = on_other_numbers_of_ranks(flags, tmp_path)
     assert losses[:2] == whole[:2] and losses == pytest.approx(whole, rel=2e-3)
 
 

@@ -145,8 +145,8 @@ def first(axis: str) -> str:
 
 
 def without_training(combination: Combination) -> Combination:
-    """The combination with the first values of TRAINING: what it is where the training around a
-    recipe is another."""
+    """The combination with the first value on each axis of TRAINING, so that it says nothing of the
+    training around the recipe."""
     return replace(combination, **{axis: first(axis) for axis in TRAINING})
 
 

@@ -79,11 +79,19 @@ def points_of(rows: list[Row], stage: str) -> list[Point]:
 
 
 def _of_recipes(every: dict[Combination, float], stage: str) -> dict[Combination, float]:
-    """The scores of a stage, one for each recipe where the stage does not depend on the training
-    around it: combinations that differ in it alone have one score there."""
+    """The scores of a stage, one for each recipe if the stage depends on the recipe alone.
+
+    Combinations that differ only in the axes of the training around the recipe have the same score
+    in such a stage. One of them is kept, with the first values of these axes.
+    """
     if stage not in WITHOUT_TRAINING:
         return every
     return {without_training(each): score for each, score in every.items()}
+
+
+def _by_seed(rows: list[Row], stage: str) -> list[dict[Combination, float]]:
+    """The scores of each seed by itself, as `_of_recipes` has them."""
+    return [_of_recipes(scores(rows, stage, [seed]), stage) for seed in seeds_of(rows, stage)]
 
 
 def missing(rows: list[Row]) -> list[str]:
@@ -153,8 +161,7 @@ def findings_table(rows: list[Row]) -> list[str]:
     if not columns:
         return []
     last, own = list(columns.items())[-1]
-    of_seeds = (_of_recipes(scores(rows, last, [seed]), last) for seed in seeds_of(rows, last))
-    by_seed = [{each: every[each] for each in own} for every in of_seeds]
+    by_seed = [{each: every[each] for each in own} for every in _by_seed(rows, last)]
     lines = []
     for finding in FINDINGS:
         differences = [finding.differences(found) for found in columns.values()]
@@ -201,8 +208,7 @@ def best(every: list[Point]) -> list[Point]:
 
 def standard_errors(rows: list[Row], stage: str) -> dict[Combination, float]:
     """The standard error over the seeds of each combination's score; none of a single seed."""
-    seeds = seeds_of(rows, stage)
-    by_seed = [_of_recipes(scores(rows, stage, [seed]), stage) for seed in seeds]
+    by_seed = _by_seed(rows, stage)
     if len(by_seed) < 2:
         return {}
     each_by_seed = {each: [own[each] for own in by_seed] for each in by_seed[0]}

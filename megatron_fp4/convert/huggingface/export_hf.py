@@ -169,7 +169,11 @@ class Source:
         self._check_shapes()
 
     def _vocab_size(self, config: dict[str, Any] | None, given: int | None) -> int:
-        """The number of tokens, which is that of the embedding's rows without those of padding."""
+        """The number of tokens: the rows of the embedding that are exported, without its padding.
+
+        config: of the model that --like names, if it is given. given: --vocab-size. Raises
+        ConfigError if the embedding has fewer rows, or if `given` leaves out known tokens.
+        """
         rows = whole_number(self.args, "padded_vocab_size")
         if config is not None:
             tokens, source = config["vocab_size"], str(self.like)

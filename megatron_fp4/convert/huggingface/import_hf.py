@@ -146,7 +146,10 @@ class Source:
             yield Chunk(entry.key, whole, offset, part, partial(self._load, entry))
 
     def _check_shapes(self, entry: Entry, infos: list[TensorInfo]) -> None:
-        """Raises ConfigError if the model's tensors do not make Megatron's tensor of its shape."""
+        """Raises ConfigError if tensors of the model have other shapes than config.json implies.
+
+        entry: the tensor of Megatron that they are joined to. infos: their shapes and dtypes.
+        """
         if len({info.dtype for info in infos}) > 1:
             raise ConfigError(f"{', '.join(entry.names)} have different dtypes: save in one dtype")
         try:
