@@ -1,7 +1,7 @@
 """The command `python -m megatron_fp4`, installed as `megatron-fp4`.
 
 info prints what is installed and which GEMMs can run on this machine, flags prints docs/flags.md,
-and plan prints what a recipe does to one linear.
+and plan prints what a recipe does to one linear, or what it saves of a layer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from megatron_fp4 import __version__, get_recipe, list_recipes
 from megatron_fp4.description import describe
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.estimate.saved import layer_text
 from megatron_fp4.mcore.launch import flags
 from megatron_fp4.multipliers import MULTIPLIERS
 from megatron_fp4.plan import command
@@ -60,6 +61,12 @@ def _plan(recipe: str, device: torch.device) -> LinearPlan:
     return compile_plan(get_recipe(recipe), replace(setting, main_grad=torch.float32))
 
 
+def _planned(args: argparse.Namespace, prog: str) -> str:
+    """The text that `python -m megatron_fp4 plan` prints."""
+    text = command.run(args)
+    return text if args.layer is None else text + layer_text(args, prog)
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -82,11 +89,11 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("info", help="print versions, devices, multipliers and recipes")
     commands.add_parser("flags", help="print docs/flags.md")
-    plan = commands.add_parser("plan", help="print what a recipe does to one linear")
+    plan = commands.add_parser("plan", help="print what a recipe does to one linear, or to a layer")
     command.add_arguments(plan)
     args = parser.parse_args()
     try:
-        texts = {"info": info, "flags": flags.reference, "plan": lambda: command.run(args)}
+        texts = {"info": info, "flags": flags.reference, "plan": lambda: _planned(args, prog)}
         print(texts[args.command](), end="")
     except ConfigError as error:
         sys.exit(f"{prog}: error: {error}")

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--fp4-grad-comm", choices=ELEMENTS)
     job.add_argument("--fp4-grad-comm-element", choices=ELEMENTS["fp8"])
     job.add_argument("--fp4-optimizer-state", metavar="m=FORMAT,v=FORMAT")
-    _add_model(parser.add_argument_group("the model, by Megatron's flags or a config.json"))
+    add_model(parser.add_argument_group("the model, by Megatron's flags or a config.json"))
     fixed = parser.add_argument_group("fixed choices; what is left out is chosen")
     fixed.add_argument("--micro-batch-size", type=int)
     for kind in ("tensor-model", "pipeline-model", "expert-model"):
@@ -64,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_launch(parser.add_argument_group("flags of a launch; they change no estimate"))
 
 
-def _add_model(model: argparse._ArgumentGroup) -> None:
+def add_model(model: argparse._ActionsContainer) -> None:
+    """Adds the flags that describe a model."""
     model.add_argument("--hf-config", type=Path, help="a Hugging Face config.json")
     model.add_argument("--seq-length", type=int, required=True)
     for name in ("num-layers", "hidden-size", "num-attention-heads", "vocab-size"):
@@ -101,20 +102,12 @@ def _add_launch(launch: argparse._ArgumentGroup) -> None:
 
 def job_of(args: argparse.Namespace) -> Job:
     """What the flags ask for. Raises ConfigError for values that do not make sense."""
-    _check_numbers(args)
-    if args.hf_config is None:
-        model = model_of(args)
-    else:
-        model, _ = read(args.hf_config, args.seq_length)
-        _check_flags_beside_a_config(args)
-        model = replace(model, vocabulary_multiple=args.make_vocab_size_divisible_by)
-    _check_experts(model, args)
-    if args.activation_func_fp8_input_store:
-        if not model.gated:
-            raise ConfigError(
-                "--activation-func-fp8-input-store needs --swiglu: add it, or leave this out"
-            )
-        model = replace(model, fp8_input=True)
+    model = checked_model(args)
+    if not model.experts and (args.expert_model_parallel_size or 1) > 1:
+        raise ConfigError(
+            "--expert-model-parallel-size needs a model with experts: give --num-experts, or leave "
+            "it out"
+        )
     recipe = recipe_named(args.recipe)
     if args.fp4_param_gather and (reader := reader_of_w(recipe)) is not None:
         raise ConfigError(
@@ -139,6 +132,33 @@ def job_of(args: argparse.Namespace) -> Job:
     )  # fmt: skip
 
 
+def checked_model(args: argparse.Namespace) -> Model:
+    """The model that the flags or a config.json describe. Raises ConfigError for senseless values.
+
+    args: with the flags of `add_model`; the values of all others are checked too, if they are
+    numbers.
+    """
+    _check_numbers(args)
+    if args.hf_config is None:
+        model = model_of(args)
+    else:
+        model, _ = read(args.hf_config, args.seq_length)
+        _check_flags_beside_a_config(args)
+        model = replace(model, vocabulary_multiple=args.make_vocab_size_divisible_by)
+    if model.experts and model.top_k > model.experts:
+        raise ConfigError(
+            f"a token goes to {model.top_k} of {model.experts} experts: lower --moe-router-topk, "
+            "or raise --num-experts"
+        )
+    if args.activation_func_fp8_input_store:
+        if not model.gated:
+            raise ConfigError(
+                "--activation-func-fp8-input-store needs --swiglu: add it, or leave this out"
+            )
+        model = replace(model, fp8_input=True)
+    return model
+
+
 def _check_numbers(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         least = 0 if name in _MAY_BE_0 else 1
@@ -150,26 +170,13 @@ def _check_flags_beside_a_config(args: argparse.Namespace) -> None:
     """Raises ConfigError if flags such as --num-layers are given together with --hf-config, whose
     config.json has these values already."""
     parser = argparse.ArgumentParser()
-    _add_model(parser.add_argument_group())
+    add_model(parser)
     for name, default in vars(parser.parse_args(["--seq-length", "1"])).items():
         if name not in _BESIDE_A_CONFIG and getattr(args, name) != default:
             raise ConfigError(
                 f"--{name.replace('_', '-')} and --hf-config both describe the model: leave out "
                 "one of them"
             )
-
-
-def _check_experts(model: Model, args: argparse.Namespace) -> None:
-    if model.experts and model.top_k > model.experts:
-        raise ConfigError(
-            f"a token goes to {model.top_k} of {model.experts} experts: lower --moe-router-topk, "
-            "or raise --num-experts"
-        )
-    if not model.experts and (args.expert_model_parallel_size or 1) > 1:
-        raise ConfigError(
-            "--expert-model-parallel-size needs a model with experts: give --num-experts, or leave "
-            "it out"
-        )
 
 
 def model_of(args: argparse.Namespace) -> Model:

@@ -8,8 +8,7 @@ from typing import Any
 from megatron_fp4.estimate.amounts import Amounts
 from megatron_fp4.estimate.fits import GIB
 from megatron_fp4.estimate.layout import Layout
-from megatron_fp4.estimate.memory import LayerPlans
-from megatron_fp4.estimate.plans import BF16
+from megatron_fp4.estimate.saved import saved_by_layer, saved_table
 from megatron_fp4.estimate.search import Estimate, Job
 from megatron_fp4.estimate.step import work_of
 from megatron_fp4.estimate.traffic import network_share
@@ -47,7 +46,8 @@ def _detail(job: Job, best: Estimate) -> list[str]:
     time = [f"{name} {s * 1e3:.0f}" for name, s in best.time._asdict().items() if s >= 5e-5]
     lines = [f"  memory of a rank, GiB: {', '.join(memory)}"]
     lines.append(f"  time of a step, ms: {', '.join(time)}")
-    lines += _saved(job, best.layout)
+    saved = saved_table(job.model, best.layout, job.recipe, job.gpu.target)
+    lines += [f"  {line}" for line in saved]
     for kind, links in sent(job, best.layout).items():
         each = [f"{size / 1e9:.2f} over {link}" for link, size in links.items() if size]
         lines.append(f"  sent by a rank in a step, GB: {kind}: {', '.join(each)}")
@@ -55,36 +55,6 @@ def _detail(job: Job, best: Estimate) -> list[str]:
     if not best.extrapolated:
         lines.append("  all of this was measured on H200s (docs/choose-layout.md has the errors)")
     return [*lines, f"  flags: {' '.join(flags(job, best.layout))}"]
-
-
-def _saved(job: Job, layout: Layout) -> list[str]:
-    """What a layer saves, by tensor, as a table; of a model with experts also the other layers."""
-    lines = []
-    for kind, tensors in saved_by_layer(job, layout).items():
-        lines.append(f"  saved by {kind} for the backward pass of a microbatch, MB (in BF16):")
-        total = {name: sum(sizes[name] for sizes in tensors.values()) for name in ("own", "bf16")}
-        for tensor, sizes in [*tensors.items(), ("all", total)]:
-            own, plain = (f"{sizes[name] / 1e6:,.1f}" for name in ("own", "bf16"))
-            lines.append(f"    {tensor:<26}{own:>10}{f'({plain})':>12}")
-    return lines
-
-
-def saved_by_layer(job: Job, layout: Layout) -> dict[str, dict[str, dict[str, float]]]:
-    """The bytes of each tensor that a layer saves for the backward pass of a microbatch.
-
-    By the kind of layer, "a layer" or "a layer with experts", as far as the model has them; then by
-    the name of the tensor; then with the job's recipe ("own") and in BF16 ("bf16").
-    """
-    model, target = job.model, job.gpu.target
-    own, plain = (LayerPlans(model, layout, recipe, target) for recipe in (job.recipe, BF16))
-    found = {}
-    for kind in sorted({model.has_experts(layer) for layer in range(model.layers)}):
-        sizes = own.saved_tensors(kind), plain.saved_tensors(kind)
-        found["a layer with experts" if kind else "a layer"] = {
-            name: {"own": sizes[0].get(name, 0.0), "bf16": sizes[1].get(name, 0.0)}
-            for name in sizes[0] | sizes[1]
-        }
-    return found
 
 
 def flags(job: Job, layout: Layout) -> list[str]:
@@ -128,7 +98,7 @@ def _as_json(job: Job, each: Estimate) -> dict[str, Any]:
         "layout": asdict(each.layout) | {"dp": each.layout.dp},
         "memory": each.memory._asdict() | {"total": each.memory.total},
         "seconds": each.time._asdict() | {"total": each.time.total},
-        "saved": saved_by_layer(job, each.layout),
+        "saved": saved_by_layer(job.model, each.layout, job.recipe, job.gpu.target),
         "sent": sent(job, each.layout),
         "tokens/s": each.tokens_per_second(job.model.sequence),
         "extrapolated": list(each.extrapolated),

@@ -70,6 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer-state", metavar="m=FORMAT,v=FORMAT", help="as --fp4-optimizer-state takes it"
     )
+    parser.add_argument(
+        "--layer",
+        nargs=argparse.REMAINDER,
+        metavar="FLAG",
+        help="Megatron's flags of a model, or --hf-config and --seq-length, as the last arguments: "
+        "print also what a layer saves, by tensor",
+    )
 
 
 def run(args: argparse.Namespace) -> str:
@@ -108,7 +115,7 @@ def run(args: argparse.Namespace) -> str:
     scattered = sharding.ranks if sharding.tokens is not None else 1
     tokens, dtype = _part(args.tokens, scattered, "--tokens"), _DTYPES[args.dtype]
     setting = Setting(
-        tokens, inputs, outputs, dtype, _target(args.gpu), dtype, sharding,
+        tokens, inputs, outputs, dtype, target_given(args.gpu), dtype, sharding,
         main_grad=torch.float32,
         has_bias=args.bias,
         keeps_w=None if args.weight_cache == "off" else args.weight_cache,
@@ -173,7 +180,8 @@ def _part(size: int, ranks: int, flag: str) -> int:
     return size // ranks
 
 
-def _target(gpu: str | None) -> Target:
+def target_given(gpu: str | None) -> Target:
+    """The Target that --gpu names; without it the GPU of this machine, or its CPU."""
     if gpu is not None:
         return gpu_named(gpu)
     return target_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

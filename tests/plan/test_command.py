@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp4 import __main__, list_recipes
+from megatron_fp4.estimate import command
 
 
 @pytest.fixture
@@ -225,6 +226,55 @@ def test_scales_beside_scales_and_simulated_ones_are_told(
     assert f"kept for backward  X as codes of fprop, {kept / 1e6:.1f} MB" in text
     text = printed(f"--recipe {path} --gpu sm_100")
     assert "an operand has a scale for each row beside its block scales" in text
+
+
+LLAMA = (
+    "--seq-length 4096 --num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --swiglu "
+    "--num-attention-heads 32 --group-query-attention --num-query-groups 8 --vocab-size 32000 "
+    "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
+
+
+def test_what_a_layer_saves_is_told_as_choose_layout_tells_it(
+    printed: Callable[[str], str],
+) -> None:
+    text = printed(f"--gpu sm_90 --tp 2 --sequence-parallel --tokens 8192 --layer {LLAMA}")
+    saved = text[text.index("saved by a layer") :].splitlines()
+    # SwiGLU's input, in BF16: both halves of 14336 features on two ranks, for 8192 tokens.
+    assert saved[8].split()[-2:] == [
+        f"{14336 * 8192 * 2 / 1e6:.1f}",
+        f"({14336 * 8192 * 2 / 1e6:.1f})",
+    ]
+    parts = [
+        [float(size.strip("()").replace(",", "")) for size in line.split()[-2:]]
+        for line in saved[1:]
+    ]
+    assert [sum(sizes) for sizes in zip(*parts[:-1], strict=True)] == pytest.approx(
+        parts[-1], abs=0.5
+    )
+    chosen = command.run(
+        f"--gpu h200 --gpus 2 --recipe tetrajet --global-batch-size 2 {LLAMA} --micro-batch-size 2 "
+        "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity none "
+        "--cuda-graph-impl none".split()
+    )
+    assert "\n".join(f"  {line}" for line in saved) in chosen
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        ("--dtype fp16", "--layer does not support --dtype fp16"),
+        ("--saved-x bf16", "--layer does not support --saved-x bf16"),
+        ("--tokens 6144", "--tokens 6144 is not a multiple of --seq-length 4096"),
+        ("--tp 64", "TP 64: no more than the 8 GPUs of a host"),
+    ],
+)
+def test_a_layer_that_cannot_be_told_is_refused(
+    flags: str, what: str, printed: Callable[[str], str]
+) -> None:
+    with pytest.raises(SystemExit, match=f"^megatron-fp4: error: .*{what}"):
+        printed(f"{flags} --layer {LLAMA}")
 
 
 def test_options_may_be_given_several_times(printed: Callable[[str], str]) -> None:
