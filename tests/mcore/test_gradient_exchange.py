@@ -182,16 +182,25 @@ def test_copies_to_the_host_change_nothing(form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule",
+    "other",
     [
         "",
-        pytest.param("--pipeline-model-parallel-size 2", marks=pytest.mark.outside),
+        *(
+            pytest.param(flags, marks=pytest.mark.outside)
+            for flags in (
+                "--pipeline-model-parallel-size 2",
+                f"{MOE} --expert-model-parallel-size 2 --global-batch-size 8",
+                "--grad-reduce-in-bf16 --ddp-param-name-patterns-for-fp32-local-accumulation "
+                "*linear_fc1*",
+            )
+        ),
     ],
 )
-def test_all_ranks_get_the_sums_where_gradients_are_saved(schedule: str, tmp_path: Path) -> None:
-    """Under pipeline parallelism too, where the schedule starts the exchange."""
-    flags = f"{FP8} {SHARDED} {OVERLAPPED} {schedule}"
-    processes = 4 if schedule else 2
+def test_all_ranks_get_the_sums_where_gradients_are_saved(other: str, tmp_path: Path) -> None:
+    """Under pipeline parallelism the schedule starts the exchange. Experts have groups of their
+    own, and what is accumulated in FP32 is in buffers of its own."""
+    flags = f"{FP8} {SHARDED} {OVERLAPPED} {other}"
+    processes = 4 if "parallel-size" in other else 2
     saved = run(f"{flags} {saving(tmp_path, 100)} --save-wgrads-interval 2", processes=processes)
     plain = run(flags, processes=processes)
     assert (saved.status, saved.losses) == (0, plain.losses), saved.output[-3000:]

@@ -37,6 +37,7 @@ HERE = Path(__file__).parent
 GATHER, OWNED = "--fp4-param-gather", "--use-distributed-optimizer"
 BUCKETS = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 EIGHT = "--global-batch-size 8"
+EMA = f"--fp4-recipe {HERE / 'ema.yaml'}"
 CUT = f"--fp4-recipe {HERE / 'blocks-of-64.yaml'} {EIGHT}"
 EVALUATED = "--eval-iters 1 --eval-interval 2"
 VIRTUAL = (
@@ -69,8 +70,8 @@ LAYOUTS = {
     "overlapped, in buckets": (2, f"{TETRAJET} {BUCKETS}"),
     "one rank": (1, TETRAJET),
     "three ranks": (3, f"{TETRAJET} {BUCKETS} --global-batch-size 6"),
-    "average": (2, f"--fp4-recipe {HERE / 'ema.yaml'}"),
-    "average, overlapped": (2, f"--fp4-recipe {HERE / 'ema.yaml'} {BUCKETS}"),
+    "average": (2, EMA),
+    "average, overlapped": (2, f"{EMA} {BUCKETS}"),
     "cut blocks": (4, CUT),
     "cut blocks, average": (4, f"--fp4-recipe {HERE / 'blocks-of-64-ema.yaml'} {EIGHT}"),
     "experts": (4, f"{TETRAJET} {MOE} {EP2} {BUCKETS} {EIGHT}"),
@@ -221,13 +222,16 @@ def test_hashes_of_weights() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        pytest.param("", marks=pytest.mark.slow),
-        *(pytest.param(x, marks=pytest.mark.outside) for x in (BUCKETS, SHARDED)),
+        pytest.param(TETRAJET, marks=pytest.mark.slow),
+        *(
+            pytest.param(x, marks=pytest.mark.outside)
+            for x in (f"{TETRAJET} {BUCKETS}", f"{TETRAJET} {SHARDED}", f"{EMA} {SHARDED}")
+        ),
     ],
 )
 def test_a_killed_run_goes_on_as_the_plain_one(other: str, tmp_path: Path) -> None:
     flags, plain, killed = (
-        f"{TETRAJET} {OWNED} {other} {EIGHT}",
+        f"{other} {OWNED} {EIGHT}",
         tmp_path / "plain",
         tmp_path / "killed",
     )
