@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fp4.cpp.lowering import CannotLower, Outcome, lower
-from megatron_fp4.cpp.recorder import following
+from megatron_fp4.cpp.recorder import following, is_shared
 from megatron_fp4.execution.autograd import Passed
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.parts import Parts, take_apart
@@ -111,13 +111,13 @@ class Follower:
         inputs: Sequence[Tensor | None],
         outcome: Callable[[Any], Outcome],
     ) -> Any:
-        """Runs a pass, and records it unless its kind has it already.
+        """Runs a pass, and records it unless its kind has it already, or its inputs share memory.
 
         place: its index in `Kind.passes`. inputs: the tensors that its Program will be given.
         outcome: sorts what `run` returned by use. Raises what `run` raises.
         """
         kind, site = self._kind, self._site
-        if kind.problem is not None or kind.passes[place] is not None:
+        if kind.problem is not None or kind.passes[place] is not None or is_shared(inputs):
             return run(site)
         labels: list[int] = []
         tallies: list[Tensor] = []

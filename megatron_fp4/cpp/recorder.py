@@ -251,6 +251,20 @@ def following(inputs: Sequence[Tensor | None], reads: Sequence[Tensor] = ()) -> 
         yield recorder.recording
 
 
+def is_shared(inputs: Sequence[Tensor | None]) -> bool:
+    """Whether the first of these tensors has memory in common with another one.
+
+    That is X or dY, which other calls bring from elsewhere. The others have the same roles in each
+    call, and some of them are the same tensor in each.
+    """
+    first, *others = (
+        (each.data_ptr(), each.data_ptr() + _bytes_spanned(each))
+        for each in inputs
+        if each is not None
+    )
+    return any(begin < first[1] and first[0] < end for begin, end in others)
+
+
 def _tensors(values: Any) -> list[Tensor]:
     """All tensors in nested tuples, lists and dicts."""
     if isinstance(values, Tensor):

@@ -191,6 +191,19 @@ def test_an_input_at_another_address_goes_to_python(loaded: Any) -> None:
         assert layer.in_python == calls
 
 
+def test_inputs_that_share_memory_are_not_recorded(loaded: Any) -> None:
+    """A recording knows memory by its address: it would take X for W in all later calls."""
+    layer = linear()
+    same = layer.weight.detach().requires_grad_()
+    warm(layer, lambda: same)
+    assert layer.passes == 1  # backward, whose inputs share nothing
+    x, dy = matrix(OUTPUTS), torch.randn(OUTPUTS, OUTPUTS).bfloat16()
+    for passes in (2, 2):
+        assert equal(gradients(layer, x, dy), expected(layer, x, dy))
+        assert layer.passes == passes
+    assert layer.in_python == 3
+
+
 def test_megatrons_hooks_are_told(loaded: Any) -> None:
     layer, told = linear(fuses=True), list[bool]()
 
