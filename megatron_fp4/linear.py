@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.caller import warn_caller
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.execution.autograd import Linear
+from megatron_fp4.execution.autograd import LinearFunction
 from megatron_fp4.execution.call import ALONE, BEFORE, Beside, Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.inputs import autocasts, check_operands, check_tensor, computes_in
@@ -45,7 +45,7 @@ def in_python(
     """Y of `quantized_linear`, by the executor in Python; (Y, result) where a SwiGLU follows, see
     `operands.Activated`."""
     grad = torch.is_grad_enabled()
-    return Linear.apply(x, weight, bias, recipe, site, call, held, grad, None, beside)
+    return LinearFunction.apply(x, weight, bias, recipe, site, call, held, grad, None, beside)
 
 
 _execute: Callable[..., Any] = in_python

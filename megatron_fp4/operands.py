@@ -189,7 +189,7 @@ class Carriers:
         return self.values.view(self.element)
 
     @property
-    def outer(self) -> Tensor:
+    def row_factors(self) -> Tensor:
         """The row factors, float32 [rows, 1], which multiply the product."""
         return self.counts[4:].view(torch.float32).view(-1, 1)
 
@@ -214,15 +214,15 @@ class Made:
 
 
 class Decoded(NamedTuple):
-    """An operand as plain values, with a factor for each row: it stands for values * outer.
+    """An operand as plain values, with a factor for each row: it stands for values * row_factors.
 
-    values: [rows, K], the contracted axis last. outer: float32 or float64 [rows, 1], [1, 1] or
-    None; the multiplier applies it to the product. tally: int32 [2], how many elements the
+    values: [rows, K], the contracted axis last. row_factors: float32 or float64 [rows, 1], [1, 1]
+    or None; the multiplier applies them to the product. tally: int32 [2], how many elements the
     conversion to `values` rounded and how many blocks are NaN; None where nothing was counted.
     """
 
     values: Tensor
-    outer: Tensor | None = None
+    row_factors: Tensor | None = None
     tally: Tensor | None = None
 
 

@@ -114,20 +114,20 @@ class Quantizer:
         return form == ("e2m1", "e8m0", (1, 32), 0.0)
 
     @cached_property
-    def outer(self) -> bool:
+    def spans_axis(self) -> bool:
         """Whether a block spans the whole blocked axis: its scale can then multiply the product."""
         return self.block[1] == WHOLE_AXIS
 
     @cached_property
     def scales_product(self) -> bool:
         """Whether a scale of rows or of the tensor is left to multiply the product with."""
-        return self.outer or self.tensor_max > 0 or self.row_max > 0
+        return self.spans_axis or self.tensor_max > 0 or self.row_max > 0
 
     @cached_property
     def exact_in_bf16(self) -> bool:
         """Whether elements times block scales are BF16 numbers: no float32 scale lies within the
         blocked axis."""
-        return self.outer or self.scale != "fp32"
+        return self.spans_axis or self.scale != "fp32"
 
     def nbytes(self, rows: int, k: int) -> int:
         """The bytes of codes and scales of a [rows, k] matrix with the blocked axis last."""
@@ -141,7 +141,7 @@ class Quantizer:
         ranks along the axis `sharded` (None: not sharded)."""
         if self.tensor_max or self.block == (WHOLE_AXIS, WHOLE_AXIS):
             return sharded is not None
-        return (self.outer or self.row_max > 0) and sharded == axis
+        return (self.spans_axis or self.row_max > 0) and sharded == axis
 
 
 @dataclass(frozen=True)
@@ -191,19 +191,19 @@ class QuantizedTensor:
             return self.scales.to(dtype).reciprocal()
         return formats.SCALE_FLOATS[self.quantizer.scale].decode(self.scales, dtype)
 
-    def factors(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
-        """(values, outer): the decoded matrix is values * outer.
+    def with_row_factors(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
+        """(values, row factors): the decoded matrix is their product.
 
         values: [rows, K] in `dtype` with the blocked axis last, exact in BF16 (where
-        `Quantizer.exact_in_bf16` says so); block scales are multiplied in, unless they span the
-        whole axis. outer: [rows, 1], [1, 1] or None, the scales
-        that are left to multiply the rows of the product with.
+        `Quantizer.exact_in_bf16` says so); block scales are multiplied in, unless a block spans
+        the axis. Row factors: [rows, 1], [1, 1] or None, the scales that are left to multiply the
+        rows of the product with.
         """
         values = self.elements(dtype)
         values = values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
-        if self.quantizer.outer:
-            outer = self.block_scales(formats.wide(dtype)).view(-1, 1)
-            return values, outer if self.tensor_scale is None else outer * self.tensor_scale
+        if self.quantizer.spans_axis:
+            factors = self.block_scales(formats.wide(dtype)).view(-1, 1)
+            return values, factors if self.tensor_scale is None else factors * self.tensor_scale
         if self.quantizer.scale == "fp32":
             scales = self.scales.to(dtype)
             return per_block(values, self.quantizer.block, scales, torch.div), None
@@ -262,11 +262,11 @@ class QuantizedTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The decoded tensor, in the shape of the tensor that was quantized, rounded to `dtype`."""
         wide = formats.wide(dtype)
-        values, outer = self.factors(wide)
-        if self.quantizer.scale == "fp32" and self.quantizer.outer:
+        values, factors = self.with_row_factors(wide)
+        if self.quantizer.scale == "fp32" and self.quantizer.spans_axis:
             values = values / self.scales.to(wide).view(-1, 1)
-        elif outer is not None:
-            values = values * outer
+        elif factors is not None:
+            values = values * factors
         moved = list(self.shape)
         moved.append(moved.pop(self.axis))
         return values.view(moved).movedim(-1, self.axis).to(dtype)

@@ -37,9 +37,9 @@ def _check_block(q: Quantizer) -> None:
     if not isinstance(q.block, tuple) or len(q.block) != 2:
         raise ConfigError(f"block is a tuple (across, along), such as (1, 32), not {q.block!r}")
     sizes = [b for b in q.block if isinstance(b, int) and b >= 0]
-    if sizes != list(q.block) or (not q.outer and 0 in sizes):
+    if sizes != list(q.block) or (not q.spans_axis and 0 in sizes):
         raise ConfigError(f"block is [across, along], [1, 0] or [0, 0], not {q.block}")
-    if q.outer and q.block[0] > 1:
+    if q.spans_axis and q.block[0] > 1:
         raise ConfigError(f"a block along a whole axis is [1, 0] or [0, 0], not {q.block}")
 
 
@@ -48,7 +48,7 @@ def _check_scales(q: Quantizer) -> None:
         raise ConfigError("prescale and inflate are above 0, tensor_max and row_max 0 or more")
     if q.scale in ("e8m0", "fp32") and (q.tensor_max or q.inflate != 1.0):
         raise ConfigError(f"scale {q.scale} takes neither tensor_max nor inflate")
-    if q.row_max and (q.scale == "fp32" or q.tensor_max or q.outer or q.block[0] != 1):
+    if q.row_max and (q.scale == "fp32" or q.tensor_max or q.spans_axis or q.block[0] != 1):
         raise ConfigError(
             "row_max takes e8m0, e4m3 or ue5m3 scales for blocks within a row, and no tensor_max"
         )
@@ -73,7 +73,7 @@ def _largest_scale(q: Quantizer) -> float:
 
 
 def _check_rounding(q: Quantizer) -> None:
-    if not q.format.packed and (q.scale != "fp32" or q.stochastic or not q.outer):
+    if not q.format.packed and (q.scale != "fp32" or q.stochastic or not q.spans_axis):
         raise ConfigError(
             f"{q.element} elements take fp32 scales of a whole row or tensor, and nearest rounding"
         )
@@ -105,7 +105,7 @@ def _check_gain(q: Quantizer) -> None:
     if q.scale_rounding != "nearest" and not group:
         raise ConfigError("scale_rounding rounds the scales that unit_gain changes: give both")
     form = q.element == "e2m1" and q.scale in ("e4m3", "ue5m3")
-    if group and (not form or q.block[0] != 1 or q.outer):
+    if group and (not form or q.block[0] != 1 or q.spans_axis):
         raise ConfigError(
             "unit_gain takes e2m1 elements, and e4m3 or ue5m3 scales for blocks within a row"
         )

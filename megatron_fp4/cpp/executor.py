@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.cpp.following import Follower, Kind, others, words
-from megatron_fp4.execution.autograd import Linear as PythonLinear
-from megatron_fp4.execution.autograd import Passed, gradients, unread
+from megatron_fp4.execution.autograd import LinearFunction, Passed, gradients, unread
 from megatron_fp4.execution.call import ALONE, Beside, Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.recipe import Recipe
@@ -67,7 +66,7 @@ class CppExecutor:
         if found is None:
             if held is not None:
                 held.to_python()
-            found = PythonLinear.apply(
+            found = LinearFunction.apply(
                 x, weight, bias, recipe, site, call, held, grad, follower, beside
             )
         if makes_w and held is not None and site.watch is not None:

@@ -339,7 +339,7 @@ def _estimators(plan: LinearPlan) -> Iterator[Cost]:
         through_outer = estimator.outer_scale != "straight-through"
         if through or through_outer:
             read += operand_bytes(operand)
-            read *= 1 + (through and quantizer.outer) + through_outer
+            read *= 1 + (through and quantizer.spans_axis) + through_outer
         saved = BF16 * _elements(operand) if letter == "x" else 0.0
         yield Cost(
             gemm.name, letter, "estimator", saved=saved,

@@ -9,7 +9,7 @@ from megatron_fp4.arithmetic.messages import FORMS, PIECE_BYTES, PIECES
 from megatron_fp4.arithmetic.moments import FLOAT32
 from megatron_fp4.arithmetic.ramping import MOVEMENT_BYTES, SNAPSHOT_BYTES
 from megatron_fp4.estimate.layout import Layout, Stage, linears, parameters
-from megatron_fp4.estimate.model import Linear, Model, Parameters
+from megatron_fp4.estimate.model import LayerLinear, Model, Parameters
 from megatron_fp4.estimate.plans import plan
 from megatron_fp4.plan.data import LinearPlan, OperandPlan
 from megatron_fp4.plan.memory import held_bytes, operand_bytes, saved_bytes, sent_bytes
@@ -182,7 +182,7 @@ class LayerPlans:
         self.own = self.tokens / (layout.tp if layout.sp else 1)
         self.residual = 2.0 * self.own * model.hidden  # bytes of the layer's input on a rank
 
-    def linears(self, has_experts: bool) -> list[tuple[Linear, LinearPlan, int]]:
+    def linears(self, has_experts: bool) -> list[tuple[LayerLinear, LinearPlan, int]]:
         """(linear, its plan, how many of them a rank has) of one layer."""
         local = self._model.experts // self._layout.ep
         return [(one, made, local if one.expert else 1) for one, made in self._of[has_experts]]

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from megatron_fp4.vocabulary import padded_size
 
 
-class Linear(NamedTuple):
+class LayerLinear(NamedTuple):
     """One linear of a layer, over all ranks.
 
     name: the end of its name in Megatron. inputs, outputs: W is [outputs, inputs].
@@ -95,12 +95,12 @@ class Model:
         """Whether a layer, counted from 0, has experts."""
         return self.experts > 0 and layer % self.moe_every == 0
 
-    def linears(self, has_experts: bool) -> tuple[Linear, ...]:
+    def linears(self, has_experts: bool) -> tuple[LayerLinear, ...]:
         """The linears of one layer. Of the experts' linears there are `experts` each."""
         hidden, width = self.hidden, self.attention_width
         attention = (
-            Linear("linear_qkv", hidden, width + 2 * self.key_width, "column"),
-            Linear("linear_proj", width, hidden, "row"),
+            LayerLinear("linear_qkv", hidden, width + 2 * self.key_width, "column"),
+            LayerLinear("linear_proj", width, hidden, "row"),
         )
         if not has_experts:
             return attention + self._mlp("mlp", self.ffn)
@@ -108,11 +108,11 @@ class Model:
         experts = self._mlp("mlp.experts.local_experts", self.expert_ffn, expert=True)
         return attention + shared + experts
 
-    def _mlp(self, name: str, ffn: int, expert: bool = False) -> tuple[Linear, Linear]:
+    def _mlp(self, name: str, ffn: int, expert: bool = False) -> tuple[LayerLinear, LayerLinear]:
         gates = 2 if self.gated else 1
         return (
-            Linear(f"{name}.linear_fc1", self.hidden, gates * ffn, "column", expert),
-            Linear(f"{name}.linear_fc2", ffn, self.hidden, "row", expert),
+            LayerLinear(f"{name}.linear_fc1", self.hidden, gates * ffn, "column", expert),
+            LayerLinear(f"{name}.linear_fc2", ffn, self.hidden, "row", expert),
         )
 
     def padded_vocabulary(self, tensor_parallel: int) -> int:

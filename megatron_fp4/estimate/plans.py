@@ -10,7 +10,7 @@ import torch
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.estimate.layout import Layout
-from megatron_fp4.estimate.model import Linear, Model
+from megatron_fp4.estimate.model import LayerLinear, Model
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.owned_codes import reader_of_w
@@ -62,7 +62,7 @@ def check_target(recipe: Recipe, target: Target) -> None:
 
 
 def plan(
-    linear: Linear, model: Model, layout: Layout, recipe: Recipe, target: Target
+    linear: LayerLinear, model: Model, layout: Layout, recipe: Recipe, target: Target
 ) -> LinearPlan:
     """The plan of one linear on a rank, of the longest phase. A linear of an expert gets its even
     share of the tokens, padded to whole blocks."""
@@ -79,7 +79,7 @@ def plan(
     return _compiled(longest(recipe), setting)
 
 
-def joined(linear: Linear, made: LinearPlan, model: Model, layout: Layout) -> LinearPlan:
+def joined(linear: LayerLinear, made: LinearPlan, model: Model, layout: Layout) -> LinearPlan:
     """The plan of a linear with the SwiGLU and the RMSNorm that it computes as it quantizes.
 
     made: its plan without them, as `plan` gives it. Estimates of memory count their tensors apart.
@@ -100,7 +100,7 @@ def _compiled(recipe: Recipe, setting: Setting) -> LinearPlan:
     return compile_plan(recipe, setting)
 
 
-def sharding_of(linear: Linear, layout: Layout) -> Sharding:
+def sharding_of(linear: LayerLinear, layout: Layout) -> Sharding:
     """How tensor parallelism shards a linear."""
     if linear.expert or layout.tp == 1:
         return UNSHARDED
@@ -109,7 +109,7 @@ def sharding_of(linear: Linear, layout: Layout) -> Sharding:
     return column_parallel(layout.tp, sequence_parallel=layout.sp, sums_dx=not layout.sp)
 
 
-def shard(linear: Linear, layout: Layout) -> tuple[int, int]:
+def shard(linear: LayerLinear, layout: Layout) -> tuple[int, int]:
     """(inputs, outputs) of a linear on a rank."""
     ranks = sharding_of(linear, layout).ranks
     if linear.parallel == "column":
@@ -117,7 +117,7 @@ def shard(linear: Linear, layout: Layout) -> tuple[int, int]:
     return linear.inputs // ranks, linear.outputs
 
 
-def tokens_on_rank(linear: Linear, model: Model, layout: Layout, recipe: Recipe) -> int:
+def tokens_on_rank(linear: LayerLinear, model: Model, layout: Layout, recipe: Recipe) -> int:
     """The tokens of a microbatch on a rank, as `Setting.tokens` counts them."""
     tokens = layout.micro_batch * model.sequence // (layout.tp if layout.sp else 1)
     if not linear.expert:

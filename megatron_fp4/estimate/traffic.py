@@ -12,7 +12,7 @@ from typing import Literal
 
 from megatron_fp4.arithmetic.messages import FORMS
 from megatron_fp4.estimate.layout import Layout, Stage, linears, parameters
-from megatron_fp4.estimate.model import Linear, Model, norm_parameters
+from megatron_fp4.estimate.model import LayerLinear, Model, norm_parameters
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, OperandPlan
 from megatron_fp4.plan.memory import operand_bytes, outlier_bytes
 from megatron_fp4.recipe import Recipe
@@ -273,7 +273,7 @@ def of_step(model: Model, layout: Layout, recipe: Recipe, stage: Stage) -> list[
     return found
 
 
-def sends_of(linear: Linear, plan: LinearPlan) -> tuple[list[Sent], list[Sent]]:
+def sends_of(linear: LayerLinear, plan: LinearPlan) -> tuple[list[Sent], list[Sent]]:
     """(forward, backward) of one linear; an expert's linear sends nothing itself."""
     return ([], []) if linear.expert else (of_forward(plan), of_backward(plan))
 

@@ -57,7 +57,7 @@ class Passed:
     weight: Tensor | None
 
 
-class Linear(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
     """The three GEMMs of one linear, executed as its plan says."""
 
     @staticmethod

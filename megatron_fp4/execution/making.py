@@ -104,8 +104,8 @@ def source_of(
         scales = kept.block_scales(wide(operand.dtype)).flatten()
         return kept.unscaled(), scales.expand(kept.shape[0])
     if operand.source == "values":
-        values, outer = kept.factors(operand.dtype)
-        return values, None if outer is None else outer.expand(len(values), 1).flatten()
+        values, factors = kept.with_row_factors(operand.dtype)
+        return values, None if factors is None else factors.expand(len(values), 1).flatten()
     value = kept.dequantize(operand.dtype)
     if fprop.hadamard is None:
         return value, None

@@ -100,7 +100,7 @@ def _parts(form: Form | None) -> list[Tensor | None]:
         case Carriers():
             return [form.values, form.counts]
         case Decoded():
-            return [form.values, form.outer, form.tally]
+            return [form.values, form.row_factors, form.tally]
         case QuantizedTensor():
             return take_apart(form)[0]
 

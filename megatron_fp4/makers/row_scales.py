@@ -26,7 +26,7 @@ class RowScaleKernel:
         assert quantizer is not None
         if quantizer.element not in ("e2m1", "e4m3", "e5m2"):
             return f"makes no {quantizer.element.upper()} elements"
-        if not quantizer.outer:
+        if not quantizer.spans_axis:
             return "gives blocks within a row no scales"
         if quantizer.stochastic or quantizer.prescale != 1.0:
             return "rounds to nearest, without a prescale"

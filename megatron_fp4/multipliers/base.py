@@ -96,18 +96,18 @@ def finish(product: Tensor, out_dtype: torch.dtype, into: Tensor | None) -> Tens
 
 
 def scale_product(
-    product: Tensor, a_outer: Tensor | None, b_outer: Tensor | None, correction: float
+    product: Tensor, a_factors: Tensor | None, b_factors: Tensor | None, correction: float
 ) -> Tensor:
     """The float32 product [M, N] times the row factors of its operands and the correction.
 
-    a_outer: [M, 1], [1, 1] or None. b_outer: [N, 1], [1, 1] or None; see `Decoded.outer`.
+    a_factors: [M, 1], [1, 1] or None. b_factors: [N, 1], [1, 1] or None; see `Decoded.row_factors`.
     """
-    if b_outer is not None and a_outer is not None and b_outer.numel() == 1:
-        a_outer, b_outer = a_outer * b_outer, None
-    if a_outer is not None:
-        product = product * a_outer
-    if b_outer is not None:
-        product = product * b_outer.t()
+    if b_factors is not None and a_factors is not None and b_factors.numel() == 1:
+        a_factors, b_factors = a_factors * b_factors, None
+    if a_factors is not None:
+        product = product * a_factors
+    if b_factors is not None:
+        product = product * b_factors.t()
     return product if correction == 1.0 else product * correction
 
 
@@ -161,5 +161,5 @@ def codes_of(made: Made) -> QuantizedTensor:
 def decoded_in(made: Made, dtype: torch.dtype) -> Decoded:
     """An operand as values in `dtype` and row factors; one in high precision is not changed."""
     if isinstance(made.operand, QuantizedTensor):
-        return Decoded(*made.operand.factors(dtype))
+        return Decoded(*made.operand.with_row_factors(dtype))
     return Decoded(made.operand)

@@ -63,7 +63,7 @@ class Bf16:
         into: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(a, Decoded) and isinstance(b, Decoded)
-        plain = a.outer is None and b.outer is None
+        plain = a.row_factors is None and b.row_factors is None
         if plain and into is not None and a.values.is_cuda and into.dtype == torch.float32:
             return torch.addmm(
                 into, a.values, b.values.t(), alpha=correction, out_dtype=into.dtype, out=into
@@ -71,7 +71,7 @@ class Bf16:
         if plain and into is None and correction == 1.0:
             return _product(a.values, b.values, out_dtype)
         product = _product(a.values, b.values, torch.float32)
-        product = scale_product(product, a.outer, b.outer, correction)
+        product = scale_product(product, a.row_factors, b.row_factors, correction)
         return finish(product, out_dtype, into)
 
 

@@ -58,18 +58,18 @@ class Hopper:
         blocked = [  # scales with mantissa bits need those of E4M3, of dY too
             (x, _ELEMENTS[letter if x.quantizer.scale == "e8m0" else "x"], each.carriers)
             for each, x, letter in zip(made, operands, letters, strict=True)
-            if not x.quantizer.outer
+            if not x.quantizer.spans_axis
         ]
         carried: list[Any] = _kernels().carried(blocked) if blocked else []
         for (operand, *_), form in zip(blocked, carried, strict=True):
             rows = operand.tensor_scale
             if rows is not None:  # no maker writes carriers of such an operand beside its codes
-                form.outer.mul_(rows)
-        if not [x for x in operands if x.quantizer.outer]:
+                form.row_factors.mul_(rows)
+        if not [x for x in operands if x.quantizer.spans_axis]:
             return carried
         rest = iter(carried)
         return [
-            _with_row_scales(each) if x.quantizer.outer else next(rest)
+            _with_row_scales(each) if x.quantizer.spans_axis else next(rest)
             for each, x in zip(made, operands, strict=True)
         ]
 
@@ -167,12 +167,12 @@ def _with_row_scales(made: Made) -> Decoded:
         return made.elements
     operand, tally = codes_of(made), None
     if operand.counts is None:
-        outer = operand.block_scales().view(-1, 1)
+        factors = operand.block_scales().view(-1, 1)
     else:
-        outer, tally = operand.reciprocals, operand.counts[:2]
+        factors, tally = operand.reciprocals, operand.counts[:2]
     if operand.quantizer.element == "e2m1":
-        return Decoded(_codes().elements(operand.codes.contiguous()), outer, tally)
-    return Decoded(operand.codes.view(FP8_ELEMENTS[operand.quantizer.element]), outer, tally)
+        return Decoded(_codes().elements(operand.codes.contiguous()), factors, tally)
+    return Decoded(operand.codes.view(FP8_ELEMENTS[operand.quantizer.element]), factors, tally)
 
 
 def _takes_sums(out: Tensor) -> bool:
@@ -185,8 +185,8 @@ def _scaled_matrix(form: Decoded) -> tuple[int, torch.dtype, int, Tensor]:
 
     A factor that belongs to the whole tensor is repeated for each row.
     """
-    values, outer = form.values, form.outer
-    assert outer is not None
-    if len(outer) != len(values):
-        outer = outer.expand(len(values), 1).contiguous()
-    return values.data_ptr(), values.dtype, outer.data_ptr(), outer
+    values, factors = form.values, form.row_factors
+    assert factors is not None
+    if len(factors) != len(values):
+        factors = factors.expand(len(values), 1).contiguous()
+    return values.data_ptr(), values.dtype, factors.data_ptr(), factors

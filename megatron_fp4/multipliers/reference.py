@@ -44,9 +44,9 @@ class Reference:
         into: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(a, Decoded) and isinstance(b, Decoded)
-        plain = a.outer is None and b.outer is None and correction == 1.0
+        plain = a.row_factors is None and b.row_factors is None and correction == 1.0
         if plain and into is None and a.values.dtype == b.values.dtype == out_dtype:
             return a.values @ b.values.t()
         a_values, b_values = (form.values.to(wide(out_dtype)) for form in (a, b))
-        product = scale_product(a_values @ b_values.t(), a.outer, b.outer, correction)
+        product = scale_product(a_values @ b_values.t(), a.row_factors, b.row_factors, correction)
         return finish(product, out_dtype, into)

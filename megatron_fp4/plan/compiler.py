@@ -167,7 +167,7 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
     transformed = recipe.fprop.hadamard is not None
     if own.b is None and own.hadamard is None and not transformed:
         even = not any(size % 2 for size in setting.shape(letter, is_part=False))
-        if left.scale == "fp32" and left.outer and even:
+        if left.scale == "fp32" and left.spans_axis and even:
             return _From("elements", dtype, replace(left, block=(WHOLE_AXIS, WHOLE_AXIS)))
         # An element times its block scale is exact in BF16, and may overflow in float16.
         fits = dtype == torch.bfloat16 and left.exact_in_bf16
@@ -282,7 +282,7 @@ def operand_plan(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> Op
     if quantizer is not None and setting.sharding.ranks > 1:
         sharded = 0 if is_part else setting.sharding.axis(letter)
         agrees = quantizer.scale_spans(sharded, axis)
-        if quantizer.tensor_max and quantizer.outer and sharded == axis:
+        if quantizer.tensor_max and quantizer.spans_axis and sharded == axis:
             raise ConfigError(
                 f"{gemm} {letter}: ranks share a row, whose scale is under one of the tensor: "
                 "give tensor_max 0, or blocks along the row"

@@ -74,7 +74,7 @@ def differences(device: str, of: str = "") -> Iterator[str]:
         else:
             forms = carried([(mine, kind, None) for kind in kinds])
         for element, form in zip(kinds, forms, strict=True):
-            values, factor, tally = form.elements, form.outer, form.tally
+            values, factor, tally = form.elements, form.row_factors, form.tally
             bottom, top, dtype = ELEMENTS[element]
             largest = torch.where(scale == 255, 0, scale).amax(1, keepdim=True)
             exponent = (largest - top).clamp(min=1) - 127
@@ -111,7 +111,7 @@ def beside(device: str, of: str = "") -> Iterator[str]:
             pair.append((made.operand, element, made.carriers if keeps else None))
         alone = [carried([(operand, element, None)])[0] for operand, *_ in pair]
         for found, wanted in zip(carried(pair[::order])[::order], alone, strict=True):
-            one, two = (form.elements.cpu().double() * form.outer.cpu() for form in (found, wanted))
+            one, two = _values(found), _values(wanted)
             same = torch.equal(one.nan_to_num(7e30), two.nan_to_num(7e30))
             if not same or found.tally.tolist() != wanted.tally.tolist():
                 yield f"{element}, blocks of {block} beside {other}, {order}: differ"
@@ -138,7 +138,7 @@ def in_fp8(device: str, of: str = "") -> Iterator[str]:
         found = form.elements.cpu().view(torch.uint8).numpy()
         wrong = int((found[there] != wanted.view(np.uint8)[there]).sum())
         wrong += int((form.elements.cpu().float().isnan().numpy() == there).sum())
-        factors = int((form.outer.cpu().double() != torch.exp2(row)).sum())
+        factors = int((form.row_factors.cpu().double() != torch.exp2(row)).sum())
         below = (exponent - row < -6).repeat_interleave(block, 1)
         count = int((below & (value != 0) & ~value.isnan()).sum())
         if wrong or factors or form.tally.tolist() != [count, int(nan.sum())]:
@@ -160,9 +160,14 @@ def with_row_scales(device: str, of: str = "") -> Iterator[str]:
         mine = replace(made, codes=codes, scales=scales, tensor_scale=rows)
         [form] = Hopper().decode([Made(mine)], ["x"], torch.bfloat16)
         assert isinstance(form, Carriers)
-        found = form.elements.cpu().double() * form.outer.cpu()
+        found = _values(form)
         if not torch.equal(found, made.dequantize(torch.float64)):
             yield f"row scales, blocks of {block}: differ"
+
+
+def _values(form: Carriers) -> Tensor:
+    """What carriers stand for, float64 on the CPU."""
+    return form.elements.cpu().double() * form.row_factors.cpu()
 
 
 if __name__ == "__main__":

@@ -254,7 +254,7 @@ def difference(case: Case, device: str) -> str | None:
                 "Inf in columns",
             ):  # the guessed row exponent fits these rows
                 [form] = carrier.carried([(operand, kernels.carriers.element, kernels.carriers)])
-                carriers += len(form.outer[~(operand.scales == 255).any(1)].unique()) > 1
+                carriers += len(form.row_factors[~(operand.scales == 255).any(1)].unique()) > 1
     # Codes after a transform may differ in 1e-4 of the elements: the order of its sums.
     allowed = len(case.axes) * x.shape.numel() * 1e-4 if case.group else 0
     if codes + scales <= allowed and not carriers:
@@ -271,7 +271,7 @@ def _wrong_carriers(made: Made) -> int:
     q, carriers = made.operand, made.carriers
     assert isinstance(q, QuantizedTensor) and carriers is not None
     [form] = carrier.carried([(q, carriers.element, carriers)])
-    elements, factor, counts = (t.cpu() for t in (form.elements, form.outer, form.tally))
+    elements, factor, counts = (t.cpu() for t in (form.elements, form.row_factors, form.tally))
     plain = replace(
         q, codes=q.codes.cpu(), scales=q.scales.cpu(), axis=1,
         shape=torch.Size((len(q.codes), q.shape[q.axis])),

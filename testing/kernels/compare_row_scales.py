@@ -124,16 +124,16 @@ def _differ(made: Made, wanted: QuantizedTensor, carrier: torch.dtype | None) ->
     right = scales and same(found.codes, wanted.codes) and found.shape == wanted.shape
     # What the kernel has computed of it for the product and for the monitor.
     right &= same(found.block_scales().nan_to_num(-1), wanted.block_scales().nan_to_num(-1))
-    outer = wanted.block_scales().expand(len(wanted.codes), 1)
-    right &= same(found.reciprocals.nan_to_num(-1), outer.nan_to_num(-1))
+    factors = wanted.block_scales().expand(len(wanted.codes), 1)
+    right &= same(found.reciprocals.nan_to_num(-1), factors.nan_to_num(-1))
     lost, nans = found.tally().tolist()
     right &= lost == 0 and nans == int(wanted.scales.isnan().sum())
     if carrier is not None:
-        assert made.elements is not None and made.elements.outer is not None
+        assert made.elements is not None and made.elements.row_factors is not None
         right &= made.elements.values.dtype == carrier
         right &= same(made.elements.values.float(), wanted.elements())
         right &= same(made.elements.values.float().signbit(), wanted.elements().signbit())
-        right &= same(made.elements.outer.nan_to_num(-1), outer.nan_to_num(-1))
+        right &= same(made.elements.row_factors.nan_to_num(-1), factors.nan_to_num(-1))
     return not right
 
 

@@ -139,8 +139,8 @@ def _differing_carriers(element: torch.dtype, operand: QuantizedTensor, written:
     """The elements of carriers that differ from those that are converted from the codes."""
     [found] = carrier.carried([(operand, element, written)])  # type: ignore[list-item]
     [expected] = carrier.carried([(operand, element, None)])
-    values = found.elements.float() * found.outer, expected.elements.float() * expected.outer
-    return int((~((values[0] == values[1]) | values[0].isnan() & values[1].isnan())).sum())
+    one, two = (form.elements.float() * form.row_factors for form in (found, expected))
+    return int((~((one == two) | one.isnan() & two.isnan())).sum())
 
 
 def _line(case: Case, wrong: int, far: int, elements: int) -> str | None:

@@ -36,7 +36,7 @@ class Carrying(Reference):
         return [_carriers(each.operand, letter) for each, letter in zip(made, letters, strict=True)]
 
     def multiply(self, a: Any, b: Any, *others: Any) -> Any:
-        first, second = (Decoded(each.elements, each.outer) for each in (a, b))
+        first, second = (Decoded(each.elements, each.row_factors) for each in (a, b))
         return super().multiply(first, second, *others)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.cpp.recorder import Called, Launched, Multiplied, Recording, following
-from megatron_fp4.execution.autograd import Linear
+from megatron_fp4.execution.autograd import LinearFunction
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from testing.scripts.host_calls import pretend_hopper
@@ -95,7 +95,7 @@ def passes(name: str) -> dict[str, Any]:
     held = HeldWeight()
     for words in ("makes W", "reads W"):
         noting = Noting(held)
-        y = Linear.apply(x, w, None, recipe, site, Call(Key(1, 2)), held, True, noting)
+        y = LinearFunction.apply(x, w, None, recipe, site, Call(Key(1, 2)), held, True, noting)
         torch.autograd.backward(y, dy)
         for direction, recording in zip(("forward", "backward"), noting.recordings, strict=True):
             found[f"{direction}, {words}"] = steps(recording)

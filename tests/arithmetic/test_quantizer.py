@@ -187,10 +187,10 @@ def test_empty(name: str, shape: tuple[int, int], axis: int) -> None:
 @pytest.mark.parametrize("axis", [0, 1], ids=["axis-0", "axis-1"])
 def test_factors_multiply_to_the_dequantized(name: str, axis: int) -> None:
     q = quantize(normal((64, 96), 13), name, axis=axis)
-    values, outer = q.factors(torch.bfloat16)
-    assert torch.equal(values, q.factors(torch.float64)[0].bfloat16())
-    assert torch.equal(values.double(), q.factors(torch.float64)[0])  # exact in BF16
-    product = values.double() if outer is None else values.double() * outer
+    values, factors = q.with_row_factors(torch.bfloat16)
+    assert torch.equal(values, q.with_row_factors(torch.float64)[0].bfloat16())
+    assert torch.equal(values.double(), q.with_row_factors(torch.float64)[0])  # exact in BF16
+    product = values.double() if factors is None else values.double() * factors
     expected = q.dequantize(torch.float64).movedim(axis, -1)
     torch.testing.assert_close(product, expected, rtol=2e-7, atol=0)
 

@@ -213,7 +213,7 @@ def test_a_reference_product_of_carriers() -> None:
     forms = decoded(Made(a), Made(b))
     a_form, b_form = forms
     assert isinstance(a_form, Carriers) and isinstance(b_form, Carriers)
-    first, second = (Decoded(form.elements, form.outer) for form in (a_form, b_form))
+    first, second = (Decoded(form.elements, form.row_factors) for form in (a_form, b_form))
     found = Reference().multiply(first, second, 1.0, torch.float32)
     assert relative_error(found, float64(a, b)) < 1e-6
 

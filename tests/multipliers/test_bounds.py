@@ -40,7 +40,7 @@ def error(quantizer: Quantizer, spread: float, bits: int = 13) -> float:
         x = torch.randn(48, 64, 16, generator=generator)
         x *= (spread * torch.randn(48, 64, 1, generator=generator)).exp()
         made = quantize_matrix(x.view(48, 1024).bfloat16(), quantizer, axis=1)
-        return made.factors(torch.float64)[0]  # a scale of the row multiplies the sums
+        return made.with_row_factors(torch.float64)[0]  # a scale of the row multiplies the sums
 
     a, b = operand(), operand()
     return relative_error(on_tensor_cores(a, b, bits), a @ b.t())

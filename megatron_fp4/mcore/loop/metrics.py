@@ -219,7 +219,7 @@ class Metrics:
         assert isinstance(quantized, QuantizedTensor)
         lines = self._samples.lines(site, call, operand, matrix)
         x, quantized = counted(matrix, operand, given, quantized, lines)
-        shared = operand.agrees and quantizer.outer
+        shared = operand.agrees and quantizer.spans_axis
         add = self._operands.add if lines is None else self._operands.add_rows
         add(_place(followed, operand), x, quantized, 1 / site.sharding.ranks if shared else 1.0)
         if is_w and operand.gemm == "fprop" and quantizer.format.packed:
