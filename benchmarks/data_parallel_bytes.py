@@ -50,8 +50,10 @@ SHARDED = [GATHER, ALL]  # flags that the distributed optimizer alone can have
 
 @dataclass(frozen=True)
 class Case:
-    """What is launched: the name of a row (`flags`), the optimizer, a key of OPTIMIZERS, and the
-    number of data-parallel ranks."""
+    """What is launched.
+
+    name: of the row. optimizer: a key of OPTIMIZERS. ranks: the number of data-parallel ranks.
+    """
 
     name: str
     optimizer: str

@@ -1,8 +1,8 @@
 """examples/vit/pretrain_vit.py with a measurement of oscillation; run by benchmarks/vit.py.
 
-Before each of the last 201 optimizer steps it takes the FP32 main weights of the transformer's
-linears, and what the quantizer of the forward pass makes of them. Where the forward pass keeps W in
-high precision, it is the quantizer of `tetrajet`.
+Before each of the last WINDOW + 1 optimizer steps it takes the FP32 main weights of the
+transformer's linears, and what the quantizer of the forward pass makes of them. Where the forward
+pass keeps W in high precision, it is the quantizer of `tetrajet`.
 """
 
 import argparse

@@ -82,7 +82,7 @@ class Launch:
         if not math.isfinite(held_out):
             return self._row("failed") | {"error": f"the held-out loss is {held_out}"}
         return (
-            self._row("finished") | found | {"window": self._window(), "metrics": self._metrics()}
+            self._row("finished") | found | {"window": self._window(), "metrics": self._collected()}
         )
 
     def _row(self, status: str) -> Row:
@@ -99,7 +99,7 @@ class Launch:
         flags = self.configuration["flags"]
         return window(int(flags[flags.index(_INTERVAL) + 1])) if _INTERVAL in flags else 0
 
-    def _metrics(self) -> Metrics:
+    def _collected(self) -> Metrics:
         """The metrics of a run that has finished; removes what it does not need any more."""
         kept = self.folder / reading.FILE
         if (written := self._checkpoints / reading.FILE).exists():

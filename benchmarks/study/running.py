@@ -120,8 +120,8 @@ class Session:
         if self._stopped.is_set() or (minutes is not None and minutes < 1 + MARGIN):
             return
         row = self.run(launch, minutes)
-        if row is None or self._stopped.is_set():
-            return
+        if row is None or (row["status"] == "failed" and self._stopped.is_set()):
+            return  # a run that was ended has not failed
         with self._lock:
             rows.append(self.path, row | {"stamp": self.stamp, "text": self.text})
         self.say(told(row))

@@ -15,8 +15,8 @@ What is assumed:
   exactly. FP4 tensor cores take all E2M1 codes. UE5M3 scales are for them E4M3 scales times a power
   of two for the row. FP8 takes E2M1 codes with power-of-two scales, or with scales of whole rows or
   tensors, but not with E4M3 or UE5M3 scales of blocks, other than those of rule mse-fp8: these are
-  multiplied in BF16. No tensor core
-  takes float32 scales of blocks: the sum of each block is multiplied by them in float32.
+  multiplied in BF16. No tensor core takes float32 scales of blocks: the sum of each block is
+  multiplied by them in float32.
 - E1M2 elements are multiplied in BF16. No FP4 tensor core takes them. In FP8 they would be exact
   where E2M1 codes are, if a kernel converted them: this is not counted.
 - Outliers are multiplied by dense products (docs/notes/outliers.md), hot channels by themselves.

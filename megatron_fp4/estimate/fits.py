@@ -99,10 +99,10 @@ def _blocks(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
                 problem = _sizes(each, None if linear.expert else tokens, inputs, outputs)
                 if problem is not None:
                     yield f"TP {layout.tp}: {linear.name} has {problem}"
-            if sharding_of(linear, layout).tokens == "x":
-                part = tokens_on_rank(linear, model, layout, recipe)
-                if part % token_tile(recipe, "fprop", "x"):
-                    yield f"TP {layout.tp}: blocks do not divide a rank's {part} tokens"
+                part = tokens_on_rank(linear, model, layout, each)
+                tile = token_tile(each, "fprop", "x")
+                if sharding_of(linear, layout).tokens == "x" and part % tile:
+                    yield f"TP {layout.tp}: {part} tokens on a rank, not a multiple of {tile}"
 
 
 @lru_cache(4096)

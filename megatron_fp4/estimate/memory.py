@@ -29,11 +29,10 @@ class Memory(NamedTuple):
     """Bytes on a rank at the peak of a step.
 
     weights: of the model, in BF16. gradients: in float32, and the buffers through which they are
-    sent in fewer bits. optimizer: the float32 weights and both
-    moments of Adam, and states beside weights. activations: what microbatches in flight save.
-    held: quantized weights that are held over a step, or over the run where ranks gather them as
-    codes. temporary: what lives for one operation: of a
-    layer's backward pass, of the loss, or of the optimizer.
+    sent in fewer bits. optimizer: the float32 weights and both moments of Adam, and states beside
+    weights. activations: what microbatches in flight save. held: quantized weights that are held
+    over a step, or over the run where ranks gather them as codes. temporary: what lives for one
+    operation: of a layer's backward pass, of the loss, or of the optimizer.
     """
 
     weights: float
@@ -66,7 +65,7 @@ def memory(model: Model, layout: Layout, recipe: Recipe, target: Target, stage: 
         optimizer += optimizer_bytes(linears(model, layout, stage), layout, MOVEMENT_BYTES)
     plans = LayerPlans(model, layout, recipe, target)
     held = sum(plans.held(kind) for kind in stage.layers)
-    saved = activations(model, layout, plans, stage)
+    saved = activations(layout, plans, stage)
     backward = max((plans.backward(kind) for kind in stage.layers), default=0.0)
     if layout.recompute:  # of the layer whose activations are computed again
         backward += max((plans.saved(kind) for kind in stage.layers), default=0.0)
@@ -153,7 +152,7 @@ def in_flight(layout: Layout, stage: Stage) -> int:
     return min(layout.microbatches * layout.vpp, warm_up + 1)
 
 
-def activations(model: Model, layout: Layout, plans: LayerPlans, stage: Stage) -> float:
+def activations(layout: Layout, plans: LayerPlans, stage: Stage) -> float:
     """Bytes that the microbatches in flight save for backward on a rank of a stage."""
     if layout.recompute:
         each = len(stage.layers) * plans.residual

@@ -137,8 +137,8 @@ class Parameters(NamedTuple):
 def layer_parameters(model: Model, has_experts: bool, tp: int, ep: int) -> Parameters:
     """The parameters of one layer on a rank. tp, ep: tensor and expert parallelism."""
     dense = 2 * norm_parameters(model) + (2 * model.channels if model.qk_norm else 0)
-    experts = model.experts * model.hidden if has_experts else 0  # the router, which is replicated
-    dense, experts = dense + experts, 0
+    dense += model.experts * model.hidden if has_experts else 0  # the router, which is replicated
+    experts = 0
     for linear in model.linears(has_experts):
         bias = model.biases or (model.qkv_bias and linear.name == "linear_qkv")
         if linear.expert:

@@ -120,8 +120,10 @@ def _is_in_work(plan: LinearPlan, cost: Cost) -> bool:
     """
     if cost.technique == "estimator":
         return plan.splitting is not None
-    if cost.technique in ("sent", "mean"):
-        return cost.technique == "mean"
+    if cost.technique == "sent":
+        return False
+    if cost.technique == "mean":
+        return True
     operands = [operand for gemm in plan.gemms for operand in (gemm.a, gemm.b)]
     if any((o.gemm, o.letter) == (cost.gemm, cost.operand) for o in operands if not o.is_quantized):
         return cost.technique == "outliers"

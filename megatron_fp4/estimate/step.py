@@ -22,7 +22,7 @@ from megatron_fp4.estimate.traffic import (
     of_step,
     ranks_of,
 )
-from megatron_fp4.estimate.work import Pass, Work, of_ends, of_layer
+from megatron_fp4.estimate.work import Work, of_ends, of_layer
 from megatron_fp4.recipe import Recipe
 
 
@@ -72,7 +72,7 @@ def work_of(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> list[Stag
         for kind, count in Counter(stage.layers).items():
             micro.add(layers[kind], count)
         if layout.recompute:
-            micro.backward.add(_again(micro.forward))
+            micro.backward.add(micro.forward)
         micro.add(of_ends(model, layout, stage.first, stage.last))
         micro.forward.sent += of_batch(model, layout, stage)
         micro.backward.sent += of_pipeline(model, layout, stage)
@@ -89,12 +89,6 @@ def work_of(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> list[Stag
             sent += [each.times(count) for each in held_w]
         found.append(StageWork(stage, micro, once, sent))
     return found
-
-
-def _again(forward: Pass) -> Pass:
-    copy = Pass()
-    copy.add(forward)
-    return copy
 
 
 def step_time(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu, rates: Rates) -> Time:

@@ -1,7 +1,7 @@
 """Amounts of work of a layer and of a step, by unit.
 
-A unit is a key of `rates.RATES`, which has the seconds of one. Work is additive: the work of a
-layer is the sum of its parts', and its seconds are the sum over the units.
+A unit is a name of `rates.UNITS`; `rates.RATES` has the seconds of one. Work is additive: the work
+of a layer is the sum of its parts', and its seconds are the sum over the units.
 """
 
 from __future__ import annotations

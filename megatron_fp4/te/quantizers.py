@@ -8,7 +8,8 @@ although the parameter is marked as if it had been. This module replaces `custom
 tensors only, by a function that writes or adds to the output.
 
 The random bits depend on torch's seed (Megatron sets it from --seed), the rank, and the number of
-tensors that the process has quantized. No two calls and no two ranks share random bits.
+tensors that the process has quantized. No two ranks share random bits, nor do two of the first
+2^32 tensors of a process. A process that resumes a run counts from 0 again.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from megatron.training import arguments
 
-from megatron_fp4 import Phase, Recipe
+from megatron_fp4 import GemmRecipe, Phase, Quantizer, Recipe
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.estimate import fits, gpus, report
 from megatron_fp4.estimate.layout import Layout
@@ -139,6 +139,18 @@ def test_blocks_that_do_not_divide_a_shard_are_said() -> None:
     assert not any(fits.refusals(model, layout, BF16))  # the control: BF16 has no blocks
     late = Recipe("late", phases=(Phase(0.1, TETRAJET),))  # BF16 first
     assert list(fits.refusals(model, layout, late)) == [problem]
+
+
+def test_blocks_over_tokens_of_a_late_phase_are_said() -> None:
+    """They must divide the tokens of a rank, under sequence parallelism."""
+    tiles = Quantizer(block=(32, 32))
+    late = replace(TETRAJET, name="late", fprop=GemmRecipe(tiles, TETRAJET.fprop.b), backward="raw")
+    phased = replace(TETRAJET, phases=(Phase(0.5, late),))
+    model = replace(DENSE, sequence=96)
+    layout = Layout(2, 2, tp=2, sp=True, micro_batch=1, batch=24)
+    problems = list(fits.refusals(model, layout, phased))
+    assert "TP 2: 48 tokens on a rank, not a multiple of 32" in problems
+    assert not any(fits.refusals(model, layout, TETRAJET))
 
 
 def test_of_phases_the_longest_counts() -> None:

@@ -29,7 +29,7 @@ YAML = "base: tetrajet\n"
             "is tetrajet --fp4-bf16-after 0.5 (phases was none and is after 0.5)",
         ),
         (f"{WAS} --micro-batch-size 4", "--micro-batch-size was none and is 4"),
-        (f"{WAS} --first-last-layers-bf16", "--first-last-layers-bf16 was none and is True"),
+        (f"{WAS} --first-last-layers-bf16", "--first-last-layers-bf16 was off and is on"),
         (f"{WAS} --fp4-module-recipe mlp=mxfp4", "--fp4-module-recipe was none and is mlp=mxfp4"),
         (f"{WAS} --fp4-grad-comm fp8", "--fp4-grad-comm was none and is FP8 (E4M3)"),
     ],
@@ -162,7 +162,7 @@ def test_another_version_of_the_numerics_is_named() -> None:
 def test_another_rounding_of_dw_is_named() -> None:
     saved, launch = parse(*WAS.split()), parse(*WAS.split())
     saved.fp4_wgrad_fusion, launch.fp4_wgrad_fusion = True, False
-    with pytest.raises(ConfigError, match="accumulation-fusion. was True and is none"):
+    with pytest.raises(ConfigError, match="accumulation-fusion. was on and is off"):
         compare(saved, launch)
 
 

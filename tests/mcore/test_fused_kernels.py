@@ -69,6 +69,7 @@ def given(**values: Any) -> argparse.Namespace:
         "optimizer_cpu_offload": False,
         "optimizer_cuda_graph": False,
         "fp4_optimizer_state": None,
+        "fp4": None,
         "fp4_recipe": None,
         "swiglu": True,
         "add_bias_linear": False,
@@ -106,6 +107,19 @@ def test_auto_takes_what_is_there(gpu: Callable[..., None]) -> None:
     assert settled(given()) == (True, None, True)
     gpu("liger_kernel", "apex")
     assert settled(given()) == (True, "0.8.5", False)
+
+
+def test_linears_join_with_a_recipe_of_this_package_alone(gpu: Callable[..., None]) -> None:
+    """--fp4-format is Megatron's own FP4, whose recipe nvfp4 is none of this package's."""
+    gpu()
+    for values, joins in (
+        ({"fp4_recipe": "tetrajet"}, True),
+        ({}, False),
+        ({"fp4_recipe": "nvfp4", "fp4": "e2m1"}, False),
+    ):
+        args = given(**values)
+        settled(args)
+        assert (args.fp4_joins_swiglu, args.fp4_joins_norms) == (joins, joins)
 
 
 @pytest.mark.parametrize(

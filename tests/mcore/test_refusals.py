@@ -29,7 +29,9 @@ def test_layers_that_are_not_built() -> None:
     for other in ({"multi_latent_attention": True}, {"experimental_attention_variant": "gdn"}):
         with pytest.raises(ConfigError, match="multi-latent and experimental attention are not"):
             refuse(model.architecture(config(**other)))
-    with pytest.raises(ConfigError, match="--moe-layer-freq names 3 layers and the model has 4"):
+    with pytest.raises(
+        ConfigError, match="--moe-layer-freq lists 3 layers and --num-layers is 4: list 4"
+    ):
         refuse(model.layers_of_experts(config(moe_layer_freq=[1, 0, 1])))
     with pytest.raises(ConfigError, match="--moe-grouped-gemm is not supported; leave it out"):
         refuse(model.experts(moe_use_grouped_gemm=True))

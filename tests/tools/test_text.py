@@ -171,6 +171,11 @@ def test_zst_and_parquet_are_read_as_what_they_hold(tmp_path: Path) -> None:
     with pytest.raises(DataError, match='no column "body": name one of text, id by --json-key'):
         documents_at(tmp_path / "some.parquet", "body")
 
+    in_latin_1 = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.parquet"))
+    (tmp_path / "some.parquet").rename(in_latin_1)
+    assert [it.text for it in documents_at(in_latin_1)] == ["c", "d"]
+    in_latin_1.rename(tmp_path / "some.parquet")
+
     for name in ("some.jsonl.zst", "some.parquet"):
         cut = tmp_path / f"cut.{name}"
         cut.write_bytes((tmp_path / name).read_bytes()[:-7])

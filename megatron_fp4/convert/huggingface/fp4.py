@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -69,7 +70,7 @@ class QuantizedWeights:
         recipe = self._recipes.of(entry.linear)
         w = None if recipe is None else recipe.fprop.b
         if recipe is not None and w is not None:
-            problem = self._obstacle(entry, recipe, w)
+            problem = self._obstacle(recipe, w)
             if not problem:
                 return Choice(w, recipe)
             if self._quantize_as is None:
@@ -81,19 +82,23 @@ class QuantizedWeights:
             return None
         return Choice(self._quantize_as, None)
 
-    def _obstacle(self, entry: Entry, recipe: Recipe, w: Quantizer) -> str:
+    def _obstacle(self, recipe: Recipe, w: Quantizer) -> str:
         """Why the codes of training cannot be exported; "" if they can."""
         if recipe.fprop.hadamard is not None:
             return "a Hadamard transform of W"
         if w.draws:
             return "stochastic rounding of W"
-        if w.rounding == "ema" and not any(map(self._average_key, self.linears)):
+        if w.rounding == "ema" and not self._has_averages:
             return (
                 "rounding towards an average of W, of which the checkpoint has none by weight (save"
                 " the optimizer, and if distributed with --dist-ckpt-optim-fully-reshardable; strip"
                 " with --keep-average)"
             )
         return self._problem(w)
+
+    @cached_property
+    def _has_averages(self) -> bool:
+        return any(self._average_key(linear) is not None for linear in self.linears)
 
     def _average_key(self, entry: Entry) -> str | None:
         """The key of a weight's average; None if the optimizer kept none, as of a frozen weight."""

@@ -14,6 +14,7 @@ from megatron.training import print_rank_0
 
 from megatron_fp4.arithmetic.messages import form_name
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.checkpoints.differences import said, was_and_is
 from megatron_fp4.mcore.launch.steps import steps_of
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes.content import fields_of
@@ -131,11 +132,11 @@ def _kernels(args: argparse.Namespace) -> str:
 def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[str]:
     found = []
     for name, flag in _FLAGS.items():
-        found += _was_and_is(flag, getattr(saved, name, None), getattr(launch, name, None))
+        found += was_and_is(flag, getattr(saved, name, None), getattr(launch, name, None))
     found += _gradients(saved, launch)
     # Shares of training are numbers of steps, which depend on the number of iterations.
     if all(_has_shares(args) for args in (saved, launch)):
-        found += _was_and_is("--train-iters", saved.train_iters, steps_of(launch))
+        found += was_and_is("--train-iters", saved.train_iters, steps_of(launch))
     # Compare the contents of the recipes, not their names: a file may have changed, and the same
     # recipe may be built in or in a file.
     old, new = (_fields(args.fp4_recipe_content) for args in (saved, launch))
@@ -149,13 +150,13 @@ def _gradients(saved: argparse.Namespace, launch: argparse.Namespace) -> list[st
     """How gradients were and are sent between data-parallel ranks, if that differs."""
     elements = [getattr(args, "fp4_grad_comm_element", None) for args in (saved, launch)]
     forms = [element and form_name(element) for element in elements]
-    return _was_and_is("--fp4-grad-comm", *forms)
+    return was_and_is("--fp4-grad-comm", *forms)
 
 
 def _module_differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[str]:
     was, is_ = (getattr(args, "fp4_module_recipe", []) for args in (saved, launch))
     if not hasattr(saved, "fp4_module_contents"):  # older checkpoints have only the flags' text
-        return _was_and_is("--fp4-module-recipe", was, is_)
+        return was_and_is("--fp4-module-recipe", was, is_)
     then, now = (_modules(args) for args in (saved, launch))
     globs = [[glob for glob, _ in each] for each in (then, now)]
     pairs = [_but_for_methods(a, b) for (_, a), (_, b) in zip(then, now, strict=False)]
@@ -176,12 +177,12 @@ def _modules_were(saved: argparse.Namespace, launch: argparse.Namespace) -> str:
         getattr(args, "fp4_module_contents", own) for args, own in zip(both, flags, strict=True)
     ]
     if list(map(len, flags)) == list(map(len, contents)):
-        return "--fp4-module-recipe was {} and is {}".format(*map(_said, flags))
+        return "--fp4-module-recipe was {} and is {}".format(*map(said, flags))
     names = (
         [f"{glob}={fields_of(own)['name'] if own else 'bf16'}" for glob, own in each]
         for each in contents
     )
-    told = map(_said, names)
+    told = map(said, names)
     return "layers of the recipe, with --fp4-module-recipe, were {} and are {}".format(*told)
 
 
@@ -217,11 +218,6 @@ def _has_shares(args: argparse.Namespace) -> bool:
     return any(recipe.get(name) is not None for recipe in recipes for name in shares)
 
 
-def _was_and_is(what: str, old: Any, new: Any) -> list[str]:
-    # A flag that one of the two versions does not have counts as not given.
-    return [f"{what} was {_said(old)} and is {_said(new)}"] if (old or 0) != (new or 0) else []
-
-
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
     """The fields that differ between two recipes, at most _SHOWN of them, as text."""
     found = []
@@ -232,7 +228,7 @@ def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
             for each in (old, new)
         )
     for name in sorted(old.keys() | new.keys()):
-        found += _was_and_is(name, old.get(name), new.get(name))
+        found += was_and_is(name, old.get(name), new.get(name))
     return ", ".join(found[:_SHOWN] + ["..."] * (len(found) > _SHOWN))
 
 
@@ -298,12 +294,6 @@ def _spelled(args: argparse.Namespace) -> str:
     if getattr(args, "fp4_bf16_gemms", None) is not None:
         words += ["--fp4-bf16-gemms", *args.fp4_bf16_gemms]
     return " ".join(words)
-
-
-def _said(value: Any) -> str:
-    if value is None or value is False or value == []:
-        return "none"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _tell(line: str) -> None:

@@ -7,10 +7,10 @@ T stands for megatron/training.
 
 import argparse
 from collections.abc import Iterable
-from typing import Any
 
 from megatron_fp4.convert.arguments import SHAPES
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.checkpoints.differences import was_and_is
 from megatron_fp4.mcore.launch.flags import flag_of
 
 _LAYOUT = (
@@ -107,13 +107,6 @@ def _differing(names: Iterable[str], saved: argparse.Namespace, launch: argparse
     for name in names:
         was, now = getattr(saved, name, missing), getattr(launch, name, missing)
         # An argument that one of the two versions does not have is not compared.
-        if missing not in (was, now) and (was or 0) != (now or 0):
-            flag = _FLAGS.get(name, flag_of(name))
-            found.append(f"{flag} was {_said(was)} and is {_said(now)}")
+        if missing not in (was, now):
+            found += was_and_is(_FLAGS.get(name, flag_of(name)), was, now)
     return "; ".join(found)
-
-
-def _said(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "on" if value else "off" if value is False else "none"
-    return str(value)

@@ -63,11 +63,13 @@ def texts(path: Path, column: str, group: int) -> Iterator[str | None]:
                 yield _string(value)
 
 
-def _opened(path: Path) -> Any:
-    """The open file, as pyarrow's ParquetFile, which is also a context manager."""
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The open file, as pyarrow's ParquetFile."""
     import pyarrow.parquet
 
-    return pyarrow.parquet.ParquetFile(path)
+    with path.open("rb") as file:  # pyarrow opens no file whose name is not UTF-8
+        yield pyarrow.parquet.ParquetFile(file)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class Options:
     def __post_init__(self) -> None:
         if not SMALLEST_VOCABULARY <= self.vocab_size <= LARGEST_VOCABULARY:
             raise DataError(
-                f"--vocab-size {self.vocab_size} is not in {SMALLEST_VOCABULARY} to "
+                f"--vocab-size {self.vocab_size}: give a number from {SMALLEST_VOCABULARY} to "
                 f"{LARGEST_VOCABULARY}"
             )
         if not 0 < self.held_out_share < 1:
@@ -72,7 +72,7 @@ class Options:
                 "evaluates on what is held out"
             )
         if self.max_bytes is not None and self.max_bytes <= 0:
-            raise DataError(f"--max-bytes {self.max_bytes} is not positive")
+            raise DataError(f"--max-bytes {self.max_bytes}: give 1 or more, or leave it out")
 
 
 def choose(documents: Iterable[Document], max_bytes: int | None) -> list[Document]:

@@ -50,7 +50,7 @@ class Script:
 
     def is_checked(self, args: argparse.Namespace) -> bool:
         """Whether the launch is checked: it has a recipe, or the script is pretrain_gpt.py."""
-        return self.ours or (args.fp4 is None and args.fp4_recipe not in (None, *fp4_arguments.OFF))
+        return self.ours or fp4_arguments.has_recipe(args)
 
     def settled(self, args: argparse.Namespace) -> argparse.Namespace:
         """A copy of `args` in which `defaults` are set, as Megatron will set them."""

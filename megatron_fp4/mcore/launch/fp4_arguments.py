@@ -26,6 +26,12 @@ OFF = ("off", "bf16")  # values of --fp4-recipe that mean no recipe
 METRICS_INTERVAL = 100  # the default
 
 
+def has_recipe(args: argparse.Namespace) -> bool:
+    """Whether the launch has a recipe of this package. It has none with --fp4-format, which is
+    Megatron's own FP4."""
+    return args.fp4 is None and args.fp4_recipe not in (None, *OFF)
+
+
 def settle(args: argparse.Namespace) -> None:
     """Replaces the FP4 values in parsed arguments by the values that are in force.
 
@@ -77,8 +83,7 @@ def metrics_interval(args: argparse.Namespace) -> int:
     """The value of --fp4-metrics-interval that is in force. args: with the script's defaults."""
     if args.fp4_metrics_interval is not None:
         return int(args.fp4_metrics_interval)
-    has_recipe = args.fp4_recipe is not None and args.fp4 is None
-    writes = has_recipe and metrics_folder(args) and not cuda_graphs.wanted(args)
+    writes = has_recipe(args) and metrics_folder(args) and not cuda_graphs.wanted(args)
     if args.fp4_gathers_codes:
         return 0
     return METRICS_INTERVAL if writes else 0

@@ -9,7 +9,7 @@ import torch
 from packaging.version import Version
 
 from megatron_fp4.mcore.launch import machine
-from megatron_fp4.mcore.launch.fp4_arguments import OFF
+from megatron_fp4.mcore.launch.fp4_arguments import has_recipe
 
 OLDEST = "0.8.5"  # of the versions that were tried
 INSTALL = f"pip install 'liger-kernel>={OLDEST}'"
@@ -52,9 +52,8 @@ def settle(args: Namespace, is_checked: bool) -> None:
     is_local = args.transformer_impl == "local" and machine.runs_triton()
     args.fp4_rotates = wanted != "off" and is_local
     args.fp4_liger = version("liger-kernel") if args.fp4_rotates and _installed() else None
-    has_recipe = args.fp4_recipe not in (None, *OFF)
     # Megatron saves what linears take, which must be X.
-    joins = wanted != "off" and has_recipe and not args.save_activations_interval
+    joins = wanted != "off" and has_recipe(args) and not args.save_activations_interval
     args.fp4_joins_swiglu = joins and _has_swiglu(args)
     args.fp4_joins_norms = joins and args.normalization == "RMSNorm"
     args.fp4_fused_adamw = wanted != "off" and torch.cuda.is_available() and _has_adamw(args)

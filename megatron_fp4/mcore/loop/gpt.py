@@ -165,10 +165,10 @@ def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Loss
 def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None) -> Batch:
     """This rank's part of the next microbatch, tensors of [batch, sequence].
 
-    With context parallelism, the sequence is divided by its size. The keys are tokens, labels,
-    loss_mask, position_ids and attention_mask (None if there is no mask). The result is {} on
-    pipeline stages that need no data. The first rank of each tensor-parallel group reads the data
-    and broadcasts it to the others. vp_stage: the virtual pipeline stage, or None.
+    With context parallelism over N ranks each rank gets 1/N of the sequence. The keys are tokens,
+    labels, loss_mask, position_ids and attention_mask (None if there is no mask). The result is {}
+    on pipeline stages that need no data. The first rank of each tensor-parallel group reads the
+    data and broadcasts it to the others. vp_stage: the virtual pipeline stage, or None.
 
     Raises ConfigError for a token beyond the vocabulary.
     """

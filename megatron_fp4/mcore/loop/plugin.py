@@ -181,14 +181,19 @@ class Plugin:
 
     def _hook_into(self, config: Any) -> None:
         # T/training.py:setup_model_and_optimizer builds config.model, or calls get_model.
+        args = self._begun()
+        model = getattr(config, "model", None)
+        if model is not None:
+            if args.use_cpu_initialization and not args.use_torch_fsdp2:
+                model.pre_wrap_hooks.append(compat.to_gpu)
+            model.pre_wrap_hooks.append(self._attach)
+
+    def _begun(self) -> argparse.Namespace:
+        """The arguments of the launch. A script may have parsed them by itself."""
         if self.args is None:
             self._begin(training.get_args())
         assert self.args is not None
-        model = getattr(config, "model", None)
-        if model is not None:
-            if self.args.use_cpu_initialization and not self.args.use_torch_fsdp2:
-                model.pre_wrap_hooks.append(compat.to_gpu)
-            model.pre_wrap_hooks.append(self._attach)
+        return self.args
 
     def _attach(self, model: list[MegatronModule]) -> list[MegatronModule]:
         assert self.args is not None
@@ -211,6 +216,7 @@ class Plugin:
         # the chunks right after that.
         @functools.wraps(upstream)
         def get_model(model_provider_func: Any, *others: Any, **named: Any) -> Any:
+            self._begun()
             if self.run is None and not self._may_fuse():
                 return upstream(model_provider_func, *others, **named)
             built: list[MegatronModule] = []

@@ -134,7 +134,7 @@ def held(keeps: str | None, size: int, is_sent: bool) -> str:
     """
     weights = "weights for dgrad" if is_sent else "weights"
     if keeps is None or (keeps == "fprop" and is_sent):
-        return f"{weights} are quantized for each microbatch anew"
+        return f"{weights} are quantized again for each microbatch"
     if keeps == "fprop":
         once = "weights are quantized once a step for fprop, whose codes are kept"
     else:

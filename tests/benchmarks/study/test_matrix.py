@@ -97,7 +97,7 @@ def changed(**block: Any) -> dict[str, Any]:
         (changed(recipes=["tetrajet,beta=1"]), "beta"),
         (changed(learning_rates=["fast"]), "no number"),
         (GOOD | {"text": {"megabytes": 2}}, "text needs the key vocabulary"),
-        (GOOD | {"text": {"megabytes": 2, "vocabulary": 2}}, "vocab-size 2 is not in"),
+        (GOOD | {"text": {"megabytes": 2, "vocabulary": 2}}, "vocab-size 2: give a number from"),
         (GOOD | {"text": {"megabytes": "two", "vocabulary": 1024}}, "megabytes is a number"),
         (GOOD | {"metrics_interval": "often"}, "metrics_interval is a number"),
         (GOOD | {"ranks": "two"}, "ranks is a number"),

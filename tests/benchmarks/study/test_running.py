@@ -134,6 +134,24 @@ def test_an_interrupt_is_not_a_failure(tmp_path: Path) -> None:
     assert results.read(tmp_path / "r.jsonl") == []
 
 
+def test_a_run_that_finishes_after_the_error_of_another_is_kept(tmp_path: Path) -> None:
+    """Its checkpoints are gone by then: it could not be continued."""
+    finishing, started = StandIn(), threading.Event()
+
+    def run(launch: Launch, minutes: float | None) -> results.Row | None:
+        if launch.configuration["recipe"] == "bf16":
+            assert started.wait(30)
+            raise ValueError("no disk")
+        started.set()
+        time.sleep(0.2)
+        return finishing(launch, minutes)
+
+    with pytest.raises(ValueError, match="no disk"):
+        session(tmp_path, run).train(matrix(seeds=[1]), Machine((), at_once=2))
+    [row] = results.read(tmp_path / "r.jsonl")
+    assert row["status"] == "finished"
+
+
 # --- the machine ----------------------------------------------------------------------------------
 
 

@@ -221,7 +221,7 @@ def test_files_that_are_no_text_are_named(models: Path, tmp_path: Path) -> None:
             "leaves one side of 1 documents without",
         ),
         ('{"text": "a"}\n', ["--held-out-share", "1"], "1.0 is not at least 0 and below 1"),
-        ('{"text": "a"}\n', ["--workers", "0"], "--workers 0 is not positive"),
+        ('{"text": "a"}\n', ["--workers", "0"], "--workers 0: give 1 or more"),
         (
             '{"text": "a"}\n',
             ["--tokenizer-hf-no-include-special-tokens"],

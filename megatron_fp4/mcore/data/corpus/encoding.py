@@ -151,5 +151,6 @@ def _row_texts(piece: Piece, column: str) -> Iterator[str | Problem]:
         raise DataError(f"{piece.path} cannot be read: {error.strerror}") from error
     except parquet.DamagedParquet as error:
         yield Problem(
-            piece.path, f"damaged after row {number}, the rest of the row group left out: {error}"
+            shown(piece.path),
+            f"damaged after row {number}, the rest of the row group left out: {error}",
         )

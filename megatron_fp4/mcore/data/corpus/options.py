@@ -38,4 +38,4 @@ class Running:
 
     def __post_init__(self) -> None:
         if self.workers < 1:
-            raise DataError(f"--workers {self.workers} is not positive")
+            raise DataError(f"--workers {self.workers}: give 1 or more")

@@ -60,7 +60,7 @@ NOT_WITH_A_RECIPE = {
 _NO_GRAPHS = "leave it out, or use --fp4-recipe without --fp4-format"
 # The same for this package's quantizers in Transformer Engine's linears.
 _NOT_IN_TE = {
-    "--add-bias-linear": "--disable-bias-linear, or --fp4-recipe without --fp4-format",
+    "--add-bias-linear": "add --disable-bias-linear, or use --fp4-recipe without --fp4-format",
     "--add-qkv-bias": "use --fp4-recipe without --fp4-format",
     "--tp-comm-overlap": "leave it out",
     "--moe-grouped-gemm": "leave it out, the experts run one after the other",

@@ -62,14 +62,20 @@ def _fp8_input(args: Namespace) -> Iterator[str]:
 def architecture(config: TransformerConfig) -> Iterator[str]:
     """Refuses kinds of attention for which model/spec.py has no layer specification."""
     if config.multi_latent_attention or config.experimental_attention_variant is not None:
-        yield "multi-latent and experimental attention are not supported"
+        yield (
+            "multi-latent and experimental attention are not supported: leave out "
+            "--multi-latent-attention and --experimental-attention-variant"
+        )
 
 
 def layers_of_experts(config: TransformerConfig) -> Iterator[str]:
     """Refuses a --moe-layer-freq list whose length is not the number of layers."""
     layers = config.moe_layer_freq
     if not isinstance(layers, int) and len(layers) != config.num_layers:
-        yield (f"--moe-layer-freq names {len(layers)} layers and the model has {config.num_layers}")
+        yield (
+            f"--moe-layer-freq lists {len(layers)} layers and --num-layers is {config.num_layers}: "
+            f"list {config.num_layers}"
+        )
 
 
 def experts(moe_use_grouped_gemm: bool) -> Iterator[str]:

@@ -31,7 +31,7 @@ def choice(args: Namespace) -> Iterator[str]:
             "or --tokenizer-type NullTokenizer --vocab-size N for data that is already numbers"
         )
     if kind not in READ_BY:
-        yield f"--tokenizer-type {kind} is not supported: use one of text"
+        yield f"--tokenizer-type {kind} is not supported: use one of {', '.join(READ_BY)}"
     if kind == "NullTokenizer" and not args.vocab_size:
         yield "--tokenizer-type NullTokenizer needs --vocab-size"
     package, flags = READ_BY[kind]
@@ -53,7 +53,8 @@ def vocabulary(args: Namespace) -> Iterator[str]:
         )
     if rows is not None and rows % parts:
         yield (
-            f"--padded-vocab-size {rows} is not a multiple of --tensor-model-parallel-size {parts}"
+            f"--padded-vocab-size {rows} is not a multiple of --tensor-model-parallel-size "
+            f"{parts}: give one that is, or leave it out"
         )
 
 
