@@ -213,6 +213,7 @@ def test_a_script_may_parse_by_itself_before_it_builds_a_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     args = parse()
+    args.rank = 0  # as Megatron's initialization sets it
     monkeypatch.setattr(plugin.training, "get_args", lambda: args)
     own = plugin.Plugin(ours=False)
     assert own.getting_model(lambda provider: provider())(lambda: "a model") == "a model"
