@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
 import torch
 
-_BETWEEN = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_BETWEEN = tuple(str(Path(each).parent) + os.sep for each in (__file__, torch.__file__))
 
 
 def warn_caller(text: str) -> None:

@@ -37,7 +37,8 @@ class Linear(nn.Linear):
         set it to an int64 tensor [] of its own on the weight's device: each replay increases it.
     average: the moving average towards which the recipe rounds W (Q-EMA): a float32 buffer [out,
         in], whatever the dtype of the layer; None where the recipe keeps none. It starts as the
-        weight of the first forward pass. `update_averages` updates it after each optimizer step.
+        weight of the last forward pass before the first `update_averages`, or as the weight in that
+        call if there was none. `update_averages` updates it after each optimizer step.
     Raises ConfigError if in_features or out_features is not a multiple of a block or Hadamard
     group, for an invalid seed or replica, for an input that `linear` refuses, and where a captured
     graph would repeat the random bits of one step.
@@ -64,6 +65,7 @@ class Linear(nn.Linear):
         self.seed, self.name, self.steps = Key(seed).seed, name, 0
         self.register_buffer("average", None)
         self._has_started = False  # whether the average is more than a copy of the weight
+        self._is_copied = False  # whether it is a copy that a forward pass has made
         self.recipe = recipe  # type: ignore[assignment]  # the setter takes a name too
         self.replica = replica
         if replica is not None:
@@ -89,7 +91,8 @@ class Linear(nn.Linear):
         if followed.weight_average is None:
             self.average = None
         elif self.average is None:
-            self.average, self._has_started = self.weight.detach().float().clone(), False
+            self.average = self.weight.detach().float().clone()
+            self._has_started = self._is_copied = False
 
     def forward(self, input: Tensor) -> Tensor:
         product = _out_of_graphs if torch.compiler.is_compiling() else Linear._product
@@ -121,6 +124,7 @@ class Linear(nn.Linear):
                 "megatron_fp4.update_averages once before the capture"
             )
         average.copy_(self.weight)
+        self._is_copied = True
 
     def _next_step(self) -> int | Tensor:
         step = self.steps
@@ -171,7 +175,7 @@ class Linear(nn.Linear):
                 if key in keys:
                     keys.remove(key)
         if self.average is not None:
-            self._has_started = average in state_dict
+            self._has_started, self._is_copied = average in state_dict, False
 
     def _apply(self, fn: Any, recurse: bool = True) -> Linear:
         average = self.average
@@ -229,6 +233,8 @@ def update_averages(model: nn.Module, step: int, steps: int, rate: float = 1.0) 
             assert layer.recipe.weight_average is not None
             weight = layer.weight
             whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+            if not (layer._has_started or layer._is_copied):
+                layer.average.copy_(whole)
             layer.recipe.weight_average.update(layer.average, whole, time)
             layer._has_started = True
 

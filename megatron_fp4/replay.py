@@ -55,8 +55,9 @@ class Replay:
         else:
             if torch._C._current_graph_task_id() != -1 and self._latest is not None:
                 warn_caller(_UNKNOWN)
-                return self._latest
-            value = self._latest = fresh()
+            else:
+                self._latest = fresh()
+            value = self._latest
         for checkpoint in first_passes:
             checkpoint.keep(self, value)
         return cast(T, value)

@@ -53,6 +53,17 @@ def test_it_starts_as_the_weight_of_the_first_forward_pass() -> None:
     assert model.average is not None and torch.equal(model.average, model.weight)
 
 
+def test_an_update_before_the_first_forward_pass_starts_with_the_weight_of_then() -> None:
+    """As before a CUDA graph is captured."""
+    model = layer()
+    nn.init.constant_(model.weight, 3.0)
+    update_averages(model, 1000, 2000)
+    assert model.average is not None and torch.equal(model.average, model.weight)
+    nn.init.constant_(model.weight, 5.0)
+    update_averages(model, 1001, 2000)
+    assert torch.equal(model.average, torch.full_like(model.average, 4.0))  # beta 0.5
+
+
 def test_outputs_differ_from_nearest_rounding_once_it_lags() -> None:
     ours, nearest = trained(layer(), 4), trained(layer("tetrajet"), 4)
     same = [torch.equal(a, b) for a, b in zip(ours, nearest, strict=True)]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import megatron_fp4
 from megatron_fp4 import ConfigError, Linear, Recipe, get_recipe, linear
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.execution.call import Call, Site
@@ -284,6 +286,15 @@ def test_a_count_of_steps_is_kept_where_tensors_are_made_without_memory() -> Non
     layer.steps = 5
     with torch.device("meta"):
         assert int(layer.state_dict()["_extra_state"]) == 5
+
+
+def test_a_script_beside_the_package_is_a_caller() -> None:
+    """Its name may begin as the package's."""
+    name = str(Path(megatron_fp4.__file__).parent) + "_train.py"
+    script = compile("from megatron_fp4.caller import warn_caller\nwarn_caller('w')", name, "exec")
+    with pytest.warns(UserWarning) as told:
+        exec(script, {})
+    assert [warning.filename for warning in told] == [name]
 
 
 def test_a_warning_names_the_caller_s_line(recwarn: pytest.WarningsRecorder) -> None:

@@ -140,6 +140,36 @@ def test_checkpoints_within_a_checkpoint_repeat_exactly(outer: bool, inner: bool
     assert equal(found, expected, sums_alike=not inner)
 
 
+class Recomputed(torch.autograd.Function):
+    """A user's own recomputation, which is no checkpoint of PyTorch's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.x, ctx.function = x.detach(), function
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        torch.autograd.backward(y, dy)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_within_an_unknown_recomputation_repeats_its_values(reentrant: bool) -> None:
+    plain, block = Block("mxfp4-rht-sr"), Block("mxfp4-rht-sr")
+    x, other = (x_and_dy()[0].requires_grad_() for _ in range(2))
+    plain(x).square().sum().backward()
+    with pytest.warns(UserWarning, match="belongs to no checkpoint"):
+        y = Recomputed.apply(other, partial(checkpoint, block, use_reentrant=reentrant))
+        y.square().sum().backward()
+    assert other.grad is not None and x.grad is not None
+    assert equal([*gradients(block), other.grad], [*gradients(plain), x.grad], sums_alike=True)
+
+
 def test_what_a_checkpoint_took_goes_with_it() -> None:
     def kept() -> int:
         gc.collect()

@@ -26,7 +26,9 @@ def count_steps(optimizer: torch.optim.Optimizer) -> None:
     from the state of a parameter where it would use torch's AdamW. optimizer: an AdamW.
     """
     for group in optimizer.param_groups:
-        counts = [int(optimizer.state[p]["step"]) for p in group["params"] if p in optimizer.state]
+        # A parameter without a gradient so far may have an average of its weight, and no step.
+        states = [optimizer.state.get(p, {}) for p in group["params"]]
+        counts = [int(state["step"]) for state in states if "step" in state]
         if counts:
             group["step"] = max(counts)
 

@@ -23,10 +23,10 @@ from megatron_fp4.errors import ConfigError, check_choices
 
 # What takes each field that not all forms have a use for.
 _TAKEN_BY = {
-    "k": ("dge", "sigmoid"),
-    "clip": ("dge",),
-    "width": ("spline",),
-    "temperature": ("softmax",),
+    "k": ("form", ("dge", "sigmoid")),
+    "clip": ("form", ("dge",)),
+    "width": ("form", ("spline",)),
+    "temperature": ("maximum", ("softmax",)),
 }
 # Scales are rounded, so that the scaled value of a block's maximum may exceed the largest element
 # by a few units in the last place. It counts as that element.
@@ -116,11 +116,12 @@ class Estimator:
                 "clip and temperature are above 0, and width is above 0 and at most 1, not "
                 f"{self.clip}, {self.temperature}, {self.width}"
             )
-        for name, takers in _TAKEN_BY.items():
+        for name, (owner, takers) in _TAKEN_BY.items():
             is_set = getattr(self, name) != getattr(type(self), name)  # the default
-            if is_set and not {self.form, self.maximum} & set(takers):
+            if is_set and getattr(self, owner) not in takers:
                 raise ConfigError(
-                    f"{name} belongs to {' and '.join(takers)}, not to {self.form}: leave it out"
+                    f"{name} belongs to {owner} {' and '.join(takers)}, not to "
+                    f"{getattr(self, owner)}: leave it out"
                 )
         straight = self.form == self.maximum == self.outer_scale == "straight-through"
         if straight and self.beyond != "zero":

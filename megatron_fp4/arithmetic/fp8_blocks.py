@@ -99,7 +99,7 @@ class FloatBlocks:
         finite = largest.isfinite()
         mantissa, exponent = block_exponent(torch.where(finite, largest, 0.0))
         form = _ELEMENTS[self.element]
-        most = block_exponent(torch.tensor(torch.finfo(form.values).max))
+        most = block_exponent(torch.tensor(torch.finfo(form.values).max, device=x.device))
         exponent = exponent - most[1] + (mantissa > most[0]).int()
         scales = torch.where(largest > 0, encode_e8m0(exponent.clamp(min=self._least)), 0)
         # 2^-s from the byte of -s. The byte of s = -127 would be 254, which is 2^127.

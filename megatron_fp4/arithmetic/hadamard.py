@@ -51,7 +51,7 @@ class FixedSigns:
 
     def words(self) -> tuple[int, int, int, int]:
         """The first 128 signs as the bits of four int32 words, a 1 for -1, as kernels take them."""
-        bits = (self.vector(128) < 0).view(4, 32).long() << torch.arange(32)
+        bits = (self.vector(128) < 0).view(4, 32).long() << torch.arange(32, device="cpu")
         w0, w1, w2, w3 = map(signed, bits.sum(1).tolist())
         return w0, w1, w2, w3
 

@@ -105,7 +105,8 @@ def run(args: argparse.Namespace) -> str:
     if stores_fp8 and not args.swiglu:
         raise ConfigError("--activation-func-fp8-input-store needs --swiglu: add it")
     for each in followed:
-        if args.param_gather and each.quantized and (reader := reader_of_w(each)) is not None:
+        is_quantized = any(late.quantized for late in each.in_turn)
+        if args.param_gather and is_quantized and (reader := reader_of_w(each)) is not None:
             raise ConfigError(
                 f"recipe {each.name} does not support --param-gather, because {reader}: leave it "
                 "out"
@@ -134,12 +135,18 @@ def run(args: argparse.Namespace) -> str:
     shown = _in_turn(recipe, setting, moments)
     for layers in recipe.layers:
         shown += f"\n{place_of(layers)}\n{_in_turn(layers.recipe, setting, moments)}"
-    return shown + show_exchange(compile_plan(recipe, setting), args.dp, element)
+    first = compile_plan(recipe, _setting_of(recipe, setting))
+    return shown + show_exchange(first, args.dp, element)
+
+
+def _setting_of(recipe: Recipe, setting: Setting) -> Setting:
+    """`setting` as it is for this recipe. W comes as codes where the recipe makes codes of it."""
+    return setting if recipe.quantized else replace(setting, sent_w=False)
 
 
 def _in_turn(recipe: Recipe, setting: Setting, moments: Moments | None) -> str:
     """The plans of a recipe and of its phases as text."""
-    setting = setting if recipe.quantized else replace(setting, sent_w=False)
+    setting = _setting_of(recipe, setting)
     first, *late = (show(compile_plan(each, setting), moments) for each in recipe.in_turn)
     shares = [f"\nafter {phase.after:.4g} of training\n" for phase in recipe.phases]
     return first + "".join(map("".join, zip(shares, late, strict=True)))

@@ -13,13 +13,13 @@ from typing import Literal, NamedTuple
 import torch
 
 from megatron_fp4 import makers, multipliers
-from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.formats import wide
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.makers import computed, estimator, outliers
 from megatron_fp4.multipliers.base import Multiplier, Product
 from megatron_fp4.operands import Compute
+from megatron_fp4.plan import reads
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, Source
 from megatron_fp4.plan.owned_codes import reader_of_w
 from megatron_fp4.plan.setting import Setting
@@ -34,7 +34,7 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
         _gemm(recipe, gemm, setting) if asked_for[gemm] else None for gemm in GEMMS
     )
     assert fprop is not None
-    saves_x = _saves_x(recipe, setting)
+    saves_x = reads.saves_x(recipe, setting)
     assert not setting.sent_w or reader_of_w(recipe) is None
     forward, backward, late = [fprop.a, *([] if fprop.b.is_sent else [fprop.b])], [], []
     if dgrad is not None:
@@ -59,78 +59,17 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
         backward=makings(backward, setting),
         late=makings(late, setting),
         saves_x=saves_x,
-        saves_w="operand"
-        if _is_forwards(recipe, "w") or _estimates(recipe, "w", setting)
-        else "model",
+        saves_w=reads.saves_w(recipe, setting),
         splitting=outliers.choose(recipe, setting),
         compute_x=_compute_x(recipe, fprop.a, setting),
-        compensation=_high_precision(setting) if _compensates(recipe) else None,
-        residual_in_dw=setting.dw and _residual_in_dw(recipe),
-        mean_in_y=_high_precision(setting) if _reads_centered_x(recipe, "fprop") else None,
-        mean_in_dw=_mean_in_dw(recipe, setting),
+        compensation=_high_precision(setting) if reads.compensates(recipe) else None,
+        residual_in_dw=setting.dw and reads.residual_in_dw(recipe),
+        mean_in_y=_high_precision(setting) if reads.centered_x(recipe, "fprop") else None,
+        mean_in_dw=reads.mean_in_dw(recipe, setting),
         shows_packed_x=saves_x == "packed" and recipe.fprop.a is None,
-        estimates_w=estimator.choose(_estimates(recipe, "w", setting), fprop.b, setting),
-        estimates_x=estimator.choose(_estimates(recipe, "x", setting), fprop.a, setting),
+        estimates_w=estimator.choose(reads.estimator_of(recipe, "w", setting), fprop.b, setting),
+        estimates_x=estimator.choose(reads.estimator_of(recipe, "x", setting), fprop.a, setting),
     )
-
-
-# --- what is saved for backward -------------------------------------------------------------------
-
-
-def _is_forwards(recipe: Recipe, letter: str) -> bool:
-    """Whether backward GEMMs read W or X from fprop's codes, not from the model's tensor."""
-    return recipe.backward == "forward" and recipe.quantizer("fprop", letter) is not None
-
-
-def _estimates(recipe: Recipe, letter: str, setting: Setting) -> Estimator | None:
-    """The estimator that is applied to dW or dX, by the letter of W or X."""
-    if letter == "w":
-        return recipe.estimator if setting.dw else None
-    return recipe.x_estimator if setting.dx else None
-
-
-def _saves_x(recipe: Recipe, setting: Setting) -> Literal["operand", "packed", "model", ""]:
-    if _estimates(recipe, "x", setting) is not None:
-        return "operand"
-    if not setting.dw:
-        return ""
-    if _is_forwards(recipe, "x"):
-        return "operand"
-    tokens, _ = setting.shape("x", is_part=setting.has_part("x"))
-    packs = setting.packs_x and recipe.wgrad.b is not None
-    return "packed" if packs and tokens % token_tile(recipe, "wgrad", "x") == 0 else "model"
-
-
-# --- outliers and mean of X -----------------------------------------------------------------------
-
-
-def _compensates(recipe: Recipe) -> bool:
-    return recipe.outliers is not None and recipe.outliers.compensate
-
-
-def _residual_in_dw(recipe: Recipe) -> bool:
-    """Whether dY^T times the outliers is added to dW. It is not where wgrad reads the raw X, which
-    still contains the outliers."""
-    split = recipe.outliers
-    wanted = split is not None and split.compensate and split.residual_in_wgrad
-    return wanted and _is_forwards(recipe, "x")
-
-
-def _reads_centered_x(recipe: Recipe, gemm: str) -> bool:
-    """Whether X of fprop or wgrad is made from X without its mean, and not from fprop's codes."""
-    if recipe.x_mean == "kept" or recipe.quantizer(gemm, "x") is None:
-        return False
-    return gemm == "fprop" or not _is_forwards(recipe, "x")
-
-
-def _mean_in_dw(recipe: Recipe, setting: Setting) -> bool:
-    if recipe.x_mean == "kept" or not setting.dw:
-        return False
-    return _is_forwards(recipe, "x") or _reads_centered_x(recipe, "wgrad")
-
-
-def _subtracts_mean(recipe: Recipe, setting: Setting) -> bool:
-    return _reads_centered_x(recipe, "fprop") or _mean_in_dw(recipe, setting)
 
 
 def _high_precision(setting: Setting) -> Multiplier:
@@ -156,11 +95,11 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
     dtype = setting.dtype
     if (gemm, letter) == ("fprop", "x") and recipe.outliers is not None:
         return _From("inliers", dtype)
-    if letter == "x" and _reads_centered_x(recipe, gemm):
+    if letter == "x" and reads.centered_x(recipe, gemm):
         return _From("centered", dtype)
     if (gemm, letter) == ("fprop", "w") and setting.sent_w:
         return _From("codes", dtype, recipe.fprop.b)
-    if gemm == "fprop" or letter == "dy" or not _is_forwards(recipe, letter):
+    if gemm == "fprop" or letter == "dy" or not reads.fprop_codes(recipe, letter):
         return _From(_computed(recipe, gemm, letter, setting) or "model", dtype)
     left, own = recipe.quantizer("fprop", letter), recipe.gemm(gemm)
     assert left is not None
@@ -190,13 +129,13 @@ def _computed(
         return ""
     if setting.normed:
         return "" if _reads_normed_x(recipe, setting) else "normed"
-    if setting.swiglu != "after" or _subtracts_mean(recipe, setting):
+    if setting.swiglu != "after" or reads.subtracts_mean(recipe, setting):
         return ""
-    if gemm == "fprop" or _saves_x(recipe, setting) == "packed":
+    if gemm == "fprop" or reads.saves_x(recipe, setting) == "packed":
         return "swiglu"
     # In backward X is the result of the SwiGLU itself where the forward pass computed it as a
     # matrix and kept it. So it is where Y is kept rounded (`Setting.kept_y`).
-    if setting.kept_y is not None or _estimates(recipe, "x", setting) is not None:
+    if setting.kept_y is not None or reads.estimator_of(recipe, "x", setting) is not None:
         return ""
     fprop = operand_plan(recipe, "fprop", "x", setting)
     again = recipe.outliers is None and makers.choose(fprop, setting.target).maker.activates(fprop)
@@ -205,12 +144,15 @@ def _computed(
 
 def _keeps_x(recipe: Recipe, setting: Setting) -> bool:
     """Whether X is saved for backward in high precision, alone or beside its codes."""
-    return _saves_x(recipe, setting) == "model" or _estimates(recipe, "x", setting) is not None
+    return (
+        reads.saves_x(recipe, setting) == "model"
+        or reads.estimator_of(recipe, "x", setting) is not None
+    )
 
 
 def _reads_normed_x(recipe: Recipe, setting: Setting) -> bool:
     """Whether something but fprop's maker reads the result of a norm as a matrix."""
-    split = recipe.outliers is not None or _subtracts_mean(recipe, setting)
+    split = recipe.outliers is not None or reads.subtracts_mean(recipe, setting)
     return split or _keeps_x(recipe, setting)
 
 
@@ -219,8 +161,8 @@ def _compute_x(recipe: Recipe, x: OperandPlan, setting: Setting) -> Compute | No
     if setting.normed and _reads_normed_x(recipe, setting):
         return computed.choose(replace(x, source="normed"), setting)
     keeps_x = setting.kept_y is not None and _keeps_x(recipe, setting)
-    keeps_x |= _estimates(recipe, "x", setting) is not None
-    split = recipe.outliers is not None or _subtracts_mean(recipe, setting)
+    keeps_x |= reads.estimator_of(recipe, "x", setting) is not None
+    split = recipe.outliers is not None or reads.subtracts_mean(recipe, setting)
     if setting.swiglu == "after" and (split or keeps_x):
         return computed.choose(x, setting)
     return None
@@ -256,13 +198,13 @@ def _gathered(
     if gemm == "fprop":
         return "after"
     if letter == "x":
-        packed = _saves_x(recipe, setting) == "packed"
+        packed = reads.saves_x(recipe, setting) == "packed"
         return "after" if packed or _stands_alone(recipe, gemm, letter, setting) else "before"
     # If one operand of dY is not 4-bit, gathering dY itself costs no more bytes than gathering that
     # operand, and both are made from the gathered dY.
     asked_for = {"dgrad": setting.dx, "wgrad": setting.dw}
     alone = all(_stands_alone(recipe, name, "dy", setting) for name in asked_for if asked_for[name])
-    return "after" if alone and not (setting.dw and _residual_in_dw(recipe)) else "before"
+    return "after" if alone and not (setting.dw and reads.residual_in_dw(recipe)) else "before"
 
 
 def _stands_alone(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> bool:
@@ -338,7 +280,7 @@ def _gemm(recipe: Recipe, gemm: str, setting: Setting) -> GemmPlan:
     )  # fmt: skip
     multiplier, passed_over = multipliers.choose(product, setting.target)
     a, b = (_with_carrier(operand, multiplier, setting) for operand in (a, b))
-    if _saves_x(recipe, setting) == "packed" and gemm == "wgrad":
+    if reads.saves_x(recipe, setting) == "packed" and gemm == "wgrad":
         b = replace(b, carrier=None)  # made in forward, multiplied in backward: only codes are kept
     # An operand that is only decoded from fprop's codes takes as many bytes as W. It is held only
     # where the setting asks for decoded forms. Calls without tokens may have another multiplier.
@@ -377,13 +319,13 @@ def _output(recipe: Recipe, gemm: str, setting: Setting) -> tuple[torch.dtype, b
     """
     dtype = setting.dtype
     if gemm == "fprop":
-        adds_to_y = _compensates(recipe) or _reads_centered_x(recipe, "fprop")
+        adds_to_y = reads.compensates(recipe) or reads.centered_x(recipe, "fprop")
         return wide(dtype) if setting.has_bias or adds_to_y else dtype, False
     if gemm == "dgrad":
         return dtype, False
     # The mean's product is added in place, to a main_grad too if that is not rounded between.
-    apart = _mean_in_dw(recipe, setting) and setting.main_grad != wide(dtype)
-    if recipe.estimator is not None or _residual_in_dw(recipe) or apart:
+    apart = reads.mean_in_dw(recipe, setting) and setting.main_grad != wide(dtype)
+    if recipe.estimator is not None or reads.residual_in_dw(recipe) or apart:
         return wide(dtype), False
     return setting.main_grad or setting.weight_dtype, setting.main_grad is not None
 

@@ -10,7 +10,14 @@ from megatron_fp4.arithmetic.messages import FORMS, form_name
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.description import estimator_words, quantizer_words, transform_words
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan
-from megatron_fp4.plan.memory import held_bytes, norm_bytes, operand_bytes, sent_bytes, y_bytes
+from megatron_fp4.plan.memory import (
+    held_bytes,
+    norm_bytes,
+    operand_bytes,
+    outlier_bytes,
+    sent_bytes,
+    y_bytes,
+)
 from megatron_fp4.plan.words import LETTERS, kernel_notes
 
 _PRODUCTS = {
@@ -89,7 +96,8 @@ def show_exchange(plan: LinearPlan, ranks: int, element: str | None) -> str:
 def _head(plan: LinearPlan) -> str:
     setting, sharding = plan.setting, plan.setting.sharding
     target = setting.target
-    where = "a CPU" if target.kind == "cpu" else "sm_{}{}".format(*target.capability)
+    named = {"cpu": "a CPU", "rocm": "an AMD GPU"}
+    where = named.get(target.kind, "sm_{}{}".format(*target.capability))
     tokens, _ = setting.shape("x", is_part=False)
     text = (
         f"recipe {plan.recipe.name}: {setting.inputs} inputs, {setting.outputs} outputs, {tokens} "
@@ -198,6 +206,8 @@ def _kept(plan: LinearPlan) -> Iterator[str]:
     if plan.estimates_x is not None:
         whole = _size(rows * columns * setting.dtype.itemsize)
         words.append(f"X itself, which its estimator reads, {whole}")
+    if plan.residual_in_dw:
+        words.append(f"the outliers of X, {_size(outlier_bytes(plan))}")
     if plan.mean_in_dw:
         words.append(f"the mean of X, {_size(columns * setting.dtype.itemsize)}")
     if size := norm_bytes(plan):

@@ -46,6 +46,17 @@ def bits(optimizer: LowBitAdamW, weight: Tensor, key: str, step: int) -> list[in
 # --- the step -------------------------------------------------------------------------------------
 
 
+def test_a_weight_without_a_gradient_may_have_other_state() -> None:
+    """Such as its average, which is there before its first step."""
+    params = weights()
+    before = params[1].detach().clone()
+    optimizer = low_bit(params, Moments())
+    optimizer.state[params[1]]["fp4_average"] = before
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 1 and torch.equal(params[1], before)
+
+
 def test_moments_in_float32_are_torch_s_adamw_bit_for_bit() -> None:
     mine, theirs, low = weights(), weights(), weights()
     optimizer = low_bit(mine, EXACT)

@@ -9,9 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_fp4 import __main__, list_recipes
+from megatron_fp4 import __main__, get_recipe, list_recipes
 from megatron_fp4.estimate import command
+from megatron_fp4.plan.compiler import compile_plan
+from megatron_fp4.plan.memory import saved_bytes
+from megatron_fp4.plan.setting import Setting
+from megatron_fp4.target import Target
 
 
 @pytest.fixture
@@ -75,6 +80,29 @@ def test_the_recipes_of_layers_are_told(tmp_path: Path, printed: Callable[[str],
     own, named = own.split("\nlinears a.*\n")
     assert first == printed("--gpu sm_90").replace("tetrajet", "mine")
     assert own == printed("--recipe fp8 --gpu sm_90") and named.startswith("recipe bf16")
+
+
+def test_codes_of_a_recipe_that_begins_or_stays_in_high_precision(
+    tmp_path: Path, printed: Callable[[str], str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("phases: [{after: 0.5, recipe: tetrajet}]\n")
+    with pytest.raises(SystemExit, match="because fprop multiplies W in high precision"):
+        printed(f"--recipe {path} --param-gather --dp 2")
+    path.write_text("layers: [{last: 2, recipe: tetrajet}]\n")
+    first, own = printed(f"--recipe {path} --param-gather --dp 2").split("\nthe last 2 layers\n")
+    assert "by the ranks that own W" not in first and "by the ranks that own W" in own
+
+
+def test_outliers_are_among_what_is_kept(printed: Callable[[str], str]) -> None:
+    text = printed("--recipe dge-occ")
+    [line] = [line for line in text.splitlines() if line.startswith("kept for backward")]
+    sizes = [float(size) for size in re.findall(r", ([\d.]+) MB", line)]
+    setting = Setting(
+        8192, 4096, 4096, torch.bfloat16, Target("cpu"), torch.bfloat16, keeps_w="packed"
+    )
+    saved = saved_bytes(compile_plan(get_recipe("dge-occ"), setting)) / 1e6
+    assert "the outliers of X" in line and sum(sizes) == pytest.approx(saved, abs=0.15)
 
 
 def test_bytes_and_reasons(printed: Callable[[str], str]) -> None:

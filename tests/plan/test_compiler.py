@@ -118,6 +118,7 @@ def test_dy_is_read_once_for_both_directions() -> None:
 def test_only_what_is_asked_for_is_planned() -> None:
     made = plan("tetrajet", dx=False)
     assert made.dgrad is None and [gemm.name for gemm in made.gemms] == ["fprop", "wgrad"]
+    assert made.saves_w == "model"  # wgrad does not read it
     made = plan("tetrajet", dw=False)
     assert made.wgrad is None and made.saves_x == "" and made.saves_w == "operand"
     made = plan("tetrajet", dx=False, dw=False)

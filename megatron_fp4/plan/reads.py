@@ -1,0 +1,78 @@
+"""What the GEMMs of a recipe read of X and W, and what is saved of them for backward."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_fp4.arithmetic.estimators import Estimator
+from megatron_fp4.plan.setting import Setting
+from megatron_fp4.plan.sizes import token_tile
+from megatron_fp4.recipe import Recipe
+
+# --- what is saved for backward -------------------------------------------------------------------
+
+
+def fprop_codes(recipe: Recipe, letter: str) -> bool:
+    """Whether backward GEMMs read W or X from fprop's codes, not from the model's tensor."""
+    return recipe.backward == "forward" and recipe.quantizer("fprop", letter) is not None
+
+
+def saves_w(recipe: Recipe, setting: Setting) -> Literal["operand", "model"]:
+    """See `LinearPlan.saves_w`."""
+    reads_codes = setting.dx and fprop_codes(recipe, "w")
+    return "operand" if reads_codes or estimator_of(recipe, "w", setting) else "model"
+
+
+def estimator_of(recipe: Recipe, letter: str, setting: Setting) -> Estimator | None:
+    """The estimator that is applied to dW or dX, by the letter of W or X."""
+    if letter == "w":
+        return recipe.estimator if setting.dw else None
+    return recipe.x_estimator if setting.dx else None
+
+
+def saves_x(recipe: Recipe, setting: Setting) -> Literal["operand", "packed", "model", ""]:
+    """See `LinearPlan.saves_x`."""
+    if estimator_of(recipe, "x", setting) is not None:
+        return "operand"
+    if not setting.dw:
+        return ""
+    if fprop_codes(recipe, "x"):
+        return "operand"
+    tokens, _ = setting.shape("x", is_part=setting.has_part("x"))
+    packs = setting.packs_x and recipe.wgrad.b is not None
+    return "packed" if packs and tokens % token_tile(recipe, "wgrad", "x") == 0 else "model"
+
+
+# --- outliers and mean of X -----------------------------------------------------------------------
+
+
+def compensates(recipe: Recipe) -> bool:
+    """Whether the outliers of X times W^T are added to Y."""
+    return recipe.outliers is not None and recipe.outliers.compensate
+
+
+def residual_in_dw(recipe: Recipe) -> bool:
+    """Whether dY^T times the outliers is added to dW. It is not where wgrad reads the raw X, which
+    still contains the outliers."""
+    split = recipe.outliers
+    wanted = split is not None and split.compensate and split.residual_in_wgrad
+    return wanted and fprop_codes(recipe, "x")
+
+
+def centered_x(recipe: Recipe, gemm: str) -> bool:
+    """Whether X of fprop or wgrad is made from X without its mean, and not from fprop's codes."""
+    if recipe.x_mean == "kept" or recipe.quantizer(gemm, "x") is None:
+        return False
+    return gemm == "fprop" or not fprop_codes(recipe, "x")
+
+
+def mean_in_dw(recipe: Recipe, setting: Setting) -> bool:
+    """Whether the term of the mean of X is added to dW."""
+    if recipe.x_mean == "kept" or not setting.dw:
+        return False
+    return fprop_codes(recipe, "x") or centered_x(recipe, "wgrad")
+
+
+def subtracts_mean(recipe: Recipe, setting: Setting) -> bool:
+    """Whether the mean of X is computed."""
+    return centered_x(recipe, "fprop") or mean_in_dw(recipe, setting)
