@@ -36,7 +36,8 @@ COMMITTED = {
 }
 
 
-UNFINISHED = ("candidates",)  # a page gets their tables with the last run
+UNFINISHED = {"candidates": "docs/study.md"}  # their tables are of the runs so far
+PAGES = {name: page for name, (page, _) in COMMITTED.items()} | UNFINISHED
 
 
 def rows_of(name: str) -> list[results.Row]:
@@ -47,9 +48,9 @@ TINY = matrix.read("tiny")
 ROWS = rows_of("tiny")
 
 
-@pytest.mark.parametrize("name", COMMITTED)
+@pytest.mark.parametrize("name", PAGES)
 def test_the_tables_are_the_committed_result(name: str) -> None:
-    page, study, rows = (ROOT / COMMITTED[name][0]).read_text(), matrix.read(name), rows_of(name)
+    page, study, rows = (ROOT / PAGES[name]).read_text(), matrix.read(name), rows_of(name)
     assert showing.into(page, name, showing.section(study, rows)) == page
     last_step, loss = rows[0]["held_out"][-1]
     changed = [row | {"held_out": [[last_step, loss + 0.01]]} for row in rows[:1]]
