@@ -268,3 +268,37 @@ def test_mxfp4_sends_as_many_bytes_as_tetrajet() -> None:
     lines = result("bytes")["table"]["a step"]
     cells = {name: line.split("|")[2] for line in lines for name in [line.split("|")[1].strip()]}
     assert cells["mxfp4"] == cells["tetrajet"] != cells["bf16"]
+
+
+def test_the_summary_of_the_hopper_page() -> None:
+    times: dict[str, list[float]] = {}
+    ratios = []
+    for row in result("linear-te")["rows"]:
+        times.setdefault(row["recipe"], []).append(row["ms"])
+        ratios += [row["ratio"]] * (row["recipe"] == "tetrajet")
+    of_te = [b / a for a, b in zip(times["tetrajet"], times["te fp8 delayed"], strict=True)]
+    rows = {
+        (file, row.get("layout"), row["name"]): row
+        for file in ("fused-step", "te-delayed", "parallel-two", "parallel-fp8", "parallel-te")
+        + ("parallel-four",)
+        for row in result(file)["rows"]
+    }
+
+    def faster(layout: str | None, te: str, own: str) -> str:
+        ours, theirs = rows[own, layout, "tetrajet"], rows[te, layout, "te fp8 delayed"]
+        return f"{theirs['ms'] / ours['ms']:.2f}"
+
+    graphs = "tetrajet --cuda-graph-impl local"
+    lines = [
+        f"forward and backward | {min(ratios):.2f} to {max(ratios):.2f} | {min(of_te):.2f} to "
+        f"{max(of_te):.2f} |",
+        f"one GPU | {rows['fused-step', None, 'tetrajet']['ratio']:.2f} | "
+        f"{faster(None, 'te-delayed', 'te-delayed')} |",
+        f"TP2 with SP | {rows['parallel-two', 'tp2-sp', 'tetrajet']['ratio']:.2f} | "
+        f"{faster('tp2-sp', 'parallel-te', 'parallel-fp8')} |",
+        f"PP2 | {rows['parallel-two', 'pp2', 'tetrajet']['ratio']:.2f} | "
+        f"{faster('pp2', 'parallel-te', 'parallel-fp8')}, within",
+        f"CUDA graphs | {rows['parallel-four', 'tp4-sp', graphs]['ratio']:.2f} | not measured |",
+    ]
+    page = (ROOT / "docs/hopper.md").read_text()
+    assert [line for line in lines if line not in page] == []

@@ -58,7 +58,7 @@ WATCHED = {  # by kind of record and metric
     ("weight", "oscillating"): Watched(
         "oscillating elements",
         0.01,
-        f"try a lower learning rate, or {_IN_BF16}",
+        f"nothing to do while the loss falls; if it stalls try a phase in FP8, or {_IN_BF16}",
     ),
     ("gradient", "zeros"): Watched(
         "zeros",

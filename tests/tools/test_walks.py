@@ -20,17 +20,18 @@ VOCABULARY = 512
 # What a page says, and what is run for it. Each must be in the page.
 SMALLER = {
     "--nproc-per-node 8": "--standalone --nproc-per-node 2",
-    "--micro-batch-size 1": "--micro-batch-size 2",
     "--seq-length 4096": "--seq-length 64",
     "--eval-iters 10": "--eval-iters 1",
 }
 FINETUNE = SMALLER | {
+    "--micro-batch-size 1": "--micro-batch-size 2",
     "--global-batch-size 128": "--global-batch-size 4",
     "--train-iters 1000": "--train-iters 4",
     "--lr-warmup-iters 100": "--lr-warmup-iters 1",
     "--save-interval 500": "--save-interval 4",
 }
 PRETRAIN = SMALLER | {
+    "--micro-batch-size 8": "--micro-batch-size 2",
     "--vocab-size 32000": f"--vocab-size {VOCABULARY}",
     "--global-batch-size 256": "--global-batch-size 4",
     "--train-iters 20000": "--train-iters 4",

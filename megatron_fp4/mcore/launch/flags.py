@@ -131,10 +131,10 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--fp4-optimizer-state",
         default=None,
         metavar="m=FORMAT,v=FORMAT",
-        help="store Adam's first moment as fp8, bf16 or fp32 and its second as fp16, fp8 (of its "
-        "root), bf16 or fp32, as in m=fp8,v=fp16, which is 3.02 bytes a parameter in place of 8; "
-        "rounded stochastically, or with ,round=nearest to nearest, by which moments may stand "
-        "still (default: float32)",
+        help="with a recipe: store Adam's first moment as fp8, bf16 or fp32 and its second as "
+        "fp16, fp8 (of its root), bf16 or fp32, as in m=fp8,v=fp16, which is 3.02 bytes a "
+        "parameter in place of 8; rounded stochastically, or with ,round=nearest to nearest, by "
+        "which moments may stop changing (default: float32)",
     )
     group.add_argument(
         "--fp4-metrics-interval",
