@@ -69,7 +69,7 @@ class Linear(nn.Linear):
         self.recipe = recipe  # type: ignore[assignment]  # the setter takes a name too
         self.replica = replica
         if replica is not None:
-            replica_placements(replica)
+            replica_placements(replica)  # raises ConfigError for an invalid one
         self._replay = Replay()
 
     @property

@@ -19,7 +19,7 @@ Label = tuple[str, str, str]  # module, GEMM, operand
 
 
 @dataclass(frozen=True)
-class Sighting:
+class NonFinite:
     """The first operand of a step that had a NaN or an Inf. str() gives the line for the log."""
 
     step: int
@@ -29,7 +29,7 @@ class Sighting:
 
     def __str__(self) -> str:
         return (
-            f"iteration {self.step}: the first NaN or Inf stood in operand {self.operand} of "
+            f"iteration {self.step}: the first NaN or Inf was in operand {self.operand} of "
             f"{self.gemm} in {self.module}"
         )
 
@@ -56,7 +56,7 @@ class CarrierRounding:
 
 
 @dataclass(frozen=True)
-class _Verdict:
+class _StepTallies:
     """The tallies of one step, which are being copied to the host.
 
     tallies: int32 or int64 [operands, 2], in the order of `labels`; see `Decoded.tally`. copied:
@@ -83,7 +83,7 @@ class NonFiniteMonitor:
         self._folded: list[Tensor] = []  # stacked tallies, each int [operands, 2]
         self._totals: Tensor | None = None  # of operands in CUDA graphs, int64 [operands, 2]
         self._rows: dict[Label, Tensor] = {}  # each operand's row of the totals
-        self._verdict: _Verdict | None = None
+        self._verdict: _StepTallies | None = None
         self.from_cpp: Any = None  # collects the tallies of passes in C++
         self._known: list[Label] = []  # by the numbers that `from_cpp` knows
         # Of the last step that was read; None: no rounding.
@@ -125,8 +125,8 @@ class NonFiniteMonitor:
             self._rows[label] = self._totals[len(self._rows)]
         self._rows[label].add_(tally)
 
-    def start_step(self, step: int) -> Sighting | None:
-        """Begin `step`, and send for the tallies of the step before it.
+    def start_step(self, step: int) -> NonFinite | None:
+        """Begin `step`, and start to copy the tallies of the step before it to the host.
 
         Returns the first non-finite operand of the last step but one, whose tallies have reached
         the host by now; None if there was none. `rounding` is that step's too.
@@ -143,7 +143,7 @@ class NonFiniteMonitor:
         if self._totals is not None:
             self._totals.zero_()
 
-    def look(self) -> Sighting | None:
+    def look(self) -> NonFinite | None:
         """The first non-finite operand that was not returned yet, with the current step included.
 
         Waits for the GPU, and clears all tallies. Returns None if there was none.
@@ -186,10 +186,10 @@ class NonFiniteMonitor:
                 tallies = on_host.copy_(tallies, non_blocking=True)
                 copied = torch.cuda.Event()
                 copied.record()
-            self._verdict = _Verdict(self._step, self._labels, tallies, copied)
+            self._verdict = _StepTallies(self._step, self._labels, tallies, copied)
         self._labels, self._folded = [], []
 
-    def _read(self) -> Sighting | None:
+    def _read(self) -> NonFinite | None:
         verdict, self._verdict, self.rounding = self._verdict, None, None
         if verdict is None:
             return None
@@ -205,5 +205,5 @@ class NonFiniteMonitor:
             self.rounding = CarrierRounding(verdict.step, sum(lost), worst, most)
         for label, (_, nan) in zip(verdict.labels, tallies, strict=True):
             if nan:
-                return Sighting(verdict.step, *label)
+                return NonFinite(verdict.step, *label)
         return None

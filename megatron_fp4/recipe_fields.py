@@ -20,7 +20,10 @@ def check_fields(recipe: Recipe) -> None:
     _check_estimators(recipe)
     _check_x_mean(recipe)
     if recipe.backward == "forward" and _prescale(recipe.fprop) != 1.0:
-        raise ConfigError("backward: forward would meet fprop's prescaled operands again")
+        raise ConfigError(
+            "backward: forward reads fprop's operands, which contain its prescale: set prescale "
+            "1 in fprop, or backward: raw"
+        )
     _check_bias_gradient(recipe)
     _check_phases(recipe)
     if nested := [each.recipe.name for each in recipe.layers if each.recipe.layers]:

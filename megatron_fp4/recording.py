@@ -1,4 +1,4 @@
-"""Who records what a pass of a linear runs, where somebody does.
+"""The recorder of what a pass of a linear runs, if one is active.
 
 Kernels, products and collectives tell the recorder of their thread what they launch;
 cpp/recorder.py is one. Operators of PyTorch need not: a recorder sees them by itself.

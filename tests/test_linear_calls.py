@@ -27,7 +27,7 @@ from megatron_fp4.errors import SizeError
 from megatron_fp4.execution import backward
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.linear import quantized_linear
-from megatron_fp4.monitor import NonFiniteMonitor, Sighting
+from megatron_fp4.monitor import NonFinite, NonFiniteMonitor
 from megatron_fp4.recipe import GEMMS, OPERANDS
 from testing.builders.small_recipes import small_recipe
 from testing.oracles import relative_error
@@ -280,7 +280,7 @@ def test_where_the_forward_pass_is_bf16_a_nan_is_still_seen_where_it_first_stood
         w = torch.randn(IN, IN).requires_grad_()
         x = quantized_linear(x, w, None, recipe, Site(observe=partial(watching.observe, layer)))
     x.sum().backward()
-    assert watching.look() == Sighting(0, "fc1", "wgrad", "x")
+    assert watching.look() == NonFinite(0, "fc1", "wgrad", "x")
 
 
 # --- main_grad ------------------------------------------------------------------------------------

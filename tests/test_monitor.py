@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fp4 import list_quantizers, monitor, quantize
-from megatron_fp4.monitor import CarrierRounding, NonFiniteMonitor, Sighting
+from megatron_fp4.monitor import CarrierRounding, NonFinite, NonFiniteMonitor
 
 BAD = [float("nan"), float("inf"), float("-inf")]
 
@@ -26,7 +26,7 @@ def test_one_bad_element_is_seen_wherever_it_stands(value: float, scale: str) ->
     for at in (0, 95, 3000, 64 * 96 - 1):
         watching = NonFiniteMonitor()
         watching.observe("layer", "dgrad", "dy", tally(value, at, scale.removesuffix("-sr")))
-        assert watching.look() == Sighting(0, "layer", "dgrad", "dy")
+        assert watching.look() == NonFinite(0, "layer", "dgrad", "dy")
 
 
 @pytest.mark.parametrize("scale", ["mxfp4", "nvfp4", "vector"])
@@ -45,7 +45,7 @@ def test_the_first_in_the_order_of_use_is_named(fold: int, monkeypatch: pytest.M
     for i in range(20):
         bad = BAD[i % 3] if i in (11, 12, 19) else 0.0
         watching.observe(f"layer {i}", "fprop", "w", tally(bad, rounded=i % 18))
-    assert watching.look() == Sighting(0, "layer 11", "fprop", "w")
+    assert watching.look() == NonFinite(0, "layer 11", "fprop", "w")
     lost = sum(i % 18 for i in range(20))
     assert watching.rounding == CarrierRounding(0, lost, ("layer 17", "fprop", "w"), 17)
     assert watching.look() is None
@@ -57,7 +57,7 @@ def test_a_step_is_told_when_its_results_have_come() -> None:
     for step in range(4):
         told.append(watching.start_step(step))
         watching.observe("layer", "fprop", "x", tally(BAD[0] if step == 1 else 0.0))
-    assert told == [None, None, None, Sighting(1, "layer", "fprop", "x")]
+    assert told == [None, None, None, NonFinite(1, "layer", "fprop", "x")]
     assert watching.look() is None
 
 
@@ -66,7 +66,7 @@ def test_looking_names_the_earlier_of_two_steps() -> None:
     for step in (5, 6):
         watching.start_step(step)
         watching.observe("layer", "fprop", "x", tally(BAD[1]))
-    assert watching.look() == Sighting(5, "layer", "fprop", "x")
+    assert watching.look() == NonFinite(5, "layer", "fprop", "x")
     assert watching.look() is None  # it was told, and its consequences need not be
 
 

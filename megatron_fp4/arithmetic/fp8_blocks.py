@@ -119,7 +119,7 @@ class FloatBlocks:
         return (self._padded(values) * factors[:, None]).flatten()[: len(codes)]
 
     def _padded(self, x: Tensor) -> Tensor:
-        """A vector as [blocks, block], with zeros behind its end."""
+        """A vector as [blocks, block], with zeros after its end."""
         missing = self.blocks(len(x)) * self.block - len(x)
         return torch.nn.functional.pad(x, (0, missing)).view(-1, self.block)
 

@@ -34,7 +34,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimizer step, as of torch.optim.AdamW."""
+        """One optimizer step, like that of torch.optim.AdamW."""
         given = [(group["fused"], group["foreach"]) for group in self.param_groups]
         for group in self.param_groups:
             group.update(fused=True, foreach=False)

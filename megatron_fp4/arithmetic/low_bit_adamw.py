@@ -51,10 +51,10 @@ class LowBitAdamW(torch.optim.AdamW):
         """params, options: as for torch.optim.AdamW. seed: of the run, as for `Key`. step:
         `low_bit.step`, or a kernel.
 
-        Raises ConfigError for parameters that are not float32, and for options of AdamW with which
-        the step is not defined.
+        Raises ConfigError for parameters that are not float32, for options of AdamW with which the
+        step is not defined, and for an invalid seed.
         """
-        Key(seed)
+        Key(seed)  # raises ConfigError for a seed that is out of range
         self.moments, self._seed, self._step = moments, seed, step
         self._owned: dict[Tensor, Owned] = {}
         super().__init__(params, **options)
@@ -103,7 +103,7 @@ class LowBitAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimizer step, as of torch.optim.AdamW(foreach=False).
+        """One optimizer step, like that of torch.optim.AdamW(foreach=False).
 
         Raises ConfigError for a parameter with a gradient and without a place.
         """

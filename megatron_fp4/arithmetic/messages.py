@@ -1,6 +1,6 @@
 """The bytes in which a shard of gradients travels between data-parallel ranks.
 
-A message has the codes of all segments of a shard (segments.py), in their order, and behind them
+A message has the codes of all segments of a shard (segments.py), in their order, and after them
 their scales, if the form has any. Blocks begin at the first element of each segment, so that a
 block never has elements of two parameters or of two shards.
 

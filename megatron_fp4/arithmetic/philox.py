@@ -216,7 +216,8 @@ def random_signs(
 class Signs(NamedTuple):
     """The random signs of one GEMM's Hadamard transform; see `random_signs`.
 
-    draw: None is 0 in all calls, where another number may differ between them.
+    draw: the word that tells draws of a step apart, in wgrad the microbatch. None: 0 in every call,
+    so that kernels need not take it as an argument that changes.
     """
 
     key: Key

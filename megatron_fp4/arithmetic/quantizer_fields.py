@@ -56,7 +56,7 @@ def _check_scales(q: Quantizer) -> None:
         raise ConfigError(f"row_max of e8m0 scales is a power of two, not {q.row_max:g}")
     rules = _RULES.get(q.scale, _FLOAT_RULES)
     if q.rule not in rules:
-        raise ConfigError(f"scale {q.scale} takes rule {' or '.join(rules)}: {q.rule!r}")
+        raise ConfigError(f"scale {q.scale} takes rule {' or '.join(rules)}, not {q.rule!r}")
     largest = _largest_scale(q)
     for name, value in (("tensor_max", q.tensor_max), ("row_max", q.row_max)):
         if value > largest:

@@ -116,7 +116,7 @@ class RampingAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimizer step, as of torch.optim.AdamW(foreach=False)."""
+        """One optimizer step, like that of torch.optim.AdamW(foreach=False)."""
         for group in self.param_groups:
             group["foreach"] = False  # which takes less memory, and may have been loaded otherwise
         loss = _adamw_step(self, closure)

@@ -60,7 +60,7 @@ def place_of(
 
 def begins(sizes: Iterable[int]) -> list[int]:
     """The index of each parameter's first element, where parameters of these sizes (numbers of
-    elements) are laid one behind the other in a vector.
+    elements) are laid one after the other in a vector.
 
     Each index is a multiple of 8: eight elements share a draw of random bits, and so none is shared
     by two parameters.
@@ -103,7 +103,7 @@ def segments(
 ) -> list[list[Segment]]:
     """The segments of each shard of a buffer, in their order there.
 
-    parameters: (first element in the buffer, element behind the last, Place) of each, in any order.
+    parameters: (first element in the buffer, element after the last, Place) of each, in any order.
     What lies between them is padding, and belongs to no segment. borders: the first element of each
     shard, and the number of elements of the buffer.
     """

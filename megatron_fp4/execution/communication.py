@@ -170,7 +170,7 @@ def _started(work: dist.Work) -> Callable[[], None]:
     collective = recorder.started()
 
     def wait() -> None:
-        with _disable_current_modes():  # gloo copies, which is the collective's own business
+        with _disable_current_modes():  # gloo's copies are not part of the pass
             work.wait()
         recorder.waited(collective)
 

@@ -26,7 +26,7 @@ from megatron_fp4.plan.data import LinearPlan, OperandPlan, Source
 class Saved:
     """What the forward pass saves for backward, of this rank's tokens.
 
-    x: see `LinearPlan.saves_x`; None where W gets no gradient.
+    x: see `LinearPlan.saves_x`; None where backward reads nothing of X.
     w: see `LinearPlan.saves_w`.
     weight: W, if an estimator is applied to dW, which reads it; else None.
     x_itself: X, if an estimator is applied to dX, which reads it; else None.

@@ -34,10 +34,10 @@ from megatron_fp4.operands import Carriers
 ROWS, BLOCKS, WARPS = 1, 256, 2
 # The same where rows are corrected. Such a program loops over all blocks of its rows.
 CORRECTED_ROWS, CORRECTED_BLOCKS = 8, 8
+HELD = 2048  # scales in registers of such a program: with more, fewer programs run at once
 # The window of E4M3 for elements times 1, 1.25 or 1.5. The largest, 6 * 1.5 * 2^5, is below 448.
 # The smallest that needs four bits, 1.5 * 1.25 * 2^-6, ends at E4M3's last bit, 2^-9.
 WINDOW_OF_FLOATS = -6, 5
-HELD = 2048  # scales in registers of such a program: with more, fewer programs run at once
 
 
 class Converted(NamedTuple):

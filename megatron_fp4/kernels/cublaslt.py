@@ -128,7 +128,7 @@ class _Plan:
             "cublasLtMatmulDescCreate", byref(self.operation), _COMPUTE_32F, _TYPES[torch.float32]
         )
         self._set(_TRANSA, c_int32(_TRANSPOSED))
-        # Fast sums keep some fourteen bits: an error of 1e-3, where 2e-4 is allowed.
+        # Fast sums keep about fourteen bits: an error of 1e-3, where 2e-4 is allowed.
         self._set(_FAST_ACCUM, c_int8(0))
         self._set(_A_MODE, c_int32(_OUTER_VECTOR))
         self._set(_B_MODE, c_int32(_OUTER_VECTOR))

@@ -184,7 +184,7 @@ def table(
     gradients and in the shards' messages.
 
     shards: the segments of each. starts: where the message of each shard begins, in bytes.
-    is_packed: whether the vector has these segments alone, one behind the other, as
+    is_packed: whether the vector has these segments alone, one after the other, as
     `arithmetic.messages.of_shard` returns them. Otherwise it is the whole buffer of gradients.
     """
     rows: list[tuple[int, ...]] = []
@@ -213,7 +213,7 @@ def encode(
 ) -> None:
     """Writes the messages of a table, as `arithmetic.messages.encoded` makes them.
 
-    source: float32 or BF16, one axis. messages: uint8, one axis.
+    source: float32, BF16 or float16, one axis. messages: uint8, one axis.
     """
     if not of.tiles:
         return
@@ -230,7 +230,7 @@ def write_sums(
 ) -> None:
     """Writes the sums of what ranks sent of the segments of a table; see `messages.summed`.
 
-    messages: uint8, one axis: those of the ranks one behind the other, `stride` bytes apart. out:
+    messages: uint8, one axis: those of the ranks one after the other, `stride` bytes apart. out:
     float32 or BF16, one axis; what lies between the segments stays.
     """
     if not of.tiles:

@@ -58,7 +58,8 @@ def _bits_of(key):
 
 @triton.jit
 def _padded(words, there):
-    """Words of two elements, and of two NaN, which are less than nothing, beyond the row's end."""
+    """Words of two elements, and of two NaN, with which no comparison is true, beyond the row's
+    end."""
     return tl.where(there, words, NAN * 0x10001)
 
 

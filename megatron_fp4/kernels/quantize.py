@@ -55,8 +55,8 @@ _NO_OUTPUT = Output(None, None, None, None, 0)
 class Copy:
     """One quantized copy of a matrix [rows, columns].
 
-    axis: the blocked axis. noise: for a stochastic quantizer. signs: the random signs of the
-    Hadamard transform, if it has any. carrier: the FP8 dtype of the carriers that are written too;
+    axis: the blocked axis. noise: for a stochastic quantizer. signs: of the Hadamard transform,
+    random or fixed, if it has any. carrier: the FP8 dtype of the carriers that are written too;
     None, or a transform, writes none.
     """
 
@@ -297,7 +297,7 @@ def _transform_launch(
             INTERPRETED=INTERPRETED,
         ),
         num_warps=1,
-        num_stages=1,  # loads that wait in shared memory only cost their way through it
+        num_stages=1,  # staging loads in shared memory only adds latency
         maxnreg=None if axis == 1 else 128 if group < 128 else 255,
     )
 

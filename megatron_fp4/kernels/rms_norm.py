@@ -64,7 +64,7 @@ def normed_words(word, factor, weight, ZERO_CENTERED: tl.constexpr, INTERPRETED:
 
 @triton.jit
 def _row_of(ptr, row, words, WORDS: tl.constexpr, inside=True):
-    """The words of a row, and zeros behind them up to WORDS; zeros if it is not inside."""
+    """The words of a row, and zeros after them up to WORDS; zeros if it is not inside."""
     at = tl.arange(0, WORDS)
     return tl.load(ptr + row.to(tl.int64) * words + at, mask=(at < words) & inside, other=0)
 

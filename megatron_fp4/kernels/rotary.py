@@ -35,7 +35,7 @@ def _turn(source, target, cos, sin, inside, ROTATED: tl.constexpr, TAIL: tl.cons
     """Rotates a head of each token, from the addresses of `source` to those of `target`.
 
     Element i of the first ROTATED is rotated with the one half of them further. The TAIL elements
-    behind them are copied.
+    after them are copied.
     """
     HALF: tl.constexpr = ROTATED // 2
     at = tl.arange(0, triton.next_power_of_2(HALF))

@@ -2,7 +2,7 @@
 computes.
 
 PyTorch's operators would draw them too, but take the step and the microbatch as numbers: C++ could
-not repeat them (`cpp.following.refusal`), and they would take some fifty launches.
+not repeat them (`cpp.following.refusal`), and they would take about fifty launches.
 """
 
 from __future__ import annotations

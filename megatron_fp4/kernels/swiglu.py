@@ -70,7 +70,7 @@ def _of_e4m3(byte):
 def _sigmoid(x, INTERPRETED: tl.constexpr):
     """1 / (1 + exp(-x)), float32, to a few units in the last place; 0 where it is below 2^-126.
 
-    The GPU's own approximations take four instructions, and an exact division some ten more.
+    The GPU's own approximations take four instructions, and an exact division about ten more.
     """
     power = x * -1.4426950408889634  # exp(-x) is 2 to this power
     if INTERPRETED:

@@ -14,7 +14,7 @@ from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.makers.base import Given
 from megatron_fp4.makers.mxfp4 import Mxfp4Kernel
-from megatron_fp4.monitor import NonFiniteMonitor, Sighting
+from megatron_fp4.monitor import NonFinite, NonFiniteMonitor
 from megatron_fp4.multipliers import choose
 from megatron_fp4.multipliers.base import Product
 from megatron_fp4.multipliers.hopper import Hopper
@@ -230,7 +230,7 @@ def test_rounded_and_nan_operands_are_told_of() -> None:
         observe = partial(watching.observe, "fc1")
         quantized_linear(x.bfloat16(), w, None, get_recipe("mxfp4"), Site(observe=observe))
     seen += [(watching.look(), watching.rounding)]
-    assert [s for s, _ in seen] == [None, None, None, None, Sighting(2, "fc1", "fprop", "x")]
+    assert [s for s, _ in seen] == [None, None, None, None, NonFinite(2, "fc1", "fprop", "x")]
     assert [r is not None and r.worst for _, r in seen[:4]] == [
         False, False, False, ("fc1", "fprop", "x"),
     ]  # fmt: skip

@@ -149,7 +149,7 @@ def test_an_overflow_is_named_once_and_ends_the_run_as_upstream_does() -> None:
     told = [line for line in result.output.splitlines() if "NaN or Inf" in line]
     assert len(told) == 1 and "pipeline stage 0" in told[0]
     where = "operand dy of dgrad in decoder.layers.1.mlp.linear_fc2"
-    assert f"iteration 1: the first NaN or Inf stood in {where}" in told[0]
+    assert f"iteration 1: the first NaN or Inf was in {where}" in told[0]
     assert result.output.count("Need to rerun step") == 1
     assert re.search(r"exitcode *: 16 ", result.output) and not result.has_traceback
 

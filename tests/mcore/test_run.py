@@ -243,7 +243,7 @@ def test_a_nan_is_told_once_and_a_run_that_stays_nan_does_not_repeat_it(
     run.report()
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2
-    assert "iteration 2: the first NaN or Inf stood in operand x of fprop in layer 1" in told[0]
+    assert "iteration 2: the first NaN or Inf was in operand x of fprop in layer 1" in told[0]
     assert "iteration 6:" in told[1] and "pipeline stage 0, rank 0" in told[1]
 
 

@@ -28,7 +28,7 @@ from megatron_fp4.mcore.model import graphs
 from megatron_fp4.mcore.model.sent_weights import SentWeights
 from megatron_fp4.mcore.model.weight_states import WeightStates
 from megatron_fp4.mcore.runtime.ranks import once
-from megatron_fp4.monitor import CarrierRounding, NonFiniteMonitor, Sighting
+from megatron_fp4.monitor import CarrierRounding, NonFinite, NonFiniteMonitor
 from megatron_fp4.plan.setting import KeepsW
 from megatron_fp4.recipe import OPERANDS, Recipe
 
@@ -374,7 +374,7 @@ class Run:
         if once(f"rounded:{rounding.step}:{stage}"):
             sys.stderr.write(f"megatron-fp4: {rounding} (pipeline stage {stage})\n")
 
-    def _tell(self, seen: Sighting | None) -> None:
+    def _tell(self, seen: NonFinite | None) -> None:
         if seen is None:
             return
         # After a NaN all later steps normally have one: report only the first of successive steps.
