@@ -10,10 +10,10 @@ from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
-from megatron_fp4.recipe import GEMMS, OPERANDS, Layers, Recipe
+from megatron_fp4.gemms import GEMMS, LETTERS, OPERANDS
+from megatron_fp4.recipe import Layers, Recipe
 from megatron_fp4.recipes import get_recipe, list_recipes
 
-_LETTERS = {"x": "X", "w": "W", "dy": "dY"}
 _ROUNDING = {"nearest": "nearest", "stochastic": "stochastic", "ema": "towards an average"}
 
 
@@ -98,7 +98,7 @@ def _gemm(recipe: Recipe, gemm: str) -> str:
 
 def _operand(recipe: Recipe, gemm: str, operand: str) -> str:
     """The operand's letter, with a note where it is made from fprop's codes (backward GEMMs)."""
-    letter = _LETTERS[operand]
+    letter = LETTERS[operand]
     if gemm == "fprop" or operand == "dy":
         return letter
     requantizes = recipe.backward == "forward" and recipe.quantizer("fprop", operand) is not None

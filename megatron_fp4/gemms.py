@@ -3,3 +3,5 @@
 GEMMS = ("fprop", "dgrad", "wgrad")
 # The two operands of each GEMM, by the letters that streams and messages use.
 OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+# The operands in text for users.
+LETTERS = {"x": "X", "w": "W", "dy": "dY"}

@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Any, cast
 
 import torch
-from torch.utils import checkpoint as torchs
+from torch.utils import checkpoint as torch_checkpoint
 
 from megatron_fp4.caller import warn_caller
 
@@ -152,7 +152,7 @@ def follow(checkpointing: type[torch.autograd.Function]) -> None:
     checkpointing.forward = staticmethod(followed)  # type: ignore[method-assign]
 
 
-class _Hook(torchs._checkpoint_hook):  # type: ignore[misc]
+class _Hook(torch_checkpoint._checkpoint_hook):  # type: ignore[misc]
     """The context of the first pass of torch's checkpoints with use_reentrant=False.
 
     frame: torch's state of one checkpoint, whose `recompute_fn` runs the pass again.
@@ -173,5 +173,5 @@ class _Hook(torchs._checkpoint_hook):  # type: ignore[misc]
         self._first_pass.__exit__(*raised)
 
 
-follow(torchs.CheckpointFunction)
-torchs._checkpoint_hook = _Hook  # type: ignore[misc]  # torch reads the name at every checkpoint
+follow(torch_checkpoint.CheckpointFunction)
+torch_checkpoint._checkpoint_hook = _Hook  # type: ignore[misc]  # torch reads the name at every checkpoint

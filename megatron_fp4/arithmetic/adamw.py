@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
+
+# Once an AdamW exists, torch has replaced AdamW.step by a function that also calls the optimizer's
+# hooks. It replaces the steps of derived classes too, and the hooks would be called twice.
+plain_step = inspect.unwrap(torch.optim.Adam.step)
 
 
 def take_groups(own: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# See ramping_adamw.py: the optimizer's hooks must not be called twice.
-_adamw_step = inspect.unwrap(torch.optim.Adam.step)
+from megatron_fp4.arithmetic.adamw import plain_step
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -39,7 +37,7 @@ class FusedAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             group.update(fused=True, foreach=False)
         try:
-            return _adamw_step(self, closure)
+            return plain_step(self, closure)
         finally:
             for group, (fused, foreach) in zip(self.param_groups, given, strict=True):
                 group.update(fused=fused, foreach=foreach)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.adamw import count_steps, take_groups, with_steps
+from megatron_fp4.arithmetic.adamw import count_steps, plain_step, take_groups, with_steps
 from megatron_fp4.arithmetic.offload import copy_of
 from megatron_fp4.arithmetic.ramping import LONGEST, STATES, Adam, Ramped, update
 from megatron_fp4.arithmetic.weight_states import key_of
@@ -18,10 +17,6 @@ from megatron_fp4.errors import ConfigError
 SUM, COUNT, PERIOD = _OWN = tuple(map(key_of, STATES))
 
 _UNKNOWN_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
-# Once an AdamW exists, torch has replaced AdamW.step by a function that also calls the optimizer's
-# hooks. It replaces this class's step too, and the hooks would be called twice.
-_adamw_step = inspect.unwrap(torch.optim.Adam.step)
-
 
 Update = Callable[[Ramped, Tensor, Adam], None]
 
@@ -119,7 +114,7 @@ class RampingAdamW(torch.optim.AdamW):
         """One optimizer step, like that of torch.optim.AdamW(foreach=False)."""
         for group in self.param_groups:
             group["foreach"] = False  # which takes less memory, and may have been loaded otherwise
-        loss = _adamw_step(self, closure)
+        loss = plain_step(self, closure)
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None and self._is_ramped(weight):

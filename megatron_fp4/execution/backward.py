@@ -72,22 +72,24 @@ class Backward:
         self._make_at_start()
         if x is None and plan.wgrad is not None:
             x = self._send(plan.wgrad.b, self._made[plan.wgrad.b])
-        dgrads = None if plan.dgrad is None else self._send(plan.dgrad.a, self._made[plan.dgrad.a])
-        wgrads = None
+        dgrad_dy = (
+            None if plan.dgrad is None else self._send(plan.dgrad.a, self._made[plan.dgrad.a])
+        )
+        wgrad_dy = None
         if plan.wgrad is not None and plan.wgrad.a in self._made:
-            wgrads = self._send(plan.wgrad.a, self._made[plan.wgrad.a])
-        dx = dw = dgrads_dy = None
-        if plan.dgrad is not None and dgrads is not None:
-            a, dgrads = dgrads.wait(), None
+            wgrad_dy = self._send(plan.wgrad.a, self._made[plan.wgrad.a])
+        dx = dw = bias_dy = None
+        if plan.dgrad is not None and dgrad_dy is not None:
+            a, dgrad_dy = dgrad_dy.wait(), None
             dx = self._sum(run_gemm(plan.dgrad, a, self._w(plan.dgrad), site, held=self.held))
-            dgrads_dy = a.operand if plan.recipe.bias_gradient == "quantized" else None
+            bias_dy = a.operand if plan.recipe.bias_gradient == "quantized" else None
             del a  # its memory is wgrad's to use
             self._forget(plan.dgrad)
         if plan.wgrad is not None and x is not None:
             b = x.wait()
             if plan.late:
                 b = self._make_late(plan.wgrad, b)
-            a = self._made[plan.wgrad.a] if wgrads is None else wgrads.wait()
+            a = self._made[plan.wgrad.a] if wgrad_dy is None else wgrad_dy.wait()
             dw = self._dw(plan.wgrad, a, b, outliers, into)
         summed = None if dx is None else dx.wait()
         if summed is not None and plan.estimates_x is not None:
@@ -95,7 +97,7 @@ class Backward:
             summed = self._estimated(
                 plan.estimates_x, plan.fprop.a, summed, saved.x, saved.x_itself
             )
-        return Gradients(summed, dw, dgrads_dy)
+        return Gradients(summed, dw, bias_dy)
 
     # --- operands ---
 

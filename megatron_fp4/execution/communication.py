@@ -67,15 +67,14 @@ class TensorParallel:
         sizes = [m.numel() for m in maxima]
         return [f.view(m.shape) for f, m in zip(flat.split(sizes), maxima, strict=True)]
 
-    def gather(self, operand: Operand, axis: int = 1) -> Pending[Operand]:
+    def gather(self, operand: Operand) -> Pending[Operand]:
         """Gathers the tokens of an operand of which each rank has a part.
 
-        operand: codes and scales, or a matrix in high precision. axis: for such a matrix, 1 if the
-        tokens are its first axis, and 0 if they are its last (the operand contracts the tokens).
+        operand: codes and scales, or a matrix [tokens, features] in high precision.
         """
         if isinstance(operand, QuantizedTensor):
             return self._gather_quantized(operand)
-        return self._gather([operand], -1 if axis == 0 else 0).then(itemgetter(0))
+        return self._gather([operand], 0).then(itemgetter(0))
 
     def gather_outliers(self, outliers: Outliers) -> Pending[Outliers]:
         """Gathers the tokens of what was split off X. All ranks have the same channels."""

@@ -13,7 +13,7 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.parts import take_apart
 from megatron_fp4.operands import Carriers, Decoded, Form, Made
 
-GEMMS = "fprop", "dgrad"  # those that multiply W
+GEMMS_OF_W = "fprop", "dgrad"  # those that multiply W
 
 
 @dataclass
@@ -50,7 +50,7 @@ class HeldWeight:
 
     def to_python(self) -> None:
         """Adds to `made`, `folds` and `forms` what programs have made."""
-        for gemm in GEMMS:
+        for gemm in GEMMS_OF_W:
             tensors = None if self.in_cpp is None else getattr(self.in_cpp, gemm)
             if tensors is not None and gemm not in self.made:
                 next(kind[gemm] for kind in self.rebuilds if gemm in kind)(self, tensors)

@@ -75,7 +75,7 @@ def problem_on(device: torch.device) -> str | None:
     """Why torch's products cannot be used on `device`, in one line; None if they are correct."""
     from megatron_fp4.kernels.scaled_mm import product
 
-    def torchs(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+    def scaled_mm_product(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
         return product((a.codes, a.scales), (b.codes, b.scales))
 
-    return trial("torch's scaled_mm", torchs, get_quantizer("mxfp4-ceil"), TRIED, device)
+    return trial("torch's scaled_mm", scaled_mm_product, get_quantizer("mxfp4-ceil"), TRIED, device)

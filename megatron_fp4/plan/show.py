@@ -9,6 +9,7 @@ import torch
 from megatron_fp4.arithmetic.messages import FORMS, form_name
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.description import estimator_words, quantizer_words, transform_words
+from megatron_fp4.gemms import LETTERS
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan
 from megatron_fp4.plan.memory import (
     held_bytes,
@@ -18,7 +19,7 @@ from megatron_fp4.plan.memory import (
     sent_bytes,
     y_bytes,
 )
-from megatron_fp4.plan.words import LETTERS, kernel_notes
+from megatron_fp4.plan.words import kernel_notes
 
 _PRODUCTS = {
     "fprop": "Y = X W^T",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_fp4.arithmetic.hot_channels import HotChannels
+from megatron_fp4.gemms import LETTERS
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, OperandPlan
-
-LETTERS = {"x": "X", "w": "W", "dy": "dY"}
 
 
 def gemm_words(plan: LinearPlan, gemm: GemmPlan) -> str:
