@@ -47,11 +47,7 @@ class Job:
 
     def flags(self) -> list[str]:
         """The flags, Megatron's and this package's, in which this run differs from the others."""
-        if self.recipe == "bf16":
-            return []
-        name, *options = self.recipe.split(",")
-        chosen = [word for option in options for word in ("--fp4-recipe-option", option)]
-        return ["--fp4-recipe", name, *chosen]
+        return runs.recipe_flags(self.recipe)
 
 
 def study(args: argparse.Namespace) -> dict[str, Any]:

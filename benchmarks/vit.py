@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp4.metrics.weights import WINDOW
+from tools import runs
 from tools.stamp import resumed, stamp
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,10 +52,8 @@ class Job:
 
     def flags(self) -> list[str]:
         """The flags in which this run differs from the others."""
-        name, *options = self.recipe.split(",")
-        chosen = [word for option in options for word in ("--fp4-recipe-option", option)]
-        recipe = [] if name == "bf16" else ["--fp4-recipe", name]
-        return [*recipe, *chosen, "--seed", str(self.seed), "--fold", str(self.fold)]
+        recipe = runs.recipe_flags(self.recipe)
+        return [*recipe, "--seed", str(self.seed), "--fold", str(self.fold)]
 
 
 def jobs(recipes: Iterable[str], seeds: int) -> list[Job]:

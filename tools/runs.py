@@ -108,6 +108,14 @@ class Training:
         ]
 
 
+def recipe_flags(entry: str) -> list[str]:
+    """The flags of a recipe, perhaps with options ("dge-occ,occ=false"); none of "bf16"."""
+    name, *options = entry.split(",")
+    if name == "bf16":
+        return []
+    return ["--fp4-recipe", name, *(w for each in options for w in ("--fp4-recipe-option", each))]
+
+
 def data_flags(prepared: Path) -> list[str]:
     """Megatron's flags for the directory `prepared`, which tools/prepare_data.py has written."""
     return _flags(

@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.study.configuration import hash_of
 from benchmarks.study.sizes import SIZES
+from megatron_fp4.metrics import records
 from megatron_fp4.metrics.weights import window
 from megatron_fp4.report import reading
 from tools import runs
@@ -101,8 +102,8 @@ class Launch:
 
     def _collected(self) -> Metrics:
         """The metrics of a run that has finished; removes what it does not need any more."""
-        kept = self.folder / reading.FILE
-        if (written := self._checkpoints / reading.FILE).exists():
+        kept = self.folder / records.FILE
+        if (written := self._checkpoints / records.FILE).exists():
             written.replace(kept)
         for name in ("checkpoints", "cache"):
             shutil.rmtree(self.folder / name, ignore_errors=True)

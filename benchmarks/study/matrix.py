@@ -15,6 +15,7 @@ from megatron_fp4 import Recipe, get_recipe
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.data.errors import DataError
 from megatron_fp4.recipes import read_options
+from tools import runs
 from tools.installed_text import Text
 
 BF16 = "bf16"
@@ -40,11 +41,9 @@ class Point(NamedTuple):
     def flags(self) -> list[str]:
         """The flags of the recipe."""
         recipe, *further = self.recipe.split()
-        if recipe == BF16:
+        if is_bf16(self.recipe):
             return further
-        name, *options = recipe.split(",")
-        chosen = [word for option in options for word in ("--fp4-recipe-option", option)]
-        return ["--fp4-recipe", name, *chosen, "--fp4-seed", str(self.rounding_seed), *further]
+        return [*runs.recipe_flags(recipe), "--fp4-seed", str(self.rounding_seed), *further]
 
 
 def is_bf16(recipe: str) -> bool:

@@ -14,6 +14,9 @@ Record = dict[str, Any]
 PLACES = [(gemm, letter) for gemm, letters in OPERANDS.items() for letter in letters]
 
 
+FILE = "metrics.jsonl"  # in which a run writes its records
+
+
 def layer_records(
     step: int,
     name: str,

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.metrics.records import FILE
 
-FILE = "metrics.jsonl"
 _MOST_BINS = 1024  # the exponents of float32 are a quarter of these
 _STEPS = range(2**53)  # integers that JavaScript tells apart
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,14 @@ def writing(output: Path) -> Iterator[None]:
             f"cannot write {error.filename or output}: {error.strerror or error}; free space, or "
             "give another --output"
         ) from error
+
+
+def without_transformer_engine() -> None:
+    """Keeps Megatron from importing Transformer Engine, if it is installed.
+
+    Writing datasets does not need it, and on a node without a GPU the import can fail.
+    """
+    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
 
 
 @contextmanager

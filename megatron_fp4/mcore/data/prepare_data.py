@@ -366,9 +366,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=Options.json_key,
         help="where a JSON line, or Parquet, has its text (%(default)s)",
     )
-    # Megatron imports Transformer Engine if it is installed. Writing datasets does not need it, and
-    # on a node without a GPU the import can fail.
-    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
+    outputs.without_transformer_engine()
     try:
         given = parser.parse_args(arguments)
         if given.tokenizer_model is not None and given.vocab_size is not None:

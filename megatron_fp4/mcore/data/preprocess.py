@@ -91,9 +91,7 @@ def _run(given: Namespace) -> None:
     options = Options(given.json_key, given.held_out_share)
     running = Running(given.workers, given.strict)
     outputs.check(given.output)
-    # Megatron imports Transformer Engine if it is installed. Writing datasets does not need it, and
-    # on a node without a GPU the import can fail.
-    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
+    outputs.without_transformer_engine()
     with outputs.without_warnings():
         from megatron_fp4.mcore.data.corpus.estimate import estimate
         from megatron_fp4.mcore.data.corpus.preparing import preprocess

@@ -143,7 +143,7 @@ def install() -> None:
         for name, starts in _CHATTER.items():
             logging.getLogger(name).addFilter(partial(_says_something, starts))
         training.training_log = _from_the_start(training.training_log)
-        training.print_rank_last = _with_time_left(training.print_rank_last)
+        training.print_rank_last = _printing_time_left(training.print_rank_last)
 
 
 def _says_something(chatter: tuple[str, ...], record: logging.LogRecord) -> bool:
@@ -163,7 +163,7 @@ def _from_the_start(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return training_log
 
 
-def _with_time_left(upstream: Callable[[str], None]) -> Callable[[str], None]:
+def _printing_time_left(upstream: Callable[[str], None]) -> Callable[[str], None]:
     @functools.wraps(upstream)
     def print_rank_last(message: str) -> None:
         upstream(with_time_left(message))

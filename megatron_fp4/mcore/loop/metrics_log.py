@@ -27,9 +27,8 @@ from megatron_fp4 import __version__
 from megatron_fp4.mcore.launch.fp4_arguments import metrics_folder
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.metrics.bands import KEPT, Bands, summary
-from megatron_fp4.metrics.records import Record
+from megatron_fp4.metrics.records import FILE, Record
 
-FILE = "metrics.jsonl"
 VERSION = 1  # of the lines of FILE
 _NUMBER = r"([-+.\deE]+|nan|inf)"
 _STEP = {  # what is read of a line of the training log, by key

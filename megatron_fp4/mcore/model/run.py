@@ -89,7 +89,7 @@ class Run:
         self._rows: dict[_Shape, tuple[int, Tensor]] = {}  # the latest microbatch, its token rows
         self._clock: graphs.Clock | None = None
         self._begun: dict[Recipe, int] = {}  # how many phases of a recipe had begun when last told
-        self._last_sighting = -2  # the last step with a NaN or Inf; no step follows -2
+        self._last_nonfinite = -2  # the last step with a NaN or Inf; no step follows -2
 
     @property
     def recipes(self) -> list[Recipe]:
@@ -132,11 +132,13 @@ class Run:
             self.weight_states.gather()
             self.sent_weights.refresh()
         if step != self._step:
-            self._tell(self.monitor.start_step(step + 1))  # Megatron's log counts steps from 1
-            self._tell_of(self.monitor.rounding)
+            self._report_nonfinite(
+                self.monitor.start_step(step + 1)
+            )  # Megatron's log counts steps from 1
+            self._report_rounding(self.monitor.rounding)
             self._step = step
             self._counts.clear()
-            self._tell_of_phases(training)
+            self._report_phases(training)
         # Modulo, because upstream may run a step again to tell faulty hardware from a real NaN.
         local = self._counts[vp_stage] % get_num_microbatches()
         self._counts[vp_stage] += 1
@@ -343,10 +345,10 @@ class Run:
 
         Call it when training ends: during training the tallies of a step are read one step later.
         """
-        self._tell(self.monitor.look())
-        self._tell_of(self.monitor.rounding)
+        self._report_nonfinite(self.monitor.look())
+        self._report_rounding(self.monitor.rounding)
 
-    def _tell_of_phases(self, training: bool) -> None:
+    def _report_phases(self, training: bool) -> None:
         """Prints one line in the first step of each phase of a recipe, and after a resume."""
         if not training:
             return
@@ -366,7 +368,7 @@ class Run:
                     flush=True,
                 )
 
-    def _tell_of(self, rounding: CarrierRounding | None) -> None:
+    def _report_rounding(self, rounding: CarrierRounding | None) -> None:
         """Writes how many elements were rounded, in steps that Megatron logs, for each stage."""
         if rounding is None or rounding.step % self.args.log_interval:
             return
@@ -374,11 +376,11 @@ class Run:
         if once(f"rounded:{rounding.step}:{stage}"):
             sys.stderr.write(f"megatron-fp4: {rounding} (pipeline stage {stage})\n")
 
-    def _tell(self, seen: NonFinite | None) -> None:
+    def _report_nonfinite(self, seen: NonFinite | None) -> None:
         if seen is None:
             return
         # After a NaN all later steps normally have one: report only the first of successive steps.
-        is_news, self._last_sighting = seen.step != self._last_sighting + 1, seen.step
+        is_news, self._last_nonfinite = seen.step != self._last_nonfinite + 1, seen.step
         # Once for each pipeline stage: its other ranks saw the same NaN, or one that it caused.
         stage = mpu.get_pipeline_model_parallel_rank()
         if is_news and once(f"nonfinite:{seen.step}:{stage}"):
