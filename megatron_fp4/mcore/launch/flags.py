@@ -38,6 +38,27 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     group = parser.add_argument_group(TITLE, conflict_handler="resolve")
     parser._action_groups.insert(0, parser._action_groups.pop())
+    _add_recipe(group)
+    _add_operands(group)
+    _add_communication(group)
+    _add_running(group)
+    _add_checkpoints(group)
+    # None is treated as True, but shows that the user did not give --verify-integrity.
+    parser.set_defaults(verify_integrity=None)
+    # What fp4_arguments.settle and fused_kernels.settle set.
+    parser.set_defaults(
+        fp4_gathers_codes=False,
+        fp4_liger=None,
+        fp4_rotates=False,
+        fp4_fused_adamw=False,
+        fp4_joins_swiglu=False,
+        fp4_joins_norms=False,
+    )
+    return parser
+
+
+def _add_recipe(group: argparse._ArgumentGroup) -> None:
+    """Flags that say what a recipe is, and where it holds."""
     group.add_argument(
         "--fp4-recipe",
         default=None,
@@ -81,6 +102,10 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="another recipe, or bf16, for the linears whose global name matches, as in "
         "'decoder.layers.0.*=bf16'; may be given several times, and the last match counts",
     )
+
+
+def _add_operands(group: argparse._ArgumentGroup) -> None:
+    """Flags that say what is kept of operands, and what runs in which precision."""
     group.add_argument(
         "--fp4-weight-cache",
         choices=("packed", "decoded", "fprop", "off"),
@@ -114,6 +139,10 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="keep what a calibration of Q-Ramping copies and sums (12 to 28 bytes a parameter) in "
         "the host's memory; slower, with the same results",
     )
+
+
+def _add_communication(group: argparse._ArgumentGroup) -> None:
+    """Flags of gradients between ranks and the optimizer's state."""
     group.add_argument(
         "--fp4-grad-comm",
         choices=tuple(ELEMENTS),
@@ -136,6 +165,10 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "parameter in place of 8; rounded stochastically, or with ,round=nearest to nearest, by "
         "which moments may stop changing (default: float32)",
     )
+
+
+def _add_running(group: argparse._ArgumentGroup) -> None:
+    """Flags of metrics, and of what runs the linears and what is around them."""
     group.add_argument(
         "--fp4-metrics-interval",
         type=int,
@@ -171,15 +204,10 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "memory: Megatron's setting of this name, which has no flag in Megatron-core 0.19; numbers "
         "above 464 become NaN in backward",
     )
-    # What fp4_arguments.settle and fused_kernels.settle set.
-    parser.set_defaults(
-        fp4_gathers_codes=False,
-        fp4_liger=None,
-        fp4_rotates=False,
-        fp4_fused_adamw=False,
-        fp4_joins_swiglu=False,
-        fp4_joins_norms=False,
-    )
+
+
+def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
+    """Flags of checkpoints and of what is printed."""
     group.add_argument(
         "--fp4-load-anyway",
         action="store_true",
@@ -193,8 +221,6 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="save checkpoints without the SHA-256 of their files, and load them unverified "
         "(--verify-integrity is the default)",
     )
-    # None is treated as True, but shows that the user did not give --verify-integrity.
-    parser.set_defaults(verify_integrity=None)
     group.add_argument(
         "--fp4-verbose",
         action="store_true",
@@ -206,7 +232,6 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         version=f"megatron-fp4 {megatron_fp4.__version__}",
         help="print the version of this package",
     )
-    return parser
 
 
 def reference() -> str:

@@ -3,8 +3,6 @@
 from argparse import Namespace
 from collections.abc import Iterator
 
-_GRAPHS = ("none", "local")
-
 
 def exchange(args: Namespace) -> Iterator[str]:
     """Refuses flags that change how Megatron sums gradients, or which it sums."""
@@ -19,7 +17,6 @@ def _problems(args: Namespace) -> dict[str, tuple[bool, str]]:
     """By what is not supported: whether the launch has it, and what to do instead."""
     # Megatron's layer-wise optimizer, which gives whole weights to single ranks.
     is_layer_wise = args.use_distributed_optimizer and args.optimizer not in ("adam", "sgd")
-    captured = {args.cuda_graph_impl} - set(_GRAPHS)
     out = "leave it out"
     return {
         "--ddp-average-in-collective": (
@@ -42,7 +39,7 @@ def _problems(args: Namespace) -> dict[str, tuple[bool, str]]:
         ),
         "--optimizer dist_muon": (args.optimizer == "dist_muon", "use --optimizer muon"),
         f"--cuda-graph-impl {args.cuda_graph_impl}": (
-            bool(captured),
+            args.cuda_graph_impl not in ("none", "local"),
             "use --cuda-graph-impl local, which captures layers",
         ),
         "--external-cuda-graph": (args.external_cuda_graph, "use --cuda-graph-impl local"),
