@@ -24,7 +24,7 @@ import torch
 from benchmarks.estimate_rows import KERNELS, RESULTS, result
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.kernels.launch import Launch
-from megatron_fp4.kernels.quantize import _transform_launch
+from megatron_fp4.kernels.quantize import transform_launch
 from testing.kernels.compiling import compiled_launch, quantize_launch, registers, sass
 from tools.pages import table as markdown
 from tools.stamp import stamp
@@ -53,7 +53,7 @@ def launches() -> dict[str, list[Launch]]:
     carried = quantize_launch("stochastic", E5M2, E5M2, sizes=sizes, rule="ceil", shared=True)
     found["stochastic, both, with E5M2"] = [carried]
     rows, columns = (
-        _transform_launch(SIZE, SIZE, NOISY, axis, 64, "random", False, True) for axis in (1, 0)
+        transform_launch(SIZE, SIZE, NOISY, axis, 64, "random", False, True) for axis in (1, 0)
     )
     for name, each in (
         ("along rows", [rows]),

@@ -29,7 +29,7 @@ def main() -> None:
         sys.argv = sys.argv[1:]
         if not sys.flags.safe_path:  # with -P Python puts no script's folder there
             sys.path[0] = str(script.resolve().parent)
-        found = release.check()
+        found = release.checked_release()
         if not int(os.environ.get("RANK", "0")):
             print(f"megatron-fp4: {script.name} with {found}", flush=True)
         process.prepare(ours=False)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fp4.arithmetic import low_bit
 from megatron_fp4.arithmetic.adamw import count_steps, take_groups, with_steps
-from megatron_fp4.arithmetic.low_bit import LowBit, Owned, scale_key, step
+from megatron_fp4.arithmetic.low_bit import LowBit, Owned, scale_key
 from megatron_fp4.arithmetic.moments import DEFAULT, Moments
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.ramping import Adam
@@ -18,7 +19,7 @@ from megatron_fp4.errors import ConfigError
 _UNKNOWN_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "foreach", "fused")
 
 
-Step = Callable[[LowBit, Tensor, Adam, int], None]
+Update = Callable[[LowBit, Tensor, Adam, int], None]
 
 
 class LowBitAdamW(torch.optim.AdamW):
@@ -45,22 +46,22 @@ class LowBitAdamW(torch.optim.AdamW):
         params: Any,
         moments: Moments = DEFAULT,
         seed: int = 0,
-        step: Step = step,
+        update: Update = low_bit.step,
         **options: Any,
     ) -> None:
-        """params, options: as for torch.optim.AdamW. seed: of the run, as for `Key`. step:
+        """params, options: as for torch.optim.AdamW. seed: of the run, as for `Key`. update:
         `low_bit.step`, or a kernel.
 
         Raises ConfigError for parameters that are not float32, for options of AdamW with which the
         step is not defined, and for an invalid seed.
         """
         Key(seed)  # raises ConfigError for a seed that is out of range
-        self.moments, self._seed, self._step = moments, seed, step
+        self.moments, self._seed, self._apply = moments, seed, update
         self._owned: dict[Tensor, Owned] = {}
         super().__init__(params, **options)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: vars(self)[name] for name in ("moments", "_seed", "_step", "_owned")}
+        own = {name: vars(self)[name] for name in ("moments", "_seed", "_apply", "_owned")}
         return super().__getstate__() | own  # a copy has these too
 
     @classmethod
@@ -69,14 +70,14 @@ class LowBitAdamW(torch.optim.AdamW):
         optimizer: torch.optim.Optimizer,
         moments: Moments = DEFAULT,
         seed: int = 0,
-        step: Step = step,
+        update: Update = low_bit.step,
     ) -> LowBitAdamW:
         """A LowBitAdamW of the parameters of `optimizer`, in the dictionaries of its groups.
 
         Parameters may be views, which torch's constructor refuses. The state of `optimizer` is not
-        taken over. moments, seed, step and errors: as for the constructor.
+        taken over. moments, seed, update and errors: as for the constructor.
         """
-        found = cls([torch.nn.Parameter(torch.empty(0))], moments, seed, step)
+        found = cls([torch.nn.Parameter(torch.empty(0))], moments, seed, update)
         for group in optimizer.param_groups:
             _refuse(group)
         take_groups(found, optimizer)
@@ -124,7 +125,7 @@ class LowBitAdamW(torch.optim.AdamW):
         state = self.state[weight]
         state["step"] += 1
         options = (float(group["lr"]), group["betas"], group["eps"], group["weight_decay"])
-        self._step(self._of(weight), weight.grad, Adam(int(state["step"]), *options), self._seed)
+        self._apply(self._of(weight), weight.grad, Adam(int(state["step"]), *options), self._seed)
 
     def _of(self, weight: Tensor) -> LowBit:
         if weight not in self._owned:

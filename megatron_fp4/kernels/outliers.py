@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.outliers import OutlierClamp, Residual, index_dtype, ranks
 from megatron_fp4.kernels.encode import bf16_bits
-from megatron_fp4.kernels.launch import INTERPRETED, Launch, kernel, planned
+from megatron_fp4.kernels.launch import INTERPRETED, Launch, in_words, kernel, planned
 
 WIDEST = torch.iinfo(torch.int16).max  # the most features, since two counts share a word
 PER_WARP = 2048  # elements: 64 for each thread
@@ -277,8 +277,7 @@ def split(x: Tensor, clamp: OutlierClamp) -> tuple[Tensor, Residual]:
 
     Unused slots of a row come last, with the place 0.
     """
-    if not x.is_contiguous() or x.storage_offset() % 2:
-        x = x.clone(memory_format=torch.contiguous_format)  # words of two begin at even places
+    x = in_words(x)
     tokens, features = x.shape
     slots = 2 * clamp.kept(features)
     clamped, values = torch.empty_like(x), x.new_empty(tokens, slots)

@@ -167,7 +167,7 @@ def _transform(
         varies = signs.draw is not None
         which = "random" if copy.signs is signs else "none" if copy.signs is None else "fixed"
         form = which, in_memory, noise.placement.groups is not None, varies
-        start = _transform_launch(rows, columns, quantizer, axis, group, *form)
+        start = transform_launch(rows, columns, quantizer, axis, group, *form)
         output = codes, scales, None, None, signed(noise.stream)
         draw = signed(signs.stream), *in_two_forms(number, in_memory, source)
         stochastic = quantizer.stochastic
@@ -263,7 +263,7 @@ def _quantize_launch(
 
 
 @planned
-def _transform_launch(
+def transform_launch(
     rows: int,
     columns: int,
     quantizer: Quantizer,

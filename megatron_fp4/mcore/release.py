@@ -21,7 +21,7 @@ _OTHERS = {
 }
 
 
-def check() -> str:
+def checked_release() -> str:
     """The release of the Megatron that Python would import, and its folder, as text.
 
     Raises ConfigError if it is of another series than this package works with.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_fp4.arithmetic import low_bit
-from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW, Step
+from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW, Update
 from testing.low_bit import OPTIONS, owned
 from testing.worlds.launch import train
 
@@ -33,10 +33,10 @@ def test_a_run_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert whole.losses != train(1, *FLAGS, *CASES[name].split()).losses
 
 
-def peak(step: Step) -> int:
+def peak(update: Update) -> int:
     """The bytes that a step of 2^24 elements takes beside weight, gradient and state."""
     weight = torch.nn.Parameter(torch.randn(2**24, device="cuda"))
-    optimizer = LowBitAdamW([weight], step=step, **OPTIONS)
+    optimizer = LowBitAdamW([weight], update=update, **OPTIONS)
     optimizer.place(weight, owned("w"))
     weight.grad = torch.randn_like(weight)
     optimizer.step()

@@ -22,7 +22,7 @@ from megatron_fp4.kernels import (
     transpose,
 )
 from megatron_fp4.kernels.fp8 import FORMATS
-from megatron_fp4.kernels.quantize import _transform_launch
+from megatron_fp4.kernels.quantize import transform_launch
 from testing.kernels.compiling import (
     E4M3,
     E5M2,
@@ -212,7 +212,7 @@ def test_rows_are_corrected_without_spilling(second: bool | None, blocks: int) -
 @pytest.mark.parametrize("memory", [False, True])
 def test_a_transform_compiles(memory: bool, axis: int, group: int, capability: int) -> None:
     noisy = Quantizer(rounding="stochastic", prescale=0.75)
-    start = _transform_launch(256, 256, noisy, axis, group, "random", memory, True)
+    start = transform_launch(256, 256, noisy, axis, group, "random", memory, True)
     asm = compiled_launch(start, capability)
     assert "mma.sync.aligned.m16n8k16" in asm["ptx"] and ".ftz" not in asm["ptx"]
     # Nothing changes hands on the way to the tensor cores, nor back, nor the random bits: what goes
@@ -226,7 +226,7 @@ def test_a_transform_compiles(memory: bool, axis: int, group: int, capability: i
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("signs", ["fixed", "none"])
 def test_signs_that_are_constants_compile(signs: str, axis: int, group: int) -> None:
-    start = _transform_launch(256, 256, Quantizer(), axis, group, signs, False, False)
+    start = transform_launch(256, 256, Quantizer(), axis, group, signs, False, False)
     assert "mma.sync.aligned.m16n8k16" in compiled_launch(start, 90)["ptx"]
 
 

@@ -33,7 +33,7 @@ from megatron_fp4.kernels import (
     transpose,
 )
 from megatron_fp4.kernels.launch import Launch
-from megatron_fp4.kernels.quantize import _transform_launch
+from megatron_fp4.kernels.quantize import transform_launch
 from testing.kernels.compiling import (
     E4M3,
     VARIANTS,
@@ -57,7 +57,7 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "carrier.carry_kernel": carry_launch((64, 256, 32, E4M3, False)),
     "elements.elements_kernel": elements._elements(4096),
     "estimator.factor_kernel": estimator._launch(64, 4096, 0, Estimator(), True),
-    "hadamard.transform_kernel": _transform_launch(
+    "hadamard.transform_kernel": transform_launch(
         64, 64, Quantizer(), 1, 32, "random", False, False
     ),
     "messages.encode_kernel": messages._encode_launch(4, 1, torch.float32, FORMS["e4m3"], False),

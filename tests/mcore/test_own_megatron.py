@@ -253,10 +253,10 @@ def test_another_series_is_refused_by_its_name(
     folder = megatron_called(name, tmp_path)
     monkeypatch.setattr(release, "installed", lambda: folder)
     if reason is None:
-        assert release.check() == f"Megatron-core {name} in {folder}"
+        assert release.checked_release() == f"Megatron-core {name} in {folder}"
         return
     with pytest.raises(ConfigError, match=f"Megatron-core {re.escape(name)} in .*: .*{reason}"):
-        release.check()
+        release.checked_release()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its flags are a CPU's")

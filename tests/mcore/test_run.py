@@ -150,7 +150,7 @@ def test_a_phase_is_told_once_for_equal_recipes(
     one_rank: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_of(two_phases())
-    run.modules = [("x", two_phases()), ("y", two_phases())]
+    run.module_recipes = [("x", two_phases()), ("y", two_phases())]
     for step in range(10):
         run.args.curr_iteration = step
         moments(run)

@@ -59,12 +59,12 @@ def remedy(
     if not found:
         return f"none there is whole: remove {folder}, or leave out --load, to start anew"
     best, steps = max(found), []
-    persistent = _iteration(named(folder))
+    persistent = _iteration(tracker_text(folder))
     if step is not None and persistent is not None:
         steps += [f"give --ckpt-step {best}"] * (step != best)
     elif persistent is None or persistent > best or (best == last and persistent != best):
         steps.append(f"write {best} into {tracker(folder)}")
-    newest = -1 if beside is None else _iteration(named(beside))
+    newest = -1 if beside is None else _iteration(tracker_text(beside))
     if beside is not None and best == other:
         steps += [f"write {best} into {tracker(beside)}"] * (newest != best)
     elif beside is not None and (newest is None or newest >= best):
@@ -86,7 +86,7 @@ def tracker(folder: Path) -> Path:
     return Path(checkpointing.get_checkpoint_tracker_filename(folder))
 
 
-def named(folder: Path) -> str | None:
+def tracker_text(folder: Path) -> str | None:
     """The text of the tracker file of `folder`; None if there is no such file."""
     path = tracker(folder)
     return path.read_text(errors="replace").strip() if path.is_file() else None
@@ -170,7 +170,7 @@ def _path(folder: Path, step: int | None) -> Path | None:
 
     step: None: the iteration that the tracker file names. The result is None without either.
     """
-    text = named(folder)
+    text = tracker_text(folder)
     if text is None and step is None:
         return None
     release = text == "release"
@@ -180,7 +180,7 @@ def _path(folder: Path, step: int | None) -> Path | None:
 
 
 def _problem_of_named(folder: Path, step: int | None) -> str | None:
-    text = named(folder)
+    text = tracker_text(folder)
     if text is None and step is None:
         if last_whole(folder) is None:
             return None
@@ -199,7 +199,7 @@ def _goes_first(beside: Path, folder: Path, step: int | None) -> bool:
     If the tracker file of `beside` is missing, whether it would load from there if the file were
     right; if the tracker file names no iteration, True.
     """
-    persistent, newest = _iteration(named(folder)), _iteration(named(beside))
+    persistent, newest = _iteration(tracker_text(folder)), _iteration(tracker_text(beside))
     if persistent is None:
         return False  # `folder` has an invalid tracker file, which Megatron reads in any case
     persistent = step or persistent

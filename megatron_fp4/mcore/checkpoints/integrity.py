@@ -30,7 +30,7 @@ def write(path: Path) -> None:
     cannot be read or integrity.json cannot be written.
     """
     names = on_first(lambda: _files(path))
-    shares = on_all(lambda: _each(lambda name: (name, _hash(path / name)), my_share(names)))
+    shares = on_all(lambda: _each(lambda name: (name, hash_of_file(path / name)), my_share(names)))
     digests = dict(pair for share in shares for pair in share)
     on_first(lambda: _put(path, {name: digests[name] for name in names}))
 
@@ -67,7 +67,7 @@ def _each[T](function: Callable[[str], T], names: Iterable[str]) -> list[T]:
 
 def _flaw(path: Path, name: str, digest: str) -> str | None:
     try:
-        same = _hash(path / name) == digest
+        same = hash_of_file(path / name) == digest
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
@@ -106,6 +106,7 @@ def _order(name: str) -> tuple[bool, list[int], str]:
     return not numbers, numbers, name
 
 
-def _hash(file: Path) -> str:
+def hash_of_file(file: Path) -> str:
+    """The digest of a file, in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, _HASH_ALGORITHM).hexdigest()

@@ -26,9 +26,9 @@ from megatron_fp4.mcore.checkpoints import integrity
 from megatron_fp4.mcore.checkpoints.folders import (
     flaw_of,
     last_whole,
-    named,
     non_persistent_folder,
     tracker,
+    tracker_text,
 )
 from megatron_fp4.mcore.runtime.ranks import on_all, on_first
 
@@ -173,7 +173,7 @@ def _failure_told(what: str, folder: Path, path: Path | None = None) -> Iterator
     what: the name of the checkpoint in the message. folder: the folder of all checkpoints.
     path: the folder of the one that is saved, or None where it is unknown.
     """
-    before = named(folder) if path is not None else None
+    before = tracker_text(folder) if path is not None else None
     try:
         yield
     except CheckpointException as error:  # raised on all ranks if any rank failed to write
@@ -219,7 +219,7 @@ def _restore(folder: Path, before: str | None) -> None:
     T/checkpointing.py truncates the tracker file before it writes to it, so a failed write leaves
     it empty.
     """
-    if before is not None and torch.distributed.get_rank() == 0 and named(folder) == "":
+    if before is not None and torch.distributed.get_rank() == 0 and tracker_text(folder) == "":
         try:
             tracker(folder).write_text(before)
         except OSError:

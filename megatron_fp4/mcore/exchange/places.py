@@ -44,7 +44,9 @@ class Sharded(NamedTuple):
 
 def places(chunks: Sequence[Any]) -> dict[torch.nn.Parameter, Place]:
     """The Place of each parameter of this rank's model chunks. All ranks have to call it."""
-    found = {name: (parameter, sharded(parameter)) for name, parameter in named(chunks)}
+    found = {
+        name: (parameter, sharded(parameter)) for name, parameter in trained_parameters(chunks)
+    }
     sizes: dict[str, int] = {}
     for each in of_all({name: shard.size for name, (_, shard) in found.items()}):
         sizes |= each
@@ -53,7 +55,7 @@ def places(chunks: Sequence[Any]) -> dict[torch.nn.Parameter, Place]:
     return {parameter: _place(shard, begin[name]) for name, (parameter, shard) in found.items()}
 
 
-def named(chunks: Iterable[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def trained_parameters(chunks: Iterable[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(global name, parameter) of all parameters that are trained."""
     for chunk in chunks:
         for prefix, module, _ in modules(chunk):

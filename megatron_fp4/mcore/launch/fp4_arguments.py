@@ -103,7 +103,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
     recipe is unknown or invalid, and if another argument, which may come from a checkpoint, cannot
     be combined with it.
     """
-    if args.fp4_recipe is None or args.fp4 is not None:
+    if not has_recipe(args):
         return None
     recipe = _with_phase(get_recipe(args.fp4_recipe, **read_options(args.fp4_recipe_option)), args)
     refuse(fp4_flags.with_recipe(args, recipe))
@@ -127,8 +127,8 @@ def module_recipes(args: argparse.Namespace) -> list[tuple[str, Recipe | None]]:
     recipe = get_recipe(args.fp4_recipe, **read_options(args.fp4_recipe_option))
     found = recipes_of_layers(recipe, args.num_layers)
     for given in args.fp4_module_recipe:
-        glob, equals, recipe = given.partition("=")
-        name, *pairs = recipe.split(",")
+        glob, equals, entry = given.partition("=")
+        name, *pairs = entry.split(",")
         if not (glob and equals and name):
             raise ConfigError(f"--fp4-module-recipe takes GLOB=RECIPE or GLOB=bf16, not {given!r}")
         if name == "bf16" and pairs:

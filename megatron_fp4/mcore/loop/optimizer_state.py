@@ -9,10 +9,10 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
 from megatron_fp4.arithmetic.low_bit import Owned, step
-from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW, Step
+from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW, Update
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.exchange.places import named, place_in
+from megatron_fp4.mcore.exchange.places import place_in, trained_parameters
 from megatron_fp4.mcore.model.optimizers import part_of, stepping_parts
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.runtime.ranks import of_all
@@ -36,7 +36,10 @@ def replace_optimizers(
     float32, and on all ranks if two random streams collide.
     """
     moments = Moments.read(run.args.fp4_optimizer_state)
-    weights = [(_name(name, weight), weight) for name, weight in named(unwrap_model(list(chunks)))]
+    weights = [
+        (_name(name, weight), weight)
+        for name, weight in trained_parameters(unwrap_model(list(chunks)))
+    ]
     everyone = {each for names in of_all([name for name, _ in weights]) for each in names}
     check_streams(run.linears, sorted(everyone))
     for part in stepping_parts(optimizer):
@@ -45,7 +48,7 @@ def replace_optimizers(
                 "--fp4-optimizer-state stores the moments of AdamW: set decoupled_weight_decay of "
                 "the optimizer's configuration, or leave out the flag"
             )
-        inner = LowBitAdamW.in_place_of(part.optimizer, moments, run.args.fp4_seed, _step())
+        inner = LowBitAdamW.in_place_of(part.optimizer, moments, run.args.fp4_seed, _update())
         part.optimizer, part.init_state_fn = inner, _init_state
         for name, weight in weights:
             if (own := part_of(part, weight)) is not None:
@@ -65,8 +68,8 @@ def _name(name: str, weight: torch.nn.Parameter) -> str:
     return _TIED if getattr(weight, "shared_embedding", False) else name
 
 
-def _step() -> Step:
-    """The step of a parameter, as torch's operations or as a kernel."""
+def _update() -> Update:
+    """The update of a parameter, as torch's operations or as a kernel."""
     if not torch.cuda.is_available():
         return step
     from megatron_fp4.kernels import low_bit_adamw  # imports Triton

@@ -87,7 +87,7 @@ def _join(run: Run, model: list[MegatronModule]) -> _Joined:
 
 def _problems(run: Run, rows: list[Row], stock: list[Row]) -> Iterator[str]:
     """Why the launch cannot train the model. rows, stock: of the linears of all ranks."""
-    for glob, _ in run.modules:
+    for glob, _ in run.module_recipes:
         if not any(fnmatchcase(row.name, glob) for row in rows):
             some = ", ".join(sorted({start_table.kind(row.name)[0] for row in rows}))
             yield (
@@ -207,7 +207,7 @@ def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> str
     Returns the reason if the linear cannot follow it, such as a size that a block does not divide;
     else None.
     """
-    recipe = recipe_for(name, number, run.recipe, run.modules, run.args)
+    recipe = recipe_for(name, number, run.recipe, run.module_recipes, run.args)
     sends = recipe is not None and run.sends(layer.weight)
     reads = recipe is not None and reads_average(recipe, sends)
     average = run.weight_states.add(layer, name, number, recipe, reads)
@@ -229,7 +229,7 @@ def _rows(
     refusal: what `_attach_one` returned.
     """
     if refusal is not None:
-        recipe = recipe_for(name, number, run.recipe, run.modules, run.args)
+        recipe = recipe_for(name, number, run.recipe, run.module_recipes, run.args)
         assert recipe is not None
         return [start_table.refused(name, layer.weight, recipe, refusal)]
     if layer.fp4 is None:

@@ -56,20 +56,20 @@ class Moment:
 class Run:
     """An FP4 training run, as one process sees it.
 
-    recipe: the recipe of all linears that no glob in `modules` matches.
+    recipe: the recipe of all linears that no glob in `module_recipes` matches.
     args: Megatron's arguments, from which the current step is read too.
-    modules: (glob for global module names, recipe or None for BF16) for the recipe's `layers` and
-        each --fp4-module-recipe; the last glob that matches decides.
+    module_recipes: (glob for global module names, recipe or None for BF16) for the recipe's
+        `layers` and each --fp4-module-recipe; the last glob that matches decides.
     """
 
     def __init__(
         self,
         recipe: Recipe,
         args: argparse.Namespace,
-        modules: Sequence[tuple[str, Recipe | None]] = (),
+        module_recipes: Sequence[tuple[str, Recipe | None]] = (),
     ) -> None:
         self.recipe = recipe
-        self.modules = modules
+        self.module_recipes = module_recipes
         self.args = args
         self.monitor = NonFiniteMonitor()
         self.weight_states = WeightStates()
@@ -93,8 +93,8 @@ class Run:
 
     @property
     def recipes(self) -> list[Recipe]:
-        """The launch's recipe, then those of `modules`."""
-        return [self.recipe, *(own for _, own in self.modules if own is not None)]
+        """The launch's recipe, then those of `module_recipes`."""
+        return [self.recipe, *(own for _, own in self.module_recipes if own is not None)]
 
     @property
     def kept(self) -> list[str]:
