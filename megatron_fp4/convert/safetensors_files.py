@@ -20,7 +20,7 @@ from megatron_fp4.convert.metadata import TensorInfo
 from megatron_fp4.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PACKAGES = 'pip install "megatron-fp4[convert]"'
+PACKAGES = "pip install 'safetensors>=0.5' 'transformers>=4.57' accelerate compressed-tensors"
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
