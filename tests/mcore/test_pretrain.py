@@ -82,7 +82,7 @@ def test_the_readmes_launch_trains(tmp_path: Path) -> None:
         "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 "
         "--num-query-groups 2 --seq-length 64 --max-position-embeddings 64 --train-iters 2 "
         f"--micro-batch-size 1 --global-batch-size 2 --eval-iters 1 --save {tmp_path} "
-        "--pipeline-model-parallel-size 1 --log-interval 1"
+        "--pipeline-model-parallel-size 1 --lr-warmup-iters 1 --log-interval 1"
     )
     run = spawn(2, ROOT / "pretrain_gpt.py", *words, *smaller.split(), *MOCK_DATA)
     assert run.returncode == 0, run.stdout[-3000:]
