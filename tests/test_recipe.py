@@ -116,7 +116,10 @@ def test_the_named_correction_is_accepted() -> None:
             {"x_mean": "subtracted", "fprop": GemmRecipe(MX), "x_estimator": Estimator()},
             ["x_mean", "estimator of X"],
         ),
-        ({"backward": "forward", "fprop": GemmRecipe(PRESCALED, MX, None, 4 / 3)}, ["its prescale"]),
+        (
+            {"backward": "forward", "fprop": GemmRecipe(PRESCALED, MX, None, 4 / 3)},
+            ["its prescale"],
+        ),
         ({"bias_gradient": "quantized"}, ["bias"]),
         (
             {"bias_gradient": "quantized", "dgrad": GemmRecipe(MX, MX, Hadamard(32))},

@@ -21,6 +21,8 @@ import ml_dtypes  # noqa: F401
 import torch  # noqa: F401
 import triton.language  # noqa: F401
 
+from testing.kernels import masks
+
 
 def run(comparison: str, cases: str, mistake: str, out: IO[str], errors: IO[str]) -> int:
     """Forks, injects `mistake` if it is not "", and runs compare_<comparison>.py with `cases`.
@@ -52,6 +54,7 @@ def run(comparison: str, cases: str, mistake: str, out: IO[str], errors: IO[str]
 
 
 def main() -> None:
+    masks.mend()
     for line in sys.stdin:
         comparison, cases, mistake = json.loads(line)
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:

@@ -1,10 +1,12 @@
 """The kernels compile for Ampere, Hopper and Blackwell, on a machine without a GPU."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.messages import FORMS
@@ -34,6 +36,12 @@ from testing.kernels.compiling import (
     sass,
 )
 
+# Other releases of Triton spill a few more registers in some kernels, or add instructions.
+PINNED = (Path(__file__).parents[2] / "constraints.txt").read_text()
+OF_PINNED_TRITON = pytest.mark.skipif(
+    f"triton=={triton.__version__}\n" not in PINNED,
+    reason="registers and instructions are limited for the Triton of constraints.txt",
+)
 ELSEWHERE = [pytest.param(each, marks=pytest.mark.outside) for each in (80, 120)]
 GPUS = [90, 100, *ELSEWHERE]
 
@@ -52,6 +60,7 @@ def test_a_kernel_compiles(variant: str, capability: int) -> None:
     assert "prmt.b32" in ptx and "max.NaN.bf16x2" in ptx
 
 
+@OF_PINNED_TRITON
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_y_in_e4m3_takes_no_more_memory_than_in_bf16(rounding: str, capability: int) -> None:
@@ -113,6 +122,7 @@ def test_a_choice_by_errors_fits_the_registers(along: tuple[Any, Any]) -> None:
         assert "STL" in made(start.options["num_warps"] // 2)
 
 
+@OF_PINNED_TRITON
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize("form", ["along rows", "along columns", "both", "one draw", "packed"])
@@ -157,6 +167,7 @@ def test_one_draw_for_both_copies_saves_instructions(carrier: Any) -> None:
     assert 3 * 4 * 32 * used <= 2**16
 
 
+@OF_PINNED_TRITON
 @pytest.mark.parametrize("carried", [(E4M3, False), (False, E5M2), (E4M3, E5M2)])
 def test_a_norm_costs_less_than_half_more_instructions(carried: tuple[Any, Any]) -> None:
     """And no spill, though the weights of the columns are broadcast over the rows."""

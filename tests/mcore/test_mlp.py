@@ -47,7 +47,9 @@ def test_gradients_are_those_of_megatron_s_fp8_input_store(dtype: torch.dtype) -
     leaf = y.float().requires_grad_()
     with torch.compiler.set_stance("force_eager"):
         bias_swiglu_impl(leaf, None, True).backward(gradient.float())
-    assert leaf.grad is not None and leaf.grad[0].isnan().sum() == 2  # of 480, and of its `up`
+    # torch makes NaN of 480, as does its `up` then; from 2.15 on it makes the largest number, 448.
+    wide = y[0, 1].to(torch.float8_e4m3fn).isnan()
+    assert leaf.grad is not None and leaf.grad[0].isnan().sum() == 2 * wide
 
     def agrees(found: torch.Tensor) -> bool:
         assert found.dtype == dtype and leaf.grad is not None

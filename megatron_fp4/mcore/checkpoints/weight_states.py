@@ -13,6 +13,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import print_rank_0
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_fp4.mcore.checkpoints import folders
 from megatron_fp4.mcore.model.saved_states import SavedStates, is_of_any
@@ -49,7 +50,8 @@ def _read(
     """
     if folders.problem_in(*_places(args)) or (path := folders.chosen(*_places(args))) is None:
         return None
-    keys = dist_checkpointing.load_tensors_metadata(str(path))
+    # Megatron's load_tensors_metadata fails with the properties of tensors that torch 2.15 saves.
+    keys = FileSystemReader(path).read_metadata().state_dict_metadata
     states = frozenset(key for key in keys if is_of_any(key, names))
     # Most checkpoints have none, and their arguments need not be read twice.
     saved = dist_checkpointing.load_common_state_dict(str(path)).get("args") if states else None
