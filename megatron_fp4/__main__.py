@@ -1,7 +1,8 @@
 """The command `python -m megatron_fp4`, installed as `megatron-fp4`.
 
-info prints what is installed and which GEMMs can run on this machine, flags prints docs/flags.md,
-and plan prints what a recipe does to one linear, or what it saves of a layer.
+info prints what is installed and which GEMMs can run on this machine. flags prints docs/flags.md.
+plan prints what a recipe does to one linear, and with --layer also what a whole layer of a model
+saves for the backward pass.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("info", help="print versions, devices, multipliers and recipes")
     commands.add_parser("flags", help="print docs/flags.md")
-    plan = commands.add_parser("plan", help="print what a recipe does to one linear, or to a layer")
+    plan = commands.add_parser("plan", help="print what a recipe does to one linear")
     command.add_arguments(plan)
     args = parser.parse_args()
     try:

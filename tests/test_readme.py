@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.estimate_rows import steps
 from benchmarks.study import results
-from benchmarks.study.gaps import bootstrap
+from benchmarks.study.gaps import Gap, gap
+from benchmarks.study.tables import cells
 from megatron_fp4 import get_recipe
 from megatron_fp4.estimate.layout import stages
 from megatron_fp4.estimate.memory import states
@@ -40,28 +41,28 @@ def test_the_loss_table_is_the_committed_result() -> None:
     names = {"fp8": "`fp8`", phase: "`tetrajet`, its last fifth in `fp8`", "tetrajet": "`tetrajet`"}
     lines = []
     for recipe, name in names.items():
-        [(_, gap)] = gaps_of("candidates", recipe).items()
-        lines.append(f"| {name} | 26M | 200M | 1 | {gap:+.3f} |")
+        [difference] = gap_of("candidates", recipe).by_seed.values()
+        lines.append(f"| {name} | 26M | 200M | 1 | {difference:+.3f} |")
     for recipe in ("tetrajet", "dge-occ"):
-        gaps = gaps_of("few-bits", recipe)
-        low, high = bootstrap(list(gaps.values()))
-        mean = sum(gaps.values()) / len(gaps)
+        found = gap_of("few-bits", recipe)
+        assert found.interval is not None
+        interval = "({:+.3f} to {:+.3f})".format(*found.interval)
         lines.append(
-            f"| `{recipe}` | 3M | 9.8M | {len(gaps)} | {mean:+.3f} ({low:+.3f} to {high:+.3f}) |"
+            f"| `{recipe}` | 3M | 9.8M | {len(found.by_seed)} | {found.mean:+.3f} {interval} |"
         )
     assert "\n".join(lines) in (ROOT / "README.md").read_text()
     phases = get_recipe(str(ROOT / phase)).phases
     assert [(each.after, each.recipe.name) for each in phases] == [(0.8, "fp8")]
 
 
-def gaps_of(study: str, recipe: str) -> dict[int, float]:
-    """The held-out loss of a recipe minus that of BF16, by seed."""
-    losses: dict[str, dict[int, float]] = {}
-    for run in results.read(ROOT / f"benchmarks/results/study-{study}.jsonl"):
-        if run["status"] == "finished":
-            setup = run["configuration"]
-            losses.setdefault(setup["recipe"], {})[setup["seed"]] = run["held_out"][-1][1]
-    return {seed: loss - losses["bf16"][seed] for seed, loss in losses[recipe].items()}
+def gap_of(study: str, recipe: str) -> Gap:
+    """The gap of a recipe to BF16 in a study of one size, length and learning rate."""
+    read = results.read(ROOT / f"benchmarks/results/study-{study}.jsonl")
+    rows = [row for row in read if row["status"] == "finished"]
+    [cell] = cells(rows)
+    found = gap(rows, cell, recipe, "bf16")
+    assert found is not None
+    return found
 
 
 def test_the_earlier_loss_table_is_the_committed_result() -> None:
@@ -201,9 +202,7 @@ def test_the_table_of_training_steps() -> None:
 
 
 def test_a_linear() -> None:
-    ratios: dict[str, list[float]] = {}
-    for row in result("linear-te")["rows"]:
-        ratios.setdefault(row["recipe"], []).append(row["ratio"])
+    ratios = of_linears("ratio")
     (low, high), (least, most) = ((min(r), max(r)) for r in (ratios["tetrajet"], ratios["dge-occ"]))
     says(f"a linear, forward and backward, is {low:.2f} to {high:.2f} times as fast")
     says(f"A linear of `dge-occ` is {least:.2f} to {most:.2f} times as fast as in BF16")
@@ -232,7 +231,7 @@ def test_the_versions_are_those_that_are_installed(file: str) -> None:
 
 def test_the_loss_beside_fp8() -> None:
     [ours], [fp8], [phased] = (
-        gaps_of("candidates", recipe).values()
+        gap_of("candidates", recipe).by_seed.values()
         for recipe in ("tetrajet", "fp8", "benchmarks/study/candidates/tetrajet-then-fp8.yaml")
     )
     speed, of_fp8 = (by_name("fused-step-others")[name]["ratio"] for name in ("tetrajet", "fp8"))
@@ -247,11 +246,22 @@ def test_the_loss_beside_fp8() -> None:
     says("(one seed each:")
 
 
-def test_linears_beside_transformer_engine_s_and_other_packages() -> None:
-    times: dict[str, list[float]] = {}
+def of_linears(field: str) -> dict[str, list[float]]:
+    """A field of the rows of linear-te.json for each linear, by recipe."""
+    found: dict[str, list[float]] = {}
     for row in result("linear-te")["rows"]:
-        times.setdefault(row["recipe"], []).append(row["ms"])
-    longer = [a / b for a, b in zip(times["tetrajet"], times["te fp8 delayed"], strict=True)]
+        found.setdefault(row["recipe"], []).append(row[field])
+    return found
+
+
+def of_delayed_fp8_s_time() -> list[float]:
+    """The time of tetrajet's linears as a multiple of Transformer Engine's with delayed scaling."""
+    times = of_linears("ms")
+    return [a / b for a, b in zip(times["tetrajet"], times["te fp8 delayed"], strict=True)]
+
+
+def test_linears_beside_transformer_engine_s_and_other_packages() -> None:
+    longer = of_delayed_fp8_s_time()
     says(f"takes `tetrajet` {min(longer):.2f} to {max(longer):.2f} times as long as delayed")
     peers = {row["name"]: row for row in result("peers")["rows"]}
     for name, line in {
@@ -271,12 +281,7 @@ def test_mxfp4_sends_as_many_bytes_as_tetrajet() -> None:
 
 
 def test_the_summary_of_the_hopper_page() -> None:
-    times: dict[str, list[float]] = {}
-    ratios = []
-    for row in result("linear-te")["rows"]:
-        times.setdefault(row["recipe"], []).append(row["ms"])
-        ratios += [row["ratio"]] * (row["recipe"] == "tetrajet")
-    of_te = [b / a for a, b in zip(times["tetrajet"], times["te fp8 delayed"], strict=True)]
+    ratios, of_te = of_linears("ratio")["tetrajet"], [1 / each for each in of_delayed_fp8_s_time()]
     rows = {
         (file, row.get("layout"), row["name"]): row
         for file in ("fused-step", "te-delayed", "parallel-two", "parallel-fp8", "parallel-te")

@@ -95,13 +95,15 @@ def _blocks(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
         for linear in model.linears(kind):
             inputs, outputs = shard(linear, layout)
             tokens = layout.micro_batch * model.sequence
+            is_scattered = sharding_of(linear, layout).tokens == "x"
             for each in recipe.in_turn:
                 problem = _sizes(each, None if linear.expert else tokens, inputs, outputs)
                 if problem is not None:
                     yield f"TP {layout.tp}: {linear.name} has {problem}"
+                if not is_scattered:
+                    continue
                 part = tokens_on_rank(linear, model, layout, each)
-                tile = token_tile(each, "fprop", "x")
-                if sharding_of(linear, layout).tokens == "x" and part % tile:
+                if part % (tile := token_tile(each, "fprop", "x")):
                     yield f"TP {layout.tp}: {part} tokens on a rank, not a multiple of {tile}"
 
 

@@ -22,8 +22,9 @@ def saved_by_layer(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """The bytes of each tensor that a layer saves for the backward pass of a microbatch.
 
-    By the kind of layer, "a layer" or "a layer with experts", as far as the model has them; then by
-    the name of the tensor; then with the recipe ("own") and in BF16 ("bf16").
+    The result is {kind of layer: {name of a tensor: {"own": bytes, "bf16": bytes}}}. Kinds are "a
+    layer" and "a layer with experts", as far as the model has them. "own" is with the recipe,
+    "bf16" in BF16.
     """
     own, plain = (LayerPlans(model, layout, each, target) for each in (recipe, BF16))
     found = {}

@@ -58,8 +58,8 @@ def _bits_of(key):
 
 @triton.jit
 def _padded(words, there):
-    """Words of two elements, and of two NaN, with which no comparison is true, beyond the row's
-    end."""
+    """Words of two elements; beyond the row's end those of two NaN, which no bound counts as less
+    than itself."""
     return tl.where(there, words, NAN * 0x10001)
 
 

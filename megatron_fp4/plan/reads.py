@@ -18,7 +18,10 @@ def fprop_codes(recipe: Recipe, letter: str) -> bool:
 
 
 def saves_w(recipe: Recipe, setting: Setting) -> Literal["operand", "model"]:
-    """See `LinearPlan.saves_w`."""
+    """What is saved of W for backward, as in `LinearPlan.saves_w`.
+
+    fprop's operand where dgrad or an estimator reads it, else W itself.
+    """
     reads_codes = setting.dx and fprop_codes(recipe, "w")
     return "operand" if reads_codes or estimator_of(recipe, "w", setting) else "model"
 
@@ -31,7 +34,11 @@ def estimator_of(recipe: Recipe, letter: str, setting: Setting) -> Estimator | N
 
 
 def saves_x(recipe: Recipe, setting: Setting) -> Literal["operand", "packed", "model", ""]:
-    """See `LinearPlan.saves_x`."""
+    """What is saved of X for backward, as in `LinearPlan.saves_x`.
+
+    fprop's operand where wgrad or an estimator reads it, nothing where neither needs X, wgrad's
+    operand where it can be made in the forward pass, else the matrix of which wgrad makes it.
+    """
     if estimator_of(recipe, "x", setting) is not None:
         return "operand"
     if not setting.dw:

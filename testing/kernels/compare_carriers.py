@@ -166,7 +166,7 @@ def with_row_scales(device: str, of: str = "") -> Iterator[str]:
 
 
 def _values(form: Carriers) -> Tensor:
-    """What carriers stand for, float64 on the CPU."""
+    """The matrix that carriers represent, elements times row factors, in float64 on the CPU."""
     return form.elements.cpu().double() * form.row_factors.cpu()
 
 

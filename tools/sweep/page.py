@@ -79,10 +79,13 @@ def points_of(rows: list[Row], stage: str) -> list[Point]:
 
 
 def _of_recipes(every: dict[Combination, float], stage: str) -> dict[Combination, float]:
-    """The scores of a stage, one for each recipe if the stage depends on the recipe alone.
+    """The scores of a stage, without repeats of the same recipe.
 
-    Combinations that differ only in the axes of the training around the recipe have the same score
-    in such a stage. One of them is kept, with the first values of these axes.
+    Some stages (`WITHOUT_TRAINING`) do not depend on the axes of training, such as the optimizer.
+    Combinations that differ only in these axes have the same score there. It is kept once, under
+    the combination that has the first value of each of these axes.
+
+    every: the score of each combination. stage: a key of SCORES.
     """
     if stage not in WITHOUT_TRAINING:
         return every

@@ -105,7 +105,7 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_operands(group: argparse._ArgumentGroup) -> None:
-    """Flags that say what is kept of operands, and what runs in which precision."""
+    """Flags of what is kept of quantized operands, and of the precision of evaluation."""
     group.add_argument(
         "--fp4-weight-cache",
         choices=("packed", "decoded", "fprop", "off"),
@@ -142,7 +142,7 @@ def _add_operands(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_communication(group: argparse._ArgumentGroup) -> None:
-    """Flags of gradients between ranks and the optimizer's state."""
+    """Flags of the gradients that data-parallel ranks send, and of the optimizer's state."""
     group.add_argument(
         "--fp4-grad-comm",
         choices=tuple(ELEMENTS),
@@ -168,7 +168,7 @@ def _add_communication(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_running(group: argparse._ArgumentGroup) -> None:
-    """Flags of metrics, and of what runs the linears and what is around them."""
+    """Flags of the metrics, the executor of linears, and the fused kernels."""
     group.add_argument(
         "--fp4-metrics-interval",
         type=int,

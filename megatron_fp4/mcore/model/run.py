@@ -132,9 +132,8 @@ class Run:
             self.weight_states.gather()
             self.sent_weights.refresh()
         if step != self._step:
-            self._report_nonfinite(
-                self.monitor.start_step(step + 1)
-            )  # Megatron's log counts steps from 1
+            # Megatron's log counts steps from 1.
+            self._report_nonfinite(self.monitor.start_step(step + 1))
             self._report_rounding(self.monitor.rounding)
             self._step = step
             self._counts.clear()
