@@ -28,7 +28,7 @@ from tools.stamp import stamp
 from tools.sweep import axes, llama, page, results, running, tensors
 from tools.sweep.axes import Combination
 from tools.sweep.building import recipe_of
-from tools.sweep.pareto import INPUTS, OUTPUTS, TOKENS, draw
+from tools.sweep.pareto import INPUTS, OUTPUTS, TOKENS, draw, to_confirm
 from tools.sweep.promotion import LEVELS, level_of, promoted, stars_of
 from tools.sweep.results import BF16
 from tools.sweep.sampling import sample
@@ -151,11 +151,21 @@ def chosen(words: list[str]) -> dict[str, str]:
 
 def llama_matrix(args: argparse.Namespace) -> int:
     """Writes the matrix of benchmarks/study that trains what the stages before have promoted."""
-    written = llama.matrix(promoted_to(llama.NAME, args.results))
+    return _write_matrix(args, llama.matrix(promoted_to(llama.NAME, args.results)))
+
+
+def _write_matrix(args: argparse.Namespace, written: str) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(written)
     print(f"sweep: python -m benchmarks.study run {args.out}")
     return 0
+
+
+def matrix_of_best(args: argparse.Namespace) -> int:
+    """Writes the matrix of benchmarks/study that trains the best of the last stage with fresh
+    seeds."""
+    every = page.points_of(all_rows(args.results, args.study), llama.NAME)
+    return _write_matrix(args, llama.matrix_of_best(to_confirm(every)))
 
 
 def all_rows(path: Path, study: Path) -> list[rows.Row]:
@@ -199,14 +209,20 @@ def main(arguments: list[str] | None = None) -> int:
     add("--minutes", type=float, help="end after so long; the next call goes on")
     add("--commit", help="where the tree has no git of its own")
     commands.choices["try"].add_argument("values", nargs="*", help="axis=value")
-    matrix = commands.add_parser(llama.NAME, help=(llama_matrix.__doc__ or "").strip())
-    matrix.set_defaults(function=llama_matrix)
-    matrix.add_argument("--results", type=Path, default=RESULTS, help="the result file")
-    matrix.add_argument("--out", type=Path, default=WORK / "sweep.yaml", help="the matrix")
+    for name, function, path in (
+        (llama.NAME, llama_matrix, "sweep.yaml"), ("best", matrix_of_best, "sweep-best.yaml"),
+    ):  # fmt: skip
+        matrix = commands.add_parser(name, help=" ".join((function.__doc__ or "").split()))
+        matrix.set_defaults(function=function)
+        matrix.add_argument("--out", type=Path, default=WORK / path, help="the matrix")
     tables = commands.add_parser("show", help=(show.__doc__ or "").strip())
     tables.set_defaults(function=show)
-    tables.add_argument("--results", type=Path, default=RESULTS, help="the result file")
-    tables.add_argument("--study", type=Path, default=llama.RESULTS, help="of the last stage")
+    for name in (llama.NAME, "best", "show"):
+        add = commands.choices[name].add_argument
+        add("--results", type=Path, default=RESULTS, help="the result file")
+    for name in ("best", "show"):
+        add = commands.choices[name].add_argument
+        add("--study", type=Path, default=llama.RESULTS, help="results of the last stage")
     tables.add_argument("--page", type=Path, help="docs/design-space.md, or another")
     tables.add_argument("--picture", type=Path, help="draw scores over times, as SVG")
     costs = commands.add_parser("cost", help=(cost.__doc__ or "").strip())

@@ -21,6 +21,8 @@ RESULTS = Path("benchmarks/results/study-sweep.jsonl")  # of the study of the ma
 KEYS = {"status", "configuration"}
 RECIPE = "tools.sweep.building:combined"
 BASELINES = ["bf16", "tetrajet", "mxfp4-rht-sr"]
+OTHERS = [*BASELINES, "ue5m3", "nvfp4-nvidia", "four-over-six"]  # beside the best combinations
+FRESH_SEEDS = [3, 4, 5]  # none of BLOCK's
 TEXT = {"megabytes": 100, "vocabulary": 8192, "held_out_share": 0.02}
 # The best rates of BF16 in so many steps, of the linears and of embedding and output layer: see the
 # study two-rates-3M.
@@ -40,13 +42,28 @@ def matrix(combinations: Iterable[Combination]) -> str:
 
     Axes of the training around the recipe are left out: Megatron's optimizer is the same for all.
     """
+    what = "whether the small tasks of a sweep say anything of a language model"
     recipes = dict.fromkeys(recipe(each) for each in combinations if _fits(each))
+    return _written(what, [*BASELINES, *recipes], BLOCK)
+
+
+def matrix_of_best(combinations: Iterable[Combination]) -> str:
+    """A matrix, as YAML, that trains OTHERS and these combinations with FRESH_SEEDS."""
+    what = (
+        "whether the best combinations of the sweep are as good with seeds that did not choose them"
+    )
+    recipes = dict.fromkeys(recipe(each) for each in combinations)
+    return _written(what, [*OTHERS, *recipes], BLOCK | {"seeds": FRESH_SEEDS})
+
+
+def _written(what: str, recipes: list[str], block: dict[str, Any]) -> str:
+    """A matrix of one block, as YAML."""
     found = {
-        "what": "whether the small tasks of a sweep say anything of a language model",
+        "what": what,
         "text": TEXT,
         "against": BASELINES[:1],
         "flags": " ".join(FLAGS),
-        "runs": [{"recipes": [*BASELINES, *recipes], **BLOCK}],
+        "runs": [{"recipes": recipes, **block}],
     }
     return yaml.safe_dump(found, sort_keys=False, width=1000)
 

@@ -14,7 +14,7 @@ from tools.sweep.agreement import Agreement, agreement
 from tools.sweep.axes import AXES, WHAT, Combination, without_training
 from tools.sweep.effects import Effect, effects
 from tools.sweep.findings import FINDINGS, summary
-from tools.sweep.pareto import Point, frontier, points
+from tools.sweep.pareto import Point, frontier, of_all_gemms, points
 from tools.sweep.promotion import WITHOUT_TRAINING, level_of, lines_of, stars_of
 from tools.sweep.results import SCORES, scores, seeds_of
 from tools.sweep.running import FAILED
@@ -61,7 +61,7 @@ def section(rows: list[Row]) -> str:
     stage = last_stage(rows)
     every, errors = points_of(rows, stage), standard_errors(rows, stage)
     parts += [[f"The best {BEST} of `{stage}` that quantize all three GEMMs:"]]
-    parts += [points_table(best(every), errors)]
+    parts += [points_table(of_all_gemms(every)[:BEST], errors)]
     for device in DEVICES:
         what = f"No combination is better in `{stage}` and needs less time on {device} than these:"
         parts += [[what], points_table(frontier(every, device), errors)]
@@ -201,12 +201,6 @@ def _effect(effect: Effect | None) -> str:
         return f"{effect.median:+.2g} (1)"
     low, high = effect.quartiles
     return f"{effect.median:+.2g} ({low:+.2g} to {high:+.2g}; {len(effect.differences)})"
-
-
-def best(every: list[Point]) -> list[Point]:
-    """The best combinations, among those that quantize all three GEMMs."""
-    fp4 = [p for p in every if p.combination.forward == p.combination.backward == "fp4"]
-    return fp4[:BEST]
 
 
 def standard_errors(rows: list[Row], stage: str) -> dict[Combination, float]:

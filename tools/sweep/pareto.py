@@ -13,6 +13,7 @@ from tools.sweep.axes import Combination, without_training
 from tools.sweep.building import recipe_of
 
 INPUTS, OUTPUTS, TOKENS = 4096, 14336, 8192  # of the linear whose time is estimated
+BEST, FASTER = 4, 2  # combinations to train with fresh seeds
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,19 @@ def frontier(every: list[Point], device: str) -> list[Point]:
         if not kept or point.times[device] < kept[-1].times[device]:
             kept.append(point)
     return kept
+
+
+def of_all_gemms(every: list[Point]) -> list[Point]:
+    """The points of combinations that quantize all three GEMMs."""
+    return [p for p in every if p.combination.forward == p.combination.backward == "fp4"]
+
+
+def to_confirm(every: list[Point]) -> list[Combination]:
+    """The combinations to train with fresh seeds: of those that quantize all three GEMMs the BEST
+    first, and the FASTER first of those that take less time than BF16 on Hopper."""
+    own = of_all_gemms(every)
+    faster = [point for point in own if point.times["hopper"] < 1]
+    return list(dict.fromkeys(point.combination for point in own[:BEST] + faster[:FASTER]))
 
 
 def draw(every: list[Point], what: str, path: Path) -> None:

@@ -33,6 +33,27 @@ def test_combinations_are_recipes_of_a_matrix(tmp_path: Path) -> None:
     assert unnamed(get_recipe(flags[1], **options)) == unnamed(get_recipe("tetrajet"))
 
 
+def test_the_best_are_trained_with_seeds_that_chose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "best.yaml"
+    path.write_text(llama.matrix_of_best([TETRAJET, RHT]))
+    points = matrix.read(str(path)).points()
+    assert {point.recipe for point in points} == {
+        *llama.OTHERS, llama.recipe(TETRAJET), llama.recipe(RHT),
+    }  # fmt: skip
+    assert not {point.seed for point in points} & set(llama.BLOCK["seeds"])
+    chosen = matrix.read(str(written(tmp_path, llama.matrix([TETRAJET])))).points()
+    alike = ("size", "learning_rate", "steps")
+    assert {tuple(getattr(p, name) for name in alike) for p in points} == {
+        tuple(getattr(p, name) for name in alike) for p in chosen
+    }
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "matrix.yaml"
+    path.write_text(text)
+    return path
+
+
 UNIT_GAIN = Combination(
     scale="e4m3", rule="nearest", backward_rule="unit-gain", operands="forward"
 )  # whose backward pass takes blocks of 128 elements, as docs/numerics.md has it

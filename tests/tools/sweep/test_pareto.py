@@ -11,8 +11,10 @@ from megatron_fp4 import get_recipe
 from megatron_fp4.estimate.overhead import DEVICES, setting_of, with_kernels
 from tests.tools.sweep.test_axes import TETRAJET
 from tools.sweep import __main__
-from tools.sweep.axes import Combination
-from tools.sweep.pareto import INPUTS, OUTPUTS, TOKENS, Point, draw, frontier, points
+from tools.sweep.axes import AXES, Combination
+from tools.sweep.pareto import INPUTS, OUTPUTS, TOKENS, Point, draw, frontier, points, to_confirm
+
+ESTIMATORS = AXES["estimator"]
 
 
 def scattered(number: int) -> list[Point]:
@@ -36,6 +38,19 @@ def test_the_frontier_has_what_no_other_point_beats() -> None:
     found = frontier(every, "hopper")
     assert [(p.score, p.times["hopper"]) for p in found] == sorted(expected)
     assert 3 < len(found) < 30
+
+
+def test_the_best_and_the_best_fast_ones_are_trained_again() -> None:
+    """The fast ones quantize all GEMMs too, and none is there twice."""
+
+    def point(scale: str, score: float, hopper: float, **axes: str) -> Point:
+        return Point(Combination(scale=scale, **axes), score, {"hopper": hopper})
+
+    slow = [point(scale, 0.1, 2.0) for scale in ("e4m3", "ue5m3", "fp32")]
+    fast = [point("e8m0", 0.2 + i / 100, 0.7, estimator=each) for i, each in enumerate(ESTIMATORS)]
+    partly = point("e8m0", 0.0, 0.5, backward="bf16")
+    assert to_confirm([partly, *slow, *fast]) == [p.combination for p in [*slow, *fast[:2]]]
+    assert to_confirm(slow) == [p.combination for p in slow]
 
 
 def test_times_are_the_cost_model_s() -> None:
