@@ -33,12 +33,17 @@ def says(text: str) -> None:
 
 
 STUDY = (ROOT / "docs/study.md").read_text()
+PHASE, ENDS = (
+    f"benchmarks/study/candidates/{name}-then-fp8.yaml" for name in ("tetrajet", "fp8-ends")
+)
 
 
 def test_the_loss_table_is_the_committed_result() -> None:
     """Of the model with 26M parameters by one seed; of 3M the mean over seeds and its interval."""
-    phase = "benchmarks/study/candidates/tetrajet-then-fp8.yaml"
-    names = {"fp8": "`fp8`", phase: "`tetrajet`, its last fifth in `fp8`", "tetrajet": "`tetrajet`"}
+    names = {"fp8": "`fp8`", "mxfp4-rht-sr": "`mxfp4-rht-sr`"}
+    names[ENDS] = "`tetrajet`, its last fifth and its first and last layer in `fp8`"
+    names[PHASE] = "`tetrajet`, its last fifth in `fp8`"
+    names["tetrajet"] = "`tetrajet`"
     lines = []
     for recipe, name in names.items():
         [difference] = gap_of("candidates", recipe).by_seed.values()
@@ -51,18 +56,20 @@ def test_the_loss_table_is_the_committed_result() -> None:
             f"| `{recipe}` | 3M | 9.8M | {len(found.by_seed)} | {found.mean:+.3f} {interval} |"
         )
     assert "\n".join(lines) in (ROOT / "README.md").read_text()
-    phases = get_recipe(str(ROOT / phase)).phases
-    assert [(each.after, each.recipe.name) for each in phases] == [(0.8, "fp8")]
+    for file in (PHASE, ENDS):
+        phased = get_recipe(str(ROOT / file))
+        assert [(each.after, each.recipe.name) for each in phased.phases] == [(0.8, "fp8")]
+        assert {each.recipe.name for each in phased.layers if each.recipe} <= {"fp8"}
+        assert len(phased.layers) == (2 if file == ENDS else 0)
 
 
 def gap_of(study: str, recipe: str) -> Gap:
-    """The gap of a recipe to BF16 in a study of one size, length and learning rate."""
+    """The gap of a recipe to BF16 in a study that has it in one size, length and rate."""
     read = results.read(ROOT / f"benchmarks/results/study-{study}.jsonl")
     rows = [row for row in read if row["status"] == "finished"]
-    [cell] = cells(rows)
-    found = gap(rows, cell, recipe, "bf16")
-    assert found is not None
-    return found
+    found = [each for cell in cells(rows) if (each := gap(rows, cell, recipe, "bf16"))]
+    [only] = found
+    return only
 
 
 def test_the_earlier_loss_table_is_the_committed_result() -> None:
@@ -230,18 +237,19 @@ def test_the_versions_are_those_that_are_installed(file: str) -> None:
 
 
 def test_the_loss_beside_fp8() -> None:
-    [ours], [fp8], [phased] = (
+    [ours], [fp8], [phased], [ends], [rht] = (
         gap_of("candidates", recipe).by_seed.values()
-        for recipe in ("tetrajet", "fp8", "benchmarks/study/candidates/tetrajet-then-fp8.yaml")
+        for recipe in ("tetrajet", "fp8", PHASE, ENDS, "mxfp4-rht-sr")
     )
     speed, of_fp8 = (by_name("fused-step-others")[name]["ratio"] for name in ("tetrajet", "fp8"))
     says(f"| {speed:.2f} times BF16's speed; after 200M tokens a model of 26M parameters ends ")
     says(f"parameters ends {ours:.3f} above BF16's loss (one seed). `mxfp4`")
     says(f"`fp8`: {of_fp8:.2f} times BF16's speed, {fp8:.3f} above BF16's loss")
-    says(f"| {phased:.3f} above BF16's loss in the same comparison. Phases")
+    says(f"| {phased:.3f} and {ends:.3f} above BF16's loss in the same comparison. Phases")
     earlier = {name: f"{row['ratio']:.2f}" for name, row in by_name("training_step").items()}
     says(f"({earlier['mxfp4']} and {earlier['tetrajet']} times BF16's speed)")
-    says(f"| `mxfp4-rht-sr` | {earlier['mxfp4-rht-sr']} times BF16's speed in that earlier version")
+    says(f"| `mxfp4-rht-sr` | {rht:.3f} above BF16's loss in the same comparison; ")
+    says(f"comparison; {earlier['mxfp4-rht-sr']} times BF16's speed in that earlier version")
     says(f"ends {ours:.3f} above BF16 in held-out loss with `tetrajet`, and {fp8:.3f} with `fp8`")
     says("(one seed each:")
 

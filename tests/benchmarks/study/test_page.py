@@ -33,6 +33,7 @@ COMMITTED = {
     "estimators": ("docs/notes/estimators.md", "CPU"),
     "rates-3M": ("docs/notes/estimators.md", "NVIDIA H200"),
     "two-rates-3M": ("docs/notes/estimators.md", "NVIDIA H100"),
+    "sweep-best": ("docs/design-space.md", "NVIDIA H200"),
 }
 
 
@@ -179,6 +180,38 @@ def test_what_four_seeds_of_few_bits_do_not_see() -> None:
     assert unseen is not None and unseen.verdict == "within the spread"
     assert f"The loss of `tetrajet` itself is {seen.mean:.4f} above BF16's, more than" in FEW_BITS
     assert f"the {unseen.mean:.4f} of `dge-occ` is not" in FEW_BITS
+
+
+def test_figures_in_running_text_of_the_candidates() -> None:
+    rows, folder = rows_of("candidates"), "benchmarks/study/candidates/"
+    loss = {
+        (row["configuration"]["recipe"], row["configuration"]["learning_rate"]): last
+        for row in rows
+        if row["configuration"]["seed"] == 1
+        for _, last in row["held_out"][-1:]
+    }
+    plain = loss["bf16", 0.002]
+
+    def above(name: str, other: str = "bf16") -> float:
+        one, two = (
+            each if (each, 0.002) in loss else f"{folder}{each}.yaml" for each in (name, other)
+        )
+        return loss[one, 0.002] - loss[two, 0.002]
+
+    assert 0.5 < above("tetrajet-then-fp8") / above("tetrajet") < 0.55  # "halves"
+    assert 0 < above("tetrajet-then-fp8", "fp8-ends-then-fp8") < 0.01  # "a little"
+    nearest = above("nearest-then-fp8", "tetrajet-then-fp8")
+    dge = above("tetrajet-dge", "tetrajet")
+    both = above("mse-16-nearest-dge-then-fp8", "mse-16-nearest-then-fp8")
+    lower = loss["bf16", 0.0014] - plain
+    for text in (
+        f"backward pass costs {nearest:.3f} more than stochastic rounding",
+        f"DGE costs {dge:.3f} on `tetrajet`, and {both:.3f} on the candidate with it",
+        f"a lower rate costs BF16 {lower:.3f}.",
+        f"forward pass is in BF16, costs {above('mxfp4-rht-sr'):.3f}.",
+    ):
+        assert text in PAGE
+    assert f"BF16 is {lower:.3f} worse at 0.0014 (26M):" in (ROOT / "README.md").read_text()
 
 
 def test_every_committed_result_is_in_a_page() -> None:

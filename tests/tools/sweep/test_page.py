@@ -6,18 +6,26 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+import yaml
 
-from benchmarks.study import matrix, showing
+from benchmarks.study import matrix, showing, tables
+from benchmarks.study.gaps import gap
+from megatron_fp4 import get_recipe
+from tests.tools.sweep.test_axes import unnamed
 from tests.tools.sweep.test_statistics import STARS
 from tools import pages, rows
 from tools.rows import Row
 from tools.sweep import __main__, factorial, llama, page, promotion, results
 from tools.sweep.agreement import agreement
 from tools.sweep.axes import Combination
+from tools.sweep.building import recipe_of
 from tools.sweep.findings import FINDINGS
-from tools.sweep.pareto import draw
+from tools.sweep.pareto import draw, to_confirm
 from tools.sweep.promotion import on_lines, promoted, random_lines
 
+SUFFICES = "A straight-through estimator suffices: {} does not help"
+LIMITS = "The scale's format is the bottleneck: {}"
+UNDER_TENSOR_SCALE = [f"{each} under a tensor scale helps" for each in ("E4M3", "UE5M3")]
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE, PICTURE = DOCS / "design-space.md", DOCS / "images/design-space.svg"
 
@@ -40,15 +48,52 @@ def test_the_picture_is_that_of_the_results(tmp_path: Path) -> None:
     assert (tmp_path / "p.svg").read_bytes() == PICTURE.read_bytes()
 
 
-def test_the_last_stage_grows(tmp_path: Path) -> None:
-    """Its runs so far are of the matrix that the stages before promote."""
+def test_the_last_stage_is_complete(tmp_path: Path) -> None:
+    """Its runs are those of the matrix that the stages before promote."""
     path = tmp_path / "sweep.yaml"
     path.write_text(llama.matrix(promoted(__main__.all_rows(__main__.RESULTS, llama.RESULTS), 3)))
     study, found = matrix.read(str(path)), rows.read(llama.RESULTS, llama.KEYS)
     finished, failed = showing.rows_of(study, found)
-    assert 0 < len(finished) == len(found) < len(study.points()) and not failed
-    assert {row["configuration"]["seed"] for row in found} == {1, 2}
-    assert f"has {len(found)} of its {len(study.points())} runs" in PAGE.read_text()
+    assert len(finished) == len(found) == len(study.points()) and not failed
+
+
+def test_the_best_were_trained_again() -> None:
+    """The committed matrix is what `best` makes of the committed results."""
+    every = page.points_of(__main__.all_rows(__main__.RESULTS, llama.RESULTS), llama.NAME)
+    committed = yaml.safe_load((matrix.FOLDER / "sweep-best.yaml").read_text())
+    assert committed == yaml.safe_load(llama.matrix_of_best(to_confirm(every)))
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        (
+            "sweep-ue5m3-dge",
+            {"scale": "ue5m3", "rule": "nearest", "backward_rule": "inflated"}
+            | {"outer_scale": "tensor"},
+        ),
+        ("sweep-e8m0-dge", {"rule": "ceil", "backward_rule": "ceil"}),
+    ],
+)
+def test_combinations_that_are_recipe_files(name: str, chosen: dict[str, str]) -> None:
+    """They are among the best that were trained again, and the page says which."""
+    each = Combination(block="16", rounding="gradients", estimator="dge", **chosen)
+    path = matrix.FOLDER / f"candidates/{name}.yaml"
+    assert unnamed(get_recipe(path)) == unnamed(recipe_of(each))
+    found = rows.read(Path("benchmarks/results/study-sweep-best.jsonl"), llama.KEYS)
+    [cell] = tables.cells(found)
+    gaps = {recipe: gaps_of(found, cell, recipe) for recipe in tables.recipes(found)}
+    dge = [recipe for recipe in gaps if "dge" in recipe]
+    assert max(gaps[recipe] for recipe in dge if "e8m0" not in recipe and "ceil" not in recipe) < 0
+    if name == "sweep-e8m0-dge":
+        fast = {recipe: gap for recipe, gap in gaps.items() if "block=16,rule=ceil" in recipe}
+        assert min(fast, key=fast.__getitem__) == llama.recipe(each) and len(fast) == 2
+
+
+def gaps_of(found: list[Row], cell: tables.Cell, recipe: str) -> float:
+    own = gap(found, cell, recipe, "bf16")
+    assert own is not None and len(own.by_seed) == len(llama.FRESH_SEEDS)
+    return own.mean
 
 
 def test_figures_in_words() -> None:
@@ -61,10 +106,31 @@ def test_figures_in_words() -> None:
     assert f"Among the better half of them it is {last.better_half:.2f}." in text
     scores, stars = results.scores(found, llama.NAME), promotion.stars_of(found)
     own = {each: score for each, score in scores.items() if stars[each] == factorial.STAR}
-    change = {claim.claim: mean(claim.differences(own)) for claim in FINDINGS[10:12]}
-    assert f"without it the loss is {-change['UE5M3 needs a tensor scale']:.2f} higher" in text
-    [worse] = [difference for claim, difference in change.items() if "E4M3" in claim]
-    assert f"it is {worse:.3f} worse than E4M3" in text
+    by_seed = []
+    for seed in ("1", "2"):
+        every = results.scores(found, llama.NAME, [seed])
+        by_seed.append({each: every[each] for each in own})
+    change = {claim.claim: mean(claim.differences(own)) for claim in FINDINGS}
+    verdict = {claim.claim: claim.verdict(own, by_seed) for claim in FINDINGS}
+    formats = [LIMITS.format(each) for each in ("scales in float32 help", *UNDER_TENSOR_SCALE)]
+    assert {verdict[claim] for claim in formats} == {"held"}
+    float32, e4m3, ue5m3 = (f"{-change[claim]:.3f}" for claim in formats)
+    assert (
+        f"float32 scales lower the loss by {float32}, E4M3 scales under a tensor scale by {e4m3}, "
+        f"and UE5M3 scales under one by {ue5m3}."
+    ) in text
+    needed = "UE5M3 needs a tensor scale"
+    assert verdict[needed] == "held"
+    assert f"without it the loss is {-change[needed]:.2f} higher" in text
+    open_ones = [
+        LIMITS.format("UE5M3 is better than E4M3"),
+        "UE5M3 needs stochastic rounding of dY",
+    ]
+    open_ones += [claim for claim in verdict if claim.startswith("Under a tensor scale")]
+    assert len(open_ones) == 5 and {verdict[claim] for claim in open_ones} == {"not decided"}
+    estimators = [SUFFICES.format(form) for form in ("dge", "spline", "sigmoid")]
+    assert [verdict[claim] for claim in estimators] == ["not held", "held", "held"]
+    assert f"`dge` lowers the loss by {-change[estimators[0]]:.3f} here" in text
 
 
 def test_a_stage_without_the_training_around_a_recipe_says_nothing_of_it() -> None:
