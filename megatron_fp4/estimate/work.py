@@ -136,7 +136,7 @@ def quantize(making: Making) -> Amounts:
     elements = float(first.shape[0] * first.shape[1])
     if making.maker.name == "pytorch":
         return Amounts({"element by PyTorch": elements * len(operands)})
-    if first.group and making.maker.transforms_in_pytorch:
+    if making.maker.transforms_in_pytorch(first):
         # PyTorch transforms in as many passes as it quantizes in.
         found["element by PyTorch"] += elements
     if making.maker.name == "row scale kernel":
@@ -146,7 +146,7 @@ def quantize(making: Making) -> Amounts:
         assert operand.quantizer is not None
         written = operand_bytes(operand) + (elements if operand.carrier is not None else 0)
         found["byte quantized"] += written
-        rounding = _rounding(operand, making.maker.transforms_in_pytorch)
+        rounding = _rounding(operand, making.maker.transforms_in_pytorch(operand))
         found[f"element {rounding}"] += elements
         if rounding == "rounded stochastically" and not (number and operand.letter == "dy"):
             found["element drawn"] += elements  # both operands of dY have the same random bits

@@ -2,8 +2,8 @@
 
 A block lies in one row or is a rectangle of several rows. There may be a float32 scale of the
 tensor above the block scales. One kernel finds the tensor's largest magnitude, where a tensor scale
-needs it. Another scales, rounds and, for blocks along the columns, transposes. The bits are those
-of arithmetic/scaling.py.
+needs it. Another scales, rounds and, for blocks along the columns, transposes. Both apply a
+Hadamard transform first, if there is one. The bits are those of arithmetic/scaling.py.
 """
 
 from __future__ import annotations
@@ -28,28 +28,13 @@ from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, pla
 from megatron_fp4.kernels.philox import integers_of, noise_of, rest_of_tile, tile_group_indices
 from megatron_fp4.kernels.quantize import RANDOM, SILENCE, is_in_memory, random_of
 from megatron_fp4.kernels.rows import INFINITE
+from megatron_fp4.kernels.tile_hadamard import Transform, Turn, loaded, turn_of
 
 TILE, WARPS = 64, 4  # rows and columns of a program's tile
-GAIN_GROUP = 128  # the most elements of a group whose scales are corrected for a gain of 1
+WIDE = 128  # elements along the axis of a tile of 32 lines, for groups that are larger than TILE
 MANTISSA = 3  # mantissa bits of both scale formats
 COMPARED = ("mse-fp8", "four-over-six")  # rules that compare the errors of several scales
 RULES = ("nearest", "up", *COMPARED)
-
-
-@triton.jit
-def _loaded(
-    x_ptr, n_rows, n_columns, AXIS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """The tile of x that this program handles, float32, with AXIS last and zeros outside of x.
-
-    x_ptr: the bits of BF16 [n_rows, n_columns], int16. ROWS, COLUMNS: of the tile.
-    """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    there = (rows < n_rows) & (columns < n_columns)
-    bits = tl.load(x_ptr + rows.to(tl.int64) * n_columns + columns, mask=there, other=0)
-    v = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return tl.trans(v) if AXIS == 0 else v
 
 
 @triton.jit
@@ -74,25 +59,29 @@ def _finite_or_0(largest):
 @kernel(fp_fusion=True)
 def top_kernel(
     x_ptr,
+    signs_ptr,
     top_ptr,
     n_rows,
     n_columns,
     AXIS: tl.constexpr,
     ACROSS: tl.constexpr,
     ALONG: tl.constexpr,
+    TURN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Finds the bits of the largest magnitude in all blocks that are finite.
 
     x_ptr: the bits of BF16 [n_rows, n_columns], int16.
+    signs_ptr, TURN: of a transform along AXIS, see tile_hadamard.py.
     top_ptr: int32 [], 0 at the launch; the maximum is written to it.
     AXIS: the blocked axis. ACROSS, ALONG: the size of a block across this axis and along it.
     ROWS, COLUMNS: of the tile of x that a program handles.
     """
-    v = _loaded(x_ptr, n_rows, n_columns, AXIS, ROWS, COLUMNS)
+    v = loaded(x_ptr, signs_ptr, n_rows, n_columns, AXIS, TURN, INTERPRETED, ROWS, COLUMNS)
     largest = _finite_or_0(_largest(v, ACROSS, ALONG))
-    tl.atomic_max(top_ptr, tl.max(tl.max(largest, 1), 0))
+    tl.atomic_max(top_ptr, tl.max(largest))
 
 
 @triton.jit
@@ -180,6 +169,7 @@ def _store(ptr, tile, n_lines, n_along, AXIS: tl.constexpr):
 @kernel(fp_fusion=False)
 def cast_kernel(
     x_ptr,
+    signs_ptr,
     top_ptr,
     codes_ptr,
     scales_ptr,
@@ -202,6 +192,7 @@ def cast_kernel(
     STOCHASTIC: tl.constexpr,
     SCALES_DRAW: tl.constexpr,
     DRAWS: tl.constexpr,
+    TURN: tl.constexpr,
     INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -209,6 +200,7 @@ def cast_kernel(
     """Quantizes BF16 x [n_rows, n_columns] to codes, two in a byte, and block scales, with AXIS
     last.
 
+    signs_ptr, TURN: of a transform along AXIS before that, see tile_hadamard.py.
     top_ptr: int32 [], the bits of the largest finite magnitude; read if TENSOR_MAX is not 0.
     codes_ptr: uint8 [others, n / 2], with n the length of AXIS and `others` that of the other axis.
     scales_ptr: uint8 [others / ACROSS, n / ALONG].
@@ -228,7 +220,7 @@ def cast_kernel(
     docs/numerics.md, E4M3 and UE5M3, has the steps. A block with Inf or NaN gets codes 0 and the
     scale NaN.
     """
-    v = _loaded(x_ptr, n_rows, n_columns, AXIS, ROWS, COLUMNS)
+    v = loaded(x_ptr, signs_ptr, n_rows, n_columns, AXIS, TURN, INTERPRETED, ROWS, COLUMNS)
     rest = 0
     if STOCHASTIC or SCALES_DRAW:
         place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row
@@ -272,10 +264,11 @@ def quantize(
     axis: int,
     noise: Noise | None = None,
     widest: Tensor | None = None,
+    transform: Transform | None = None,
 ) -> QuantizedTensor:
     """Quantizes x in blocks along `axis` to E2M1 codes with E4M3 or UE5M3 scales.
 
-    x: BF16 [rows, columns].
+    x: BF16 [rows, columns]. transform: along `axis`, before x is quantized.
     noise: the source of random bits of a stochastic quantizer.
     widest: the maximum over the ranks that share the tensor scale; see `quantize_matrix`. None
         takes that of x.
@@ -290,60 +283,73 @@ def quantize(
     in_memory = is_in_memory(noise.key.step)
     random = random_of(x, noise, in_memory, rows, columns, places=quantizer.draws)
     has_groups = noise.placement.groups is not None
-    cast = _cast_launch(rows, columns, quantizer, axis, in_memory, has_groups)
+    turn = turn_of(transform)
+    cast = _cast_launch(rows, columns, quantizer, axis, in_memory, has_groups, turn)
     top = unit = None
     if quantizer.tensor_max:
         unit = x.new_empty((), dtype=torch.float32)
         if widest is None:
-            top = _found(x, quantizer, axis)
+            top = _found(x, quantizer, axis, transform)
         else:
             top = widest.float().contiguous().view(torch.int32)
     stream = signed(noise.stream)
-    cast(x.device, x, top, codes, scales, unit, stream, *random, rows, columns)
+    signs = None if transform is None else transform.signs
+    cast(x.device, x, signs, top, codes, scales, unit, stream, *random, rows, columns)
     return QuantizedTensor(codes, scales, unit, quantizer, x.shape, axis)
 
 
-def find_largest(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
+def find_largest(
+    x: Tensor, quantizer: Quantizer, axis: int, transform: Transform | None = None
+) -> Tensor:
     """The largest magnitude in x, float32 [], from which the scale of the tensor follows.
 
     Blocks with an Inf or a NaN do not count, so that they do not change the scale of the others.
-    x: BF16 [rows, columns]. axis: along which its blocks lie.
+    x: BF16 [rows, columns]. axis: along which its blocks lie. transform: along it, before.
     """
-    return _found(x.contiguous(), quantizer, axis).view(torch.float32)
+    return _found(x.contiguous(), quantizer, axis, transform).view(torch.float32)
 
 
-def _found(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
+def _found(x: Tensor, quantizer: Quantizer, axis: int, transform: Transform | None) -> Tensor:
     """The bits of `find_largest`, int32 [], of a contiguous x."""
     rows, columns = x.shape
     top = torch.zeros((), dtype=torch.int32, device=x.device)
-    _find_launch(rows, columns, quantizer, axis)(x.device, x, top, rows, columns)
+    find = _find_launch(rows, columns, quantizer, axis, turn_of(transform))
+    find(x.device, x, None if transform is None else transform.signs, top, rows, columns)
     return top
 
 
-def _tiled(rows: int, columns: int, quantizer: Quantizer, axis: int) -> Any:
+def _tiled(rows: int, columns: int, quantizer: Quantizer, axis: int, turn: Turn) -> Any:
     """(grid, constants) of both kernels, whose programs handle a tile of x [rows, columns] each.
 
-    A tile has whole groups of `unit_gain` elements along the axis.
+    A tile has whole groups along the axis: of a transform, and of `unit_gain` elements.
     """
     across, along = quantizer.block
     height, width = TILE, TILE
-    if quantizer.unit_gain:
-        height, width = (32, GAIN_GROUP) if axis else (GAIN_GROUP, 32)
-    constants = dict(AXIS=axis, ACROSS=across, ALONG=along, ROWS=height, COLUMNS=width)
+    if quantizer.unit_gain or turn.GROUP > TILE:
+        height, width = (32, WIDE) if axis else (WIDE, 32)
+    constants: dict[str, Any] = dict(AXIS=axis, ACROSS=across, ALONG=along, TURN=turn)
+    constants |= dict(INTERPRETED=INTERPRETED, ROWS=height, COLUMNS=width)
     return (tiles(rows, height), tiles(columns, width)), constants
 
 
 @planned
-def _find_launch(rows: int, columns: int, quantizer: Quantizer, axis: int) -> Launch:
+def _find_launch(rows: int, columns: int, quantizer: Quantizer, axis: int, turn: Turn) -> Launch:
     """The launch of `top_kernel` for a matrix [rows, columns]."""
-    grid, constants = _tiled(rows, columns, quantizer, axis)
-    types = torch.int16, torch.int32, rows, columns
-    return Launch(top_kernel, grid, types, constants, num_warps=WARPS)
+    grid, constants = _tiled(rows, columns, quantizer, axis, turn)
+    types = torch.int16, torch.float32, torch.int32, rows, columns
+    spills = turn.GROUP > TILE  # as in _cast_launch
+    return Launch(top_kernel, grid, types, constants, num_warps=2 * WARPS if spills else WARPS)
 
 
 @planned
 def _cast_launch(
-    rows: int, columns: int, quantizer: Quantizer, axis: int, in_memory: bool, has_groups: bool
+    rows: int,
+    columns: int,
+    quantizer: Quantizer,
+    axis: int,
+    in_memory: bool,
+    has_groups: bool,
+    turn: Turn,
 ) -> Launch:
     """The launch of `cast_kernel` for a matrix [rows, columns].
 
@@ -352,7 +358,7 @@ def _cast_launch(
     """
     scale = SCALE_FLOATS[quantizer.scale]
     assert scale.mantissa_bits == MANTISSA and E2M1.max == 6
-    grid, constants = _tiled(rows, columns, quantizer, axis)
+    grid, constants = _tiled(rows, columns, quantizer, axis, turn)
     constants |= dict(
         TENSOR_MAX=quantizer.tensor_max,
         INFLATE=quantizer.inflate,
@@ -365,9 +371,8 @@ def _cast_launch(
         STOCHASTIC=quantizer.stochastic,
         SCALES_DRAW=quantizer.scale_rounding == "stochastic",
         DRAWS=Draws(in_memory, has_groups),
-        INTERPRETED=INTERPRETED,
     )
-    memory = torch.int16, torch.int32, torch.uint8, torch.uint8, torch.float32
+    memory = torch.int16, torch.float32, torch.int32, torch.uint8, torch.uint8, torch.float32
     types = *memory, NUMBER, RANDOM, rows, columns
     spills = quantizer.rule in COMPARED or quantizer.unit_gain > 0  # registers, with fewer warps
     warps = 2 * WARPS if spills else WARPS

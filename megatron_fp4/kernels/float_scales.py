@@ -23,7 +23,9 @@ def code_of(wanted, BIAS: tl.constexpr, MAX: tl.constexpr, UP: tl.constexpr):
     magnitude = tl.minimum(wanted, MAX)
     if UP:
         normal = ((magnitude.to(tl.int32, bitcast=True) + 0xFFFFF) >> 20) - ((127 - BIAS) << 3)
-        steps = tl.ceil(magnitude * 2.0 ** (BIAS + 2)).to(tl.int32)
+        wanted = magnitude * 2.0 ** (BIAS + 2)
+        below = wanted.to(tl.int32)  # tl.ceil would flush a subnormal number to 0
+        steps = below + (below.to(tl.float32) < wanted).to(tl.int32)
         code = tl.where(magnitude < 2.0 ** (1 - BIAS), steps, normal)
     else:
         code = fp8_code(magnitude, 3, BIAS)

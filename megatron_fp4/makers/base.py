@@ -41,12 +41,13 @@ class Maker(Protocol):
 
     Its codes and scales must be those of makers/pytorch.py bit for bit; docs/numerics.md states the
     one exception, for Hadamard transforms.
-
-    transforms_in_pytorch: whether PyTorch computes Hadamard transforms before its kernel quantizes.
     """
 
     name: str
-    transforms_in_pytorch: bool
+
+    def transforms_in_pytorch(self, operand: OperandPlan) -> bool:
+        """Whether PyTorch applies this operand's Hadamard transform before a kernel quantizes."""
+        ...
 
     def refuses(self, operand: OperandPlan) -> str | None:
         """Why it cannot make this operand, in a few words that users read; None if it can."""

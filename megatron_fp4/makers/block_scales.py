@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,16 +15,25 @@ from megatron_fp4.makers.pytorch import before_quantizer
 from megatron_fp4.operands import Made, Matrix, Operand
 from megatron_fp4.plan.data import OperandPlan
 
+if TYPE_CHECKING:
+    from megatron_fp4.kernels.tile_hadamard import Transform
+
 
 class BlockScaleKernel:
-    """Quantizes a BF16 matrix to E2M1, with E4M3 or UE5M3 scales. PyTorch applies a Hadamard
-    transform first.
+    """Quantizes a BF16 matrix to E2M1, with E4M3 or UE5M3 scales, after a Hadamard transform if
+    there is one.
 
     It refuses operands times row scales.
     """
 
     name = "block scale kernel"
-    transforms_in_pytorch = True
+
+    def transforms_in_pytorch(self, operand: OperandPlan) -> bool:
+        if not operand.group:
+            return False
+        from megatron_fp4.kernels.tile_hadamard import GROUPS  # imports Triton
+
+        return operand.group not in GROUPS or operand.dtype != torch.bfloat16
 
     def refuses(self, operand: OperandPlan) -> str | None:
         quantizer = operand.quantizer
@@ -43,8 +53,8 @@ class BlockScaleKernel:
         from megatron_fp4.kernels import blocks  # imports Triton
 
         assert isinstance(matrix, Tensor) and operand.quantizer is not None
-        x = _before_quantizer(matrix, operand, given)
-        return blocks.find_largest(x, operand.quantizer, operand.axis)
+        x, transform = self._source(matrix, operand, given)
+        return blocks.find_largest(x, operand.quantizer, operand.axis, transform)
 
     def make(
         self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]
@@ -53,21 +63,41 @@ class BlockScaleKernel:
 
         [operand], [each] = operands, given
         assert isinstance(matrix, Tensor) and operand.quantizer is not None
-        x = _before_quantizer(matrix, operand, each)
-        made = blocks.quantize(x, operand.quantizer, operand.axis, each.noise, each.widest)
+        x, transform = self._source(matrix, operand, each)
+        made = blocks.quantize(
+            x, operand.quantizer, operand.axis, each.noise, each.widest, transform
+        )
         return [Made(made)]
+
+    def _source(
+        self, matrix: Tensor, operand: OperandPlan, given: Given
+    ) -> tuple[Tensor, Transform | None]:
+        """What the kernel reads, and the transform that it applies; None: PyTorch has applied it,
+        or there is none. Random signs are drawn by a kernel (kernels/signs.py)."""
+        if not operand.group:
+            return matrix, None
+        from megatron_fp4.kernels import signs, tile_hadamard  # imports Triton
+
+        vector = None
+        if isinstance(given.signs, Signs):
+            vector = signs.vector(given.signs, operand.group, matrix)
+        elif given.signs is not None:
+            vector = given.signs.vector(operand.group, matrix.device)
+        if self.transforms_in_pytorch(operand):
+            return before_quantizer(matrix, operand, given, vector), None
+        return matrix, tile_hadamard.Transform(operand.group, vector)
 
 
 def _format_problem(quantizer: Quantizer) -> str | None:
-    from megatron_fp4.kernels.blocks import GAIN_GROUP, RULES, TILE  # imports Triton
+    from megatron_fp4.kernels.blocks import RULES, TILE, WIDE  # imports Triton
 
     across, along = quantizer.block
     if quantizer.element != "e2m1":
         return f"makes no {quantizer.element.upper()} elements"
     if quantizer.rule not in RULES:
         return f"has no rule {quantizer.rule}"
-    if quantizer.unit_gain and GAIN_GROUP % quantizer.unit_gain:
-        return f"corrects a gain only in groups that divide {GAIN_GROUP}"
+    if quantizer.unit_gain and WIDE % quantizer.unit_gain:
+        return f"corrects a gain only in groups that divide {WIDE}"
     if quantizer.row_max:
         return "gives rows no scales of their own"
     if not (2 <= along <= TILE) or TILE % along or not across or TILE % across:
@@ -103,17 +133,3 @@ def _size_problem(operand: OperandPlan) -> str | None:
     if quantizer.draws and operand.shape[1] % GROUP:
         return f"draws noise for multiples of {GROUP} columns"
     return None
-
-
-def _before_quantizer(matrix: Tensor, operand: OperandPlan, given: Given) -> Tensor:
-    """What the kernel quantizes: the matrix, or its Hadamard transform, which PyTorch computes.
-
-    Random signs of the transform are drawn by a kernel (kernels/signs.py). Returns BF16
-    [rows, columns].
-    """
-    if not isinstance(given.signs, Signs):
-        return before_quantizer(matrix, operand, given)
-    from megatron_fp4.kernels import signs  # imports Triton
-
-    drawn = signs.vector(given.signs, operand.group, matrix)
-    return before_quantizer(matrix, operand, given, drawn)

@@ -27,7 +27,9 @@ class Mxfp4Kernel:
     codes with blocks along the rows."""
 
     name = "mxfp4 kernel"
-    transforms_in_pytorch = False
+
+    def transforms_in_pytorch(self, operand: OperandPlan) -> bool:
+        return False
 
     def refuses(self, operand: OperandPlan) -> str | None:
         quantizer, codes = operand.quantizer, operand.codes

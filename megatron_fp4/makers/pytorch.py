@@ -22,7 +22,9 @@ class PyTorch:
     """Makes any operand, one at a time."""
 
     name = "pytorch"
-    transforms_in_pytorch = False
+
+    def transforms_in_pytorch(self, operand: OperandPlan) -> bool:
+        return False
 
     def refuses(self, operand: OperandPlan) -> str | None:
         return None

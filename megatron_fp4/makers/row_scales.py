@@ -19,7 +19,9 @@ class RowScaleKernel:
     """
 
     name = "row scale kernel"
-    transforms_in_pytorch = False
+
+    def transforms_in_pytorch(self, operand: OperandPlan) -> bool:
+        return False
 
     def refuses(self, operand: OperandPlan) -> str | None:
         quantizer = operand.quantizer

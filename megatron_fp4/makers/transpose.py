@@ -19,7 +19,9 @@ class TransposeKernel:
     """
 
     name = "transpose kernel"
-    transforms_in_pytorch = False
+
+    def transforms_in_pytorch(self, operand: OperandPlan) -> bool:
+        return False
 
     def refuses(self, operand: OperandPlan) -> str | None:
         if operand.codes is None or operand.codes.element != "e2m1" or operand.axis == 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.operands import Decoded, Form, Made, Operand
-from megatron_fp4.target import Target
+from megatron_fp4.target import Target, triton_problem
 
 
 @dataclass(frozen=True)
@@ -161,5 +161,17 @@ def codes_of(made: Made) -> QuantizedTensor:
 def decoded_in(made: Made, dtype: torch.dtype) -> Decoded:
     """An operand as values in `dtype` and row factors; one in high precision is not changed."""
     if isinstance(made.operand, QuantizedTensor):
-        return Decoded(*made.operand.with_row_factors(dtype))
+        return decoded(made.operand, dtype)
     return Decoded(made.operand)
+
+
+def decoded(x: QuantizedTensor, dtype: torch.dtype) -> Decoded:
+    """What `QuantizedTensor.with_row_factors` returns, by a kernel where there is one for it."""
+    if dtype == torch.bfloat16 and x.codes.is_cuda and triton_problem() is None:
+        from megatron_fp4.kernels import block_values  # imports Triton
+
+        if block_values.decodes(x.quantizer):
+            outer = x.tensor_scale
+            factors = None if outer is None else outer.view(-1, 1).float()
+            return Decoded(block_values.values(x), factors)
+    return Decoded(*x.with_row_factors(dtype))

@@ -41,7 +41,7 @@ def kernel_notes(plan: LinearPlan) -> Iterator[str]:
         names = " and ".join(f"{LETTERS[o.letter]} of {o.gemm}" for o in making.operands)
         for name, why in making.passed_over:
             yield f"not used: {name}: {why}; PyTorch makes {names}"
-        if making.operands[0].group and making.maker.transforms_in_pytorch:
+        if making.maker.transforms_in_pytorch(making.operands[0]):
             yield f"PyTorch transforms {names}, and the {making.maker.name} quantizes the result"
     if isinstance(plan.recipe.outliers, HotChannels):
         yield "no kernel splits hot channels off X: PyTorch does, from X as a matrix"

@@ -17,6 +17,7 @@ from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import NVFP4, Quantizer
 from megatron_fp4.kernels import (
     averages,
+    block_values,
     blocks,
     elements,
     estimator,
@@ -34,6 +35,7 @@ from megatron_fp4.kernels import (
 )
 from megatron_fp4.kernels.launch import Launch
 from megatron_fp4.kernels.quantize import transform_launch
+from megatron_fp4.kernels.tile_hadamard import NO_TURN, Turn
 from testing.kernels.compiling import (
     E4M3,
     VARIANTS,
@@ -52,8 +54,9 @@ PRODUCT = {"ADDS": True, "TILE_M": 64, "TILE_N": 64, "TILE_K": 64, "BAND": 8}
 # to fuse if it ever has.
 CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "averages.blend_kernel": averages._launch(4, torch.float32),
-    "blocks.top_kernel": blocks._find_launch(64, 64, INFLATED, 1),
-    "blocks.cast_kernel": blocks._cast_launch(64, 64, INFLATED, 1, False, False),
+    "block_values.decode_kernel": block_values._launch(64, 64, INFLATED),
+    "blocks.top_kernel": blocks._find_launch(64, 64, INFLATED, 1, Turn(16, 0.3, True)),
+    "blocks.cast_kernel": blocks._cast_launch(64, 64, INFLATED, 1, False, False, NO_TURN),
     "carrier.carry_kernel": carry_launch((64, 256, 32, E4M3, False)),
     "elements.elements_kernel": elements._elements(4096),
     "estimator.factor_kernel": estimator._launch(64, 4096, 0, Estimator(), True),

@@ -1,13 +1,15 @@
 """The kernels for row scales and for block scales in small floats compile for Ampere, Hopper and
 Blackwell, on a machine without a GPU."""
 
+import re
 from typing import Any
 
 import pytest
 
-from megatron_fp4 import get_recipe
+from megatron_fp4 import get_quantizer, get_recipe
 from megatron_fp4.arithmetic.quantizer import Quantizer
-from megatron_fp4.kernels import blocks, row_operands
+from megatron_fp4.kernels import block_values, blocks, row_operands
+from megatron_fp4.kernels.tile_hadamard import GROUPS, NO_TURN, Turn
 from testing.kernels.compiling import E4M3, compiled_launch, sass
 from tests.kernels.test_compiled import GPUS
 
@@ -50,23 +52,54 @@ def test_row_scales_fit_the_registers(element: Any) -> None:
 
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("group", [0, 16])
+@pytest.mark.parametrize(("rule", "rounding"), [("nearest", "stochastic"), ("up", "nearest")])
 def test_casts_with_scales_in_small_floats_compile(
-    rounding: Any, axis: int, capability: int
+    rule: Any, rounding: Any, group: int, axis: int, capability: int
 ) -> None:
+    """No number is flushed to 0. A transform is a product on tensor cores."""
     quantizer = Quantizer(
-        scale="e4m3", block=(16, 16), rule="nearest", rounding=rounding, tensor_max=448.0,
+        scale="e4m3", block=(16, 16), rule=rule, rounding=rounding, tensor_max=448.0,
         inflate=17 / 16, prescale=0.9,
     )  # fmt: skip
+    turn = Turn(group, 0.25, True) if group else NO_TURN
     find, cast = (
         compiled_launch(start, capability)["ptx"]
         for start in (
-            blocks._find_launch(80, 96, quantizer, axis),
-            blocks._cast_launch(80, 96, quantizer, axis, rounding == "stochastic", True),
+            blocks._find_launch(80, 96, quantizer, axis, turn),
+            blocks._cast_launch(80, 96, quantizer, axis, rounding == "stochastic", True, turn),
         )
     )
     assert ".ftz" not in find + cast
     assert "div.rn.f32" in cast and "div.full" not in cast
+    for ptx in (find, cast):
+        assert ("mma" in ptx) == (group != 0)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("recipe", ["nvfp4-nvidia", "ue5m3", "quartet-2"])
+def test_transforms_fit_the_registers(recipe: str, axis: int, group: int) -> None:
+    quantizer = get_recipe(recipe).wgrad.a
+    assert isinstance(quantizer, Quantizer)
+    turn = Turn(group, group**-0.5, True)
+    find = blocks._find_launch(4096, 4096, quantizer, axis, turn)
+    cast = blocks._cast_launch(4096, 4096, quantizer, axis, True, False, turn)
+    for start in (find, cast):
+        assert "STL" not in sass(compiled_launch(start, 90)["cubin"])
+    if group == 128:  # Negative control: half as many warps.
+        fewer = [compiled_launch(find, 90, num_warps=4), compiled_launch(cast, 90, num_warps=2)]
+        assert "STL" in "".join(sass(each["cubin"]) for each in fewer)
+
+
+@pytest.mark.parametrize("capability", GPUS)
+def test_decoding_reads_and_writes_whole_words(capability: int) -> None:
+    decode = block_values._launch(4096, 2048, get_quantizer("nvfp4"))
+    ptx = compiled_launch(decode, capability)["ptx"]
+    assert ".ftz" not in ptx
+    accesses = set(re.findall(r"(?:ld|st)\.global\S*", ptx))
+    assert {"ld.global.v4.b32", "st.global.v4.b32"} <= accesses
+    assert "STL" not in sass(compiled_launch(decode, 90)["cubin"])
 
 
 @pytest.mark.parametrize("capability", GPUS)
@@ -77,7 +110,7 @@ def test_casts_that_compare_scales_compile(
 ) -> None:
     for scale in ({"scale": "ue5m3"}, {"scale": "e4m3", "tensor_max": 256.0}):
         quantizer = Quantizer(block=(1, length), rule=rule, **scale)  # type: ignore[arg-type]
-        cast = blocks._cast_launch(4096, 4096, quantizer, axis, False, False)
+        cast = blocks._cast_launch(4096, 4096, quantizer, axis, False, False, NO_TURN)
         compiled = compiled_launch(cast, capability)
         assert "STL" not in sass(compiled["cubin"])  # no registers are spilled
         assert ".ftz" not in compiled["ptx"] and "div.full" not in compiled["ptx"]
@@ -88,7 +121,7 @@ def test_casts_that_compare_scales_compile(
 def test_casts_with_a_gain_of_1_compile(axis: int, capability: int) -> None:
     operand = get_recipe("quartet-2").quantizer("dgrad", "dy")
     assert operand is not None and operand.unit_gain == 128
-    cast = blocks._cast_launch(4096, 4096, operand, axis, True, True)
+    cast = blocks._cast_launch(4096, 4096, operand, axis, True, True, NO_TURN)
     compiled = compiled_launch(cast, capability)
     assert "STL" not in sass(compiled["cubin"])
     assert ".ftz" not in compiled["ptx"] and "div.full" not in compiled["ptx"]

@@ -1,36 +1,43 @@
-"""What a plan says of transforms that no kernel computes."""
+"""What a plan says of transforms that no kernel applies."""
 
 import pytest
 import torch
 
-from megatron_fp4 import get_recipe
+from megatron_fp4 import Recipe, get_recipe
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.plan.words import notes
 from megatron_fp4.target import Target
 
 
-def lines(recipe: str, kind: str = "cuda") -> list[str]:
+def lines(recipe: Recipe, kind: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> list[str]:
     target = Target(kind, (9, 0) if kind == "cuda" else (0, 0))
-    setting = Setting(256, 128, 128, torch.bfloat16, target, torch.bfloat16)
-    return [line for line in notes(compile_plan(get_recipe(recipe), setting)) if "transf" in line]
+    setting = Setting(256, 128, 128, dtype, target, dtype)
+    return [line for line in notes(compile_plan(recipe, setting)) if "transf" in line]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "operands"),
-    [
-        ("nvfp4-nvidia", ["X of wgrad", "dY of wgrad"]),
-        ("ue5m3", ["W of dgrad", "X of wgrad", "dY of dgrad", "dY of wgrad"]),
-        ("quartet-2", ["W of dgrad", "X of wgrad", "dY of dgrad", "dY of wgrad"]),
-    ],
-)
-def test_pytorch_computes_those_before_small_float_scales(recipe: str, operands: list[str]) -> None:
-    assert sorted(lines(recipe)) == sorted(
+SMALL = get_recipe("ue5m3", hadamard=8)  # tensor cores multiply by no matrix of 8
+
+
+def test_pytorch_applies_those_that_tensor_cores_cannot() -> None:
+    operands = "W of dgrad", "X of wgrad", "dY of dgrad", "dY of wgrad"
+    said = [
+        f"PyTorch transforms {o}, and the block scale kernel quantizes the result" for o in operands
+    ]
+    assert sorted(lines(SMALL)) == sorted(said)
+    assert sorted(lines(get_recipe("ue5m3"), dtype=torch.float32)) == sorted(said)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4-rht-sr", "nvfp4-nvidia", "four-over-six"])
+def test_others_need_no_line(recipe: str) -> None:
+    """Kernels apply them; a CPU runs no kernels."""
+    assert not lines(get_recipe(recipe)) and not lines(SMALL, "cpu")
+
+
+@pytest.mark.parametrize("recipe", ["ue5m3", "quartet-2"])
+def test_decoded_operands_are_in_float32(recipe: str) -> None:
+    """A tensor scale is in the values that the backward pass quantizes again."""
+    assert sorted(lines(get_recipe(recipe))) == [
         f"PyTorch transforms {each}, and the block scale kernel quantizes the result"
-        for each in operands
-    )
-
-
-def test_others_need_no_line() -> None:
-    """A kernel transforms before E8M0 scales, and a CPU runs no kernels."""
-    assert not lines("mxfp4-rht-sr") and not lines("nvfp4-nvidia", "cpu")
+        for each in ("W of dgrad", "X of wgrad")
+    ]

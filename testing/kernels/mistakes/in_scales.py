@@ -8,6 +8,7 @@ from typing import Any
 import triton.language as tl
 
 from megatron_fp4.kernels import (
+    block_values,
     blocks,
     encode,
     float_scales,
@@ -16,6 +17,7 @@ from megatron_fp4.kernels import (
     gain,
     philox,
     rows,
+    tile_hadamard,
 )
 from testing.kernels.mistakes.injection import Mistake, argument, result
 from testing.kernels.mistakes.rounding import halves_down, halves_up
@@ -124,6 +126,12 @@ BLOCK_SCALES = {
     ),
     "another element's noise": Mistake("prescaled", blocks._rest, argument("AXIS", lambda _: 1)),
     "no NaN": Mistake("ue5m3", blocks._scale_byte, argument("NAN", lambda _: 0)),
+    "signs after the transform": Mistake(
+        "transformed", tile_hadamard._matrix, result(lambda h: tl.trans(h))
+    ),
+    "magnitudes alone": Mistake(
+        "e4m3", block_values._value, argument("code", lambda code: code & 7)
+    ),
     "one row's block": Mistake("2d", blocks._largest, _least_of_rows),
     "the next scale is the first": Mistake(
         "in-fp8-16", fp8_scales._first, argument("wanted", lambda wanted: wanted * 1.2)

@@ -1,0 +1,106 @@
+"""Loads a program's tile of a BF16 matrix, and applies a Hadamard transform on tensor cores.
+
+For kernels that quantize with block scales in E4M3 or UE5M3 (blocks.py). hadamard.py has the
+transform of the MXFP4 kernel, whose tiles are laid out otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_fp4.kernels.encode import bf16_bits
+
+# tl.dot takes no less than 16. The largest is the widest tile.
+GROUPS = (16, 32, 64, 128)
+
+
+class Transform(NamedTuple):
+    """A Hadamard transform along the blocked axis.
+
+    group: its size, one of GROUPS. signs: float32 [group], +1 or -1; None: no signs.
+    """
+
+    group: int
+    signs: Tensor | None
+
+
+class Turn(NamedTuple):
+    """A transform as a constant of a kernel. GROUP: 0 is no transform. FACTOR: multiplies the
+    product. SIGNED: whether there are signs."""
+
+    GROUP: int = 0
+    FACTOR: float = 1.0
+    SIGNED: bool = False
+
+
+NO_TURN = Turn()
+
+
+def turn_of(transform: Transform | None) -> Turn:
+    """The constant of a kernel that applies this transform."""
+    if transform is None:
+        return NO_TURN
+    return Turn(transform.group, 1 / math.sqrt(transform.group), transform.signs is not None)
+
+
+@triton.jit
+def _matrix(signs_ptr, TURN: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The Hadamard matrix [group, group] whose rows are multiplied by the signs: BF16, but float32
+    in the interpreter, which would multiply BF16 as integers.
+
+    signs_ptr: float32 [group]; read if TURN.SIGNED.
+    """
+    i = tl.arange(0, TURN.GROUP)
+    both = i[:, None] & i[None, :]
+    both ^= both >> 4
+    odd = (0x6996 >> (both & 15)) & 1  # bit n of 0x6996: whether popcount(n) is odd
+    entries = 1.0 - 2.0 * odd.to(tl.float32)
+    if TURN.SIGNED:
+        entries *= tl.load(signs_ptr + i)[:, None]
+    return entries if INTERPRETED else entries.to(tl.bfloat16)
+
+
+@triton.jit
+def _transformed(v, signs_ptr, TURN: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Transforms a tile in groups along its rows: float32 [rows, columns], rounded to BF16.
+
+    v: float32 [rows, columns] that holds BF16 values. signs_ptr: see `_matrix`.
+    """
+    ROWS: tl.constexpr = v.numel // TURN.GROUP
+    x = tl.reshape(v, (ROWS, TURN.GROUP))
+    if not INTERPRETED:
+        x = x.to(tl.bfloat16)
+    product = tl.dot(x, _matrix(signs_ptr, TURN, INTERPRETED), input_precision="ieee")
+    bits = bf16_bits(product * TURN.FACTOR) << 16
+    return tl.reshape(bits.to(tl.float32, bitcast=True), (v.shape[0], v.shape[1]))
+
+
+@triton.jit
+def loaded(
+    x_ptr,
+    signs_ptr,
+    n_rows,
+    n_columns,
+    AXIS: tl.constexpr,
+    TURN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The tile of x that this program handles, float32, with AXIS last and zeros outside of x.
+
+    x_ptr: the bits of BF16 [n_rows, n_columns], int16. signs_ptr: float32 [group], the signs of a
+    transform along AXIS; read if TURN.SIGNED. ROWS, COLUMNS: of the tile, with whole groups.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    there = (rows < n_rows) & (columns < n_columns)
+    bits = tl.load(x_ptr + rows.to(tl.int64) * n_columns + columns, mask=there, other=0)
+    v = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    v = tl.trans(v) if AXIS == 0 else v
+    return _transformed(v, signs_ptr, TURN, INTERPRETED) if TURN.GROUP else v
