@@ -34,6 +34,8 @@ TILE, WARPS = 64, 4  # rows and columns of a program's tile
 WIDE = 128  # elements along the axis of a tile of 32 lines, for groups that are larger than TILE
 MANTISSA = 3  # mantissa bits of both scale formats
 COMPARED = ("mse-fp8", "four-over-six")  # rules that compare the errors of several scales
+# How the kernels read a matrix: BF16 as its bits.
+_SOURCES = {torch.bfloat16: torch.int16, torch.float32: torch.float32}
 RULES = ("nearest", "up", *COMPARED)
 
 
@@ -73,8 +75,7 @@ def top_kernel(
 ):
     """Finds the bits of the largest magnitude in all blocks that are finite.
 
-    x_ptr: the bits of BF16 [n_rows, n_columns], int16.
-    signs_ptr, TURN: of a transform along AXIS, see tile_hadamard.py.
+    x_ptr, signs_ptr, TURN: see `tile_hadamard.loaded`.
     top_ptr: int32 [], 0 at the launch; the maximum is written to it.
     AXIS: the blocked axis. ACROSS, ALONG: the size of a block across this axis and along it.
     ROWS, COLUMNS: of the tile of x that a program handles.
@@ -197,10 +198,9 @@ def cast_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Quantizes BF16 x [n_rows, n_columns] to codes, two in a byte, and block scales, with AXIS
-    last.
+    """Quantizes x [n_rows, n_columns] to codes, two in a byte, and block scales, with AXIS last.
 
-    signs_ptr, TURN: of a transform along AXIS before that, see tile_hadamard.py.
+    x_ptr, signs_ptr, TURN: see `tile_hadamard.loaded`.
     top_ptr: int32 [], the bits of the largest finite magnitude; read if TENSOR_MAX is not 0.
     codes_ptr: uint8 [others, n / 2], with n the length of AXIS and `others` that of the other axis.
     scales_ptr: uint8 [others / ACROSS, n / ALONG].
@@ -268,7 +268,8 @@ def quantize(
 ) -> QuantizedTensor:
     """Quantizes x in blocks along `axis` to E2M1 codes with E4M3 or UE5M3 scales.
 
-    x: BF16 [rows, columns]. transform: along `axis`, before x is quantized.
+    x: BF16 [rows, columns], or float32 if there is a transform.
+    transform: along `axis`, before x is quantized.
     noise: the source of random bits of a stochastic quantizer.
     widest: the maximum over the ranks that share the tensor scale; see `quantize_matrix`. None
         takes that of x.
@@ -284,7 +285,7 @@ def quantize(
     random = random_of(x, noise, in_memory, rows, columns, places=quantizer.draws)
     has_groups = noise.placement.groups is not None
     turn = turn_of(transform)
-    cast = _cast_launch(rows, columns, quantizer, axis, in_memory, has_groups, turn)
+    cast = _cast_launch(rows, columns, quantizer, axis, in_memory, has_groups, turn, x.dtype)
     top = unit = None
     if quantizer.tensor_max:
         unit = x.new_empty((), dtype=torch.float32)
@@ -304,7 +305,7 @@ def find_largest(
     """The largest magnitude in x, float32 [], from which the scale of the tensor follows.
 
     Blocks with an Inf or a NaN do not count, so that they do not change the scale of the others.
-    x: BF16 [rows, columns]. axis: along which its blocks lie. transform: along it, before.
+    x: as in `quantize`. axis: along which its blocks lie. transform: along it, before.
     """
     return _found(x.contiguous(), quantizer, axis, transform).view(torch.float32)
 
@@ -313,7 +314,7 @@ def _found(x: Tensor, quantizer: Quantizer, axis: int, transform: Transform | No
     """The bits of `find_largest`, int32 [], of a contiguous x."""
     rows, columns = x.shape
     top = torch.zeros((), dtype=torch.int32, device=x.device)
-    find = _find_launch(rows, columns, quantizer, axis, turn_of(transform))
+    find = _find_launch(rows, columns, quantizer, axis, turn_of(transform), x.dtype)
     find(x.device, x, None if transform is None else transform.signs, top, rows, columns)
     return top
 
@@ -333,10 +334,12 @@ def _tiled(rows: int, columns: int, quantizer: Quantizer, axis: int, turn: Turn)
 
 
 @planned
-def _find_launch(rows: int, columns: int, quantizer: Quantizer, axis: int, turn: Turn) -> Launch:
-    """The launch of `top_kernel` for a matrix [rows, columns]."""
+def _find_launch(
+    rows: int, columns: int, quantizer: Quantizer, axis: int, turn: Turn, dtype: torch.dtype
+) -> Launch:
+    """The launch of `top_kernel` for a matrix [rows, columns] of this dtype."""
     grid, constants = _tiled(rows, columns, quantizer, axis, turn)
-    types = torch.int16, torch.float32, torch.int32, rows, columns
+    types = _SOURCES[dtype], torch.float32, torch.int32, rows, columns
     spills = turn.GROUP > TILE  # as in _cast_launch
     return Launch(top_kernel, grid, types, constants, num_warps=2 * WARPS if spills else WARPS)
 
@@ -350,8 +353,9 @@ def _cast_launch(
     in_memory: bool,
     has_groups: bool,
     turn: Turn,
+    dtype: torch.dtype,
 ) -> Launch:
-    """The launch of `cast_kernel` for a matrix [rows, columns].
+    """The launch of `cast_kernel` for a matrix [rows, columns] of this dtype.
 
     in_memory: whether the step is read from memory (`is_in_memory`). has_groups: whether the
     placement lists the columns' groups.
@@ -372,8 +376,8 @@ def _cast_launch(
         SCALES_DRAW=quantizer.scale_rounding == "stochastic",
         DRAWS=Draws(in_memory, has_groups),
     )
-    memory = torch.int16, torch.float32, torch.int32, torch.uint8, torch.uint8, torch.float32
-    types = *memory, NUMBER, RANDOM, rows, columns
+    memory = torch.float32, torch.int32, torch.uint8, torch.uint8, torch.float32
+    types = _SOURCES[dtype], *memory, NUMBER, RANDOM, rows, columns
     spills = quantizer.rule in COMPARED or quantizer.unit_gain > 0  # registers, with fewer warps
     warps = 2 * WARPS if spills else WARPS
     return Launch(cast_kernel, grid, types, constants, num_warps=warps)

@@ -1,4 +1,4 @@
-"""Loads a program's tile of a BF16 matrix, and applies a Hadamard transform on tensor cores.
+"""Loads a program's tile of a matrix, and applies a Hadamard transform, on tensor cores in BF16.
 
 For kernels that quantize with block scales in E4M3 or UE5M3 (blocks.py). hadamard.py has the
 transform of the MXFP4 kernel, whose tiles are laid out otherwise.
@@ -49,9 +49,8 @@ def turn_of(transform: Transform | None) -> Turn:
 
 
 @triton.jit
-def _matrix(signs_ptr, TURN: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The Hadamard matrix [group, group] whose rows are multiplied by the signs: BF16, but float32
-    in the interpreter, which would multiply BF16 as integers.
+def _matrix(signs_ptr, TURN: tl.constexpr):
+    """The Hadamard matrix, float32 [group, group], whose rows are multiplied by the signs.
 
     signs_ptr: float32 [group]; read if TURN.SIGNED.
     """
@@ -62,20 +61,43 @@ def _matrix(signs_ptr, TURN: tl.constexpr, INTERPRETED: tl.constexpr):
     entries = 1.0 - 2.0 * odd.to(tl.float32)
     if TURN.SIGNED:
         entries *= tl.load(signs_ptr + i)[:, None]
-    return entries if INTERPRETED else entries.to(tl.bfloat16)
+    return entries
 
 
 @triton.jit
-def _transformed(v, signs_ptr, TURN: tl.constexpr, INTERPRETED: tl.constexpr):
+def _product_of_float32(x, h):
+    """x @ h in float32, for float32 x and BF16 h: the sum of the products of three parts of x, each
+    exact in BF16. Tensor cores take float32 with fewer bits."""
+    high = _eight_bits(x)
+    rest = x - high
+    middle = _eight_bits(rest)
+    product = tl.dot((rest - middle).to(tl.bfloat16), h)
+    product = tl.dot(middle.to(tl.bfloat16), h, product)
+    return tl.dot(high.to(tl.bfloat16), h, product)
+
+
+@triton.jit
+def _eight_bits(x):
+    """Float32 numbers cut to the bits that BF16 holds."""
+    return (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _transformed(
+    v, signs_ptr, TURN: tl.constexpr, IN_BF16: tl.constexpr, INTERPRETED: tl.constexpr
+):
     """Transforms a tile in groups along its rows: float32 [rows, columns], rounded to BF16.
 
-    v: float32 [rows, columns] that holds BF16 values. signs_ptr: see `_matrix`.
+    v: float32 [rows, columns]. IN_BF16: whether it holds BF16 values. signs_ptr: see `_matrix`.
     """
     ROWS: tl.constexpr = v.numel // TURN.GROUP
-    x = tl.reshape(v, (ROWS, TURN.GROUP))
-    if not INTERPRETED:
-        x = x.to(tl.bfloat16)
-    product = tl.dot(x, _matrix(signs_ptr, TURN, INTERPRETED), input_precision="ieee")
+    x, h = tl.reshape(v, (ROWS, TURN.GROUP)), _matrix(signs_ptr, TURN)
+    if INTERPRETED:  # it would multiply BF16 as integers
+        product = tl.dot(x, h, input_precision="ieee")
+    elif IN_BF16:
+        product = tl.dot(x.to(tl.bfloat16), h.to(tl.bfloat16))
+    else:
+        product = _product_of_float32(x, h.to(tl.bfloat16))
     bits = bf16_bits(product * TURN.FACTOR) << 16
     return tl.reshape(bits.to(tl.float32, bitcast=True), (v.shape[0], v.shape[1]))
 
@@ -94,13 +116,16 @@ def loaded(
 ):
     """The tile of x that this program handles, float32, with AXIS last and zeros outside of x.
 
-    x_ptr: the bits of BF16 [n_rows, n_columns], int16. signs_ptr: float32 [group], the signs of a
-    transform along AXIS; read if TURN.SIGNED. ROWS, COLUMNS: of the tile, with whole groups.
+    x_ptr: the bits of BF16 [n_rows, n_columns], int16; before a transform also float32.
+    signs_ptr: float32 [group], the signs of a transform along AXIS; read if TURN.SIGNED.
+    ROWS, COLUMNS: of the tile, with whole groups.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     there = (rows < n_rows) & (columns < n_columns)
-    bits = tl.load(x_ptr + rows.to(tl.int64) * n_columns + columns, mask=there, other=0)
-    v = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    IN_BF16: tl.constexpr = x_ptr.dtype.element_ty == tl.int16
+    v = tl.load(x_ptr + rows.to(tl.int64) * n_columns + columns, mask=there, other=0)
+    if IN_BF16:
+        v = (v.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     v = tl.trans(v) if AXIS == 0 else v
-    return _transformed(v, signs_ptr, TURN, INTERPRETED) if TURN.GROUP else v
+    return _transformed(v, signs_ptr, TURN, IN_BF16, INTERPRETED) if TURN.GROUP else v

@@ -33,7 +33,7 @@ class BlockScaleKernel:
             return False
         from megatron_fp4.kernels.tile_hadamard import GROUPS  # imports Triton
 
-        return operand.group not in GROUPS or operand.dtype != torch.bfloat16
+        return operand.group not in GROUPS or operand.dtype not in (torch.bfloat16, torch.float32)
 
     def refuses(self, operand: OperandPlan) -> str | None:
         quantizer = operand.quantizer
@@ -113,7 +113,7 @@ def _source_problem(operand: OperandPlan) -> str | None:
     hadamard = operand.hadamard
     if hadamard is not None and hadamard.signs == "random" and hadamard.group > MOST_SIGNS:
         return f"draws at most {MOST_SIGNS} signs"
-    # A transform's result is BF16, whatever it reads.
+    # A transform may read another dtype: its result is BF16.
     if operand.codes is not None or (operand.dtype != torch.bfloat16 and hadamard is None):
         return "reads BF16 only"
     return None

@@ -55,8 +55,12 @@ PRODUCT = {"ADDS": True, "TILE_M": 64, "TILE_N": 64, "TILE_K": 64, "BAND": 8}
 CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "averages.blend_kernel": averages._launch(4, torch.float32),
     "block_values.decode_kernel": block_values._launch(64, 64, INFLATED),
-    "blocks.top_kernel": blocks._find_launch(64, 64, INFLATED, 1, Turn(16, 0.3, True)),
-    "blocks.cast_kernel": blocks._cast_launch(64, 64, INFLATED, 1, False, False, NO_TURN),
+    "blocks.top_kernel": blocks._find_launch(
+        64, 64, INFLATED, 1, Turn(16, 0.3, True), torch.float32
+    ),
+    "blocks.cast_kernel": blocks._cast_launch(
+        64, 64, INFLATED, 1, False, False, NO_TURN, torch.bfloat16
+    ),
     "carrier.carry_kernel": carry_launch((64, 256, 32, E4M3, False)),
     "elements.elements_kernel": elements._elements(4096),
     "estimator.factor_kernel": estimator._launch(64, 4096, 0, Estimator(), True),

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_fp4 import get_quantizer, get_recipe
 from megatron_fp4.arithmetic.quantizer import Quantizer
@@ -12,6 +13,8 @@ from megatron_fp4.kernels import block_values, blocks, row_operands
 from megatron_fp4.kernels.tile_hadamard import GROUPS, NO_TURN, Turn
 from testing.kernels.compiling import E4M3, compiled_launch, sass
 from tests.kernels.test_compiled import GPUS
+
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize("capability", GPUS)
@@ -66,8 +69,10 @@ def test_casts_with_scales_in_small_floats_compile(
     find, cast = (
         compiled_launch(start, capability)["ptx"]
         for start in (
-            blocks._find_launch(80, 96, quantizer, axis, turn),
-            blocks._cast_launch(80, 96, quantizer, axis, rounding == "stochastic", True, turn),
+            blocks._find_launch(80, 96, quantizer, axis, turn, BF16),
+            blocks._cast_launch(
+                80, 96, quantizer, axis, rounding == "stochastic", True, turn, BF16
+            ),
         )
     )
     assert ".ftz" not in find + cast
@@ -78,18 +83,24 @@ def test_casts_with_scales_in_small_floats_compile(
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("recipe", ["nvfp4-nvidia", "ue5m3", "quartet-2"])
-def test_transforms_fit_the_registers(recipe: str, axis: int, group: int) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [("nvfp4-nvidia", BF16), ("ue5m3", BF16), ("ue5m3", FP32), ("quartet-2", FP32)],
+)
+def test_transforms_fit_the_registers(
+    recipe: str, dtype: torch.dtype, axis: int, group: int
+) -> None:
     quantizer = get_recipe(recipe).wgrad.a
     assert isinstance(quantizer, Quantizer)
     turn = Turn(group, group**-0.5, True)
-    find = blocks._find_launch(4096, 4096, quantizer, axis, turn)
-    cast = blocks._cast_launch(4096, 4096, quantizer, axis, True, False, turn)
+    find = blocks._find_launch(4096, 4096, quantizer, axis, turn, dtype)
+    cast = blocks._cast_launch(4096, 4096, quantizer, axis, True, False, turn, dtype)
+    few = 80 if (group, dtype) == (128, FP32) else 0  # stores of registers to memory
     for start in (find, cast):
-        assert "STL" not in sass(compiled_launch(start, 90)["cubin"])
+        assert sass(compiled_launch(start, 90)["cubin"]).count("STL") <= few
     if group == 128:  # Negative control: half as many warps.
         fewer = [compiled_launch(find, 90, num_warps=4), compiled_launch(cast, 90, num_warps=2)]
-        assert "STL" in "".join(sass(each["cubin"]) for each in fewer)
+        assert max(sass(each["cubin"]).count("STL") for each in fewer) > few
 
 
 @pytest.mark.parametrize("capability", GPUS)
@@ -110,7 +121,7 @@ def test_casts_that_compare_scales_compile(
 ) -> None:
     for scale in ({"scale": "ue5m3"}, {"scale": "e4m3", "tensor_max": 256.0}):
         quantizer = Quantizer(block=(1, length), rule=rule, **scale)  # type: ignore[arg-type]
-        cast = blocks._cast_launch(4096, 4096, quantizer, axis, False, False, NO_TURN)
+        cast = blocks._cast_launch(4096, 4096, quantizer, axis, False, False, NO_TURN, BF16)
         compiled = compiled_launch(cast, capability)
         assert "STL" not in sass(compiled["cubin"])  # no registers are spilled
         assert ".ftz" not in compiled["ptx"] and "div.full" not in compiled["ptx"]
@@ -121,7 +132,7 @@ def test_casts_that_compare_scales_compile(
 def test_casts_with_a_gain_of_1_compile(axis: int, capability: int) -> None:
     operand = get_recipe("quartet-2").quantizer("dgrad", "dy")
     assert operand is not None and operand.unit_gain == 128
-    cast = blocks._cast_launch(4096, 4096, operand, axis, True, True, NO_TURN)
+    cast = blocks._cast_launch(4096, 4096, operand, axis, True, True, NO_TURN, BF16)
     compiled = compiled_launch(cast, capability)
     assert "STL" not in sass(compiled["cubin"])
     assert ".ftz" not in compiled["ptx"] and "div.full" not in compiled["ptx"]
