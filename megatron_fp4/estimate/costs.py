@@ -12,8 +12,8 @@ What is assumed:
   transforms it.
 - A Hadamard transform takes g multiply-adds an element on BF16 tensor cores.
 - A product runs in the narrowest precision in which the GPU's tensor cores take both operands
-  exactly. FP4 tensor cores take all E2M1 codes. UE5M3 scales are for them E4M3 scales times a power
-  of two for the row. FP8 takes E2M1 codes with power-of-two scales, or with scales of whole rows or
+  exactly. FP4 tensor cores take E2M1 codes with all scales but UE5M3, for which they have no
+  instruction. FP8 takes E2M1 codes with power-of-two scales, or with scales of whole rows or
   tensors, but not with E4M3 or UE5M3 scales of blocks, other than those of rule mse-fp8: these are
   multiplied in BF16. No tensor core takes float32 scales of blocks: the sum of each block is
   multiplied by them in float32.
@@ -123,7 +123,7 @@ def _narrowest(operand: OperandPlan, gpu: Gpu) -> Precision:
     quantizer = operand.quantizer or operand.codes
     if quantizer is None or quantizer.element == "e1m2":
         return "bf16"
-    if quantizer.element == "e2m1" and gpu.fp4:
+    if quantizer.element == "e2m1" and quantizer.scale != "ue5m3" and gpu.fp4:
         return "fp4"
     exact = quantizer.element != "e2m1" or quantizer.scale in ("e8m0", "fp32")
     exact |= quantizer.rule == "mse-fp8"
