@@ -17,27 +17,33 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Spearman's rank correlation of two stages' scores.
+class Correlation:
+    """Spearman's rank correlation. interval: the bootstrap's, over stars."""
 
-    interval: the bootstrap's, over stars. ceiling: the square root of the second stage's
-    reliability, the most that its scores could agree with the truth; None of one seed. number: of
-    combinations. better_half: the correlation among the half that is better in the first stage.
-    alike: the correlation of ranks among combinations that quantize the same GEMMs, by which
-    combinations are promoted.
+    value: float
+    interval: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How the scores of two stages agree.
+
+    every: over all combinations. alike: of ranks among combinations that quantize the same GEMMs,
+    by which combinations are promoted. better_half: among the half that is better in the first
+    stage. ceiling: the square root of the second stage's reliability, the most that its scores
+    could agree with the truth; None of one seed. number: of combinations.
     """
 
-    correlation: float
-    interval: tuple[float, float]
+    every: Correlation
+    alike: Correlation
+    better_half: Correlation
     ceiling: float | None
     number: int
-    better_half: float
-    alike: float
 
     @property
     def predicts(self) -> bool:
-        """Whether the interval is above 0."""
-        return self.interval[0] > 0
+        """Whether the interval over all combinations is above 0."""
+        return self.every.interval[0] > 0
 
 
 def agreement(rows: list[Row], first: str, second: str) -> Agreement | None:
@@ -50,16 +56,21 @@ def agreement(rows: list[Row], first: str, second: str) -> Agreement | None:
     if len({stars[each] for each in common}) < 3:
         return None
     a, b = (np.array([table[each] for each in common]) for table in (one, two))
+    kinds = [f"{each.forward} {each.backward}" for each in common]
+    gemms = np.unique(kinds, return_inverse=True)[1]
+    values = _correlations(a, b, gemms)
+    intervals = _intervals(_places([stars[each] for each in common]), a, b, gemms)
+    every, alike, half = (Correlation(*each) for each in zip(values, intervals, strict=True))
+    return Agreement(every, alike, half, ceiling(rows, second, common), len(common))
+
+
+def _correlations(a: np.ndarray, b: np.ndarray, gemms: np.ndarray) -> tuple[float, float, float]:
+    """The correlations of an Agreement. gemms: a number for the GEMMs that each
+    combination quantizes."""
     better = a <= np.median(a)
-    gemms = _places([f"{each.forward} {each.backward}" for each in common])
-    return Agreement(
-        spearman(a, b),
-        _interval_over(_places([stars[each] for each in common]), a, b),
-        ceiling(rows, second, common),
-        len(common),
-        spearman(a[better], b[better]),
-        spearman(_within(gemms, a), _within(gemms, b)),
-    )
+    groups = [np.flatnonzero(gemms == each) for each in np.unique(gemms)]
+    alike = spearman(_within(groups, a), _within(groups, b))
+    return spearman(a, b), alike, spearman(a[better], b[better])
 
 
 def _places(names: Sequence[str]) -> list[np.ndarray]:
@@ -70,20 +81,24 @@ def _places(names: Sequence[str]) -> list[np.ndarray]:
     return [np.array(places) for places in found.values()]
 
 
-def _interval_over(stars: list[np.ndarray], a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """The interval of the rank correlation of a with b, by a bootstrap.
+def _intervals(
+    stars: list[np.ndarray], a: np.ndarray, b: np.ndarray, gemms: np.ndarray
+) -> list[tuple[float, float]]:
+    """The interval of each of `_correlations`, by a bootstrap.
 
     stars: for each star the places in a and b of its combinations. The combinations of a star are
     alike, and so no independent samples: each draw of the bootstrap takes all of a star, or none.
+    The better half is that of each draw.
     """
     source = np.random.default_rng(BOOTSTRAP_SEED)
     drawn = []
     for _ in range(BOOTSTRAP_DRAWS):
         chosen = np.concatenate([stars[i] for i in source.integers(len(stars), size=len(stars))])
-        drawn.append(spearman(a[chosen], b[chosen]))
+        drawn.append(_correlations(a[chosen], b[chosen], gemms[chosen]))
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.nanquantile(drawn, [tail, 1 - tail])  # a draw of equal values is NaN
-    return float(low), float(high)
+    # A draw of equal values is NaN.
+    found = np.nanquantile(drawn, [tail, 1 - tail], axis=0)
+    return [(float(low), float(high)) for low, high in found.T]
 
 
 def _within(groups: list[np.ndarray], values: np.ndarray) -> np.ndarray:

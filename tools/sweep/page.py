@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 from itertools import combinations
+from pathlib import Path
 
-from megatron_fp4.estimate.overhead import DEVICES
 from tools.pages import table
 from tools.rows import Row
 from tools.sweep import factorial, llama
@@ -14,8 +14,11 @@ from tools.sweep.agreement import Agreement, agreement
 from tools.sweep.axes import AXES, WHAT, Combination, without_training
 from tools.sweep.effects import Effect, effects
 from tools.sweep.findings import FINDINGS, summary
-from tools.sweep.pareto import Point, frontier, of_all_gemms, points
+from tools.sweep.main_effects import main_effects_table
+from tools.sweep.pareto import Point, points
+from tools.sweep.points_tables import points_section
 from tools.sweep.promotion import WITHOUT_TRAINING, level_of, lines_of, stars_of
+from tools.sweep.provenance import provenance
 from tools.sweep.results import SCORES, scores, seeds_of
 from tools.sweep.running import FAILED
 from tools.sweep.stages import STAGES
@@ -43,14 +46,18 @@ LOSSES: list[Column] = [
     (llama.NAME, "loss", "LLaMA"),
 ]
 TRAINED = [stage for stage, *_ in LOSSES]
-BEST = 10  # combinations of a table of the best
 
 
-def section(rows: list[Row]) -> str:
-    """All tables. rows: of a result file. Raises ValueError if there are none."""
+def section(rows: list[Row], study: Path = llama.RESULTS) -> str:
+    """All tables. rows: of a result file. study: that of the last stage's runs. Raises ValueError
+    if there are no rows."""
     if not rows:
         raise ValueError("there are no results: python -m tools.sweep run products")
-    parts = [stages_table(rows), missing(rows), agreement_table(rows), findings_table(rows)]
+    parts = [stages_table(rows), missing(rows), ["Where they ran:"], provenance(rows, study)]
+    parts += [agreement_table(rows), findings_table(rows)]
+    if columns_of_factorial := of_factorial(rows):
+        parts += [["What each change does, over all pairs of the factorial:"]]
+        parts += [main_effects_table(columns_of_factorial)]
     for what, columns in (
         ("losses", LOSSES),
         ("products and gradients", PRODUCTS),
@@ -59,12 +66,7 @@ def section(rows: list[Row]) -> str:
         found = effects_table(rows, columns)
         parts += [[f"What each value does to {what}:"], found] if found else []
     stage = last_stage(rows)
-    every, errors = points_of(rows, stage), standard_errors(rows, stage)
-    parts += [[f"The best {BEST} of `{stage}` that quantize all three GEMMs:"]]
-    parts += [points_table(of_all_gemms(every)[:BEST], errors)]
-    for device in DEVICES:
-        what = f"No combination is better in `{stage}` and needs less time on {device} than these:"
-        parts += [[what], points_table(frontier(every, device), errors)]
+    parts += points_section(points_of(rows, stage), stage)
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -75,7 +77,7 @@ def last_stage(rows: list[Row]) -> str:
 
 def points_of(rows: list[Row], stage: str) -> list[Point]:
     """The recipes of a stage, with their scores and times."""
-    return points(_of_recipes(scores(rows, stage), stage))
+    return points(_of_recipes(scores(rows, stage), stage), standard_errors(rows, stage))
 
 
 def _of_recipes(every: dict[Combination, float], stage: str) -> dict[Combination, float]:
@@ -140,27 +142,23 @@ def agreement_table(rows: list[Row]) -> list[str]:
                 lines.append([f"`{first}`", f"`{second}`", *_cells(found)])
     if not lines:
         return []
-    head = ["stage", "later stage", "combinations", "rank correlation", "95% interval", "ceiling"]
+    head = ["stage", "later stage", "combinations", "rank correlation", "ceiling"]
     return table([*head, "same GEMMs", "better half", "it predicts"], lines)
 
 
 def _cells(found: Agreement) -> list[str]:
-    low, high = found.interval
     ceiling = "one seed" if found.ceiling is None else f"{found.ceiling:.2f}"
-    numbers = [str(found.number), f"{found.correlation:.2f}", f"{low:.2f} to {high:.2f}", ceiling]
-    parts = [f"{found.alike:.2f}", f"{found.better_half:.2f}"]
-    return [*numbers, *parts, "yes" if found.predicts else "no"]
+    every, *parts = (
+        f"{each.value:.2f} ({each.interval[0]:.2f} to {each.interval[1]:.2f})"
+        for each in (found.every, found.alike, found.better_half)
+    )
+    return [str(found.number), every, ceiling, *parts, "yes" if found.predicts else "no"]
 
 
 def findings_table(rows: list[Row]) -> list[str]:
     """A line for each claim of findings.py: its differences in each stage that trains a model, and
     the verdict of the last of these stages. No lines without results of the factorial."""
-    stars, columns = stars_of(rows), {}
-    for stage in TRAINED:
-        every = scores(rows, stage)
-        found = {each: score for each, score in every.items() if stars[each] == factorial.STAR}
-        if found:
-            columns[stage] = _of_recipes(found, stage)
+    columns = of_factorial(rows)
     if not columns:
         return []
     last, own = list(columns.items())[-1]
@@ -171,6 +169,17 @@ def findings_table(rows: list[Row]) -> list[str]:
         verdict = finding.verdict(own, by_seed)
         lines.append([finding.claim, *map(summary, differences), verdict])
     return table(["claim", *(f"`{stage}`" for stage in columns), "verdict"], lines)
+
+
+def of_factorial(rows: list[Row]) -> dict[str, dict[Combination, float]]:
+    """The scores of the factorial's combinations, by stage that trains a model and has some."""
+    stars, columns = stars_of(rows), {}
+    for stage in TRAINED:
+        every = scores(rows, stage)
+        found = {each: score for each, score in every.items() if stars[each] == factorial.STAR}
+        if found:
+            columns[stage] = _of_recipes(found, stage)
+    return columns
 
 
 def effects_table(rows: list[Row], columns: Iterable[Column]) -> list[str]:
@@ -210,13 +219,3 @@ def standard_errors(rows: list[Row], stage: str) -> dict[Combination, float]:
         return {}
     each_by_seed = {each: [own[each] for own in by_seed] for each in by_seed[0]}
     return {each: statistics.stdev(own) / len(own) ** 0.5 for each, own in each_by_seed.items()}
-
-
-def points_table(found: list[Point], errors: dict[Combination, float]) -> list[str]:
-    """A line for each point. errors: the standard errors of scores, where there are any."""
-    lines = []
-    for point in found:
-        error = f" ± {errors[point.combination]:.4f}" if errors else ""
-        times = [f"{point.times[device]:.2f}" for device in DEVICES]
-        lines.append([f"{point.score:+.4f}{error}", *times, f"`{point.combination}`"])
-    return table(["score", *(f"time, {device}" for device in DEVICES), "combination"], lines)

@@ -14,6 +14,7 @@ from tools.sweep.axes import AXES, Combination
 from tools.sweep.building import recipe_of
 from tools.sweep.factorial import E4M3, E8M0, HADAMARD, LOSS_SCALE, STAR, STOCHASTIC, TENSOR, UE5M3
 from tools.sweep.findings import FINDINGS, Finding, interval_of_mean, summary
+from tools.sweep.main_effects import MAIN_EFFECTS, main_effects_table
 from tools.sweep.promotion import promoted, random_lines
 from tools.sweep.sampling import sample
 
@@ -67,6 +68,37 @@ def test_differences_are_those_of_pairs_alike_but_for_the_change() -> None:
 def test_every_claim_has_pairs() -> None:
     for finding in FINDINGS:
         assert len(finding.differences(scored({}))) >= 4, finding.claim
+
+
+def test_main_effects_are_those_of_all_pairs() -> None:
+    """Each factor has its own term, of which no other change has any, and every pair counts."""
+    found = scored(
+        {("scale", "ue5m3"): -3.0, ("scale", "e4m3"): -2.0, ("rule", "absmax"): 5.0}
+        | {("outer_scale", "tensor"): 0.25, ("block", "16"): -0.5, ("hadamard", "backward"): 2.0}
+        | {("rounding", "gradients"): 0.125, ("loss_scale", "65536"): 7.0}
+    )
+    groups = ("E8M0, float32, tensor scale", "E4M3, UE5M3 alone")
+    expected = {
+        ("scales in float32", "in place of E8M0"): [5.0] * 8,
+        ("scales in E4M3", "in place of E8M0"): [-2.0] * 8,
+        ("scales in UE5M3", "in place of E8M0"): [-3.0] * 8,
+        ("scales in E4M3 under a tensor scale", "in place of E8M0"): [-1.75] * 8,
+        ("scales in UE5M3 under a tensor scale", "in place of E8M0"): [-2.75] * 8,
+        ("scales in UE5M3", "in place of E4M3, tensor scale"): [-1.0] * 8,
+        ("a tensor scale", "E4M3"): [0.25] * 8,
+        ("a tensor scale", "UE5M3"): [0.25] * 8,
+        ("a loss scale of 65536", "UE5M3"): [7.0] * 8,
+        ("a loss scale of 65536", "UE5M3, tensor scale"): [7.0] * 8,
+    }
+    for what, term in (
+        ("blocks of 16 in place of 32", -0.5),
+        ("stochastic rounding of dY", 0.125),
+        ("a Hadamard transform of the backward pass", 2.0),
+    ):
+        expected |= {(what, group): [term] * n for group, n in zip(groups, (16, 8), strict=True)}
+    assert {(e.what, e.where): e.differences(found) for e in MAIN_EFFECTS} == expected
+    [line] = (e for e in main_effects_table({"digits": found}) if "dY | E8M0" in e)
+    assert line.endswith("| +0.1250 (+0.1250 to +0.1250; 16) |")
 
 
 def test_verdicts() -> None:

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 import pytest
 import yaml
 
 from benchmarks.study import matrix, showing, tables
-from benchmarks.study.gaps import gap
+from benchmarks.study.gaps import Gap, gap
 from megatron_fp4 import get_recipe
 from tests.tools.sweep.test_axes import unnamed
 from tests.tools.sweep.test_statistics import STARS
 from tools import pages, rows
 from tools.rows import Row
 from tools.sweep import __main__, factorial, llama, page, promotion, results
-from tools.sweep.agreement import agreement
+from tools.sweep.agreement import Correlation, agreement
 from tools.sweep.axes import Combination
 from tools.sweep.building import recipe_of
 from tools.sweep.findings import FINDINGS
-from tools.sweep.pareto import draw, to_confirm
+from tools.sweep.pareto import Point, better, draw, frontier, to_confirm
+from tools.sweep.points_tables import BEST, traded
 from tools.sweep.promotion import on_lines, promoted, random_lines
+from tools.sweep.provenance import PACKAGES, provenance
 
 SUFFICES = "A straight-through estimator suffices: {} does not help"
 LIMITS = "The scale's format is the bottleneck: {}"
 UNDER_TENSOR_SCALE = [f"{each} under a tensor scale helps" for each in ("E4M3", "UE5M3")]
 DOCS = Path(__file__).parents[3] / "docs"
+STAMP = {"device": ["CPU"], "commit": "unknown", **dict.fromkeys(PACKAGES, "1.0")}
 PAGE, PICTURE = DOCS / "design-space.md", DOCS / "images/design-space.svg"
 
 
@@ -35,33 +39,47 @@ def test_the_axes_are_the_code_s() -> None:
     assert pages.into(text, "axes", "\n".join(page.axes_table())) == text
 
 
-def test_the_results_are_the_committed_ones() -> None:
+@pytest.fixture(scope="module")
+def committed() -> list[Row]:
+    return __main__.all_rows(__main__.RESULTS, llama.RESULTS)
+
+
+@pytest.fixture(scope="module")
+def section(committed: list[Row]) -> str:
+    return page.section(committed)
+
+
+@pytest.fixture(scope="module")
+def every_point(committed: list[Row]) -> list[Point]:
+    return page.points_of(committed, llama.NAME)
+
+
+def test_the_results_are_the_committed_ones(section: str) -> None:
     text = PAGE.read_text()
-    section = page.section(__main__.all_rows(__main__.RESULTS, llama.RESULTS))
     assert pages.into(text, "sweep", section) == text
 
 
-def test_the_picture_is_that_of_the_results(tmp_path: Path) -> None:
-    found = __main__.all_rows(__main__.RESULTS, llama.RESULTS)
-    stage = page.last_stage(found)
-    draw(page.points_of(found, stage), f"score of {stage}", tmp_path / "p.svg")
+def test_the_picture_is_that_of_the_results(
+    committed: list[Row], every_point: list[Point], tmp_path: Path
+) -> None:
+    assert page.last_stage(committed) == llama.NAME
+    draw(every_point, f"score of {llama.NAME}", tmp_path / "p.svg")
     assert (tmp_path / "p.svg").read_bytes() == PICTURE.read_bytes()
 
 
-def test_the_last_stage_is_complete(tmp_path: Path) -> None:
+def test_the_last_stage_is_complete(committed: list[Row], tmp_path: Path) -> None:
     """Its runs are those of the matrix that the stages before promote."""
     path = tmp_path / "sweep.yaml"
-    path.write_text(llama.matrix(promoted(__main__.all_rows(__main__.RESULTS, llama.RESULTS), 3)))
+    path.write_text(llama.matrix(promoted(committed, 3)))
     study, found = matrix.read(str(path)), rows.read(llama.RESULTS, llama.KEYS)
     finished, failed = showing.rows_of(study, found)
     assert len(finished) == len(found) == len(study.points()) and not failed
 
 
-def test_the_best_were_trained_again() -> None:
+def test_the_best_were_trained_again(every_point: list[Point]) -> None:
     """The committed matrix is what `best` makes of the committed results."""
-    every = page.points_of(__main__.all_rows(__main__.RESULTS, llama.RESULTS), llama.NAME)
-    committed = yaml.safe_load((matrix.FOLDER / "sweep-best.yaml").read_text())
-    assert committed == yaml.safe_load(llama.matrix_of_best(to_confirm(every)))
+    found = yaml.safe_load((matrix.FOLDER / "sweep-best.yaml").read_text())
+    assert found == yaml.safe_load(llama.matrix_of_best(to_confirm(every_point)))
 
 
 @pytest.mark.parametrize(
@@ -72,38 +90,62 @@ def test_the_best_were_trained_again() -> None:
             {"scale": "ue5m3", "rule": "nearest", "backward_rule": "inflated"}
             | {"outer_scale": "tensor"},
         ),
+        (
+            "sweep-e1m2-dge",
+            {"element": "e1m2", "scale": "e4m3", "rule": "up", "backward_rule": "inflated"}
+            | {"outer_scale": "row", "maximum": "softmax"},
+        ),
         ("sweep-e8m0-dge", {"rule": "ceil", "backward_rule": "ceil"}),
     ],
 )
 def test_combinations_that_are_recipe_files(name: str, chosen: dict[str, str]) -> None:
-    """They are among the best that were trained again, and the page says which."""
+    """They are among the best that were trained again."""
     each = Combination(block="16", rounding="gradients", estimator="dge", **chosen)
     path = matrix.FOLDER / f"candidates/{name}.yaml"
     assert unnamed(get_recipe(path)) == unnamed(recipe_of(each))
-    found = rows.read(Path("benchmarks/results/study-sweep-best.jsonl"), llama.KEYS)
-    [cell] = tables.cells(found)
-    gaps = {recipe: gaps_of(found, cell, recipe) for recipe in tables.recipes(found)}
-    dge = [recipe for recipe in gaps if "dge" in recipe]
-    assert max(gaps[recipe] for recipe in dge if "e8m0" not in recipe and "ceil" not in recipe) < 0
+    gaps = gaps_of_fresh_seeds()
+    assert llama.recipe(each) in gaps
     if name == "sweep-e8m0-dge":
         fast = {recipe: gap for recipe, gap in gaps.items() if "block=16,rule=ceil" in recipe}
-        assert min(fast, key=fast.__getitem__) == llama.recipe(each) and len(fast) == 2
+        assert min(fast, key=lambda each: fast[each].mean) == llama.recipe(each) and len(fast) == 2
+        assert fast[llama.recipe(each)].verdict == "within the spread"
 
 
-def gaps_of(found: list[Row], cell: tables.Cell, recipe: str) -> float:
-    own = gap(found, cell, recipe, "bf16")
-    assert own is not None and len(own.by_seed) == len(llama.FRESH_SEEDS)
-    return own.mean
+def gaps_of_fresh_seeds() -> dict[str, Gap]:
+    """The differences from BF16 of the best combinations, by recipe."""
+    found = rows.read(Path("benchmarks/results/study-sweep-best.jsonl"), llama.KEYS)
+    [cell] = tables.cells(found)
+    names = [recipe for recipe in tables.recipes(found) if recipe.startswith(llama.RECIPE)]
+    gaps = {recipe: gap(found, cell, recipe, "bf16") for recipe in names}
+    assert all(each and len(each.by_seed) == len(llama.FRESH_SEEDS) for each in gaps.values())
+    return {recipe: each for recipe, each in gaps.items() if each is not None}
 
 
-def test_figures_in_words() -> None:
-    found = __main__.all_rows(__main__.RESULTS, llama.RESULTS)
+def test_the_three_best_with_fresh_seeds() -> None:
+    text = " ".join(PAGE.read_text().split())
+    gaps = gaps_of_fresh_seeds()
+    order = sorted(gaps, key=lambda recipe: gaps[recipe].mean)
+    kept, e1m2, ue5m3 = best = order[:3]
+    assert "outer_gradient=kept" in kept and kept == f"{e1m2},outer_gradient=kept"
+    assert "element=e1m2" in e1m2 and "scale=ue5m3" in ue5m3
+    verdicts = [gaps[recipe].verdict for recipe in order]
+    assert verdicts[:3] == ["lower"] * 3 and "lower" not in verdicts[3:]
+    assert f"`dge` and `maximum=softmax`: {gaps[e1m2].mean:+.4f}. This is the recipe file" in text
+    assert f"The same with `outer_gradient=kept`: {gaps[kept].mean:+.4f}." in text
+    assert f"under a tensor scale, and `dge`: {gaps[ue5m3].mean:+.4f}. This is" in text
+    first = [min(best, key=lambda recipe: gaps[recipe].by_seed[seed]) for seed in (3, 4, 5)]
+    assert first.count(ue5m3) == 1  # "with one of the three seeds the last one is the best"
+
+
+def test_figures_in_words(committed: list[Row]) -> None:
+    found = committed
     text = " ".join(PAGE.read_text().split())
     last = agreement(found, "diffusion", llama.NAME)
     assert last is not None and last.predicts
-    low, high = last.interval
-    assert f"the rank correlation is {last.correlation:.2f} ({low:.2f} to {high:.2f})" in text
-    assert f"Among the better half of them it is {last.better_half:.2f}." in text
+    assert f"the rank correlation is {told(last.every)}" in text
+    low, high = last.better_half.interval
+    assert low < 0 < high
+    assert f"Among the better half of them it is {told(last.better_half)}: whether" in text
     scores, stars = results.scores(found, llama.NAME), promotion.stars_of(found)
     own = {each: score for each, score in scores.items() if stars[each] == factorial.STAR}
     by_seed = []
@@ -133,12 +175,98 @@ def test_figures_in_words() -> None:
     assert f"`dge` lowers the loss by {-change[estimators[0]]:.3f} here" in text
 
 
-def test_a_stage_without_the_training_around_a_recipe_says_nothing_of_it() -> None:
+def told(found: Correlation) -> str:
+    low, high = found.interval
+    return f"{found.value:.2f} ({low:.2f} to {high:.2f})"
+
+
+def test_a_loss_scale_does_what_a_tensor_scale_does(committed: list[Row]) -> None:
+    """Of UE5M3, in the stages that can scale the loss. Without either the loss is far higher."""
+    [scaled] = [each for each in FINDINGS if "loss is scaled" in each.claim]
+    [needed] = [each for each in FINDINGS if each.claim == "UE5M3 needs a tensor scale"]
+    columns = page.of_factorial(committed)
+    del columns[llama.NAME]
+    assert len(columns) == 3
+    changes = [mean(scaled.differences(own)) for own in columns.values()]
+    one, two, three = (f"{each:+.4f}" for each in changes)
+    assert (
+        f"a loss scale of 65536 does the same: a tensor scale beside it changes {one}, {two} and "
+        f"{three}."
+    ) in " ".join(PAGE.read_text().split())
+    for own, change in zip(columns.values(), changes, strict=True):
+        assert mean(needed.differences(own)) < -50 * abs(change)
+
+
+def test_times_in_words(every_point: list[Point]) -> None:
+    """The times of formats, without rounding, transform or estimator, over those of E8M0."""
+    times = {each.combination: each.times for each in every_point}
+
+    def over_e8m0(device: str, block: str, **axes: str) -> str:
+        plain = times[Combination(block=block, **factorial.E8M0)]
+        return f"{times[Combination(block=block, **axes)][device] / plain[device]:.1f}"
+
+    text = " ".join(PAGE.read_text().split())
+    e4m3, ue5m3 = (each | factorial.TENSOR for each in (factorial.E4M3, factorial.UE5M3))
+    [both] = {over_e8m0("hopper", b, **axes) for b in ("16", "32") for axes in (e4m3, ue5m3)}
+    assert f"E4M3 or UE5M3 scales needs {both} times the time of E8M0 on Hopper" in text
+    long, short = (over_e8m0("hopper", block, **factorial.FP32) for block in ("32", "16"))
+    assert f"needs {long} times in blocks of 32, and {short} times in blocks of 16" in text
+    [one], [other] = (
+        {over_e8m0("blackwell", block, **axes) for block in ("16", "32")} for axes in (e4m3, ue5m3)
+    )
+    assert f"it is {one} times for E4M3 and {other} times for UE5M3" in text
+
+
+def test_the_trade_in_words(every_point: list[Point]) -> None:
+    text = " ".join(PAGE.read_text().split())
+    own, gaps, errors = traded(every_point), [], []
+    assert len(own) == 4 and "none of the four combinations with all three" in text
+    for device, words in (
+        ("hopper", "Numbers {} and {} of the frontier on Hopper are better in both"),
+        ("blackwell", "and so are {} and {} of the frontier on Blackwell"),
+    ):
+        best = frontier(every_point, device)
+        found = [[best.index(other) for other in better(each, best, device)] for each in own]
+        assert all(found)  # none is on the frontier
+        always = sorted(set.intersection(*map(set, found)))
+        assert words.format(*(number + 1 for number in always)) in text and len(always) == 2
+        gaps += [each.score - best[number].score for each in own for number in always]
+        errors += [each.error or 0 for each in own]
+    assert f"differ by {min(gaps):.3f} to {max(gaps):.3f}, with standard errors of up to" in text
+    assert f"errors of up to {max(errors):.3f}, so that" in text
+
+
+def test_what_a_combination_of_the_first_stage_takes(committed: list[Row]) -> None:
+    taken = [row["seconds"] for row in committed if row["stage"] == "products"]
+    assert f"`products` takes {median(taken):.1f} s a combination" in PAGE.read_text()
+
+
+def test_where_results_were_made(tmp_path: Path) -> None:
+    """By stage; a GPU that the stage did not use is said to be beside it."""
+    versions = dict.fromkeys(("python", "torch", "triton", "megatron-core", "numpy"), "1.0")
+
+    def made(stage: str, device: str, commit: str) -> Row:
+        stamp = {"device": [device, device], "commit": commit + 40 * "0", **versions}
+        return {"stage": stage, "stamp": stamp, "numerics": 3}
+
+    run = made("", "H200", "c") | {"configuration": {"numerics": 3}, "status": "finished"}
+    (tmp_path / "study.jsonl").write_text(json.dumps(run) + "\n")
+    found: list[Row] = [made("products", "CPU, 1 threads", "a"), made("draws", "H100", "b")]
+    found += [made("digits", "H100", "d"), {"stage": llama.NAME}]
+    same = ", ".join(f"{name} 1.0" for name in versions) + "; numerics version 3, commit "
+    assert provenance(found, tmp_path / "study.jsonl") == [
+        f"- `products`: CPU, 1 threads; {same}a00000000000.",
+        f"- `draws`, `digits`: the CPU of a machine with H100; {same}b00000000000, d00000000000.",
+        f"- `llama`: H200; {same}c00000000000.",
+    ]
+
+
+def test_a_stage_without_the_training_around_a_recipe_says_nothing_of_it(
+    committed: list[Row], section: str
+) -> None:
     """The mistake: runs that do not scale the loss count as such that do."""
     [claim] = [each for each in FINDINGS if "loss is scaled" in each.claim]
-    found = __main__.all_rows(__main__.RESULTS, llama.RESULTS)
-    assert len(claim.differences(results.scores(found, llama.NAME))) >= 3
-    section = page.section(found)
+    assert len(claim.differences(results.scores(committed, llama.NAME))) >= 3
     [line] = [each for each in section.splitlines() if claim.claim in each]
     assert line.endswith("|  | not decided |")
     best = section.split("The best 10 of `llama`")[1]
@@ -160,6 +288,8 @@ def test_tables_of_results() -> None:
             "star": STARS[each],
             "combination": each.chosen,
             "seconds": 1.25,
+            "stamp": STAMP,
+            "numerics": 3,
             "seeds": {"1": {name: loss(each)}, "2": {name: loss(each)}},
         }
         for each in some
@@ -173,14 +303,16 @@ def test_tables_of_results() -> None:
     hours = 1.25 * len(some) / 3600
     assert line.endswith(f" | {len(some):,} | 1 | 2 | 1.2 | {hours:.2f} |")
     (line,) = (each for each in text.splitlines() if each.startswith("| `products` | `digits` |"))
-    assert " 1.00 | 1.00 to 1.00 | 1.00 | 1.00 | 1.00 | yes |" in line
+    one = "1.00 (1.00 to 1.00)"
+    assert f" {one} | 1.00 | {one} | {one} | yes |" in line
+    assert "\n- `products`, `digits`: CPU; " in text
     assert "Not complete yet: `draws`, `regression`, `diffusion`, `llama`." in text
     found_lines = [each for each in text.splitlines() if each.startswith("| `block` | `16` |")]
     assert len(found_lines) == 2 and all("+0.5 (+0.5 to +0.5; " in each for each in found_lines)
-    assert f"The best {page.BEST} of `digits`" in text
+    assert f"The best {BEST} of `digits`" in text
     best = min(loss(each) for each in some if each.forward == each.backward == "fp4")
-    assert best == -2.0 and "\n| -2.0000 ± 0.0000 | " in text
-    assert "is better in `digits` and needs less time on blackwell than these:" in text
+    assert best == -2.0 and "\n| 1 | -2.0000 ± 0.0000 | " in text
+    assert "is better in `digits` and needs less time on blackwell than these, by" in text
 
 
 def test_no_results_are_an_error() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_fp4 import get_recipe
-from megatron_fp4.estimate.overhead import DEVICES, setting_of, with_kernels
+from megatron_fp4.estimate.gpus import MEASURED
+from megatron_fp4.estimate.overhead import DEVICES, as_it_runs, setting_of, with_kernels
 from tests.tools.sweep.test_axes import TETRAJET
-from tools.sweep import __main__
+from tools.sweep import __main__, factorial, pareto
 from tools.sweep.axes import AXES, Combination
+from tools.sweep.building import recipe_of
 from tools.sweep.pareto import INPUTS, OUTPUTS, TOKENS, Point, draw, frontier, points, to_confirm
+from tools.sweep.points_tables import points_table, trade_table, traded
 
 ESTIMATORS = AXES["estimator"]
 
@@ -20,7 +24,7 @@ ESTIMATORS = AXES["estimator"]
 def scattered(number: int) -> list[Point]:
     source = random.Random(2)
     times = [dict.fromkeys(DEVICES, round(source.random(), 2)) for _ in range(number)]
-    return [Point(Combination(), round(source.random(), 2), each) for each in times]
+    return [Point(Combination(), round(source.random(), 2), each, today=1.0) for each in times]
 
 
 def test_the_frontier_has_what_no_other_point_beats() -> None:
@@ -44,7 +48,7 @@ def test_the_best_and_the_best_fast_ones_are_trained_again() -> None:
     """The fast ones quantize all GEMMs too, and none is there twice."""
 
     def point(scale: str, score: float, hopper: float, **axes: str) -> Point:
-        return Point(Combination(scale=scale, **axes), score, {"hopper": hopper})
+        return Point(Combination(scale=scale, **axes), score, {"hopper": hopper}, hopper)
 
     slow = [point(scale, 0.1, 2.0) for scale in ("e4m3", "ue5m3", "fp32")]
     fast = [point("e8m0", 0.2 + i / 100, 0.7, estimator=each) for i, each in enumerate(ESTIMATORS)]
@@ -54,12 +58,17 @@ def test_the_best_and_the_best_fast_ones_are_trained_again() -> None:
 
 
 def test_times_are_the_cost_model_s() -> None:
-    (point,) = points({TETRAJET: 0.25})
-    assert point.score == 0.25
+    (point,) = points({TETRAJET: 0.25}, {TETRAJET: 0.01})
+    assert (point.score, point.error) == (0.25, 0.01)
     for device, gpu in DEVICES.items():
         setting = setting_of(gpu, INPUTS, OUTPUTS, TOKENS)
         expected = with_kernels(get_recipe("tetrajet"), setting, gpu).times_bf16
         assert point.times[device] == pytest.approx(expected)
+    slow = Combination(scale="fp32", rule="absmax", backward_rule="absmax")
+    (point,) = points({slow: 0.25})
+    setting = setting_of(MEASURED, INPUTS, OUTPUTS, TOKENS)
+    expected = as_it_runs(recipe_of(slow), setting, MEASURED).times_bf16
+    assert point.today == pytest.approx(expected) and point.today > 2 * point.times["hopper"]
 
 
 def test_the_training_around_a_recipe_takes_no_time_of_a_linear() -> None:
@@ -74,6 +83,48 @@ def test_the_same_points_make_the_same_picture(tmp_path: Path) -> None:
         draw(every, "score", tmp_path / name / "picture.svg")
     one, two = ((tmp_path / name / "picture.svg").read_bytes() for name in ("one", "two"))
     assert one == two and b"blackwell, not measured" in one
+    assert b"2 combinations at 0.20 to 0.30" in one and b"by the cost model" in one
+
+
+def test_the_frontier_of_the_picture_is_that_of_the_tables() -> None:
+    """The line is never better than the points; each point has its number and its error."""
+    pyplot, cbook = (pytest.importorskip(f"matplotlib.{name}") for name in ("pyplot", "cbook"))
+    best = [timed("e8m0", 0.1, 3.0), timed("e4m3", 0.2, 2.0), timed("fp32", 0.3, 1.0)]
+    figure, axes = pyplot.subplots()
+    pareto._draw_frontier(axes, [replace(each, error=0.05) for each in best], "hopper")
+    line = axes.lines[0]
+    x, y = (list(each) for each in cbook.pts_to_prestep(line.get_xdata(), line.get_ydata()))
+    assert line.get_drawstyle() == "steps-pre"
+    assert (x, y) == ([3.0, 3.0, 2.0, 2.0, 1.0], [0.1, 0.2, 0.2, 0.3, 0.3])
+    assert [(each.get_text(), each.xy) for each in axes.texts] == [
+        ("1", (3.0, 0.1)), ("2", (2.0, 0.2)), ("3", (1.0, 0.3)),
+    ]  # fmt: skip
+    [bars] = axes.containers[0][2]
+    assert [each[:, 1].tolist() for each in bars.get_segments()] == [
+        pytest.approx([each.score - 0.05, each.score + 0.05]) for each in best
+    ]
+    pyplot.close(figure)
+    lines = points_table(best)
+    assert [each.split(" | ")[0] for each in lines[2:]] == ["| 1", "| 2", "| 3"]
+
+
+def timed(scale: str, score: float, time: float, **axes: str) -> Point:
+    return Point(Combination(scale=scale, **axes), score, dict.fromkeys(DEVICES, time), time)
+
+
+def test_a_trade_is_set_against_the_frontier() -> None:
+    """Numbers of points that are better in one of score and time alone are not there."""
+    trade = {**factorial.UE5M3, **factorial.TENSOR, **factorial.HADAMARD, **factorial.STOCHASTIC}
+    others = [("e8m0", 0.05, 9.0), ("e8m0", 0.1, 3.0), ("e8m0", 0.2, 2.0), ("e8m0", 0.4, 1.0)]
+    every = [timed(*each) for each in others]
+    own = Point(Combination(**trade), 0.25, dict.fromkeys(DEVICES, 3.5), 4.5)
+    outside = replace(own, combination=Combination(**trade, estimator="dge"))
+    assert traded([*every, own, outside]) == [own]
+    [line] = trade_table([*every, own, outside])[2:]
+    assert line.startswith("| +0.2500 | 3.50 | 3.50 | 4.50 |") and line.endswith("| 2, 3 | 2, 3 |")
+    best = replace(own, score=0.01)
+    assert trade_table([*every, best])[-1].endswith("| it is number 1 | it is number 1 |")
+    assert not trade_table(every)
 
 
 def test_the_command_says_what_a_recipe_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,69 @@
+"""Tables of points: the best ones, the frontiers, and a paper's best trade beside the frontiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_fp4.estimate.overhead import DEVICES
+from tools.pages import table
+from tools.sweep import factorial
+from tools.sweep.pareto import TODAY, Point, better, frontier, of_all_gemms
+
+BEST = 10  # combinations of a table of the best
+TIMES = [*(f"time, {device}" for device in DEVICES), f"as it runs today, {TODAY}"]
+TRADE = factorial.TENSOR | factorial.STOCHASTIC | factorial.HADAMARD  # that of the paper
+
+
+def points_section(every: list[Point], stage: str) -> list[list[str]]:
+    """The tables of a stage's points, each after a line that says what it has."""
+    best = f"The best {BEST} of `{stage}` that quantize all three GEMMs; times by the cost model:"
+    parts = [[best], points_table(of_all_gemms(every)[:BEST])]
+    for device in DEVICES:
+        what = f"No combination is better in `{stage}` and needs less time on {device} than these"
+        parts += [[f"{what}, by the cost model:"], points_table(frontier(every, device))]
+    if found := trade_table(every):
+        what = "a tensor scale, stochastic rounding of dY and a Hadamard transform"
+        told = "the numbers of the points of each frontier that are better in score and time"
+        parts += [[f"The combinations of the factorial with {what}, and {told}:"], found]
+    return parts
+
+
+def points_table(found: list[Point]) -> list[str]:
+    """A line for each point, with its number in the picture if the points are a frontier."""
+    lines = [[str(number), *_cells(point)] for number, point in enumerate(found, start=1)]
+    return table(["number", "score", *TIMES, "combination"], lines)
+
+
+def _cells(point: Point) -> list[str]:
+    error = "" if point.error is None else f" ± {point.error:.4f}"
+    times = [f"{each:.2f}" for each in (*point.times.values(), point.today)]
+    return [f"{point.score:+.4f}{error}", *times, f"`{point.combination}`"]
+
+
+def trade_table(every: list[Point]) -> list[str]:
+    """A line for each point of `traded`, with the numbers of the points of each frontier that are
+    better in both score and time. No lines if there is none."""
+    lines = []
+    for point in traded(every):
+        numbers = [_numbers(point, frontier(every, device), device) for device in DEVICES]
+        lines.append([*_cells(point), *numbers])
+    head = [f"better on {device}" for device in DEVICES]
+    return table(["score", *TIMES, "combination", *head], lines) if lines else []
+
+
+def traded(every: list[Point]) -> list[Point]:
+    """The points of the factorial that have all of TRADE."""
+    own = set(factorial.combinations())
+    return [
+        point
+        for point in every
+        if point.combination in own
+        and all(getattr(point.combination, axis) == value for axis, value in TRADE.items())
+    ]
+
+
+def _numbers(point: Point, best: Sequence[Point], device: str) -> str:
+    if point in best:
+        return f"it is number {best.index(point) + 1}"
+    found = better(point, list(best), device)
+    return ", ".join(str(best.index(each) + 1) for each in found)
