@@ -8,6 +8,7 @@ from statistics import mean, median
 
 import pytest
 import yaml
+from torch import float32
 
 from benchmarks.study import matrix, showing, tables
 from benchmarks.study.gaps import Gap, gap
@@ -25,6 +26,7 @@ from tools.sweep.pareto import Point, better, draw, frontier, to_confirm
 from tools.sweep.points_tables import BEST, traded
 from tools.sweep.promotion import on_lines, promoted, random_lines
 from tools.sweep.provenance import PACKAGES, provenance
+from tools.sweep.stages.digits import Classifier
 
 SUFFICES = "A straight-through estimator suffices: {} does not help"
 LIMITS = "The scale's format is the bottleneck: {}"
@@ -197,6 +199,25 @@ def test_a_loss_scale_does_what_a_tensor_scale_does(committed: list[Row]) -> Non
         assert mean(needed.differences(own)) < -50 * abs(change)
 
 
+def test_underflow_in_words(committed: list[Row]) -> None:
+    zeros = results.scores(committed, "products", figure="dy zeros")
+
+    def share(**axes: str) -> str:
+        chosen = factorial.UE5M3 | axes
+        own = [zeros[each] for each in factorial.combinations() if has(each, chosen)]
+        assert len(own) == 8
+        return f"{100 * min(own):.0f}% to {100 * max(own):.0f}%"
+
+    plain = {"estimator": "straight-through", "maximum": "straight-through", "loss_scale": "1"}
+    without, under = share(outer_scale="none", **plain), share(outer_scale="tensor", **plain)
+    told = f"{without} of dY's elements are then 0, and {under} under a tensor scale."
+    assert told in " ".join(PAGE.read_text().split())
+
+
+def has(each: Combination, values: dict[str, str]) -> bool:
+    return all(getattr(each, axis) == value for axis, value in values.items())
+
+
 def test_times_in_words(every_point: list[Point]) -> None:
     """The times of formats, without rounding, transform or estimator, over those of E8M0."""
     times = {each.combination: each.times for each in every_point}
@@ -230,13 +251,17 @@ def test_the_trade_in_words(every_point: list[Point]) -> None:
         assert all(found)  # none is on the frontier
         always = sorted(set.intersection(*map(set, found)))
         assert words.format(*(number + 1 for number in always)) in text and len(always) == 2
+        if device == "hopper":  # "Number 3 on Hopper quantizes fprop alone."
+            kinds = [(best[i].combination.forward, best[i].combination.backward) for i in (1, 2)]
+            assert kinds == [("fp4", "fp4"), ("fp4", "bf16")]
         gaps += [each.score - best[number].score for each in own for number in always]
         errors += [each.error or 0 for each in own]
     assert f"differ by {min(gaps):.3f} to {max(gaps):.3f}, with standard errors of up to" in text
     assert f"errors of up to {max(errors):.3f}, so that" in text
 
 
-def test_what_a_combination_of_the_first_stage_takes(committed: list[Row]) -> None:
+def test_departures_from_the_plan(committed: list[Row]) -> None:
+    assert Classifier(Combination(), 1).last.weight.dtype == float32
     taken = [row["seconds"] for row in committed if row["stage"] == "products"]
     assert f"`products` takes {median(taken):.1f} s a combination" in PAGE.read_text()
 
