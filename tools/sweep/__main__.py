@@ -143,10 +143,16 @@ def cost(args: argparse.Namespace) -> int:
 
 
 def chosen(words: list[str]) -> dict[str, str]:
-    """The words "name=value" by name. Raises ConfigError for another word."""
-    if wrong := next((word for word in words if "=" not in word), None):
-        raise ConfigError(f"{wrong} is not name=value")
-    return dict(word.split("=", 1) for word in words)
+    """The words "name=value" by name. Raises ConfigError for another word, or a repeated name."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"{word} is not name=value")
+        if name in found:
+            raise ConfigError(f"{name} is given twice: give it once")
+        found[name] = value
+    return found
 
 
 def llama_matrix(args: argparse.Namespace) -> int:

@@ -82,6 +82,7 @@ _OF_FP4 = (
     *("element", "scale", "block", "weight_block", "outer_scale"),
     *("rounding", "hadamard", "x_mean"),
 )
+_ESTIMATING = ("estimator", "maximum", "outer_gradient")  # gradients through a quantizer
 # Axes that no recipe has: of the training around it.
 TRAINING = ("loss_scale", "optimizer")
 
@@ -153,67 +154,68 @@ def without_training(combination: Combination) -> Combination:
 def values(combination: Combination, axis: str) -> tuple[str, ...]:
     """The values that the axis may have beside the other values of the combination: one value if
     the recipe does not depend on the axis."""
-    if not _depends(combination, axis):
+    if _without_effect(combination, axis):
         return AXES[axis][:1]
-    return tuple(value for value in AXES[axis] if _goes_with(combination, axis, value))
+    return tuple(value for value in AXES[axis] if not _against(combination, axis, value))
 
 
-def _depends(c: Combination, axis: str) -> bool:
-    """Whether the recipe depends on the axis at all."""
-    depends = {
-        **dict.fromkeys(_OF_FP4, c.in_fp4),
-        **dict.fromkeys(("rule", "estimator", "maximum"), c.forward == "fp4"),
-        **dict.fromkeys(("group", "signs"), c.hadamard != "none"),
-        "backward_rule": c.backward == "fp4",
-        "operands": c.forward == "fp4" and c.backward != "bf16",
-        "outer_gradient": c.forward == "fp4" and c.outer_scale != "none" and c.maximum != "vjp",
-        "estimated": estimates(c),
+def _without_effect(c: Combination, axis: str) -> tuple[str, ...]:
+    """The axes whose values are why the recipe does not depend on `axis`; none if it does."""
+    forward = {"forward": c.forward == "fp4"}
+    permits: dict[str, dict[str, bool]] = {
+        **dict.fromkeys(_OF_FP4, dict.fromkeys(("forward", "backward"), c.in_fp4)),
+        **dict.fromkeys(("rule", "estimator", "maximum"), forward),
+        **dict.fromkeys(("group", "signs"), {"hadamard": c.hadamard != "none"}),
+        "backward_rule": {"backward": c.backward == "fp4"},
+        "operands": {**forward, "backward": c.backward != "bf16"},
+        "outer_gradient": {
+            **forward,
+            "outer_scale": c.outer_scale != "none",
+            "maximum": c.maximum != "vjp",
+        },
+        "estimated": dict.fromkeys(_ESTIMATING, estimates(c)),
     }
-    return depends.get(axis, True)
+    return tuple(other for other, permitted in permits.get(axis, {}).items() if not permitted)
 
 
-def _goes_with(c: Combination, axis: str, value: str) -> bool:
-    """Whether a recipe can have the value beside the axes before it, and has no other value that
-    does the same."""
+def _against(c: Combination, axis: str, value: str) -> tuple[str, ...]:
+    """The axes beside whose values a recipe cannot have this value, or has another value that does
+    the same; none if it can have it."""
     if axis in ("rule", "backward_rule"):
-        fits = (c.element, c.weight_block) == ("e2m1", "line")
-        return value in _OF_SCALE[c.scale] and (fits or value not in _OF_E2M1_ROWS)
+        if value not in _OF_SCALE[c.scale]:
+            return ("scale",)
+        needed = {"element": "e2m1", "weight_block": "line"} if value in _OF_E2M1_ROWS else {}
+        return tuple(other for other, own in needed.items() if getattr(c, other) != own)
     if axis == "outer_scale":
-        square = c.weight_block == "square"
-        return value in _OUTER.get(c.scale, AXES[axis]) and not (square and value == "row")
+        if value not in _OUTER.get(c.scale, AXES[axis]):
+            return ("scale",)
+        return ("weight_block",) if c.weight_block == "square" and value == "row" else ()
     if axis == "rounding":
-        return _rounds(c, value)
-    if axis == "hadamard":
-        return value == "none" or _turns(c, value)
-    if axis == "x_mean":  # an estimator of X would be of X without its mean
-        return value == "kept" or not estimates(c) or c.estimated == "w"
-    return True
+        return _against_rounding(c, value)
+    if axis == "hadamard" and value != "none":  # it must differ from those of fewer GEMMs
+        gemms = {"all": ("forward", "backward"), "forward": ("forward",)}
+        needs = gemms.get(value, ("backward",))
+        return tuple(other for other in needs if getattr(c, other) != "fp4")
+    if axis == "x_mean" and value != "kept" and estimates(c) and c.estimated != "w":
+        return ("estimated",)  # an estimator of X would be of X without its mean
+    return ()
+
+
+def _against_rounding(c: Combination, rounding: str) -> tuple[str, ...]:
+    """`_against` of the axis rounding."""
+    if rounding == "all" and c.forward == "fp4" and c.rule in _TO_NEAREST:
+        return ("rule",)
+    if c.backward != "fp4":
+        return () if rounding in ("nearest", "all") else ("backward",)
+    if rounding != "nearest" and c.backward_rule in _TO_NEAREST:
+        return ("backward_rule",)
+    return ("forward",) if rounding == "all" and c.forward != "fp4" else ()
 
 
 def estimates(c: Combination) -> bool:
     """Whether the combination has an estimator: whether any of its gradients through a quantizer
     differs from the straight-through one."""
-    axes = ("estimator", "maximum", "outer_gradient")
-    return any(getattr(c, axis) != first(axis) for axis in axes)
-
-
-def _rounds(c: Combination, rounding: str) -> bool:
-    """Whether the combination can round so, and rounds otherwise with each other value."""
-    if rounding == "all" and c.forward == "fp4" and c.rule in _TO_NEAREST:
-        return False
-    if c.backward != "fp4":
-        return rounding in ("nearest", "all")
-    if rounding != "nearest" and c.backward_rule in _TO_NEAREST:
-        return False
-    return rounding != "all" or c.forward == "fp4"
-
-
-def _turns(c: Combination, hadamard: str) -> bool:
-    """Whether a transform of these GEMMs differs from the others for the GEMMs that the
-    combination quantizes."""
-    if hadamard == "all":
-        return c.forward == c.backward == "fp4"
-    return c.forward == "fp4" if hadamard == "forward" else c.backward == "fp4"
+    return any(getattr(c, axis) != first(axis) for axis in _ESTIMATING)
 
 
 def settled(combination: Combination) -> Combination:
@@ -227,15 +229,31 @@ def settled(combination: Combination) -> Combination:
 
 
 def check(combination: Combination) -> None:
-    """Raises ConfigError, with the axis and the values that it may have, if a value contradicts the
-    axes before it or changes nothing beside them."""
-    for axis in AXES:
-        allowed, value = values(combination, axis), getattr(combination, axis)
-        if value not in allowed:
-            raise ConfigError(
-                f"{combination}: {axis} is {value}, but beside the other values it can only be "
-                f"{' or '.join(allowed)}"
-            )
+    """Raises ConfigError if any value contradicts others or changes nothing beside them: names all
+    such values, the values that exclude them, and what to give."""
+    wrong = [_contradiction(combination, axis) for axis in AXES]
+    if found := "; ".join(filter(None, wrong)):
+        raise ConfigError(found)
+
+
+def _contradiction(c: Combination, axis: str) -> str:
+    """Why the combination cannot have its value on the axis, and what to give; "" if it can."""
+    value, allowed = getattr(c, axis), values(c, axis)
+    if value in allowed:
+        return ""
+    if others := _without_effect(c, axis):
+        reason, change = "has no effect with", f"leave it out, or change {' or '.join(others)}"
+    else:
+        others = _against(c, axis, value)
+        reason, change = "does not go with", f"give {axis}={' or '.join(allowed)}"
+    beside = " and ".join(_told(c, other) for other in others)
+    return f"{_told(c, axis)} {reason} {beside}: {change}"
+
+
+def _told(c: Combination, axis: str) -> str:
+    """The value on an axis, as "axis=value", and whether it is the default."""
+    value = getattr(c, axis)
+    return f"{axis}={value}{' (the default)' if value == first(axis) else ''}"
 
 
 def draw(source: random.Random) -> Combination:

@@ -130,18 +130,47 @@ def test_a_line_changes_another_axis_only_where_it_must() -> None:
     assert blocks == {size: Combination(rule="ceil", block=size) for size in ("32", "16")}
 
 
-def test_contradictions_are_refused_with_the_reason() -> None:
-    reason = "rule is floor, but beside the other values it can only be nearest or up or inflated"
-    with pytest.raises(ConfigError, match=reason):
-        recipe_of(Combination(scale="e4m3"))
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"group": "32"},
+            "group=32 has no effect with hadamard=none (the default): "
+            "leave it out, or change hadamard",
+        ),
+        (
+            {"forward": "bf16", "rule": "ceil"},
+            "rule=ceil has no effect with forward=bf16: leave it out, or change forward",
+        ),
+        (
+            {"scale": "e4m3", "backward_rule": "up"},
+            "rule=floor (the default) does not go with scale=e4m3: "
+            "give rule=nearest or up or inflated or four-over-six",
+        ),
+        (
+            {"scale": "e4m3", "rule": "four-over-six", "backward_rule": "up"}
+            | {"weight_block": "square"},
+            "rule=four-over-six does not go with weight_block=square: "
+            "give rule=nearest or up or inflated",
+        ),
+        (
+            {"backward": "fp8", "rounding": "backward", "group": "64"},
+            "rounding=backward does not go with backward=fp8: give rounding=nearest or all; "
+            "group=64 has no effect with hadamard=none (the default): "
+            "leave it out, or change hadamard",
+        ),
+    ],
+)
+def test_contradictions_are_refused_with_the_reason(given: dict[str, str], message: str) -> None:
+    """All of them at once, each with the values that exclude it."""
+    with pytest.raises(ConfigError) as caught:
+        recipe_of(Combination(**given))
+    assert str(caught.value) == message
+
+
+def test_values_that_no_axis_has_are_refused() -> None:
     with pytest.raises(ConfigError, match="scale has no value 'e3m4': e8m0, e4m3"):
         Combination(scale="e3m4")
-    with pytest.raises(ConfigError, match="rule is four-over-six, but"):
-        recipe_of(
-            Combination(
-                scale="e4m3", rule="four-over-six", backward_rule="up", weight_block="square"
-            )
-        )
 
 
 def test_a_uniform_grid_takes_no_rule_of_e2m1() -> None:
@@ -151,7 +180,7 @@ def test_a_uniform_grid_takes_no_rule_of_e2m1() -> None:
     for axis, rule in (("rule", "four-over-six"), ("backward_rule", "unit-gain")):
         assert rule not in values(uniform, axis)
         assert rule in values(replace(uniform, element="e2m1"), axis)  # the control
-        with pytest.raises(ConfigError, match=f"{axis} is {rule}, but"):
+        with pytest.raises(ConfigError, match=f"{axis}={rule} does not go with element=e1m2: give"):
             check(replace(uniform, **{axis: rule}))
 
 

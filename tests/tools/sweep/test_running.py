@@ -198,7 +198,11 @@ def test_bad_words_end_the_command_in_one_line(capsys: pytest.CaptureFixture[str
     assert __main__.main(["try", "digits", "scales=e4m3"]) == 2
     assert capsys.readouterr().err.startswith("sweep: no axis scales: forward, backward")
     assert __main__.main(["try", "digits", "scale=e4m3"]) == 2
-    assert "rule is floor, but beside the other values it can only be" in capsys.readouterr().err
+    assert "sweep: rule=floor (the default) does not go with scale=e4m3: give rule=nearest or" in (
+        capsys.readouterr().err
+    )
+    assert __main__.main(["try", "digits", "scale=e4m3", "scale=e8m0"]) == 2
+    assert capsys.readouterr().err == "sweep: scale is given twice: give it once\n"
     assert __main__.main(["cost", "foo=bar"]) == 2
     assert capsys.readouterr().err.startswith("sweep: no axis foo: forward, backward")
     assert __main__.main(["run", "products", "--processes", "0"]) == 2
