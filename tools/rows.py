@@ -1,7 +1,10 @@
 """Result files of JSON lines: a line for each result, written when it is there."""
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +39,18 @@ def append(path: Path, row: Row) -> None:
         file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Holds the file, which is made if there is none, so that nobody else holds it at the same
+    time. Raises ValueError if another process does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another run is writing to {path}: wait for it, or give another --results"
+            ) from error
+        yield

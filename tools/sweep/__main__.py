@@ -12,6 +12,7 @@ docs/design-space.md describes it, and has its results.
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ from megatron_fp4.estimate.plans import recipe_named
 from megatron_fp4.plan.command import check_sizes_of_flags
 from tools import pages, rows, runs
 from tools.stamp import stamp
-from tools.sweep import axes, llama, page, results, running, tensors
+from tools.sweep import axes, factorial, llama, page, results, running, tensors
 from tools.sweep.axes import Combination
 from tools.sweep.building import recipe_of
 from tools.sweep.pareto import INPUTS, OUTPUTS, TOKENS, draw, to_confirm
@@ -36,6 +37,8 @@ from tools.sweep.stages import STAGES
 
 RESULTS = Path("benchmarks/results/sweep.jsonl")
 WORK = Path("runs/sweep")
+UNFINISHED = 75  # the exit status when combinations are left: EX_TEMPFAIL of sysexits.h
+INTERRUPTED = 128 + signal.SIGINT
 NUMBER, SEED = 2400, 1  # of the sample
 SIZES = {"tokens": "--tokens", "in_features": "--inputs", "out_features": "--outputs"}
 
@@ -45,17 +48,29 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     for name in ("number", "processes"):
         _check_positive(args, name)
+    if args.minutes is not None and not args.minutes > 0:
+        raise ConfigError(f"--minutes is {args.minutes:g}: give more than 0")
     stars = to_evaluate(args)
-    recorded = recorded_for(args)
-    tasks = [running.Task(args.stage, each, star, recorded) for each, star in stars.items()]
-    deadline = None if args.minutes is None else began + 60 * args.minutes
-    left = running.run(tasks, args.results, stamp(args.commit), args.processes, deadline)
+    with rows.alone(args.results):
+        recorded = recorded_for(args)
+        tasks = [running.Task(args.stage, each, star, recorded) for each, star in stars.items()]
+        deadline = None if args.minutes is None else began + 60 * args.minutes
+        try:
+            left = running.run(tasks, args.results, stamp(args.commit), args.processes, deadline)
+            status = UNFINISHED if left else 0
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+    print(_told(tasks, args.results) + (": the same command goes on" if status else ""))
+    return status
+
+
+def _told(tasks: list[running.Task], path: Path) -> str:
+    """How many of the tasks have results in the file."""
     hashes = {task.hash for task in tasks}
-    own = [row for row in results.read(args.results) if row["hash"] in hashes]
+    own = [row for row in results.read(path) if row["hash"] in hashes]
     failed = sum(row["status"] == running.FAILED for row in own)
-    what = f"{len(own)} of {len(tasks)} have results of {args.stage}"
-    print(f"sweep: {what}, of which {failed} failed")
-    return 75 if left else 0
+    what = f"{len(own)} of {len(tasks)} have results of {tasks[0].stage}"
+    return f"sweep: {what}, of which {failed} failed"
 
 
 def to_evaluate(args: argparse.Namespace) -> dict[Combination, str]:
@@ -111,10 +126,7 @@ def combination_of(words: list[str]) -> Combination:
     words: each "axis=value". Raises ConfigError for a word of another form, an axis that does not
     exist, and a value that the axis does not have.
     """
-    found = chosen(words)
-    if unknown := set(found) - set(axes.AXES):
-        raise ConfigError(f"no axis {min(unknown)}: {', '.join(axes.AXES)}")
-    return Combination(**found)
+    return axes.with_values(chosen(words))
 
 
 def recorded_for(args: argparse.Namespace) -> Path | None:
@@ -197,7 +209,7 @@ def show(args: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line `arguments` (None: sys.argv); returns the exit status: 0, 2 after an
-    error in the arguments, 75 if combinations are left."""
+    error in the arguments, UNFINISHED if combinations are left, INTERRUPTED after an interrupt."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.sweep", description=(__doc__ or "").partition("\n")[0]
     )
@@ -209,7 +221,9 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--work", type=Path, default=WORK, help="text and recorded tensors")
     add = commands.choices["run"].add_argument
     add("--results", type=Path, default=RESULTS, help="the result file (JSON lines)")
-    add("--number", type=int, default=NUMBER, help="combinations of the first stage")
+    design = len(factorial.combinations())
+    sampled = f"of the sample (%(default)s), beside {design} of the factorial design, in any case"
+    add("--number", type=int, default=NUMBER, help=sampled)
     add("--seed", type=int, default=SEED, help="of the sample")
     add("--processes", type=int, default=os.cpu_count(), help="at a time (%(default)s)")
     add("--minutes", type=float, help="end after so long; the next call goes on")
@@ -247,8 +261,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"sweep: {error.filename}: {error.strerror}: give another file", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as an interrupt does
     sys.exit(main())

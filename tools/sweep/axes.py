@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 
@@ -143,6 +144,14 @@ class Combination:
 def first(axis: str) -> str:
     """The value of an axis on which a combination does not depend."""
     return AXES[axis][0]
+
+
+def with_values(chosen: Mapping[str, str]) -> Combination:
+    """The combination with these values by axis, and the first value on all other axes. Raises
+    ConfigError for an axis that does not exist, and a value that the axis does not have."""
+    if unknown := set(chosen) - set(AXES):
+        raise ConfigError(f"no axis {min(unknown)}: {', '.join(AXES)}")
+    return Combination(**chosen)
 
 
 def without_training(combination: Combination) -> Combination:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from megatron_fp4.errors import ConfigError
 from tools import rows as jsonl
 from tools.rows import Row
 from tools.sweep import llama
-from tools.sweep.axes import AXES, Combination
+from tools.sweep.axes import AXES, Combination, with_values
 from tools.sweep.stages import STAGES
 
 # What scores are compared with: BF16 by each optimizer.
@@ -21,23 +21,38 @@ BF16 = {
     for optimizer in AXES["optimizer"]
 }
 SCORES = {name: stage.score for name, stage in STAGES.items()} | {llama.NAME: "loss"}
-KEYS = {"hash", "stage", "star", "combination", "seeds"}
+KEYS = {"hash", "stage", "star", "combination", "seeds", "status", "seconds"}
+MADE_WITH = ("settings", "tensors", "numerics")
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a result file; none if it does not exist.
+    """The rows of a result file, each hash once; none if it does not exist.
 
-    Raises ValueError if results of one stage were made with different settings, recorded tensors or
-    numerics: such scores cannot be compared.
+    Raises ValueError if a row's combination is none, or if results of one stage were made with
+    different settings, recorded tensors or numerics: such scores cannot be compared.
     """
-    every, found = jsonl.read(path, KEYS), dict[str, Any]()
+    every = jsonl.read(path, KEYS)
+    for number, row in enumerate(every, start=1):
+        try:
+            with_values(row["combination"])
+        except (TypeError, ConfigError) as error:
+            raise ValueError(f"{path}:{number}: {error}: use another file") from error
+    check_alike(every, path)
+    return list({row["hash"]: row for row in every}.values())
+
+
+def check_alike(every: Iterable[Row], path: Path) -> None:
+    """Raises ValueError if any of these rows were made so that they cannot be compared.
+
+    every: rows, or the configurations of rows that are to be added to the file `path`.
+    """
+    found: dict[str, Row] = {}
     for row in every:
-        made = {key: row.get(key) for key in ("settings", "tensors", "numerics")}
-        if found.setdefault(row["stage"], made) != made:
-            stage, before = row["stage"], found[row["stage"]]
-            differ = ", ".join(key for key in made if made[key] != before[key])
-            raise ValueError(f"results of {stage} in {path} differ in {differ}: use another file")
-    return every
+        made = {key: row.get(key) for key in MADE_WITH}
+        before = found.setdefault(row["stage"], made)
+        if differ := [key for key in MADE_WITH if made[key] != before[key]]:
+            what = f"results of {row['stage']} in {path} differ in {', '.join(differ)}"
+            raise ValueError(f"{what}: use another file")
 
 
 def scores(

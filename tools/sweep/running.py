@@ -6,11 +6,16 @@ import hashlib
 import json
 import math
 import multiprocessing
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,7 @@ from tools.sweep.stages import STAGES
 from tools.sweep.stages.stage import Figures
 
 FINISHED, FAILED = "finished", "failed"
+SAY_EVERY = 30  # seconds, between lines that say how far a run is
 
 
 class SweepError(RuntimeError):
@@ -88,45 +94,74 @@ def _finite(figures: Figures) -> Figures:
 
 
 def run(
-    tasks: Iterable[Task],
+    tasks: Sequence[Task],
     path: Path,
     stamp: dict[str, Any],
     processes: int,
     deadline: float | None = None,
-    say: Callable[[str], None] = print,
 ) -> int:
     """Evaluates the tasks whose results the file `path` does not have; the number that is left.
 
     stamp: recorded with each row. deadline: of time.monotonic(); None: all are evaluated. An
-    interrupt loses only what is being evaluated. Raises SweepError if a process was ended, or if
-    the code cannot evaluate a combination, which the message names.
+    interrupt loses only what is being evaluated. Raises ValueError, before any is evaluated, if
+    the results could not be compared with the file's. Raises SweepError if a process was ended, or
+    if the code cannot evaluate a combination, which the message names.
     """
-    done = {row["hash"] for row in results.read(path)}
+    found = results.read(path)
+    done = {row["hash"] for row in found}
     left = [task for task in tasks if task.hash not in done]
-    began, number = time.monotonic(), len(left)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)) as pool:
+    configurations = json.dumps(
+        [task.configuration for task in left]
+    )  # rows are read from JSON too
+    results.check_alike(found + json.loads(configurations), path)
+    said = time.monotonic()
+    with _pool(processes) as pool:
         waiting: set[Future[Row]] = set()
-        try:
-            while left or waiting:
-                while left and len(waiting) < 2 * processes and not _over(deadline):
-                    waiting.add(pool.submit(evaluate, left.pop(0)))
-                if not waiting:
-                    break
-                ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                # Results come before errors, which end the sweep.
-                for future in sorted(ready, key=lambda each: each.exception() is not None):
-                    rows.append(path, future.result() | {"stamp": stamp})
-                finished = number - len(left) - len(waiting)
-                if finished % 100 < len(ready):
-                    say(f"sweep: {finished} of {number} in {time.monotonic() - began:.0f} s")
-        except BrokenProcessPool as error:
-            reason = "a process was ended from outside: give the same command again"
-            raise SweepError(reason) from error
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        while left or waiting:
+            while left and len(waiting) < 2 * processes and not _over(deadline):
+                waiting.add(pool.submit(evaluate, left.pop(0)))
+            if not waiting:
+                break
+            ready, waiting = wait(waiting, SAY_EVERY, FIRST_COMPLETED)
+            # Results come before errors, which end the sweep.
+            for future in sorted(ready, key=lambda each: each.exception() is not None):
+                rows.append(path, future.result() | {"stamp": stamp})
+            if time.monotonic() >= said + SAY_EVERY:
+                said = time.monotonic()
+                print(f"sweep: {len(tasks) - len(left) - len(waiting)} of {len(tasks)}", flush=True)
     return len(left)
+
+
+@contextmanager
+def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """Worker processes. An error ends them and what they evaluate. They end with this process too,
+    even if that is killed."""
+    context = multiprocessing.get_context("spawn")
+    theirs, ours = context.Pipe(duplex=False)
+    with ProcessPoolExecutor(processes, context, _start_worker, (theirs,)) as pool:
+        try:
+            yield pool
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            ours.close()
+            if isinstance(error, BrokenProcessPool):
+                reason = "a process was ended from outside: give the same command again"
+                raise SweepError(reason) from error
+            raise
+
+
+def _start_worker(pipe: Connection) -> None:
+    """Makes this process a worker: with one thread for tensors, which are small. It ends when the
+    other end of the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the workers
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
+
+
+def _end_with(pipe: Connection) -> None:
+    with suppress(EOFError):
+        pipe.recv()
+    os._exit(1)
 
 
 def _over(deadline: float | None) -> bool:

@@ -60,6 +60,7 @@ def read(path: Path) -> list[Recorded]:
     return [Recorded(**each) for each in found if each["name"].startswith(wanted)]
 
 
+@cache
 def digest(path: Path) -> str:
     """The SHA-256 of all tensors of a file, which results record."""
     sha = hashlib.sha256()

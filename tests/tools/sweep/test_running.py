@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,6 +117,58 @@ def test_results_that_cannot_be_compared_are_refused(written: Path, tmp_path: Pa
         results.read(path)
 
 
+@pytest.mark.parametrize("key", ["settings", "tensors", "numerics"])
+def test_a_file_of_other_results_is_refused_before_anything_is_evaluated(
+    key: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.jsonl"
+    row = running.evaluate(Task("products", COMBINATIONS[0], "0", written))
+    rows.append(path, row | {key: "others", "hash": "another"})
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=f"results of products in .* differ in {key}: use another"):
+        running.run([Task("products", COMBINATIONS[0], "0", written)], path, {}, 1)
+    assert path.read_bytes() == before
+    digits = Task("digits", COMBINATIONS[0], "0", None)  # another stage: nothing is compared
+    assert running.run([digits], path, {}, 1, deadline=0.0) == 1
+
+
+def test_rows_of_one_hash_count_once(written: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    found = [running.evaluate(Task("products", each, "0", written)) for each in COMBINATIONS[:2]]
+    for row in (*found, found[0]):
+        rows.append(path, row)
+    assert [row["hash"] for row in results.read(path)] == [row["hash"] for row in found]
+
+
+def test_a_second_run_on_a_file_is_refused(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.jsonl"
+    words = ["run", "products", "--results", str(path), "--work", str(tmp_path), "--number", "1"]
+    with rows.alone(path):
+        assert __main__.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"sweep: another run is writing to {path}: wait for it")
+    assert error.count("\n") == 1 and not path.read_bytes()
+    assert __main__.main([*words, "--minutes", "1e-9"]) == 75  # once the other has ended
+    assert capsys.readouterr().out.endswith("the same command goes on\n")
+
+
+def test_how_far_a_run_is_is_said_by_time(
+    written: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tasks = [Task("products", each, "0", written) for each in COMBINATIONS]
+    running.run(tasks[:1], tmp_path / "r.jsonl", {}, 1)
+    assert not capsys.readouterr().out
+    monkeypatch.setattr(running, "SAY_EVERY", 0.2)  # shorter than the start of a process
+    running.run(tasks, tmp_path / "r.jsonl", {}, 1)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "sweep: 1 of 4" and len(said) > 1  # before anything is there too
+
+
 def test_a_training_that_diverges_is_a_result(
     written: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +205,62 @@ def test_an_interrupt_keeps_what_has_finished(written: Path, tmp_path: Path) -> 
     assert running.run(tasks, path, {}, 1) == 0
     found = [row["hash"] for row in results.read(path)]
     assert sorted(found) == sorted(task.hash for task in tasks)
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_the_command(which: signal.Signals, written: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    command = [sys.executable, "-m", "tools.sweep", "run", "products", "--results", str(path)]
+    command += ["--work", str(tmp_path), "--processes", "2"]
+    run = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Where the tests run in the background of a shell, it is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    wait_until(lambda: path.exists() and path.read_text().count("\n") >= 2, run)
+    workers = workers_of(run.pid)
+    assert len(workers) == 2
+    run.send_signal(which)
+    said = run.communicate(timeout=60)[0]
+    try:
+        wait_until(lambda: not any(map(alive, workers)))
+    finally:
+        for worker in filter(alive, workers):
+            os.kill(worker, signal.SIGKILL)
+    assert run.returncode == (-which if which == signal.SIGKILL else 130)
+    if which != signal.SIGKILL:
+        count = len(results.read(path))
+        assert f"{count} of 2512 have results of products, of which 0 failed: the same co" in said
+
+
+def wait_until(true: Callable[[], bool], run: subprocess.Popen[str] | None = None) -> None:
+    limit = time.monotonic() + (100 if run else 10)
+    while not true():
+        assert time.monotonic() < limit and (run is None or run.poll() is None)
+        time.sleep(0.05)
+
+
+def workers_of(parent: int) -> list[int]:
+    """The processes that a pool has started, by the command of multiprocessing's `spawn`."""
+    found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    own = [each for each in found if (status := status_of(each)) and status[1] == str(parent)]
+    return [each for each in own if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+def alive(process: int) -> bool:
+    status = status_of(process)
+    return status is not None and status[0] != "Z"
+
+
+def status_of(process: int) -> list[str] | None:
+    """The state of a process, its parent, and more; None if there is no such process."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
 
 
 def test_a_combination_that_the_code_cannot_evaluate_is_named(
@@ -207,6 +316,9 @@ def test_bad_words_end_the_command_in_one_line(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.startswith("sweep: no axis foo: forward, backward")
     assert __main__.main(["run", "products", "--processes", "0"]) == 2
     assert capsys.readouterr().err == "sweep: --processes is 0: give 1 or more\n"
+    for minutes in ("nan", "-1", "0"):
+        assert __main__.main(["run", "products", "--minutes", minutes]) == 2
+        assert capsys.readouterr().err == f"sweep: --minutes is {minutes}: give more than 0\n"
     assert __main__.main(["show", "--page", "none.md"]) == 2
     assert (
         capsys.readouterr().err == "sweep: none.md: No such file or directory: give another file\n"
