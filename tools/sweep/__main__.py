@@ -30,7 +30,14 @@ from tools.sweep import axes, factorial, llama, page, results, running, tensors
 from tools.sweep.axes import Combination
 from tools.sweep.building import recipe_of
 from tools.sweep.pareto import INPUTS, OUTPUTS, TOKENS, draw, to_confirm
-from tools.sweep.promotion import LEVELS, level_of, promoted, stars_of
+from tools.sweep.promotion import (
+    check_before,
+    check_complete,
+    level_of,
+    promoted,
+    stars_of,
+    to_evaluate,
+)
 from tools.sweep.results import BF16
 from tools.sweep.sampling import sample
 from tools.sweep.stages import STAGES
@@ -50,7 +57,10 @@ def run(args: argparse.Namespace) -> int:
         _check_positive(args, name)
     if args.minutes is not None and not args.minutes > 0:
         raise ConfigError(f"--minutes is {args.minutes:g}: give more than 0")
-    stars = to_evaluate(args)
+    level, found = level_of(args.stage), results.read(args.results)
+    sampled = sample(args.number, args.seed)
+    check_before(level, found, sampled)
+    stars = to_evaluate(level, found, sampled)
     with rows.alone(args.results):
         recorded = recorded_for(args)
         tasks = [running.Task(args.stage, each, star, recorded) for each, star in stars.items()]
@@ -71,29 +81,6 @@ def _told(tasks: list[running.Task], path: Path) -> str:
     failed = sum(row["status"] == running.FAILED for row in own)
     what = f"{len(own)} of {len(tasks)} have results of {tasks[0].stage}"
     return f"sweep: {what}, of which {failed} failed"
-
-
-def to_evaluate(args: argparse.Namespace) -> dict[Combination, str]:
-    """The combinations that a stage is to evaluate, with their stars. Raises ConfigError where the
-    stages before have not evaluated all of theirs."""
-    level = level_of(args.stage)
-    if level == 0:
-        return sample(args.number, args.seed)
-    plain = {each: each.key for each in BF16.values()}
-    return promoted_to(args.stage, args.results) | plain
-
-
-def promoted_to(stage: str, path: Path) -> dict[Combination, str]:
-    """The combinations that results in the file `path` promote to a stage, with their stars. Raises
-    ConfigError where the stages before have no results."""
-    found, level = results.read(path), level_of(stage)
-    for before in LEVELS[level - 1].stages:
-        if not any(row["stage"] == before for row in found):
-            raise ConfigError(
-                f"{path} has no results of {before}, which promotes combinations to {stage}: run "
-                f"{before} first"
-            )
-    return promoted(found, level)
 
 
 def _check_positive(args: argparse.Namespace, name: str) -> None:
@@ -169,7 +156,15 @@ def chosen(words: list[str]) -> dict[str, str]:
 
 def llama_matrix(args: argparse.Namespace) -> int:
     """Writes the matrix of benchmarks/study that trains what the stages before have promoted."""
-    return _write_matrix(args, llama.matrix(promoted_to(llama.NAME, args.results)))
+    return _write_matrix(args, llama.matrix(promoted_to_llama(results.read(args.results))))
+
+
+def promoted_to_llama(found: list[rows.Row]) -> dict[Combination, str]:
+    """The combinations that result rows promote to the last stage, with their stars. Raises
+    ConfigError if the levels after the first have not evaluated all that they were to: how many
+    combinations the first was to evaluate is not recorded."""
+    check_before(level_of(llama.NAME), found, {})
+    return promoted(found, level_of(llama.NAME))
 
 
 def _write_matrix(args: argparse.Namespace, written: str) -> int:
@@ -182,6 +177,8 @@ def _write_matrix(args: argparse.Namespace, written: str) -> int:
 def matrix_of_best(args: argparse.Namespace) -> int:
     """Writes the matrix of benchmarks/study that trains the best of the last stage with fresh
     seeds."""
+    wanted = llama.recipes(promoted_to_llama(results.read(args.results)))
+    check_complete(llama.NAME, wanted, llama.trained(llama.read(args.study)))
     every = page.points_of(all_rows(args.results, args.study), llama.NAME)
     return _write_matrix(args, llama.matrix_of_best(to_confirm(every)))
 
@@ -189,7 +186,7 @@ def matrix_of_best(args: argparse.Namespace) -> int:
 def all_rows(path: Path, study: Path) -> list[rows.Row]:
     """The rows of a result file, and those of the last stage from the study's results."""
     found = results.read(path)
-    return found + llama.rows(rows.read(study, llama.KEYS), stars_of(found))
+    return found + llama.rows(llama.read(study), stars_of(found))
 
 
 def show(args: argparse.Namespace) -> int:
@@ -207,9 +204,7 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line `arguments` (None: sys.argv); returns the exit status: 0, 2 after an
-    error in the arguments, UNFINISHED if combinations are left, INTERRUPTED after an interrupt."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.sweep", description=(__doc__ or "").partition("\n")[0]
     )
@@ -251,12 +246,24 @@ def main(arguments: list[str] | None = None) -> int:
     costs.add_argument("--device", choices=list(DEVICES), default="hopper", help="(%(default)s)")
     for name, size in (("inputs", INPUTS), ("outputs", OUTPUTS), ("tokens", TOKENS)):
         costs.add_argument(f"--{name}", type=int, default=size, help="of the linear (%(default)s)")
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line `arguments` (None: sys.argv); returns the exit status: 0, 2 after an
+    error in the arguments, UNFINISHED if combinations are left, INTERRUPTED after an interrupt."""
+    args = _parser().parse_args(arguments)
     try:
-        return int(args.function(args))
+        status = int(args.function(args))
+        sys.stdout.flush()
+        return status
     except (ConfigError, ValueError, runs.RunFailed, running.SweepError) as error:
         print(f"sweep: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Python flushes stdout once more when it ends, which must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         print(f"sweep: {error.filename}: {error.strerror}: give another file", file=sys.stderr)
         return 2

@@ -11,6 +11,7 @@ import yaml
 
 from megatron_fp4.plan.sizes import contracted_multiple
 from megatron_fp4.recipe import GEMMS
+from tools import rows as jsonl
 from tools.rows import Row
 from tools.sweep.axes import Combination, without_training
 from tools.sweep.building import recipe_of
@@ -43,8 +44,12 @@ def matrix(combinations: Iterable[Combination]) -> str:
     Axes of the training around the recipe are left out: Megatron's optimizer is the same for all.
     """
     what = "whether the small tasks of a sweep say anything of a language model"
-    recipes = dict.fromkeys(recipe(each) for each in combinations if _fits(each))
-    return _written(what, [*BASELINES, *recipes], BLOCK)
+    return _written(what, recipes(combinations), BLOCK)
+
+
+def recipes(combinations: Iterable[Combination]) -> list[str]:
+    """The recipes of `matrix`."""
+    return [*BASELINES, *dict.fromkeys(recipe(each) for each in combinations if _fits(each))]
 
 
 def matrix_of_best(combinations: Iterable[Combination]) -> str:
@@ -52,8 +57,8 @@ def matrix_of_best(combinations: Iterable[Combination]) -> str:
     what = (
         "whether the best combinations of the sweep are as good with seeds that did not choose them"
     )
-    recipes = dict.fromkeys(recipe(each) for each in combinations)
-    return _written(what, [*OTHERS, *recipes], BLOCK | {"seeds": FRESH_SEEDS})
+    best = dict.fromkeys(recipe(each) for each in combinations)
+    return _written(what, [*OTHERS, *best], BLOCK | {"seeds": FRESH_SEEDS})
 
 
 def _written(what: str, recipes: list[str], block: dict[str, Any]) -> str:
@@ -78,6 +83,28 @@ def recipe(combination: Combination) -> str:
     """A combination as an entry of a matrix."""
     chosen = without_training(combination).chosen
     return ",".join([RECIPE, *(f"{axis}={value}" for axis, value in chosen.items())])
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a study's result file; none if there is no such file. Raises ValueError, with the
+    path and the line, for a row that lacks what is read here."""
+    found = jsonl.read(path, KEYS)
+    for number, row in enumerate(found, start=1):
+        lacking = {"recipe", "flags", *dict(_OF_BLOCK)} - set(row["configuration"])
+        if row["status"] == "finished":
+            lacking |= {"held_out", "milliseconds"} - set(row)
+        if lacking:
+            raise ValueError(f"{path}:{number} lacks {', '.join(sorted(lacking))}: delete the line")
+    return found
+
+
+def trained(study: Iterable[Row]) -> set[str]:
+    """The recipes whose runs of all seeds have finished or failed, in rows of a study's results."""
+    seeds: dict[str, set[int]] = {}
+    for run in (row["configuration"] for row in study):
+        if _of_matrix(run):
+            seeds.setdefault(run["recipe"], set()).add(run["seed"])
+    return {name for name, own in seeds.items() if len(own) == len(BLOCK["seeds"])}
 
 
 def rows(study: Iterable[Row], stars: Mapping[Combination, str]) -> list[Row]:

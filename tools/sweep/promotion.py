@@ -4,14 +4,15 @@ random."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_fp4.errors import ConfigError
 from tools.rows import Row
 from tools.sweep import factorial, llama
 from tools.sweep.axes import AXES, TRAINING, Combination, line
-from tools.sweep.results import ranked
+from tools.sweep.results import BF16, ranked
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,46 @@ def promoted(rows: list[Row], level: int) -> dict[Combination, str]:
     lines = on_lines(random_lines(stars, LEVELS[level].line_of))
     others = [each for each in ranks if each in lines or stars[each] == factorial.STAR]
     return {each: stars[each] for each in [*best, *others]}
+
+
+def to_evaluate(
+    level: int, rows: list[Row], sampled: Mapping[Combination, str]
+) -> dict[Combination, str]:
+    """The combinations that the stages of a level are to evaluate, with their stars: `sampled` in
+    the first level; in the others those that `rows` promote, and BF16."""
+    if level == 0:
+        return dict(sampled)
+    return promoted(rows, level) | {each: each.key for each in BF16.values()}
+
+
+def check_before(level: int, rows: list[Row], sampled: Mapping[Combination, str]) -> None:
+    """Raises ConfigError if a stage before the level has not evaluated all that it was to.
+
+    rows: of all stages. sampled: what the first level was to evaluate; empty: this is not known,
+    and what it has evaluated is taken for all. What each other level was to evaluate follows from
+    the results of the level before it.
+    """
+    for before in range(level):
+        wanted = to_evaluate(before, rows, sampled)
+        other = "" if before else ", or give the --number and --seed that it had"
+        for stage in LEVELS[before].stages:
+            check_complete(stage, wanted, evaluated(rows, stage), other)
+
+
+def check_complete(
+    stage: str, wanted: Collection[object], found: Container[object], other: str = ""
+) -> None:
+    """Raises ConfigError if any of what a stage was to evaluate is not in `found`. other: what the
+    user can do beside running the stage."""
+    count = sum(each in found for each in wanted)
+    if count < len(wanted):
+        have = f"{count} of {len(wanted)} have results of {stage}"
+        raise ConfigError(f"{have}: run it first{other}")
+
+
+def evaluated(rows: Iterable[Row], stage: str) -> set[Combination]:
+    """The combinations that have a row of a stage."""
+    return set(stars_of(row for row in rows if row["stage"] == stage))
 
 
 def stars_of(rows: Iterable[Row]) -> dict[Combination, str]:

@@ -41,23 +41,30 @@ def record(folder: Path) -> Path:
 
     folder: for text, log and file. A file that is there already is kept. Raises runs.RunFailed.
     """
-    path = folder / "tensors.pt"
+    path, partial = folder / "tensors.pt", folder / "tensors.partial"
     if path.exists():
         return path
     data = folder / "text"
     installed_text.prepare(TEXT, data)
-    command = runs.launch(1, [str(path), *MODEL.flags(), *TRAINING.flags()])
+    command = runs.launch(1, [str(partial), *MODEL.flags(), *TRAINING.flags()])
     command[command.index("pretrain_gpt.py")] = "tools/sweep/recorder.py"
     runs.run([*command, *runs.data_flags(data)], folder / "recording.log")
+    partial.replace(path)
     return path
 
 
 @cache
 def read(path: Path) -> list[Recorded]:
-    """The tensors of the linears in LAYERS."""
+    """The tensors of the linears in LAYERS. Raises ValueError for another or a damaged file."""
     wanted = tuple(f"decoder.layers.{layer}." for layer in LAYERS)
-    found = torch.load(path, weights_only=True)
-    return [Recorded(**each) for each in found if each["name"].startswith(wanted)]
+    try:
+        found = torch.load(path, weights_only=True)
+        return [Recorded(**each) for each in found if each["name"].startswith(wanted)]
+    except OSError:
+        raise
+    except Exception as error:  # what a damaged file raises depends on where the damage is
+        what = f"{path} has no recorded tensors"
+        raise ValueError(f"{what}: delete it, and they are recorded again") from error
 
 
 @cache

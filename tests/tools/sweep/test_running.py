@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 
 from tests.tools.sweep.test_stages import recorded
 from tools import rows
-from tools.sweep import __main__, results, running, tensors
+from tools.sweep import results, running, tensors
 from tools.sweep.axes import Combination
 from tools.sweep.results import BF16, ranked, scores
 from tools.sweep.running import SweepError, Task
@@ -56,16 +55,6 @@ MORE = [  # so many that an interrupt comes before they have all finished
     for rounding in ("gradients", "gradients-and-x", "backward", "all")
     for operands in ("raw", "forward")
 ]
-
-
-@pytest.fixture
-def written(tmp_path: Path) -> Path:
-    """A file of recorded tensors."""
-    (each,) = recorded(64, 64, 64)
-    parts = {"x": each.x, "weight": each.weight, "gradient": each.gradient}
-    found = [{"name": f"decoder.layers.{layer}.linear", **parts} for layer in (0, 1, 3)]
-    torch.save(found, tmp_path / "tensors.pt")
-    return tmp_path / "tensors.pt"
 
 
 def test_a_sweep_goes_on_where_it_ended(written: Path, tmp_path: Path) -> None:
@@ -140,20 +129,6 @@ def test_rows_of_one_hash_count_once(written: Path, tmp_path: Path) -> None:
     assert [row["hash"] for row in results.read(path)] == [row["hash"] for row in found]
 
 
-def test_a_second_run_on_a_file_is_refused(
-    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "r.jsonl"
-    words = ["run", "products", "--results", str(path), "--work", str(tmp_path), "--number", "1"]
-    with rows.alone(path):
-        assert __main__.main(words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"sweep: another run is writing to {path}: wait for it")
-    assert error.count("\n") == 1 and not path.read_bytes()
-    assert __main__.main([*words, "--minutes", "1e-9"]) == 75  # once the other has ended
-    assert capsys.readouterr().out.endswith("the same command goes on\n")
-
-
 def test_how_far_a_run_is_is_said_by_time(
     written: Path,
     tmp_path: Path,
@@ -207,62 +182,6 @@ def test_an_interrupt_keeps_what_has_finished(written: Path, tmp_path: Path) -> 
     assert sorted(found) == sorted(task.hash for task in tasks)
 
 
-@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_workers_end_with_the_command(which: signal.Signals, written: Path, tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    command = [sys.executable, "-m", "tools.sweep", "run", "products", "--results", str(path)]
-    command += ["--work", str(tmp_path), "--processes", "2"]
-    run = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        # Where the tests run in the background of a shell, it is ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    wait_until(lambda: path.exists() and path.read_text().count("\n") >= 2, run)
-    workers = workers_of(run.pid)
-    assert len(workers) == 2
-    run.send_signal(which)
-    said = run.communicate(timeout=60)[0]
-    try:
-        wait_until(lambda: not any(map(alive, workers)))
-    finally:
-        for worker in filter(alive, workers):
-            os.kill(worker, signal.SIGKILL)
-    assert run.returncode == (-which if which == signal.SIGKILL else 130)
-    if which != signal.SIGKILL:
-        count = len(results.read(path))
-        assert f"{count} of 2512 have results of products, of which 0 failed: the same co" in said
-
-
-def wait_until(true: Callable[[], bool], run: subprocess.Popen[str] | None = None) -> None:
-    limit = time.monotonic() + (100 if run else 10)
-    while not true():
-        assert time.monotonic() < limit and (run is None or run.poll() is None)
-        time.sleep(0.05)
-
-
-def workers_of(parent: int) -> list[int]:
-    """The processes that a pool has started, by the command of multiprocessing's `spawn`."""
-    found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    own = [each for each in found if (status := status_of(each)) and status[1] == str(parent)]
-    return [each for each in own if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
-
-
-def alive(process: int) -> bool:
-    status = status_of(process)
-    return status is not None and status[0] != "Z"
-
-
-def status_of(process: int) -> list[str] | None:
-    """The state of a process, its parent, and more; None if there is no such process."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-
-
 def test_a_combination_that_the_code_cannot_evaluate_is_named(
     written: Path, tmp_path: Path
 ) -> None:
@@ -301,36 +220,3 @@ def test_scores_are_less_bf16_s_by_seed() -> None:
     assert scores(other, "digits")[spam[0]] == pytest.approx(0.5)
     assert scores(found, "digits", ["2"])[COMBINATIONS[0]] == pytest.approx(0.3)
     assert ranked(found, ["digits"]) == {COMBINATIONS[0]: 1, COMBINATIONS[1]: 0}
-
-
-def test_bad_words_end_the_command_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["try", "digits", "scales=e4m3"]) == 2
-    assert capsys.readouterr().err.startswith("sweep: no axis scales: forward, backward")
-    assert __main__.main(["try", "digits", "scale=e4m3"]) == 2
-    assert "sweep: rule=floor (the default) does not go with scale=e4m3: give rule=nearest or" in (
-        capsys.readouterr().err
-    )
-    assert __main__.main(["try", "digits", "scale=e4m3", "scale=e8m0"]) == 2
-    assert capsys.readouterr().err == "sweep: scale is given twice: give it once\n"
-    assert __main__.main(["cost", "foo=bar"]) == 2
-    assert capsys.readouterr().err.startswith("sweep: no axis foo: forward, backward")
-    assert __main__.main(["run", "products", "--processes", "0"]) == 2
-    assert capsys.readouterr().err == "sweep: --processes is 0: give 1 or more\n"
-    for minutes in ("nan", "-1", "0"):
-        assert __main__.main(["run", "products", "--minutes", minutes]) == 2
-        assert capsys.readouterr().err == f"sweep: --minutes is {minutes}: give more than 0\n"
-    assert __main__.main(["show", "--page", "none.md"]) == 2
-    assert (
-        capsys.readouterr().err == "sweep: none.md: No such file or directory: give another file\n"
-    )
-
-
-def test_a_stage_needs_the_results_of_those_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    none, matrix = str(tmp_path / "none.jsonl"), tmp_path / "sweep.yaml"
-    assert __main__.main(["run", "digits", "--results", none]) == 2
-    assert "has no results of products, which promotes combinations" in capsys.readouterr().err
-    assert __main__.main(["llama", "--results", none, "--out", str(matrix)]) == 2
-    assert "has no results of diffusion, which promotes" in capsys.readouterr().err
-    assert not matrix.exists()

@@ -1,0 +1,217 @@
+"""The command: what it refuses, in one line, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from tools import rows
+from tools.sweep import __main__, llama, results, tensors
+
+ROOT = Path(__file__).parents[3]
+COMMITTED = __main__.RESULTS.read_bytes().splitlines(keepends=True)
+
+
+def test_a_second_run_on_a_file_is_refused(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.jsonl"
+    words = ["run", "products", "--results", str(path), "--work", str(tmp_path), "--number", "1"]
+    with rows.alone(path):
+        assert __main__.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"sweep: another run is writing to {path}: wait for it")
+    assert error.count("\n") == 1 and not path.read_bytes()
+    assert __main__.main([*words, "--minutes", "1e-9"]) == 75  # once the other has ended
+    assert capsys.readouterr().out.endswith("the same command goes on\n")
+
+
+@pytest.mark.parametrize(
+    "which",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL],
+)
+def test_workers_end_with_the_command(which: signal.Signals, written: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    command = [sys.executable, "-m", "tools.sweep", "run", "products", "--results", str(path)]
+    command += ["--work", str(tmp_path), "--processes", "2"]
+    run = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Where the tests run in the background of a shell, it is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    wait_until(lambda: path.exists() and path.read_text().count("\n") >= 2, run)
+    workers = workers_of(run.pid)
+    assert len(workers) == 2
+    run.send_signal(which)
+    try:
+        wait_until(lambda: not any(map(alive, [run.pid, *workers])))
+    finally:
+        for each in filter(alive, [run.pid, *workers]):
+            os.kill(each, signal.SIGKILL)
+    said = run.communicate()[0]
+    assert run.returncode == (-which if which == signal.SIGKILL else 130)
+    if which != signal.SIGKILL:
+        count = len(results.read(path))
+        assert f"{count} of 2512 have results of products, of which 0 failed: the same co" in said
+
+
+def wait_until(true: Callable[[], bool], run: subprocess.Popen[str] | None = None) -> None:
+    limit = time.monotonic() + (100 if run else 20)
+    while not true():
+        assert time.monotonic() < limit and (run is None or run.poll() is None)
+        time.sleep(0.05)
+
+
+def workers_of(parent: int) -> list[int]:
+    """The processes that a pool has started, by the command of multiprocessing's `spawn`."""
+    found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    own = [each for each in found if (status := status_of(each)) and status[1] == str(parent)]
+    return [each for each in own if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+def alive(process: int) -> bool:
+    status = status_of(process)
+    return status is not None and status[0] != "Z"
+
+
+def status_of(process: int) -> list[str] | None:
+    """The state of a process, its parent, and more; None if there is no such process."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def test_bad_words_end_the_command_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["try", "digits", "scales=e4m3"]) == 2
+    assert capsys.readouterr().err.startswith("sweep: no axis scales: forward, backward")
+    assert __main__.main(["try", "digits", "scale=e4m3"]) == 2
+    assert "sweep: rule=floor (the default) does not go with scale=e4m3: give rule=nearest or" in (
+        capsys.readouterr().err
+    )
+    assert __main__.main(["try", "digits", "scale=e4m3", "scale=e8m0"]) == 2
+    assert capsys.readouterr().err == "sweep: scale is given twice: give it once\n"
+    assert __main__.main(["cost", "foo=bar"]) == 2
+    assert capsys.readouterr().err.startswith("sweep: no axis foo: forward, backward")
+    assert __main__.main(["run", "products", "--processes", "0"]) == 2
+    assert capsys.readouterr().err == "sweep: --processes is 0: give 1 or more\n"
+    for minutes in ("nan", "-1", "0"):
+        assert __main__.main(["run", "products", "--minutes", minutes]) == 2
+        assert capsys.readouterr().err == f"sweep: --minutes is {minutes}: give more than 0\n"
+    assert __main__.main(["show", "--page", "none.md"]) == 2
+    assert (
+        capsys.readouterr().err == "sweep: none.md: No such file or directory: give another file\n"
+    )
+
+
+def written_without(path: Path, stage: str, left_out: int) -> str:
+    """The committed results without the last ones of a stage; the path of the file."""
+    word = f'"stage": "{stage}"'.encode()
+    own = [number for number, line in enumerate(COMMITTED) if word in line]
+    gone = set(own[len(own) - left_out :])
+    path.write_bytes(b"".join(line for n, line in enumerate(COMMITTED) if n not in gone))
+    return str(path)
+
+
+def test_a_stage_needs_all_results_of_those_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.jsonl"
+
+    def refusal(words: list[str], stage: str, left_out: int) -> str:
+        words = [*words, "--results", written_without(path, stage, left_out)]
+        before = path.read_bytes()
+        assert __main__.main(words) == 2 and path.read_bytes() == before
+        return capsys.readouterr().err
+
+    assert refusal(["run", "digits"], "products", 1) == (
+        "sweep: 2511 of 2512 have results of products: run it first, or give the --number and "
+        "--seed that it had\n"
+    )
+    assert refusal(["run", "diffusion"], "digits", 3) == (
+        "sweep: 455 of 458 have results of digits: run it first\n"
+    )
+    matrix = tmp_path / "sweep.yaml"
+    words = ["llama", "--out", str(matrix)]
+    assert refusal(words, "diffusion", 258).startswith("sweep: 0 of 258 have results of diffusion")
+    assert not matrix.exists()
+    run = ["run", "diffusion", "--results", written_without(path, "diffusion", 0)]
+    assert __main__.main([*run, "--minutes", "1e-9"]) == 0  # of the committed results all are there
+    assert __main__.main([*words, "--results", str(path)]) == 0 and matrix.exists()
+
+
+def test_the_best_need_all_results_of_the_last_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study, matrix = tmp_path / "study.jsonl", tmp_path / "best.yaml"
+    words = ["best", "--study", str(study), "--out", str(matrix)]
+    assert __main__.main(words) == 2
+    lines = llama.RESULTS.read_text().splitlines(keepends=True)
+    study.write_text("".join(lines[1:]))
+    assert __main__.main(words) == 2 and not matrix.exists()
+    assert capsys.readouterr().err == (
+        "sweep: 0 of 129 have results of llama: run it first\n"
+        "sweep: 128 of 129 have results of llama: run it first\n"
+    )
+    failed = json.loads(lines[0]) | {"status": "failed"}  # a result too
+    study.write_text("".join([*lines[1:], json.dumps(failed) + "\n"]))
+    assert __main__.main(words) == 0 and matrix.exists()
+
+
+def test_bad_files_end_the_command_in_one_line(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, study = tmp_path / "r.jsonl", tmp_path / "study.jsonl"
+    row = json.loads(COMMITTED[0])
+    rows.append(path, row)
+    show = ["show", "--results", str(path), "--study", str(study)]
+    rows.append(path, row | {"combination": {"speed": "high"}})
+    assert __main__.main(show) == 2
+    assert capsys.readouterr().err.startswith(f"sweep: {path}:2: no axis speed: forward, backward")
+    path.write_bytes(COMMITTED[0])
+    run = json.loads(llama.RESULTS.read_text().partition("\n")[0])
+    del run["configuration"]["flags"]
+    rows.append(study, run)
+    assert __main__.main(show) == 2
+    assert capsys.readouterr().err == f"sweep: {study}:1 lacks flags: delete the line\n"
+    written.write_bytes(written.read_bytes()[:3000])
+    assert __main__.main(["try", "products", "--work", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"sweep: {written} has no recorded tensors: delete it, and they are recorded again\n"
+    )
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_recording_is_whole_or_not_there(
+    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], log: Path) -> None:
+        Path(next(word for word in command if word.startswith(str(tmp_path)))).write_text("tensors")
+        if not ends:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(tensors.runs, "run", run)
+    monkeypatch.setattr(tensors.installed_text, "prepare", lambda *_: None)
+    with nullcontext() if ends else pytest.raises(KeyboardInterrupt):
+        tensors.record(tmp_path)
+    assert (tmp_path / "tensors.pt").exists() == ends
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
+    command = [sys.executable, "-m", "tools.sweep", "cost", "tetrajet"]
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert run.stdout is not None and run.stderr is not None
+    run.stdout.close()
+    assert run.stderr.read() == b"" and run.wait() == 128 + signal.SIGPIPE
