@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     add = commands.choices["run"].add_argument
     add("--results", type=Path, default=RESULTS, help="the result file (JSON lines)")
     design = len(factorial.combinations())
-    sampled = f"of the sample (%(default)s), beside {design} of the factorial design, in any case"
+    sampled = f"combinations of the sample (%(default)s); {design} of a factorial design are added"
     add("--number", type=int, default=NUMBER, help=sampled)
     add("--seed", type=int, default=SEED, help="of the sample")
     add("--processes", type=int, default=os.cpu_count(), help="at a time (%(default)s)")
