@@ -192,7 +192,7 @@ def all_rows(path: Path, study: Path) -> list[rows.Row]:
 def show(args: argparse.Namespace) -> int:
     """Prints the tables of the results, or writes them between the markers of a page."""
     every = all_rows(args.results, args.study)
-    found = page.section(every)
+    found = page.section(every, args.study)
     if args.page is None:
         print(found)
     else:
