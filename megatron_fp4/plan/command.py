@@ -44,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of a microbatch")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the model")
     parser.add_argument("--gpu", metavar="sm_90", help="a GPU; default: the one that is here")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--row", action="store_true", help="row-parallel, not column-parallel")
-    parser.add_argument("--sequence-parallel", action="store_true")
+    add_sharding(parser)
     parser.add_argument("--bias", action="store_true", help="added before Y is rounded")
     parser.add_argument(
         "--swiglu", choices=["before", "after"], help="the linear stands before or after a SwiGLU"
@@ -86,11 +84,8 @@ def run(args: argparse.Namespace) -> str:
     the number of ranks or of a block.
     """
     recipe = get_recipe(args.recipe, **read_options(args.recipe_option))
-    sharding, followed = _sharding(args), [recipe, *(each.recipe for each in recipe.layers)]
-    inputs, outputs = (
-        _part(size, args.tp if axis == sharding.w else 1, flag)
-        for size, axis, flag in ((args.inputs, 1, "--in"), (args.outputs, 0, "--out"))
-    )
+    sharding, tokens, inputs, outputs = sizes_on_rank(args, _FLAGS)
+    followed = [recipe, *(each.recipe for each in recipe.layers)]
     if args.swiglu and args.bias:
         raise ConfigError(
             "--swiglu and --bias: a linear with a bias computes no SwiGLU: leave out one"
@@ -113,8 +108,7 @@ def run(args: argparse.Namespace) -> str:
             )
         for late in each.in_turn:
             check_sizes_of_flags(late, args.tokens, inputs, outputs, _FLAGS)
-    scattered = sharding.ranks if sharding.tokens is not None else 1
-    tokens, dtype = _part(args.tokens, scattered, "--tokens"), _DTYPES[args.dtype]
+    dtype = _DTYPES[args.dtype]
     setting = Setting(
         tokens, inputs, outputs, dtype, target_given(args.gpu), dtype, sharding,
         main_grad=torch.float32,
@@ -167,6 +161,31 @@ def check_sizes_of_flags(
             f"{flags[error.axis]}: {error.size} on a rank is not a multiple of {error.multiple}, "
             f"{error.reason}"
         ) from error
+
+
+def add_sharding(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say how a linear is sharded over tensor-parallel ranks."""
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--row", action="store_true", help="row-parallel, not column-parallel")
+    parser.add_argument("--sequence-parallel", action="store_true")
+
+
+def sizes_on_rank(
+    args: argparse.Namespace, flags: Mapping[str, str]
+) -> tuple[Sharding, int, int, int]:
+    """(sharding, tokens, inputs, outputs): how the linear is sharded, and its sizes on a rank.
+
+    args: `tokens`, `inputs` and `outputs` over all ranks, and those of `add_sharding`. flags: as of
+    `check_sizes_of_flags`. Raises ConfigError for sizes that are not multiples of the ranks.
+    """
+    sharding = _sharding(args)
+    scattered = sharding.ranks if sharding.tokens is not None else 1
+    tokens = _part(args.tokens, scattered, flags["tokens"])
+    inputs, outputs = (
+        _part(size, args.tp if axis == sharding.w else 1, flags[name])
+        for size, axis, name in ((args.inputs, 1, "in_features"), (args.outputs, 0, "out_features"))
+    )
+    return sharding, tokens, inputs, outputs
 
 
 def _sharding(args: argparse.Namespace) -> Sharding:

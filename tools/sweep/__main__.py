@@ -23,7 +23,7 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.estimate.costs_text import text
 from megatron_fp4.estimate.overhead import DEVICES, setting_of
 from megatron_fp4.estimate.plans import recipe_named
-from megatron_fp4.plan.command import check_sizes_of_flags
+from megatron_fp4.plan.command import add_sharding, check_sizes_of_flags, sizes_on_rank
 from tools import pages, rows, runs
 from tools.stamp import stamp
 from tools.sweep import axes, factorial, llama, page, results, running, tensors
@@ -129,12 +129,11 @@ def cost(args: argparse.Namespace) -> int:
         recipe = recipe_of(combination_of(args.values))
     else:
         recipe = recipe_named(first, **chosen(others))
-    for name in SIZES.values():
-        _check_positive(args, name.strip("-"))
+    sharding, tokens, inputs, outputs = sizes_on_rank(args, SIZES)
     for each in recipe.in_turn:
-        check_sizes_of_flags(each, args.tokens, args.inputs, args.outputs, SIZES)
+        check_sizes_of_flags(each, args.tokens, inputs, outputs, SIZES)
     gpu = DEVICES[args.device]
-    setting = setting_of(gpu, args.inputs, args.outputs, args.tokens)
+    setting = setting_of(gpu, inputs, outputs, tokens, sharding)
     shares = ["", *(f"\nafter {phase.after:.4g} of training\n" for phase in recipe.phases)]
     for share, each in zip(shares, recipe.in_turn, strict=True):
         print(share + text(each, setting, gpu), end="")
@@ -245,7 +244,8 @@ def _parser() -> argparse.ArgumentParser:
     costs.add_argument("values", nargs="+", help="a recipe and its options, or axis=value")
     costs.add_argument("--device", choices=list(DEVICES), default="hopper", help="(%(default)s)")
     for name, size in (("inputs", INPUTS), ("outputs", OUTPUTS), ("tokens", TOKENS)):
-        costs.add_argument(f"--{name}", type=int, default=size, help="of the linear (%(default)s)")
+        costs.add_argument(f"--{name}", type=int, default=size, help="over all ranks (%(default)s)")
+    add_sharding(costs)
     return parser
 
 

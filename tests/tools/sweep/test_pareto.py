@@ -137,11 +137,23 @@ def test_the_command_says_what_a_recipe_takes(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == "sweep: rule is not name=value\n"
 
 
+def test_what_ranks_send_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under sequence parallelism a rank sends fprop's codes and scales of its tokens of X."""
+    assert __main__.main(["cost", "tetrajet"]) == 0
+    assert " sent " not in capsys.readouterr().out.split("\n", 2)[2]
+    assert __main__.main(["cost", "tetrajet", "--tp", "2", "--sequence-parallel"]) == 0
+    [line] = [each for each in capsys.readouterr().out.splitlines() if "fprop         sent" in each]
+    own = TOKENS // 2 * INPUTS * 4.25 / 8 / 1e6
+    assert f" {own:.1f} " in line
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--inputs", "0"], "--inputs is 0: give 1 or more"),
-        (["--tokens", "-32"], "--tokens is -32: give 1 or more"),
+        (["--inputs", "0"], "--inputs 0: give 1 or more"),
+        (["--tokens", "-32"], "--tokens -32: give 1 or more"),
+        (["--outputs", "128", "--tp", "3"], "--outputs 128: give a multiple of 3, above 0"),
+        (["--row"], "--row and --sequence-parallel need --tp 2 or more"),
         (["--outputs", "100"], "--outputs: 100 on a rank is not a multiple of 32, which"),
     ],
 )
