@@ -7,13 +7,13 @@ and take several passes over the matrix.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import SCALE_FLOATS
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.kernels.blocks import MANTISSA
+from megatron_fp4.kernels.decode import bf16_of
 from megatron_fp4.kernels.float_scales import scale_of, spread
 from megatron_fp4.kernels.launch import Launch, kernel, planned, tiles
 
@@ -23,8 +23,7 @@ TILE, WARPS = 64, 4  # rows and bytes of a tile
 def decodes(quantizer: Quantizer) -> bool:
     """Whether `values` decodes the codes of a quantizer."""
     across, along = quantizer.block
-    scale = SCALE_FLOATS.get(quantizer.scale)
-    if quantizer.element != "e2m1" or scale is None or scale.mantissa_bits != MANTISSA:
+    if quantizer.element != "e2m1" or quantizer.scale not in SCALE_FLOATS:
         return False
     return 2 <= along <= 2 * TILE and 2 * TILE % along == 0 and TILE % across == 0
 
@@ -62,17 +61,10 @@ def decode_kernel(
     code = code.to(tl.int32)
     scale = tl.where(code == NAN, float("nan"), scale_of(code, BIAS))
     scale = spread(scale, ACROSS, ALONG // 2)
-    low = (_value(byte & 15) * scale).to(tl.int32, bitcast=True)
-    high = (_value(byte >> 4) * scale).to(tl.int32, bitcast=True)
+    low = ((bf16_of(byte) << 16).to(tl.float32, bitcast=True) * scale).to(tl.int32, bitcast=True)
+    high = (bf16_of(byte >> 4) << 16).to(tl.float32, bitcast=True) * scale
+    high = high.to(tl.int32, bitcast=True)
     tl.store(values_ptr + places, ((low >> 16) & 0xFFFF) | (high & -0x10000), mask=there)
-
-
-@triton.jit
-def _value(code):
-    """The float32 value of each E2M1 code, int32 from 0 to 15, without a scale."""
-    magnitude = code & 7
-    bf16 = tl.where(magnitude < 2, magnitude * 0x3F00, 0x3F00 + (magnitude << 6))
-    return ((bf16 | ((code & 8) << 12)) << 16).to(tl.float32, bitcast=True)
 
 
 def values(x: QuantizedTensor) -> Tensor:
@@ -91,6 +83,7 @@ def values(x: QuantizedTensor) -> Tensor:
 @planned
 def _launch(rows: int, half: int, quantizer: Quantizer) -> Launch:
     scale, (across, along) = SCALE_FLOATS[quantizer.scale], quantizer.block
+    assert scale.mantissa_bits == MANTISSA
     constants = dict(ACROSS=across, ALONG=along, BIAS=scale.bias, NAN=scale.nan)
     constants |= dict(ROWS=TILE, BYTES=TILE)
     types = torch.uint8, torch.uint8, torch.int32, rows, half

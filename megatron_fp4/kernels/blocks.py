@@ -305,7 +305,10 @@ def find_largest(
     """The largest magnitude in x, float32 [], from which the scale of the tensor follows.
 
     Blocks with an Inf or a NaN do not count, so that they do not change the scale of the others.
-    x: as in `quantize`. axis: along which its blocks lie. transform: along it, before.
+
+    x: BF16 [rows, columns], or float32 if there is a transform.
+    axis: the axis along which blocks lie.
+    transform: a Hadamard transform along this axis. The magnitudes are those of its result.
     """
     return _found(x.contiguous(), quantizer, axis, transform).view(torch.float32)
 
@@ -378,6 +381,7 @@ def _cast_launch(
     )
     memory = torch.float32, torch.int32, torch.uint8, torch.uint8, torch.float32
     types = _SOURCES[dtype], *memory, NUMBER, RANDOM, rows, columns
-    spills = quantizer.rule in COMPARED or quantizer.unit_gain > 0  # registers, with fewer warps
+    # Registers would be too few for these with fewer warps.
+    spills = quantizer.rule in COMPARED or quantizer.unit_gain > 0 or turn.GROUP > TILE
     warps = 2 * WARPS if spills else WARPS
     return Launch(cast_kernel, grid, types, constants, num_warps=warps)

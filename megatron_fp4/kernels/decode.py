@@ -16,6 +16,15 @@ def halves(words):
 
 
 @triton.jit
+def bf16_of(code):
+    """The bits of the BF16 value of each E2M1 code, without a scale; int32. code: int32, whose
+    lowest four bits count."""
+    magnitude = code & 7
+    bits = tl.where(magnitude < 2, magnitude * 0x3F00, 0x3F00 + (magnitude << 6))
+    return bits | ((code & 8) << 12)
+
+
+@triton.jit
 def _bf16_of_codes(words):
     """BF16 bits, int32 [..., 8], of words [...] of eight codes, without their scales.
 
@@ -24,9 +33,7 @@ def _bf16_of_codes(words):
     SHAPE: tl.constexpr = words.shape
     shifts = 4 * tl.arange(0, 8)
     codes = tl.reshape(words, (words.numel, 1)) >> tl.reshape(shifts, (1, 8))
-    magnitude = codes & 7
-    bits = tl.where(magnitude < 2, magnitude * 0x3F00, 0x3F00 + (magnitude << 6))
-    return tl.reshape(bits | ((codes & 8) << 12), SHAPE + (8,))
+    return tl.reshape(bf16_of(codes), SHAPE + (8,))
 
 
 @triton.jit

@@ -116,10 +116,11 @@ def differences(device: str, of: str = "") -> Iterator[str]:
 
 
 def transformed(device: str) -> Iterator[str]:
-    """Differences of operands that the kernel transforms; PyTorch does in groups of 8.
+    """A line for each operand with a Hadamard transform that differs from the reference.
 
-    Sums of small integers are exact in any order. Those of others are rounded otherwise by tensor
-    cores, so that 1e-4 of the codes may differ.
+    The kernel applies the transform, except in groups of 8, where PyTorch does. Matrices of small
+    integers must give equal codes, since their sums are exact in any order. Of other matrices 1e-4
+    of the codes may differ, since tensor cores add in another order than PyTorch.
     """
     named = ("nvfp4", 16), ("ue5m3-up", 32), ("nvfp4-17-16-sr", 16), ("2d", 64), ("gain", 128)
     for (name, group), axis in itertools.product((*named, ("four-over-six", 128)), (0, 1)):
@@ -133,7 +134,7 @@ def transformed(device: str) -> Iterator[str]:
 def _transformed(
     device: str, name: str, group: int, axis: int, dtype: torch.dtype, whole: bool = True
 ) -> Iterator[str]:
-    """The same of one operand. whole: of integers."""
+    """The same for one operand. whole: whether its matrix has small integers."""
     generator, shape = torch.Generator().manual_seed(7), (80, 384) if axis else (384, 80)
     x = torch.randn(shape, generator=generator) * 4
     x[5], x[:, 7] = 0, 0

@@ -159,9 +159,12 @@ def llama_matrix(args: argparse.Namespace) -> int:
 
 
 def promoted_to_llama(found: list[rows.Row]) -> dict[Combination, str]:
-    """The combinations that result rows promote to the last stage, with their stars. Raises
-    ConfigError if the levels after the first have not evaluated all that they were to: how many
-    combinations the first was to evaluate is not recorded."""
+    """The combinations that go on to the last stage, with their stars.
+
+    found: the rows of the stages before. Raises ConfigError if a stage of them has no result for
+    some combination that was promoted to it. For stages of the first level this is not known,
+    since the size of their sample is not recorded: what they have is taken for all.
+    """
     check_before(level_of(llama.NAME), found, {})
     return promoted(found, level_of(llama.NAME))
 
@@ -176,9 +179,9 @@ def _write_matrix(args: argparse.Namespace, written: str) -> int:
 def matrix_of_best(args: argparse.Namespace) -> int:
     """Writes the matrix of benchmarks/study that trains the best of the last stage with fresh
     seeds."""
-    wanted = llama.recipes(promoted_to_llama(results.read(args.results)))
-    check_complete(llama.NAME, wanted, llama.trained(llama.read(args.study)))
-    every = page.points_of(all_rows(args.results, args.study), llama.NAME)
+    found, study = results.read(args.results), llama.read(args.study)
+    check_complete(llama.NAME, llama.recipes(promoted_to_llama(found)), llama.trained(study))
+    every = page.points_of(found + llama.rows(study, stars_of(found)), llama.NAME)
     return _write_matrix(args, llama.matrix_of_best(to_confirm(every)))
 
 

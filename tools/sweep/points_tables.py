@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron_fp4.estimate.overhead import DEVICES
 from tools.pages import table
 from tools.sweep import factorial
@@ -43,9 +41,9 @@ def _cells(point: Point) -> list[str]:
 def trade_table(every: list[Point]) -> list[str]:
     """A line for each point of `traded`, with the numbers of the points of each frontier that are
     better in both score and time. No lines if there is none."""
-    lines = []
+    lines, fronts = [], {device: frontier(every, device) for device in DEVICES}
     for point in traded(every):
-        numbers = [_numbers(point, frontier(every, device), device) for device in DEVICES]
+        numbers = [_numbers(point, best, device) for device, best in fronts.items()]
         lines.append([*_cells(point), *numbers])
     head = [f"better on {device}" for device in DEVICES]
     return table(["score", *TIMES, "combination", *head], lines) if lines else []
@@ -62,8 +60,8 @@ def traded(every: list[Point]) -> list[Point]:
     ]
 
 
-def _numbers(point: Point, best: Sequence[Point], device: str) -> str:
+def _numbers(point: Point, best: list[Point], device: str) -> str:
+    """Which points of the frontier `best` are better than the point, by their numbers."""
     if point in best:
         return f"it is number {best.index(point) + 1}"
-    found = better(point, list(best), device)
-    return ", ".join(str(best.index(each) + 1) for each in found)
+    return ", ".join(str(best.index(each) + 1) for each in better(point, best, device))

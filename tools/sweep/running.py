@@ -110,10 +110,9 @@ def run(
     found = results.read(path)
     done = {row["hash"] for row in found}
     left = [task for task in tasks if task.hash not in done]
-    configurations = json.dumps(
-        [task.configuration for task in left]
-    )  # rows are read from JSON too
-    results.check_alike(found + json.loads(configurations), path)
+    # Through JSON, as the rows: it has lists in place of tuples.
+    configurations = json.loads(json.dumps([task.configuration for task in left]))
+    results.check_alike(found + configurations, path)
     said = time.monotonic()
     with _pool(processes) as pool:
         waiting: set[Future[Row]] = set()
@@ -151,8 +150,11 @@ def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _start_worker(pipe: Connection) -> None:
-    """Makes this process a worker: with one thread for tensors, which are small. It ends when the
-    other end of the pipe is closed."""
+    """Prepares a new process of the pool.
+
+    PyTorch gets one thread, since the tensors are small. The process ends when the main process
+    closes its end of `pipe`, or ends itself.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the workers
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()

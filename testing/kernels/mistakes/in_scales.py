@@ -130,7 +130,7 @@ BLOCK_SCALES = {
         "transformed", tile_hadamard._matrix, result(lambda h: tl.trans(h))
     ),
     "magnitudes alone": Mistake(
-        "e4m3", block_values._value, argument("code", lambda code: code & 7)
+        "e4m3", block_values.bf16_of, argument("code", lambda code: code & 7)
     ),
     "one row's block": Mistake("2d", blocks._largest, _least_of_rows),
     "the next scale is the first": Mistake(
