@@ -18,9 +18,10 @@ def fprop_codes(recipe: Recipe, letter: str) -> bool:
 
 
 def saves_w(recipe: Recipe, setting: Setting) -> Literal["operand", "model"]:
-    """What is saved of W for backward, as in `LinearPlan.saves_w`.
+    """What the forward pass saves of W for the backward pass.
 
-    fprop's operand where dgrad or an estimator reads it, else W itself.
+    "operand", the quantized W that fprop multiplied, if dgrad or a gradient estimator reads it;
+    else "model", W itself.
     """
     reads_codes = setting.dx and fprop_codes(recipe, "w")
     return "operand" if reads_codes or estimator_of(recipe, "w", setting) else "model"
@@ -34,10 +35,11 @@ def estimator_of(recipe: Recipe, letter: str, setting: Setting) -> Estimator | N
 
 
 def saves_x(recipe: Recipe, setting: Setting) -> Literal["operand", "packed", "model", ""]:
-    """What is saved of X for backward, as in `LinearPlan.saves_x`.
+    """What the forward pass saves of X for the backward pass.
 
-    fprop's operand where wgrad or an estimator reads it, nothing where neither needs X, wgrad's
-    operand where it can be made in the forward pass, else the matrix of which wgrad makes it.
+    "operand", the quantized X that fprop multiplied, if wgrad or a gradient estimator reads it. "",
+    nothing, if neither needs X. "packed", wgrad's operand, if it can be made in the forward pass.
+    Else "model", the matrix from which wgrad makes its operand.
     """
     if estimator_of(recipe, "x", setting) is not None:
         return "operand"

@@ -84,11 +84,11 @@ def _places(names: Sequence[str]) -> list[np.ndarray]:
 def _intervals(
     stars: list[np.ndarray], a: np.ndarray, b: np.ndarray, gemms: np.ndarray
 ) -> list[tuple[float, float]]:
-    """The interval of each of `_correlations`, by a bootstrap.
+    """The 95% interval of each of `_correlations`, by a bootstrap over stars.
 
-    stars: for each star the places in a and b of its combinations. The combinations of a star are
-    alike, and so no independent samples: each draw of the bootstrap takes all of a star, or none.
-    The better half is that of each draw.
+    stars: for each star the places in a and b of its combinations. The combinations of a star
+    resemble one another, so that they are no independent samples. The bootstrap therefore draws
+    whole stars. The better half is chosen anew in each draw.
     """
     source = np.random.default_rng(BOOTSTRAP_SEED)
     drawn = []

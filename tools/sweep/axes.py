@@ -169,7 +169,8 @@ def values(combination: Combination, axis: str) -> tuple[str, ...]:
 
 
 def _without_effect(c: Combination, axis: str) -> tuple[str, ...]:
-    """The axes whose values are why the recipe does not depend on `axis`; none if it does."""
+    """The axes that make `axis` meaningless: with their values, no value on `axis` changes the
+    recipe. An empty tuple if the recipe depends on `axis`."""
     forward = {"forward": c.forward == "fp4"}
     permits: dict[str, dict[str, bool]] = {
         **dict.fromkeys(_OF_FP4, dict.fromkeys(("forward", "backward"), c.in_fp4)),
@@ -188,8 +189,8 @@ def _without_effect(c: Combination, axis: str) -> tuple[str, ...]:
 
 
 def _against(c: Combination, axis: str, value: str) -> tuple[str, ...]:
-    """The axes beside whose values a recipe cannot have this value, or has another value that does
-    the same; none if it can have it."""
+    """The axes that exclude `value` on `axis`: with their values there is no such recipe, or
+    another value makes the same recipe. An empty tuple if nothing excludes it."""
     if axis in ("rule", "backward_rule"):
         if value not in _OF_SCALE[c.scale]:
             return ("scale",)

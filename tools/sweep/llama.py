@@ -86,8 +86,11 @@ def recipe(combination: Combination) -> str:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a study's result file; none if there is no such file. Raises ValueError, with the
-    path and the line, for a row that lacks what is read here."""
+    """The rows of a study's result file; none if there is no such file.
+
+    Raises ValueError, which names the file, the line and the keys, if a row lacks keys that this
+    module needs.
+    """
     found = jsonl.read(path, KEYS)
     for number, row in enumerate(found, start=1):
         lacking = {"recipe", "flags", *dict(_OF_BLOCK)} - set(row["configuration"])

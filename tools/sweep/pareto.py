@@ -142,11 +142,11 @@ def _draw_points(axes: Any, every: list[Point], device: str) -> None:
 
 
 def _draw_frontier(axes: Any, best: list[Point], device: str) -> None:
-    """The frontier, with standard errors, and numbers as in its table.
+    """Draws the frontier as a line of steps, with the standard error and the number of each point.
 
-    best: the best score is first. Between the times of two points the slower one is not possible
-    yet, so that the line has the score of the faster one. Numbers are to the left of the points,
-    where no other point is, in turn near and far.
+    best: the points of the frontier, from the best score, which takes the most time. The line shows
+    the best score that is possible in each time. Numbers are those of the frontier's table. They
+    stand to the left of the points, alternately near and far, so that they do not cover each other.
     """
     times, scores = [p.times[device] for p in best], [p.score for p in best]
     color = "#dd5533"

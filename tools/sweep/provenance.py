@@ -15,9 +15,10 @@ PACKAGES = ("python", "torch", "triton", "megatron-core", "numpy")
 
 
 def provenance(rows: Iterable[Row], study: Path) -> list[str]:
-    """An item of a list for each group of stages that ran on the same devices and versions.
+    """A Markdown list that says where results were made: stages, devices, versions and commits.
 
-    study: the file with the runs of the last stage, whose rows have no stamps of their own.
+    Stages that ran on the same devices with the same versions share an item. rows: of all stages.
+    study: the result file of the last stage's runs, since its rows do not record this.
     """
     stages: dict[str, dict[str, None]] = {}  # by device and versions, each stage once
     commits: dict[str, dict[str, None]] = {}
