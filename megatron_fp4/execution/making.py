@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.formats import wide
 from megatron_fp4.arithmetic.hadamard import inverse
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.decoding import decoded, dequantized
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.operands import Computed, Made, Matrix, Operand, Swiglu
 from megatron_fp4.plan.data import Making, OperandPlan, Source
@@ -104,9 +105,9 @@ def source_of(
         scales = kept.block_scales(wide(operand.dtype)).flatten()
         return kept.unscaled(), scales.expand(kept.shape[0])
     if operand.source == "values":
-        values, factors = kept.with_row_factors(operand.dtype)
+        values, factors, _ = decoded(kept, operand.dtype)
         return values, None if factors is None else factors.expand(len(values), 1).flatten()
-    value = kept.dequantize(operand.dtype)
+    value = dequantized(kept, operand.dtype)
     if fprop.hadamard is None:
         return value, None
     signs = site.signs("fprop", fprop, call)

@@ -10,12 +10,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.arithmetic.formats import SCALE_FLOATS
+from megatron_fp4.arithmetic.formats import SCALE_FLOATS, wide
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.kernels.blocks import MANTISSA
 from megatron_fp4.kernels.decode import bf16_of
 from megatron_fp4.kernels.float_scales import scale_of, spread
 from megatron_fp4.kernels.launch import Launch, kernel, planned, tiles
+from megatron_fp4.operands import Decoded
 
 TILE, WARPS = 64, 4  # rows and bytes of a tile
 
@@ -69,7 +70,7 @@ def decode_kernel(
 
 def values(x: QuantizedTensor) -> Tensor:
     """The elements of x times the scales of their blocks, BF16 [rows, K] with the blocked axis
-    last; as the first result of `QuantizedTensor.with_row_factors`.
+    last. They are exact.
 
     x: with a quantizer that `decodes`.
     """
@@ -78,6 +79,20 @@ def values(x: QuantizedTensor) -> Tensor:
     made = codes.new_empty(rows, 2 * half, dtype=torch.bfloat16)
     _launch(rows, half, x.quantizer)(codes.device, codes, x.scales.contiguous(), made, rows, half)
     return made
+
+
+def decoded(x: QuantizedTensor) -> Decoded:
+    """What `QuantizedTensor.with_row_factors` returns in BF16. x: as of `values`."""
+    outer = x.tensor_scale
+    return Decoded(values(x), None if outer is None else outer.view(-1, 1).float())
+
+
+def dequantized(x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """What `QuantizedTensor.dequantize` returns. x: a matrix, else as of `values`."""
+    exact, factors, _ = decoded(x)
+    if factors is not None:
+        exact = exact.to(wide(dtype)) * factors
+    return (exact if x.axis == 1 else exact.t()).to(dtype)
 
 
 @planned

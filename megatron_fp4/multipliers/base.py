@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.decoding import decoded
 from megatron_fp4.operands import Decoded, Form, Made, Operand
-from megatron_fp4.target import Target, triton_problem
+from megatron_fp4.target import Target
 
 
 @dataclass(frozen=True)
@@ -163,15 +164,3 @@ def decoded_in(made: Made, dtype: torch.dtype) -> Decoded:
     if isinstance(made.operand, QuantizedTensor):
         return decoded(made.operand, dtype)
     return Decoded(made.operand)
-
-
-def decoded(x: QuantizedTensor, dtype: torch.dtype) -> Decoded:
-    """What `QuantizedTensor.with_row_factors` returns, by a kernel where there is one for it."""
-    if dtype == torch.bfloat16 and x.codes.is_cuda and triton_problem() is None:
-        from megatron_fp4.kernels import block_values  # imports Triton
-
-        if block_values.decodes(x.quantizer):
-            outer = x.tensor_scale
-            factors = None if outer is None else outer.view(-1, 1).float()
-            return Decoded(block_values.values(x), factors)
-    return Decoded(*x.with_row_factors(dtype))

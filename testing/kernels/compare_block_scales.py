@@ -20,7 +20,7 @@ from megatron_fp4 import Quantizer, get_quantizer
 from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS
 from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, absolute_max
-from megatron_fp4.kernels.block_values import decodes, values
+from megatron_fp4.kernels.block_values import decoded, decodes, dequantized
 from megatron_fp4.kernels.blocks import find_largest, quantize
 from megatron_fp4.makers.base import Given
 from megatron_fp4.makers.block_scales import BlockScaleKernel
@@ -186,9 +186,16 @@ def _differing(found: QuantizedTensor, made: QuantizedTensor) -> str:
 def _decoded_otherwise(x: QuantizedTensor) -> str:
     """How the decoding kernel differs from PyTorch, if it does; in the signs of zeros too."""
     assert decodes(x.quantizer)
-    found, (made, _) = values(x), x.with_row_factors(torch.bfloat16)
-    other = (found.view(torch.int16) != made.view(torch.int16)) & ~(found.isnan() & made.isnan())
-    return f"{int(other.sum())} decoded values" if other.any() else ""
+    pairs = {"values": (decoded(x).values, x.with_row_factors(torch.bfloat16)[0])}
+    for dtype in (torch.bfloat16, torch.float32):
+        pairs[f"dequantized {dtype}"] = dequantized(x, dtype), x.dequantize(dtype)
+    for name, (found, made) in pairs.items():
+        bits = torch.int16 if made.dtype == torch.bfloat16 else torch.int32
+        other = found.contiguous().view(bits) != made.contiguous().view(bits)
+        other &= ~(found.isnan() & made.isnan())
+        if other.any():
+            return f"{int(other.sum())} {name}"
+    return ""
 
 
 if __name__ == "__main__":
