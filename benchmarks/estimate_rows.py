@@ -35,10 +35,13 @@ BY_TORCH = ("training_step", "training_step-four", "parallel_step")
 # Steps of other commits, to which no rate is fitted.
 OTHERS = (
     *("few-bits-one", "few-bits-two", "few-bits-four", "few-bits-bf16"),
+    *("few-bits-four-bf16", "parallel-four-upstream"),
     *("fused-step", "fused-step-decoded", "fused-step-before", "fp8-step"),
     *("fused-step-others", "parallel-fp8"),
     *(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs")),
 )
+# A flag of rows that are not compared: choose_layout does not take it.
+NOT_TAKEN = "--grad-reduce-in-bf16"
 # Linears, and quantize kernels, of which those of the first file and of KERNELS are fitted to.
 LINEARS = ("linear-te", "linear-rows")
 KERNELS = "quantize_kernels-fused"
@@ -84,6 +87,7 @@ class Step:
 def steps(files: tuple[str, ...] = CURRENT + BY_TORCH + OTHERS) -> tuple[Step, ...]:
     """The rows of results of training steps."""
     rows = [(file, row) for file in files for row in result(file)["rows"]]
+    rows = [(file, row) for file, row in rows if NOT_TAKEN not in row["name"]]
     return tuple(_step(file, row.get("layout", "one"), row) for file, row in rows)
 
 

@@ -47,7 +47,8 @@ from megatron_fp4.recipe import Recipe
 from tools.stamp import stamp
 
 Row = dict[str, Any]
-OLDER = "linear-fp8"  # linears of an earlier commit, to which no rate is fitted
+# Linears to which no rate is fitted: of an earlier commit, and of other formats of block scales.
+NOT_FITTED = {"linear-fp8": "older linears", "linear-formats": "linears by format"}
 FIGURES = {"with kernels": with_kernels, "as it runs": as_it_runs}
 SHAPE = (4096, 14336)  # of the table of recipes
 
@@ -90,14 +91,14 @@ def _of_kernel(made: Made, shape: list[int]) -> float:
 
 def _linears() -> Iterator[Row]:
     """Linears, forward and backward, with W quantized in each call: times BF16's."""
-    for file in (*LINEARS, OLDER):
+    for file in (*LINEARS, *NOT_FITTED):
         found = result(file)["rows"]
         plain = {(row["in"], row["out"]): row["ms"] for row in found if row["recipe"] == "bf16"}
         for row in found:
             name, shape = row["recipe"], (row["in"], row["out"])
             if name != "bf16" and name not in te.ROWS:
                 yield {
-                    "kind": "linears" if file != OLDER else "older linears",
+                    "kind": NOT_FITTED.get(file, "linears"),
                     "file": file,
                     "name": f"{name}, {shape[0]} × {shape[1]}",
                     "measured": row["ms"] / plain[shape],
@@ -209,7 +210,7 @@ def recipes(found: list[Row]) -> list[str]:
             newest.setdefault(name, row)
     for name, row in sorted(newest.items(), key=lambda item: item[1]["measured"]):
         needs, blackwell = (linear(name, "with kernels", gpu) for gpu in DEVICES.values())
-        cells = [name, *(f"{row[key]:.2f}" for key in ("measured", *FIGURES))]
+        cells = [name.rpartition("/")[2], *(f"{row[key]:.2f}" for key in ("measured", *FIGURES))]
         cells += [f"{needs.times_products:.2f}", f"{blackwell.times_bf16:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

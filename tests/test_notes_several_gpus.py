@@ -61,6 +61,8 @@ def of_four_gpus() -> list[str]:
     made = spent(captured, ("gemm", "quantize", "carry"))
     sent = [f"{sum(row['sent'].values()) / 1e9:.1f} GB" for row in (ours, bf16)]
     fp8 = [tensor[f"fp8{graphs}"]["ratio"] for graphs in ("", " --cuda-graph-impl local")]
+    again = {name: row for (_, name), row in steps("parallel-four-upstream").items()}
+    assert again["upstream bf16, graphs"]["ratio"] == 1
     [data] = [row for (_, name), row in steps("few-bits-four").items() if name == "tetrajet"]
     return [
         f"Under TP4 with SP `tetrajet` is {ours['ratio']:.2f} times as fast as BF16, and "
@@ -75,6 +77,8 @@ def of_four_gpus() -> list[str]:
         f"Under TP2 with SP and PP2 `tetrajet` is {both['tetrajet']['ratio']:.2f} times as fast as "
         f"BF16, and {both[GRAPHS]['ratio']:.2f} times with CUDA graphs",
         f"`tetrajet` is {data['ratio']:.2f} times as fast as BF16. [notes/host.md]",
+        f"`tetrajet` is {again['tetrajet']['ratio']:.2f} times as fast without graphs, and "
+        f"{again[GRAPHS]['ratio']:.2f} times with them",
     ]
 
 
@@ -161,6 +165,22 @@ def of_gradients_in_bf16() -> list[str]:
     ]
 
 
+def of_gradients_in_bf16_on_four_gpus() -> list[str]:
+    names = ("tetrajet", "tetrajet --fp4-grad-comm bf16", "tetrajet --grad-reduce-in-bf16")
+    found = steps("few-bits-four-bf16")
+    plain, ours, upstream = (found["dp4", name] for name in names)
+    sent = [
+        row["sent"].get("all-to-all", 0) + row["sent"].get("reduce-scatter", 0)
+        for row in (plain, ours, upstream)
+    ]
+    assert sent[1] == sent[2] == sent[0] / 2
+    return [
+        f"A step takes {ours['ms'] / plain['ms']:.2f} times as long with `--fp4-grad-comm bf16`, "
+        f"and {upstream['ms'] / plain['ms']:.2f} times with `--grad-reduce-in-bf16`",
+        f"`--grad-reduce-in-bf16` takes {plain['peak_gib'] - upstream['peak_gib']:.1f} GiB less",
+    ]
+
+
 def of_the_precision_aware_optimizer() -> list[str]:
     found = steps("few-bits-aware")
     plain, aware, state = (found["dp2", name] for name in ("tetrajet", AWARE, STATE))
@@ -210,7 +230,12 @@ def of_the_memory_of_moments() -> list[str]:
 
 FIGURES: dict[str, list[Any]] = {
     "docs/hopper.md": [of_several_gpus, of_four_gpus, of_two_gpus_beside_fp8],
-    "docs/communication.md": [of_few_bits, of_gradients_in_bf16, of_the_precision_aware_optimizer],
+    "docs/communication.md": [
+        of_few_bits,
+        of_gradients_in_bf16,
+        of_gradients_in_bf16_on_four_gpus,
+        of_the_precision_aware_optimizer,
+    ],
     "docs/training.md": [of_few_bits_in_training, of_the_memory_of_moments],
 }
 

@@ -61,7 +61,7 @@ def test_the_page_has_the_result() -> None:
 
 
 def test_the_page_has_the_measured_linears() -> None:
-    found = json.loads((ROOT / "benchmarks/results/linear-fp8-scales.json").read_text())
+    found = json.loads((ROOT / "benchmarks/results/linear-formats.json").read_text())
     rows = {(row["in"], row["out"], row["recipe"]): row for row in found["rows"]}
     shapes = list(dict.fromkeys(key[:2] for key in rows))
     folder = "benchmarks/study/candidates"
@@ -69,17 +69,14 @@ def test_the_page_has_the_measured_linears() -> None:
         "tetrajet": "`tetrajet`",
         "fp8": "`fp8`",
         f"{folder}/fp8-scales.yaml": "UE5M3, `mse-fp8`, 16; backward E8M0, 16",
-        f"{folder}/fp8-scales-hot.yaml": "the same with hot channels",
-        "four-over-six": "`four-over-six`",
+        f"{folder}/sweep-e8m0-dge.yaml": "E8M0, `ceil`, 16, with DGE",
+        **{each: f"`{each}`" for each in ("nvfp4-nvidia", "ue5m3", "four-over-six", "quartet-2")},
     }.items():
         cells = [f"{rows[(*shape, recipe)]['ratio']:.2f}" for shape in shapes]
         assert f"| {name} | {' | '.join(cells)} |" in PAGE
-    slower, hot = (
-        [rows[(*at, f"{folder}/{more}")]["ms"] / rows[(*at, less)]["ms"] for at in shapes]
-        for more, less in (
-            ("fp8-scales.yaml", "tetrajet"),
-            ("fp8-scales-hot.yaml", f"{folder}/fp8-scales.yaml"),
-        )
+    slower, of_fp8 = (
+        [rows[(*at, f"{folder}/fp8-scales.yaml")]["ms"] / rows[(*at, less)]["ms"] for at in shapes]
+        for less in ("tetrajet", "fp8")
     )
-    assert f"take {min(slower):.1f} to {max(slower):.1f} times as long" in PAGE
-    assert f"take {min(hot):.1f} to {max(hot):.1f} times as long again" in PAGE
+    assert f"take {min(slower):.2f} to {max(slower):.2f} times as long as those of `tet" in PAGE
+    assert f"and {min(of_fp8):.2f} to {max(of_fp8):.2f} times as long as those of `fp8`" in PAGE

@@ -15,6 +15,8 @@ from megatron_fp4.estimate.rates import RATES
 
 PAGE = Path(__file__).parents[2] / "docs/notes/technique-costs.md"
 Rows = list[dict[str, Any]]
+FORMATS, FOLDER = "linears by format", "benchmarks/study/candidates/"
+IN_BF16 = ("nvfp4-nvidia", "ue5m3", "four-over-six", "quartet-2")
 _TIMES = ("measured", *technique_costs.FIGURES)
 
 
@@ -57,6 +59,11 @@ def test_the_page_says_where_the_model_is_wrong(rows: Rows) -> None:
         f"{of(one, '', 'kernels')} in one direction, {of(both, '', 'kernels')} in both.",
         f"(`dge-occ`): {of(rows, 'dge-occ,', 'linears')}.",
         f"(`tetrajet-ema`): {of(rows, 'tetrajet-ema,', 'older linears')}, in the older linears.",
+        *(f"{of(rows, f'{name},', FORMATS)} for `{name}`" for name in IN_BF16),
+        f"(`fp8-scales.yaml`): {of(rows, f'{FOLDER}fp8-scales.yaml,', FORMATS)}.",
+        f"{of(rows, f'{FOLDER}sweep-e8m0-dge.yaml,', FORMATS)} for E8M0 in blocks of 16 with DGE",
+        f"UE5M3 is at {of(rows, f'{FOLDER}sweep-ue5m3-dge.yaml,', FORMATS)}, since",
+        f"E1M2 at {of(rows, f'{FOLDER}sweep-e1m2-dge.yaml,', FORMATS)}, since",
     ):
         assert said in text, said
 

@@ -33,11 +33,15 @@ COMMITTED = {
     "estimators": ("docs/notes/estimators.md", "CPU"),
     "rates-3M": ("docs/notes/estimators.md", "NVIDIA H200"),
     "two-rates-3M": ("docs/notes/estimators.md", "NVIDIA H100"),
+    "low-rates-3M": ("docs/notes/estimators.md", "NVIDIA H200"),
     "sweep-best": ("docs/design-space.md", "NVIDIA H200"),
 }
 
 
-UNFINISHED = {"candidates": "docs/study.md"}  # their tables are of the runs so far
+UNFINISHED = {
+    "candidates": "docs/study.md",
+    "recipes": "docs/study.md",
+}  # tables of the runs so far
 PAGES = {name: page for name, (page, _) in COMMITTED.items()} | UNFINISHED
 
 
@@ -127,6 +131,31 @@ def test_the_rates_of_the_last_stage_of_the_sweep_are_the_best_of_a_study() -> N
     assert f"and at {means[single]:.4f} with its best single rate" in ESTIMATORS
 
 
+def test_lower_rates_of_linears_do_not_lower_the_loss_of_bf16() -> None:
+    rows, dge = rows_of("low-rates-3M"), "benchmarks/study/candidates/sweep-e8m0-dge.yaml"
+    losses: dict[float, list[float]] = {}
+    for row in rows:
+        if row["configuration"]["recipe"] == "bf16":
+            rate = row["configuration"]["learning_rate"]
+            losses.setdefault(rate, []).append(row["held_out"][-1][1])
+    means = [statistics.mean(losses[rate]) for rate in sorted(losses, reverse=True)]
+    assert means == sorted(means)
+    first, *lower = (f"{each:.4f}" for each in means)
+    assert f"ends at {first} with 0.0015 for the linears" in ESTIMATORS
+    assert f"each lower rate: {lower[0]}, {lower[1]} and {lower[2]}." in ESTIMATORS
+    gaps = {cell.learning_rate: gap(rows, cell, dge, "bf16") for cell in tables.cells(rows)}
+    found = {rate: each for rate, each in gaps.items() if each is not None}
+    assert found.pop(0.0015).verdict == "within the spread"
+    above = sorted(each.mean for each in found.values())
+    assert f"{above[0]:.4f} to {above[-1]:.4f} above it at lower rates" in ESTIMATORS
+    best = rows_of("sweep-best")
+    [cell] = tables.cells(best)
+    names = dict.fromkeys(row["configuration"]["recipe"] for row in best)
+    below = [each for name in names if (each := gap(best, cell, name, "bf16"))]
+    ends = sorted(-each.mean for each in below if each.verdict == "lower")
+    assert len(ends) == 3 and f"end {ends[0]:.4f} to {ends[-1]:.4f} below BF16" in ESTIMATORS
+
+
 def test_the_factor_of_dge_over_a_step_of_the_grid() -> None:
     """Its mean, its root mean square, and their ratio, by the midpoint rule."""
     factors = Estimator().factor((torch.arange(2**20).double() + 0.5) / 2**21)  # of [0, 1/2]
@@ -180,6 +209,32 @@ def test_what_four_seeds_of_few_bits_do_not_see() -> None:
     assert unseen is not None and unseen.verdict == "within the spread"
     assert f"The loss of `tetrajet` itself is {seen.mean:.4f} above BF16's, more than" in FEW_BITS
     assert f"the {unseen.mean:.4f} of `dge-occ` is not" in FEW_BITS
+
+
+def test_figures_of_the_finalists_among_the_candidates() -> None:
+    rows, folder = rows_of("candidates"), "benchmarks/study/candidates/"
+    cell = next(each for each in tables.cells(rows) if each.learning_rate == 2e-3)
+
+    def above(name: str, other: str = "bf16", seeds: int = 2) -> float:
+        found = gap(rows, cell, name, other)
+        assert found is not None and len(found.by_seed) == seeds
+        return found.mean
+
+    tetrajet = above("tetrajet")
+    then, ends, mse, both = (
+        above(f"{folder}{name}-then-fp8.yaml")
+        for name in ("tetrajet", "fp8-ends", "mse-16", "mse-16-ends")
+    )
+    for text in (
+        f"loss above BF16's is {tetrajet:.4f} for `tetrajet`",
+        f"lowers it to {then:.4f}, and the first and the last layer in `fp8` too to {ends:.4f}",
+        f"these are {mse:.4f} and {both:.4f}",
+        f"`fp8` itself is at {above('fp8'):.4f}",
+        f"ends {above(folder + 'sweep-e8m0-dge.yaml', 'tetrajet', seeds=1):.4f} above `tetrajet`",
+    ):
+        assert text in PAGE
+    below = {each: each < tetrajet / 2 for each in (then, ends, mse, both)}
+    assert list(below.values()) == [False, True, True, True]
 
 
 def test_figures_in_running_text_of_the_candidates() -> None:
