@@ -22,9 +22,12 @@ from typing import Any
 import torch
 
 from benchmarks.estimate_rows import KERNELS, RESULTS, result
+from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.quantizer import Quantizer
+from megatron_fp4.kernels import blocks
 from megatron_fp4.kernels.launch import Launch
 from megatron_fp4.kernels.quantize import transform_launch
+from megatron_fp4.kernels.tile_hadamard import NO_TURN, Transform, turn_of
 from testing.kernels.compiling import compiled_launch, quantize_launch, registers, sass
 from tools.pages import table as markdown
 from tools.stamp import stamp
@@ -33,6 +36,13 @@ SIZE = 8192  # rows and columns of the matrix
 SLOTS = 132 * 4 * 1.98e9  # instructions of warps that an H200 issues a second
 # Opcodes of the units that take an instruction every other cycle.
 ALU = "LOP3 SHF PRMT IADD3 ISETP SEL LEA VIMNMX IMNMX FMNMX HMNMX2 FSETP FSEL PLOP3 HSETP2 HSET2"
+# Of kernels for E4M3 scales: the recipe, and the GEMM whose first operand they make.
+BLOCK_SCALES = {
+    "nearest": ("nvfp4-nvidia", "fprop"),
+    "stochastic": ("nvfp4-nvidia", "dgrad"),
+    "four-over-six": ("four-over-six", "fprop"),
+    "Hadamard 128 + unit gain": ("quartet-2", "dgrad"),
+}
 E5M2 = torch.float8_e5m2
 NOISY = Quantizer(rounding="stochastic")
 
@@ -131,6 +141,29 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
+def of_block_scales() -> list[dict[str, Any]]:
+    """For each of BLOCK_SCALES the instructions an element of its kernel along the rows, without
+    the finding of the largest magnitude, and the registers of a thread.
+
+    The slow path of divisions, for very large and small numbers, is not counted.
+    """
+    found = []
+    for name, (recipe, gemm) in BLOCK_SCALES.items():
+        asked = get_recipe(recipe).gemm(gemm)
+        assert asked.a is not None
+        turn = NO_TURN
+        if asked.hadamard is not None:
+            group = asked.hadamard.group
+            turn = turn_of(Transform(group, torch.ones(group, dtype=torch.int32)))
+        launch = blocks._cast_launch(SIZE, SIZE, asked.a, 1, False, False, turn, torch.bfloat16)
+        cubin = compiled_launch(launch, 90)["cubin"]
+        elements = launch.constants["ROWS"] * launch.constants["COLUMNS"]
+        share = 32 * launch.options["num_warps"] / elements
+        count = len(executed(sass(cubin), 1)) * share
+        found.append({"kernel": name, "instructions": count, "registers": registers(cubin)})
+    return found
+
+
 def table(found: list[dict[str, Any]]) -> list[str]:
     """The result as a Markdown table."""
     head = ["kernel", "instructions", "of ALU", "registers", "warps"]
@@ -148,7 +181,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "kernel_instructions.json")
     args = parser.parse_args()
     found = rows()
-    args.out.write_text(json.dumps({"stamp": stamp(), "rows": found}, indent=1) + "\n")
+    kept = {"stamp": stamp(), "rows": found, "block scales": of_block_scales()}
+    args.out.write_text(json.dumps(kept, indent=1) + "\n")
     print("\n".join(table(found)))
 
 

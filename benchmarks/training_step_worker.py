@@ -30,7 +30,13 @@ KINDS = {
         *("row_kernel", "split_kernel", "dense_kernel", "factor_kernel", "signs_kernel"),
         *("cast_transpose", "amax", "unary_kernel", "transpose_optimized"),  # Transformer Engine's
     ),
-    "carry": ("carry_kernel", "elements_kernel", "transpose_kernel", "decode_kernel"),
+    "carry": (
+        "carry_kernel",
+        "elements_kernel",
+        "transpose_kernel",
+        "decode_kernel",
+        "scale_kernel",
+    ),
     "attention": ("fmha", "flash", "attention", "cudnn"),
     "gemm": ("gemm", "nvjet", "cutlass", "xmma", "wgrad", "cublas"),
     "optimizer": ("multi_tensor", "adam", "foreach", "blend_kernel", "ramp_kernel"),

@@ -155,8 +155,8 @@ class QuantizedTensor:
     tensor_scale: a float32 scalar that multiplies every block scale, or None. [rows, 1] where each
         row has its own: with `row_max`, or if the rows are of several tensors.
     shape: the shape of the tensor that was quantized. axis: the blocked axis of that tensor.
-    counts: int32 [4 + rows], which a kernel writes beside float32 scales: the tally, two unused
-        zeros, and for each row the bits of the reciprocal of its scale. None: no kernel wrote it.
+    counts: int32 [4], which a kernel writes: the tally and two unused zeros. [4 + rows] beside
+        float32 scales, with the bits of the reciprocal of each. None: no kernel wrote it.
     """
 
     codes: Tensor

@@ -18,6 +18,7 @@ from megatron_fp4.estimate.gpus import GPUS, MEASURED, Gpu
 from megatron_fp4.estimate.plans import BF16, check_target
 from megatron_fp4.estimate.rates import RATES, seconds
 from megatron_fp4.estimate.work import of_linear, operand_of, precision_here, product
+from megatron_fp4.makers import PYTORCH
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.memory import operand_bytes
@@ -101,7 +102,7 @@ def as_it_runs(recipe: Recipe, setting: Setting, gpu: Gpu) -> Overhead:
     for cost in costs(plan, gpu):
         if not _is_in_work(plan, cost):
             found.add(cost.work)
-    for amounts in _decoded(plan):
+    for amounts in (*_decoded(plan), *_estimated(plan)):
         found.add(amounts)
     products = Amounts()
     for gemm in plan.gemms:
@@ -119,7 +120,7 @@ def _is_in_work(plan: LinearPlan, cost: Cost) -> bool:
     clamping, which was fitted to `dge-occ`, contains the estimator.
     """
     if cost.technique == "estimator":
-        return plan.splitting is not None
+        return plan.splitting is not None or _estimates_in_pytorch(plan, cost.operand)
     if cost.technique == "sent":
         return False
     if cost.technique == "mean":
@@ -145,6 +146,19 @@ def _decoded(plan: LinearPlan) -> Iterator[Amounts]:
             if operand.is_quantized and precision in ("bf16", "fp32"):
                 written = operand_of(precision) * operand.shape[0] * operand.shape[1]
                 yield moved(operand_bytes(operand), written)["work"]
+
+
+def _estimated(plan: LinearPlan) -> Iterator[Amounts]:
+    """The work of estimators that PyTorch applies."""
+    for operand in (plan.fprop.a, plan.fprop.b):
+        if _estimates_in_pytorch(plan, operand.letter):
+            yield Amounts({"element by PyTorch": float(operand.shape[0] * operand.shape[1])})
+
+
+def _estimates_in_pytorch(plan: LinearPlan, letter: str) -> bool:
+    """Whether PyTorch applies the estimator of X or W, in as many passes as it quantizes in."""
+    estimates = plan.estimates_w if letter == "w" else plan.estimates_x
+    return estimates is not None and estimates.name == PYTORCH.name
 
 
 def _seconds(found: Sequence[Cost], gpu: Gpu) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import E2M1, SCALE_FLOATS
 from megatron_fp4.arithmetic.philox import Noise, signed
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantizer import COUNTS, QuantizedTensor, Quantizer
 from megatron_fp4.kernels.arguments import Draws
 from megatron_fp4.kernels.encode import nearest, pack, stochastic
 from megatron_fp4.kernels.float_scales import code_of, divisor_of, spread
@@ -174,6 +174,7 @@ def cast_kernel(
     top_ptr,
     codes_ptr,
     scales_ptr,
+    counts_ptr,
     unit_ptr,
     stream,
     random,
@@ -204,6 +205,8 @@ def cast_kernel(
     top_ptr: int32 [], the bits of the largest finite magnitude; read if TENSOR_MAX is not 0.
     codes_ptr: uint8 [others, n / 2], with n the length of AXIS and `others` that of the other axis.
     scales_ptr: uint8 [others / ACROSS, n / ALONG].
+    counts_ptr: int32 [2], 0 at the launch; the second is raised by the number of blocks with Inf or
+        NaN (`QuantizedTensor.tally`).
     unit_ptr: float32 [], where the tensor scale is written if TENSOR_MAX is not 0.
     stream, random, DRAWS: what the random bits depend on (arguments.py); read if STOCHASTIC or
         SCALES_DRAW.
@@ -254,6 +257,8 @@ def cast_kernel(
         )
     low, high = tl.split(tl.reshape(code, (code.shape[0], code.shape[1] // 2, 2)))
     _store(codes_ptr, pack(low, high).to(tl.uint8), n_lines, n_along // 2, AXIS)
+    nans = tl.sum(1 - live)
+    tl.atomic_add(counts_ptr + 1, nans, mask=nans > 0)  # it is rarely above 0
     byte = _scale_byte(scale, finite, NAN)
     _store(scales_ptr, byte, n_lines // ACROSS, n_along // ALONG, AXIS)
 
@@ -286,17 +291,18 @@ def quantize(
     has_groups = noise.placement.groups is not None
     turn = turn_of(transform)
     cast = _cast_launch(rows, columns, quantizer, axis, in_memory, has_groups, turn, x.dtype)
-    top = unit = None
+    counts, top = x.new_zeros(2 * COUNTS, dtype=torch.int32).split(COUNTS)
+    unit = None
     if quantizer.tensor_max:
         unit = x.new_empty((), dtype=torch.float32)
         if widest is None:
-            top = _found(x, quantizer, axis, transform)
+            _find(x, quantizer, axis, transform, top)
         else:
             top = widest.float().contiguous().view(torch.int32)
     stream = signed(noise.stream)
     signs = None if transform is None else transform.signs
-    cast(x.device, x, signs, top, codes, scales, unit, stream, *random, rows, columns)
-    return QuantizedTensor(codes, scales, unit, quantizer, x.shape, axis)
+    cast(x.device, x, signs, top, codes, scales, counts, unit, stream, *random, rows, columns)
+    return QuantizedTensor(codes, scales, unit, quantizer, x.shape, axis, counts)
 
 
 def find_largest(
@@ -310,16 +316,18 @@ def find_largest(
     axis: the axis along which blocks lie.
     transform: a Hadamard transform along this axis. The magnitudes are those of its result.
     """
-    return _found(x.contiguous(), quantizer, axis, transform).view(torch.float32)
+    top = x.new_zeros((), dtype=torch.int32)
+    _find(x.contiguous(), quantizer, axis, transform, top)
+    return top.view(torch.float32)
 
 
-def _found(x: Tensor, quantizer: Quantizer, axis: int, transform: Transform | None) -> Tensor:
-    """The bits of `find_largest`, int32 [], of a contiguous x."""
+def _find(
+    x: Tensor, quantizer: Quantizer, axis: int, transform: Transform | None, top: Tensor
+) -> None:
+    """Raises the first integer of `top` to the bits of `find_largest`. x: contiguous."""
     rows, columns = x.shape
-    top = torch.zeros((), dtype=torch.int32, device=x.device)
     find = _find_launch(rows, columns, quantizer, axis, turn_of(transform), x.dtype)
     find(x.device, x, None if transform is None else transform.signs, top, rows, columns)
-    return top
 
 
 def _tiled(rows: int, columns: int, quantizer: Quantizer, axis: int, turn: Turn) -> Any:
@@ -379,8 +387,8 @@ def _cast_launch(
         SCALES_DRAW=quantizer.scale_rounding == "stochastic",
         DRAWS=Draws(in_memory, has_groups),
     )
-    memory = torch.float32, torch.int32, torch.uint8, torch.uint8, torch.float32
-    types = _SOURCES[dtype], *memory, NUMBER, RANDOM, rows, columns
+    written = torch.uint8, torch.uint8, torch.int32, torch.float32
+    types = _SOURCES[dtype], torch.float32, torch.int32, *written, NUMBER, RANDOM, rows, columns
     # Registers would be too few for these with fewer warps.
     spills = quantizer.rule in COMPARED or quantizer.unit_gain > 0 or turn.GROUP > TILE
     warps = 2 * WARPS if spills else WARPS

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.decoding import decoded
 from megatron_fp4.operands import Decoded, Form, Made, Operand
-from megatron_fp4.target import Target
+from megatron_fp4.target import Target, triton_problem
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,34 @@ def finish(product: Tensor, out_dtype: torch.dtype, into: Tensor | None) -> Tens
     """A float32 or float64 product as `multiply` returns it: rounded to `out_dtype`, or added to
     `into`, which is returned."""
     return product.to(out_dtype) if into is None else into.add_(product)
+
+
+def finish_scaled(
+    product: Tensor,
+    a_factors: Tensor | None,
+    b_factors: Tensor | None,
+    correction: float,
+    out_dtype: torch.dtype,
+    into: Tensor | None,
+) -> Tensor:
+    """`finish` of `scale_product` of these arguments, by a kernel where there is one for them."""
+    dtype = out_dtype if into is None else into.dtype
+    if _has_scale_kernel(product, dtype) and (into is None or into.is_contiguous()):
+        from megatron_fp4.kernels import scaled_product  # imports Triton
+
+        return scaled_product.scaled(product, a_factors, b_factors, correction, dtype, into)
+    return finish(scale_product(product, a_factors, b_factors, correction), out_dtype, into)
+
+
+def _has_scale_kernel(product: Tensor, dtype: torch.dtype) -> bool:
+    kinds = (torch.bfloat16, torch.float32)  # of the result
+    return (
+        product.is_cuda
+        and product.dtype == torch.float32
+        and product.numel() > 0
+        and dtype in kinds
+        and triton_problem() is None
+    )
 
 
 def scale_product(

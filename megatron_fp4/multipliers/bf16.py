@@ -17,9 +17,8 @@ from megatron_fp4.multipliers.base import (
     Product,
     decoded_in,
     dtype_problem,
-    finish,
+    finish_scaled,
     is_inexact,
-    scale_product,
 )
 from megatron_fp4.operands import Decoded, Form, Made
 from megatron_fp4.target import ROCM, Target
@@ -71,8 +70,7 @@ class Bf16:
         if plain and into is None and correction == 1.0:
             return _product(a.values, b.values, out_dtype)
         product = _product(a.values, b.values, torch.float32)
-        product = scale_product(product, a.row_factors, b.row_factors, correction)
-        return finish(product, out_dtype, into)
+        return finish_scaled(product, a.row_factors, b.row_factors, correction, out_dtype, into)
 
 
 def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -87,13 +87,14 @@ def matrix() -> Tensor:
 
 
 def differences(device: str, of: str = "") -> Iterator[str]:
+    """of: a key of QUANTIZERS, a part of several, or "transformed"."""
     if of in "transformed":
         yield from transformed(device)
     x = matrix()
     ordinary = torch.where(x.isfinite() & (x.abs() < 1e20), x, 1.0)
-    for name, quantizer in QUANTIZERS.items():
-        if of not in name:
-            continue
+    named = [of] if of in QUANTIZERS else [name for name in QUANTIZERS if of in name]
+    for name in named:
+        quantizer = QUANTIZERS[name]
         for source, axis in ((x, 1), (x, 0)) if quantizer.tensor_max else ():
             wanted = PyTorch().largest(source, plan(source, quantizer, axis), Given())
             if not torch.equal(find_largest(source.to(device), quantizer, axis).cpu(), wanted):
@@ -179,8 +180,12 @@ def _differing(found: QuantizedTensor, made: QuantizedTensor) -> str:
     codes, scales = (int((a.cpu() != b.cpu()).sum()) for a, b in (
         (found.codes, made.codes), (found.scales, made.scales)))  # fmt: skip
     units = [None if q.tensor_scale is None else float(q.tensor_scale) for q in (found, made)]
-    same = units[0] == units[1]
-    return "" if same and not codes + scales else f"{codes} codes, {scales} scales, {units}"
+    nan = int((made.scales == (0x7F if made.quantizer.scale == "e4m3" else 0xFF)).sum())
+    tally = found.tally().tolist()
+    same = units[0] == units[1] and tally == [0, nan]
+    return (
+        "" if same and not codes + scales else f"{codes} codes, {scales} scales, {units}, {tally}"
+    )
 
 
 def _decoded_otherwise(x: QuantizedTensor) -> str:

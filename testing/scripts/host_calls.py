@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from benchmarks.host_linear import calls
-from megatron_fp4 import get_recipe, linear
+from megatron_fp4 import decoding, get_recipe, linear
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.execution.call import Call, Site
-from megatron_fp4.kernels import cublaslt, launch
+from megatron_fp4.kernels import block_values, cublaslt, launch
 from megatron_fp4.linear import quantized_linear
+from megatron_fp4.multipliers import base
 from megatron_fp4.plan import cache as plan_cache
 from megatron_fp4.target import Target
 
@@ -44,6 +45,10 @@ def pretend_hopper() -> None:
     patched._function = _function
     # Memory on a CPU is not always aligned to 256 bytes, and another alignment is another plan.
     patched._plan = _aligned(cublaslt._Plan)
+    patched = decoding
+    patched._has_kernel = lambda x: block_values.decodes(x.quantizer)
+    patched = base
+    patched._has_scale_kernel = lambda product, dtype: True
     patched = plan_cache
     patched.target_of = lambda device: Target("cuda", (9, 0), None)
 

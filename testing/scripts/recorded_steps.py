@@ -104,7 +104,7 @@ def passes(name: str) -> dict[str, Any]:
 
 def main() -> None:
     pretend_hopper()
-    names = sys.argv[1:] or ["tetrajet", "fp8", "dge-occ"]
+    names = sys.argv[1:] or ["tetrajet", "fp8", "dge-occ", "nvfp4-nvidia"]
     print(json.dumps({name: passes(name) for name in names}))
 
 

@@ -48,4 +48,6 @@ def test_the_table_is_that_of_the_result() -> None:
 @pytest.mark.slow
 def test_the_result_is_that_of_the_present_kernels() -> None:
     """Where a kernel changes, run the benchmark again."""
-    assert kernel_instructions.rows() == result("kernel_instructions")["rows"]
+    found = result("kernel_instructions")
+    assert kernel_instructions.rows() == found["rows"]
+    assert kernel_instructions.of_block_scales() == found["block scales"]

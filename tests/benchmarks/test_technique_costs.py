@@ -63,6 +63,10 @@ def test_the_page_says_where_the_model_is_wrong(rows: Rows) -> None:
         f"(`fp8-scales.yaml`): {of(rows, f'{FOLDER}fp8-scales.yaml,', FORMATS)}.",
         f"{of(rows, f'{FOLDER}sweep-e8m0-dge.yaml,', FORMATS)} for E8M0 in blocks of 16 with DGE",
         f"UE5M3 is at {of(rows, f'{FOLDER}sweep-ue5m3-dge.yaml,', FORMATS)}, since",
+        "{:.0f} instructions an element to round to nearest, {:.0f} with random numbers, {:.0f} "
+        "with four-over-six and {:.0f} with a transform".format(
+            *(row["instructions"] for row in result("kernel_instructions")["block scales"])
+        ),
         f"E1M2 at {of(rows, f'{FOLDER}sweep-e1m2-dge.yaml,', FORMATS)}, since",
     ):
         assert said in text, said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,16 @@ import pytest
 from megatron_fp4 import get_recipe
 from megatron_fp4.estimate.costs_text import text
 from megatron_fp4.estimate.gpus import MEASURED, Gpu
-from megatron_fp4.estimate.overhead import DEVICES, as_it_runs, setting_of, with_kernels
+from megatron_fp4.estimate.overhead import (
+    DEVICES,
+    Overhead,
+    as_it_runs,
+    setting_of,
+    with_kernels,
+)
+from megatron_fp4.estimate.rates import RATES
 from tests.estimate.test_costs import RECIPES
-from tools.sweep.axes import settled
+from tools.sweep.axes import settled, with_values
 from tools.sweep.building import recipe_of
 from tools.sweep.sampling import sample
 
@@ -24,6 +32,23 @@ def test_as_it_runs_is_never_faster_on_hopper(name: str) -> None:
     assert runs.bf16 == needs.bf16
     if name == "bf16":
         assert needs.times_bf16 == needs.times_products == 1
+
+
+def test_an_estimator_in_pytorch_takes_pytorch_s_time() -> None:
+    """No kernel applies DGE under UE5M3 scales; one does under E8M0 scales."""
+    setting = setting_of(MEASURED, 4096, 4096, 8192)
+
+    def of_estimator(chosen: dict[str, str], figure: Callable[..., Overhead]) -> float:
+        combinations = with_values(chosen | {"estimator": "dge"}), with_values(chosen)
+        found, without = (figure(recipe_of(each), setting, MEASURED).total for each in combinations)
+        return found - without
+
+    slow = {"scale": "ue5m3", "rule": "nearest", "backward_rule": "inflated"}
+    fast = {"rule": "ceil", "backward_rule": "ceil"}
+    by_pytorch = RATES.seconds["element by PyTorch"] * 4096 * 4096
+    assert of_estimator(slow, as_it_runs) == pytest.approx(by_pytorch)
+    assert of_estimator(slow, with_kernels) < by_pytorch / 2
+    assert of_estimator(fast, as_it_runs) == pytest.approx(of_estimator(fast, with_kernels))
 
 
 def test_the_text_says_what_was_never_measured() -> None:

@@ -14,6 +14,7 @@ from megatron_fp4.makers.base import Given
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.target import target_of
 from testing.builders.operand_plans import made_in_pytorch, plan
+from testing.kernels.compare_block_scales import QUANTIZERS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,8 +45,15 @@ def test_codes_with_float32_scales_are_the_reference_s() -> None:
     assert list(differences("cuda")) == []
 
 
-def test_codes_with_scales_in_small_floats_are_the_reference_s() -> None:
+@pytest.mark.parametrize("name", [*QUANTIZERS, "transformed"])
+def test_codes_with_scales_in_small_floats_are_the_reference_s(name: str) -> None:
     from testing.kernels.compare_block_scales import differences
+
+    assert list(differences("cuda", name)) == []
+
+
+def test_products_are_scaled_as_by_pytorch() -> None:
+    from testing.kernels.compare_scaled_product import differences
 
     assert list(differences("cuda")) == []
 

@@ -29,6 +29,7 @@ from megatron_fp4.kernels import (
     rms_norm,
     rotary,
     row_operands,
+    scaled_product,
     signs,
     swiglu,
     transpose,
@@ -70,6 +71,9 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "messages.encode_kernel": messages._encode_launch(4, 1, torch.float32, FORMS["e4m3"], False),
     "messages.sum_kernel": messages._sum_launch(4, 1, torch.float32, FORMS["e4m3"], 2),
     "mxfp4.quantize_kernel": VARIANTS["averaged"],
+    "scaled_product.scale_kernel": scaled_product._launch(
+        64, 256, "rows", "tensor", 1.5, torch.float32, True
+    ),
     "signs.signs_kernel": signs._launch(64, False, True),
     "native.product_kernel": ({"out_ptr": "*fp32", "alpha": "fp32"}, PRODUCT),
     "outliers.dense_kernel": outliers._dense_launch(64, 64, 4),

@@ -42,6 +42,7 @@ def test_all_codes_and_scales_are_the_reference_s(rule: str) -> None:
         pytest.param("low_bit_adamw", marks=pytest.mark.outside),
         pytest.param("swiglu", marks=pytest.mark.outside),
         "rms_norm",
+        "scaled_product",
     ],
 )
 def test_other_kernels_are_the_reference_s(comparison: str) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from megatron_fp4 import get_quantizer, get_recipe
 from megatron_fp4.arithmetic.quantizer import Quantizer
-from megatron_fp4.kernels import block_values, blocks, row_operands
+from megatron_fp4.kernels import block_values, blocks, row_operands, scaled_product
 from megatron_fp4.kernels.tile_hadamard import GROUPS, NO_TURN, Turn
 from testing.kernels.compiling import E4M3, compiled_launch, sass
 from tests.kernels.test_compiled import GPUS
@@ -111,6 +111,18 @@ def test_decoding_reads_and_writes_whole_words(capability: int) -> None:
     accesses = set(re.findall(r"(?:ld|st)\.global\S*", ptx))
     assert {"ld.global.v4.b32", "st.global.v4.b32"} <= accesses
     assert "STL" not in sass(compiled_launch(decode, 90)["cubin"])
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_a_product_is_scaled_in_whole_words(dtype: Any, capability: int) -> None:
+    """A factor for each row, one of the other operand, and a sum."""
+    scale = scaled_product._launch(4096, 2048, "rows", "tensor", 1.5, dtype, True)
+    ptx = compiled_launch(scale, capability)["ptx"]
+    assert ".ftz" not in ptx
+    accesses = set(re.findall(r"(?:ld|st)\.global\S*", ptx))
+    assert {"ld.global.v4.b32", "st.global.v4.b32"} <= accesses
+    assert "STL" not in sass(compiled_launch(scale, 90)["cubin"])
 
 
 @pytest.mark.parametrize("capability", GPUS)

@@ -10,6 +10,7 @@ from testing.kernels.mistakes.in_messages import MESSAGES
 from testing.kernels.mistakes.in_mxfp4 import MXFP4
 from testing.kernels.mistakes.in_ramping import RAMPING
 from testing.kernels.mistakes.in_rms_norm import RMS_NORM
+from testing.kernels.mistakes.in_scaled_product import SCALED_PRODUCT
 from testing.kernels.mistakes.in_scales import BLOCK_SCALES, ROW_SCALES
 from testing.kernels.mistakes.in_swiglu import SWIGLU
 from testing.kernels.mistakes.injection import Mistake, bind
@@ -27,6 +28,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
     "swiglu": SWIGLU,
     "rms_norm": RMS_NORM,
     "messages": MESSAGES,
+    "scaled_product": SCALED_PRODUCT,
 }
 NONE = "none"
 
