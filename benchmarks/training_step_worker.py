@@ -44,7 +44,7 @@ KINDS = {
     "swiglu": ("swiglu",),
     "norm": ("rms_norm", "layer_norm", "gammabeta"),
     "cross-entropy": ("parallel_ce", "cross_entropy"),
-    "gradients": ("encode_kernel", "sum_kernel"),  # on their way between ranks
+    "gradients": ("encode_kernel", "sum_kernel", "sums_kernel"),  # on their way between ranks
     "communication": ("nccl",),
     "copies": ("memcpy", "memset"),
 }

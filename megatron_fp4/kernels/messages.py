@@ -1,5 +1,5 @@
 """The kernels of gradients on their way between data-parallel ranks: one makes messages, one sums
-them.
+them, and one makes a message of the sums.
 
 The bits are those of arithmetic/messages.py. A launch processes all segments of a piece. Each
 program finds its segment in a table (`table`), by bisection.
@@ -88,6 +88,48 @@ def _random(
     return random16(index, step, stream, seed_low, seed_high)
 
 
+@triton.jit
+def _write_message(
+    segment, x, random, codes_ptr, scales_ptr,
+    FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Writes codes and scales of this program's tile x, float32 [ROWS, COLUMNS]."""
+    elements, there, blocks = _elements(segment, ROWS, COLUMNS)
+    codes, byte = encoded(x, random, FORM, False, True)
+    places = codes_ptr + tl.load(segment + 3) + elements
+    if FORM == "bf16":
+        tl.store(places, codes.to(tl.int16), there)
+    else:
+        tl.store(places, codes.to(tl.uint8), there)
+        ends = blocks * COLUMNS < tl.load(segment + 2)
+        tl.store(scales_ptr + tl.load(segment + 4) + blocks, byte.to(tl.uint8), ends)
+
+
+@triton.jit
+def _sums(
+    segment, codes_ptr, scales_ptr, code_stride, scale_stride,
+    FORM: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The sums of this program's tile, in the order of the ranks: float32 [ROWS, COLUMNS].
+
+    Where the segment has no element they are 0, or NaN in a block of NaN.
+    """
+    elements, there, blocks = _elements(segment, ROWS, COLUMNS)
+    codes = codes_ptr + tl.load(segment + 3) + elements
+    scales = scales_ptr + tl.load(segment + 4) + blocks
+    ends = blocks * COLUMNS < tl.load(segment + 2)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for rank in range(RANKS):
+        byte = tl.zeros((ROWS, 1), tl.int32)
+        if FORM != "bf16":
+            byte = tl.load(scales, ends, 0).to(tl.int32)
+        value = decoded(tl.load(codes, there, 0), byte, FORM)
+        total = tl.where(rank == 0, value, total + value)
+        codes += code_stride
+        scales += scale_stride
+    return total
+
+
 @kernel(fp_fusion=False)
 def encode_kernel(
     source_ptr, codes_ptr, scales_ptr, segments, count, rank, stream, step, seed_low, seed_high,
@@ -101,7 +143,7 @@ def encode_kernel(
     rank: see `RankRounding`. FORM: see kernels/float_blocks.py.
     """
     segment = _segment(segments, count, HALVINGS)
-    elements, there, blocks = _elements(segment, ROWS, COLUMNS)
+    elements, there, _ = _elements(segment, ROWS, COLUMNS)
     x = tl.load(source_ptr + tl.load(segment + 1) + elements, there, 0)
     if FROM_BF16:
         x = decoded(x, tl.zeros((ROWS, 1), tl.int32), "bf16")
@@ -110,14 +152,7 @@ def encode_kernel(
     random = _random(
         segment, rank, step, stream, seed_low, seed_high, ROWS, COLUMNS, ALIGNED, INTERPRETED
     )
-    codes, byte = encoded(x, random, FORM, False, True)
-    places = codes_ptr + tl.load(segment + 3) + elements
-    if FORM == "bf16":
-        tl.store(places, codes.to(tl.int16), there)
-    else:
-        tl.store(places, codes.to(tl.uint8), there)
-        ends = blocks * COLUMNS < tl.load(segment + 2)
-        tl.store(scales_ptr + tl.load(segment + 4) + blocks, byte.to(tl.uint8), ends)
+    _write_message(segment, x, random, codes_ptr, scales_ptr, FORM, ROWS, COLUMNS)
 
 
 @kernel(fp_fusion=False)
@@ -134,19 +169,10 @@ def sum_kernel(
     are those of `encode_kernel`.
     """
     segment = _segment(segments, count, HALVINGS)
-    elements, there, blocks = _elements(segment, ROWS, COLUMNS)
-    codes = codes_ptr + tl.load(segment + 3) + elements
-    scales = scales_ptr + tl.load(segment + 4) + blocks
-    ends = blocks * COLUMNS < tl.load(segment + 2)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for rank in range(RANKS):
-        byte = tl.zeros((ROWS, 1), tl.int32)
-        if FORM != "bf16":
-            byte = tl.load(scales, ends, 0).to(tl.int32)
-        value = decoded(tl.load(codes, there, 0), byte, FORM)
-        total = tl.where(rank == 0, value, total + value)
-        codes += code_stride
-        scales += scale_stride
+    elements, there, _ = _elements(segment, ROWS, COLUMNS)
+    total = _sums(
+        segment, codes_ptr, scales_ptr, code_stride, scale_stride, FORM, RANKS, ROWS, COLUMNS
+    )
     places = out_ptr + tl.load(segment + 1) + elements
     if TO_BF16:
         tl.store(places, bf16_bits(total).to(tl.int16), there)
@@ -154,11 +180,33 @@ def sum_kernel(
         tl.store(places, total, there)
 
 
+@kernel(fp_fusion=False)
+def encode_sums_kernel(
+    codes_ptr, scales_ptr, segments, count, code_stride, scale_stride,
+    rank, stream, step, seed_low, seed_high,
+    FORM: tl.constexpr, RANKS: tl.constexpr, HALVINGS: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Writes the message of what `sum_kernel` sums over the first of the messages that it sums.
+
+    Each program writes where it alone has read, after it has read there. The arguments are those of
+    the other kernels.
+    """
+    segment = _segment(segments, count, HALVINGS)
+    total = _sums(
+        segment, codes_ptr, scales_ptr, code_stride, scale_stride, FORM, RANKS, ROWS, COLUMNS
+    )
+    random = _random(
+        segment, rank, step, stream, seed_low, seed_high, ROWS, COLUMNS, ALIGNED, INTERPRETED
+    )
+    _write_message(segment, total, random, codes_ptr, scales_ptr, FORM, ROWS, COLUMNS)
+
+
 class Table(NamedTuple):
     """Where the segments of messages lie.
 
-    segments: int64 [n, 9]: of each the first tile, the first element in the vector that is encoded
-    or written, the number of elements, the first code in the messages (counted in codes), the first
+    segments: int64 [n, 9]: of each the first tile, the first element in the buffer of gradients,
+    the number of elements, the first code in the messages (counted in codes), the first
     scale (counted in bytes), and first, columns and stride of its Place and its `within`. tiles:
     of all. is_aligned: whether each eight elements from a multiple of eight on share a draw.
     """
@@ -178,30 +226,25 @@ def table(
     form: GradientForm,
     starts: Sequence[int],
     device: torch.device,
-    is_packed: bool = False,
 ) -> Table:
-    """Makes the table that tells the kernels where each segment of some shards lies, in a vector of
-    gradients and in the shards' messages.
+    """Makes the table that tells the kernels where each segment of some shards lies, in the buffer
+    of gradients and in the shards' messages.
 
     shards: the segments of each. starts: where the message of each shard begins, in bytes.
-    is_packed: whether the vector has these segments alone, one after the other, as
-    `arithmetic.messages.of_shard` returns them. Otherwise it is the whole buffer of gradients.
     """
     rows: list[tuple[int, ...]] = []
-    tile = packed = 0
+    tile = 0
     size = form.dtype.itemsize
     for shard, start in zip(shards, starts, strict=True):
         code = start // size
         scale = start + size * sum(map(len, shard))
         for each in shard:
             place = each.place
-            source = packed if is_packed else each.start
             rows.append(
-                (tile, source, len(each), code, scale)
+                (tile, each.start, len(each), code, scale)
                 + (place.first, place.columns, place.stride, each.within)
             )
             tile += tiles(len(each), _TILE)
-            packed += len(each)
             code += len(each)
             scale += form.blocks(len(each))
     aligned = all(number % GROUP == 0 for row in rows for number in row[5:])
@@ -243,6 +286,29 @@ def write_sums(
     )  # fmt: skip
 
 
+def encode_sums(
+    of: Table,
+    form: GradientForm,
+    messages: Tensor,
+    ranks: int,
+    stride: int,
+    rounding: RankRounding,
+) -> None:
+    """Writes the message of the sums that `write_sums` writes, over the first rank's message.
+
+    of: of a message that begins at 0.
+    """
+    if not of.tiles:
+        return
+    codes = messages.view(_codes(form))
+    launch = _encode_sums_launch(of.tiles, of.halvings, form, ranks, of.is_aligned)
+    launch(
+        messages.device, codes, messages, of.segments, len(of.segments),
+        stride // form.dtype.itemsize, stride,
+        rounding.rank, signed(rounding.stream), *rounding.key.signed_words,
+    )  # fmt: skip
+
+
 def _plain(x: Tensor) -> Tensor:
     """x as a kernel takes it; see `_plain_dtype`."""
     return x.view(_plain_dtype(x.dtype))
@@ -260,7 +326,7 @@ def _codes(form: GradientForm) -> torch.dtype:
 
 
 def _constants(form: GradientForm, halvings: int) -> dict[str, Any]:
-    """The constants of both kernels."""
+    """The constants of all of these kernels."""
     if form.dtype.itemsize == 1 and form.block != _COLUMNS:
         raise ValueError(f"gradients are sent in blocks of {_COLUMNS}, not {form.block}")
     [element] = [name for name, each in FORMS.items() if each == form]
@@ -293,3 +359,14 @@ def _sum_launch(
     types = (_codes(form), torch.uint8, _plain_dtype(out), torch.int64, NUMBER, NUMBER, NUMBER)
     constants = _constants(form, halvings) | dict(RANKS=ranks, TO_BF16=out == torch.bfloat16)
     return Launch(sum_kernel, (programs,), types, constants, num_warps=4)
+
+
+@planned
+def _encode_sums_launch(
+    programs: int, halvings: int, form: GradientForm, ranks: int, aligned: bool
+) -> Launch:
+    pointers = _codes(form), torch.uint8, torch.int64
+    types = (*pointers, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, *_NOISE)
+    constants = _constants(form, halvings)
+    constants |= dict(RANKS=ranks, ALIGNED=aligned, INTERPRETED=INTERPRETED)
+    return Launch(encode_sums_kernel, (programs,), types, constants, num_warps=4)

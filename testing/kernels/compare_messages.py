@@ -89,9 +89,8 @@ def of_case(
                 for shard in shards
             ]
         )
-        codes = torch.uint8 if form.dtype.itemsize == 1 else form.dtype
         name = f"message of rank {rank}"
-        yield from compared(name, found.cpu().view(codes), wanted.view(codes))
+        yield from compared(name, in_codes(found.cpu(), form), in_codes(wanted, form))
         sent.append(wanted)
     for owner, shard in enumerate(shards):
         parts = [each[starts[owner] : starts[owner + 1]] for each in sent]
@@ -106,16 +105,24 @@ def of_sums(
     buffer: Tensor,
     device: str,
 ) -> Iterator[str]:
-    """What differs of the sums of a shard, in a buffer like `buffer` and as a vector."""
+    """What differs of the sums of a shard, in a buffer like `buffer` and as a message."""
     total = reference.summed(parts, shard, form)
     wanted = buffer.clone()
     reference.store(total, shard, wanted)
-    arrived, stride = torch.cat(parts).to(device), len(parts[0])
-    for packed, right in ((False, wanted), (True, total)):
-        found = (torch.full_like(total, 7.0) if packed else buffer.clone()).to(device)
-        of = kernels.table([shard], form, [0], torch.device(device), packed)
-        kernels.write_sums(of, form, arrived, len(parts), stride, found)
-        yield from compared(f"{name}{', packed' * packed}", found.cpu(), right)
+    arrived, length = torch.cat(parts).to(device), len(parts[0])
+    of = kernels.table([shard], form, [0], torch.device(device))
+    found = buffer.clone().to(device)
+    kernels.write_sums(of, form, arrived, len(parts), length, found)
+    yield from compared(name, found.cpu(), wanted)
+    rounding = RankRounding(KEY, STREAM, len(parts) - 1)
+    after = torch.cat([reference.encoded(total, shard, form, rounding), *parts[1:]])
+    kernels.encode_sums(of, form, arrived, len(parts), length, rounding)
+    yield from compared(f"encoded {name}", in_codes(arrived.cpu(), form), in_codes(after, form))
+
+
+def in_codes(messages: Tensor, form: GradientForm) -> Tensor:
+    """Bytes as numbers that `compared` can compare."""
+    return messages.view(torch.uint8 if form.dtype.itemsize == 1 else form.dtype)
 
 
 def compared(name: str, found: Tensor, wanted: Tensor) -> Iterator[str]:

@@ -30,7 +30,8 @@ def test_every_kernel_of_the_package_is_told_apart() -> None:
     for name in [name for name in found if name.startswith("rms_norm")]:
         assert found.pop(name) == "norm"
     assert found.pop("rotary_kernel") == "rotary"
-    for name in ("encode_kernel", "sum_kernel"):  # of gradients on their way between ranks
+    # Of gradients on their way between ranks.
+    for name in ("encode_kernel", "sum_kernel", "encode_sums_kernel"):
         assert found.pop(name) == "gradients"
     assert len(found) >= 10 and set(found.values()) == {"quantize", "carry"}, found
     assert kind("void at::native::vectorized_elementwise_kernel<4>") == "other"

@@ -333,6 +333,8 @@ def test_messages_fit_the_registers(element: str, capability: int) -> None:
         messages._encode_launch(64, 4, torch.bfloat16, form, False),
         messages._encode_launch(64, 4, torch.float16, form, True),
         messages._sum_launch(64, 4, torch.bfloat16, form, 8),
+        messages._encode_sums_launch(64, 4, form, 8, True),
+        messages._encode_sums_launch(64, 4, form, 8, False),
     ):
         spills = "STL" in sass(compiled_launch(start, capability)["cubin"])
         assert capability == 80 or not spills

@@ -69,6 +69,7 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
         64, 64, Quantizer(), 1, 32, "random", False, False
     ),
     "messages.encode_kernel": messages._encode_launch(4, 1, torch.float32, FORMS["e4m3"], False),
+    "messages.encode_sums_kernel": messages._encode_sums_launch(4, 1, FORMS["e4m3"], 2, False),
     "messages.sum_kernel": messages._sum_launch(4, 1, torch.float32, FORMS["e4m3"], 2),
     "mxfp4.quantize_kernel": VARIANTS["averaged"],
     "scaled_product.scale_kernel": scaled_product._launch(

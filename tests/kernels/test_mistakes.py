@@ -26,6 +26,7 @@ QUICK |= {
     "blocks of the range",
     "the largest does not fit",
     "bits without the rank",
+    "sums of what is not there",
 }
 
 

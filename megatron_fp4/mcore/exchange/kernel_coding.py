@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.messages import RankRounding
@@ -21,7 +20,7 @@ from megatron_fp4.mcore.exchange.coding import Piece
 class _Tables:
     """The tables of a piece (`kernels.messages.Table`), each made when it is first needed.
 
-    With the distributed optimizer `sent` and `owned` are needed, without it all but `owned`.
+    With the distributed optimizer `sent` and `owned` are needed, without it `shared` too.
     """
 
     piece: Piece
@@ -34,13 +33,8 @@ class _Tables:
 
     @cached_property
     def owned(self) -> Table:
-        """Of this rank's shard, in the buffer."""
+        """Of this rank's shard."""
         return self._table([self.piece.shard], [0])
-
-    @cached_property
-    def packed(self) -> Table:
-        """Of this rank's shard, as a vector of its own."""
-        return self._table([self.piece.shard], [0], is_packed=True)
 
     @cached_property
     def shared(self) -> Table:
@@ -48,35 +42,29 @@ class _Tables:
         longest = max(self.piece.lengths)
         return self._table(self.piece.shards, [i * longest for i in range(len(self.piece.shards))])
 
-    def _table(
-        self, shards: Sequence[Sequence[Segment]], starts: Sequence[int], is_packed: bool = False
-    ) -> Table:
-        return table(shards, self.piece.form, starts, self.piece.gradients.device, is_packed)
+    def _table(self, shards: Sequence[Sequence[Segment]], starts: Sequence[int]) -> Table:
+        return table(shards, self.piece.form, starts, self.piece.gradients.device)
 
 
 _tables = cache(_Tables)  # those of a piece
 
 
 class KernelCoding:
-    """`coding.Coding`. Each of its methods launches one kernel; `encode_sums` launches two."""
+    """`coding.Coding`. Each of its methods launches one kernel."""
 
     def encode(self, piece: Piece, sent: Tensor, rounding: RankRounding) -> None:
         kernels.encode(_tables(piece).sent, piece.form, piece.gradients, sent, rounding)
 
     def sum(self, piece: Piece, received: Tensor) -> None:
-        _write_sums(piece, _tables(piece).owned, received, piece.gradients)
+        ranks, stride = len(piece.shards), piece.lengths[piece.own]
+        owned = _tables(piece).owned
+        kernels.write_sums(owned, piece.form, received, ranks, stride, piece.gradients)
 
     def encode_sums(self, piece: Piece, received: Tensor, rounding: RankRounding) -> None:
-        total = received.new_empty(sum(map(len, piece.shard)), dtype=torch.float32)
-        packed = _tables(piece).packed
-        _write_sums(piece, packed, received, total)
-        kernels.encode(packed, piece.form, total, received, rounding)
+        ranks, stride = len(piece.shards), piece.lengths[piece.own]
+        owned = _tables(piece).owned
+        kernels.encode_sums(owned, piece.form, received, ranks, stride, rounding)
 
     def decode(self, piece: Piece, sums: Tensor) -> None:
         shared = _tables(piece).shared
         kernels.write_sums(shared, piece.form, sums, 1, 0, piece.gradients)
-
-
-def _write_sums(piece: Piece, of: Table, received: Tensor, out: Tensor) -> None:
-    ranks, stride = len(piece.shards), piece.lengths[piece.own]
-    kernels.write_sums(of, piece.form, received, ranks, stride, out)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton.language as tl
+
 from megatron_fp4.kernels import float_blocks, messages, philox
 from testing.kernels.mistakes.injection import Mistake, argument, result
 
@@ -20,6 +22,12 @@ def _no_rank(right: Any, segment: Any, rank: Any, *others: Any) -> Any:
     return right(segment, rank * 0, *others)
 
 
+def _with_others(right: Any, segment: Any, *others: Any) -> Any:
+    """As if sums of elements that are not there were sums too; only their encoding shows it."""
+    _, there, _ = messages._elements(segment, *others[-2:])
+    return tl.where(there, right(segment, *others), 1e30)
+
+
 def _at_threshold(
     right: Any, steps: Any, integer: Any, rest: Any, random: Any, *others: Any
 ) -> Any:
@@ -34,6 +42,7 @@ MESSAGES = {
     "a half of another element": Mistake(
         _RUNS, philox.random16, argument("index", lambda index: index + 1)
     ),
+    "sums of what is not there": Mistake(_E4M3, messages._sums, _with_others),
     "all scales in one place": Mistake(_E4M3, messages._elements, _whole),
     "a scale too small": Mistake(_E4M3, float_blocks.scale_byte, result(lambda byte: byte - 1)),
     "up where the fraction is the threshold": Mistake(_E4M3, float_blocks._is_up, _at_threshold),
