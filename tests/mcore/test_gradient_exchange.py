@@ -63,6 +63,13 @@ def test_gradients_in_bf16(layout: str) -> None:
     check(run(f"{BF16} {LAYOUTS[layout]}"), run(LAYOUTS[layout]), shows=False)
 
 
+@pytest.mark.slow
+def test_eight_ranks() -> None:
+    """Their shards are multiples of 16 elements, not of the 128 of a block."""
+    flags = f"{SHARDED} {OVERLAPPED} --micro-batch-size 1 --global-batch-size 8"
+    check(run(f"{FP8} {flags}", processes=8), run(flags, processes=8))
+
+
 @pytest.mark.parametrize("form", [FP8, pytest.param(BF16, marks=pytest.mark.outside)])
 @pytest.mark.parametrize("sharded", ["", SHARDED])
 def test_pieces_change_no_bit(form: str, sharded: str) -> None:

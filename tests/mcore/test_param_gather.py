@@ -105,6 +105,13 @@ def test_codes_and_losses_are_those_of_the_plain_gather(name: str) -> None:
         assert says in found.output
 
 
+@pytest.mark.slow
+def test_eight_ranks_cut_blocks() -> None:
+    """Shards are multiples of 16 elements, and blocks have 32."""
+    found = check(8, f"{TETRAJET} {BUCKETS} --micro-batch-size 1 {EIGHT}")
+    assert "blocks are cut" in found.output
+
+
 def test_main_weights_that_are_not_rounded_first_are_noticed() -> None:
     found = run(2, f"{TETRAJET} {GATHER}", "float32")
     assert found.status != 0 and "what was gathered differs" in found.output
