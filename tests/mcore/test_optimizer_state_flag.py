@@ -11,6 +11,8 @@ from megatron_fp4.mcore.checkpoints.compare_numerics import compare
 from megatron_fp4.mcore.launch import fused_kernels
 from megatron_fp4.mcore.model import start_table
 from testing.builders.fp4_arguments import parse, refusal
+from testing.worlds.checkpoints import SIZES, told
+from testing.worlds.launch import torchrun
 
 TETRAJET = ("--fp4-recipe", "tetrajet")
 FLAG = ("--fp4-optimizer-state", "m=fp8,v=fp16")
@@ -52,6 +54,11 @@ def test_a_refusal_is_one_line(flags: tuple[str, ...], says: str) -> None:
     assert says in line
     if "round" not in says:
         assert "--fp4-optimizer-state" in line or "does not support" in line
+
+
+def test_a_refused_launch_is_one_line() -> None:
+    result = torchrun(2, *SIZES.split(), *TETRAJET, *FLAG, "--optimizer", "sgd")
+    assert "not those of --optimizer sgd: use adam" in told(result)
 
 
 def test_what_is_not_refused() -> None:
