@@ -10,6 +10,7 @@ own_megatron/   training scripts as users of Megatron write them, which know not
 layouts/        every layout compared with one process, by tests and by benchmarks.layouts
 kernels/        the Triton kernels compared with the reference
 examples.py     the scripts of examples/ with small models
+fused_adam.py   a stand-in for Transformer Engine's optimizer
 exchanges.py    mistakes in the exchange of gradients, and situations in which it has to be right
 launches.py     what the scripts of examples/ launch, without a cluster
 low_bit.py      optimizers with moments in few bits, and numbers for them to round

@@ -3,7 +3,8 @@
     torchrun ... pretrain_exchanging.py [WORD ...] FLAGS ...
 
 The flags are those of pretrain_gpt.py, with --fp4-grad-comm. Words before them are a mistake, a
-situation (testing/exchanges.py has both), or `bytes=N`, the most bytes of a piece.
+situation (testing/exchanges.py has both), `bytes=N`, the most bytes of a piece, `kernels`, which
+make and read messages, or `fused-adam` (testing/fused_adam.py).
 
 Before a bucket is sent, all ranks' gradients of it are gathered as they are. What the exchange must
 give is computed from them on every rank.
@@ -29,6 +30,7 @@ from megatron_fp4.mcore.exchange.buckets import ExchangingBucketGroup, ranks_of,
 from megatron_fp4.mcore.exchange.kernel_coding import KernelCoding
 from megatron_fp4.mcore.exchange.places import sharded
 from megatron_fp4.mcore.runtime import cpu
+from testing import fused_adam
 from testing.exchanges import MISTAKES, SITUATIONS
 
 PLACES: dict[Any, Any] = {}  # of the parameters, once the exchange has begun
@@ -45,6 +47,8 @@ def main() -> None:
             messages.PIECE_BYTES = int(word.removeprefix("bytes="))
         elif word == "kernels":
             slots.coding_on = lambda device: KernelCoding()
+        elif word == "fused-adam":
+            fused_adam.install()
         elif word in MISTAKES:
             MISTAKES[word]()
     start.install = remembering(start.install)  # type: ignore[attr-defined]

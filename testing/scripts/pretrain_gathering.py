@@ -6,9 +6,10 @@ After a gather every rank must have the codes and scales that plain PyTorch make
 averages of all ranks, gathered as upstream does, and all other parameters of the bucket. Prints
 "blocks are cut" if borders of shards cut blocks.
 
-MISTAKE: `broadcasts` is none: runs of other parameters are broadcast from 1 KiB on. `float32`
-quantizes the main weights without rounding them to BF16; `zeros` completes cut blocks with zeros;
-`stale` saves, evaluates in BF16 and hashes without gathering the weights first.
+MISTAKE: two are none. With `broadcasts` runs of other parameters are broadcast from 1 KiB on;
+`fused-adam` takes the optimizer of testing/fused_adam.py. `float32` quantizes the main weights
+without rounding them to BF16; `zeros` completes cut blocks with zeros; `stale` saves, evaluates in
+BF16 and hashes without gathering the weights first.
 """
 
 import sys
@@ -26,6 +27,7 @@ from megatron_fp4.mcore.gather.buckets import CodesBucket
 from megatron_fp4.mcore.gather.parts import WeightRange
 from megatron_fp4.mcore.loop import whole_weights
 from megatron_fp4.mcore.runtime import cpu
+from testing import fused_adam
 
 
 def main() -> None:
@@ -122,7 +124,13 @@ def broadcasting() -> None:
     parts.LONG = 1024
 
 
-MISTAKES = {"broadcasts": broadcasting, "float32": unrounded, "zeros": with_zeros, "stale": stale}
+MISTAKES = {
+    "broadcasts": broadcasting,
+    "float32": unrounded,
+    "fused-adam": fused_adam.install,
+    "stale": stale,
+    "zeros": with_zeros,
+}
 
 
 if __name__ == "__main__":

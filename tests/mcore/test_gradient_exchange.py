@@ -138,6 +138,18 @@ def test_other_launches(name: str) -> None:
     check(run(f"{FP8} {flags}", dtype=dtype), run(flags, dtype=dtype))
 
 
+@pytest.mark.parametrize("form", [FP8, pytest.param(BF16, marks=pytest.mark.outside)])
+def test_the_precision_aware_optimizer(form: str) -> None:
+    """It reads the sums where they are stored. Here it is a stand-in (testing/fused_adam.py), with
+    the losses of torch's AdamW. Negative control: the norm is taken before the sum."""
+    flags = f"{form} {SHARDED}"
+    aware = f"{flags} --use-precision-aware-optimizer"
+    found = run(aware, "fused-adam")
+    assert found.status == 0 and found.losses == run(flags).losses, found.output[-3000:]
+    wrong = run(aware, "fused-adam norm")
+    assert wrong.status != 0 and "the norm is" in wrong.output
+
+
 @pytest.mark.outside
 @pytest.mark.parametrize("form", [f"{FP8} --fp4-grad-comm-element e5m2", BF16])
 def test_experts(form: str) -> None:

@@ -112,6 +112,15 @@ def test_eight_ranks_cut_blocks() -> None:
     assert "blocks are cut" in found.output
 
 
+def test_the_precision_aware_optimizer() -> None:
+    """The main weights are its own, and it rounds them. Transformer Engine's needs a GPU: this is a
+    stand-in (testing/fused_adam.py), with the losses of torch's AdamW."""
+    flags = f"{TETRAJET} --use-precision-aware-optimizer"
+    found = run(2, f"{flags} {GATHER}", "fused-adam")
+    assert found.status == 0, found.output[-3000:]
+    assert found.losses == run(2, flags, "fused-adam").losses == run(2, TETRAJET).losses
+
+
 def test_main_weights_that_are_not_rounded_first_are_noticed() -> None:
     found = run(2, f"{TETRAJET} {GATHER}", "float32")
     assert found.status != 0 and "what was gathered differs" in found.output
@@ -324,6 +333,7 @@ def test_no_metrics_of_w_by_default() -> None:
         ("--save-params-interval 2", "does not support --save-params-interval"),
         ("--perform-rl-step", "does not support --perform-rl-step"),
         ("--fp4-metrics-interval 5", "does not support --fp4-metrics-interval"),
+        ("--optimizer-cpu-offload", "does not support --optimizer-cpu-offload: leave out one"),
         ("--optimizer muon", "does not support --optimizer muon"),
     ],
 )

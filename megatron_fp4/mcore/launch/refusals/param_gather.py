@@ -45,6 +45,8 @@ def gathered_codes(args: Namespace, recipes: Sequence[Recipe]) -> Iterator[str]:
         "--save-params-interval": args.save_params_interval,
         "--perform-rl-step": args.perform_rl_step,
         "--fp4-metrics-interval": args.fp4_metrics_interval,
+        # Copies weights back from the host on a stream of its own. Not tried: it needs a GPU.
+        "--optimizer-cpu-offload": args.optimizer_cpu_offload,
     }
     for flag, is_there in problems.items():
         if is_there:
