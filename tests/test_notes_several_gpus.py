@@ -125,6 +125,7 @@ def of_few_bits() -> list[str]:
     base = {"one": one["one", "tetrajet"], "dp2": plain, "dp4": four["dp4", "tetrajet"]}
     ours = [row for of in (one, two, four) for row in of.values() if row["name"] != "bf16"]
     times = [row["ms"] / base[row["layout"]]["ms"] for row in ours]
+    in_bf16 = times_with_gradients()[1::2]
     [over_four] = [row for (_, name), row in four.items() if len(name.split()) > 4]
     of_four = [f"{sum(row['sent'].values()) / 1e9:.1f} GB" for row in (over_four, base["dp4"])]
     alike = [plain, two["dp2", STATE]]
@@ -138,7 +139,9 @@ def of_few_bits() -> list[str]:
         f"{sent['reduce-scatter'] / 1e6:,.0f} MB, and {few['all-gather'] / 1e6:,.0f} MB of weights "
         f"in place of {sent['all-gather'] / 1e6:,.0f} MB: with all flags {totals[0]} in place of "
         f"{totals[1]}",
-        f"takes {min(times):.2f} to {max(times):.2f} times as long",
+        f"With gradients in FP8, and with the other flags, a step takes {min(times):.2f} to "
+        f"{max(times):.2f} times as long as without the flags, on one, two and four GPUs. With "
+        f"gradients in BF16 it takes {in_bf16[0]:.2f} and {in_bf16[1]:.2f} times as long",
         f"sum gradients take {fp8['gpu_ms']['gradients']:.0f} ms of a GPU's step; the all-to-alls "
         f"and all-gathers take {fp8['gpu_ms']['communication']:.0f} ms, of which "
         f"{fp8['exposed_ms']:.0f} ms are not hidden",
@@ -208,15 +211,24 @@ def of_the_precision_aware_optimizer() -> list[str]:
     ]
 
 
-def of_few_bits_in_training() -> list[str]:
-    two, bf16, aware = (steps(f"few-bits-{name}") for name in ("two", "bf16", "aware"))
-    times = [
-        found["dp2", f"tetrajet --fp4-grad-comm {form}"]["ms"] / found["dp2", "tetrajet"]["ms"]
-        for found, form in ((two, "fp8"), (bf16, "bf16"))
+def times_with_gradients() -> list[float]:
+    """How many times as long a step takes: in FP8 and in BF16 on two GPUs, then on four."""
+    runs = [("dp2", "two", "fp8"), ("dp2", "bf16", "bf16")]
+    runs += [("dp4", "four", "fp8"), ("dp4", "four-bf16", "bf16")]
+    found = [(at, steps(f"few-bits-{name}"), form) for at, name, form in runs]
+    return [
+        rows[at, f"tetrajet --fp4-grad-comm {form}"]["ms"] / rows[at, "tetrajet"]["ms"]
+        for at, rows, form in found
     ]
+
+
+def of_few_bits_in_training() -> list[str]:
+    times = times_with_gradients()
+    aware = steps("few-bits-aware")
     upstream, own = aware["dp2", AWARE], aware["dp2", STATE]
     return [
-        f"takes {times[0]:.2f} times as long with `fp8` as without it, and {times[1]:.2f} times",
+        f"takes {times[0]:.2f} times as long with `fp8` as without it, and {times[1]:.2f} times "
+        f"with `bf16`; on four it takes {times[2]:.2f} and {times[3]:.2f} times as long",
         f"takes {less(upstream, own):.1f} GiB less than this flag, and a step "
         f"{upstream['ms']:,.0f} ms in place of {own['ms']:,.0f} ms",
     ]
