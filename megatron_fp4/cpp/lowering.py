@@ -12,6 +12,7 @@ import ctypes
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ from megatron_fp4.cpp.recorder import (
 )
 from megatron_fp4.kernels import launch as launching
 from megatron_fp4.kernels.launch import NUMBERS
+from megatron_fp4.kernels.probe import probe
 from megatron_fp4.recording import WORDS
+from megatron_fp4.target import Target, kernels_problem
 
 ALIGNMENT = 512  # of allocations, as torch's own: cuBLASLt chooses algorithms by it
 _PARAMETER = re.compile(r"\.param \.(?:align \d+ )?\.?[bu](\d+)[^,\n]*_param_\d+")
@@ -321,8 +324,8 @@ class Kernel:
 
 
 def compiled(start: Any, device: torch.device, aligned: bool) -> Kernel:
-    """The kernel of a launch that has run on `device`. Raises CannotLower if Triton laid out its
-    parameters in a way that is not known here."""
+    """The kernel of a launch on `device`. Raises CannotLower if Triton laid out its parameters in a
+    way that is not known here."""
     made = start.compiled(device.index, aligned)
     scratch = scratch_pointers(start.flat_types, made.asm["ptx"])
     if scratch is None:
@@ -332,6 +335,22 @@ def compiled(start: Any, device: torch.device, aligned: bool) -> Kernel:
         )
     metadata = made.metadata
     return Kernel(made.function, 32 * metadata.num_warps, metadata.shared, scratch)
+
+
+@cache
+def layout_problem(target: Target) -> str | None:
+    """Why kernels that Triton compiles for `target` cannot be launched from C++, as far as a small
+    one shows; None if they can, or if no kernel runs there.
+
+    Each kernel is looked at by itself too, when it is recorded.
+    """
+    if target.device is None or kernels_problem(target) is not None:
+        return None
+    try:
+        compiled(probe(), target.device, aligned=True)
+    except (CannotLower, LookupError) as error:
+        return str(error)
+    return None
 
 
 def scratch_pointers(types: Sequence[Any], ptx: str) -> int | None:

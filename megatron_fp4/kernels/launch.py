@@ -217,11 +217,18 @@ class Launch:
         compiled.launch(*self._grid, stream, *compiled.head, *nested, *self._values)
 
     def compiled(self, device: int, aligned: bool) -> Any:
-        """What Triton compiled for a GPU, in a call that this launch has had there.
+        """What Triton compiles for a GPU: now, unless this launch has been called there.
 
-        aligned: whether all pointers are multiples of 16 bytes.
+        aligned: whether all pointers are multiples of 16 bytes. Raises LookupError in Triton's
+        interpreter, which compiles nothing.
         """
-        return self._compiled[device, aligned].kernel
+        if INTERPRETED:
+            raise LookupError("Triton interprets the kernels (TRITON_INTERPRET)")
+        kind = device, aligned
+        if kind not in self._compiled:
+            with torch.cuda.device(device):
+                self._compiled[kind] = self._compile(aligned)
+        return self._compiled[kind].kernel
 
     @property
     def grid(self) -> tuple[int, ...]:

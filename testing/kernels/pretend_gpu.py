@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from argparse import Namespace
 from ctypes import CFUNCTYPE, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any
 
@@ -25,12 +26,13 @@ _DTYPES = {number: dtype for dtype, number in cublaslt._TYPES.items()}
 _launches: list[Launch] = []  # by the number that stands for the driver's handle
 _objects: dict[int, dict[str, Any]] = {}  # descriptors and layouts of cuBLASLt, by their handles
 _handles = itertools.count(1)
+scratch = 2  # pointers that follow the parameters of what is compiled, as in Triton 3.6
 
 
 def install() -> None:
     """Makes this process plan all linears for the pretended GPU."""
     patched: Any = Launch
-    patched._interpret = _interpret
+    patched._interpret, patched.compiled = _interpret, _compiled
     for module in (launch, quantize, carrier):
         patched = module
         patched.address = Tensor.data_ptr
@@ -40,7 +42,6 @@ def install() -> None:
     patched.target_of = lambda device: Target("cuda", (9, 0), None)
     patched = lowering
     patched.driver_launch = lambda: ctypes.cast(_launch_kernel, c_void_p).value
-    patched.compiled = _compiled
 
 
 def memory(address: int, size: int) -> Tensor:
@@ -66,9 +67,14 @@ def _interpret(self: Launch, arguments: Any) -> None:
         self.kernel[self._grid](*nested, **self.constants, **self.options)
 
 
-def _compiled(start: Launch, device: torch.device, aligned: bool) -> lowering.Kernel:
-    _launches.append(start)
-    return lowering.Kernel(len(_launches) - 1, 32, 0, 0)
+def _compiled(self: Launch, device: int, aligned: bool) -> Namespace:
+    """As `Launch.compiled`. Of the PTX there are only the parameters."""
+    _launches.append(self)
+    kinds = [kind for kind in self.flat_types if kind != 1]
+    sizes = [64 if isinstance(kind, torch.dtype) else 32 for kind in kinds] + [64] * scratch
+    ptx = "\n".join(f".param .u{size} kernel_param_{i}," for i, size in enumerate(sizes))
+    metadata = Namespace(num_warps=1, shared=0)
+    return Namespace(function=len(_launches) - 1, metadata=metadata, asm={"ptx": ptx})
 
 
 @CFUNCTYPE(c_int, c_void_p, *(ctypes.c_uint,) * 7, c_void_p, c_void_p, c_void_p)

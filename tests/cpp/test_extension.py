@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 from megatron_fp4 import get_recipe, list_recipes
-from megatron_fp4.cpp import extension
+from megatron_fp4.cpp import extension, lowering
+from megatron_fp4.kernels.launch import Launch
 from megatron_fp4.linear import execute_by, in_python
 from megatron_fp4.mcore.model import executor
 from megatron_fp4.mcore.model.executor import Started
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.setting import Setting
-from megatron_fp4.target import gpu_named
+from megatron_fp4.target import Target, gpu_named
+from testing.kernels.compiling import compiled_launch
 
 linears = import_module("megatron_fp4.linear")  # the package has a function of that name
 BF16 = torch.bfloat16
@@ -136,6 +140,56 @@ def test_a_build_runs_linears_in_cpp(gpu: None) -> None:
     finally:
         execute_by(in_python)
     assert executor.lines(run, [started]) == [IN_CPP]
+
+
+def said_on_a_gpu(monkeypatch: pytest.MonkeyPatch, appended: str) -> list[str]:
+    """The lines of the start table where Triton compiles kernels for a GPU. appended: to the
+    parameters of each."""
+
+    def compiled(self: Launch, device: int, aligned: bool) -> Any:
+        ptx = compiled_launch(self, 90)["ptx"] + appended
+        return Namespace(function=0, asm={"ptx": ptx}, metadata=Namespace(num_warps=4, shared=0))
+
+    def start() -> Any:
+        execute_by(lambda *given: None)
+        return Namespace(Tallies=object)
+
+    monkeypatch.setattr(Launch, "compiled", compiled)
+    monkeypatch.setattr(extension, "start", start)
+    on_gpu = replace(SETTING, target=Target("cuda", (9, 0), torch.device("cuda", 0)))
+    lowering.layout_problem.cache_clear()
+    plan = compile_plan(get_recipe("tetrajet"), on_gpu)
+    return executor.lines(a_run(), [executor.start(a_run(), [plan])])
+
+
+def test_a_layout_that_is_not_known_is_a_line_of_the_start_table(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pointer = ".param .u64 probe_kernel_param_6\n"  # one more than Triton 3.6 appends
+    try:
+        [said] = said_on_a_gpu(monkeypatch, pointer)
+        assert linears._execute is in_python
+        # Control: as Triton lays them out.
+        assert said_on_a_gpu(monkeypatch, "") == [IN_CPP]
+        assert linears._execute is not in_python
+    finally:
+        execute_by(in_python)
+        lowering.layout_problem.cache_clear()
+    assert said == (
+        "linears run in Python: the executor in C++ cannot launch kernels: Triton "
+        f"{triton.__version__} lays out the arguments of kernels in a way that is not known here: "
+        "install a version that README.md lists"
+    )
+
+
+@pytest.mark.parametrize(
+    "target", [gpu_named("sm_90"), Target("cpu"), Target("rocm", device=torch.device("cuda", 0))]
+)
+def test_no_kernel_is_compiled_where_none_runs(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Launch, "compiled", lambda *given: pytest.fail("it was compiled"))
+    assert lowering.layout_problem(target) is None
 
 
 @pytest.mark.parametrize("recipe", list_recipes())

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megatron_fp4 import list_recipes
+from megatron_fp4.cpp import lowering
+from megatron_fp4.target import target_of
 from testing.scripts.compare_executors import FORMS
 from testing.worlds.launch import ROOT
 
@@ -39,3 +41,11 @@ def test_both_executors_compute_the_same_bits(ranks: int) -> None:
     for name, case in found.items():
         assert case["equal"] and not case["problems"], (name, case)
         assert case["in C++"] >= case["passes"] // 2, (name, case)
+
+
+def test_the_layout_of_arguments_is_known_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = target_of(torch.device("cuda", 0))
+    assert lowering.layout_problem.__wrapped__(gpu) is None
+    monkeypatch.setattr(lowering, "scratch_pointers", lambda types, ptx: None)
+    problem = lowering.layout_problem.__wrapped__(gpu)
+    assert problem is not None and "lays out the arguments of kernels" in problem

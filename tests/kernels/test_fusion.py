@@ -25,6 +25,7 @@ from megatron_fp4.kernels import (
     low_bit_adamw,
     messages,
     outliers,
+    probe,
     ramping,
     rms_norm,
     rotary,
@@ -80,6 +81,7 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
     "outliers.dense_kernel": outliers._dense_launch(64, 64, 4),
     "outliers.split_kernel": outliers._launch(64, 64, OutlierClamp(), True),
     "low_bit_adamw.adamw_kernel": low_bit_adamw._launch(4, Moments(), True, True, True),
+    "probe.probe_kernel": probe.probe(),
     "ramping.ramp_kernel": ramping._launch(4),
     "swiglu.swiglu_kernel": swiglu._launch(swiglu.swiglu_kernel, 64, 64, torch.int32),
     "swiglu.swiglu_gradient_kernel": swiglu._launch(

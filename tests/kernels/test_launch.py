@@ -3,6 +3,7 @@ asked to compile and what they are launched with."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -124,6 +125,20 @@ def test_one_is_compiled_for_all_calls_of_a_launch(
     one_gpu[0] = 0
     start(x.device, x, y, 3, 3, 64)
     assert len(kernel.compiled) == 3 and kernel.launched[-1][0] == 1
+
+
+def test_a_kernel_is_compiled_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    kernel, x = Kernel(NAMES), torch.zeros(64, dtype=torch.uint8)
+    start = Launch(kernel, (2, 3), TYPES, {"TILE": 8, "FORM": "ceil"})
+    made = start.compiled(0, aligned=True)
+    assert made.number == 1 and not kernel.launched
+    start(x.device, x, x, 3, 3, 64)
+    assert len(kernel.compiled) == len(kernel.launched) == 1 and start.compiled(0, True) is made
+    assert start.compiled(0, aligned=False).number == 2
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    with pytest.raises(LookupError, match="Triton interprets the kernels"):
+        start.compiled(0, aligned=True)
 
 
 def test_a_kernel_is_compiled_for_types_and_not_for_numbers() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from megatron_fp4.cpp import extension
+from megatron_fp4.linear import execute_by, in_python
 from megatron_fp4.mcore.launch import cuda_graphs
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.plan.data import LinearPlan
@@ -25,7 +26,7 @@ class Started(NamedTuple):
     refusals: frozenset[tuple[str, str | None]] = frozenset()
 
 
-def start(run: Run, plans: Iterable[LinearPlan]) -> Started:
+def start(run: Run, plans: Sequence[LinearPlan]) -> Started:
     """Makes the linears of this process run in C++, if the flag and the machine let them.
 
     plans: those of all its linears, some of which may have to stay in Python.
@@ -35,11 +36,17 @@ def start(run: Run, plans: Iterable[LinearPlan]) -> Started:
     if not torch.cuda.is_available():
         return Started()
     try:
-        run.monitor.from_cpp = extension.start().Tallies()
+        loaded = extension.start()
     except extension.CannotBuild as error:
         return Started(f"the executor in C++ cannot be built: {error}")
     from megatron_fp4.cpp.following import refusal  # imports Triton
+    from megatron_fp4.cpp.lowering import layout_problem
 
+    for target in {plan.setting.target for plan in plans}:
+        if (problem := layout_problem(target)) is not None:
+            execute_by(in_python)
+            return Started(f"the executor in C++ cannot launch kernels: {problem}")
+    run.monitor.from_cpp = loaded.Tallies()
     return Started(refusals=frozenset((plan.recipe.name, refusal(plan)) for plan in plans))
 
 
