@@ -23,6 +23,7 @@ QUICK |= {
     "rounded in another order",
     "gradients in each other's half",
     "not rounded to nearest",
+    "left in float32",
     "blocks of the range",
     "the largest does not fit",
     "bits without the rank",
