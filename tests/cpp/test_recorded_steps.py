@@ -58,8 +58,8 @@ def test_products_in_bf16_are_all_that_pytorch_runs(recorded: dict[str, Any]) ->
 
 
 def test_outliers_take_their_product_and_a_cast(recorded: dict[str, Any]) -> None:
-    """The product is addmm on a GPU, and on a CPU what is counted here: casts of both matrices and
-    the product, which a kernel adds to Y or dW. Y is cast to BF16 too, and dW added to main_grad."""
+    """The product is addmm on a GPU, and on a CPU what is counted here: casts of both matrices, and
+    the product, which a kernel adds. Y is cast to BF16 too, and dW added to main_grad."""
     product = ["_to_copy.default"] * 2 + ["mm.default"]
     for name, found in recorded["dge-occ"].items():
         extra = ["_to_copy.default" if name.startswith("forward") else "add_.Tensor"]
