@@ -24,7 +24,13 @@ def of_a_linear() -> list[str]:
     low, high = (
         {name: f"{pick(found):.2f}" for name, found in beside.items()} for pick in (min, max)
     )
+    later = [
+        f"{row['ms'] / row['floor ms'] - 1:.0%}"
+        for row in result("linear-formats")["rows"]
+        if row["recipe"] == "tetrajet"
+    ]
     return [
+        f"these are {later[0]}, {later[1]}, {later[2]} and {later[3]}. The kernels",
         f"it takes {more[0]} than its lower bound at 4096 × 4096, {more[1]} at 4096 × 14336, "
         f"{more[2]} at 14336 × 4096 and {more[3]} at 8192 × 8192",
         f"The FP8 GEMMs are {min(gemms):.1f} to {max(gemms):.1f} times as fast as BF16's",
@@ -92,7 +98,16 @@ def of_a_training_step() -> list[str]:
 def of_transformer_engine() -> list[str]:
     fp8, ours = (row["ms"] for row in result("te-delayed")["rows"])
     peaks = [row["peak_gib"] for row in result("te-delayed")["rows"]]
+    [own] = [row for row in result("te-step")["rows"] if row["name"] == "bf16"]
+    swiglu = [
+        sum(ms for ms, _, name in row["largest"] if word in name)
+        for row, word in ((result("te-delayed")["rows"][0], "silu"), (own, "swiglu"))
+    ]
+    ahead = ours - (fp8 - swiglu[0] + swiglu[1])
+    assert 25 < ahead < 35 and 0.01 < ahead / fp8 < 0.015  # "some 30 ms", "about 1%"
     return [
+        f"SwiGLU takes {swiglu[0]:.0f} ms of the step with delayed scaling, where the SwiGLU "
+        f"kernels of this package take {swiglu[1]:.0f} ms in the BF16 row",
         f"`te fp8 delayed` takes {fp8:.0f} ms a step, `tetrajet` {ours:.0f}",
         f"its peak is the lower one by some {peaks[0] - peaks[1]:.0f} GiB",
     ]

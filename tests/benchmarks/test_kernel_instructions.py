@@ -41,6 +41,14 @@ def test_the_table_is_that_of_the_result() -> None:
         f"traffic, and take {both['us']:.0f} µs: with three warps" in page
     )
     assert both["warps"] == 3
+    one = [rows[f"Hadamard 64 + stochastic, along {name}"] for name in ("rows", "columns")]
+    plain = [rows[f"stochastic, along {name}"] for name in ("rows", "columns")]
+    assert [row["warps"] for row in one] == [row["warps"] for row in plain]
+    assert (
+        f"with {one[0]['issue us']:.0f} µs of instructions and {one[0]['copy us']:.0f} µs of "
+        f"traffic, takes {one[0]['us']:.0f} to {one[1]['us']:.0f} µs" in page
+    )
+    assert abs(turned["us"] / (one[0]["us"] + one[1]["us"]) - 1) < 0.02  # "add up"
     bound = f"can reach {turned['copy us'] / turned['issue us']:.0%} of a copy at most"
     assert f"has {turned['issue us']:.0f} µs of instructions, so that it {bound}" in page
 
