@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron_fp4.estimate.overhead import DEVICES
 from tools.pages import table
 from tools.sweep import factorial
@@ -40,12 +42,14 @@ def _cells(point: Point) -> list[str]:
 
 def trade_table(every: list[Point]) -> list[str]:
     """A line for each point of `traded`, with the numbers of the points of each frontier that are
-    better in both score and time. No lines if there is none."""
+    better in both score and time, and for each device whether it is a best trade. No lines if there
+    is none."""
     lines, fronts = [], {device: frontier(every, device) for device in DEVICES}
     for point in traded(every):
         numbers = [_numbers(point, best, device) for device, best in fronts.items()]
-        lines.append([*_cells(point), *numbers])
-    head = [f"better on {device}" for device in DEVICES]
+        verdicts = [_verdict(point, best, device) for device, best in fronts.items()]
+        lines.append([*_cells(point), *numbers, *verdicts])
+    head = [f"{what} on {device}" for what in ("better", "a best trade") for device in DEVICES]
     return table(["score", *TIMES, "combination", *head], lines) if lines else []
 
 
@@ -65,3 +69,15 @@ def _numbers(point: Point, best: list[Point], device: str) -> str:
     if point in best:
         return f"it is number {best.index(point) + 1}"
     return ", ".join(str(best.index(each) + 1) for each in better(point, best, device))
+
+
+def _verdict(point: Point, best: list[Point], device: str) -> str:
+    """Whether the point is a best trade of score and time on the device: "yes" on the frontier,
+    "no" if some point of it is better by more than twice the standard error of the difference."""
+    if point in best:
+        return "yes"
+    for each in better(point, best, device):
+        errors = [error for error in (point.error, each.error) if error is not None]
+        if len(errors) == 2 and point.score - each.score > 2 * math.hypot(*errors):
+            return "no"
+    return "not decided"

@@ -121,10 +121,16 @@ def test_a_trade_is_set_against_the_frontier() -> None:
     outside = replace(own, combination=Combination(**trade, estimator="dge"))
     assert traded([*every, own, outside]) == [own]
     [line] = trade_table([*every, own, outside])[2:]
-    assert line.startswith("| +0.2500 | 3.50 | 3.50 | 4.50 |") and line.endswith("| 2, 3 | 2, 3 |")
+    assert line.startswith("| +0.2500 | 3.50 | 3.50 | 4.50 |") and " | 2, 3 | 2, 3 | " in line
+    assert line.endswith("| not decided | not decided |")  # without standard errors
     best = replace(own, score=0.01)
-    assert trade_table([*every, best])[-1].endswith("| it is number 1 | it is number 1 |")
+    assert trade_table([*every, best])[-1].endswith(
+        "| it is number 1 | it is number 1 | yes | yes |"
+    )
     assert not trade_table(every)
+    for error, verdict in ((0.05, "no"), (0.06, "not decided")):  # number 2 is better by 0.15
+        errors = [replace(each, error=error) for each in (*every, own)]
+        assert trade_table(errors)[-1].endswith(f"| {verdict} | {verdict} |")
 
 
 def test_the_command_says_what_a_recipe_takes(capsys: pytest.CaptureFixture[str]) -> None:
