@@ -1,6 +1,6 @@
-"""Times the kernels of one linear of the recipe `tetrajet`, one by one.
+"""Times the kernels of one linear of the recipe `tetrajet`, one by one, or of others by name.
 
-    python -m benchmarks.linear_kernels
+    python -m benchmarks.linear_kernels [--recipes dge-occ four-over-six]
 
 It runs forward, dgrad and wgrad, with all operands quantized, under torch's profiler on a GPU, and
 says for each kernel how long it takes and how long it would take at least (its floor):
@@ -10,7 +10,8 @@ says for each kernel how long it takes and how long it would take at least (its 
 - a kernel that corrects FP8 elements, for which a row exponent was guessed wrong: zero.
 
 The sum of the floors is the floor of the linear in benchmarks/linear.py. Memory that cuBLASLt sets
-to zero before a GEMM counts as time between kernels.
+to zero before a GEMM counts as time between kernels. Of other recipes the kernels are listed in
+their order, with their times alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,11 +76,10 @@ class Ran(NamedTuple):
     end: float
 
 
-def kernels_of(call: Callable[[], Any], kinds: Sequence[str]) -> list[list[Ran]]:
-    """The kernels of each of CALLS calls, in their order.
+def kernels_of(call: Callable[[], Any]) -> list[list[Ran]]:
+    """The kernels of each of CALLS calls, in their order, without memory that is set.
 
     The host launches them while the GPU is busy, so that none of them waits for the host.
-    kinds: of the kernels that one call runs. Raises ValueError if it runs others.
     """
     for _ in range(2):
         call()
@@ -92,19 +93,22 @@ def kernels_of(call: Callable[[], Any], kinds: Sequence[str]) -> list[list[Ran]]
         Ran(event.name, event.time_range.start, event.time_range.end)
         for event in on_gpu(profiler.events())
     ]
-    return by_call(kernels, kinds)
+    return by_call(kernels)
 
 
-def by_call(kernels: Sequence[Ran], kinds: Sequence[str]) -> list[list[Ran]]:
-    """The kernels of each call, without memory that is set, and without the wait before each.
+def by_call(kernels: Sequence[Ran]) -> list[list[Ran]]:
+    """The kernels of each call, without memory that is set. A wait begins each call."""
+    calls: list[list[Ran]] = []
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        if WAIT in kernel.name:
+            calls.append([])
+        elif "memset" not in kernel.name.lower():
+            calls[-1].append(kernel)
+    return calls
 
-    Raises ValueError if they are not of these kinds, in order.
-    """
-    ordered = sorted(
-        (k for k in kernels if "memset" not in k.name.lower() and WAIT not in k.name),
-        key=lambda kernel: kernel.start,
-    )
-    calls = [ordered[i : i + len(kinds)] for i in range(0, len(ordered), len(kinds))]
+
+def of_kinds(calls: list[list[Ran]], kinds: Sequence[str]) -> list[list[Ran]]:
+    """The calls. Raises ValueError if their kernels are not of these kinds, in order."""
     for call in calls:
         found = [kind(kernel.name) for kernel in call]
         if found != list(kinds):
@@ -146,15 +150,27 @@ def study() -> list[dict[str, Any]]:
         p = linear.problem(inputs, outputs)
         there = torch.empty_like(p.dy)
         speed = 4 * p.dy.numel() / medians({"copy": partial(there.copy_, p.dy)})["copy"]
-        *products, _ = times(kernels_of(linear.products(p), ["gemm"] * 3))
+        *products, _ = times(of_kinds(kernels_of(linear.products(p)), ["gemm"] * 3))
         call = linear.quantized(p, get_recipe(RECIPE))
-        *taken, idle = times(kernels_of(call, [step.kind for step in STEPS]))
+        *taken, idle = times(of_kinds(kernels_of(call), [step.kind for step in STEPS]))
         shape = {"in": inputs, "out": outputs}
         for step, us, floor in zip(
             STEPS, taken, floors(inputs, outputs, speed, products), strict=True
         ):
             rows.append({**shape, "what": step.what, "us": us, "floor us": floor})
         rows.append({**shape, "what": BETWEEN, "us": idle, "floor us": 0.0})
+    return rows
+
+
+def others(recipes: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each of SHAPES, recipe and kernel, in the order in which they run."""
+    rows = []
+    for (inputs, outputs), name in product(SHAPES, recipes):
+        calls = kernels_of(linear.quantized(linear.problem(inputs, outputs), get_recipe(name)))
+        *taken, idle = times(calls)
+        ran = [kernel.name[:80] for kernel in calls[0]]
+        for what, us in zip([*ran, BETWEEN], [*taken, idle], strict=True):
+            rows.append({"in": inputs, "out": outputs, "recipe": name, "what": what, "us": us})
     return rows
 
 
@@ -184,10 +200,16 @@ def main() -> None:
     default = Path("benchmarks/results/linear_kernels.json")
     parser.add_argument("--out", type=Path, default=default)
     parser.add_argument("--commit", help="where the tree has no git of its own")
+    parser.add_argument("--recipes", nargs="+", help="others, whose kernels are only listed")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("kernels are timed on a GPU, and this machine shows none")
     stamped = stamp(args.commit)
+    if args.recipes:
+        found = others(args.recipes)
+        args.out.write_text(json.dumps({"stamp": stamped, "rows": found}, indent=1) + "\n")
+        print("\n".join(json.dumps(row) for row in found))
+        return
     rows = study()
     result = {"stamp": stamped, "tokens": TOKENS, "recipe": RECIPE, "rows": rows}
     args.out.write_text(json.dumps(result, indent=1) + "\n")

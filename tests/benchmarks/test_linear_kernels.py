@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks import linear, linear_kernels
-from benchmarks.linear_kernels import Ran, by_call, floors, times
+from benchmarks.linear_kernels import Ran, by_call, floors, of_kinds, times
 from megatron_fp4 import get_recipe
 from testing.worlds.launch import ROOT
 
@@ -31,16 +31,18 @@ def test_calls_are_told_apart_and_timed() -> None:
         Ran(NAMES[kind], start, start + (4 if kind == "gemm" else 3))
         for kind, start in zip(kinds * 3, starts, strict=True)
     ]
-    others = [Ran("at::cuda::spin_kernel(long)", -9, 0), Ran("Memset (Device)", 3, 3.5)]
-    calls = by_call([*others, *kernels[::-1]], kinds)  # the profiler gives them in any order
+    waits = [Ran("at::cuda::spin_kernel(long)", at - 4, at - 1) for at in starts[::2]]
+    others = [*waits, Ran("Memset (Device)", 3, 3.5)]
+    given = [*others, *kernels[::-1]]  # the profiler has them in any order
+    calls = of_kinds(by_call(given), kinds)
     assert [len(replay) for replay in calls] == [2, 2, 2]
     assert times(calls) == [3, 4, 3]  # idle between the two: 2, 4 and 3
 
 
 def test_other_kernels_are_an_error() -> None:
-    kernels = [Ran(NAMES["quantize"], 0, 1), Ran("elementwise_kernel", 2, 3)]
+    call = [Ran(NAMES["quantize"], 0, 1), Ran("elementwise_kernel", 2, 3)]
     with pytest.raises(ValueError, match="elementwise"):
-        by_call(kernels, ["quantize", "gemm"])
+        of_kinds([call], ["quantize", "gemm"])
 
 
 def test_each_step_is_a_kernel_of_the_recording() -> None:
