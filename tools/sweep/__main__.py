@@ -102,6 +102,8 @@ def attempt(args: argparse.Namespace) -> int:
         tasks.append(running.Task(args.stage, plain, plain.key, recorded))
     found = [running.evaluate(task) for task in tasks]
     print(json.dumps({key: found[0][key] for key in ("status", "seeds", "seconds")}, indent=2))
+    if not combination.in_fp4 and not stage.recorded:
+        print("score: 0, since this is what others are compared with")
     for score in results.scores(found, args.stage).values():
         print(f"score: {score:+.5f}{'' if stage.recorded else ' (the loss less that of BF16)'}")
     return 0
