@@ -22,6 +22,7 @@ def test_every_kernel_of_the_package_is_told_apart() -> None:
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
     }
     assert found.pop("product_kernel") == "other"  # a GEMM on Blackwell, which has no such profile
+    assert found.pop("probe_kernel") == "other"  # it is compiled, and never launched
     # Of averages of weights, of Q-Ramping, of moments in few bits.
     for name in ("blend_kernel", "ramp_kernel", "adamw_kernel"):
         assert found.pop(name) == "optimizer"
