@@ -86,9 +86,12 @@ class Step:
 @cache
 def steps(files: tuple[str, ...] = CURRENT + BY_TORCH + OTHERS) -> tuple[Step, ...]:
     """The rows of results of training steps."""
-    rows = [(file, row) for file in files for row in result(file)["rows"]]
-    rows = [(file, row) for file, row in rows if NOT_TAKEN not in row["name"]]
-    return tuple(_step(file, row.get("layout", "one"), row) for file, row in rows)
+    return tuple(
+        _step(file, row.get("layout", "one"), row)
+        for file in files
+        for row in result(file)["rows"]
+        if NOT_TAKEN not in row["name"]
+    )
 
 
 def _step(file: str, layout: str, row: dict[str, Any]) -> Step:

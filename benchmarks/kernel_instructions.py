@@ -25,6 +25,7 @@ from benchmarks.estimate_rows import KERNELS, RESULTS, result
 from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.kernels import blocks
+from megatron_fp4.kernels.hadamard import transform_kernel
 from megatron_fp4.kernels.launch import Launch
 from megatron_fp4.kernels.quantize import transform_launch
 from megatron_fp4.kernels.tile_hadamard import NO_TURN, Transform, turn_of
@@ -76,9 +77,10 @@ def launches() -> dict[str, list[Launch]]:
 
 def counted(launch: Launch) -> dict[str, float]:
     """Instructions an element, those of ALU, registers of a thread, and warps that run at once."""
-    cubin, tile = compiled_launch(launch, 90)["cubin"], launch.constants["TILE"]
+    cubin = compiled_launch(launch, 90)["cubin"]
     codes = executed(sass(cubin), _repeats(launch))
-    share = 32 * launch.options["num_warps"] / (tile.ROWS * tile.COLUMNS)
+    rows, columns = _tile(launch)
+    share = 32 * launch.options["num_warps"] / (rows * columns)
     used = registers(cubin)
     return {
         "instructions": len(codes) * share,
@@ -88,15 +90,23 @@ def counted(launch: Launch) -> dict[str, float]:
     }
 
 
+def _tile(launch: Launch) -> tuple[int, int]:
+    """Rows and columns of the matrix that a program handles."""
+    constants = launch.constants
+    if "TILE" in constants:
+        return constants["TILE"].ROWS, constants["TILE"].COLUMNS
+    return constants["ROWS"], constants["COLUMNS"]  # kernels/blocks.py
+
+
 def _repeats(launch: Launch) -> int:
     """How often a program runs the loop of its kernel.
 
-    A kernel with a transform loops over its tile, by 16 rows where it transforms along the rows, by
-    64 where along the columns (kernels/hadamard.py). The others have no loop: 1.
+    A kernel of kernels/hadamard.py loops over its tile, by 16 rows where it transforms along the
+    rows, by 64 where along the columns. The others have no loop: 1.
     """
-    if "AXIS" not in launch.constants:
+    if launch.kernel is not transform_kernel:
         return 1
-    return launch.constants["TILE"].ROWS // (16 if launch.constants["AXIS"] == 1 else 64)
+    return _tile(launch)[0] // (16 if launch.constants["AXIS"] == 1 else 64)
 
 
 def executed(text: str, repeats: int) -> list[str]:
@@ -142,8 +152,8 @@ def rows() -> list[dict[str, Any]]:
 
 
 def of_block_scales() -> list[dict[str, Any]]:
-    """For each of BLOCK_SCALES the instructions an element of its kernel along the rows, without
-    the finding of the largest magnitude, and the registers of a thread.
+    """What `counted` returns for each of BLOCK_SCALES: its kernel along the rows, without the one
+    that finds the largest magnitude.
 
     The slow path of divisions, for very large and small numbers, is not counted.
     """
@@ -156,11 +166,7 @@ def of_block_scales() -> list[dict[str, Any]]:
             group = asked.hadamard.group
             turn = turn_of(Transform(group, torch.ones(group, dtype=torch.int32)))
         launch = blocks._cast_launch(SIZE, SIZE, asked.a, 1, False, False, turn, torch.bfloat16)
-        cubin = compiled_launch(launch, 90)["cubin"]
-        elements = launch.constants["ROWS"] * launch.constants["COLUMNS"]
-        share = 32 * launch.options["num_warps"] / elements
-        count = len(executed(sass(cubin), 1)) * share
-        found.append({"kernel": name, "instructions": count, "registers": registers(cubin)})
+        found.append({"kernel": name, **counted(launch)})
     return found
 
 

@@ -97,7 +97,11 @@ def kernels_of(call: Callable[[], Any]) -> list[list[Ran]]:
 
 
 def by_call(kernels: Sequence[Ran]) -> list[list[Ran]]:
-    """The kernels of each call, without memory that is set. A wait begins each call."""
+    """Splits the kernels of a profile into those of each call, in their order.
+
+    `kernels_of` launches a kernel that waits (WAIT) before each call. It is left out, and so is
+    memory that is set.
+    """
     calls: list[list[Ran]] = []
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         if WAIT in kernel.name:
@@ -108,7 +112,9 @@ def by_call(kernels: Sequence[Ran]) -> list[list[Ran]]:
 
 
 def of_kinds(calls: list[list[Ran]], kinds: Sequence[str]) -> list[list[Ran]]:
-    """The calls. Raises ValueError if their kernels are not of these kinds, in order."""
+    """Returns the calls. Raises ValueError if the kernels of one are not of these kinds, in their
+    order. kinds: as of `training_step_worker.kind`.
+    """
     for call in calls:
         found = [kind(kernel.name) for kernel in call]
         if found != list(kinds):
@@ -197,22 +203,24 @@ def _cell(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    default = Path("benchmarks/results/linear_kernels.json")
-    parser.add_argument("--out", type=Path, default=default)
+    told = "(benchmarks/results/linear_kernels.json; with --recipes linear_kernels-others.json)"
+    parser.add_argument("--out", type=Path, help=told)
     parser.add_argument("--commit", help="where the tree has no git of its own")
     parser.add_argument("--recipes", nargs="+", help="others, whose kernels are only listed")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("kernels are timed on a GPU, and this machine shows none")
     stamped = stamp(args.commit)
+    name = f"linear_kernels{'-others' if args.recipes else ''}.json"
+    out = args.out or Path("benchmarks/results") / name
     if args.recipes:
         found = others(args.recipes)
-        args.out.write_text(json.dumps({"stamp": stamped, "rows": found}, indent=1) + "\n")
+        out.write_text(json.dumps({"stamp": stamped, "rows": found}, indent=1) + "\n")
         print("\n".join(json.dumps(row) for row in found))
         return
     rows = study()
     result = {"stamp": stamped, "tokens": TOKENS, "recipe": RECIPE, "rows": rows}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    out.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join(table(rows)))
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_quantizer
+from megatron_fp4.arithmetic.formats import SCALE_FLOATS
 from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS
 from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, absolute_max
@@ -183,7 +184,7 @@ def _differing(found: QuantizedTensor, made: QuantizedTensor) -> str:
     codes, scales = (int((a.cpu() != b.cpu()).sum()) for a, b in (
         (found.codes, made.codes), (found.scales, made.scales)))  # fmt: skip
     units = [None if q.tensor_scale is None else float(q.tensor_scale) for q in (found, made)]
-    nan = int((made.scales == (0x7F if made.quantizer.scale == "e4m3" else 0xFF)).sum())
+    nan = int((made.scales == SCALE_FLOATS[made.quantizer.scale].nan).sum())
     tally = found.tally().tolist()
     same = units[0] == units[1] and tally == [0, nan]
     return (

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from megatron_fp4.arithmetic.messages import RankRounding
+from megatron_fp4.arithmetic.messages import GradientForm, RankRounding
 from megatron_fp4.arithmetic.segments import Segment
 from megatron_fp4.kernels import messages as kernels
 from megatron_fp4.kernels.messages import Table, table
@@ -56,15 +56,17 @@ class KernelCoding:
         kernels.encode(_tables(piece).sent, piece.form, piece.gradients, sent, rounding)
 
     def sum(self, piece: Piece, received: Tensor) -> None:
-        ranks, stride = len(piece.shards), piece.lengths[piece.own]
-        owned = _tables(piece).owned
-        kernels.write_sums(owned, piece.form, received, ranks, stride, piece.gradients)
+        kernels.write_sums(*_summed(piece, received), piece.gradients)
 
     def encode_sums(self, piece: Piece, received: Tensor, rounding: RankRounding) -> None:
-        ranks, stride = len(piece.shards), piece.lengths[piece.own]
-        owned = _tables(piece).owned
-        kernels.encode_sums(owned, piece.form, received, ranks, stride, rounding)
+        kernels.encode_sums(*_summed(piece, received), rounding)
 
     def decode(self, piece: Piece, sums: Tensor) -> None:
         shared = _tables(piece).shared
         kernels.write_sums(shared, piece.form, sums, 1, 0, piece.gradients)
+
+
+def _summed(piece: Piece, received: Tensor) -> tuple[Table, GradientForm, Tensor, int, int]:
+    """The messages of this rank's shard, one of each rank, as both kernels that sum take them."""
+    ranks, stride = len(piece.shards), piece.lengths[piece.own]
+    return _tables(piece).owned, piece.form, received, ranks, stride
