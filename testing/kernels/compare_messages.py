@@ -121,7 +121,8 @@ def of_sums(
 
 
 def in_codes(messages: Tensor, form: GradientForm) -> Tensor:
-    """Bytes as numbers that `compared` can compare."""
+    """Messages as elements of the dtype of their codes: uint8 for FP8, whose bytes PyTorch cannot
+    compare as FP8, and BF16 otherwise."""
     return messages.view(torch.uint8 if form.dtype.itemsize == 1 else form.dtype)
 
 

@@ -1,4 +1,5 @@
-"""Runs a linear under layouts of kernels' arguments that the executor in C++ knows and does not.
+"""Runs a linear while Triton seems to lay out the arguments of kernels in several ways, of which
+the executor in C++ does not know some.
 
     TRITON_INTERPRET=1 python -m testing.scripts.compare_layouts RECIPE
 

@@ -2,9 +2,9 @@
 
     torchrun ... pretrain_exchanging.py [WORD ...] FLAGS ...
 
-The flags are those of pretrain_gpt.py, with --fp4-grad-comm. Words before them are a mistake, a
-situation (testing/exchanges.py has both), `bytes=N`, the most bytes of a piece, `kernels`, which
-make and read messages, or `fused-adam` (testing/fused_adam.py).
+The flags are those of pretrain_gpt.py, with --fp4-grad-comm. Words before them are a mistake or a
+situation (testing/exchanges.py has both); `bytes=N`, the most bytes of a piece; `kernels`, so that
+kernels make and read messages; or `fused-adam` (testing/fused_adam.py).
 
 Before a bucket is sent, all ranks' gradients of it are gathered as they are. What the exchange must
 give is computed from them on every rank.

@@ -1,15 +1,15 @@
 """pretrain_gpt.py that checks each gather of --fp4-param-gather.
 
-    torchrun ... pretrain_gathering.py [MISTAKE] FLAGS ...
+    torchrun ... pretrain_gathering.py [WORD] FLAGS ...
 
 After a gather every rank must have the codes and scales that plain PyTorch makes of the weights and
 averages of all ranks, gathered as upstream does, and all other parameters of the bucket. Prints
 "blocks are cut" if borders of shards cut blocks.
 
-MISTAKE: two are none. With `broadcasts` runs of other parameters are broadcast from 1 KiB on;
-`fused-adam` takes the optimizer of testing/fused_adam.py. `float32` quantizes the main weights
-without rounding them to BF16; `zeros` completes cut blocks with zeros; `stale` saves, evaluates in
-BF16 and hashes without gathering the weights first.
+WORD is a situation or a mistake. The situations: with `broadcasts` runs of other parameters are
+broadcast from 1 KiB on; `fused-adam` takes the optimizer of testing/fused_adam.py. The mistakes:
+`float32` quantizes the main weights without rounding them to BF16; `zeros` completes cut blocks
+with zeros; `stale` saves, evaluates in BF16 and hashes without gathering the weights first.
 """
 
 import sys
@@ -34,8 +34,8 @@ def main() -> None:
     cpu.install()
     CodesBucket.__init__ = noting(CodesBucket.__init__)  # type: ignore[method-assign]
     CodesBucket.send = checked(CodesBucket.send)  # type: ignore[method-assign]
-    if sys.argv[1] in MISTAKES:
-        MISTAKES[sys.argv.pop(1)]()
+    if sys.argv[1] in WORDS:
+        WORDS[sys.argv.pop(1)]()
     pretrain.main()
 
 
@@ -124,7 +124,7 @@ def broadcasting() -> None:
     parts.LONG = 1024
 
 
-MISTAKES = {
+WORDS = {
     "broadcasts": broadcasting,
     "float32": unrounded,
     "fused-adam": fused_adam.install,

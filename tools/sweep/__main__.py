@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _told(tasks: list[running.Task], path: Path) -> str:
-    """How many of the tasks have results in the file."""
+    """The last line that `run` prints: how many tasks have results in the file, and how many of
+    these failed."""
     hashes = {task.hash for task in tasks}
     own = [row for row in results.read(path) if row["hash"] in hashes]
     failed = sum(row["status"] == running.FAILED for row in own)

@@ -103,8 +103,8 @@ def check_before(level: int, rows: list[Row], sampled: Mapping[Combination, str]
 def check_complete(
     stage: str, wanted: Collection[object], found: Container[object], other: str = ""
 ) -> None:
-    """Raises ConfigError if any of what a stage was to evaluate is not in `found`. other: what the
-    user can do beside running the stage."""
+    """Raises ConfigError if a stage is not complete: `found`, what it has evaluated, lacks some of
+    `wanted`. other: what the user can do beside running the stage, for the message."""
     count = sum(each in found for each in wanted)
     if count < len(wanted):
         have = f"{count} of {len(wanted)} have results of {stage}"

@@ -28,8 +28,7 @@ MADE_WITH = ("settings", "tensors", "numerics")
 def read(path: Path) -> list[Row]:
     """The rows of a result file, each hash once; none if it does not exist.
 
-    Raises ValueError if a row's combination is none, or if results of one stage were made with
-    different settings, recorded tensors or numerics: such scores cannot be compared.
+    Raises ValueError if a row has an axis or a value that does not exist, or if `check_alike` does.
     """
     every = jsonl.read(path, KEYS)
     for number, row in enumerate(every, start=1):
@@ -42,7 +41,8 @@ def read(path: Path) -> list[Row]:
 
 
 def check_alike(every: Iterable[Row], path: Path) -> None:
-    """Raises ValueError if any of these rows were made so that they cannot be compared.
+    """Raises ValueError if results of one stage were made with different settings, recorded tensors
+    or numerics: their scores cannot be compared.
 
     every: rows, or the configurations of rows that are to be added to the file `path`.
     """

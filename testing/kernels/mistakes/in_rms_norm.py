@@ -19,7 +19,7 @@ def _without_offset(right: Any, word: Any, ZERO_CENTERED: Any) -> Any:
 
 
 def _left_in_float32(right: Any, low: Any, high: Any, *given: Any) -> Any:
-    """As if codes were made of float32 numbers.
+    """The norm's result is quantized in float32, without the rounding to BF16 that comes first.
 
     The kernel takes words of BF16, so the numbers are rounded to odd: toward zero, with the last
     bit set if anything was lost. Such a number is on the same side of every limit between two codes
