@@ -26,7 +26,7 @@ from megatron_fp4.estimate.plans import recipe_named
 from megatron_fp4.plan.command import add_sharding, check_sizes_of_flags, sizes_on_rank
 from tools import pages, rows, runs
 from tools.stamp import stamp
-from tools.sweep import axes, factorial, llama, page, results, running, tensors
+from tools.sweep import axes, factorial, llama, page, results, running, tensors, words
 from tools.sweep.axes import Combination
 from tools.sweep.building import recipe_of
 from tools.sweep.pareto import INPUTS, OUTPUTS, TOKENS, draw, to_confirm
@@ -221,8 +221,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--work", type=Path, default=WORK, help="text and recorded tensors")
     add = commands.choices["run"].add_argument
     add("--results", type=Path, default=RESULTS, help="the result file (JSON lines)")
-    design = len(factorial.combinations())
-    sampled = f"combinations of the sample (%(default)s); {design} of a factorial design are added"
+    design = len(factorial.combinations()) + len(words.combinations())
+    sampled = f"combinations of the sample (%(default)s); {design} of two designs are added"
     add("--number", type=int, default=NUMBER, help=sampled)
     add("--seed", type=int, default=SEED, help="of the sample")
     add("--processes", type=int, default=os.cpu_count(), help="at a time (%(default)s)")

@@ -1,13 +1,17 @@
-"""The main effects of the factorial design: what the change of one factor does, over all pairs."""
+"""What each change does to the combinations that go through all stages, over all pairs.
+
+The main effects of the factorial design, and the words beside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tools.pages import table
 from tools.sweep.factorial import E4M3, E8M0, FP32, HADAMARD, LOSS_SCALE, STOCHASTIC, TENSOR, UE5M3
 from tools.sweep.findings import Finding, Scores, Values, summary
+from tools.sweep.words import Word
 
 WITHOUT = {"outer_scale": "none"}
 # Formats of scales, by whether they have a tensor scale or need none.
@@ -76,11 +80,13 @@ MAIN_EFFECTS = (
 )
 
 
-def main_effects_table(columns: Mapping[str, Scores]) -> list[str]:
+def main_effects_table(
+    changes: Iterable[MainEffect | Word], columns: Mapping[str, Scores]
+) -> list[str]:
     """The mean difference of each change in each stage, with Student's interval and the number of
-    pairs. columns: the scores of the factorial's combinations, by stage."""
+    pairs. columns: the scores of the combinations, by stage."""
     lines = [
         [each.what, each.where, *(summary(each.differences(own)) for own in columns.values())]
-        for each in MAIN_EFFECTS
+        for each in changes
     ]
     return table(["change", "where", *(f"`{stage}`" for stage in columns)], lines)

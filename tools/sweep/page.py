@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import combinations
 from pathlib import Path
 
 from tools.pages import table
 from tools.rows import Row
-from tools.sweep import factorial, llama
+from tools.sweep import factorial, llama, words
 from tools.sweep.agreement import Agreement, agreement
 from tools.sweep.axes import AXES, WHAT, Combination, without_training
 from tools.sweep.effects import Effect, effects
 from tools.sweep.findings import FINDINGS, summary
-from tools.sweep.main_effects import main_effects_table
+from tools.sweep.main_effects import MAIN_EFFECTS, main_effects_table
 from tools.sweep.pareto import Point, points
 from tools.sweep.points_tables import points_section
-from tools.sweep.promotion import WITHOUT_TRAINING, level_of, lines_of, stars_of
+from tools.sweep.promotion import DESIGNED, WITHOUT_TRAINING, level_of, lines_of, stars_of
 from tools.sweep.provenance import provenance
 from tools.sweep.results import SCORES, scores, seeds_of
 from tools.sweep.running import FAILED
@@ -57,7 +57,10 @@ def section(rows: list[Row], study: Path = llama.RESULTS) -> str:
     parts += [agreement_table(rows), findings_table(rows)]
     if columns_of_factorial := of_factorial(rows):
         parts += [["What each change does, over all pairs of the factorial:"]]
-        parts += [main_effects_table(columns_of_factorial)]
+        parts += [main_effects_table(MAIN_EFFECTS, columns_of_factorial)]
+    if words.STAR in stars_of(rows).values():
+        parts += [["What each word does, in pairs that are alike but for it:"]]
+        parts += [main_effects_table(words.WORDS, of_design(rows, DESIGNED))]
     for what, columns in (
         ("losses", LOSSES),
         ("products and gradients", PRODUCTS),
@@ -173,10 +176,16 @@ def findings_table(rows: list[Row]) -> list[str]:
 
 def of_factorial(rows: list[Row]) -> dict[str, dict[Combination, float]]:
     """The scores of the factorial's combinations, by stage that trains a model and has some."""
+    return of_design(rows, (factorial.STAR,))
+
+
+def of_design(rows: list[Row], own: Container[str]) -> dict[str, dict[Combination, float]]:
+    """The scores of the combinations of the stars `own`, by stage that trains a model and has
+    some."""
     stars, columns = stars_of(rows), {}
     for stage in TRAINED:
         every = scores(rows, stage)
-        found = {each: score for each, score in every.items() if stars[each] == factorial.STAR}
+        found = {each: score for each, score in every.items() if stars[each] in own}
         if found:
             columns[stage] = _of_recipes(found, stage)
     return columns

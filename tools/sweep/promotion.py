@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron_fp4.errors import ConfigError
 from tools.rows import Row
-from tools.sweep import factorial, llama
+from tools.sweep import factorial, llama, words
 from tools.sweep.axes import AXES, TRAINING, Combination, line
 from tools.sweep.results import BF16, ranked
 
@@ -46,6 +46,7 @@ LEVELS = (
     Level(("diffusion",), best_of=8, line_of=20),
     Level((llama.NAME,), best_of=16, line_of=60),
 )
+DESIGNED = (factorial.STAR, words.STAR)  # stars whose combinations go through all stages
 # Stages that do not depend on the axes of TRAINING.
 WITHOUT_TRAINING = ("products", "draws", llama.NAME)
 
@@ -61,7 +62,7 @@ def promoted(rows: list[Row], level: int) -> dict[Combination, str]:
 
     rows: finished and failed rows of all stages. Of the combinations that quantize the same GEMMs,
     and so cost about the same, the best one of `best_of` is promoted, by the mean of its ranks in
-    the stages of the level before. Beside them go those of `random_lines` and the factorial. A
+    the stages of the level before. Beside them go those of `random_lines` and DESIGNED. A
     combination whose training failed has no rank and is not promoted.
     """
     ranks = ranked(rows, LEVELS[level - 1].stages)
@@ -72,7 +73,7 @@ def promoted(rows: list[Row], level: int) -> dict[Combination, str]:
     count = LEVELS[level].best_of
     best = [each for own in groups.values() for each in own[: -(-len(own) // count)]]
     lines = on_lines(random_lines(stars, LEVELS[level].line_of))
-    others = [each for each in ranks if each in lines or stars[each] == factorial.STAR]
+    others = [each for each in ranks if each in lines or stars[each] in DESIGNED]
     return {each: stars[each] for each in [*best, *others]}
 
 
@@ -134,7 +135,7 @@ def random_lines(stars: Mapping[Combination, str], count: int) -> list[Line]:
     The hash of star and axis decides, and not how good the combinations are. A line that is chosen
     for a multiple of `count` is chosen for `count` too.
 
-    stars: the star of each combination; those of factorial.py are in no line.
+    stars: the star of each combination; those of DESIGNED are in no line.
     """
     centers = [each for each, star in stars.items() if star == each.key]
     chosen = (

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.tools.sweep.test_statistics import rows_of
-from tools.sweep import factorial, page
+from tools.sweep import factorial, page, words
 from tools.sweep.axes import AXES, Combination
 from tools.sweep.building import recipe_of
 from tools.sweep.factorial import E4M3, E8M0, HADAMARD, LOSS_SCALE, STAR, STOCHASTIC, TENSOR, UE5M3
@@ -39,11 +39,47 @@ def test_the_factorial_is_whole() -> None:
     assert not {center for center, _ in random_lines(stars, 1)} & set(ALL)
 
 
-def test_the_factorial_is_promoted_however_bad_it_is() -> None:
-    drawn = {each: star for each, star in sample(50, seed=3).items() if star != STAR}
+def test_words_are_in_pairs_with_the_factorial() -> None:
+    """Every pair differs in what the word names alone, and both combinations are recipes."""
+    stars = sample(50, seed=3)
+    own = words.combinations()
+    assert [each for each, star in stars.items() if star == words.STAR] == own
+    assert not set(own) & set(ALL)
+    for word in words.WORDS:
+        assert len(word.pairs) >= 4, word.what
+        for base, changed in word.pairs:
+            recipe_of(changed)
+            assert base in ALL
+            assert {a for a in AXES if getattr(base, a) != getattr(changed, a)} <= set(word.values)
+
+
+def test_words_cover_the_axes() -> None:
+    """Every value of every axis is in the factorial or a word, but those that are named here."""
+    pairs = [pair for word in words.WORDS for pair in word.pairs]
+    tried = {*ALL, *(each for pair in pairs for each in pair)}
+    missing = {
+        (axis, value)
+        for axis, values in AXES.items()
+        for value in values
+        if not any(getattr(each, axis) == value for each in tried)
+    }
+    assert missing == {("group", "128")}  # no multiple of 128 fits the last stage's model
+
+
+@pytest.mark.parametrize("design", [ALL, words.combinations()], ids=[STAR, words.STAR])
+def test_a_design_is_promoted_however_bad_it_is(design: list[Combination]) -> None:
+    every = sample(50, seed=3)
+    drawn = {each: star for each, star in every.items() if each not in design}
+    own = {each: every[each] for each in design}
     found = rows_of("products", "score", {each: [0.0] for each in drawn}, drawn)
-    found += rows_of("products", "score", {each: [9.0] for each in ALL}, dict.fromkeys(ALL, STAR))
-    assert set(ALL) <= set(promoted(found, 1))
+    found += rows_of("products", "score", {each: [9.0] for each in own}, own)
+    assert set(design) <= set(promoted(found, 1))
+
+
+def test_differences_of_a_word_are_those_of_its_pairs() -> None:
+    (word,) = (each for each in words.WORDS if each.what == "elements in E1M2")
+    found = scored({}) | {changed: 0.5 for _, changed in word.pairs[1:]}
+    assert word.differences(found) == [0.5] * 3  # a pair without a score is left out
 
 
 def test_differences_are_those_of_pairs_alike_but_for_the_change() -> None:
@@ -97,7 +133,7 @@ def test_main_effects_are_those_of_all_pairs() -> None:
     ):
         expected |= {(what, group): [term] * n for group, n in zip(groups, (16, 8), strict=True)}
     assert {(e.what, e.where): e.differences(found) for e in MAIN_EFFECTS} == expected
-    [line] = (e for e in main_effects_table({"digits": found}) if "dY | E8M0" in e)
+    [line] = (e for e in main_effects_table(MAIN_EFFECTS, {"digits": found}) if "dY | E8M0" in e)
     assert line.endswith("| +0.1250 (+0.1250 to +0.1250; 16) |")
 
 

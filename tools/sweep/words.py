@@ -1,0 +1,133 @@
+"""Combinations that differ in one word from a combination of factorial.py.
+
+Words are values of axes that the factorial does not have: other rules for scales, other transforms,
+other operands that are rounded. Each is compared in at least four pairs, which go through all
+stages of every sweep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+
+from tools.sweep.axes import AXES, Combination
+from tools.sweep.factorial import E4M3, E8M0, HADAMARD, STOCHASTIC, TENSOR, UE5M3
+
+STAR = "words"  # in place of a star's key, in results
+
+
+@dataclass(frozen=True)
+class Word:
+    """A change of combinations: mostly the value of one axis.
+
+    what, where: the change, and the combinations that it is made of, in words.
+    bases: the combinations without the change, all of them in factorial.py or other words.
+    values: axes with their values in the change.
+    """
+
+    what: str
+    where: str
+    bases: tuple[Combination, ...]
+    values: Mapping[str, str]
+
+    @property
+    def pairs(self) -> list[tuple[Combination, Combination]]:
+        """Each base, and the combination that the change makes of it."""
+        return [(base, replace(base, **self.values)) for base in self.bases]
+
+    def differences(self, scores: Mapping[Combination, float]) -> list[float]:
+        """For each pair that has scores the score with the change less that without it."""
+        return [
+            scores[changed] - scores[base]
+            for base, changed in self.pairs
+            if base in scores and changed in scores
+        ]
+
+
+def combinations() -> list[Combination]:
+    """The combinations with a word, each once."""
+    return list(dict.fromkeys(changed for word in WORDS for _, changed in word.pairs))
+
+
+def _bases(
+    scales: tuple[Mapping[str, str], ...],
+    blocks: tuple[str, ...] = ("32", "16"),
+    others: tuple[Mapping[str, str], ...] = (STOCHASTIC,),
+) -> tuple[Combination, ...]:
+    """All combinations of formats of scales, blocks and values of other axes."""
+    every = product(scales, blocks, others)
+    return tuple(Combination(block=block, **scale, **other) for scale, block, other in every)
+
+
+_UNDER_TENSOR = (E4M3 | TENSOR, UE5M3 | TENSOR)
+# Four formats of scales, with stochastic rounding of dY.
+_FORMATS = _bases((E8M0,)) + _bases(_UNDER_TENSOR, blocks=("16",))
+_TRANSFORMED = tuple(replace(each, **HADAMARD) for each in _FORMATS)
+_OF_E8M0 = _bases((E8M0,), others=(STOCHASTIC, {}))
+_OF_E8M0_NEAREST = _bases((E8M0,), others=(HADAMARD, {}))
+_OF_TENSOR = _bases(_UNDER_TENSOR)
+_OF_TENSOR_NEAREST = _bases(_UNDER_TENSOR, others=({},))
+_DGE = tuple(replace(each, estimator="dge") for each in _bases((E8M0,), ("16",), (STOCHASTIC, {})))
+_DGE_OF_TENSOR = tuple(
+    replace(each, estimator="dge") for each in _bases(_UNDER_TENSOR, blocks=("16",))
+)
+_KEPT = _DGE_OF_TENSOR + tuple(
+    replace(each, maximum="absmax") for each in _bases(_UNDER_TENSOR, blocks=("16",))
+)
+_ANY = "E8M0, E4M3, UE5M3"
+_SCALED = "E4M3, UE5M3, tensor scale"
+
+
+def _words() -> Iterator[Word]:
+    """Words of all formats, then those of one format of scales."""
+    unquantized = {"backward": "bf16", "backward_rule": "floor", "rounding": "nearest"}
+    for what, values in (
+        ("fprop in BF16", {"forward": "bf16", "rule": "floor"}),
+        ("dgrad and wgrad in BF16", unquantized),
+        ("dY in FP8, X and W of the backward pass in BF16", unquantized | {"backward": "fp8"}),
+        ("elements in E1M2", {"element": "e1m2"}),
+        ("square blocks of W", {"weight_block": "square"}),
+        ("the mean of X subtracted", {"x_mean": "subtracted"}),
+        ("the backward pass with the X and W of fprop", {"operands": "forward"}),
+        ("stochastic rounding of X too", {"rounding": "gradients-and-x"}),
+        ("stochastic rounding of X and W too", {"rounding": "backward"}),
+        ("stochastic rounding everywhere", {"rounding": "all"}),
+        ("a Hadamard transform of fprop", {"hadamard": "forward", "group": "32"}),
+        ("a Hadamard transform of wgrad", {"hadamard": "wgrad", "group": "32"}),
+        ("a Hadamard transform of all GEMMs", {"hadamard": "all", "group": "32"}),
+        ("StableSPAM in place of AdamW", {"optimizer": "stable-spam"}),
+    ):
+        yield Word(what, _ANY, _FORMATS, values)
+    for axis in ("group", "signs"):
+        for value in AXES[axis]:
+            if value not in ("32", "128", "random"):  # 128 does not fit the last stage's model
+                what = f"groups of {value} in place of 32" if axis == "group" else f"signs {value}"
+                yield Word(what, f"{_ANY}, Hadamard", _TRANSFORMED, {axis: value})
+    for value in AXES["estimated"][1:]:
+        yield Word(
+            f"DGE of {value} in place of W", _ANY, _DGE + _DGE_OF_TENSOR, {"estimated": value}
+        )
+    yield Word("the gradient of the outer scale", f"{_SCALED}", _KEPT, {"outer_gradient": "kept"})
+    yield Word("a row scale", "E8M0", _OF_E8M0, {"outer_scale": "row"})
+    yield Word(
+        "a row scale in place of a tensor scale", _SCALED, _OF_TENSOR, {"outer_scale": "row"}
+    )
+    for rule in ("floor", "mse"):
+        yield Word(f"rule {rule} of fprop in place of ceil", "E8M0", _OF_E8M0, {"rule": rule})
+    for rule, bases in (
+        ("floor", _OF_E8M0), ("three-quarters", _OF_E8M0), ("mse", _OF_E8M0_NEAREST),
+    ):  # fmt: skip
+        what = f"rule {rule} of the backward pass in place of ceil"
+        yield Word(what, "E8M0", bases, {"backward_rule": rule})
+    for rule in ("up", "inflated", "four-over-six"):
+        what = f"rule {rule} of fprop in place of nearest"
+        yield Word(what, _SCALED, _OF_TENSOR, {"rule": rule})
+    for rule, bases in (
+        ("nearest", _OF_TENSOR), ("up", _OF_TENSOR), ("unit-gain", _OF_TENSOR_NEAREST),
+    ):  # fmt: skip
+        what = f"rule {rule} of the backward pass in place of inflated"
+        yield Word(what, _SCALED, bases, {"backward_rule": rule})
+
+
+WORDS = tuple(_words())
