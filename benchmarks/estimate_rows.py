@@ -114,7 +114,7 @@ def _setup(found: dict[str, Any], layout_name: str, name: str) -> tuple[Model, L
         flags.gpus, 8, flags.tp, flags.sp, flags.pp,
         micro_batch=found["micro-batch"],
         batch=found["batch"] * flags.dp,
-        sharded=flags.dp > 1,
+        sharded=flags.dp > 1 and flags.sharded,
         graphs="graph" in name,
         fused_dw="upstream" not in name,
         fused_kernels="liger-kernel" in found["stamp"] and "--fp4-fused-kernels off" not in name,

@@ -46,6 +46,7 @@ class Layout:
     pp: int = 1
     dp: int = 1
     sp: bool = False
+    sharded: bool = True  # whether data-parallel ranks share out the optimizer's state
 
     @property
     def gpus(self) -> int:
@@ -61,8 +62,9 @@ class Layout:
         if self.sp:
             flags.append("--sequence-parallel")
         if self.dp > 1:
-            flags += ["--use-distributed-optimizer", "--overlap-grad-reduce"]
-            flags.append("--overlap-param-gather")
+            flags.append("--overlap-grad-reduce")
+        if self.dp > 1 and self.sharded:
+            flags += ["--use-distributed-optimizer", "--overlap-param-gather"]
         return flags
 
 
@@ -72,6 +74,7 @@ LAYOUTS = {
     "tp2-sp": Layout(tp=2, sp=True),
     "pp2": Layout(pp=2),
     "dp2": Layout(dp=2),
+    "dp2-ddp": Layout(dp=2, sharded=False),
     "tp4-sp": Layout(tp=4, sp=True),
     "dp4": Layout(dp=4),
     "tp2-sp-pp2": Layout(tp=2, pp=2, sp=True),
