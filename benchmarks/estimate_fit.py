@@ -25,6 +25,7 @@ from benchmarks.estimate_rows import (
     Timed,
     kernels,
     linears,
+    mantissa_scales,
     result,
     steps,
 )
@@ -222,8 +223,17 @@ def _recipes_by_rows(known: Seconds, skip: Callable[[Step | Timed], bool]) -> Se
     rows = [each for each in mine if each.amounts["element with a row scale"]]
     left = [(each.amounts, _less(each.amounts, each.seconds, known)) for each in rows]
     found = _least_squares(left, ["element with a row scale", "element clamped"])
+    found |= _mantissa_scales(known, skip)
     [plain] = [each for each in kernels() if each.name == "to NVFP4"]
     return found | _least_squares([(plain.amounts, plain.seconds)], ["element by PyTorch"])
+
+
+def _mantissa_scales(known: Seconds, skip: Callable[[Step | Timed], bool]) -> Seconds:
+    """What E4M3 block scales take beside one E8M0 scale, from the kernels of two recipes."""
+    mine = [each for each in mantissa_scales() if not skip(each)]
+    kinds = "with a mantissa scale", "of four over six", "transformed, mantissa scale"
+    left = [(each.amounts, _less(each.amounts, each.seconds, known)) for each in mine]
+    return _least_squares(left, [f"element {kind}" for kind in kinds], [e.seconds for e in mine])
 
 
 # --- several GPUs ---------------------------------------------------------------------------------

@@ -15,14 +15,16 @@ from benchmarks.linear import TOKENS
 from benchmarks.mlp import APART
 from benchmarks.parallel_step import LAYOUTS
 from benchmarks.training_step import PLAIN
+from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.messages import element_of
 from megatron_fp4.arithmetic.moments import FLOAT32, Moments
 from megatron_fp4.estimate.amounts import Amounts
 from megatron_fp4.estimate.gpus import MEASURED
 from megatron_fp4.estimate.layout import Layout
 from megatron_fp4.estimate.model import Model
+from megatron_fp4.estimate.overhead import plan_of, setting_of
 from megatron_fp4.estimate.plans import recipe_named
-from megatron_fp4.estimate.work import of_linear
+from megatron_fp4.estimate.work import of_linear, quantize
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.setting import KeepsW, Setting, SwigluPlace
 from megatron_fp4.recipe import Recipe
@@ -35,7 +37,7 @@ BY_TORCH = ("training_step", "training_step-four", "parallel_step")
 # Steps of other commits, to which no rate is fitted.
 OTHERS = (
     *("few-bits-one", "few-bits-two", "few-bits-four", "few-bits-bf16"),
-    *("few-bits-four-bf16", "parallel-four-upstream"),
+    *("few-bits-two-bf16", "few-bits-four-bf16", "parallel-four-upstream"),
     *("fused-step", "fused-step-decoded", "fused-step-before", "fp8-step"),
     *("fused-step-others", "parallel-fp8"),
     *(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs")),
@@ -45,6 +47,8 @@ NOT_TAKEN = "--grad-reduce-in-bf16"
 # Linears, and quantize kernels, of which those of the first file and of KERNELS are fitted to.
 LINEARS = ("linear-te", "linear-rows")
 KERNELS = "quantize_kernels-fused"
+MANTISSA_SCALES = "linear_kernels-others"
+_QUANTIZING = ("top_kernel", "cast_kernel")  # kernels of kernels/blocks.py
 # Kinds of kernels outside the linears that results with fused kernels tell apart, beside "other".
 OUTSIDE = ("copies", "rotary", "swiglu", "norm", "cross-entropy")
 
@@ -214,6 +218,25 @@ def kernels() -> tuple[Timed, ...]:
     nvfp4 = Amounts({"element by PyTorch": side})
     found.append(Timed("peers", "to MXFP4", mxfp4, ours["us"] / 1e6, alone=True))
     return (*found, Timed("peers", "to NVFP4", nvfp4, plain["us"] / 1e6, only=True))
+
+
+@cache
+def mantissa_scales() -> tuple[Timed, ...]:
+    """The kernels that quantize under E4M3 block scales in one linear, forward and backward."""
+    taken: dict[tuple[int, int, str], float] = {}
+    for row in result(MANTISSA_SCALES)["rows"]:
+        if row["recipe"] in ("nvfp4-nvidia", "four-over-six") and row["what"] in _QUANTIZING:
+            key = row["in"], row["out"], row["recipe"]
+            taken[key] = taken.get(key, 0.0) + row["us"] / 1e6
+    found = []
+    for (inputs, outputs, name), seconds in taken.items():
+        plan = plan_of(get_recipe(name), setting_of(MEASURED, inputs, outputs, TOKENS), MEASURED)
+        amounts = Amounts()
+        for making in (*plan.forward, *plan.backward, *plan.late):
+            amounts.add(quantize(making))
+        what = f"{inputs} × {outputs}, {name}"
+        found.append(Timed(MANTISSA_SCALES, what, amounts, seconds))
+    return tuple(found)
 
 
 def _kernel(row: dict[str, Any]) -> Timed:

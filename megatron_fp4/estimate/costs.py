@@ -35,19 +35,12 @@ from megatron_fp4.estimate.amounts import Amounts
 from megatron_fp4.estimate.counted import check
 from megatron_fp4.estimate.gpus import Gpu
 from megatron_fp4.estimate.traffic import of_backward, of_forward
-from megatron_fp4.estimate.work import Precision, operand_of, outlier_product, product
+from megatron_fp4.estimate.work import Precision, operand_of, outlier_product, product, scales
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, OperandPlan
 from megatron_fp4.plan.memory import operand_bytes, outlier_bytes, saved_bytes
 from megatron_fp4.recipe import Recipe
 
 FP32, BF16 = torch.float32.itemsize, torch.bfloat16.itemsize
-
-
-# What it takes to compare two scales for an element, in roundings to nearest. The kernel of rule
-# mse takes 15 along the rows, and 21 in each of both directions: quantize_kernels-mse.json of
-# benchmarks/results.
-SECOND_SCALE = 18
-_OTHER_SCALES = {"mse": 1, "four-over-six": 1, "mse-fp8": 3}  # scales that are compared with one
 
 
 @dataclass(frozen=True)
@@ -58,9 +51,9 @@ class Cost:
     operand: "x", "w" or "dy"; "" for what is not of one operand.
     technique: "product", "codes" (a matrix is read, codes and scales are written), "rounding",
         "random words", "Hadamard transform", "tensor scale", "row scales", "block scales" (the sums
-        of blocks are multiplied by them), "two scales" (a block is rounded with several),
-        "gain of 1" (products are summed, and scales rounded again), "average" (read to round
-        towards it), "form" (the operand is written as the tensor cores read it), "outliers",
+        of blocks are multiplied by them), "scales" (what choosing them takes beside one
+        E8M0 scale), "gain of 1" (products are summed, and scales rounded again), "average" (read to
+        round towards it), "form" (the operand is written as the tensor cores read it), "outliers",
         "mean" (what the mean of X takes), "estimator", "state beside the weight", "saved" or
         "sent".
     read, written: bytes of the GPU's memory.
@@ -223,6 +216,8 @@ def of_operands(operands: Sequence[OperandPlan], recipe: Recipe) -> Iterator[Cos
         # Both operands of dY have the same random bits.
         drawn = elements if not number or operand.letter != "dy" else 0.0
         yield from _rounding(where, quantizer, elements, drawn)
+        if work := scales(operand, elements):
+            yield Cost(*where, "scales", work=work)
         if operand.group:
             yield _transform(where, "Hadamard transform", operand)
         # One pass serves both directions, whose transforms differ.
@@ -258,9 +253,6 @@ def _rounding(
         yield Cost(*where, "random words", words=drawn, work=Amounts({"element drawn": drawn}))
     if quantizer.rounding == "ema":
         yield Cost(*where, "average", **moved(FP32 * elements, 0))
-    if others := _OTHER_SCALES.get(quantizer.rule):
-        work = Amounts({"element rounded to nearest": others * SECOND_SCALE * elements})
-        yield Cost(*where, "two scales", work=work)
     if quantizer.unit_gain:  # two products an element, and a random word a scale
         words = elements / quantizer.block[1] if quantizer.draws else 0.0
         work = Amounts({"element rounded to nearest": elements, "element drawn": words})

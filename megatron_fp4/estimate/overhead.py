@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_fp4.estimate.amounts import Amounts
-from megatron_fp4.estimate.costs import Cost, costs, moved
+from megatron_fp4.estimate.costs import FP32, Cost, costs, moved
 from megatron_fp4.estimate.gpus import GPUS, MEASURED, Gpu
 from megatron_fp4.estimate.plans import BF16, check_target
 from megatron_fp4.estimate.rates import RATES, seconds
@@ -28,7 +28,7 @@ from megatron_fp4.recipe import Recipe
 # The GPU of each generation, by the name that the design space has for it.
 DEVICES = {"hopper": MEASURED, "blackwell": GPUS["b200"]}
 # What `work.of_linear` leaves out, where a kernel makes the operand.
-_NOT_IN_WORK = ("tensor scale", "row scales", "two scales", "gain of 1", "average")
+_NOT_IN_WORK = ("row scales", "gain of 1", "average")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def as_it_runs(recipe: Recipe, setting: Setting, gpu: Gpu) -> Overhead:
     for cost in costs(plan, gpu):
         if not _is_in_work(plan, cost):
             found.add(cost.work)
-    for amounts in (*_decoded(plan), *_estimated(plan)):
+    for amounts in (*_decoded(plan), *_finished(plan), *_estimated(plan)):
         found.add(amounts)
     products = Amounts()
     for gemm in plan.gemms:
@@ -146,6 +146,17 @@ def _decoded(plan: LinearPlan) -> Iterator[Amounts]:
             if operand.is_quantized and precision in ("bf16", "fp32"):
                 written = operand_of(precision) * operand.shape[0] * operand.shape[1]
                 yield moved(operand_bytes(operand), written)["work"]
+
+
+def _finished(plan: LinearPlan) -> Iterator[Amounts]:
+    """The work of multiplying products in BF16 by their operands' outer scales: they are read in
+    float32, and rounded or added."""
+    for gemm in plan.gemms:
+        quantizers = (operand.quantizer or operand.codes for operand in (gemm.a, gemm.b))
+        if precision_here(gemm) == "bf16" and any(q and q.scales_product for q in quantizers):
+            m, n, _ = gemm.product.shape
+            out = gemm.product.out_dtype.itemsize * m * n
+            yield moved(FP32 * m * n + out * gemm.product.adds, out)["work"]
 
 
 def _estimated(plan: LinearPlan) -> Iterator[Amounts]:

@@ -29,6 +29,12 @@ _PRECISIONS: dict[str, Precision] = {
     "nvfp4": "fp4",
     "reference": "fp32",
 }
+MANTISSA_SCALES = ("e4m3", "ue5m3")  # formats of block scales that have a mantissa
+# What it takes to compare two E8M0 scales for an element, in roundings to nearest. The kernel of
+# rule mse takes 15 along the rows, and 21 in each of both directions: quantize_kernels-mse.json of
+# benchmarks/results.
+SECOND_SCALE = 18
+_OTHERS = {"mse": 1, "mse-fp8": 3}  # scales that are compared with one
 # The share of a SwiGLU's bytes that are moved in forward: 3 of 8 for each element of its result.
 _FORWARD = 3 / 8
 
@@ -151,6 +157,30 @@ def quantize(making: Making) -> Amounts:
         if rounding == "rounded stochastically" and not (number and operand.letter == "dy"):
             found["element drawn"] += elements  # both operands of dY have the same random bits
         found["element in a second direction"] += elements if number else 0
+        found.add(scales(operand, elements))
+        if operand.quantizer.tensor_max:  # a pass before finds the largest magnitude
+            found["byte quantized"] += elements * first.dtype.itemsize
+    return found
+
+
+def scales(operand: OperandPlan, elements: float) -> Amounts:
+    """The work of choosing an operand's block scales and dividing by them, beside that of one E8M0
+    scale, which the rates of rounding contain.
+
+    A mantissa scale is in E4M3 or UE5M3. Kernels for these divide by a scale where those for E8M0
+    add to an exponent, and transform in float32.
+    """
+    quantizer, found = operand.quantizer, Amounts()
+    assert quantizer is not None
+    others, has_mantissa = _OTHERS.get(quantizer.rule, 0), quantizer.scale in MANTISSA_SCALES
+    if has_mantissa:
+        found["element with a mantissa scale"] = elements
+    if has_mantissa and operand.group:
+        found["element transformed, mantissa scale"] = elements
+    if quantizer.rule == "four-over-six":
+        found["element of four over six"] = elements
+    elif others:
+        found["element rounded to nearest"] = others * SECOND_SCALE * elements
     return found
 
 
@@ -172,7 +202,8 @@ def _reading(making: Making, first: OperandPlan, elements: float) -> Amounts:
 
 def _rounding(operand: OperandPlan, in_pytorch: bool) -> str:
     assert operand.quantizer is not None
-    if operand.hadamard is not None and not in_pytorch:
+    with_mantissa = operand.quantizer.scale in MANTISSA_SCALES  # see `scales`
+    if operand.hadamard is not None and not in_pytorch and not with_mantissa:
         return "transformed"
     return "rounded stochastically" if operand.quantizer.stochastic else "rounded to nearest"
 

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import technique_costs
 from benchmarks.estimate_rows import result
-from megatron_fp4.estimate.costs import SECOND_SCALE
 from megatron_fp4.estimate.rates import RATES
+from megatron_fp4.estimate.work import SECOND_SCALE
 
 PAGE = Path(__file__).parents[2] / "docs/notes/technique-costs.md"
 Rows = list[dict[str, Any]]

@@ -14,14 +14,15 @@ from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.estimate import costs as module
-from megatron_fp4.estimate.costs import SECOND_SCALE, Cost, costs
+from megatron_fp4.estimate.amounts import Amounts
+from megatron_fp4.estimate.costs import Cost, costs
 from megatron_fp4.estimate.counted import COUNTED
 from megatron_fp4.estimate.gpus import MEASURED, Gpu
 from megatron_fp4.estimate.overhead import DEVICES, plan_of, setting_of
 from megatron_fp4.estimate.plans import BF16
 from megatron_fp4.estimate.rates import UNITS
 from megatron_fp4.estimate.traffic import of_backward, of_forward
-from megatron_fp4.estimate.work import of_linear
+from megatron_fp4.estimate.work import SECOND_SCALE, of_linear
 from megatron_fp4.plan.memory import saved_bytes
 from megatron_fp4.plan.setting import UNSHARDED, Sharding, column_parallel
 
@@ -165,11 +166,35 @@ def test_float32_scales_of_blocks_multiply_the_sums_of_blocks() -> None:
     assert not total(found(get_recipe("fp8")), "multiply_adds", "block scales")
 
 
-@pytest.mark.parametrize("quantizer", [Quantizer(rule="mse"), RECIPES["four-over-six"].fprop.a])
-def test_two_scales_are_tried(quantizer: Quantizer) -> None:
-    each = [c.work for c in found(alike(quantizer)) if c.technique == "two scales"]
-    assert sum(c["element rounded to nearest"] for c in each) == SECOND_SCALE * 2 * (X + W + DY)
-    assert not [c for c in found(alike(Quantizer())) if c.technique == "two scales"]
+@pytest.mark.parametrize(
+    ("quantizer", "expected"),
+    [
+        (Quantizer(), {}),
+        (Quantizer(rule="mse"), {"element rounded to nearest": SECOND_SCALE}),
+        (RECIPES["nvfp4-nvidia"].fprop.a, {"element with a mantissa scale": 1}),
+        (
+            RECIPES["four-over-six"].fprop.a,
+            {"element with a mantissa scale": 1, "element of four over six": 1},
+        ),
+        (
+            Quantizer(scale="e4m3", rule="mse-fp8"),
+            {"element with a mantissa scale": 1, "element rounded to nearest": 3 * SECOND_SCALE},
+        ),
+    ],
+)
+def test_what_scales_take(quantizer: Quantizer, expected: dict[str, float]) -> None:
+    """Of each operand, both ways: X, W and dY."""
+    taken = Amounts()
+    for cost in found(alike(quantizer)):
+        if cost.technique == "scales":
+            taken.add(cost.work)
+    assert taken == {unit: each * 2 * (X + W + DY) for unit, each in expected.items()}
+
+
+def test_transforms_under_mantissa_scales_are_counted() -> None:
+    each = [c for c in found(get_recipe("nvfp4-nvidia")) if c.technique == "scales"]
+    unit = "element transformed, mantissa scale"
+    assert {(c.gemm, c.operand) for c in each if c.work[unit]} == {("wgrad", "x"), ("wgrad", "dy")}
 
 
 def test_the_mean_of_x() -> None:

@@ -12,7 +12,7 @@ from megatron_fp4 import ConfigError, Recipe, get_recipe
 from megatron_fp4.arithmetic.estimators import Estimator
 from tools.sweep.axes import AXES, TRAINING, Combination, check, draw, first, line, values
 from tools.sweep.building import recipe_of
-from tools.sweep.factorial import STAR
+from tools.sweep.promotion import DESIGNED
 from tools.sweep.sampling import sample
 
 TETRAJET = Combination(rule="ceil", backward_rule="ceil", rounding="backward", operands="forward")
@@ -70,7 +70,7 @@ def test_each_recipe_is_one_combination() -> None:
 
 
 def test_a_star_is_the_lines_through_its_center() -> None:
-    stars = {each: star for each, star in DRAWN.items() if star != STAR}
+    stars = {each: star for each, star in DRAWN.items() if star not in DESIGNED}
     centers = {each.key: each for each, star in stars.items() if star == each.key}
     assert set(centers) == set(stars.values())
     for each, star in stars.items():

@@ -64,7 +64,7 @@ def test_workers_end_with_the_command(which: signal.Signals, written: Path, tmp_
     assert run.returncode == (-which if which == signal.SIGKILL else 130)
     if which != signal.SIGKILL:
         count = len(results.read(path))
-        assert f"{count} of 2512 have results of products, of which 0 failed: the same co" in said
+        assert f"{count} of 2648 have results of products, of which 0 failed: the same co" in said
 
 
 def wait_until(true: Callable[[], bool], run: subprocess.Popen[str] | None = None) -> None:
@@ -137,15 +137,15 @@ def test_a_stage_needs_all_results_of_those_before(
         return capsys.readouterr().err
 
     assert refusal(["run", "digits"], "products", 1) == (
-        "sweep: 2511 of 2512 have results of products: run it first, or give the --number and "
+        "sweep: 2647 of 2648 have results of products: run it first, or give the --number and "
         "--seed that it had\n"
     )
     assert refusal(["run", "diffusion"], "digits", 3) == (
-        "sweep: 455 of 458 have results of digits: run it first\n"
+        "sweep: 580 of 583 have results of digits: run it first\n"
     )
     matrix = tmp_path / "sweep.yaml"
     words = ["llama", "--out", str(matrix)]
-    assert refusal(words, "diffusion", 258).startswith("sweep: 0 of 258 have results of diffusion")
+    assert refusal(words, "diffusion", 394).startswith("sweep: 0 of 388 have results of diffusion")
     assert not matrix.exists()
     run = ["run", "diffusion", "--results", written_without(path, "diffusion", 0)]
     assert __main__.main([*run, "--minutes", "1e-9"]) == 0  # of the committed results all are there
@@ -162,8 +162,8 @@ def test_the_best_need_all_results_of_the_last_stage(
     study.write_text("".join(lines[1:]))
     assert __main__.main(words) == 2 and not matrix.exists()
     assert capsys.readouterr().err == (
-        "sweep: 0 of 129 have results of llama: run it first\n"
-        "sweep: 128 of 129 have results of llama: run it first\n"
+        "sweep: 0 of 255 have results of llama: run it first\n"
+        "sweep: 254 of 255 have results of llama: run it first\n"
     )
     failed = json.loads(lines[0]) | {"status": "failed"}  # a result too
     study.write_text("".join([*lines[1:], json.dumps(failed) + "\n"]))

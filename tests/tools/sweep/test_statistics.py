@@ -13,11 +13,10 @@ from tools.rows import Row
 from tools.sweep.agreement import agreement, ceiling, spearman
 from tools.sweep.axes import Combination, line
 from tools.sweep.effects import effects
-from tools.sweep.factorial import STAR
-from tools.sweep.promotion import LEVELS, Line, lines_of, on_lines, promoted, random_lines
+from tools.sweep.promotion import DESIGNED, LEVELS, Line, lines_of, on_lines, promoted, random_lines
 from tools.sweep.sampling import sample
 
-STARS = {e: star for e, star in sample(2000, seed=11).items() if star != STAR}
+STARS = {e: star for e, star in sample(2000, seed=11).items() if star not in DESIGNED}
 EACH = list(STARS)
 TENTH = on_lines(random_lines(STARS, 10)) & set(EACH)
 
