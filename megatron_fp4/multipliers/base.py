@@ -90,6 +90,21 @@ class Multiplier(Protocol):
         ...
 
 
+class ReadsCodes:
+    """What multipliers share that read codes and scales as they are."""
+
+    def carrier(self, letter: str) -> torch.dtype | None:
+        return None
+
+    def decode(
+        self, made: Sequence[Made], letters: Sequence[str], dtype: torch.dtype
+    ) -> list[Form]:
+        return [*map(codes_of, made)]
+
+    def form_bytes(self, dtype: torch.dtype) -> int:
+        return 0
+
+
 def finish(product: Tensor, out_dtype: torch.dtype, into: Tensor | None) -> Tensor:
     """A float32 or float64 product as `multiply` returns it: rounded to `out_dtype`, or added to
     `into`, which is returned."""

@@ -8,20 +8,19 @@ used, and the plan gives the reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
-from megatron_fp4.multipliers.base import Product, codes_of, dtype_problem, finish, format_problem
+from megatron_fp4.multipliers.base import Product, ReadsCodes, dtype_problem, finish, format_problem
 from megatron_fp4.multipliers.trial import TRIED, trial
-from megatron_fp4.operands import Form, Made
+from megatron_fp4.operands import Form
 from megatron_fp4.target import Target, kernels_problem
 
 
-class Blackwell:
+class Blackwell(ReadsCodes):
     """Triton's block-scaled GEMM."""
 
     name = "blackwell"
@@ -40,17 +39,6 @@ class Blackwell:
         if not all(product.shape):
             return "there are no tokens"
         return None if target.device is None else problem_on(target.device)
-
-    def carrier(self, letter: str) -> torch.dtype | None:
-        return None
-
-    def decode(
-        self, made: Sequence[Made], letters: Sequence[str], dtype: torch.dtype
-    ) -> list[Form]:
-        return [*map(codes_of, made)]
-
-    def form_bytes(self, dtype: torch.dtype) -> int:
-        return 0
 
     def multiply(
         self,

@@ -8,23 +8,22 @@ multiplier is not used, and the plan gives the reason.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import NVFP4, QuantizedTensor, Quantizer
-from megatron_fp4.multipliers.base import Product, codes_of, dtype_problem, finish, format_problem
+from megatron_fp4.multipliers.base import Product, ReadsCodes, dtype_problem, finish, format_problem
 from megatron_fp4.multipliers.trial import trial
-from megatron_fp4.operands import Form, Made
+from megatron_fp4.operands import Form
 from megatron_fp4.target import Target
 
 TILE = 16, 32  # M and N must be multiples of the first, K of the second
 TRIED = ((256, 512, 1024), (208, 176, 416), (16, 16, 32))  # the M, N, K that are compared
 
 
-class Nvfp4:
+class Nvfp4(ReadsCodes):
     """Transformer Engine's NVFP4 GEMM."""
 
     name = "nvfp4"
@@ -48,17 +47,6 @@ class Nvfp4:
         if product.adds and product.out_dtype == torch.bfloat16:
             return "sums in BF16 would be rounded twice"
         return None if target.device is None else problem_on(target.device)
-
-    def carrier(self, letter: str) -> torch.dtype | None:
-        return None
-
-    def decode(
-        self, made: Sequence[Made], letters: Sequence[str], dtype: torch.dtype
-    ) -> list[Form]:
-        return [*map(codes_of, made)]
-
-    def form_bytes(self, dtype: torch.dtype) -> int:
-        return 0
 
     def multiply(
         self,
