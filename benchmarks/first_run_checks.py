@@ -24,12 +24,11 @@ from megatron_fp4.arithmetic.quantizer import (
     quantize_matrix,
 )
 from megatron_fp4.makers import choose
-from megatron_fp4.makers.base import Given, Maker
+from megatron_fp4.makers.base import Given, Maker, OperandPlan
 from megatron_fp4.makers.pytorch import make_operand
 from megatron_fp4.multipliers.base import Multiplier, Product
 from megatron_fp4.multipliers.trial import bound
 from megatron_fp4.operands import Form, Made
-from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.target import target_of
 from testing.builders.operand_plans import plan
 

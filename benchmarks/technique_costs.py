@@ -42,7 +42,7 @@ from megatron_fp4.estimate.overhead import (
 )
 from megatron_fp4.estimate.plans import BF16, recipe_named
 from megatron_fp4.estimate.rates import RATES
-from megatron_fp4.plan.data import OperandPlan
+from megatron_fp4.makers.base import OperandPlan
 from megatron_fp4.recipe import Recipe
 from tools.stamp import stamp
 

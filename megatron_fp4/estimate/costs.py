@@ -36,7 +36,8 @@ from megatron_fp4.estimate.counted import check
 from megatron_fp4.estimate.gpus import Gpu
 from megatron_fp4.estimate.traffic import of_backward, of_forward
 from megatron_fp4.estimate.work import Precision, operand_of, outlier_product, product, scales
-from megatron_fp4.plan.data import GemmPlan, LinearPlan, OperandPlan
+from megatron_fp4.makers.base import OperandPlan
+from megatron_fp4.plan.data import GemmPlan, LinearPlan
 from megatron_fp4.plan.memory import operand_bytes, outlier_bytes, saved_bytes
 from megatron_fp4.recipe import Recipe
 

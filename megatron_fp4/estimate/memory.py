@@ -11,7 +11,8 @@ from megatron_fp4.arithmetic.ramping import MOVEMENT_BYTES, SNAPSHOT_BYTES
 from megatron_fp4.estimate.layout import Layout, Stage, linears, parameters
 from megatron_fp4.estimate.model import LayerLinear, Model, Parameters
 from megatron_fp4.estimate.plans import plan
-from megatron_fp4.plan.data import LinearPlan, OperandPlan
+from megatron_fp4.makers.base import OperandPlan
+from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.memory import held_bytes, operand_bytes, saved_bytes, sent_bytes
 from megatron_fp4.plan.owned_codes import reads_average
 from megatron_fp4.recipe import Recipe

@@ -13,7 +13,8 @@ from typing import Literal
 from megatron_fp4.arithmetic.messages import FORMS
 from megatron_fp4.estimate.layout import Layout, Stage, linears, parameters
 from megatron_fp4.estimate.model import LayerLinear, Model, norm_parameters
-from megatron_fp4.plan.data import GemmPlan, LinearPlan, OperandPlan
+from megatron_fp4.makers.base import OperandPlan
+from megatron_fp4.plan.data import GemmPlan, LinearPlan
 from megatron_fp4.plan.memory import operand_bytes, outlier_bytes
 from megatron_fp4.recipe import Recipe
 

@@ -17,7 +17,8 @@ from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import joined
 from megatron_fp4.estimate.rates import by_torch
 from megatron_fp4.estimate.traffic import Sent, of_embedding, of_experts, of_head, sends_of
-from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan
+from megatron_fp4.makers.base import OperandPlan
+from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making
 from megatron_fp4.plan.memory import operand_bytes
 
 Precision = Literal["fp4", "fp8", "bf16", "fp32"]

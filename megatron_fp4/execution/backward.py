@@ -19,10 +19,11 @@ from megatron_fp4.execution.forward import Saved, all_tokens
 from megatron_fp4.execution.gemm import run_gemm
 from megatron_fp4.execution.making import computed, make_operands, source_of
 from megatron_fp4.execution.weights import HeldWeight
+from megatron_fp4.makers.base import OperandPlan, Source
 from megatron_fp4.makers.estimator import Estimating
 from megatron_fp4.multipliers.base import finish
 from megatron_fp4.operands import Decoded, Made, Matrix, Operand, SwigluGradient
-from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, Source
+from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making
 
 
 @dataclass(slots=True)

@@ -27,9 +27,8 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.execution.weights import HeldWeight
-from megatron_fp4.makers.base import NOTHING, Given
+from megatron_fp4.makers.base import NOTHING, Given, OperandPlan
 from megatron_fp4.operands import Carriers, Made, Matrix
-from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.plan.setting import UNSHARDED, KeepsW, Sharding, SwigluPlace
 
 

@@ -17,9 +17,10 @@ from megatron_fp4.execution.communication import Pending
 from megatron_fp4.execution.gemm import run_gemm, show_codes
 from megatron_fp4.execution.making import Matrices, make_operands
 from megatron_fp4.execution.weights import HeldWeight
+from megatron_fp4.makers.base import OperandPlan, Source
 from megatron_fp4.makers.outliers import Splitting
 from megatron_fp4.operands import Computed, Decoded, Made, Matrix, Operand, Swiglu
-from megatron_fp4.plan.data import LinearPlan, OperandPlan, Source
+from megatron_fp4.plan.data import LinearPlan
 
 
 @dataclass(slots=True)

@@ -7,8 +7,9 @@ from torch import Tensor
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Site
 from megatron_fp4.execution.weights import HeldWeight
+from megatron_fp4.makers.base import OperandPlan
 from megatron_fp4.operands import Carriers, Decoded, Form, Made
-from megatron_fp4.plan.data import GemmPlan, OperandPlan
+from megatron_fp4.plan.data import GemmPlan
 
 
 def run_gemm(

@@ -11,8 +11,9 @@ from megatron_fp4.arithmetic.hadamard import inverse
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.decoding import decoded, dequantized
 from megatron_fp4.execution.call import Call, Site
+from megatron_fp4.makers.base import OperandPlan, Source
 from megatron_fp4.operands import Computed, Made, Matrix, Operand, Swiglu
-from megatron_fp4.plan.data import Making, OperandPlan, Source
+from megatron_fp4.plan.data import Making
 
 Matrices = Mapping[tuple[str, Source], Matrix]
 Folds = Mapping[OperandPlan, Tensor]

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_fp4.makers.base import Maker
+from megatron_fp4.makers.base import Maker, OperandPlan
 from megatron_fp4.makers.block_scales import BlockScaleKernel
 from megatron_fp4.makers.mxfp4 import Mxfp4Kernel
 from megatron_fp4.makers.pytorch import PyTorch
 from megatron_fp4.makers.row_scales import RowScaleKernel
 from megatron_fp4.makers.transpose import TransposeKernel
-from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.target import Target, kernels_problem
 
 PYTORCH, TRANSPOSE = PyTorch(), TransposeKernel()

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import GROUP, Signs
 from megatron_fp4.arithmetic.quantizer import Quantizer
-from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.makers.pytorch import before_quantizer
 from megatron_fp4.operands import Made, Matrix, Operand
-from megatron_fp4.plan.data import OperandPlan
 
 if TYPE_CHECKING:
     from megatron_fp4.kernels.tile_hadamard import Transform

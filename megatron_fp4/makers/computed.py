@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_fp4.makers.base import OperandPlan
 from megatron_fp4.operands import Compute, Computed, Normed, Swiglu, SwigluGradient
-from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.target import Target, kernels_problem
 

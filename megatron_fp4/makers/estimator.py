@@ -17,9 +17,8 @@ from megatron_fp4.arithmetic.hadamard import inverse, transform
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.arithmetic.scaling import per_block
 from megatron_fp4.makers import PYTORCH
-from megatron_fp4.makers.base import NOTHING, Given
+from megatron_fp4.makers.base import NOTHING, Given, OperandPlan
 from megatron_fp4.makers.pytorch import before_quantizer
-from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.target import kernels_problem
 

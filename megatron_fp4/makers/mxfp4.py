@@ -16,10 +16,9 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import GROUP
 from megatron_fp4.arithmetic.quantizer import Quantizer
-from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.makers.computed import WIDEST_NORM
 from megatron_fp4.operands import Made, Matrix, Operand
-from megatron_fp4.plan.data import OperandPlan
 
 
 class Mxfp4Kernel:

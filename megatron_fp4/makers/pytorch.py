@@ -13,9 +13,8 @@ from torch import Tensor
 from megatron_fp4.arithmetic.formats import widen
 from megatron_fp4.arithmetic.hadamard import transform
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, absolute_max, quantize_matrix
-from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.operands import Made, Matrix, Operand
-from megatron_fp4.plan.data import OperandPlan
 
 
 class PyTorch:

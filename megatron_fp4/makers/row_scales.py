@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.operands import Made, Matrix, Operand
-from megatron_fp4.plan.data import OperandPlan
 
 
 class RowScaleKernel:

@@ -17,10 +17,11 @@ from megatron_fp4.arithmetic.formats import wide
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.makers import computed, estimator, outliers
+from megatron_fp4.makers.base import OperandPlan, Source
 from megatron_fp4.multipliers.base import Multiplier, Product
 from megatron_fp4.operands import Compute
 from megatron_fp4.plan import reads
-from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan, Source
+from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making
 from megatron_fp4.plan.owned_codes import reader_of_w
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.plan.sizes import CONTRACTED, token_tile

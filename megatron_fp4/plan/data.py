@@ -7,95 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-import torch
-
-from megatron_fp4.arithmetic.hadamard import Hadamard
-from megatron_fp4.arithmetic.quantizer import Quantizer
+from megatron_fp4.makers.base import Maker, OperandPlan, Source
+from megatron_fp4.makers.estimator import Estimating
+from megatron_fp4.makers.outliers import Splitting
+from megatron_fp4.multipliers.base import Multiplier, Product
 from megatron_fp4.operands import Compute
+from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import Recipe
-
-if TYPE_CHECKING:
-    from megatron_fp4.makers.base import Maker
-    from megatron_fp4.makers.estimator import Estimating
-    from megatron_fp4.makers.outliers import Splitting
-    from megatron_fp4.multipliers.base import Multiplier, Product
-    from megatron_fp4.plan.setting import Setting
-
-# What an operand is made from.
-#   model     X, W or dY as the model holds it
-#   swiglu    X of fc2: the SwiGLU of fc1's Y, which the model holds. dY of fc1: computed from fc1's
-#             Y and the gradient of the SwiGLU's result, which the model holds
-#   normed    X: the RMSNorm of what the model holds
-#   inliers   X without its outliers
-#   centered  X without its mean over tokens
-#   codes     fprop's operand, as codes and scales. W of fprop itself: as its owners sent it
-#   decoded   fprop's operand, decoded to `OperandPlan.dtype`; if fprop transformed it, after the
-#             inverse Hadamard transform
-#   values    fprop's operand, decoded without the scale of a whole row or tensor, which is
-#             multiplied into dY instead
-#   elements  fprop's codes without any scale; the scale of a whole row is multiplied into dY
-Source = Literal[
-    "model", "swiglu", "normed", "inliers", "centered", "codes", "decoded", "values", "elements"
-]
-
-
-@dataclass(frozen=True, eq=False)
-class OperandPlan:
-    """How one operand of a GEMM is made. The steps are in the order of the fields.
-
-    gemm, letter: which operand it is: "fprop", "dgrad" or "wgrad"; "x", "w" or "dy".
-    source: what it is made from; see Source.
-    dtype: of the matrix that the source gives.
-    codes: the quantizer of the source if it is given as codes and scales, else None.
-    shape: rows and columns of that matrix as the model holds it, or divisors of them (see
-        `Setting.tokens`).
-    axis: the contracted axis of that matrix.
-    is_part: whether that matrix has only this rank's part of the tokens.
-    gathered: when the tokens of all ranks are gathered: "before" the operand is made (the matrix is
-        sent) or "after" (codes and scales are sent); "" where nothing is gathered.
-    folds: whether it is multiplied, along the contracted axis, by the row scales of the other
-        operand of the GEMM.
-    hadamard: the Hadamard transform; None is none.
-    quantizer: None leaves the operand in high precision.
-    agrees: whether ranks share a scale, and all-reduce the maximum of their largest magnitudes.
-    carrier: the FP8 dtype of the carriers that the maker writes beside the codes; None: it writes
-        none.
-    """
-
-    gemm: str
-    letter: str
-    source: Source
-    dtype: torch.dtype
-    codes: Quantizer | None
-    shape: tuple[int, int]
-    axis: int
-    is_part: bool
-    gathered: Literal["", "before", "after"]
-    folds: bool
-    hadamard: Hadamard | None
-    quantizer: Quantizer | None
-    agrees: bool
-    carrier: torch.dtype | None = None
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether the operand is a QuantizedTensor."""
-        return self.quantizer is not None or self.codes is not None
-
-    @cached_property
-    def is_sent(self) -> bool:
-        """Whether this is W of fprop in codes and scales that were sent, so that no maker makes it.
-
-        `codes` is then the recipe's quantizer of it, and `quantizer` is None.
-        """
-        return self.gemm == "fprop" and self.source == "codes"
-
-    @cached_property
-    def group(self) -> int:
-        """The group size of the Hadamard transform; 0 if there is none."""
-        return 0 if self.hadamard is None else self.hadamard.group
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_fp4.plan.data import LinearPlan, OperandPlan
+from megatron_fp4.makers.base import OperandPlan
+from megatron_fp4.plan.data import LinearPlan
 
 
 def operand_bytes(operand: OperandPlan) -> int:

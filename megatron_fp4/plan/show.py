@@ -10,7 +10,8 @@ from megatron_fp4.arithmetic.messages import FORMS, form_name
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.description import estimator_words, quantizer_words, transform_words
 from megatron_fp4.gemms import LETTERS
-from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making, OperandPlan
+from megatron_fp4.makers.base import OperandPlan
+from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making
 from megatron_fp4.plan.memory import (
     held_bytes,
     norm_bytes,

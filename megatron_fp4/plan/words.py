@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.gemms import LETTERS
-from megatron_fp4.plan.data import GemmPlan, LinearPlan, OperandPlan
+from megatron_fp4.makers.base import OperandPlan
+from megatron_fp4.plan.data import GemmPlan, LinearPlan
 
 
 def gemm_words(plan: LinearPlan, gemm: GemmPlan) -> str:

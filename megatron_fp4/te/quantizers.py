@@ -29,11 +29,11 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.making import make_operands, source_of
 from megatron_fp4.execution.parts import take_apart
+from megatron_fp4.makers.base import Source
 from megatron_fp4.multipliers import choose
 from megatron_fp4.multipliers.base import Multiplier, Product, format_of
 from megatron_fp4.operands import Made, Matrix, Operand
 from megatron_fp4.plan.compiler import makings, operand_plan
-from megatron_fp4.plan.data import Source
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.target import target_of

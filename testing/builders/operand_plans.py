@@ -9,10 +9,9 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
-from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.makers.pytorch import make_operand
 from megatron_fp4.operands import Operand
-from megatron_fp4.plan.data import OperandPlan
 
 
 def plan(x: Operand, quantizer: Quantizer | None, axis: int, **fields: Any) -> OperandPlan:

@@ -15,10 +15,9 @@ import torch
 
 from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.quantizer import quantize_matrix
-from megatron_fp4.makers.base import Maker
+from megatron_fp4.makers.base import Maker, OperandPlan
 from megatron_fp4.mcore.model import sent_weights
 from megatron_fp4.mcore.model.sent_weights import SentWeights, _maker
-from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.target import Target
 from testing.patching import patched
 

@@ -28,13 +28,12 @@ from benchmarks.first_run_checks import (
 )
 from megatron_fp4 import get_quantizer
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
-from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.makers.pytorch import PyTorch
 from megatron_fp4.multipliers.bf16 import Bf16
 from megatron_fp4.multipliers.reference import Reference
 from megatron_fp4.multipliers.sm100 import Sm100
 from megatron_fp4.operands import Form, Made, Matrix
-from megatron_fp4.plan.data import OperandPlan
 from testing.builders.operand_plans import plan
 
 CPU = torch.device("cpu")

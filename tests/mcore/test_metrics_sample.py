@@ -18,13 +18,12 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.linear import quantized_linear
-from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.mcore.loop import metrics_shares
 from megatron_fp4.mcore.loop.metrics_shares import Samples
 from megatron_fp4.metrics.lines import rows_of
 from megatron_fp4.metrics.operands import operand_metrics, operand_sums
 from megatron_fp4.operands import Carriers, Made, Matrix
-from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.plan.setting import Sharding, column_parallel, row_parallel
 from megatron_fp4.recipe import GEMMS, OPERANDS
 from testing.builders.small_recipes import small_recipe

@@ -11,9 +11,10 @@ import torch
 
 from megatron_fp4 import ConfigError, Quantizer, get_recipe, list_recipes
 from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.makers.base import OperandPlan
 from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.compiler import compile_plan
-from megatron_fp4.plan.data import LinearPlan, OperandPlan
+from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.setting import Setting, Sharding, column_parallel, row_parallel
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from megatron_fp4.target import Target, target_of

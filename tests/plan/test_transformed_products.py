@@ -9,10 +9,9 @@ from torch import Tensor
 
 from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS
-from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.makers.pytorch import before_quantizer
 from megatron_fp4.plan.compiler import compile_plan
-from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.target import Target
 

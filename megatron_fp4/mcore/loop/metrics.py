@@ -29,7 +29,7 @@ from torch import distributed as dist
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
-from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.mcore.launch.fp4_arguments import metrics_folder
 from megatron_fp4.mcore.launch.steps import steps_of
 from megatron_fp4.mcore.loop.metrics_log import FILE, MetricsLog
@@ -52,7 +52,6 @@ from megatron_fp4.metrics.records import PLACES, Record, layer_records
 from megatron_fp4.metrics.tally import Tally
 from megatron_fp4.metrics.weights import WINDOW
 from megatron_fp4.operands import Carriers, Made, Matrix, Operand
-from megatron_fp4.plan.data import OperandPlan
 
 
 def interval(args: argparse.Namespace) -> int:

@@ -15,13 +15,12 @@ from torch import distributed as dist
 from megatron_fp4.arithmetic.philox import GROUP
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
-from megatron_fp4.makers.base import Given
+from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.makers.pytorch import before_quantizer
 from megatron_fp4.mcore.model.attach import Fp4Layer
 from megatron_fp4.metrics import weights
 from megatron_fp4.metrics.lines import lines_of, rows_of
 from megatron_fp4.operands import Computed, Matrix
-from megatron_fp4.plan.data import OperandPlan
 
 # An operand of a microbatch with more elements than this is sampled: of its lines across the
 # blocked axis, every n-th of the unsharded operand. The cost is then that of launching kernels.

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from megatron_fp4 import makers
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
-from megatron_fp4.makers.base import Given, Maker
+from megatron_fp4.makers.base import Given, Maker, OperandPlan
 from megatron_fp4.plan.compiler import operand_plan
-from megatron_fp4.plan.data import OperandPlan
 from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.target import target_of
