@@ -26,8 +26,8 @@ from megatron_fp4.estimate.overhead import plan_of, setting_of
 from megatron_fp4.estimate.plans import recipe_named
 from megatron_fp4.estimate.work import of_linear, quantize
 from megatron_fp4.plan.compiler import compile_plan
-from megatron_fp4.plan.setting import KeepsW, Setting, SwigluPlace
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.setting import KeepsW, Setting, SwigluPlace
 
 RESULTS = Path(__file__).parent / "results"
 # Steps of the present kernels, with linears in C++.

@@ -23,7 +23,7 @@ from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_quantizer, get_recip
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.plan.compiler import compile_plan
-from megatron_fp4.plan.setting import Setting
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import Target
 from tools.stamp import stamp
 from tools.sweep import tensors

@@ -34,8 +34,8 @@ from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.multipliers.hopper import Hopper
 from megatron_fp4.operands import Made
-from megatron_fp4.plan.setting import SwigluPlace
 from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
+from megatron_fp4.setting import SwigluPlace
 from tools.stamp import stamp
 
 TOKENS = 8192

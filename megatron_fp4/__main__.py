@@ -25,7 +25,7 @@ from megatron_fp4.multipliers import MULTIPLIERS
 from megatron_fp4.plan import command
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.setting import Setting
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import ROCM, target_of
 
 PACKAGES = (

@@ -19,9 +19,9 @@ from megatron_fp4.errors import SizeError
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.linear import linear_after_swiglu, linear_before_swiglu, quantized_linear
 from megatron_fp4.plan.compiler import compile_plan
-from megatron_fp4.plan.setting import Setting, column_parallel
 from megatron_fp4.plan.show import show
 from megatron_fp4.recipe import HIGH_PRECISION
+from megatron_fp4.setting import Setting, column_parallel
 from megatron_fp4.target import Target
 from testing.linears import Results, errors, gradients
 from testing.linears import quantized as q

@@ -22,8 +22,8 @@ from megatron_fp4.linear import quantized_linear
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.memory import held_bytes, saved_bytes, sent_bytes
 from megatron_fp4.plan.owned_codes import reader_of_w
-from megatron_fp4.plan.setting import KeepsW, Setting
 from megatron_fp4.recipe import GEMMS, GemmRecipe, Phase, Recipe
+from megatron_fp4.setting import KeepsW, Setting
 from megatron_fp4.target import target_of
 from testing.oracles import normal
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from megatron_fp4.estimate.costs import Cost, costs
 from megatron_fp4.estimate.gpus import MEASURED, Gpu
 from megatron_fp4.estimate.overhead import Overhead, as_it_runs, plan_of, time_of, with_kernels
-from megatron_fp4.plan.setting import Setting
 from megatron_fp4.plan.words import notes
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.setting import Setting
 
 _HEAD = ("read MB", "written MB", "G mult-adds", "M words", "kept MB", "sent MB", "µs")
 _WIDTH = 13

@@ -15,7 +15,7 @@ from megatron_fp4.estimate.model import (
     norm_parameters,
     position_parameters,
 )
-from megatron_fp4.plan.setting import KeepsW
+from megatron_fp4.setting import KeepsW
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Layout:
     moments: how Adam's moments are stored (--fp4-optimizer-state). Estimates of memory depend on
         it, and those of time are for float32.
     keeps_w: what is held of quantized weights over a step, without CUDA graphs; see
-        `plan.setting.Setting`.
+        `setting.Setting`.
     gradients: the elements in which data-parallel ranks send gradients, a key of
         `arithmetic.messages.FORMS` (--fp4-grad-comm); None: in float32, by Megatron's collectives.
     gathers_codes: whether a distributed optimizer gathers the weights of quantized linears as codes
@@ -63,7 +63,7 @@ class Layout:
 
     @property
     def sent_w(self) -> bool:
-        """Whether linears get W as codes; see `plan.setting.Setting`."""
+        """Whether linears get W as codes; see `setting.Setting`."""
         return self.gathers_codes and self.sharded
 
     @property

@@ -22,8 +22,8 @@ from megatron_fp4.makers import PYTORCH
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.memory import operand_bytes
-from megatron_fp4.plan.setting import UNSHARDED, Setting, Sharding
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.setting import UNSHARDED, Setting, Sharding
 
 # The GPU of each generation, by the name that the design space has for it.
 DEVICES = {"hopper": MEASURED, "blackwell": GPUS["b200"]}

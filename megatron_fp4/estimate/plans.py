@@ -14,7 +14,10 @@ from megatron_fp4.estimate.model import LayerLinear, Model
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.owned_codes import reader_of_w
-from megatron_fp4.plan.setting import (
+from megatron_fp4.plan.sizes import token_multiple
+from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipes import get_recipe
+from megatron_fp4.setting import (
     UNSHARDED,
     Setting,
     Sharding,
@@ -22,9 +25,6 @@ from megatron_fp4.plan.setting import (
     column_parallel,
     row_parallel,
 )
-from megatron_fp4.plan.sizes import token_multiple
-from megatron_fp4.recipe import Recipe
-from megatron_fp4.recipes import get_recipe
 from megatron_fp4.target import Target, kernels_problem
 
 BF16 = Recipe("bf16")

@@ -18,8 +18,8 @@ from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import check_target
 from megatron_fp4.estimate.rates import RATES
 from megatron_fp4.estimate.step import Time, step_time
-from megatron_fp4.plan.setting import KeepsW
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.setting import KeepsW
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 

@@ -23,8 +23,8 @@ from megatron_fp4.inputs import autocasts
 from megatron_fp4.operands import Computed, Normed, Operand, Swiglu
 from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.setting import SwigluPlace
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.setting import SwigluPlace
 
 # Disables torch function modes inside a linear, to reduce host overhead. A call runs hundreds of
 # small torch operations, none of which a mode has to change. Where a mode is active (the CPU

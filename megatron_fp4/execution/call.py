@@ -29,7 +29,7 @@ from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.makers.base import NOTHING, Given, OperandPlan
 from megatron_fp4.operands import Carriers, Made, Matrix
-from megatron_fp4.plan.setting import UNSHARDED, KeepsW, Sharding, SwigluPlace
+from megatron_fp4.setting import UNSHARDED, KeepsW, Sharding, SwigluPlace
 
 
 class Call(NamedTuple):
@@ -53,7 +53,7 @@ class Call(NamedTuple):
 class Beside(NamedTuple):
     """Where a call of a linear stands beside a SwiGLU: fc1 before it, fc2 after it.
 
-    place: see `plan.setting.SwigluPlace`.
+    place: see `setting.SwigluPlace`.
     y: what goes through the SwiGLU, [..., 2 in], if the place is "after"; else None.
     """
 
@@ -121,7 +121,7 @@ class Site:
     name: the global name of the module, part of the key of its random bits.
     placements: where "x", "w" and "dy" lie in the unsharded tensors; the default is WHOLE.
     parallel: the ranks over which it is sharded; None if it is not sharded.
-    keeps_w, packs_x, kept_y: see `plan.setting.Setting`.
+    keeps_w, packs_x, kept_y: see `setting.Setting`.
     fuses: whether dW is added to weight.main_grad, if the weight has one.
     average: float32 [out, in], the moving average towards which rounding ema rounds W. It is
         updated in place between steps. None: W itself, or the recipe reads no average.

@@ -18,8 +18,8 @@ from megatron_fp4.arithmetic.hot_channels import Columns, Outliers
 from megatron_fp4.arithmetic.outliers import Residual
 from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, QuantizedTensor
 from megatron_fp4.operands import Operand
-from megatron_fp4.plan.setting import Sharding
 from megatron_fp4.recording import current
+from megatron_fp4.setting import Sharding
 
 
 class Pending[A]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_fp4.makers.base import OperandPlan
 from megatron_fp4.operands import Compute, Computed, Normed, Swiglu, SwigluGradient
-from megatron_fp4.plan.setting import Setting
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import Target, kernels_problem
 
 _READS_E4M3 = (8, 9)  # the first compute capability with an instruction for it

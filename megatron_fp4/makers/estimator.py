@@ -19,7 +19,7 @@ from megatron_fp4.arithmetic.scaling import per_block
 from megatron_fp4.makers import PYTORCH
 from megatron_fp4.makers.base import NOTHING, Given, OperandPlan
 from megatron_fp4.makers.pytorch import before_quantizer
-from megatron_fp4.plan.setting import Setting
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import kernels_problem
 
 KERNEL = "dge kernel"

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.hot_channels import HotChannels, Outliers
 from megatron_fp4.arithmetic.outliers import Residual
-from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import kernels_problem
 
 

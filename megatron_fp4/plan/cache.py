@@ -9,9 +9,9 @@ import torch
 
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.setting import KeepsW, Setting, Sharding, SwigluPlace
 from megatron_fp4.plan.sizes import token_multiple
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.setting import KeepsW, Setting, Sharding, SwigluPlace
 from megatron_fp4.target import target_of
 
 _SIDES = 128  # every multiple of tokens that a multiplier or maker requires divides this

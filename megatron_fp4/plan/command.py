@@ -17,11 +17,11 @@ from megatron_fp4.description import place_of
 from megatron_fp4.errors import ConfigError, SizeError
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.owned_codes import reader_of_w
-from megatron_fp4.plan.setting import Setting, Sharding, column_parallel, row_parallel
 from megatron_fp4.plan.show import show, show_exchange
 from megatron_fp4.plan.sizes import check_sizes
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import get_recipe, read_options
+from megatron_fp4.setting import Setting, Sharding, column_parallel, row_parallel
 from megatron_fp4.target import Target, gpu_named, target_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

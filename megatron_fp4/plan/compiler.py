@@ -23,9 +23,9 @@ from megatron_fp4.operands import Compute
 from megatron_fp4.plan import reads
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making
 from megatron_fp4.plan.owned_codes import reader_of_w
-from megatron_fp4.plan.setting import Setting
 from megatron_fp4.plan.sizes import CONTRACTED, token_tile
 from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
+from megatron_fp4.setting import Setting
 
 
 def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:

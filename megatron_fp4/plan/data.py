@@ -14,8 +14,8 @@ from megatron_fp4.makers.estimator import Estimating
 from megatron_fp4.makers.outliers import Splitting
 from megatron_fp4.multipliers.base import Multiplier, Product
 from megatron_fp4.operands import Compute
-from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.setting import Setting
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from megatron_fp4.arithmetic.estimators import Estimator
-from megatron_fp4.plan.setting import Setting
 from megatron_fp4.plan.sizes import token_tile
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.setting import Setting
 
 # --- what is saved for backward -------------------------------------------------------------------
 

@@ -34,8 +34,8 @@ from megatron_fp4.multipliers import choose
 from megatron_fp4.multipliers.base import Multiplier, Product, format_of
 from megatron_fp4.operands import Made, Matrix, Operand
 from megatron_fp4.plan.compiler import makings, operand_plan
-from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import target_of
 
 try:

@@ -28,8 +28,8 @@ from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.mcore.runtime import gloo
-from megatron_fp4.plan.setting import Sharding, column_parallel, row_parallel
 from megatron_fp4.recipe import GemmRecipe, Recipe
+from megatron_fp4.setting import Sharding, column_parallel, row_parallel
 from testing.patching import patched
 
 TOKENS, FEATURES = 128, 96

@@ -49,8 +49,8 @@ from megatron_fp4.linear import (
 )
 from megatron_fp4.mcore.runtime import gloo
 from megatron_fp4.monitor import NonFiniteMonitor
-from megatron_fp4.plan.setting import KeepsW, column_parallel, row_parallel
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.setting import KeepsW, column_parallel, row_parallel
 from testing.builders.small_recipes import small_recipe
 
 TOKENS, INPUTS, OUTPUTS = 64, 64, 64  # on each rank

@@ -24,7 +24,7 @@ from megatron_fp4.cpp.executor import CppExecutor
 from megatron_fp4.linear import execute_by
 from megatron_fp4.mcore.model import executor
 from megatron_fp4.plan.compiler import compile_plan
-from megatron_fp4.plan.setting import Setting
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import Target
 from testing.builders.small_recipes import small_recipe
 from testing.kernels import pretend_gpu

@@ -23,7 +23,7 @@ from megatron_fp4.linear import quantized_linear
 from megatron_fp4.makers import estimator as maker
 from megatron_fp4.mcore.runtime import gloo
 from megatron_fp4.plan.compiler import compile_plan
-from megatron_fp4.plan.setting import Setting, Sharding, column_parallel, row_parallel
+from megatron_fp4.setting import Setting, Sharding, column_parallel, row_parallel
 from megatron_fp4.target import target_of
 from testing.oracles import normal, relative_error
 from testing.patching import patched

@@ -20,7 +20,7 @@ from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.mcore.runtime import gloo
 from megatron_fp4.multipliers.reference import Reference
-from megatron_fp4.plan.setting import column_parallel
+from megatron_fp4.setting import column_parallel
 from testing.builders.small_recipes import small_recipe
 
 GATHER, SCATTER, SUM = (

@@ -21,7 +21,7 @@ from megatron_fp4.mcore.model import executor
 from megatron_fp4.mcore.model.executor import Started
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.setting import Setting
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import Target, gpu_named
 from testing.kernels.compiling import compiled_launch
 

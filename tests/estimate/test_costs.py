@@ -24,7 +24,7 @@ from megatron_fp4.estimate.rates import UNITS
 from megatron_fp4.estimate.traffic import of_backward, of_forward
 from megatron_fp4.estimate.work import SECOND_SCALE, of_linear
 from megatron_fp4.plan.memory import saved_bytes
-from megatron_fp4.plan.setting import UNSHARDED, Sharding, column_parallel
+from megatron_fp4.setting import UNSHARDED, Sharding, column_parallel
 
 TOKENS, IN, OUT = 256, 128, 384
 X, W, DY = TOKENS * IN, OUT * IN, TOKENS * OUT

@@ -28,7 +28,7 @@ from megatron_fp4.mcore.model.rotary import Rotation
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.self_attention import RotatingSelfAttention
 from megatron_fp4.mcore.runtime import cpu
-from megatron_fp4.plan.setting import KeepsW
+from megatron_fp4.setting import KeepsW
 from megatron_fp4.target import target_of
 from testing.builders import small_gpt
 

@@ -14,7 +14,7 @@ from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import recipe_named
 from megatron_fp4.estimate.work import Work, of_layer
 from megatron_fp4.mcore.data.vocabulary import padded_size
-from megatron_fp4.plan.setting import KeepsW
+from megatron_fp4.setting import KeepsW
 
 MODEL = Model(1, 4096, 14336, 32, 8, 128, 32000, 4096)
 LAYOUT = Layout(1, micro_batch=2, batch=16)

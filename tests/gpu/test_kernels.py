@@ -11,7 +11,7 @@ from megatron_fp4.arithmetic.philox import Key, Noise
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, get_quantizer
 from megatron_fp4.makers import choose, outliers
 from megatron_fp4.makers.base import Given
-from megatron_fp4.plan.setting import Setting
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import target_of
 from testing.builders.operand_plans import made_in_pytorch, plan
 from testing.kernels.compare_block_scales import QUANTIZERS

@@ -14,7 +14,7 @@ from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.quantizer import quantize_matrix
 from megatron_fp4.kernels import outliers as kernel
 from megatron_fp4.makers import choose, outliers
-from megatron_fp4.plan.setting import Setting
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import Target, target_of
 from testing.builders.operand_plans import plan
 

@@ -20,9 +20,9 @@ from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.start_table import Row, table
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.setting import Setting
 from megatron_fp4.plan.words import gemm_words
 from megatron_fp4.recipe import GemmRecipe, Phase, Recipe
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import target_of
 from testing.builders import small_gpt
 from testing.worlds.launch import torchrun, train

@@ -24,8 +24,8 @@ from megatron_fp4.mcore.loop.metrics_shares import Samples
 from megatron_fp4.metrics.lines import rows_of
 from megatron_fp4.metrics.operands import operand_metrics, operand_sums
 from megatron_fp4.operands import Carriers, Made, Matrix
-from megatron_fp4.plan.setting import Sharding, column_parallel, row_parallel
 from megatron_fp4.recipe import GEMMS, OPERANDS
+from megatron_fp4.setting import Sharding, column_parallel, row_parallel
 from testing.builders.small_recipes import small_recipe
 from testing.oracles import normal
 

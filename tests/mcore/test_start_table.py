@@ -8,8 +8,8 @@ import torch
 from megatron_fp4 import get_recipe
 from megatron_fp4.mcore.model import start_table
 from megatron_fp4.plan.compiler import compile_plan
-from megatron_fp4.plan.setting import Setting, column_parallel
 from megatron_fp4.recipes import list_recipes
+from megatron_fp4.setting import Setting, column_parallel
 from megatron_fp4.target import target_of
 
 

@@ -15,7 +15,7 @@ from megatron_fp4 import __main__, get_recipe, list_recipes
 from megatron_fp4.estimate import command
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.memory import saved_bytes
-from megatron_fp4.plan.setting import Setting
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import Target
 
 

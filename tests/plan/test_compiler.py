@@ -15,8 +15,8 @@ from megatron_fp4.makers.base import OperandPlan
 from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.setting import Setting, Sharding, column_parallel, row_parallel
 from megatron_fp4.recipe import GemmRecipe, Recipe
+from megatron_fp4.setting import Setting, Sharding, column_parallel, row_parallel
 from megatron_fp4.target import Target, target_of
 
 CPU, H200, B200 = target_of(torch.device("cpu")), Target("cuda", (9, 0)), Target("cuda", (10, 0))

@@ -16,10 +16,10 @@ from megatron_fp4.description import describe
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.memory import operand_bytes, saved_bytes
-from megatron_fp4.plan.setting import Setting, Sharding, column_parallel, row_parallel
 from megatron_fp4.plan.show import show
 from megatron_fp4.plan.words import notes
 from megatron_fp4.recipes.files import recipe_of_fields
+from megatron_fp4.setting import Setting, Sharding, column_parallel, row_parallel
 from megatron_fp4.target import Target, target_of
 
 CPU, H200 = target_of(torch.device("cpu")), Target("cuda", (9, 0))

@@ -20,8 +20,8 @@ from megatron_fp4.linear import linear_before_swiglu, quantized_linear
 from megatron_fp4.operands import Decoded, Made
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.memory import held_bytes, saved_bytes, y_bytes
-from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import GemmRecipe, Recipe
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import target_of
 from testing.builders.small_recipes import small_recipe
 from testing.oracles import normal

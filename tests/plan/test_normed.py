@@ -11,7 +11,7 @@ import torch
 from megatron_fp4 import get_recipe
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.setting import Setting
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import Target
 
 SETTING = Setting(

@@ -12,7 +12,7 @@ from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS
 from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.makers.pytorch import before_quantizer
 from megatron_fp4.plan.compiler import compile_plan
-from megatron_fp4.plan.setting import Setting
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import Target
 
 TOKENS, INPUTS, OUTPUTS = 128, 256, 384  # the axes cannot be taken for one another

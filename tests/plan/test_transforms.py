@@ -5,8 +5,8 @@ import torch
 
 from megatron_fp4 import Recipe, get_recipe
 from megatron_fp4.plan.compiler import compile_plan
-from megatron_fp4.plan.setting import Setting
 from megatron_fp4.plan.words import notes
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import Target
 
 

@@ -16,10 +16,10 @@ from megatron_fp4.estimate.work import of_linear
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.memory import saved_bytes
-from megatron_fp4.plan.setting import Setting, column_parallel
 from megatron_fp4.plan.show import show
 from megatron_fp4.plan.words import notes
 from megatron_fp4.recipe import HIGH_PRECISION
+from megatron_fp4.setting import Setting, column_parallel
 from megatron_fp4.target import Target, target_of
 
 CPU, H200 = target_of(torch.device("cpu")), Target("cuda", (9, 0))

@@ -37,10 +37,10 @@ from megatron_fp4.mcore.model.shards import (
 from megatron_fp4.operands import Activated
 from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.setting import Sharding, SwigluPlace, column_parallel, row_parallel
 from megatron_fp4.plan.sizes import token_multiple
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.replay import Replay
+from megatron_fp4.setting import Sharding, SwigluPlace, column_parallel, row_parallel
 
 
 @dataclass

@@ -29,8 +29,8 @@ from megatron_fp4.mcore.model.sent_weights import SentWeights
 from megatron_fp4.mcore.model.weight_states import WeightStates
 from megatron_fp4.mcore.runtime.ranks import once
 from megatron_fp4.monitor import CarrierRounding, NonFinite, NonFiniteMonitor
-from megatron_fp4.plan.setting import KeepsW
 from megatron_fp4.recipe import OPERANDS, Recipe
+from megatron_fp4.setting import KeepsW
 
 CALIBRATION = 2**31  # the first step whose random bits calibrations draw; trainings are shorter
 MOST_PADDING = 1024  # more tokens than any block or Hadamard group holds

@@ -21,8 +21,8 @@ from megatron_fp4 import makers
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.makers.base import Given, Maker, OperandPlan
 from megatron_fp4.plan.compiler import operand_plan
-from megatron_fp4.plan.setting import Setting
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.setting import Setting
 from megatron_fp4.target import target_of
 
 _COLUMNS = 1024  # of the matrix as which a part of a weight is quantized, at most

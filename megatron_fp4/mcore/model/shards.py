@@ -10,7 +10,7 @@ import argparse
 import torch
 
 from megatron_fp4.arithmetic.philox import GROUP, Placement
-from megatron_fp4.plan.setting import Sharding
+from megatron_fp4.setting import Sharding
 
 
 def tokens_on_rank(

@@ -10,9 +10,9 @@ from megatron_fp4.arithmetic.philox import GROUP
 from megatron_fp4.errors import ConfigError, SizeError
 from megatron_fp4.mcore.launch.flags import flag_of
 from megatron_fp4.mcore.model.shards import tokens_on_rank
-from megatron_fp4.plan.setting import UNSHARDED, Sharding
 from megatron_fp4.plan.sizes import check_sizes, token_tile
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.setting import UNSHARDED, Sharding
 
 # The (inputs, outputs) of a linear over all ranks as formulas, by the end of the linear's name.
 # Words in braces are Megatron's arguments.
