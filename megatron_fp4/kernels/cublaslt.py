@@ -233,9 +233,11 @@ def multiply(
     alpha: float = 1.0,
     accumulates: bool = False,
 ) -> None:
-    """`product` of matrices whose addresses are known; they must live until it returns.
+    """Writes the product to `out`, or adds it (`accumulates`).
 
-    shape: M, N and K.
+    a, b: row-major, not both E5M2; they must live until it returns. shape: M, N and K, multiples of
+    16. out [M, N]: BF16 or float32, row-major. Raises CublasError if the library has no algorithm
+    for it.
     """
     device = out.device
     index = device.index
@@ -279,25 +281,3 @@ class Launched(NamedTuple):
         """
         plan = _Plan(*self.form)
         return plan, plan.numbers()
-
-
-def product(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    out: Tensor,
-    *,
-    alpha: float = 1.0,
-    accumulates: bool = False,
-) -> Tensor:
-    """Writes the product to `out`, or adds it, and returns `out`.
-
-    a [M, K], b [N, K]: FP8, not both E5M2. a_scale [M], b_scale [N]: float32. out [M, N]: BF16 or
-    float32. All are row-major, and M, N and K multiples of 16. Raises CublasError if the library
-    has no algorithm for it.
-    """
-    first = a.data_ptr(), a.dtype, a_scale.data_ptr(), a_scale
-    second = b.data_ptr(), b.dtype, b_scale.data_ptr(), b_scale
-    multiply(first, second, (len(a), len(b), a.shape[1]), out, alpha, accumulates)
-    return out

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from megatron_fp4.kernels import cublaslt
+from megatron_fp4.multipliers.hopper import Hopper
+from megatron_fp4.operands import Decoded
 
 INCLUDES = [file.parent for path in nvidia.__path__ for file in Path(path).rglob("cublasLt.h")]
 
@@ -90,8 +92,9 @@ def test_a_plan_is_made_once_for_a_factor_and_the_scales_are_each_call_s(monkeyp
     cublaslt._plan.cache_clear()
     a, b = torch.zeros(32, 64).to(torch.float8_e5m2), torch.zeros(48, 64).to(torch.float8_e4m3fn)
     out, rows, columns = torch.zeros(32, 48), torch.ones(32, 1), torch.ones(48, 1)
+    forms = Decoded(a, rows), Decoded(b, columns)
     for alpha in (1.0, 2.0, 2.0):
-        assert cublaslt.product(a, b, rows, columns, out, alpha=alpha, accumulates=True) is out
+        assert Hopper().multiply(*forms, alpha, out.dtype, into=out) is out
     names = [name for name, _ in calls]
     assert names.count("cublasLtMatmulAlgoGetHeuristic") == 2  # one for each alpha
     products = [arguments for name, arguments in calls if name == "cublasLtMatmul"]
