@@ -177,9 +177,10 @@ def _kind(
         beside.place,
     )  # fmt: skip
     kinds = site.kinds
-    found = kinds.get(key)
+    found = kinds.pop(key, None)
     if found is None:
         if len(kinds) >= KINDS:
-            del kinds[next(iter(kinds))]
-        found = kinds[key] = Kind(recipe)
+            del kinds[next(iter(kinds))]  # the least recently used
+        found = Kind(recipe)
+    kinds[key] = found
     return found  # type: ignore[no-any-return]

@@ -22,9 +22,10 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
-from functools import cache
+from functools import cache, lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -105,7 +106,8 @@ def _handle(device: int) -> c_void_p:
 class _Plan:
     """Descriptors and algorithm for products of one shape, of these dtypes of a, b and D.
 
-    accumulates: whether beta is 1. alignment: of a, b and D, in bytes.
+    accumulates: whether beta is 1. alignment: of a, b and D, in bytes. The descriptors are
+    destroyed with the object.
     """
 
     def __init__(
@@ -127,12 +129,15 @@ class _Plan:
         _call(
             "cublasLtMatmulDescCreate", byref(self.operation), _COMPUTE_32F, _TYPES[torch.float32]
         )
+        self._destroy("cublasLtMatmulDescDestroy", self.operation)
         self._set(_TRANSA, c_int32(_TRANSPOSED))
         # Fast sums keep about fourteen bits: an error of 1e-3, where 2e-4 is allowed.
         self._set(_FAST_ACCUM, c_int8(0))
         self._set(_A_MODE, c_int32(_OUTER_VECTOR))
         self._set(_B_MODE, c_int32(_OUTER_VECTOR))
         self.a, self.b, self.out = _layout(b, k, n), _layout(a, k, m), _layout(out, n, m)
+        for layout in (self.a, self.b, self.out):
+            self._destroy("cublasLtMatrixLayoutDestroy", layout)
         self.handle, found, count = _handle(device), _Heuristic(), c_int()
         preference = c_void_p()
         _call("cublasLtMatmulPreferenceCreate", byref(preference))
@@ -162,6 +167,10 @@ class _Plan:
     def _set(self, attribute: int, value: ctypes._SimpleCData) -> None:  # type: ignore[type-arg]
         size = c_size_t(ctypes.sizeof(value))
         _call("cublasLtMatmulDescSetAttribute", self.operation, attribute, byref(value), size)
+
+    def _destroy(self, name: str, made: c_void_p) -> None:
+        """Has `made` destroyed by this function when nothing refers to the plan any more."""
+        finalize(self, _function(name), made).atexit = False  # the process ends with all of it
 
     def numbers(self) -> dict[str, Any]:
         """What a program in C++ needs for the product: addresses of functions of cuBLASLt, of the
@@ -212,7 +221,8 @@ def _layout(dtype: int, rows: int, columns: int) -> c_void_p:
     return layout
 
 
-_plan = cache(_Plan)
+# A router may give an expert ever new numbers of tokens. The least recently used are dropped.
+_plan = lru_cache(4096)(_Plan)
 
 
 def _bytes(count: int, *, device: torch.device) -> Tensor:

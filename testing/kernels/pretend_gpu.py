@@ -124,6 +124,12 @@ def _nothing(given: int) -> int:
     return 0
 
 
+@CFUNCTYPE(c_int, c_void_p)
+def _destroy(handle: int) -> int:
+    del _objects[handle]
+    return 0
+
+
 @CFUNCTYPE(c_int, c_void_p, c_int, c_void_p, c_size_t)
 def _set(handle: int, attribute: int, value: int, size: int) -> int:
     if size == 8:
@@ -176,6 +182,8 @@ _FUNCTIONS: dict[str, Any] = {
     "cublasLtMatmulPreferenceCreate": _create,
     "cublasLtMatmulPreferenceSetAttribute": _set,
     "cublasLtMatmulDescSetAttribute": _set,
+    "cublasLtMatmulDescDestroy": _destroy,
+    "cublasLtMatrixLayoutDestroy": _destroy,
     "cublasLtMatmulPreferenceDestroy": _nothing,
     "cublasLtMatmulAlgoGetHeuristic": _find,
     "cublasLtMatmul": _matmul,

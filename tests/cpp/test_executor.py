@@ -176,7 +176,11 @@ def test_other_inputs_are_other_kinds(loaded: Any) -> None:
     assert layer.in_python == before  # the strided one is of no kind
     for tokens in range(1, 2 * KINDS):
         layer(matrix(tokens))
+        layer(matrix())  # it is never the least recently used
     assert len(layer.site.kinds) == KINDS
+    before = layer.in_python
+    layer(matrix())
+    assert layer.in_python == before
 
 
 def test_an_input_at_another_address_goes_to_python(loaded: Any) -> None:

@@ -2,7 +2,9 @@
 without a GPU."""
 
 import ctypes
+import itertools
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -109,4 +111,40 @@ def test_a_plan_is_made_once_for_a_factor_and_the_scales_are_each_call_s(monkeyp
         [28, 64, 48, 64], [29, 64, 32, 64], [0, 48, 32, 48],
     ] * 2  # fmt: skip
     cublaslt._plan.cache_clear()
+    cublaslt._handle.cache_clear()
+
+
+def test_the_descriptors_of_a_plan_are_destroyed_with_it(monkeypatch: Any) -> None:
+    alive: set[int] = set()
+    handles = itertools.count(1)
+
+    def function(name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            if name in ("cublasLtMatmulDescCreate", "cublasLtMatrixLayoutCreate"):
+                arguments[0]._obj.value = next(handles)
+                alive.add(arguments[0]._obj.value)
+            if name in ("cublasLtMatmulDescDestroy", "cublasLtMatrixLayoutDestroy"):
+                alive.remove(arguments[0].value)
+            if name == "cublasLtMatmulAlgoGetHeuristic":
+                arguments[-1]._obj.value = 1
+            return 0
+
+        return call
+
+    monkeypatch.setattr(cublaslt, "_function", function)
+    monkeypatch.setattr(cublaslt, "_plan", lru_cache(2)(cublaslt._Plan))
+
+    def plan(rows: int) -> None:
+        fp8 = torch.float8_e4m3fn
+        cublaslt._plan((rows, 32, 64), (fp8, fp8, torch.bfloat16), 1.0, False, 16, 0)
+
+    plan(16)
+    first = set(alive)
+    plan(32)
+    assert len(alive) == 8
+    plan(16)  # so that the other is the least recently used
+    plan(48)
+    assert len(alive) == 8 and first < alive
+    cublaslt._plan.cache_clear()
+    assert not alive
     cublaslt._handle.cache_clear()
