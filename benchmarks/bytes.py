@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.bytes_time import VARIANTS, times
 from megatron_fp4.recipes import list_recipes
 from testing.worlds.launch import spawn
+from tools import pages
 from tools.stamp import stamp
 
 Record = dict[str, Any]
@@ -93,7 +94,7 @@ def travels_table(records: list[Record], sequence_parallel: bool) -> list[str]:
     kinds = ["all-gather"] if sequence_parallel else []
     heads = [f"{kind} {way}" for kind in kinds for way in ("forward", "backward")]
     heads += ["sums and maxima forward", "backward", "saved for backward", "held beside it"]
-    lines = _head(["linear", "recipe", *heads])
+    body = []
     for linear in LINEARS:
         base = None
         for recipe in ["bf16", *ALL]:
@@ -106,14 +107,14 @@ def travels_table(records: list[Record], sequence_parallel: bool) -> list[str]:
             sizes += [record["saved"], record["beside"]]
             base = base or sizes
             cells = [_ratio(size, of) for size, of in zip(sizes, base, strict=True)]
-            lines.append(_line([linear, recipe, *cells]))
-    return lines
+            body.append([linear, recipe, *cells])
+    return pages.table(["linear", "recipe", *heads], body)
 
 
 def step_table(records: list[Record], microbatches: int) -> list[str]:
     """A Markdown table of the bytes that a rank sends for the layer in a whole step, with sequence
     parallelism and without."""
-    lines = _head(["recipe", "sequence parallel", "without"])
+    body = []
     sums = {}
     for recipe in ["bf16", *ALL]:
         for parts in (True, False):
@@ -122,15 +123,15 @@ def step_table(records: list[Record], microbatches: int) -> list[str]:
             each = sum(sum(r["forward"].values()) + sum(r["backward"].values()) for r in found)
             sums[recipe, parts] = microbatches * each + _sum(found, "sent once a step")
         cells = [_ratio(sums[recipe, parts], sums["bf16", parts]) for parts in (True, False)]
-        lines.append(_line([recipe, *cells]))
-    return lines
+        body.append([recipe, *cells])
+    return pages.table(["recipe", "sequence parallel", "without"], body)
 
 
 def weights_table(records: list[Record]) -> list[str]:
     """A Markdown table of what is made and held of the layer's weights, by --fp4-weight-cache."""
     head = ["recipe", "W's operands", "quantized in a step, cached", "off"]
     head += ["kept, packed", "kept, decoded", "off: saved more for each microbatch"]
-    lines = _head(head)
+    body = []
     for recipe in ALL:
         packed, decoded, off = (
             [find(records, Case(recipe, weight_cache=kept), linear) for linear in LINEARS]
@@ -141,20 +142,20 @@ def weights_table(records: list[Record]) -> list[str]:
         cells.append(str(off[0]["W quantized"]))
         cells += [_ratio(_sum(kept, "kept of W"), whole) for kept in (packed, decoded)]
         cells.append(_ratio(_sum(off, "saved") - _sum(packed, "saved"), whole))
-        lines.append(_line([recipe, *cells]))
-    return lines
+        body.append([recipe, *cells])
+    return pages.table(head, body)
 
 
 def saved_x_table(records: list[Record]) -> list[str]:
     """A Markdown table of the bytes of X that the four linears save for a microbatch, by
     --fp4-saved-x."""
-    lines = _head(["recipe", "packed", "bf16"])
+    body = []
     base = _sum([find(records, Case("bf16"), linear) for linear in LINEARS], "saved")
     for recipe in ALL:
         cases = Case(recipe), Case(recipe, saved_x="bf16")
         sizes = [_sum([find(records, c, linear) for linear in LINEARS], "saved") for c in cases]
-        lines.append(_line([recipe, *(_ratio(size, base) for size in sizes)]))
-    return lines
+        body.append([recipe, *(_ratio(size, base) for size in sizes)])
+    return pages.table(["recipe", "packed", "bf16"], body)
 
 
 def times_table(taken: dict[str, dict[str, float]]) -> list[str]:
@@ -162,19 +163,11 @@ def times_table(taken: dict[str, dict[str, float]]) -> list[str]:
 
     taken: from `bytes_time.times`.
     """
-    lines = _head(["recipe", *VARIANTS])
+    body = []
     for recipe, found in taken.items():
         base = found["both packed"]
-        lines.append(_line([recipe, *(f"{t:.1f} ({t / base:.2f})" for t in found.values())]))
-    return lines
-
-
-def _head(cells: list[str]) -> list[str]:
-    return [_line(cells), "|---" * len(cells) + "|"]
-
-
-def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+        body.append([recipe, *(f"{t:.1f} ({t / base:.2f})" for t in found.values())])
+    return pages.table(["recipe", *VARIANTS], body)
 
 
 def _ratio(size: int, base: int) -> str:

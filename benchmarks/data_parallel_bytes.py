@@ -20,6 +20,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.training_step import LOCAL, launched
+from tools import pages
 from tools.stamp import resumed, stamp
 
 Row = dict[str, Any]
@@ -111,14 +112,14 @@ def table(rows: list[Row]) -> list[str]:
     )
     head = ["ranks", "flags", *(f"{purpose}, {kind}" for purpose, kind in kinds), "sent in all"]
     head += ["moments", "main weights"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    body = []
     for row in rows:
         sizes = [a_parameter(row, "sent", *kind) for kind in kinds]
         sizes += [sum(sizes), *(a_parameter(row, "held", key) for key in head[-2:])]
         name = row["name"] if row["name"] in MEGATRON else f"`{row['name']}`"
         cells = [str(row["ranks"]), name, *(f"{size:.3f}" if size else "" for size in sizes)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        body.append(cells)
+    return pages.table(head, body)
 
 
 def tables(rows: list[Row]) -> dict[str, list[str]]:

@@ -37,6 +37,7 @@ from megatron_fp4.estimate.layout import stages
 from megatron_fp4.estimate.memory import adam_bytes, counted_with_graphs, memory
 from megatron_fp4.estimate.rates import RATES, Rates, seconds
 from megatron_fp4.estimate.step import Time, step_time, work_of
+from tools import pages
 from tools.stamp import stamp
 
 Row = dict[str, Any]
@@ -140,23 +141,23 @@ def tables(rows: list[Row]) -> list[list[str]]:
 def _table(rows: list[Row]) -> list[str]:
     head = ["result", "layout", "recipe", "ms measured", "estimated", "left out"]
     head += ["GiB measured", "estimated"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    body = []
     for row in rows:
         cells = [row["file"], row["layout"], row["name"], f"{row['measured ms']:.0f}"]
         cells += [f"{row['fitted']:.2f}", f"{row['left out']:.2f}"]
         cells += [f"{row['peak GiB']:.1f}", f"{row['memory']:.3f}" if "memory" in row else ""]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        body.append(cells)
+    return pages.table(head, body)
 
 
 def summary(rows: list[Row]) -> list[str]:
     """The errors of kinds of rows as a Markdown table."""
-    lines = ["| rows | number | median error | largest |", "|---|---|---|---|"]
+    body = []
     for name, is_one in KINDS.items():
         errors = [abs(row["left out"] - 1) for row in rows if is_one(row) and "left out" in row]
         cells = [name, str(len(errors)), f"{statistics.median(errors):.1%}", f"{max(errors):.1%}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        body.append(cells)
+    return pages.table(["rows", "number", "median error", "largest"], body)
 
 
 def _waits_for_python(row: Row) -> bool:

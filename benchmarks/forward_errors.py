@@ -25,6 +25,7 @@ from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.setting import Setting
 from megatron_fp4.target import Target
+from tools import pages
 from tools.stamp import stamp
 from tools.sweep import tensors
 
@@ -90,12 +91,12 @@ def total(row: Row) -> float:
 def table(rows: list[Row]) -> list[str]:
     """The result as a Markdown table, in thousandths."""
     kinds = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-    lines = [f"| X and W | mean | {' | '.join(kinds)} | Hopper |", "|---|" + "---|" * 6]
+    body = []
     for row in rows:
         each = [mean(e for n, e in row["errors"].items() if n.endswith(kind)) for kind in kinds]
-        numbers = " | ".join(f"{1000 * value:.2f}" for value in (total(row), *each))
-        lines.append(f"| {row['case']} | {numbers} | {row['multiplied']} |")
-    return lines
+        numbers = [f"{1000 * value:.2f}" for value in (total(row), *each)]
+        body.append([row["case"], *numbers, row["multiplied"]])
+    return pages.table(["X and W", "mean", *kinds, "Hopper"], body)
 
 
 def main() -> None:

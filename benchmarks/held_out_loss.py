@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.gpus import visible_gpus
 from megatron_fp4 import list_recipes
 from megatron_fp4.mcore.data import prepare_data
-from tools import runs
+from tools import pages, runs
 from tools.stamp import stamp
 
 MODELS = {
@@ -118,20 +118,16 @@ def table(results: dict[str, Any]) -> list[str]:
     """The result as a Markdown table: means over the seeds, and differences from BF16 seed by
     seed with their standard errors."""
     base = results["bf16"]["trained forward"]
-    lines = [
-        "| recipe | held-out loss, trained forward | minus BF16 | held-out loss, BF16 forward |",
-        "|---|---|---|---|",
-    ]
+    head = ["recipe", "held-out loss, trained forward", "minus BF16", "held-out loss, BF16 forward"]
+    body = []
     for recipe, found in results.items():
         own = found["trained forward"]
         gaps = [a - b for a, b in zip(own, base, strict=True)]
         error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
         plain = found.get("BF16 forward", own)
-        lines.append(
-            f"| {recipe} | {statistics.mean(own):.4f} | {statistics.mean(gaps):+.4f} ± {error:.4f} "
-            f"| {statistics.mean(plain):.4f} |"
-        )
-    return lines
+        gap = f"{statistics.mean(gaps):+.4f} ± {error:.4f}"
+        body.append([recipe, f"{statistics.mean(own):.4f}", gap, f"{statistics.mean(plain):.4f}"])
+    return pages.table(head, body)
 
 
 def main() -> None:

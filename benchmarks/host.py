@@ -26,6 +26,7 @@ import torch
 from benchmarks.host_worker import LINEARS
 from benchmarks.training_step import asked, launched
 from megatron_fp4 import list_recipes
+from tools import pages
 from tools.stamp import stamp
 
 SIZE = 512  # tokens, inputs and outputs on each rank
@@ -87,16 +88,17 @@ def study(names: list[str], size: int, tp: int) -> Iterator[Row]:
 
 def table(rows: list[Row]) -> list[str]:
     """The result as a Markdown table."""
-    head = ["| linear |", *(f" {n} µs | torch's | relative to BF16 |" for n in ("fc1", "fc2"))]
-    lines = ["".join(head), "|---" * 7 + "|"]
+    head, body = ["linear"], []
+    for name in ("fc1", "fc2"):
+        head += [f"{name} µs", "torch's", "relative to BF16"]
     for row in rows:
         cells = [row["name"]]
         for linear in LINEARS:
             times = row.get(f"times {linear}")
             cells += [f"{row[linear]:,.0f}", f"{row[f'torch {linear}']:,.0f}"]
             cells.append("" if times is None else f"{times:.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        body.append(cells)
+    return pages.table(head, body)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.timing import host_medians
 from megatron_fp4 import get_recipe, linear, list_recipes
+from tools import pages
 from tools.stamp import stamp
 
 SIZE = 512  # tokens, inputs and outputs
@@ -73,8 +74,8 @@ def study() -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The result as a Markdown table."""
-    lines = ["| recipe | µs | Python calls |", "|---|---|---|"]
-    return lines + [f"| {row['recipe']} | {row['us']:,.0f} | {row['calls']:,} |" for row in rows]
+    body = [[row["recipe"], f"{row['us']:,.0f}", f"{row['calls']:,}"] for row in rows]
+    return pages.table(["recipe", "µs", "Python calls"], body)
 
 
 def main() -> None:

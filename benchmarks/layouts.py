@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from testing.layouts.matrix import LAYOUTS, MODES, ONE, Row, chosen, holds, run_layout, run_one
+from tools import pages
 from tools.stamp import stamp
 
 # The default result: on a CPU, of all layouts that this many processes can run.
@@ -64,7 +65,7 @@ def line(row: Row) -> str:
 def table(rows: list[Row]) -> list[str]:
     """The result as a Markdown table, a line for each layout, model and recipe."""
     heads = ["layout", "model", "recipe", "codes", *_TOLD, *MODES[1:]]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    body = []
     found: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         if row["mode"] in MODES:
@@ -75,8 +76,8 @@ def table(rows: list[Row]) -> list[str]:
         codes = modes["resumed"]["figures"]["codes"]
         told = [_figure(fresh.get(figure)) for figure in _TOLD.values()]
         exact = ["same" if modes[mode]["holds"] else "DIFFERS" for mode in MODES[1:]]
-        lines.append(f"| {' | '.join([*names, f'{codes:,}', *told, *exact])} |")
-    return lines
+        body.append([*names, f"{codes:,}", *told, *exact])
+    return pages.table(heads, body)
 
 
 # The figure under each heading of the table. A prefix in a heading ("float64:") begins the columns

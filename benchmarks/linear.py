@@ -36,6 +36,7 @@ from megatron_fp4.multipliers.hopper import Hopper
 from megatron_fp4.operands import Made
 from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
 from megatron_fp4.setting import SwigluPlace
+from tools import pages
 from tools.stamp import stamp
 
 TOKENS = 8192
@@ -225,16 +226,16 @@ def study(names: list[str]) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The result as a Markdown table."""
-    head = "| in × out | recipe | ms | speedup | GEMMs alone | lower bound | its speedup | target |"
-    lines = [head, "|---" * 8 + "|"]
+    head = ["in × out", "recipe", "ms", "speedup", "GEMMs alone", "lower bound", "its speedup"]
+    body = []
     for row in rows:
         recipe = f"{row['recipe']}, {row['timed']}" if "timed" in row else row["recipe"]
         cells = [f"{row['in']} × {row['out']}", recipe, f"{row['ms']:.2f}"]
         cells.append(f"{row['ratio']:.2f}")
         cells += [f"{row[key]:.2f}" if key in row else "" for key in ("products ms", "floor ms")]
         cells += [f"{row[key]:.2f}" if key in row else "" for key in ("ratio of the floor", "aim")]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        body.append(cells)
+    return pages.table([*head, "target"], body)
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from benchmarks.linear import CARRIED, OTHER_SHAPES, PACKED, SHAPES, TOKENS
 from benchmarks.timing import BUSY, medians
 from benchmarks.training_step_worker import kind, on_gpu
 from megatron_fp4 import get_recipe
+from tools import pages
 from tools.stamp import stamp
 
 RECIPE = "tetrajet"
@@ -183,17 +184,17 @@ def others(recipes: Sequence[str]) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The result as a Markdown table: a column for each shape, with the time and its floor."""
     shapes = list(dict.fromkeys((row["in"], row["out"]) for row in rows))
-    lines = ["| µs (lower bound) | " + " | ".join(f"{a} × {b}" for a, b in shapes) + " |"]
-    lines.append("|---" * (len(shapes) + 1) + "|")
+    body = []
     found = {(row["what"], row["in"], row["out"]): row for row in rows}
     for what in dict.fromkeys(row["what"] for row in rows):
         cells = [found[what, *shape] for shape in shapes]
-        lines.append(f"| {what} | " + " | ".join(map(_cell, cells)) + " |")
+        body.append([what, *map(_cell, cells)])
     sums = [
         {key: sum(row[key] for row in rows if (row["in"], row["out"]) == shape) for key in KEYS}
         for shape in shapes
     ]
-    return [*lines, "| sum | " + " | ".join(map(_cell, sums)) + " |"]
+    body.append(["sum", *map(_cell, sums)])
+    return pages.table(["µs (lower bound)", *(f"{a} × {b}" for a, b in shapes)], body)
 
 
 def _cell(row: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megatron_fp4.mcore.data import prepare_data
-from tools import runs
+from tools import pages, runs
 from tools.stamp import stamp
 
 ALONE, LAYOUT = "one process", "TP2+SP x PP2 x DP2"
@@ -122,13 +122,12 @@ def table(result: dict[str, Any]) -> list[str]:
     every = [(name, seed) for name in (ALONE, LAYOUT) for seed in result[name]]
     heads = ["step", *(f"{name}, seed {seed}" for name, seed in every), "means differ by"]
     heads += [f"seeds by at most: {name}" for name in (ALONE, LAYOUT)]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    body = []
     for i, point in enumerate(result["held out"]):
         losses = [result[name][seed]["held_out"][i][1] for name, seed in every]
         apart = [point[key] for key in ("means differ by", ALONE, LAYOUT)]
-        cells = [str(point["step"]), *(f"{loss:.4f}" for loss in (*losses, *apart))]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        body.append([str(point["step"]), *(f"{loss:.4f}" for loss in (*losses, *apart))])
+    return pages.table(heads, body)
 
 
 def main() -> None:

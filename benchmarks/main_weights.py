@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.fp8_blocks import FloatBlocks
+from tools import pages
 from tools.stamp import stamp
 
 RATES = (1e-3, 1e-4, 3e-5, 1e-5, 1e-6)
@@ -76,11 +77,11 @@ def compared(start: Tensor, exact: Tensor, found: Tensor) -> dict[str, float]:
 
 def table(rows: list[Row]) -> list[str]:
     """The result as a Markdown table."""
-    lines = ["| learning rate | rounded | drift | noise |", "|---|---|---|---|"]
-    for row in rows:
-        numbers = f"{row['drift']:.2f} | {row['noise']:.2f}"
-        lines.append(f"| {row['rate']:g} | {row['rounding']} | {numbers} |")
-    return lines
+    body = [
+        [f"{row['rate']:g}", row["rounding"], f"{row['drift']:.2f}", f"{row['noise']:.2f}"]
+        for row in rows
+    ]
+    return pages.table(["learning rate", "rounded", "drift", "noise"], body)
 
 
 def main() -> None:

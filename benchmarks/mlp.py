@@ -29,6 +29,7 @@ from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.kernels.swiglu import swiglu, swiglu_gradient
 from megatron_fp4.linear import linear_after_swiglu, linear_before_swiglu, quantized_linear
 from megatron_fp4.recipe import Recipe
+from tools import pages
 from tools.stamp import stamp
 
 SHAPES = ((4096, 14336), (2048, 5632))  # hidden, ffn
@@ -145,14 +146,14 @@ def study(names: list[str]) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The result as a Markdown table."""
-    head = "| hidden, ffn | recipe | ms | speedup | GEMMs alone | lower bound | its speedup |"
-    lines = [head, "|---" * 7 + "|"]
+    head = ["hidden, ffn", "recipe", "ms", "speedup", "GEMMs alone", "lower bound", "its speedup"]
+    body = []
     for row in rows:
         cells = [f"{row['hidden']}, {row['ffn']}", row["recipe"]]
         for key in ("ms", "ratio", "products ms", "floor ms", "ratio of the floor"):
             cells.append(f"{row[key]:.2f}" if key in row else "")
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        body.append(cells)
+    return pages.table(head, body)
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ import torch
 from benchmarks import te
 from benchmarks.gpus import visible_gpus
 from benchmarks.training_step import GRAPHS, PLAIN, SEQUENCE, TE_LAYERS, asked, measure
+from tools import pages
 from tools.stamp import resumed, stamp
 
 Row = dict[str, Any]
@@ -175,7 +176,7 @@ def table(rows: list[Row]) -> list[str]:
     kinds = sent_kinds(rows)
     head = ["layout", "recipe", "ms a step", "tokens/s", "a GPU", "speedup", "scaling"]
     head += ["peak GiB", *KINDS, *exposed, *(f"{kind} MB" for kind in kinds)]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    body = []
     for row in rows:
         cells = [row["layout"], row["name"], f"{row['ms']:.0f}"]
         cells += [f"{row[key]:.0f}" for key in ("tokens/s", "tokens/s a GPU")]
@@ -185,8 +186,8 @@ def table(rows: list[Row]) -> list[str]:
         cells += [f"{row['exposed_ms']:.0f}" if "exposed_ms" in row else "" for _ in exposed]
         sent = row["sent"]
         cells += [f"{sent.get(kind, 0) / 1e6:,.0f}" if sent is not None else "" for kind in kinds]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        body.append(cells)
+    return pages.table(head, body)
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.linear import SHAPES, TOKENS
 from benchmarks.peers_worker import LINEARS, QUANTIZERS, SIDE
+from tools import pages
 from tools.stamp import resumed, stamp
 
 Row = dict[str, Any]
@@ -62,29 +63,28 @@ def row_of(name: str, *options: str) -> Row:
 def table(rows: list[Row]) -> list[str]:
     """The result as two Markdown tables: linears, then quantizers."""
     shapes = [f"{inputs} × {outputs}" for inputs, outputs in SHAPES]
-    lines = [f"| linear | version | operation | {' | '.join(shapes)} |"]
-    lines.append("|---" * (3 + len(shapes)) + "|")
+    linears, quantizers = [], []
     for row in rows:
         if row["name"] not in QUANTIZERS:
             cells = [f"{one['ms']:.2f} ms, {one['ratio']:.2f}×" for one in row.get("found", [])]
-            lines.append(_line(row, cells, len(shapes)))
-    lines += ["", "| quantizer | version | operation | µs | GB/s | equal |", "|---" * 6 + "|"]
-    for row in rows:
-        if row["name"] in QUANTIZERS:
+            linears.append(_cells(row, cells, len(shapes)))
+        else:
             cells = []
             for one in row.get("found", []):
                 share = "" if one["equal"] is None else f"{one['equal']:.4f}"
                 cells = [f"{one['us']:.1f}", f"{one['GB/s']:.0f}", share]
-            lines.append(_line(row, cells, 3))
-    return lines
+            quantizers.append(_cells(row, cells, 3))
+    head = ["quantizer", "version", "operation", "µs", "GB/s", "equal"]
+    first = pages.table(["linear", "version", "operation", *shapes], linears)
+    return [*first, "", *pages.table(head, quantizers)]
 
 
-def _line(row: Row, figures: list[str], places: int) -> str:
+def _cells(row: Row, figures: list[str], places: int) -> list[str]:
     notes = [f"{key}: {row[key]}".replace("|", "/") for key in ("raises", "absent") if key in row]
     what = "; ".join([row["operation"]] * bool(row["operation"]) + notes)
     what += "; eager" if row.get("timed") == "eager" else ""
     figures = figures + [""] * (places - len(figures))
-    return "| " + " | ".join([row["name"], row.get("version", ""), what, *figures]) + " |"
+    return [row["name"], row.get("version", ""), what, *figures]
 
 
 def main() -> None:

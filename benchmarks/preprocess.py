@@ -24,6 +24,7 @@ from typing import Any
 from megatron_fp4.mcore.data import prepare_data
 from megatron_fp4.mcore.data.text import library_documents
 from testing.builders.corpus import hugging_face_tokenizer, write_lines
+from tools import pages
 from tools.stamp import stamp
 
 ROOT = Path(__file__).parents[1]
@@ -104,17 +105,14 @@ def rates(folder: Path, tools: dict[str, str], kind: str, model: Path) -> list[d
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The lines of a Markdown table of the rows."""
-    lines = [
-        "| tokenizer | tool | workers | documents/s | MB/s | MB per second of a core |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = ["tokenizer", "tool", "workers", "documents/s", "MB/s", "MB per second of a core"]
+    body = []
     for row in rows:
-        lines.append(
-            f"| {row['tokenizer']} | `{row['tool']}` | {row['workers']} | "
-            f"{row['documents_per_second']:.0f} | {row['mb_per_second']:.2f} | "
-            f"{row['mb_per_core_second']:.2f} |"
-        )
-    return lines
+        cells = [row["tokenizer"], f"`{row['tool']}`", str(row["workers"])]
+        cells.append(f"{row['documents_per_second']:.0f}")
+        cells += [f"{row[key]:.2f}" for key in ("mb_per_second", "mb_per_core_second")]
+        body.append(cells)
+    return pages.table(head, body)
 
 
 def main() -> None:

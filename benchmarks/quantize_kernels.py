@@ -29,6 +29,7 @@ from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.kernels.carrier import carried
 from megatron_fp4.kernels.quantize import Copy, quantize
 from megatron_fp4.operands import Matrix, Normed, Swiglu, SwigluGradient
+from tools import pages
 from tools.stamp import stamp
 
 SHAPES = ((8192, 8192), (8192, 14336))
@@ -174,13 +175,13 @@ def kernel(x: torch.Tensor, made: Made) -> Callable[[], Any]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The result as a Markdown table."""
-    lines = ["| matrix | kernel | µs | TB/s | of a copy | target |", "|---" * 6 + "|"]
+    body = []
     for row in rows:
         size = " × ".join(str(n) for n in row["shape"])
         cells = [size, row["kernel"], f"{row['us']:.1f}", f"{row['TB/s']:.2f}"]
         cells += [f"{row['share']:.0%}", f"{row['aim']:.0%}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        body.append(cells)
+    return pages.table(["matrix", "kernel", "µs", "TB/s", "of a copy", "target"], body)
 
 
 def main() -> None:

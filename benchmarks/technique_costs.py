@@ -44,6 +44,7 @@ from megatron_fp4.estimate.plans import BF16, recipe_named
 from megatron_fp4.estimate.rates import RATES
 from megatron_fp4.makers.base import OperandPlan
 from megatron_fp4.recipe import Recipe
+from tools import pages
 from tools.stamp import stamp
 
 Row = dict[str, Any]
@@ -178,8 +179,8 @@ def of_kind(found: list[Row]) -> dict[str, list[Row]]:
 
 def table(found: list[Row]) -> list[str]:
     """For each kind its rank correlations, and the model's time over the measured one."""
-    head = "| measured | rows | figure | rank correlation | of one size | model over measured |"
-    lines = [head, "|---" * 6 + "|"]
+    head = ["measured", "rows", "figure", "rank correlation", "of one size", "model over measured"]
+    body = []
     for kind, own in of_kind(found).items():
         for figure in figures(own):
             ratios = sorted(row[figure] / row["measured"] for row in own)
@@ -187,8 +188,8 @@ def table(found: list[Row]) -> list[str]:
             cells += [f"{rank(own, figure):.2f}" for rank in (correlation, within)]
             middle = statistics.median(ratios)
             cells.append(f"{ratios[0]:.2f} to {ratios[-1]:.2f}, median {middle:.2f}")
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
+            body.append(cells)
+    return pages.table(head, body)
 
 
 def figures(found: list[Row]) -> list[str]:
@@ -199,10 +200,8 @@ def figures(found: list[Row]) -> list[str]:
 def recipes(found: list[Row]) -> list[str]:
     """Each recipe's linear of SHAPE: times BF16, measured and by the model; with kernels as a
     multiple of its products alone; and with kernels on a B200."""
-    lines = [
-        "| recipe | measured | with kernels | as it runs | over products | B200, not measured |",
-        "|---" * 6 + "|",
-    ]
+    head = ["recipe", "measured", "with kernels", "as it runs", "over products"]
+    body = []
     size, newest = f"{SHAPE[0]} × {SHAPE[1]}", dict[str, Row]()
     for row in found:
         name, _, shape = row["name"].rpartition(", ")
@@ -212,8 +211,8 @@ def recipes(found: list[Row]) -> list[str]:
         needs, blackwell = (linear(name, "with kernels", gpu) for gpu in DEVICES.values())
         cells = [name.rpartition("/")[2], *(f"{row[key]:.2f}" for key in ("measured", *FIGURES))]
         cells += [f"{needs.times_products:.2f}", f"{blackwell.times_bf16:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        body.append(cells)
+    return pages.table([*head, "B200, not measured"], body)
 
 
 def main() -> None:

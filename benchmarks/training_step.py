@@ -33,6 +33,7 @@ from typing import Any
 
 from benchmarks import te
 from megatron_fp4 import list_recipes
+from tools import pages
 from tools.stamp import resumed, stamp
 
 ROOT = Path(__file__).parents[1]
@@ -154,15 +155,15 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     """The result as a Markdown table."""
     kinds = ("gemm", "quantize", "carry", "attention", "optimizer")
     head = ["recipe", "ms a step", "tokens/s", "speedup", "peak GiB"]
-    lines = [f"| {' | '.join([*head, *kinds, 'other'])} |", "|---" * (len(head) + 6) + "|"]
+    body = []
     for row in rows:
         cells = [row["name"], f"{row['ms']:.0f}", f"{row['tokens/s']:.0f}", f"{row['ratio']:.2f}"]
         cells.append(f"{row['peak_gib']:.1f}")
         spent = row["gpu_ms"]
         cells += [f"{spent.get(kind, 0):.0f}" for kind in kinds]
         cells.append(f"{sum(spent.values()) - sum(spent.get(kind, 0) for kind in kinds):.0f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        body.append(cells)
+    return pages.table([*head, *kinds, "other"], body)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp4.metrics.weights import WINDOW
-from tools import runs
+from tools import pages, runs
 from tools.stamp import resumed, stamp
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,37 +125,28 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The result as a Markdown table: means over the seeds with their standard errors."""
-    lines = [
-        "| recipe | accuracy, % | minus BF16, seed by seed | held-out loss | r(W_Q) "
-        "| oscillating weights, % |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = ["recipe", "accuracy, %", "minus BF16, seed by seed", "held-out loss", "r(W_Q)"]
+    body = []
     base = {row["seed"]: row["accuracy"] for row in rows if row["recipe"] == "bf16"}
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
         own = [row for row in rows if row["recipe"] == recipe]
         gaps = [100 * (row["accuracy"] - base[row["seed"]]) for row in own]
         of = {key: [row[key] for row in own] for key in ("accuracy", "loss", "r(W_Q)")}
         oscillating = [100 * row["oscillating"] for row in own]
-        lines.append(
-            f"| `{recipe}` | {spread([100 * value for value in of['accuracy']], '.2f')} "
-            f"| {spread(gaps, '+.2f') if recipe != 'bf16' else ''} | {spread(of['loss'], '.4f')} "
-            f"| {spread(of['r(W_Q)'], '.5f')} | {spread(oscillating, '.2f')} |"
-        )
-    return lines
+        cells = [f"`{recipe}`", spread([100 * value for value in of["accuracy"]], ".2f")]
+        cells += [spread(gaps, "+.2f") if recipe != "bf16" else "", spread(of["loss"], ".4f")]
+        body.append([*cells, spread(of["r(W_Q)"], ".5f"), spread(oscillating, ".2f")])
+    return pages.table([*head, "oscillating weights, %"], body)
 
 
 def by_seed(rows: list[dict[str, Any]]) -> list[str]:
     """The accuracy of every run as a Markdown table, a column for each seed."""
     seeds = sorted({(row["seed"], row["fold"]) for row in rows})
-    lines = [
-        "| recipe | " + " | ".join(f"seed {seed}, fold {fold}" for seed, fold in seeds) + " |",
-        "|---" * (len(seeds) + 1) + "|",
-    ]
+    body = []
     found = {(row["recipe"], row["seed"]): f"{100 * row['accuracy']:.2f}" for row in rows}
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
-        cells = [found.get((recipe, seed), "") for seed, _ in seeds]
-        lines.append(f"| `{recipe}` | " + " | ".join(cells) + " |")
-    return lines
+        body.append([f"`{recipe}`", *(found.get((recipe, seed), "") for seed, _ in seeds)])
+    return pages.table(["recipe", *(f"seed {seed}, fold {fold}" for seed, fold in seeds)], body)
 
 
 def spread(values: list[float], form: str) -> str:

@@ -26,6 +26,7 @@ import yaml
 
 from megatron_fp4 import ConfigError, get_recipe
 from megatron_fp4.recipes.registry import read_options
+from tools import pages
 from tools.runs import RunFailed, run
 
 KINDS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -123,14 +124,14 @@ def launched(flags: Sequence[str], processes: int, work: Path) -> Evaluate:
 def table(low: float, high: float, found: Sequence[Found], recipe: str, other: str) -> list[str]:
     """A Markdown table: layers, then kinds of linears, each in the order of their gains."""
 
-    def row(place: str, loss: float) -> str:
+    def row(place: str, loss: float) -> list[str]:
         share = f"{(low - loss) / (low - high):.0%}" if low != high else ""
-        return f"| {place} | {loss:.4f} | {low - loss:+.4f} | {share} |"
+        return [place, f"{loss:.4f}", f"{low - loss:+.4f}", share]
 
     ordered = sorted(found, key=lambda each: (each.place.startswith("*"), each.loss))
-    head = f"| `{other}` in place of `{recipe}` | loss | gain | share of all |"
+    head = [f"`{other}` in place of `{recipe}`", "loss", "gain", "share of all"]
     rows = [row("none", low), *(row(*each) for each in ordered), row("all", high)]
-    return [head, "|---" * 4 + "|", *rows]
+    return pages.table(head, rows)
 
 
 def chosen(

@@ -12,6 +12,7 @@ from benchmarks.study.matrix import BF16
 from benchmarks.study.running import named
 from benchmarks.study.sizes import SIZES
 from megatron_fp4.metrics.weights import WINDOW
+from tools.pages import table
 from tools.rows import Row
 
 # r(W_Q) in arXiv 2502.20853 (a Vision Transformer on ImageNet), by the name of the recipe.
@@ -44,7 +45,7 @@ def loss_table(rows: list[Row]) -> list[str]:
             apart = [each for each in map(spread, found.values()) if each is not None]
             line.append(_number(max(apart, default=None), ".4f"))
         body.append(line)
-    return _table(heads, body)
+    return table(heads, body)
 
 
 def gap_table(rows: list[Row], against: str) -> list[str]:
@@ -66,7 +67,7 @@ def gap_table(rows: list[Row], against: str) -> list[str]:
             place = _place(cell, recipe, len(found.by_seed))
             numbers = [f"{found.mean:+.4f}", interval, f"{math.exp(found.mean):.4f}"]
             body.append([*place, *numbers, _number(found.spread, ".4f"), found.verdict])
-    return _table(heads, body) if body else []
+    return table(heads, body) if body else []
 
 
 def window(rows: Iterable[Row], interval: int) -> int:
@@ -101,7 +102,7 @@ def oscillation_table(rows: list[Row], window: int) -> list[str]:
             ]
             numbers += [_number(paper, ".4f")] if window == WINDOW else []
             body.append([*_place(cell, recipe, seeds), *numbers])
-    return _table(heads, body) if body else []
+    return table(heads, body) if body else []
 
 
 def amounts_table(rows: list[Row]) -> list[str]:
@@ -117,7 +118,7 @@ def amounts_table(rows: list[Row]) -> list[str]:
             if (times := [r["milliseconds"] for r in own if r["configuration"]["recipe"] == recipe])
         ]
         body.append([size, str(steps), f"{tokens:,}", f"{epochs:.2f}", ", ".join(times)])
-    return _table(["size", "steps", "tokens", "epochs", "ms a step"], body)
+    return table(["size", "steps", "tokens", "epochs", "ms a step"], body)
 
 
 def about(rows: list[Row], planned: int) -> list[str]:
@@ -173,8 +174,3 @@ def _number(value: float | None, form: str) -> str:
 
 def _each(values: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(map(str, values)))
-
-
-def _table(heads: list[str], body: list[list[str]]) -> list[str]:
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    return lines + [f"| {' | '.join(line)} |" for line in body]
