@@ -34,7 +34,7 @@ from benchmarks.estimate_rows import (
 )
 from megatron_fp4.estimate.gpus import MEASURED
 from megatron_fp4.estimate.layout import stages
-from megatron_fp4.estimate.memory import adam_bytes, counted_with_graphs, memory
+from megatron_fp4.estimate.memory import adam_bytes, memory
 from megatron_fp4.estimate.rates import RATES, Rates, seconds
 from megatron_fp4.estimate.step import Time, step_time, work_of
 from tools import pages
@@ -107,12 +107,15 @@ def has_memory(step: Step) -> bool:
 
 
 def peak(step: Step) -> float:
-    """The estimated peak memory in GiB, as torch's allocator counts it."""
+    """The estimated peak memory in GiB, as torch's allocator counts it.
+
+    It does not count the memory of CUDA graphs, so with these the peak is in the optimizer.
+    """
     found = []
     for stage in stages(step.model, step.layout):
         each = memory(step.model, step.layout, step.recipe, MEASURED.target, stage)
         adam = adam_bytes(step.model, step.layout, stage)
-        found.append(counted_with_graphs(each, adam) if step.layout.graphs else each.total)
+        found.append(each.state + adam if step.layout.graphs else each.total)
     return max(found) / GIB
 
 

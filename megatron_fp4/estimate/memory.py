@@ -81,12 +81,6 @@ def memory(model: Model, layout: Layout, recipe: Recipe, target: Target, stage: 
     return Memory(weights, gradients, optimizer, saved, held, temporary)
 
 
-def counted_with_graphs(found: Memory, adam: float) -> float:
-    """What torch's allocator counts as its peak with CUDA graphs: it does not count the graphs' own
-    memory, so the peak is in the optimizer. adam: the optimizer's temporary bytes."""
-    return found.state + adam
-
-
 # --- states ---------------------------------------------------------------------------------------
 
 
