@@ -18,10 +18,7 @@ class TrainedRecipes:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._args = checkpoint.args()
-        own = getattr(self._args, "fp4_recipe_content", None)
-        modules = getattr(self._args, "fp4_module_contents", [])
-        self._recipe = content.read(own) if own else None
-        self._modules = [(glob, content.read(text) if text else None) for glob, text in modules]
+        self._recipe, self._modules = content.recorded(self._args)
         steps = getattr(self._args, "train_iters", None) or 1
         self._progress = max(checkpoint.common().get("iteration", 0) - 1, 0) / steps
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict
 from typing import Any
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import GEMMS, Recipe
+from megatron_fp4.recipes.assignment import Modules
 from megatron_fp4.recipes.files import recipe_of_fields
 
 _WHERE = "the recipe that the checkpoint records"
@@ -25,6 +27,18 @@ def read(text: str) -> Recipe:
     version.
     """
     return recipe_of_fields(fields_of(text), _WHERE)
+
+
+def recorded(args: argparse.Namespace) -> tuple[Recipe | None, Modules]:
+    """The recipe and the modules, for `recipe_for`, of the run whose arguments a checkpoint
+    records. Raises ConfigError as `read`."""
+
+    def recipe(text: str | None) -> Recipe | None:
+        return read(text) if text else None
+
+    modules = getattr(args, "fp4_module_contents", [])
+    own = recipe(getattr(args, "fp4_recipe_content", None))
+    return own, [(glob, recipe(text)) for glob, text in modules]
 
 
 def fields_of(text: str) -> dict[str, Any]:

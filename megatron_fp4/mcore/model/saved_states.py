@@ -58,8 +58,7 @@ class SavedStates:
 
     @cached_property
     def _recipes(self) -> tuple[Recipe | None, Modules]:
-        own, modules = self.args.fp4_recipe_content, getattr(self.args, "fp4_module_contents", [])
-        return _read(own), [(glob, _read(text)) for glob, text in modules]
+        return content.recorded(self.args)
 
 
 def stack_of(linear: str) -> str:
@@ -77,7 +76,3 @@ def is_of_any(key: str, names: list[str]) -> bool:
 
 def _is_of(key: str, name: str) -> bool:
     return f".{key_of(name)}." in f"{key}."
-
-
-def _read(text: str | None) -> Recipe | None:
-    return content.read(text) if text else None
