@@ -65,7 +65,7 @@ def of_forward(plan: LinearPlan) -> list[Sent]:
         if plan.compensation is not None:
             found.append(gather(outlier_bytes(plan), ranks))
     found += _maxima([plan.fprop.a, *_w_of_a_call(plan.fprop)], ranks)
-    if plan.splitting is not None and plan.splitting.agrees:
+    if plan.splitting is not None and plan.splitting.takes_total:
         found.append(reduce(8 * setting.inputs, ranks))
     if plan.subtracts_mean and setting.sharding.tokens == "x":
         found.append(reduce(8 * setting.inputs, ranks))
@@ -119,11 +119,11 @@ def _sums_of_estimators(plan: LinearPlan, ranks: int) -> list[Sent]:
         if estimates is None or estimator is None or operand.quantizer is None:
             continue
         rows, quantizer = operand.shape[0], operand.quantizer
-        if estimates.agrees:
+        if estimates.takes_ranks:
             blocks = rows if quantizer.block[0] else 1
             found += [reduce(4 * blocks, ranks)]
             found += [reduce(8 * blocks, ranks)] * (estimator.maximum != "absmax")
-        if estimates.outer_agrees:
+        if estimates.takes_outer_ranks:
             scales = rows if quantizer.row_max else 1
             found += [reduce(4 * scales, ranks), reduce(16 * scales, ranks)]
     return found

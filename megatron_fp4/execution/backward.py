@@ -226,9 +226,9 @@ class Backward:
         which are saved where there is an estimator. into: see `makers.estimator.estimated`.
         """
         more: dict[str, Any] = {}
-        if estimates.agrees:
+        if estimates.takes_ranks:
             more["ranks"] = self._ranks()
-        if estimates.outer_agrees:
+        if estimates.takes_outer_ranks:
             more["outer_ranks"] = self._ranks()
         if estimates.transforms:
             more["given"] = self.site.given(operand, self.call, None, None)

@@ -101,7 +101,7 @@ def forward(
 def _split(x: Tensor, splitting: Splitting, site: Site) -> tuple[Tensor, Outliers]:
     """(X without its outliers, the outliers), of this rank's tokens."""
     parallel = site.parallel
-    if not splitting.agrees or parallel is None:
+    if not splitting.takes_total or parallel is None:
         return splitting.split(x)
     return splitting.split(x, lambda own: parallel.sum(own).wait())
 

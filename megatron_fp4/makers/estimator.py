@@ -29,17 +29,17 @@ class Estimating(NamedTuple):
     """How an estimator is applied to the gradient of W or X.
 
     name: of what applies it. apply: (gradient, quantized, matrix, into) -> gradient; see
-    `estimated`. agrees: whether it also takes `ranks`, because it sums over blocks that are spread
-    over ranks. outer_agrees: whether it also takes `outer_ranks`, because it sums over what shares
-    an outer scale, on several ranks. transforms: whether it also takes `given`, because fprop
-    transforms the operand.
+    `estimated`. takes_ranks: whether it also takes `ranks`, because it sums over blocks that are
+    spread over ranks. takes_outer_ranks: whether it also takes `outer_ranks`, because it sums over
+    what shares an outer scale, on several ranks. transforms: whether it also takes `given`, because
+    fprop transforms the operand.
     passed_over: (name, reason) of the kernel, if it does not apply it.
     """
 
     name: str
     apply: Callable[..., Tensor]
-    agrees: bool = False
-    outer_agrees: bool = False
+    takes_ranks: bool = False
+    takes_outer_ranks: bool = False
     transforms: bool = False
     passed_over: tuple[tuple[str, str], ...] = ()
 
@@ -59,11 +59,11 @@ def choose(
 
         return Estimating(KERNEL, partial(kernels.scale, estimator))
     through = estimator.maximum != "straight-through"
-    agrees = through and operand.agrees and _is_spread(operand, setting)
-    outer_agrees = estimator.outer_scale != "straight-through" and operand.agrees
+    takes_ranks = through and operand.agrees and _is_spread(operand, setting)
+    takes_outer_ranks = estimator.outer_scale != "straight-through" and operand.agrees
     apply = partial(estimated, estimator, operand)
     return Estimating(
-        PYTORCH.name, apply, agrees, outer_agrees, operand.group > 0, ((KERNEL, why),)
+        PYTORCH.name, apply, takes_ranks, takes_outer_ranks, operand.group > 0, ((KERNEL, why),)
     )
 
 

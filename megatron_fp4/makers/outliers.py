@@ -19,12 +19,12 @@ from megatron_fp4.target import kernels_problem
 class Splitting(NamedTuple):
     """split: does to X [tokens, features] what `split` of `Recipe.outliers` does; a kernel may
     store a residual's elements in another order. dense: what is split off as a matrix, [tokens,
-    features], or [tokens, k] of `Columns`. agrees: whether `split` takes, as `total`, the sum over
-    the ranks that share the tokens."""
+    features], or [tokens, k] of `Columns`. takes_total: whether `split` takes, as `total`, the sum
+    over the ranks that share the tokens."""
 
     split: Callable[..., tuple[Tensor, Outliers]]
     dense: Callable[[Any], Tensor]
-    agrees: bool = False
+    takes_total: bool = False
 
 
 def choose(recipe: Recipe, setting: Setting) -> Splitting | None:

@@ -168,8 +168,8 @@ def _extras(plan: LinearPlan) -> Iterator[str]:
     recipe, sharding = plan.recipe, plan.setting.sharding
     if plan.compensation is not None:
         reaches = "Y and dW" if plan.residual_in_dw else "Y"
-        agrees = plan.splitting is not None and plan.splitting.agrees
-        chosen = "chosen by sums over the ranks, " if agrees else ""
+        totals = plan.splitting is not None and plan.splitting.takes_total
+        chosen = "chosen by sums over the ranks, " if totals else ""
         by = plan.compensation.name
         yield f"outliers  {chosen}multiplied in high precision by {by}, added to {reaches}"
     if plan.subtracts_mean:
@@ -183,9 +183,9 @@ def _extras(plan: LinearPlan) -> Iterator[str]:
         ("dX", plan.estimates_x, recipe.x_estimator),
     ):
         if estimates is not None and estimator is not None:
-            sums = estimates.agrees or estimates.outer_agrees
-            agreed = ", which takes sums over the ranks" if sums else ""
-            yield f"{name}  {estimator_words(estimator)}, by {estimates.name}{agreed}"
+            sums = estimates.takes_ranks or estimates.takes_outer_ranks
+            summed = ", which takes sums over the ranks" if sums else ""
+            yield f"{name}  {estimator_words(estimator)}, by {estimates.name}{summed}"
     if sharding.tokens == "dy":
         yield "Y  summed over the ranks, each of which takes its tokens"
     if sharding.tokens == "x":

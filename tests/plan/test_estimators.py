@@ -101,7 +101,7 @@ def test_what_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantizer", "sharding", "agree"),
+    ("quantizer", "sharding", "share"),
     [
         (MX, row_parallel(2), ""),
         (NVFP4, row_parallel(2), ""),  # ranks share the tensor scale, which is held fixed
@@ -113,18 +113,18 @@ def test_what_is_kept() -> None:
     ids=str,
 )
 def test_ranks_that_share_a_block_sum_over_it(
-    quantizer: Quantizer, sharding: Sharding, agree: str
+    quantizer: Quantizer, sharding: Sharding, share: str
 ) -> None:
     made = plan(recipe(quantizer, estimator=VJP, x_estimator=VJP), sharding=sharding)
     for letter, estimates in (("x", made.estimates_x), ("w", made.estimates_w)):
-        assert estimates is not None and estimates.agrees == (letter in agree)
+        assert estimates is not None and estimates.takes_ranks == (letter in share)
     factor = Estimator(form="sigmoid")  # sums over nothing
     made = plan(recipe(quantizer, estimator=factor, x_estimator=factor), sharding=sharding)
-    assert made.estimates_x is not None and not made.estimates_x.agrees
+    assert made.estimates_x is not None and not made.estimates_x.takes_ranks
 
 
 @pytest.mark.parametrize(
-    ("quantizer", "sharding", "agree"),
+    ("quantizer", "sharding", "share"),
     [
         (NVFP4, row_parallel(2), "xw"),
         (NVFP4, column_parallel(2, sequence_parallel=True), "xw"),
@@ -135,23 +135,23 @@ def test_ranks_that_share_a_block_sum_over_it(
     ids=str,
 )
 def test_ranks_that_share_an_outer_scale_sum_over_it(
-    quantizer: Quantizer, sharding: Sharding, agree: str
+    quantizer: Quantizer, sharding: Sharding, share: str
 ) -> None:
     both = {"estimator": OUTER, "x_estimator": OUTER}
     made = plan(recipe(quantizer, **both), sharding=sharding)
     for name, estimates in (("x", made.estimates_x), ("w", made.estimates_w)):
-        assert estimates is not None and not estimates.agrees
-        assert estimates.outer_agrees == (name in agree)
+        assert estimates is not None and not estimates.takes_ranks
+        assert estimates.takes_outer_ranks == (name in share)
         line = next(
             line for line in show(made).splitlines() if line.startswith(f"d{name.upper()} ")
         )
         assert "and through the outer scale" in line
-        assert ("sums over the ranks" in line) == (name in agree)
+        assert ("sums over the ranks" in line) == (name in share)
     ignored = replace(OUTER, form="sigmoid", outer_scale="straight-through")
     made = plan(recipe(quantizer, estimator=ignored, x_estimator=ignored), sharding=sharding)
-    assert made.estimates_x is not None and not made.estimates_x.outer_agrees
+    assert made.estimates_x is not None and not made.estimates_x.takes_outer_ranks
     one = plan(recipe(quantizer, **both))
-    assert one.estimates_x is not None and not one.estimates_x.outer_agrees
+    assert one.estimates_x is not None and not one.estimates_x.takes_outer_ranks
 
 
 def test_random_signs_that_pytorch_draws_are_not_recorded() -> None:
