@@ -173,10 +173,10 @@ class Estimator:
         through = in_blocks(given * (rounded - slope * scaled), block)  # times dS/S
         blocks = in_blocks(scaled, block)
         size = blocks.abs()
-        top = ranks.maximum(size.amax((1, 3), keepdim=True))
-        term = self._through_maximum(through, size, top, ranks)
+        maxima = ranks.maximum(size.amax((1, 3), keepdim=True))
+        term = self._through_maximum(through, size, maxima, ranks)
         # A block of zeros has no gradient through its maximum.
-        term = term * blocks.sign() / torch.where(top == 0, 1, top)
+        term = term * blocks.sign() / torch.where(maxima == 0, 1, maxima)
         return given * slope + term.view(given.shape)
 
     def _slope(self, x: Tensor, form: Fp4) -> Tensor:
@@ -194,18 +194,21 @@ class Estimator:
         half = torch.full_like(u, self.k / 2)
         return half * (1 - (half * u).tanh().square()) / half.tanh()
 
-    def _through_maximum(self, through: Tensor, size: Tensor, top: Tensor, ranks: Ranks) -> Tensor:
-        """What each element gets of the terms `through`, before the division by `top` and its sign.
+    def _through_maximum(
+        self, through: Tensor, size: Tensor, maxima: Tensor, ranks: Ranks
+    ) -> Tensor:
+        """What each element gets of the terms `through`, before the division by `maxima` and the
+        multiplication by its sign.
 
         through, size: the terms g (Q(v) - f'(v) v), and |v|, in blocks as `in_blocks` makes them.
-        top: the largest |v| of each block.
+        maxima: the largest |v| of each block.
         """
-        is_top = size == top
+        is_maximum = size == maxima
         if self.maximum == "absmax":
-            return torch.where(is_top, through, 0 * size)
-        shares = is_top.to(size.dtype)
+            return torch.where(is_maximum, through, 0 * size)
+        shares = is_maximum.to(size.dtype)
         if self.maximum == "softmax":
-            shares = ((size - top) / self.temperature).exp()
+            shares = ((size - maxima) / self.temperature).exp()
         sums = torch.stack((shares.sum((1, 3), True), through.sum((1, 3), True)))
         parts, total = ranks.total(sums)
         return shares * (total / parts)
@@ -241,11 +244,11 @@ def with_outer_scale(
     axes = (1,) if of_rows else (0, 1)
     counts = ~decoded.isnan()
     size = torch.where(counts, x.abs(), 0)
-    top = ranks.maximum(size.amax(axes, keepdim=True))
-    is_top = (size == top) & (top > 0)
+    largest = ranks.maximum(size.amax(axes, keepdim=True))
+    is_largest = (size == largest) & (largest > 0)
     terms = torch.where(counts, given * decoded - gradient * x, 0)
     wide = torch.float64
-    sums = torch.stack((terms.sum(axes, True, dtype=wide), is_top.sum(axes, True, dtype=wide)))
+    sums = torch.stack((terms.sum(axes, True, dtype=wide), is_largest.sum(axes, True, dtype=wide)))
     total, ties = ranks.total(sums)
-    share = (total / ties / top).to(x.dtype)
-    return torch.where(is_top, gradient + share * x.sign(), gradient)
+    share = (total / ties / largest).to(x.dtype)
+    return torch.where(is_largest, gradient + share * x.sign(), gradient)

@@ -174,12 +174,12 @@ def unpack(packed: Tensor) -> Tensor:
 # --- E8M0 ---------------------------------------------------------------------------------------
 
 
-def block_exponent(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """(m, e) with amax = m * 2^e and 1 <= m < 2, exact for subnormals too.
+def block_exponent(maximum: Tensor) -> tuple[Tensor, Tensor]:
+    """(m, e) with maximum = m * 2^e and 1 <= m < 2, exact for subnormals too.
 
-    amax: must be positive and finite where the result is used; zero gives (0, -1).
+    maximum: must be positive and finite where the result is used; zero gives (0, -1).
     """
-    mantissa, exponent = torch.frexp(amax)
+    mantissa, exponent = torch.frexp(maximum)
     return mantissa * 2, exponent - 1
 
 

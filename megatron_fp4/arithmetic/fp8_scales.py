@@ -42,18 +42,18 @@ def _significand(value: float) -> int:
     return numerator // (numerator & -numerator)
 
 
-def choose(blocks: Tensor, amax: Tensor, scale: str) -> tuple[Tensor, Tensor]:
-    """(the reciprocals of the scales, the scales' uint8 codes), of the shape of amax: of four
+def choose(blocks: Tensor, maxima: Tensor, scale: str) -> tuple[Tensor, Tensor]:
+    """(the reciprocals of the scales, the scales' uint8 codes), of the shape of maxima: of four
     candidates the one that gives a block the smallest squared error, and of equal ones the
     smallest.
 
-    blocks: [..., elements], in units of the scale of the tensor or row. amax: [...], their largest
-    magnitudes, finite. A block of zeros has the scale 0, and the reciprocal 0.
+    blocks: [..., elements], divided by the outer scale. maxima: [...], the largest magnitudes of
+    blocks, finite. A block of zeros has the scale 0, and the reciprocal 0.
     """
     values, codes = zip(*scales_in_fp8(scale), strict=True)
     grid, last = table(values, blocks.dtype, blocks.device), len(values) - 1
-    first = torch.searchsorted(grid, amax / torch.full_like(amax, E2M1.max))
-    magnitudes, best, least = blocks.abs(), first, torch.full_like(amax, math.inf)
+    first = torch.searchsorted(grid, maxima / torch.full_like(maxima, E2M1.max))
+    magnitudes, best, least = blocks.abs(), first, torch.full_like(maxima, math.inf)
     for offset in CANDIDATES:
         index = (first + offset).clamp(0, last)
         error = _error(magnitudes, grid[index])
@@ -61,8 +61,8 @@ def choose(blocks: Tensor, amax: Tensor, scale: str) -> tuple[Tensor, Tensor]:
         least = torch.minimum(error, least)
     best = torch.where(first > last, last, best)  # of a maximum that all scales clip
     code = table(codes, torch.int32, blocks.device)[best]
-    inverse = torch.where(amax > 0, 1 / grid[best], 0)
-    return inverse, torch.where(amax > 0, code, 0).to(torch.uint8)
+    inverse = torch.where(maxima > 0, 1 / grid[best], 0)
+    return inverse, torch.where(maxima > 0, code, 0).to(torch.uint8)
 
 
 def _error(magnitudes: Tensor, scale: Tensor) -> Tensor:

@@ -30,25 +30,25 @@ def scales_of_unit_gain(
     matrix: Tensor,
     codes: Tensor,
     scales: Tensor,
-    over: Tensor | None,
+    outer_scale: Tensor | None,
     quantizer: Quantizer,
     bits: Tensor | None,
 ) -> Tensor:
     """The scales (uint8 [rows, K / length]) that give each group of `unit_gain` elements a gain
     of 1.
 
-    matrix: [rows, K]. codes: its E2M1 codes, one in each byte, under `scales` and the scale `over`
-    of the tensor or of each row. bits: as `quantize_matrix` takes them, [rows, K]; the scale of a
-    block takes those of its first element. None rounds to nearest. A block with a NaN or an Inf,
+    matrix: [rows, K]. codes: its E2M1 codes, one in each byte, under `scales` and `outer_scale`.
+    bits: as `quantize_matrix` takes them, [rows, K]; the scale of a block takes those of its first
+    element. None rounds to nearest. A block with a NaN or an Inf,
     whose scale is NaN, keeps it and counts nowhere; so does a group whose elements are all rounded
     to zero.
     """
     group, length = quantizer.unit_gain, quantizer.block[1]
     scale_format = formats.SCALE_FLOATS[quantizer.scale]
     given = scale_format.decode(scales, torch.float64)
-    per_unit = given if over is None else given * over.double()
+    combined = given if outer_scale is None else given * outer_scale.double()
     decoded = formats.E2M1.decode(codes, torch.float64)
-    q = per_block(decoded, quantizer.block, per_unit, torch.mul).view(-1, group)
+    q = per_block(decoded, quantizer.block, combined, torch.mul).view(-1, group)
     x = torch.where(q.isnan(), 0.0, matrix.double().view(-1, group))
     xx, xq = (x * x).sum(1), (x * q.nan_to_num(nan=0.0)).sum(1)
     correction = torch.where(xq > 0, xx / xq, 1.0)

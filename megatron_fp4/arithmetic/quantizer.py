@@ -22,11 +22,11 @@ from megatron_fp4.arithmetic.philox import WHOLE, Key, random_bits16
 from megatron_fp4.arithmetic.quantizer_fields import Rule, check_fields
 from megatron_fp4.arithmetic.scaling import (
     average_for,
+    largest_for_scales,
     per_block,
     rows_along,
     scale_average,
     scale_blocks,
-    widest_max,
 )
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.inputs import check_tensor
@@ -279,7 +279,7 @@ def quantize_matrix(
     axis: int,
     bits: Tensor | None = None,
     average: Tensor | None = None,
-    widest: Tensor | None = None,
+    largest: Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantize `x` in blocks along `axis`.
 
@@ -287,7 +287,7 @@ def quantize_matrix(
     bits: random integers in [0, 65536) of x's shape; required by a quantizer that draws.
     average: a moving average of x, of its shape; required for rounding ema. Scales and signs are
         x's.
-    widest: the maximum of `absolute_max` over the ranks that share a scale of x
+    largest: the maximum of `largest_magnitudes` over the ranks that share a scale of x
         (`Quantizer.scale_spans`); None if x is the whole tensor.
     Raises ConfigError if a block does not divide the axis or the rows, or if the bits or the
     average that the rounding needs are missing.
@@ -299,7 +299,7 @@ def quantize_matrix(
     rows, k = math.prod(moved.shape[:-1]), moved.shape[-1]
     check_divides(quantizer, rows, k, axis)
     matrix = rows_along(x, axis)
-    scaled, scales, tensor_scale, finite = scale_blocks(matrix, quantizer, widest)
+    scaled, scales, tensor_scale, finite = scale_blocks(matrix, quantizer, largest)
     form = quantizer.format
     if quantizer.prescale != 1.0:
         scaled = scaled * quantizer.prescale
@@ -327,13 +327,13 @@ def quantize_matrix(
     return QuantizedTensor(codes, scales, tensor_scale, quantizer, x.shape, axis)
 
 
-def absolute_max(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
+def largest_magnitudes(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
     """The largest magnitudes of this rank's part of a tensor whose scales ranks share.
 
-    Their maximum over the ranks is `quantize_matrix`'s `widest`. Returns [rows, 1] for row scales,
+    Their maximum over the ranks is `quantize_matrix`'s `largest`. Returns [rows, 1] for row scales,
     and a single element for a tensor scale; Inf stands for NaN too.
     """
-    return widest_max(rows_along(x, axis), quantizer)
+    return largest_for_scales(rows_along(x, axis), quantizer)
 
 
 def quantize(

@@ -50,7 +50,7 @@ def per_block(
     return op(blocks, scales.reshape(blocks.shape[0], 1, blocks.shape[2], 1)).reshape(matrix.shape)
 
 
-def _block_max(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+def _block_maxima(matrix: Tensor, block: tuple[int, int]) -> Tensor:
     """The largest magnitude of each block, [rows / height, K / length].
 
     Inf if the block has an Inf or a NaN, and 0 if it has no elements.
@@ -58,11 +58,11 @@ def _block_max(matrix: Tensor, block: tuple[int, int]) -> Tensor:
     blocks = in_blocks(matrix.abs(), block)
     if blocks.numel() == 0:
         return blocks.new_zeros(blocks.shape[0], blocks.shape[2])
-    amax = blocks.amax((1, 3))
-    return torch.where(amax.isnan(), math.inf, amax)
+    maxima = blocks.amax((1, 3))
+    return torch.where(maxima.isnan(), math.inf, maxima)
 
 
-def widest_max(matrix: Tensor, quantizer: Quantizer) -> Tensor:
+def largest_for_scales(matrix: Tensor, quantizer: Quantizer) -> Tensor:
     """The largest magnitudes from which the scales that ranks may share are computed.
 
     They are those of the blocks [rows / height, K / length], or with a tensor scale that of the
@@ -70,68 +70,78 @@ def widest_max(matrix: Tensor, quantizer: Quantizer) -> Tensor:
     [rows, 1]. Ranks that share such a scale take the maximum of theirs. A block with a NaN has Inf,
     since a collective need not preserve a NaN.
     """
-    amax = _block_max(matrix, quantizer.block)
-    return _over_blocks(amax, quantizer) if quantizer.tensor_max or quantizer.row_max else amax
+    maxima = _block_maxima(matrix, quantizer.block)
+    if quantizer.tensor_max or quantizer.row_max:
+        return _largest_of(maxima, quantizer)
+    return maxima
 
 
-def _over_blocks(amax: Tensor, quantizer: Quantizer) -> Tensor:
-    """The maximum over the finite blocks of the tensor, or, with `row_max`, of each row.
+def _largest_of(maxima: Tensor, quantizer: Quantizer) -> Tensor:
+    """The largest magnitude of the tensor's finite blocks, or, with `row_max`, of each row's.
 
-    The scale of any other block is NaN and does not need it.
+    maxima: of the blocks. The scale of a block that is not finite is NaN and does not need it.
     """
-    finite = torch.where(amax.isfinite(), amax, 0)
+    finite = torch.where(maxima.isfinite(), maxima, 0)
     if quantizer.row_max:
-        return finite.amax(1, keepdim=True) if amax.shape[1] else amax.new_zeros(len(amax), 1)
-    return finite.amax() if amax.numel() else amax.new_zeros(())
+        return finite.amax(1, keepdim=True) if maxima.shape[1] else maxima.new_zeros(len(maxima), 1)
+    return finite.amax() if maxima.numel() else maxima.new_zeros(())
 
 
-def _over_scales(amax: Tensor, quantizer: Quantizer, widest: Tensor | None) -> Tensor | None:
-    """The scale of the tensor (a scalar) or of each row [rows, 1]; None without such a scale."""
+def _outer_scale(maxima: Tensor, quantizer: Quantizer, largest: Tensor | None) -> Tensor | None:
+    """The tensor scale (a scalar) or the row scales [rows, 1]; None without an outer scale.
+
+    maxima, largest: as in `scale_blocks`.
+    """
     limit = quantizer.format.max * (quantizer.tensor_max or quantizer.row_max)
     if not limit:
         return None
-    top = _over_blocks(amax, quantizer) if widest is None else widest
-    scale = top / torch.full_like(top, limit)
+    if largest is None:
+        largest = _largest_of(maxima, quantizer)
+    scale = largest / torch.full_like(largest, limit)
     return torch.where(scale > 0, scale, 1.0)  # all zeros, or the quotient underflows
 
 
 def scale_blocks(
-    matrix: Tensor, quantizer: Quantizer, widest: Tensor | None
+    matrix: Tensor, quantizer: Quantizer, largest: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """(scaled values [rows, K], stored scales, tensor scale, finite) of a [rows, K] matrix.
 
     The last three are as in `QuantizedTensor`, and a bool for each block. The scale of a block with
     a NaN or an Inf is NaN, so that the overflow shows at once; its scaled values are undefined.
 
-    widest: the maximum of `widest_max` over all ranks that share a scale; None if no rank shares
-    one.
+    largest: the maximum of `largest_for_scales` over all ranks that share a scale; None if no rank
+    shares one.
     """
-    if widest is None or quantizer.tensor_max or quantizer.row_max:
-        amax = _block_max(matrix, quantizer.block)
+    if largest is None or quantizer.tensor_max or quantizer.row_max:
+        maxima = _block_maxima(matrix, quantizer.block)
     else:
-        amax = widest
-    finite = amax.isfinite()
-    over = _over_scales(amax, quantizer, widest)
+        maxima = largest
+    finite = maxima.isfinite()
+    outer_scale = _outer_scale(maxima, quantizer, largest)
     if quantizer.scale == "e8m0":
-        if over is not None:
-            matrix, amax = _in_units_of_rows(matrix, over, quantizer), amax / over
-            amax = amax.clamp(max=quantizer.format.max * quantizer.row_max)
-        scaled, scales = _scale_e8m0(matrix, amax, finite, quantizer)
+        if outer_scale is not None:
+            matrix, maxima = (
+                _divided_by_row_scales(matrix, outer_scale, quantizer),
+                maxima / outer_scale,
+            )
+            maxima = maxima.clamp(max=quantizer.format.max * quantizer.row_max)
+        scaled, scales = _scale_e8m0(matrix, maxima, finite, quantizer)
     elif quantizer.scale == "fp32":
-        scaled, scales = _scale_fp32(matrix, amax, finite, quantizer)
+        scaled, scales = _scale_fp32(matrix, maxima, finite, quantizer)
     else:
-        scaled, scales = _scale_float(matrix, amax, finite, quantizer, over)
-    return scaled, scales, over, finite
+        divisor = maxima.new_ones(()) if outer_scale is None else outer_scale
+        scaled, scales = _scale_float(matrix, maxima, finite, quantizer, divisor)
+    return scaled, scales, outer_scale, finite
 
 
-def _in_units_of_rows(matrix: Tensor, rows: Tensor, quantizer: Quantizer) -> Tensor:
-    """A matrix divided by the scales of its rows.
+def _divided_by_row_scales(matrix: Tensor, scales: Tensor, quantizer: Quantizer) -> Tensor:
+    """A matrix divided by its row scales.
 
     A quotient may be rounded to beyond the row's largest magnitude, which is the largest element
     times `row_max`. It is limited to that.
     """
     limit = quantizer.format.max * quantizer.row_max
-    return (matrix / rows).clamp_(-limit, limit)
+    return (matrix / scales).clamp_(-limit, limit)
 
 
 def average_for(
@@ -155,7 +165,7 @@ def scale_average(
     E8M0 scales; the average is divided by these scales. A NaN or an Inf in the average makes its
     block NaN too. Where the matrix is zero the result is zero, so that zeros are not changed.
     """
-    finite = finite & _block_max(average, quantizer.block).isfinite()
+    finite = finite & _block_maxima(average, quantizer.block).isfinite()
     inverse = formats.decode_e8m0(2 * formats.E8M0_BIAS - scales.int(), matrix.dtype)
     average = torch.where(matrix == 0, 0, average)
     scales = torch.where(finite, scales, formats.E8M0_NAN).to(torch.uint8)
@@ -163,14 +173,14 @@ def scale_average(
 
 
 def _scale_e8m0(
-    matrix: Tensor, amax: Tensor, finite: Tensor, quantizer: Quantizer
+    matrix: Tensor, maxima: Tensor, finite: Tensor, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor]:
-    mantissa, exponent = formats.block_exponent(torch.where(finite, amax, 0))
-    top, binade = _binade(quantizer.format.max)
+    mantissa, exponent = formats.block_exponent(torch.where(finite, maxima, 0))
+    limit, binade = _binade(quantizer.format.max)
     exponent = exponent - binade
     if quantizer.rule == "ceil":
-        exponent += mantissa > top
-    byte = formats.encode_e8m0(torch.where(amax == 0, -formats.E8M0_BIAS, exponent))
+        exponent += mantissa > limit
+    byte = formats.encode_e8m0(torch.where(maxima == 0, -formats.E8M0_BIAS, exponent))
     scaled = _divided(matrix, byte, quantizer.block)
     if quantizer.rule == "mse":
         byte += _next_errs_less(scaled, quantizer) & (byte < 2 * formats.E8M0_BIAS)
@@ -178,9 +188,9 @@ def _scale_e8m0(
     return scaled, torch.where(finite, byte, formats.E8M0_NAN).to(torch.uint8)
 
 
-def _binade(largest: float) -> tuple[float, int]:
+def _binade(limit: float) -> tuple[float, int]:
     """(m, e) of the largest element, m * 2^e with 1 <= m < 2: 1.5 and 2 for E2M1's 6."""
-    mantissa, exponent = math.frexp(largest)
+    mantissa, exponent = math.frexp(limit)
     return mantissa * 2, exponent - 1
 
 
@@ -216,16 +226,16 @@ def _next_errs_less(scaled: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def _scale_fp32(
-    matrix: Tensor, amax: Tensor, finite: Tensor, quantizer: Quantizer
+    matrix: Tensor, maxima: Tensor, finite: Tensor, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor]:
-    factor, stored = gamma(amax, finite, quantizer)
+    factor, stored = gamma(maxima, finite, quantizer)
     return per_block(matrix, quantizer.block, factor, torch.mul), stored
 
 
-def gamma(amax: Tensor, finite: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """(factor, stored scale) of float32 scales, for blocks with the largest magnitudes `amax`.
+def gamma(maxima: Tensor, finite: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """(factor, stored scale) of float32 scales, for blocks with the maxima `maxima`.
 
-    amax: one element for each block. finite: bool, of the shape of amax: whether the block has
+    maxima: one element for each block. finite: bool, of the shape of maxima: whether the block has
     neither a NaN nor an Inf. Both results have this shape.
 
     The factor multiplies the values. It is stored as the scale, except that the stored scale of a
@@ -234,21 +244,20 @@ def gamma(amax: Tensor, finite: Tensor, quantizer: Quantizer) -> tuple[Tensor, T
     limit = quantizer.format.max
     # Divides a tensor by a tensor: if one side is a number, torch may multiply by a rounded
     # reciprocal. The clamp keeps the factor of a denormal maximum finite.
-    factor = (torch.full_like(amax, limit) / amax).clamp(max=torch.finfo(torch.float32).max)
-    factor = torch.where(amax == 0, 1.0, factor)
-    return factor, torch.where(finite, factor, math.nan).to(widen(amax).dtype)
+    factor = (torch.full_like(maxima, limit) / maxima).clamp(max=torch.finfo(torch.float32).max)
+    factor = torch.where(maxima == 0, 1.0, factor)
+    return factor, torch.where(finite, factor, math.nan).to(widen(maxima).dtype)
 
 
 def _scale_float(
     matrix: Tensor,
-    amax: Tensor,
+    maxima: Tensor,
     finite: Tensor,
     quantizer: Quantizer,
-    over: Tensor | None,
+    outer_scale: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """over: of `_over_scales`."""
-    per_unit = amax.new_ones(()) if over is None else over
-    safe = torch.where(finite, amax, 0)
+    """outer_scale: of `_outer_scale`; 1 if there is none."""
+    safe = torch.where(finite, maxima, 0)
 
     def quantize_to(target: float) -> tuple[Tensor, Tensor]:
         """The candidate whose block scales map each block's largest magnitude to `target`.
@@ -256,35 +265,37 @@ def _scale_float(
         Returns (scaled values in the shape of `matrix`, uint8 scale codes, one for each block).
         """
         scale_format = formats.SCALE_FLOATS[quantizer.scale]
-        wanted = safe / (target * per_unit) * quantizer.inflate
+        wanted = safe / (target * outer_scale) * quantizer.inflate
         code = scale_format.encode(wanted, up=quantizer.rule == "up")
-        divisor = scale_format.decode(code, matrix.dtype) * per_unit
+        divisor = scale_format.decode(code, matrix.dtype) * outer_scale
         # A block whose scale is rounded to zero has elements of zero.
         divisor = torch.where(divisor > 0, divisor, math.inf)
         return per_block(matrix, quantizer.block, divisor, torch.div), code
 
     if quantizer.rule == "mse-fp8":
-        scaled, code = _scale_for_fp8(matrix / per_unit, safe / per_unit, quantizer)
+        scaled, code = _scale_for_fp8(matrix / outer_scale, safe / outer_scale, quantizer)
     else:
         scaled, code = quantize_to(quantizer.format.max)
     if quantizer.rule == "four-over-six":
-        scaled, code = _smaller_error(matrix, quantizer, per_unit, (scaled, code), quantize_to(4.0))
+        scaled, code = _smaller_error(
+            matrix, quantizer, outer_scale, (scaled, code), quantize_to(4.0)
+        )
     code = torch.where(finite, code, formats.SCALE_FLOATS[quantizer.scale].nan).to(torch.uint8)
     return scaled, code
 
 
-def _scale_for_fp8(matrix: Tensor, amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """(scaled values, scale codes) by rule mse-fp8. matrix, amax: in units of the scale of the
-    tensor or row; the largest magnitude of a block that is not finite is 0."""
+def _scale_for_fp8(matrix: Tensor, maxima: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """(scaled values, scale codes) by rule mse-fp8. matrix, maxima: divided by the outer
+    scale; the maximum of a block that is not finite is 0."""
     blocks = in_blocks(matrix, quantizer.block).squeeze(1)
-    inverse, code = choose(blocks, amax, quantizer.scale)
+    inverse, code = choose(blocks, maxima, quantizer.scale)
     return per_block(matrix, quantizer.block, inverse, torch.mul), code
 
 
 def _smaller_error(
     matrix: Tensor,
     quantizer: Quantizer,
-    per_unit: Tensor,
+    outer_scale: Tensor,
     six: tuple[Tensor, Tensor],
     four: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
@@ -297,7 +308,7 @@ def _smaller_error(
     def error(candidate: tuple[Tensor, Tensor]) -> Tensor:
         scaled, code = candidate
         rounded = formats.E2M1.decode(formats.E2M1.encode(scaled), torch.float64)
-        scales = scale_format.decode(code, torch.float64) * per_unit.double()
+        scales = scale_format.decode(code, torch.float64) * outer_scale.double()
         off = per_block(rounded, quantizer.block, scales, torch.mul) - matrix
         return in_blocks(off.square(), quantizer.block).sum((1, 3))
 

@@ -161,9 +161,9 @@ class Site:
         return UNSHARDED if self.parallel is None else self.parallel.sharding
 
     def given(
-        self, operand: OperandPlan, call: Call, fold: Tensor | None, widest: Tensor | None
+        self, operand: OperandPlan, call: Call, fold: Tensor | None, largest: Tensor | None
     ) -> Given:
-        """What an operand's maker is given in one call. fold, widest: see Given."""
+        """What an operand's maker is given in one call. fold, largest: see Given."""
         noise = signs = average = None
         quantizer = operand.quantizer
         if quantizer is not None:
@@ -173,9 +173,9 @@ class Site:
                 average = self.average
         if operand.hadamard is not None:
             signs = self.signs(operand.gemm, operand, call)
-        if fold is widest is noise is signs is average is None:
+        if fold is largest is noise is signs is average is None:
             return NOTHING
-        return Given(fold, widest, noise, signs, average)
+        return Given(fold, largest, noise, signs, average)
 
     def signs(self, gemm: str, operand: OperandPlan, call: Call) -> Signs | FixedSigns | None:
         """The signs of a GEMM's Hadamard transform; None where it has none."""

@@ -41,7 +41,7 @@ def make_operands(
     for making in makings:
         if making.compute is not None and not making.activates:
             whole = {**whole, making.matrix: computed(making, whole)}
-    widest = {} if site.parallel is None else _agreed(makings, whole, folds, site, call)
+    largest = {} if site.parallel is None else _agreed(makings, whole, folds, site, call)
     made: dict[OperandPlan, Made] = {}
     for making in makings:
         operands = making.operands
@@ -50,7 +50,7 @@ def make_operands(
                 operand,
                 call,
                 folds.get(operand) if folds else None,
-                widest.get(operand) if widest else None,
+                largest.get(operand) if largest else None,
             )
             for operand in operands
         ]

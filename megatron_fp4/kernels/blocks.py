@@ -1,9 +1,9 @@
 """Quantization to E2M1 with block scales in E4M3 or UE5M3, in Triton: NVFP4 and similar formats.
 
-A block lies in one row or is a rectangle of several rows. There may be a float32 scale of the
-tensor above the block scales. One kernel finds the tensor's largest magnitude, where a tensor scale
-needs it. Another scales, rounds and, for blocks along the columns, transposes. Both apply a
-Hadamard transform first, if there is one. The bits are those of arithmetic/scaling.py.
+A block lies in one row or is a rectangle of several rows. There may be a tensor scale above the
+block scales. One kernel finds the tensor's largest magnitude, where a tensor scale needs it.
+Another scales, rounds and, for blocks along the columns, transposes. Both apply a Hadamard
+transform first, if there is one. The bits are those of arithmetic/scaling.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RULES = ("nearest", "up", *COMPARED)
 
 
 @triton.jit
-def _largest(v, ACROSS: tl.constexpr, ALONG: tl.constexpr):
+def _maxima(v, ACROSS: tl.constexpr, ALONG: tl.constexpr):
     """The bits of the largest magnitude of each block of v: int32 [rows / ACROSS, columns / ALONG].
 
     v: float32 [rows, columns]. A block has ACROSS rows and ALONG columns. If it holds an Inf or a
@@ -53,16 +53,16 @@ def _largest(v, ACROSS: tl.constexpr, ALONG: tl.constexpr):
 
 
 @triton.jit
-def _finite_or_0(largest):
-    """The bits of blocks' largest magnitudes (`_largest`), 0 for a block with an Inf or a NaN."""
-    return tl.where(largest < INFINITE, largest, 0)
+def _finite_or_0(maxima):
+    """The bits of blocks' largest magnitudes (`_maxima`), 0 for a block with an Inf or a NaN."""
+    return tl.where(maxima < INFINITE, maxima, 0)
 
 
 @kernel(fp_fusion=True)
 def top_kernel(
     x_ptr,
     signs_ptr,
-    top_ptr,
+    largest_ptr,
     n_rows,
     n_columns,
     AXIS: tl.constexpr,
@@ -76,13 +76,13 @@ def top_kernel(
     """Finds the bits of the largest magnitude in all blocks that are finite.
 
     x_ptr, signs_ptr, TURN: see `tile_hadamard.loaded`.
-    top_ptr: int32 [], 0 at the launch; the maximum is written to it.
+    largest_ptr: int32 [], 0 at the launch; the result is written to it.
     AXIS: the blocked axis. ACROSS, ALONG: the size of a block across this axis and along it.
     ROWS, COLUMNS: of the tile of x that a program handles.
     """
     v = loaded(x_ptr, signs_ptr, n_rows, n_columns, AXIS, TURN, INTERPRETED, ROWS, COLUMNS)
-    largest = _finite_or_0(_largest(v, ACROSS, ALONG))
-    tl.atomic_max(top_ptr, tl.max(largest))
+    maxima = _finite_or_0(_maxima(v, ACROSS, ALONG))
+    tl.atomic_max(largest_ptr, tl.max(maxima))
 
 
 @triton.jit
@@ -123,8 +123,8 @@ def _rest(
 @triton.jit
 def _in_scales(
     v,
-    amax,
-    unit,
+    maxima,
+    tensor_scale,
     TENSOR_MAX: tl.constexpr,
     INFLATE: tl.constexpr,
     RULE: tl.constexpr,
@@ -135,24 +135,24 @@ def _in_scales(
 ):
     """Chooses a scale for each block of v by RULE, and divides the block's elements by it.
 
-    Returns (the codes of the scales, int32 of amax's shape; the magnitudes of v in units of the
+    Returns (the codes of the scales, int32 of maxima's shape; the magnitudes of v in units of the
     scales, float32 of v's shape).
 
-    v: float32 [rows, columns]. amax: float32 [rows / ACROSS, columns / ALONG], the largest
-    magnitudes of its blocks; 0 for a block that is not finite. unit: the tensor scale. For the
+    v: float32 [rows, columns]. maxima: float32 [rows / ACROSS, columns / ALONG], the largest
+    magnitudes of its blocks; 0 for a block that is not finite. tensor_scale: float32 []. For the
     constants see `cast_kernel`.
     """
     if RULE == "mse-fp8":
         if TENSOR_MAX > 0:
-            v, amax = tl.div_rn(v, unit), tl.div_rn(amax, unit)
-        scale = best_in_fp8(v, amax, BIAS, MAX, ALONG)
+            v, maxima = tl.div_rn(v, tensor_scale), tl.div_rn(maxima, tensor_scale)
+        scale = best_in_fp8(v, maxima, BIAS, MAX, ALONG)
         scaled = v * spread(inverse_of(scale, BIAS), ACROSS, ALONG)
     else:
-        wanted = tl.div_rn(amax, tl.broadcast_to(unit * 6.0, amax.shape)) * INFLATE
+        wanted = tl.div_rn(maxima, tl.broadcast_to(tensor_scale * 6.0, maxima.shape)) * INFLATE
         scale = code_of(wanted, BIAS, MAX, RULE == "up")
         if RULE == "four-over-six":
-            scale = smaller_error(v, amax, scale, unit, BIAS, MAX, INFLATE, ALONG)
-        scaled = tl.div_rn(v, spread(divisor_of(scale, unit, BIAS), ACROSS, ALONG))
+            scale = smaller_error(v, maxima, scale, tensor_scale, BIAS, MAX, INFLATE, ALONG)
+        scaled = tl.div_rn(v, spread(divisor_of(scale, tensor_scale, BIAS), ACROSS, ALONG))
     return scale, tl.abs(scaled)
 
 
@@ -171,11 +171,11 @@ def _store(ptr, tile, n_lines, n_along, AXIS: tl.constexpr):
 def cast_kernel(
     x_ptr,
     signs_ptr,
-    top_ptr,
+    largest_ptr,
     codes_ptr,
     scales_ptr,
     counts_ptr,
-    unit_ptr,
+    tensor_scale_ptr,
     stream,
     random,
     n_rows,
@@ -202,12 +202,12 @@ def cast_kernel(
     """Quantizes x [n_rows, n_columns] to codes, two in a byte, and block scales, with AXIS last.
 
     x_ptr, signs_ptr, TURN: see `tile_hadamard.loaded`.
-    top_ptr: int32 [], the bits of the largest finite magnitude; read if TENSOR_MAX is not 0.
+    largest_ptr: int32 [], the bits of the largest finite magnitude; read if TENSOR_MAX is not 0.
     codes_ptr: uint8 [others, n / 2], with n the length of AXIS and `others` that of the other axis.
     scales_ptr: uint8 [others / ACROSS, n / ALONG].
     counts_ptr: int32 [2], 0 at the launch; the second is raised by the number of blocks with Inf or
         NaN (`QuantizedTensor.tally`).
-    unit_ptr: float32 [], where the tensor scale is written if TENSOR_MAX is not 0.
+    tensor_scale_ptr: float32 [], where the tensor scale is written if TENSOR_MAX is not 0.
     stream, random, DRAWS: what the random bits depend on (arguments.py); read if STOCHASTIC or
         SCALES_DRAW.
     ACROSS, ALONG: the size of a block across AXIS and along it.
@@ -232,16 +232,19 @@ def cast_kernel(
     n_lines, n_along = n_rows, n_columns
     if AXIS == 0:
         n_lines, n_along = n_columns, n_rows
-    unit = tl.full([], 1.0, tl.float32)
+    tensor_scale = tl.full([], 1.0, tl.float32)
     if TENSOR_MAX > 0:
-        top = tl.load(top_ptr).to(tl.float32, bitcast=True)
-        unit = tl.div_rn(top, tl.full([], 6.0 * TENSOR_MAX, tl.float32))
-        unit = tl.where(unit > 0.0, unit, 1.0)  # all zeros, or the quotient underflows
-        tl.store(unit_ptr, unit, mask=(tl.program_id(0) == 0) & (tl.program_id(1) == 0))
-    largest = _largest(v, ACROSS, ALONG)
-    finite = largest < INFINITE
-    amax = _finite_or_0(largest).to(tl.float32, bitcast=True)
-    scale, scaled = _in_scales(v, amax, unit, TENSOR_MAX, INFLATE, RULE, BIAS, MAX, ACROSS, ALONG)
+        largest = tl.load(largest_ptr).to(tl.float32, bitcast=True)
+        tensor_scale = tl.div_rn(largest, tl.full([], 6.0 * TENSOR_MAX, tl.float32))
+        tensor_scale = tl.where(tensor_scale > 0.0, tensor_scale, 1.0)  # all zeros, or underflow
+        is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+        tl.store(tensor_scale_ptr, tensor_scale, mask=is_first)
+    maxima = _maxima(v, ACROSS, ALONG)
+    finite = maxima < INFINITE
+    maxima = _finite_or_0(maxima).to(tl.float32, bitcast=True)
+    scale, scaled = _in_scales(
+        v, maxima, tensor_scale, TENSOR_MAX, INFLATE, RULE, BIAS, MAX, ACROSS, ALONG
+    )
     scaled = _saturated(scaled * PRESCALE)
     if STOCHASTIC:
         code = ~(stochastic(scaled * 0.5, rest, 1.0, INTERPRETED) >> 24) & 7
@@ -253,7 +256,7 @@ def cast_kernel(
     if GAIN > 0:
         bits = integers_of(rest) if SCALES_DRAW else 0
         scale = of_unit_gain(
-            v, scaled, scale, live, unit, bits, BIAS, MAX, ALONG, GAIN, SCALES_DRAW
+            v, scaled, scale, live, tensor_scale, bits, BIAS, MAX, ALONG, GAIN, SCALES_DRAW
         )
     low, high = tl.split(tl.reshape(code, (code.shape[0], code.shape[1] // 2, 2)))
     _store(codes_ptr, pack(low, high).to(tl.uint8), n_lines, n_along // 2, AXIS)
@@ -268,7 +271,7 @@ def quantize(
     quantizer: Quantizer,
     axis: int,
     noise: Noise | None = None,
-    widest: Tensor | None = None,
+    largest: Tensor | None = None,
     transform: Transform | None = None,
 ) -> QuantizedTensor:
     """Quantizes x in blocks along `axis` to E2M1 codes with E4M3 or UE5M3 scales.
@@ -276,7 +279,7 @@ def quantize(
     x: BF16 [rows, columns], or float32 if there is a transform.
     transform: along `axis`, before x is quantized.
     noise: the source of random bits of a stochastic quantizer.
-    widest: the maximum over the ranks that share the tensor scale; see `quantize_matrix`. None
+    largest: the maximum over the ranks that share the tensor scale; see `quantize_matrix`. None
         takes that of x.
     """
     x = x.contiguous()
@@ -291,24 +294,25 @@ def quantize(
     has_groups = noise.placement.groups is not None
     turn = turn_of(transform)
     cast = _cast_launch(rows, columns, quantizer, axis, in_memory, has_groups, turn, x.dtype)
-    counts, top = x.new_zeros(2 * COUNTS, dtype=torch.int32).split(COUNTS)
-    unit = None
+    counts, bits = x.new_zeros(2 * COUNTS, dtype=torch.int32).split(COUNTS)
+    tensor_scale = None
     if quantizer.tensor_max:
-        unit = x.new_empty((), dtype=torch.float32)
-        if widest is None:
-            _find(x, quantizer, axis, transform, top)
+        tensor_scale = x.new_empty((), dtype=torch.float32)
+        if largest is None:
+            _find(x, quantizer, axis, transform, bits)
         else:
-            top = widest.float().contiguous().view(torch.int32)
+            bits = largest.float().contiguous().view(torch.int32)
     stream = signed(noise.stream)
     signs = None if transform is None else transform.signs
-    cast(x.device, x, signs, top, codes, scales, counts, unit, stream, *random, rows, columns)
-    return QuantizedTensor(codes, scales, unit, quantizer, x.shape, axis, counts)
+    out = codes, scales, counts, tensor_scale
+    cast(x.device, x, signs, bits, *out, stream, *random, rows, columns)
+    return QuantizedTensor(codes, scales, tensor_scale, quantizer, x.shape, axis, counts)
 
 
 def find_largest(
     x: Tensor, quantizer: Quantizer, axis: int, transform: Transform | None = None
 ) -> Tensor:
-    """The largest magnitude in x, float32 [], from which the scale of the tensor follows.
+    """The largest magnitude in x, float32 [], from which the tensor scale follows.
 
     Blocks with an Inf or a NaN do not count, so that they do not change the scale of the others.
 
@@ -316,18 +320,18 @@ def find_largest(
     axis: the axis along which blocks lie.
     transform: a Hadamard transform along this axis. The magnitudes are those of its result.
     """
-    top = x.new_zeros((), dtype=torch.int32)
-    _find(x.contiguous(), quantizer, axis, transform, top)
-    return top.view(torch.float32)
+    bits = x.new_zeros((), dtype=torch.int32)
+    _find(x.contiguous(), quantizer, axis, transform, bits)
+    return bits.view(torch.float32)
 
 
 def _find(
-    x: Tensor, quantizer: Quantizer, axis: int, transform: Transform | None, top: Tensor
+    x: Tensor, quantizer: Quantizer, axis: int, transform: Transform | None, bits: Tensor
 ) -> None:
-    """Raises the first integer of `top` to the bits of `find_largest`. x: contiguous."""
+    """Raises the first integer of `bits` to the bits of `find_largest`. x: contiguous."""
     rows, columns = x.shape
     find = _find_launch(rows, columns, quantizer, axis, turn_of(transform), x.dtype)
-    find(x.device, x, None if transform is None else transform.signs, top, rows, columns)
+    find(x.device, x, None if transform is None else transform.signs, bits, rows, columns)
 
 
 def _tiled(rows: int, columns: int, quantizer: Quantizer, axis: int, turn: Turn) -> Any:

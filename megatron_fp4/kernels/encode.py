@@ -101,12 +101,12 @@ def larger_of(a, b, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def live(widest):
+def live(maxima):
     """-1 (all bits set) where a block is finite, else 0.
 
-    widest: words with the largest magnitude of the block, BF16, in the high half.
+    maxima: words with the largest magnitude of the block, BF16, in the high half.
     """
-    return tl.where(widest < 0x7F800000, -1, 0)
+    return tl.where(maxima < 0x7F800000, -1, 0)
 
 
 @triton.jit

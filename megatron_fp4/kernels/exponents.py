@@ -14,16 +14,16 @@ from megatron_fp4.kernels.encode import larger_of, unpacked
 
 
 @triton.jit
-def of_maxima(widest, CEIL: tl.constexpr, INTERPRETED: tl.constexpr):
+def of_maxima(maxima, CEIL: tl.constexpr, INTERPRETED: tl.constexpr):
     """The exponents of the largest magnitudes of two blocks, from which `powers` gives their
     scales by the rule floor, or ceil if CEIL.
 
-    widest: words of two BF16 magnitudes, the maxima of two blocks. The result is undefined for a
+    maxima: words of two BF16 magnitudes, the maxima of two blocks. The result is undefined for a
         block whose maximum is Inf or NaN.
     """
-    each = tl.full(widest.shape, 0x00010001, tl.int32)
+    each = tl.full(maxima.shape, 0x00010001, tl.int32)
     # For a maximum above 1.5 2^e rule ceil takes the next exponent. 0x3F carries above 1.5.
-    exponents = (widest + each * 0x3F if CEIL else widest) & 0x7F807F80
+    exponents = (maxima + each * 0x3F if CEIL else maxima) & 0x7F807F80
     return larger_of(exponents, each * 0x100, INTERPRETED)
 
 

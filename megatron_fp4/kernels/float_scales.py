@@ -55,13 +55,13 @@ def scale_of(code, BIAS: tl.constexpr):
 
 
 @triton.jit
-def divisor_of(code, unit, BIAS: tl.constexpr):
-    """What a block's elements are divided by: the block scale times the tensor scale `unit`.
+def divisor_of(code, tensor_scale, BIAS: tl.constexpr):
+    """What a block's elements are divided by: the block scale times the tensor scale.
 
     code: the code of the block scale. If the product is 0 the divisor is Inf, so that all quotients
         are 0.
     """
-    divisor = scale_of(code, BIAS) * unit
+    divisor = scale_of(code, BIAS) * tensor_scale
     return tl.where(divisor > 0.0, divisor, float("inf"))
 
 

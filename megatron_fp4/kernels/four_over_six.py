@@ -13,7 +13,7 @@ from megatron_fp4.kernels.float_scales import code_of, divisor_of, rounded, scal
 
 
 @triton.jit
-def _error(v, code, unit, BIAS: tl.constexpr, ALONG: tl.constexpr):
+def _error(v, code, tensor_scale, BIAS: tl.constexpr, ALONG: tl.constexpr):
     """The squared error of each block with these scales: float64 [rows, columns / ALONG].
 
     In float64 an element's error is exact. The order of the sum could decide only between
@@ -22,8 +22,8 @@ def _error(v, code, unit, BIAS: tl.constexpr, ALONG: tl.constexpr):
     R: tl.constexpr = code.shape[0]
     C: tl.constexpr = code.shape[1]
     magnitude = tl.abs(v)
-    scaled = tl.div_rn(magnitude, spread(divisor_of(code, unit, BIAS), 1, ALONG))
-    scale = scale_of(code, BIAS).to(tl.float64) * unit.to(tl.float64)
+    scaled = tl.div_rn(magnitude, spread(divisor_of(code, tensor_scale, BIAS), 1, ALONG))
+    scale = scale_of(code, BIAS).to(tl.float64) * tensor_scale.to(tl.float64)
     off = rounded(scaled).to(tl.float64) * spread(scale, 1, ALONG) - magnitude.to(tl.float64)
     return tl.sum(tl.reshape(off * off, (R, C, ALONG)), 2)
 
@@ -31,9 +31,9 @@ def _error(v, code, unit, BIAS: tl.constexpr, ALONG: tl.constexpr):
 @triton.jit
 def smaller_error(
     v,
-    amax,
+    maxima,
     six,
-    unit,
+    tensor_scale,
     BIAS: tl.constexpr,
     MAX: tl.constexpr,
     INFLATE: tl.constexpr,
@@ -42,13 +42,13 @@ def smaller_error(
     """The codes of block scales, of the two candidates those with the smaller error: int32
     [rows, columns / ALONG]. A tie takes `six`.
 
-    v: float32 [rows, columns]. amax: the largest magnitudes of its blocks of ALONG columns; 0 for a
-    block that is not finite. six: the codes of the scales that map them to 6. unit: the tensor
-    scale.
+    v: float32 [rows, columns]. maxima: the largest magnitudes of its blocks of ALONG columns; 0 for
+    a block that is not finite. six: the codes of the scales that map them to 6. tensor_scale:
+    float32 [].
     BIAS, MAX: of the scale format, its exponent bias and largest number. INFLATE: multiplies block
     scales before they are rounded.
     """
-    wanted = tl.div_rn(amax, tl.broadcast_to(unit * 4.0, amax.shape)) * INFLATE
+    wanted = tl.div_rn(maxima, tl.broadcast_to(tensor_scale * 4.0, maxima.shape)) * INFLATE
     four = code_of(wanted, BIAS, MAX, False)
-    of_six = _error(v, six, unit, BIAS, ALONG)
-    return tl.where(_error(v, four, unit, BIAS, ALONG) < of_six, four, six)
+    of_six = _error(v, six, tensor_scale, BIAS, ALONG)
+    return tl.where(_error(v, four, tensor_scale, BIAS, ALONG) < of_six, four, six)

@@ -52,19 +52,22 @@ def _off(scaled):
 
 
 @triton.jit
-def best_in_fp8(v, amax, BIAS: tl.constexpr, MAX: tl.constexpr, ALONG: tl.constexpr):
+def best_in_fp8(v, maxima, BIAS: tl.constexpr, MAX: tl.constexpr, ALONG: tl.constexpr):
     """The codes of block scales by rule mse-fp8: int32 [rows, columns / ALONG]; 0 for zeros.
 
-    v: float32 [rows, columns], in units of the tensor scale. amax: float32 [rows, columns / ALONG],
-    the largest magnitudes of blocks of ALONG columns; 0 for a block that is not finite.
+    v: float32 [rows, columns], divided by the tensor scale. maxima: float32
+    [rows, columns / ALONG], the largest magnitudes of blocks of ALONG columns; 0 for a block that
+    is not finite.
     BIAS, MAX: of the scale format, its exponent bias and largest number.
     """
     R: tl.constexpr = v.shape[0]
     C: tl.constexpr = v.shape[1] // ALONG
     magnitudes = tl.reshape(tl.abs(v), (R, C, ALONG))
-    first = _first(tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)), BIAS)
-    last = _first(tl.full(amax.shape, MAX, tl.float32), BIAS) - 1  # MAX has the significand 7 or 15
-    best, least = first, tl.full(amax.shape, float("inf"), tl.float32)
+    first = _first(tl.div_rn(maxima, tl.full(maxima.shape, 6.0, tl.float32)), BIAS)
+    last = (
+        _first(tl.full(maxima.shape, MAX, tl.float32), BIAS) - 1
+    )  # MAX has the significand 7 or 15
+    best, least = first, tl.full(maxima.shape, float("inf"), tl.float32)
     for offset in range(-1, 3):
         index = tl.minimum(tl.maximum(first + offset, 0), last)
         code = _code_of(index)
@@ -74,4 +77,4 @@ def best_in_fp8(v, amax, BIAS: tl.constexpr, MAX: tl.constexpr, ALONG: tl.conste
         best = tl.where(error < least, index, best)
         least = tl.minimum(error, least)
     best = tl.where(first > last, last, best)  # of a maximum that all scales clip
-    return tl.where(amax > 0.0, _code_of(best), 0)
+    return tl.where(maxima > 0.0, _code_of(best), 0)

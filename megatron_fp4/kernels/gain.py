@@ -52,7 +52,7 @@ def of_unit_gain(
     scaled,
     code,
     live,
-    unit,
+    tensor_scale,
     random,
     BIAS: tl.constexpr,
     MAX: tl.constexpr,
@@ -63,13 +63,14 @@ def of_unit_gain(
     """The codes of the block scales that give each group a gain of 1: int32
     [rows, columns / ALONG].
 
-    v, scaled, live, GROUP: see `correction`. code: the codes of the scales so far. unit: the tensor
-    scale. random: int32 [rows, columns], in [0, 65536); a block takes that of its first element.
+    v, scaled, live, GROUP: see `correction`. code: the codes of the scales so far. tensor_scale:
+    float32 []. random: int32 [rows, columns], in [0, 65536); a block takes that of its first
+    element.
     BIAS, MAX: of the scale format, its exponent bias and largest number. STOCHASTIC: whether the
     scales are rounded stochastically; else to nearest, and `random` is not read.
     """
     given = scale_of(code, BIAS).to(tl.float64)
-    by = correction(v, scaled, given * unit.to(tl.float64), live, ALONG, GROUP)
+    by = correction(v, scaled, given * tensor_scale.to(tl.float64), live, ALONG, GROUP)
     wanted = (given * spread(by, 1, GROUP // ALONG)).to(tl.float32)
     if STOCHASTIC:
         return stochastic_code(wanted, _firsts(random, ALONG), BIAS, MAX)

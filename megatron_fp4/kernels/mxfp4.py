@@ -21,7 +21,7 @@ from megatron_fp4.kernels.source import loaded, read_tile
 
 
 @triton.jit
-def _largest(pairs, AXIS: tl.constexpr, INTERPRETED: tl.constexpr):
+def _maxima(pairs, AXIS: tl.constexpr, INTERPRETED: tl.constexpr):
     """The largest magnitudes along AXIS of words of two BF16, for each half of the words.
 
     NaN is larger than Inf. Returns words of two BF16 magnitudes.
@@ -87,17 +87,17 @@ def quantize_along_rows(
     C: tl.constexpr = pairs.shape[2] * 2
     B: tl.constexpr = ROUNDING.BLOCK
     blocked = tl.reshape(pairs, (L, 8, C // B, B // 2))
-    widest = _largest(blocked, 3, INTERPRETED)
-    swapped = (widest << 16) | ((widest >> 16) & 0xFFFF)
-    widest = encode.larger_of(widest, swapped, INTERPRETED)  # in both halves
-    found = exponents.of_maxima(widest, ROUNDING.CEIL, INTERPRETED)
+    maxima = _maxima(blocked, 3, INTERPRETED)
+    swapped = (maxima << 16) | ((maxima >> 16) & 0xFFFF)
+    maxima = encode.larger_of(maxima, swapped, INTERPRETED)  # in both halves
+    found = exponents.of_maxima(maxima, ROUNDING.CEIL, INTERPRETED)
     byte, whole, half = exponents.powers(found, INTERPRETED)
     if ROUNDING.MSE:
         both = tl.broadcast_to(whole[:, :, :, None], (L, 8, C // B, B // 2))
         more = tl.sum(exponents.more_errors(blocked, both), 3)
         found += tl.where(more < 0, 0x00800080, 0)
         byte, whole, half = exponents.powers(found, INTERPRETED)
-    byte, live = byte & 0xFF, encode.live(widest)
+    byte, live = byte & 0xFF, encode.live(maxima)
     if ROUNDING.AVERAGED:
         live &= tl.max(_live(tl.reshape(average, (L, 8, C // B, B))), 3)
     half = tl.broadcast_to(half[:, :, :, None], (L, 8, C // B, B // 2))
@@ -167,11 +167,11 @@ def quantize_along_columns(
     C: tl.constexpr = pairs.shape[2] * 2
     B: tl.constexpr = ROUNDING.BLOCK
     E: tl.constexpr = B // 8  # groups of eight rows in a block
-    widest = tl.reshape(_largest(pairs, 1, INTERPRETED), (L // E, E, C // 2))
-    widest = _largest(widest, 1, INTERPRETED)
-    found = exponents.of_maxima(widest, ROUNDING.CEIL, INTERPRETED)
+    maxima = tl.reshape(_maxima(pairs, 1, INTERPRETED), (L // E, E, C // 2))
+    maxima = _maxima(maxima, 1, INTERPRETED)
+    found = exponents.of_maxima(maxima, ROUNDING.CEIL, INTERPRETED)
     byte, whole, half = exponents.powers(found, INTERPRETED)
-    low_live, high_live = encode.live(widest << 16), encode.live(widest)
+    low_live, high_live = encode.live(maxima << 16), encode.live(maxima)
     blocked = tl.reshape(pairs, (L // E, E, 8, C // 2))
     if ROUNDING.MSE:
         both = tl.broadcast_to(whole[:, None, None, :], (L // E, E, 8, C // 2))

@@ -29,14 +29,14 @@ class Copy:
     axis: its contracted axis, which is last in the result.
     fold: float32, one factor for each index along `axis`, which multiplies the matrix first; None
         for none.
-    widest: the maxima over the ranks that share a scale; see `quantize_matrix`. None takes those of
-        the matrix.
+    largest: the maximum over the ranks that share a scale; see `quantize_matrix`. None takes those
+        of the matrix.
     carrier: the FP8 dtype of the carriers that are written beside E2M1 codes, or None.
     """
 
     axis: int
     fold: Tensor | None = None
-    widest: Tensor | None = None
+    largest: Tensor | None = None
     carrier: torch.dtype | None = None
 
 
@@ -44,12 +44,12 @@ def quantize(x: Tensor, quantizer: Quantizer, copies: Sequence[Copy]) -> list[Ma
     """Quantizes a matrix with a float32 scale for each row of an operand, or for all of it.
 
     x: BF16 [rows, columns].
-    copies: one, or one for each axis; then neither has `widest`.
+    copies: one, or one for each axis; then neither has `largest`.
     """
     x = x.contiguous()
     rows, columns = x.shape
     in_one_read = len(copies) == 1 and _is_held(copies[0], quantizer, columns)
-    finds = not in_one_read and copies[0].widest is None
+    finds = not in_one_read and copies[0].largest is None
     sizes = [_room(copy, quantizer, x.shape, finds) for copy in copies]
     # Zeros: counts that kernels add to, and magnitudes that they raise.
     zeros = x.new_zeros(sum(map(sum, sizes)), dtype=torch.int32)
@@ -70,8 +70,8 @@ def quantize(x: Tensor, quantizer: Quantizer, copies: Sequence[Copy]) -> list[Ma
         if copy.carrier is not None:
             carriers = x.new_empty(lines, n, dtype=copy.carrier)
         made.append(Made(operand, None, None if carriers is None else decoded(operand, carriers)))
-        if copy.widest is not None:
-            largest = copy.widest.float().contiguous().view(torch.int32)
+        if copy.largest is not None:
+            largest = copy.largest.float().contiguous().view(torch.int32)
         given += fold, largest, codes, carriers, gamma, counts
         kinds += ((axis, fold is not None, copy.carrier),)
     if in_one_read:
@@ -90,7 +90,7 @@ def find_largest(x: Tensor, quantizer: Quantizer, copy: Copy) -> Tensor:
     float32 [lines, 1]. With one scale for the tensor that of all elements, [1, 1]. Inf stands for
     NaN too.
 
-    x: BF16 [rows, columns]. copy: the operand; its `widest` and `carrier` are not read.
+    x: BF16 [rows, columns]. copy: the operand; its `largest` and `carrier` are not read.
     """
     x = x.contiguous()
     rows, columns = x.shape
@@ -105,7 +105,7 @@ def find_largest(x: Tensor, quantizer: Quantizer, copy: Copy) -> Tensor:
 
 def _is_held(copy: Copy, quantizer: Quantizer, columns: int) -> bool:
     """Whether programs that hold a whole row make this operand of a matrix with `columns`."""
-    rows_alone = copy.axis == 1 and quantizer.block[0] == 1 and copy.widest is None
+    rows_alone = copy.axis == 1 and quantizer.block[0] == 1 and copy.largest is None
     return rows_alone and columns <= WIDEST
 
 

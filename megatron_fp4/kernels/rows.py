@@ -141,8 +141,8 @@ def _gamma(largest, LIMIT: tl.constexpr):
     largest: int32, the bits of the largest magnitudes of lines. LIMIT: the element format's largest
         number. The factor is that of `scaling.gamma`.
     """
-    amax = largest.to(tl.float32, bitcast=True)
-    ratio = tl.div_rn(tl.full(amax.shape, LIMIT, tl.float32), amax)
+    magnitude = largest.to(tl.float32, bitcast=True)
+    ratio = tl.div_rn(tl.full(magnitude.shape, LIMIT, tl.float32), magnitude)
     ratio = tl.minimum(ratio, LARGEST)
     return tl.where(largest == 0, 1.0, ratio), largest < INFINITE
 

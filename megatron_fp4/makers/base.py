@@ -97,14 +97,14 @@ class Given:
 
     fold: float32 or wider [K], multiplies the matrix along the contracted axis: the row scales of
         the GEMM's other operand; None: nothing.
-    widest: the maximum over the ranks that share a scale; see `quantize_matrix`.
+    largest: the maximum over the ranks that share a scale; see `quantize_matrix`.
     noise: the key of the random bits, for a stochastic quantizer.
     signs: the signs of a Hadamard transform, random or fixed; None: no signs.
     average: float32, of the matrix's shape: the average towards which rounding ema rounds.
     """
 
     fold: Tensor | None = None
-    widest: Tensor | None = None
+    largest: Tensor | None = None
     noise: Noise | None = None
     signs: Signs | FixedSigns | None = None
     average: Tensor | None = None
@@ -148,7 +148,7 @@ class Maker(Protocol):
 
     def largest(self, matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
         """The largest magnitudes of this rank's part of an operand whose scales ranks share; Inf
-        stands for NaN too. Their maximum over the ranks is `Given.widest`."""
+        stands for NaN too. Their maximum over the ranks is `Given.largest`."""
         ...
 
     def make(

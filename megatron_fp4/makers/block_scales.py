@@ -64,7 +64,7 @@ class BlockScaleKernel:
         assert isinstance(matrix, Tensor) and operand.quantizer is not None
         x, transform = self._source(matrix, operand, each)
         made = blocks.quantize(
-            x, operand.quantizer, operand.axis, each.noise, each.widest, transform
+            x, operand.quantizer, operand.axis, each.noise, each.largest, transform
         )
         return [Made(made)]
 

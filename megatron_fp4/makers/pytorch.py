@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import widen
 from megatron_fp4.arithmetic.hadamard import transform
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, absolute_max, quantize_matrix
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, largest_magnitudes, quantize_matrix
 from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.operands import Made, Matrix, Operand
 
@@ -40,7 +40,7 @@ class PyTorch:
     def largest(self, matrix: Operand, operand: OperandPlan, given: Given) -> Tensor:
         assert operand.quantizer is not None  # high precision has no scale to share
         x = before_quantizer(matrix, operand, given)
-        return absolute_max(x, operand.quantizer, operand.axis)
+        return largest_magnitudes(x, operand.quantizer, operand.axis)
 
     def make(
         self, matrix: Matrix, operands: Sequence[OperandPlan], given: Sequence[Given]
@@ -69,7 +69,7 @@ def make_operand(matrix: Operand, operand: OperandPlan, given: Given) -> Operand
         axis=axis,
         bits=None if given.noise is None else given.noise.bits16(x),
         average=given.average,
-        widest=given.widest,
+        largest=given.largest,
     )
 
 

@@ -66,7 +66,7 @@ class RowScaleKernel:
         quantizer = operands[0].quantizer
         assert isinstance(matrix, Tensor) and quantizer is not None
         copies = [
-            row_operands.Copy(operand.axis, each.fold, each.widest, operand.carrier)
+            row_operands.Copy(operand.axis, each.fold, each.largest, operand.carrier)
             for operand, each in zip(operands, given, strict=True)
         ]
         return row_operands.quantize(matrix, quantizer, copies)

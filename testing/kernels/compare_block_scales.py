@@ -20,7 +20,7 @@ from megatron_fp4 import Quantizer, get_quantizer
 from megatron_fp4.arithmetic.formats import SCALE_FLOATS
 from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS
 from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, absolute_max
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, largest_magnitudes
 from megatron_fp4.kernels.block_values import decoded, decodes, dequantized
 from megatron_fp4.kernels.blocks import find_largest, quantize
 from megatron_fp4.makers.base import Given
@@ -103,21 +103,23 @@ def differences(device: str, of: str = "") -> Iterator[str]:
         for source, axis in ((x, 1), (x, 0), (ordinary, 1), (ordinary, 0), (0 * ordinary, 1)):
             assert BlockScaleKernel().refuses(plan(source, quantizer, axis)) is None
             for is_shard in (False, True) if quantizer.draws and source is x else (False,):
-                for widest in (None, absolute_max(8 * ordinary, quantizer, axis)):
-                    if widest is not None and not quantizer.tensor_max:
+                for largest in (None, largest_magnitudes(8 * ordinary, quantizer, axis)):
+                    if largest is not None and not quantizer.tensor_max:
                         continue
                     noises = [_noise(place, is_shard) for place in (device, "cpu")]
                     found = quantize(
                         source.to(device), quantizer, axis,
                         noises[0] if quantizer.draws else None,
-                        None if widest is None else widest.to(device),
+                        None if largest is None else largest.to(device),
                     )  # fmt: skip
-                    made = made_in_pytorch(source, quantizer, axis, noise=noises[1], widest=widest)
+                    made = made_in_pytorch(
+                        source, quantizer, axis, noise=noises[1], largest=largest
+                    )
                     told = _differing(found, made)
                     if source is x:
                         told = told or _decoded_otherwise(found)
                     if told:
-                        yield f"{name} {axis} {is_shard} {widest is None}: {told}"
+                        yield f"{name} {axis} {is_shard} {largest is None}: {told}"
 
 
 def transformed(device: str) -> Iterator[str]:

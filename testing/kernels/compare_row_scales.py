@@ -71,9 +71,9 @@ def differences(device: str) -> Iterator[str]:
             if not _finds(x.bfloat16(), quantizer, copy, device):
                 yield f"{element} {block} {bad} largest {axis} {fold}"
         if bad == 1.0:
-            for axis, widest in shared.items():
+            for axis, largest in shared.items():
                 for told in _differences(
-                    x.bfloat16(), quantizer, [Copy(axis, None, widest)], device
+                    x.bfloat16(), quantizer, [Copy(axis, None, largest)], device
                 ):
                     yield f"{element} {block} agreed {told}"
 
@@ -89,15 +89,15 @@ def differences(device: str) -> Iterator[str]:
 
 def _differences(x: Tensor, quantizer: Quantizer, copies: list[Copy], device: str) -> Iterator[str]:
     there = [
-        Copy(each.axis, _moved(each.fold, device), _moved(each.widest, device), each.carrier)
+        Copy(each.axis, _moved(each.fold, device), _moved(each.largest, device), each.carrier)
         for each in copies
     ]
     found = quantize(x.to(device), quantizer, there)
     for copy, made in zip(copies, found, strict=True):
         assert RowScaleKernel().refuses(plan(x, quantizer, copy.axis)) is None
-        wanted = made_in_pytorch(x, quantizer, copy.axis, fold=copy.fold, widest=copy.widest)
+        wanted = made_in_pytorch(x, quantizer, copy.axis, fold=copy.fold, largest=copy.largest)
         if _differ(made, wanted, copy.carrier):
-            folded, agreed = copy.fold is not None, copy.widest is not None
+            folded, agreed = copy.fold is not None, copy.largest is not None
             yield f"axis {copy.axis} of {len(copies)} {folded} {agreed} {copy.carrier}"
 
 

@@ -19,7 +19,7 @@ from megatron_fp4.arithmetic.outliers import OutlierClamp, Residual
 from megatron_fp4.arithmetic.quantizer import (
     QuantizedTensor,
     Quantizer,
-    absolute_max,
+    largest_magnitudes,
     quantize_matrix,
 )
 from megatron_fp4.execution import backward, making
@@ -75,10 +75,10 @@ def main() -> None:
 def check_quantized(
     quantizer: Quantizer, axis: int, whole: Tensor, part: Tensor, parallel: TensorParallel
 ) -> None:
-    widest = None
+    largest = None
     if quantizer.scale_spans(0, axis):
-        [widest] = parallel.maximum([absolute_max(part, quantizer, axis)])
-    mine = quantize_matrix(part, quantizer, axis=axis, widest=widest)
+        [largest] = parallel.maximum([largest_magnitudes(part, quantizer, axis)])
+    mine = quantize_matrix(part, quantizer, axis=axis, largest=largest)
     found, expected = parallel.gather(mine).wait(), quantize_matrix(whole, quantizer, axis=axis)
     assert isinstance(found, QuantizedTensor)
     assert (found.shape, found.axis) == (expected.shape, expected.axis)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_fp4 import ConfigError, QuantizedTensor, Quantizer, quantize
 from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.formats import E1M2, E2M1
-from megatron_fp4.arithmetic.quantizer import absolute_max, quantize_matrix
+from megatron_fp4.arithmetic.quantizer import largest_magnitudes, quantize_matrix
 from testing.oracles import GRID, UNIFORM, e8m0_byte, fp4_code, mse_block, mx_block, normal
 
 TOP = UNIFORM[-1]
@@ -279,8 +279,8 @@ def test_powers_of_two_are_exact_in_bf16() -> None:
 def test_ranks_that_share_a_scale_agree_on_it(name: str) -> None:
     quantizer, x = e1m2(**SCALES[name]), normal((8, 64), 30) * normal((8, 1), 31).exp()
     whole, parts = quantize(x, quantizer), x.split(32, 1)
-    widest = torch.stack([absolute_max(part, quantizer, 1) for part in parts]).amax(0)
-    found = [quantize_matrix(part, quantizer, axis=1, widest=widest) for part in parts]
+    largest = torch.stack([largest_magnitudes(part, quantizer, 1) for part in parts]).amax(0)
+    found = [quantize_matrix(part, quantizer, axis=1, largest=largest) for part in parts]
     assert torch.equal(torch.cat([q.codes for q in found], 1), whole.codes)
     assert torch.equal(torch.cat([q.scales for q in found], 1), whole.scales)
     alone = [quantize(part, quantizer).codes for part in parts]  # the control

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fp4 import Quantizer, quantize
 from megatron_fp4.arithmetic import formats
-from megatron_fp4.arithmetic.quantizer import absolute_max, quantize_matrix
+from megatron_fp4.arithmetic.quantizer import largest_magnitudes, quantize_matrix
 from testing.oracles import fp4_code, normal
 
 ROWS: dict[str, dict] = {
@@ -80,9 +80,9 @@ def test_ranks_that_share_rows_agree_on_their_scales(name: str, axis: int) -> No
     quantizer, x = Quantizer(**ROWS[name]), spread_rows(64, 64)
     whole, parts = quantize(x, quantizer, axis=axis), x.chunk(2, axis)
     assert quantizer.scale_spans(axis, axis) and not quantizer.scale_spans(1 - axis, axis)
-    widest = torch.stack([absolute_max(part, quantizer, axis) for part in parts]).amax(0)
-    assert widest.shape == (64, 1)
-    found = [quantize_matrix(part, quantizer, axis=axis, widest=widest) for part in parts]
+    largest = torch.stack([largest_magnitudes(part, quantizer, axis) for part in parts]).amax(0)
+    assert largest.shape == (64, 1)
+    found = [quantize_matrix(part, quantizer, axis=axis, largest=largest) for part in parts]
     assert torch.equal(torch.cat([q.codes for q in found], 1), whole.codes)
     assert torch.equal(torch.cat([q.scales for q in found], 1), whole.scales)
     alone = [quantize_matrix(part, quantizer, axis=axis) for part in parts]  # the control

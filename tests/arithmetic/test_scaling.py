@@ -20,7 +20,7 @@ from megatron_fp4 import (
     quantize,
 )
 from megatron_fp4.arithmetic import formats
-from megatron_fp4.arithmetic.quantizer import absolute_max, quantize_matrix
+from megatron_fp4.arithmetic.quantizer import largest_magnitudes, quantize_matrix
 from testing.oracles import e8m0_byte, mse_block, mx_block, normal
 
 Rule = Literal["floor", "ceil"]
@@ -283,16 +283,19 @@ def test_row_scales_take_the_maximum_over_ranks(spoil: float | None) -> None:
 
     vector = get_quantizer("vector")
     # fmax, as a collective that drops NaN does.
-    widest = torch.fmax(*(absolute_max(half, vector, 1) for half in halves))
+    largest = torch.fmax(*(largest_magnitudes(half, vector, 1) for half in halves))
     for half, codes in zip(halves, whole.codes.split(16, dim=1), strict=True):
-        q = quantize_matrix(half, vector, axis=1, widest=widest)
+        q = quantize_matrix(half, vector, axis=1, largest=largest)
         assert torch.equal(q.codes, codes)
         assert torch.equal(q.scales.nan_to_num(-1), whole.scales.nan_to_num(-1))
 
 
 def test_a_nan_reaches_the_collective_as_an_inf() -> None:
     """NaN need not survive a maximum over ranks, and a lost NaN would leave garbage codes."""
-    assert absolute_max(torch.full((1, 2), math.nan), get_quantizer("vector"), 1).item() == math.inf
+    assert (
+        largest_magnitudes(torch.full((1, 2), math.nan), get_quantizer("vector"), 1).item()
+        == math.inf
+    )
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-four-over-six", "nvfp4-17-16"])
@@ -301,9 +304,9 @@ def test_tensor_scale_takes_the_maximum_over_ranks(name: str) -> None:
     x[:, 32:] *= 3
     x[2, 5] = math.inf  # marked by its own block's scale
     whole, quantizer, halves = quantize(x, name), get_quantizer(name), x.split(32, dim=1)
-    widest = torch.maximum(*(absolute_max(half, quantizer, 1) for half in halves))
+    largest = torch.maximum(*(largest_magnitudes(half, quantizer, 1) for half in halves))
     for half, codes in zip(halves, whole.codes.split(16, dim=1), strict=True):
-        assert torch.equal(quantize_matrix(half, quantizer, axis=1, widest=widest).codes, codes)
+        assert torch.equal(quantize_matrix(half, quantizer, axis=1, largest=largest).codes, codes)
     assert not torch.equal(quantize(halves[0], name).codes, whole.codes[:, :16])  # its own scale
 
 

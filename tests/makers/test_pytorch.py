@@ -94,10 +94,11 @@ def test_row_and_tensor_maxima_reach_the_quantizer() -> None:
         (FP8_TENSOR, (1, 1)),
         (get_quantizer("nvfp4"), ()),
     ):
-        widest = PyTorch().largest(x, plan(x, quantizer, 1), Given(fold=fold))
-        assert widest.shape == shape and widest.max() == 2 * x.abs().max()
+        largest = PyTorch().largest(x, plan(x, quantizer, 1), Given(fold=fold))
+        assert largest.shape == shape and largest.max() == 2 * x.abs().max()
         found, same, wider = (
-            made(x, quantizer, 1, fold=fold, widest=given) for given in (None, widest, 7 * widest)
+            made(x, quantizer, 1, fold=fold, largest=given)
+            for given in (None, largest, 7 * largest)
         )
         assert torch.equal(found.codes, same.codes) and torch.equal(found.scales, same.scales)
         assert not torch.equal(found.codes, wider.codes)

@@ -58,7 +58,7 @@ CODES = {
     "1.5 is clipped": Mistake(
         "ceil nearest 1.0 axes (1, 0).",
         exponents.of_maxima,
-        argument("widest", lambda widest: widest + 0x10001),
+        argument("maxima", lambda maxima: maxima + 0x10001),
     ),
     "errors beyond 6 are not counted": Mistake(MSE, exponents._wider, result(lambda e: e * 0)),
     "errors are not squared": Mistake(MSE, exponents._wider, result(lambda e: e * 0.25)),
@@ -66,7 +66,7 @@ CODES = {
     "a tie takes twice the scale": Mistake(
         MSE, exponents.more_errors, result(lambda more: tl.where(more == 0, -1, more))
     ),
-    "NaN is hidden": Mistake(NEAREST, encode.live, argument("widest", lambda widest: widest * 0)),
+    "NaN is hidden": Mistake(NEAREST, encode.live, argument("maxima", lambda maxima: maxima * 0)),
     "no sign of odd columns": Mistake(
         NEAREST, encode.nearest_pairs, argument("signed", lambda pairs: pairs & 0xFFFF)
     ),

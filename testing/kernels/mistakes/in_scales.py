@@ -71,7 +71,7 @@ def _least_of_rows(right: Any, v: Any, ACROSS: Any, ALONG: Any) -> Any:
     return tl.min(tl.reshape(by_row, (lines // ACROSS, ACROSS, count)), 1)
 
 
-def _always_six(right: Any, v: Any, amax: Any, six: Any, *given: Any) -> Any:
+def _always_six(right: Any, v: Any, maxima: Any, six: Any, *given: Any) -> Any:
     return six
 
 
@@ -94,9 +94,9 @@ def _scale_to_nearest(right: Any, wanted: Any, random: Any, BIAS: Any, MAX: Any)
     return float_scales.code_of(wanted, BIAS, MAX, False)
 
 
-def _in_scales(right: Any, v: Any, code: Any, unit: Any, BIAS: Any, ALONG: Any) -> Any:
+def _in_scales(right: Any, v: Any, code: Any, tensor_scale: Any, BIAS: Any, ALONG: Any) -> Any:
     scale = tl.maximum(float_scales.scale_of(code, BIAS), 1e-9)
-    return right(v, code, unit, BIAS, ALONG) / scale
+    return right(v, code, tensor_scale, BIAS, ALONG) / scale
 
 
 BLOCK_SCALES = {
@@ -106,7 +106,7 @@ BLOCK_SCALES = {
         "e4m3", float_scales.scale_of, _subnormal_as_normal
     ),
     "an overflow spoils the rest": Mistake(
-        "nvfp4", blocks._finite_or_0, lambda right, largest: largest
+        "nvfp4", blocks._finite_or_0, lambda right, maxima: maxima
     ),
     "beyond 6": Mistake("e4m3", blocks._saturated, lambda right, magnitude: magnitude),
     "not inflated": Mistake(
@@ -132,7 +132,7 @@ BLOCK_SCALES = {
     "magnitudes alone": Mistake(
         "e4m3", block_values.bf16_of, argument("code", lambda code: code & 7)
     ),
-    "one row's block": Mistake("2d", blocks._largest, _least_of_rows),
+    "one row's block": Mistake("2d", blocks._maxima, _least_of_rows),
     "the next scale is the first": Mistake(
         "in-fp8-16", fp8_scales._first, argument("wanted", lambda wanted: wanted * 1.2)
     ),
