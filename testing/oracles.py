@@ -90,21 +90,21 @@ def exponent_of(m: Fraction) -> int:
     return e
 
 
-def e8m0_byte(amax: float, rule: str, top: Fraction = GRID[-1]) -> int:
+def e8m0_byte(maximum: float, rule: str, limit: Fraction = GRID[-1]) -> int:
     """The scale byte of a block: OCP's floor rule, or the smallest power of two that clips nothing.
 
-    top: the largest element. OCP's emax is its exponent.
+    limit: the largest element. OCP's emax is its exponent.
     """
-    if math.isnan(amax) or math.isinf(amax):
+    if math.isnan(maximum) or math.isinf(maximum):
         return 0xFF
-    if amax == 0:
+    if maximum == 0:
         return 0
-    m = Fraction(amax)
+    m = Fraction(maximum)
     if rule == "floor":
-        s = exponent_of(m) - exponent_of(top)
-    else:  # the least s with m <= top * 2^s
-        s = exponent_of(m / top)
-        s += m > top * Fraction(2) ** s
+        s = exponent_of(m) - exponent_of(limit)
+    else:  # the least s with m <= limit * 2^s
+        s = exponent_of(m / limit)
+        s += m > limit * Fraction(2) ** s
     return max(-127, min(127, s)) + 127
 
 
@@ -118,8 +118,8 @@ def mx_block(
 
     rule: "floor" or "ceil".
     """
-    worst = max((abs(v) if not math.isnan(v) else math.inf) for v in block)
-    byte = e8m0_byte(worst, rule, grid[-1])
+    maximum = max((abs(v) if not math.isnan(v) else math.inf) for v in block)
+    byte = e8m0_byte(maximum, rule, grid[-1])
     if byte == 0xFF:
         return byte, [0] * len(block)
     scale = Fraction(2) ** (127 - byte)

@@ -107,12 +107,12 @@ def expected(g: Tensor, q: QuantizedTensor, x: Tensor, e: Estimator, mistake: st
         size, signs, terms = np.abs(v[inside]), np.sign(v[inside]), own[inside]
         if size.max() == 0:
             continue
-        top = size == size.max()
+        is_maximum = size == size.max()
         weights = np.exp((size - size.max()) / e.temperature)
         added = {
             "straight-through": 0,
-            "absmax": np.where(top, terms, 0),
-            "vjp": top / top.sum() * terms.sum(),
+            "absmax": np.where(is_maximum, terms, 0),
+            "vjp": is_maximum / is_maximum.sum() * terms.sum(),
             "softmax": weights / weights.sum() * terms.sum(),
         }[e.maximum]
         if mistake == "sum to all":

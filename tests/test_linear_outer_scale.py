@@ -113,8 +113,8 @@ def smoothed_maximum(
         return cut.movedim(1, 2).reshape(-1, height * length)
 
     smooth = torch.logsumexp(blocks((z / scales.detach()).abs()) / e.temperature, 1) * e.temperature
-    top = blocks(v.abs()).amax(1)
-    ratio = 1 + (smooth - smooth.detach()) / torch.where(top == 0, 1, top)
+    maxima = blocks(v.abs()).amax(1)
+    ratio = 1 + (smooth - smooth.detach()) / torch.where(maxima == 0, 1, maxima)
     return by_each(ratio, z.shape, block)
 
 

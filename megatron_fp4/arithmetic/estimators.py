@@ -86,7 +86,7 @@ class Estimator:
             t log(sum(exp(|x|/t))) with t = `temperature` * S.
         The softmax's temperature and the shares of ties are this project's.
     temperature: of softmax, in units of scaled values, above 0.
-    outer_scale: the gradient through the scale of the tensor or of the row, t
+    outer_scale: the gradient through the outer scale t, of the tensor or of the row
         (`Quantizer.tensor_max`, `row_max`), which is taken to be proportional to the largest
         magnitude of the tensor or row. arXiv 2509.17791 compares ignoring and keeping it; the model
         and the shares of ties are this project's.

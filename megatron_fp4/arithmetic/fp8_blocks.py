@@ -95,13 +95,13 @@ class FloatBlocks:
         number. A block with Inf or NaN has the scale NaN (255) and codes 0.
         """
         blocks = self._padded(x)
-        largest = blocks.abs().amax(1)
-        finite = largest.isfinite()
-        mantissa, exponent = block_exponent(torch.where(finite, largest, 0.0))
+        maxima = blocks.abs().amax(1)
+        finite = maxima.isfinite()
+        mantissa, exponent = block_exponent(torch.where(finite, maxima, 0.0))
         form = _ELEMENTS[self.element]
         most = block_exponent(torch.tensor(torch.finfo(form.values).max, device=x.device))
         exponent = exponent - most[1] + (mantissa > most[0]).int()
-        scales = torch.where(largest > 0, encode_e8m0(exponent.clamp(min=self._least)), 0)
+        scales = torch.where(maxima > 0, encode_e8m0(exponent.clamp(min=self._least)), 0)
         # 2^-s from the byte of -s. The byte of s = -127 would be 254, which is 2^127.
         scaled = blocks * decode_e8m0(254 - scales.int())[:, None]
         scaled = torch.where(finite[:, None], scaled, 0.0)

@@ -213,7 +213,7 @@ class QuantizedTensor:
         return values, self.tensor_scale.view(-1, 1).to(formats.wide(dtype))
 
     def unscaled(self) -> QuantizedTensor:
-        """A tensor with float32 scales, with its scales replaced by one tensor-wide scale of 1."""
+        """A tensor with float32 scales, which are replaced by one scale of 1 for the tensor."""
         assert self.quantizer.scale == "fp32"
         quantizer = replace(self.quantizer, block=(WHOLE_AXIS, WHOLE_AXIS))
         scales = formats.table((1.0,), torch.float32, self.device).view(1, 1)

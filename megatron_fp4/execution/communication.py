@@ -104,17 +104,17 @@ class TensorParallel:
         # A scale that spans all tokens is the same on every rank, and is not sent.
         spans = part.quantizer.block[1 if tokens else 0] == WHOLE_AXIS
         travels = [part.codes] if spans else [part.codes, part.scales]
-        # So is the scale of a row along the tokens. That of a token is sent.
+        # So is a row scale along the tokens. That of a token is sent.
         sends_rows = bool(part.quantizer.row_max) and tokens == 0 and part.tensor_scale is not None
         if sends_rows:
             travels.append(part.tensor_scale)  # type: ignore[arg-type]
         shape = torch.Size((part.shape[0] * self.size, *part.shape[1:]))
 
         def whole(arrived: list[Tensor]) -> Operand:
-            over = arrived.pop() if sends_rows else part.tensor_scale
+            outer_scale = arrived.pop() if sends_rows else part.tensor_scale
             codes, scales = (*arrived, part.scales)[:2]
             return replace(
-                part, codes=codes, scales=scales, tensor_scale=over, shape=shape, counts=None
+                part, codes=codes, scales=scales, tensor_scale=outer_scale, shape=shape, counts=None
             )
 
         return self._gather(travels, tokens).then(whole)

@@ -52,17 +52,17 @@ def decoded(codes, byte, FORM: tl.constexpr):
 
 
 @triton.jit
-def scale_byte(largest, FORM: tl.constexpr):
+def scale_byte(maxima, FORM: tl.constexpr):
     """The E8M0 byte of blocks whose largest magnitude is finite.
 
-    largest: int32, the bits of that magnitude. The scale is the smallest power of two by which it
+    maxima: int32, the bits of that magnitude. The scale is the smallest power of two by which it
     does not exceed the format's largest number: 448, 57344 (E5M2) or 65504 (FP16).
     """
     TOP: tl.constexpr = 15 if FORM == "fp16" or FORM == "e5m2" else 8
     MANTISSA: tl.constexpr = 0x7FE000 if FORM == "fp16" else 0x600000
     LEAST: tl.constexpr = 62 if FORM == "root" else 0
-    byte = (largest >> 23) - TOP + ((largest & 0x7FFFFF) > MANTISSA).to(tl.int32)
-    return tl.where(largest > 0, tl.maximum(byte, LEAST), 0)
+    byte = (maxima >> 23) - TOP + ((maxima & 0x7FFFFF) > MANTISSA).to(tl.int32)
+    return tl.where(maxima > 0, tl.maximum(byte, LEAST), 0)
 
 
 @triton.jit
@@ -112,9 +112,9 @@ def encoded(x, random, FORM: tl.constexpr, IS_SQUARE: tl.constexpr, STOCHASTIC: 
     LOWEST: tl.constexpr = -14 if FORM == "fp16" or FORM == "e5m2" else -6
     value = tl.sqrt_rn(x) if FORM == "root" else x
     bits = value.to(tl.int32, bitcast=True)
-    largest = tl.max(bits & 0x7FFFFFFF, 1, keep_dims=True)
-    finite = largest < 0x7F800000
-    byte = scale_byte(largest, FORM)
+    maxima = tl.max(bits & 0x7FFFFFFF, 1, keep_dims=True)
+    finite = maxima < 0x7F800000
+    byte = scale_byte(maxima, FORM)
     scaled = tl.where(finite, tl.abs(value) * power(127 - byte), 0.0)
     exponent = tl.maximum((scaled.to(tl.int32, bitcast=True) >> 23) - 127, LOWEST)
     steps = scaled * power(MANTISSA - exponent)

@@ -86,7 +86,7 @@ def quantize(x: Tensor, quantizer: Quantizer, copies: Sequence[Copy]) -> list[Ma
 
 
 def find_largest(x: Tensor, quantizer: Quantizer, copy: Copy) -> Tensor:
-    """The largest magnitude of each row of an operand, from which the scale of the row follows:
+    """The largest magnitude of each row of an operand, from which the row scale follows:
     float32 [lines, 1]. With one scale for the tensor that of all elements, [1, 1]. Inf stands for
     NaN too.
 

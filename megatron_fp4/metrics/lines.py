@@ -45,11 +45,13 @@ def rows_of(quantized: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
     of_rows = rows  # the row of scales for each row of codes
     if across != 1:
         of_rows = rows // across if across else torch.zeros_like(rows)
-    over = quantized.tensor_scale
+    outer_scale = quantized.tensor_scale
+    if outer_scale is not None and quantized.quantizer.row_max:
+        outer_scale = outer_scale[rows]
     return QuantizedTensor(
         codes=quantized.codes[rows],
         scales=scales[of_rows],
-        tensor_scale=over[rows] if over is not None and quantized.quantizer.row_max else over,
+        tensor_scale=outer_scale,
         quantizer=_in_rows(quantized.quantizer),
         shape=torch.Size((len(rows), quantized.shape[quantized.axis])),
         axis=1,

@@ -63,15 +63,15 @@ def sums_of_parts(x: Tensor, quantized: QuantizedTensor, parts: int, share: floa
     exact = _rows(x, quantized.axis).double() * quantizer.prescale
     exact, decoded = torch.where(finite, exact, 0), torch.where(finite, decoded, 0)
     zero, nonzero = (elements == 0) & finite, exact != 0
-    largest = quantizer.format.max
+    limit = quantizer.format.max
     sums = (
         finite,
         nonzero,
         zero,
         zero & nonzero,
         nonzero & (scaled < quantizer.format.smallest / 2),
-        finite & (scaled > largest * _EXCESS),
-        elements == largest,
+        finite & (scaled > limit * _EXCESS),
+        elements == limit,
         exact.square(),
         decoded * exact,
         (decoded - exact).square(),

@@ -117,7 +117,7 @@ def test_every_threshold_of_one_value() -> None:
 
 
 def maxima() -> np.ndarray:
-    """Largest magnitudes in every binade of float32, and beside each power and each top."""
+    """Largest magnitudes in every binade of float32, and beside each power and limit."""
     beside = [np.nextafter(np.float32(m), np.float32(end)) for m in (1, 1.75) for end in (0, 2)]
     each = (1.0, 1.5, 1.75, *beside)
     with np.errstate(over="ignore"):
@@ -133,7 +133,7 @@ def test_scales_over_every_exponent(rule: Any) -> None:
     bytes_ = quantize(x, e1m2(rule=rule)).scales[:, 0].tolist()
     assert bytes_ == [e8m0_byte(m, rule, TOP) for m in found.tolist()]
     assert bytes_ != [e8m0_byte(m, rule) for m in found.tolist()]  # the control: E2M1's emax
-    if rule == "ceil":  # the control: E2M1's top of 1.5
+    if rule == "ceil":  # the control: E2M1's limit of 1.5
         assert bytes_ != [e8m0_byte(m, rule, Fraction(3, 2)) for m in found.tolist()]
 
 
@@ -210,9 +210,9 @@ def test_small_floats_as_scales_map_the_maximum_to_the_top(name: str) -> None:
     x = normal((16, 64), 14)
     q, blocks = quantize(x, e1m2(**fields)), x.numpy().reshape(16, 4, 16)
     g: Any = f32(1)
-    if top := fields.get("tensor_max") or fields.get("row_max"):
+    if bound := fields.get("tensor_max") or fields.get("row_max"):
         axes = None if "tensor_max" in fields else 1
-        g = np.abs(x.numpy()).max(axes, keepdims=True) / f32(1.75 * top)
+        g = np.abs(x.numpy()).max(axes, keepdims=True) / f32(1.75 * bound)
         assert q.tensor_scale is not None
         assert np.array_equal(q.tensor_scale.numpy().reshape(g.shape), g)
     wanted = np.abs(blocks).max(-1) / (f32(1.75) * g) * f32(fields.get("inflate", 1.0))
@@ -223,7 +223,7 @@ def test_small_floats_as_scales_map_the_maximum_to_the_top(name: str) -> None:
     expected = [fp4_code(each, grid=UNIFORM) for each in v.flatten().tolist()]
     assert np.array(codes_of(q)).flatten().tolist() == expected
     six = form.encode(torch.from_numpy(wanted * f32(1.75) / f32(6)))
-    assert not torch.equal(q.scales, six) or top  # the control: E2M1's largest element
+    assert not torch.equal(q.scales, six) or bound  # the control: E2M1's largest element
 
 
 @pytest.mark.parametrize("block", [(1, 0), (0, 0), (1, 16)])
@@ -243,9 +243,9 @@ def test_the_largest_of_a_row_is_on_top_of_the_grid(rule: Any) -> None:
     at = x.abs().argmax(1, keepdim=True)
     for element, limit in (("e1m2", 1.75), ("e2m1", 6.0)):
         q = quantize(x, Quantizer(element=element, rule=rule, row_max=4.0))  # type: ignore[arg-type]
-        top = x.abs().amax(1).numpy() / np.float32(limit * 4)
+        row_scales = x.abs().amax(1).numpy() / np.float32(limit * 4)
         assert q.tensor_scale is not None
-        assert np.array_equal(q.tensor_scale.numpy()[:, 0], top)
+        assert np.array_equal(q.tensor_scale.numpy()[:, 0], row_scales)
         decoded = q.dequantize(torch.float64).gather(1, at)
         assert float((decoded / x.gather(1, at).double() - 1).abs().max()) < 2.0**-23
 

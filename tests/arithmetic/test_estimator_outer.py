@@ -47,12 +47,12 @@ def block_scales(z: Tensor, start: Tensor, maximum: str) -> Tensor:
 
     One for each element: with absmax the scale of the largest element moves for that alone.
     """
-    top = by_blocks(start).abs().amax(1, keepdim=True)
-    held = top / 6
+    maxima = by_blocks(start).abs().amax(1, keepdim=True)
+    held = maxima / 6
     if maximum == "straight-through":
         return held.expand(-1, BLOCK)
     if maximum == "absmax":
-        return torch.where(by_blocks(start).abs() == top, by_blocks(z).abs() / 6, held)
+        return torch.where(by_blocks(start).abs() == maxima, by_blocks(z).abs() / 6, held)
     if maximum == "vjp":
         return (by_blocks(z).abs().amax(1, keepdim=True) / 6).expand(-1, BLOCK)
     t = TEMPERATURE * held
@@ -107,11 +107,11 @@ def test_it_is_the_derivative_of_the_smoothed_quantizer(form: str, maximum: str,
     assert error(found, wanted) < 1e-6
     if rows == 1:  # one row's scale is one tensor's
         assert torch.equal(found, with_outer_scale(fixed, g, x, y, of_rows=True))
-    is_top = x.abs() == x.abs().amax(1, keepdim=True)
-    assert torch.equal(found[~is_top], fixed[~is_top])
+    is_largest = x.abs() == x.abs().amax(1, keepdim=True)
+    assert torch.equal(found[~is_largest], fixed[~is_largest])
     # Known mistakes.
     scales = by_blocks(x).abs().amax(1, keepdim=True) / 6
-    terms, unit = g * y - fixed * x, torch.where(is_top, 1 / x, 0)
+    terms, unit = g * y - fixed * x, torch.where(is_largest, 1 / x, 0)
     in_block = by_blocks(terms).sum(1, keepdim=True).expand(-1, BLOCK).reshape(x.shape)
     unscaled = (by_blocks(terms) / scales).view(x.shape).sum(1, keepdim=True)
     right = terms.sum(1, keepdim=True)
@@ -121,7 +121,7 @@ def test_it_is_the_derivative_of_the_smoothed_quantizer(form: str, maximum: str,
         "the other sign": fixed - right * unit,
         "no sign of the element": fixed + right * unit.abs(),
         "the sum of the block": fixed + in_block * unit,
-        "of scaled values": fixed + unscaled * torch.where(is_top, x.sign() / 6, 0),
+        "of scaled values": fixed + unscaled * torch.where(is_largest, x.sign() / 6, 0),
         "to all": fixed + right * x.sign() / x.abs().amax(1, keepdim=True),
     }
     for name, mistaken in mistakes.items():

@@ -297,24 +297,24 @@ def errors_in_numpy(x: np.ndarray, rng: np.random.Generator) -> dict[str, np.nda
     """The squared errors of MS-EDEN and of stochastic rounding, for each group of 128."""
     turned = (x * rng.choice([-1.0, 1.0], 128)) @ SYLVESTER
     blocks = turned.reshape(-1, 8, 16)
-    unit = np.abs(turned).max() / (6 * 256)
+    tensor_scale = np.abs(turned).max() / (6 * 256)
     e4m3 = np.array([float(value) for value in values_of("e4m3")])
 
     def scales(inflate: float) -> np.ndarray:
-        wanted = np.abs(blocks).max(2) / (6 * unit) * inflate
+        wanted = np.abs(blocks).max(2) / (6 * tensor_scale) * inflate
         return wanted.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)[:, :, None]
 
     found = {}
     s = scales(17 / 16)
-    q = rounded(blocks / (s * unit), rng.random(blocks.shape)) * s * unit
+    q = rounded(blocks / (s * tensor_scale), rng.random(blocks.shape)) * s * tensor_scale
     found["stochastic"] = (q - blocks) ** 2
     s = scales(17 / 16 * 0.93)
-    codes = rounded(blocks / (s * unit), None)
-    xq = (blocks * codes * s * unit).sum((1, 2), keepdims=True)
+    codes = rounded(blocks / (s * tensor_scale), None)
+    xq = (blocks * codes * s * tensor_scale).sum((1, 2), keepdims=True)
     wanted = s * (blocks**2).sum((1, 2), keepdims=True) / xq
     low = np.searchsorted(e4m3, wanted, side="right") - 1
     up = (wanted - e4m3[low]) / (e4m3[low + 1] - e4m3[low]) > rng.random(wanted.shape)
-    found["eden"] = (codes * e4m3[low + up] * unit - blocks) ** 2
+    found["eden"] = (codes * e4m3[low + up] * tensor_scale - blocks) ** 2
     return {name: off.sum((1, 2)) / (x**2).sum() * len(blocks) for name, off in found.items()}
 
 

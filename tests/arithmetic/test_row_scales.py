@@ -35,19 +35,21 @@ def test_a_row_is_quantized_as_it_is_by_itself_over_its_scale(name: str) -> None
     """The row's scale is its largest magnitude over 6 row_max; what is left is the plain format."""
     fields, x = ROWS[name], spread_rows()
     q = quantize(x, Quantizer(**fields))
-    top = np.abs(x.numpy()).max(1, keepdims=True)
-    scale = top / np.float32(6 * fields["row_max"])
+    largest = np.abs(x.numpy()).max(1, keepdims=True)
+    scale = largest / np.float32(6 * fields["row_max"])
     scale = np.where(scale > 0, scale, np.float32(1))
     assert q.tensor_scale is not None and q.tensor_scale.dtype == torch.float32
     assert np.array_equal(q.tensor_scale.numpy(), scale)
     for i, row in enumerate(x):
         if fields.get("scale", "e8m0") == "e8m0":
             limit = np.float32(6 * fields["row_max"])
-            units = np.clip(row.numpy() / scale[i], -limit, limit)
-            plain = quantize(torch.from_numpy(units)[None], Quantizer(**fields | {"row_max": 0.0}))
+            divided = np.clip(row.numpy() / scale[i], -limit, limit)
+            plain = quantize(
+                torch.from_numpy(divided)[None], Quantizer(**fields | {"row_max": 0.0})
+            )
         else:  # a tensor of one row
-            over = {"row_max": 0.0, "tensor_max": fields["row_max"]}
-            plain = quantize(row[None], Quantizer(**fields | over))
+            whole = {"row_max": 0.0, "tensor_max": fields["row_max"]}
+            plain = quantize(row[None], Quantizer(**fields | whole))
         assert torch.equal(q.codes[i], plain.codes[0]) and torch.equal(q.scales[i], plain.scales[0])
     decoded = q.elements(torch.float64) * q.block_scales(torch.float64).repeat_interleave(
         q.quantizer.block[1], 1
@@ -110,10 +112,10 @@ def test_float32_scales_within_a_row(block: tuple[int, int]) -> None:
     for i in range(0, 48, height):
         for j in range(0, 96, length):
             part = x[i : i + height, j : j + length].numpy()
-            top = np.abs(part).max()
+            maximum = np.abs(part).max()
             with np.errstate(over="ignore", divide="ignore"):
-                factor = np.minimum(np.float32(6) / top, np.finfo(np.float32).max)
-            factor = np.float32(1) if top == 0 else factor
+                factor = np.minimum(np.float32(6) / maximum, np.finfo(np.float32).max)
+            factor = np.float32(1) if maximum == 0 else factor
             row = i // height
             scales = q.scales.reshape(48 // height, -1)
             assert scales[row, j // length].item() == factor

@@ -196,14 +196,14 @@ def test_a_block_with_a_nan_or_an_inf(name: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "top", "inflate"), [("nvfp4", 448, 1.0), ("nvfp4-17-16", 256, 1.0625)]
+    ("name", "tensor_max", "inflate"), [("nvfp4", 448, 1.0), ("nvfp4-17-16", 256, 1.0625)]
 )
-def test_nvfp4_by_its_definition(name: str, top: int, inflate: float) -> None:
-    """In numpy's float32 with ml_dtypes' E4M3: g = amax / (6 top), scale = E4M3(M / (6 g)),
+def test_nvfp4_by_its_definition(name: str, tensor_max: int, inflate: float) -> None:
+    """In numpy's float32 with ml_dtypes' E4M3: g = amax / (6 T), scale = E4M3(M / (6 g)),
     v = x / (scale g)."""
     x = normal((16, 64), 14).numpy()
     f32 = np.float32
-    g = f32(np.abs(x).max()) / f32(6 * top)
+    g = f32(np.abs(x).max()) / f32(6 * tensor_max)
     blocks = x.reshape(16, 4, 16)
     wanted = np.abs(blocks).max(-1) / (f32(6) * g) * f32(inflate)
     scales = np.minimum(wanted, f32(448)).astype(ml_dtypes.float8_e4m3fn)
@@ -292,10 +292,8 @@ def test_row_scales_take_the_maximum_over_ranks(spoil: float | None) -> None:
 
 def test_a_nan_reaches_the_collective_as_an_inf() -> None:
     """NaN need not survive a maximum over ranks, and a lost NaN would leave garbage codes."""
-    assert (
-        largest_magnitudes(torch.full((1, 2), math.nan), get_quantizer("vector"), 1).item()
-        == math.inf
-    )
+    x, vector = torch.full((1, 2), math.nan), get_quantizer("vector")
+    assert largest_magnitudes(x, vector, 1).item() == math.inf
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-four-over-six", "nvfp4-17-16"])

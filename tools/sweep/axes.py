@@ -56,7 +56,7 @@ WHAT = {
         "the same in dgrad and wgrad; three-quarters: floor, values times 3/4; unit-gain: as in "
         "MS-EDEN (arXiv 2601.22813), nearest codes and scales rounded stochastically"
     ),
-    "outer_scale": "a float32 scale under the block scales, of the tensor or of each row",
+    "outer_scale": "a float32 scale above the block scales, of the tensor or of each row",
     "rounding": "which operands are rounded stochastically; gradients: dY",
     "operands": "X and W of backward: unquantized, or as fprop multiplied them",
     "hadamard": "the GEMMs whose operands are transformed",

@@ -14,10 +14,10 @@ THREE_QUARTERS = 3 / 4  # the prescale of "Training LLMs with MXFP4", arXiv 2502
 INFLATED = 17 / 16  # above the largest relative error of a scale of three mantissa bits
 UNIT_GAIN = 128  # elements of which MS-EDEN's scales give the gain 1 (arXiv 2601.22813)
 UNIT_GAIN_INFLATED = INFLATED * 0.93
-# The largest block scale under a tensor or row scale. NVFP4's is 448, E4M3's maximum; inflated
+# The largest block scale under an outer scale. NVFP4's is 448, E4M3's maximum; inflated
 # scales, and scales of which one maps a maximum to 4, need room above it. UE5M3 ends at 61,440.
-TOP = {"e8m0": 1.0, "e4m3": 448.0, "ue5m3": 32768.0}
-LOWER_TOP = TOP | {"e4m3": 256.0}
+LARGEST = {"e8m0": 1.0, "e4m3": 448.0, "ue5m3": 32768.0}
+LOWER = LARGEST | {"e4m3": 256.0}
 _RULES = {"three-quarters": "floor", "inflated": "nearest", "unit-gain": "nearest"}
 GRADIENT = Quantizer(element="e5m2", scale="fp32", block=(1, 0), rule="absmax")
 
@@ -90,8 +90,8 @@ def _quantizer(c: Combination, rule: str, stochastic: bool, *, square: bool = Fa
         options |= {"inflate": UNIT_GAIN_INFLATED, "unit_gain": UNIT_GAIN}
         options["scale_rounding"] = "stochastic"
     if c.outer_scale != "none":
-        top = TOP if rule in ("nearest", "up") else LOWER_TOP
-        options[f"{c.outer_scale}_max"] = top[c.scale]
+        largest = LARGEST if rule in ("nearest", "up") else LOWER
+        options[f"{c.outer_scale}_max"] = largest[c.scale]
     return Quantizer(**options)
 
 

@@ -92,7 +92,7 @@ def problem(quantizer: Quantizer) -> str:
     if quantizer.element != "e2m1":
         return f"{quantizer.element} elements"
     if quantizer.row_max:
-        return "scales for whole rows beside block scales"
+        return "row scales beside block scales"
     if quantizer.prescale != 1.0:
         return f"a prescale of {quantizer.prescale:g}"
     for form in (MXFP4, NVFP4):

@@ -13,9 +13,9 @@ def _at_the_range(right: Any, owned: Any, size: int) -> Any:
     return right(owned._replace(start=0), size)
 
 
-def _floor(right: Any, largest: Any, FORM: Any) -> Any:
+def _floor(right: Any, maxima: Any, FORM: Any) -> Any:
     """The scale of the exponent alone, by which the block's largest element may not fit."""
-    return right(largest & 0x7F800000, FORM)
+    return right(maxima & 0x7F800000, FORM)
 
 
 def _biased(right: Any, steps: Any, integer: Any, rest: Any, random: Any, FORM: Any,
