@@ -100,7 +100,7 @@ class Linear(nn.Linear):
 
     def _product(self, input: Tensor) -> Tensor:
         if self.training and self.recipe.draws:
-            _claim_noise(self)
+            _claim_name(self)
         step = self._replay.take(self._next_step)
         if self.average is not None and not self._has_started:
             self._start_average(self.average)
@@ -243,7 +243,7 @@ def update_averages(model: nn.Module, step: int, steps: int, rate: float = 1.0) 
 _drawing: WeakValueDictionary[tuple[int, str], Linear] = WeakValueDictionary()
 
 
-def _claim_noise(layer: Linear) -> None:
+def _claim_name(layer: Linear) -> None:
     """Warn if another layer that still exists draws the same random bits as this one."""
     key = layer.seed, layer.name
     other = _drawing.get(key)
@@ -252,6 +252,7 @@ def _claim_noise(layer: Linear) -> None:
     _drawing[key] = layer
     if other is not None and (other.seed, other.name) == key and own_replica() == 0:
         warn_caller(
-            f"two layers are called {layer.name!r} and draw the same noise: give each a name of "
-            "its own, or call megatron_fp4.name_layers(model); give a second model another seed=",
+            f"two layers are called {layer.name!r} and draw the same random bits: give each a "
+            "name of its own, or call megatron_fp4.name_layers(model); give a second model another "
+            "seed=",
         )

@@ -22,7 +22,8 @@ from megatron_fp4.caller import warn_caller
 
 _UNKNOWN = (
     "a forward pass inside a backward pass belongs to no checkpoint of PyTorch or Megatron: it "
-    "draws the noise of the last forward pass; use torch.utils.checkpoint to recompute activations"
+    "draws the random bits of the last forward pass; use torch.utils.checkpoint to recompute "
+    "activations"
 )
 _ANOTHER = (
     "a recomputed forward pass calls a layer more often than its first pass did: what is "

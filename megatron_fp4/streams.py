@@ -20,7 +20,7 @@ def check_streams(names: Iterable[str], parameters: Iterable[str] = ()) -> None:
     for label in _labels(names, parameters):
         other = seen.setdefault(stream_id(label), label)
         if other != label:
-            raise ConfigError(f"the noise streams of {other} and {label} collide; rename a module")
+            raise ConfigError(f"the random streams of {other} and {label} collide; rename a module")
 
 
 def _labels(names: Iterable[str], parameters: Iterable[str]) -> Iterator[str]:

@@ -45,7 +45,7 @@ def _operand(seed: int) -> Tensor:
 
 
 X, W = _operand(1), _operand(2)
-# dY has the signs of X: stochastic rounding moves magnitudes, so errors that share their noise
+# dY has the signs of X: stochastic rounding moves magnitudes, so errors that share their bits
 # would otherwise cancel over tokens of random signs, and hide on the diagonal of dW.
 DY = normal((SIZE, SIZE), 3).abs() * X.sign()
 
@@ -177,7 +177,7 @@ def test_tetrajet_mistakes_fail(options: dict, gradient: str) -> None:
     assert not judge(SAMPLE[gradient], recipe, expected, FEW).unbiased
 
 
-def test_one_noise_for_q5_and_q6_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_stream_for_q5_and_q6_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both operands of wgrad draw one stream: their rounding errors multiply to a bias of dW. That
     dY has one stream in both products gives none."""
     monkeypatch.setattr(

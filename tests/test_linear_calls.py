@@ -1,4 +1,4 @@
-"""Noise keys and autograd of the linear: what a call depends on, and what it must leave alone."""
+"""Random bits and autograd of the linear: what a call depends on, what it must leave alone."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_rerun_is_bit_exact(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"step": 18}, {"name": "fc2"}], ids=str)
-def test_noise_is_of_seed_step_and_name(other: dict[str, Any]) -> None:
+def test_random_bits_are_of_seed_step_and_name(other: dict[str, Any]) -> None:
     p = problem()
     same = equal(run(p, "tetrajet"), run(p, "tetrajet", **other))
     assert same["y"] and not (same["dx"] or same["dw"] or same["db"])

@@ -47,7 +47,7 @@ def test_each_training_step_has_its_own_number() -> None:
     assert torch.equal(gradients(module)[0], found[1])
 
 
-def test_a_graph_that_would_repeat_noise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_would_repeat_random_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Linear, "_is_captured", lambda self: True)
     x, _ = x_and_dy()
     with pytest.raises(ConfigError, match="a CUDA graph would repeat step 0"):
@@ -302,5 +302,5 @@ def test_a_warning_names_the_caller_s_line(recwarn: pytest.WarningsRecorder) -> 
     x = torch.randn(64, 64)
     for each in (first, second):
         each(x)
-    [told] = [warning for warning in recwarn if "draw the same noise" in str(warning.message)]
+    [told] = [warning for warning in recwarn if "draw the same random bits" in str(warning.message)]
     assert told.filename == __file__

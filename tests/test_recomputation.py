@@ -60,7 +60,7 @@ def test_recomputation_repeats_exactly(recipe: str, overlap: bool) -> None:
 
 @pytest.mark.parametrize("recipe", ALL)
 def test_a_look_without_gradients_is_no_recomputation_s_first_pass(recipe: str) -> None:
-    """A probe in training mode is never run again; what is recomputed later gets its own noise."""
+    """A probe in training mode is never run again; what is recomputed later gets its own bits."""
     plain, recomputed = Block(recipe), Block(recipe)
     for block in (plain, recomputed):
         with torch.no_grad():
@@ -70,7 +70,7 @@ def test_a_look_without_gradients_is_no_recomputation_s_first_pass(recipe: str) 
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_recomputation_with_other_noise_is_told_apart() -> None:
+def test_a_recomputation_with_other_bits_is_told_apart() -> None:
     """Negative control: the same check where the recomputed pass counts as a step of its own."""
     plain, recomputed = Block("tetrajet"), Block("tetrajet")
 

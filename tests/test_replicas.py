@@ -1,4 +1,4 @@
-"""Data-parallel replicas draw noise of their own, and what a layer counts is kept in its state."""
+"""Data-parallel replicas draw bits of their own, and what a layer counts is kept in its state."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout[-3000:]
 
 
-# --- noise ----------------------------------------------------------------------------------------
+# --- random bits ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replica", [0, 3, 2**16 - 1])
@@ -70,7 +70,7 @@ def test_no_two_replicas_share_a_group() -> None:
 
 
 def test_averaged_errors_fall_with_the_number_of_replicas() -> None:
-    """Squared errors, over draws. Negative control: under one replica's noise they do not fall."""
+    """Squared errors, over draws. Negative control: under one replica's bits they do not fall."""
     replicas, draws = 4, 6
 
     def ratios(replica_of: Callable[[int], int]) -> Tensor:
@@ -176,7 +176,9 @@ def test_layers_of_one_name_are_told(copied: bool) -> None:
     first = layer()
     second = copy.deepcopy(first) if copied else layer()
     [told] = warned(nn.Sequential(first, second))
-    assert "two layers are called 'linear' and draw the same noise" in told and "\n" not in told
+    assert (
+        "two layers are called 'linear' and draw the same random bits" in told and "\n" not in told
+    )
 
 
 def test_layers_that_share_nothing_are_not_told() -> None:

@@ -1,4 +1,4 @@
-"""Modules whose noise streams collide are refused."""
+"""Modules whose random streams collide are refused."""
 
 import pytest
 from torch import nn

@@ -25,7 +25,7 @@ from megatron_fp4.kernels.four_over_six import smaller_error
 from megatron_fp4.kernels.fp8_scales import best_in_fp8, inverse_of
 from megatron_fp4.kernels.gain import of_unit_gain
 from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, planned, tiles
-from megatron_fp4.kernels.philox import integers_of, noise_of, rest_of_tile, tile_group_indices
+from megatron_fp4.kernels.philox import integers_of, key_of, rest_of_tile, tile_group_indices
 from megatron_fp4.kernels.quantize import RANDOM, SILENCE, is_in_memory, random_of
 from megatron_fp4.kernels.rows import INFINITE
 from megatron_fp4.kernels.tile_hadamard import Transform, Turn, loaded, turn_of
@@ -100,7 +100,7 @@ def _saturated(magnitude):
 @triton.jit
 def _rest(
     place,
-    noise,
+    key,
     stream,
     AXIS: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
@@ -110,13 +110,13 @@ def _rest(
 ):
     """Random bits for the elements of a program's tile: int32, with AXIS last.
 
-    They are the argument `rest` of `encode.stochastic`. place: see `philox.group_indices`. noise:
+    They are the argument `rest` of `encode.stochastic`. place: see `philox.group_indices`. key:
     (step, low and high word of the seed). stream: the number of the random stream. ROWS, COLUMNS:
     of the tile in x.
     """
     row0, column0 = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
     index = tile_group_indices(place, row0, column0, ROWS, COLUMNS, HAS_GROUPS, INTERPRETED)
-    rest = tl.reshape(rest_of_tile(index, noise, stream, INTERPRETED), (ROWS, COLUMNS))
+    rest = tl.reshape(rest_of_tile(index, key, stream, INTERPRETED), (ROWS, COLUMNS))
     return tl.trans(rest) if AXIS == 0 else rest
 
 
@@ -227,8 +227,8 @@ def cast_kernel(
     rest = 0
     if STOCHASTIC or SCALES_DRAW:
         place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row
-        noise = noise_of(random, DRAWS.IN_MEMORY)
-        rest = _rest(place, noise, stream, AXIS, DRAWS.HAS_GROUPS, INTERPRETED, ROWS, COLUMNS)
+        key = key_of(random, DRAWS.IN_MEMORY)
+        rest = _rest(place, key, stream, AXIS, DRAWS.HAS_GROUPS, INTERPRETED, ROWS, COLUMNS)
     n_lines, n_along = n_rows, n_columns
     if AXIS == 0:
         n_lines, n_along = n_columns, n_rows

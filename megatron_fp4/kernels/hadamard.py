@@ -22,7 +22,7 @@ from megatron_fp4.kernels.launch import kernel
 from megatron_fp4.kernels.mxfp4 import quantize_along_columns, quantize_along_rows
 from megatron_fp4.kernels.philox import (
     group_indices,
-    noise_of,
+    key_of,
     rest16,
     rest_of_tile,
     sign_words,
@@ -158,7 +158,7 @@ def _rest_along_rows(
     place,
     row0,
     column0,
-    noise,
+    key,
     stream,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -169,7 +169,7 @@ def _rest_along_rows(
 
     place: see `philox.group_indices`.
     row0, column0: the first row and column of the tile.
-    noise: (step, low and high word of the seed).
+    key: (step, low and high word of the seed).
     stream: the number of the random stream.
     BLOCKS: the number of blocks of 32 columns in the tile.
 
@@ -180,7 +180,7 @@ def _rest_along_rows(
     rows = row0 + tl.arange(0, 8)[None, :, None] + i // BLOCKS * 8
     groups = column0 // 8 + i % BLOCKS * 4 + tl.arange(0, 4)[:, None, None]
     index = group_indices(place, rows, groups, HAS_GROUPS, INTERPRETED)
-    step, seed_low, seed_high = noise
+    step, seed_low, seed_high = key
     rest = rest16(index, step, stream, seed_low, seed_high, INTERPRETED)
     rest = tl.permute(tl.reshape(rest, (4, 8, ROWS // 8, BLOCKS, 8)), (2, 1, 3, 0, 4))
     return tl.reshape(rest, (ROWS // 8, 8, BLOCKS * 32))
@@ -297,14 +297,14 @@ def transform_kernel(
     row0 = tl.program_id(0) * TILE.ROWS
     column0 = tl.program_id(1) * TILE.COLUMNS
     place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row
-    noise = noise_of(random, DRAWS.IN_MEMORY)
+    key = key_of(random, DRAWS.IN_MEMORY)
     if DRAWS.IN_MEMORY:
         draw = tl.load(draw_in_memory)
     signs = 0, 0, 0, 0
     if SIGNS == "fixed":
         signs = FIXED[0], FIXED[1], FIXED[2], FIXED[3]
     if SIGNS == "random":
-        signs = sign_words(draw, signs_stream, noise)
+        signs = sign_words(draw, signs_stream, key)
     if AXIS == 1:
         h = _matrices_along_rows(signs, GROUP, INTERPRETED)
         for i in range(TILE.ROWS // 16):
@@ -317,7 +317,7 @@ def transform_kernel(
             rest = 0
             if ROUNDING.STOCHASTIC:
                 rest = _rest_along_rows(
-                    place, first, column0, noise, out.stream, 16, TILE.COLUMNS // 32,
+                    place, first, column0, key, out.stream, 16, TILE.COLUMNS // 32,
                     DRAWS.HAS_GROUPS, INTERPRETED,
                 )  # fmt: skip
             quantize_along_rows(
@@ -337,7 +337,7 @@ def transform_kernel(
                 index = tile_group_indices(
                     place, first, column0, WINDOW, 32, DRAWS.HAS_GROUPS, INTERPRETED
                 )
-                rest = rest_of_tile(index, noise, out.stream, INTERPRETED)
+                rest = rest_of_tile(index, key, out.stream, INTERPRETED)
             quantize_along_columns(
                 pairs, rest, 0, out, 0, first, column0, n_rows, n_columns,
                 0, ROUNDING, TILE.EVEN, INTERPRETED,

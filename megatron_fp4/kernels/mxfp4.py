@@ -16,7 +16,7 @@ import triton.language as tl
 
 from megatron_fp4.kernels import encode, exponents, fp8
 from megatron_fp4.kernels.launch import kernel
-from megatron_fp4.kernels.philox import noise_of, rest_of_tile, tile_group_indices
+from megatron_fp4.kernels.philox import key_of, rest_of_tile, tile_group_indices
 from megatron_fp4.kernels.source import loaded, read_tile
 
 
@@ -294,7 +294,7 @@ def quantize_kernel(
     pairs = read_tile(
         x, rows, column0, n_rows, n_columns, PACKED, READS, TILE.COLUMNS, TILE.EVEN, INTERPRETED
     )
-    noise = noise_of(random, DRAWS.IN_MEMORY)
+    key = key_of(random, DRAWS.IN_MEMORY)
     largest = 0
     if ROWS_CARRIER or COLUMNS_CARRIER:
         largest = fp8.largest_of_sample(x, n_rows, n_columns, PACKED, READS, INTERPRETED)
@@ -311,7 +311,7 @@ def quantize_kernel(
         )
     if ROWS_CARRIER is not None:
         if ROUNDING.STOCHASTIC:
-            rest = rest_of_tile(index, noise, along_rows.stream, INTERPRETED)
+            rest = rest_of_tile(index, key, along_rows.stream, INTERPRETED)
         exponent = _shared_exponent(largest, along_rows.counts, ROWS_CARRIER)
         quantize_along_rows(
             pairs, rest, average, along_rows, exponent, rows, column0,
@@ -319,7 +319,7 @@ def quantize_kernel(
         )  # fmt: skip
     if COLUMNS_CARRIER is not None:
         if ROUNDING.STOCHASTIC and not DRAWS.SHARED:
-            rest = rest_of_tile(index, noise, along_columns.stream, INTERPRETED)
+            rest = rest_of_tile(index, key, along_columns.stream, INTERPRETED)
         exponent = _shared_exponent(largest, along_columns.counts, COLUMNS_CARRIER)
         quantize_along_columns(
             pairs, rest, average, along_columns, exponent, row0, column0,

@@ -1,7 +1,7 @@
 """Philox-4x32-7 in Triton, with the bits of megatron_fp4/arithmetic/philox.py.
 
-docs/numerics.md, Random bits, defines counters and streams. In this module `noise` is the tuple
-(step, low word of the seed, high word of the seed).
+docs/numerics.md, Random bits, defines counters and streams. In this module `key` is a Key of that
+file as the tuple (step, low word of the seed, high word of the seed).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def philox(index, step, stream, seed_low, seed_high):
     index: int64 of any shape.
     step, stream, seed_low, seed_high: integers, of which the lowest 32 bits are used.
 
-    The counter is (low word of the index, high word of the index, step, stream), and the key is the
-    seed.
+    The counter is (low word of the index, high word of the index, step, stream), and Philox's
+    own key is the seed.
     """
     c0 = index.to(tl.uint32)
     c1 = (index >> 32).to(tl.uint32)
@@ -49,13 +49,13 @@ def _signs_index(draw):
 
 
 @triton.jit
-def sign_words(draw, stream, noise):
+def sign_words(draw, stream, key):
     """The first 128 random signs of a draw, as the bits of four int32 words.
 
     Sign i is bit i % 32 of word i // 32; a 1 is the sign -1. `arithmetic.philox.random_signs`
-    defines them. noise: (step, low and high word of the seed).
+    defines them. key: (step, low and high word of the seed).
     """
-    step, seed_low, seed_high = noise
+    step, seed_low, seed_high = key
     w0, w1, w2, w3 = philox(_signs_index(draw), step, stream, seed_low, seed_high)
     return (
         w0.to(tl.int32, bitcast=True),
@@ -182,7 +182,7 @@ def tile_group_indices(
 
 
 @triton.jit
-def noise_of(random, IN_MEMORY: tl.constexpr):
+def key_of(random, IN_MEMORY: tl.constexpr):
     """(step, low word of the seed, high word of the seed) of a `Random`.
 
     IN_MEMORY: whether the step is read from memory.
@@ -194,14 +194,14 @@ def noise_of(random, IN_MEMORY: tl.constexpr):
 
 
 @triton.jit
-def rest_of_tile(index, noise, stream, INTERPRETED: tl.constexpr):
+def rest_of_tile(index, key, stream, INTERPRETED: tl.constexpr):
     """`rest16` of a tile's elements, int32 [ROWS / 8, 8, COLUMNS].
 
     index: int64 [COLUMNS / 8, ROWS / 8, 8], from `tile_group_indices`.
-    noise: (step, low and high word of the seed).
+    key: (step, low and high word of the seed).
     stream: the number of the random stream.
     """
-    step, seed_low, seed_high = noise
+    step, seed_low, seed_high = key
     rest = rest16(index, step, stream, seed_low, seed_high, INTERPRETED)
     COLUMNS: tl.constexpr = index.shape[0] * 8
     rest = tl.permute(tl.reshape(rest, index.shape + (8,)), (1, 2, 0, 3))

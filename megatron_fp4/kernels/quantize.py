@@ -55,9 +55,9 @@ _NO_OUTPUT = Output(None, None, None, None, 0)
 class Copy:
     """One quantized copy of a matrix [rows, columns].
 
-    axis: the blocked axis. noise: for a stochastic quantizer. signs: of the Hadamard transform,
-    random or fixed, if it has any. carrier: the FP8 dtype of the carriers that are written too;
-    None, or a transform, writes none.
+    axis: the blocked axis. noise: the source of random bits of a stochastic quantizer. signs: of
+    the Hadamard transform, random or fixed, if it has any. carrier: the FP8 dtype of the carriers
+    that are written too; None, or a transform, writes none.
     """
 
     axis: int

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import GROUP, Noise, Signs, signed
 from megatron_fp4.kernels.launch import NUMBER, Launch, kernel, planned
-from megatron_fp4.kernels.philox import noise_of, sign_words
+from megatron_fp4.kernels.philox import key_of, sign_words
 from megatron_fp4.kernels.quantize import RANDOM, in_two_forms, is_in_memory, random_of
 from megatron_fp4.recording import DRAW
 
@@ -37,7 +37,7 @@ def signs_kernel(
     """
     if IN_MEMORY:
         draw = tl.load(draw_in_memory)
-    w0, w1, w2, w3 = sign_words(draw, stream, noise_of(random, IN_MEMORY))
+    w0, w1, w2, w3 = sign_words(draw, stream, key_of(random, IN_MEMORY))
     i = tl.arange(0, COUNT)
     word = tl.where(i < 64, tl.where(i < 32, w0, w1), tl.where(i < 96, w2, w3))
     bit = (word >> (i & 31)) & 1

@@ -98,7 +98,7 @@ class Given:
     fold: float32 or wider [K], multiplies the matrix along the contracted axis: the row scales of
         the GEMM's other operand; None: nothing.
     largest: the maximum over the ranks that share a scale; see `quantize_matrix`.
-    noise: the key of the random bits, for a stochastic quantizer.
+    noise: the source of random bits of a stochastic quantizer.
     signs: the signs of a Hadamard transform, random or fixed; None: no signs.
     average: float32, of the matrix's shape: the average towards which rounding ema rounds.
     """

@@ -130,5 +130,5 @@ def _size_problem(operand: OperandPlan) -> str | None:
     if quantizer.unit_gain and k % quantizer.unit_gain:
         return f"takes multiples of {quantizer.unit_gain} elements, which have a gain of 1 together"
     if quantizer.draws and operand.shape[1] % GROUP:
-        return f"draws noise for multiples of {GROUP} columns"
+        return f"draws random bits for multiples of {GROUP} columns"
     return None

@@ -77,7 +77,7 @@ RECIPES = (
     *("row-scales", "estimators", "x-mean", "hot-channels", "uniform", "stochastic"),
 )
 WITH_TENSOR_SCALE = ("ue5m3", "nvfp4-nvidia", "four-over-six", "quartet-2")
-# Models that differ from another in a detail run only the recipe with noise in all three GEMMs.
+# Models that differ from another in a detail run only the recipe that draws in all three GEMMs.
 SIDE_RECIPES = ("stochastic",)
 
 # Layouts sum in different orders. In float64 their results differ by 1e-16, which changes no code.

@@ -41,7 +41,7 @@ TOKENS, SIZE, STEPS = 64, 64, 24
 def main() -> None:
     gloo.use_one_worker()
     dist.init_process_group("gloo")
-    noise_averages_out_over_ranks()
+    errors_average_out_over_ranks()
     resuming_repeats(Path(sys.argv[1]))
     for recipe in (get_recipe("tetrajet"), get_recipe("tetrajet-ema", ema_beta=0.5, ema_delay=0)):
         fsdp_is_ddp(Path(sys.argv[1]), recipe)
@@ -53,10 +53,10 @@ def drawn(seed: int) -> Tensor:
     return torch.randn(TOKENS, SIZE, generator=torch.Generator().manual_seed(seed))
 
 
-# --- noise ----------------------------------------------------------------------------------------
+# --- random bits ----------------------------------------------------------------------------------
 
 
-def noise_averages_out_over_ranks() -> None:
+def errors_average_out_over_ranks() -> None:
     """Checks that averaging over two ranks halves the squared error of a gradient.
 
     Both ranks have the same data, so only the random bits differ. Negative control: if the ranks

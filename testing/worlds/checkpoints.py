@@ -196,7 +196,7 @@ def on_one(folder: Path) -> dict[str, Result]:
         trainings[f"{name} resumed"] = (
             f"{recipe} {again(kept)} {saving(folder / f'{name}-resumed')}"
         )
-    # The control: with other noise the resumed run must not end where the whole one did.
+    # The control: with other random bits the resumed run must not end where the whole one did.
     trainings["anyway"] = f"{recipe} {again(kept)} {saving(folder / 'anyway')} --fp4-seed 7"
     trainings["anyway"] += " --fp4-load-anyway"
     return run_in_turn(1, trainings)

@@ -141,7 +141,7 @@ def test_a_shard_draws_what_the_whole_draws(shard: str) -> None:
     assert not torch.equal(local, unplaced)  # without its placement a shard draws other bits
 
 
-def test_noise_is_keyed_by_all_it_names() -> None:
+def test_random_bits_are_keyed_by_all_it_names() -> None:
     like = torch.empty(4, 16)
     base = Noise(Key(1, 2), 3)
     others = [Noise(Key(2, 2), 3), Noise(Key(1 + (1 << 32), 2), 3), Noise(Key(1, 3), 3),
@@ -240,7 +240,7 @@ def test_draws_side_by_side_are_uncorrelated(sample: Tensor) -> None:
     ],
     ids=["q5-with-q6", "next-step", "next-seed"],
 )
-def test_noise_of_two_operands_is_uncorrelated(other: Noise) -> None:
+def test_random_bits_of_two_operands_are_uncorrelated(other: Noise) -> None:
     """Of one product, of two steps, of two seeds."""
     like = torch.empty(256, 1024)
     first = Noise(Key(2024, 1), stream_id("linear:dgrad:dy")).bits16(like).double().flatten()

@@ -108,7 +108,7 @@ def test_a_module_s_steps_are_counted_in_its_graph(recipe: str) -> None:
         graph.replay()
         assert all(map(torch.equal, found, tensors))
     assert int(counted.steps) == 4
-    # Negative control: another step's noise is another.
+    # Negative control: another step's bits are others.
     assert not torch.equal(wanted[1][0], wanted[2][0])
     with pytest.raises(ConfigError, match="int64 tensor"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         gradients(plain)
@@ -135,7 +135,7 @@ def test_a_graph_computes_what_its_layer_does(recipe: str, monkeypatch: pytest.M
     for tensors, expected in zip(found, wanted, strict=True):
         assert all(map(torch.equal, tensors, expected))
     if linear.run.recipe.draws:
-        assert not torch.equal(frozen[0][2], wanted[0][2])  # Negative control: noise stands still.
+        assert not torch.equal(frozen[0][2], wanted[0][2])  # Negative control: one step for all.
     assert all(map(torch.equal, frozen[2], wanted[2]))
 
 
@@ -168,13 +168,13 @@ FLAGS = """
 """.split()
 GRAPHS = ("--cuda-graph-impl", "local")
 NOISY = str(Path(__file__).with_name("noisy.yaml"))
-FROZEN = SCRIPTS / "pretrain_with_frozen_noise.py"
+FROZEN = SCRIPTS / "pretrain_with_frozen_bits.py"
 WITH_DIGESTS = SCRIPTS / "pretrain_with_digests.py"
 
 
 def agree(one: Result, other: Result) -> bool:
     """As far as is printed: losses of each step and evaluation, which show the forward pass's
-    noise, and the norms of gradients, which show the others'."""
+    random bits, and the norms of gradients, which show the others'."""
     found, wanted = ([*r.losses, *r.evaluations] for r in (one, other))
     norms = _close(gradients(one), gradients(other), abs=2e-3)
     return norms and _close(found, wanted, rel=1e-5)
@@ -203,13 +203,13 @@ def test_graphs_train_as_layers_do(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", [NOISY, "tetrajet"])
-def test_another_noise_would_be_noticed(recipe: str) -> None:
+def test_other_bits_would_be_noticed(recipe: str) -> None:
     """Negative control: another seed's, in backward alone too."""
     plain, other = (train(1, *FLAGS, recipe, "--fp4-seed", seed) for seed in ("1", "2"))
     assert not agree(other, plain)
 
 
-def test_the_noise_of_one_microbatch_would_be_noticed() -> None:
+def test_the_bits_of_one_microbatch_would_be_noticed() -> None:
     """Negative control: graphs that are told of no other."""
     plain = train(1, *FLAGS, NOISY)
     frozen = torchrun(1, *FLAGS, NOISY, *GRAPHS, script=FROZEN)

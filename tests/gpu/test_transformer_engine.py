@@ -100,7 +100,7 @@ def test_its_linears_train_as_this_package_s() -> None:
     assert plain[0] != pytest.approx(own[0], rel=2e-6)  # the control: BF16
 
 
-def test_its_linears_learn_with_noise() -> None:
+def test_its_linears_learn_under_stochastic_rounding() -> None:
     losses = upstream(1, "tetrajet").losses
     assert len(losses) == 8 and losses[-1] < losses[0]
 

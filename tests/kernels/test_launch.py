@@ -217,7 +217,7 @@ def test_what_is_given_fits_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_specialized_makes_another_plan() -> None:
     """Sizes, directions, rounding, carriers and shared draws have a launch each, and graphs their
-    own; noise and places have none."""
+    own; keys and places have none."""
     made = [
         _quantize_launch(
             rows, 64, get_quantizer(name).fields, packed, reads, along, across, in_memory, False,

@@ -9,7 +9,7 @@ from testing.kernels.mistakes import MISTAKES, NONE
 # One of each kernel, for the quick tier.
 QUICK = {
     "ties go up",
-    "a whole's noise",
+    "a whole's bits",
     "one draw for two streams",
     "sums for differences",
     "NaN fits",

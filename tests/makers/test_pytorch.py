@@ -76,7 +76,7 @@ def test_hadamard_in_high_precision_leaves_the_product() -> None:
     assert relative_error(a.double() @ wrong.double(), x.double() @ w.double()) > 0.5
 
 
-def test_noise_follows_the_layout_the_model_holds() -> None:
+def test_random_bits_follow_the_layout_the_model_holds() -> None:
     """Along axis 0 the same bits belong to the same elements as along axis 1."""
     x = torch.full((32, 32), 0.6)
     x[0, :], x[:, 0] = 4.0, 4.0  # every block's scale is 1 either way

@@ -70,7 +70,7 @@ def test_a_run_resumed_in_its_layout_ends_where_the_uninterrupted_one_does(
 
 
 @pytest.mark.slow
-def test_with_other_noise_it_ends_elsewhere(folder: Path) -> None:
+def test_with_other_random_bits_it_ends_elsewhere(folder: Path) -> None:
     output = good(on_one(folder)["anyway"]).output
     assert "megatron-fp4: goes on from other numerics: --fp4-seed was 1234 and is 7" in output
     kept = folder / OTHERS[-1] / "iter_0000004"

@@ -239,7 +239,7 @@ def test_fp4_may_begin_after_bf16(tmp_path: Path) -> None:
     assert not found.at(0.0).fprop.quantized and found.at(0.1).fprop.quantized
 
 
-def test_the_seed_of_the_noise_is_the_run_s_unless_given() -> None:
+def test_the_seed_of_the_random_bits_is_the_run_s_unless_given() -> None:
     assert parse("--fp4-recipe", "tetrajet", "--seed", "7").fp4_seed == 7
     own = parse("--fp4-recipe", "tetrajet", "--seed", "7", "--fp4-seed", str(2**40))
     assert (own.fp4_seed, own.seed) == (2**40, 7)

@@ -21,7 +21,7 @@ FOUR_MICROBATCHES = ("--global-batch-size", "8")
 RECOMPUTE = tuple(
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 )
-# TetraJet, and noise in the forward pass too: recomputed with another microbatch's, the activations
+# TetraJet that draws in the forward pass too: recomputed with another microbatch's, the activations
 # and so the losses would be others.
 SR_EVERYWHERE = """
 base: tetrajet
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @functools.cache
 def stochastic(folder: Path, *flags: str) -> Result:
-    """Four steps of four microbatches, with noise in all three GEMMs."""
+    """Four steps of four microbatches, that draw in all three GEMMs."""
     recipe = ("--fp4-recipe", str(folder / "sr.yaml"))
     return train(2, *SIZES, *recipe, *FOUR_MICROBATCHES, *flags)
 
@@ -65,8 +65,8 @@ def test_a_recomputed_step_that_is_run_again_repeats_the_run(folder: Path) -> No
     assert (twice.losses, twice.evaluations) == (once.losses, once.evaluations)
 
 
-def test_another_seed_of_the_noise_is_another_run(folder: Path) -> None:
-    """The noise is there, and shows in the losses."""
+def test_another_seed_of_the_random_bits_is_another_run(folder: Path) -> None:
+    """Random bits are drawn, which shows in the losses."""
     other = stochastic(folder, *PP2, "--fp4-seed", "7")
     assert other.losses != stochastic(folder, *PP2).losses
 

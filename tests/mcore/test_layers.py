@@ -159,7 +159,7 @@ def test_no_stale_weight_is_multiplied(one_rank: None, how: str) -> None:
     before = step(run, layer, w)
     changed(how, run, w)
     after = step(run, layer, w, training=how != "evaluation after an update")
-    # Not a power of two, so codes change; the forward pass of mxfp4 has no noise.
+    # Not a power of two, so codes change; the forward pass of mxfp4 draws nothing.
     fresh = run_of(get_recipe("mxfp4"), curr_iteration=0)
     assert torch.equal(after, step(fresh, state(fresh), w)) and not torch.equal(after, before)
 
@@ -278,7 +278,7 @@ EXPERTS = """
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
-def test_experts_on_two_ranks_learn_and_recompute_their_own_noise() -> None:
+def test_experts_on_two_ranks_learn_and_recompute_their_own_bits() -> None:
     plain = train(2, *EXPERTS)
     assert plain.losses[-1] < plain.losses[0]
     assert "mlp.experts.local_experts.0-3.linear_fc1" in plain.output  # of both ranks

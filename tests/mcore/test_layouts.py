@@ -69,8 +69,8 @@ def test_what_numerics_md_states_holds(results: Get, layout: str, mode: str) -> 
 
 @pytest.mark.parametrize("layout", [each for each in TIERED if each.values[0] in NOTICED])
 def test_known_mistakes_are_noticed(results: Get, layout: str) -> None:
-    """Noise blind to SwiGLU's two ranges (tp2-sp), to the stage (pp2) or to the rank (dp2);
-    recomputation under both pipeline schedules without Replay; a repeated layer's noise repeated;
+    """Random bits blind to SwiGLU's two ranges (tp2-sp), to the stage (pp2) or to the rank (dp2);
+    recomputation under both pipeline schedules without Replay; a repeated layer's bits repeated;
     quantiles of whole tokens.
     """
     controls = [row for row in results(layout) if row["mode"] == "control"]

@@ -25,7 +25,7 @@ from megatron_fp4.replay import Replay
 SEQUENCE, BATCH, MICROBATCHES = 32, 2, 3
 STOCHASTIC = get_quantizer("mxfp4-ceil-sr")
 NOISY = GemmRecipe(STOCHASTIC, STOCHASTIC)
-# Noise in the forward pass as well: a recomputation with the wrong noise is another function.
+# Draws in the forward pass as well: a recomputation with the wrong bits is another function.
 EVERYWHERE = Recipe("noisy", fprop=NOISY, dgrad=NOISY, wgrad=NOISY)
 
 
@@ -211,7 +211,7 @@ def one_forward_one_backward(layer: Layer) -> Tensor:
     return layer.weight.grad
 
 
-def test_a_recomputation_gets_its_own_microbatch_s_noise(one_rank: None) -> None:
+def test_a_recomputation_gets_its_own_microbatch_s_bits(one_rank: None) -> None:
     kept = one_forward_one_backward(Layer(run_of(), checkpointed=False))
     assert torch.equal(one_forward_one_backward(Layer(run_of(), checkpointed=True)), kept)
 

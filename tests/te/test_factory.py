@@ -233,7 +233,7 @@ def test_a_weight_made_anew_has_both_copies() -> None:
     assert all(torch.equal(f, r) for f, r in zip(found, right, strict=True))
 
 
-def test_noise_is_of_one_call_and_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_bits_are_of_one_call_and_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_fp4.te import quantizers
 
     def draws(rank: int, first: int) -> list[Tensor]:

@@ -116,8 +116,8 @@ AVERAGES = {
 # --- random bits and transforms -------------------------------------------------------------------
 
 
-def _without_step(noise: Any) -> Any:
-    step, *seed = noise
+def _without_step(key: Any) -> Any:
+    step, *seed = key
     return (step * 0, *seed)
 
 
@@ -127,8 +127,8 @@ def _low_halves_twice(rest: Any) -> Any:
     return tl.reshape(tl.join(low, low), shape)
 
 
-NOISE = {
-    "a whole's noise": Mistake(  # as if this shard's groups were all of a row
+DRAWN = {
+    "a whole's bits": Mistake(  # as if this shard's groups were all of a row
         STOCHASTIC, philox.group_indices, argument("place", lambda place: (*place[:4], place[3]))
     ),
     "words in another order": Mistake(
@@ -138,12 +138,12 @@ NOISE = {
     "one draw for two streams": Mistake(
         STOCHASTIC, quantize._quantize_launch, argument("shared", lambda _: True)
     ),
-    "no step in memory": Mistake("memory", philox.rest_of_tile, argument("noise", _without_step)),
+    "no step in memory": Mistake("memory", philox.rest_of_tile, argument("key", _without_step)),
     "no draw in memory": Mistake(
         "memory", philox.sign_words, argument("draw", lambda draw: draw * 0)
     ),
     "the draw's place": Mistake(SIGNS, philox._signs_index, lambda right, draw: draw.to(tl.int64)),
-    "signs of no step": Mistake(SIGNS, philox.sign_words, argument("noise", _without_step)),
+    "signs of no step": Mistake(SIGNS, philox.sign_words, argument("key", _without_step)),
     "signs of another half": Mistake(
         "axes (1, 0) group 64 shard",
         hadamard._entries,
@@ -188,4 +188,4 @@ WRITTEN_CARRIERS = {
     ),
 }
 
-MXFP4 = CODES | AVERAGES | NOISE | WRITTEN_CARRIERS
+MXFP4 = CODES | AVERAGES | DRAWN | WRITTEN_CARRIERS

@@ -124,7 +124,7 @@ BLOCK_SCALES = {
         float_scales.divisor_of,
         result(lambda divisor: tl.where(divisor < float("inf"), divisor, 1.0)),
     ),
-    "another element's noise": Mistake("prescaled", blocks._rest, argument("AXIS", lambda _: 1)),
+    "another element's bits": Mistake("prescaled", blocks._rest, argument("AXIS", lambda _: 1)),
     "no NaN": Mistake("ue5m3", blocks._scale_byte, argument("NAN", lambda _: 0)),
     "signs after the transform": Mistake(
         "transformed", tile_hadamard._matrix, result(lambda h: tl.trans(h))
