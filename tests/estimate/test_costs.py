@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, Recipe, get_recipe, list_recipes
+from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, list_recipes
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
@@ -16,7 +16,6 @@ from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.estimate import costs as module
 from megatron_fp4.estimate.amounts import Amounts
 from megatron_fp4.estimate.costs import Cost, costs
-from megatron_fp4.estimate.counted import COUNTED
 from megatron_fp4.estimate.gpus import MEASURED, Gpu
 from megatron_fp4.estimate.overhead import DEVICES, plan_of, setting_of
 from megatron_fp4.estimate.plans import BF16
@@ -384,34 +383,3 @@ def test_with_kernels_for_all_it_is_the_work_of_a_step(name: str) -> None:
     runs["byte quantized"] += (CODES + 1) * runs.pop("element converted")
     needed.pop("element converted")
     assert needed == runs
-
-
-# --- what is not counted is refused ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", COUNTED)
-def test_every_field_and_every_word_of_it_is_counted(kind: type) -> None:
-    """A new field or word of a recipe is costed, or named here as one that costs nothing."""
-    assert {each.name for each in fields(kind)} == COUNTED[kind].keys()
-    for name, hint in get_type_hints(kind).items():
-        if get_origin(hint) is Literal and COUNTED[kind][name]:
-            assert get_args(hint) == COUNTED[kind][name]
-
-
-def test_a_new_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(COUNTED[Quantizer], "rounding", ("nearest",))
-    with pytest.raises(ConfigError, match="tetrajet: the cost model does not count .*stochastic"):
-        found(get_recipe("tetrajet"))
-    monkeypatch.delitem(COUNTED[Quantizer], "inflate")
-    found(RECIPES["nvfp4"])
-    with pytest.raises(ConfigError, match="inflate 1.0625"):
-        found(alike(get_quantizer("nvfp4-17-16")))
-    monkeypatch.delitem(COUNTED, Hadamard)
-    with pytest.raises(ConfigError, match="Hadamard"):
-        found(alike(Quantizer(), Hadamard(16)))
-
-
-@pytest.mark.parametrize("others", [{"swiglu": "after"}, {"normed": True}, {"sent_w": True}])
-def test_other_work_of_a_linear_is_refused(others: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="by itself"):
-        found(get_recipe("tetrajet"), **others)
