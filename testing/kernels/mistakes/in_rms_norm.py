@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton.language as tl
-
 from megatron_fp4.kernels import encode, rms_norm
 from testing.kernels.mistakes.injection import Mistake, argument
+from testing.kernels.mistakes.rounding import left_in_float32
 
 QUANTIZED = "quantized 96 x 256 ceil nearest axes (1,)"
 GRADIENTS = "gradients 70 x 130 residual"
@@ -16,21 +15,6 @@ NORM = "norm 96 x 256"
 
 def _without_offset(right: Any, word: Any, ZERO_CENTERED: Any) -> Any:
     return right(word, False)
-
-
-def _left_in_float32(right: Any, low: Any, high: Any, *given: Any) -> Any:
-    """The norm's result is quantized in float32, without the rounding to BF16 that comes first.
-
-    The kernel takes words of BF16, so the numbers are rounded to odd: toward zero, with the last
-    bit set if anything was lost. Such a number is on the same side of every limit between two codes
-    or scales as the float32 number, since these limits have even bits in BF16.
-    """
-    return _to_odd(low) | (_to_odd(high) << 16)
-
-
-def _to_odd(number: Any) -> Any:
-    bits = number.to(tl.int32, bitcast=True)
-    return ((bits >> 16) & 0xFFFF) | ((bits & 0xFFFF) != 0).to(tl.int32)
 
 
 RMS_NORM = {
@@ -47,7 +31,7 @@ RMS_NORM = {
         encode.rounded_pairs,
         lambda right, low, high, *given: right(low - low * 2.0**-8, high, *given),
     ),
-    "left in float32": Mistake(QUANTIZED, encode.rounded_pairs, _left_in_float32),
+    "left in float32": Mistake(QUANTIZED, encode.rounded_pairs, left_in_float32),
     "a row twice": Mistake(GRADIENTS, rms_norm._row_of, argument("row", lambda row: row & -2)),
     "a gain that is not centered": Mistake(
         f"{NORM} zero-centered", rms_norm.gains, _without_offset

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_fp4.kernels import encode, source, swiglu
 from testing.kernels.mistakes.injection import Mistake, argument
+from testing.kernels.mistakes.rounding import left_in_float32
 
 QUANTIZED = "result 96 x 256 ceil nearest axes (1,)"
 IN_E4M3 = "gradient 96 x 256 y in E4M3"
@@ -47,6 +48,8 @@ SWIGLU = {
         encode.rounded_pairs,
         lambda right, low, high, *given: right(low - low * 2.0**-8, high, *given),
     ),
+    "left in float32": Mistake(QUANTIZED, encode.rounded_pairs, left_in_float32),
+    "a gradient left in float32": Mistake(GRADIENT, encode.rounded_pairs, left_in_float32),
     "a gate without a slope": Mistake(GRADIENT, swiglu._gradients, _without_the_slope),
     "gradients in each other's half": Mistake(GRADIENT, swiglu.gradient_words, _halves_exchanged),
     "a NaN of E4M3 is a number": Mistake(IN_E4M3, swiglu._of_e4m3, _nan_is_480),
