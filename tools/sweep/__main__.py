@@ -255,10 +255,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """The parsed command line. Words "axis=value" may stand on either side of options, which
+    argparse alone does not allow after a positional argument."""
+    parser = _parser()
+    args, others = parser.parse_known_args(arguments)
+    values = [word for word in others if "=" in word and not word.startswith("-")]
+    if others and (values != others or "values" not in args):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if values:
+        args.values = [*args.values, *values]
+    return args
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line `arguments` (None: sys.argv); returns the exit status: 0, 2 after an
     error in the arguments, UNFINISHED if combinations are left, INTERRUPTED after an interrupt."""
-    args = _parser().parse_args(arguments)
+    args = _parsed(arguments)
     try:
         status = int(args.function(args))
         sys.stdout.flush()

@@ -103,6 +103,13 @@ def test_bad_words_end_the_command_in_one_line(capsys: pytest.CaptureFixture[str
     )
     assert __main__.main(["try", "digits", "scale=e4m3", "scale=e8m0"]) == 2
     assert capsys.readouterr().err == "sweep: scale is given twice: give it once\n"
+    # Words may follow options too.
+    assert __main__.main(["try", "digits", "--work", "w", "scale=e4m3", "scale=e8m0"]) == 2
+    assert capsys.readouterr().err == "sweep: scale is given twice: give it once\n"
+    for words in (["try", "digits", "--work", "w", "--foo=1"], ["show", "--page", "p", "a=b"]):
+        with pytest.raises(SystemExit, match="2"):
+            __main__.main(words)
+        assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
     assert __main__.main(["cost", "foo=bar"]) == 2
     assert capsys.readouterr().err.startswith("sweep: no axis foo: forward, backward")
     assert __main__.main(["run", "products", "--processes", "0"]) == 2
