@@ -168,7 +168,7 @@ def of_gradients_in_bf16() -> list[str]:
     ]
 
 
-def of_gradients_in_bf16() -> list[str]:
+def of_gradients_beside_upstream_s() -> list[str]:
     names = ("tetrajet", "tetrajet --fp4-grad-comm bf16", "tetrajet --grad-reduce-in-bf16")
     found = steps("few-bits-four-bf16")
     plain, ours, upstream = (found["dp4", name] for name in names)
@@ -252,7 +252,7 @@ FIGURES: dict[str, list[Any]] = {
     "docs/communication.md": [
         of_few_bits,
         of_gradients_in_bf16,
-        of_gradients_in_bf16,
+        of_gradients_beside_upstream_s,
         of_the_precision_aware_optimizer,
     ],
     "docs/training.md": [of_few_bits_in_training, of_the_memory_of_moments],
