@@ -229,7 +229,9 @@ def _recipes_by_rows(known: Seconds, skip: Callable[[Step | Timed], bool]) -> Se
 
 
 def _mantissa_scales(known: Seconds, skip: Callable[[Step | Timed], bool]) -> Seconds:
-    """What E4M3 block scales take beside one E8M0 scale, from the kernels of two recipes."""
+    """Seconds an element that quantizing under E4M3 block scales takes beside quantizing under
+    E8M0, fitted to the kernels of the recipes `nvfp4-nvidia` and `four-over-six`. known: the rates
+    that are fitted already."""
     mine = [each for each in mantissa_scales() if not skip(each)]
     kinds = "with a mantissa scale", "of four over six", "transformed, mantissa scale"
     left = [(each.amounts, _less(each.amounts, each.seconds, known)) for each in mine]

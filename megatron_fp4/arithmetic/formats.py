@@ -175,9 +175,10 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def block_exponent(maximum: Tensor) -> tuple[Tensor, Tensor]:
-    """(m, e) with maximum = m * 2^e and 1 <= m < 2, exact for subnormals too.
+    """Splits the maximum of each block into a mantissa m and an exponent e.
 
-    maximum: must be positive and finite where the result is used; zero gives (0, -1).
+    Returns (m, e) with maximum = m * 2^e and 1 <= m < 2. Both are exact for subnormal numbers too.
+    The results for a maximum that is not positive and finite must not be used; zero gives (0, -1).
     """
     mantissa, exponent = torch.frexp(maximum)
     return mantissa * 2, exponent - 1

@@ -285,8 +285,12 @@ def _scale_float(
 
 
 def _scale_for_fp8(matrix: Tensor, maxima: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """(scaled values, scale codes) by rule mse-fp8. matrix, maxima: divided by the outer
-    scale; the maximum of a block that is not finite is 0."""
+    """Chooses block scales by rule mse-fp8 (docs/numerics.md).
+
+    matrix: float32, already divided by the outer scale. maxima: the largest magnitude of each of
+    its blocks; 0 for a block with Inf or NaN. Returns (the elements divided by their block scales,
+    the codes of the scales).
+    """
     blocks = in_blocks(matrix, quantizer.block).squeeze(1)
     inverse, code = choose(blocks, maxima, quantizer.scale)
     return per_block(matrix, quantizer.block, inverse, torch.mul), code

@@ -243,11 +243,14 @@ def multiply(
     alpha: float = 1.0,
     accumulates: bool = False,
 ) -> None:
-    """Writes the product to `out`, or adds it (`accumulates`).
+    """Multiplies two FP8 matrices: out = alpha * a @ b.T, with the scales of their rows.
 
-    a, b: row-major, not both E5M2; they must live until it returns. shape: M, N and K, multiples of
-    16. out [M, N]: BF16 or float32, row-major. Raises CublasError if the library has no algorithm
-    for it.
+    a: [M, K]. b: [N, K]. Both are row-major and not both E5M2, and must live until it returns.
+    shape: (M, N, K), multiples of 16.
+    out: [M, N], row-major, BF16 or float32.
+    accumulates: the product is added to `out`.
+
+    Raises CublasError if the library has no algorithm for it.
     """
     device = out.device
     index = device.index

@@ -1,11 +1,14 @@
-"""Runs a linear while Triton seems to lay out the arguments of kernels in several ways, of which
-the executor in C++ does not know some.
+"""Tests what the executor in C++ does with a version of Triton that it does not know.
 
     TRITON_INTERPRET=1 python -m testing.scripts.compare_layouts RECIPE
 
-On a pretended Hopper GPU. Prints JSON: for each of LAYOUTS what the start table says of the
-executor, how many forward passes ran in C++, why kinds of calls stay in Python, and whether all
-tensors and tallies are those under the known layout.
+The executor passes arguments to compiled kernels itself, and so must know in which layout Triton
+expects them. This script runs a linear under each of LAYOUTS, some of them unknown to the
+executor. It needs no GPU: it pretends that there is a Hopper GPU.
+
+Prints JSON: for each of LAYOUTS what the start table says of the executor, how many forward passes
+ran in C++, why some calls stay in Python, and whether all tensors and tallies are those under the
+known layout.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ STAR = "words"  # in place of a star's key, in results
 
 @dataclass(frozen=True)
 class Word:
-    """A change of combinations: mostly the value of one axis.
+    """A change of one word in several combinations: in most cases the value of one axis.
 
     what, where: the change, and the combinations that it is made of, in words.
-    bases: the combinations without the change, all of them in factorial.py or other words.
+    bases: the combinations without the change, all of them in factorial.py.
     values: axes with their values in the change.
     """
 
@@ -68,12 +68,11 @@ _OF_E8M0 = _bases((E8M0,), others=(STOCHASTIC, {}))
 _OF_E8M0_NEAREST = _bases((E8M0,), others=(HADAMARD, {}))
 _OF_TENSOR = _bases(_UNDER_TENSOR)
 _OF_TENSOR_NEAREST = _bases(_UNDER_TENSOR, others=({},))
-_DGE = tuple(replace(each, estimator="dge") for each in _bases((E8M0,), ("16",), (STOCHASTIC, {})))
-_DGE_OF_TENSOR = tuple(
-    replace(each, estimator="dge") for each in _bases(_UNDER_TENSOR, blocks=("16",))
-)
-_KEPT = _DGE_OF_TENSOR + tuple(
-    replace(each, maximum="absmax") for each in _bases(_UNDER_TENSOR, blocks=("16",))
+_DGE = {"estimator": "dge"}
+_DGE_OF_TENSOR = _bases(_UNDER_TENSOR, ("16",), (STOCHASTIC | _DGE,))
+_DGE_OF_ANY = _bases((E8M0,), ("16",), (STOCHASTIC | _DGE, _DGE)) + _DGE_OF_TENSOR
+_ESTIMATED_OF_TENSOR = _DGE_OF_TENSOR + _bases(
+    _UNDER_TENSOR, ("16",), (STOCHASTIC | {"maximum": "absmax"},)
 )
 _ANY = "E8M0, E4M3, UE5M3"
 _SCALED = "E4M3, UE5M3, tensor scale"
@@ -105,10 +104,10 @@ def _words() -> Iterator[Word]:
                 what = f"groups of {value} in place of 32" if axis == "group" else f"signs {value}"
                 yield Word(what, f"{_ANY}, Hadamard", _TRANSFORMED, {axis: value})
     for value in AXES["estimated"][1:]:
-        yield Word(
-            f"DGE of {value} in place of W", _ANY, _DGE + _DGE_OF_TENSOR, {"estimated": value}
-        )
-    yield Word("the gradient of the outer scale", f"{_SCALED}", _KEPT, {"outer_gradient": "kept"})
+        yield Word(f"DGE of {value} in place of W", _ANY, _DGE_OF_ANY, {"estimated": value})
+    yield Word(
+        "the gradient of the outer scale", _SCALED, _ESTIMATED_OF_TENSOR, {"outer_gradient": "kept"}
+    )
     yield Word("a row scale", "E8M0", _OF_E8M0, {"outer_scale": "row"})
     yield Word(
         "a row scale in place of a tensor scale", _SCALED, _OF_TENSOR, {"outer_scale": "row"}

@@ -67,6 +67,11 @@ class KernelCoding:
 
 
 def _summed(piece: Piece, received: Tensor) -> tuple[Table, GradientForm, Tensor, int, int]:
-    """The messages of this rank's shard, one of each rank, as both kernels that sum take them."""
+    """The arguments by which a kernel reads the messages that it sums.
+
+    received: one message of each data-parallel rank, about the shard that this rank owns, one after
+    the other. Returns (the segments of the shard, the format of gradients, `received`, the number
+    of messages, the bytes of one message).
+    """
     ranks, stride = len(piece.shards), piece.lengths[piece.own]
     return _tables(piece).owned, piece.form, received, ranks, stride
