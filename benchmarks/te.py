@@ -58,11 +58,12 @@ def tried(name: str) -> str:
 def present(names: list[str]) -> list[str]:
     """The names of the rows that this machine can measure. Says in one line why another cannot.
 
-    names: of rows, of Transformer Engine or not.
+    names: of rows, of Transformer Engine or not. Further flags may follow a name.
     """
     found = []
     for name in names:
-        needed = name if name in ROWS else BF16 if LAYERS[-1] in name.split() else None
+        row = name.partition(" --")[0]
+        needed = row if row in ROWS else BF16 if LAYERS[-1] in name.split() else None
         answer = GRAPHS if needed is None else tried(needed)
         if answer.startswith(ERROR):
             print(f"{name} is left out: {answer.removeprefix(ERROR)}", flush=True)

@@ -123,13 +123,14 @@ def launched(
 
 
 def asked(name: str) -> list[str]:
-    """The flags for a name: a key of te.FP8, or one of PLAIN or a recipe, and further flags."""
+    """The flags for a name: one of PLAIN, a key of te.FP8, or a recipe, and further flags."""
     row, dashes, more = name.partition(" --")
     further = f"{dashes}{more}".split()
-    if name in te.FP8:
-        flags = te.flags(name)
+    if row in te.FP8:
+        flags = te.flags(row)
     else:
-        flags = [*PLAIN.get(row, ["--fp4-recipe", *row.split()]), *further]
+        flags = PLAIN.get(row, ["--fp4-recipe", *row.split()])
+    flags = [*flags, *further]
     return [*flags, *te.FUSED] if "--transformer-impl" in flags else [*LOCAL, *flags]
 
 

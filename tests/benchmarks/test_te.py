@@ -45,6 +45,14 @@ def test_megatron_reads_the_recipe(name: str, installed: None) -> None:
 
 
 @without_a_gpu
+def test_further_flags_follow_the_recipe(installed: None) -> None:
+    args = parsed(asked("te fp8 delayed --cross-entropy-loss-fusion"))
+    assert (args.fp8_recipe, args.fp8) == te.FP8["te fp8 delayed"]
+    assert args.cross_entropy_loss_fusion
+    assert not parsed(asked("te fp8 delayed")).cross_entropy_loss_fusion  # the control
+
+
+@without_a_gpu
 def test_megatron_refuses_other_names_of_recipes(installed: None) -> None:
     with pytest.raises(ConfigError, match="--fp8-recipe: invalid choice"):
         parsed([*te.LAYERS, "--fp8-format", "hybrid", "--fp8-recipe", "current"])
@@ -108,6 +116,8 @@ def test_a_row_that_can_run_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(te, "tried", answers.__getitem__)
     names = ["bf16", TE_LAYERS, *te.ROWS]
     assert te.present(names) == names[:-1]
+    longer = [f"{name} --cross-entropy-loss-fusion" for name in names]
+    assert te.present(longer) == longer[:-1]
 
 
 # --- the linear -----------------------------------------------------------------------------------
