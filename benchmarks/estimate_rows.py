@@ -37,9 +37,9 @@ BY_TORCH = ("training_step", "training_step-four", "parallel_step")
 # Steps of other commits, to which no rate is fitted.
 OTHERS = (
     *("few-bits-one", "few-bits-two", "few-bits-four", "few-bits-bf16"),
-    *("few-bits-two-bf16", "few-bits-four-bf16", "parallel-four-upstream"),
+    *("few-bits-two-bf16", "few-bits-four-bf16", "few-bits-ddp", "parallel-four-upstream"),
     *("fused-step", "fused-step-decoded", "fused-step-before", "fp8-step"),
-    *("fused-step-others", "parallel-fp8"),
+    *("fused-step-others", "parallel-fp8", "parallel-te-beside"),
     *(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs")),
 )
 # A flag of rows that are not compared: choose_layout does not take it.

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import parallel_step
 from benchmarks.training_step_worker import KINDS
 from megatron_fp4.arithmetic.moments import Moments
-from tests.test_notes import GRAPHS, says, steps
+from tests.test_notes import GRAPHS, result, says, steps
 
 Row = dict[str, Any]
 FP8, STATE = "te fp8 delayed", "tetrajet --fp4-optimizer-state m=fp8,v=fp16"
@@ -113,6 +113,20 @@ def of_two_gpus_beside_fp8() -> list[str]:
     ]
 
 
+def of_other_fp8_recipes() -> list[str]:
+    others, own = steps("parallel-te-others"), steps("parallel-te-beside")["pp2", "tetrajet"]
+    tensorwise, blockwise = (others["pp2", f"te fp8 {how}"] for how in ("tensorwise", "blockwise"))
+    return [
+        f"Under PP2 `tetrajet` takes {own['ms'] / tensorwise['ms']:.2f} of the time of "
+        f"`te fp8 tensorwise`, and {own['ms'] / blockwise['ms']:.2f} of that of `te fp8 blockwise`."
+    ]
+
+
+def of_a_fused_loss() -> list[str]:
+    first, second = (f"{row['ms']:.0f}" for row in result("te-delayed-loss")["rows"])
+    return [f"with it `te fp8 delayed` takes {first} and {second} ms in two launches"]
+
+
 def of_few_bits() -> list[str]:
     one, two, four = (steps(f"few-bits-{gpus}") for gpus in ("one", "two", "four"))
     lower = [
@@ -191,6 +205,19 @@ def of_gradients_beside_upstream_s() -> list[str]:
     ]
 
 
+def of_plain_data_parallelism() -> list[str]:
+    found = steps("few-bits-ddp")
+    plain, fp8 = found["dp2-ddp", "tetrajet"], found["dp2-ddp", "tetrajet --fp4-grad-comm fp8"]
+    whole, few = sum(plain["sent"].values()), sum(fp8["sent"].values())
+    [exposed] = {f"{row['exposed_ms']:.0f}" for row in (plain, fp8)}
+    return [
+        f"A rank sends {few / 1e6:,.0f} MB in place of {whole / 1e6:,.0f} MB: "
+        f"{few / whole:.2f} of float32's.",
+        f"A step takes {fp8['ms'] / plain['ms']:.2f} times as long as without the flag. {exposed} "
+        "ms of communication are exposed in both.",
+    ]
+
+
 def of_the_precision_aware_optimizer() -> list[str]:
     found = steps("few-bits-aware")
     plain, aware, state = (found["dp2", name] for name in ("tetrajet", AWARE, STATE))
@@ -248,11 +275,18 @@ def of_the_memory_of_moments() -> list[str]:
 
 
 FIGURES: dict[str, list[Any]] = {
-    "docs/hopper.md": [of_several_gpus, of_four_gpus, of_two_gpus_beside_fp8],
+    "docs/hopper.md": [
+        of_several_gpus,
+        of_four_gpus,
+        of_two_gpus_beside_fp8,
+        of_other_fp8_recipes,
+        of_a_fused_loss,
+    ],
     "docs/communication.md": [
         of_few_bits,
         of_gradients_in_bf16,
         of_gradients_beside_upstream_s,
+        of_plain_data_parallelism,
         of_the_precision_aware_optimizer,
     ],
     "docs/training.md": [of_few_bits_in_training, of_the_memory_of_moments],

@@ -51,7 +51,7 @@ def test_every_measured_step_is_compared() -> None:
     names = ("*[_-]step*", "few-bits-*", "parallel-*")
     files = {path.stem for name in names for path in RESULTS.glob(f"{name}.json")}
     # Whose optimizer, and in some rows linears, are Transformer Engine's.
-    with_te = {"te-step", "parallel-te", "few-bits-aware"}
+    with_te = {"te-step", "parallel-te", "parallel-te-others", "few-bits-aware"}
     assert files - with_te == {step.file for step in steps()}
 
 

@@ -53,6 +53,17 @@ def test_figures_in_running_text_of_few_bits(name: str) -> None:
         assert f"all four seeds are higher, by {low} to {high}" in FEW_BITS and len(higher) == 4
 
 
+def test_figures_of_plain_data_parallelism() -> None:
+    rows = rows_of("few-bits-ddp")
+    [cell] = tables.cells(rows)
+    found = gap(rows, cell, f"tetrajet {FP8}", "tetrajet")
+    assert found is not None and len(found.by_seed) == 4
+    assert found.verdict == "within the spread"
+    assert f"`--fp4-grad-comm fp8` has a mean of {found.mean:+.4f}, within the" in FEW_BITS
+    page = (ROOT / "docs/communication.md").read_text()
+    assert f"In four seeds of the 3M model the mean is {found.mean:+.4f}, within" in page
+
+
 def test_the_intervals_of_few_bits_without_0_are_named() -> None:
     """And no others."""
     named = {}

@@ -29,6 +29,7 @@ COMMITTED = {
     "delays": ("docs/notes/oscillation.md", "CPU"),
     "few-bits-tiny": ("docs/notes/few-bits.md", "CPU"),
     "few-bits": ("docs/notes/few-bits.md", "NVIDIA H200"),
+    "few-bits-ddp": ("docs/notes/few-bits.md", "NVIDIA H200"),
     "oscillation-3M": ("docs/notes/oscillation.md", "NVIDIA H200"),
     "estimators": ("docs/notes/estimators.md", "CPU"),
     "rates-3M": ("docs/notes/estimators.md", "NVIDIA H200"),

@@ -84,11 +84,16 @@ def test_the_last_stage_is_complete(committed: list[Row], tmp_path: Path) -> Non
 
 
 def test_the_best_were_trained_again(every_point: list[Point]) -> None:
-    """The committed matrix is what `best` made of the results before the words were there."""
+    """The committed matrix is what `best` makes, and what it made before the words were there."""
     found = yaml.safe_load((matrix.FOLDER / "sweep-best.yaml").read_text())
+    earlier = found["runs"].pop()
+    assert found == yaml.safe_load(llama.matrix_of_best(to_confirm(every_point)))
     own = set(words.combinations())
     before = [point for point in every_point if point.combination not in own]
-    assert found == yaml.safe_load(llama.matrix_of_best(to_confirm(before)))
+    [block] = yaml.safe_load(llama.matrix_of_best(to_confirm(before)))["runs"]
+    [now] = found["runs"]
+    gone = [each for each in block["recipes"] if each not in now["recipes"]]
+    assert len(gone) == 2 and earlier == now | {"recipes": gone}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +121,7 @@ def test_combinations_that_are_recipe_files(name: str, chosen: dict[str, str]) -
     assert llama.recipe(each) in gaps
     if name == "sweep-e8m0-dge":
         fast = {recipe: gap for recipe, gap in gaps.items() if "block=16,rule=ceil" in recipe}
-        assert min(fast, key=lambda each: fast[each].mean) == llama.recipe(each) and len(fast) == 2
+        assert min(fast, key=lambda each: fast[each].mean) == llama.recipe(each) and len(fast) == 3
         assert fast[llama.recipe(each)].verdict == "within the spread"
 
 
@@ -142,6 +147,14 @@ def test_the_three_best_with_fresh_seeds() -> None:
     assert f"`dge` and `maximum=softmax`: {gaps[e1m2].mean:+.4f}. This is the recipe file" in text
     assert f"The same with `outer_gradient=kept`: {gaps[kept].mean:+.4f}." in text
     assert f"under a tensor scale, and `dge`: {gaps[ue5m3].mean:+.4f}. This is" in text
+    with_words = {"outer_gradient=kept": ue5m3, "outer_scale=row": "block=16,rule=ceil"}
+    through, rows_scaled = (
+        next(gap for recipe, gap in gaps.items() if recipe.endswith(word) and start in recipe)
+        for word, start in with_words.items()
+    )
+    assert f"through that scale, ends {through.mean:+.4f} from BF16, within the spread." in text
+    assert f"ends {rows_scaled.mean:+.4f} from BF16" in text
+    assert (through.verdict, rows_scaled.verdict) == ("within the spread", "higher")
     first = [min(best, key=lambda recipe: gaps[recipe].by_seed[seed]) for seed in (3, 4, 5)]
     assert first.count(ue5m3) == 1  # "with one of the three seeds the last one is the best"
 
