@@ -124,5 +124,7 @@ def ceiling(rows: list[Row], stage: str, among: Sequence[Combination]) -> float 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
     """The correlation of the ranks, ties at their mean rank; NaN where all values are equal."""
+    one, two = ranks(a), ranks(b)
+    one, two = one - one.mean(), two - two.mean()
     with np.errstate(invalid="ignore"):
-        return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
+        return float(one @ two / np.sqrt((one @ one) * (two @ two)))

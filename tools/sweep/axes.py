@@ -11,7 +11,7 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from megatron_fp4.errors import ConfigError
@@ -115,15 +115,15 @@ class Combination:
     optimizer: str = "adam"
 
     def __post_init__(self) -> None:
-        for axis, value in asdict(self).items():
-            if value not in AXES[axis]:
-                raise ConfigError(f"{axis} has no value {value!r}: {', '.join(AXES[axis])}")
+        for axis, values in AXES.items():
+            if (value := getattr(self, axis)) not in values:
+                raise ConfigError(f"{axis} has no value {value!r}: {', '.join(values)}")
 
     @property
     def chosen(self) -> dict[str, str]:
         """The axes that are not at their first value: an axis that is added later, whose first
         value is how things were, changes no combination."""
-        return {axis: value for axis, value in asdict(self).items() if value != first(axis)}
+        return {axis: value for axis in AXES if (value := getattr(self, axis)) != first(axis)}
 
     @property
     def key(self) -> str:

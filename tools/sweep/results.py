@@ -101,8 +101,9 @@ def ranked(rows: list[Row], stages: Sequence[str]) -> dict[Combination, float]:
 def ranks(values: np.ndarray) -> np.ndarray:
     """The rank of each value, from 0; equal values have the mean of their ranks."""
     order = np.argsort(values, kind="stable")
-    _, inverse, counts = np.unique(values[order], return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
+    ascending = values[order]
+    first = np.searchsorted(ascending, ascending, "left")
+    last = np.searchsorted(ascending, ascending, "right") - 1
     found = np.empty(len(values))
-    found[order] = ((ends - counts + ends - 1) / 2)[inverse]
+    found[order] = (first + last) / 2
     return found
