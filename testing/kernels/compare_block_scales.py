@@ -88,9 +88,9 @@ def matrix() -> Tensor:
 
 
 def differences(device: str, of: str = "") -> Iterator[str]:
-    """of: a key of QUANTIZERS, a part of several, or "transformed"."""
-    if of in "transformed":
-        yield from transformed(device)
+    """of: a key of QUANTIZERS, a part of several, or "transformed" and more words of its cases."""
+    if not of or of.startswith("transformed"):
+        yield from transformed(device, of)
     x = matrix()
     ordinary = torch.where(x.isfinite() & (x.abs() < 1e20), x, 1.0)
     named = [of] if of in QUANTIZERS else [name for name in QUANTIZERS if of in name]
@@ -122,24 +122,27 @@ def differences(device: str, of: str = "") -> Iterator[str]:
                         yield f"{name} {axis} {is_shard} {largest is None}: {told}"
 
 
-def transformed(device: str) -> Iterator[str]:
+def transformed(device: str, of: str = "") -> Iterator[str]:
     """A line for each operand with a Hadamard transform that differs from the reference.
+
+    of: of those whose name contains these words: "transformed", the quantizer and the group's size.
 
     The kernel applies the transform, except in groups of 8, where PyTorch does. Matrices of small
     integers must give equal codes, since their sums are exact in any order. Of other matrices 1e-4
     of the codes may differ, since tensor cores add in another order than PyTorch.
     """
     named = ("nvfp4", 16), ("ue5m3-up", 32), ("nvfp4-17-16-sr", 16), ("2d", 64), ("gain", 128)
-    for (name, group), axis in itertools.product((*named, ("four-over-six", 128)), (0, 1)):
-        for dtype in (torch.bfloat16, torch.float32):
-            yield from _transformed(device, name, group, axis, dtype)
-    yield from _transformed(device, "ue5m3", 8, 1, torch.bfloat16)
-    for dtype in (torch.bfloat16, torch.float32):
-        yield from _transformed(device, "ue5m3", 64, 0, dtype, whole=False)
+    both = torch.bfloat16, torch.float32
+    every = list(itertools.product((*named, ("four-over-six", 128)), (0, 1), both, (True,)))
+    every += [(("ue5m3", 8), 1, torch.bfloat16, True)]
+    every += [(("ue5m3", 64), 0, dtype, False) for dtype in both]
+    for (name, group), axis, dtype, whole in every:
+        if of in f"transformed {name} {group}":
+            yield from _transformed(device, name, group, axis, dtype, whole)
 
 
 def _transformed(
-    device: str, name: str, group: int, axis: int, dtype: torch.dtype, whole: bool = True
+    device: str, name: str, group: int, axis: int, dtype: torch.dtype, whole: bool
 ) -> Iterator[str]:
     """The same for one operand. whole: whether its matrix has small integers."""
     generator, shape = torch.Generator().manual_seed(7), (80, 384) if axis else (384, 80)

@@ -33,7 +33,7 @@ def test_all_codes_and_scales_are_the_reference_s(rule: str) -> None:
     [
         pytest.param("carriers", marks=pytest.mark.outside),
         "row_scales",
-        "block_scales",
+        pytest.param("block_scales", marks=pytest.mark.outside),
         "dge_factor",
         pytest.param("outlier_clamp", marks=pytest.mark.outside),
         "averages",
@@ -52,12 +52,16 @@ def test_other_kernels_are_the_reference_s(comparison: str) -> None:
 @pytest.mark.parametrize(
     ("comparison", "cases"),
     [
+        *(("block_scales", name) for name in ("2d", "ue5m3-sr", "in-fp8-tensor", "gain-drawn")),
+        *(("block_scales", f"transformed {name}") for name in ("nvfp4-17-16-sr 16", "ue5m3 64")),
+        ("block_scales", "four-over-six-32"),
         ("carriers", "16 x 96"),
         ("carriers", "row scales"),
         ("carriers", "mse-fp8"),
         ("low_bit_adamw", "place"),
         ("low_bit_adamw", "range"),
-        ("swiglu", "32 x 128"),  # and its gradient, which are quantized as they are computed
+        ("swiglu", "result 32 x 128 ceil nearest"),  # quantized as it is computed
+        ("swiglu", "gradient 32 x 128 ceil stochastic"),
     ],
 )
 def test_some_cases_are_the_reference_s(comparison: str, cases: str) -> None:
