@@ -19,6 +19,7 @@ from benchmarks import host
 from benchmarks.estimate_rows import (
     BY_TORCH,
     CURRENT,
+    FEW_BITS,
     LINEARS,
     OUTSIDE,
     Step,
@@ -87,7 +88,7 @@ def fit(skip: Callable[[Step | Timed], bool] = lambda row: False) -> Rates:
     found |= _accumulated([step for step in parallel if not step.layout.fused_dw], found)
     found |= _nvlink(parallel, idle)
     gradients, exposed = _gradients(parallel, idle)
-    found |= gradients
+    found |= gradients | _gradients_in_few_bits()
     found |= _host([step for step in parallel if step in now], found)
     return Rates({name: found[name] for name in sorted(found)}, idle, exposed, share)
 
@@ -273,6 +274,13 @@ def _gradients(rows: list[Step], idle: Idle) -> tuple[Seconds, float]:
     rate = _least_squares(each, [name])
     exposed = sum(_exposed(step, idle) for step in mine) / (sum(sent) * rate[name])
     return rate, exposed
+
+
+def _gradients_in_few_bits() -> Seconds:
+    """Kernels that encode gradients, and decode and sum them."""
+    mine = [step for step in steps(FEW_BITS) if step.layout.gradients is not None]
+    each = [(gpu_amounts(step), step.row["gpu_ms"]["gradients"] / 1e3) for step in mine]
+    return _least_squares(each, ["gradient in fp8", "gradient in bf16"])
 
 
 def _host(rows: list[Step], known: Seconds) -> Seconds:

@@ -34,10 +34,14 @@ RESULTS = Path(__file__).parent / "results"
 CURRENT = ("fused-step-beside", "parallel-two", "parallel-four")
 # Steps with torch's kernels outside the linears, and with linears in Python.
 BY_TORCH = ("training_step", "training_step-four", "parallel_step")
-# Steps of other commits, to which no rate is fitted.
+# Steps on several GPUs, of which some send gradients in few bits.
+FEW_BITS = (
+    *("few-bits-two", "few-bits-four", "few-bits-bf16"),
+    *("few-bits-two-bf16", "few-bits-four-bf16", "few-bits-ddp"),
+)
+# Steps of other commits, to which no rate is fitted but those of converting gradients.
 OTHERS = (
-    *("few-bits-one", "few-bits-two", "few-bits-four", "few-bits-bf16"),
-    *("few-bits-two-bf16", "few-bits-four-bf16", "few-bits-ddp", "parallel-four-upstream"),
+    *("few-bits-one", *FEW_BITS, "parallel-four-upstream"),
     *("fused-step", "fused-step-decoded", "fused-step-before", "fp8-step"),
     *("fused-step-others", "parallel-fp8", "parallel-te-beside"),
     *(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs")),
@@ -83,7 +87,7 @@ class Step:
         """Measured seconds of the GPU by the kinds of `step.Time`."""
         found = {kind: ms / 1e3 for kind, ms in self.row["gpu_ms"].items()}
         found["quantize"] = found.get("quantize", 0.0) + found.pop("carry", 0.0)
-        found["other"] = sum(found.pop(kind, 0.0) for kind in ("other", *OUTSIDE))
+        found["other"] = sum(found.pop(kind, 0.0) for kind in ("other", "gradients", *OUTSIDE))
         return found
 
 

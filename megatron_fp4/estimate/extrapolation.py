@@ -44,7 +44,6 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         "--fp4-weight-cache off was measured in steps with CUDA graphs alone": (
             layout.keeps_w is None and not layout.graphs and is_quantized(recipe)
         ),
-        "converting gradients for --fp4-grad-comm takes no time here": layout.gradients is not None,
         "quantizing weights for --fp4-param-gather takes no time here": layout.sent_w,
         "recomputation was never measured": layout.recompute,
         "the memory of CUDA graphs was never measured": layout.graphs,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_fp4.arithmetic.messages import kind_of
 from megatron_fp4.estimate.amounts import Amounts
 from megatron_fp4.estimate.gpus import Gpu
 from megatron_fp4.estimate.layout import Layout, Stage, parameters, stages
@@ -30,7 +31,8 @@ class Time(NamedTuple):
     """Seconds of a step, on the stage that takes longest.
 
     gemm, quantize, attention, other, optimizer: of the GPU; quantize includes conversion to FP8,
-    and other the work of norms, rotation, activation functions and the loss, which memory bounds.
+    and other the work of norms, rotation, activation functions and the loss, and the conversion of
+    gradients that are sent in few bits, which memory bounds.
     communication: what is not hidden behind computation. bubble: waiting for other pipeline stages.
     host: what the GPU waits for the host to launch kernels.
     """
@@ -83,6 +85,10 @@ def work_of(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> list[Stag
             ("parameter updated", optimizer_bytes(held, layout, 1)),
         ):
             once[unit if layout.fused_kernels else by_torch(unit)] += amount
+        if layout.gradients is not None:
+            # Each is encoded by its rank. Without the distributed optimizer the sums are, too.
+            share = 1.0 if layout.sharded else 1.0 + 1.0 / layout.dp
+            once[f"gradient in {kind_of(layout.gradients)}"] += share * held.total
         sent = of_step(model, layout, recipe, stage)
         for kind, count in Counter(stage.layers).items():
             held_w = (each for _, made, _ in plans.linears(kind) for each in of_held_weight(made))

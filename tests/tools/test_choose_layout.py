@@ -57,10 +57,11 @@ def test_gradients_in_few_bits_send_less() -> None:
     )
     assert "--fp4-grad-comm fp8 --fp4-grad-comm-element e5m2" in fp8["flags"]
     assert "--fp4-grad-comm bf16" in bf16["flags"] and "grad-comm" not in str(plain["flags"])
-    for part in ("total", "communication"):
-        assert fp8["seconds"][part] < bf16["seconds"][part] < plain["seconds"][part]
+    sends = [each["seconds"]["communication"] for each in (fp8, bf16, plain)]
+    assert sends == sorted(sends)
+    converts = [each["seconds"]["other"] - plain["seconds"]["other"] for each in (fp8, bf16)]
+    assert converts[0] > converts[1] > 0
     assert 0 < fp8["memory"]["gradients"] - plain["memory"]["gradients"] < 2**28 * 1.02
-    assert "converting gradients for --fp4-grad-comm takes no time here" in str(fp8["extrapolated"])
     with pytest.raises(ConfigError, match="needs grad-comm fp8"):
         run([*job, *FLAGS, "--fp4-grad-comm-element", "e5m2"])
 
