@@ -7,8 +7,9 @@ which run once for each part of the tile. *issue* is the time of a matrix of 819
 issued an instruction in every slot, four a cycle on each multiprocessor. *ALU* is that of the
 instructions for logic, shifts, permutations, comparisons and additions of integers, whose units
 take one every other cycle. *measured* and *copy* are of quantize_kernels-fused.json: the kernel,
-and a copy of as many bytes. *warps* run at once on each of the four parts of a multiprocessor, as
-far as registers allow.
+and a copy of as many bytes. The kernel from codes with stochastic rounding is not in that file:
+its times are those of X in a linear, of linear_kernels.json, which do not contain its correction.
+*warps* run at once on each of the four parts of a multiprocessor, as far as registers allow.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +46,13 @@ BLOCK_SCALES = {
     "four-over-six": ("four-over-six", "fprop"),
     "Hadamard 128 + unit gain": ("quartet-2", "dgrad"),
 }
-E5M2 = torch.float8_e5m2
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FROM_CODES = "stochastic, along columns, from codes, with E4M3"
 NOISY = Quantizer(rounding="stochastic")
 
 
 def launches() -> dict[str, list[Launch]]:
-    """The launches that make what a row of quantize_kernels-fused.json times."""
+    """The launches that make what a row of `benchmarks.quantize_kernels` times."""
     sizes = (SIZE, SIZE)
     along = {"along rows": (True, False), "along columns": (False, True), "both": (True, True)}
     found = {
@@ -61,8 +64,11 @@ def launches() -> dict[str, list[Launch]]:
     }
     two = quantize_launch("stochastic", True, True, sizes=sizes, rule="ceil")
     found["stochastic, both, two draws"] = [two]
-    carried = quantize_launch("stochastic", E5M2, E5M2, sizes=sizes, rule="ceil", shared=True)
-    found["stochastic, both, with E5M2"] = [carried]
+    carried = partial(quantize_launch, "stochastic", sizes=sizes, rule="ceil")
+    found[FROM_CODES] = [carried(False, E4M3, packed=32)]
+    found["stochastic, both, with E5M2"] = [carried(E5M2, E5M2, shared=True)]
+    of_gradient = carried(E5M2, E5M2, shared=True, reads="swiglu gradient")
+    found["stochastic, both, of a SwiGLU's gradient, with E5M2"] = [of_gradient]
     rows, columns = (
         transform_launch(SIZE, SIZE, NOISY, axis, 64, "random", False, True) for axis in (1, 0)
     )
@@ -136,9 +142,6 @@ def rows() -> list[dict[str, Any]]:
     """A row for each kernel. Where two launches make the two operands their counts are added."""
     found, elements = [], SIZE * SIZE / 32 / SLOTS * 1e6
     for name, each in launches().items():
-        [row] = [
-            r for r in result(KERNELS)["rows"] if r["kernel"] == name and r["shape"] == [SIZE, SIZE]
-        ]
         counts = [counted(launch) for launch in each]
         total = {key: sum(one[key] for one in counts) for key in ("instructions", "alu")}
         found.append(
@@ -146,9 +149,24 @@ def rows() -> list[dict[str, Any]]:
             | {"registers": max(one["registers"] for one in counts)}
             | {"warps": min(one["warps"] for one in counts)}
             | {"issue us": total["instructions"] * elements, "alu us": 2 * total["alu"] * elements}
-            | {"us": row["us"], "copy us": row["us"] * row["share"]}
+            | measured(name)
         )
     return found
+
+
+def measured(name: str) -> dict[str, Any]:
+    """The microseconds of a kernel, and of a copy of as many bytes."""
+    if name == FROM_CODES:  # X in a linear of tetrajet, without corrections
+        [row] = [
+            r
+            for r in result("linear_kernels")["rows"]
+            if (r["in"], r["out"], r["what"]) == (SIZE, SIZE, "X for wgrad, from codes")
+        ]
+        return {"us": row["us"], "copy us": row["floor us"]}
+    [row] = [
+        r for r in result(KERNELS)["rows"] if r["kernel"] == name and r["shape"] == [SIZE, SIZE]
+    ]
+    return {"us": row["us"], "copy us": row["us"] * row["share"]}
 
 
 def of_block_scales() -> list[dict[str, Any]]:

@@ -89,6 +89,9 @@ KERNELS = {
     "nearest, along columns, from codes, with E4M3": Made(
         "mxfp4-ceil", (0,), carrier=E4M3, packed=True
     ),
+    "stochastic, along columns, from codes, with E4M3": Made(
+        "mxfp4-ceil-sr", (0,), carrier=E4M3, packed=True
+    ),
     "stochastic, both, with E5M2": Made("mxfp4-ceil-sr", (1, 0), carrier=E5M2),
     "nearest, along rows, of a SwiGLU, with E4M3": Made(
         "mxfp4-ceil", (1,), carrier=E4M3, computes="SwiGLU"
@@ -155,7 +158,7 @@ def kernel(x: torch.Tensor, made: Made) -> Callable[[], Any]:
     ]
     source: Matrix = x
     if made.packed:
-        source = quantize(x, quantizer, [Copy(1)])[0].operand
+        source = quantize(x, replace(quantizer, rounding="nearest"), [Copy(1)])[0].operand
     elif made.computes == "SwiGLU":
         source = Swiglu(torch.cat([x, x], 1))
     elif made.computes == "gradient":
