@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import linear, linear_kernels
+from benchmarks import kernel_instructions, linear, linear_kernels
 from tests.test_notes import result, says
 from tests.test_readme import LOW, weights_gradients_and_optimizer, with_fp8_input
 
@@ -58,10 +58,27 @@ def of_a_linear_s_kernels() -> list[str]:
     low, high = min(slower["dY for"]), max(slower["dY for"])
     return [
         f"is {parts['from codes']} of all that is above the lower bound on the first four shapes",
-        f"takes {low:.1f} to {high:.1f} times its lower bound, for the same reason: "
-        f"{parts['dY for']}",
+        f"takes {low:.1f} to {high:.1f} times its lower bound, with",
+        f"bytes at 8192 × 8192: {parts['dY for']}",
         f"guessed wrong take {parts['corrections']} of it, and the time between eleven kernels "
         f"{parts[linear_kernels.BETWEEN]}",
+    ]
+
+
+def of_instructions() -> list[str]:
+    counted = {row["kernel"]: row for row in result("kernel_instructions")["rows"]}
+    codes, dy = counted[kernel_instructions.FROM_CODES], counted["stochastic, both, with E5M2"]
+    gradient = counted["stochastic, both, of a SwiGLU's gradient, with E5M2"]
+    square = {r["what"]: r for r in result("linear_kernels")["rows"] if r["in"] == r["out"] == 8192}
+    w, x = square["W for dgrad, from codes"], square["X for wgrad, from codes"]
+    bytes_of_dy = square["dY for dgrad and wgrad"]["floor us"]
+    assert (codes["warps"], gradient["warps"]) == (3, 2)
+    return [
+        f"takes {codes['issue us']:.0f} µs if every issue slot is used, and the bytes take "
+        f"{w['floor us']:.0f} µs. The kernels take {w['us']:.0f} and {x['us']:.0f} µs: three warps",
+        f"{dy['issue us']:.0f} µs of instructions beside {bytes_of_dy:.0f} µs of bytes at 8192",
+        f"take {gradient['issue us']:.0f} µs if every issue slot is used, and its bytes "
+        f"{gradient['copy us']:.0f} µs. It takes {gradient['us']:.0f} µs, with two warps at once",
     ]
 
 
@@ -188,6 +205,7 @@ def of_other_packages() -> list[str]:
 FIGURES = [
     of_a_linear,
     of_a_linear_s_kernels,
+    of_instructions,
     of_fp8_in_a_step,
     of_an_mlp,
     of_held_elements,

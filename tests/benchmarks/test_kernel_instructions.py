@@ -53,6 +53,29 @@ def test_the_table_is_that_of_the_result() -> None:
     assert f"has {turned['issue us']:.0f} µs of instructions, so that it {bound}" in page
 
 
+def test_what_the_note_says_of_the_kernels_of_a_linear() -> None:
+    page = (ROOT / "docs/notes/quantize-kernels.md").read_text()
+    rows = {row["kernel"]: row for row in result("kernel_instructions")["rows"]}
+    codes = rows[kernel_instructions.FROM_CODES]
+    gradient = rows["stochastic, both, of a SwiGLU's gradient, with E5M2"]
+    taken = {r["what"]: r["us"] for r in result("linear_kernels")["rows"] if r["in"] == 8192}
+    w, x = (taken[what] for what in ("W for dgrad, from codes", "X for wgrad, from codes"))
+    after = [row["issue us"] + row["copy us"] for row in (codes, gradient)]
+    apart = [after[0] / codes["us"], after[1] / gradient["us"]]
+    assert all(0.9 < share < 1.1 for share in apart)  # "about as long as"
+    assert codes["us"] == x and (codes["warps"], gradient["warps"]) == (3, 2)
+    for text in (
+        f"it takes {w:.0f} µs for W and {x:.0f} µs for X",
+        f"has {codes['issue us']:.0f} µs of instructions and {codes['copy us']:.0f} µs of memory "
+        "traffic. Three warps",
+        f"has {gradient['issue us']:.0f} µs of instructions and {gradient['copy us']:.0f} µs of "
+        f"traffic, and takes {gradient['us']:.0f} µs",
+        f"one after the other: {after[0]:.0f} and {after[1]:.0f} µs",
+        f"fits in {gradient['registers']} registers",
+    ):
+        assert text in page
+
+
 @pytest.mark.slow
 def test_the_result_is_that_of_the_present_kernels() -> None:
     """Where a kernel changes, run the benchmark again."""
