@@ -14,7 +14,7 @@ from tests.test_readme import LOW, weights_gradients_and_optimizer, with_fp8_inp
 def of_a_linear() -> list[str]:
     rows = {(row["in"], row["out"], row["recipe"]): row for row in result("linear-te")["rows"]}
     ours = {key[:2]: row for key, row in rows.items() if key[2] == "tetrajet"}
-    more = [f"{ours[at]['ms'] / ours[at]['floor ms'] - 1:.0%} more" for at in linear.SHAPES]
+    more = [f"{ours[at]['ms'] / ours[at]['floor ms'] - 1:.0%} more" for at in ours]
     bf16 = {at: min(rows[(*at, name)]["ms"] for name in ("bf16", "te bf16")) for at in ours}
     gemms = [bf16[at] / row["products ms"] for at, row in ours.items()]
     beside = {
@@ -30,9 +30,10 @@ def of_a_linear() -> list[str]:
         if row["recipe"] == "tetrajet"
     ]
     return [
-        f"these are {later[0]}, {later[1]}, {later[2]} and {later[3]}. The kernels",
+        f"these are {', '.join(later[:-1])} and {later[-1]}. The kernels",
         f"it takes {more[0]} than its lower bound at 4096 × 4096, {more[1]} at 4096 × 14336, "
-        f"{more[2]} at 14336 × 4096 and {more[3]} at 8192 × 8192",
+        f"{more[2]} at 14336 × 4096, {more[3]} at 8192 × 8192, {more[4]} at 5120 × 13824 and "
+        f"{more[5]} at 2048 × 5632",
         f"The FP8 GEMMs are {min(gemms):.1f} to {max(gemms):.1f} times as fast as BF16's",
         f"takes {low['fp8']} to {high['fp8']} of the time of `fp8`",
         f"`tetrajet` takes {low['te fp8 delayed']} to {high['te fp8 delayed']} times its time",
