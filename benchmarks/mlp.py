@@ -6,7 +6,8 @@ It is measured as `benchmarks.linear` measures one linear: W is quantized in eac
 is added to a float32 main_grad. BF16 has the kernels of this package for SwiGLU and its gradient. A
 row "NAME" joins the linears as Megatron's layers do: they compute SwiGLU and its gradient as they
 quantize. A row "NAME apart" has BF16's kernels between them. The "floor" is the time of the six FP8
-products, plus the bytes that quantization must move in joined linears at the bandwidth of a copy.
+products, plus the bytes that the other kernels must move at the bandwidth of a copy: those that
+quantize, and in a row "apart" those for SwiGLU, too.
 """
 
 from __future__ import annotations
@@ -113,6 +114,33 @@ def bytes_moved(recipe: Recipe, hidden: int, ffn: int) -> float:
     return moved(recipe, hidden, 2 * ffn, "before") + moved(recipe, ffn, hidden, "after")
 
 
+def bytes_moved_apart(recipe: Recipe, hidden: int, ffn: int) -> float:
+    """As `bytes_moved`, by linears that do not compute the SwiGLU and by the kernels that do."""
+    forward, backward = 4 + 2, 4 + 2 + 4  # BF16 of Y and of the result, and their gradients
+    linears = moved(recipe, hidden, 2 * ffn) + moved(recipe, ffn, hidden)
+    return linears + TOKENS * ffn * (forward + backward)
+
+
+def with_floors_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of `study`; those of linears apart have the floor too where those joined have one.
+
+    It follows from that of the joined linears, whose products and copy are the same.
+    """
+    joined_rows = {(row["hidden"], row["ffn"], row["recipe"]): row for row in rows}
+    found = []
+    for row in rows:
+        hidden, ffn, name = row["hidden"], row["ffn"], row["recipe"].removesuffix(APART)
+        like = joined_rows[hidden, ffn, name]
+        if row is not like and "floor ms" in like:
+            recipe, products_ms = get_recipe(name), like["products ms"]
+            more = bytes_moved_apart(recipe, hidden, ffn) / bytes_moved(recipe, hidden, ffn)
+            floor = products_ms + (like["floor ms"] - products_ms) * more
+            ratio = like["ratio of the floor"] * like["floor ms"] / floor
+            row = row | {"products ms": products_ms, "floor ms": floor, "ratio of the floor": ratio}
+        found.append(row)
+    return found
+
+
 def study(names: list[str]) -> list[dict[str, Any]]:
     """The rows of the table. For each shape there is one of BF16, and two of each recipe: linears
     that compute the SwiGLU between them, and linears with a kernel for it."""
@@ -148,7 +176,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     """The result as a Markdown table."""
     head = ["hidden, ffn", "recipe", "ms", "speedup", "GEMMs alone", "lower bound", "its speedup"]
     body = []
-    for row in rows:
+    for row in with_floors_apart(rows):
         cells = [f"{row['hidden']}, {row['ffn']}", row["recipe"]]
         for key in ("ms", "ratio", "products ms", "floor ms", "ratio of the floor"):
             cells.append(f"{row[key]:.2f}" if key in row else "")

@@ -37,6 +37,19 @@ def test_bytes_are_those_of_each_kernel() -> None:
     assert found == moved(recipe, HIDDEN, 2 * FFN) + moved(recipe, FFN, HIDDEN) + 2 * (2 * size)
 
 
+def test_bytes_apart_are_those_of_each_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of SwiGLU's kernels are the sizes of what they read and write."""
+    monkeypatch.setattr(mlp, "TOKENS", TOKENS)
+    monkeypatch.setattr(linear, "TOKENS", TOKENS)
+    y, gradient = (normal((TOKENS, size), 1, torch.bfloat16) for size in (2 * FFN, FFN))
+    between, dy = swiglu(y), swiglu_gradient(gradient, y)
+    matrices = [y, between, gradient, y, dy]
+    recipe = get_recipe("tetrajet")
+    linears = moved(recipe, HIDDEN, 2 * FFN) + moved(recipe, FFN, HIDDEN)
+    own = mlp.bytes_moved_apart(recipe, HIDDEN, FFN) - linears
+    assert own == sum(matrix.numel() * matrix.element_size() for matrix in matrices)
+
+
 def on_a_cpu(inputs: int, outputs: int) -> Problem:
     x, w, dy = (
         normal(shape, seed, torch.bfloat16)
@@ -99,4 +112,10 @@ def test_a_row_for_each_way(cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     [with_floor] = [row for row in rows if "floor ms" in row]
     assert with_floor["recipe"] == "tetrajet" and with_floor["floor ms"] == pytest.approx(2e3)
-    assert mlp.table(rows)[3] == "| 64, 96 | tetrajet | 4000.00 | 2.00 | 1500.00 | 2000.00 | 4.00 |"
+    lines = mlp.table(rows)
+    assert lines[3] == "| 64, 96 | tetrajet | 4000.00 | 2.00 | 1500.00 | 2000.00 | 4.00 |"
+    recipe = get_recipe("tetrajet")
+    more = mlp.bytes_moved_apart(recipe, HIDDEN, FFN) / mlp.bytes_moved(recipe, HIDDEN, FFN)
+    floor = 1500 + 500 * more
+    apart = f"1500.00 | {floor:.2f} | {8000 / floor:.2f} |"
+    assert lines[4] == f"| 64, 96 | tetrajet apart | 16000.00 | 0.50 | {apart}"
