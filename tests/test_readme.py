@@ -213,10 +213,18 @@ def test_the_table_of_training_steps() -> None:
 
 
 def test_a_linear() -> None:
-    ratios = of_linears("ratio")
-    (low, high), (least, most) = ((min(r), max(r)) for r in (ratios["tetrajet"], ratios["dge-occ"]))
+    fast = of_linears("ratio")["tetrajet"]
+    low, high = min(fast), max(fast)
+    formats = of_linears("ratio", "linear-formats")
+    least, most = min(formats["dge-occ"]), max(formats["dge-occ"])
+    others = [r for name in ("ue5m3", "nvfp4-nvidia", "four-over-six", "quartet-2")
+              for r in formats[name]]  # fmt: skip
     says(f"a linear, forward and backward, is {low:.2f} to {high:.2f} times as fast")
     says(f"A linear of `dge-occ` is {least:.2f} to {most:.2f} times as fast as in BF16")
+    says(
+        f"a linear of `dge-occ` is {least:.2f} to {most:.2f} times as fast, of the others "
+        f"{min(others):.2f} to {max(others):.2f} times"
+    )
     says(f"`dge-occ` takes {1 / most:.1f} to {1 / least:.1f} times BF16's time for a linear")
 
 
@@ -260,10 +268,10 @@ def test_the_loss_beside_fp8() -> None:
     says("(two seeds each:")
 
 
-def of_linears(field: str) -> dict[str, list[float]]:
-    """A field of the rows of linear-te.json for each linear, by recipe."""
+def of_linears(field: str, name: str = "linear-te") -> dict[str, list[float]]:
+    """A field of the rows of a result of benchmarks/linear.py for each linear, by recipe."""
     found: dict[str, list[float]] = {}
-    for row in result("linear-te")["rows"]:
+    for row in result(name)["rows"]:
         found.setdefault(row["recipe"], []).append(row[field])
     return found
 
