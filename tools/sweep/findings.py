@@ -1,4 +1,4 @@
-"""What a paper found, as comparisons of combinations of factorial.py, and what they say here."""
+"""What a paper found, as comparisons with combinations of factorial.py, and what they say here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from scipy.stats import t as student
 
+from tools.sweep import factorial
 from tools.sweep.agreement import CONFIDENCE
 from tools.sweep.axes import AXES, Combination, first
 from tools.sweep.factorial import E4M3, E8M0, FP32, HADAMARD, LOSS_SCALE, STOCHASTIC, TENSOR, UE5M3
@@ -15,12 +16,16 @@ from tools.sweep.factorial import E4M3, E8M0, FP32, HADAMARD, LOSS_SCALE, STOCHA
 Values = Mapping[str, str]
 Scores = Mapping[Combination, float]
 FEWEST = 3  # pairs from which something is concluded
+_BASES = frozenset(factorial.combinations())
+BACKWARD = {"rounding": "backward"}  # all operands of the backward pass
 _PLAIN = ("estimator", "maximum", "loss_scale")  # at their first values unless a claim names them
 
 
 @dataclass(frozen=True)
 class Finding:
     """A claim about one change, which is tested on pairs of combinations: with and without it.
+
+    The combinations without the change are those of factorial.py.
 
     claim: the claim in words.
     change: axes with the values that they have with the change.
@@ -42,7 +47,7 @@ class Finding:
         plain = {axis: first(axis) for axis in (*_PLAIN, *self.change)}
         values, found = {**plain, **self.among, **self.against}, []
         for each, score in scores.items():
-            if not _has(each, values):
+            if each not in _BASES or not _has(each, values):
                 continue
             changed = replace(each, **self.change)
             if changed in scores:
@@ -115,7 +120,8 @@ FINDINGS = (
     ),
     Finding("UE5M3 needs stochastic rounding of dY", STOCHASTIC, among=UE5M3 | TENSOR),
     Finding("E8M0 needs stochastic rounding of dY", STOCHASTIC, among=E8M0),
-    Finding("Under a tensor scale stochastic rounding helps", STOCHASTIC, among=TENSOR),
+    Finding("Stochastic rounding of all operands of the backward pass helps", BACKWARD),
+    Finding("Under a tensor scale stochastic rounding of dY helps", STOCHASTIC, among=TENSOR),
     Finding("Under a tensor scale a Hadamard transform helps", HADAMARD, among=TENSOR),
-    Finding("Under a tensor scale both together help", STOCHASTIC | HADAMARD, among=TENSOR),
+    Finding("Under a tensor scale both of them together help", STOCHASTIC | HADAMARD, among=TENSOR),
 )

@@ -12,6 +12,7 @@ from tools.rows import Row
 from tools.sweep import factorial, llama, words
 from tools.sweep.agreement import Agreement, agreement
 from tools.sweep.axes import AXES, WHAT, Combination, without_training
+from tools.sweep.bias import bias_table
 from tools.sweep.effects import Effect, effects
 from tools.sweep.findings import FINDINGS, summary
 from tools.sweep.main_effects import MAIN_EFFECTS, main_effects_table
@@ -61,6 +62,11 @@ def section(rows: list[Row], study: Path = llama.RESULTS) -> str:
     if words.STAR in stars_of(rows).values():
         parts += [["What each word does, in pairs that are alike but for it:"]]
         parts += [main_effects_table(words.WORDS, of_design(rows, DESIGNED))]
+    if biases := bias_table(rows):
+        what = (
+            "The bias of gradients in `draws` (relative, squared), by what the backward pass does"
+        )
+        parts += [[f"{what}; SR is stochastic rounding:"], biases]
     for what, columns in (
         ("losses", LOSSES),
         ("products and gradients", PRODUCTS),
@@ -161,9 +167,9 @@ def _cells(found: Agreement) -> list[str]:
 def findings_table(rows: list[Row]) -> list[str]:
     """A line for each claim of findings.py: its differences in each stage that trains a model, and
     the verdict of the last of these stages. No lines without results of the factorial."""
-    columns = of_factorial(rows)
-    if not columns:
+    if not of_factorial(rows):
         return []
+    columns = of_design(rows, DESIGNED)
     last, own = list(columns.items())[-1]
     by_seed = [{each: every[each] for each in own} for every in _by_seed(rows, last)]
     lines = []

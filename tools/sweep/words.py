@@ -62,8 +62,8 @@ def _bases(
 
 _UNDER_TENSOR = (E4M3 | TENSOR, UE5M3 | TENSOR)
 # Four formats of scales, with stochastic rounding of dY.
-_FORMATS = _bases((E8M0,)) + _bases(_UNDER_TENSOR, blocks=("16",))
-_TRANSFORMED = tuple(replace(each, **HADAMARD) for each in _FORMATS)
+FORMATS = _bases((E8M0,)) + _bases(_UNDER_TENSOR, blocks=("16",))
+_TRANSFORMED = tuple(replace(each, **HADAMARD) for each in FORMATS)
 _OF_E8M0 = _bases((E8M0,), others=(STOCHASTIC, {}))
 _OF_E8M0_NEAREST = _bases((E8M0,), others=(HADAMARD, {}))
 _OF_TENSOR = _bases(_UNDER_TENSOR)
@@ -97,7 +97,7 @@ def _words() -> Iterator[Word]:
         ("a Hadamard transform of all GEMMs", {"hadamard": "all", "group": "32"}),
         ("StableSPAM in place of AdamW", {"optimizer": "stable-spam"}),
     ):
-        yield Word(what, _ANY, _FORMATS, values)
+        yield Word(what, _ANY, FORMATS, values)
     for axis in ("group", "signs"):
         for value in AXES[axis]:
             if value not in ("32", "128", "random"):  # 128 does not fit the last stage's model

@@ -1,4 +1,4 @@
-"""Recorded tensors for the tests of a sweep."""
+"""Recorded tensors and committed results for the tests of a sweep."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ import pytest
 import torch
 
 from tests.tools.sweep.test_stages import recorded
+from tools.rows import Row
+from tools.sweep import __main__, llama, page
+from tools.sweep.pareto import Point
+
+
+@pytest.fixture(scope="session")
+def committed() -> list[Row]:
+    """The rows of all stages."""
+    return __main__.all_rows(__main__.RESULTS, llama.RESULTS)
+
+
+@pytest.fixture(scope="session")
+def every_point(committed: list[Row]) -> list[Point]:
+    """The recipes of the last stage."""
+    return page.points_of(committed, llama.NAME)
 
 
 @pytest.fixture

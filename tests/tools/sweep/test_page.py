@@ -17,7 +17,7 @@ from tests.tools.sweep.test_axes import unnamed
 from tests.tools.sweep.test_statistics import STARS
 from tools import pages, rows
 from tools.rows import Row
-from tools.sweep import __main__, factorial, llama, page, promotion, results, words
+from tools.sweep import factorial, llama, page, promotion, results, words
 from tools.sweep.agreement import Correlation, agreement
 from tools.sweep.axes import Combination
 from tools.sweep.building import recipe_of
@@ -42,18 +42,8 @@ def test_the_axes_are_the_code_s() -> None:
 
 
 @pytest.fixture(scope="module")
-def committed() -> list[Row]:
-    return __main__.all_rows(__main__.RESULTS, llama.RESULTS)
-
-
-@pytest.fixture(scope="module")
 def section(committed: list[Row]) -> str:
     return page.section(committed)
-
-
-@pytest.fixture(scope="module")
-def every_point(committed: list[Row]) -> list[Point]:
-    return page.points_of(committed, llama.NAME)
 
 
 def test_the_results_are_the_committed_ones(section: str) -> None:
@@ -169,7 +159,7 @@ def test_figures_in_words(committed: list[Row]) -> None:
     assert low < 0 < high
     assert f"Among the better half of them it is {told(last.better_half)}: whether" in text
     scores, stars = results.scores(found, llama.NAME), promotion.stars_of(found)
-    own = {each: score for each, score in scores.items() if stars[each] == factorial.STAR}
+    own = {each: score for each, score in scores.items() if stars[each] in promotion.DESIGNED}
     by_seed = []
     for seed in ("1", "2"):
         every = results.scores(found, llama.NAME, [seed])

@@ -1,0 +1,53 @@
+"""Sentences of docs/design-space.md whose figures are those of the committed results."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+import pytest
+
+from tests.tools.sweep.test_page import PAGE
+from tools.rows import Row
+from tools.sweep import llama, page, promotion
+from tools.sweep.bias import CHANGES, biases
+from tools.sweep.findings import BACKWARD, FINDINGS, summary
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return " ".join(PAGE.read_text().split())
+
+
+def test_the_number_of_claims(text: str) -> None:
+    assert f"There are {len(FINDINGS)} claims" in text
+
+
+def test_biases_in_words(committed: list[Row], text: str) -> None:
+    found = {(base.scale, base.block, product): own for base, product, own in biases(committed)}
+    assert len(found) == 8
+    nearest, of_dy, of_all = told(found["ue5m3", "16", "dX"][:3])
+    assert (
+        f"the bias of dX of UE5M3 in blocks of 16 under a tensor scale is {nearest} to nearest, "
+        f"{of_dy} with stochastic rounding of dY alone, and {of_all} with that of all operands. "
+        "That of dW is {}, {} and {}.".format(*told(found["ue5m3", "16", "dW"][:3]))
+    ) in text
+    turned = [told(found["ue5m3", "16", product][3:]) for product in ("dX", "dW")]
+    (x, both_x), (w, both_w) = turned
+    assert f"leaves {x} and {w}, and {both_x} and {both_w} with stochastic rounding of dY" in text
+    for own in found.values():  # what the words say of UE5M3 holds of every format
+        biased = dict(zip(CHANGES, own, strict=True))
+        assert biased["nearest"] > biased["SR of dY"] > 10 * biased["SR of dY, Hadamard"] > 0
+        assert abs(biased["SR of dY, X and W"]) < biased["SR of dY"] / 100
+
+
+def told(values: list[float]) -> list[str]:
+    return [f"{value:z.5f}" for value in values]
+
+
+def test_all_operands_against_nearest_in_words(committed: list[Row], text: str) -> None:
+    [claim] = [each for each in FINDINGS if each.change == BACKWARD]
+    own = page.of_design(committed, promotion.DESIGNED)[llama.NAME]
+    differences = claim.differences(own)
+    assert len(differences) == 4 and mean(differences) < 0
+    assert claim.verdict(own, [own]) == "not decided"
+    assert f"changes the loss by {summary(differences).partition(';')[0]})" in text

@@ -1,0 +1,49 @@
+"""The bias of gradients by what is rounded stochastically or transformed, on recorded tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tools.pages import table
+from tools.rows import Row
+from tools.sweep.axes import Combination
+from tools.sweep.factorial import HADAMARD
+from tools.sweep.results import scores
+from tools.sweep.words import FORMATS
+
+STAGE = "draws"
+NEAREST, ALL = {"rounding": "nearest"}, {"rounding": "backward"}
+# What is done in the backward pass: changes of a combination that rounds dY stochastically.
+CHANGES = {
+    "nearest": NEAREST,
+    "SR of dY": {},
+    "SR of dY, X and W": ALL,
+    "Hadamard": NEAREST | HADAMARD,
+    "SR of dY, Hadamard": HADAMARD,
+}
+
+
+def bias_table(rows: list[Row]) -> list[str]:
+    """A line for each format and gradient, with its relative squared bias under each of CHANGES. No
+    lines without results."""
+    lines = [
+        [_format(base), product, *(f"{each:z.5f}" for each in found)]
+        for base, product, found in biases(rows)
+    ]
+    return table(["format", "bias of", *CHANGES], lines) if lines else []
+
+
+def biases(rows: list[Row]) -> Iterator[tuple[Combination, str, list[float]]]:
+    """For each of FORMATS of which all of CHANGES have results, and dX and dW, the biases."""
+    for base in FORMATS:
+        changed = [replace(base, **change) for change in CHANGES.values()]
+        for product in ("dX", "dW"):
+            found = scores(rows, STAGE, figure=f"{product.lower()} bias")
+            if all(each in found for each in changed):
+                yield base, product, [found[each] for each in changed]
+
+
+def _format(base: Combination) -> str:
+    outer = ", tensor scale" if base.outer_scale == "tensor" else ""
+    return f"{base.scale.upper()}, blocks of {base.block}{outer}"
