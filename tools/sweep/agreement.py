@@ -1,4 +1,5 @@
-"""Whether one stage tells anything of the next: rank correlations of a random part of the sweep."""
+"""What one stage tells of the next: rank correlations of combinations that were promoted
+whatever they scored, at random or by design."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tools.rows import Row
-from tools.sweep.axes import Combination
-from tools.sweep.promotion import lines_of, on_lines, stars_of
+from tools.sweep import words
+from tools.sweep.axes import Combination, without_training
+from tools.sweep.promotion import DESIGNED, lines_of, on_lines, stars_of
 from tools.sweep.results import ranks, scores, seeds_of
 
 BOOTSTRAP_DRAWS, BOOTSTRAP_SEED = 2000, 20_250_917
@@ -18,10 +20,15 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Correlation:
-    """Spearman's rank correlation. interval: the bootstrap's, over stars."""
+    """Spearman's rank correlation. interval: the bootstrap's, over stars, or over bases."""
 
     value: float
     interval: tuple[float, float]
+
+    @property
+    def above_0(self) -> bool:
+        """Whether the whole interval is."""
+        return self.interval[0] > 0
 
 
 @dataclass(frozen=True)
@@ -31,19 +38,16 @@ class Agreement:
     every: over all combinations. alike: of ranks among combinations that quantize the same GEMMs,
     by which combinations are promoted. better_half: among the half that is better in the first
     stage. ceiling: the square root of the second stage's reliability, the most that its scores
-    could agree with the truth; None of one seed. number: of combinations.
+    could agree with the truth; None of one seed. ceiling_of_half: that among the better half.
+    number: of combinations.
     """
 
     every: Correlation
     alike: Correlation
     better_half: Correlation
     ceiling: float | None
+    ceiling_of_half: float | None
     number: int
-
-    @property
-    def predicts(self) -> bool:
-        """Whether the interval over all combinations is above 0."""
-        return self.every.interval[0] > 0
 
 
 def agreement(rows: list[Row], first: str, second: str) -> Agreement | None:
@@ -51,26 +55,53 @@ def agreement(rows: list[Row], first: str, second: str) -> Agreement | None:
     the second at random; None if there are fewer than three stars."""
     stars = stars_of(rows)
     lines = on_lines(lines_of(stars, second))
+    return _agreement(rows, first, second, {e: star for e, star in stars.items() if e in lines})
+
+
+def agreement_of_designed(rows: list[Row], first: str, second: str) -> Agreement | None:
+    """How the scores of two stages agree, over the combinations of DESIGNED, which are promoted
+    whatever they score; None if there are fewer than three bases. Those that differ from others
+    only in the training around a recipe are left out.
+
+    The bootstrap draws whole bases: a combination of factorial.py with all words of it.
+    """
+    stars, bases = stars_of(rows), words.bases()
+    own = [e for e in stars if stars[e] in DESIGNED and e == without_training(e)]
+    return _agreement(rows, first, second, {each: bases.get(each, each).key for each in own})
+
+
+def _agreement(
+    rows: list[Row], first: str, second: str, groups: dict[Combination, str]
+) -> Agreement | None:
+    """groups: the combinations that count, each with the group that the bootstrap draws it in."""
     one, two = scores(rows, first), scores(rows, second)
-    common = [each for each in one if each in two and each in lines]
-    if len({stars[each] for each in common}) < 3:
+    common = [each for each in one if each in two and each in groups]
+    names = [groups[each] for each in common]
+    if len(set(names)) < 3:
         return None
     a, b = (np.array([table[each] for each in common]) for table in (one, two))
     kinds = [f"{each.forward} {each.backward}" for each in common]
     gemms = np.unique(kinds, return_inverse=True)[1]
-    values = _correlations(a, b, gemms)
-    intervals = _intervals(_places([stars[each] for each in common]), a, b, gemms)
-    every, alike, half = (Correlation(*each) for each in zip(values, intervals, strict=True))
-    return Agreement(every, alike, half, ceiling(rows, second, common), len(common))
+    intervals = _intervals(_places(names), a, b, gemms)
+    found = zip(_correlations(a, b, gemms), intervals, strict=True)
+    every, alike, half = (Correlation(*each) for each in found)
+    better = [common[place] for place in np.flatnonzero(_better(a))]
+    whole, of_half = (ceiling(rows, second, among) for among in (common, better))
+    return Agreement(every, alike, half, whole, of_half, len(common))
 
 
 def _correlations(a: np.ndarray, b: np.ndarray, gemms: np.ndarray) -> tuple[float, float, float]:
     """The correlations of an Agreement. gemms: a number for the GEMMs that each
     combination quantizes."""
-    better = a <= np.median(a)
+    better = _better(a)
     groups = [np.flatnonzero(gemms == each) for each in np.unique(gemms)]
     alike = spearman(_within(groups, a), _within(groups, b))
     return spearman(a, b), alike, spearman(a[better], b[better])
+
+
+def _better(scores: np.ndarray) -> np.ndarray:
+    """Which scores are of the better half."""
+    return scores <= np.median(scores)
 
 
 def _places(names: Sequence[str]) -> list[np.ndarray]:
@@ -82,18 +113,18 @@ def _places(names: Sequence[str]) -> list[np.ndarray]:
 
 
 def _intervals(
-    stars: list[np.ndarray], a: np.ndarray, b: np.ndarray, gemms: np.ndarray
+    groups: list[np.ndarray], a: np.ndarray, b: np.ndarray, gemms: np.ndarray
 ) -> list[tuple[float, float]]:
-    """The 95% interval of each of `_correlations`, by a bootstrap over stars.
+    """The 95% interval of each of `_correlations`, by a bootstrap over groups: stars or bases.
 
-    stars: for each star the places in a and b of its combinations. The combinations of a star
+    groups: for each group the places in a and b of its combinations. The combinations of a group
     resemble one another, so that they are no independent samples. The bootstrap therefore draws
-    whole stars. The better half is chosen anew in each draw.
+    whole groups. The better half is chosen anew in each draw.
     """
     source = np.random.default_rng(BOOTSTRAP_SEED)
     drawn = []
     for _ in range(BOOTSTRAP_DRAWS):
-        chosen = np.concatenate([stars[i] for i in source.integers(len(stars), size=len(stars))])
+        chosen = np.concatenate([groups[i] for i in source.integers(len(groups), size=len(groups))])
         drawn.append(_correlations(a[chosen], b[chosen], gemms[chosen]))
     tail = (1 - CONFIDENCE) / 2
     # A draw of equal values is NaN.

@@ -10,7 +10,7 @@ from pathlib import Path
 from tools.pages import table
 from tools.rows import Row
 from tools.sweep import factorial, llama, words
-from tools.sweep.agreement import Agreement, agreement
+from tools.sweep.agreement import Agreement, Correlation, agreement, agreement_of_designed
 from tools.sweep.axes import AXES, WHAT, Combination, without_training
 from tools.sweep.bias import bias_table
 from tools.sweep.effects import Effect, effects
@@ -55,7 +55,11 @@ def section(rows: list[Row], study: Path = llama.RESULTS) -> str:
     if not rows:
         raise ValueError("there are no results: python -m tools.sweep run products")
     parts = [stages_table(rows), missing(rows), ["Where they ran:"], provenance(rows, study)]
-    parts += [agreement_table(rows), findings_table(rows)]
+    parts += [agreement_table(rows)]
+    if designed := designed_table(rows):
+        what = "How the stages rank the combinations of the two designs, as the last stage does"
+        parts += [[f"{what}; the bootstrap is over bases:"], designed]
+    parts += [findings_table(rows)]
     if columns_of_factorial := of_factorial(rows):
         parts += [["What each change does, over all pairs of the factorial:"]]
         parts += [main_effects_table(MAIN_EFFECTS, columns_of_factorial)]
@@ -156,12 +160,34 @@ def agreement_table(rows: list[Row]) -> list[str]:
 
 
 def _cells(found: Agreement) -> list[str]:
-    ceiling = "one seed" if found.ceiling is None else f"{found.ceiling:.2f}"
-    every, *parts = (
-        f"{each.value:.2f} ({each.interval[0]:.2f} to {each.interval[1]:.2f})"
-        for each in (found.every, found.alike, found.better_half)
-    )
-    return [str(found.number), every, ceiling, *parts, "yes" if found.predicts else "no"]
+    every, *others = map(correlation, (found.every, found.alike, found.better_half))
+    told = "yes" if found.every.above_0 else "no"
+    return [str(found.number), every, _ceiling(found.ceiling), *others, told]
+
+
+def designed_table(rows: list[Row]) -> list[str]:
+    """How each stage ranks the combinations of the designs as the last stage does, and the better
+    half of them. No lines without results of both."""
+    lines = []
+    for first in STAGES:
+        if found := agreement_of_designed(rows, first, llama.NAME):
+            half, ceiling = correlation(found.better_half), _ceiling(found.ceiling_of_half)
+            cells = [str(found.number), correlation(found.every), _ceiling(found.ceiling)]
+            told = "yes" if found.better_half.above_0 else "no"
+            lines.append([f"`{first}`", *cells, half, ceiling, told])
+    head = ["stage", "combinations", "rank correlation", "ceiling", "better half"]
+    head += ["ceiling of the half", "it tells which good ones are best"]
+    return table(head, lines) if lines else []
+
+
+def correlation(found: Correlation) -> str:
+    """The value and its interval."""
+    low, high = found.interval
+    return f"{found.value:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _ceiling(found: float | None) -> str:
+    return "one seed" if found is None else f"{found:.2f}"
 
 
 def findings_table(rows: list[Row]) -> list[str]:

@@ -50,6 +50,15 @@ def combinations() -> list[Combination]:
     return list(dict.fromkeys(changed for word in WORDS for _, changed in word.pairs))
 
 
+def bases() -> dict[Combination, Combination]:
+    """By combination with a word, the first that it is made of."""
+    found: dict[Combination, Combination] = {}
+    for word in WORDS:
+        for base, changed in word.pairs:
+            found.setdefault(changed, base)
+    return found
+
+
 def _bases(
     scales: tuple[Mapping[str, str], ...],
     blocks: tuple[str, ...] = ("32", "16"),

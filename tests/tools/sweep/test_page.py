@@ -18,7 +18,7 @@ from tests.tools.sweep.test_statistics import STARS
 from tools import pages, rows
 from tools.rows import Row
 from tools.sweep import factorial, llama, page, promotion, results, words
-from tools.sweep.agreement import Correlation, agreement
+from tools.sweep.agreement import agreement
 from tools.sweep.axes import Combination
 from tools.sweep.building import recipe_of
 from tools.sweep.findings import FINDINGS, interval_of_mean
@@ -153,11 +153,14 @@ def test_figures_in_words(committed: list[Row]) -> None:
     found = committed
     text = " ".join(PAGE.read_text().split())
     last = agreement(found, "diffusion", llama.NAME)
-    assert last is not None and last.predicts
-    assert f"the rank correlation is {told(last.every)}" in text
+    assert last is not None and last.every.above_0
+    assert f"the rank correlation is {page.correlation(last.every)}" in text
     low, high = last.better_half.interval
     assert low < 0 < high
-    assert f"Among the better half of them it is {told(last.better_half)}: whether" in text
+    assert (
+        f"Among the better half of them it is {page.correlation(last.better_half)}, which decides"
+        in text
+    )
     scores, stars = results.scores(found, llama.NAME), promotion.stars_of(found)
     own = {each: score for each, score in scores.items() if stars[each] in promotion.DESIGNED}
     by_seed = []
@@ -185,11 +188,6 @@ def test_figures_in_words(committed: list[Row]) -> None:
     estimators = [SUFFICES.format(form) for form in ("dge", "spline", "sigmoid")]
     assert [verdict[claim] for claim in estimators] == ["not held", "held", "held"]
     assert f"`dge` lowers the loss by {-change[estimators[0]]:.3f} here" in text
-
-
-def told(found: Correlation) -> str:
-    low, high = found.interval
-    return f"{found.value:.2f} ({low:.2f} to {high:.2f})"
 
 
 def test_a_loss_scale_does_what_a_tensor_scale_does(committed: list[Row]) -> None:

@@ -9,8 +9,10 @@ import pytest
 from tests.tools.sweep.test_page import PAGE
 from tools.rows import Row
 from tools.sweep import llama, page, promotion
+from tools.sweep.agreement import agreement_of_designed
 from tools.sweep.bias import CHANGES, biases
 from tools.sweep.findings import BACKWARD, FINDINGS, summary
+from tools.sweep.stages import STAGES
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +53,25 @@ def test_all_operands_against_nearest_in_words(committed: list[Row], text: str) 
     assert len(differences) == 4 and mean(differences) < 0
     assert claim.verdict(own, [own]) == "not decided"
     assert f"changes the loss by {summary(differences).partition(';')[0]})" in text
+
+
+def test_stages_that_tell_good_combinations_apart(committed: list[Row], text: str) -> None:
+    found = {stage: agreement_of_designed(committed, stage, llama.NAME) for stage in STAGES}
+    halves = {stage: each.better_half for stage, each in found.items() if each}
+    assert {each.number for each in found.values() if each} == {200}
+    assert {stage for stage, half in halves.items() if half.above_0} == {"products", "diffusion"}
+    assert halves["draws"].value < 0 and halves["digits"].value < 0  # "tell nothing of it"
+    assert all(
+        each.every.above_0 for each in found.values() if each
+    )  # "what fails from what works"
+    diffusion = found["diffusion"]
+    assert diffusion is not None and diffusion.ceiling_of_half is not None
+    assert diffusion.better_half.value == pytest.approx(diffusion.ceiling_of_half, abs=0.005)
+    cells = {stage: page.correlation(half) for stage, half in halves.items()}
+    for said in (
+        f"its rank correlation with `llama` is {cells['diffusion']}, as high as",
+        f"that `products` prefers it is {cells['products']}.",
+        f"`draws` has {cells['draws']}, and `digits` {cells['digits']}.",
+        f"`regression` has {cells['regression']}, which is not decided.",
+    ):
+        assert said in text

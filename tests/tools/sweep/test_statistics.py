@@ -10,7 +10,8 @@ import pytest
 from scipy.stats import spearmanr
 
 from tools.rows import Row
-from tools.sweep.agreement import agreement, ceiling, spearman
+from tools.sweep import factorial, words
+from tools.sweep.agreement import agreement, agreement_of_designed, ceiling, spearman
 from tools.sweep.axes import Combination, line
 from tools.sweep.effects import effects
 from tools.sweep.promotion import DESIGNED, LEVELS, Line, lines_of, on_lines, promoted, random_lines
@@ -56,12 +57,37 @@ def test_agreement_is_of_random_lines_alone() -> None:
     assert found is not None and found.number == len(TENTH)
     for each in (found.every, found.alike, found.better_half):
         assert each.interval[0] < each.value < each.interval[1]
-    assert found.predicts and found.every.value == pytest.approx(0.79, abs=0.12)
+    assert found.every.above_0 and found.every.value == pytest.approx(0.79, abs=0.12)
     # Reliability of a mean of 3 seeds: 1 / (1 + .64 / 3) = .82; its root .91.
     assert found.ceiling == pytest.approx(0.9, abs=0.06)
     shuffled = dict(zip(noisy, source.sample(list(noisy.values()), len(noisy)), strict=True))
     none = agreement([*first, *rows_of("digits", "loss", shuffled)], "products", "digits")
-    assert none is not None and not none.predicts
+    assert none is not None and not none.every.above_0
+
+
+def test_agreement_of_the_designs() -> None:
+    """A stage that sees what fails and nothing else says nothing of the better half."""
+    source, every = random.Random(4), sample(1, seed=1)
+    stars = {each: star for each, star in every.items() if star in DESIGNED}
+    failed = {each: 10.0 * (source.random() < 0.3) for each in stars}
+    quality = {each: source.gauss(0, 1) for each in stars}
+    last = {each: [failed[each] + quality[each] + source.gauss(0, 0.3)] * 2 for each in stars}
+    rows = rows_of("llama", "loss", last, stars)
+    for stage, weight in (("draws", 0.0), ("diffusion", 1.0)):
+        own = {e: [failed[e] + weight * quality[e] + source.gauss(0, 0.3)] for e in stars}
+        rows += rows_of(stage, "score" if stage == "draws" else "loss", own, stars)
+    plain = [each for each in stars if (each.loss_scale, each.optimizer) == ("1", "adam")]
+    blind, good = (agreement_of_designed(rows, stage, "llama") for stage in ("draws", "diffusion"))
+    assert blind is not None and good is not None and blind.number == len(plain)
+    assert blind.every.above_0 and good.better_half.above_0
+    assert blind.better_half.interval[0] < 0 < blind.better_half.interval[1]
+    assert good.ceiling_of_half == pytest.approx(1)  # both seeds say the same
+
+
+def test_a_base_is_drawn_with_all_its_words() -> None:
+    bases = words.bases()
+    assert list(bases) == words.combinations()
+    assert set(bases.values()) <= set(factorial.combinations())
 
 
 def test_seeds_that_say_nothing_are_a_ceiling_of_nothing() -> None:
@@ -157,7 +183,7 @@ def test_ranks_within_the_same_gemms() -> None:
     second = {each: [kind[each] + source.random()] for each in EACH}
     rows = [*rows_of("products", "score", first), *rows_of("digits", "loss", second)]
     found = agreement(rows, "products", "digits")
-    assert found is not None and found.every.value > 0.4 and found.predicts
+    assert found is not None and found.every.value > 0.4 and found.every.above_0
     for part in (found.alike, found.better_half):
         assert part.value == pytest.approx(0, abs=0.25)
         assert part.interval[0] < 0 < part.interval[1]
