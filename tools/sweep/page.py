@@ -90,7 +90,8 @@ def last_stage(rows: list[Row]) -> str:
 
 def points_of(rows: list[Row], stage: str) -> list[Point]:
     """The recipes of a stage, with their scores and times."""
-    return points(_of_recipes(scores(rows, stage), stage), standard_errors(rows, stage))
+    own, errors = _of_recipes(scores(rows, stage), stage), standard_errors(rows, stage)
+    return points(own, errors, len(seeds_of(rows, stage)))
 
 
 def _of_recipes(every: dict[Combination, float], stage: str) -> dict[Combination, float]:

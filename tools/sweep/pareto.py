@@ -24,7 +24,8 @@ class Point:
     """A combination with its score, and its times as multiples of BF16's.
 
     times: by device, if each of its techniques had a kernel. today: on the device TODAY, as it runs
-    today. error: the standard error of the score over seeds; None of a single seed.
+    today. error: the standard error of the score over seeds; None of a single seed. seeds: how many
+    the score is the mean of.
     """
 
     combination: Combination
@@ -32,25 +33,29 @@ class Point:
     times: dict[str, float]
     today: float
     error: float | None = None
+    seeds: int = 1
 
 
 def points(
-    scores: Mapping[Combination, float], errors: Mapping[Combination, float] | None = None
+    scores: Mapping[Combination, float],
+    errors: Mapping[Combination, float] | None = None,
+    seeds: int = 1,
 ) -> list[Point]:
     """Each combination with the estimated times of a linear of INPUTS x OUTPUTS and TOKENS
-    (`estimate.overhead`). The best score is first. errors: the standard errors of the scores."""
-    found = [_point(each, score, (errors or {}).get(each)) for each, score in scores.items()]
+    (`estimate.overhead`). The best score is first. errors: the standard errors of the scores over
+    so many seeds."""
+    found = [_point(each, score, (errors or {}).get(each), seeds) for each, score in scores.items()]
     return sorted(found, key=lambda point: (point.score, point.combination.key))
 
 
-def _point(combination: Combination, score: float, error: float | None) -> Point:
+def _point(combination: Combination, score: float, error: float | None, seeds: int) -> Point:
     recipe, times = recipe_of(without_training(combination)), {}
     for device, gpu in DEVICES.items():
         setting = setting_of(gpu, INPUTS, OUTPUTS, TOKENS)
         times[device] = with_kernels(recipe, setting, gpu).times_bf16
         if device == TODAY:
             today = as_it_runs(recipe, setting, gpu).times_bf16
-    return Point(combination, score, times, today, error)
+    return Point(combination, score, times, today, error, seeds)
 
 
 def frontier(every: list[Point], device: str) -> list[Point]:

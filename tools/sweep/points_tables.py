@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+from scipy.stats import t as student
+
 from megatron_fp4.estimate.overhead import DEVICES
 from tools.pages import table
 from tools.sweep import factorial
+from tools.sweep.agreement import CONFIDENCE
 from tools.sweep.pareto import TODAY, Point, better, frontier, of_all_gemms
 
 BEST = 10  # combinations of a table of the best
@@ -73,11 +76,23 @@ def _numbers(point: Point, best: list[Point], device: str) -> str:
 
 def _verdict(point: Point, best: list[Point], device: str) -> str:
     """Whether the point is a best trade of score and time on the device: "yes" on the frontier,
-    "no" if some point of it is better by more than twice the standard error of the difference."""
+    "no" if some point of it is certainly better, by `certain`."""
     if point in best:
         return "yes"
-    for each in better(point, best, device):
-        errors = [error for error in (point.error, each.error) if error is not None]
-        if len(errors) == 2 and point.score - each.score > 2 * math.hypot(*errors):
-            return "no"
-    return "not decided"
+    worse = (certain(point, each) for each in better(point, best, device))
+    return "no" if any(worse) else "not decided"
+
+
+def certain(point: Point, other: Point) -> bool:
+    """Whether the scores of two points differ by more than Student's interval of 95%.
+
+    Each standard error has one degree of freedom less than there are seeds. The difference has
+    those of both, since the scores of both points are taken to spread alike over seeds. Without
+    standard errors nothing is certain.
+    """
+    errors = [each.error for each in (point, other) if each.error is not None]
+    if len(errors) < 2:
+        return False
+    freedom = point.seeds + other.seeds - 2
+    quantile = float(student.ppf((1 + CONFIDENCE) / 2, freedom))
+    return abs(point.score - other.score) > quantile * math.hypot(*errors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import mean
 
 import pytest
+from scipy.stats import t as student
 
 from tests.tools.sweep.test_page import PAGE
 from tools.rows import Row
@@ -12,6 +13,7 @@ from tools.sweep import llama, page, promotion
 from tools.sweep.agreement import agreement_of_designed
 from tools.sweep.bias import CHANGES, biases
 from tools.sweep.findings import BACKWARD, FINDINGS, summary
+from tools.sweep.pareto import Point
 from tools.sweep.stages import STAGES
 
 
@@ -75,3 +77,10 @@ def test_stages_that_tell_good_combinations_apart(committed: list[Row], text: st
         f"`regression` has {cells['regression']}, which is not decided.",
     ):
         assert said in text
+
+
+def test_the_quantile_of_two_seeds_in_words(every_point: list[Point], text: str) -> None:
+    assert {each.seeds for each in every_point} == {2}
+    two_each = 2 * (2 - 1)
+    quantile = float(student.ppf(0.975, two_each))
+    assert f"so that this is {quantile:.1f} standard errors of the difference" in text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from tools.sweep import __main__, factorial, pareto
 from tools.sweep.axes import AXES, Combination
 from tools.sweep.building import recipe_of
 from tools.sweep.pareto import INPUTS, OUTPUTS, TOKENS, Point, draw, frontier, points, to_confirm
-from tools.sweep.points_tables import points_table, trade_table, traded
+from tools.sweep.points_tables import certain, points_table, trade_table, traded
 
 ESTIMATORS = AXES["estimator"]
 
@@ -128,9 +130,30 @@ def test_a_trade_is_set_against_the_frontier() -> None:
         "| it is number 1 | it is number 1 | yes | yes |"
     )
     assert not trade_table(every)
-    for error, verdict in ((0.05, "no"), (0.06, "not decided")):  # number 2 is better by 0.15
-        errors = [replace(each, error=error) for each in (*every, own)]
+    # Number 2 is better by 0.15. The quantile of two degrees of freedom is 4.303, of four 2.776.
+    for seeds, error, verdict in (
+        (2, 0.0246, "no"), (2, 0.0247, "not decided"),
+        (3, 0.0382, "no"), (3, 0.0383, "not decided"),
+    ):  # fmt: skip
+        errors = [replace(each, error=error, seeds=seeds) for each in (*every, own)]
         assert trade_table(errors)[-1].endswith(f"| {verdict} | {verdict} |")
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_few_scores_that_differ_by_chance_are_certain(seeds: int) -> None:
+    """One pair of twenty. Two standard errors, the mistake, are exceeded by one of 5 to 8."""
+    source, number = random.Random(3), 1000
+    found, near = 0, 0
+    for _ in range(number):
+        pair = []
+        for _ in range(2):
+            losses = [source.gauss(0, 1) for _ in range(seeds)]
+            own = Point(Combination(), statistics.mean(losses), {}, 1.0, seeds=seeds)
+            pair.append(replace(own, error=statistics.stdev(losses) / seeds**0.5))
+        found += certain(*pair)
+        near += abs(pair[0].score - pair[1].score) > 2 * math.hypot(*(p.error or 0 for p in pair))
+    assert found / number == pytest.approx(0.05, abs=0.02)
+    assert near / number > 0.1
 
 
 def test_the_command_says_what_a_recipe_takes(capsys: pytest.CaptureFixture[str]) -> None:
