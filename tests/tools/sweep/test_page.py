@@ -187,7 +187,7 @@ def test_figures_in_words(committed: list[Row]) -> None:
     assert len(open_ones) == 5 and {verdict[claim] for claim in open_ones} == {"not decided"}
     estimators = [SUFFICES.format(form) for form in ("dge", "spline", "sigmoid")]
     assert [verdict[claim] for claim in estimators] == ["not held", "held", "held"]
-    assert f"`dge` lowers the loss by {-change[estimators[0]]:.3f} here" in text
+    assert f"DGE lowers the loss by {-change[estimators[0]]:.3f} after 5M tokens" in text
 
 
 def test_a_loss_scale_does_what_a_tensor_scale_does(committed: list[Row]) -> None:

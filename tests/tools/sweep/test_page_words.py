@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import mean
 
 import pytest
 from scipy.stats import t as student
 
 from tests.tools.sweep.test_page import PAGE
+from tools import rows
 from tools.rows import Row
 from tools.sweep import llama, page, promotion
 from tools.sweep.agreement import agreement_of_designed
 from tools.sweep.bias import CHANGES, biases
-from tools.sweep.findings import BACKWARD, FINDINGS, summary
+from tools.sweep.findings import BACKWARD, FINDINGS, interval_of_mean, summary
 from tools.sweep.pareto import Point
 from tools.sweep.stages import STAGES
 
@@ -84,3 +86,21 @@ def test_the_quantile_of_two_seeds_in_words(every_point: list[Point], text: str)
     two_each = 2 * (2 - 1)
     quantile = float(student.ppf(0.975, two_each))
     assert f"so that this is {quantile:.1f} standard errors of the difference" in text
+
+
+def test_straight_through_in_words(committed: list[Row], text: str) -> None:
+    """One seed of the candidates has DGE on `tetrajet`; of the maximum the bounds of the loss."""
+    path = Path("benchmarks/results/study-candidates.jsonl")
+    losses = {
+        run["configuration"]["recipe"]: run["held_out"][-1][1]
+        for run in rows.read(path, llama.KEYS)
+        if run["configuration"]["seed"] == 1 and run["configuration"]["learning_rate"] == 2e-3
+    }
+    higher = losses["benchmarks/study/candidates/tetrajet-dge.yaml"] - losses["tetrajet"]
+    assert f"It raises that of `tetrajet` by {higher:.3f} after 200M tokens" in text
+    own = page.of_design(committed, promotion.DESIGNED)[llama.NAME]
+    through = [each for each in FINDINGS if "of the maximum" in each.claim]
+    intervals = [interval_of_mean(each.differences(own)) for each in through]
+    assert len(intervals) == 3 and all(low < 0 < high for low, high in intervals)
+    lowest = min(low for low, _ in intervals)
+    assert f"leave no gain above about {-lowest:.3f}." in text
