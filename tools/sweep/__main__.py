@@ -93,7 +93,8 @@ def attempt(args: argparse.Namespace) -> int:
     """Evaluates one combination, given as axis=value, and keeps no result. Prints what it scores
     less than BF16 of the same seeds."""
     combination = combination_of(args.values)
-    if combination.in_fp4:
+    axes.check(combination)
+    if combination.quantized:
         print(recipe_of(combination))
     torch.set_num_threads(1)  # as in the processes of a run: the tensors are small
     stage, recorded = STAGES[args.stage], recorded_for(args)
@@ -103,7 +104,7 @@ def attempt(args: argparse.Namespace) -> int:
         tasks.append(running.Task(args.stage, plain, plain.key, recorded))
     found = [running.evaluate(task) for task in tasks]
     print(json.dumps({key: found[0][key] for key in ("status", "seeds", "seconds")}, indent=2))
-    if not combination.in_fp4 and not stage.recorded:
+    if not combination.quantized and not stage.recorded:
         print("score: 0, since this is what others are compared with")
     for score in results.scores(found, args.stage).values():
         print(f"score: {score:+.5f}{'' if stage.recorded else ' (the loss less that of BF16)'}")

@@ -136,6 +136,11 @@ class Combination:
         """Whether any operand is in FP4."""
         return "fp4" in (self.forward, self.backward)
 
+    @property
+    def quantized(self) -> bool:
+        """Whether any operand is quantized."""
+        return self.in_fp4 or self.backward == "fp8"
+
     def __str__(self) -> str:
         """What differs from the first values, as "axis=value axis=value"; "plain" for nothing."""
         return " ".join(f"{axis}={value}" for axis, value in self.chosen.items()) or "plain"

@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tools import rows
 from tools.sweep import __main__, llama, results, tensors
+from tools.sweep.stages import STAGES, digits
 
 ROOT = Path(__file__).parents[3]
 COMMITTED = __main__.RESULTS.read_bytes().splitlines(keepends=True)
@@ -101,6 +103,11 @@ def test_bad_words_end_the_command_in_one_line(capsys: pytest.CaptureFixture[str
     assert "sweep: rule=floor (the default) does not go with scale=e4m3: give rule=nearest or" in (
         capsys.readouterr().err
     )
+    for command in (["try", "digits"], ["cost"]):  # where nothing is in FP4 too
+        assert __main__.main([*command, "forward=bf16", "backward=bf16", "estimator=dge"]) == 2
+        assert "sweep: estimator=dge has no effect with forward=bf16: leave it out, or change" in (
+            capsys.readouterr().err
+        )
     assert __main__.main(["try", "digits", "scale=e4m3", "scale=e8m0"]) == 2
     assert capsys.readouterr().err == "sweep: scale is given twice: give it once\n"
     # Words may follow options too.
@@ -121,6 +128,21 @@ def test_bad_words_end_the_command_in_one_line(capsys: pytest.CaptureFixture[str
     assert (
         capsys.readouterr().err == "sweep: none.md: No such file or directory: give another file\n"
     )
+
+
+def test_a_try_of_bf16_and_of_fp8(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FP8 has a score of its own, though nothing is in FP4."""
+    monkeypatch.setattr(digits, "STEPS", 5)
+    monkeypatch.setattr(digits, "TESTED", 1)
+    monkeypatch.setitem(STAGES, "digits", replace(digits.STAGE, seeds=1))
+    said = "score: 0, since this is what others are compared with"
+    for backward, there in (("bf16", True), ("fp8", False)):
+        assert __main__.main(["try", "digits", "forward=bf16", f"backward={backward}"]) == 0
+        told = capsys.readouterr().out
+        assert (said in told) == there and ("(the loss less that of BF16)" in told) == (not there)
+    assert "score: +0.00000" not in told
 
 
 def written_without(path: Path, stage: str, left_out: int) -> str:

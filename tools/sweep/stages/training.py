@@ -31,7 +31,7 @@ SETTINGS = {  # of all small tasks
 
 def linear(combination: Combination, inputs: int, outputs: int, name: str, seed: int) -> nn.Linear:
     """A linear without bias under the combination's recipe; nn.Linear if it quantizes nothing."""
-    if not combination.in_fp4:
+    if not combination.quantized:
         return nn.Linear(inputs, outputs, bias=False)
     recipe = recipe_of(combination)
     return Linear(inputs, outputs, bias=False, recipe=recipe, seed=seed, name=name)
