@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_fp4 import GemmRecipe, Recipe, linear
 from megatron_fp4.arithmetic.formats import UE5M3
-from megatron_fp4.arithmetic.hadamard import transform
+from megatron_fp4.arithmetic.hadamard import Hadamard, transform
+from megatron_fp4.makers import pytorch
 from tests.tools.sweep.test_axes import QUARTET, RHT, TETRAJET
 from tools.sweep.axes import Combination
 from tools.sweep.stages import diffusion, digits, draws, products, regression
@@ -96,15 +98,43 @@ def test_double_quantization_is_biased_by_the_forward_pass_alone() -> None:
 # --- the mistakes of the simulator that was published with arXiv 2509.17791 -----------------------
 
 
+# Of dgrad the transform sees W as [inputs, outputs], and of wgrad X as [inputs, tokens].
+TOKENS, INPUTS, OUTPUTS = 64, 128, 96
+SEEN = {"dx": (INPUTS, OUTPUTS), "dw": (INPUTS, TOKENS)}
+
+
+def gradients_errors() -> dict[str, float]:
+    """The relative errors of dX and dW, each transformed by its GEMM and not quantized."""
+    turned = GemmRecipe(None, None, Hadamard(32))
+    recipe = Recipe("turned", fprop=GemmRecipe(), dgrad=turned, wgrad=turned)
+    [each] = recorded(TOKENS, INPUTS, OUTPUTS)
+    x, weight = (t.float().requires_grad_() for t in (each.x, each.weight))
+    linear(x, weight, recipe=recipe, name="linear").backward(each.gradient.float())
+    exact = each.products()
+    assert x.grad is not None and weight.grad is not None
+    return {"dx": relative(x.grad, exact["dx"]), "dw": relative(weight.grad, exact["dw"])}
+
+
 def test_a_transform_along_the_contracted_axis_changes_no_product() -> None:
-    """dX = dY W contracts the outputs: the last axis of dY, and the first of W."""
-    each = recorded(64, 128, 64)[0]
-    dy, w = each.gradient.float(), each.weight.float()
-    exact = dy.double() @ w.double()
-    right = transform(dy, 32) @ transform(w.t(), 32).t()
-    wrong = transform(dy, 32) @ transform(w, 32)  # W along its inputs
-    assert relative(right, exact) <= 1e-6
-    assert relative(wrong, exact) == pytest.approx(1.41, abs=0.15)
+    """dX = dY W contracts the outputs, and dW = dY^T X the tokens."""
+    assert max(gradients_errors().values()) <= 1e-6
+
+
+@pytest.mark.parametrize("gradient", SEEN)
+def test_a_transform_along_the_other_axis_is_seen(
+    gradient: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mistake: one operand is transformed along the axis that the GEMM does not contract."""
+
+    def wrong(x: Tensor, group: int, signs: Tensor | None = None) -> Tensor:
+        if x.shape == SEEN[gradient]:
+            return transform(x.t(), group, signs).t()
+        return transform(x, group, signs)
+
+    monkeypatch.setattr(pytorch, "transform", wrong)
+    errors = gradients_errors()
+    assert errors.pop(gradient) == pytest.approx(1.41, abs=0.15)
+    assert max(errors.values()) <= 1e-6
 
 
 def test_an_estimator_does_something_below_the_maximum() -> None:
