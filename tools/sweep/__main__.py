@@ -2,6 +2,7 @@
 
     python -m tools.sweep run products [--number 2400] [--minutes 50]
     python -m tools.sweep run digits
+    python -m tools.sweep run products scale=e8m0,ue5m3 block=16,32 --results mine.jsonl
     python -m tools.sweep try digits scale=e4m3 block=16 rule=nearest backward_rule=nearest
     python -m tools.sweep cost tetrajet --device blackwell
     python -m tools.sweep show
@@ -39,7 +40,7 @@ from tools.sweep.promotion import (
     to_evaluate,
 )
 from tools.sweep.results import BF16
-from tools.sweep.sampling import sample
+from tools.sweep.sampling import directed, sample
 from tools.sweep.stages import STAGES
 
 RESULTS = Path("benchmarks/results/sweep.jsonl")
@@ -51,16 +52,14 @@ SIZES = {"tokens": "--tokens", "in_features": "--inputs", "out_features": "--out
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates combinations by a stage: a sample by the first, promoted ones by the others."""
+    """Evaluates combinations by a stage: a sample by the first, promoted ones by the others. With
+    axis=value,value instead the product of these values, by any stage."""
     began = time.monotonic()
     for name in ("number", "processes"):
         _check_positive(args, name)
     if args.minutes is not None and not args.minutes > 0:
         raise ConfigError(f"--minutes is {args.minutes:g}: give more than 0")
-    level, found = level_of(args.stage), results.read(args.results)
-    sampled = sample(args.number, args.seed)
-    check_before(level, found, sampled)
-    stars = to_evaluate(level, found, sampled)
+    stars = _directed(args) if args.values else _promoted(args)
     with rows.alone(args.results):
         recorded = recorded_for(args)
         tasks = [running.Task(args.stage, each, star, recorded) for each, star in stars.items()]
@@ -72,6 +71,26 @@ def run(args: argparse.Namespace) -> int:
             status = INTERRUPTED
     print(_told(tasks, args.results) + (": the same command goes on" if status else ""))
     return status
+
+
+def _promoted(args: argparse.Namespace) -> dict[Combination, str]:
+    """What the stage is to evaluate, with stars: the sample, or what the stages before promote."""
+    level, found = level_of(args.stage), results.read(args.results)
+    sampled = sample(args.number, args.seed)
+    check_before(level, found, sampled)
+    return to_evaluate(level, found, sampled)
+
+
+def _directed(args: argparse.Namespace) -> dict[Combination, str]:
+    """The product of the values that the words give, and BF16 if the stage trains a model."""
+    if args.results.resolve() == RESULTS.resolve():
+        raise ConfigError(f"{RESULTS} has a sample: give --results with another file")
+    found, left_out = directed(chosen(args.values))
+    if left_out:
+        every = left_out + len(found)
+        print(f"sweep: left out {left_out} of {every}, whose values contradict each other")
+    trained = not STAGES[args.stage].recorded
+    return found | ({each: each.key for each in BF16.values()} if trained else {})
 
 
 def _told(tasks: list[running.Task], path: Path) -> str:
@@ -216,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True)
     for name, function in (("run", run), ("try", attempt)):
-        command = commands.add_parser(name, help=(function.__doc__ or "").strip())
+        command = commands.add_parser(name, help=" ".join((function.__doc__ or "").split()))
         command.set_defaults(function=function)
         command.add_argument("stage", choices=list(STAGES))
         command.add_argument("--work", type=Path, default=WORK, help="text and recorded tensors")
@@ -229,7 +248,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--processes", type=int, default=os.cpu_count(), help="at a time (%(default)s)")
     add("--minutes", type=float, help="end after so long; the next call goes on")
     add("--commit", help="where the tree has no git of its own")
-    commands.choices["try"].add_argument("values", nargs="*", help="axis=value")
+    for name, told in (("run", "axis=value,value"), ("try", "axis=value")):
+        commands.choices[name].add_argument("values", nargs="*", help=told)
     for name, function, path in (
         (llama.NAME, llama_matrix, "sweep.yaml"), ("best", matrix_of_best, "sweep-best.yaml"),
     ):  # fmt: skip

@@ -8,9 +8,14 @@ same. A sample also has the combinations of factorial.py and words.py.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from itertools import product
 
+from megatron_fp4.errors import ConfigError
 from tools.sweep import factorial, words
-from tools.sweep.axes import AXES, Combination, draw, line
+from tools.sweep.axes import AXES, Combination, draw, line, settled, with_values
+
+DIRECTED = "directed"  # in place of a star's key, in results
 
 
 def sample(number: int, seed: int) -> dict[Combination, str]:
@@ -33,3 +38,22 @@ def sample(number: int, seed: int) -> dict[Combination, str]:
                 if each.in_fp4:
                     found.setdefault(each, center.key)
     return found
+
+
+def directed(chosen: Mapping[str, str]) -> tuple[dict[Combination, str], int]:
+    """The product of values, each with the star DIRECTED, and the number of those left out.
+
+    chosen: by axis its values, with commas. All other axes are at their first value, or at the
+    first that goes with the others. Combinations whose values contradict each other are left out.
+    Raises ConfigError for an axis or value that does not exist, and if all are left out.
+    """
+    every = list(product(*(dict.fromkeys(each.split(",")) for each in chosen.values())))
+    found = {}
+    for values in every:
+        wanted = dict(zip(chosen, values, strict=True))
+        each = settled(with_values(wanted))
+        if all(getattr(each, axis) == value for axis, value in wanted.items()):
+            found[each] = DIRECTED
+    if not found:
+        raise ConfigError("these values contradict each other: try says how")
+    return found, len(every) - len(found)

@@ -17,6 +17,7 @@ import pytest
 
 from tools import rows
 from tools.sweep import __main__, llama, results, tensors
+from tools.sweep.axes import Combination
 from tools.sweep.stages import STAGES, digits
 
 ROOT = Path(__file__).parents[3]
@@ -143,6 +144,35 @@ def test_a_try_of_bf16_and_of_fp8(
         told = capsys.readouterr().out
         assert (said in told) == there and ("(the loss less that of BF16)" in told) == (not there)
     assert "score: +0.00000" not in told
+
+
+def test_a_directed_run(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The product of the values; E8M0 has no tensor scale. E4M3 has its own first rules."""
+    path = tmp_path / "mine.jsonl"
+    run = ["run", "products", "--work", str(tmp_path), "--processes", "1"]
+    values = ["scale=e8m0,e4m3", "outer_scale=none,tensor", "block=16"]
+    assert __main__.main([*run, *values, "--results", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "sweep: left out 1 of 4, whose values contradict each other",
+        "sweep: 3 of 3 have results of products, of which 0 failed",
+    ]
+    found = {Combination(**row["combination"]) for row in results.read(path)}
+    e4m3 = {"scale": "e4m3", "rule": "nearest", "backward_rule": "nearest"}
+    outer = [e4m3 | {"outer_scale": each} for each in ("none", "tensor")]
+    assert found == {Combination(block="16", **each) for each in ({}, *outer)}
+    assert __main__.main(["show", "--results", str(path), "--study", "none"]) == 0
+    assert "`block=16`" in capsys.readouterr().out
+    refusals = {
+        ("scale=e8m0", "rule=up"): "these values contradict each other: try says how",
+        ("scale=e8m0,e9m0",): "scale has no value 'e9m0': e8m0, e4m3, ue5m3, fp32",
+    }
+    for wrong, says in refusals.items():
+        assert __main__.main([*run, *wrong, "--results", str(path)]) == 2
+        assert capsys.readouterr().err == f"sweep: {says}\n"
+    assert __main__.main([*run, *values]) == 2  # the default file
+    assert capsys.readouterr().err == (
+        f"sweep: {__main__.RESULTS} has a sample: give --results with another file\n"
+    )
 
 
 def written_without(path: Path, stage: str, left_out: int) -> str:
