@@ -26,3 +26,14 @@ def run(
     words = [] if mistake is None else [mistake]
     words += [str(OWN / script), *TINY, *MOCK_DATA, *flags]
     return result_of(spawn(processes, by, *words, fresh=fresh))
+
+
+def changing(folder: Path, source: str) -> Path:
+    """A script that changes Megatron's module `training` by `source`, and then runs provider.py."""
+    script = folder / "script.py"
+    script.write_text(
+        "import runpy, sys\nfrom megatron.training import training\n"
+        f"{source}\nsys.path.insert(0, {str(OWN)!r})\n"
+        "runpy.run_module('provider', run_name='__main__')\n"
+    )
+    return script

@@ -22,6 +22,7 @@ from testing.worlds.checkpoints import (
     told,
 )
 from testing.worlds.launch import Result, torchrun, train
+from testing.worlds.own_megatron import changing
 from testing.worlds.own_megatron import run as run_own
 
 FP8, BF16 = "--fp4-grad-comm fp8", "--fp4-grad-comm bf16"
@@ -150,6 +151,17 @@ def test_a_script_that_trains_nothing_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from megatron.training.arguments import parse_and_validate_args as p; p()")
     assert "--fp4-grad-comm did nothing: the script made no" in told(run_own(script, 1, *FLAGS))
+
+
+UNWRAPPED = """
+get_model = training.get_model
+training.get_model = lambda *given, **named: get_model(*given, **named | {"wrap_with_ddp": False})
+"""
+
+
+def test_a_model_that_nothing_wraps_is_an_error(tmp_path: Path) -> None:
+    result = run_own(changing(tmp_path, UNWRAPPED), 2, *FLAGS)
+    assert "needs Megatron's DistributedDataParallel around the model" in told(result)
 
 
 # --- save, kill, go on -------------------------------------------------------------------------

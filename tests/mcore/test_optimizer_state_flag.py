@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from megatron_fp4.mcore.model import start_table
 from testing.builders.fp4_arguments import parse, refusal
 from testing.worlds.checkpoints import SIZES, told
 from testing.worlds.launch import torchrun
+from testing.worlds.own_megatron import changing, run
 
 TETRAJET = ("--fp4-recipe", "tetrajet")
 FLAG = ("--fp4-optimizer-state", "m=fp8,v=fp16")
@@ -59,6 +61,20 @@ def test_a_refusal_is_one_line(flags: tuple[str, ...], says: str) -> None:
 def test_a_refused_launch_is_one_line() -> None:
     result = torchrun(2, *SIZES.split(), *TETRAJET, *FLAG, "--optimizer", "sgd")
     assert "not those of --optimizer sgd: use adam" in told(result)
+
+
+COUPLED = """
+make = training.get_megatron_optimizer
+def coupled(config, *given, **named):
+    config.decoupled_weight_decay = False
+    return make(config, *given, **named)
+training.get_megatron_optimizer = coupled
+"""
+
+
+def test_adam_without_decoupled_weight_decay_is_an_error(tmp_path: Path) -> None:
+    result = run(changing(tmp_path, COUPLED), 1, *SIZES.split(), *TETRAJET, *FLAG)
+    assert "set decoupled_weight_decay of the optimizer's configuration" in told(result)
 
 
 def test_what_is_not_refused() -> None:
