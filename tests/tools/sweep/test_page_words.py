@@ -11,8 +11,9 @@ from scipy.stats import t as student
 from tests.tools.sweep.test_page import PAGE
 from tools import rows
 from tools.rows import Row
-from tools.sweep import llama, page, promotion
+from tools.sweep import factorial, llama, page, promotion, words
 from tools.sweep.agreement import agreement_of_designed
+from tools.sweep.axes import Combination, values
 from tools.sweep.bias import CHANGES, biases
 from tools.sweep.findings import BACKWARD, FINDINGS, interval_of_mean, summary
 from tools.sweep.pareto import Point
@@ -46,8 +47,8 @@ def test_biases_in_words(committed: list[Row], text: str) -> None:
         assert abs(biased["SR of dY, X and W"]) < biased["SR of dY"] / 100
 
 
-def told(values: list[float]) -> list[str]:
-    return [f"{value:z.5f}" for value in values]
+def told(numbers: list[float]) -> list[str]:
+    return [f"{value:z.5f}" for value in numbers]
 
 
 def test_all_operands_against_nearest_in_words(committed: list[Row], text: str) -> None:
@@ -104,3 +105,18 @@ def test_straight_through_in_words(committed: list[Row], text: str) -> None:
     assert len(intervals) == 3 and all(low < 0 < high for low, high in intervals)
     lowest = min(low for low, _ in intervals)
     assert f"leave no gain above about {-lowest:.3f}." in text
+
+
+def test_words_ran_on_another_host_in_words(committed: list[Row], text: str) -> None:
+    hosts: dict[str, set[str]] = {}
+    for row in committed:
+        if row["stage"] in ("digits", "diffusion"):
+            hosts.setdefault(row["star"], set()).update(row["stamp"]["device"])
+    assert hosts[words.STAR] == {"NVIDIA H200"} != hosts[factorial.STAR]
+    assert len(hosts[factorial.STAR]) == 1
+    assert f"the {len(words.combinations())} [words](#the-sample) ran on another host" in text
+
+
+def test_rules_of_e8m0_in_words(text: str) -> None:
+    assert values(Combination(), "backward_rule") == ("floor", "ceil", "mse", "three-quarters")
+    assert "Here up is `ceil`; `floor`, `mse` and `three-quarters` are beside it." in text
