@@ -91,6 +91,7 @@ def test_other_optimizers_keep_it(flags: str) -> None:
 GRAPHS = [
     "--fp4-bf16-after 0.5",
     "--recompute-granularity selective",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--save-activations-interval 2",
     "--save-dgrads-interval 2",
     "--inference-cuda-graph-scope block",

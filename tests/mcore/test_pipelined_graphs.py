@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
 
 from megatron_fp4.mcore.loop import compat, pipelined_graphs
@@ -133,6 +135,35 @@ def test_megatron_in_bf16_recomputes_nothing_in_graphs() -> None:
     assert told(eager) == told(captured) and "cuda graph(s) in" in captured.output
     counts = [int(re.findall(r"recomputed: (\d+)", run.output)[-1]) for run in (eager, captured)]
     assert counts[0] == 3 * counts[1] > 0
+
+
+def test_megatron_refuses_full_recomputation_in_graphs() -> None:
+    """So no launch in BF16 has it either."""
+    sizes = dict(num_layers=2, hidden_size=64, num_attention_heads=4)
+    full = dict(recompute_method="uniform", recompute_num_layers=1)
+    with pytest.raises(AssertionError, match="full recompute is only supported with full iter"):
+        TransformerConfig(**sizes, **full, recompute_granularity="full", cuda_graph_impl="local")
+    TransformerConfig(**sizes, **full, recompute_granularity="full")
+
+
+def test_megatron_loses_the_gradients_of_a_recomputed_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph computes the gradients of the weights that are found from its outputs, and the weight
+    of a norm in a CheckpointWithoutOutput is not. Without one it is."""
+    monkeypatch.setattr(random, "_get_all_rng_states", tuple)
+    layer = torch.nn.ModuleDict({"norm": torch.nn.RMSNorm(8), "linear": torch.nn.Linear(8, 8)})
+    runner: Any = _CudaGraphRunner.__new__(_CudaGraphRunner)
+    torch.nn.Module.__init__(runner)
+    runner.base_module = layer
+    x = torch.ones(2, 8, requires_grad=True)
+
+    def found(normed: torch.Tensor) -> list[str]:
+        weights = {id(weight) for weight in runner.get_connected_params(layer["linear"](normed))}
+        return [name for name, weight in layer.named_parameters() if id(weight) in weights]
+
+    linear = ["linear.weight", "linear.bias"]
+    assert found(layer["norm"](x)) == ["norm.weight", *linear]
+    recomputed = random.CheckpointWithoutOutput(fp8=None)
+    assert found(recomputed.checkpoint(layer["norm"], x)) == linear
 
 
 @pytest.mark.slow
