@@ -284,9 +284,15 @@ def of_few_bits_in_training() -> list[str]:
     times = times_with_gradients()
     aware = steps("few-bits-aware")
     upstream, own = aware["dp2", AWARE], aware["dp2", STATE]
+    whole = steps("few-bits-ddp")
+    assert {name for _, name in whole} == {"tetrajet", "tetrajet --fp4-grad-comm fp8"}
+    slower = whole["dp2-ddp", "tetrajet --fp4-grad-comm fp8"]["ms"]
     return [
+        "With the distributed optimizer a step on two H200s of one host "
         f"takes {times[0]:.2f} times as long with `fp8` as without it, and {times[1]:.2f} times "
-        f"with `bf16`; on four it takes {times[2]:.2f} and {times[3]:.2f} times as long",
+        f"with `bf16`; on four it takes {times[2]:.2f} and {times[3]:.2f} times as long. "
+        "With plain data parallelism on two it takes "
+        f"{slower / whole['dp2-ddp', 'tetrajet']['ms']:.2f} times as long with `fp8`",
         f"takes {less(upstream, own):.1f} GiB less than this flag, and a step "
         f"{upstream['ms']:,.0f} ms in place of {own['ms']:,.0f} ms",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from benchmarks.study.gaps import Gap, gap
 
 ROOT = Path(__file__).parents[3]
 FEW_BITS = (ROOT / "docs/notes/few-bits.md").read_text()
+TRAINING = (ROOT / "docs/training.md").read_text()
 FP8, STATE = "--fp4-grad-comm fp8", "--fp4-optimizer-state m=fp8,v=fp16"
 ROOT_OF_V = "--fp4-optimizer-state m=fp8,v=fp8"  # in the tiny model alone
 E5M2 = f"{FP8} --fp4-grad-comm-element e5m2"
@@ -51,6 +53,19 @@ def test_figures_in_running_text_of_few_bits(name: str) -> None:
         higher = found["dge-occ", STATE].by_seed.values()
         low, high = f"{min(higher):.4f}", f"{max(higher):.4f}"
         assert f"all four seeds are higher, by {low} to {high}" in FEW_BITS and len(higher) == 4
+
+
+def test_the_formats_of_moments_that_were_trained() -> None:
+    studies = ("few-bits", "few-bits-ddp", "few-bits-tiny")
+    names = {
+        study: " ".join(row["configuration"]["recipe"] for row in rows_of(study))
+        for study in studies
+    }
+    found = {each: set(re.findall(r"--fp4-optimizer-state (\S+)", names[each])) for each in names}
+    large, tiny = {"m=fp8,v=fp16"}, {"m=fp8,v=fp16", "m=fp8,v=fp8"}
+    assert found == {"few-bits": large, "few-bits-ddp": set(), "few-bits-tiny": tiny}
+    assert "the 3M model was trained with `m=fp8,v=fp16` alone. `m=fp8,v=fp8` was" in TRAINING
+    assert "The loss with `m=bf16,v=bf16` was not measured." in TRAINING
 
 
 def test_figures_of_plain_data_parallelism() -> None:
