@@ -85,6 +85,8 @@ def _directed(args: argparse.Namespace) -> dict[Combination, str]:
     """The product of the values that the words give, and BF16 if the stage trains a model."""
     if args.results.resolve() == RESULTS.resolve():
         raise ConfigError(f"{RESULTS} has a sample: give --results with another file")
+    if (args.number, args.seed) != (NUMBER, SEED):
+        raise ConfigError("--number and --seed are of a sample: leave them out, or axis=value")
     found, left_out = directed(chosen(args.values))
     if left_out:
         every = left_out + len(found)

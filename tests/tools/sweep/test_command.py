@@ -165,6 +165,9 @@ def test_a_directed_run(written: Path, tmp_path: Path, capsys: pytest.CaptureFix
     refusals = {
         ("scale=e8m0", "rule=up"): "these values contradict each other: try says how",
         ("scale=e8m0,e9m0",): "scale has no value 'e9m0': e8m0, e4m3, ue5m3, fp32",
+        ("scale=e8m0", "--seed", "3"): (
+            "--number and --seed are of a sample: leave them out, or axis=value"
+        ),
     }
     for wrong, says in refusals.items():
         assert __main__.main([*run, *wrong, "--results", str(path)]) == 2
