@@ -10,7 +10,7 @@ from typing import NamedTuple
 from megatron_fp4.arithmetic.messages import kind_of
 from megatron_fp4.estimate.amounts import Amounts
 from megatron_fp4.estimate.gpus import Gpu
-from megatron_fp4.estimate.layout import Layout, Stage, parameters, stages
+from megatron_fp4.estimate.layout import Layout, Parameters, Stage, parameters, stages
 from megatron_fp4.estimate.memory import LayerPlans, optimizer_bytes
 from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.rates import Rates, by_torch, seconds, seconds_of
@@ -86,15 +86,24 @@ def work_of(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> list[Stag
         ):
             once[unit if layout.fused_kernels else by_torch(unit)] += amount
         if layout.gradients is not None:
-            # Each is encoded by its rank. Without the distributed optimizer the sums are, too.
-            share = 1.0 if layout.sharded else 1.0 + 1.0 / layout.dp
-            once[f"gradient in {kind_of(layout.gradients)}"] += share * held.total
+            once[f"gradient in {kind_of(layout.gradients)}"] += encoded(held, layout)
         sent = of_step(model, layout, recipe, stage)
         for kind, count in Counter(stage.layers).items():
             held_w = (each for _, made, _ in plans.linears(kind) for each in of_held_weight(made))
             sent += [each.times(count) for each in held_w]
         found.append(StageWork(stage, micro, once, sent))
     return found
+
+
+def encoded(held: Parameters, layout: Layout) -> float:
+    """How many numbers a rank encodes in a step that sends gradients in few bits: its gradients,
+    and without the distributed optimizer its part of their sums. A single rank encodes nothing.
+
+    held: the parameters on the rank.
+    """
+    groups = (held.dense, layout.dp), (held.experts, layout.expert_dp)
+    sums = 0.0 if layout.sharded else 1.0
+    return sum(count * (1.0 + sums / ranks) for count, ranks in groups if ranks > 1)
 
 
 def step_time(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu, rates: Rates) -> Time:

@@ -11,7 +11,7 @@ from benchmarks.estimate_error import time_of
 from benchmarks.estimate_rows import CURRENT, Step, steps
 from megatron_fp4.estimate import search, step, traffic
 from megatron_fp4.estimate.gpus import GPUS, MEASURED
-from megatron_fp4.estimate.layout import Layout
+from megatron_fp4.estimate.layout import Layout, Parameters
 from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import recipe_named
 from megatron_fp4.estimate.rates import RATES, UNITS
@@ -103,6 +103,18 @@ def test_hidden_communication_of_gradients_is_not_added() -> None:
     for row in of_layout("dp4", "parallel_step"):
         assert abs(ratio(row) - 1) < 0.02
         assert time_of(row, wrong).total > time_of(row).total + 0.03
+
+
+def test_a_single_rank_converts_no_gradient() -> None:
+    """Nor does the only rank that has an expert. Without the distributed optimizer sums are
+    converted too, each by the rank that made it."""
+    held = Parameters(1000, 300)
+    assert step.encoded(held, Layout(1, gradients="e4m3")) == 0
+    layout = Layout(8, gradients="e4m3", ep=8, sharded=True)
+    assert (layout.dp, layout.expert_dp) == (8, 1)
+    assert step.encoded(held, layout) == 1000
+    assert step.encoded(held, replace(layout, ep=4)) == 1300
+    assert step.encoded(held, replace(layout, ep=4, sharded=False)) == 1000 * 9 / 8 + 300 * 3 / 2
 
 
 def test_a_host_that_takes_no_time_is_noticed() -> None:
