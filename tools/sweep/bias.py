@@ -8,17 +8,17 @@ from dataclasses import replace
 from tools.pages import table
 from tools.rows import Row
 from tools.sweep.axes import Combination
-from tools.sweep.factorial import HADAMARD
+from tools.sweep.factorial import BACKWARD, HADAMARD
 from tools.sweep.results import scores
 from tools.sweep.words import FORMATS
 
 STAGE = "draws"
-NEAREST, ALL = {"rounding": "nearest"}, {"rounding": "backward"}
+NEAREST = {"rounding": "nearest"}
 # What is done in the backward pass: changes of a combination that rounds dY stochastically.
 CHANGES = {
     "nearest": NEAREST,
     "SR of dY": {},
-    "SR of dY, X and W": ALL,
+    "SR of dY, X and W": BACKWARD,
     "Hadamard": NEAREST | HADAMARD,
     "SR of dY, Hadamard": HADAMARD,
 }
@@ -35,11 +35,12 @@ def bias_table(rows: list[Row]) -> list[str]:
 
 
 def biases(rows: list[Row]) -> Iterator[tuple[Combination, str, list[float]]]:
-    """For each of FORMATS of which all of CHANGES have results, and dX and dW, the biases."""
+    """Yields (format, "dX" or "dW", its bias under each of CHANGES in their order), for each of
+    FORMATS that has results of all of them."""
+    by_product = {each: scores(rows, STAGE, figure=f"{each.lower()} bias") for each in ("dX", "dW")}
     for base in FORMATS:
         changed = [replace(base, **change) for change in CHANGES.values()]
-        for product in ("dX", "dW"):
-            found = scores(rows, STAGE, figure=f"{product.lower()} bias")
+        for product, found in by_product.items():
             if all(each in found for each in changed):
                 yield base, product, [found[each] for each in changed]
 

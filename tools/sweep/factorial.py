@@ -22,6 +22,7 @@ FP32 = {"scale": "fp32", "rule": "absmax", "backward_rule": "absmax"}
 TENSOR = {"outer_scale": "tensor"}
 HADAMARD = {"hadamard": "backward", "group": "32"}
 STOCHASTIC = {"rounding": "gradients"}
+BACKWARD = {"rounding": "backward"}  # all operands of the backward pass
 LOSS_SCALE = {"loss_scale": "65536"}
 
 

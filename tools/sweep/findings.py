@@ -11,13 +11,22 @@ from scipy.stats import t as student
 from tools.sweep import factorial
 from tools.sweep.agreement import CONFIDENCE
 from tools.sweep.axes import AXES, Combination, first
-from tools.sweep.factorial import E4M3, E8M0, FP32, HADAMARD, LOSS_SCALE, STOCHASTIC, TENSOR, UE5M3
+from tools.sweep.factorial import (
+    BACKWARD,
+    E4M3,
+    E8M0,
+    FP32,
+    HADAMARD,
+    LOSS_SCALE,
+    STOCHASTIC,
+    TENSOR,
+    UE5M3,
+)
 
 Values = Mapping[str, str]
 Scores = Mapping[Combination, float]
 FEWEST = 3  # pairs from which something is concluded
 _BASES = frozenset(factorial.combinations())
-BACKWARD = {"rounding": "backward"}  # all operands of the backward pass
 _PLAIN = ("estimator", "maximum", "loss_scale")  # at their first values unless a claim names them
 
 

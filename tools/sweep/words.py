@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from tools.sweep.axes import AXES, Combination
-from tools.sweep.factorial import E4M3, E8M0, HADAMARD, STOCHASTIC, TENSOR, UE5M3
+from tools.sweep.factorial import BACKWARD, E4M3, E8M0, HADAMARD, STOCHASTIC, TENSOR, UE5M3
 
 STAR = "words"  # in place of a star's key, in results
 
@@ -99,7 +99,7 @@ def _words() -> Iterator[Word]:
         ("the mean of X subtracted", {"x_mean": "subtracted"}),
         ("the backward pass with the X and W of fprop", {"operands": "forward"}),
         ("stochastic rounding of X too", {"rounding": "gradients-and-x"}),
-        ("stochastic rounding of X and W too", {"rounding": "backward"}),
+        ("stochastic rounding of X and W too", BACKWARD),
         ("stochastic rounding everywhere", {"rounding": "all"}),
         ("a Hadamard transform of fprop", {"hadamard": "forward", "group": "32"}),
         ("a Hadamard transform of wgrad", {"hadamard": "wgrad", "group": "32"}),

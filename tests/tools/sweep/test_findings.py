@@ -13,7 +13,7 @@ from tools.sweep import factorial, page, words
 from tools.sweep.axes import AXES, Combination
 from tools.sweep.building import recipe_of
 from tools.sweep.factorial import E4M3, E8M0, HADAMARD, LOSS_SCALE, STAR, STOCHASTIC, TENSOR, UE5M3
-from tools.sweep.findings import BACKWARD, FINDINGS, Finding, interval_of_mean, summary
+from tools.sweep.findings import FINDINGS, Finding, interval_of_mean, summary
 from tools.sweep.main_effects import MAIN_EFFECTS, main_effects_table
 from tools.sweep.promotion import promoted, random_lines
 from tools.sweep.sampling import sample
@@ -112,7 +112,7 @@ def test_claims_begin_in_the_factorial() -> None:
     more than others."""
     found = dict.fromkeys([*ALL, *words.combinations()], 0.0)
     for finding in FINDINGS:
-        if finding.change != BACKWARD:
+        if finding.change != factorial.BACKWARD:
             assert len(finding.differences(found)) == len(finding.differences(scored({})))
 
 

@@ -15,7 +15,7 @@ from tools.sweep import factorial, llama, page, promotion, words
 from tools.sweep.agreement import agreement_of_designed
 from tools.sweep.axes import Combination, values
 from tools.sweep.bias import CHANGES, biases
-from tools.sweep.findings import BACKWARD, FINDINGS, interval_of_mean, summary
+from tools.sweep.findings import FINDINGS, interval_of_mean, summary
 from tools.sweep.pareto import Point
 from tools.sweep.stages import STAGES
 
@@ -52,7 +52,7 @@ def told(numbers: list[float]) -> list[str]:
 
 
 def test_all_operands_against_nearest_in_words(committed: list[Row], text: str) -> None:
-    [claim] = [each for each in FINDINGS if each.change == BACKWARD]
+    [claim] = [each for each in FINDINGS if each.change == factorial.BACKWARD]
     own = page.of_design(committed, promotion.DESIGNED)[llama.NAME]
     differences = claim.differences(own)
     assert len(differences) == 4 and mean(differences) < 0
