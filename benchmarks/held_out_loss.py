@@ -11,7 +11,6 @@ time on each GPU, or without a GPU one on the CPU.
 from __future__ import annotations
 
 import argparse
-import json
 import queue
 import statistics
 import sys
@@ -25,7 +24,7 @@ from benchmarks.gpus import visible_gpus
 from megatron_fp4 import list_recipes
 from megatron_fp4.mcore.data import prepare_data
 from tools import pages, runs
-from tools.stamp import stamp
+from tools.stamp import stamp, write
 
 MODELS = {
     "tiny": (runs.Model(), runs.Training(steps=0)),
@@ -143,8 +142,7 @@ def main() -> None:
     args = parser.parse_args()
     result = study(args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print("\n".join(result["table"]))
+    write(args.out, result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import re
 import shutil
 import subprocess
@@ -26,7 +25,7 @@ import torch
 
 from benchmarks.quantize_kernels import KERNELS, SHAPES, kernel
 from tools import pages
-from tools.stamp import stamp
+from tools.stamp import stamp, write
 
 CASES = [
     "nearest, along rows",
@@ -87,18 +86,19 @@ def profiled(log: Path) -> None:
 
 
 def read(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The kernels of ncu's table: name, microseconds, shares of the peak, stalls by reason."""
+    """Yields for each kernel of ncu's table its name, microseconds, shares of the peak (SHARES),
+    and by reason how many warps it stalled, on average over the cycles in which one issued."""
     table = csv.reader(line for line in lines if line.startswith('"'))
     columns = next(table)
     units = dict(zip(columns, next(table), strict=True))
+    reasons = {key: found[1] for key in columns if (found := STALL.match(key))}
     for cells in table:
         row = dict(zip(columns, cells, strict=True))
-        found = {key: STALL.match(key) for key in columns}
         yield {
             "kernel": row["Kernel Name"],
             "us": number(row[DURATION]) * MICROSECONDS[units[DURATION]],
             "shares": {name: number(row[key]) for name, key in SHARES.items()},
-            "stalls": {m[1]: number(row[key]) for key, m in found.items() if m},
+            "stalls": {reason: number(row[key]) for key, reason in reasons.items()},
         }
 
 
@@ -159,8 +159,7 @@ def main() -> None:
         "rows": rows,
         "table": table(rows),
     }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print("\n".join(result["table"]))
+    write(args.out, result)
 
 
 if __name__ == "__main__":

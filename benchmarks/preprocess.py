@@ -10,7 +10,6 @@ tool alone is timed. Rates by the clock need a machine that runs nothing else.
 
 import argparse
 import hashlib
-import json
 import os
 import resource
 import statistics
@@ -25,7 +24,7 @@ from megatron_fp4.mcore.data import prepare_data
 from megatron_fp4.mcore.data.text import library_documents
 from testing.builders.corpus import hugging_face_tokenizer, write_lines
 from tools import pages
-from tools.stamp import stamp
+from tools.stamp import stamp, write
 
 ROOT = Path(__file__).parents[1]
 COPIES, VOCABULARY, ROUNDS, WORKERS = 4, 8192, 3, (1, 2)
@@ -146,8 +145,7 @@ def main() -> None:
         "rows": rows,
     }
     result["table"] = table(rows)
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
-    print("\n".join(result["table"]))
+    write(given.out, result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ divided by the bandwidth at which a copy of the same BF16 matrix moves its own.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from megatron_fp4.kernels.carrier import carried
 from megatron_fp4.kernels.quantize import Copy, quantize
 from megatron_fp4.operands import Matrix, Normed, Swiglu, SwigluGradient
 from tools import pages
-from tools.stamp import stamp
+from tools.stamp import stamp, write
 
 SHAPES = ((8192, 8192), (8192, 14336))
 
@@ -203,8 +202,7 @@ def main() -> None:
         "rows": rows,
         "table": table(rows),
     }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print("\n".join(result["table"]))
+    write(args.out, result)
 
 
 if __name__ == "__main__":

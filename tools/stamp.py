@@ -40,6 +40,12 @@ def resumed(out: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def write(out: Path, result: dict[str, Any]) -> None:
+    """Writes a result to the file `out` as JSON, and prints its "table", a list of lines."""
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n".join(result["table"]))
+
+
 def _version(package: str) -> str | None:
     try:
         return version(package)
