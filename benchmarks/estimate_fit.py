@@ -277,7 +277,8 @@ def _gradients(rows: list[Step], idle: Idle) -> tuple[Seconds, float]:
 
 
 def _gradients_in_few_bits() -> Seconds:
-    """Kernels that encode gradients, and decode and sum them."""
+    """Seconds of each gradient that is sent in few bits, in FP8 and in BF16: of the kernels that
+    encode it, and of those that decode and sum what ranks receive."""
     mine = [step for step in steps(FEW_BITS) if step.layout.gradients is not None]
     each = [(gpu_amounts(step), step.row["gpu_ms"]["gradients"] / 1e3) for step in mine]
     return _least_squares(each, ["gradient in fp8", "gradient in bf16"])

@@ -115,7 +115,8 @@ def bytes_moved(recipe: Recipe, hidden: int, ffn: int) -> float:
 
 
 def bytes_moved_apart(recipe: Recipe, hidden: int, ffn: int) -> float:
-    """As `bytes_moved`, by linears that do not compute the SwiGLU and by the kernels that do."""
+    """The bytes that kernels besides the products must move if the linears do not compute the
+    SwiGLU: those that quantize, and those of SwiGLU and of its gradient."""
     forward, backward = 4 + 2, 4 + 2 + 4  # BF16 of Y and of the result, and their gradients
     linears = moved(recipe, hidden, 2 * ffn) + moved(recipe, ffn, hidden)
     return linears + TOKENS * ffn * (forward + backward)

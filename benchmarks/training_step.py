@@ -123,7 +123,11 @@ def launched(
 
 
 def asked(name: str) -> list[str]:
-    """The flags for a name: one of PLAIN, a key of te.FP8, or a recipe, and further flags."""
+    """Megatron's flags for a row.
+
+    name: a key of PLAIN or of te.FP8, or the name of a recipe. Further flags may follow it, as in
+    "tetrajet --fp4-weight-cache off".
+    """
     row, dashes, more = name.partition(" --")
     further = f"{dashes}{more}".split()
     if row in te.FP8:

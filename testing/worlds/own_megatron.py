@@ -29,7 +29,11 @@ def run(
 
 
 def changing(folder: Path, source: str) -> Path:
-    """A script that changes Megatron's module `training` by `source`, and then runs provider.py."""
+    """Writes a user's training script that replaces functions of Megatron, and returns its path.
+
+    folder: where it is written. source: Python statements, which see the module
+    megatron.training.training as `training`. After them the script trains as provider.py does.
+    """
     script = folder / "script.py"
     script.write_text(
         "import runpy, sys\nfrom megatron.training import training\n"

@@ -27,7 +27,7 @@ class Correlation:
 
     @property
     def above_0(self) -> bool:
-        """Whether the whole interval is."""
+        """Whether the whole interval is above 0."""
         return self.interval[0] > 0
 
 
@@ -59,11 +59,12 @@ def agreement(rows: list[Row], first: str, second: str) -> Agreement | None:
 
 
 def agreement_of_designed(rows: list[Row], first: str, second: str) -> Agreement | None:
-    """How the scores of two stages agree, over the combinations of DESIGNED, which are promoted
-    whatever they score; None if there are fewer than three bases. Those that differ from others
-    only in the training around a recipe are left out.
+    """How the scores of two stages agree, over the combinations of factorial.py and words.py.
 
-    The bootstrap draws whole bases: a combination of factorial.py with all words of it.
+    These go through all stages, whatever they score. Combinations that differ from others only in
+    the training around a recipe (loss scale, optimizer) are left out. The bootstrap draws a
+    combination of factorial.py together with those of words.py that change it. Returns None if
+    there are fewer than three such groups.
     """
     stars, bases = stars_of(rows), words.bases()
     own = [e for e in stars if stars[e] in DESIGNED and e == without_training(e)]
@@ -100,7 +101,7 @@ def _correlations(a: np.ndarray, b: np.ndarray, gemms: np.ndarray) -> tuple[floa
 
 
 def _better(scores: np.ndarray) -> np.ndarray:
-    """Which scores are of the better half."""
+    """For each score whether it is in the better half, the lower one."""
     return scores <= np.median(scores)
 
 

@@ -167,8 +167,11 @@ def _cells(found: Agreement) -> list[str]:
 
 
 def designed_table(rows: list[Row]) -> list[str]:
-    """How each stage ranks the combinations of the designs as the last stage does, and the better
-    half of them. No lines without results of both."""
+    """A table of how well each stage predicts the last one, over the combinations of factorial.py
+    and words.py, and over the half of them that the stage prefers (`agreement_of_designed`).
+
+    A stage has a line if enough of them have results of it and of the last stage.
+    """
     lines = []
     for first in STAGES:
         if found := agreement_of_designed(rows, first, llama.NAME):
@@ -182,7 +185,7 @@ def designed_table(rows: list[Row]) -> list[str]:
 
 
 def correlation(found: Correlation) -> str:
-    """The value and its interval."""
+    """A correlation as text, with its interval: "0.53 (0.25 to 0.69)"."""
     low, high = found.interval
     return f"{found.value:.2f} ({low:.2f} to {high:.2f})"
 

@@ -75,8 +75,12 @@ def _numbers(point: Point, best: list[Point], device: str) -> str:
 
 
 def _verdict(point: Point, best: list[Point], device: str) -> str:
-    """Whether the point is a best trade of score and time on the device: "yes" on the frontier,
-    "no" if some point of it is certainly better, by `certain`."""
+    """Whether a point is a best trade of score and time on the device.
+
+    best: the frontier. Returns "yes" for a point of the frontier; "no" if a point of the frontier
+    needs less time and has a lower score, by a difference that is `certain`; otherwise
+    "not decided".
+    """
     if point in best:
         return "yes"
     worse = (certain(point, each) for each in better(point, best, device))
