@@ -5,6 +5,7 @@
 MISTAKE: a name of MISTAKES, or `none`. Each rank writes FOLDER/RANK.pt (testing.worlds.moments).
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -162,6 +163,14 @@ def apart_on_tensor_parallel_ranks() -> None:
     optimizer_state.place_in = lambda parameter: places._place(places.sharded(parameter), 0)
 
 
+def norms_unsummed() -> None:
+    """Under sequence parallelism each rank updates a norm by the gradient of its own tokens."""
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    module._allreduce_non_tensor_model_parallel_grads = (  # type: ignore[attr-defined]
+        lambda *given: None
+    )
+
+
 def tied_apart() -> None:
     """The head that is a copy of the embedding has a name of its own."""
     from megatron_fp4.mcore.loop import optimizer_state
@@ -186,6 +195,7 @@ MISTAKES: dict[str, Callable[[], None]] = {
     "blocks of the range": placed(at_the_range),
     "bits of the rank": of_the_rank,
     "norms apart": apart_on_tensor_parallel_ranks,
+    "norms unsummed": norms_unsummed,
     "tied apart": tied_apart,
     "local experts": local_experts,
 }

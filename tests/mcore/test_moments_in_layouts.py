@@ -36,6 +36,7 @@ from testing.worlds.moments import (
 pytestmark = pytest.mark.outside
 BF16 = Moments("bf16", "bf16")
 TP2_DP2 = f"--bf16 {TP2_SP} {DP} {DIVIDED}"
+SENT = "--fp4-grad-comm fp8"  # norms are rounded apart, and summed over tensor-parallel ranks then
 INSTANCES = f"--bf16 {DP} --num-distributed-optimizer-instances 2 --micro-batch-size 1"
 
 
@@ -46,6 +47,8 @@ COPIES = {
     "dp2": (2, "--bf16", "bits of the rank", ""),
     "tp2": (2, f"--bf16 {TP2_SP}", "norms apart", ""),
     "tp2-dp2": (4, TP2_DP2, "norms apart", ""),
+    "tp2-dp2, gradients in FP8": (4, f"{TP2_DP2} {SENT}", "norms unsummed", ""),
+    "tp2-dp2, whole, gradients in FP8": (4, f"--bf16 {TP2_SP} {SENT}", "norms unsummed", ""),
     "tied-pp2": (2, f"--bf16 {PP2}", "tied apart", UNTIED),
     "tied-pp2-dp2": (4, f"--bf16 {PP2} {DP}", "tied apart", UNTIED),
     "ep2": (2, f"--bf16 {MOE} {EP2}", "local experts", ""),
