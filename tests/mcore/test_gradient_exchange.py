@@ -70,6 +70,26 @@ def test_eight_ranks() -> None:
     check(run(f"{FP8} {flags}", processes=8), run(flags, processes=8))
 
 
+# A norm of 34 elements has shards of 5 on seven ranks, and none on the eighth.
+NARROW = "--hidden-size 34 --num-attention-heads 1 --num-query-groups 1 --ddp-bucket-size 1"
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("words", ["", PIECES])
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (3, OVERLAPPED),
+        (8, "--overlap-grad-reduce --hidden-size 56 --ddp-bucket-size 1"),
+        (8, f"--overlap-grad-reduce {NARROW}"),
+    ],
+)
+def test_uneven_and_empty_shards(ranks: int, flags: str, words: str) -> None:
+    """Without the distributed optimizer, which pads its buckets."""
+    flags = f"{flags} --micro-batch-size 1 --global-batch-size {ranks}"
+    check(run(f"{FP8} {flags}", words, ranks), run(flags, processes=ranks))
+
+
 @pytest.mark.parametrize("form", [FP8, pytest.param(BF16, marks=pytest.mark.outside)])
 @pytest.mark.parametrize("sharded", ["", SHARDED])
 def test_pieces_change_no_bit(form: str, sharded: str) -> None:
@@ -163,10 +183,15 @@ def test_experts_of_other_ranks() -> None:
     check(run(f"{FP8} {flags}", processes=4), run(flags, processes=4))
 
 
-@pytest.mark.outside
-@pytest.mark.parametrize(
-    "schedule", ["", "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"]
+VIRTUAL = "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
+WITH_THE_STEP = (
+    "--overlap-param-gather --overlap-param-gather-with-optimizer-step --ckpt-format torch"
 )
+MOMENTS = "--fp4-recipe tetrajet --fp4-optimizer-state m=fp8,v=fp16"
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("schedule", ["", VIRTUAL, f"{VIRTUAL} {WITH_THE_STEP} {MOMENTS}"])
 def test_pipeline_stages(schedule: str) -> None:
     flags = f"--pipeline-model-parallel-size 2 {SHARDED} --overlap-grad-reduce {schedule}"
     flags += " --global-batch-size 8"
