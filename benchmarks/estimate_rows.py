@@ -43,7 +43,7 @@ FEW_BITS = (
 OTHERS = (
     *("few-bits-one", *FEW_BITS, "parallel-four-upstream"),
     *("fused-step", "fused-step-decoded", "fused-step-before", "fp8-step"),
-    *("fused-step-others", "parallel-fp8", "parallel-te-beside"),
+    *("fused-step-others", "parallel-fp8", "parallel-te-beside", "parallel-four-beside"),
     *(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs")),
 )
 # A flag of rows that are not compared: choose_layout does not take it.
@@ -212,7 +212,9 @@ def mlps() -> tuple[Timed, ...]:
 @cache
 def kernels() -> tuple[Timed, ...]:
     """The quantize kernels of KERNELS, and the quantizers of peers.json."""
-    found = [_kernel(row) for row in result(KERNELS)["rows"]]
+    rows = result(KERNELS)["rows"]
+    # Rule mse has no rate: no recipe takes it by default.
+    found = [_kernel(row) for row in rows if not quantize_kernels.KERNELS[row["kernel"]].rule]
     side = float(result("peers")["side"]) ** 2
     [ours], [plain] = (
         next(row["found"] for row in result("peers")["rows"] if row["name"] == name)

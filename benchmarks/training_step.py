@@ -63,6 +63,8 @@ TE_LAYERS = f"tetrajet {' '.join(te.LAYERS)}"
 # The number of steps, and of warm-up steps at the start, which are not timed. The step after the
 # warm-up is profiled. Bytes are counted in the last step. These two are not timed either.
 STEPS, WARM = 8, 3
+# In lines of the start table, which say that what is timed is slower than what a row says.
+OTHERWISE = ("run in Python", "attention does not run in cuDNN's kernels")
 
 
 def measure(
@@ -116,9 +118,9 @@ def launched(
             own = [line for line in said if line.startswith(("[rank", "megatron-fp4: error"))]
             raise RuntimeError("\n".join([f"{name} failed:", *(own or said)[-30:]]))
         found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(processes)]
-    for line in done.stderr.splitlines():
-        if "run in Python" in line:  # what was timed is not what the row says
-            print(f"{name}: {line}", file=sys.stderr, flush=True)
+    for line in (done.stdout + done.stderr).splitlines():
+        if any(words in line for words in OTHERWISE):
+            print(f"{name}: {line.strip()}", file=sys.stderr, flush=True)
     return done.stdout, found
 
 

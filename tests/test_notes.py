@@ -10,6 +10,7 @@ import pytest
 from benchmarks import (
     host,
     host_linear,
+    kernel_counters,
     linear,
     linear_kernels,
     method_costs,
@@ -27,6 +28,7 @@ from tests.test_readme import weights_gradients_and_optimizer, with_fp8_input
 ROOT = Path(__file__).parents[1]
 PAGES: dict[str, tuple[str, Any]] = {
     "quantize_kernels-fused": ("docs/notes/quantize-kernels.md", quantize_kernels),
+    "kernel_counters": ("docs/notes/quantize-kernels.md", kernel_counters),
     "host_linear": ("docs/notes/host.md", host_linear),
     "host_linear-before": ("docs/notes/host.md", host_linear),
     "linear-te": ("docs/hopper.md", linear),
@@ -48,6 +50,8 @@ PAGES: dict[str, tuple[str, Any]] = {
     "parallel-te": ("docs/hopper.md", parallel_step),
     "parallel-te-others": ("docs/hopper.md", parallel_step),
     "parallel-te-beside": ("docs/hopper.md", parallel_step),
+    "parallel-four-te": ("docs/hopper.md", parallel_step),
+    "parallel-four-beside": ("docs/hopper.md", parallel_step),
     "parallel-fp8": ("docs/hopper.md", parallel_step),
     "few-bits-one": ("docs/communication.md", parallel_step),
     "few-bits-two": ("docs/communication.md", parallel_step),
@@ -191,24 +195,43 @@ def of_the_host() -> list[str]:
 
 
 def of_the_quantize_kernels() -> list[str]:
-    [counted] = [
-        row for row in result("counters")["rows"] if row["kernel"] == "stochastic, along rows"
-    ]
     found, before = shares("quantize_kernels-fused"), shares("quantize_kernels-one-draw")
     both, two = found["stochastic, both"], found["stochastic, both, two draws"]
     copied = both["us"] * both["share"]  # the bytes of this kernel, at the bandwidth of a copy
     carried, below = "stochastic, both, with E5M2", shares("quantize_kernels-below")
     return [
-        f"{counted['alu pipe % of peak']:.0f}% of the peak of the units for logic",
-        f"{counted['fma heavy pipe % of peak']:.0f}% of the peak of the multipliers",
-        f"{counted['issue slots %']:.0f}% of all issue slots",
-        f"{counted['dram % of peak']:.0f}% of the peak of memory",
         f"and {copied:.0f} µs of memory traffic, and take {both['us']:.0f} µs",
         f"the share rises from {100 * two['share']:.0f} to {both['share']:.0%} of a copy",
         f"tiles below each other take {both['us']:.1f} µs, and tiles beside each other took "
         f"{before['stochastic, both']['us']:.1f} µs",
         f"tiles beside each other take {found[carried]['us']:.1f} µs, and tiles below each other "
         f"took {below[carried]['us']:.1f} µs",
+    ]
+
+
+def of_hardware_counters() -> list[str]:
+    rows = {row["case"]: row["shares"] for row in result("kernel_counters")["rows"]}
+
+    def used(unit: str, cases: list[str]) -> str:
+        shares = sorted(rows[case][unit] for case in cases)
+        return f"{shares[0]:.0f}% to {shares[-1]:.0f}%"
+
+    along = "along rows", "along columns"
+    nearest, alone = ([f"{how}, {name}" for name in along] for how in ("nearest", "stochastic"))
+    turned = [case for case in rows if case.startswith("Hadamard")]
+    rest = [case for case in rows if case not in (*nearest, *alone, *turned)]
+    idle = [100 - rows[case]["issue"] for case in rest]
+    memory = [f"{rows[case]['memory']:.0f}%" for case in nearest]
+    busy = max(share for case in rest for unit, share in rows[case].items() if unit != "warps")
+    assert max(rows[case]["warps"] for case in rest) / 100 * 16 < 4
+    return [
+        f"it uses {memory[0]} and {memory[1]} of its bandwidth",
+        f"{used('ALU', alone)} of ALU, {used('issue', alone)} of the issue slots, "
+        f"{used('memory', alone)} of memory",
+        f"no unit is busy for more than {busy:.0f}%",
+        f"In {min(idle):.0f}% to {max(idle):.0f}% of the cycles none of them is ready",
+        f"use {used('issue', turned)} of the issue slots",
+        f"of which they use only {used('memory', turned)}",
     ]
 
 
@@ -275,7 +298,11 @@ def of_metrics() -> list[str]:
 FIGURES: dict[str, list[Any]] = {
     "docs/notes/costs.md": [of_methods, of_metrics],
     "docs/notes/host.md": [of_the_host, of_recipes_on_the_host],
-    "docs/notes/quantize-kernels.md": [of_the_quantize_kernels, of_rule_mse],
+    "docs/notes/quantize-kernels.md": [
+        of_the_quantize_kernels,
+        of_hardware_counters,
+        of_rule_mse,
+    ],
     "docs/communication.md": [of_bytes],
     "docs/training.md": [of_checkpoints, of_graphs, of_memory_in_training],
 }

@@ -122,6 +122,21 @@ def of_other_fp8_recipes() -> list[str]:
     ]
 
 
+def of_four_gpus_beside_fp8() -> list[str]:
+    te, ours = (
+        {row["layout"]: row for row in result(f"parallel-four-{name}")["rows"]}
+        for name in ("te", "beside")
+    )
+    times = {at: f"{ours[at]['ms'] / row['ms']:.2f}" for at, row in te.items()}
+    gathered = [f"{each['tp4-sp']['sent']['all-gather'] / 1e9:.1f} GB" for each in (ours, te)]
+    assert all(row["exposed_ms"] > row["ms"] / 4 for each in (te, ours) for row in each.values())
+    return [
+        f"`tetrajet` takes {times['tp4-sp']} of its time under TP4 with SP, and "
+        f"{times['tp2-sp-pp2']} under TP2 with SP and PP2",
+        f"A rank gathers {gathered[0]} in place of {gathered[1]} under TP4",
+    ]
+
+
 def of_a_fused_loss() -> list[str]:
     first, second = (f"{row['ms']:.0f}" for row in result("te-delayed-loss")["rows"])
     return [f"with it `te fp8 delayed` takes {first} and {second} ms in two launches"]
@@ -310,6 +325,7 @@ FIGURES: dict[str, list[Any]] = {
         of_four_gpus,
         of_two_gpus_beside_fp8,
         of_other_fp8_recipes,
+        of_four_gpus_beside_fp8,
         of_a_fused_loss,
     ],
     "docs/communication.md": [

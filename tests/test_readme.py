@@ -307,7 +307,7 @@ def test_the_summary_of_the_hopper_page() -> None:
     rows = {
         (file, row.get("layout"), row["name"]): row
         for file in ("fused-step", "te-delayed", "parallel-two", "parallel-fp8", "parallel-te")
-        + ("parallel-four",)
+        + ("parallel-four", "parallel-four-te", "parallel-four-beside")
         for row in result(file)["rows"]
     }
 
@@ -315,7 +315,7 @@ def test_the_summary_of_the_hopper_page() -> None:
         ours, theirs = rows[own, layout, "tetrajet"], rows[te, layout, "te fp8 delayed"]
         return f"{theirs['ms'] / ours['ms']:.2f}"
 
-    graphs = "tetrajet --cuda-graph-impl local"
+    graphs, four = "tetrajet --cuda-graph-impl local", ("parallel-four-te", "parallel-four-beside")
     lines = [
         f"forward and backward | {min(ratios):.2f} to {max(ratios):.2f} | {min(of_te):.2f} to "
         f"{max(of_te):.2f} |",
@@ -325,7 +325,11 @@ def test_the_summary_of_the_hopper_page() -> None:
         f"{faster('tp2-sp', 'parallel-te', 'parallel-fp8')} |",
         f"PP2 | {rows['parallel-two', 'pp2', 'tetrajet']['ratio']:.2f} | "
         f"{faster('pp2', 'parallel-te', 'parallel-fp8')}, within",
+        f"TP4 with SP | {rows['parallel-four', 'tp4-sp', 'tetrajet']['ratio']:.2f} | "
+        f"[{faster('tp4-sp', *four)}]",
         f"CUDA graphs | {rows['parallel-four', 'tp4-sp', graphs]['ratio']:.2f} | not measured |",
+        f"TP2 with SP and PP2 | {rows['parallel-four', 'tp2-sp-pp2', 'tetrajet']['ratio']:.2f} | "
+        f"[{faster('tp2-sp-pp2', *four)}]",
     ]
     page = (ROOT / "docs/hopper.md").read_text()
     assert [line for line in lines if line not in page] == []

@@ -52,6 +52,7 @@ def test_every_measured_step_is_compared() -> None:
     files = {path.stem for name in names for path in RESULTS.glob(f"{name}.json")}
     # Whose optimizer, and in some rows linears, are Transformer Engine's.
     with_te = {"te-step", "parallel-te", "parallel-te-others", "few-bits-aware"}
+    with_te |= {"parallel-four-te"}
     assert files - with_te == {step.file for step in steps()}
 
 
