@@ -11,7 +11,6 @@ from megatron_fp4 import get_recipe
 from tests.test_notes import result, says
 from tests.test_readme import LOW, weights_gradients_and_optimizer, with_fp8_input
 
-
 # Flags of rows of Transformer Engine's delayed FP8, for its SwiGLU and for fused operations.
 FUSED_FP8 = (
     " --use-te-activation-func --no-bias-swiglu-fusion",
