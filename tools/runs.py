@@ -23,7 +23,7 @@ _GRAD_NORM = re.compile(r"\| grad norm: (\S+) \|")
 _HELD_OUT = re.compile(r"validation loss at iteration (\d+).* \| lm loss value: (\S+) \|")
 _RANK = re.compile(r"\[rank\d+\]:")
 _WARNING = re.compile(r"\[rank\d+\]:\[W\d{4} ")  # of torch's C++ code
-_LAUNCHER = re.compile(r"^[EW]\d{4} .* torch/distributed/")
+_LAUNCHER = re.compile(r"^[EW]\d{4} .*\btorch/distributed/")
 
 
 class RunFailed(RuntimeError):

@@ -74,6 +74,11 @@ def test_run_returns_what_the_log_said(tmp_path: Path) -> None:
             "the reason",
             0,
         ),
+        (
+            "print('the reason\\nE0102 03:04:05 7 .venv/lib/torch/distributed/x] failed'); exit(1)",
+            "the reason",
+            1,
+        ),
         ("print('[rank1]: the reason\\n[rank0]: gone: rank 1'); exit(1)", "[rank1]: the reason", 1),
         (
             "print('the reason\\n[rank0]:[W1125 09:51:22 x.cpp:7] Warning: y'); exit(1)",
@@ -81,7 +86,7 @@ def test_run_returns_what_the_log_said(tmp_path: Path) -> None:
             1,
         ),
     ],
-    ids=["status", "no evaluation", "two ranks", "a warning after it"],
+    ids=["status", "no evaluation", "launcher in a folder", "two ranks", "a warning after it"],
 )
 def test_a_failed_launch_shows_the_reason(
     code: str, expected: str, status: int, tmp_path: Path
