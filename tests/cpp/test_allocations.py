@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def allocations(*words: str) -> dict[str, list[int]]:
-    """By executor: of forward and backward where W is quantized, and where its operands are held."""
+    """By executor: of forward and backward where W is quantized, and where it is held."""
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "testing/scripts/count_allocations.py", *words],
         cwd=ROOT,
