@@ -173,6 +173,17 @@ def test_transformer_engine_s_fp8_on_two_gpus() -> None:
     says(f"a rank gathers {gathered[0]} GB in a step, not {gathered[1]}")
 
 
+def test_transformer_engine_s_fp8_on_four_gpus() -> None:
+    te, ours = (
+        [f"{row['ms']:.0f} ms" for row in result(f"parallel-four-{name}")["rows"]]
+        for name in ("te", "beside")
+    )
+    says(
+        f"it takes {te[0]} under TP4 with SP and {te[1]} under TP2 with SP and PP2, `tetrajet` "
+        f"{ours[0]} and {ours[1]}"
+    )
+
+
 def test_the_host_s_time() -> None:
     times = [
         row[f"times linear_{linear}"]
