@@ -43,11 +43,17 @@ UNSHARDED = Sharding()
 SwigluPlace = Literal["", "before", "after"]
 
 
-# What is held of W's operands for all microbatches of a step.
+# What is kept of W's operands. The first three are held for all microbatches of a step.
 #   "packed"   the codes of fprop and of dgrad
 #   "decoded"  also the form that the multiplier reads
 #   "fprop"    the codes of fprop alone; each backward pass makes dgrad's operand
-KeepsW = Literal["packed", "decoded", "fprop"]
+#   "remade"   nothing: a backward pass that reads fprop's codes makes them again from W
+KeepsW = Literal["packed", "decoded", "fprop", "remade"]
+
+
+def holds(keeps_w: KeepsW | None) -> bool:
+    """Whether W's operands are held for all microbatches of a step."""
+    return keeps_w not in (None, "remade")
 
 
 def column_parallel(
@@ -83,8 +89,8 @@ class Setting:
     main_grad: the dtype of the main_grad to which dW is added; None where there is none.
     dx, dw: whether the gradients of X and W are asked for.
     has_bias: whether a bias is added before Y is rounded.
-    keeps_w: what is held of W for all microbatches of a step; see KeepsW. None: each call makes W's
-        operands.
+    keeps_w: what is kept of W's operands; see KeepsW. None: each call makes them, and saves fprop's
+        codes for its backward pass if that reads them.
     packs_x: whether X is saved for backward as wgrad's codes, where wgrad quantizes the original X.
     swiglu: where the linear stands beside a SwiGLU.
     normed: whether what it takes goes through an RMSNorm first, whose result is X.
@@ -110,6 +116,11 @@ class Setting:
     normed: bool = False
     kept_y: torch.dtype | None = None
     sent_w: bool = False
+
+    @property
+    def holds_w(self) -> bool:
+        """Whether W's operands are held for all microbatches of a step."""
+        return holds(self.keeps_w)
 
     def has_part(self, letter: str) -> bool:
         """Whether this rank holds only a part of the operand's tokens."""

@@ -22,6 +22,7 @@ from megatron_fp4.execution.norm import before_linear
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.linear import linear_after_swiglu, linear_before_swiglu, quantized_linear
 from megatron_fp4.operands import Activated
+from megatron_fp4.setting import holds
 from testing.oracles import normal
 
 TOKENS, IN, OUT = 64, 96, 64
@@ -77,11 +78,11 @@ def called(recipe: Recipe, site: Site, held: HeldWeight | None, again: bool) -> 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept_changes_no_bit(name: str) -> None:
     plain = called(KEPT[name], Site(), None, False)
-    for keeps_w in (None, "packed", "decoded", "fprop"):
+    for keeps_w in (None, "packed", "decoded", "fprop", "remade"):
         for packs_x in (True, False):
             for again in (False, True):
                 site = Site(keeps_w=keeps_w, packs_x=packs_x)  # type: ignore[arg-type]
-                held = None if keeps_w is None else HeldWeight()
+                held = HeldWeight() if holds(keeps_w) else None  # type: ignore[arg-type]
                 found = called(KEPT[name], site, held, again)
                 assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
     # The control: without estimators other gradients.

@@ -23,7 +23,7 @@ from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.memory import held_bytes, saved_bytes, sent_bytes
 from megatron_fp4.plan.owned_codes import reader_of_w
 from megatron_fp4.recipe import GEMMS, GemmRecipe, Phase, Recipe
-from megatron_fp4.setting import KeepsW, Setting
+from megatron_fp4.setting import KeepsW, Setting, holds
 from megatron_fp4.target import target_of
 from testing.oracles import normal
 
@@ -34,7 +34,7 @@ BLOCKS_OF_16 = replace(TETRAJET, name="sixteen", fprop=GemmRecipe(SIXTEEN, SIXTE
 AS_FPROP = replace(TETRAJET, name="as fprop", dgrad=GemmRecipe(TETRAJET.dgrad.a))
 HIGH_DGRAD = replace(AS_FPROP, name="high", dgrad=GemmRecipe(), bias_gradient="raw")
 RECIPES = [TETRAJET, get_recipe("tetrajet-ema"), BLOCKS_OF_16, AS_FPROP, HIGH_DGRAD]
-KEEPS: list[KeepsW | None] = [None, "packed", "decoded", "fprop"]
+KEEPS: list[KeepsW | None] = [None, "packed", "decoded", "fprop", "remade"]
 
 
 def quantized(w: Tensor, recipe: Recipe, average: Tensor) -> QuantizedTensor:
@@ -65,7 +65,7 @@ def trained(recipe: Recipe, keeps: KeepsW | None, sends: bool, recomputes: bool)
             sent.codes.copy_(new.codes)
             sent.scales.copy_(new.scales)
         for microbatch in range(2):
-            held = None if keeps is None else cache.at(step)
+            held = cache.at(step) if holds(keeps) else None
             call = Call(Key(3, step), microbatch)
             x = normal((TOKENS, IN), 10 * step + microbatch).bfloat16().requires_grad_()
 
@@ -123,7 +123,7 @@ def test_bytes(keeps: KeepsW | None) -> None:
     x = normal((TOKENS, IN), 3).bfloat16().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = quantized_linear(
-            x, w.requires_grad_(), None, TETRAJET, site, Call(), held if keeps else None
+            x, w.requires_grad_(), None, TETRAJET, site, Call(), held if holds(keeps) else None
         )
     y.backward(torch.ones_like(y))
     setting = Setting(

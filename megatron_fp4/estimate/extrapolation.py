@@ -44,6 +44,9 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         "--fp4-weight-cache off was measured in steps with CUDA graphs alone": (
             layout.keeps_w is None and not layout.graphs and is_quantized(recipe)
         ),
+        "--fp4-weight-cache remade was never measured": (
+            layout.keeps_w == "remade" and is_quantized(recipe)
+        ),
         "quantizing weights for --fp4-param-gather takes no time here": layout.sent_w,
         "recomputation was never measured": layout.recompute,
         "the memory of CUDA graphs was never measured": layout.graphs,

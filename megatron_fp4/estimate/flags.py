@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--recipe", default="bf16", help="as --fp4-recipe takes it, or bf16")
     job.add_argument("--global-batch-size", type=int, required=True)
     job.add_argument(
-        "--fp4-weight-cache", choices=["packed", "decoded", "fprop", "off"], default="packed"
+        "--fp4-weight-cache",
+        choices=["packed", "decoded", "fprop", "off", "remade"],
+        default="packed",
     )
     job.add_argument("--fp4-param-gather", action="store_true", help="gather weights as codes")
     job.add_argument(

@@ -19,6 +19,7 @@ from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import get_recipe
 from megatron_fp4.setting import (
     UNSHARDED,
+    KeepsW,
     Setting,
     Sharding,
     SwigluPlace,
@@ -73,10 +74,17 @@ def plan(
         torch.bfloat16, target, torch.bfloat16, sharding,
         main_grad=torch.float32,
         has_bias=model.biases or (model.qkv_bias and linear.name == "linear_qkv"),
-        keeps_w=layout.keeps_w if is_quantized(recipe) and not layout.graphs else None,
+        keeps_w=_keeps_w(layout, recipe),
         sent_w=layout.sent_w and reader_of_w(recipe) is None,
     )  # fmt: skip
     return _compiled(longest(recipe), setting)
+
+
+def _keeps_w(layout: Layout, recipe: Recipe) -> KeepsW | None:
+    """What is kept of W's operands. With CUDA graphs nothing is held over a step."""
+    if not is_quantized(recipe) or (layout.graphs and layout.keeps_w != "remade"):
+        return None
+    return layout.keeps_w
 
 
 def joined(linear: LayerLinear, made: LinearPlan, model: Model, layout: Layout) -> LinearPlan:

@@ -60,7 +60,8 @@ def _detail(job: Job, best: Estimate) -> list[str]:
 def flags(job: Job, layout: Layout) -> list[str]:
     """Megatron's flags for a layout, with the recipe's and those that every estimate assumes."""
     recipe = [] if job.recipe.name == "bf16" else [f"--fp4-recipe {job.given or job.recipe.name}"]
-    if job.keeps_w != "packed" and recipe and not layout.graphs:
+    has_default = job.keeps_w == "packed" or (layout.graphs and job.keeps_w != "remade")
+    if recipe and not has_default:
         recipe.append(f"--fp4-weight-cache {job.keeps_w or 'off'}")
     recipe += ["--activation-func-fp8-input-store"] * job.model.fp8_input
     return [*recipe, *_ASSUMED, *layout.flags(job.model.experts > 0)]

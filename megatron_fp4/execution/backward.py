@@ -131,6 +131,9 @@ class Backward:
     def _make_at_start(self) -> None:
         """Makes all operands that do not wait for the gathered X; W's operand if it is not held."""
         plan, makings = self.plan, self.plan.backward
+        if plan.remade is not None:
+            self._remake_w(plan.remade)
+            makings = makings[1:]
         if plan.dgrad is not None:
             if self.held is not None and "dgrad" in self.held.made:
                 makings = tuple(m for m in makings if plan.dgrad.b not in m.operands)
@@ -147,6 +150,15 @@ class Backward:
             x = x if x_itself is None else _kept_for(plan.wgrad, x, x_itself)
             self._take_source(plan.wgrad, x, plan.fprop.a)
         self._make(makings)
+
+    def _remake_w(self, making: Making) -> None:
+        """Makes fprop's operand of W again, from W, with the bits that the forward pass made."""
+        assert isinstance(self.saved.w, Tensor)
+        matrices: dict[tuple[str, Source], Matrix] = {
+            making.matrix: self.saved.w.to(self.plan.setting.dtype)
+        }
+        made = make_operands([making], matrices, {}, self.site, self.call)
+        self.saved.w = made[making.operands[0]].operand
 
     def _make_late(self, wgrad: GemmPlan, x: Made) -> Made:
         """Makes the operands that depend on the gathered X, `x`; returns X's operand."""

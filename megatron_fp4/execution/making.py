@@ -29,7 +29,11 @@ def computed(making: Making, matrices: Matrices) -> Operand:
 
 
 def make_operands(
-    makings: Sequence[Making], matrices: Matrices, folds: Folds, site: Site, call: Call
+    makings: Sequence[Making],
+    matrices: Matrices,
+    folds: Folds,
+    site: Site,
+    call: Call,
 ) -> dict[OperandPlan, Made]:
     """The operands of `makings`, by their plans.
 

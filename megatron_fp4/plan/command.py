@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--norm", action="store_true", help="the linear computes its RMSNorm")
     parser.add_argument(
-        "--weight-cache", choices=["packed", "decoded", "fprop", "off"], default="packed"
+        "--weight-cache",
+        choices=["packed", "decoded", "fprop", "off", "remade"],
+        default="packed",
     )
     parser.add_argument("--saved-x", choices=["packed", "bf16"], default="packed")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")

@@ -38,6 +38,8 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
     saves_x = reads.saves_x(recipe, setting)
     assert not setting.sent_w or reader_of_w(recipe) is None
     forward, backward, late = [fprop.a, *([] if fprop.b.is_sent else [fprop.b])], [], []
+    # Of the operand that is made again only the codes are read.
+    again = [replace(fprop.b, carrier=None)] if reads.remakes_w(recipe, setting) else []
     if dgrad is not None:
         backward += [dgrad.b, dgrad.a]
     if wgrad is not None:
@@ -57,7 +59,7 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
         dgrad=dgrad,
         wgrad=wgrad,
         forward=makings(forward, setting),
-        backward=makings(backward, setting),
+        backward=makings(again, setting) + makings(backward, setting),
         late=makings(late, setting),
         saves_x=saves_x,
         saves_w=reads.saves_w(recipe, setting),
@@ -286,7 +288,7 @@ def _gemm(recipe: Recipe, gemm: str, setting: Setting) -> GemmPlan:
     # An operand that is only decoded from fprop's codes takes as many bytes as W. It is held only
     # where the setting asks for decoded forms. Calls without tokens may have another multiplier.
     decoded = setting.keeps_w == "decoded" and b.letter == "w" and setting.tokens > 0
-    held = {None: (), "fprop": ("fprop",)}.get(setting.keeps_w, ("fprop", "dgrad"))
+    held = ("fprop",) if setting.keeps_w == "fprop" else ("fprop", "dgrad") * setting.holds_w
     holds_b = gemm in held and (b.is_quantized or (decoded and gemm == "dgrad"))
     return GemmPlan(
         gemm, a, b, product, multiplier, passed_over, holds_b, decoded and b.is_quantized

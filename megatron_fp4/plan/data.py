@@ -68,7 +68,8 @@ class LinearPlan:
     saves_x: what is saved of X for backward: fprop's operand ("operand"), wgrad's operand
         ("packed"), the matrix from which wgrad's operand is made, X itself or that whose SwiGLU it
         is ("model"), or nothing ("").
-    saves_w: what is saved of W: fprop's operand ("operand"), or W itself ("model").
+    saves_w: what is saved of W: fprop's operand ("operand"), or W itself ("model"). Where the
+        backward pass reads that operand and it is not saved, `backward` begins with it.
     splitting: splits outliers off X as recipe.outliers says; None where the recipe splits none off.
     compute_x: computes X where it is the result of a SwiGLU or of a norm, and is split, without its
         mean, or kept as a matrix; else None.
@@ -103,6 +104,12 @@ class LinearPlan:
     shows_packed_x: bool
     estimates_w: Estimating | None
     estimates_x: Estimating | None
+
+    @property
+    def remade(self) -> Making | None:
+        """What makes fprop's operand of W again in the backward pass; None where nothing does."""
+        first = self.backward[0] if self.backward else None
+        return first if first is not None and first.operands[0].gemm == "fprop" else None
 
     @cached_property
     def makes_x_at_start(self) -> bool:

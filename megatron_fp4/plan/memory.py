@@ -36,7 +36,7 @@ def saved_bytes(plan: LinearPlan) -> int:
         total += outlier_bytes(plan)
     if plan.mean_in_dw:
         total += columns * setting.dtype.itemsize
-    if plan.saves_w == "operand" and setting.keeps_w is None and not setting.sent_w:
+    if plan.saves_w == "operand" and not setting.holds_w and not setting.sent_w:
         total += operand_bytes(plan.fprop.b)
     return total + y_bytes(plan)
 

@@ -21,10 +21,21 @@ def saves_w(recipe: Recipe, setting: Setting) -> Literal["operand", "model"]:
     """What the forward pass saves of W for the backward pass.
 
     "operand", the quantized W that fprop multiplied, if dgrad or a gradient estimator reads it;
-    else "model", W itself.
+    else "model", W itself. The latter also if the backward pass makes that operand again.
     """
+    saves_codes = _reads_codes_of_w(recipe, setting) and not remakes_w(recipe, setting)
+    return "operand" if saves_codes else "model"
+
+
+def remakes_w(recipe: Recipe, setting: Setting) -> bool:
+    """Whether the backward pass makes fprop's operand of W again, from W."""
+    again = setting.keeps_w == "remade" and not setting.sent_w
+    return again and _reads_codes_of_w(recipe, setting)
+
+
+def _reads_codes_of_w(recipe: Recipe, setting: Setting) -> bool:
     reads_codes = setting.dx and fprop_codes(recipe, "w")
-    return "operand" if reads_codes or estimator_of(recipe, "w", setting) else "model"
+    return reads_codes or estimator_of(recipe, "w", setting) is not None
 
 
 def estimator_of(recipe: Recipe, letter: str, setting: Setting) -> Estimator | None:

@@ -216,13 +216,13 @@ def _kept(plan: LinearPlan) -> Iterator[str]:
         words.append(f"the input of its RMSNorm, {_size(size)}")
     if size := y_bytes(plan):
         words.append(f"Y in {_short(setting.kept_y or setting.dtype)}, {_size(size)}")
-    if setting.keeps_w is None and not setting.sent_w:
+    if not setting.holds_w and not setting.sent_w:
         w = f"W as codes of fprop, {_size(operand_bytes(plan.fprop.b))}"
         words.append(w if plan.saves_w == "operand" else "W itself")
     yield "kept for backward  " + ("; ".join(words) or "nothing")
     if size := sent_bytes(plan):
         yield f"kept over the run  W as codes of fprop, {_size(size)}"
-    if setting.keeps_w is not None:
+    if setting.holds_w:
         what = "W's operand" if setting.keeps_w == "fprop" else "W's operands"
         yield f"held over a step  {what}, {setting.keeps_w}: {_size(held_bytes(plan))}"
 

@@ -9,6 +9,7 @@ linear by sequence parallelism, as a column-parallel and as a row-parallel linea
 
 --mlps adds, on one rank, MLPs whose linears compute the norm before and the SwiGLU between them.
 What goes through the SwiGLU is kept in BF16 or E4M3.
+--remade: nothing is kept of W's operands, whose codes the backward pass makes again.
 --sent: in the passes in C++ W comes as codes, and is not read. Without kernels the backward pass
 rounds to nearest then: where PyTorch draws random bits nothing runs in C++.
 --mistake NAME makes a known mistake in the executor in C++. Prints JSON: for each case whether the
@@ -50,7 +51,7 @@ from megatron_fp4.linear import (
 from megatron_fp4.mcore.runtime import gloo
 from megatron_fp4.monitor import NonFiniteMonitor
 from megatron_fp4.recipe import Recipe
-from megatron_fp4.setting import KeepsW, column_parallel, row_parallel
+from megatron_fp4.setting import KeepsW, column_parallel, holds, row_parallel
 from testing.builders.small_recipes import small_recipe
 
 TOKENS, INPUTS, OUTPUTS = 64, 64, 64  # on each rank
@@ -63,6 +64,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FORMS: list[tuple[KeepsW | None, bool]] = [("packed", True)]
 if not INTERPRETED:
     FORMS += [(None, True), ("packed", False), ("fprop", True)]
+REMADE: list[tuple[KeepsW | None, bool]] = [("remade", True)]
 
 
 def no_words(self: Any, word: int, argument: int) -> bool:
@@ -183,7 +185,8 @@ class Case:
 
         return Site(
             name, places, parallel, self.held, kept_y=MLPS.get(self.kind), fuses=self.fuses,
-            average=average, observe=observe, tallies=monitor, watch=watch if self.held else None,
+            average=average, observe=observe, tallies=monitor,
+            watch=watch if holds(self.held) else None,
         )  # fmt: skip
 
 
@@ -255,7 +258,7 @@ def run(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
     tokens = TOKENS * (ranks if case.kind == "row" else 1)
     for step, i in itertools.product(range(1, STEPS + 1), range(MICROBATCHES)):
         microbatch = (step + i) % MICROBATCHES  # not that of the call that was recorded
-        held, watch.step = cache.at(step) if case.held else None, step
+        held, watch.step = cache.at(step) if holds(case.held) else None, step
         if case.sent and i == 0:  # W of another step
             w *= -1.125
             sent.send(w) if sent is not None else weight.detach().copy_(w)
@@ -299,7 +302,7 @@ def run_mlp(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
     caches = [WeightCache(), WeightCache()]
     for step, i in itertools.product(range(1, STEPS + 1), range(MICROBATCHES)):
         microbatch = (step + i) % MICROBATCHES
-        held, watch.step = [cache.at(step) if case.held else None for cache in caches], step
+        held, watch.step = [cache.at(step) if holds(case.held) else None for cache in caches], step
         x = normal(TOKENS // 4, 4, 64).requires_grad_()
         rows = torch.arange(TOKENS, device=case.device) + 1000 * microbatch
         call = Call(Key(2**40 + 7, step), microbatch, 0, rows)
@@ -338,10 +341,10 @@ def compared(case: Case, loaded: Any) -> dict[str, Any]:
     }
 
 
-def cases(recipes: list[str], mlps: bool, sent: bool) -> list[Case]:
+def cases(recipes: list[str], mlps: bool, sent: bool, remade: bool) -> list[Case]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kinds = ["column", "row"] if dist.is_initialized() else ["alone", *(MLPS if mlps else ())]
-    forms = [*FORMS, ("decoded", True)] if sent else FORMS
+    forms = REMADE if remade else [*FORMS, ("decoded", True)] if sent else FORMS
     return [
         Case(recipe, kind, held, fuses, has_bias=not held, device=device, sent=sent)
         for recipe in recipes
@@ -360,6 +363,7 @@ def main() -> None:
     parser.add_argument("--mistake", choices=MISTAKES)
     parser.add_argument("--mlps", action="store_true", help="MLPs too")
     parser.add_argument("--sent", action="store_true", help="W comes as codes")
+    parser.add_argument("--remade", action="store_true", help="W's codes are made again")
     args = parser.parse_args()
     if "RANK" in os.environ:
         gloo.use_one_worker()
@@ -374,7 +378,8 @@ def main() -> None:
     if args.mistake is not None:
         MISTAKES[args.mistake](loaded)
     found = {
-        str(case): compared(case, loaded) for case in cases(args.recipes, args.mlps, args.sent)
+        str(case): compared(case, loaded)
+        for case in cases(args.recipes, args.mlps, args.sent, args.remade)
     }
     if not _rank():
         json.dump(found, sys.stdout)

@@ -74,6 +74,13 @@ def test_w_that_comes_as_codes_in_kernels() -> None:
         assert case["equal"] and not case["problems"], (name, case)
 
 
+@pytest.mark.slow
+def test_codes_of_w_that_the_backward_pass_makes_again() -> None:
+    for name, case in compared("tetrajet", "--remade", interpreted=True).items():
+        assert case["equal"] and not case["problems"], (name, case)
+        assert case["in C++"] >= case["passes"] // 2, (name, case)
+
+
 OTHERS = [name for name in list_recipes() if name not in ("tetrajet", "fp8")]
 
 

@@ -346,7 +346,7 @@ def test_a_tensor_scale_without_its_pass_is_noticed(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_saved_bytes_are_the_plan_s(name: str) -> None:
-    for keeps_w in (None, "packed"):
+    for keeps_w in (None, "packed", "remade"):
         for packs_x in (True, False):
             others: dict[str, Any] = {"keeps_w": keeps_w, "packs_x": packs_x}
             setting = replace(setting_of(MEASURED, IN, OUT, TOKENS), **others)

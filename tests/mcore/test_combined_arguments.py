@@ -108,6 +108,7 @@ def test_what_a_captured_layer_cannot_follow_is_refused(flags: str) -> None:
     recipe = ("--fp4-recipe", "tetrajet", "--hidden-dropout", "0", "--attention-dropout", "0")
     graphs = (*recipe, "--cuda-graph-impl", "local")
     assert parse(*graphs).fp4_weight_cache == "off"
+    assert parse(*graphs, "--fp4-weight-cache", "remade").fp4_weight_cache == "remade"
     if "cuda-graph" not in flags:
         parse(*recipe, *flags.split())
     message = refusal(*graphs, *flags.split())

@@ -192,11 +192,14 @@ def test_a_cache_that_is_never_stale_would_be_caught(
     assert torch.equal(step(run, layer, w), before)
 
 
+FORMS = "packed", "decoded", "fprop", "off", "remade"
+
+
 @pytest.mark.parametrize("recipe", ["tetrajet", "dge-occ"])
 def test_how_the_weights_are_kept_changes_no_bit(recipe: str) -> None:
     """Through the real loop; gradients reach the losses of the later steps."""
     flags = ("--bf16", "--fp4-recipe", recipe, "--fp4-weight-cache")
-    losses = [train(1, *flags, form).losses for form in ("packed", "decoded", "fprop", "off")]
+    losses = [train(1, *flags, form).losses for form in FORMS]
     assert all(each == losses[0] for each in losses) and len(losses[0]) == 4
 
 

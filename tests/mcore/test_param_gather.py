@@ -80,6 +80,7 @@ LAYOUTS = {
     "recomputed": (2, f"{TETRAJET} {RECOMPUTED} {BUCKETS} {EIGHT}"),
     "decoded": (2, f"{TETRAJET} --fp4-weight-cache decoded {EIGHT}"),
     "no cache": (2, f"{TETRAJET} --fp4-weight-cache off {EIGHT}"),
+    "codes made again": (2, f"{TETRAJET} --fp4-weight-cache remade {EIGHT}"),
     "backward in BF16": (
         2,
         f"{TETRAJET} {BUCKETS} --fp4-bf16-after 0.5 --fp4-bf16-gemms dgrad wgrad",

@@ -192,16 +192,20 @@ def test_what_is_held_of_weights_is_counted() -> None:
             )
         )["layouts"][0]
         for fixed in [["--cuda-graph-impl", "none"]]
-        for kept in ("packed", "fprop", "off")
+        for kept in ("packed", "fprop", "off", "remade")
     }
     held = {kept: each["memory"]["held"] for kept, each in found.items()}
-    assert held["fprop"] == held["packed"] / 2 > held["off"] == 0
+    assert held["fprop"] == held["packed"] / 2 > held["off"] == held["remade"] == 0
+    saved = [found[kept]["memory"]["activations"] for kept in ("packed", "off", "remade")]
+    assert saved[1] > saved[0] == saved[2]  # codes of W are saved between the passes, or not
     seconds = [each["seconds"]["total"] for each in found.values()]
     assert seconds == sorted(set(seconds))  # what is not held is made more often
     for kept, each in found.items():
         assert (f"--fp4-weight-cache {kept}" in each["flags"]) == (kept != "packed")
         notes = [note for note in each["extrapolated"] if "weight-cache off" in note]
         assert bool(notes) == (kept == "off")
+        notes = [note for note in each["extrapolated"] if "weight-cache remade" in note]
+        assert bool(notes) == (kept == "remade")
 
 
 def test_weights_that_are_gathered_as_codes() -> None:

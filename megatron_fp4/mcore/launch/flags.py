@@ -108,11 +108,12 @@ def _add_operands(group: argparse._ArgumentGroup) -> None:
     """Flags of what is kept of quantized operands, and of the precision of evaluation."""
     group.add_argument(
         "--fp4-weight-cache",
-        choices=("packed", "decoded", "fprop", "off"),
+        choices=("packed", "decoded", "fprop", "off", "remade"),
         default=None,
         help="keep the quantized weights over a step's microbatches: as 4-bit codes (the default), "
         "as the GEMM takes them (more memory, less work), as the 4-bit codes of the forward pass "
-        "alone (less memory, more work), or not (the default with CUDA graphs)",
+        "alone (less memory, more work), or not (the default with CUDA graphs); remade: nor from "
+        "the forward to the backward pass, which quantizes them again (least memory, most work)",
     )
     group.add_argument(
         "--fp4-param-gather",

@@ -40,7 +40,7 @@ from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.sizes import token_multiple
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.replay import Replay
-from megatron_fp4.setting import Sharding, SwigluPlace, column_parallel, row_parallel
+from megatron_fp4.setting import Sharding, SwigluPlace, column_parallel, holds, row_parallel
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Fp4State:
         shape = x.result if isinstance(x, Activated) else x
         microbatch, rows = self._tokens(shape, moment)
         run, held = self.run, None
-        if run.keeps_weights and training:
+        if holds(run.keeps_weights) and training:
             # Held operands are valid as long as this stamp stays the same. Optimizers can write to
             # parameters without raising their version counter, so the stamp contains the epoch.
             # Evaluation holds nothing: it may run with averaged weights, and nothing in the stamp

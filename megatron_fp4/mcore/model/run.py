@@ -242,10 +242,7 @@ class Run:
 
     @property
     def keeps_weights(self) -> KeepsW | None:
-        """What is held of W's operands for all microbatches of a step (--fp4-weight-cache).
-
-        None: each microbatch makes them. See `Setting.keeps_w`.
-        """
+        """What is kept of W's operands (--fp4-weight-cache); see `Setting.keeps_w`."""
         kept = self.args.fp4_weight_cache
         return None if kept == "off" else kept
 

@@ -133,8 +133,9 @@ def held(keeps: str | None, size: int, is_sent: bool) -> str:
     comes as codes, so that linears quantize that of dgrad alone.
     """
     weights = "weights for dgrad" if is_sent else "weights"
-    if keeps is None or (keeps == "fprop" and is_sent):
-        return f"{weights} are quantized again for each microbatch"
+    if keeps in (None, "remade") or (keeps == "fprop" and is_sent):
+        twice = ", and again in its backward pass" if keeps == "remade" and not is_sent else ""
+        return f"{weights} are quantized again for each microbatch{twice}"
     if keeps == "fprop":
         once = "weights are quantized once a step for fprop, whose codes are kept"
     else:

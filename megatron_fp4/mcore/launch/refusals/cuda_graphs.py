@@ -30,7 +30,9 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
         "--fp4-eval-forward bf16": args.fp4_eval_forward == "bf16",
         # Its operands are seen by Python code, which a replay does not run.
         f"--fp4-metrics-interval {args.fp4_metrics_interval}": args.fp4_metrics_interval,
-        f"--fp4-weight-cache {args.fp4_weight_cache}": args.fp4_weight_cache not in (None, "off"),
+        f"--fp4-weight-cache {args.fp4_weight_cache}": (
+            args.fp4_weight_cache not in (None, "off", "remade")
+        ),
         "--eval-micro-batch-size": (
             args.eval_micro_batch_size not in (None, args.micro_batch_size)
         ),
