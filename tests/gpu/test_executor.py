@@ -12,15 +12,15 @@ import torch
 from megatron_fp4 import list_recipes
 from megatron_fp4.cpp import lowering
 from megatron_fp4.target import target_of
-from testing.scripts.compare_executors import FORMS
+from testing.scripts.compare_executors import FORMS, REMADE
 from testing.worlds.launch import ROOT
 
 pytestmark = pytest.mark.gpu
 RECIPES = [*list_recipes(), "tests/cpp/hot.yaml"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_both_executors_compute_the_same_bits(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "flag"), [(1, "--mlps"), (1, "--remade"), (2, "")])
+def test_both_executors_compute_the_same_bits(ranks: int, flag: str) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip("needs another GPU")
     launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
@@ -28,7 +28,7 @@ def test_both_executors_compute_the_same_bits(ranks: int) -> None:
     script = str(ROOT / "testing/scripts/compare_executors.py")
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [*launch, script, *RECIPES, *["--mlps"] * (ranks == 1)],
+        [*launch, script, *RECIPES, *flag.split()],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
@@ -36,8 +36,9 @@ def test_both_executors_compute_the_same_bits(ranks: int) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)
-    kinds = 3 if ranks == 1 else 2  # alone, two MLPs; or column- and row-parallel
-    assert len(found) == len(FORMS) * kinds * len(RECIPES)
+    # alone, two MLPs; or column- and row-parallel
+    cases = {"--mlps": 3 * len(FORMS), "--remade": len(REMADE), "": 2 * len(FORMS)}
+    assert len(found) == cases[flag] * len(RECIPES)
     for name, case in found.items():
         assert case["equal"] and not case["problems"], (name, case)
         assert case["in C++"] >= case["passes"] // 2, (name, case)

@@ -203,6 +203,11 @@ def test_graphs_train_as_layers_do(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", [NOISY, "tetrajet"])
+def test_graphs_make_codes_of_w_again_in_backward(recipe: str) -> None:
+    same_training(1, recipe, "--fp4-weight-cache", "remade")
+
+
+@pytest.mark.parametrize("recipe", [NOISY, "tetrajet"])
 def test_other_bits_would_be_noticed(recipe: str) -> None:
     """Negative control: another seed's, in backward alone too."""
     plain, other = (train(1, *FLAGS, recipe, "--fp4-seed", seed) for seed in ("1", "2"))
