@@ -11,7 +11,7 @@ model=(
 
 # Every GPU holds the whole model; the optimizer is shared out. CUDA graphs replay the layers,
 # so that a slow host does not matter. By the estimate below, which is for the host of docs/hopper.md,
-# a step takes 1% less without them, and the fastest layout of all takes 3% less.
+# a step takes 2% less without them, and the fastest layout of all takes 3% less.
 #
 # Memory of a rank in GiB, of 8. After `source examples/models/llama_1b.sh` this prints it:
 #   python -m tools.choose_layout --gpu h100 --gpus 8 --recipe tetrajet --vocab-size 128256 \

@@ -11,7 +11,7 @@ model=(
 )
 
 # Two GPUs share a layer. CUDA graphs replay it, so that a slow host does not matter. By the estimate
-# below, which is for the host of docs/hopper.md, a step takes 2% less without them. The fastest
+# below, which is for the host of docs/hopper.md, a step takes 3% less without them. The fastest
 # layout of all is a whole model on each GPU, with micro-batches of 1 and CUDA graphs. A step takes
 # 4% less, which is within the errors of the estimate, but nearly all of the memory (71 GiB).
 # On GPUs with 141 GB a whole model fits with micro-batches of 4 (126 GiB), and whole layers need no
