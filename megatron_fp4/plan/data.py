@@ -105,7 +105,7 @@ class LinearPlan:
     estimates_w: Estimating | None
     estimates_x: Estimating | None
 
-    @property
+    @cached_property
     def remade(self) -> Making | None:
         """What makes fprop's operand of W again in the backward pass; None where nothing does."""
         first = self.backward[0] if self.backward else None
