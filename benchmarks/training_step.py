@@ -127,7 +127,8 @@ def launched(
 def asked(name: str) -> list[str]:
     """Megatron's flags for a row.
 
-    name: a key of PLAIN or of te.FP8, or the name of a recipe. Further flags may follow it, as in
+    name: of the row: one without FP4 (PLAIN), one of Transformer Engine's FP8 (te.FP8), or a
+    recipe, which the whole training follows. Further flags of Megatron's may follow it, as in
     "tetrajet --fp4-weight-cache off".
     """
     row, dashes, more = name.partition(" --")

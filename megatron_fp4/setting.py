@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 
@@ -51,8 +51,16 @@ SwigluPlace = Literal["", "before", "after"]
 KeepsW = Literal["packed", "decoded", "fprop", "remade"]
 
 
+WEIGHT_CACHE = "packed", "decoded", "fprop", "off", "remade"  # values of --fp4-weight-cache
+
+
+def keeps_w_of(value: str | None) -> KeepsW | None:
+    """`Setting.keeps_w` for one of WEIGHT_CACHE. None, of a flag that has no value yet, is off."""
+    return None if value == "off" else cast(KeepsW | None, value)
+
+
 def holds(keeps_w: KeepsW | None) -> bool:
-    """Whether W's operands are held for all microbatches of a step."""
+    """Whether W is quantized once a step, and the result held for all microbatches of the step."""
     return keeps_w not in (None, "remade")
 
 
@@ -119,7 +127,7 @@ class Setting:
 
     @property
     def holds_w(self) -> bool:
-        """Whether W's operands are held for all microbatches of a step."""
+        """Whether W is quantized once a step, and the result held for all of its microbatches."""
         return holds(self.keeps_w)
 
     def has_part(self, letter: str) -> bool:

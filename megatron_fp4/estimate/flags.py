@@ -15,6 +15,7 @@ from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import is_quantized, recipe_named
 from megatron_fp4.estimate.search import Fixed, Job
 from megatron_fp4.plan.owned_codes import reader_of_w
+from megatron_fp4.setting import WEIGHT_CACHE, keeps_w_of
 
 # Flags of a launch that no estimate depends on. With several data-parallel ranks the optimizer is
 # distributed and its communication overlapped in any case.
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--global-batch-size", type=int, required=True)
     job.add_argument(
         "--fp4-weight-cache",
-        choices=["packed", "decoded", "fprop", "off", "remade"],
+        choices=WEIGHT_CACHE,
         default="packed",
     )
     job.add_argument("--fp4-param-gather", action="store_true", help="gather weights as codes")
@@ -127,7 +128,7 @@ def job_of(args: argparse.Namespace) -> Job:
         model, recipe, find(args.gpu), args.gpus, node, args.global_batch_size, fused,
         fused_kernels=args.fp4_fused_kernels != "off",
         moments=moments,
-        keeps_w=None if args.fp4_weight_cache == "off" else args.fp4_weight_cache,
+        keeps_w=keeps_w_of(args.fp4_weight_cache),
         gradients=element_of(args.fp4_grad_comm, args.fp4_grad_comm_element),
         gathers_codes=args.fp4_param_gather,
         given=args.recipe,

@@ -24,6 +24,7 @@ from megatron_fp4.setting import (
     Sharding,
     SwigluPlace,
     column_parallel,
+    holds,
     row_parallel,
 )
 from megatron_fp4.target import Target, kernels_problem
@@ -82,7 +83,7 @@ def plan(
 
 def _keeps_w(layout: Layout, recipe: Recipe) -> KeepsW | None:
     """What is kept of W's operands. With CUDA graphs nothing is held over a step."""
-    if not is_quantized(recipe) or (layout.graphs and layout.keeps_w != "remade"):
+    if not is_quantized(recipe) or (layout.graphs and holds(layout.keeps_w)):
         return None
     return layout.keeps_w
 

@@ -152,7 +152,11 @@ class Backward:
         self._make(makings)
 
     def _remake_w(self, making: Making) -> None:
-        """Makes fprop's operand of W again, from W, with the bits that the forward pass made."""
+        """Quantizes W again as fprop did, since the forward pass saved W and no codes of it.
+
+        The codes and scales are those of the forward pass, bit for bit: W has not changed, and the
+        same call draws the same random bits. They replace W in `saved`.
+        """
         assert isinstance(self.saved.w, Tensor)
         matrices: dict[tuple[str, Source], Matrix] = {
             making.matrix: self.saved.w.to(self.plan.setting.dtype)

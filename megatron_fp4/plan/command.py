@@ -21,7 +21,14 @@ from megatron_fp4.plan.show import show, show_exchange
 from megatron_fp4.plan.sizes import check_sizes
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import get_recipe, read_options
-from megatron_fp4.setting import Setting, Sharding, column_parallel, row_parallel
+from megatron_fp4.setting import (
+    WEIGHT_CACHE,
+    Setting,
+    Sharding,
+    column_parallel,
+    keeps_w_of,
+    row_parallel,
+)
 from megatron_fp4.target import Target, gpu_named, target_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -57,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--norm", action="store_true", help="the linear computes its RMSNorm")
     parser.add_argument(
         "--weight-cache",
-        choices=["packed", "decoded", "fprop", "off", "remade"],
+        choices=WEIGHT_CACHE,
         default="packed",
     )
     parser.add_argument("--saved-x", choices=["packed", "bf16"], default="packed")
@@ -115,7 +122,7 @@ def run(args: argparse.Namespace) -> str:
         tokens, inputs, outputs, dtype, target_given(args.gpu), dtype, sharding,
         main_grad=torch.float32,
         has_bias=args.bias,
-        keeps_w=None if args.weight_cache == "off" else args.weight_cache,
+        keeps_w=keeps_w_of(args.weight_cache),
         packs_x=args.saved_x == "packed",
         swiglu=args.swiglu or "",
         normed=args.norm,

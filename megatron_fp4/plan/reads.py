@@ -20,15 +20,15 @@ def fprop_codes(recipe: Recipe, letter: str) -> bool:
 def saves_w(recipe: Recipe, setting: Setting) -> Literal["operand", "model"]:
     """What the forward pass saves of W for the backward pass.
 
-    "operand", the quantized W that fprop multiplied, if dgrad or a gradient estimator reads it;
-    else "model", W itself. The latter also if the backward pass makes that operand again.
+    "operand": W as fprop quantized it, if dgrad or a gradient estimator reads that. "model": W
+    itself, if the backward pass reads no quantized W, or quantizes W for fprop again (`remakes_w`).
     """
     saves_codes = _reads_codes_of_w(recipe, setting) and not remakes_w(recipe, setting)
     return "operand" if saves_codes else "model"
 
 
 def remakes_w(recipe: Recipe, setting: Setting) -> bool:
-    """Whether the backward pass makes fprop's operand of W again, from W."""
+    """Whether the backward pass quantizes W for fprop again, in place of reading saved codes."""
     again = setting.keeps_w == "remade" and not setting.sent_w
     return again and _reads_codes_of_w(recipe, setting)
 

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from functools import partial
 
 import pytest
 
-from testing.worlds.launch import ROOT
+from tests.cpp.test_bits import compared
 
 pytestmark = pytest.mark.slow
-
-
-def allocations(*words: str) -> dict[str, list[int]]:
-    """By executor: of forward and backward where W is quantized, and where it is held."""
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "testing/scripts/count_allocations.py", *words],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return dict(json.loads(ran.stdout))
+# By executor: of forward and backward where W is quantized, and where it is held.
+allocations = partial(compared, interpreted=True, script="testing/scripts/count_allocations.py")
 
 
 def test_a_pass_in_cpp_allocates_once_for_each_use() -> None:

@@ -35,8 +35,11 @@ def bias_table(rows: list[Row]) -> list[str]:
 
 
 def biases(rows: list[Row]) -> Iterator[tuple[Combination, str, list[float]]]:
-    """Yields (format, "dX" or "dW", its bias under each of CHANGES in their order), for each of
-    FORMATS that has results of all of them."""
+    """Yields the lines of the table: (combination, product, biases).
+
+    combination: one of FORMATS, if there are results of all its changes. product: "dX" or "dW".
+    biases: the relative squared bias of this product under each of CHANGES, in their order.
+    """
     by_product = {each: scores(rows, STAGE, figure=f"{each.lower()} bias") for each in ("dX", "dW")}
     for base in FORMATS:
         changed = [replace(base, **change) for change in CHANGES.values()]

@@ -8,6 +8,7 @@ import megatron_fp4
 from megatron_fp4.arithmetic.messages import ELEMENTS
 from megatron_fp4.recipe import GEMMS
 from megatron_fp4.recipes import list_recipes
+from megatron_fp4.setting import WEIGHT_CACHE
 
 TITLE = "megatron-fp4"
 _UNSAID: tuple[object, ...] = (
@@ -108,7 +109,7 @@ def _add_operands(group: argparse._ArgumentGroup) -> None:
     """Flags of what is kept of quantized operands, and of the precision of evaluation."""
     group.add_argument(
         "--fp4-weight-cache",
-        choices=("packed", "decoded", "fprop", "off", "remade"),
+        choices=WEIGHT_CACHE,
         default=None,
         help="keep the quantized weights over a step's microbatches: as 4-bit codes (the default), "
         "as the GEMM takes them (more memory, less work), as the 4-bit codes of the forward pass "

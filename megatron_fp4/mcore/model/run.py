@@ -30,7 +30,7 @@ from megatron_fp4.mcore.model.weight_states import WeightStates
 from megatron_fp4.mcore.runtime.ranks import once
 from megatron_fp4.monitor import CarrierRounding, NonFinite, NonFiniteMonitor
 from megatron_fp4.recipe import OPERANDS, Recipe
-from megatron_fp4.setting import KeepsW
+from megatron_fp4.setting import KeepsW, keeps_w_of
 
 CALIBRATION = 2**31  # the first step whose random bits calibrations draw; trainings are shorter
 MOST_PADDING = 1024  # more tokens than any block or Hadamard group holds
@@ -243,8 +243,7 @@ class Run:
     @property
     def keeps_weights(self) -> KeepsW | None:
         """What is kept of W's operands (--fp4-weight-cache); see `Setting.keeps_w`."""
-        kept = self.args.fp4_weight_cache
-        return None if kept == "off" else kept
+        return keeps_w_of(self.args.fp4_weight_cache)
 
     def sends(self, weight: Tensor) -> bool:
         """Whether the owners of this weight send it as codes and scales (--fp4-param-gather)."""

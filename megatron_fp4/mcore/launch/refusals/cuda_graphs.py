@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator
 
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.setting import holds, keeps_w_of
 
 _REPLAYS = "--cuda-graph-impl local replays each layer as training captured it, which does not go"
 
@@ -30,9 +31,7 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
         "--fp4-eval-forward bf16": args.fp4_eval_forward == "bf16",
         # Its operands are seen by Python code, which a replay does not run.
         f"--fp4-metrics-interval {args.fp4_metrics_interval}": args.fp4_metrics_interval,
-        f"--fp4-weight-cache {args.fp4_weight_cache}": (
-            args.fp4_weight_cache not in (None, "off", "remade")
-        ),
+        f"--fp4-weight-cache {args.fp4_weight_cache}": holds(keeps_w_of(args.fp4_weight_cache)),
         "--eval-micro-batch-size": (
             args.eval_micro_batch_size not in (None, args.micro_batch_size)
         ),
