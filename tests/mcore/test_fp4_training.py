@@ -21,6 +21,7 @@ FOUR_MICROBATCHES = ("--global-batch-size", "8")
 RECOMPUTE = tuple(
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 )
+STUDIED = "benchmarks/study/candidates/fp8-ends-then-fp8.yaml"  # `auto` as a file
 # TetraJet that draws in the forward pass too: recomputed with another microbatch's, the activations
 # and so the losses would be others.
 SR_EVERYWHERE = """
@@ -131,6 +132,15 @@ def test_a_phase_trains_as_its_recipe_would(folder: Path) -> None:
     fp8 = train(2, *SIZES, "--fp4-recipe", "fp8", *TP2_SP, *other)
     assert turned.losses == whole.losses[:2] + fp8.losses
     assert turned.losses[2:] != whole.losses[2:]
+
+
+def test_auto_trains_as_the_file_of_the_study() -> None:
+    """The losses of the study are of this file."""
+    flags = (*SIZES, *PP2, "--num-layers", "4", "--fp4-recipe")
+    auto = train(2, *flags, "auto")
+    assert auto.losses == train(2, *flags, STUDIED).losses
+    assert auto.losses != train(2, *flags, "tetrajet").losses
+    assert "recipe tetrajet-fp8" in auto.output and "--fp4-recipe auto" not in auto.output
 
 
 def test_evaluation_in_bf16_leaves_the_training_alone(folder: Path) -> None:
