@@ -103,8 +103,9 @@ def test_a_checkpoint_says_what_made_it(folder: Path) -> None:
 
 def test_bf16_runs_load_what_fp4_runs_saved_and_the_reverse(folder: Path) -> None:
     """Weights and optimizer are stock; evaluated in BF16 they are BF16's model exactly."""
+    whole = saved(folder)
     evaluated = train(2, *SIZES, *TP2_SP, "--load", str(folder / "whole"), "--skip-train")
-    assert evaluated.evaluations[-1] == saved(folder).evaluations[-1]
+    assert evaluated.evaluations[-1] == whole.evaluations[-1]
 
     after_bf16 = in_bf16(folder)
     resumed = train(1, *TETRAJET, "--load", str(folder / "bf16"), "--ckpt-step", "2")
