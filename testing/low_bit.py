@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.low_bit import Owned
 from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW
-from megatron_fp4.arithmetic.moments import FIRST, SECOND, Form, Moments
+from megatron_fp4.arithmetic.moments import FIRST, SECOND, MomentForm, Moments
 from megatron_fp4.arithmetic.segments import Place, place_of
 from testing.oracles import normal
 
@@ -84,7 +84,7 @@ def bits_of(n: int, seed: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 65536, n).astype(np.int32))
 
 
-def through(form: Form, x: Tensor, bits: Tensor | None, start: int = 0) -> Tensor:
+def through(form: MomentForm, x: Tensor, bits: Tensor | None, start: int = 0) -> Tensor:
     codes, scales = form.encode(x, start, bits)
     assert codes.dtype == form.dtype and codes.shape == x.shape
     return form.decode(codes, scales, start)

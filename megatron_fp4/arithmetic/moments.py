@@ -24,7 +24,7 @@ from megatron_fp4.arithmetic.fp8_blocks import FloatBlocks, Fp8Blocks, RootBlock
 from megatron_fp4.errors import ConfigError
 
 
-class Form(Protocol):
+class MomentForm(Protocol):
     """How one moment is stored.
 
     dtype: of the codes, one for each element. bits: of an element, its share of a scale included.
@@ -147,12 +147,12 @@ def _keep_positive(codes: Tensor, decoded: Tensor, x: Tensor) -> None:
     codes.view(integers).masked_fill_((x > 0) & (decoded == 0), 1)
 
 
-FIRST: dict[str, Form] = {
+FIRST: dict[str, MomentForm] = {
     "fp32": Float32(),
     "bf16": BFloat16(),
     "fp8": InBlocks(Fp8Blocks()),
 }
-SECOND: dict[str, Form] = {
+SECOND: dict[str, MomentForm] = {
     "fp32": Float32(),
     "bf16": BFloat16(is_square=True),
     "fp16": InBlocks(FloatBlocks("fp16"), is_square=True),
@@ -204,7 +204,7 @@ class Moments:
         return cls(**given)
 
     @property
-    def forms(self) -> dict[str, Form]:
+    def forms(self) -> dict[str, MomentForm]:
         """The forms of m and v, by their keys in torch's optimizers."""
         return {"exp_avg": FIRST[self.m], "exp_avg_sq": SECOND[self.v]}
 

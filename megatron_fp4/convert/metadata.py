@@ -47,7 +47,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Place:
+class FileRange:
     """Where the data of a chunk or object are: `length` bytes of a file, from `offset` on."""
 
     file: str
@@ -65,8 +65,8 @@ class Contents:
     """
 
     tensors: dict[str, TensorInfo]
-    chunks: dict[str, dict[Region, Place]]
-    objects: dict[str, Place]
+    chunks: dict[str, dict[Region, FileRange]]
+    objects: dict[str, FileRange]
     is_flattened: bool
 
     @property
@@ -108,8 +108,8 @@ class _FileOutside(Exception):
 
 def _contents(metadata: Metadata) -> Contents:
     tensors: dict[str, TensorInfo] = {}
-    chunks: dict[str, dict[Region, Place]] = {}
-    objects: dict[str, Place] = {}
+    chunks: dict[str, dict[Region, FileRange]] = {}
+    objects: dict[str, FileRange] = {}
     for key, stored in metadata.state_dict_metadata.items():
         _require(isinstance(key, str) and key.isprintable(), f"the key {str(key)[:40]!r}")
         if isinstance(stored, TensorStorageMetadata):
@@ -141,14 +141,14 @@ def _region(chunk: ChunkStorageMetadata, info: TensorInfo) -> Region:
     return offset, shape
 
 
-def _place(stored: Any) -> Place:
+def _place(stored: Any) -> FileRange:
     name = stored.relative_path
     _require(isinstance(name, str), "the name of a file")
     if not name.isprintable() or Path(name).name != name:
         raise _FileOutside
     _require(getattr(stored, "transform_descriptors", None) is None, "a compressed file")
     offset, length = _sizes((stored.offset, stored.length))
-    return Place(name, offset, length)
+    return FileRange(name, offset, length)
 
 
 def _sizes(numbers: Any) -> tuple[int, ...]:

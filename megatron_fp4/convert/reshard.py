@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
         args.expert_model_parallel_size,
     )
     parts = [
-        rewrite.Part(key, region, rank)
+        rewrite.TensorPart(key, region, rank)
         for key, info in source.tensors.items()
         for rank, region in shards(key, info, layout)
     ]

@@ -30,7 +30,7 @@ _ITERATION = re.compile(r"iter_(\d+)")
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A part of a tensor, and the number of the file to write it to."""
 
     key: str
@@ -50,7 +50,7 @@ class Plan:
 
     command: str
     sources: list[Checkpoint]
-    parts: list[Part]
+    parts: list[TensorPart]
     values: Callable[[str, Region], Tensor]
     objects: dict[str, bytes]
     common_file: bytes | None
@@ -96,11 +96,11 @@ def verify(sources: Iterable[Checkpoint], args: argparse.Namespace) -> None:
         integrity.verify(source.path, [*own, *common, *source.files])
 
 
-def as_saved(checkpoint: Checkpoint, keys: Iterable[str]) -> list[Part]:
+def as_saved(checkpoint: Checkpoint, keys: Iterable[str]) -> list[TensorPart]:
     """The parts of the tensors `keys` as the checkpoint has them: its chunks, in as many files."""
     number = {name: i for i, name in enumerate(checkpoint.files)}
     return [
-        Part(key, region, number[checkpoint.file_of(key, region)])
+        TensorPart(key, region, number[checkpoint.file_of(key, region)])
         for key in keys
         for region in checkpoint.chunks(key)
     ]
@@ -164,7 +164,7 @@ def note(folder: Path, command: str, sources: Iterable[Path]) -> None:
     (folder / MADE_BY).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _chunk(plan: Plan, part: Part) -> Chunk:
+def _chunk(plan: Plan, part: TensorPart) -> Chunk:
     info = plan.source.tensors[part.key]
     return Chunk(
         part.key, info, *part.region, lambda: plan.values(part.key, part.region), part.file

@@ -24,7 +24,7 @@ _ROW = ("linear_proj", "linear_fc2")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelSizes:
     """Sizes of the parallel dimensions of a launch. gated: whether fc1 is gated (SwiGLU)."""
 
     tensor: int
@@ -39,7 +39,7 @@ class Layout:
         return self.tensor * self.pipeline * self.expert
 
 
-def layout_of(args: argparse.Namespace, tensor: int, pipeline: int, expert: int) -> Layout:
+def layout_of(args: argparse.Namespace, tensor: int, pipeline: int, expert: int) -> ParallelSizes:
     """The layout for the model of a checkpoint. args: Megatron's, of the run that saved.
 
     Raises ConfigError if the sizes do not divide the model's.
@@ -58,10 +58,10 @@ def layout_of(args: argparse.Namespace, tensor: int, pipeline: int, expert: int)
         raise ConfigError(
             f"{experts} experts are not a multiple of --expert-model-parallel-size {expert}"
         )
-    return Layout(tensor, pipeline, expert, layers, gated)
+    return ParallelSizes(tensor, pipeline, expert, layers, gated)
 
 
-def shards(key: str, info: TensorInfo, layout: Layout) -> Iterator[tuple[int, Region]]:
+def shards(key: str, info: TensorInfo, layout: ParallelSizes) -> Iterator[tuple[int, Region]]:
     """(rank, part of the tensor) for each part that a rank of its own has.
 
     A part that several ranks have is given to the first. Raises ConfigError if the layout does not
@@ -85,7 +85,9 @@ def shards(key: str, info: TensorInfo, layout: Layout) -> Iterator[tuple[int, Re
             )
 
 
-def _first_rank(at: Address, leading: tuple[int, ...], info: TensorInfo, layout: Layout) -> int:
+def _first_rank(
+    at: Address, leading: tuple[int, ...], info: TensorInfo, layout: ParallelSizes
+) -> int:
     """The first tensor-parallel rank that has the part at `leading` of the first axes."""
     stage = layout.pipeline - 1
     if at.is_layer:
@@ -111,7 +113,7 @@ def _axis(at: Address, info: TensorInfo) -> int | None:
 
 
 def _splits(
-    key: str, at: Address, axis: int | None, shape: tuple[int, ...], layout: Layout
+    key: str, at: Address, axis: int | None, shape: tuple[int, ...], layout: ParallelSizes
 ) -> Iterator[tuple[int, int, int]]:
     """(tensor-parallel rank, start, size) of the parts along the axis."""
     if axis is None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.convert import metadata, pickles
-from megatron_fp4.convert.metadata import Place, Region, TensorInfo
+from megatron_fp4.convert.metadata import FileRange, Region, TensorInfo
 from megatron_fp4.errors import ConfigError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -74,7 +74,7 @@ class Checkpoint:
         self._chunks = {key: _Chunks(places) for key, places in contents.chunks.items()}
         self.objects, self.files = list(contents.objects), contents.files
         self.is_flattened = contents.is_flattened
-        self._last: tuple[Place, Tensor] | None = None  # a chunk of which a part was read
+        self._last: tuple[FileRange, Tensor] | None = None  # a chunk of which a part was read
 
     @property
     def name(self) -> str:
@@ -181,14 +181,14 @@ class Checkpoint:
             raise ConfigError(f"{self.path} has no tensor {key}")
         return self.tensors[key]
 
-    def _tensor_at(self, key: str, place: Place, info: TensorInfo) -> Tensor:
+    def _tensor_at(self, key: str, place: FileRange, info: TensorInfo) -> Tensor:
         found = self._load(key, place)
         is_tensor = isinstance(found, Tensor) and found.layout == torch.strided
         if not is_tensor or tuple(found.shape) != info.shape or found.dtype != info.dtype:
             raise ConfigError(f"{self.path / place.file} is damaged at {key}")
         return found.detach()
 
-    def _load(self, key: str, place: Place) -> Any:
+    def _load(self, key: str, place: FileRange) -> Any:
         with self._opened(place) as window:
             try:
                 return pickles.load_saved(window)
@@ -197,7 +197,7 @@ class Checkpoint:
                 raise ConfigError(f"{what} ({type(error).__name__})") from error
 
     @contextmanager
-    def _opened(self, place: Place) -> Iterator[_Window]:
+    def _opened(self, place: FileRange) -> Iterator[_Window]:
         file = self.path / place.file
         try:
             stream = file.open("rb", buffering=0)
@@ -210,7 +210,7 @@ class Checkpoint:
 class _Window(io.RawIOBase):
     """A part of a file, as if it were a file: its tensor is read without a copy of the bytes."""
 
-    def __init__(self, stream: io.FileIO, place: Place) -> None:
+    def __init__(self, stream: io.FileIO, place: FileRange) -> None:
         self._stream, self._place = stream, place
         self._at = 0
 
@@ -241,7 +241,7 @@ class _Window(io.RawIOBase):
 class _Chunks:
     """The chunks of one tensor, sorted, so that those near a part are found without a search."""
 
-    def __init__(self, places: dict[Region, Place]) -> None:
+    def __init__(self, places: dict[Region, FileRange]) -> None:
         self.places = places
         self._sorted = list(places.items())
         self._starts = [offset[:1] for offset, _ in places]
@@ -249,7 +249,7 @@ class _Chunks:
 
     def near(
         self, offset: tuple[int, ...], shape: tuple[int, ...]
-    ) -> Iterable[tuple[Region, Place]]:
+    ) -> Iterable[tuple[Region, FileRange]]:
         """The chunks that can overlap with a part, by the first axis."""
         if not shape:
             return self._sorted

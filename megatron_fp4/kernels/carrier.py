@@ -58,7 +58,7 @@ class Converted(NamedTuple):
     blocks: Any
 
 
-class Form(NamedTuple):
+class CarrierForm(NamedTuple):
     """How an operand is converted: constants of the compiled kernel.
 
     CORRECTS: whether carriers have been written with a guess, and only wrong rows are converted.
@@ -267,8 +267,8 @@ def carry_kernel(
 ):
     """Converts one operand of a product to FP8, or both in one launch.
 
-    a, b: a Converted. A, B: a Form; B is None if there is one operand. Writes the carriers and the
-        row factors, and adds to the counts.
+    a, b: a Converted. A, B: a CarrierForm; B is None if there is one operand. Writes the carriers
+        and the row factors, and adds to the counts.
 
     If an operand is corrected, its carriers have been written under the row exponent in its counts.
     A row is converted again if one of its blocks that is not all zeros is NaN or has a scale that
@@ -347,8 +347,8 @@ def _launch(*kinds: Kind) -> Launch:
     return Launch(carry_kernel, (sum(programs),), types, constants, num_warps=WARPS)
 
 
-def _form(kind: Kind) -> Form:
-    """The Form of an operand. Tile sizes are those that were fastest on an H200."""
+def _form(kind: Kind) -> CarrierForm:
+    """The CarrierForm of an operand. Tile sizes are those that were fastest on an H200."""
     _, blocks, block, element, corrects, scale = kind
     every = 1 << (blocks - 1).bit_length()
     rows = max(1, min(CORRECTED_ROWS, HELD // every))
@@ -362,4 +362,4 @@ def _form(kind: Kind) -> Form:
             WINDOW_OF_FLOATS,
         )
     limits = bottom, top, LOWEST[mantissa], *scales
-    return Form(corrects, *tile, mantissa, bias, nan, *limits, block // 8, every)
+    return CarrierForm(corrects, *tile, mantissa, bias, nan, *limits, block // 8, every)

@@ -51,7 +51,7 @@ class Where(NamedTuple):
     stride: Any
 
 
-class Draws(NamedTuple):
+class StepAndSeed(NamedTuple):
     """What random bits depend on, beside element and stream: step, and both words of the seed."""
 
     step: Any
@@ -127,8 +127,8 @@ def adamw_kernel(
     """A step over the elements of `where`, in place; a program updates ROWS blocks.
 
     weights, gradients: float32. first, second: a `Moment` in form M, and one in form V, rounded by
-    random bits if M_DRAWS and V_DRAWS. where, draws, adam: `Where`, `Draws` and `Scalars`. SHIFTED:
-    whether `where.shift` is read; else it is 0. SHARDED, GROUPED: see `_drawn`.
+    random bits if M_DRAWS and V_DRAWS. where, draws, adam: `Where`, `StepAndSeed` and `Scalars`.
+    SHIFTED: whether `where.shift` is read; else it is 0. SHARDED, GROUPED: see `_drawn`.
     """
     start = tl.program_id(0).to(tl.int64) * ROWS
     row = start + tl.arange(0, ROWS)[:, None]
@@ -174,7 +174,7 @@ def step(of: LowBit, gradient: Tensor, adam: Adam, seed: int) -> None:
     where, sharded, grouped = _where(of.owned, size)
     programs = tiles(tiles(size + where.shift, _BLOCK), _ROWS)
     start = _launch(programs, of.moments, where.shift > 0, sharded, grouped)
-    draws = Draws(*Key(seed, adam.step).signed_words)
+    draws = StepAndSeed(*Key(seed, adam.step).signed_words)
     moments = [
         Moment(of.state[key], of.state.get(scale_key(key)), signed(stream_of(of.owned.name, key)))
         for key in of.moments.forms
@@ -215,7 +215,7 @@ def _launch(programs: int, moments: Moments, shifted: bool, sharded: bool, group
         torch.float32,
         *(Moment(dtype, torch.uint8, NUMBER) for _, dtype in forms),
         Where(*[NUMBER] * len(Where._fields)),
-        Draws(*[NUMBER] * len(Draws._fields)),
+        StepAndSeed(*[NUMBER] * len(StepAndSeed._fields)),
         Scalars(*[NUMBER] * len(Scalars._fields)),  # type: ignore[arg-type]
     )
     constants = dict(

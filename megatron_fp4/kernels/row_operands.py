@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import COUNTS, QuantizedTensor, Quantizer
 from megatron_fp4.kernels.launch import Launch, planned, tiles
-from megatron_fp4.kernels.rows import Element, Form, Out, cast_kernel, largest_kernel, row_kernel
+from megatron_fp4.kernels.rows import Element, Out, RowForm, cast_kernel, largest_kernel, row_kernel
 from megatron_fp4.operands import Decoded, Made
 
 EXPONENTS = {"e4m3": (3, 7), "e5m2": (2, 15), "e2m1": (1, 1)}  # mantissa bits and bias
@@ -23,7 +23,7 @@ PER_WARP = 1024  # elements of such a row: 32 for each thread
 
 
 @dataclass(slots=True)
-class Copy:
+class RowOperand:
     """One operand of a matrix.
 
     axis: its contracted axis, which is last in the result.
@@ -40,7 +40,7 @@ class Copy:
     carrier: torch.dtype | None = None
 
 
-def quantize(x: Tensor, quantizer: Quantizer, copies: Sequence[Copy]) -> list[Made]:
+def quantize(x: Tensor, quantizer: Quantizer, copies: Sequence[RowOperand]) -> list[Made]:
     """Quantizes a matrix with a float32 scale for each row of an operand, or for all of it.
 
     x: BF16 [rows, columns].
@@ -85,7 +85,7 @@ def quantize(x: Tensor, quantizer: Quantizer, copies: Sequence[Copy]) -> list[Ma
     return made
 
 
-def find_largest(x: Tensor, quantizer: Quantizer, copy: Copy) -> Tensor:
+def find_largest(x: Tensor, quantizer: Quantizer, copy: RowOperand) -> Tensor:
     """The largest magnitude of each row of an operand, from which the row scale follows:
     float32 [lines, 1]. With one scale for the tensor that of all elements, [1, 1]. Inf stands for
     NaN too.
@@ -103,7 +103,7 @@ def find_largest(x: Tensor, quantizer: Quantizer, copy: Copy) -> Tensor:
     return found.view(torch.float32)
 
 
-def _is_held(copy: Copy, quantizer: Quantizer, columns: int) -> bool:
+def _is_held(copy: RowOperand, quantizer: Quantizer, columns: int) -> bool:
     """Whether programs that hold a whole row make this operand of a matrix with `columns`."""
     rows_alone = copy.axis == 1 and quantizer.block[0] == 1 and copy.largest is None
     return rows_alone and columns <= WIDEST
@@ -119,7 +119,9 @@ def _bytes_of(quantizer: Quantizer, n: int) -> int:
     return n // 2 if quantizer.element == "e2m1" else n
 
 
-def _room(copy: Copy, quantizer: Quantizer, shape: torch.Size, finds: bool) -> tuple[int, int]:
+def _room(
+    copy: RowOperand, quantizer: Quantizer, shape: torch.Size, finds: bool
+) -> tuple[int, int]:
     """The integers of a copy's counts and, if a kernel `finds` them, of its largest magnitudes, in
     multiples of 16 bytes."""
     lines = shape[1 - copy.axis]
@@ -133,10 +135,10 @@ _OUT = Out(torch.float32, torch.int32, torch.uint8, torch.uint8, torch.float32, 
 _NOTHING = (None,) * len(_OUT)
 
 
-def _form(quantizer: Quantizer, kind: _Kind) -> Form:
+def _form(quantizer: Quantizer, kind: _Kind) -> RowForm:
     axis, has_fold, carrier = kind
     mantissa = 0 if carrier is None else CARRIERS[carrier]
-    return Form(axis, quantizer.block[0] == 1, has_fold, mantissa)
+    return RowForm(axis, quantizer.block[0] == 1, has_fold, mantissa)
 
 
 def _element(quantizer: Quantizer) -> Element:

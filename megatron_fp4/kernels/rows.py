@@ -45,7 +45,7 @@ class Out(NamedTuple):
     counts: Any
 
 
-class Form(NamedTuple):
+class RowForm(NamedTuple):
     """How an operand is made. AXIS: the contracted axis. CARRIER: the mantissa bits of its
     carriers, 0 if it has none. For the others see `Out`."""
 
@@ -123,8 +123,8 @@ def largest_kernel(
 ):
     """Finds the bits of the largest magnitudes of one operand, or of both operands of a matrix.
 
-    x_ptr: see `_loaded`. a, b: an Out each, whose `largest` is 0 at the launch. A, B: their Form; B
-    is None if there is one operand.
+    x_ptr: see `_loaded`. a, b: an Out each, whose `largest` is 0 at the launch. A, B: their
+    RowForm; B is None if there is one operand.
     """
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
@@ -260,8 +260,8 @@ def cast_kernel(
 
     A line that holds an Inf or a NaN has codes 0, and gamma is NaN.
 
-    x_ptr: see `_loaded`. a, b: an Out each, with the `largest` magnitudes. A, B: their Form; B is
-    None if there is one operand. ELEMENT: an Element.
+    x_ptr: see `_loaded`. a, b: an Out each, with the `largest` magnitudes. A, B: their RowForm; B
+    is None if there is one operand. ELEMENT: an Element.
     """
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)

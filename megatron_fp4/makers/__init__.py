@@ -26,7 +26,7 @@ KERNELS: dict[str, Maker] = {
 }
 
 
-class Choice(NamedTuple):
+class MakerChoice(NamedTuple):
     """maker: what makes the operand. passed_over: (name, reason) of the kernel that would be
     faster, if it cannot be used."""
 
@@ -34,7 +34,7 @@ class Choice(NamedTuple):
     passed_over: tuple[tuple[str, str], ...] = ()
 
 
-def choose(operand: OperandPlan, target: Target) -> Choice:
+def choose(operand: OperandPlan, target: Target) -> MakerChoice:
     """The fastest maker of an operand on `target`, and why a faster one is not used.
 
     Plain PyTorch makes what no kernel can make.
@@ -42,10 +42,10 @@ def choose(operand: OperandPlan, target: Target) -> Choice:
     if operand.quantizer is None:  # nothing to quantize: a view, or a transpose of codes
         on_gpu = kernels_problem(target) is None and operand.codes is not None
         transposes = on_gpu and TRANSPOSE.refuses(operand) is None
-        return Choice(TRANSPOSE if transposes else PYTORCH)
+        return MakerChoice(TRANSPOSE if transposes else PYTORCH)
     if (problem := kernels_problem(target)) is not None:
-        return Choice(PYTORCH, (("kernels", problem),))
+        return MakerChoice(PYTORCH, (("kernels", problem),))
     kernel = KERNELS[operand.quantizer.scale]
     if (problem := kernel.refuses(operand)) is not None:
-        return Choice(PYTORCH, ((kernel.name, problem),))
-    return Choice(kernel)
+        return MakerChoice(PYTORCH, ((kernel.name, problem),))
+    return MakerChoice(kernel)

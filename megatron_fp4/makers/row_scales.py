@@ -55,7 +55,7 @@ class RowScaleKernel:
         from megatron_fp4.kernels import row_operands  # imports Triton
 
         assert isinstance(matrix, Tensor) and operand.quantizer is not None
-        copy = row_operands.Copy(operand.axis, given.fold)
+        copy = row_operands.RowOperand(operand.axis, given.fold)
         return row_operands.find_largest(matrix, operand.quantizer, copy)
 
     def make(
@@ -66,7 +66,7 @@ class RowScaleKernel:
         quantizer = operands[0].quantizer
         assert isinstance(matrix, Tensor) and quantizer is not None
         copies = [
-            row_operands.Copy(operand.axis, each.fold, each.largest, operand.carrier)
+            row_operands.RowOperand(operand.axis, each.fold, each.largest, operand.carrier)
             for operand, each in zip(operands, given, strict=True)
         ]
         return row_operands.quantize(matrix, quantizer, copies)

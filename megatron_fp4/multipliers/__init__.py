@@ -27,19 +27,19 @@ MULTIPLIERS: tuple[Multiplier, ...] = (
 )
 
 
-class Choice(NamedTuple):
+class MultiplierChoice(NamedTuple):
     """multiplier: what runs the product. passed_over: (name, reason) of each faster one."""
 
     multiplier: Multiplier
     passed_over: tuple[tuple[str, str], ...]
 
 
-def choose(product: Product, target: Target) -> Choice:
+def choose(product: Product, target: Target) -> MultiplierChoice:
     """The fastest multiplier that runs `product` on `target`."""
     passed_over: list[tuple[str, str]] = []
     for multiplier in MULTIPLIERS:
         reason = multiplier.refuses(product, target)
         if reason is None:
-            return Choice(multiplier, tuple(passed_over))
+            return MultiplierChoice(multiplier, tuple(passed_over))
         passed_over.append((multiplier.name, reason))
     raise AssertionError("the reference runs everything")

@@ -48,12 +48,12 @@ def checkpoint(
     The model itself is in folder/hf. args: of `recorded`. fields: of the model's configuration.
     """
     save(model, folder / "hf", dtype, **fields)
-    plain = import_hf.Source.arguments
+    plain = import_hf.HuggingFaceModel.arguments
 
-    def arguments(self: import_hf.Source) -> dict[str, Any]:
+    def arguments(self: import_hf.HuggingFaceModel) -> dict[str, Any]:
         return plain(self) | args
 
-    with patched(import_hf.Source, "arguments", arguments):
+    with patched(import_hf.HuggingFaceModel, "arguments", arguments):
         run("import-hf", folder / "hf", "--output", folder / "megatron", "--force")
     return folder / "megatron"
 

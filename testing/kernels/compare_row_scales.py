@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_quantizer
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
-from megatron_fp4.kernels.row_operands import CARRIERS, Copy, find_largest, quantize
+from megatron_fp4.kernels.row_operands import CARRIERS, RowOperand, find_largest, quantize
 from megatron_fp4.kernels.transpose import transposed
 from megatron_fp4.makers.base import Given
 from megatron_fp4.makers.pytorch import PyTorch
@@ -63,17 +63,19 @@ def differences(device: str) -> Iterator[str]:
         }
         for axes, folded, wanted in CASES:
             carrier = wanted if element == "e2m1" else None
-            copies = [Copy(axis, folds[axis] if folded else None, None, carrier) for axis in axes]
+            copies = [
+                RowOperand(axis, folds[axis] if folded else None, None, carrier) for axis in axes
+            ]
             for told in _differences(x.bfloat16(), quantizer, copies, device):
                 yield f"{element} {block} {bad} {told}"
         for axis, fold in itertools.product((1, 0), (False, True)):
-            copy = Copy(axis, folds[axis] if fold else None)
+            copy = RowOperand(axis, folds[axis] if fold else None)
             if not _finds(x.bfloat16(), quantizer, copy, device):
                 yield f"{element} {block} {bad} largest {axis} {fold}"
         if bad == 1.0:
             for axis, largest in shared.items():
                 for told in _differences(
-                    x.bfloat16(), quantizer, [Copy(axis, None, largest)], device
+                    x.bfloat16(), quantizer, [RowOperand(axis, None, largest)], device
                 ):
                     yield f"{element} {block} agreed {told}"
 
@@ -87,9 +89,11 @@ def differences(device: str) -> Iterator[str]:
             yield f"transposed {carrier}"
 
 
-def _differences(x: Tensor, quantizer: Quantizer, copies: list[Copy], device: str) -> Iterator[str]:
+def _differences(
+    x: Tensor, quantizer: Quantizer, copies: list[RowOperand], device: str
+) -> Iterator[str]:
     there = [
-        Copy(each.axis, _moved(each.fold, device), _moved(each.largest, device), each.carrier)
+        RowOperand(each.axis, _moved(each.fold, device), _moved(each.largest, device), each.carrier)
         for each in copies
     ]
     found = quantize(x.to(device), quantizer, there)
@@ -101,11 +105,11 @@ def _differences(x: Tensor, quantizer: Quantizer, copies: list[Copy], device: st
             yield f"axis {copy.axis} of {len(copies)} {folded} {agreed} {copy.carrier}"
 
 
-def _finds(x: Tensor, quantizer: Quantizer, copy: Copy, device: str) -> bool:
+def _finds(x: Tensor, quantizer: Quantizer, copy: RowOperand, device: str) -> bool:
     """Whether the largest magnitudes of an operand are those of the reference."""
     wanted_plan = plan(x, quantizer, copy.axis, folds=copy.fold is not None)
     wanted = PyTorch().largest(x, wanted_plan, Given(fold=copy.fold))
-    there = Copy(copy.axis, _moved(copy.fold, device))
+    there = RowOperand(copy.axis, _moved(copy.fold, device))
     found = find_largest(x.to(device), quantizer, there).cpu()
     return found.shape == wanted.shape and torch.equal(found, wanted)
 

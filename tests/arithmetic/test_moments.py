@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.moments import FIRST, SECOND, Form, Moments
+from megatron_fp4.arithmetic.moments import FIRST, SECOND, MomentForm, Moments
 from megatron_fp4.errors import ConfigError
 from testing.low_bit import bits_of, spread, through
 
@@ -29,7 +29,7 @@ def every_form() -> list[Any]:
 
 
 @pytest.mark.parametrize(("form", "is_square"), every_form())
-def test_the_mean_of_draws_is_the_moment(form: Form, is_square: bool) -> None:
+def test_the_mean_of_draws_is_the_moment(form: MomentForm, is_square: bool) -> None:
     """Within the central-limit bound. Negative control: rounding to nearest is far off."""
     draws, x = 4096, spread(128, 3, 1.0)
     x = x.square() if is_square else x
@@ -63,7 +63,7 @@ def test_roots_are_unbiased_in_their_squares() -> None:
 
 
 @pytest.mark.parametrize(("form", "is_square"), every_form())
-def test_decoded_moments_are_encoded_without_a_change(form: Form, is_square: bool) -> None:
+def test_decoded_moments_are_encoded_without_a_change(form: MomentForm, is_square: bool) -> None:
     for seed in range(20):
         x = spread(1000, seed, 8.0)
         once = through(form, x.square() if is_square else x, bits_of(1000, seed), 11)

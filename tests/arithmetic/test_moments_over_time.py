@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.fp8_blocks import FloatBlocks, Fp8Blocks
-from megatron_fp4.arithmetic.moments import FIRST, SECOND, Form, InBlocks
+from megatron_fp4.arithmetic.moments import FIRST, SECOND, InBlocks, MomentForm
 from testing.low_bit import through
 from testing.oracles import normal
 
@@ -23,7 +23,7 @@ def drawn(n: int, generator: np.random.Generator) -> Tensor:
 
 
 def averaged(
-    form: Form, gradients: list[Tensor], beta: float, nearest: bool
+    form: MomentForm, gradients: list[Tensor], beta: float, nearest: bool
 ) -> tuple[Tensor, Tensor]:
     """(the mean that is stored in `form`, the mean in float64) of gradients or their squares."""
     generator = np.random.default_rng(5)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_recipe, quantize
 from megatron_fp4.convert.huggingface import settings
-from megatron_fp4.convert.huggingface.import_hf import Source
+from megatron_fp4.convert.huggingface.import_hf import HuggingFaceModel
 from testing.builders.fp4_checkpoint import checkpoint, export, recorded
 from testing.builders.small_hf import MODELS, TOKENS, VOCABULARY, tokens
 from testing.worlds.launch import SCRIPTS, spawn
@@ -164,7 +164,7 @@ OTHER_CODES = 0.5
 def megatron_logits(folder: Path, *flags: str) -> Tensor:
     """Megatron's logits of `tokens()` in a forward pass of training."""
     torch.save(tokens(), folder / "tokens.pt")
-    own = settings.flags(Source(folder / "hf", 1).settings)
+    own = settings.flags(HuggingFaceModel(folder / "hf", 1).settings)
     launch = f"--seq-length {TOKENS} --micro-batch-size 2 --global-batch-size 2 --lr 1e-3 "
     launch += "--train-iters 2 --eval-iters 1 --attention-dropout 0 --hidden-dropout 0 --mock-data "
     launch += f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} "

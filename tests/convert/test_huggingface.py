@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_fp4.convert import command
 from megatron_fp4.convert.huggingface import decoder, gpt2, model_files, settings
-from megatron_fp4.convert.huggingface.import_hf import Source
+from megatron_fp4.convert.huggingface.import_hf import HuggingFaceModel
 from megatron_fp4.convert.huggingface.layouts import Qkv, Rows
 from testing.builders.small_hf import MODELS, TOKENS, VOCABULARY, save, tokens
 from testing.worlds.launch import MOCK_DATA, SCRIPTS, spawn, train
@@ -47,7 +47,7 @@ def imported(folder: Path, name: str, dtype: torch.dtype = torch.float32, **fiel
 def megatron_logits(folder: Path, processes: int = 1, *flags: str) -> Tensor:
     """Megatron's logits of `tokens()`, [2, TOKENS, VOCABULARY], by the flags of the import."""
     torch.save(tokens(), folder / "tokens.pt")
-    own = settings.flags(Source(folder / "hf", 1).settings)
+    own = settings.flags(HuggingFaceModel(folder / "hf", 1).settings)
     script = SCRIPTS / "logits.py"
     files = str(folder / "tokens.pt"), str(folder / "logits.pt")
     done = spawn(
@@ -238,7 +238,7 @@ def test_gpt2_as_it_was_released(tmp_path: Path) -> None:
 def test_a_trained_model_is_exported(tmp_path: Path) -> None:
     """Two ranks train from a release; transformers then computes what Megatron does."""
     imported(tmp_path, "llama", torch.bfloat16, intermediate_size=192)
-    own = settings.flags(Source(tmp_path / "hf", 1).settings)
+    own = settings.flags(HuggingFaceModel(tmp_path / "hf", 1).settings)
     layout = "--tensor-model-parallel-size 2 --use-distributed-optimizer --bf16".split()
     places = ["--load", str(tmp_path / "megatron"), "--save", str(tmp_path / "trained")]
     kind = [*MOCK_DATA[2:3], str(VOCABULARY - 1)]

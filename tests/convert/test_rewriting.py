@@ -52,7 +52,7 @@ def test_the_check_at_the_end_finds_a_wrong_part(
     run = small(tmp_path / "run")
     chunk = rewrite._chunk
 
-    def wrong(plan: rewrite.Plan, part: rewrite.Part) -> rewrite.Chunk:
+    def wrong(plan: rewrite.Plan, part: rewrite.TensorPart) -> rewrite.Chunk:
         made = chunk(plan, part)
         spoilt = made.load().clone()
         spoilt.view(-1)[0] += 1

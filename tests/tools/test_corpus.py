@@ -16,10 +16,10 @@ import pytest
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.data.corpus import blocks, parts
-from megatron_fp4.mcore.data.corpus.blocks import START, Block, Piece, Source
+from megatron_fp4.mcore.data.corpus.blocks import START, Block, FilePiece, SourceFile
 from megatron_fp4.mcore.data.corpus.encoding import texts_of, tokenized
 from megatron_fp4.mcore.data.corpus.merging import merge
-from megatron_fp4.mcore.data.corpus.options import Options
+from megatron_fp4.mcore.data.corpus.options import CorpusOptions
 from megatron_fp4.mcore.data.corpus.progress import Progress
 from megatron_fp4.mcore.data.corpus.sources import sources_of
 from megatron_fp4.mcore.data.corpus.tokenizers import Tokenizer, open_tokenizer
@@ -41,7 +41,7 @@ CHECKOUT = Path(__file__).parents[2]
 # --- blocks ----------------------------------------------------------------------------------
 
 
-def corpus(folder: Path) -> list[Source]:
+def corpus(folder: Path) -> list[SourceFile]:
     """JSON lines, whole and compressed, of which one is cut short, a text file, Parquet."""
     lines = write_lines(folder / "a.jsonl", texts(60)).read_bytes()
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines)[:-300])
@@ -102,8 +102,8 @@ def test_a_large_vocabulary_takes_wider_tokens(vocab_size: int, dtype: str, tmp_
     tokenizer = Tokenizer(kind, tmp_path, vocab_size, 2, "sha256", True, library)
     assert tokenizer.dtype == dtype
     content = write_lines(tmp_path / "a.jsonl", texts(9)).read_bytes()
-    piece = Piece("a.jsonl", "lines", content=content)
-    part = tokenized(Block(0, START, START, 0, [piece]), tokenizer, Options())
+    piece = FilePiece("a.jsonl", "lines", content=content)
+    part = tokenized(Block(0, START, START, 0, [piece]), tokenizer, CorpusOptions())
     parts.write(tmp_path, part)
     merge(tmp_path, [part.header], "train", tmp_path / "merged", dtype)
     megatrons = SimpleNamespace(vocab_size=vocab_size, eod=2, tokenize=ids.get)

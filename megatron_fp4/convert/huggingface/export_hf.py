@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError(f"--shard-gb is a size above 0, such as 2, not {args.shard_gb:g}")
     path = torch_dist.find(args.checkpoint, args.step)
     checkpoint = Checkpoint(path)
-    source = Source(checkpoint, args.like or _kept(path), args.vocab_size)
+    source = MegatronModel(checkpoint, args.like or _kept(path), args.vocab_size)
     form = _form(args, source)
     named = list(source.tensors(form))
     size = sum(tensor.info.bytes for tensor in named)
@@ -114,7 +114,7 @@ def _can_be_asked_for(name: str) -> bool:
     return not quantizer.stochastic and not compressed_tensors.problem(quantizer)
 
 
-def _form(args: argparse.Namespace, source: Source) -> Fp4Format | None:
+def _form(args: argparse.Namespace, source: MegatronModel) -> Fp4Format | None:
     """The form of FP4 weights; None to export weights as the checkpoint has them."""
     if args.activations != "training" and args.format != "compressed-tensors":
         raise ConfigError("--activations needs --format compressed-tensors")
@@ -140,7 +140,7 @@ def _check(named: list[Named], made: Folder) -> None:
             raise ConfigError(f"{tensor.name} was not read as it was written: check the disk")
 
 
-class Source:
+class MegatronModel:
     """A Megatron checkpoint as a model of `transformers`.
 
     like: the folder of a model of the same architecture, or None.

@@ -23,7 +23,7 @@ def is_expert(entry: Entry) -> bool:
 
 
 @dataclass(frozen=True)
-class Choice:
+class WeightQuantizer:
     """How the weight of a linear is quantized.
 
     w: the quantizer of W. recipe: the recipe whose fprop has it; None if training did not quantize
@@ -65,14 +65,14 @@ class QuantizedWeights:
                 "--format plain, or --quantize-as mxfp4 to quantize the weights now"
             )
 
-    def _choice(self, entry: Entry) -> Choice | None:
+    def _choice(self, entry: Entry) -> WeightQuantizer | None:
         assert entry.linear is not None
         recipe = self._recipes.of(entry.linear)
         w = None if recipe is None else recipe.fprop.b
         if recipe is not None and w is not None:
             problem = self._obstacle(recipe, w)
             if not problem:
-                return Choice(w, recipe)
+                return WeightQuantizer(w, recipe)
             if self._quantize_as is None:
                 raise ConfigError(
                     f"{entry.linear} follows {recipe.name}, with {problem}, which {self._form} "
@@ -80,7 +80,7 @@ class QuantizedWeights:
                 )
         if self._quantize_as is None or self._recipes.keeps_in_bf16(entry.linear):
             return None
-        return Choice(self._quantize_as, None)
+        return WeightQuantizer(self._quantize_as, None)
 
     def _obstacle(self, recipe: Recipe, w: Quantizer) -> str:
         """Why the codes of training cannot be exported; "" if they can."""

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Imports a model. Raises ConfigError, before anything is written, if it cannot be."""
-    source = Source(args.model, args.vocab_multiple)
+    source = HuggingFaceModel(args.model, args.vocab_multiple)
     size = sum(chunk.bytes for chunk in source.chunks())
     print(f"{args.model}: {source.family.model_type}, {size / 1e9:.2f} GB")
     check_target(args.output, args.force, (args.model,))
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"To train from it, add --load {args.output} and --save with another folder.")
 
 
-def _write(source: Source, output: Path, size: int) -> None:
+def _write(source: HuggingFaceModel, output: Path, size: int) -> None:
     progress = Progress(f"import to {output}", size)
     with complete_folder(output) as folder:
         path = folder / torch_dist.RELEASE
@@ -81,7 +81,7 @@ def _write(source: Source, output: Path, size: int) -> None:
     print(f"{output}: written and read again, every tensor is equal")
 
 
-def _check(source: Source, made: Checkpoint) -> None:
+def _check(source: HuggingFaceModel, made: Checkpoint) -> None:
     """Raises ConfigError unless every tensor of the checkpoint is what the model has."""
     for entry in source.entries:
         parts = entry.layout.split(made.tensor(entry.key, entry.index))
@@ -90,7 +90,7 @@ def _check(source: Source, made: Checkpoint) -> None:
                 raise ConfigError(f"{name} was not read as it was written: check the disk")
 
 
-class Source:
+class HuggingFaceModel:
     """A Hugging Face model, and what Megatron's checkpoint of it has.
 
     path: its folder. multiple: of which the number of rows of the embedding is to be one.

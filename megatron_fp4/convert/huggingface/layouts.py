@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Layout(Protocol):
+class TensorLayout(Protocol):
     def join(self, parts: list[Tensor]) -> Tensor:
         """Megatron's tensor."""
 
@@ -81,7 +81,7 @@ class Transposed:
     and V in one tensor. A bias [out] is not transposed.
     """
 
-    inner: Layout
+    inner: TensorLayout
     parts: int = 1
 
     def join(self, parts: list[Tensor]) -> Tensor:
@@ -131,7 +131,7 @@ class Entry:
     key: str
     shape: tuple[int, ...]
     names: tuple[str, ...]
-    layout: Layout = _SAME
+    layout: TensorLayout = _SAME
     index: tuple[int, ...] = ()
     axes: tuple[int, ...] = ()
     linear: str | None = None
@@ -152,13 +152,17 @@ class Layer:
     prefix: str = "model.layers"
 
     def entry(
-        self, key: str, shape: tuple[int, ...], names: tuple[str, ...], layout: Layout = _SAME
+        self, key: str, shape: tuple[int, ...], names: tuple[str, ...], layout: TensorLayout = _SAME
     ) -> Entry:
         """A tensor. key, names: what follows the number of the layer."""
         return Entry(self._key(key), shape, self._names(names), layout, *self._place())
 
     def linear(
-        self, module: str, shape: tuple[int, int], names: tuple[str, ...], layout: Layout = _SAME
+        self,
+        module: str,
+        shape: tuple[int, int],
+        names: tuple[str, ...],
+        layout: TensorLayout = _SAME,
     ) -> Entry:
         """The weight of a linear. module, names: without ".weight"."""
         weights = self._names(tuple(f"{name}.weight" for name in names))
@@ -172,7 +176,7 @@ class Layer:
         experts: int,
         shape: tuple[int, int],
         names: tuple[str, ...],
-        layout: Layout = _SAME,
+        layout: TensorLayout = _SAME,
     ) -> Entry:
         """The weight of a linear of one of the layer's experts.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_fp4.mcore.data import outputs
 from megatron_fp4.mcore.data.command import OneLineParser
-from megatron_fp4.mcore.data.corpus.options import Options, Running
+from megatron_fp4.mcore.data.corpus.options import CorpusOptions, Running
 from megatron_fp4.mcore.data.errors import DataError
 
 
@@ -66,13 +66,13 @@ def _parser() -> OneLineParser:
     )
     add(
         "--json-key",
-        default=Options.json_key,
+        default=CorpusOptions.json_key,
         help="where a JSON line, or Parquet, has its text (%(default)s)",
     )
     add(
         "--held-out-share",
         type=float,
-        default=Options.held_out_share,
+        default=CorpusOptions.held_out_share,
         help="share of the documents kept for evaluation, chosen by the hash of their text "
         "(%(default)s)",
     )
@@ -88,7 +88,7 @@ def _parser() -> OneLineParser:
 
 
 def _run(given: Namespace) -> None:
-    options = Options(given.json_key, given.held_out_share)
+    options = CorpusOptions(given.json_key, given.held_out_share)
     running = Running(given.workers, given.strict)
     outputs.check(given.output)
     outputs.without_transformer_engine()

@@ -50,7 +50,7 @@ class WeightRange:
 
 
 @dataclass(frozen=True)
-class Part:
+class SentPart:
     """What one rank sends of a bucket.
 
     low, high: its shard. blocks: the blocks that it quantizes, of each sent weight. sent: what of
@@ -85,11 +85,11 @@ def bytes_of(runs: Sequence[tuple[int, int]], buffer: Tensor) -> list[Tensor]:
     return [of_bytes[low * size : high * size] for low, high in runs]
 
 
-def rank_parts(bucket: Any, ranks: int, weights: Mapping[Any, SentWeight]) -> list[Part]:
+def rank_parts(bucket: Any, ranks: int, weights: Mapping[Any, SentWeight]) -> list[SentPart]:
     """The part of each rank of a bucket of Megatron's. weights: the sent ones, by parameter."""
     size = bucket.param_data.numel()
     borders = [rank * (size // ranks) for rank in range(ranks + 1)]
-    found = [Part(low, high) for low, high in pairwise(borders)]
+    found = [SentPart(low, high) for low, high in pairwise(borders)]
     for parameter, (start, stop) in bucket.param_to_index.items():
         weight = weights.get(parameter)
         for part in found:
@@ -107,7 +107,7 @@ def rank_parts(bucket: Any, ranks: int, weights: Mapping[Any, SentWeight]) -> li
     return found
 
 
-def head_length(parts: Sequence[Part]) -> int:
+def head_length(parts: Sequence[SentPart]) -> int:
     """How many of its first elements each rank sends to those before it; 0 if no block is cut.
 
     A block that is longer than a shard takes the whole of the next one.

@@ -17,7 +17,7 @@ from megatron_fp4.mcore.data.text import Kind
 _READ_BYTES = 2**20  # of decompressed content at a time
 
 
-class Source(NamedTuple):
+class SourceFile(NamedTuple):
     """A file of the corpus. size: in bytes on the disk. mtime_ns: when it was changed last."""
 
     path: str
@@ -41,7 +41,7 @@ class Cursor(NamedTuple):
 START = Cursor()
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """A part of one file.
 
     kind: as of the file; "damaged" stands for the rest of a file, which cannot be read.
@@ -69,20 +69,20 @@ class Block:
     begin: Cursor
     end: Cursor
     position: int
-    pieces: list[Piece]
+    pieces: list[FilePiece]
 
 
 class _Step(NamedTuple):
     """A piece, the place where it ends, its size in memory, and the bytes read of its file."""
 
-    piece: Piece
+    piece: FilePiece
     end: Cursor
     size: int
     position: int
 
 
 def blocks(
-    sources: list[Source], column: str, size: int, number: int = 0, begin: Cursor = START
+    sources: list[SourceFile], column: str, size: int, number: int = 0, begin: Cursor = START
 ) -> Iterator[Block]:
     """The blocks of a corpus, from the place `begin` on.
 
@@ -91,7 +91,7 @@ def blocks(
     number: of the first block. Raises DataError if a file cannot be read, or if a Parquet file has
     no such column.
     """
-    pieces: list[Piece] = []
+    pieces: list[FilePiece] = []
     held = read = 0
     end = begin
     before = sum(source.size for source in sources[: begin.source])
@@ -108,7 +108,7 @@ def blocks(
         yield Block(number, begin, end, before, pieces)
 
 
-def _steps(source: Source, start: Cursor, column: str, size: int) -> Iterator[_Step]:
+def _steps(source: SourceFile, start: Cursor, column: str, size: int) -> Iterator[_Step]:
     try:
         yield from _steps_of_kind(source, start, column, size)
     except OSError as error:
@@ -118,9 +118,9 @@ def _steps(source: Source, start: Cursor, column: str, size: int) -> Iterator[_S
         ) from error
 
 
-def _steps_of_kind(source: Source, start: Cursor, column: str, size: int) -> Iterator[_Step]:
+def _steps_of_kind(source: SourceFile, start: Cursor, column: str, size: int) -> Iterator[_Step]:
     if source.kind == "text":
-        piece = Piece(source.path, "text")
+        piece = FilePiece(source.path, "text")
         yield _Step(piece, Cursor(start.source + 1), source.size, source.size)
     elif source.kind == "lines":
         yield from _line_steps(source, start, size)
@@ -128,7 +128,7 @@ def _steps_of_kind(source: Source, start: Cursor, column: str, size: int) -> Ite
         yield from _row_steps(source, start, column)
 
 
-def _row_steps(source: Source, start: Cursor, column: str) -> Iterator[_Step]:
+def _row_steps(source: SourceFile, start: Cursor, column: str) -> Iterator[_Step]:
     try:
         groups = parquet.row_groups(Path(source.path), column)
     except parquet.DamagedParquet as error:
@@ -136,18 +136,18 @@ def _row_steps(source: Source, start: Cursor, column: str) -> Iterator[_Step]:
         return
     before = start.before
     for group, (rows, held) in enumerate(groups[start.offset :], start=start.offset):
-        piece = Piece(source.path, "parquet", before, group=group)
+        piece = FilePiece(source.path, "parquet", before, group=group)
         before += rows
         position = source.size * (group + 1) // len(groups)
         yield _Step(piece, Cursor(start.source, group + 1, before), held, position)
 
 
-def _line_steps(source: Source, start: Cursor, size: int) -> Iterator[_Step]:
+def _line_steps(source: SourceFile, start: Cursor, size: int) -> Iterator[_Step]:
     path, at = Path(source.path), start
     with path.open("rb") as raw:
         try:
             for content in _whole_lines(_chunks(raw, path, start.offset), size):
-                piece = Piece(source.path, "lines", at.before, content)
+                piece = FilePiece(source.path, "lines", at.before, content)
                 lines = content.count(b"\n")
                 at = Cursor(at.source, at.offset + len(content), at.before + lines)
                 yield _Step(piece, at, len(content), raw.tell())
@@ -155,8 +155,8 @@ def _line_steps(source: Source, start: Cursor, size: int) -> Iterator[_Step]:
             yield _damaged(source, at, str(rest))
 
 
-def _damaged(source: Source, at: Cursor, reason: str) -> _Step:
-    piece = Piece(source.path, "damaged", at.before, reason.encode())
+def _damaged(source: SourceFile, at: Cursor, reason: str) -> _Step:
+    piece = FilePiece(source.path, "damaged", at.before, reason.encode())
     return _Step(piece, Cursor(at.source + 1), 0, source.size)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy
 
 from megatron_fp4.mcore.data import parquet
-from megatron_fp4.mcore.data.corpus.blocks import Block, Piece
-from megatron_fp4.mcore.data.corpus.options import Options
+from megatron_fp4.mcore.data.corpus.blocks import Block, FilePiece
+from megatron_fp4.mcore.data.corpus.options import CorpusOptions
 from megatron_fp4.mcore.data.corpus.parts import (
     PROBLEMS_SHOWN,
     SIDES,
@@ -37,7 +37,7 @@ class Encoder:
 
     folder: Path
     tokenizer: Tokenizer
-    options: Options
+    options: CorpusOptions
 
     def encode(self, block: Block) -> Header:
         """Writes the part of a block and returns its header.
@@ -49,7 +49,7 @@ class Encoder:
         return part.header
 
 
-def tokenized(block: Block, tokenizer: Tokenizer, options: Options) -> Part:
+def tokenized(block: Block, tokenizer: Tokenizer, options: CorpusOptions) -> Part:
     """The part of a block. Raises DataError if a file cannot be read."""
     sides = {side: _Builder(tokenizer.dtype) for side in SIDES}
     problems: list[Problem] = []
@@ -105,7 +105,7 @@ def side_of(text: str, held_out_share: float) -> str:
     return held_out if int.from_bytes(digest) < held_out_share * 2**64 else train
 
 
-def texts_of(piece: Piece, column: str) -> Iterator[str | Problem]:
+def texts_of(piece: FilePiece, column: str) -> Iterator[str | Problem]:
     """The texts of a piece in their order, and a Problem for each line or file without one.
 
     Blank lines of JSON lines are skipped.
@@ -128,7 +128,7 @@ def texts_of(piece: Piece, column: str) -> Iterator[str | Problem]:
         yield Problem(shown(piece.path), reason)
 
 
-def _line_texts(piece: Piece, column: str) -> Iterator[str | Problem]:
+def _line_texts(piece: FilePiece, column: str) -> Iterator[str | Problem]:
     content = piece.content if piece.before else piece.content.removeprefix(_BYTE_ORDER_MARK)
     for number, line in enumerate(content.split(b"\n"), start=piece.before + 1):
         if line.strip():
@@ -138,7 +138,7 @@ def _line_texts(piece: Piece, column: str) -> Iterator[str | Problem]:
                 yield Problem(f"{shown(piece.path)}:{number}", str(error))
 
 
-def _row_texts(piece: Piece, column: str) -> Iterator[str | Problem]:
+def _row_texts(piece: FilePiece, column: str) -> Iterator[str | Problem]:
     number = piece.before
     try:
         for number, text in enumerate(

@@ -4,9 +4,9 @@ from collections import Counter
 
 import numpy
 
-from megatron_fp4.mcore.data.corpus.blocks import Source, blocks
+from megatron_fp4.mcore.data.corpus.blocks import SourceFile, blocks
 from megatron_fp4.mcore.data.corpus.encoding import tokenized
-from megatron_fp4.mcore.data.corpus.options import Options
+from megatron_fp4.mcore.data.corpus.options import CorpusOptions
 from megatron_fp4.mcore.data.corpus.parts import PROBLEMS_SHOWN
 from megatron_fp4.mcore.data.corpus.tokenizers import Tokenizer
 
@@ -14,7 +14,7 @@ _SAMPLE_BYTES = 2**20  # that are tokenized
 _NAMES = {"lines": "JSON lines", "parquet": "Parquet", "text": "plain text"}
 
 
-def estimate(sources: list[Source], options: Options, tokenizer: Tokenizer) -> list[str]:
+def estimate(sources: list[SourceFile], options: CorpusOptions, tokenizer: Tokenizer) -> list[str]:
     """Lines for the user. Raises DataError if a file cannot be read."""
     total = sum(source.size for source in sources)
     kinds = Counter(_NAMES[source.kind] for source in sources)
@@ -29,7 +29,11 @@ def estimate(sources: list[Source], options: Options, tokenizer: Tokenizer) -> l
 
 
 def _sample(
-    sources: list[Source], options: Options, tokenizer: Tokenizer, total: int, token_bytes: int
+    sources: list[SourceFile],
+    options: CorpusOptions,
+    tokenizer: Tokenizer,
+    total: int,
+    token_bytes: int,
 ) -> list[str]:
     block = next(blocks(sources, options.json_key, _SAMPLE_BYTES), None)
     if block is None or not block.position:

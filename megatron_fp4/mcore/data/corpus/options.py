@@ -7,7 +7,7 @@ from megatron_fp4.mcore.data.errors import DataError
 
 
 @dataclass(frozen=True)
-class Options:
+class CorpusOptions:
     """What the data depend on, besides the text and the tokenizer.
 
     json_key: the key of JSON lines, and the column of Parquet, that has the text.

@@ -13,10 +13,10 @@ import numpy
 
 from megatron_fp4.mcore.data import manifest, outputs
 from megatron_fp4.mcore.data.corpus import job, parts
-from megatron_fp4.mcore.data.corpus.blocks import START, Source, blocks
+from megatron_fp4.mcore.data.corpus.blocks import START, SourceFile, blocks
 from megatron_fp4.mcore.data.corpus.encoding import Encoder
 from megatron_fp4.mcore.data.corpus.merging import merge
-from megatron_fp4.mcore.data.corpus.options import Options, Running
+from megatron_fp4.mcore.data.corpus.options import CorpusOptions, Running
 from megatron_fp4.mcore.data.corpus.parts import SIDES, Count, Header
 from megatron_fp4.mcore.data.corpus.progress import Progress
 from megatron_fp4.mcore.data.corpus.sources import changed
@@ -30,7 +30,11 @@ _BLOCKS = 1024  # into which a corpus is divided, unless its blocks would be too
 
 
 def preprocess(
-    sources: list[Source], output: Path, options: Options, tokenizer: Tokenizer, running: Running
+    sources: list[SourceFile],
+    output: Path,
+    options: CorpusOptions,
+    tokenizer: Tokenizer,
+    running: Running,
 ) -> dict[str, Any]:
     """Writes the datasets and manifest.json to `output`; returns the manifest.
 
@@ -65,7 +69,7 @@ def preprocess(
     return made
 
 
-def _job(sources: list[Source], options: Options, tokenizer: Tokenizer) -> dict[str, Any]:
+def _job(sources: list[SourceFile], options: CorpusOptions, tokenizer: Tokenizer) -> dict[str, Any]:
     """All that the data depend on. The keys are words that job.py tells the user."""
     return {
         "format": 1,
@@ -107,7 +111,11 @@ def _finished(folder: Path, tokenizer: Tokenizer) -> list[Header]:
 
 
 def _tokenize(
-    sources: list[Source], options: Options, tokenizer: Tokenizer, running: Running, folder: Path
+    sources: list[SourceFile],
+    options: CorpusOptions,
+    tokenizer: Tokenizer,
+    running: Running,
+    folder: Path,
 ) -> list[Header]:
     """Tokenizes what is not yet tokenized; returns the headers of all parts."""
     headers = [_accepted(header, running.strict) for header in _finished(folder, tokenizer)]
@@ -176,7 +184,7 @@ def _left_out_lines(headers: list[Header], output: Path) -> list[str]:
     ]
 
 
-def _counts(headers: list[Header], options: Options) -> dict[str, Count]:
+def _counts(headers: list[Header], options: CorpusOptions) -> dict[str, Count]:
     """What each side has in all parts. Raises DataError if one that is asked for has no tokens."""
     counts = {side: sum((it.counts[side] for it in headers), Count()) for side in SIDES}
     train, held_out = (counts[side].tokens for side in SIDES)
@@ -199,7 +207,7 @@ def _documents(headers: list[Header]) -> int:
 def _manifest(
     work: dict[str, Any],
     headers: list[Header],
-    options: Options,
+    options: CorpusOptions,
     tokenizer: Tokenizer,
     counts: dict[str, Count],
 ) -> dict[str, Any]:

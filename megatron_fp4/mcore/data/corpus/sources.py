@@ -4,13 +4,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_fp4.mcore.data.corpus.blocks import Source
+from megatron_fp4.mcore.data.corpus.blocks import SourceFile
 from megatron_fp4.mcore.data.errors import DataError
 from megatron_fp4.mcore.data.folders import LeftOut, Unusable, check_regular, files, shown
 from megatron_fp4.mcore.data.text import check_named, kind_of
 
 
-def sources_of(paths: list[Path], json_key: str, say: Callable[[str], None]) -> list[Source]:
+def sources_of(paths: list[Path], json_key: str, say: Callable[[str], None]) -> list[SourceFile]:
     """The files in `paths`, in the order given; those of a folder sorted by name.
 
     The files of a folder come before those of the folders in it. say: called with a line for each
@@ -18,7 +18,7 @@ def sources_of(paths: list[Path], json_key: str, say: Callable[[str], None]) -> 
     be read, if a package is missing, or if there are no files.
     """
     left_out = LeftOut()
-    found: list[Source] = []
+    found: list[SourceFile] = []
     for path in paths:
         try:
             if os.path.isdir(path):
@@ -35,7 +35,7 @@ def sources_of(paths: list[Path], json_key: str, say: Callable[[str], None]) -> 
     return found
 
 
-def changed(sources: list[Source]) -> str | None:
+def changed(sources: list[SourceFile]) -> str | None:
     """The path of the first file whose size or time of change is another now; None if none is."""
     for source in sources:
         try:
@@ -47,7 +47,7 @@ def changed(sources: list[Source]) -> str | None:
     return None
 
 
-def _sources_in(root: Path, left_out: LeftOut) -> list[Source]:
+def _sources_in(root: Path, left_out: LeftOut) -> list[SourceFile]:
     found = []
     for path in files(root, left_out):
         try:
@@ -58,6 +58,6 @@ def _sources_in(root: Path, left_out: LeftOut) -> list[Source]:
     return found
 
 
-def _source(path: Path) -> Source:
+def _source(path: Path) -> SourceFile:
     status = path.stat()
-    return Source(str(path), kind_of(path), status.st_size, status.st_mtime_ns)
+    return SourceFile(str(path), kind_of(path), status.st_size, status.st_mtime_ns)
