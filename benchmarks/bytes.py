@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bytes_time import VARIANTS, times
-from megatron_fp4.recipes import list_recipes
+from megatron_fp4.recipes import uniform_recipes
 from testing.worlds.launch import spawn
 from tools import pages
 from tools.stamp import stamp
@@ -59,7 +59,7 @@ class Case:
     sequence_parallel: bool = True
 
 
-ALL = list_recipes()
+ALL = uniform_recipes()
 CASES = [
     *(Case(recipe) for recipe in ["bf16", *ALL]),
     *(Case(recipe, sequence_parallel=False) for recipe in ["bf16", *ALL]),

@@ -12,7 +12,7 @@ from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.linear import quantized_linear
-from megatron_fp4.recipes import get_recipe, list_recipes
+from megatron_fp4.recipes import get_recipe, uniform_recipes
 
 # The values of --fp4-saved-x and --fp4-weight-cache; the defaults first.
 VARIANTS = {
@@ -37,7 +37,7 @@ def times(
     weight = torch.randn(outputs, inputs, device=device).bfloat16().requires_grad_()
     dy = torch.randn(tokens, outputs, device=device).bfloat16()
     found: dict[str, dict[str, float]] = {}
-    for recipe in list_recipes():
+    for recipe in uniform_recipes():
         taken: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
         for _ in range(rounds + 1):
             for variant in VARIANTS:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import Linear, list_quantizers, list_recipes, quantize
+from megatron_fp4.recipes import uniform_recipes
 from testing.builders.small_recipes import flags_of, small_recipe
 from testing.worlds.checkpoint_contents import contents, flat
 from testing.worlds.launch import train
@@ -80,7 +81,7 @@ def linears() -> dict[str, str]:
     """For each recipe and dtype, with a bias and without: the digest of a linear's output, dX, dW
     and bias gradient in STEPS training steps."""
     found = {}
-    for name, dtype, bias in itertools.product(list_recipes(), DTYPES, (False, True)):
+    for name, dtype, bias in itertools.product(uniform_recipes(), DTYPES, (False, True)):
         layer = Linear(IN, OUT, bias, recipe=small_recipe(name), seed=5, device=DEVICE, dtype=dtype)
         with torch.no_grad():
             for seed, parameter in enumerate(layer.parameters()):

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.host_worker import LINEARS
 from benchmarks.training_step import asked, launched
-from megatron_fp4 import list_recipes
+from megatron_fp4.recipes import uniform_recipes
 from tools import pages
 from tools.stamp import stamp
 
@@ -104,7 +104,7 @@ def table(rows: list[Row]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/host.json"))
-    parser.add_argument("--recipes", nargs="+", default=[*BF16, *list_recipes()])
+    parser.add_argument("--recipes", nargs="+", default=[*BF16, *uniform_recipes()])
     parser.add_argument("--tp", type=int, default=1, help="ranks of tensor parallelism")
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()

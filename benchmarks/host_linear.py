@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.timing import host_medians
-from megatron_fp4 import get_recipe, linear, list_recipes
+from megatron_fp4 import get_recipe, linear
+from megatron_fp4.recipes import uniform_recipes
 from tools import pages
 from tools.stamp import stamp
 
@@ -64,7 +65,7 @@ def calls(step: Callable[[], None]) -> int:
 
 def study() -> list[dict[str, Any]]:
     """A row for BF16 and for each recipe: microseconds ("us") and `calls` of a pass."""
-    steps = {name: step_of(None if name == "bf16" else name) for name in ("bf16", *list_recipes())}
+    steps = {"bf16": step_of(None)} | {name: step_of(name) for name in uniform_recipes()}
     taken = host_medians(steps)
     return [
         {"recipe": name, "us": taken[name] * 1e6, "calls": calls(step)}

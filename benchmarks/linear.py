@@ -28,13 +28,14 @@ from torch import Tensor
 
 from benchmarks import te
 from benchmarks.timing import medians
-from megatron_fp4 import get_recipe, list_recipes
+from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.quantizer import get_quantizer, quantize_matrix
 from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.multipliers.hopper import Hopper
 from megatron_fp4.operands import Made
 from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
+from megatron_fp4.recipes import uniform_recipes
 from megatron_fp4.setting import SwigluPlace
 from tools import pages
 from tools.stamp import stamp
@@ -241,7 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     default = Path("benchmarks/results/linear.json")
     parser.add_argument("--out", type=Path, default=default)
-    parser.add_argument("--recipes", nargs="+", default=[*list_recipes(), *OPTIONS, *te.ROWS])
+    parser.add_argument("--recipes", nargs="+", default=[*uniform_recipes(), *OPTIONS, *te.ROWS])
     parser.add_argument("--commit", help="where the tree has no git of its own")
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -173,7 +173,7 @@ def linear(
     """
     if not isinstance(recipe, Recipe):
         recipe = get_recipe(recipe)
-    if recipe.ramping is not None or recipe.phases or recipe.layers:
+    if recipe.ramping is not None or not recipe.is_uniform:
         warn_of_training(recipe)
     check_operands(x, weight, bias, name)
     tokens, differentiates = math.prod(x.shape[:-1]), torch.is_grad_enabled()

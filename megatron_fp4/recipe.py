@@ -174,6 +174,12 @@ class Recipe:
             raise ConfigError(f"{self.name}: {error}") from error
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all linears follow this recipe from the first step to the last: it has neither
+        phases nor layers."""
+        return not (self.phases or self.layers)
+
+    @property
     def weight_states(self) -> dict[str, WeightState]:
         """The state beside each weight that linears read, by name."""
         return {} if self.weight_average is None else {"average": self.weight_average}

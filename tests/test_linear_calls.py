@@ -18,7 +18,6 @@ from megatron_fp4 import (
     Recipe,
     get_recipe,
     linear,
-    list_recipes,
 )
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.philox import Key, random_signs, stream_id
@@ -29,6 +28,7 @@ from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.monitor import NonFinite, NonFiniteMonitor
 from megatron_fp4.recipe import GEMMS, OPERANDS
+from megatron_fp4.recipes import uniform_recipes
 from testing.builders.small_recipes import small_recipe
 from testing.oracles import relative_error
 from tests.test_linear import (
@@ -49,7 +49,7 @@ from tests.test_linear import (
 
 # --- keys -----------------------------------------------------------------------------------------
 
-ALL = list_recipes()
+ALL = uniform_recipes()
 
 
 def equal(a: Results, b: Results) -> dict[str, bool]:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4 import GemmRecipe, Recipe, get_quantizer, get_recipe, list_recipes
+from megatron_fp4 import GemmRecipe, Recipe, get_quantizer, get_recipe
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.execution.backward import Backward
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.plan.data import Making
+from megatron_fp4.recipes import uniform_recipes
 from testing.builders.small_recipes import small_recipe
 from testing.oracles import normal
 
@@ -28,7 +29,7 @@ OTHERS = {
         get_recipe("tetrajet"), fprop=GemmRecipe(STOCHASTIC, STOCHASTIC, Hadamard(32))
     ),
 }
-RECIPES = {name: small_recipe(name) for name in list_recipes()} | OTHERS
+RECIPES = {name: small_recipe(name) for name in uniform_recipes()} | OTHERS
 READ_AGAIN = [name for name, recipe in RECIPES.items() if recipe.backward == "forward"]
 
 

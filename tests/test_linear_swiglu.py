@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_fp4 import get_recipe, list_recipes
+from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.swiglu import swiglu, swiglu_gradient
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.linear import linear_after_swiglu, linear_before_swiglu, quantized_linear
 from megatron_fp4.operands import Swiglu, SwigluGradient
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipes import uniform_recipes
 from testing.builders.small_recipes import small_recipe
 
 CALL = Call(Key(5, 2), 3)
@@ -91,7 +92,7 @@ def results(
 
 
 @pytest.mark.parametrize("packs_x", [True, False])
-@pytest.mark.parametrize("recipe", list_recipes())
+@pytest.mark.parametrize("recipe", uniform_recipes())
 def test_joined_linears_give_the_bits_of_separate_ones(recipe: str, packs_x: bool) -> None:
     found, wanted = (
         results(pair, small_recipe(recipe), sites(packs_x=packs_x)) for pair in (joined, apart)
@@ -100,7 +101,7 @@ def test_joined_linears_give_the_bits_of_separate_ones(recipe: str, packs_x: boo
 
 
 @pytest.mark.parametrize("packs_x", [True, False])
-@pytest.mark.parametrize("recipe", list_recipes())
+@pytest.mark.parametrize("recipe", uniform_recipes())
 def test_y_may_be_kept_in_e4m3(recipe: str, packs_x: bool) -> None:
     at = sites(packs_x=packs_x, kept_y=E4M3)
     found = results(joined, small_recipe(recipe), at)

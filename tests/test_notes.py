@@ -22,7 +22,7 @@ from benchmarks import (
     training_step,
 )
 from megatron_fp4.arithmetic.outliers import OutlierClamp
-from megatron_fp4.recipes import list_recipes
+from megatron_fp4.recipes import uniform_recipes
 from tests.test_readme import weights_gradients_and_optimizer, with_fp8_input
 
 ROOT = Path(__file__).parents[1]
@@ -139,10 +139,10 @@ IN_BF16 = {"four-over-six", "nvfp4-nvidia", "quartet-2", "ue5m3"}
 
 def of_recipes_on_the_host() -> list[str]:
     rows = {row["name"]: row for row in result("host-all")["rows"]}
-    assert {*rows} == {"upstream bf16", "bf16", *list_recipes()}
+    assert {*rows} == {"upstream bf16", "bf16", *uniform_recipes()}
     times = {
         name: max(rows[name][f"times linear_{linear}"] for linear in ("fc1", "fc2"))
-        for name in list_recipes()
+        for name in uniform_recipes()
     }
     in_bf16 = [
         rows[name][f"times linear_{linear}"] for name in IN_BF16 for linear in ("fc1", "fc2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.recipe import HIGH_PRECISION
+from megatron_fp4.recipes import uniform_recipes
 
 # --- the methods ----------------------------------------------------------------------------------
 
@@ -81,7 +83,8 @@ def test_ue5m3() -> None:
 @pytest.mark.parametrize("name", list_recipes())
 def test_every_recipe_says_what_it_is(name: str) -> None:
     recipe = get_recipe(name)
-    assert recipe.name == name and recipe.paper
+    assert recipe.name == name
+    assert bool(recipe.paper) == (name != "tetrajet-fp8")  # this project's own
     assert get_recipe(name) == recipe == get_recipe(name, **recipe_options(name))
     assert isinstance(hash(recipe), int)
 
@@ -228,3 +231,27 @@ def test_a_users_module_that_fails_is_named(
         match="broken_recipe.*(RuntimeError|SyntaxError|ZeroDivision|SystemExit|NameError)",
     ):
         get_recipe("broken_recipe:recipe")
+
+
+def test_the_own_recipe_is_the_one_that_was_studied() -> None:
+    studied = get_recipe("benchmarks/study/candidates/fp8-ends-then-fp8.yaml")
+    own = get_recipe("auto")
+    assert own == get_recipe("tetrajet-fp8") == replace(studied, name="tetrajet-fp8", paper="")
+    assert own != replace(get_recipe("tetrajet"), name=own.name, paper="")
+    assert not own.is_uniform and "tetrajet-fp8" not in uniform_recipes()
+
+
+def test_options_of_the_own_recipe() -> None:
+    plain = get_recipe("auto", fp8_layers="0", fp8_after="1")
+    assert plain == replace(get_recipe("tetrajet"), name="tetrajet-fp8", paper="")
+    assert plain.is_uniform
+    half = get_recipe("auto", fp8_layers=2, fp8_after=0.5)
+    assert half.at(0.49).name == "tetrajet-fp8" and half.at(0.5).name == "fp8"
+    assert [(each.first, each.last) for each in half.layers] == [(2, 0), (0, 2)]
+    for options, says in (
+        ({"fp8_layers": -1}, "fp8_layers is 0 or more, not -1"),
+        ({"fp8_after": 1.5}, r"a share of training in \[0, 1\], not 1.5"),
+        ({"rule": "floor"}, "no option 'rule'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            get_recipe("auto", **options)

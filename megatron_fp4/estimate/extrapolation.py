@@ -53,6 +53,9 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         f"of the phases of {recipe.name} the longest counts, and the others take no time here": (
             bool(recipe.phases)
         ),
+        f"all layers are counted as those of {recipe.name} that have no recipe of their own": (
+            bool(recipe.layers)
+        ),
         f"steps of {recipe.name} were never measured": recipe.name not in RECIPES_BY_TORCH,
         f"steps of {recipe.name} were measured with torch's kernels alone": (
             recipe.name in RECIPES_BY_TORCH and recipe.name not in RECIPES and layout.fused_kernels

@@ -34,14 +34,8 @@ BF16 = Recipe("bf16")
 
 def recipe_named(name: str, **options: str) -> Recipe:
     """The recipe of a name that --fp4-recipe takes; BF16, which quantizes nothing, for "bf16" and
-    "off". options: of the recipe. Raises ConfigError for a recipe with `layers`."""
-    recipe = BF16 if name in ("bf16", "off") else get_recipe(name, **options)
-    if recipe.layers:
-        raise ConfigError(
-            f"recipe {recipe.name} has layers with recipes of their own, which estimates do not "
-            "count: leave layers: out of the file"
-        )
-    return recipe
+    "off". options: of the recipe."""
+    return BF16 if name in ("bf16", "off") else get_recipe(name, **options)
 
 
 def is_quantized(recipe: Recipe) -> bool:
@@ -66,8 +60,8 @@ def check_target(recipe: Recipe, target: Target) -> None:
 def plan(
     linear: LayerLinear, model: Model, layout: Layout, recipe: Recipe, target: Target
 ) -> LinearPlan:
-    """The plan of one linear on a rank, of the longest phase. A linear of an expert gets its even
-    share of the tokens, padded to whole blocks."""
+    """The plan of one linear on a rank: of the longest phase, in a layer that has no recipe of its
+    own. A linear of an expert gets its even share of the tokens, padded to whole blocks."""
     sharding = sharding_of(linear, layout)
     inputs, outputs = shard(linear, layout)
     setting = Setting(

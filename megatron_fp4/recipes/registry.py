@@ -18,6 +18,7 @@ from megatron_fp4.recipes import averaging, ramping
 from megatron_fp4.recipes.method import Method
 
 SUFFIXES = (".yaml", ".yml")  # of recipe files
+ALIASES = {"auto": "tetrajet-fp8"}  # other names of built-in recipes
 _METHODS = (averaging.METHOD, ramping.METHOD)
 _FACTORIES: dict[str, Callable[..., Recipe]] = {}
 
@@ -42,8 +43,14 @@ def list_recipes() -> list[str]:
     return sorted(_FACTORIES)
 
 
+def uniform_recipes() -> list[str]:
+    """The names of those built-in recipes that are uniform (`Recipe.is_uniform`)."""
+    return [name for name in list_recipes() if get_recipe(name).is_uniform]
+
+
 def recipe_options(name: str) -> dict[str, Any]:
     """The options of a built-in recipe with their defaults. Raises ConfigError for another name."""
+    name = ALIASES.get(name, name)
     if name not in _FACTORIES:
         raise ConfigError(f"unknown recipe {name!r}; known: {', '.join(list_recipes())}")
     return {p.name: p.default for p in inspect.signature(_FACTORIES[name]).parameters.values()}
@@ -66,13 +73,15 @@ def read_options(pairs: Iterable[str]) -> dict[str, str]:
 def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
     """The recipe called `name`: a built-in, a YAML file, or `package.module:object`.
 
+    "auto" is another name of the built-in recipe that this project recommends (ALIASES).
+
     options: options of the recipe, by keyword. A string is converted to the type of its option.
         Beside a recipe's own options there are those of `averaging.OPTIONS` and `ramping.OPTIONS`.
     Raises ConfigError for an unknown name, option or value; the message lists the known ones.
     """
     if not isinstance(name, str | os.PathLike):
         raise ConfigError(f"a recipe goes by a name or a path, not by {name!r}")
-    name = os.fspath(name)
+    name = ALIASES.get(name := os.fspath(name), name)
     given = [(method, _taken(method, name, options)) for method in _METHODS]
     recipe = _found(name, options)
     for method, chosen in given:

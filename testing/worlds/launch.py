@@ -24,6 +24,8 @@ TINY = """
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
     --log-interval 1 --eval-interval 1000 --eval-iters 1 --global-batch-size 4
 """.split()
+# Megatron's own layers, which are its default only where Transformer Engine is absent.
+LOCAL = "--transformer-impl local --no-rope-fusion".split()
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 MOCK_DATA = "--tokenizer-type NullTokenizer --vocab-size 512 --mock-data".split()
 
@@ -57,11 +59,13 @@ def torchrun(
 
 
 def tiny_on_mock_data(*flags: str) -> list[str]:
-    """The flags of a launch: TINY, mock data if no flag names a dataset, then `flags`."""
+    """The flags of a launch: TINY, LOCAL if no flag names other layers, mock data if none names a
+    dataset, then `flags`."""
     data = [] if any(flag.endswith("data-path") for flag in flags) else MOCK_DATA
     # Megatron takes this schedule or --global-batch-size, which comes last.
     tiny = TINY[:-2] if "--step-batch-size-schedule" in flags else TINY
-    return [*tiny, *data, *flags]
+    layers = [] if "--transformer-impl" in flags else LOCAL
+    return [*tiny, *layers, *data, *flags]
 
 
 def result_of(done: subprocess.CompletedProcess[str]) -> Result:

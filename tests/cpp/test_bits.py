@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fp4 import list_recipes
+from megatron_fp4.recipes import uniform_recipes
 from testing.worlds.launch import ROOT
 
 SCRIPT = "testing/scripts/compare_executors.py"
@@ -81,7 +81,7 @@ def test_codes_of_w_that_the_backward_pass_makes_again() -> None:
         assert case["in C++"] >= case["passes"] // 2, (name, case)
 
 
-OTHERS = [name for name in list_recipes() if name not in ("tetrajet", "fp8")]
+OTHERS = [name for name in uniform_recipes() if name not in ("tetrajet", "fp8")]
 
 
 @pytest.mark.parametrize(

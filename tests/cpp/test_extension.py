@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton
 
-from megatron_fp4 import get_recipe, list_recipes
+from megatron_fp4 import get_recipe
 from megatron_fp4.cpp import extension, lowering
 from megatron_fp4.kernels.launch import Launch
 from megatron_fp4.linear import execute_by, in_python
@@ -21,6 +21,7 @@ from megatron_fp4.mcore.model import executor
 from megatron_fp4.mcore.model.executor import Started
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
+from megatron_fp4.recipes import uniform_recipes
 from megatron_fp4.setting import Setting
 from megatron_fp4.target import Target, gpu_named
 from testing.kernels.compiling import compiled_launch
@@ -192,7 +193,7 @@ def test_no_kernel_is_compiled_where_none_runs(
     assert lowering.layout_problem(target) is None
 
 
-@pytest.mark.parametrize("recipe", list_recipes())
+@pytest.mark.parametrize("recipe", uniform_recipes())
 def test_every_recipe_runs_in_cpp(recipe: str, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "start", lambda: Namespace(Tallies=object))
     assert executor.lines(a_run(), [executor.start(a_run(), plans(recipe))]) == [IN_CPP]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from testing.worlds.launch import MOCK_DATA, SCRIPTS, TINY, Result, result_of, spawn
+from testing.worlds.launch import SCRIPTS, Result, result_of, spawn, tiny_on_mock_data
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,7 +14,7 @@ BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 20000"
 
 
 def run(script: str, flags: str) -> Result:
-    words = [*TINY, *MOCK_DATA, "--bf16", *flags.split()]
+    words = tiny_on_mock_data("--bf16", *flags.split())
     return result_of(spawn(2, SCRIPTS / f"pretrain_{script}.py", *words, timeout_s=240))
 
 
@@ -28,7 +28,7 @@ def test_sums_are_the_reference_s(form: str, layout: str) -> None:
 
 
 def test_a_mistake_is_noticed() -> None:
-    words = ["twice", *TINY, *MOCK_DATA, "--bf16", OWNED, "--fp4-grad-comm", "fp8"]
+    words = ["twice", *tiny_on_mock_data("--bf16", OWNED, "--fp4-grad-comm", "fp8")]
     found = result_of(spawn(2, SCRIPTS / "pretrain_exchanging.py", *words, timeout_s=240))
     assert found.status != 0 and "sums differ" in found.output
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp4 import list_recipes
 from megatron_fp4.cpp import lowering
+from megatron_fp4.recipes import uniform_recipes
 from megatron_fp4.target import target_of
 from testing.scripts.compare_executors import FORMS, REMADE
 from testing.worlds.launch import ROOT
 
 pytestmark = pytest.mark.gpu
-RECIPES = [*list_recipes(), "tests/cpp/hot.yaml"]
+RECIPES = [*uniform_recipes(), "tests/cpp/hot.yaml"]
 
 
 @pytest.mark.parametrize(("ranks", "flag"), [(1, "--mlps"), (1, "--remade"), (2, "")])

@@ -12,12 +12,13 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_fp4 import ConfigError, Linear, get_recipe, list_recipes
+from megatron_fp4 import ConfigError, Linear, get_recipe
 from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.mcore.model import graphs
 from megatron_fp4.mcore.model.layers import Fp4State
 from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.recipes import uniform_recipes
 from testing.worlds.launch import (
     OVERLAP,
     SCRIPTS,
@@ -120,7 +121,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda: 0)
 
 
-@pytest.mark.parametrize("recipe", list_recipes())
+@pytest.mark.parametrize("recipe", uniform_recipes())
 def test_a_graph_computes_what_its_layer_does(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     linear = Pass(recipe)
     wanted = at_each(linear.run, linear)
@@ -197,7 +198,7 @@ def same_training(processes: int, *flags: str) -> None:
     assert agree(replayed, plain)
 
 
-@pytest.mark.parametrize("recipe", [NOISY, *list_recipes()])
+@pytest.mark.parametrize("recipe", [NOISY, *uniform_recipes()])
 def test_graphs_train_as_layers_do(recipe: str) -> None:
     same_training(1, recipe)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4 import Quantizer, get_quantizer, get_recipe, linear, list_recipes
+from megatron_fp4 import Quantizer, get_quantizer, get_recipe, linear
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
 from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
@@ -21,6 +21,7 @@ from megatron_fp4.multipliers.hopper import Hopper
 from megatron_fp4.multipliers.reference import Reference
 from megatron_fp4.operands import Carriers, Decoded, Form, Made
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipes import uniform_recipes
 from megatron_fp4.target import target_of
 from testing.builders.operand_plans import plan
 from testing.oracles import relative_error
@@ -177,7 +178,7 @@ def test_products_of_mended_carriers_are_those_of_the_rule_s_bit_for_bit() -> No
             assert products[1].isnan().any()
 
 
-RECIPES = [get_recipe(name) for name in list_recipes()]
+RECIPES = [get_recipe(name) for name in uniform_recipes()]
 RECIPES.append(replace(get_recipe("mxfp4-rht-sr", forward="fp8"), name="fp8-forward"))
 
 

@@ -6,17 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fp4 import get_recipe, linear, list_recipes
+from megatron_fp4 import get_recipe, linear
 from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.mcore.loop import loss_check
 from megatron_fp4.recipe import GemmRecipe, Recipe
+from megatron_fp4.recipes import uniform_recipes
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 NVFP4 = GemmRecipe(get_quantizer("nvfp4"), get_quantizer("nvfp4"))
-RECIPES = [get_recipe(name) for name in list_recipes()]
+RECIPES = [get_recipe(name) for name in uniform_recipes()]
 RECIPES.append(replace(get_recipe("mxfp4"), name="nvfp4", fprop=NVFP4, dgrad=NVFP4, wgrad=NVFP4))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import te
-from megatron_fp4 import list_recipes
+from megatron_fp4.recipes import uniform_recipes
 from testing.builders.small_recipes import flags_of
 from testing.worlds.launch import Result, train
 
@@ -33,7 +33,7 @@ def test_bf16_learns() -> None:
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("recipe", list_recipes())
+@pytest.mark.parametrize("recipe", uniform_recipes())
 def test_one_gpu_learns_as_with_the_local_layers(recipe: str) -> None:
     """The same initial weights; what parts the runs is the order of sums in norm and attention."""
     local, engine = run(1, "local", recipe), run(1, "transformer_engine", recipe)
@@ -43,7 +43,7 @@ def test_one_gpu_learns_as_with_the_local_layers(recipe: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-@pytest.mark.parametrize("recipe", list_recipes())
+@pytest.mark.parametrize("recipe", uniform_recipes())
 def test_two_gpus_learn(recipe: str) -> None:
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     losses = run(2, "transformer_engine", recipe, *layout).losses

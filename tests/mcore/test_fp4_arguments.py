@@ -27,7 +27,16 @@ def test_a_recipe_that_is_off_takes_no_options() -> None:
 
 @pytest.mark.parametrize("name", list_recipes())
 def test_each_recipe_goes_by_its_name(name: str) -> None:
-    assert recipe(name).name == name
+    assert recipe(name, "--num-layers", "2").name == name
+
+
+def test_auto_is_another_name_of_a_recipe() -> None:
+    options = ("--fp4-recipe-option", "fp8_after=0.5", "--num-layers", "4")
+    found = recipe("auto", *options)
+    assert found == get_recipe("tetrajet-fp8", fp8_after=0.5)
+    assert "first: 5 of a decoder with 4 layers" in refusal(
+        "--fp4-recipe", "auto", "--fp4-recipe-option", "fp8_layers=5", "--num-layers", "4"
+    )
 
 
 def test_an_unknown_recipe_is_an_error_that_lists_the_known_ones() -> None:

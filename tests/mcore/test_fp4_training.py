@@ -21,6 +21,7 @@ FOUR_MICROBATCHES = ("--global-batch-size", "8")
 RECOMPUTE = tuple(
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 )
+STUDIED = "benchmarks/study/candidates/fp8-ends-then-fp8.yaml"  # `auto` as a file
 # TetraJet that draws in the forward pass too: recomputed with another microbatch's, the activations
 # and so the losses would be others.
 SR_EVERYWHERE = """
@@ -102,8 +103,9 @@ def test_a_checkpoint_says_what_made_it(folder: Path) -> None:
 
 def test_bf16_runs_load_what_fp4_runs_saved_and_the_reverse(folder: Path) -> None:
     """Weights and optimizer are stock; evaluated in BF16 they are BF16's model exactly."""
+    whole = saved(folder)
     evaluated = train(2, *SIZES, *TP2_SP, "--load", str(folder / "whole"), "--skip-train")
-    assert evaluated.evaluations[-1] == saved(folder).evaluations[-1]
+    assert evaluated.evaluations[-1] == whole.evaluations[-1]
 
     after_bf16 = in_bf16(folder)
     resumed = train(1, *TETRAJET, "--load", str(folder / "bf16"), "--ckpt-step", "2")
@@ -131,6 +133,15 @@ def test_a_phase_trains_as_its_recipe_would(folder: Path) -> None:
     fp8 = train(2, *SIZES, "--fp4-recipe", "fp8", *TP2_SP, *other)
     assert turned.losses == whole.losses[:2] + fp8.losses
     assert turned.losses[2:] != whole.losses[2:]
+
+
+def test_auto_trains_as_the_file_of_the_study() -> None:
+    """The losses of the study are of this file."""
+    flags = (*SIZES, *PP2, "--num-layers", "4", "--fp4-recipe")
+    auto = train(2, *flags, "auto")
+    assert auto.losses == train(2, *flags, STUDIED).losses
+    assert auto.losses != train(2, *flags, "tetrajet").losses
+    assert "recipe tetrajet-fp8" in auto.output and "--fp4-recipe auto" not in auto.output
 
 
 def test_evaluation_in_bf16_leaves_the_training_alone(folder: Path) -> None:

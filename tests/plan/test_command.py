@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fp4 import __main__, get_recipe, list_recipes
+from megatron_fp4 import __main__, get_recipe
 from megatron_fp4.estimate import command
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.memory import saved_bytes
+from megatron_fp4.recipes import uniform_recipes
 from megatron_fp4.setting import Setting
 from megatron_fp4.target import Target
 
@@ -37,7 +38,7 @@ def printed(
 @pytest.mark.parametrize(
     "layout", ["", "--tp 2", "--tp 2 --sequence-parallel", "--tp 4 --row --sequence-parallel"]
 )
-@pytest.mark.parametrize("recipe", list_recipes())
+@pytest.mark.parametrize("recipe", uniform_recipes())
 def test_every_operand_and_product_is_told(
     recipe: str,
     layout: str,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4 import Quantizer, get_recipe, list_recipes
+from megatron_fp4 import Quantizer, get_recipe
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
@@ -21,6 +21,7 @@ from megatron_fp4.operands import Decoded, Made
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.memory import held_bytes, saved_bytes, y_bytes
 from megatron_fp4.recipe import GemmRecipe, Recipe
+from megatron_fp4.recipes import uniform_recipes
 from megatron_fp4.setting import Setting, holds
 from megatron_fp4.target import target_of
 from testing.builders.small_recipes import small_recipe
@@ -29,7 +30,7 @@ from testing.oracles import normal
 TOKENS, IN, OUT = 64, 128, 192
 CEIL = Quantizer(rule="ceil")
 TRANSFORMED = GemmRecipe(CEIL, CEIL, Hadamard(32))
-RECIPES = {name: small_recipe(name) for name in list_recipes()} | {
+RECIPES = {name: small_recipe(name) for name in uniform_recipes()} | {
     # Backward takes what fprop multiplied, and quantizes nothing itself.
     "forward-alone": Recipe("forward-alone", fprop=GemmRecipe(CEIL, CEIL), backward="forward"),
     "transformed": replace(get_recipe("tetrajet"), name="transformed", fprop=TRANSFORMED),

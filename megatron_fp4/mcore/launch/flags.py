@@ -7,7 +7,7 @@ import argparse
 import megatron_fp4
 from megatron_fp4.arithmetic.messages import ELEMENTS
 from megatron_fp4.recipe import GEMMS
-from megatron_fp4.recipes import list_recipes
+from megatron_fp4.recipes import ALIASES, list_recipes
 from megatron_fp4.setting import WEIGHT_CACHE
 
 TITLE = "megatron-fp4"
@@ -64,8 +64,9 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
         "--fp4-recipe",
         default=None,
         metavar="RECIPE",
-        help=f"FP4 recipe: {', '.join(list_recipes())}, a .yaml file, or package.module:object; "
-        "off or bf16 trains without one, as leaving out the flag does",
+        help=f"FP4 recipe: {', '.join(list_recipes())}, auto (which is {ALIASES['auto']}), a "
+        ".yaml file, or package.module:object; off or bf16 trains without one, as leaving out the "
+        "flag does",
     )
     group.add_argument(
         "--fp4-recipe-option",

@@ -22,7 +22,9 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
     yield from _experts(args)
     yield from _microbatches(args)
     problems = {
-        "a recipe with phases (--fp4-bf16-after)": any(recipe.phases for recipe in recipes),
+        "a recipe with phases (--fp4-bf16-after, or tetrajet-fp8 without the option fp8_after=1)": (
+            any(recipe.phases for recipe in recipes)
+        ),
         "--mtp-num-layers": args.mtp_num_layers,
         # These need hooks on modules, which a replay does not call.
         "--save-activations-interval": args.save_activations_interval,

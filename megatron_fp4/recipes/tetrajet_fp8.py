@@ -1,0 +1,29 @@
+"""TetraJet with its most sensitive parts in FP8: this project's own recipe, which `auto` names.
+
+On small models the first and the last layer, and the end of training, lose more by FP4 than the
+rest does. There linears follow the recipe `fp8`, which a Hopper GPU multiplies about as fast.
+docs/recipes.md has what this gains and what else was tried.
+"""
+
+from dataclasses import replace
+
+from megatron_fp4.errors import ConfigError
+from megatron_fp4.recipe import Layers, Phase, Recipe
+from megatron_fp4.recipes.fp8 import fp8
+from megatron_fp4.recipes.registry import register
+from megatron_fp4.recipes.tetrajet import tetrajet
+
+
+@register("tetrajet-fp8")
+def tetrajet_fp8(*, fp8_layers: int = 1, fp8_after: float = 0.8) -> Recipe:
+    """`tetrajet`, and `fp8` in the first and last layers and at the end of training.
+
+    fp8_layers: the number of layers at each end of the decoder that are in `fp8` throughout.
+    fp8_after: the share of training, in [0, 1], after which all linears are; 1: they never are,
+        and the recipe has no phases.
+    """
+    if fp8_layers < 0:
+        raise ConfigError(f"fp8_layers is 0 or more, not {fp8_layers}")
+    ends = (Layers(fp8(), first=fp8_layers), Layers(fp8(), last=fp8_layers)) if fp8_layers else ()
+    late = () if fp8_after == 1 else (Phase(fp8_after, fp8()),)
+    return replace(tetrajet(), name="tetrajet-fp8", paper="", phases=late, layers=ends)
