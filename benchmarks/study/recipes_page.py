@@ -17,7 +17,7 @@ from benchmarks.study.pictures import Series, draw_over_tokens, held_out_gaps, m
 from benchmarks.study.recipe_facts import LINEARS, RESULTS, Bits, bits, linear_of, parts, step_of
 from benchmarks.study.recipe_facts import words as words_of
 from benchmarks.study.sizes import SIZES
-from megatron_fp4 import Recipe, get_recipe, list_recipes
+from megatron_fp4 import Recipe, list_recipes
 from tools import pages
 from tools.pages import table
 from tools.rows import Row
@@ -56,8 +56,8 @@ class Comparison:
 
     @cached_property
     def registered(self) -> list[str]:
-        """The registered recipes and OWN, as `_in_order` has them."""
-        return self._in_order([*dict.fromkeys([*map(_name_of, list_recipes()), *OWN])])
+        """The registered recipes, as `_in_order` has them."""
+        return self._in_order(list_recipes())
 
     @cached_property
     def others(self) -> list[str]:
@@ -98,10 +98,8 @@ def comparison(folder: Path = RESULTS) -> Comparison:
 
 
 def recipe_named(name: str) -> Recipe:
-    """The recipe of a row of the page: BF16, a registered one, one of OWN, or a file's."""
-    if name == BF16:
-        return Recipe(name=BF16)
-    return recipe_of(OWN.get(name, name) if name not in list_recipes() else name)
+    """The recipe of a row of the page: BF16, a registered one, or a file's."""
+    return Recipe(name=BF16) if name == BF16 else recipe_of(name)
 
 
 def sections(found: Comparison) -> dict[str, str]:
@@ -279,11 +277,6 @@ def _named(row: Row) -> Row:
     names = {file: name for name, file in OWN.items()}
     entry = row["configuration"]["recipe"]
     return row | {"configuration": row["configuration"] | {"recipe": names.get(entry, entry)}}
-
-
-def _name_of(registered: str) -> str:
-    """The name of a registered recipe, which is that of another one for an alias."""
-    return get_recipe(registered).name
 
 
 def _linked(name: str, up: str) -> str:

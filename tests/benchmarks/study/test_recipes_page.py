@@ -90,16 +90,10 @@ def test_a_line_of_the_picture_ends_at_the_gap_of_the_table() -> None:
 
 def test_every_recipe_and_candidate_has_a_line() -> None:
     table = recipes_page.sections(FOUND)["recipes: losses"]
-    for name in [*list_recipes(), *OWN]:
-        assert get_recipe_name(name) in re.findall(r"^\| `(.*?)` \|", table, re.M)
+    assert {BF16, *list_recipes()} == set(re.findall(r"^\| `(.*?)` \|", table, re.M))
     for entry in tables.recipes(FOUND.rows):
         name = f"| [`{Path(entry).stem}`](" if entry.endswith(".yaml") else f"| `{entry}` |"
         assert name in table
-
-
-def get_recipe_name(name: str) -> str:
-    """The name of a recipe, which for an alias is that of another one."""
-    return get_recipe(name).name if name in list_recipes() else name
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -108,8 +102,7 @@ def test_the_runs_of_a_file_are_those_of_the_recipe_that_has_its_name(name: str)
         return replace(recipe, name="", paper="")
 
     file = unnamed(recipe_of(OWN[name]))
-    if name in list_recipes():
-        assert unnamed(get_recipe(name)) == file
+    assert unnamed(get_recipe(name)) == file
     assert unnamed(get_recipe("tetrajet")) != file  # the control
 
 
@@ -127,6 +120,15 @@ def test_figures_in_running_text() -> None:
     says(f"It has {times['tetrajet']} times BF16's speed")
     says(f"{rht.mean:.3f} above BF16 (two seeds), at {times['mxfp4-rht-sr']} times its speed")
     says(f"is {above('mxfp4-rht-sr', 'fp8').mean:.4f} above `fp8` in the same two seeds")
+    mse = candidate("mse-16-ends-then-fp8")
+    assert own.mean < same / 2 and above(mse, "tetrajet-fp8").verdict == "within the spread"
+    says(f"from {same:.3f} to {above(candidate('tetrajet-then-fp8')).mean:.3f}, and both parts to")
+    says(f"and both parts to {own.mean:.3f}")
+    says(f"is {-above(mse, 'tetrajet-fp8').mean:.4f} lower, within the spread of the seeds")
+    nearest = above(candidate("nearest-then-fp8"), candidate("tetrajet-then-fp8"))
+    dge, swept = above(candidate("tetrajet-dge"), "tetrajet"), candidate("sweep-e8m0-dge")
+    says(f"costs {nearest.mean:.3f} (`nearest-then-fp8`), DGE {dge.mean:.3f} (`tetrajet-dge`), ")
+    says(f"ends {above(swept, 'tetrajet').mean:.3f} above `tetrajet` (`sweep-e8m0-dge`); one seed")
     loss = {
         row["configuration"]["learning_rate"]: row["held_out"][-1][1]
         for row in FOUND.rows
@@ -150,7 +152,8 @@ def test_figures_in_running_text() -> None:
 
 
 def test_the_own_recipe_has_fp8_where_the_pages_say() -> None:
-    recipe = recipe_of(OWN["tetrajet-fp8"])
+    recipe = get_recipe("auto")
+    assert recipe == get_recipe("tetrajet-fp8")
     assert [(each.after, each.recipe.name) for each in recipe.phases] == [(0.8, "fp8")]
     places = [(each.first, each.last, each.recipe.name) for each in recipe.layers]
     assert places == [(1, 0, "fp8"), (0, 1, "fp8")]
