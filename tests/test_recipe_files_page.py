@@ -1,4 +1,4 @@
-"""docs/recipes.md and docs/recipe.yaml have every key that a recipe file takes."""
+"""docs/recipe-files.md and docs/recipe.yaml have every key that a recipe file takes."""
 
 import re
 from dataclasses import MISSING, fields
@@ -33,7 +33,7 @@ SECTIONS = {
 
 def rows(section: str) -> dict[str, list[str]]:
     """The cells of the section's table by key."""
-    page = (DOCS / "recipes.md").read_text()
+    page = (DOCS / "recipe-files.md").read_text()
     [text] = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
     lines = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| `")]
     return {key.strip(" `"): rest for key, *rest in lines}
@@ -67,7 +67,7 @@ def test_the_table_of_layers_has_their_keys() -> None:
 
 
 def test_the_page_names_the_quantizers() -> None:
-    page = (DOCS / "recipes.md").read_text()
+    page = (DOCS / "recipe-files.md").read_text()
     [names] = re.findall(r"^A name \((.*?)\)", page, re.M)
     assert re.findall(r"`(.*?)`", names) == list(list_quantizers())
 

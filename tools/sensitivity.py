@@ -10,7 +10,7 @@ same held-out text, so that differences of their losses are due to the recipes. 
 the forward pass alone. What a recipe loses in training is more than that.
 
 Prints a table, and the `layers` of a recipe that leaves the places of the largest gain to the other
-recipe (docs/recipes.md, Layers).
+recipe (docs/recipe-files.md, Layers).
 """
 
 from __future__ import annotations

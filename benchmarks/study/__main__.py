@@ -1,7 +1,9 @@
-"""Studies of pretraining: trains the runs of a matrix, and makes its tables and pictures.
+r"""Studies of pretraining: trains the runs of a matrix, and makes its tables and pictures.
 
     python -m benchmarks.study run tiny [--minutes 9]
     python -m benchmarks.study show tiny [--page docs/study.md] [--pictures runs/study]
+    python -m benchmarks.study recipes --page docs/recipes.md --readme README.md \
+        --picture docs/images/recipe-gaps.svg
 
 docs/study.md describes it.
 """
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpus import visible_gpus
-from benchmarks.study import matrix, running, showing
+from benchmarks.study import matrix, recipes_page, running, showing
 from benchmarks.study.errors import StudyError
 from megatron_fp4.mcore.data.errors import DataError
 from tools import installed_text
@@ -63,6 +65,12 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
+def recipes(args: argparse.Namespace) -> int:
+    """Makes the tables and the picture of docs/recipes.md from all committed results."""
+    recipes_page.write(args.page, args.readme, args.picture)
+    return 0
+
+
 def default_results(found: matrix.Matrix) -> Path:
     """Where the results of a matrix are, unless --results is given."""
     return Path(f"benchmarks/results/study-{found.name}.jsonl")
@@ -79,6 +87,11 @@ def main(arguments: list[str] | None = None) -> int:
         command.set_defaults(function=function)
         command.add_argument("matrix", help=f"{', '.join(matrix.names())}, or a YAML file")
     making, training, tables = (command.add_argument for command in commands.choices.values())
+    page = commands.add_parser("recipes", help=(recipes.__doc__ or "").strip())
+    page.set_defaults(function=recipes)
+    page.add_argument("--page", type=Path, help="write the tables between the markers of this page")
+    page.add_argument("--readme", type=Path, help="write the head of the first table into this one")
+    page.add_argument("--picture", type=Path, help="draw the gaps over the tokens in this file")
     for add in (training, tables):
         add("--results", type=Path, help="the result file (JSON lines)")
     training("--minutes", type=float, help="end after so long; runs go on in the next call")

@@ -14,7 +14,7 @@ from benchmarks.study.matrix import BF16
 from benchmarks.study.tables import cells, recipes
 from tools.rows import Row
 
-Series = list[tuple[int, float]]
+Series = list[tuple[float, float]]
 COLORS = "#4c72b0 #dd5533 #55a868 #8172b3 #937860 #da8bc3 #8c8c8c #ccb974 #64b5cd".split()
 
 
@@ -23,15 +23,31 @@ def draw(rows: list[Row], folder: Path, name: str) -> list[Path]:
 
     Raises StudyError if matplotlib is missing.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise StudyError("the pictures need matplotlib: pip install matplotlib")
-    folder.mkdir(parents=True, exist_ok=True)
+    _needs_matplotlib()
     made = []
     for kind, figure in (("gaps", gaps(rows)), ("curves", curves(rows))):
         made.append(folder / f"{name}-{kind}.svg")
-        # Without a date the same rows make the same file.
-        figure.savefig(made[-1], metadata={"Date": None})
+        _save(figure, made[-1])
     return made
+
+
+def draw_over_tokens(series: dict[str, Series], title: str, path: Path) -> None:
+    """Draws gaps to BF16 over the tokens, a line for each name, in the file `path`.
+
+    series: by name the pairs (tokens in millions, gap). Raises StudyError if matplotlib is missing.
+    """
+    _needs_matplotlib()
+    figure, axes = _figure(1, 1, (7.2, 3.8))
+    axes = axes[0][0]
+    for place, (name, points) in enumerate(series.items()):
+        style = ["-", "--"][place // len(COLORS) % 2]
+        look = {"color": COLORS[place % len(COLORS)], "linestyle": style, "linewidth": 1.4}
+        axes.plot(*zip(*points, strict=True), label=name, marker=".", **look)
+    axes.axhline(0, color="#888888", linewidth=0.8)
+    axes.set_title(title, fontsize=9)
+    axes.set(xlabel="tokens, millions", ylabel="held-out loss minus BF16's (nats a token)")
+    figure.legend(loc="outside right upper", frameon=False)
+    _save(figure, path)
 
 
 def gaps(rows: list[Row]) -> Any:
@@ -100,6 +116,18 @@ def _loss_gaps(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
     return found
 
 
+def held_out_gaps(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
+    """For each seed that BF16 has too, the held-out loss minus BF16's at each evaluation: the mean
+    over the rounding seeds."""
+    base = {r["configuration"]["seed"]: dict(r["held_out"]) for r in runs_of(rows, cell, BF16)}
+    by_seed: dict[int, list[Series]] = {}
+    for row in runs_of(rows, cell, recipe):
+        if other := base.get(row["configuration"]["seed"]):
+            own = [(step, loss - other[step]) for step, loss in row["held_out"] if step in other]
+            by_seed.setdefault(row["configuration"]["seed"], []).append(own)
+    return [mean(each) for each in by_seed.values()]
+
+
 def _norms(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
     return [row["grad_norms"] for row in runs_of(rows, cell, recipe)]
 
@@ -111,6 +139,14 @@ def _rates(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
 
 def _panels(lines: int, found: list[Cell], height: float) -> tuple[Any, Any]:
     """(figure, panels [lines][cells]), each column headed by its cell."""
+    figure, panels = _figure(lines, len(found), (2 + 2.6 * len(found), 0.8 + height))
+    for cell, axes in zip(found, panels[0], strict=True):
+        axes.set_title(f"{cell.size}, {cell.steps} steps, lr {cell.learning_rate:g}", fontsize=9)
+    return figure, panels
+
+
+def _figure(lines: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    """(figure, panels [lines][columns]). size: width and height in inches."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -119,19 +155,28 @@ def _panels(lines: int, found: list[Cell], height: float) -> tuple[Any, Any]:
 
     figure, panels = plt.subplots(
         lines,
-        len(found),
-        figsize=(2 + 2.6 * len(found), 0.8 + height),
+        columns,
+        figsize=size,
         layout="constrained",
         squeeze=False,
         sharex="col",
         sharey="row",
     )
-    for cell, axes in zip(found, panels[0], strict=True):
-        axes.set_title(f"{cell.size}, {cell.steps} steps, lr {cell.learning_rate:g}", fontsize=9)
     for axes in panels.flat:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     return figure, panels
+
+
+def _needs_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise StudyError("the pictures need matplotlib: pip install matplotlib")
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Writes an SVG file. Without a date the same rows make the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def _color(rows: list[Row], recipe: str) -> str:

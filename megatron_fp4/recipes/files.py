@@ -1,4 +1,4 @@
-"""Reads recipes from YAML files. docs/recipes.md lists the keys. An example:
+"""Reads recipes from YAML files. docs/recipe-files.md lists the keys. An example:
 
 base: tetrajet              # optional: a recipe, or a file beside this one, to start from ...
 options: {rule: floor}      # ... and its options

@@ -1,0 +1,138 @@
+"""What docs/recipes.md says of a recipe besides its loss: its words, its speed, and its bits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.study.matrix import BF16, recipe_of
+from megatron_fp4 import Recipe
+from megatron_fp4.description import describe, place_of
+from megatron_fp4.plan.compiler import compile_plan
+from megatron_fp4.plan.memory import held_bytes, saved_bytes, sent_bytes
+from megatron_fp4.plan.owned_codes import reader_of_w
+from megatron_fp4.setting import Setting
+from megatron_fp4.target import gpu_named
+
+RESULTS = Path(__file__).parents[1] / "results"
+STEPS = [
+    "fused-step-others",
+    "fused-step",
+    "training_step",
+]  # of 20 layers on one H200; newest first
+LINEARS = "linear-formats"
+# The linear and the device that bits are counted for.
+SETTING = Setting(
+    8192, 4096, 4096, torch.bfloat16, gpu_named("sm_90"), torch.bfloat16,
+    main_grad=torch.float32, keeps_w="packed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a training step is.
+
+    ratio: in times of BF16's speed in the same file. tokens: a second. file: the result's name.
+    by_phases: whether it is of the mean time of the phases, each measured by itself.
+    """
+
+    ratio: float
+    tokens: float
+    file: str
+    by_phases: bool = False
+
+
+@dataclass(frozen=True)
+class Bits:
+    """What a linear keeps and sends, in bits an element of X or W.
+
+    saved: X, for the backward pass. held: W's operands, over a step, besides W. sent: W, when
+    data-parallel ranks gather it (--fp4-param-gather where the recipe allows it, else BF16).
+    """
+
+    saved: float
+    held: float
+    sent: float
+
+
+def words(recipe: Recipe) -> list[str]:
+    """[fprop, dgrad, wgrad, all else]: how the operands are quantized, by `describe`."""
+    lines = [line.strip() for line in describe(replace(recipe, phases=(), layers=()))[1:]]
+    gemms, others = lines[:3], lines[3:]
+    others += [f"{place_of(each)}: `{each.recipe.name}`" for each in recipe.layers]
+    others += [f"after {p.after:.4g} of training: `{p.recipe.name}`" for p in recipe.phases]
+    return [*(line.partition(": ")[2] for line in gemms), "; ".join(others)]
+
+
+def bits(recipe: Recipe) -> Bits:
+    """The bits of one recipe, without regard to its phases and layers but for what is sent."""
+    elements = SETTING.inputs * SETTING.outputs
+    plan = compile_plan(recipe, SETTING)
+    plain = 8.0 * SETTING.dtype.itemsize
+    sent = plain
+    if recipe.quantized and reader_of_w(recipe) is None:
+        sent = 8 * sent_bytes(compile_plan(recipe, replace(SETTING, sent_w=True))) / elements
+    saved = 8 * saved_bytes(plan) / (SETTING.tokens * SETTING.inputs)
+    return Bits(saved, 8 * held_bytes(plan) / elements, sent)
+
+
+def parts(recipe: Recipe) -> list[Recipe]:
+    """The recipe and those of its phases and layers, each once: what its linears follow."""
+    found = [*recipe.in_turn, *(each.recipe for each in recipe.layers)]
+    return list(dict.fromkeys(found))
+
+
+def step_of(name: str, recipe: Recipe) -> Speed | None:
+    """The speed of a training step: of the newest file of STEPS that has it.
+
+    name: of the row. A recipe with phases has no row, since a step is of one of them: it has the
+    mean time of its phases in the same file, weighted by their shares of training. None if no file
+    has it.
+    """
+    for file in STEPS:
+        rows = {row["name"]: row for row in _result(file)["rows"]}
+        if recipe.phases and (ms := _mean_ms(recipe, rows)) is not None:
+            ratio = rows[BF16]["ms"] / ms
+            return Speed(ratio, ratio * rows[BF16]["tokens/s"], file, by_phases=True)
+        if not recipe.phases and name in rows:
+            return Speed(rows[name]["ratio"], rows[name]["tokens/s"], file)
+    return None
+
+
+def linear_of(name: str) -> tuple[float, float] | None:
+    """The lowest and the highest speed of a linear of LINEARS, in times of BF16's."""
+    ratios = [row["ratio"] for row in _result(LINEARS)["rows"] if row["recipe"] == name]
+    return (min(ratios), max(ratios)) if ratios else None
+
+
+def _mean_ms(recipe: Recipe, rows: dict[str, Any]) -> float | None:
+    """The mean time of a step over the phases of a recipe; None if one of them has no row."""
+    measured = [(recipe_of(name), row["ms"]) for name, row in rows.items() if _is_recipe(name)]
+    times = {_unnamed(each): ms for each, ms in measured if not each.phases}
+    own = [times.get(_unnamed(replace(each, phases=()))) for each in recipe.in_turn]
+    found = [ms for ms in own if ms is not None]
+    if len(found) < len(own):
+        return None
+    starts = [0.0, *(phase.after for phase in recipe.phases)]
+    ends = [*starts[1:], 1.0]
+    return sum((end - start) * ms for start, end, ms in zip(starts, ends, found, strict=True))
+
+
+def _is_recipe(name: str) -> bool:
+    """Whether a row of a step is of a recipe, without further flags."""
+    return name != BF16 and len(name.split()) == 1
+
+
+def _unnamed(recipe: Recipe) -> Recipe:
+    """The recipe without what names it, to compare what it does."""
+    return replace(recipe, name="", paper="")
+
+
+@cache
+def _result(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())

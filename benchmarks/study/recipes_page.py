@@ -1,0 +1,325 @@
+"""The tables of docs/recipes.md, which compare the recipes: of all studies' committed results."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from benchmarks.study import matrix, results, showing, tables
+from benchmarks.study.claims import CLAIMS, PAPERS, Pair, verdict
+from benchmarks.study.errors import StudyError
+from benchmarks.study.gaps import Cell, Gap, cell_of, gap
+from benchmarks.study.matrix import BF16, recipe_of
+from benchmarks.study.pictures import Series, draw_over_tokens, held_out_gaps, mean
+from benchmarks.study.recipe_facts import LINEARS, RESULTS, Bits, bits, linear_of, parts, step_of
+from benchmarks.study.recipe_facts import words as words_of
+from benchmarks.study.sizes import SIZES
+from megatron_fp4 import Recipe, list_recipes
+from tools import pages
+from tools.pages import table
+from tools.rows import Row
+
+# Recipes under whose names the page has the runs of a file: the runs are from before the recipe was
+# registered, and the file is equal to it.
+OWN = {"tetrajet-fp8": "benchmarks/study/candidates/fp8-ends-then-fp8.yaml"}
+MATRICES = ["recipes", "candidates", "sizes"]  # of the same text, rate and length: one comparison
+SMALL = ["few-bits", "oscillation-3M", "sweep-best"]  # studies of smaller models and shorter runs
+NOT_RUN, NOT_MEASURED = "not run", "not measured"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The finished runs of MATRICES, each once.
+
+    rows: with the names of OWN in place of its files. planned: how many runs the matrices have.
+    failed: the runs that failed for good. candidates: the recipe files that the matrices name.
+    """
+
+    rows: list[Row]
+    planned: int
+    failed: list[Row]
+    candidates: list[str]
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """The cells in which a recipe has a gap to BF16; the one with the most runs first."""
+        found = [cell for cell in tables.cells(self.rows) if self._compared(cell)]
+        counts = Counter(map(cell_of, self.rows))
+        return sorted(found, key=lambda cell: (-counts[cell], [*SIZES].index(cell.size), cell))
+
+    def gap(self, name: str, cell: Cell | None = None) -> Gap | None:
+        """The gap of a recipe to BF16 in a cell; None is the first cell."""
+        return gap(self.rows, cell or self.cells[0], name, BF16)
+
+    @cached_property
+    def registered(self) -> list[str]:
+        """The registered recipes, as `_in_order` has them."""
+        return self._in_order(list_recipes())
+
+    @cached_property
+    def others(self) -> list[str]:
+        """The candidates, as `_in_order` has them."""
+        return self._in_order([each for each in self.candidates if each not in OWN.values()])
+
+    def _in_order(self, names: list[str]) -> list[str]:
+        """By their gap, the lowest first; then those that were not run, by name."""
+        gaps = {name: found.mean for name in names if (found := self.gap(name)) is not None}
+        return [*sorted(gaps, key=gaps.__getitem__), *sorted(set(names) - gaps.keys())]
+
+    def _compared(self, cell: Cell) -> bool:
+        names = [name for name in tables.recipes(self.rows) if name != BF16]
+        return any(gap(self.rows, cell, name, BF16) is not None for name in names)
+
+
+def comparison(folder: Path = RESULTS) -> Comparison:
+    """What the result files of `folder` have of MATRICES. Raises StudyError if no run of a recipe
+    has finished."""
+    studies = [matrix.read(name) for name in MATRICES]
+    rows = [row for name in MATRICES for row in results.read(folder / f"study-{name}.jsonl")]
+    finished: dict[str, Row] = {}
+    failed: dict[str, Row] = {}
+    for study in studies:
+        for kind, own in zip((finished, failed), showing.rows_of(study, rows), strict=True):
+            kind.update({row["hash"]: row for row in own})
+    points = dict.fromkeys(point for study in studies for point in study.points())
+    entries = dict.fromkeys(point.recipe for point in points)
+    found = Comparison(
+        [_named(row) for row in finished.values()],
+        len(points),
+        [*failed.values()],
+        [entry for entry in entries if entry.endswith(".yaml")],
+    )
+    if not found.cells:
+        raise StudyError("no run of a recipe beside BF16 has finished: run the matrix recipes")
+    return found
+
+
+def recipe_named(name: str) -> Recipe:
+    """The recipe of a row of the page: BF16, a registered one, or a file's."""
+    return Recipe(name=BF16) if name == BF16 else recipe_of(name)
+
+
+def sections(found: Comparison) -> dict[str, str]:
+    """The tables as Markdown, by the names of their marker lines."""
+    losses = [
+        "\n".join([*tables.about(found.rows, found.planned), *tables.failures(found.failed)]),
+        "\n".join(loss_table(found, [BF16, *found.registered])),
+        "The candidates, which are recipe files:",
+        "\n".join(loss_table(found, found.others)),
+    ]
+    return {
+        "recipes: losses": "\n\n".join(losses),
+        "recipes: words": "\n".join(words_table([*found.registered, *found.others])),
+        "recipes: small models": "\n".join(small_table()),
+        "recipes: claims": "\n".join(claims_table(found)),
+    }
+
+
+def head(found: Comparison) -> str:
+    """The first rows and columns of the first table, for the README: the recipes with results."""
+    names = [name for name in found.registered if found.gap(name) is not None]
+    first = found.cells[0]
+    heads = ["recipe", "seeds", f"loss minus BF16's, {label(first)}", "perplexity ratio"]
+    heads.append("step, times BF16")
+    body = [[_linked(name, ""), *_loss(found.gap(name))[:3], speed(name, "")[0]] for name in names]
+    return "\n".join(table(heads, body))
+
+
+def loss_table(found: Comparison, names: list[str]) -> list[str]:
+    """What the recipes cost in loss, how fast they are, and their bits."""
+    first, *others = found.cells
+    heads = ["recipe", "seeds", f"loss minus BF16's, {label(first)}", "perplexity ratio", "mean is"]
+    heads += [f"{label(cell)}" for cell in others]
+    heads += ["step, times BF16", "tokens/s", "X saved", "W held", "W sent"]
+    body = []
+    for name in names:
+        line = [_linked(name, "../"), *_loss(None if name == BF16 else found.gap(name))]
+        if name == BF16:
+            line = [f"`{BF16}`", "", "0", "1", ""]
+        line += [_gap_and_seeds(found.gap(name, cell)) for cell in others]
+        body.append([*line, *speed(name, "../"), *_bits(recipe_named(name))])
+    return table(heads, body)
+
+
+def words_table(names: list[str]) -> list[str]:
+    """What each recipe quantizes."""
+    body = [[_linked(name, "../"), *words_of(recipe_named(name))] for name in names]
+    return table(["recipe", "fprop", "dgrad", "wgrad", "besides"], body)
+
+
+def small_table() -> list[str]:
+    """The gaps of registered recipes in the studies SMALL: the longest runs of each."""
+    heads = ["study", "size", "tokens", "learning rate", "further flags", "recipe", "seeds"]
+    body = []
+    for name in SMALL:
+        rows, study = _small(name)
+        longest = max(row["configuration"]["steps"] for row in rows)
+        for cell in (cell for cell in tables.cells(rows) if cell.steps == longest):
+            flags = f"`{study.flags}`" if study.flags else ""
+            place = [f"`{name}`", cell.size, _tokens(cell), f"{cell.learning_rate:g}", flags]
+            body += [
+                [*place, f"`{recipe}`", *_loss(own)]
+                for recipe in tables.recipes(rows)
+                if recipe.partition(",")[0] in list_recipes()  # perhaps with options, but no flags
+                and len(recipe.split()) == 1
+                and (own := gap(rows, cell, recipe, BF16)) is not None
+            ]
+    return table([*heads, "loss minus BF16's", "perplexity ratio", "mean is"], body)
+
+
+def claims_table(found: Comparison) -> list[str]:
+    """What papers claim, what was seen, and whether the claim held."""
+    body = []
+    for claim in CLAIMS:
+        source = f"{PAPERS[claim.paper]}, [{claim.paper}](https://arxiv.org/abs/{claim.paper})"
+        if claim.pair is None:
+            body.append([source, claim.text, f"[{claim.page}]({claim.page}): {claim.seen}"])
+            body[-1].append(claim.verdict)
+            continue
+        where, own = of_pair(found, claim.pair)
+        names = f"{_short(claim.pair.recipe)} minus {_short(claim.pair.against)}"
+        seen = NOT_RUN if own is None else _gap_and_seeds(own)
+        held = "not run" if own is None else verdict(own, claim.expects)
+        body.append([source, claim.text, f"{names}, {where}: {seen}", held])
+    return table(["paper", "claim", "seen here", "the claim is"], body)
+
+
+def of_pair(found: Comparison, pair: Pair) -> tuple[str, Gap | None]:
+    """(where a comparison was made, its gap)."""
+    if not pair.study:
+        first = found.cells[0]
+        return label(first), gap(found.rows, first, pair.recipe, pair.against)
+    rows, _ = _small(pair.study)
+    cells = [cell for cell in tables.cells(rows) if pair.rate in (None, cell.learning_rate)]
+    where = f"[`{pair.study}`](study.md#run-a-matrix), {label(cells[-1])}"
+    return where, gap(rows, cells[-1], pair.recipe, pair.against)
+
+
+def label(cell: Cell) -> str:
+    """A cell in a few words, as in "26M, 200M tokens, rate 0.002"."""
+    return f"{cell.size}, {_tokens(cell)} tokens, rate {cell.learning_rate:g}"
+
+
+def speed(name: str, up: str) -> list[str]:
+    """[the speed of a step in times of BF16's, tokens a second], or what is known of a linear.
+
+    up: the way from the page to the root, for links.
+    """
+    if (step := step_of(name, recipe_named(name))) is not None:
+        link = f"{up}benchmarks/results/{step.file}.json"
+        how = " by phases" if step.by_phases else ""
+        return [f"[{step.ratio:.2f}]({link}){how}", f"{step.tokens:,.0f}"]
+    if (linear := linear_of(name)) is not None:
+        link = f"{up}benchmarks/results/{LINEARS}.json"
+        return [f"a linear: [{linear[0]:.2f} to {linear[1]:.2f}]({link})", ""]
+    return [NOT_MEASURED, ""]
+
+
+def over_tokens(found: Comparison) -> dict[str, Series]:
+    """The gap to BF16 over the tokens in millions, in the first cell, of each recipe with results:
+    means over the seeds. Keys have the name and the number of seeds."""
+    first = found.cells[0]
+    made = {}
+    for name in found.registered:
+        if (own := found.gap(name)) is not None:
+            seeds = len(own.by_seed)
+            tokens = SIZES[first.size].tokens / 1e6
+            series = mean(held_out_gaps(found.rows, first, name))
+            named = f"{name} ({seeds} seed{'s' if seeds > 1 else ''})"
+            made[named] = [(step * tokens, value) for step, value in series]
+    return made
+
+
+def write(page: Path | None, readme: Path | None, picture: Path | None) -> None:
+    """Writes the tables between the marker lines of `page`, and their head into `readme`; prints
+    what has no file. Draws `picture`. Raises StudyError if there is no such page, or no such lines
+    in it."""
+    found = comparison()
+    if picture is not None:
+        draw_over_tokens(over_tokens(found), label(found.cells[0]), picture)
+    heads = {"recipes: head": head(found)}
+    for path, parts_of in ((page, sections(found)), (readme, heads)):
+        if path is None:
+            print("\n\n".join(parts_of.values()))
+            continue
+        try:
+            path.write_text(into(path.read_text(), parts_of))
+        except (OSError, ValueError) as error:
+            raise StudyError(f"{path}: {error}") from error
+
+
+def into(page: str, made: dict[str, str]) -> str:
+    """The text `page` with each table in place of what is between its marker lines. Raises
+    ValueError if the page has no such lines."""
+    for name, section in made.items():
+        page = pages.into(page, name, section)
+    return page
+
+
+def _small(name: str) -> tuple[list[Row], matrix.Matrix]:
+    """(the finished runs of a matrix, the matrix)."""
+    study = matrix.read(name)
+    rows, _ = showing.rows_of(study, results.read(RESULTS / f"study-{name}.jsonl"))
+    return rows, study
+
+
+def _short(entry: str) -> str:
+    """A recipe of a matrix by its name: a file's without its folder, a combination's words."""
+    name = Path(entry).stem if entry.endswith(".yaml") else entry
+    return f"`{name.removeprefix('tools.sweep.building:combined,')}`"
+
+
+def _named(row: Row) -> Row:
+    """A row under the name of OWN, where its recipe is a file of it."""
+    names = {file: name for name, file in OWN.items()}
+    entry = row["configuration"]["recipe"]
+    return row | {"configuration": row["configuration"] | {"recipe": names.get(entry, entry)}}
+
+
+def _linked(name: str, up: str) -> str:
+    """A recipe's name, with a link to the file of a candidate."""
+    return f"[`{Path(name).stem}`]({up}{name})" if name.endswith(".yaml") else f"`{name}`"
+
+
+def _loss(found: Gap | None) -> list[str]:
+    """[seeds, gap and interval, perplexity ratio, verdict]."""
+    if found is None:
+        return ["", NOT_RUN, "", ""]
+    return [
+        str(len(found.by_seed)),
+        gap_words(found),
+        f"{math.exp(found.mean):.3f}",
+        found.verdict,
+    ]
+
+
+def gap_words(found: Gap) -> str:
+    """A gap with its interval, if it has one."""
+    interval = "" if found.interval is None else " ({:+.3f} to {:+.3f})".format(*found.interval)
+    return f"{found.mean:+.3f}{interval}"
+
+
+def _gap_and_seeds(found: Gap | None) -> str:
+    if found is None:
+        return NOT_RUN
+    seeds = len(found.by_seed)
+    return f"{gap_words(found)}, {seeds} seed{'s' if seeds > 1 else ''}"
+
+
+def _tokens(cell: Cell) -> str:
+    millions = cell.steps * SIZES[cell.size].tokens / 1e6
+    return f"{millions:.0f}M" if millions >= 10 else f"{millions:.1f}M"
+
+
+def _bits(recipe: Recipe) -> list[str]:
+    """[X saved, W held, W sent]; those of phases and layers follow in parentheses."""
+    found = [bits(each) for each in parts(recipe)]
+
+    def shown(values: list[float]) -> str:
+        own, *late = dict.fromkeys(f"{value:.2f}".rstrip("0").rstrip(".") for value in values)
+        return own + (f" ({', '.join(late)})" if late else "")
+
+    return [shown([getattr(each, field) for each in found]) for field in Bits.__annotations__]

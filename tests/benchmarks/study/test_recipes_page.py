@@ -1,0 +1,228 @@
+"""docs/recipes.md and the README's table of losses are the committed results."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.study import recipe_facts, recipes_page, tables
+from benchmarks.study.__main__ import main
+from benchmarks.study.claims import CLAIMS, PAPERS, candidate, verdict
+from benchmarks.study.errors import StudyError
+from benchmarks.study.gaps import Gap, gap
+from benchmarks.study.matrix import BF16, recipe_of
+from benchmarks.study.pictures import draw_over_tokens, held_out_gaps
+from benchmarks.study.recipes_page import OWN, Comparison
+from benchmarks.study.sizes import SIZES
+from megatron_fp4 import Recipe, get_recipe, list_recipes
+
+ROOT = Path(__file__).parents[3]
+PAGE, README = ((ROOT / name).read_text() for name in ("docs/recipes.md", "README.md"))
+FOUND = recipes_page.comparison()
+CELL = FOUND.cells[0]
+
+
+def says(text: str) -> None:
+    """Asserts that the page has this text, whatever its line breaks."""
+    assert " ".join(text.split()) in " ".join(PAGE.split())
+
+
+def above(name: str, other: str = BF16, found: Comparison = FOUND) -> Gap:
+    """The held-out loss of a recipe minus that of another one, in the first comparison."""
+    own = gap(found.rows, CELL, name, other)
+    assert own is not None
+    return own
+
+
+def step_of(name: str) -> recipe_facts.Speed | None:
+    """The speed of a training step of a recipe of the page."""
+    return recipe_facts.step_of(name, recipes_page.recipe_named(name))
+
+
+def with_other_loss(recipe: str) -> Comparison:
+    """The committed results with another loss at the end of the first run of a recipe."""
+    rows = list(FOUND.rows)
+    place = next(i for i, r in enumerate(rows) if r["configuration"]["recipe"] == recipe)
+    step, loss = rows[place]["held_out"][-1]
+    rows[place] = rows[place] | {"held_out": [*rows[place]["held_out"][:-1], [step, loss + 0.1]]}
+    return replace(FOUND, rows=rows)
+
+
+def test_the_tables_are_the_committed_results() -> None:
+    assert recipes_page.into(PAGE, recipes_page.sections(FOUND)) == PAGE
+    assert recipes_page.into(README, {"recipes: head": recipes_page.head(FOUND)}) == README
+
+
+@pytest.mark.parametrize("recipe", ["tetrajet", "tetrajet-fp8", BF16])
+def test_another_loss_is_noticed(recipe: str) -> None:
+    changed = with_other_loss(recipe)
+    made = recipes_page.sections(changed)
+    for name in ("recipes: losses", "recipes: claims"):
+        assert recipes_page.into(PAGE, {name: made[name]}) != PAGE
+    assert recipes_page.into(README, {"recipes: head": recipes_page.head(changed)}) != README
+
+
+def test_the_picture_is_the_committed_one(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    committed = (ROOT / "docs/images/recipe-gaps.svg").read_bytes()
+    for folder, found in (("same", FOUND), ("changed", with_other_loss("tetrajet"))):
+        path = tmp_path / folder / "picture.svg"
+        series = recipes_page.over_tokens(found)
+        draw_over_tokens(series, recipes_page.label(CELL), path)
+        assert (path.read_bytes() == committed) == (folder == "same")
+
+
+def test_a_line_of_the_picture_ends_at_the_gap_of_the_table() -> None:
+    for name in ("tetrajet", "tetrajet-fp8"):
+        seeds = held_out_gaps(FOUND.rows, CELL, name)
+        assert statistics.mean(each[-1][1] for each in seeds) == pytest.approx(above(name).mean)
+        [series] = [
+            each for key, each in recipes_page.over_tokens(FOUND).items() if key.split()[0] == name
+        ]
+        assert series[-1] == pytest.approx(
+            (CELL.steps * SIZES[CELL.size].tokens / 1e6, above(name).mean)
+        )
+
+
+def test_every_recipe_and_candidate_has_a_line() -> None:
+    table = recipes_page.sections(FOUND)["recipes: losses"]
+    assert {BF16, *list_recipes()} == set(re.findall(r"^\| `(.*?)` \|", table, re.M))
+    for entry in tables.recipes(FOUND.rows):
+        name = f"| [`{Path(entry).stem}`](" if entry.endswith(".yaml") else f"| `{entry}` |"
+        assert name in table
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_runs_of_a_file_are_those_of_the_recipe_that_has_its_name(name: str) -> None:
+    def unnamed(recipe: Recipe) -> Recipe:
+        return replace(recipe, name="", paper="")
+
+    file = unnamed(recipe_of(OWN[name]))
+    assert unnamed(get_recipe(name)) == file
+    assert unnamed(get_recipe("tetrajet")) != file  # the control
+
+
+def test_figures_in_running_text() -> None:
+    own, plain, fp8, rht = (
+        above(name) for name in ("tetrajet-fp8", "tetrajet", "fp8", "mxfp4-rht-sr")
+    )
+    same = statistics.mean(plain.by_seed[seed] for seed in own.by_seed)
+    speed = {name: step_of(name) for name in ("tetrajet", "fp8", "mxfp4-rht-sr")}
+    times = {name: f"{each.ratio:.2f}" for name, each in speed.items() if each is not None}
+    assert [len(each.by_seed) for each in (own, plain, fp8, rht)] == [2, 4, 4, 2]
+    assert fp8.verdict == "within the spread" and step_of("tetrajet-fp8") is None
+    says(f"ends {own.mean:.3f} above BF16's loss where `tetrajet` ends {same:.3f} above it, with")
+    says(f"ends {fp8.mean:.3f} above BF16 (four seeds, within their spread), at {times['fp8']}")
+    says(f"It has {times['tetrajet']} times BF16's speed")
+    says(f"{rht.mean:.3f} above BF16 (two seeds), at {times['mxfp4-rht-sr']} times its speed")
+    says(f"is {above('mxfp4-rht-sr', 'fp8').mean:.4f} above `fp8` in the same two seeds")
+    mse = candidate("mse-16-ends-then-fp8")
+    assert own.mean < same / 2 and above(mse, "tetrajet-fp8").verdict == "within the spread"
+    says(f"from {same:.3f} to {above(candidate('tetrajet-then-fp8')).mean:.3f}, and both parts to")
+    says(f"and both parts to {own.mean:.3f}")
+    says(f"is {-above(mse, 'tetrajet-fp8').mean:.4f} lower, within the spread of the seeds")
+    nearest = above(candidate("nearest-then-fp8"), candidate("tetrajet-then-fp8"))
+    dge, swept = above(candidate("tetrajet-dge"), "tetrajet"), candidate("sweep-e8m0-dge")
+    says(f"costs {nearest.mean:.3f} (`nearest-then-fp8`), DGE {dge.mean:.3f} (`tetrajet-dge`), ")
+    says(f"ends {above(swept, 'tetrajet').mean:.3f} above `tetrajet` (`sweep-e8m0-dge`); one seed")
+    loss = {
+        row["configuration"]["learning_rate"]: row["held_out"][-1][1]
+        for row in FOUND.rows
+        if (row["configuration"]["recipe"], row["configuration"]["seed"]) == (BF16, 1)
+    }
+    says(f"costs BF16 {loss[0.0014] - loss[0.002]:.3f} (0.0014 in place of 0.002)")
+    half = -above(candidate("tetrajet-then-fp8"), "tetrajet").mean / same
+    assert 0.45 < half < 0.55  # "about half of the gap"
+    series = {key.split()[0]: each for key, each in recipes_page.over_tokens(FOUND).items()}
+    for name, words in (("mxfp4", "that of `mxfp4`"), ("tetrajet", "and that of `tetrajet`")):
+        (begin, low), (end, high) = series[name][0], series[name][-1]
+        assert (round(begin), round(end)) == (50, 200)
+        says(f"{words} from {low:.3f} to {high:.3f}")
+    assert CELL.steps - int(0.8 * CELL.steps) == 305
+    says("The last fifth is 305 steps here")
+    layers = SIZES[CELL.size].model.layers
+    says(f"Two layers of {layers} are a quarter")
+    tokens = CELL.steps * SIZES[CELL.size].tokens
+    assert round(tokens / 26e6) == 8
+    says("200M tokens are 8 tokens for each parameter of the layers")
+
+
+def test_the_own_recipe_has_fp8_where_the_pages_say() -> None:
+    recipe = get_recipe("auto")
+    assert recipe == get_recipe("tetrajet-fp8")
+    assert [(each.after, each.recipe.name) for each in recipe.phases] == [(0.8, "fp8")]
+    places = [(each.first, each.last, each.recipe.name) for each in recipe.layers]
+    assert places == [(1, 0, "fp8"), (0, 1, "fp8")]
+
+
+def test_figures_of_claims_that_refer_to_a_page_are_on_it() -> None:
+    for claim in CLAIMS:
+        assert (claim.pair is None) == bool(claim.seen and claim.page and claim.verdict)
+        page = (ROOT / "docs" / claim.page).read_text() if claim.page else ""
+        for figure in re.findall(r"[+-]?\d+\.\d+", claim.seen):
+            assert figure in page, (claim.text, figure)
+    assert {claim.paper for claim in CLAIMS} == PAPERS.keys()
+
+
+@pytest.mark.parametrize(
+    ("by_seed", "lower", "equal"),
+    [
+        ({1: -0.02, 2: -0.03}, "held", "held"),
+        ({1: 0.02, 2: 0.03}, "not held", "not held"),
+        ({1: -0.02, 2: 0.03}, "not told", "no difference above the spread"),
+        ({1: -0.007, 2: -0.0071}, "not told", "not told"),
+        ({1: -0.007, 2: -0.0071, 3: -0.007}, "held", "held"),
+        ({1: 0.009}, "not told", "not told"),
+        ({1: 0.02}, "not held, one seed", "not held, one seed"),
+    ],
+)
+def test_the_verdict_of_a_claim(by_seed: dict[int, float], lower: str, equal: str) -> None:
+    assert [verdict(Gap(by_seed), expects) for expects in ("lower", "equal")] == [lower, equal]
+
+
+def test_bits_are_those_of_formats() -> None:
+    """Of blocks of 32 and 16 with scales of 8 bits, of FP8 with a float32 scale a row, and BF16."""
+    fp8 = 8 + 32 / 4096
+    for name, saved, held, sent in (
+        ("tetrajet", 4.25, 8.5, 4.25),
+        ("mxfp4", 4.25, 8.5, 16),
+        ("mxfp4-rht-sr", 4.25, 4.25, 16),
+        (BF16, 16, 0, 16),
+    ):
+        assert recipe_facts.bits(recipes_page.recipe_named(name)) == (
+            recipe_facts.Bits(saved, held, sent)
+        )
+    assert recipe_facts.bits(get_recipe("fp8")).saved == pytest.approx(fp8, abs=0.005)
+
+
+def test_the_speed_by_phases_is_that_of_the_mean_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = "benchmarks/study/candidates/fp8-ends.yaml"
+    rows = [
+        {"name": "bf16", "ms": 100.0, "tokens/s": 10.0, "ratio": 1.0},
+        {"name": "tetrajet", "ms": 50.0, "tokens/s": 20.0, "ratio": 2.0},
+        {"name": "fp8", "ms": 75.0, "tokens/s": 13.3, "ratio": 1.333},
+        {"name": "tetrajet --cuda-graph-impl local", "ms": 1.0, "tokens/s": 1e3, "ratio": 100.0},
+        {"name": OWN["tetrajet-fp8"], "ms": 2.0, "tokens/s": 500.0, "ratio": 50.0},  # of one phase
+    ]
+    monkeypatch.setattr(recipe_facts, "_result", lambda name: {"rows": rows})
+    found = step_of(candidate("tetrajet-then-fp8"))
+    assert found is not None and found.by_phases
+    assert found.ratio == pytest.approx(100 / (0.8 * 50 + 0.2 * 75))
+    assert found.tokens == pytest.approx(10 * found.ratio)
+    assert step_of("tetrajet-fp8") is None  # its first part is not there
+    rows.append({"name": first, "ms": 60.0, "tokens/s": 16.7, "ratio": 1.667})
+    own = step_of("tetrajet-fp8")
+    assert own is not None and own.ratio == pytest.approx(100 / (0.8 * 60 + 0.2 * 75))
+    assert step_of("mxfp4") is None
+
+
+def test_a_page_without_marker_lines_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("no marks")
+    assert main(["recipes", "--page", str(page), "--readme", str(ROOT / "README.md")]) == 2
+    with pytest.raises(StudyError, match="no run of a recipe"):
+        recipes_page.comparison(tmp_path)
