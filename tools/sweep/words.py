@@ -2,7 +2,8 @@
 
 Words are values of axes that the factorial does not have: other rules for scales, other transforms,
 other operands that are rounded. Each is compared in at least four pairs, which go through all
-stages of every sweep.
+stages of every sweep whose sizes they fit: MS-EDEN has groups of 128, of which the last stage's
+model is no multiple. A word may also change combinations that another word has made.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Word:
     """A change of one word in several combinations: in most cases the value of one axis.
 
     what, where: the change, and the combinations that it is made of, in words.
-    bases: the combinations without the change, all of them in factorial.py.
+    bases: the combinations without the change: of factorial.py, or made by a word before this one.
     values: axes with their values in the change.
     """
 
@@ -51,11 +52,11 @@ def combinations() -> list[Combination]:
 
 
 def bases() -> dict[Combination, Combination]:
-    """By combination with a word, the first that it is made of."""
+    """By combination with a word, the first combination of factorial.py that it is made of."""
     found: dict[Combination, Combination] = {}
     for word in WORDS:
         for base, changed in word.pairs:
-            found.setdefault(changed, base)
+            found.setdefault(changed, found.get(base, base))
     return found
 
 
@@ -73,6 +74,7 @@ _UNDER_TENSOR = (E4M3 | TENSOR, UE5M3 | TENSOR)
 # Four formats of scales, with stochastic rounding of dY.
 FORMATS = _bases((E8M0,)) + _bases(_UNDER_TENSOR, blocks=("16",))
 _TRANSFORMED = tuple(replace(each, **HADAMARD) for each in FORMATS)
+_ROUNDED = tuple(replace(each, **BACKWARD) for each in FORMATS)
 _OF_E8M0 = _bases((E8M0,), others=(STOCHASTIC, {}))
 _OF_E8M0_NEAREST = _bases((E8M0,), others=(HADAMARD, {}))
 _OF_TENSOR = _bases(_UNDER_TENSOR)
@@ -83,6 +85,10 @@ _DGE_OF_ANY = _bases((E8M0,), ("16",), (STOCHASTIC | _DGE, _DGE)) + _DGE_OF_TENS
 _ESTIMATED_OF_TENSOR = _DGE_OF_TENSOR + _bases(
     _UNDER_TENSOR, ("16",), (STOCHASTIC | {"maximum": "absmax"},)
 )
+# Unit gain in the groups of the transform: the backward pass of arXiv 2601.22813, but for its
+# operands, which are the X and W of fprop there.
+MS_EDEN = HADAMARD | {"group": "128", "backward_rule": "unit-gain"}
+_OF_FPROP = {"operands": "forward"}
 _ANY = "E8M0, E4M3, UE5M3"
 _SCALED = "E4M3, UE5M3, tensor scale"
 
@@ -112,6 +118,9 @@ def _words() -> Iterator[Word]:
             if value not in ("32", "128", "random"):  # 128 does not fit the last stage's model
                 what = f"groups of {value} in place of 32" if axis == "group" else f"signs {value}"
                 yield Word(what, f"{_ANY}, Hadamard", _TRANSFORMED, {axis: value})
+    yield Word("stochastic rounding of X and W too", f"{_ANY}, Hadamard", _TRANSFORMED, BACKWARD)
+    where = f"{_ANY}, stochastic rounding of dY, X and W"
+    yield Word("a Hadamard transform of the backward pass", where, _ROUNDED, HADAMARD)
     for value in AXES["estimated"][1:]:
         yield Word(f"DGE of {value} in place of W", _ANY, _DGE_OF_ANY, {"estimated": value})
     yield Word(
@@ -136,6 +145,26 @@ def _words() -> Iterator[Word]:
     ):  # fmt: skip
         what = f"rule {rule} of the backward pass in place of inflated"
         yield Word(what, _SCALED, bases, {"backward_rule": rule})
+    yield from _ms_eden()
+
+
+def _ms_eden() -> Iterator[Word]:
+    """MS-EDEN against nearest rounding, and against stochastic rounding of all operands in the same
+    groups. Its rule and group are one word: unit gain needs the transform in its own groups."""
+    nearest = _bases(_UNDER_TENSOR, others=(HADAMARD,))
+    of_gradients = _bases(_UNDER_TENSOR, others=(HADAMARD | STOCHASTIC,))
+    rounded = BACKWARD | _OF_FPROP | {"group": "128"}
+    of_all = tuple(replace(each, **rounded) for each in of_gradients)
+    where = f"{_SCALED}, Hadamard"
+    yield Word("MS-EDEN, in groups of 128", where, nearest, MS_EDEN)
+    yield Word(
+        "MS-EDEN of the X and W of fprop, in groups of 128", where, nearest, MS_EDEN | _OF_FPROP
+    )
+    what = "stochastic rounding of the X and W of fprop too, in groups of 128"
+    yield Word(what, f"{where}, stochastic rounding of dY", of_gradients, rounded)
+    what = "MS-EDEN in place of stochastic rounding of dY, X and W"
+    where = f"{where} in groups of 128, X and W of fprop"
+    yield Word(what, where, of_all, MS_EDEN | {"rounding": "nearest"})
 
 
 WORDS = tuple(_words())

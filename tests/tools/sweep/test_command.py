@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tools import rows
+from tools.rows import Row
 from tools.sweep import __main__, llama, results, tensors
 from tools.sweep.axes import Combination
 from tools.sweep.stages import STAGES, digits
@@ -67,7 +68,7 @@ def test_workers_end_with_the_command(which: signal.Signals, written: Path, tmp_
     assert run.returncode == (-which if which == signal.SIGKILL else 130)
     if which != signal.SIGKILL:
         count = len(results.read(path))
-        assert f"{count} of 2648 have results of products, of which 0 failed: the same co" in said
+        assert f"{count} of 2664 have results of products, of which 0 failed: the same co" in said
 
 
 def wait_until(true: Callable[[], bool], run: subprocess.Popen[str] | None = None) -> None:
@@ -199,15 +200,15 @@ def test_a_stage_needs_all_results_of_those_before(
         return capsys.readouterr().err
 
     assert refusal(["run", "digits"], "products", 1) == (
-        "sweep: 2647 of 2648 have results of products: run it first, or give the --number and "
+        "sweep: 2663 of 2664 have results of products: run it first, or give the --number and "
         "--seed that it had\n"
     )
     assert refusal(["run", "diffusion"], "digits", 3) == (
-        "sweep: 580 of 583 have results of digits: run it first\n"
+        "sweep: 596 of 599 have results of digits: run it first\n"
     )
     matrix = tmp_path / "sweep.yaml"
     words = ["llama", "--out", str(matrix)]
-    assert refusal(words, "diffusion", 394).startswith("sweep: 0 of 388 have results of diffusion")
+    assert refusal(words, "diffusion", 410).startswith("sweep: 0 of 404 have results of diffusion")
     assert not matrix.exists()
     run = ["run", "diffusion", "--results", written_without(path, "diffusion", 0)]
     assert __main__.main([*run, "--minutes", "1e-9"]) == 0  # of the committed results all are there
@@ -221,15 +222,29 @@ def test_the_best_need_all_results_of_the_last_stage(
     words = ["best", "--study", str(study), "--out", str(matrix)]
     assert __main__.main(words) == 2
     lines = llama.RESULTS.read_text().splitlines(keepends=True)
+    study.write_text("".join(lines))  # four combinations with a word were not trained
+    assert __main__.main(words) == 2
+    lines += untrained(json.loads(lines[0]))
     study.write_text("".join(lines[1:]))
     assert __main__.main(words) == 2 and not matrix.exists()
     assert capsys.readouterr().err == (
-        "sweep: 0 of 255 have results of llama: run it first\n"
-        "sweep: 254 of 255 have results of llama: run it first\n"
+        "sweep: 0 of 259 have results of llama: run it first\n"
+        "sweep: 255 of 259 have results of llama: run it first\n"
+        "sweep: 258 of 259 have results of llama: run it first\n"
     )
     failed = json.loads(lines[0]) | {"status": "failed"}  # a result too
     study.write_text("".join([*lines[1:], json.dumps(failed) + "\n"]))
     assert __main__.main(words) == 0 and matrix.exists()
+
+
+def untrained(row: Row) -> list[str]:
+    """Lines of the last stage for the combinations without results of it, as if each had ended as
+    the run of `row` did."""
+    wanted = llama.recipes(__main__.promoted_to_llama(results.read(__main__.RESULTS)))
+    recipes = set(wanted) - llama.trained(llama.read(llama.RESULTS))
+    made = [{"recipe": each, "seed": seed} for each in recipes for seed in llama.BLOCK["seeds"]]
+    run = row["configuration"]
+    return [json.dumps(row | {"configuration": run | each}) + "\n" for each in made]
 
 
 def test_bad_files_end_the_command_in_one_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from statistics import mean
 
@@ -11,10 +12,10 @@ from scipy.stats import t as student
 from tests.tools.sweep.test_page import PAGE
 from tools import rows
 from tools.rows import Row
-from tools.sweep import factorial, llama, page, promotion, words
+from tools.sweep import factorial, llama, page, promotion, results, words
 from tools.sweep.agreement import agreement_of_designed
 from tools.sweep.axes import Combination, values
-from tools.sweep.bias import CHANGES, biases
+from tools.sweep.bias import biases
 from tools.sweep.findings import FINDINGS, interval_of_mean, summary
 from tools.sweep.pareto import Point
 from tools.sweep.stages import STAGES
@@ -32,23 +33,57 @@ def test_the_number_of_claims(text: str) -> None:
 def test_biases_in_words(committed: list[Row], text: str) -> None:
     found = {(base.scale, base.block, product): own for base, product, own in biases(committed)}
     assert len(found) == 8
-    nearest, of_dy, of_all = told(found["ue5m3", "16", "dX"][:3])
+    plain = CHANGES_OF_ROUNDING
+    nearest, of_dy, of_all = told(found["ue5m3", "16", "dX"], plain)
     assert (
         f"the bias of dX of UE5M3 in blocks of 16 under a tensor scale is {nearest} to nearest, "
         f"{of_dy} with stochastic rounding of dY alone, and {of_all} with that of all operands. "
-        "That of dW is {}, {} and {}.".format(*told(found["ue5m3", "16", "dW"][:3]))
+        "That of dW is {}, {} and {}.".format(*told(found["ue5m3", "16", "dW"], plain))
     ) in text
-    turned = [told(found["ue5m3", "16", product][3:]) for product in ("dX", "dW")]
+    transformed = ["Hadamard", "SR of dY, Hadamard"]
+    turned = [told(found["ue5m3", "16", product], transformed) for product in ("dX", "dW")]
     (x, both_x), (w, both_w) = turned
     assert f"leaves {x} and {w}, and {both_x} and {both_w} with stochastic rounding of dY" in text
-    for own in found.values():  # what the words say of UE5M3 holds of every format
-        biased = dict(zip(CHANGES, own, strict=True))
+    for biased in found.values():  # what the words say of UE5M3 holds of every format
         assert biased["nearest"] > biased["SR of dY"] > 10 * biased["SR of dY, Hadamard"] > 0
         assert abs(biased["SR of dY, X and W"]) < biased["SR of dY"] / 100
 
 
-def told(numbers: list[float]) -> list[str]:
-    return [f"{value:z.5f}" for value in numbers]
+def test_ms_eden_in_words(committed: list[Row], text: str) -> None:
+    found = {(base.scale, base.block, product): own for base, product, own in biases(committed)}
+    both = ["MS-EDEN", "SR of dY, X and W, Hadamard"]
+    (x, rounded_x), (w, rounded_w) = (told(found["ue5m3", "16", p], both) for p in ("dX", "dW"))
+    told_of = f"leaves {x} of dX and {w} of dW, and stochastic rounding of all operands beside a"
+    assert f"{told_of} transform {rounded_x} and {rounded_w}." in text
+    for (scale, _, _), biased in found.items():
+        assert ("MS-EDEN" in biased) == (scale != "e8m0")  # which has no such rule
+        assert all(abs(biased[each]) < biased["Hadamard"] / 10 for each in both if each in biased)
+    [word] = [each for each in words.WORDS if each.what.startswith("MS-EDEN in place")]
+    ratios = []
+    for figure in ("dx variance", "dw variance"):
+        own = results.scores(committed, "draws", figure=figure)
+        ratios += [own[changed] / own[base] for base, changed in word.pairs]
+    assert f"it has {min(ratios):.2f} to {max(ratios):.2f} of the variance of dX and dW" in text
+    assert len(ratios) == 8 and max(ratios) < 0.5  # "less than half"
+    columns = page.of_design(committed, promotion.DESIGNED)
+    differences = {stage: word.differences(own) for stage, own in columns.items()}
+    assert not differences.pop(llama.NAME) and {len(own) for own in differences.values()} == {4}
+    one, two, three = (summary(own).partition(";")[0] + ")" for own in differences.values())
+    assert f"`regression` and `digits` do not tell them apart: {one} and {two}." in text
+    for stage in ("regression", "digits"):
+        low, high = interval_of_mean(differences[stage])
+        assert low < 0 < high
+    lower = f"lowers the loss of `diffusion` by {-mean(differences['diffusion']):.4f} against it"
+    assert f"{lower}, in all four pairs and with each seed: {three}." in text
+    for seed in ("1", "2"):
+        assert max(word.differences(results.scores(committed, "diffusion", [seed]))) < 0
+
+
+CHANGES_OF_ROUNDING = ["nearest", "SR of dY", "SR of dY, X and W"]
+
+
+def told(biased: dict[str, float], changes: list[str]) -> list[str]:
+    return [f"{biased[each]:z.5f}" for each in changes]
 
 
 def test_all_operands_against_nearest_in_words(committed: list[Row], text: str) -> None:
@@ -108,13 +143,17 @@ def test_straight_through_in_words(committed: list[Row], text: str) -> None:
 
 
 def test_words_ran_on_another_host_in_words(committed: list[Row], text: str) -> None:
-    hosts: dict[str, set[str]] = {}
-    for row in committed:
-        if row["stage"] in ("digits", "diffusion"):
-            hosts.setdefault(row["star"], set()).update(row["stamp"]["device"])
-    assert hosts[words.STAR] == {"NVIDIA H200"} != hosts[factorial.STAR]
-    assert len(hosts[factorial.STAR]) == 1
-    assert f"the {len(words.combinations())} [words](#the-sample) ran on another host" in text
+    for stage in ("digits", "diffusion"):
+        hosts: dict[str, Counter[str]] = {}
+        for row in committed:
+            if row["stage"] == stage:
+                hosts.setdefault(row["star"], Counter()).update(set(row["stamp"]["device"]))
+        ((host, _),) = hosts[factorial.STAR].items()
+        assert host not in hosts[words.STAR]
+        number = hosts[words.STAR]["NVIDIA H200"]
+        assert f"{number} combinations with [words](#the-sample) ran on another host" in text
+        third = hosts[words.STAR].total() - number
+        assert f"The {third} with MS-EDEN, and with stochastic" in text
 
 
 def test_rules_of_e8m0_in_words(text: str) -> None:
