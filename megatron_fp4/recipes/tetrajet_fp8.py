@@ -1,8 +1,7 @@
-"""TetraJet with its most sensitive parts in FP8: this project's own recipe, which `auto` names.
+"""TetraJet with FP8 at the ends: this project's own recipe, which `auto` names.
 
-On small models the first and the last layer, and the end of training, lose more by FP4 than the
-rest does. There linears follow the recipe `fp8`, which a Hopper GPU multiplies about as fast.
-docs/recipes.md has what this gains and what else was tried.
+The first and the last decoder layer, and all layers in the last part of training, follow the recipe
+`fp8`. docs/recipes.md has what this gains on small models, and what else was tried.
 """
 
 from dataclasses import replace
