@@ -20,11 +20,7 @@ from megatron_fp4.setting import Setting
 from megatron_fp4.target import gpu_named
 
 RESULTS = Path(__file__).parents[1] / "results"
-STEPS = [
-    "fused-step-others",
-    "fused-step",
-    "training_step",
-]  # of 20 layers on one H200; newest first
+STEPS = ["fused-step-others", "fused-step", "training_step"]  # on one H200, the newest first
 LINEARS = "linear-formats"
 # The linear and the device that bits are counted for.
 SETTING = Setting(
