@@ -46,8 +46,6 @@ OTHERS = (
     *("fused-step-others", "parallel-fp8", "parallel-te-beside", "parallel-four-beside"),
     *(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs")),
 )
-# A flag of rows that are not compared: choose_layout does not take it.
-NOT_TAKEN = "--grad-reduce-in-bf16"
 # Linears, and quantize kernels, of which those of the first file and of KERNELS are fitted to.
 LINEARS = ("linear-te", "linear-rows")
 KERNELS = "quantize_kernels-fused"
@@ -95,10 +93,7 @@ class Step:
 def steps(files: tuple[str, ...] = CURRENT + BY_TORCH + OTHERS) -> tuple[Step, ...]:
     """The rows of results of training steps."""
     return tuple(
-        _step(file, row.get("layout", "one"), row)
-        for file in files
-        for row in result(file)["rows"]
-        if NOT_TAKEN not in row["name"]
+        _step(file, row.get("layout", "one"), row) for file in files for row in result(file)["rows"]
     )
 
 
@@ -129,6 +124,7 @@ def _setup(found: dict[str, Any], layout_name: str, name: str) -> tuple[Model, L
         keeps_w=cast(KeepsW, of("--fp4-weight-cache", "packed")),
         moments=Moments.read(of("--fp4-optimizer-state", str(FLOAT32))),
         gradients=element_of(of("--fp4-grad-comm") or None, None),
+        bf16_gradients="--grad-reduce-in-bf16" in words,
         gathers_codes="--fp4-param-gather" in words,
     )  # fmt: skip
     return model, layout, recipe_named("bf16" if name in PLAIN else words[0])

@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--fp4-fused-kernels", choices=["auto", "liger", "off"], default="auto")
     job.add_argument("--fp4-grad-comm", choices=ELEMENTS)
     job.add_argument("--fp4-grad-comm-element", choices=ELEMENTS["fp8"])
+    job.add_argument("--grad-reduce-in-bf16", action="store_true")
     job.add_argument("--fp4-optimizer-state", metavar="m=FORMAT,v=FORMAT")
     add_model(parser.add_argument_group("the model, by Megatron's flags or a config.json"))
     fixed = parser.add_argument_group("fixed choices; what is left out is chosen")
@@ -130,6 +131,7 @@ def job_of(args: argparse.Namespace) -> Job:
         moments=moments,
         keeps_w=keeps_w_of(args.fp4_weight_cache),
         gradients=element_of(args.fp4_grad_comm, args.fp4_grad_comm_element),
+        bf16_gradients=args.grad_reduce_in_bf16,
         gathers_codes=args.fp4_param_gather,
         given=args.recipe,
     )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from megatron_fp4.arithmetic.messages import ELEMENTS, kind_of
 from megatron_fp4.arithmetic.moments import FLOAT32, Moments
 from megatron_fp4.estimate.model import (
@@ -37,7 +39,9 @@ class Layout:
     keeps_w: what is held of quantized weights over a step, without CUDA graphs; see
         `setting.Setting`.
     gradients: the elements in which data-parallel ranks send gradients, a key of
-        `arithmetic.messages.FORMS` (--fp4-grad-comm); None: in float32, by Megatron's collectives.
+        `arithmetic.messages.FORMS` (--fp4-grad-comm); None: as they are, by Megatron's collectives.
+    bf16_gradients: whether gradients are added up, and sent but for `gradients`, in BF16 and not
+        in float32 (--grad-reduce-in-bf16).
     gathers_codes: whether a distributed optimizer gathers the weights of quantized linears as codes
         (--fp4-param-gather).
     """
@@ -59,12 +63,18 @@ class Layout:
     moments: Moments = FLOAT32
     keeps_w: KeepsW | None = "packed"
     gradients: str | None = None
+    bf16_gradients: bool = False
     gathers_codes: bool = False
 
     @property
     def sent_w(self) -> bool:
         """Whether linears get W as codes; see `setting.Setting`."""
         return self.gathers_codes and self.sharded
+
+    @property
+    def main_grad(self) -> torch.dtype:
+        """The dtype in which gradients are added up."""
+        return torch.bfloat16 if self.bf16_gradients else torch.float32
 
     @property
     def dp(self) -> int:
@@ -110,6 +120,8 @@ class Layout:
             flags.append(f"--fp4-grad-comm {kind}")
             if self.gradients != ELEMENTS[kind][0]:
                 flags.append(f"--fp4-grad-comm-element {self.gradients}")
+        if self.bf16_gradients:
+            flags.append("--grad-reduce-in-bf16")
         if self.moments != FLOAT32:
             flags.append(f"--fp4-optimizer-state {self.moments}")
         return flags

@@ -29,7 +29,7 @@ ADAM = 4
 class Memory(NamedTuple):
     """Bytes on a rank at the peak of a step.
 
-    weights: of the model, in BF16. gradients: in float32, and the buffers through which they are
+    weights: of the model, in BF16. gradients: main_grad, and the buffers through which they are
     sent in fewer bits. optimizer: the float32 weights and both moments of Adam, and states beside
     weights. activations: what microbatches in flight save. held: quantized weights that are held
     over a step, or over the run where ranks gather them as codes. temporary: what lives for one
@@ -89,12 +89,12 @@ def states(
 ) -> tuple[float, float, float]:
     """(weights, gradients, optimizer): bytes on a rank between steps, without quantized weights.
 
-    Megatron keeps for each parameter 2 bytes of weight in BF16, 4 of main_grad and, in the
-    optimizer, 4 of the float32 weight and 8 of Adam's moments, or less (`Layout.moments`). The
-    distributed optimizer spreads the optimizer's over the data-parallel ranks. A recipe's own state
-    beside weights is the optimizer's too (an average 4 bytes, Q-Ramping 8). Where the distributed
-    optimizer spreads it, a layer reads a copy of the whole average, in 4 bytes more, unless W comes
-    as codes.
+    Megatron keeps for each parameter 2 bytes of weight in BF16, 4 of main_grad (2 with
+    `Layout.bf16_gradients`) and, in the optimizer, 4 of the float32 weight and 8 of Adam's moments,
+    or less (`Layout.moments`). The distributed optimizer spreads the optimizer's over the
+    data-parallel ranks. A recipe's own state beside weights is the optimizer's too (an average 4
+    bytes, Q-Ramping 8). Where the distributed optimizer spreads it, a layer reads a copy of the
+    whole average, in 4 bytes more, unless W comes as codes.
     """
     held, own = parameters(model, layout, stage), linears(model, layout, stage)
     kept = sum(dtype.itemsize for dtype in recipe.kept_dtypes.values())
@@ -102,7 +102,7 @@ def states(
     optimizer += optimizer_bytes(own, layout, kept)
     has_copies = layout.sharded and reads_average(recipe, layout.sent_w)
     copies = 4.0 * len(recipe.weight_states) * own.total if has_copies else 0.0
-    gradients = 4.0 * held.total + gradient_buffers(held, layout)
+    gradients = layout.main_grad.itemsize * held.total + gradient_buffers(held, layout)
     return 2.0 * held.total, gradients, optimizer + copies
 
 
@@ -128,9 +128,12 @@ def optimizer_bytes(held: Parameters, layout: Layout, each: float) -> float:
 
 
 def adam_bytes(model: Model, layout: Layout, stage: Stage) -> float:
-    """Bytes that the optimizer takes on a rank while it runs."""
+    """Bytes that the optimizer takes on a rank while it runs.
+
+    Megatron converts gradients in BF16 to float32, all of them before the first is used.
+    """
     fused = layout.fused_kernels or layout.moments != FLOAT32
-    each = 0.0 if fused else ADAM
+    each = (0.0 if fused else ADAM) + (4.0 if layout.bf16_gradients else 0.0)
     return optimizer_bytes(parameters(model, layout, stage), layout, each)
 
 

@@ -67,7 +67,7 @@ def plan(
     setting = Setting(
         tokens_on_rank(linear, model, layout, recipe), inputs, outputs,
         torch.bfloat16, target, torch.bfloat16, sharding,
-        main_grad=torch.float32,
+        main_grad=layout.main_grad,
         has_bias=model.biases or (model.qkv_bias and linear.name == "linear_qkv"),
         keeps_w=_keeps_w(layout, recipe),
         sent_w=layout.sent_w and reader_of_w(recipe) is None,

@@ -43,8 +43,8 @@ class Job:
     """What is to be trained: a model with a recipe, on how many GPUs, in what batches.
 
     given: what --fp4-recipe takes of the recipe, such as the path of a file; "": its name.
-    node: GPUs of a host. fused_dw, fused_kernels, keeps_w, moments, gradients, gathers_codes: see
-        Layout.
+    node: GPUs of a host. fused_dw, fused_kernels, keeps_w, moments, gradients, bf16_gradients,
+        gathers_codes: see Layout.
     """
 
     model: Model
@@ -58,6 +58,7 @@ class Job:
     moments: Moments = FLOAT32
     keeps_w: KeepsW | None = "packed"
     gradients: str | None = None
+    bf16_gradients: bool = False
     gathers_codes: bool = False
     given: str = ""
 
@@ -156,6 +157,7 @@ def layouts(job: Job, fixed: Fixed) -> Iterator[Layout]:
             moments=job.moments,
             keeps_w=job.keeps_w,
             gradients=job.gradients,
+            bf16_gradients=job.bf16_gradients,
             gathers_codes=job.gathers_codes,
         )  # fmt: skip
 

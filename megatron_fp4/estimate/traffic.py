@@ -240,13 +240,14 @@ def of_pipeline(model: Model, layout: Layout, stage: Stage) -> list[Sent]:
 def of_step(model: Model, layout: Layout, recipe: Recipe, stage: Stage) -> list[Sent]:
     """What a rank sends once a step: sums of gradients, and the updated weights.
 
-    Gradients are summed in float32. A distributed optimizer reduce-scatters them and all-gathers
-    the weights in BF16, or those of linears as codes and scales (`Layout.sent_w`). Gradients in
-    fewer bits (`Layout.gradients`) go to the ranks that sum them by an all-to-all, and without a
-    distributed optimizer the sums, in as many bits, to all ranks by an all-gather. Scales of blocks
-    that are not full are not counted.
+    Gradients are summed in float32, or BF16 (`Layout.bf16_gradients`). A distributed optimizer
+    reduce-scatters them and all-gathers the weights in BF16, or those of linears as codes and
+    scales (`Layout.sent_w`). Gradients in fewer bits (`Layout.gradients`) go to the ranks that sum
+    them by an all-to-all, and without a distributed optimizer the sums, in as many bits, to all
+    ranks by an all-gather. Scales of blocks that are not full are not counted.
     """
     held, own, found = parameters(model, layout, stage), linears(model, layout, stage), []
+    each = layout.main_grad.itemsize
     groups: list[tuple[Group, int, int, int]] = [
         ("data", layout.dp, held.dense, own.dense),
         ("expert data", layout.expert_dp, held.experts, own.experts),
@@ -260,9 +261,9 @@ def of_step(model: Model, layout: Layout, recipe: Recipe, stage: Stage) -> list[
             if not layout.sharded:
                 found.append(gather(size / ranks, ranks, group))
         elif layout.sharded:
-            found.append(scatter(4 * count, ranks, group))
+            found.append(scatter(each * count, ranks, group))
         else:
-            found.append(reduce(4 * count, ranks, group))
+            found.append(reduce(each * count, ranks, group))
         if layout.sharded:
             weights = 2 * count
             if layout.sent_w and recipe.fprop.b is not None:
@@ -270,7 +271,7 @@ def of_step(model: Model, layout: Layout, recipe: Recipe, stage: Stage) -> list[
             found.append(gather(weights / ranks, ranks, group))
     if layout.sp:  # the gradients of norms, each rank's of its own tokens
         norms = 2 * len(stage.layers) + stage.last
-        found.append(reduce(4 * norms * norm_parameters(model), layout.tp))
+        found.append(reduce(each * norms * norm_parameters(model), layout.tp))
     return found
 
 

@@ -43,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     f"{MOMENTS} m=fp8,v=fp16": {"moments": Moments("fp8", "fp16")},
     f"{MOMENTS} m=fp8,v=fp8": {"moments": Moments("fp8", "fp8")},
     GATHER: {"gathers_codes": True},
+    "--grad-reduce-in-bf16": {"bf16_gradients": True},
 }
 # A layer of which each parameter is a bucket of its own, with shards of whole blocks.
 ONE_LAYER = """
@@ -99,8 +100,6 @@ def estimated(model: Model, layout: Layout, row: Row) -> tuple[float, float]:
         )
         for own in (False, True)
     )
-    if "--grad-reduce-in-bf16" in row["name"]:  # of which there are no estimates
-        gradients /= 2
     return gradients / count, weights / count
 
 

@@ -114,6 +114,9 @@ def test_steps_in_few_bits_are_predicted() -> None:
     times, peaks = ([row[key] for row in rows] for key in ("fitted", "memory"))
     assert f"at {min(times):.2f} to {max(times):.2f} of their time" in PAGE
     assert f"at {min(peaks):.3f} to {max(peaks):.3f} of their peak memory" in PAGE
+    summed = [row["fitted"] for row in rows if row["name"].endswith("--grad-reduce-in-bf16")]
+    least, most = min(summed), max(summed)
+    assert f"`--grad-reduce-in-bf16` are estimated at {least:.2f} and {most:.2f}" in PAGE
 
 
 def test_steps_beside_fp8_are_predicted() -> None:

@@ -87,6 +87,21 @@ def test_an_optimizer_that_is_not_spread_over_ranks_is_noticed() -> None:
             assert peak(wrong) > 1.2 * step.row["peak_gib"]
 
 
+def test_the_optimizer_converts_gradients_in_bf16() -> None:
+    """Megatron makes a float32 copy of those that a rank updates, beside half of main_grad."""
+    model, recipe = Model(2, 64, 128, 4, 2, 16, 512, 64), recipe_named("tetrajet")
+    plain = Layout(2, batch=2, sharded=True)
+    half = replace(plain, bf16_gradients=True)
+    [stage] = stages(model, plain)
+    count = parameters(model, plain, stage).total
+    assert memory.adam_bytes(model, plain, stage) == 0
+    assert memory.adam_bytes(model, half, stage) == 4 * count / 2
+    (_, found, _), (_, float32, _) = (
+        memory.states(model, layout, recipe, stage) for layout in (half, plain)
+    )
+    assert (found, float32) == (2 * count, 4 * count)
+
+
 def test_one_microbatch_in_flight_under_a_pipeline_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

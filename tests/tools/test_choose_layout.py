@@ -44,6 +44,19 @@ def test_flags_and_a_hugging_face_config_are_the_same_model(tmp_path: Path) -> N
     assert by_flags["model"]["groups"] == 8
 
 
+def test_gradients_in_bf16_take_half() -> None:
+    """The optimizer converts them to float32, which takes memory while it runs."""
+    job = [*JOB, "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
+    plain, half = (
+        json.loads(run([*job, *FLAGS, "--json", *flags]))["layouts"][0]
+        for flags in ((), ("--grad-reduce-in-bf16",))
+    )
+    assert "--grad-reduce-in-bf16" in half["flags"]
+    assert "--grad-reduce-in-bf16" not in str(plain["flags"])
+    assert half["memory"]["gradients"] == plain["memory"]["gradients"] / 2
+    assert half["seconds"]["communication"] < plain["seconds"]["communication"]
+
+
 def test_gradients_in_few_bits_send_less() -> None:
     """Their flags are among those to paste."""
     job = [*JOB, "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
