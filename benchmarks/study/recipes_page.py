@@ -182,7 +182,7 @@ def claims_table(found: Comparison) -> list[str]:
         where, own = of_pair(found, claim.pair)
         names = f"{_short(claim.pair.recipe)} minus {_short(claim.pair.against)}"
         seen = NOT_RUN if own is None else _gap_and_seeds(own)
-        held = "not run" if own is None else verdict(own, claim.expects)
+        held = "not run" if own is None else verdict(own, claim.expects, claim.most)
         body.append([source, claim.text, f"{names}, {where}: {seen}", held])
     return table(["paper", "claim", "seen here", "the claim is"], body)
 

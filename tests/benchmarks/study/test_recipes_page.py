@@ -226,3 +226,9 @@ def test_a_page_without_marker_lines_is_refused(tmp_path: Path) -> None:
     assert main(["recipes", "--page", str(page), "--readme", str(ROOT / "README.md")]) == 2
     with pytest.raises(StudyError, match="no run of a recipe"):
         recipes_page.comparison(tmp_path)
+
+
+def test_a_claim_may_allow_a_difference() -> None:
+    found = Gap({1: 0.014, 2: 0.016})
+    assert verdict(found, "equal") == verdict(found, "equal", 0.01) == "not held"
+    assert verdict(found, "equal", 0.02) == "held"
