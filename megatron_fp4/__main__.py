@@ -25,6 +25,7 @@ from megatron_fp4.multipliers import MULTIPLIERS
 from megatron_fp4.plan import command
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
+from megatron_fp4.recipes import ALIASES
 from megatron_fp4.setting import Setting
 from megatron_fp4.target import ROCM, target_of
 
@@ -53,6 +54,7 @@ def info() -> str:
     lines.append("recipes")
     for name in list_recipes():
         lines += [f"  {line}" for line in describe(get_recipe(name))]
+    lines += [f"  {alias} is {name}" for alias, name in ALIASES.items()]
     return "\n".join(lines) + "\n"
 
 

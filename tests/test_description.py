@@ -147,5 +147,6 @@ def test_the_paper_is_the_registered_recipe_s_alone(name: str, tmp_path: Path) -
 
 def test_info_describes_every_recipe() -> None:
     text = info()
+    assert "\n  auto is tetrajet-fp8\n" in text
     for name in list_recipes():
         assert "\n".join(f"  {line}" for line in describe(get_recipe(name))) in text
