@@ -173,7 +173,7 @@ class Recipe:
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
 
-    @property
+    @cached_property
     def is_uniform(self) -> bool:
         """Whether all linears follow this recipe from the first step to the last: it has neither
         phases nor layers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -194,9 +195,7 @@ def test_sizes_that_a_linear_cannot_have(
     assert line.startswith(f"sweep: {says}")
 
 
-def test_phases_are_told_and_layers_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_phases_and_layers_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("{base: tetrajet, phases: [{after: 9/10, recipe: fp8}]}")
     assert __main__.main(["cost", "tetrajet"]) == __main__.main(["cost", "fp8"]) == 0
@@ -204,6 +203,10 @@ def test_phases_are_told_and_layers_are_refused(
     assert __main__.main(["cost", str(path)]) == 0
     told = capsys.readouterr().out.splitlines()
     assert "after 0.9 of training" in told and set(plain[1:]) - set(told) == set()
-    path.write_text("{base: tetrajet, layers: [{last: 2, recipe: bf16}]}")
-    assert __main__.main(["cost", str(path)]) == 2
-    assert "has layers with recipes of their own" in capsys.readouterr().err
+    assert __main__.main(["cost", "auto"]) == 0
+    own, late, first, last = re.split(
+        r"\nafter 0.8 of training\n|\nthe first layer\n|\nthe last layer\n", capsys.readouterr().out
+    )
+    assert late == first == last != own
+    assert own.splitlines()[1:] == plain[1 : len(own.splitlines())]
+    assert all(line in plain for line in late.splitlines())
