@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import te
-from megatron_fp4 import list_recipes
+from megatron_fp4.recipes import uniform_recipes
 from tools import pages
 from tools.stamp import resumed, stamp
 
@@ -178,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     default = Path("benchmarks/results/training_step.json")
     parser.add_argument("--out", type=Path, default=default)
-    everything = [*PLAIN, *list_recipes(), DECODED, GRAPHS, TE_LAYERS, *te.FP8]
+    everything = [*PLAIN, *uniform_recipes(), DECODED, GRAPHS, TE_LAYERS, *te.FP8]
     parser.add_argument("--recipes", nargs="+", default=everything)
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--micro-batch", type=int, default=2)

@@ -234,6 +234,11 @@ class Recipe:
         """How many phases have begun at `progress`, the share of training that is done."""
         return sum(progress >= phase.after for phase in self.phases)
 
+    @property
+    def followed(self) -> tuple[Recipe, ...]:
+        """This recipe and those of its layers: what its linears follow, each with its phases."""
+        return (self, *(layers.recipe for layers in self.layers))
+
     def at(self, progress: float) -> Recipe:
         """The recipe that holds at `progress`, the share of training that is done, in [0, 1]."""
         return self.in_turn[self.begun(progress)]

@@ -250,7 +250,7 @@ def test_options_of_the_own_recipe() -> None:
     assert [(each.first, each.last) for each in half.layers] == [(2, 0), (0, 2)]
     for options, says in (
         ({"fp8_layers": -1}, "fp8_layers is 0 or more, not -1"),
-        ({"fp8_after": 1.5}, r"a share of training in \[0, 1\], not 1.5"),
+        ({"fp8_after": 1.5}, "fp8_after is a share of training, from 0 to 1, not 1.5"),
         ({"rule": "floor"}, "no option 'rule'"),
     ):
         with pytest.raises(ConfigError, match=says):

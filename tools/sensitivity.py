@@ -181,7 +181,7 @@ def main() -> None:
             if name not in ("bf16", "off"):
                 recipe = get_recipe(name, **options)
                 if recipe.phases or recipe.layers:
-                    raise ValueError(f"{name} has phases or layers: give a recipe of one kind")
+                    raise ValueError(f"{name} has phases or layers: give one without, as tetrajet")
         evaluate = launched(args.flags, args.processes, args.work)
         low, high, found = sensitivity(evaluate, args.in_place, launch.layers)
     except OSError as error:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from benchmarks.study import matrix, results, showing, tables
-from benchmarks.study.claims import CLAIMS, PAPERS, Pair, verdict
+from benchmarks.study.claims import CLAIMS, PAPERS, Claim, Pair, verdict
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import Cell, Gap, cell_of, gap
 from benchmarks.study.matrix import BF16, recipe_of
@@ -25,7 +25,7 @@ from tools.rows import Row
 # Recipes under whose names the page has the runs of a file: the runs are from before the recipe was
 # registered, and the file is equal to it.
 OWN = {"tetrajet-fp8": "benchmarks/study/candidates/fp8-ends-then-fp8.yaml"}
-MATRICES = ["recipes", "candidates", "sizes"]  # of the same text, rate and length: one comparison
+MATRICES = ["recipes", "candidates", "sizes"]  # of the same text and rate
 SMALL = ["few-bits", "oscillation-3M", "sweep-best"]  # studies of smaller models and shorter runs
 NOT_RUN, NOT_MEASURED = "not run", "not measured"
 
@@ -175,16 +175,19 @@ def claims_table(found: Comparison) -> list[str]:
     body = []
     for claim in CLAIMS:
         source = f"{PAPERS[claim.paper]}, [{claim.paper}](https://arxiv.org/abs/{claim.paper})"
-        if claim.pair is None:
-            body.append([source, claim.text, f"[{claim.page}]({claim.page}): {claim.seen}"])
-            body[-1].append(claim.verdict)
-            continue
-        where, own = of_pair(found, claim.pair)
-        names = f"{_short(claim.pair.recipe)} minus {_short(claim.pair.against)}"
-        seen = NOT_RUN if own is None else _gap_and_seeds(own)
-        held = "not run" if own is None else verdict(own, claim.expects, claim.most)
-        body.append([source, claim.text, f"{names}, {where}: {seen}", held])
+        body.append([source, claim.text, *seen_of(found, claim)])
     return table(["paper", "claim", "seen here", "the claim is"], body)
+
+
+def seen_of(found: Comparison, claim: Claim) -> list[str]:
+    """[what was seen of a claim, its verdict]."""
+    if claim.pair is None:
+        return [f"[{claim.page}]({claim.page}): {claim.seen}", claim.verdict]
+    where, own = of_pair(found, claim.pair)
+    names = f"{_short(claim.pair.recipe)} minus {_short(claim.pair.against)}, {where}"
+    if own is None:
+        return [f"{names}: {NOT_RUN}", NOT_RUN]
+    return [f"{names}: {_gap_and_seeds(own)}", verdict(own, claim.expects, claim.most)]
 
 
 def of_pair(found: Comparison, pair: Pair) -> tuple[str, Gap | None]:

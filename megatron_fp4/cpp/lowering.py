@@ -22,7 +22,7 @@ from megatron_fp4.cpp.recorder import (
     Allocated,
     Called,
     Launched,
-    MemoryRange,
+    MemoryOffset,
     Multiplied,
     Recording,
     Step,
@@ -269,7 +269,7 @@ class _Lowering:
         for kind, argument in zip(start.flat_types, step.arguments, strict=True):
             if isinstance(kind, int) and kind == 1:
                 continue  # Triton makes a constant of it
-            if isinstance(argument, MemoryRange):
+            if isinstance(argument, MemoryOffset):
                 addresses.append((len(cells), *argument))
             elif kind in WORDS and self._is_word(WORDS.index(kind), argument):
                 words.append((len(cells), WORDS.index(kind)))
@@ -285,7 +285,7 @@ class _Lowering:
             raise CannotLower(f"a kernel's {WORDS[word]} is not that of the call")
         return argument == self._words[word]
 
-    def _place_of(self, tensor: Tensor) -> MemoryRange:
+    def _place_of(self, tensor: Tensor) -> MemoryOffset:
         return self._recording.place(tensor.data_ptr())
 
 
@@ -300,7 +300,7 @@ def _used(step: Step) -> list[int]:
     """The memory that a step reads or writes."""
     match step:
         case Launched():
-            return [each.memory for each in step.arguments if isinstance(each, MemoryRange)]
+            return [each.memory for each in step.arguments if isinstance(each, MemoryOffset)]
         case Multiplied():
             return [each.memory for each in step.places.values()]
         case Called():

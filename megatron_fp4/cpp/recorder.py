@@ -35,7 +35,7 @@ _UNREPEATABLE = {
 }
 
 
-class MemoryRange(NamedTuple):
+class MemoryOffset(NamedTuple):
     """Bytes of a piece of memory, by the number of this piece and the offset of the first byte."""
 
     memory: int
@@ -59,7 +59,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch of a kernel. arguments: in the order of its types; an address is a MemoryRange or
+    """A launch of a kernel. arguments: in the order of its types; an address is a MemoryOffset or
     None."""
 
     launch: Any
@@ -72,7 +72,7 @@ class Multiplied:
     """A product by cuBLASLt. places: of a, b, their scales, the result and the workspace."""
 
     product: Any
-    places: dict[str, MemoryRange]
+    places: dict[str, MemoryOffset]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Called:
     function: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    places: tuple[MemoryRange, ...]
+    places: tuple[MemoryOffset, ...]
     results: tuple[int | None, ...]
 
 
@@ -124,11 +124,11 @@ class Recording:
     steps: list[Step] = field(default_factory=list)
     problem: str | None = None
 
-    def place(self, address: int) -> MemoryRange:
+    def place(self, address: int) -> MemoryOffset:
         """The place of an address. Raises LookupError if its memory is not known."""
         for number, memory in enumerate(self.memories):
             if memory is not None and memory.start <= address < memory.start + memory.size:
-                return MemoryRange(number, address - memory.start)
+                return MemoryOffset(number, address - memory.start)
         raise LookupError("it reads memory that is neither its input nor its own")
 
     def add(self, tensor: Tensor, origin: str) -> int:
@@ -189,7 +189,7 @@ class PassRecorder(TorchDispatchMode):
             return self.recording.add(result, "result")
         return None
 
-    def _place(self, tensor: Tensor) -> MemoryRange:
+    def _place(self, tensor: Tensor) -> MemoryOffset:
         return self.recording.place(tensor.data_ptr())
 
     def _noting(self, note: Callable[[], None]) -> None:

@@ -48,9 +48,10 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
             layout.keeps_w == "remade" and is_quantized(recipe)
         ),
         "quantizing weights for --fp4-param-gather takes no time here": layout.sent_w,
+        "converting gradients in BF16 for the optimizer takes no time here": layout.bf16_gradients,
         "recomputation was never measured": layout.recompute,
         "the memory of CUDA graphs was never measured": layout.graphs,
-        f"of the phases of {recipe.name} the longest counts, and the others take no time here": (
+        f"the time is of the longest phase of {recipe.name}, the memory of the largest": (
             bool(recipe.phases)
         ),
         f"all layers are counted as those of {recipe.name} that have no recipe of their own": (

@@ -113,11 +113,13 @@ def job_of(args: argparse.Namespace) -> Job:
             "it out"
         )
     recipe = recipe_named(args.recipe)
-    if args.fp4_param_gather and (reader := reader_of_w(recipe)) is not None:
-        raise ConfigError(
-            f"recipe {args.recipe} does not support --fp4-param-gather, because {reader}: leave it "
-            "out"
-        )
+    for each in recipe.followed if args.fp4_param_gather else ():
+        is_plain = each is not recipe and not is_quantized(each)  # layers in BF16
+        if not is_plain and (reader := reader_of_w(each)) is not None:
+            name = args.recipe if each is recipe else f"{each.name} of some layers"
+            raise ConfigError(
+                f"recipe {name} does not support --fp4-param-gather, because {reader}: leave it out"
+            )
     moments = FLOAT32
     if args.fp4_optimizer_state is not None:
         moments = Moments.read(args.fp4_optimizer_state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_fp4.arithmetic.messages import FORMS, PIECE_BYTES, PIECES
@@ -54,7 +55,8 @@ class Memory(NamedTuple):
 
 
 def memory(model: Model, layout: Layout, recipe: Recipe, target: Target, stage: Stage) -> Memory:
-    """The memory of a rank of a pipeline stage, at the peak of a step.
+    """The memory of a rank of a pipeline stage at the peak of a step, in the phase of the recipe
+    that takes the most.
 
     Without CUDA graphs the peak is in the backward pass or in the optimizer, which take their
     memory one after the other. With graphs the activations have memory of their own, which the
@@ -64,7 +66,18 @@ def memory(model: Model, layout: Layout, recipe: Recipe, target: Target, stage: 
     if recipe.ramping is not None:
         optimizer += optimizer_bytes(parameters(model, layout, stage), layout, SNAPSHOT_BYTES)
         optimizer += optimizer_bytes(linears(model, layout, stage), layout, MOVEMENT_BYTES)
-    plans = LayerPlans(model, layout, recipe, target)
+    found = []
+    for phase in recipe.in_turn:
+        plans = LayerPlans(model, layout, replace(phase, phases=()), target)
+        working = _in_use(model, layout, plans, stage)
+        found.append(Memory(weights, gradients, optimizer, *working))
+    return max(found, key=lambda one: one.total)
+
+
+def _in_use(
+    model: Model, layout: Layout, plans: LayerPlans, stage: Stage
+) -> tuple[float, float, float]:
+    """(activations, held, temporary) of a `Memory`. plans: of one phase of the recipe."""
     held = sum(plans.held(kind) for kind in stage.layers)
     saved = activations(layout, plans, stage)
     backward = max((plans.backward(kind) for kind in stage.layers), default=0.0)
@@ -78,7 +91,7 @@ def memory(model: Model, layout: Layout, recipe: Recipe, target: Target, stage: 
         saved, temporary = 0.0, adam
     else:
         temporary = working
-    return Memory(weights, gradients, optimizer, saved, held, temporary)
+    return saved, held, temporary
 
 
 # --- states ---------------------------------------------------------------------------------------

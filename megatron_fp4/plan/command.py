@@ -94,7 +94,6 @@ def run(args: argparse.Namespace) -> str:
     """
     recipe = get_recipe(args.recipe, **read_options(args.recipe_option))
     sharding, tokens, inputs, outputs = sizes_on_rank(args, _FLAGS)
-    followed = [recipe, *(each.recipe for each in recipe.layers)]
     if args.swiglu and args.bias:
         raise ConfigError(
             "--swiglu and --bias: a linear with a bias computes no SwiGLU: leave out one"
@@ -108,7 +107,7 @@ def run(args: argparse.Namespace) -> str:
     stores_fp8 = args.activation_func_fp8_input_store
     if stores_fp8 and not args.swiglu:
         raise ConfigError("--activation-func-fp8-input-store needs --swiglu: add it")
-    for each in followed:
+    for each in recipe.followed:
         is_quantized = any(late.quantized for late in each.in_turn)
         if args.param_gather and is_quantized and (reader := reader_of_w(each)) is not None:
             raise ConfigError(

@@ -43,6 +43,11 @@ def list_recipes() -> list[str]:
     return sorted(_FACTORIES)
 
 
+def known_names() -> str:
+    """The names of the built-in recipes, and their other names, for a message."""
+    return ", ".join([*list_recipes(), *ALIASES])
+
+
 def uniform_recipes() -> list[str]:
     """The names of those built-in recipes that are uniform (`Recipe.is_uniform`)."""
     return [name for name in list_recipes() if get_recipe(name).is_uniform]
@@ -52,7 +57,7 @@ def recipe_options(name: str) -> dict[str, Any]:
     """The options of a built-in recipe with their defaults. Raises ConfigError for another name."""
     name = ALIASES.get(name, name)
     if name not in _FACTORIES:
-        raise ConfigError(f"unknown recipe {name!r}; known: {', '.join(list_recipes())}")
+        raise ConfigError(f"unknown recipe {name!r}; known: {known_names()}")
     return {p.name: p.default for p in inspect.signature(_FACTORIES[name]).parameters.values()}
 
 
@@ -81,7 +86,8 @@ def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
     """
     if not isinstance(name, str | os.PathLike):
         raise ConfigError(f"a recipe goes by a name or a path, not by {name!r}")
-    name = ALIASES.get(name := os.fspath(name), name)
+    name = os.fspath(name)
+    name = ALIASES.get(name, name)
     given = [(method, _taken(method, name, options)) for method in _METHODS]
     recipe = _found(name, options)
     for method, chosen in given:
@@ -119,7 +125,7 @@ def _found(name: str, options: Mapping[str, Any]) -> Recipe:
         return _imported(name, options)
     baseline = "; for a linear in BF16 use torch.nn.Linear" if name == "bf16" else ""
     raise ConfigError(
-        f"unknown recipe {name!r}; known: {', '.join(list_recipes())}, a .yaml file, or "
+        f"unknown recipe {name!r}; known: {known_names()}, a .yaml file, or "
         f"package.module:object{baseline}"
     )
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
-from megatron_fp4.recipes import get_recipe, list_recipes
+from megatron_fp4.recipes import get_recipe, list_recipes, uniform_recipes
 
 _OPERAND = {"input": "x", "weight": "w", "grad_output": "dy"}  # by Transformer Engine's names
 
@@ -111,6 +111,6 @@ def __getattr__(name: str) -> Factory:
     """The Factory of a registered recipe, as in `megatron_fp4.te.mxfp4_rht_sr`."""
     recipe = name.replace("_", "-")
     if recipe not in list_recipes():
-        known = ", ".join(known.replace("-", "_") for known in list_recipes())
+        known = ", ".join(known.replace("-", "_") for known in uniform_recipes())
         raise AttributeError(f"megatron_fp4.te has no {name!r}; the recipes: {known}")
     return Factory(get_recipe(recipe))

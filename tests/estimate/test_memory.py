@@ -28,6 +28,7 @@ from megatron_fp4.mcore.model.rotary import Rotation
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.self_attention import RotatingSelfAttention
 from megatron_fp4.mcore.runtime import cpu
+from megatron_fp4.recipe import Phase, Recipe
 from megatron_fp4.setting import KeepsW
 from megatron_fp4.target import target_of
 from testing.builders import small_gpt
@@ -85,6 +86,20 @@ def test_an_optimizer_that_is_not_spread_over_ranks_is_noticed() -> None:
         if step.layout.dp > 1 and step.layout.sharded:
             wrong = replace(step, layout=replace(step.layout, sharded=False))
             assert peak(wrong) > 1.2 * step.row["peak_gib"]
+
+
+def test_the_memory_is_that_of_the_largest_phase() -> None:
+    """FP8 keeps more than FP4, in whichever phase it is."""
+    model, layout = Model(8, 512, 1408, 8, 8, 64, 32000, 2048), Layout(1, batch=8)
+    [stage] = stages(model, layout)
+
+    def total(recipe: Recipe) -> float:
+        return memory.memory(model, layout, recipe, MEASURED.target, stage).total
+
+    own, fp4, fp8 = recipe_named("auto"), recipe_named("tetrajet"), recipe_named("fp8")
+    assert total(own) == total(fp8) > total(fp4)
+    assert total(replace(fp8, phases=(Phase(0.1, fp4),))) == total(fp8)
+    assert total(replace(own, phases=())) == total(fp4)
 
 
 def test_the_optimizer_converts_gradients_in_bf16() -> None:

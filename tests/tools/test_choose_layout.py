@@ -221,7 +221,7 @@ def test_what_is_held_of_weights_is_counted() -> None:
         assert bool(notes) == (kept == "remade")
 
 
-def test_weights_that_are_gathered_as_codes() -> None:
+def test_weights_that_are_gathered_as_codes(tmp_path: Path) -> None:
     flag, one = "--fp4-param-gather", "--tensor-model-parallel-size 1".split()
     job = [*JOB, *FLAGS, *one, "--pipeline-model-parallel-size", "1"]
     plain, found = (
@@ -236,6 +236,10 @@ def test_weights_that_are_gathered_as_codes() -> None:
     assert any(flag in note for note in found["extrapolated"])
     with pytest.raises(ConfigError, match="recipe mxfp4 does not support --fp4-param-gather"):
         run([*job, "--recipe", "mxfp4", flag])
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("base: auto\noptions: {fp8_layers: 1, fp8_after: 1}\n")
+    with pytest.raises(ConfigError, match="recipe fp8 of some layers does not support"):
+        run([*job, "--recipe", str(mine), flag])
 
 
 def test_swiglu_s_input_is_that_of_a_swiglu() -> None:

@@ -69,7 +69,7 @@ struct Program::Frame {
   std::vector<int> owners;            // the arena of a part, else the memory itself
   std::vector<c10::IValue> works;     // the Work of collectives
 
-  char* at(Place place) const { return starts[place.memory] + place.offset; }
+  char* at(MemoryOffset place) const { return starts[place.memory] + place.offset; }
 
   void own(int memory, at::Tensor tensor) {
     starts[memory] = static_cast<char*>(tensor.data_ptr());
@@ -100,7 +100,7 @@ void Program::constant(int memory, at::Tensor tensor) {
 
 void Program::arena(int memory, int64_t bytes) { arenas_.emplace_back(memory, bytes); }
 
-void Program::part(int memory, Place place) { parts_.emplace_back(memory, place); }
+void Program::part(int memory, MemoryOffset place) { parts_.emplace_back(memory, place); }
 
 void Program::allocate(int memory, std::vector<int64_t> sizes, at::ScalarType dtype) {
   steps_.push_back({Allocate{memory, std::move(sizes), dtype}, {}});
@@ -121,7 +121,7 @@ void Program::product(const py::dict& fields) {
   const auto number = [&](const char* name) { return fields[name].cast<uint64_t>(); };
   const auto place = [&](const char* name) {
     const auto [memory, offset] = fields[name].cast<std::pair<int, int64_t>>();
-    return Place{memory, offset};
+    return MemoryOffset{memory, offset};
   };
   Product made;
   made.set_attribute = number("set_attribute");

@@ -16,14 +16,14 @@
 namespace megatron_fp4 {
 
 // A place in a piece of memory: the number of the piece, and bytes from its start.
-struct Place {
+struct MemoryOffset {
   int memory = -1;
   int64_t offset = 0;
 };
 
 // A tensor that lies in a piece of memory. Memory -1 stands for no tensor.
 struct View {
-  Place place;
+  MemoryOffset place;
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype = at::kByte;
 };
@@ -42,7 +42,7 @@ struct Allocate {
 // Launches a kernel that Triton compiled. A cell holds one parameter: the address of a place, one of
 // the Words, or a number.
 struct Launch {
-  struct Address { int cell; Place place; };
+  struct Address { int cell; MemoryOffset place; };
   struct Word { int cell, word; };
   uint64_t function;
   std::array<unsigned, 3> grid;
@@ -59,7 +59,7 @@ struct Product {
   int a_scale_attribute, b_scale_attribute;
   float alpha, beta;
   int64_t workspace_bytes;
-  Place a, b, a_scale, b_scale, out, workspace;
+  MemoryOffset a, b, a_scale, b_scale, out, workspace;
 };
 
 // Calls an operator of PyTorch, such as a collective. `stack` has its arguments; tensors among them
@@ -109,7 +109,7 @@ class Program {
   void constant(int memory, at::Tensor tensor);
   // An arena: one allocation, in which `part`s lie. It must come before its parts.
   void arena(int memory, int64_t bytes);
-  void part(int memory, Place place);
+  void part(int memory, MemoryOffset place);
 
   void allocate(int memory, std::vector<int64_t> sizes, at::ScalarType dtype);
   void launch(uint64_t function, std::array<unsigned, 3> grid, unsigned threads, unsigned shared,
@@ -148,7 +148,7 @@ class Program {
   int inputs_, memories_;
   std::vector<std::pair<int, at::Tensor>> constants_;
   std::vector<std::pair<int, int64_t>> arenas_;
-  std::vector<std::pair<int, Place>> parts_;
+  std::vector<std::pair<int, MemoryOffset>> parts_;
   std::vector<Step> steps_;
   std::vector<View> results_;
   std::vector<Input> expected_;

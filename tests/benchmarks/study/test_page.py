@@ -220,7 +220,7 @@ def test_figures_in_running_text_of_the_candidates() -> None:
         f"backward pass costs {nearest:.3f} more than stochastic rounding",
         f"DGE costs {dge:.3f} on `tetrajet`, and {both:.3f} on the candidate with it",
         f"a lower rate costs BF16 {lower:.3f}.",
-        f"forward pass is in BF16, costs {above('mxfp4-rht-sr'):.3f}.",
+        f"forward pass is in BF16, costs {above('mxfp4-rht-sr'):.3f} (one seed).",
     ):
         assert text in PAGE
     assert f"BF16 is {lower:.3f} worse at 0.0014." in (ROOT / "README.md").read_text()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from megatron_fp4 import te
 from megatron_fp4.mcore.launch.flags import flag_of
 from megatron_fp4.recipe import Recipe
-from megatron_fp4.recipes import list_recipes
+from megatron_fp4.recipes.registry import known_names
 
 UPSTREAM_RECIPES = ("nvfp4", "custom")
 LAYERS_IN_BF16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
@@ -122,7 +122,7 @@ def upstreams(args: Namespace) -> Iterator[str]:
         if args.fp4_recipe in UPSTREAM_RECIPES:
             yield (
                 f"--fp4-recipe {args.fp4_recipe} is Transformer Engine's and does nothing without "
-                f"--fp4-format e2m1; add it, or choose one of {', '.join(list_recipes())}"
+                f"--fp4-format e2m1; add it, or choose one of {known_names()}"
             )
         return
     if args.fp4_recipe not in UPSTREAM_RECIPES:
@@ -190,7 +190,7 @@ def _without_te(args: Namespace, flag: str) -> Iterator[str]:
     if args.transformer_impl != "transformer_engine":
         yield (
             f"{flag} acts in Transformer Engine's linears: add --transformer-impl "
-            f"transformer_engine, or choose --fp4-recipe {', '.join(list_recipes())} without it"
+            f"transformer_engine, or choose --fp4-recipe {known_names()} without it"
         )
 
 
