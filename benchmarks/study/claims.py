@@ -1,4 +1,5 @@
-"""What papers claim of the loss, and what committed results say of it: lines of docs/recipes.md."""
+"""The table of papers' claims in docs/recipes.md: what each paper says of a recipe's loss, the runs
+of this project that test it, and the verdict on it."""
 
 from __future__ import annotations
 
@@ -53,11 +54,13 @@ class Claim:
 
 
 def verdict(found: Gap, expects: str, most: float = 0.0) -> str:
-    """Whether a claim held, in a few words.
+    """Whether a paper's claim held, in the words of the table.
 
-    A claim of at most `most` (of a Claim) held if the whole interval is below that. Else a mean
-    within the spread of the seeds tells nothing, and neither does one below NOISE of fewer than
-    four seeds.
+    found: the differences of two recipes' held-out losses, by seed. expects: "lower", if the claim
+    is that they are below 0, or "equal", if it is that they are not above `most`.
+    With a `most` above 0 the claim held if the whole 95% interval is at or below it. Otherwise
+    nothing can be told if the mean is no larger than the spread of the seeds, or if it is below
+    NOISE and there are fewer than four seeds.
     """
     seeds = len(found.by_seed)
     if most and found.interval is not None and found.interval[1] <= most:
@@ -96,6 +99,7 @@ _SAME = (
     "FP4 in dgrad and wgrad alone, transformed and rounded stochastically, costs no loss in models "
     "of 1.3B parameters and more, and 0.02 at 345M"
 )
+_WHOLE = "the whole method ends 0.06 above BF16, or less (training losses at 1.3B parameters)"
 _BITS = "dge-occ --fp4-grad-comm fp8", "dge-occ --fp4-optimizer-state m=fp8,v=fp16"
 
 CLAIMS = [
@@ -168,14 +172,14 @@ CLAIMS = [
     ),
     Claim(
         _DGE,
-        "the whole method ends 0.06 above BF16, or less (training losses at 1.3B parameters)",
+        _WHOLE,
         Pair("dge-occ", "bf16"),
         "equal",
         0.06,
     ),
     Claim(
         _DGE,
-        "the whole method ends 0.06 above BF16, or less (training losses at 1.3B parameters)",
+        _WHOLE,
         Pair("dge-occ", "bf16", "few-bits"),
         "equal",
         0.06,

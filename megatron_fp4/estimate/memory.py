@@ -141,9 +141,11 @@ def optimizer_bytes(held: Parameters, layout: Layout, each: float) -> float:
 
 
 def adam_bytes(model: Model, layout: Layout, stage: Stage) -> float:
-    """Bytes that the optimizer takes on a rank while it runs.
+    """Bytes on a rank that are in use only while the optimizer updates the weights.
 
-    Megatron converts gradients in BF16 to float32, all of them before the first is used.
+    Adam without fused kernels takes a float32 tensor of each parameter's size (ADAM). If main_grad
+    is BF16, Megatron makes float32 copies of all gradients that the rank updates before the first
+    update. Both are per parameter that the rank updates.
     """
     fused = layout.fused_kernels or layout.moments != FLOAT32
     each = (0.0 if fused else ADAM) + (4.0 if layout.bf16_gradients else 0.0)

@@ -59,8 +59,11 @@ def torchrun(
 
 
 def tiny_on_mock_data(*flags: str) -> list[str]:
-    """The flags of a launch: TINY, LOCAL if no flag names other layers, mock data if none names a
-    dataset, then `flags`."""
+    """All flags of a launch that trains the model TINY with `flags`, of which later ones win.
+
+    Unless `flags` has --transformer-impl, the layers are Megatron's own (LOCAL). Unless it names a
+    dataset, the data are Megatron's mock data.
+    """
     data = [] if any(flag.endswith("data-path") for flag in flags) else MOCK_DATA
     # Megatron takes this schedule or --global-batch-size, which comes last.
     tiny = TINY[:-2] if "--step-batch-size-schedule" in flags else TINY

@@ -20,11 +20,15 @@ STAR = "words"  # in place of a star's key, in results
 
 @dataclass(frozen=True)
 class Word:
-    """A change of one word in several combinations: in most cases the value of one axis.
+    """One change of a recipe, made in several combinations to see what it does to their scores.
 
-    what, where: the change, and the combinations that it is made of, in words.
-    bases: the combinations without the change: of factorial.py, or made by a word before this one.
-    values: axes with their values in the change.
+    A combination is a recipe of the sweep, given by the values of all axes. In most cases a change
+    sets one axis to another value.
+
+    what, where: for the tables, in words: the change, and the combinations in which it is made.
+    bases: these combinations, without the change. They are in factorial.py, or are what a word that
+        comes earlier in WORDS makes.
+    values: the axes that the change sets, with their new values.
     """
 
     what: str
@@ -52,7 +56,11 @@ def combinations() -> list[Combination]:
 
 
 def bases() -> dict[Combination, Combination]:
-    """By combination with a word, the first combination of factorial.py that it is made of."""
+    """For each combination that a word makes, the combination of factorial.py that it differs from.
+
+    Where a word changes what an earlier word made, this is the one that the earlier word changed.
+    Where several words make the same combination, the first of them counts.
+    """
     found: dict[Combination, Combination] = {}
     for word in WORDS:
         for base, changed in word.pairs:
