@@ -5,6 +5,8 @@ The start table of a training run and `python -m megatron_fp4 info` print the de
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
@@ -53,6 +55,16 @@ def describe(recipe: Recipe) -> list[str]:
     for layers in recipe.layers:
         lines.append(f"  {place_of(layers)}: recipe {layers.recipe.name}")
     return lines
+
+
+def titled(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """Yields a title and a recipe for all that linears follow: the recipe itself, its phases, and
+    the recipes of its layers with their phases. A title is a line to print before what is said of
+    its recipe, with an empty line above; that of the recipe itself is empty."""
+    for place, own in [("", recipe), *((f"\n{place_of(x)}\n", x.recipe) for x in recipe.layers)]:
+        yield place, own
+        for phase in own.phases:
+            yield f"\nafter {phase.after:.4g} of training\n", phase.recipe
 
 
 def place_of(layers: Layers) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 from zlib import crc32
 
@@ -233,6 +234,12 @@ class Recipe:
     def begun(self, progress: float) -> int:
         """How many phases have begun at `progress`, the share of training that is done."""
         return sum(progress >= phase.after for phase in self.phases)
+
+    @property
+    def shares(self) -> list[float]:
+        """The share of training for which each recipe of `in_turn` holds."""
+        begins = [0.0, *(phase.after for phase in self.phases), 1.0]
+        return [end - begin for begin, end in pairwise(begins)]
 
     @property
     def followed(self) -> tuple[Recipe, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,28 +104,28 @@ def mean(series: list[Series]) -> Series:
 
 def _loss_gaps(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
     """Of each run, whose batches are those of BF16's run of the same seed; [] for BF16."""
-    if recipe == BF16:
-        return []
-    base = {r["configuration"]["seed"]: dict(r["train"]) for r in runs_of(rows, cell, BF16)}
-    found = []
-    for row in runs_of(rows, cell, recipe):
-        if other := base.get(row["configuration"]["seed"]):
-            found.append(
-                [(step, loss - other[step]) for step, loss in row["train"] if step in other]
-            )
-    return found
+    return [] if recipe == BF16 else [own for _, own in _minus_bf16(rows, cell, recipe, "train")]
 
 
 def held_out_gaps(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
     """For each seed that BF16 has too, the held-out loss minus BF16's at each evaluation: the mean
     over the rounding seeds."""
-    base = {r["configuration"]["seed"]: dict(r["held_out"]) for r in runs_of(rows, cell, BF16)}
     by_seed: dict[int, list[Series]] = {}
-    for row in runs_of(rows, cell, recipe):
-        if other := base.get(row["configuration"]["seed"]):
-            own = [(step, loss - other[step]) for step, loss in row["held_out"] if step in other]
-            by_seed.setdefault(row["configuration"]["seed"], []).append(own)
+    for seed, own in _minus_bf16(rows, cell, recipe, "held_out"):
+        by_seed.setdefault(seed, []).append(own)
     return [mean(each) for each in by_seed.values()]
+
+
+def _minus_bf16(
+    rows: list[Row], cell: Cell, recipe: str, losses: str
+) -> Iterator[tuple[int, Series]]:
+    """Yields (seed, the losses minus those of BF16's run of this seed) for each run of a recipe
+    whose seed BF16 has, at the steps that both have. losses: the key of the losses in a row."""
+    base = {r["configuration"]["seed"]: dict(r[losses]) for r in runs_of(rows, cell, BF16)}
+    for row in runs_of(rows, cell, recipe):
+        seed = row["configuration"]["seed"]
+        if other := base.get(seed):
+            yield seed, [(step, loss - other[step]) for step, loss in row[losses] if step in other]
 
 
 def _norms(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:

@@ -78,9 +78,9 @@ def bits(recipe: Recipe) -> Bits:
 
 
 def parts(recipe: Recipe) -> list[Recipe]:
-    """The recipe and those of its phases and layers, each once: what its linears follow."""
-    found = [*recipe.in_turn, *(each.recipe for each in recipe.layers)]
-    return list(dict.fromkeys(found))
+    """All recipes that a model's linears follow, each once: the recipe itself, those of the later
+    phases of training, and those of single layers."""
+    return list(dict.fromkeys(late for each in recipe.followed for late in each.in_turn))
 
 
 def step_of(name: str, recipe: Recipe) -> Speed | None:
@@ -101,7 +101,11 @@ def step_of(name: str, recipe: Recipe) -> Speed | None:
 
 
 def linear_of(name: str) -> tuple[float, float] | None:
-    """The lowest and the highest speed of a linear of LINEARS, in times of BF16's."""
+    """(lowest, highest) speed of a linear with this recipe over the shapes that the result file
+    LINEARS has, as a multiple of BF16's speed. None if the file has no row of the recipe.
+
+    name: as the file's rows have it, a recipe's name or the path of a recipe file.
+    """
     ratios = [row["ratio"] for row in _result(LINEARS)["rows"] if row["recipe"] == name]
     return (min(ratios), max(ratios)) if ratios else None
 
@@ -114,9 +118,7 @@ def _mean_ms(recipe: Recipe, rows: dict[str, Any]) -> float | None:
     found = [ms for ms in own if ms is not None]
     if len(found) < len(own):
         return None
-    starts = [0.0, *(phase.after for phase in recipe.phases)]
-    ends = [*starts[1:], 1.0]
-    return sum((end - start) * ms for start, end, ms in zip(starts, ends, found, strict=True))
+    return sum(share * ms for share, ms in zip(recipe.shares, found, strict=True))
 
 
 def _is_recipe(name: str) -> bool:

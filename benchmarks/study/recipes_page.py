@@ -5,26 +5,27 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from benchmarks.study import matrix, results, showing, tables
-from benchmarks.study.claims import CLAIMS, PAPERS, Claim, Pair, verdict
+from benchmarks.study.claims import CLAIMS, PAPERS, Claim, Pair, candidate, verdict
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import Cell, Gap, cell_of, gap
-from benchmarks.study.matrix import BF16, recipe_of
+from benchmarks.study.matrix import BF16
 from benchmarks.study.pictures import Series, draw_over_tokens, held_out_gaps, mean
 from benchmarks.study.recipe_facts import LINEARS, RESULTS, Bits, bits, linear_of, parts, step_of
 from benchmarks.study.recipe_facts import words as words_of
 from benchmarks.study.sizes import SIZES
 from megatron_fp4 import Recipe, list_recipes
+from megatron_fp4.estimate.plans import recipe_named
 from tools import pages
 from tools.pages import table
 from tools.rows import Row
 
 # Recipes under whose names the page has the runs of a file: the runs are from before the recipe was
 # registered, and the file is equal to it.
-OWN = {"tetrajet-fp8": "benchmarks/study/candidates/fp8-ends-then-fp8.yaml"}
+OWN = {"tetrajet-fp8": candidate("fp8-ends-then-fp8")}
 MATRICES = ["recipes", "candidates", "sizes"]  # of the same text and rate
 SMALL = ["few-bits", "oscillation-3M", "sweep-best"]  # studies of smaller models and shorter runs
 NOT_RUN, NOT_MEASURED = "not run", "not measured"
@@ -97,13 +98,11 @@ def comparison(folder: Path = RESULTS) -> Comparison:
     return found
 
 
-def recipe_named(name: str) -> Recipe:
-    """The recipe of a row of the page: BF16, a registered one, or a file's."""
-    return Recipe(name=BF16) if name == BF16 else recipe_of(name)
-
-
 def sections(found: Comparison) -> dict[str, str]:
-    """The tables as Markdown, by the names of their marker lines."""
+    """All tables of docs/recipes.md as Markdown text.
+
+    A key is the name in the comment line of the page, `<!-- NAME -->`, after which the table goes.
+    """
     losses = [
         "\n".join([*tables.about(found.rows, found.planned), *tables.failures(found.failed)]),
         "\n".join(loss_table(found, [BF16, *found.registered])),
@@ -262,6 +261,7 @@ def into(page: str, made: dict[str, str]) -> str:
     return page
 
 
+@cache  # several claims are of one study
 def _small(name: str) -> tuple[list[Row], matrix.Matrix]:
     """(the finished runs of a matrix, the matrix)."""
     study = matrix.read(name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import chain
 
 from megatron_fp4.arithmetic.philox import GROUP
 from megatron_fp4.errors import SizeError
@@ -97,7 +96,7 @@ def _blocks(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
             inputs, outputs = shard(linear, layout)
             tokens = layout.micro_batch * model.sequence
             is_scattered = sharding_of(linear, layout).tokens == "x"
-            for each in chain.from_iterable(one.in_turn for one in recipe.followed):
+            for each in (late for own in recipe.followed for late in own.in_turn):
                 problem = _sizes(each, None if linear.expert else tokens, inputs, outputs)
                 if problem is not None:
                     yield f"TP {layout.tp}: {linear.name} has {problem}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 
 import torch
 
@@ -45,9 +44,7 @@ def is_quantized(recipe: Recipe) -> bool:
 
 def longest(recipe: Recipe) -> Recipe:
     """The recipe of the phase that holds for the largest share of training."""
-    begins = [0.0, *(phase.after for phase in recipe.phases), 1.0]
-    shares = [end - begin for begin, end in pairwise(begins)]
-    return recipe.in_turn[shares.index(max(shares))]
+    return recipe.in_turn[recipe.shares.index(max(recipe.shares))]
 
 
 def check_target(recipe: Recipe, target: Target) -> None:

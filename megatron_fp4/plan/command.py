@@ -13,7 +13,7 @@ import torch
 
 from megatron_fp4.arithmetic.messages import ELEMENTS, element_of
 from megatron_fp4.arithmetic.moments import Moments
-from megatron_fp4.description import place_of
+from megatron_fp4.description import titled
 from megatron_fp4.errors import ConfigError, SizeError
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.owned_codes import reader_of_w
@@ -134,9 +134,10 @@ def run(args: argparse.Namespace) -> str:
     if args.dp == 1 and element is not None:
         raise ConfigError("--grad-comm needs --dp 2 or more: add it")
     moments = None if args.optimizer_state is None else Moments.read(args.optimizer_state)
-    shown = _in_turn(recipe, setting, moments)
-    for layers in recipe.layers:
-        shown += f"\n{place_of(layers)}\n{_in_turn(layers.recipe, setting, moments)}"
+    shown = "".join(
+        title + show(compile_plan(each, _setting_of(each, setting)), moments)
+        for title, each in titled(recipe)
+    )
     first = compile_plan(recipe, _setting_of(recipe, setting))
     return shown + show_exchange(first, args.dp, element)
 
@@ -144,14 +145,6 @@ def run(args: argparse.Namespace) -> str:
 def _setting_of(recipe: Recipe, setting: Setting) -> Setting:
     """`setting` as it is for this recipe. W comes as codes where the recipe makes codes of it."""
     return setting if recipe.quantized else replace(setting, sent_w=False)
-
-
-def _in_turn(recipe: Recipe, setting: Setting, moments: Moments | None) -> str:
-    """The plans of a recipe and of its phases as text."""
-    setting = _setting_of(recipe, setting)
-    first, *late = (show(compile_plan(each, setting), moments) for each in recipe.in_turn)
-    shares = [f"\nafter {phase.after:.4g} of training\n" for phase in recipe.phases]
-    return first + "".join(map("".join, zip(shares, late, strict=True)))
 
 
 def check_sizes_of_flags(

@@ -25,6 +25,7 @@ def tetrajet_fp8(*, fp8_layers: int = 1, fp8_after: float = 0.8) -> Recipe:
         raise ConfigError(f"fp8_layers is 0 or more, not {fp8_layers}")
     if not 0 <= fp8_after <= 1:
         raise ConfigError(f"fp8_after is a share of training, from 0 to 1, not {fp8_after:g}")
-    ends = (Layers(fp8(), first=fp8_layers), Layers(fp8(), last=fp8_layers)) if fp8_layers else ()
-    late = () if fp8_after == 1 else (Phase(fp8_after, fp8()),)
+    other = fp8()
+    ends = (Layers(other, first=fp8_layers), Layers(other, last=fp8_layers)) if fp8_layers else ()
+    late = (Phase(fp8_after, other),) if fp8_after < 1 else ()
     return replace(tetrajet(), name="tetrajet-fp8", paper="", phases=late, layers=ends)

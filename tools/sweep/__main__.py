@@ -16,18 +16,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from megatron_fp4.description import place_of
+from megatron_fp4.description import titled
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.estimate.costs_text import text
 from megatron_fp4.estimate.overhead import DEVICES, setting_of
 from megatron_fp4.estimate.plans import recipe_named
 from megatron_fp4.plan.command import add_sharding, check_sizes_of_flags, sizes_on_rank
-from megatron_fp4.recipe import Recipe
 from tools import pages, rows, runs
 from tools.stamp import stamp
 from tools.sweep import axes, factorial, llama, page, results, running, tensors, words
@@ -161,20 +159,11 @@ def cost(args: argparse.Namespace) -> int:
     sharding, tokens, inputs, outputs = sizes_on_rank(args, SIZES)
     gpu = DEVICES[args.device]
     setting = setting_of(gpu, inputs, outputs, tokens, sharding)
-    places = [("", recipe), *((f"\n{place_of(each)}\n", each.recipe) for each in recipe.layers)]
-    told = [(place + share, each) for place, own in places for share, each in _in_turn(own)]
-    for _, each in told:
+    for _, each in titled(recipe):
         check_sizes_of_flags(each, args.tokens, inputs, outputs, SIZES)
-    for title, each in told:
+    for title, each in titled(recipe):
         print(title + text(each, setting, gpu), end="")
     return 0
-
-
-def _in_turn(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """("", the recipe), then for each of its phases (a title, its recipe)."""
-    yield "", recipe
-    for phase in recipe.phases:
-        yield f"\nafter {phase.after:.4g} of training\n", phase.recipe
 
 
 def chosen(words: list[str]) -> dict[str, str]:

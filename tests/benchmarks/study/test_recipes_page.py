@@ -19,6 +19,7 @@ from benchmarks.study.pictures import draw_over_tokens, held_out_gaps
 from benchmarks.study.recipes_page import OWN, Comparison
 from benchmarks.study.sizes import SIZES
 from megatron_fp4 import Recipe, get_recipe, list_recipes
+from megatron_fp4.estimate.plans import recipe_named
 
 ROOT = Path(__file__).parents[3]
 PAGE, README = ((ROOT / name).read_text() for name in ("docs/recipes.md", "README.md"))
@@ -40,7 +41,7 @@ def above(name: str, other: str = BF16, found: Comparison = FOUND) -> Gap:
 
 def step_of(name: str) -> recipe_facts.Speed | None:
     """The speed of a training step of a recipe of the page."""
-    return recipe_facts.step_of(name, recipes_page.recipe_named(name))
+    return recipe_facts.step_of(name, recipe_named(name))
 
 
 def with_other_loss(recipe: str) -> Comparison:
@@ -194,9 +195,7 @@ def test_bits_are_those_of_formats() -> None:
         ("mxfp4-rht-sr", 4.25, 4.25, 16),
         (BF16, 16, 0, 16),
     ):
-        assert recipe_facts.bits(recipes_page.recipe_named(name)) == (
-            recipe_facts.Bits(saved, held, sent)
-        )
+        assert recipe_facts.bits(recipe_named(name)) == (recipe_facts.Bits(saved, held, sent))
     assert recipe_facts.bits(get_recipe("fp8")).saved == pytest.approx(fp8, abs=0.005)
 
 
