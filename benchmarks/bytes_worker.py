@@ -254,6 +254,7 @@ def arguments(case: Case, shape: Shape) -> argparse.Namespace:
         fp4_saved_x=case.saved_x,
         fp4_gathers_codes=False,
         fp4_executor="auto",
+        fp4_multiplier="auto",
         fp4_wgrad_fusion=True,
         fp4_joins_swiglu=True,
         fp4_joins_norms=True,

@@ -105,6 +105,7 @@ class Setting:
     kept_y: the dtype in which what goes through the SwiGLU is kept for backward, E4M3; None: dtype.
     sent_w: whether W comes as the codes and scales of fprop, which the ranks that own parts of W
         send (`Site.sent_w`). Only for recipes of which `owned_codes.reader_of_w` is None.
+    fastest: the name of the fastest multiplier that may run GEMMs; None: any may.
     """
 
     tokens: int
@@ -124,6 +125,7 @@ class Setting:
     normed: bool = False
     kept_y: torch.dtype | None = None
     sent_w: bool = False
+    fastest: str | None = None
 
     @property
     def holds_w(self) -> bool:

@@ -50,10 +50,11 @@ class Launch:
     def flags(self, minutes: float | None) -> list[str]:
         """All flags. minutes: after so many a checkpoint is saved and the launch ends."""
         size = SIZES[self.configuration["size"]]
-        flags = [*self.configuration["flags"], *runs.data_flags(self.data)]
+        # runs.launch shards tensors over all processes. Here it is the configuration that says so.
+        flags = ["--tensor-model-parallel-size", "1"]
+        flags += [*self.configuration["flags"], *runs.data_flags(self.data)]
         # Runs side by side would write the same file if they shared a cache of shuffled indices.
         flags += ["--data-cache-path", str(self.folder / "cache")]
-        flags += ["--tensor-model-parallel-size", "1"]  # runs.launch shards tensors; here data
         flags += ["--save", str(self._checkpoints), "--save-interval", str(size.save_interval)]
         if (self._checkpoints / "latest_checkpointed_iteration.txt").exists():
             flags += ["--load", str(self._checkpoints)]

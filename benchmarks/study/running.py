@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study import results
-from benchmarks.study.configuration import configuration, hash_of, point_of
+from benchmarks.study.configuration import configuration, hash_of, model_ranks, point_of
 from benchmarks.study.errors import StudyError
 from benchmarks.study.launching import MARGIN, Launch
 from benchmarks.study.matrix import Matrix
@@ -35,13 +35,15 @@ class Machine:
     gpus: Sequence[str]
     at_once: int = 1
 
-    def processes(self, size: str, ranks: int = 0) -> int:
+    def processes(self, size: str, ranks: int = 0, model_ranks: int = 1) -> int:
         """The processes of a run: `ranks`, or as many as its size may have, if there are GPUs for
-        them. Raises StudyError if there are GPUs, but fewer than `ranks`."""
-        if ranks:
-            if 0 < len(self.gpus) < ranks:
-                raise StudyError(f"each run needs {ranks} GPUs, and {len(self.gpus)} are visible")
-            return ranks
+        them. model_ranks: the processes of each copy of its model; with more than one and without
+        `ranks` there is one copy. Raises StudyError if there are GPUs, but too few."""
+        if ranks or model_ranks > 1:
+            needed = max(ranks, 1) * model_ranks
+            if 0 < len(self.gpus) < needed:
+                raise StudyError(f"a run needs {needed} GPUs, and {len(self.gpus)} are visible")
+            return needed
         most = SIZES[size].gpus
         return max(n for n in range(1, most + 1) if most % n == 0 and n <= max(len(self.gpus), 1))
 
@@ -91,7 +93,7 @@ class Session:
         for _ in range(results.MOST_FAILURES):
             by_processes: dict[int, list[dict[str, Any]]] = {}
             for each in self.left(matrix):
-                processes = machine.processes(each["size"], matrix.ranks)
+                processes = machine.processes(each["size"], matrix.ranks, model_ranks(each))
                 by_processes.setdefault(processes, []).append(each)
             for processes, group in by_processes.items():
                 self._side_by_side(group, machine.places(processes), processes)

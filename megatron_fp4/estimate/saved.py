@@ -57,7 +57,12 @@ def layer_text(args: argparse.Namespace, prog: str) -> str:
     Raises ConfigError for flags that do not fit together, and for tokens that are no whole
     sequences.
     """
-    for flag, given, only in (("dtype", args.dtype, "bf16"), ("saved-x", args.saved_x, "packed")):
+    supported = (
+        ("dtype", args.dtype, "bf16"),
+        ("saved-x", args.saved_x, "packed"),
+        ("multiplier", args.multiplier, "auto"),
+    )
+    for flag, given, only in supported:
         if given != only:
             raise ConfigError(f"--layer does not support --{flag} {given}: leave out one of them")
     parser = argparse.ArgumentParser(prog=f"{prog} plan --layer", description="A model's flags.")

@@ -198,6 +198,7 @@ def _plan(
         site.norm is not None,
         site.kept_y,
         site.sent_w is not None,
+        site.fastest,
     )
 
 

@@ -121,7 +121,7 @@ class Site:
     name: the global name of the module, part of the key of its random bits.
     placements: where "x", "w" and "dy" lie in the unsharded tensors; the default is WHOLE.
     parallel: the ranks over which it is sharded; None if it is not sharded.
-    keeps_w, packs_x, kept_y: see `setting.Setting`.
+    keeps_w, packs_x, kept_y, fastest: see `setting.Setting`.
     fuses: whether dW is added to weight.main_grad, if the weight has one.
     average: float32 [out, in], the moving average towards which rounding ema rounds W. It is
         updated in place between steps. None: W itself, or the recipe reads no average.
@@ -142,6 +142,7 @@ class Site:
     keeps_w: KeepsW | None = None
     packs_x: bool = True
     kept_y: torch.dtype | None = None
+    fastest: str | None = None
     fuses: bool = False
     average: Tensor | None = None
     sent_w: QuantizedTensor | None = None

@@ -34,11 +34,16 @@ class MultiplierChoice(NamedTuple):
     passed_over: tuple[tuple[str, str], ...]
 
 
-def choose(product: Product, target: Target) -> MultiplierChoice:
-    """The fastest multiplier that runs `product` on `target`."""
+def choose(product: Product, target: Target, fastest: str | None = None) -> MultiplierChoice:
+    """The fastest multiplier that runs `product` on `target`.
+
+    fastest: the name of the fastest that may be chosen (--fp4-multiplier); None: any may.
+    """
     passed_over: list[tuple[str, str]] = []
+    is_allowed = fastest is None
     for multiplier in MULTIPLIERS:
-        reason = multiplier.refuses(product, target)
+        is_allowed = is_allowed or multiplier.name == fastest
+        reason = multiplier.refuses(product, target) if is_allowed else f"{fastest} was asked for"
         if reason is None:
             return MultiplierChoice(multiplier, tuple(passed_over))
         passed_over.append((multiplier.name, reason))

@@ -36,6 +36,7 @@ def plan_for(
     normed: bool = False,
     kept_y: torch.dtype | None = None,
     sent_w: bool = False,
+    fastest: str | None = None,
 ) -> LinearPlan:
     """The plan of a linear on `device`. weight: the shape [out, in]; the others are as in Setting.
 
@@ -45,6 +46,7 @@ def plan_for(
     setting = Setting(
         tokens, inputs, outputs, dtype, target_of(device), weight_dtype, sharding, main_grad,
         dx, dw, has_bias, keeps_w, packs_x, swiglu, normed, kept_y, sent_w,
+        fastest,
     )  # fmt: skip
     return compile_plan(recipe, setting)
 

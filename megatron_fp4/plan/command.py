@@ -68,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="packed",
     )
     parser.add_argument("--saved-x", choices=["packed", "bf16"], default="packed")
+    parser.add_argument("--multiplier", choices=["auto", "bf16"], default="auto")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
     parser.add_argument(
         "--grad-comm", choices=ELEMENTS, help="how they send dW, as --fp4-grad-comm says"
@@ -127,6 +128,7 @@ def run(args: argparse.Namespace) -> str:
         normed=args.norm,
         kept_y=torch.float8_e4m3fn if stores_fp8 else None,
         sent_w=args.param_gather,
+        fastest=None if args.multiplier == "auto" else args.multiplier,
     )  # fmt: skip
     element = element_of(args.grad_comm, args.grad_comm_element)
     if args.dp < 1:

@@ -80,7 +80,7 @@ def _high_precision(setting: Setting) -> Multiplier:
     dW."""
     dtype, shape = setting.dtype, (0, 0, 0)
     product = Product(dtype, dtype, shape, dtype, wide(dtype), adds=True)
-    return multipliers.choose(product, setting.target).multiplier
+    return multipliers.choose(product, setting.target, setting.fastest).multiplier
 
 
 # --- operands -------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def _gemm(recipe: Recipe, gemm: str, setting: Setting) -> GemmPlan:
         _format(a), _format(b), _shape(gemm, setting), setting.dtype, out_dtype, adds,
         recipe.gemm(gemm).correction,
     )  # fmt: skip
-    multiplier, passed_over = multipliers.choose(product, setting.target)
+    multiplier, passed_over = multipliers.choose(product, setting.target, setting.fastest)
     a, b = (_with_carrier(operand, multiplier, setting) for operand in (a, b))
     if reads.saves_x(recipe, setting) == "packed" and gemm == "wgrad":
         b = replace(b, carrier=None)  # made in forward, multiplied in backward: only codes are kept

@@ -274,7 +274,7 @@ def saved(model: Model, recipe: str, fused: bool) -> float:
             micro_batch_size=2, eval_micro_batch_size=None, seq_length=model.sequence, iteration=1,
             train_iters=10, fp4_seed=1, fp4_eval_forward="fp4", cuda_graph_impl="none",
             first_last_layers_bf16=False, fp4_weight_cache="packed", fp4_saved_x="packed",
-            fp4_executor="auto", fp4_gathers_codes=False,
+            fp4_executor="auto", fp4_multiplier="auto", fp4_gathers_codes=False,
             fp4_wgrad_fusion=True, fp4_joins_swiglu=True, fp4_joins_norms=True,
             accumulate_allreduce_grads_in_fp32=True,
         )  # fmt: skip

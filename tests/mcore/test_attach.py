@@ -58,6 +58,7 @@ def run(
         fp4_gathers_codes=False,
         fp4_saved_x="packed",
         fp4_executor="auto",
+        fp4_multiplier="auto",
         fp4_wgrad_fusion=True,
         fp4_joins_swiglu=True,
         fp4_joins_norms=True,

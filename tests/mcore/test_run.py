@@ -43,6 +43,7 @@ def run_of(recipe: Recipe = EVERYWHERE, **args: Any) -> Run:
         "fp4_saved_x": "packed",
         "fp4_gathers_codes": False,
         "fp4_executor": "auto",
+        "fp4_multiplier": "auto",
         "fp4_wgrad_fusion": True,
     }
     return Run(recipe, argparse.Namespace(**given | args))

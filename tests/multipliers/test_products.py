@@ -43,6 +43,16 @@ def test_choice_on_a_cpu(dtype: torch.dtype, name: str) -> None:
     assert all(reason and "\n" not in reason for _, reason in choice.passed_over)
 
 
+def test_a_faster_multiplier_may_be_excluded() -> None:
+    """--fp4-multiplier bf16, and what BF16 cannot run is still the reference's."""
+    hopper = Target("cuda", (9, 0))
+    assert choose(asked(), hopper).multiplier.name == "hopper"
+    choice = choose(asked(), hopper, "bf16")
+    assert choice.multiplier.name == "bf16"
+    assert dict(choice.passed_over)["hopper"] == "bf16 was asked for"
+    assert choose(asked(a=torch.float32), hopper, "bf16").multiplier.name == "reference"
+
+
 def test_the_reason_names_the_remedy() -> None:
     reasons = dict(choose(asked(dtype=torch.float32), CPU).passed_over)
     assert "float32" in reasons["bf16"] and "--bf16" in reasons["bf16"]

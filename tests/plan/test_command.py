@@ -295,6 +295,7 @@ def test_what_a_layer_saves_is_told_as_choose_layout_tells_it(
     [
         ("--dtype fp16", "--layer does not support --dtype fp16"),
         ("--saved-x bf16", "--layer does not support --saved-x bf16"),
+        ("--multiplier bf16", "--layer does not support --multiplier bf16"),
         ("--tokens 6144", "--tokens 6144 is not a multiple of --seq-length 4096"),
         ("--tp 64", "TP 64: no more than the 8 GPUs of a host"),
     ],

@@ -191,6 +191,13 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
         "installed, or Python, with the same bits and more host overhead",
     )
     group.add_argument(
+        "--fp4-multiplier",
+        choices=("auto", "bf16"),
+        default="auto",
+        help="what multiplies quantized operands: the fastest that can on this GPU, or torch's "
+        "BF16 GEMMs of the same decoded codes, to see whether a problem is one of FP8 or FP4 GEMMs",
+    )
+    group.add_argument(
         "--fp4-fused-kernels",
         choices=("auto", "liger", "off"),
         default="auto",

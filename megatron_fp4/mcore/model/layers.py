@@ -219,7 +219,7 @@ class _FollowsRecipe:
             recipe, tokens_of_plan(recipe, self.tokens(recipe)), weight.shape, dtype, weight.device,
             weight.dtype, site.sharding, run.main_grad(dtype), True, True, has_bias, site.keeps_w,
             site.packs_x, self.fp4.swiglu, site.norm is not None, site.kept_y,
-            site.sent_w is not None,
+            site.sent_w is not None, site.fastest,
         )  # fmt: skip
 
     def quantized_weight(self) -> Tensor:

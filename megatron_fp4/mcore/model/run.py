@@ -230,6 +230,7 @@ class Run:
             parallel=parallel,
             keeps_w=self.keeps_weights,
             packs_x=self.packs_x,
+            fastest=self.fastest,
             fuses=self.fuses_wgrad,
             average=average,
             sent_w=sent_w,
@@ -255,6 +256,12 @@ class Run:
     def packs_x(self) -> bool:
         """Whether X is saved for backward as wgrad's codes (--fp4-saved-x); see `Setting`."""
         return self.args.fp4_saved_x == "packed"
+
+    @property
+    def fastest(self) -> str | None:
+        """The fastest multiplier that may run GEMMs (--fp4-multiplier); None: any may."""
+        asked: str = self.args.fp4_multiplier
+        return None if asked == "auto" else asked
 
     @property
     def fuses_wgrad(self) -> bool:

@@ -181,8 +181,29 @@ def test_runs_of_a_number_of_ranks(tmp_path: Path) -> None:
     stand_in = StandIn()
     session(tmp_path, stand_in).train(two, Machine(["0", "1"]))
     assert stand_in.devices == ["0,1"] * 4
-    with pytest.raises(StudyError, match="each run needs 2 GPUs, and 1 are visible"):
+    with pytest.raises(StudyError, match="a run needs 2 GPUs, and 1 are visible"):
         session(tmp_path / "few", stand_in).train(two, Machine(["0"]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "places"),
+    [
+        ("", 0, ["0", "1", "2", "3"]),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 0, ["0,1", "2,3"]),
+        ("--pipeline-model-parallel-size 2", 0, ["0,1", "2,3"]),
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 0, ["0,1,2,3"]),
+        ("--pipeline-model-parallel-size 2", 2, ["0,1,2,3"]),
+    ],
+)
+def test_a_model_that_is_divided_takes_more_gpus(
+    flags: str, ranks: int, places: list[str], tmp_path: Path
+) -> None:
+    """Tensor and pipeline parallelism are flags of a recipe; ranks are copies of the model."""
+    block = replace(matrix().runs[0], recipes=[f"tetrajet {flags}"])
+    stand_in = StandIn()
+    asked = replace(matrix(), runs=[block], ranks=ranks)
+    session(tmp_path, stand_in).train(asked, Machine([*"0123"]))
+    assert set(stand_in.devices) <= set(places) and places[0] in stand_in.devices
 
 
 def test_one_run_a_gpu_at_a_time(tmp_path: Path) -> None:

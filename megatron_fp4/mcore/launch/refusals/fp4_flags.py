@@ -99,6 +99,7 @@ _NEEDS_A_RECIPE: dict[str, object] = {
     "fp4_weight_cache": None,
     "fp4_saved_x": "packed",
     "fp4_executor": "auto",
+    "fp4_multiplier": "auto",
     "fp4_offload_calibration": False,
     "fp4_optimizer_state": None,
 }
