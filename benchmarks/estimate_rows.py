@@ -44,6 +44,7 @@ OTHERS = (
     *("few-bits-one", *FEW_BITS, "parallel-four-upstream"),
     *("fused-step", "fused-step-decoded", "fused-step-before", "fp8-step"),
     *("fused-step-others", "parallel-fp8", "parallel-te-beside", "parallel-four-beside"),
+    "finalists-step",
     *(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs")),
 )
 # Linears, and quantize kernels, of which those of the first file and of KERNELS are fitted to.

@@ -11,12 +11,6 @@ from megatron_fp4 import get_recipe
 from tests.test_notes import result, says
 from tests.test_readme import LOW, weights_gradients_and_optimizer, with_fp8_input
 
-# Flags of rows of Transformer Engine's delayed FP8, for its SwiGLU and for fused operations.
-FUSED_FP8 = (
-    " --use-te-activation-func --no-bias-swiglu-fusion",
-    " --use-transformer-engine-op-fuser",
-)
-
 
 def of_a_linear() -> list[str]:
     rows = {(row["in"], row["out"], row["recipe"]): row for row in result("linear-te")["rows"]}
@@ -145,17 +139,21 @@ def of_transformer_engine() -> list[str]:
         sum(ms for ms, _, name in row["largest"] if word in name)
         for row, word in ((result("te-delayed")["rows"][0], "silu"), (own, "swiglu"))
     ]
-    launches = [{row["name"]: row for row in result(f"te-fused-{n}")["rows"]} for n in (1, 2)]
-    plain, activation, operations = (
-        " and ".join(f"{rows[f'te fp8 delayed{flags}']['ms']:.0f}" for rows in launches)
-        for flags in ("", *FUSED_FP8)
-    )
-    slow = [f"{rows['tetrajet']['gpu_ms']['attention']:.0f}" for rows in launches]
-    usual = result("te-delayed")["rows"][1]["gpu_ms"]["attention"]
+    times = [row["ms"] for row in result("te-fused-beside")["rows"]]
+    fused = [result(f"te-fused-{n}")["rows"] for n in (1, 2)]
+    (a, b), (c, d) = ([f"{row['ms']:.0f}" for row in rows] for rows in fused)
+    w, x, y, z = (f"{ms:.0f}" for ms in times)
+    within = [
+        ms / rows[0]["ms"]
+        for rows, own in zip(fused, (times[:2], times[2:]), strict=True)
+        for ms in own
+    ]
+    assert all(abs(ratio - 1) < 0.01 for ratio in within)
+    lower = fused[0][0]["peak_gib"] - result("te-fused-beside")["rows"][0]["peak_gib"]
     return [
-        f"`te fp8 delayed` takes {plain} ms, with its SwiGLU {activation} ms, and with fused "
-        f"operations {operations} ms",
-        f"its attention took {slow[0]} and {slow[1]} ms there in place of {usual:.0f}",
+        f"`tetrajet` takes {w} and {x} ms, `te fp8 delayed` with fused operations between them "
+        f"{a} ms, and without them {b} ms; again, {y} and {z}, {c} and {d} ms",
+        f"Its peak is {lower:.1f} GiB lower than with fused operations",
         f"SwiGLU takes {swiglu[0]:.0f} ms of the step with delayed scaling, where the SwiGLU "
         f"kernels of this package take {swiglu[1]:.0f} ms in the BF16 row",
         f"`te fp8 delayed` takes {fp8:.0f} ms a step, `tetrajet` {ours:.0f}",

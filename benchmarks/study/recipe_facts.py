@@ -20,7 +20,9 @@ from megatron_fp4.setting import Setting
 from megatron_fp4.target import gpu_named
 
 RESULTS = Path(__file__).parents[1] / "results"
-STEPS = ["fused-step-others", "fused-step", "training_step"]  # on one H200, the newest first
+# Of steps on one H200, the newest first. Those without a row of BF16 are last; they have BESIDE.
+STEPS = ["fused-step-others", "fused-step", "training_step", "finalists-step"]
+BESIDE = "tetrajet"
 LINEARS = "linear-formats"
 # The linear and the device that bits are counted for.
 SETTING = Setting(
@@ -33,14 +35,14 @@ SETTING = Setting(
 class Speed:
     """How fast a training step is.
 
-    ratio: in times of BF16's speed in the same file. tokens: a second. file: the result's name.
-    by_phases: whether it is of the mean time of the phases, each measured by itself.
+    ratio: in times of BF16's speed in the same file; where a file has no BF16, in times of BESIDE's
+        speed there, times that of BESIDE. tokens: a second. files: the names of the results, one
+        for each phase of the recipe, which is measured by itself.
     """
 
     ratio: float
     tokens: float
-    file: str
-    by_phases: bool = False
+    files: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -87,17 +89,18 @@ def step_of(name: str, recipe: Recipe) -> Speed | None:
     """The speed of a training step: of the newest file of STEPS that has it.
 
     name: of the row. A recipe with phases has no row, since a step is of one of them: it has the
-    mean time of its phases in the same file, weighted by their shares of training. None if no file
-    has it.
+    mean time of its phases, weighted by their shares of training. None if no file has it.
     """
-    for file in STEPS:
-        rows = {row["name"]: row for row in _result(file)["rows"]}
-        if recipe.phases and (ms := _mean_ms(recipe, rows)) is not None:
-            ratio = rows[BF16]["ms"] / ms
-            return Speed(ratio, ratio * rows[BF16]["tokens/s"], file, by_phases=True)
-        if not recipe.phases and name in rows:
-            return Speed(rows[name]["ratio"], rows[name]["tokens/s"], file)
-    return None
+    if not recipe.phases:
+        return next((_speed(file, name) for file in STEPS if name in _rows(file)), None)
+    found = [_speed_of(replace(each, phases=())) for each in recipe.in_turn]
+    speeds = [each for each in found if each is not None]
+    if len(speeds) < len(found):
+        return None
+    times = (share / each.ratio for share, each in zip(recipe.shares, speeds, strict=True))
+    ratio = 1 / sum(times)
+    bf16 = speeds[0].tokens / speeds[0].ratio
+    return Speed(ratio, ratio * bf16, tuple(file for each in speeds for file in each.files))
 
 
 def linear_of(name: str) -> tuple[float, float] | None:
@@ -110,25 +113,33 @@ def linear_of(name: str) -> tuple[float, float] | None:
     return (min(ratios), max(ratios)) if ratios else None
 
 
-def _mean_ms(recipe: Recipe, rows: dict[str, Any]) -> float | None:
-    """The mean time of a step over the phases of a recipe; None if one of them has no row."""
-    measured = [(recipe_of(name), row["ms"]) for name, row in rows.items() if _is_recipe(name)]
-    times = {_unnamed(each): ms for each, ms in measured if not each.phases}
-    own = [times.get(_unnamed(replace(each, phases=()))) for each in recipe.in_turn]
-    found = [ms for ms in own if ms is not None]
-    if len(found) < len(own):
-        return None
-    return sum(share * ms for share, ms in zip(recipe.shares, found, strict=True))
+def _speed(file: str, name: str) -> Speed:
+    """The speed of a row of `file`."""
+    rows = _rows(file)
+    if BF16 in rows:
+        return Speed(rows[BF16]["ms"] / rows[name]["ms"], rows[name]["tokens/s"], (file,))
+    beside = next(_speed(each, BESIDE) for each in STEPS if {BF16, BESIDE} <= _rows(each).keys())
+    faster = rows[BESIDE]["ms"] / rows[name]["ms"]
+    return Speed(faster * beside.ratio, faster * beside.tokens, (file,))
 
 
-def _is_recipe(name: str) -> bool:
-    """Whether a row of a step is of a recipe, without further flags."""
-    return name != BF16 and len(name.split()) == 1
+def _speed_of(recipe: Recipe) -> Speed | None:
+    """The speed of the newest row of a recipe that does the same as `recipe`."""
+    for file in STEPS:
+        for name in _rows(file):
+            if name != BF16 and len(name.split()) == 1 and _alike(recipe_of(name), recipe):
+                return _speed(file, name)
+    return None
 
 
-def _unnamed(recipe: Recipe) -> Recipe:
-    """The recipe without what names it, to compare what it does."""
-    return replace(recipe, name="", paper="")
+def _alike(one: Recipe, other: Recipe) -> bool:
+    """Whether two recipes do the same, by whatever name."""
+    return replace(one, name="", paper="") == replace(other, name="", paper="")
+
+
+def _rows(file: str) -> dict[str, Any]:
+    """The rows of a result file by their names."""
+    return {row["name"]: row for row in _result(file)["rows"]}
 
 
 @cache

@@ -27,7 +27,8 @@ from tools.rows import Row
 # registered, and the file is equal to it.
 OWN = {"tetrajet-fp8": candidate("fp8-ends-then-fp8")}
 MATRICES = ["recipes", "candidates", "sizes"]  # of the same text and rate
-SMALL = ["few-bits", "oscillation-3M", "sweep-best"]  # studies of smaller models and shorter runs
+# Studies of smaller models and shorter runs.
+SMALL = ["recipes-3M", "few-bits", "oscillation-3M", "sweep-best"]
 NOT_RUN, NOT_MEASURED = "not run", "not measured"
 
 
@@ -211,9 +212,9 @@ def speed(name: str, up: str) -> list[str]:
     up: the way from the page to the root, for links.
     """
     if (step := step_of(name, recipe_named(name))) is not None:
-        link = f"{up}benchmarks/results/{step.file}.json"
-        how = " by phases" if step.by_phases else ""
-        return [f"[{step.ratio:.2f}]({link}){how}", f"{step.tokens:,.0f}"]
+        first, *later = (f"{up}benchmarks/results/{file}.json" for file in step.files)
+        phases = f" by [phases]({later[-1]})" if later else ""
+        return [f"[{step.ratio:.2f}]({first}){phases}", f"{step.tokens:,.0f}"]
     if (linear := linear_of(name)) is not None:
         link = f"{up}benchmarks/results/{LINEARS}.json"
         return [f"a linear: [{linear[0]:.2f} to {linear[1]:.2f}]({link})", ""]

@@ -45,6 +45,8 @@ COMMITTED = {
 UNFINISHED = {
     "candidates": "docs/study.md",
     "recipes": "docs/study.md",
+    "recipes-3M": "docs/study.md",
+    "same-loss-3M": "docs/study.md",
 }  # tables of the runs so far
 PAGES = {name: page for name, (page, _) in COMMITTED.items()} | UNFINISHED
 
