@@ -6,6 +6,7 @@ import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -242,7 +243,8 @@ def test_the_speed_by_phases_is_that_of_the_mean_time(monkeypatch: pytest.Monkey
         {"name": OWN["tetrajet-fp8"], "ms": 2.0, "tokens/s": 500.0, "ratio": 50.0},  # of one phase
     ]
     beside: list[dict[str, object]] = []
-    files = {file: [] for file in recipe_facts.STEPS} | {"fused-step": rows, "later": beside}
+    files: dict[str, Any] = dict.fromkeys(recipe_facts.STEPS, ())
+    files |= {"fused-step": rows, "later": beside}
     monkeypatch.setattr(recipe_facts, "STEPS", [*files])
     monkeypatch.setattr(recipe_facts, "_result", lambda name: {"rows": files[name]})
     found = step_of(candidate("tetrajet-then-fp8"))
