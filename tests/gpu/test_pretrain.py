@@ -58,6 +58,14 @@ def test_two_gpus_learn_what_one_does(recipe: str | None) -> None:
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_products_in_bf16_are_those_of_the_same_codes(recipe: str) -> None:
+    """--fp4-multiplier bf16: the forward pass of the first step differs by rounding alone."""
+    first = learn(1, *flags_of(recipe)).losses
+    other = learn(1, *flags_of(recipe), "--fp4-multiplier", "bf16").losses
+    assert other[0] == pytest.approx(first[0], rel=1e-3) and other[-1] < other[0]
+
+
 def test_a_phase_trains_as_its_recipe_would(tmp_path: Path) -> None:
     """Half of the run in TetraJet and half in FP8, in C++: as two runs, bit for bit."""
     path = tmp_path / "phases.yaml"

@@ -102,6 +102,20 @@ def test_the_table_tells_layers_shapes_formats_backends_and_why_not_the_faster(
     assert "    dgrad: dY and W in E2M1, E8M0 scales (floor) for blocks of 32, stochastic" in text
 
 
+def test_multipliers_that_a_flag_excludes_are_not_used(
+    one_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--fp4-multiplier bf16, in the table and in what the linears run."""
+    told, chunk = run(get_recipe("tetrajet")), model()
+    told.args.fp4_multiplier = "bf16"
+    attach(told, [chunk])
+    text = capsys.readouterr().out
+    for name in ("sm100", "blackwell", "nvfp4", "hopper"):
+        assert f"not used: {name}: bf16 was asked for" in text
+    found = [linear.fp4.site for _, linear, _ in attaching._linears(chunk) if linear.fp4]
+    assert found and all(site.fastest == "bf16" for site in found)
+
+
 def test_only_the_layers_in_between_follow_the_recipe(one_rank: None) -> None:
     chunk = model()
     attach(run(get_recipe("tetrajet"), start=1, end=2), [chunk])
