@@ -235,6 +235,11 @@ class Recipe:
         """How many phases have begun at `progress`, the share of training that is done."""
         return sum(progress >= phase.after for phase in self.phases)
 
+    @cached_property
+    def ever_quantized(self) -> bool:
+        """Whether this recipe, or that of a phase, quantizes an operand of any GEMM."""
+        return any(each.quantized for each in self.in_turn)
+
     @property
     def shares(self) -> list[float]:
         """The share of training for which each recipe of `in_turn` holds."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron_fp4.estimate.gpus import MEASURED, Gpu
 from megatron_fp4.estimate.layout import Layout
 from megatron_fp4.estimate.model import Model
-from megatron_fp4.estimate.plans import is_quantized
 from megatron_fp4.recipe import Recipe
 
 # Measured in training steps with fused kernels and linears in C++ (fused-step-others.json,
@@ -42,10 +41,10 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         "experts were never measured": model.experts > 0,
         "converting SwiGLU's input to FP8 takes no time here": model.fp8_input,
         "--fp4-weight-cache off was measured in steps with CUDA graphs alone": (
-            layout.keeps_w is None and not layout.graphs and is_quantized(recipe)
+            layout.keeps_w is None and not layout.graphs and recipe.ever_quantized
         ),
         "--fp4-weight-cache remade was never measured": (
-            layout.keeps_w == "remade" and is_quantized(recipe)
+            layout.keeps_w == "remade" and recipe.ever_quantized
         ),
         "quantizing weights for --fp4-param-gather takes no time here": layout.sent_w,
         "converting gradients in BF16 for the optimizer takes no time here": layout.bf16_gradients,

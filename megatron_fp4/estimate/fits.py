@@ -15,7 +15,7 @@ from megatron_fp4.estimate.gpus import Gpu
 from megatron_fp4.estimate.layout import Layout, stages
 from megatron_fp4.estimate.memory import Memory, memory
 from megatron_fp4.estimate.model import Model
-from megatron_fp4.estimate.plans import is_quantized, shard, sharding_of, tokens_on_rank
+from megatron_fp4.estimate.plans import shard, sharding_of, tokens_on_rank
 from megatron_fp4.plan.sizes import check_sizes, token_tile
 from megatron_fp4.recipe import Recipe
 
@@ -30,7 +30,7 @@ def refusals(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
     yield from _experts(model, layout)
     if layout.graphs:
         yield from _graphs(model, layout, recipe)
-    if is_quantized(recipe):
+    if recipe.ever_quantized:
         yield from _blocks(model, layout, recipe)
 
 

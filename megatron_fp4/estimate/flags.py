@@ -12,9 +12,9 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.estimate.gpus import GPUS, find
 from megatron_fp4.estimate.huggingface import read
 from megatron_fp4.estimate.model import Model
-from megatron_fp4.estimate.plans import is_quantized, recipe_named
+from megatron_fp4.estimate.plans import recipe_named
 from megatron_fp4.estimate.search import Fixed, Job
-from megatron_fp4.plan.owned_codes import reader_of_w
+from megatron_fp4.plan.owned_codes import refusal
 from megatron_fp4.setting import WEIGHT_CACHE, keeps_w_of
 
 # Flags of a launch that no estimate depends on. With several data-parallel ranks the optimizer is
@@ -113,17 +113,12 @@ def job_of(args: argparse.Namespace) -> Job:
             "it out"
         )
     recipe = recipe_named(args.recipe)
-    for each in recipe.followed if args.fp4_param_gather else ():
-        is_plain = each is not recipe and not is_quantized(each)  # layers in BF16
-        if not is_plain and (reader := reader_of_w(each)) is not None:
-            name = args.recipe if each is recipe else f"{each.name} of some layers"
-            raise ConfigError(
-                f"recipe {name} does not support --fp4-param-gather, because {reader}: leave it out"
-            )
+    if args.fp4_param_gather and (why := refusal(recipe, "--fp4-param-gather")) is not None:
+        raise ConfigError(why)
     moments = FLOAT32
     if args.fp4_optimizer_state is not None:
         moments = Moments.read(args.fp4_optimizer_state)
-        if not is_quantized(recipe):
+        if not recipe.ever_quantized:
             raise ConfigError("--fp4-optimizer-state needs a recipe: add --recipe, or leave it out")
     fused = not args.no_gradient_accumulation_fusion
     node = min(args.gpus, args.gpus_per_node)

@@ -37,11 +37,6 @@ def recipe_named(name: str, **options: str) -> Recipe:
     return BF16 if name in ("bf16", "off") else get_recipe(name, **options)
 
 
-def is_quantized(recipe: Recipe) -> bool:
-    """Whether a recipe quantizes an operand of any GEMM, in any phase."""
-    return any(each.quantized for each in recipe.in_turn)
-
-
 def longest(recipe: Recipe) -> Recipe:
     """The recipe of the phase that holds for the largest share of training."""
     return recipe.in_turn[recipe.shares.index(max(recipe.shares))]
@@ -50,7 +45,7 @@ def longest(recipe: Recipe) -> Recipe:
 def check_target(recipe: Recipe, target: Target) -> None:
     """Raises ConfigError if plans for `target` cannot be made here, since Triton is missing."""
     problem = kernels_problem(target)
-    if problem is not None and is_quantized(recipe):
+    if problem is not None and recipe.ever_quantized:
         raise ConfigError(f"plans for a GPU need Triton, which need not run here: {problem}")
 
 
@@ -74,7 +69,7 @@ def plan(
 
 def _keeps_w(layout: Layout, recipe: Recipe) -> KeepsW | None:
     """What is kept of W's operands. With CUDA graphs nothing is held over a step."""
-    if not is_quantized(recipe) or (layout.graphs and holds(layout.keeps_w)):
+    if not recipe.ever_quantized or (layout.graphs and holds(layout.keeps_w)):
         return None
     return layout.keeps_w
 
@@ -84,7 +79,7 @@ def joined(linear: LayerLinear, made: LinearPlan, model: Model, layout: Layout) 
 
     made: its plan without them, as `plan` gives it. Estimates of memory count their tensors apart.
     """
-    if not layout.fused_kernels or not is_quantized(made.recipe):
+    if not layout.fused_kernels or not made.recipe.ever_quantized:
         return made
     places: dict[str, SwigluPlace] = {"mlp.linear_fc1": "before", "mlp.linear_fc2": "after"}
     setting = replace(

@@ -16,7 +16,7 @@ from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.description import titled
 from megatron_fp4.errors import ConfigError, SizeError
 from megatron_fp4.plan.compiler import compile_plan
-from megatron_fp4.plan.owned_codes import reader_of_w
+from megatron_fp4.plan.owned_codes import refusal
 from megatron_fp4.plan.show import show, show_exchange
 from megatron_fp4.plan.sizes import check_sizes
 from megatron_fp4.recipe import Recipe
@@ -108,13 +108,9 @@ def run(args: argparse.Namespace) -> str:
     stores_fp8 = args.activation_func_fp8_input_store
     if stores_fp8 and not args.swiglu:
         raise ConfigError("--activation-func-fp8-input-store needs --swiglu: add it")
+    if args.param_gather and (why := refusal(recipe, "--param-gather")) is not None:
+        raise ConfigError(why)
     for each in recipe.followed:
-        is_quantized = any(late.quantized for late in each.in_turn)
-        if args.param_gather and is_quantized and (reader := reader_of_w(each)) is not None:
-            raise ConfigError(
-                f"recipe {each.name} does not support --param-gather, because {reader}: leave it "
-                "out"
-            )
         for late in each.in_turn:
             check_sizes_of_flags(late, args.tokens, inputs, outputs, _FLAGS)
     dtype = _DTYPES[args.dtype]

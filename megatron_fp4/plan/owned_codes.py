@@ -45,3 +45,14 @@ def reader_of_w(recipe: Recipe) -> str | None:
         if phase.recipe.fprop.b != w:
             return f"{late} quantizes W otherwise"
     return None
+
+
+def refusal(recipe: Recipe, flag: str) -> str | None:
+    """The message that refuses a flag, since not all that linears of `recipe` follow takes W as
+    codes; None if all does. Layers in high precision, whose W is gathered as it is, do not count,
+    unless there are no others."""
+    for each in [one for one in recipe.followed if one.ever_quantized] or [recipe]:
+        if (reader := reader_of_w(each)) is not None:
+            name = each.name if each is recipe else f"{each.name} of some layers"
+            return f"recipe {name} does not support {flag}, because {reader}: leave it out"
+    return None

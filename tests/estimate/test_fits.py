@@ -16,7 +16,7 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.estimate import fits, gpus, report
 from megatron_fp4.estimate.layout import Layout
 from megatron_fp4.estimate.model import Model
-from megatron_fp4.estimate.plans import BF16, is_quantized, longest, recipe_named
+from megatron_fp4.estimate.plans import BF16, longest, recipe_named
 from megatron_fp4.estimate.search import Fixed, Job, layouts, search
 from megatron_fp4.mcore.launch.refusals.cuda_graphs import captured_layers
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
@@ -155,7 +155,7 @@ def test_blocks_over_tokens_of_a_late_phase_are_said() -> None:
 
 def test_of_phases_the_longest_counts() -> None:
     late = Recipe("late", phases=(Phase(0.1, TETRAJET),))
-    assert is_quantized(late) and longest(late) is TETRAJET
+    assert late.ever_quantized and longest(late) is TETRAJET
     early = replace(TETRAJET, phases=(Phase(0.9, BF16),))
     assert longest(early) is early and longest(BF16) is BF16
     job = Job(DENSE, late, gpus.MEASURED, 1, 1, 24)
