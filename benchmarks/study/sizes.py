@@ -57,5 +57,6 @@ SIZES = {
         batch=256,
         micro_batch=64,
         gpus=4,
+        save_interval=1000,
     ),
 }
