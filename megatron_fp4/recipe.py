@@ -63,6 +63,11 @@ class GemmRecipe:
 HIGH_PRECISION = GemmRecipe()
 
 
+def _check_recipe(given: object) -> None:
+    if not isinstance(given, Recipe):
+        raise ConfigError(f"recipe is a Recipe, not {given!r}: give get_recipe(name)")
+
+
 @dataclass(frozen=True)
 class Phase:
     """A later part of training, which follows another recipe than the first part.
@@ -73,6 +78,9 @@ class Phase:
 
     after: float
     recipe: Recipe
+
+    def __post_init__(self) -> None:
+        _check_recipe(self.recipe)
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,7 @@ class Layers:
     modules: str = ""
 
     def __post_init__(self) -> None:
+        _check_recipe(self.recipe)
         counts = [self.first, self.last]
         given = [bool(each) for each in (*counts, self.modules)]
         if sum(given) != 1 or not all(type(each) is int and each >= 0 for each in counts):
@@ -250,6 +259,12 @@ class Recipe:
     def followed(self) -> tuple[Recipe, ...]:
         """This recipe and those of its layers: what its linears follow, each with its phases."""
         return (self, *(layers.recipe for layers in self.layers))
+
+    @cached_property
+    def parts(self) -> tuple[Recipe, ...]:
+        """All that its linears follow in the course of training, each once: this recipe and those
+        of its phases and layers, which may have phases too."""
+        return tuple(dict.fromkeys(late for each in self.followed for late in each.in_turn))
 
     def at(self, progress: float) -> Recipe:
         """The recipe that holds at `progress`, the share of training that is done, in [0, 1]."""

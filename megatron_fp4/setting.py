@@ -59,6 +59,14 @@ def keeps_w_of(value: str | None) -> KeepsW | None:
     return None if value == "off" else cast(KeepsW | None, value)
 
 
+MULTIPLIER = "auto", "bf16"  # values of --fp4-multiplier
+
+
+def fastest_of(value: str) -> str | None:
+    """`Setting.fastest` for one of MULTIPLIER."""
+    return None if value == "auto" else value
+
+
 def holds(keeps_w: KeepsW | None) -> bool:
     """Whether W is quantized once a step, and the result held for all microbatches of the step."""
     return keeps_w not in (None, "remade")

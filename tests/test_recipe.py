@@ -31,7 +31,7 @@ from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.errors import SizeError
 from megatron_fp4.plan.sizes import check_sizes, contracted_multiple
-from megatron_fp4.recipe import GEMMS, HIGH_PRECISION, Phase
+from megatron_fp4.recipe import GEMMS, HIGH_PRECISION, Layers, Phase
 
 MX = Quantizer()
 BF16 = Recipe("bf16")
@@ -172,6 +172,13 @@ def test_phases_follow_one_another(progress: float, held: int) -> None:
     recipe = replace(get_recipe("tetrajet"), phases=(Phase(0.5, fp8), Phase(0.8, BF16)))
     assert recipe.in_turn == (recipe, fp8, BF16)
     assert recipe.at(progress) is recipe.in_turn[held]
+
+
+def test_a_phase_and_layers_take_a_recipe_and_no_name() -> None:
+    name: Any = "fp8"
+    for make in (lambda: Phase(0.5, name), lambda: Layers(name, first=1)):
+        with pytest.raises(ConfigError, match=r"a Recipe, not 'fp8': give get_recipe\(name\)"):
+            make()
 
 
 def test_a_phase_from_the_first_step_on() -> None:

@@ -79,12 +79,6 @@ def bits(recipe: Recipe) -> Bits:
     return Bits(saved, 8 * held_bytes(plan) / elements, sent)
 
 
-def parts(recipe: Recipe) -> list[Recipe]:
-    """All recipes that a model's linears follow, each once: the recipe itself, those of the later
-    phases of training, and those of single layers."""
-    return list(dict.fromkeys(late for each in recipe.followed for late in each.in_turn))
-
-
 def step_of(name: str, recipe: Recipe) -> Speed | None:
     """The speed of a training step: of the newest file of STEPS that has it.
 

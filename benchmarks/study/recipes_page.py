@@ -14,7 +14,7 @@ from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import Cell, Gap, cell_of, gap
 from benchmarks.study.matrix import BF16
 from benchmarks.study.pictures import Series, draw_over_tokens, held_out_gaps, mean
-from benchmarks.study.recipe_facts import LINEARS, RESULTS, Bits, bits, linear_of, parts, step_of
+from benchmarks.study.recipe_facts import LINEARS, RESULTS, Bits, bits, linear_of, step_of
 from benchmarks.study.recipe_facts import words as words_of
 from benchmarks.study.sizes import SIZES
 from megatron_fp4 import Recipe, list_recipes
@@ -320,7 +320,7 @@ def _tokens(cell: Cell) -> str:
 
 def _bits(recipe: Recipe) -> list[str]:
     """[X saved, W held, W sent]; those of phases and layers follow in parentheses."""
-    found = [bits(each) for each in parts(recipe)]
+    found = [bits(each) for each in recipe.parts]
 
     def shown(values: list[float]) -> str:
         own, *late = dict.fromkeys(f"{value:.2f}".rstrip("0").rstrip(".") for value in values)

@@ -7,20 +7,25 @@ from pathlib import Path
 from benchmarks.study import results, tables
 from benchmarks.study.configuration import point_of
 from benchmarks.study.errors import StudyError
-from benchmarks.study.matrix import Matrix
+from benchmarks.study.matrix import Matrix, Point
 from benchmarks.study.pictures import draw
 from tools import pages
 from tools.rows import Row
 
 
 def rows_of(matrix: Matrix, rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """(finished, failed) runs of the matrix, of a result file that may have other runs too."""
+    """(finished, failed) runs of the matrix, of a result file that may have other runs too.
+
+    Of several runs of a point, as of two numerics versions, the last counts.
+    """
     points = set(matrix.points())
-    finished, failed = (
-        [row for row in kind(rows).values() if point_of(row["configuration"]) in points]
-        for kind in (results.finished, results.failed)
-    )
-    return finished, failed
+
+    def latest(runs: dict[str, Row]) -> dict[Point, Row]:
+        found = {point_of(row["configuration"]): row for row in runs.values()}
+        return {point: row for point, row in found.items() if point in points}
+
+    finished, failed = latest(results.finished(rows)), latest(results.failed(rows))
+    return [*finished.values()], [row for point, row in failed.items() if point not in finished]
 
 
 def section(matrix: Matrix, rows: list[Row]) -> str:

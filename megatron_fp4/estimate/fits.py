@@ -81,7 +81,7 @@ def _graphs(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
     for what, is_there in (
         ("experts of varying numbers of tokens", model.experts > 0),
         ("recomputation", layout.recompute),
-        ("a recipe with phases", bool(recipe.phases)),
+        ("a recipe with phases", any(each.phases for each in recipe.followed)),
     ):
         if is_there:
             yield f"CUDA graphs do not go with {what}"
@@ -96,7 +96,7 @@ def _blocks(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
             inputs, outputs = shard(linear, layout)
             tokens = layout.micro_batch * model.sequence
             is_scattered = sharding_of(linear, layout).tokens == "x"
-            for each in (late for own in recipe.followed for late in own.in_turn):
+            for each in recipe.parts:
                 problem = _sizes(each, None if linear.expert else tokens, inputs, outputs)
                 if problem is not None:
                     yield f"TP {layout.tp}: {linear.name} has {problem}"

@@ -118,8 +118,13 @@ def job_of(args: argparse.Namespace) -> Job:
     moments = FLOAT32
     if args.fp4_optimizer_state is not None:
         moments = Moments.read(args.fp4_optimizer_state)
-        if not recipe.ever_quantized:
+        if not any(each.ever_quantized for each in recipe.followed):
             raise ConfigError("--fp4-optimizer-state needs a recipe: add --recipe, or leave it out")
+        if any(each.ramping is not None for each in recipe.followed):
+            raise ConfigError(
+                f"--fp4-optimizer-state is not defined for recipe {recipe.name}, whose optimizer "
+                "has moments in float32: leave out one"
+            )
     fused = not args.no_gradient_accumulation_fusion
     node = min(args.gpus, args.gpus_per_node)
     return Job(

@@ -14,6 +14,7 @@ from megatron_fp4.estimate.plans import BF16, recipe_named
 from megatron_fp4.plan.command import target_given
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import read_options
+from megatron_fp4.setting import keeps_w_of
 from megatron_fp4.target import Target
 
 
@@ -57,14 +58,15 @@ def layer_text(args: argparse.Namespace, prog: str) -> str:
     Raises ConfigError for flags that do not fit together, and for tokens that are no whole
     sequences.
     """
-    supported = (
-        ("dtype", args.dtype, "bf16"),
-        ("saved-x", args.saved_x, "packed"),
-        ("multiplier", args.multiplier, "auto"),
-    )
-    for flag, given, only in supported:
-        if given != only:
-            raise ConfigError(f"--layer does not support --{flag} {given}: leave out one of them")
+    given = {
+        f"--dtype {args.dtype}": args.dtype != "bf16",
+        f"--saved-x {args.saved_x}": args.saved_x != "packed",
+        f"--multiplier {args.multiplier}": args.multiplier != "auto",
+        "--param-gather": args.param_gather,
+    }
+    for flag, is_there in given.items():
+        if is_there:
+            raise ConfigError(f"--layer does not support {flag}: leave out one of them")
     parser = argparse.ArgumentParser(prog=f"{prog} plan --layer", description="A model's flags.")
     add_model(parser)
     model = checked_model(parser.parse_args(args.layer))
@@ -74,7 +76,10 @@ def layer_text(args: argparse.Namespace, prog: str) -> str:
             "one of them"
         )
     batch = args.tokens // model.sequence
-    layout = Layout(args.tp, tp=args.tp, sp=args.sequence_parallel, micro_batch=batch, batch=batch)
+    layout = Layout(
+        args.tp, tp=args.tp, sp=args.sequence_parallel, micro_batch=batch, batch=batch,
+        keeps_w=keeps_w_of(args.weight_cache),
+    )  # fmt: skip
     recipe = recipe_named(args.recipe, **read_options(args.recipe_option))
     if (problem := next(refusals(model, layout, recipe), None)) is not None:
         raise ConfigError(f"--layer: {problem}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.multipliers.base import Multiplier, Product
 from megatron_fp4.multipliers.bf16 import Bf16
 from megatron_fp4.multipliers.blackwell import Blackwell
@@ -37,7 +38,8 @@ class MultiplierChoice(NamedTuple):
 def choose(product: Product, target: Target, fastest: str | None = None) -> MultiplierChoice:
     """The fastest multiplier that runs `product` on `target`.
 
-    fastest: the name of the fastest that may be chosen (--fp4-multiplier); None: any may.
+    fastest: the name of the fastest that may be chosen (--fp4-multiplier); None: any may. Raises
+    ConfigError for a name that there is not.
     """
     passed_over: list[tuple[str, str]] = []
     is_allowed = fastest is None
@@ -47,4 +49,4 @@ def choose(product: Product, target: Target, fastest: str | None = None) -> Mult
         if reason is None:
             return MultiplierChoice(multiplier, tuple(passed_over))
         passed_over.append((multiplier.name, reason))
-    raise AssertionError("the reference runs everything")
+    raise ConfigError(f"no multiplier is called {fastest!r}")  # the reference runs everything

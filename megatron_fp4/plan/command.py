@@ -22,10 +22,12 @@ from megatron_fp4.plan.sizes import check_sizes
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import get_recipe, read_options
 from megatron_fp4.setting import (
+    MULTIPLIER,
     WEIGHT_CACHE,
     Setting,
     Sharding,
     column_parallel,
+    fastest_of,
     keeps_w_of,
     row_parallel,
 )
@@ -68,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="packed",
     )
     parser.add_argument("--saved-x", choices=["packed", "bf16"], default="packed")
-    parser.add_argument("--multiplier", choices=["auto", "bf16"], default="auto")
+    parser.add_argument("--multiplier", choices=MULTIPLIER, default="auto")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
     parser.add_argument(
         "--grad-comm", choices=ELEMENTS, help="how they send dW, as --fp4-grad-comm says"
@@ -110,9 +112,8 @@ def run(args: argparse.Namespace) -> str:
         raise ConfigError("--activation-func-fp8-input-store needs --swiglu: add it")
     if args.param_gather and (why := refusal(recipe, "--param-gather")) is not None:
         raise ConfigError(why)
-    for each in recipe.followed:
-        for late in each.in_turn:
-            check_sizes_of_flags(late, args.tokens, inputs, outputs, _FLAGS)
+    for each in recipe.parts:
+        check_sizes_of_flags(each, args.tokens, inputs, outputs, _FLAGS)
     dtype = _DTYPES[args.dtype]
     setting = Setting(
         tokens, inputs, outputs, dtype, target_given(args.gpu), dtype, sharding,
@@ -124,7 +125,7 @@ def run(args: argparse.Namespace) -> str:
         normed=args.norm,
         kept_y=torch.float8_e4m3fn if stores_fp8 else None,
         sent_w=args.param_gather,
-        fastest=None if args.multiplier == "auto" else args.multiplier,
+        fastest=fastest_of(args.multiplier),
     )  # fmt: skip
     element = element_of(args.grad_comm, args.grad_comm_element)
     if args.dp < 1:

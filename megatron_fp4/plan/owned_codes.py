@@ -52,7 +52,17 @@ def refusal(recipe: Recipe, flag: str) -> str | None:
     codes; None if all does. Layers in high precision, whose W is gathered as it is, do not count,
     unless there are no others."""
     for each in [one for one in recipe.followed if one.ever_quantized] or [recipe]:
-        if (reader := reader_of_w(each)) is not None:
-            name = each.name if each is recipe else f"{each.name} of some layers"
-            return f"recipe {name} does not support {flag}, because {reader}: leave it out"
+        if (why := refusal_of(each, flag)) is not None:
+            return why if each is recipe else f"{why}, or give no layers recipes of their own"
     return None
+
+
+def refusal_of(recipe: Recipe, flag: str) -> str | None:
+    """The message that refuses a flag for a recipe of which `reader_of_w` is not None; else None.
+
+    The recipes of its layers are not looked at.
+    """
+    reader = reader_of_w(recipe)
+    if reader is None:
+        return None
+    return f"recipe {recipe.name} does not support {flag}, because {reader}: leave it out"

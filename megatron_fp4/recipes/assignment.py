@@ -15,7 +15,7 @@ def recipes_of_layers(recipe: Recipe, count: int | None) -> list[tuple[str, Reci
     """`Recipe.layers` as (glob, recipe or None for BF16), for a decoder with `count` layers. Raises
     ConfigError as `Layers.globs`."""
     return [
-        (glob, own if own.quantized or own.phases else None)
+        (glob, own if own.ever_quantized else None)
         for layers in recipe.layers
         for own in (layers.recipe,)
         for glob in layers.globs(count)

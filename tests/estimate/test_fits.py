@@ -22,6 +22,7 @@ from megatron_fp4.mcore.launch.refusals.cuda_graphs import captured_layers
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
 from megatron_fp4.mcore.runtime import cpu
+from megatron_fp4.recipe import Layers
 from testing.builders.command_line import parse
 from testing.worlds.launch import MOCK_DATA
 
@@ -129,6 +130,11 @@ def test_graphs_are_refused_as_this_package_refuses_them(
     has_no_estimate = layout.pp > 1
     assert any(fits.refusals(model, layout, TETRAJET)) == (theirs or has_no_estimate)
     assert theirs == bool(layout.recompute or model.experts)
+    late = Recipe("late", phases=(Phase(0.5, TETRAJET),))
+    own = replace(TETRAJET, layers=(Layers(late, last=1),))
+    for each in (late, own):
+        assert any(captured_layers(args, each.followed))
+        assert "a recipe with phases" in " ".join(fits.refusals(model, layout, each))
 
 
 def test_blocks_that_do_not_divide_a_shard_are_said() -> None:

@@ -22,6 +22,7 @@ from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.words import gemm_words
 from megatron_fp4.recipe import GemmRecipe, Phase, Recipe
+from megatron_fp4.recipes.assignment import recipes_of_layers
 from megatron_fp4.setting import Setting
 from megatron_fp4.target import target_of
 from testing.builders import small_gpt
@@ -114,6 +115,15 @@ def test_multipliers_that_a_flag_excludes_are_not_used(
         assert f"not used: {name}: bf16 was asked for" in text
     found = [linear.fp4.site for _, linear, _ in attaching._linears(chunk) if linear.fp4]
     assert found and all(site.fastest == "bf16" for site in found)
+
+
+def test_a_model_whose_layers_all_follow_another_recipe_is_refused(one_rank: None) -> None:
+    """`auto` of a decoder with two layers would train nothing in FP4."""
+    given = get_recipe("auto")
+    modules = recipes_of_layers(given, 2)
+    with pytest.raises(ConfigError, match="no linear follows recipe tetrajet-fp8: its layers, or"):
+        attach(run(given, num_layers=2, modules=modules), [model(num_layers=2)])
+    attach(run(given, num_layers=4, modules=recipes_of_layers(given, 4)), [model()])
 
 
 def test_only_the_layers_in_between_follow_the_recipe(one_rank: None) -> None:

@@ -98,6 +98,19 @@ def test_another_form_of_gradients_is_named(capsys: pytest.CaptureFixture[str]) 
 
 EMA = "--fp4-recipe tetrajet-ema --seed 5"
 RAMPING = "--fp4-recipe tetrajet-ramping --seed 5"
+
+
+def test_another_multiplier_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    bf16 = parse(*WAS.split(), "--fp4-multiplier", "bf16")
+    compare(parse(*WAS.split()), bf16)
+    assert "--fp4-multiplier was auto and is bf16: products differ" in capsys.readouterr().out
+    compare(bf16, bf16)
+    older = parse(*WAS.split())
+    del older.fp4_multiplier
+    compare(older, parse(*WAS.split()))
+    assert capsys.readouterr().out == ""
+
+
 OF_FC1 = "--fp4-module-recipe *fc1=tetrajet"
 
 

@@ -167,6 +167,27 @@ def test_a_recipe_that_quantizes_nothing_is_an_error(tmp_path: Path) -> None:
     assert recipe(str(path)).fprop.quantized
 
 
+def test_a_recipe_may_quantize_in_layers_alone(tmp_path: Path) -> None:
+    path = tmp_path / "layers.yaml"
+    path.write_text('layers: [{modules: "*.linear_fc1", recipe: tetrajet}]\n')
+    assert recipe(str(path)).layers
+    path.write_text('layers: [{modules: "*.linear_fc1", recipe: {fprop: {}}}]\n')
+    assert "quantizes nothing" in refusal("--fp4-recipe", str(path))
+
+
+def test_single_modules_take_no_recipe_that_has_layers() -> None:
+    flags = ("--fp4-recipe", "tetrajet", "--fp4-module-recipe")
+    assert "recipe auto has layers with recipes of their own" in refusal(*flags, "*.fc1=auto")
+    assert recipe("tetrajet", "--fp4-module-recipe", "*.fc1=auto,fp8_layers=0")
+
+
+def test_the_first_and_last_layers_have_one_precision() -> None:
+    flag = "--first-last-layers-bf16"
+    says = "recipe auto has recipes for its first or last layers, which --first-last-layers-bf16"
+    assert says in refusal("--fp4-recipe", "auto", flag, "--num-layers", "4")
+    assert recipe("auto", "--fp4-recipe-option", "fp8_layers=0", flag, "--num-layers", "4")
+
+
 def test_an_object_of_a_python_module() -> None:
     assert recipe(f"{__name__}:SOME_RECIPE") is SOME_RECIPE
     assert "is a int, not a" in refusal("--fp4-recipe", f"{__name__}:PLAIN_OBJECT")

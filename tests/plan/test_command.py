@@ -290,12 +290,24 @@ def test_what_a_layer_saves_is_told_as_choose_layout_tells_it(
     assert "\n".join(f"  {line}" for line in saved) in chosen
 
 
+def test_what_a_layer_saves_depends_on_the_weight_cache(printed: Callable[[str], str]) -> None:
+    def total(cache: str) -> float:
+        text = printed(f"--gpu sm_90 --tokens 4096 --weight-cache {cache} --layer {LLAMA}")
+        [line] = [line for line in text.splitlines() if line.startswith("  all ")]
+        return float(line.split()[1].replace(",", ""))
+
+    # Without a cache each call saves fprop's codes of W: 4.25 bits of 4 linears' weights.
+    weights = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    assert total("off") - total("packed") == pytest.approx(weights * 4.25 / 8 / 1e6, abs=0.2)
+
+
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
         ("--dtype fp16", "--layer does not support --dtype fp16"),
         ("--saved-x bf16", "--layer does not support --saved-x bf16"),
         ("--multiplier bf16", "--layer does not support --multiplier bf16"),
+        ("--param-gather --dp 2", "--layer does not support --param-gather"),
         ("--tokens 6144", "--tokens 6144 is not a multiple of --seq-length 4096"),
         ("--tp 64", "TP 64: no more than the 8 GPUs of a host"),
     ],

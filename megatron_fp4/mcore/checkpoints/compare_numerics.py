@@ -106,6 +106,9 @@ def _compare_kernels(saved: argparse.Namespace, launch: argparse.Namespace) -> N
             f"the checkpoint was trained with fused kernels of {then}, this launch has {now} "
             "(--fp4-fused-kernels): results differ in their last bits"
         )
+    then, now = (getattr(args, "fp4_multiplier", "auto") for args in (saved, launch))
+    if then != now:
+        _tell(f"--fp4-multiplier was {then} and is {now}: products differ in their last bits")
 
 
 def _compare_moments(saved: argparse.Namespace, launch: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ import megatron_fp4
 from megatron_fp4.arithmetic.messages import ELEMENTS
 from megatron_fp4.recipe import GEMMS
 from megatron_fp4.recipes import ALIASES, list_recipes
-from megatron_fp4.setting import WEIGHT_CACHE
+from megatron_fp4.setting import MULTIPLIER, WEIGHT_CACHE
 
 TITLE = "megatron-fp4"
 _UNSAID: tuple[object, ...] = (
@@ -192,7 +192,7 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--fp4-multiplier",
-        choices=("auto", "bf16"),
+        choices=MULTIPLIER,
         default="auto",
         help="what multiplies quantized operands: the fastest that can on this GPU, or torch's "
         "BF16 GEMMs of the same decoded codes, to see whether a problem is one of FP8 or FP4 GEMMs",

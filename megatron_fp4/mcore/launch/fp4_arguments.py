@@ -134,6 +134,11 @@ def module_recipes(args: argparse.Namespace) -> list[tuple[str, Recipe | None]]:
         if name == "bf16" and pairs:
             raise ConfigError(f"--fp4-module-recipe {given}: bf16 takes no options")
         chosen = None if name == "bf16" else get_recipe(name, **read_options(pairs))
+        if chosen is not None and chosen.layers:
+            raise ConfigError(
+                f"--fp4-module-recipe {given}: recipe {name} has layers with recipes of their own: "
+                "give one without"
+            )
         found.append((glob, chosen))
     return [(glob, own and _with_phase(own, args)) for glob, own in found]
 

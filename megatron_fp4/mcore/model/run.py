@@ -30,7 +30,7 @@ from megatron_fp4.mcore.model.weight_states import WeightStates
 from megatron_fp4.mcore.runtime.ranks import once
 from megatron_fp4.monitor import CarrierRounding, NonFinite, NonFiniteMonitor
 from megatron_fp4.recipe import OPERANDS, Recipe
-from megatron_fp4.setting import KeepsW, keeps_w_of
+from megatron_fp4.setting import KeepsW, fastest_of, keeps_w_of
 
 CALIBRATION = 2**31  # the first step whose random bits calibrations draw; trainings are shorter
 MOST_PADDING = 1024  # more tokens than any block or Hadamard group holds
@@ -260,8 +260,7 @@ class Run:
     @property
     def fastest(self) -> str | None:
         """The fastest multiplier that may run GEMMs (--fp4-multiplier); None: any may."""
-        asked: str = self.args.fp4_multiplier
-        return None if asked == "auto" else asked
+        return fastest_of(self.args.fp4_multiplier)
 
     @property
     def fuses_wgrad(self) -> bool:

@@ -235,6 +235,23 @@ def test_every_committed_result_is_in_a_page() -> None:
     assert found == {*COMMITTED, *UNFINISHED, *of_sweep}
 
 
+def test_the_last_run_of_a_point_counts() -> None:
+    """A run that was made anew, of another numerics version, is no other rounding seed."""
+    name = "recipes-3M"
+    study, rows = matrix.read(name), rows_of(name)
+    step, loss = rows[0]["held_out"][-1]
+    configuration = rows[0]["configuration"] | {"numerics": 99}
+    anew = {"hash": hash_of(configuration), "configuration": configuration}
+    again = rows[0] | anew | {"held_out": [[step, loss + 1.0]]}
+    finished, failed = showing.rows_of(study, [*rows, again])
+    assert len(finished) == len(rows) and again in finished and rows[0] not in finished
+    error = {"hash": "f", "status": "failed", "configuration": configuration, "error": "it broke"}
+    finished, failed = showing.rows_of(study, [*rows, error, error])
+    assert rows[0] in finished and failed == []
+    _, failed = showing.rows_of(study, [*rows[1:], error, error])
+    assert failed == [error]
+
+
 @pytest.mark.parametrize("name", UNFINISHED)
 def test_a_result_that_grows_has_runs_of_its_matrix(name: str) -> None:
     study, rows = matrix.read(name), rows_of(name)

@@ -21,10 +21,9 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
     yield from _recomputation(args)
     yield from _experts(args)
     yield from _microbatches(args)
+    late = next((recipe.name for recipe in recipes if recipe.phases), "")
     problems = {
-        "a recipe with phases (--fp4-bf16-after, or tetrajet-fp8 without the option fp8_after=1)": (
-            any(recipe.phases for recipe in recipes)
-        ),
+        f"recipe {late}, which has phases, its own or that of --fp4-bf16-after": late,
         "--mtp-num-layers": args.mtp_num_layers,
         # These need hooks on modules, which a replay does not call.
         "--save-activations-interval": args.save_activations_interval,

@@ -138,11 +138,17 @@ def with_recipe(args: Namespace, recipe: Recipe) -> Iterator[str]:
     """Refuses flags that cannot be combined with a recipe, and a recipe that quantizes nothing."""
     if args.fp4_bf16_gemms is not None and args.fp4_bf16_after is None:
         yield "--fp4-bf16-gemms needs --fp4-bf16-after"
-    held = [recipe.at(0.0), *recipe.in_turn[1:]]  # the first may never hold
+    # The first of each may never hold.
+    held = [late for each in recipe.followed for late in (each.at(0.0), *each.in_turn[1:])]
     if not any(each.quantized for each in held):
         yield (
             f"recipe {args.fp4_recipe} quantizes nothing: give fprop, dgrad or wgrad a quantizer "
             "and a share of training in FP4, or leave the recipe out"
+        )
+    if args.first_last_layers_bf16 and any(each.first or each.last for each in recipe.layers):
+        yield (
+            f"recipe {args.fp4_recipe} has recipes for its first or last layers, which "
+            "--first-last-layers-bf16 does not reach: leave out one of them"
         )
     for flag, remedy in NOT_WITH_A_RECIPE.items():
         if _is_set(args, flag):
