@@ -117,7 +117,8 @@ class Layers:
             has = "an unknown number of" if count is None else count
             raise ConfigError(
                 f"layers: {'first' if self.first else 'last'}: {self.first or self.last} of a "
-                f"decoder with {has} layers: give --num-layers, or fewer"
+                f"decoder with {has} layers: "
+                f"{'give --num-layers' if count is None else 'name fewer'}"
             )
         numbers = range(self.first) if self.first else range(count - self.last, count)
         return [f"decoder.layers.{number}.*" for number in numbers]

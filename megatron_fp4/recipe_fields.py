@@ -126,7 +126,9 @@ def _check_phases(recipe: Recipe) -> None:
             raise ConfigError(f"a phase after {share:g} does not begin after the one before it")
         begun = share
         if late.phases or late.layers:
-            raise ConfigError(f"recipe {late.name} of a phase has phases or layers of its own")
+            raise ConfigError(
+                f"recipe {late.name} of a phase has phases or layers of its own: give one without"
+            )
         # Optimizers keep both from the first step on.
         if late.weight_average not in (None, recipe.weight_average):
             raise ConfigError(

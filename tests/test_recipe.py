@@ -335,8 +335,8 @@ def test_a_quantized_bias_gradient_takes_no_scales_of_w() -> None:
     [
         (lambda: GemmRecipe("mxfp4"), "a is a Quantizer or None, not 'mxfp4'"),  # type: ignore[arg-type]
         (lambda: GemmRecipe(hadamard=64), "hadamard is a Hadamard or None, not 64"),  # type: ignore[arg-type]
-        (lambda: Quantizer(block=[1, 32]), "block is a tuple"),  # type: ignore[arg-type]
-        (lambda: Quantizer(block=32), "block is a tuple"),  # type: ignore[arg-type]
+        (lambda: Quantizer(block=[1, 32]), "block is two numbers"),  # type: ignore[arg-type]
+        (lambda: Quantizer(block=32), "block is two numbers"),  # type: ignore[arg-type]
         (lambda: Quantizer(prescale="3/4"), "prescale is a finite number"),  # type: ignore[arg-type]
         (lambda: get_recipe("dge-occ", occ=False, alpha=0.97), "occ=false leaves out the clamp"),
         (lambda: get_recipe("dge-occ", dge=False, k=3.0), "dge=false leaves out the estimator"),

@@ -35,7 +35,10 @@ EVALUATED = """
     --skip-train --no-load-optim --no-load-rng --exit-on-missing-checkpoint --fp4-load-anyway
 """.split()
 # Flags that give some linears a recipe, or some of the training.
-CONFLICTS = ("--fp4-module-recipe", "--fp4-bf16-after", "--first-last-layers-bf16")
+CONFLICTS = (
+    *("--fp4-module-recipe", "--fp4-bf16-after", "--first-last-layers-bf16"),
+    "--fp4-eval-forward",
+)
 Evaluate = Callable[[Sequence[str]], float]
 
 
@@ -93,7 +96,10 @@ def sensitivity(evaluate: Evaluate, other: str, layers: int) -> tuple[float, flo
     """
 
     def loss(place: str) -> float:
-        found = evaluate(["--fp4-module-recipe", f"{place}={other}"])
+        in_place = ["--fp4-module-recipe", f"{place}={other}"]
+        if (place, other) == ("*", "bf16"):  # a recipe that quantizes no linear is refused
+            in_place = ["--fp4-eval-forward", "bf16"]
+        found = evaluate(in_place)
         print(f"{place} in {other}: {found:.4f}", file=sys.stderr, flush=True)
         return found
 
@@ -125,7 +131,7 @@ def table(low: float, high: float, found: Sequence[Found], recipe: str, other: s
     """A Markdown table: layers, then kinds of linears, each in the order of their gains."""
 
     def row(place: str, loss: float) -> list[str]:
-        share = f"{(low - loss) / (low - high):.0%}" if low != high else ""
+        share = f"{(low - loss) / (low - high):.0%}" if low > high else ""
         return [place, f"{loss:.4f}", f"{low - loss:+.4f}", share]
 
     ordered = sorted(found, key=lambda each: (each.place.startswith("*"), each.loss))
@@ -162,7 +168,7 @@ def chosen(
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
+        description=(__doc__ or "").partition("\n\n")[0],
         usage="python -m tools.sensitivity [options] -- <flags of the launch>",
     )
     parser.add_argument("--in-place", default="fp8", help="of one place at a time: fp8, bf16, ...")

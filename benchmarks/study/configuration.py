@@ -39,14 +39,6 @@ def configuration(matrix: Matrix, point: Point, text: dict[str, Any]) -> dict[st
     return point._asdict() | found
 
 
-def model_ranks(configuration: dict[str, Any]) -> int:
-    """The processes among which a model is divided, by tensor and by pipeline parallelism."""
-    flags, found = configuration["flags"], 1
-    for each in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
-        found *= int(flags[flags.index(each) + 1]) if each in flags else 1
-    return found
-
-
 def hash_of(configuration: dict[str, Any]) -> str:
     """16 hexadecimal digits of the SHA-256 of a configuration."""
     text = json.dumps(configuration, sort_keys=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +55,25 @@ def is_bf16(recipe: str) -> bool:
     Its first word is then BF16; flags may follow.
     """
     return recipe.split()[0] == BF16
+
+
+def model_ranks(flags: Sequence[str]) -> int:
+    """The processes among which flags divide a model, by tensor and by pipeline parallelism.
+
+    Raises StudyError for a size that is no positive integer.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    names = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
+    sizes = [parser.add_argument(name, type=int, default=1).dest for name in names]
+    try:
+        found, _ = parser.parse_known_args(flags)
+    except argparse.ArgumentError as error:
+        raise StudyError(str(error)) from error
+    ranks = [getattr(found, size) for size in sizes]
+    for name, size in zip(names, ranks, strict=True):
+        if size < 1:
+            raise StudyError(f"{name} is {size}: give 1 or more")
+    return math.prod(ranks)
 
 
 @dataclass(frozen=True)
@@ -137,6 +159,8 @@ def _matrix(name: str, found: Any) -> Matrix:
     if not isinstance(values["runs"], list):
         raise StudyError("runs is a list of blocks")
     matrix = Matrix(**values | {"text": text, "runs": [_block(each) for each in values["runs"]]})
+    for point in matrix.points():
+        model_ranks([*point.recipe.split()[1:], *matrix.flags.split()])
     for recipe in dict.fromkeys([*matrix.against, *(point.recipe for point in matrix.points())]):
         if not is_bf16(recipe):
             recipe_of(recipe)
@@ -146,11 +170,15 @@ def _matrix(name: str, found: Any) -> Matrix:
 def _block(found: Any) -> Block:
     values = _checked("runs", Block, found)
     for key, each in values.items():
-        if not isinstance(each, list) or not each:
+        if not isinstance(each, list):
             raise StudyError(f"runs: {key} is a list, such as [{each}]")
+        if not each:
+            raise StudyError(f"runs: {key} is empty: give one value or more")
     for key in ("steps", "seeds", "rounding_seeds"):
         if wrong := [each for each in values.get(key, []) if type(each) is not int]:
             raise StudyError(f"runs: {wrong[0]} in {key} is no integer")
+    if any(each < 1 for each in values["steps"]):
+        raise StudyError("runs: steps are 1 or more")
     if unknown := [size for size in values["sizes"] if size not in SIZES]:
         raise StudyError(f"runs: no size is called {unknown[0]}; there are {', '.join(SIZES)}")
     try:  # YAML 1.1 reads 2e-3, without a point, as text

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study import results
-from benchmarks.study.configuration import configuration, hash_of, model_ranks, point_of
+from benchmarks.study.configuration import configuration, hash_of, point_of
 from benchmarks.study.errors import StudyError
 from benchmarks.study.launching import MARGIN, Launch
-from benchmarks.study.matrix import Matrix
+from benchmarks.study.matrix import Matrix, model_ranks
 from benchmarks.study.sizes import SIZES
 from tools import rows
 from tools.rows import Row
@@ -93,7 +93,9 @@ class Session:
         for _ in range(results.MOST_FAILURES):
             by_processes: dict[int, list[dict[str, Any]]] = {}
             for each in self.left(matrix):
-                processes = machine.processes(each["size"], matrix.ranks, model_ranks(each))
+                processes = machine.processes(
+                    each["size"], matrix.ranks, model_ranks(each["flags"])
+                )
                 by_processes.setdefault(processes, []).append(each)
             for processes, group in by_processes.items():
                 self._side_by_side(group, machine.places(processes), processes)

@@ -32,7 +32,9 @@ def section(matrix: Matrix, rows: list[Row]) -> str:
     """All tables, as Markdown. Raises StudyError if no run of the matrix has finished."""
     finished, failed = rows_of(matrix, rows)
     if not finished:
-        raise StudyError(f"no run of {matrix.name} has finished: python -m benchmarks.study run")
+        raise StudyError(
+            f"no run of {matrix.name} has finished: python -m benchmarks.study run {matrix.name}"
+        )
     window = tables.window(finished, matrix.metrics_interval)
     parts = [
         [

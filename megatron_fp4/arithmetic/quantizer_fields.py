@@ -35,7 +35,9 @@ def _check_numbers(q: Quantizer) -> None:
 
 def _check_block(q: Quantizer) -> None:
     if not isinstance(q.block, tuple) or len(q.block) != 2:
-        raise ConfigError(f"block is a tuple (across, along), such as (1, 32), not {q.block!r}")
+        raise ConfigError(
+            f"block is two numbers, across and along, such as (1, 32), not {q.block!r}"
+        )
     sizes = [b for b in q.block if isinstance(b, int) and b >= 0]
     if sizes != list(q.block) or (not q.spans_axis and 0 in sizes):
         raise ConfigError(f"block is [across, along], [1, 0] or [0, 0], not {q.block}")

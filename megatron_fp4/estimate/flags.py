@@ -15,6 +15,7 @@ from megatron_fp4.estimate.model import Model
 from megatron_fp4.estimate.plans import recipe_named
 from megatron_fp4.estimate.search import Fixed, Job
 from megatron_fp4.plan.owned_codes import refusal
+from megatron_fp4.recipes import read_options
 from megatron_fp4.setting import WEIGHT_CACHE, keeps_w_of
 
 # Flags of a launch that no estimate depends on. With several data-parallel ranks the optimizer is
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--gpus", type=int, required=True, help="in all")
     job.add_argument("--gpus-per-node", type=int, default=8)
     job.add_argument("--recipe", default="bf16", help="as --fp4-recipe takes it, or bf16")
+    job.add_argument("--recipe-option", action="extend", nargs="+", default=[], metavar="KEY=VALUE")
     job.add_argument("--global-batch-size", type=int, required=True)
     job.add_argument(
         "--fp4-weight-cache",
@@ -112,7 +114,7 @@ def job_of(args: argparse.Namespace) -> Job:
             "--expert-model-parallel-size needs a model with experts: give --num-experts, or leave "
             "it out"
         )
-    recipe = recipe_named(args.recipe)
+    recipe = recipe_named(args.recipe, **read_options(args.recipe_option))
     if args.fp4_param_gather and (why := refusal(recipe, "--fp4-param-gather")) is not None:
         raise ConfigError(why)
     moments = FLOAT32
@@ -135,7 +137,7 @@ def job_of(args: argparse.Namespace) -> Job:
         gradients=element_of(args.fp4_grad_comm, args.fp4_grad_comm_element),
         bf16_gradients=args.grad_reduce_in_bf16,
         gathers_codes=args.fp4_param_gather,
-        given=args.recipe,
+        given=" ".join([args.recipe, *(f"--fp4-recipe-option {o}" for o in args.recipe_option)]),
     )  # fmt: skip
 
 

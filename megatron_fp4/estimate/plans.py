@@ -33,8 +33,12 @@ BF16 = Recipe("bf16")
 
 def recipe_named(name: str, **options: str) -> Recipe:
     """The recipe of a name that --fp4-recipe takes; BF16, which quantizes nothing, for "bf16" and
-    "off". options: of the recipe."""
-    return BF16 if name in ("bf16", "off") else get_recipe(name, **options)
+    "off". options: of the recipe. Raises ConfigError as get_recipe, and for options of BF16."""
+    if name in ("bf16", "off"):
+        if options:
+            raise ConfigError(f"{name} takes no options: leave out {next(iter(options))}")
+        return BF16
+    return get_recipe(name, **options)
 
 
 def longest(recipe: Recipe) -> Recipe:

@@ -42,7 +42,8 @@ class Fixed:
 class Job:
     """What is to be trained: a model with a recipe, on how many GPUs, in what batches.
 
-    given: what --fp4-recipe takes of the recipe, such as the path of a file; "": its name.
+    given: what follows --fp4-recipe in a launch, such as the path of a file, and flags of options;
+        "": the recipe's name.
     node: GPUs of a host. fused_dw, fused_kernels, keeps_w, moments, gradients, bf16_gradients,
         gathers_codes: see Layout.
     """

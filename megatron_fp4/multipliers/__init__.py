@@ -45,7 +45,11 @@ def choose(product: Product, target: Target, fastest: str | None = None) -> Mult
     is_allowed = fastest is None
     for multiplier in MULTIPLIERS:
         is_allowed = is_allowed or multiplier.name == fastest
-        reason = multiplier.refuses(product, target) if is_allowed else f"{fastest} was asked for"
+        reason = (
+            multiplier.refuses(product, target)
+            if is_allowed
+            else f"--fp4-multiplier {fastest} excludes it"
+        )
         if reason is None:
             return MultiplierChoice(multiplier, tuple(passed_over))
         passed_over.append((multiplier.name, reason))

@@ -182,6 +182,18 @@ def format_problem(product: Product) -> str | None:
     return None
 
 
+def codes_problem(product: Product) -> str | None:
+    """Why FP4 tensor cores cannot multiply the codes of these operands; None if an instruction may.
+
+    Shapes are not looked at, nor which of the instructions it is.
+    """
+    if (problem := dtype_problem(product)) is not None:
+        return problem
+    if product.quantizers is None:
+        return "an operand is in high precision"
+    return format_problem(product)
+
+
 def is_inexact(product: Product) -> bool:
     """Whether an operand has float32 scales within its blocked axis, so that no format narrower
     than float32 holds its decoded values."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import NVFP4, QuantizedTensor, Quantizer
-from megatron_fp4.multipliers.base import Product, ReadsCodes, dtype_problem, finish, format_problem
+from megatron_fp4.multipliers.base import Product, ReadsCodes, codes_problem, finish
 from megatron_fp4.multipliers.trial import trial
 from megatron_fp4.operands import Form
 from megatron_fp4.target import Target
@@ -31,12 +31,9 @@ class Nvfp4(ReadsCodes):
     def refuses(self, product: Product, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability[0] not in (10, 12):
             return "NVFP4 GEMMs need a GPU of compute capability 10.x or 12.x"
-        if (problem := dtype_problem(product)) is not None:
+        if (problem := codes_problem(product)) is not None:
             return problem
-        if product.quantizers is None:
-            return "an operand is in high precision"
-        if (problem := format_problem(product)) is not None:
-            return problem
+        assert product.quantizers is not None  # in high precision: codes_problem
         if not all(map(_is_nvfp4, product.quantizers)):
             return "an operand is not NVFP4 in blocks of 16"
         m, n, k = product.shape

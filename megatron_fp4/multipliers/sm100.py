@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
-from megatron_fp4.multipliers.base import Product, ReadsCodes, dtype_problem, format_problem
+from megatron_fp4.multipliers.base import Product, ReadsCodes, codes_problem
 from megatron_fp4.multipliers.trial import TRIED, trial
 from megatron_fp4.operands import Form
 from megatron_fp4.target import Target, kernels_problem
@@ -30,12 +30,9 @@ class Sm100(ReadsCodes):
     def refuses(self, product: Product, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability[0] != 10:
             return "torch's MXFP4 GEMMs need a GPU of compute capability 10.x"
-        if (problem := dtype_problem(product) or kernels_problem(target)) is not None:
+        if (problem := codes_problem(product) or kernels_problem(target)) is not None:
             return problem
-        if product.quantizers is None:
-            return "an operand is in high precision"
-        if (problem := format_problem(product)) is not None:
-            return problem
+        assert product.quantizers is not None  # in high precision: codes_problem
         if not all(quantizer.mxfp4 for quantizer in product.quantizers):
             return "an operand is not MXFP4 in blocks of 32"
         if product.adds or product.out_dtype != torch.bfloat16 or product.correction != 1.0:

@@ -94,7 +94,7 @@ def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
         if chosen and recipe.phases:
             raise ConfigError(
                 f"recipe {name!r} has phases, which the option {next(iter(chosen))} does not "
-                "reach: write what it sets into the file"
+                "reach: give it in a recipe file, to the recipe and to its phases"
             )
         recipe = method.with_options(recipe, chosen)
     return _shared(recipe)

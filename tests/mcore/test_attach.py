@@ -112,7 +112,7 @@ def test_multipliers_that_a_flag_excludes_are_not_used(
     attach(told, [chunk])
     text = capsys.readouterr().out
     for name in ("sm100", "blackwell", "nvfp4", "hopper"):
-        assert f"not used: {name}: bf16 was asked for" in text
+        assert f"not used: {name}: --fp4-multiplier bf16 excludes it" in text
     found = [linear.fp4.site for _, linear, _ in attaching._linears(chunk) if linear.fp4]
     assert found and all(site.fastest == "bf16" for site in found)
 
@@ -121,7 +121,7 @@ def test_a_model_whose_layers_all_follow_another_recipe_is_refused(one_rank: Non
     """`auto` of a decoder with two layers would train nothing in FP4."""
     given = get_recipe("auto")
     modules = recipes_of_layers(given, 2)
-    with pytest.raises(ConfigError, match="no linear follows recipe tetrajet-fp8: its layers, or"):
+    with pytest.raises(ConfigError, match="no linear follows recipe tetrajet-fp8 itself: its"):
         attach(run(given, num_layers=2, modules=modules), [model(num_layers=2)])
     attach(run(given, num_layers=4, modules=recipes_of_layers(given, 4)), [model()])
 

@@ -49,7 +49,7 @@ def test_a_faster_multiplier_may_be_excluded() -> None:
     assert choose(asked(), hopper).multiplier.name == "hopper"
     choice = choose(asked(), hopper, "bf16")
     assert choice.multiplier.name == "bf16"
-    assert dict(choice.passed_over)["hopper"] == "bf16 was asked for"
+    assert dict(choice.passed_over)["hopper"] == "--fp4-multiplier bf16 excludes it"
     assert choose(asked(a=torch.float32), hopper, "bf16").multiplier.name == "reference"
 
 

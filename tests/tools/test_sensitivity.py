@@ -35,6 +35,25 @@ def test_each_place_is_measured_by_itself() -> None:
     assert lines[-1] == "| all | 2.0000 | +0.4000 | 100% |"
 
 
+def test_bf16_in_all_linears_is_an_evaluation_in_bf16() -> None:
+    """--fp4-module-recipe *=bf16 is refused, since it leaves no linear to the recipe."""
+    asked: list[Sequence[str]] = []
+
+    def record(flags: Sequence[str]) -> float:
+        asked.append(flags)
+        return 1.0
+
+    sensitivity(record, "bf16", layers=1)
+    assert asked[:3] == [
+        [], ["--fp4-eval-forward", "bf16"], ["--fp4-module-recipe", "decoder.layers.0.*=bf16"]
+    ]  # fmt: skip
+
+
+def test_no_share_is_told_where_nothing_is_gained() -> None:
+    low, high, found = 2.0, 2.4, [Found("decoder.layers.0.*", 2.1)]
+    assert all(line.endswith("|  |") for line in table(low, high, found, "a", "b")[2:])
+
+
 def test_the_recipe_leaves_the_best_layers_to_the_other(tmp_path: Path) -> None:
     _, _, found = sensitivity(evaluate, "fp8", layers=3)
     text = chosen(found, 2, 2.4, "tetrajet", {}, "fp8")

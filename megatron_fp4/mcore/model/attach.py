@@ -108,10 +108,10 @@ def _problems(run: Run, rows: list[Row], stock: list[Row]) -> Iterator[str]:
             "leave out --fp4-module-recipe GLOB=bf16, or lower --num-layers-at-start-in-bf16 or "
             "--num-layers-at-end-in-bf16"
         )
-    elif run.recipe.ever_quantized and run.recipe.name not in {row.precision for row in rows}:
+    elif run.recipe.layers and run.recipe.name not in {row.precision for row in rows}:
         yield (
-            f"no linear follows recipe {run.recipe.name}: its layers, or --fp4-module-recipe, give "
-            "all of them another; name fewer there"
+            f"no linear follows recipe {run.recipe.name} itself: its layers, or "
+            "--fp4-module-recipe, give all of them another; name fewer there"
         )
 
 

@@ -191,6 +191,7 @@ def test_runs_of_a_number_of_ranks(tmp_path: Path) -> None:
         ("", 0, ["0", "1", "2", "3"]),
         ("--tensor-model-parallel-size 2 --sequence-parallel", 0, ["0,1", "2,3"]),
         ("--pipeline-model-parallel-size 2", 0, ["0,1", "2,3"]),
+        ("--pipeline-model-parallel-size=2", 0, ["0,1", "2,3"]),
         ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 0, ["0,1,2,3"]),
         ("--pipeline-model-parallel-size 2", 2, ["0,1,2,3"]),
     ],
