@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,16 @@ def test_the_versions_are_those_that_are_installed(file: str) -> None:
     pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / file).read_text(), re.M))
     versions = [pins[name] for name in ("torch", "triton", "megatron-core")]
     assert f"| `{file}` | {' | '.join(versions)} |" in (ROOT / "README.md").read_text()
+
+
+def test_the_step_beside_fused_fp8() -> None:
+    fused = [result(f"te-fused-{n}")["rows"][0]["ms"] for n in (1, 2)]
+    ours = [row["ms"] for row in result("te-fused-beside")["rows"]]
+    says(
+        f"With fused operations Transformer Engine takes {fused[0]:.0f} and {fused[1]:.0f} ms, and "
+        f"`tetrajet`, in turns on the same GPU, {min(ours):.0f} to {max(ours):.0f} ms"
+    )
+    assert abs(statistics.mean(ours) / statistics.mean(fused) - 1) < 0.005  # "the same time"
 
 
 def test_the_loss_beside_fp8() -> None:

@@ -127,7 +127,10 @@ def test_dropout_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpus", "0"], "--gpus is 0: give 1 or more"),
         (["--recipe", "no"], "no"),
         (["--recipe", "bf16", "--recipe-option", "a=1"], "bf16 takes no options: leave out a"),
-        (["--recipe", "auto", "--recipe-option", "fp8=1"], "no option 'fp8'; its options: fp8_layers"),
+        (
+            ["--recipe", "auto", "--recipe-option", "fp8=1"],
+            "no option 'fp8'; its options: fp8_layers",
+        ),
         (["--num-attention-heads", "24"], "give --kv-channels"),
         (["--hf-config", "/no/such"], "/no/such has no config.json"),
         (
