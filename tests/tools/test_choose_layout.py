@@ -129,7 +129,7 @@ def test_dropout_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["--recipe", "bf16", "--recipe-option", "a=1"], "bf16 takes no options: leave out a"),
         (
             ["--recipe", "auto", "--recipe-option", "fp8=1"],
-            "no option 'fp8'; its options: fp8_layers",
+            "no option 'fp8'; its options: fp8_l",
         ),
         (["--num-attention-heads", "24"], "give --kv-channels"),
         (["--hf-config", "/no/such"], "/no/such has no config.json"),
