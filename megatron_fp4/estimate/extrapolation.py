@@ -50,8 +50,8 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         "converting gradients in BF16 for the optimizer takes no time here": layout.bf16_gradients,
         "recomputation was never measured": layout.recompute,
         "the memory of CUDA graphs was never measured": layout.graphs,
-        f"the time is of the phase of {recipe.name} that holds for the largest share of training, "
-        "the memory of that which needs the most": bool(recipe.phases),
+        f"the time is the mean over the phases of {recipe.name}, by their shares of training, the "
+        "memory that of the largest": bool(recipe.phases),
         f"all layers are counted as those of {recipe.name} that have no recipe of their own": (
             bool(recipe.layers)
         ),

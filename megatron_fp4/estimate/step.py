@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import sumprod
 from typing import NamedTuple
 
 from megatron_fp4.arithmetic.messages import kind_of
@@ -107,7 +108,15 @@ def encoded(held: Parameters, layout: Layout) -> float:
 
 
 def step_time(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu, rates: Rates) -> Time:
-    """The time of a step. rates: seconds of each unit of work."""
+    """The time of a step. rates: seconds of each unit of work.
+
+    Of a recipe with phases it is the mean of the phases' times, weighted by their shares of
+    training.
+    """
+    if recipe.phases:
+        alone = (replace(each, phases=()) for each in recipe.in_turn)
+        times = [step_time(model, layout, each, gpu, rates) for each in alone]
+        return Time(*(sumprod(recipe.shares, kind) for kind in zip(*times, strict=True)))
     works = work_of(model, layout, recipe, gpu)
     micro = [_microbatch(work, layout, gpu, rates) for work in works]
     taken = [sum(each.values()) for each in micro]

@@ -159,7 +159,7 @@ def test_blocks_over_tokens_of_a_late_phase_are_said() -> None:
     assert not any(fits.refusals(model, layout, TETRAJET))
 
 
-def test_of_phases_the_longest_counts() -> None:
+def test_the_time_is_the_mean_over_phases() -> None:
     late = Recipe("late", phases=(Phase(0.1, TETRAJET),))
     assert late.ever_quantized and longest(late) is TETRAJET
     early = replace(TETRAJET, phases=(Phase(0.9, BF16),))
@@ -167,11 +167,14 @@ def test_of_phases_the_longest_counts() -> None:
     job = Job(DENSE, late, gpus.MEASURED, 1, 1, 24)
     fixed = Fixed(graphs=False, micro_batch=2)  # which phases exclude
     found = search(job, fixed)
-    assert "the time is of the phase of late that holds for the largest share" in " ".join(
+    assert "the time is the mean over the phases of late, by their shares of training" in " ".join(
         found[0].extrapolated
     )
-    plain = search(replace(job, recipe=TETRAJET), fixed)
-    assert found[0].time == plain[0].time
+    first, plain = (search(replace(job, recipe=each), fixed)[0].time for each in (BF16, TETRAJET))
+    for name, seconds in found[0].time._asdict().items():
+        mean = 0.1 * getattr(first, name) + 0.9 * getattr(plain, name)
+        assert seconds == pytest.approx(mean)
+    assert found[0].time.total != pytest.approx(plain.total)  # the control
 
 
 @pytest.mark.parametrize(
