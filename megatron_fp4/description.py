@@ -58,13 +58,18 @@ def describe(recipe: Recipe) -> list[str]:
 
 
 def titled(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """Yields a title and a recipe for all that linears follow: the recipe itself, its phases, and
-    the recipes of its layers with their phases. A title is a line to print before what is said of
-    its recipe, with an empty line above; that of the recipe itself is empty."""
-    for place, own in [("", recipe), *((f"\n{place_of(x)}\n", x.recipe) for x in recipe.layers)]:
-        yield place, own
+    """Yields a title and a recipe for all that linears follow, each recipe once: the recipe itself,
+    its phases, and the recipes of its layers with their phases. A title is a line to print before
+    what is said of its recipe, with an empty line above; that of the recipe itself is empty."""
+    places: dict[Recipe, list[str]] = {recipe: []}
+    for place, own in [("", recipe), *((place_of(x), x.recipe) for x in recipe.layers)]:
+        if place:
+            places.setdefault(own, []).append(place)
         for phase in own.phases:
-            yield f"\nafter {phase.after:.4g} of training\n", phase.recipe
+            when = f"{place} after {phase.after:.4g} of training"
+            places.setdefault(phase.recipe, []).append(when.strip())
+    for own, words in places.items():
+        yield f"\n{'; '.join(words)}\n" if words else "", own
 
 
 def place_of(layers: Layers) -> str:

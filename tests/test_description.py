@@ -18,7 +18,8 @@ from megatron_fp4 import (
 )
 from megatron_fp4.__main__ import info
 from megatron_fp4.arithmetic.hadamard import Hadamard
-from megatron_fp4.description import describe, paper_of
+from megatron_fp4.description import describe, paper_of, titled
+from megatron_fp4.recipe import Layers, Phase
 
 BLOCKS = "for blocks of 32"
 CEIL = f"E2M1, E8M0 scales (ceil) {BLOCKS}"
@@ -150,3 +151,16 @@ def test_info_describes_every_recipe() -> None:
     assert "\n  auto is tetrajet-fp8\n" in text
     for name in list_recipes():
         assert "\n".join(f"  {line}" for line in describe(get_recipe(name))) in text
+
+
+def test_each_recipe_that_linears_follow_has_one_title() -> None:
+    own = get_recipe("auto")
+    assert [(title, each.name) for title, each in titled(own)] == [
+        ("", "tetrajet-fp8"),
+        ("\nafter 0.8 of training; the first layer; the last layer\n", "fp8"),
+    ]
+    late = replace(get_recipe("mxfp4"), phases=(Phase(0.5, get_recipe("fp8")),))
+    layers = (Layers(late, last=2), Layers(get_recipe("fp8"), modules="*fc1"))
+    assert [title.strip() for title, _ in titled(replace(own, phases=(), layers=layers))] == [
+        "", "the last 2 layers", "the last 2 layers after 0.5 of training; linears *fc1"
+    ]  # fmt: skip
