@@ -52,17 +52,18 @@ def refusal(recipe: Recipe, flag: str) -> str | None:
     codes; None if all does. Layers in high precision, whose W is gathered as it is, do not count,
     unless there are no others."""
     for each in [one for one in recipe.followed if one.ever_quantized] or [recipe]:
-        if (why := refusal_of(each, flag)) is not None:
-            return why if each is recipe else f"{why}, or give no layers recipes of their own"
+        if (why := refusal_of(each, flag, of_layers=each is not recipe)) is not None:
+            return why
     return None
 
 
-def refusal_of(recipe: Recipe, flag: str) -> str | None:
+def refusal_of(recipe: Recipe, flag: str, of_layers: bool) -> str | None:
     """The message that refuses a flag for a recipe of which `reader_of_w` is not None; else None.
 
-    The recipes of its layers are not looked at.
+    The recipes of its layers are not looked at. of_layers: whether it is itself one of layers.
     """
     reader = reader_of_w(recipe)
     if reader is None:
         return None
-    return f"recipe {recipe.name} does not support {flag}, because {reader}: leave it out"
+    why = f"recipe {recipe.name} does not support {flag}, because {reader}: leave it out"
+    return f"{why}, or give no layers recipes of their own" if of_layers else why

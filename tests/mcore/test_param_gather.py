@@ -350,6 +350,16 @@ def test_refusals_of_what_is_missing() -> None:
     parse(*ASKED, "--fp4-bf16-after", "0.5", "--fp4-bf16-gemms", "dgrad", "wgrad")
 
 
+def test_a_layer_that_takes_no_codes_is_named_with_its_remedy() -> None:
+    """--fp4-recipe auto without its phase: only its first and last layers are in the way."""
+    whole = ("--fp4-recipe", "auto", GATHER, "--num-layers", "4", "--bf16")
+    without = ("--fp4-recipe-option", "fp8_after=1")
+    assert "recipe tetrajet-fp8 does not support" in refusal(*whole)
+    message = refusal(*whole, *without)
+    assert "recipe fp8 does not support --fp4-param-gather" in message
+    assert message.endswith("leave it out, or give no layers recipes of their own")
+
+
 def test_a_refusal_is_one_line_of_a_launch() -> None:
     flags = f"{SIZES} --fp4-recipe mxfp4 {OWNED} {GATHER}"
     assert "recipe mxfp4 does not support --fp4-param-gather" in told(torchrun(1, *flags.split()))

@@ -16,8 +16,9 @@ def gathered_codes(args: Namespace, recipes: Sequence[Recipe]) -> Iterator[str]:
     """
     if not (args.fp4_param_gather or args.fp4_gathers_codes):
         return
+    own = [layers.recipe for layers in recipes[0].layers]
     for recipe in recipes:
-        if (why := refusal_of(recipe, "--fp4-param-gather")) is not None:
+        if (why := refusal_of(recipe, "--fp4-param-gather", recipe in own)) is not None:
             if args.fp4_bf16_after is not None and reader_of_w(replace(recipe, phases=())) is None:
                 yield (
                     "--fp4-param-gather does not support --fp4-bf16-after, after which fprop "
