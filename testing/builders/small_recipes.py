@@ -8,6 +8,8 @@ from megatron_fp4 import Recipe, get_recipe
 
 # The options of recipes whose own groups are larger.
 OPTIONS = {"quartet-2": {"hadamard": 32}}
+# Flags of a model that leaves a recipe layers of its own beside those that follow another one.
+MODEL = {"tetrajet-fp8": ["--num-layers", "3"]}
 
 
 def small_recipe(name: str, **options: Any) -> Recipe:
@@ -16,6 +18,6 @@ def small_recipe(name: str, **options: Any) -> Recipe:
 
 
 def flags_of(name: str) -> list[str]:
-    """The flags of a launch with `small_recipe`."""
-    options = [f"{key}={value}" for key, value in OPTIONS.get(name, {}).items()]
-    return ["--fp4-recipe", name, *(f"--fp4-recipe-option={option}" for option in options)]
+    """The flags of a launch with `small_recipe`. Those of the model override earlier ones."""
+    options = [f"--fp4-recipe-option={key}={value}" for key, value in OPTIONS.get(name, {}).items()]
+    return ["--fp4-recipe", name, *options, *MODEL.get(name, [])]
