@@ -159,7 +159,7 @@ def cost(args: argparse.Namespace) -> int:
     sharding, tokens, inputs, outputs = sizes_on_rank(args, SIZES)
     gpu = DEVICES[args.device]
     setting = setting_of(gpu, inputs, outputs, tokens, sharding)
-    for _, each in titled(recipe):
+    for each in recipe.parts:
         check_sizes_of_flags(each, args.tokens, inputs, outputs, SIZES)
     for title, each in titled(recipe):
         print(title + text(each, setting, gpu), end="")
