@@ -1,14 +1,11 @@
 """What `attach` gives the linears of a built model, what it prints, and what it refuses."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.module import MegatronModule
 
 from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.quantizer import Quantizer
@@ -22,56 +19,13 @@ from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.words import gemm_words
 from megatron_fp4.recipe import GemmRecipe, Phase, Recipe
-from megatron_fp4.recipes.assignment import recipes_of_layers
 from megatron_fp4.setting import Setting
 from megatron_fp4.target import target_of
-from testing.builders import small_gpt
+from testing.builders.attached import model, printed, run
 from testing.worlds.launch import torchrun, train
 
 PP2 = ("--pipeline-model-parallel-size", "2")
 TP2 = ("--tensor-model-parallel-size", "2")
-
-
-def model(num_layers: int = 4, **options: Any) -> MegatronModule:
-    sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}
-    return small_gpt.build(small_gpt.config(num_layers=num_layers, **sizes | options), 96, 32)
-
-
-def run(
-    recipe: Recipe,
-    start: int = 0,
-    end: int = 0,
-    num_layers: int = 4,
-    modules: Sequence[tuple[str, Recipe | None]] = (),
-) -> Run:
-    """`start` and `end`: how many layers are kept in BF16."""
-    args = argparse.Namespace(
-        micro_batch_size=2,
-        eval_micro_batch_size=None,
-        seq_length=32,
-        first_last_layers_bf16=bool(start or end),
-        num_layers=num_layers,
-        num_layers_at_start_in_bf16=start,
-        num_layers_at_end_in_bf16=end,
-        fp4_eval_forward="fp4",
-        cuda_graph_impl="none",
-        fp4_weight_cache="packed",
-        fp4_gathers_codes=False,
-        fp4_saved_x="packed",
-        fp4_executor="auto",
-        fp4_multiplier="auto",
-        fp4_wgrad_fusion=True,
-        fp4_joins_swiglu=True,
-        fp4_joins_norms=True,
-        accumulate_allreduce_grads_in_fp32=True,
-    )
-    return Run(recipe, args, modules)
-
-
-def printed(text: str) -> list[list[str]]:
-    """The cells of a table's lines: head and linears."""
-    lines = [line for line in text.splitlines() if line.startswith("  ") and "   " in line.strip()]
-    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
 
 
 def test_the_table_tells_layers_shapes_formats_backends_and_why_not_the_faster(
@@ -115,15 +69,6 @@ def test_multipliers_that_a_flag_excludes_are_not_used(
         assert f"not used: {name}: --fp4-multiplier bf16 excludes it" in text
     found = [linear.fp4.site for _, linear, _ in attaching._linears(chunk) if linear.fp4]
     assert found and all(site.fastest == "bf16" for site in found)
-
-
-def test_a_model_whose_layers_all_follow_another_recipe_is_refused(one_rank: None) -> None:
-    """`auto` of a decoder with two layers would train nothing in FP4."""
-    given = get_recipe("auto")
-    modules = recipes_of_layers(given, 2)
-    with pytest.raises(ConfigError, match="no linear follows recipe tetrajet-fp8 itself: its"):
-        attach(run(given, num_layers=2, modules=modules), [model(num_layers=2)])
-    attach(run(given, num_layers=4, modules=recipes_of_layers(given, 4)), [model()])
 
 
 def test_only_the_layers_in_between_follow_the_recipe(one_rank: None) -> None:
@@ -272,75 +217,6 @@ def test_names_count_over_the_model_under_interleaved_pipelines() -> None:
     }
     mtp = {line[3] for line in linears if line[0].startswith("mtp")}
     assert mtp == {"tetrajet"}
-
-
-# --- a recipe by module ------------------------------------------------------------------------
-
-
-def recipes_of(chunk: MegatronModule) -> dict[str, str | None]:
-    """Global names of the linears, and the names of the recipes that they follow."""
-    return {
-        name: None if linear.fp4 is None else linear.fp4.recipe.name
-        for name, linear, _ in attaching._linears(chunk)
-    }
-
-
-def test_globs_choose_recipes_by_global_names_and_the_last_match_counts(
-    one_rank: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chunk = model()
-    modules = [
-        ("*.linear_fc2", get_recipe("mxfp4")),
-        ("decoder.layers.[02].mlp.*", None),
-        ("decoder.layers.3.self_attention.linear_qkv", get_recipe("dge-occ")),
-    ]
-    attach(run(get_recipe("tetrajet"), end=1, modules=modules), [chunk])
-    found = recipes_of(chunk)
-    for layer in range(4):
-        prefix = f"decoder.layers.{layer}"
-        assert found[f"{prefix}.mlp.linear_fc1"] == (None if layer in (0, 2, 3) else "tetrajet")
-        assert found[f"{prefix}.mlp.linear_fc2"] == (None if layer in (0, 2) else "mxfp4")
-        # The last layer is kept in BF16, and what a glob names counts more.
-        qkv = "dge-occ" if layer == 3 else "tetrajet"
-        assert found[f"{prefix}.self_attention.linear_qkv"] == qkv
-    text = capsys.readouterr().out
-    assert [line.split()[1] for line in text.splitlines() if line.startswith("  recipe ")] == [
-        "mxfp4", "dge-occ"
-    ]  # below the launch's  # fmt: skip
-    lines = {(line[0], line[1]): line[3] for line in printed(text)[1:]}
-    assert lines["decoder.layers.*.mlp.linear_fc2", "1,3"] == "mxfp4"
-    assert lines["decoder.layers.*.mlp.linear_fc2", "0,2"] == "high precision"
-    assert lines["decoder.layers.*.self_attention.linear_qkv", "3"] == "dge-occ"
-
-
-def test_a_glob_that_names_nothing_is_an_error_that_lists_names(one_rank: None) -> None:
-    modules = [("layers.0.*", None)]
-    with pytest.raises(ConfigError, match=r"layers.0.\* of .*: no linear .* decoder.layers.\*.mlp"):
-        attach(run(get_recipe("tetrajet"), modules=modules), [model()])
-
-
-def test_globs_see_the_whole_pipeline_s_numbers() -> None:
-    """The second stage's first layer is layer 1 of the model, and 0 of its own stage."""
-    flags = ("--bf16", "--fp4-recipe", "tetrajet", "--fp4-module-recipe", "decoder.layers.1.*=bf16")
-    result = train(2, *PP2, *flags)
-    quantized = [line.split() for line in result.output.splitlines() if " e2m1 " in line]
-    assert quantized and all(line[1] == "0" for line in quantized)
-
-
-def test_layers_of_a_recipe_are_those_of_the_whole_pipeline(tmp_path: Path) -> None:
-    """As the flag that names them, to the bit; and the other layer is not."""
-    path = tmp_path / "mine.yaml"
-    path.write_text("base: tetrajet\nname: tetrajet\nlayers: [{last: 1, recipe: bf16}]\n")
-    flag = ("--fp4-recipe", "tetrajet", "--fp4-module-recipe")
-    losses = [
-        train(2, *PP2, "--bf16", *words).losses
-        for words in (
-            ("--fp4-recipe", str(path)),
-            (*flag, "decoder.layers.1.*=bf16"),
-            (*flag, "decoder.layers.0.*=bf16"),
-        )
-    ]
-    assert losses[0] == losses[1] != losses[2]
 
 
 def test_the_table_has_the_lines_of_the_executor(
