@@ -251,8 +251,14 @@ class Recipe:
         return any(each.quantized for each in self.in_turn)
 
     @property
+    def alone(self) -> tuple[Recipe, ...]:
+        """The recipes of `in_turn`, each as if it held for the whole training: without phases."""
+        return tuple(replace(each, phases=()) for each in self.in_turn)
+
+    @property
     def shares(self) -> list[float]:
-        """The share of training for which each recipe of `in_turn` holds."""
+        """For each recipe of `in_turn`, in this order, the share of training for which it holds:
+        numbers from 0 to 1, whose sum is 1."""
         begins = [0.0, *(phase.after for phase in self.phases), 1.0]
         return [end - begin for begin, end in pairwise(begins)]
 

@@ -57,7 +57,7 @@ def is_bf16(recipe: str) -> bool:
     return recipe.split()[0] == BF16
 
 
-def model_ranks(flags: Sequence[str]) -> int:
+def ranks_of_model(flags: Sequence[str]) -> int:
     """The processes among which flags divide a model, by tensor and by pipeline parallelism.
 
     Raises StudyError for a size that is no positive integer.
@@ -160,7 +160,7 @@ def _matrix(name: str, found: Any) -> Matrix:
         raise StudyError("runs is a list of blocks")
     matrix = Matrix(**values | {"text": text, "runs": [_block(each) for each in values["runs"]]})
     for point in matrix.points():
-        model_ranks([*point.recipe.split()[1:], *matrix.flags.split()])
+        ranks_of_model([*point.recipe.split()[1:], *matrix.flags.split()])
     for recipe in dict.fromkeys([*matrix.against, *(point.recipe for point in matrix.points())]):
         if not is_bf16(recipe):
             recipe_of(recipe)

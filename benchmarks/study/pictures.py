@@ -119,8 +119,11 @@ def held_out_gaps(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
 def _minus_bf16(
     rows: list[Row], cell: Cell, recipe: str, losses: str
 ) -> Iterator[tuple[int, Series]]:
-    """Yields (seed, the losses minus those of BF16's run of this seed) for each run of a recipe
-    whose seed BF16 has, at the steps that both have. losses: the key of the losses in a row."""
+    """Yields (seed, series) for each run of a recipe for whose seed there is a run of BF16.
+
+    The series has, at each step that both runs have, the loss minus BF16's. losses: which losses,
+    the key "train" or "held_out" of a row.
+    """
     base = {r["configuration"]["seed"]: dict(r[losses]) for r in runs_of(rows, cell, BF16)}
     for row in runs_of(rows, cell, recipe):
         seed = row["configuration"]["seed"]

@@ -87,7 +87,7 @@ def step_of(name: str, recipe: Recipe) -> Speed | None:
     """
     if not recipe.phases:
         return next((_speed(file, name) for file in STEPS if name in _rows(file)), None)
-    found = [_speed_of(replace(each, phases=())) for each in recipe.in_turn]
+    found = [_speed_of(each) for each in recipe.alone]
     speeds = [each for each in found if each is not None]
     if len(speeds) < len(found):
         return None

@@ -16,7 +16,7 @@ from benchmarks.study import results
 from benchmarks.study.configuration import configuration, hash_of, point_of
 from benchmarks.study.errors import StudyError
 from benchmarks.study.launching import MARGIN, Launch
-from benchmarks.study.matrix import Matrix, model_ranks
+from benchmarks.study.matrix import Matrix, ranks_of_model
 from benchmarks.study.sizes import SIZES
 from tools import rows
 from tools.rows import Row
@@ -94,7 +94,7 @@ class Session:
             by_processes: dict[int, list[dict[str, Any]]] = {}
             for each in self.left(matrix):
                 processes = machine.processes(
-                    each["size"], matrix.ranks, model_ranks(each["flags"])
+                    each["size"], matrix.ranks, ranks_of_model(each["flags"])
                 )
                 by_processes.setdefault(processes, []).append(each)
             for processes, group in by_processes.items():

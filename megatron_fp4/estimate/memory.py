@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_fp4.arithmetic.messages import FORMS, PIECE_BYTES, PIECES
@@ -67,8 +66,8 @@ def memory(model: Model, layout: Layout, recipe: Recipe, target: Target, stage: 
         optimizer += optimizer_bytes(parameters(model, layout, stage), layout, SNAPSHOT_BYTES)
         optimizer += optimizer_bytes(linears(model, layout, stage), layout, MOVEMENT_BYTES)
     found = []
-    for phase in recipe.in_turn:
-        plans = LayerPlans(model, layout, replace(phase, phases=()), target)
+    for phase in recipe.alone:
+        plans = LayerPlans(model, layout, phase, target)
         working = _in_use(model, layout, plans, stage)
         found.append(Memory(weights, gradients, optimizer, *working))
     return max(found, key=lambda one: one.total)
@@ -77,7 +76,8 @@ def memory(model: Model, layout: Layout, recipe: Recipe, target: Target, stage: 
 def _in_use(
     model: Model, layout: Layout, plans: LayerPlans, stage: Stage
 ) -> tuple[float, float, float]:
-    """(activations, held, temporary) of a `Memory`. plans: of one phase of the recipe."""
+    """(activations, held, temporary), as in `Memory`: bytes on a rank of the stage at the peak of a
+    step. plans: of the layers' linears, for the phase of the recipe that holds in this step."""
     held = sum(plans.held(kind) for kind in stage.layers)
     saved = activations(layout, plans, stage)
     backward = max((plans.backward(kind) for kind in stage.layers), default=0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import sumprod
 from typing import NamedTuple
 
@@ -114,8 +114,7 @@ def step_time(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu, rates: Rat
     training.
     """
     if recipe.phases:
-        alone = (replace(each, phases=()) for each in recipe.in_turn)
-        times = [step_time(model, layout, each, gpu, rates) for each in alone]
+        times = [step_time(model, layout, each, gpu, rates) for each in recipe.alone]
         return Time(*(sumprod(recipe.shares, kind) for kind in zip(*times, strict=True)))
     works = work_of(model, layout, recipe, gpu)
     micro = [_microbatch(work, layout, gpu, rates) for work in works]

@@ -38,8 +38,8 @@ class MultiplierChoice(NamedTuple):
 def choose(product: Product, target: Target, fastest: str | None = None) -> MultiplierChoice:
     """The fastest multiplier that runs `product` on `target`.
 
-    fastest: the name of the fastest that may be chosen (--fp4-multiplier); None: any may. Raises
-    ConfigError for a name that there is not.
+    fastest: the name of one of MULTIPLIERS: those before it are not considered, as for
+        --fp4-multiplier. None: all are. Raises ConfigError if no multiplier has this name.
     """
     passed_over: list[tuple[str, str]] = []
     is_allowed = fastest is None

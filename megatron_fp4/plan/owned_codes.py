@@ -48,9 +48,12 @@ def reader_of_w(recipe: Recipe) -> str | None:
 
 
 def refusal(recipe: Recipe, flag: str) -> str | None:
-    """The message that refuses a flag, since not all that linears of `recipe` follow takes W as
-    codes; None if all does. Layers in high precision, whose W is gathered as it is, do not count,
-    unless there are no others."""
+    """The message that refuses `flag`, which asks that W be gathered as codes; None if it can be.
+
+    It can be if `reader_of_w` is None for `recipe` and for the recipes of its layers. Those that
+    quantize nothing are passed over, since their W is gathered in the model's dtype; a recipe that
+    quantizes nothing in any layer is refused.
+    """
     for each in [one for one in recipe.followed if one.ever_quantized] or [recipe]:
         if (why := refusal_of(each, flag, of_layers=each is not recipe)) is not None:
             return why
@@ -58,10 +61,8 @@ def refusal(recipe: Recipe, flag: str) -> str | None:
 
 
 def refusal_of(recipe: Recipe, flag: str, of_layers: bool) -> str | None:
-    """The message that refuses a flag for a recipe of which `reader_of_w` is not None; else None.
-
-    The recipes of its layers are not looked at. of_layers: whether it is itself one of layers.
-    """
+    """The message that refuses `flag` because of what `reader_of_w` says of this one recipe; None
+    if that is None. of_layers: whether the recipe is that of some layers of another recipe."""
     reader = reader_of_w(recipe)
     if reader is None:
         return None

@@ -18,6 +18,9 @@ def small_recipe(name: str, **options: Any) -> Recipe:
 
 
 def flags_of(name: str) -> list[str]:
-    """The flags of a launch with `small_recipe`. Those of the model override earlier ones."""
+    """The flags of a launch with `small_recipe`, for the end of a command line.
+
+    Some recipes need a larger model: its flags are among them, and override those given before.
+    """
     options = [f"--fp4-recipe-option={key}={value}" for key, value in OPTIONS.get(name, {}).items()]
     return ["--fp4-recipe", name, *options, *MODEL.get(name, [])]
