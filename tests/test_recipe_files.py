@@ -79,6 +79,17 @@ def test_a_base_s_phases_are_kept_unless_there_are_others(tmp_path: Path) -> Non
         assert load(tmp_path, f"base: base.yaml\nphases: {none}\n").phases == ()
 
 
+def test_an_option_may_leave_out_the_phase_of_a_file_s_base(tmp_path: Path) -> None:
+    recipe = load(tmp_path, "base: tetrajet-fp8\noptions: {fp8_after: 1}\n")
+    assert recipe.phases == () and len(recipe.layers) == 2
+    assert load(tmp_path, "phases: [{after: 999/1000, recipe: fp8}]\n").phases[0].after == 0.999
+
+
+def test_a_recorded_phase_that_never_begins_is_read() -> None:
+    late = replace(get_recipe("tetrajet"), phases=(Phase(1.0, Recipe(name="bf16")),))
+    assert content.read(content.write(late)) == late
+
+
 def test_methods_of_options_do_not_reach_phases(tmp_path: Path) -> None:
     text = "base: tetrajet\nphases: [{after: 0.5, recipe: fp8}]\n"
     for option, value in (("ema_beta", 0.9), ("ramping_k1", 8)):
@@ -213,6 +224,11 @@ def test_files_that_build_on_each_other_are_refused(tmp_path: Path) -> None:
             ["phases, number 1", "bf16, or a mapping", "False"],
         ),
         ("phases: [{after: 0.5, recipe: {base: bf16}}]\n", ["number 1", "give recipe: bf16"]),
+        ("phases: [{after: 1, recipe: fp8}]\n", ["recipe fp8 of a phase never begins"]),
+        (
+            "layers: [{first: 1, recipe: {phases: [{after: 1, recipe: fp8}]}}]\n",
+            ["recipe fp8 of a phase never begins", "give an after below 1"],
+        ),
         ("phases: [{after: 0, recipe: {dgrat: {}}}]\n", ["phases, number 1", "'dgrat'"]),
         ("phases: [{after: 0, recipe: mine.yaml}]\n", ["number 1", "built on this file itself"]),
         ("wgrad: {a: {prescale: .inf}, correction: 0}\n", ["prescale"]),

@@ -74,9 +74,11 @@ def load_recipe_file(
         problem = " ".join(str(error).split())
         raise ConfigError(f"recipe file {path} is not valid YAML: {problem}") from error
     try:
-        return _recipe(_mapping(content, "its content"), path, options, above)
+        found = _recipe(_mapping(content, "its content"), path, options, above)
+        _check_begins(found)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"recipe file {path}: {error}") from error
+    return found
 
 
 def recipe_of_fields(content: Mapping[str, Any], where: str) -> Recipe:
@@ -132,6 +134,20 @@ def _built(
         listed = enumerate(_list([] if entries is None else entries, key), 1)
         kept[key] = tuple(_entry(key, e, n, found, path, above) for n, e in listed)
     return replace(found, **kept)
+
+
+def _check_begins(recipe: Recipe) -> None:
+    """Raises ConfigError for a phase that never begins.
+
+    Only of files: --fp4-bf16-after may be 1, and checkpoints record that as a phase.
+    """
+    for each in recipe.followed:
+        if each.phases and each.phases[-1].after >= 1.0:
+            late = each.phases[-1].recipe.name
+            raise ConfigError(
+                f"recipe {late} of a phase never begins, after all of training: give an after "
+                "below 1, or leave the phase out"
+            )
 
 
 def _start(name: str, path: Path, options: Mapping[str, Any], above: tuple[Path, ...]) -> Recipe:
