@@ -158,13 +158,29 @@ def _matrix(name: str, found: Any) -> Matrix:
     _ = text.options  # out of range: DataError
     if not isinstance(values["runs"], list):
         raise StudyError("runs is a list of blocks")
+    if not isinstance(values.get("against", []), list):
+        raise StudyError(f"against is a list, such as [{values['against']}]")
     matrix = Matrix(**values | {"text": text, "runs": [_block(each) for each in values["runs"]]})
     for point in matrix.points():
         ranks_of_model([*point.recipe.split()[1:], *matrix.flags.split()])
     for recipe in dict.fromkeys([*matrix.against, *(point.recipe for point in matrix.points())]):
         if not is_bf16(recipe):
             recipe_of(recipe)
+    if "against" in values:
+        _check_against(matrix)
     return matrix
+
+
+def _check_against(matrix: Matrix) -> None:
+    """Raises StudyError for a recipe in `against` that no run of another recipe is paired with."""
+    runs = [(p.recipe, p._replace(recipe="", rounding_seed=None)) for p in matrix.points()]
+    for recipe in matrix.against:
+        own = {place for name, place in runs if name == recipe}
+        if not any(place in own for name, place in runs if name != recipe):
+            raise StudyError(
+                f"against: no other recipe has a run with the size, learning rate, steps and seed "
+                f"of a run of {recipe}: add {recipe} to the block of those that it is compared with"
+            )
 
 
 def _block(found: Any) -> Block:

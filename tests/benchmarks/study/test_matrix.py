@@ -72,6 +72,23 @@ def test_what_blocks_share_is_run_once(tmp_path: Path) -> None:
     assert found.against == ["bf16"]
 
 
+@pytest.mark.parametrize("key", ["sizes", "learning_rates", "steps", "seeds"])
+def test_what_others_are_compared_with_has_runs_at_their_points(key: str, tmp_path: Path) -> None:
+    other: dict[str, list[Any]] = {
+        "sizes": ["3M"], "learning_rates": [1e-3], "steps": [90], "seeds": [2],
+    }  # fmt: skip
+    plain = changed(recipes=["tetrajet"])["runs"]
+    apart = GOOD | {"against": ["bf16"], "runs": plain + [GOOD["runs"][0] | {key: other[key]}]}
+    with pytest.raises(StudyError, match="against: no other recipe .* of a run of bf16: add bf16"):
+        matrix.read(written(tmp_path / "apart.yaml", apart))
+    together = plain + [GOOD["runs"][0] | {key: other[key] + GOOD["runs"][0][key]}]
+    assert matrix.read(written(tmp_path / "one.yaml", apart | {"runs": together})).points()
+
+
+def test_a_matrix_that_names_no_comparison_needs_no_run_of_bf16(tmp_path: Path) -> None:
+    assert matrix.read(written(tmp_path / "own.yaml", changed(recipes=["tetrajet"]))).points()
+
+
 @pytest.mark.parametrize("name", matrix.names())
 def test_the_matrices_of_the_package(name: str) -> None:
     found = matrix.read(name)
@@ -107,6 +124,9 @@ def changed(**block: Any) -> dict[str, Any]:
         (GOOD | {"metrics_interval": "often"}, "metrics_interval is a number"),
         (GOOD | {"ranks": "two"}, "ranks is a number"),
         (changed(recipes=["tetrajt --fp4-grad-comm fp8"]), "tetrajt"),
+        (GOOD | {"against": "bf16"}, r"against is a list, such as \[bf16\]"),
+        (changed(recipes=["bf16", "mxfp4"]) | {"against": ["tetrajet"]}, "a run of tetrajet: add"),
+        (GOOD | {"against": ["bf16"]}, "no other recipe has a run with the size"),
         ([], "a mapping"),
     ],
 )  # fmt: skip
