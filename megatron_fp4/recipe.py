@@ -283,7 +283,8 @@ class Recipe:
         return self if self.x_mean == "kept" else replace(self, x_mean="kept")
 
     def without(self, gemms: Collection[str]) -> Recipe:
-        """The recipe with these GEMMs in high precision, and no phases or layers.
+        """The recipe with these GEMMs in high precision, and no phases or layers. Its name tells
+        them, and is "bf16" if they are all three.
 
         Estimators, outliers, mean and average go where nothing is left that they belong to. Raises
         ConfigError for no GEMM, for an unknown one, and for fprop of a recipe with ramping.
@@ -303,7 +304,7 @@ class Recipe:
         quantizes_x = any(self.quantizer(g, "x") for g in kept if "x" in OPERANDS[g])
         return replace(
             self,
-            name=f"{self.name}{f' with {gone}' if kept else ''} in high precision",
+            name=f"{self.name} with {gone} in BF16" if kept else "bf16",
             phases=(),
             layers=(),
             **dict.fromkeys(gemms, HIGH_PRECISION),  # type: ignore[arg-type]

@@ -166,7 +166,7 @@ def then(late: Recipe) -> Recipe:
     [
         *((recipe, None) for recipe in RECIPES),
         (then(TETRAJET.without(("dgrad", "wgrad"))), None),
-        (then(TETRAJET.without(GEMMS)), "tetrajet in high precision of a phase: fprop multiplies"),
+        (then(TETRAJET.without(GEMMS)), "recipe bf16 of a phase: fprop multiplies"),
         (then(get_recipe("tetrajet", rule="floor")), "recipe tetrajet of a phase quantizes W oth"),
         (then(get_recipe("mxfp4")), "backward reads the unquantized W"),
         (get_recipe("mxfp4"), "backward reads the unquantized W"),

@@ -209,9 +209,9 @@ def test_a_recipe_without_some_gemms(name: str, gemms: tuple[str, ...]) -> None:
     )
     assert late.bias_gradient == ("raw" if "dgrad" in gemms else recipe.bias_gradient)
     assert late.name == {
-        GEMMS: f"{name} in high precision",
-        ("dgrad", "wgrad"): f"{name} with dgrad, wgrad in high precision",
-    }.get(gemms, f"{name} with {gemms[0]} in high precision")
+        GEMMS: "bf16",
+        ("dgrad", "wgrad"): f"{name} with dgrad, wgrad in BF16",
+    }.get(gemms, f"{name} with {gemms[0]} in BF16")
 
 
 def test_gemms_that_a_recipe_can_not_do_without() -> None:

@@ -70,7 +70,7 @@ def test_the_losses_of_a_resumed_run_are_those_of_the_whole(outputs: list[str]) 
 
 
 def test_a_phase_that_begins_is_told_once(outputs: list[str]) -> None:
-    told = "recipe tetrajet in high precision takes the place of tetrajet from step 3 on"
+    told = "recipe bf16 takes the place of tetrajet from step 3 on"
     assert outputs[2].count(told) == 1
     # Rank 0 writes the line and the last rank writes the log: the order of the line and of
     # iteration 2 is not defined, since no collective stands between them.

@@ -159,7 +159,7 @@ def test_a_phase_is_told_once_for_equal_recipes(
     name = EVERYWHERE.name
     assert told == [
         f" the place of {name} from step 4 on",
-        f" the place of {name} with dgrad in high precision from step 7 on",
+        f" the place of {name} with dgrad in BF16 from step 7 on",
     ]
 
 
