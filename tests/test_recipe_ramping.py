@@ -13,6 +13,7 @@ from megatron_fp4 import ConfigError, Linear, Phase, get_recipe, linear
 from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.description import describe
 from megatron_fp4.recipe import GEMMS
+from megatron_fp4.recipes.ramping import moments_refusal
 from testing.oracles import normal
 
 
@@ -84,3 +85,10 @@ def test_calibrations_precede_the_multiples_of_the_interval(total: int, before: 
     ramping = Ramping(interval=10, calibration=5)
     assert [step for step in range(total) if ramping.calibrates_before(step, total)] == before
     assert ramping.calibrations_in(total) == len(before)
+
+
+def test_moments_in_few_bits_are_refused_by_the_name_of_the_recipe_with_ramping() -> None:
+    plain, ramped = get_recipe("tetrajet"), get_recipe("tetrajet-ramping")
+    assert moments_refusal([plain], "--flag") is None
+    said = moments_refusal([plain, ramped], "--flag")
+    assert said is not None and said.startswith("--flag is not defined for recipe tetrajet-ramping")

@@ -16,6 +16,7 @@ from megatron_fp4.estimate.plans import recipe_named
 from megatron_fp4.estimate.search import Fixed, Job
 from megatron_fp4.plan.owned_codes import refusal
 from megatron_fp4.recipes import read_options
+from megatron_fp4.recipes.ramping import moments_refusal
 from megatron_fp4.setting import WEIGHT_CACHE, keeps_w_of
 
 # Flags of a launch that no estimate depends on. With several data-parallel ranks the optimizer is
@@ -122,11 +123,8 @@ def job_of(args: argparse.Namespace) -> Job:
         moments = Moments.read(args.fp4_optimizer_state)
         if not any(each.ever_quantized for each in recipe.followed):
             raise ConfigError("--fp4-optimizer-state needs a recipe: add --recipe, or leave it out")
-        if any(each.ramping is not None for each in recipe.followed):
-            raise ConfigError(
-                f"--fp4-optimizer-state is not defined for recipe {recipe.name}, whose optimizer "
-                "has moments in float32: leave out one"
-            )
+        if (why := moments_refusal(recipe.followed, "--fp4-optimizer-state")) is not None:
+            raise ConfigError(why)
     fused = not args.no_gradient_accumulation_fusion
     node = min(args.gpus, args.gpus_per_node)
     return Job(

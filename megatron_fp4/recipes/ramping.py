@@ -6,6 +6,7 @@ with E8M0 scales, rounded to nearest. arXiv 2502.20853, section 4.3.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from megatron_fp4.arithmetic.ramping import Ramping
@@ -31,6 +32,18 @@ def ramping(recipe: Recipe, periods: Ramping) -> Recipe:
     """
     name = recipe.name if recipe.name.endswith("-ramping") else f"{recipe.name}-ramping"
     return replace(recipe, name=name, ramping=periods)
+
+
+def moments_refusal(recipes: Iterable[Recipe], flag: str) -> str | None:
+    """The message that refuses `flag`, which stores Adam's moments in few bits, because one of the
+    recipes has ramping; None if none has."""
+    ramped = next((recipe for recipe in recipes if recipe.ramping is not None), None)
+    if ramped is None:
+        return None
+    return (
+        f"{flag} is not defined for recipe {ramped.name}, whose optimizer has moments in float32: "
+        "leave out one"
+    )
 
 
 METHOD = Method(

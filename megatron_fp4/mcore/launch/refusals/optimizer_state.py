@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
 from megatron_fp4.recipe import Recipe
+from megatron_fp4.recipes.ramping import moments_refusal
 
 
 def moments(args: Namespace, recipes: Sequence[Recipe]) -> Iterator[str]:
@@ -25,9 +26,5 @@ def moments(args: Namespace, recipes: Sequence[Recipe]) -> Iterator[str]:
         )
     if args.optimizer_cpu_offload:
         yield f"{flag} keeps Adam's moments on the GPU: leave out --optimizer-cpu-offload"
-    ramped = next((recipe for recipe in recipes if recipe.ramping is not None), None)
-    if ramped is not None:
-        yield (
-            f"{flag} is not defined for recipe {ramped.name}, whose optimizer has moments in "
-            "float32: leave out one"
-        )
+    if (why := moments_refusal(recipes, flag)) is not None:
+        yield why
